@@ -1,0 +1,79 @@
+# The commands of this project; `make help` lists them. Needs Python >= 3.11 with venv and pip; all else goes into .venv.
+# ARGS is handed on:   make train ARGS="--zero 1 --steps 50"     make test ARGS="-k layout -x"
+
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+
+.PHONY: help
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.PHONY: train
+train: $(VENV)/.extra-train  ## train a GPT on two local ranks, into out/
+	@$(BIN)/python examples/train_gpt.py $(ARGS)
+
+.PHONY: test
+test: $(VENV)/.extra-test  ## run the tests
+	@$(BIN)/python -m pytest $(ARGS)
+
+.PHONY: laws
+laws: $(VENV)/.extra-test  ## run the laws alone, with many more examples each
+	@HYPOTHESIS_PROFILE=laws $(BIN)/python -m pytest -m law --timeout=3600 $(ARGS)
+
+.PHONY: bench
+bench: $(VENV)/.extra-bench  ## compare with DDP, FSDP2, DeepSpeed and others, into out/
+	@$(BIN)/python benchmarks/peers.py $(ARGS)
+
+.PHONY: bench-gpu
+bench-gpu: $(VENV)/.extra-train  ## measure one GPU against plain PyTorch
+	@$(BIN)/python benchmarks/gpu.py $(ARGS)
+
+.PHONY: lint
+lint: $(VENV)/.extra-lint  ## ruff's checks and format, then the types
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check --diff --quiet .
+	@.ci/typecheck.sh $(BIN)/python
+
+.PHONY: typecheck
+typecheck: $(VENV)/.extra-lint  ## check the types of the built wheel
+	@.ci/typecheck.sh $(BIN)/python
+
+.PHONY: clean
+clean:  ## remove .venv, builds and caches; out/ stays
+	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One stamp for each thing installed, so that a second run installs nothing.
+
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "$(PYTHON) is no Python >= 3.11; name one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# torch first and pinned: left to choose, pip may fetch a build that is gigabytes larger.
+$(VENV)/.torch: constraints.txt $(VENV)/.python
+	@echo "installing torch into $(VENV), once; this can take minutes" >&2
+	@$(PIP) torch setuptools wheel
+	@touch $@
+
+# The pinned setuptools builds the library here (--no-build-isolation), as it builds the wheel that is type-checked.
+$(VENV)/.extra-%: pyproject.toml constraints.txt $(VENV)/.torch
+	@echo "installing functional_ds[$*] into $(VENV)" >&2
+	@$(PIP) --no-build-isolation -e '.[$*]'
+	@touch $@
+
+# DeepSpeed's build needs these beside torch; DS_BUILD_OPS=0 builds none of its kernels.
+$(VENV)/.extra-bench: pyproject.toml constraints.txt $(VENV)/.torch
+	@echo "installing functional_ds[bench] into $(VENV)" >&2
+	@$(PIP) ninja py-cpuinfo
+	@DS_BUILD_OPS=0 $(PIP) --no-build-isolation -e '.[bench]'
+	@touch $@

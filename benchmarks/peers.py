@@ -1,0 +1,623 @@
+"""The same GPT, data and AdamW under PyTorch's and DeepSpeed's data parallelism and ours: time, memory and bytes a step.
+
+    python benchmarks/peers.py --ranks 2 --rounds 5
+    python benchmarks/peers.py --only ddp fsdp2 zero3 --dtype bf16
+
+Ranks are processes that talk over Gloo on loopback. Each contender has its own processes, which live for the whole run
+and sleep in a blocking read while others work: no contender inherits another's memory or caches, and nothing spins.
+Every round gives each contender a few steps in turn, so noise hits all alike; ratios are taken within a round.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import resource
+import signal
+import socket
+import statistics
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+import corpus
+import gpt
+
+Batch = tuple[Tensor, Tensor]
+Train = Callable[[Batch], float]  # one step on this rank's batch; returns its loss
+
+RESULTS = Path(__file__).parent / "results"
+CORPUS_BYTES = 1_000_000
+SETTLE = 3  # steps before the first round: buckets are rebuilt, traces recorded, optimizer states made
+ANSWER_SECONDS = 300.0  # a contender that is silent for longer has hung
+TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2}  # relative; bf16 keeps 8 bits, and contenders round at different places
+ADAMW = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+@attrs.frozen
+class Setup:
+    """What is trained, and by how many ranks; `batch` is rows on each rank."""
+
+    layers: int
+    width: int
+    heads: int
+    batch: int
+    context: int
+    ranks: int
+    dtype: str
+    seed: int = 0
+
+    def model(self) -> gpt.GPT:
+        config = gpt.Config(layers=self.layers, width=self.width, heads=self.heads, context=self.context)
+        return gpt.GPT(config, seed=self.seed)
+
+    def batches(self, rank: int, first_step: int, steps: int) -> list[Batch]:
+        text = corpus.load(context=self.context, max_bytes=CORPUS_BYTES)
+        shape = {"rows": self.batch, "context": self.context, "seed": self.seed, "first_row": rank * self.batch}
+        return [text.batch("train", step, **shape) for step in range(first_step, first_step + steps)]
+
+    def threads(self) -> int:
+        return max(1, cores() // self.ranks)
+
+
+# The contenders. Each function builds its model inside the rank's process and returns what trains it by one step.
+
+
+def torch_loop(model: nn.Module, optimizer: torch.optim.Optimizer, *, autocast: bool) -> Train:
+    def train(batch: Batch) -> float:
+        tokens, targets = batch
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = gpt.next_token_loss(model(tokens), targets)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return train
+
+
+def floor(setup: Setup) -> Train:
+    """No communication: every rank trains by itself, so only its first loss is comparable."""
+    model = setup.model()
+    return torch_loop(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW), autocast=setup.dtype == "bf16")
+
+
+def ddp(setup: Setup) -> Train:
+    dist.init_process_group("gloo")
+    model = nn.parallel.DistributedDataParallel(setup.model(), gradient_as_bucket_view=True)
+    return torch_loop(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW), autocast=setup.dtype == "bf16")
+
+
+def zro(setup: Setup) -> Train:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    dist.init_process_group("gloo")
+    model = nn.parallel.DistributedDataParallel(setup.model(), gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), optimizer_class=torch.optim.AdamW, parameters_as_bucket_view=True, fused=True, **ADAMW
+    )
+    return torch_loop(model, optimizer, autocast=setup.dtype == "bf16")
+
+
+def fsdp2(setup: Setup) -> Train:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    dist.init_process_group("gloo")
+    mesh = dist.init_device_mesh("cpu", (setup.ranks,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if setup.dtype == "bf16" else None)
+    model = setup.model()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return torch_loop(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW), autocast=False)
+
+
+def deepspeed(setup: Setup, *, stage: int) -> Train:
+    import deepspeed as ds
+
+    ds.utils.logger.setLevel("ERROR")
+    # Serves inference only, and would be compiled here, by a C++ compiler that need not be there.
+    ds.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    dist.init_process_group("gloo")
+    model = setup.model()
+    config = {
+        "train_micro_batch_size_per_gpu": setup.batch,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": setup.dtype == "bf16"},
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+    engine, *_ = ds.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+
+    def train(batch: Batch) -> float:
+        tokens, targets = batch
+        loss = gpt.next_token_loss(engine(tokens), targets)
+        engine.backward(loss)
+        engine.step()
+        return loss.item()
+
+    return train
+
+
+def ours(setup: Setup, *, stage: int) -> Train:
+    import functional_ds as fds
+    from functional_ds import comm
+    from functional_ds import transforms as T
+
+    comm.init_distributed("gloo")
+    apply, params = fds.functional(setup.model())
+
+    def loss_fn(params: Mapping[str, Tensor], batch: Batch) -> Tensor:
+        tokens, targets = batch
+        return gpt.next_token_loss(apply(params, tokens), targets)
+
+    precision = [T.mixed_precision("bf16")] if setup.dtype == "bf16" else []
+    step = fds.train_step(loss_fn, fds.adamw(ADAMW["lr"], **{k: v for k, v in ADAMW.items() if k != "lr"}))
+    step = fds.compose(*precision, T.zero(stage, comm.world()))(step)
+    state = step.init(params)
+    del params
+
+    def train(batch: Batch) -> float:
+        nonlocal state
+        state, metrics = step(state, batch)
+        return metrics["loss"].item()
+
+    return train
+
+
+@attrs.frozen
+class Contender:
+    """How to build it, the package it needs, and the names of those it is measured against."""
+
+    build: Callable[[Setup], Train]
+    package: str = "torch"
+    rivals: tuple[str, ...] = ()
+
+    @property
+    def is_ours(self) -> bool:
+        return self.package == "functional_ds"
+
+
+SHARDED_OPTIMIZER = ("zro", "deepspeed1", "deepspeed2")
+CONTENDERS = {
+    "floor": Contender(floor),
+    "ddp": Contender(ddp),
+    "zro": Contender(zro),
+    "fsdp2": Contender(fsdp2),
+    "deepspeed1": Contender(partial(deepspeed, stage=1), "deepspeed"),
+    "deepspeed2": Contender(partial(deepspeed, stage=2), "deepspeed"),
+    "deepspeed3": Contender(partial(deepspeed, stage=3), "deepspeed"),
+    "zero0": Contender(partial(ours, stage=0), "functional_ds", ("ddp",)),
+    "zero1": Contender(partial(ours, stage=1), "functional_ds", SHARDED_OPTIMIZER),
+    "zero2": Contender(partial(ours, stage=2), "functional_ds", SHARDED_OPTIMIZER),
+    "zero3": Contender(partial(ours, stage=3), "functional_ds", ("fsdp2", "deepspeed3")),
+}
+
+
+# A rank's process: it builds its contender, then answers orders until it is told to stop.
+
+
+@attrs.frozen
+class Ready:
+    """The first answer: the losses of the settling steps, the memory before the model, the bytes this rank sends a step."""
+
+    losses: list[float]
+    start_rss_mb: float
+    sent_bytes: int | None
+
+
+@attrs.frozen
+class Order:
+    """Train these steps, the first of them as a warm-up."""
+
+    first_step: int
+    steps: int
+
+
+@attrs.frozen
+class Report:
+    """Losses and seconds of an order's steps, and the peak memory of the process so far."""
+
+    losses: list[float]
+    seconds: list[float]
+    peak_rss_mb: float
+
+
+def run_rank(conn: Connection, name: str, rank: int, setup: Setup, port: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its ranks itself
+    warnings.simplefilter("ignore")  # a peer's notices are not what is measured
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": setup.ranks, "LOCAL_WORLD_SIZE": setup.ranks}
+    os.environ.update({key: str(value) for key, value in place.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(setup.threads())
+    try:
+        serve(conn, CONTENDERS[name], rank, setup)
+    except EOFError:
+        pass  # the parent is gone
+    except Exception:
+        conn.send(traceback.format_exc())
+
+
+def serve(conn: Connection, contender: Contender, rank: int, setup: Setup) -> None:
+    importlib.import_module(contender.package)
+    start = peak_rss_mb()
+    train = contender.build(setup)
+    *batches, last = setup.batches(rank, 0, SETTLE)
+    losses = [train(batch) for batch in batches]
+    last_loss, sent = counted(train, last) if contender.is_ours else (train(last), None)
+    conn.send(Ready([*losses, last_loss], start, sent))
+    while (order := conn.recv()) is not None:
+        losses, seconds = [], []
+        for batch in setup.batches(rank, order.first_step, order.steps):
+            begin = time.perf_counter()
+            losses.append(train(batch))
+            seconds.append(time.perf_counter() - begin)
+        conn.send(Report(losses, seconds, peak_rss_mb()))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def counted(train: Train, batch: Batch) -> tuple[float, int]:
+    """The loss of a step, and the bytes that this rank sent in it by our ledger."""
+    from functional_ds import comm
+
+    with comm.ledger() as book:
+        loss = train(batch)
+    return loss, book.bytes
+
+
+def peak_rss_mb() -> float:
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
+
+
+# The parent: teams of processes, rounds, and what comes of them.
+
+
+class ContenderFailed(Exception):
+    """A rank raised, died or fell silent."""
+
+
+class Team:
+    """The processes of one contender, and a pipe to each."""
+
+    def __init__(self, name: str, target: Callable[..., None], setup: Any, *, ranks: int) -> None:
+        self.name = name
+        context, port = get_context("spawn"), free_port()
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(ranks):
+            pipe, theirs = context.Pipe()
+            process = context.Process(target=target, args=(theirs, name, rank, setup, port), daemon=True)
+            process.start()
+            theirs.close()  # so that a rank that dies is an end of file here
+            self.pipes.append(pipe)
+            self.processes.append(process)
+
+    def ask(self, order: Order) -> list[Any]:
+        for pipe in self.pipes:
+            pipe.send(order)
+        return self.answers()
+
+    def answers(self) -> list[Any]:
+        """One answer from each rank; the first rank that fails ends the wait for the others."""
+        answers: dict[int, Any] = {}
+        waiting = {pipe: rank for rank, pipe in enumerate(self.pipes)}
+        while waiting:
+            ready = wait(list(waiting), timeout=ANSWER_SECONDS)
+            if not ready:
+                raise ContenderFailed(f"ranks {sorted(waiting.values())} are silent since {ANSWER_SECONDS:.0f} s")
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    answers[rank] = pipe.recv()
+                except (EOFError, ConnectionError):
+                    raise ContenderFailed(f"the process of rank {rank} died") from None
+                if isinstance(answers[rank], str):
+                    raise ContenderFailed(f"rank {rank} raised\n{answers[rank]}")
+        return [answers[rank] for rank in range(len(self.pipes))]
+
+    def stop(self) -> None:
+        for pipe, process in zip(self.pipes, self.processes, strict=True):
+            if process.is_alive():
+                pipe.send(None)
+        for process in self.processes:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+
+
+@attrs.define
+class Record:
+    """All that was measured of one contender: losses by step, milliseconds and loopback bytes by round."""
+
+    losses: list[float]
+    start_rss_mb: float
+    sent_bytes: int | None
+    peak_rss_mb: float = 0.0
+    ms: list[float] = attrs.field(factory=list)
+    wire_bytes: list[float] = attrs.field(factory=list)
+
+    @classmethod
+    def opened(cls, answers: Sequence[Ready]) -> "Record":
+        sent = [answer.sent_bytes for answer in answers if answer.sent_bytes is not None]
+        return cls(means(answers), max(answer.start_rss_mb for answer in answers), max(sent, default=None))
+
+    def add(self, reports: Sequence[Report], wire_bytes: float | None) -> None:
+        """Takes a round's reports: the slowest rank's median step, the warm-up left out."""
+        self.losses += means(reports)
+        self.ms.append(1e3 * max(statistics.median(report.seconds[1:]) for report in reports))
+        self.peak_rss_mb = max(report.peak_rss_mb for report in reports)
+        if wire_bytes is not None:
+            self.wire_bytes.append(wire_bytes)
+
+
+def means(answers: Iterable[Ready | Report]) -> list[float]:
+    """The mean over ranks of each step's loss."""
+    return [statistics.fmean(step) for step in zip(*(answer.losses for answer in answers), strict=True)]
+
+
+def compete(names: Sequence[str], setup: Setup, *, rounds: int, steps: int) -> tuple[dict[str, Record], dict[str, str]]:
+    """Starts all teams, runs the rounds interleaved, and returns the records and the failures by name."""
+    teams: dict[str, Team] = {}
+    records: dict[str, Record] = {}
+    failures: dict[str, str] = {}
+
+    def attempt(name: str, action: Callable[[], None]) -> None:
+        if name in failures:
+            return
+        try:
+            action()
+        except (ContenderFailed, OSError) as error:
+            failures[name] = str(error)
+            print(f"{name}: failed: {error}", file=sys.stderr)
+            for process in teams[name].processes:
+                process.kill()
+            records.pop(name, None)
+
+    def start(name: str) -> None:
+        teams[name] = Team(name, run_rank, setup, ranks=setup.ranks)
+        records[name] = Record.opened(teams[name].answers())
+
+    def run_round(name: str, number: int) -> None:
+        order = Order(SETTLE + number * (1 + steps), 1 + steps)
+        before = loopback_bytes()
+        reports = teams[name].ask(order)
+        after = loopback_bytes()
+        wire = None if before is None or after is None else (after - before) / (setup.ranks * order.steps)
+        records[name].add(reports, wire)
+
+    try:
+        for name in names:
+            progress(f"starting {name}")
+            attempt(name, partial(start, name))
+        for number in range(rounds):
+            for name in rotated(names, number):  # no contender always follows the same one
+                progress(f"round {number + 1} of {rounds}: {name}")
+                attempt(name, partial(run_round, name, number))
+    finally:
+        progress("")
+        for team in teams.values():
+            team.stop()
+    return records, failures
+
+
+def rotated(names: Sequence[str], by: int) -> list[str]:
+    by %= max(1, len(names))
+    return [*names[by:], *names[:by]]
+
+
+def progress(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def loopback_bytes() -> int | None:
+    """All bytes that this host has sent over loopback; Gloo's traffic while one contender runs, and little else."""
+    if importlib.util.find_spec("psutil") is None:
+        return None
+    import psutil
+
+    counters = psutil.net_io_counters(pernic=True)
+    loopback = counters.get("lo") or counters.get("lo0")
+    return None if loopback is None else loopback.bytes_sent
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# What is said of the records.
+
+
+def ratio(ms: Sequence[float], others: Sequence[float]) -> float:
+    """The median over rounds of the ratio within a round, where noise is shared."""
+    return statistics.median(mine / other for mine, other in zip(ms, others, strict=True))
+
+
+def rivals(name: str, records: Mapping[str, Record]) -> dict[str, float]:
+    """The ratio to each rival of the same class, the fastest rival first."""
+    present = [rival for rival in CONTENDERS[name].rivals if rival in records]
+    present.sort(key=lambda rival: statistics.median(records[rival].ms))
+    return {rival: ratio(records[name].ms, records[rival].ms) for rival in present}
+
+
+def disagreement(records: Mapping[str, Record]) -> dict[str, float]:
+    """The largest relative difference of each contender's losses from the first one's that communicates."""
+    reference = next((record.losses for name, record in records.items() if name != "floor"), None)
+    if reference is None:
+        return {}
+    comparable = {name: record.losses[: 1 if name == "floor" else None] for name, record in records.items()}
+    return {
+        name: max(abs(loss - expected) / abs(expected) for loss, expected in zip(losses, reference, strict=False))
+        for name, losses in comparable.items()
+    }
+
+
+def table(records: Mapping[str, Record]) -> str:
+    head = ("contender", "ms a step (min..max)", "x floor", "x rivals", "peak MB", "sent MB", "on the wire")
+    rows = [head, *(table_row(name, records) for name in records)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def table_row(name: str, records: Mapping[str, Record]) -> tuple[str, ...]:
+    record = records[name]
+    return (
+        name,
+        f"{statistics.median(record.ms):.0f} ({min(record.ms):.0f}..{max(record.ms):.0f})",
+        f"{ratio(record.ms, records['floor'].ms):.2f}" if "floor" in records else "-",
+        ", ".join(f"{value:.2f} {rival}" for rival, value in rivals(name, records).items()) or "-",
+        f"{record.peak_rss_mb:.0f}",
+        "-" if record.sent_bytes is None else f"{record.sent_bytes / 1e6:.1f}",
+        f"{statistics.median(record.wire_bytes) / 1e6:.1f}" if record.wire_bytes else "-",
+    )
+
+
+def report_agreement(records: Mapping[str, Record], tolerance: float) -> bool:
+    differences = disagreement(records)
+    wrong = {name: value for name, value in differences.items() if not value <= tolerance}
+    steps = max((len(record.losses) for record in records.values()), default=0)
+    if wrong:
+        print(f"losses DISAGREE (relative difference above {tolerance:g}): {wrong}")
+    elif differences:
+        worst = max(differences.values())
+        print(f"losses of {steps} steps agree: largest relative difference {worst:.1e}, allowed {tolerance:g}")
+    return not wrong
+
+
+def facts() -> dict[str, Any]:
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cores": cores(),
+        "processor": platform.processor() or platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def save_json(path: Path, setup: Any, records: Mapping[str, Record], failures: Mapping[str, str]) -> None:
+    contenders = {
+        name: {
+            **attrs.asdict(record),
+            "median_ms": statistics.median(record.ms),
+            "floor_ratio": ratio(record.ms, records["floor"].ms) if "floor" in records else None,
+            "rival_ratios": rivals(name, records),
+        }
+        for name, record in records.items()
+    }
+    content = {
+        "machine": facts(),
+        "setup": attrs.asdict(setup),
+        "disagreement": disagreement(records),
+        "contenders": contenders,
+        "failures": dict(failures),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def save_png(path: Path, title: str, records: Mapping[str, Record]) -> None:
+    """Bars of the median step with its least and greatest round, and of the peak memory; ours in another colour."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = list(records)
+    colours = ["#c44e52" if CONTENDERS[name].is_ours else "#8c9bb0" for name in names]
+    ms = [statistics.median(records[name].ms) for name in names]
+    below = [middle - min(records[name].ms) for name, middle in zip(names, ms, strict=True)]
+    above = [max(records[name].ms) - middle for name, middle in zip(names, ms, strict=True)]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.5), layout="constrained")
+    left.bar(names, ms, color=colours, yerr=[below, above], capsize=3)
+    left.set_ylabel("ms a step (median round, least to greatest)")
+    right.bar(names, [records[name].peak_rss_mb for name in names], color=colours)
+    right.set_ylabel("peak resident memory of a rank, MB")
+    if "floor" in records:
+        left.axhline(ms[names.index("floor")], color="black", linewidth=0.8, linestyle="--", label="no communication")
+        left.legend()
+    for axes in (left, right):
+        axes.tick_params(axis="x", rotation=45)
+    figure.suptitle(title)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def available(names: Iterable[str]) -> list[str]:
+    """Those whose package is installed; says which are left out."""
+    found = []
+    for name in names:
+        if importlib.util.find_spec(CONTENDERS[name].package) is None:
+            print(f"{name}: skipped, {CONTENDERS[name].package} is not installed")
+        else:
+            found.append(name)
+    return found
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, default in {"layers": 8, "width": 384, "heads": 6, "batch": 4, "context": 128, "ranks": 2}.items():
+        parser.add_argument(f"--{name}", type=positive, default=default)
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--steps", type=positive, default=4, help="timed steps of each contender in a round")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME")
+    parser.add_argument("--json", type=Path, help="default: benchmarks/results/peers-RANKS-ranks-DTYPE.json")
+    parser.add_argument("--png", type=Path, help="default: the same name with .png")
+    return parser.parse_args(arguments)
+
+
+def positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
+
+
+def main() -> int:
+    args = parse()
+    setup = Setup(**{field.name: getattr(args, field.name) for field in attrs.fields(Setup) if field.name != "seed"})
+    path = args.json or RESULTS / f"peers-{setup.ranks}-ranks-{setup.dtype}.json"
+    # Read by the ranks, which inherit it: CPU and loopback whatever else this machine has.
+    os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu", OMP_NUM_THREADS=str(setup.threads()))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    names = available(name for name in CONTENDERS if name in args.only)
+    records, failures = compete(names, setup, rounds=args.rounds, steps=args.steps)
+    if not records:
+        print("nothing was measured")
+        return 1
+    title = f"GPT {setup.layers} x {setup.width}, {setup.batch} x {setup.context} a rank, {setup.ranks} ranks, {setup.dtype}"
+    print(f"{title}; {cores()} cores, {args.rounds} rounds of {args.steps} steps\n\n{table(records)}\n")
+    agreed = report_agreement(records, TOLERANCE[setup.dtype])
+    save_json(path, setup, records, failures)
+    save_png(args.png or path.with_suffix(".png"), title, records)
+    print(f"written: {path} and its picture")
+    return 0 if agreed and not failures else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""Groups of ranks, and the worlds they live in."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import attrs
+from torch import Tensor
+
+from .collective import Call, Handle
+
+if TYPE_CHECKING:
+    from .ledger import Ledger
+
+__all__ = ["Group", "Solo", "World", "call_site"]
+
+
+class World(Protocol):
+    """Where a rank lives: what carries out the collectives of its groups."""
+
+    books: "list[Ledger]"
+
+    def start(self, call: Call, tensors: Sequence[Tensor], group: "Group") -> Handle:
+        """Begins a collective of this rank's tensors."""
+        ...
+
+    def group(self, ranks: Sequence[int], name: str) -> "Group":
+        """A new group; every rank of the world calls this alike."""
+        ...
+
+    def channel(self, group: "Group", name: str) -> "Group":
+        """The same ranks, with an order of collectives of their own."""
+        ...
+
+
+@attrs.frozen(repr=False)
+class Group:
+    """Some ranks of a world, as seen by one of them.
+
+    Attributes:
+        ranks: the members as ranks of the world, in group order.
+        rank: this rank's place in the group.
+        name: the mesh axis that the group lies along, or "world".
+        world: what carries out its collectives.
+    """
+
+    ranks: tuple[int, ...]
+    rank: int
+    name: str
+    world: World = attrs.field(eq=id)
+
+    @property
+    def size(self) -> int:
+        """How many ranks the group has."""
+        return len(self.ranks)
+
+    def channel(self, name: str) -> "Group":
+        """A twin of this group whose collectives are ordered among themselves only.
+
+        Collectives of one group must be called in one order on all ranks. Where two kinds of them have each its own order
+        (gathers as the forward pass needs them, reductions as gradients become ready), each kind takes a channel.
+        """
+        return self.world.channel(self, name)
+
+    def __repr__(self) -> str:
+        return f"Group({self.name!r}, rank {self.rank} of {self.size}, ranks {list(self.ranks)})"
+
+
+@attrs.define(eq=False)
+class _Ready:
+    results: list[Tensor]
+
+    def wait(self) -> list[Tensor]:
+        return self.results
+
+
+@attrs.define(eq=False)
+class Solo:
+    """The world of one rank: a collective is its denotation for n = 1."""
+
+    books: "list[Ledger]" = attrs.field(factory=list)
+
+    def start(self, call: Call, tensors: Sequence[Tensor], group: Group) -> Handle:
+        return _Ready([call.collective.denotation([t], call.options)[0].clone() for t in tensors])
+
+    def group(self, ranks: Sequence[int], name: str) -> Group:
+        return Group(tuple(ranks), 0, name, self)
+
+    def channel(self, group: Group, name: str) -> Group:
+        return attrs.evolve(group, name=f"{group.name}/{name}")
+
+
+_LIBRARIES = ("functional_ds", "torch", "optree", "threading")
+
+
+def call_site() -> str:
+    """The file and line that called into this library: the nearest frame that is neither ours nor torch's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

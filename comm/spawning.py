@@ -1,0 +1,124 @@
+"""N local processes that run one program."""
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .errors import RankFailedError
+from .process import init_distributed
+
+__all__ = ["spawn"]
+
+_HOST = "127.0.0.1"
+
+
+def _carry(error: BaseException, rank: int, world_size: int) -> BaseException:
+    """The error as something that survives the trip to the parent, with this rank's traceback as a note."""
+    story = f"raised on rank {rank} of {world_size}:\n{traceback.format_exc().rstrip()}"
+    try:
+        copy: BaseException = pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever its class does while pickling
+        copy = RankFailedError(f"{type(error).__name__}: {error}")
+    copy.add_note(story)
+    return copy
+
+
+def _become(rank: int, world_size: int, port: int, backend: str | None, threads: int, timeout: timedelta) -> None:
+    """Makes this process rank ``rank``, as torchrun would."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # these ranks meet on this host, whatever its name resolves to
+    torch.set_num_threads(threads)
+    store = dist.TCPStore(_HOST, port, is_master=False, timeout=timeout)
+    init_distributed(backend, store=store, timeout=timeout)
+
+
+def _run(pipe: Connection, program: Callable[..., Any], args: tuple[Any, ...], rank: int, setting: tuple[Any, ...]) -> None:
+    world_size = setting[0]
+    try:
+        _become(rank, *setting)
+        message: tuple[str, Any] = ("result", program(*args))
+        payload = pickle.dumps(message)
+    except BaseException as error:  # KeyboardInterrupt and SystemExit end the others too
+        payload = pickle.dumps(("error", _carry(error, rank, world_size)))
+    pipe.send_bytes(payload)
+    pipe.close()
+    if dist.is_initialized():
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
+
+
+def _collect(pipes: list[Connection], processes: list[BaseProcess]) -> list[Any]:
+    """The ranks' results; raises the first error that arrives."""
+    results: list[Any] = [None] * len(pipes)
+    open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
+    while open_pipes:
+        for ready in wait(list(open_pipes)):
+            rank = open_pipes.pop(ready)  # type: ignore[arg-type]
+            try:
+                kind, value = pickle.loads(pipes[rank].recv_bytes())
+            except EOFError:
+                processes[rank].join(5)
+                code = processes[rank].exitcode
+                raise RankFailedError(f"rank {rank} of {len(pipes)} ended without a result (exit code {code})") from None
+            if kind == "error":
+                raise value
+            results[rank] = value
+    return results
+
+
+def spawn(
+    program: Callable[..., Any],
+    *args: Any,
+    world_size: int,
+    backend: str | None = None,
+    timeout: timedelta = timedelta(minutes=10),
+) -> list[Any]:
+    """Runs ``program(*args)`` on ``world_size`` local processes and returns their results in rank order.
+
+    The processes meet over loopback, on Gloo (or NCCL where there are GPUs), and share the cores evenly. ``program``, its
+    arguments and results must be picklable, so ``program`` stands at the top level of an importable module.
+
+    Law: ``spawn(program, world_size=n) = simulate(program, world_size=n)``, bit for bit.
+
+    Raises:
+        Exception: the first error that a rank raised, of its own type where that pickles (else RankFailedError), with the
+            rank and its traceback as a note; the other ranks are ended.
+        RankFailedError: a process ended without a result.
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size={world_size}: a world has at least one rank")
+    context = multiprocessing.get_context("spawn")
+    store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+    threads = max(1, (os.cpu_count() or 1) // world_size)
+    setting = (world_size, store.port, backend, threads, timeout)
+    pipes, processes = [], []
+    try:
+        for rank in range(world_size):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_run, args=(sender, program, args, rank, setting), daemon=False)
+            process.start()
+            sender.close()
+            pipes.append(receiver)
+            processes.append(process)
+        results = _collect(pipes, processes)
+        for process in processes:
+            process.join()
+        return results
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.terminate()
+        for process in processes:
+            process.join()
