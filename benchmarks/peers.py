@@ -1,11 +1,14 @@
-"""The same GPT, data and AdamW under PyTorch's and DeepSpeed's data parallelism and ours: time, memory and bytes a step.
+"""One GPT, one text, one AdamW under PyTorch's and DeepSpeed's data parallelism and ours: time, memory, bytes.
 
     python benchmarks/peers.py --ranks 2 --rounds 5
-    python benchmarks/peers.py --only ddp fsdp2 zero3 --dtype bf16
+    python benchmarks/peers.py --only floor ddp fsdp2 zero3 --dtype bf16
 
 Ranks are processes that talk over Gloo on loopback. Each contender has its own processes, which live for the whole run
-and sleep in a blocking read while others work: no contender inherits another's memory or caches, and nothing spins.
-Every round gives each contender a few steps in turn, so noise hits all alike; ratios are taken within a round.
+and sleep in a blocking read while others work: no contender inherits another's memory, and nothing spins. Every round
+gives each contender a few steps in turn, so noise hits all alike; ratios are taken within a round.
+
+"sent MB" is what our ledger counts for a rank and step; "wire MB" is what the host's loopback carried, for every
+contender alike.
 """
 
 import argparse
@@ -21,7 +24,8 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
 from multiprocessing import get_context
@@ -46,7 +50,7 @@ CORPUS_BYTES = 1_000_000
 SETTLE = 3  # steps before the first round: buckets are rebuilt, traces recorded, optimizer states made
 ANSWER_SECONDS = 300.0  # a contender that is silent for longer has hung
 TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2}  # relative; bf16 keeps 8 bits, and contenders round at different places
-ADAMW = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
 @attrs.frozen
@@ -61,6 +65,10 @@ class Setup:
     ranks: int
     dtype: str
     seed: int = 0
+
+    def __str__(self) -> str:
+        rows = f"{self.batch} x {self.context} a rank"
+        return f"GPT {self.layers} x {self.width}, {rows}, {self.ranks} ranks, {self.dtype}"
 
     def model(self) -> gpt.GPT:
         config = gpt.Config(layers=self.layers, width=self.width, heads=self.heads, context=self.context)
@@ -135,9 +143,12 @@ def deepspeed(setup: Setup, *, stage: int) -> Train:
     ds.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     dist.init_process_group("gloo")
     model = setup.model()
+    # Small buckets and no norm are its fastest setting here; its default buckets hold this whole model.
+    zero = {"stage": stage, "reduce_bucket_size": 2_000_000, "compute_grad_norm": stage == 3}
     config = {
         "train_micro_batch_size_per_gpu": setup.batch,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": zero,
+        "gradient_clipping": 0.0,  # its default is 1.0
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": setup.dtype == "bf16"},
@@ -163,20 +174,20 @@ def ours(setup: Setup, *, stage: int) -> Train:
     comm.init_distributed("gloo")
     apply, params = fds.functional(setup.model())
 
-    def loss_fn(params: Mapping[str, Tensor], batch: Batch) -> Tensor:
+    def loss_fn(params: dict[str, Tensor], batch: Batch) -> Tensor:
         tokens, targets = batch
         return gpt.next_token_loss(apply(params, tokens), targets)
 
     precision = [T.mixed_precision("bf16")] if setup.dtype == "bf16" else []
-    step = fds.train_step(loss_fn, fds.adamw(ADAMW["lr"], **{k: v for k, v in ADAMW.items() if k != "lr"}))
-    step = fds.compose(*precision, T.zero(stage, comm.world()))(step)
+    strategy = fds.compose(*precision, T.zero(stage, comm.world()))
+    step = strategy(fds.train_step(loss_fn, fds.adamw(**ADAMW)))
     state = step.init(params)
     del params
 
     def train(batch: Batch) -> float:
         nonlocal state
         state, metrics = step(state, batch)
-        return metrics["loss"].item()
+        return float(metrics["loss"])
 
     return train
 
@@ -185,7 +196,7 @@ def ours(setup: Setup, *, stage: int) -> Train:
 class Contender:
     """How to build it, the package it needs, and the names of those it is measured against."""
 
-    build: Callable[[Setup], Train]
+    build: Callable[[Any], Callable[[Batch], Any]]
     package: str = "torch"
     rivals: tuple[str, ...] = ()
 
@@ -215,11 +226,10 @@ CONTENDERS = {
 
 @attrs.frozen
 class Ready:
-    """The first answer: the losses of the settling steps, the memory before the model, the bytes this rank sends a step."""
+    """The first answer: the losses of the settling steps, and the bytes that this rank sends in a step, if known."""
 
     losses: list[float]
-    start_rss_mb: float
-    sent_bytes: int | None
+    sent_bytes: int | None = None
 
 
 @attrs.frozen
@@ -232,35 +242,42 @@ class Order:
 
 @attrs.frozen
 class Report:
-    """Losses and seconds of an order's steps, and the peak memory of the process so far."""
+    """Losses and seconds of an order's steps, and the peak memory so far."""
 
     losses: list[float]
     seconds: list[float]
-    peak_rss_mb: float
+    peak_mb: float
 
 
 def run_rank(conn: Connection, name: str, rank: int, setup: Setup, port: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its ranks itself
-    warnings.simplefilter("ignore")  # a peer's notices are not what is measured
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": setup.ranks, "LOCAL_WORLD_SIZE": setup.ranks}
-    os.environ.update({key: str(value) for key, value in place.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(setup.threads())
-    try:
+    with answering(conn, rank, setup.ranks, port):
         serve(conn, CONTENDERS[name], rank, setup)
-    except EOFError:
+
+
+@contextmanager
+def answering(conn: Connection, rank: int, ranks: int, port: int) -> Iterator[None]:
+    """Gives the process torchrun's environment, and sends what goes wrong in it to the parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its ranks itself
+    warnings.simplefilter("ignore")  # formatting a peer's notices is not what is measured
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    os.environ.update({key: str(value) for key, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    try:
+        yield
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except (EOFError, BrokenPipeError):
         pass  # the parent is gone
     except Exception:
         conn.send(traceback.format_exc())
 
 
 def serve(conn: Connection, contender: Contender, rank: int, setup: Setup) -> None:
-    importlib.import_module(contender.package)
-    start = peak_rss_mb()
     train = contender.build(setup)
     *batches, last = setup.batches(rank, 0, SETTLE)
     losses = [train(batch) for batch in batches]
     last_loss, sent = counted(train, last) if contender.is_ours else (train(last), None)
-    conn.send(Ready([*losses, last_loss], start, sent))
+    conn.send(Ready([*losses, last_loss], sent))
     while (order := conn.recv()) is not None:
         losses, seconds = [], []
         for batch in setup.batches(rank, order.first_step, order.steps):
@@ -268,8 +285,6 @@ def serve(conn: Connection, contender: Contender, rank: int, setup: Setup) -> No
             losses.append(train(batch))
             seconds.append(time.perf_counter() - begin)
         conn.send(Report(losses, seconds, peak_rss_mb()))
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def counted(train: Train, batch: Batch) -> tuple[float, int]:
@@ -286,7 +301,7 @@ def peak_rss_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
 
 
-# The parent: teams of processes, rounds, and what comes of them.
+# The parent: teams of processes, and rounds.
 
 
 class ContenderFailed(Exception):
@@ -296,12 +311,11 @@ class ContenderFailed(Exception):
 class Team:
     """The processes of one contender, and a pipe to each."""
 
-    def __init__(self, name: str, target: Callable[..., None], setup: Any, *, ranks: int) -> None:
-        self.name = name
+    def __init__(self, target: Callable[..., None], name: str, setup: Any) -> None:
         context, port = get_context("spawn"), free_port()
         self.pipes: list[Connection] = []
         self.processes = []
-        for rank in range(ranks):
+        for rank in range(setup.ranks):
             pipe, theirs = context.Pipe()
             process = context.Process(target=target, args=(theirs, name, rank, setup, port), daemon=True)
             process.start()
@@ -309,7 +323,7 @@ class Team:
             self.pipes.append(pipe)
             self.processes.append(process)
 
-    def ask(self, order: Order) -> list[Any]:
+    def ask(self, order: Order) -> list[Report]:
         for pipe in self.pipes:
             pipe.send(order)
         return self.answers()
@@ -321,100 +335,104 @@ class Team:
         while waiting:
             ready = wait(list(waiting), timeout=ANSWER_SECONDS)
             if not ready:
-                raise ContenderFailed(f"ranks {sorted(waiting.values())} are silent since {ANSWER_SECONDS:.0f} s")
-            for pipe in ready:
+                raise ContenderFailed(f"no answer from ranks {sorted(waiting.values())} in {ANSWER_SECONDS:.0f} s")
+            for pipe in [pipe for pipe in waiting if pipe in ready]:
                 rank = waiting.pop(pipe)
-                try:
-                    answers[rank] = pipe.recv()
-                except (EOFError, ConnectionError):
-                    raise ContenderFailed(f"the process of rank {rank} died") from None
+                answers[rank] = pipe.recv()
                 if isinstance(answers[rank], str):
                     raise ContenderFailed(f"rank {rank} raised\n{answers[rank]}")
         return [answers[rank] for rank in range(len(self.pipes))]
 
-    def stop(self) -> None:
-        for pipe, process in zip(self.pipes, self.processes, strict=True):
-            if process.is_alive():
+    def stop(self, *, patience: float = 5.0) -> None:
+        for pipe in self.pipes:
+            with suppress(OSError):  # a rank that is gone needs no word
                 pipe.send(None)
+        deadline = time.monotonic() + patience
         for process in self.processes:
-            process.join(timeout=5)
-            if process.is_alive():
-                process.kill()
+            process.join(timeout=max(0.0, deadline - time.monotonic()))
+            process.kill()
 
 
 @attrs.define
 class Record:
-    """All that was measured of one contender: losses by step, milliseconds and loopback bytes by round."""
+    """All that was measured of one contender: losses by step, milliseconds and bytes on loopback by round."""
 
+    ours: bool
+    rivals: tuple[str, ...]
     losses: list[float]
-    start_rss_mb: float
     sent_bytes: int | None
-    peak_rss_mb: float = 0.0
+    peak_mb: float = 0.0
     ms: list[float] = attrs.field(factory=list)
     wire_bytes: list[float] = attrs.field(factory=list)
 
     @classmethod
-    def opened(cls, answers: Sequence[Ready]) -> "Record":
+    def opened(cls, contender: Contender, answers: Sequence[Ready]) -> "Record":
         sent = [answer.sent_bytes for answer in answers if answer.sent_bytes is not None]
-        return cls(means(answers), max(answer.start_rss_mb for answer in answers), max(sent, default=None))
+        return cls(contender.is_ours, contender.rivals, means(answers), max(sent, default=None))
 
     def add(self, reports: Sequence[Report], wire_bytes: float | None) -> None:
         """Takes a round's reports: the slowest rank's median step, the warm-up left out."""
         self.losses += means(reports)
         self.ms.append(1e3 * max(statistics.median(report.seconds[1:]) for report in reports))
-        self.peak_rss_mb = max(report.peak_rss_mb for report in reports)
+        self.peak_mb = max(report.peak_mb for report in reports)
         if wire_bytes is not None:
             self.wire_bytes.append(wire_bytes)
 
+    @property
+    def median_ms(self) -> float:
+        return statistics.median(self.ms)
 
-def means(answers: Iterable[Ready | Report]) -> list[float]:
+
+def means(answers: Sequence[Ready] | Sequence[Report]) -> list[float]:
     """The mean over ranks of each step's loss."""
     return [statistics.fmean(step) for step in zip(*(answer.losses for answer in answers), strict=True)]
 
 
-def compete(names: Sequence[str], setup: Setup, *, rounds: int, steps: int) -> tuple[dict[str, Record], dict[str, str]]:
-    """Starts all teams, runs the rounds interleaved, and returns the records and the failures by name."""
-    teams: dict[str, Team] = {}
-    records: dict[str, Record] = {}
-    failures: dict[str, str] = {}
+@attrs.define
+class Contest:
+    """Contenders that take turns; one that fails is left out from there on, and its reason kept."""
 
-    def attempt(name: str, action: Callable[[], None]) -> None:
-        if name in failures:
-            return
+    target: Callable[..., None]  # what a rank's process runs: run_rank, or another with its arguments
+    contenders: Mapping[str, Contender]
+    setup: Any
+    teams: dict[str, Team] = attrs.field(factory=dict)
+    records: dict[str, Record] = attrs.field(factory=dict)
+    failures: dict[str, str] = attrs.field(factory=dict)
+
+    def run(self, *, rounds: int, steps: int) -> None:
+        try:
+            for name in self.contenders:
+                self.attempt(name, partial(self.start, name), f"starting {name}")
+            for number in range(rounds):
+                order = Order(SETTLE + number * (1 + steps), 1 + steps)
+                for name in rotated(list(self.records), number):  # no contender always follows the same one
+                    turn = partial(self.take_turn, name, order)
+                    self.attempt(name, turn, f"round {number + 1} of {rounds}: {name}")
+        finally:
+            progress("")
+            for team in self.teams.values():
+                team.stop()
+
+    def attempt(self, name: str, action: Callable[[], None], label: str) -> None:
+        progress(label)
         try:
             action()
-        except (ContenderFailed, OSError) as error:
-            failures[name] = str(error)
-            print(f"{name}: failed: {error}", file=sys.stderr)
-            for process in teams[name].processes:
-                process.kill()
-            records.pop(name, None)
+        except (ContenderFailed, EOFError, OSError) as error:
+            self.failures[name] = str(error) or "one of its processes died"
+            print(f"{name}: failed: {self.failures[name]}", file=sys.stderr)
+            self.records.pop(name, None)
+            self.teams.pop(name).stop(patience=0)
 
-    def start(name: str) -> None:
-        teams[name] = Team(name, run_rank, setup, ranks=setup.ranks)
-        records[name] = Record.opened(teams[name].answers())
+    def start(self, name: str) -> None:
+        self.teams[name] = Team(self.target, name, self.setup)
+        self.records[name] = Record.opened(self.contenders[name], self.teams[name].answers())
 
-    def run_round(name: str, number: int) -> None:
-        order = Order(SETTLE + number * (1 + steps), 1 + steps)
+    def take_turn(self, name: str, order: Order) -> None:
         before = loopback_bytes()
-        reports = teams[name].ask(order)
+        reports = self.teams[name].ask(order)
         after = loopback_bytes()
-        wire = None if before is None or after is None else (after - before) / (setup.ranks * order.steps)
-        records[name].add(reports, wire)
-
-    try:
-        for name in names:
-            progress(f"starting {name}")
-            attempt(name, partial(start, name))
-        for number in range(rounds):
-            for name in rotated(names, number):  # no contender always follows the same one
-                progress(f"round {number + 1} of {rounds}: {name}")
-                attempt(name, partial(run_round, name, number))
-    finally:
-        progress("")
-        for team in teams.values():
-            team.stop()
-    return records, failures
+        wire = None if before is None or after is None else (after - before) / (len(reports) * order.steps)
+        self.records[name].add(reports, wire)
 
 
 def rotated(names: Sequence[str], by: int) -> list[str]:
@@ -434,7 +452,7 @@ def free_port() -> int:
 
 
 def loopback_bytes() -> int | None:
-    """All bytes that this host has sent over loopback; Gloo's traffic while one contender runs, and little else."""
+    """All bytes that this host has sent over loopback: Gloo's while one contender runs, and little else."""
     if importlib.util.find_spec("psutil") is None:
         return None
     import psutil
@@ -448,65 +466,66 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-# What is said of the records.
+# What is said of the records. The floor is a contender's name, which others are divided by.
 
 
-def ratio(ms: Sequence[float], others: Sequence[float]) -> float:
+def ratio(record: Record, other: Record) -> float:
     """The median over rounds of the ratio within a round, where noise is shared."""
-    return statistics.median(mine / other for mine, other in zip(ms, others, strict=True))
+    return statistics.median(mine / theirs for mine, theirs in zip(record.ms, other.ms, strict=True))
 
 
-def rivals(name: str, records: Mapping[str, Record]) -> dict[str, float]:
+def rival_ratios(record: Record, records: Mapping[str, Record]) -> dict[str, float]:
     """The ratio to each rival of the same class, the fastest rival first."""
-    present = [rival for rival in CONTENDERS[name].rivals if rival in records]
-    present.sort(key=lambda rival: statistics.median(records[rival].ms))
-    return {rival: ratio(records[name].ms, records[rival].ms) for rival in present}
+    present = sorted((name for name in record.rivals if name in records), key=lambda name: records[name].median_ms)
+    return {name: ratio(record, records[name]) for name in present}
 
 
 def disagreement(records: Mapping[str, Record]) -> dict[str, float]:
-    """The largest relative difference of each contender's losses from the first one's that communicates."""
-    reference = next((record.losses for name, record in records.items() if name != "floor"), None)
-    if reference is None:
-        return {}
+    """The largest relative difference of each contender's losses from those of the first that communicates.
+
+    The floor's ranks train apart, so only its first loss counts.
+    """
+    reference = next((record.losses for name, record in records.items() if name != "floor"), [])
     comparable = {name: record.losses[: 1 if name == "floor" else None] for name, record in records.items()}
     return {
-        name: max(abs(loss - expected) / abs(expected) for loss, expected in zip(losses, reference, strict=False))
+        name: max((abs(loss / expected - 1) for loss, expected in zip(losses, reference, strict=False)), default=0.0)
         for name, losses in comparable.items()
     }
 
 
-def table(records: Mapping[str, Record]) -> str:
-    head = ("contender", "ms a step (min..max)", "x floor", "x rivals", "peak MB", "sent MB", "on the wire")
-    rows = [head, *(table_row(name, records) for name in records)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(lines)
+def report_agreement(records: Mapping[str, Record], tolerance: float) -> bool:
+    differences = disagreement(records)
+    wrong = {name: value for name, value in differences.items() if not value <= tolerance}  # NaN is wrong too
+    if wrong:
+        print(f"losses DISAGREE, relative differences above {tolerance:g}: {wrong}")
+    else:
+        steps = max(len(record.losses) for record in records.values())
+        worst = max(differences.values())
+        print(f"losses agree over {steps} steps: largest relative difference {worst:.1e}, allowed {tolerance:g}")
+    return not wrong
 
 
-def table_row(name: str, records: Mapping[str, Record]) -> tuple[str, ...]:
+def table(records: Mapping[str, Record], *, floor: str = "floor") -> str:
+    """One line a contender; a column that nobody fills is left out."""
+    head = ("contender", "ms a step (min..max)", f"x {floor}", "x rivals", "peak MB", "sent MB", "wire MB")
+    rows = [table_row(name, records, floor) for name in records]
+    columns = [column for column in zip(head, *rows, strict=True) if set(column[1:]) != {"-"}]
+    widths = [max(map(len, column)) for column in columns]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in zip(*columns, strict=True)]
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def table_row(name: str, records: Mapping[str, Record], floor: str) -> tuple[str, ...]:
     record = records[name]
     return (
         name,
-        f"{statistics.median(record.ms):.0f} ({min(record.ms):.0f}..{max(record.ms):.0f})",
-        f"{ratio(record.ms, records['floor'].ms):.2f}" if "floor" in records else "-",
-        ", ".join(f"{value:.2f} {rival}" for rival, value in rivals(name, records).items()) or "-",
-        f"{record.peak_rss_mb:.0f}",
+        f"{record.median_ms:.0f} ({min(record.ms):.0f}..{max(record.ms):.0f})",
+        f"{ratio(record, records[floor]):.2f}" if floor in records else "-",
+        ", ".join(f"{value:.2f} {rival}" for rival, value in rival_ratios(record, records).items()) or "-",
+        f"{record.peak_mb:.0f}",
         "-" if record.sent_bytes is None else f"{record.sent_bytes / 1e6:.1f}",
         f"{statistics.median(record.wire_bytes) / 1e6:.1f}" if record.wire_bytes else "-",
     )
-
-
-def report_agreement(records: Mapping[str, Record], tolerance: float) -> bool:
-    differences = disagreement(records)
-    wrong = {name: value for name, value in differences.items() if not value <= tolerance}
-    steps = max((len(record.losses) for record in records.values()), default=0)
-    if wrong:
-        print(f"losses DISAGREE (relative difference above {tolerance:g}): {wrong}")
-    elif differences:
-        worst = max(differences.values())
-        print(f"losses of {steps} steps agree: largest relative difference {worst:.1e}, allowed {tolerance:g}")
-    return not wrong
 
 
 def facts() -> dict[str, Any]:
@@ -519,46 +538,45 @@ def facts() -> dict[str, Any]:
     }
 
 
-def save_json(path: Path, setup: Any, records: Mapping[str, Record], failures: Mapping[str, str]) -> None:
-    contenders = {
-        name: {
-            **attrs.asdict(record),
-            "median_ms": statistics.median(record.ms),
-            "floor_ratio": ratio(record.ms, records["floor"].ms) if "floor" in records else None,
-            "rival_ratios": rivals(name, records),
-        }
-        for name, record in records.items()
+def summary(record: Record, records: Mapping[str, Record], floor: str) -> dict[str, Any]:
+    return {
+        **attrs.asdict(record),
+        "median_ms": record.median_ms,
+        "floor_ratio": ratio(record, records[floor]) if floor in records else None,
+        "rival_ratios": rival_ratios(record, records),
     }
+
+
+def save_json(path: Path, contest: Contest, *, floor: str = "floor") -> None:
+    records = contest.records
     content = {
         "machine": facts(),
-        "setup": attrs.asdict(setup),
+        "setup": attrs.asdict(contest.setup),
         "disagreement": disagreement(records),
-        "contenders": contenders,
-        "failures": dict(failures),
+        "contenders": {name: summary(record, records, floor) for name, record in records.items()},
+        "failures": contest.failures,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def save_png(path: Path, title: str, records: Mapping[str, Record]) -> None:
-    """Bars of the median step with its least and greatest round, and of the peak memory; ours in another colour."""
+    """Bars of the median step, with its least and greatest round, and of the peak memory; ours in another colour."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    names = list(records)
-    colours = ["#c44e52" if CONTENDERS[name].is_ours else "#8c9bb0" for name in names]
-    ms = [statistics.median(records[name].ms) for name in names]
-    below = [middle - min(records[name].ms) for name, middle in zip(names, ms, strict=True)]
-    above = [max(records[name].ms) - middle for name, middle in zip(names, ms, strict=True)]
+    names, runs = list(records), list(records.values())
+    colours = ["#c44e52" if run.ours else "#8c9bb0" for run in runs]
+    spread = [[run.median_ms - min(run.ms) for run in runs], [max(run.ms) - run.median_ms for run in runs]]
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.5), layout="constrained")
-    left.bar(names, ms, color=colours, yerr=[below, above], capsize=3)
+    left.bar(names, [run.median_ms for run in runs], color=colours, yerr=spread, capsize=3)
     left.set_ylabel("ms a step (median round, least to greatest)")
-    right.bar(names, [records[name].peak_rss_mb for name in names], color=colours)
-    right.set_ylabel("peak resident memory of a rank, MB")
+    right.bar(names, [run.peak_mb for run in runs], color=colours)
+    right.set_ylabel("peak memory of a rank, MB")
     if "floor" in records:
-        left.axhline(ms[names.index("floor")], color="black", linewidth=0.8, linestyle="--", label="no communication")
+        left.axhline(records["floor"].median_ms, color="black", linewidth=0.8, linestyle="--", label="no communication")
         left.legend()
     for axes in (left, right):
         axes.tick_params(axis="x", rotation=45)
@@ -568,28 +586,18 @@ def save_png(path: Path, title: str, records: Mapping[str, Record]) -> None:
     plt.close(figure)
 
 
-def available(names: Iterable[str]) -> list[str]:
+# The command line.
+
+
+def available(contenders: Mapping[str, Contender]) -> dict[str, Contender]:
     """Those whose package is installed; says which are left out."""
-    found = []
-    for name in names:
-        if importlib.util.find_spec(CONTENDERS[name].package) is None:
-            print(f"{name}: skipped, {CONTENDERS[name].package} is not installed")
+    found = {}
+    for name, contender in contenders.items():
+        if importlib.util.find_spec(contender.package) is None:
+            print(f"{name}: skipped, {contender.package} is not installed")
         else:
-            found.append(name)
+            found[name] = contender
     return found
-
-
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in {"layers": 8, "width": 384, "heads": 6, "batch": 4, "context": 128, "ranks": 2}.items():
-        parser.add_argument(f"--{name}", type=positive, default=default)
-    parser.add_argument("--rounds", type=positive, default=5)
-    parser.add_argument("--steps", type=positive, default=4, help="timed steps of each contender in a round")
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME")
-    parser.add_argument("--json", type=Path, help="default: benchmarks/results/peers-RANKS-ranks-DTYPE.json")
-    parser.add_argument("--png", type=Path, help="default: the same name with .png")
-    return parser.parse_args(arguments)
 
 
 def positive(text: str) -> int:
@@ -598,25 +606,40 @@ def positive(text: str) -> int:
     return value
 
 
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, default in {"layers": 8, "width": 384, "heads": 6, "batch": 4, "context": 128, "ranks": 2}.items():
+        parser.add_argument(f"--{name}", type=positive, default=default)
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--steps", type=positive, default=4, help="timed steps of each contender in a round")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME")
+    parser.add_argument("--json", type=Path, help="default: benchmarks/results/peers-RANKS-ranks-DTYPE.json")
+    parser.add_argument("--png", type=Path, help="default: beside the JSON")
+    return parser.parse_args()
+
+
 def main() -> int:
     args = parse()
     setup = Setup(**{field.name: getattr(args, field.name) for field in attrs.fields(Setup) if field.name != "seed"})
-    path = args.json or RESULTS / f"peers-{setup.ranks}-ranks-{setup.dtype}.json"
-    # Read by the ranks, which inherit it: CPU and loopback whatever else this machine has.
+    # Inherited by the ranks: CPU and loopback whatever else this machine has.
     os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu", OMP_NUM_THREADS=str(setup.threads()))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    names = available(name for name in CONTENDERS if name in args.only)
-    records, failures = compete(names, setup, rounds=args.rounds, steps=args.steps)
-    if not records:
+    chosen = {name: contender for name, contender in CONTENDERS.items() if name in args.only}
+    contest = Contest(run_rank, available(chosen), setup)
+    contest.run(rounds=args.rounds, steps=args.steps)
+    if not contest.records:
         print("nothing was measured")
         return 1
-    title = f"GPT {setup.layers} x {setup.width}, {setup.batch} x {setup.context} a rank, {setup.ranks} ranks, {setup.dtype}"
-    print(f"{title}; {cores()} cores, {args.rounds} rounds of {args.steps} steps\n\n{table(records)}\n")
-    agreed = report_agreement(records, TOLERANCE[setup.dtype])
-    save_json(path, setup, records, failures)
-    save_png(args.png or path.with_suffix(".png"), title, records)
-    print(f"written: {path} and its picture")
-    return 0 if agreed and not failures else 1
+    title = f"{setup}, {cores()} cores, {args.rounds} rounds of {args.steps} steps"
+    print(f"{title}\n\n{table(contest.records)}\n")
+    agreed = report_agreement(contest.records, TOLERANCE[setup.dtype])
+    path = args.json or RESULTS / f"peers-{setup.ranks}-ranks-{setup.dtype}.json"
+    picture = args.png or path.with_suffix(".png")
+    save_json(path, contest)
+    save_png(picture, title, contest.records)
+    print(f"written: {path}, {picture}")
+    return 0 if agreed and not contest.failures else 1
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ class GPT(nn.Module):
 
 def next_token_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     """The mean cross-entropy in nats per token, a scalar."""
-    return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+    return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
 
 
 @torch.no_grad()

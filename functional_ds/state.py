@@ -1,0 +1,69 @@
+"""Everything that a resumed run needs, as one pytree."""
+
+from typing import Any
+
+import attrs
+import optree
+import torch
+from torch import Tensor
+
+from . import tree
+from .key import Key
+from .trainable import like_marked
+
+__all__ = ["DonatedStateError", "State"]
+
+
+class DonatedStateError(RuntimeError):
+    """A state was used after a step had taken its buffers."""
+
+
+@tree.record
+class State:
+    """A step's state.
+
+    Attributes:
+        params: what is stored: the user's tree, or whatever a transform keeps instead.
+        optimizer: the optimizer's state.
+        step: how many updates were made, an int64 scalar.
+        key: where random draws come from; None while evaluating.
+        slots: what transforms keep, by name.
+        batch: the structure of the batches so far.
+    """
+
+    params: Any
+    optimizer: Any
+    step: Tensor
+    key: Key | None
+    slots: dict[str, Any]
+    batch: optree.PyTreeSpec | None = tree.static(default=None)
+
+    def donate(self) -> "State":
+        """The same state as a new value; this one can not be used any more."""
+        heir = attrs.evolve(self)
+        self.__dict__.clear()
+        return heir
+
+    def clone(self) -> "State":
+        """A copy that shares no memory."""
+        return tree.map(lambda x: like_marked(x.detach().clone(), x) if isinstance(x, Tensor) else x, self)  # type: ignore[no-any-return]
+
+    def put(self, **slots: Any) -> "State":
+        """With these slots set."""
+        return attrs.evolve(self, slots={**self.slots, **slots})
+
+    def __getattr__(self, name: str) -> Any:
+        # Only reached for what is not there: a field's absence means that the state was donated.
+        if name in {field.name for field in attrs.fields(State)}:
+            raise DonatedStateError(
+                f"state.{name}: this state was donated to a step, which reuses its buffers; go on with the state that the "
+                "step returned, or call step(state, batch, donate=False) to keep both"
+            )
+        raise AttributeError(name)
+
+    @staticmethod
+    def fresh(params: Any, optimizer: Any, seed: int) -> "State":
+        """The state before the first update."""
+        found = [x for x in tree.leaves(params) if isinstance(x, Tensor)]
+        device = found[0].device if found else torch.device("cpu")
+        return State(params, optimizer, torch.zeros((), dtype=torch.int64, device=device), Key.of(seed), {})

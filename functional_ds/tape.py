@@ -1,0 +1,116 @@
+"""One forward pass and its backward: what must stay in place until both are over."""
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Tape", "current_tape"]
+
+_HERE = threading.local()  # the tapes that this thread has open
+
+
+def current_tape() -> "Tape | None":
+    """The innermost open tape of this thread."""
+    tapes = getattr(_HERE, "tapes", None)
+    return tapes[-1] if tapes else None
+
+
+class Tape:
+    """The scope of a loss and its gradients.
+
+    A ``view`` hands the tape what it needs: leaves to differentiate by (``watch``), contexts for the forward pass, work at
+    its end, and work at the very end. Modules that were given a step's parameters keep them until the tape closes, because
+    a recomputation inside the backward pass reads them again.
+
+    Attributes:
+        records: whether gradients are wanted; evaluation opens a tape that does not record.
+        carry: gradients so far, in earlier micro-batches; consumed.
+        last: whether this is the last micro-batch of the optimizer step.
+    """
+
+    def __init__(self, *, records: bool = True, carry: list[Tensor] | None = None, last: bool = True) -> None:
+        self.records = records
+        self.carry = carry
+        self.last = last
+        self.roots: list[Tensor] = []
+        self._leaves: list[Tensor] = []
+        self._collect: Callable[[list[Tensor | None]], list[Tensor]] = self._add
+        self._forward = ExitStack()
+        self._whole = ExitStack()
+
+    def __enter__(self) -> "Tape":
+        if not hasattr(_HERE, "tapes"):
+            _HERE.tapes = []
+        _HERE.tapes.append(self)
+        self._forward.enter_context(torch.set_grad_enabled(self.records))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self.end_forward()
+            else:
+                self._forward.pop_all().__exit__(kind, error, trace)
+        finally:
+            _HERE.tapes.remove(self)
+            self._whole.close()
+
+    # -- for views -----------------------------------------------------------------------------------------------------
+
+    def watch(self, tensor: Tensor) -> Tensor:
+        """A leaf to differentiate by; the gradients come in the order of these calls."""
+        if not self.records:
+            return tensor.detach()
+        self._leaves.append(tensor.detach().requires_grad_())
+        return self._leaves[-1]
+
+    def during_forward(self, context: AbstractContextManager[Any]) -> None:
+        """Enters a context that ends with the forward pass."""
+        self._forward.enter_context(context)
+
+    def at_forward_end(self, work: Callable[[], None]) -> None:
+        """Does ``work`` between the forward pass and the backward, unless the forward pass failed."""
+        self._forward.push(lambda kind, error, trace: work() if kind is None else None)
+
+    def at_end(self, work: Callable[[], None]) -> None:
+        """Does ``work`` when the tape closes, whatever happened."""
+        self._whole.callback(work)
+
+    def collect_with(self, collect: Callable[[list[Tensor | None]], list[Tensor]]) -> None:
+        """Says how the leaves' gradients of this pass become those of the step so far, ``carry`` included."""
+        self._collect = collect
+
+    # -- for gradients -------------------------------------------------------------------------------------------------
+
+    def end_forward(self) -> None:
+        """Ends the forward pass; again does nothing."""
+        self._forward.close()
+
+    def backward(self, loss: Tensor) -> list[Tensor]:
+        """The gradients of ``loss`` by the watched leaves, plus ``carry``; a leaf that the loss does not use gets zeros."""
+        self.end_forward()
+        roots = [root for root in (loss, *self.roots) if root.requires_grad]
+        grads: list[Tensor | None] = [None] * len(self._leaves)
+        if roots and self._leaves:
+            seeds = [None if root is loss else torch.zeros_like(root) for root in roots]
+            grads = list(torch.autograd.grad(roots, self._leaves, seeds, allow_unused=True))
+        return self._collect(grads)
+
+    def _add(self, grads: list[Tensor | None]) -> list[Tensor]:
+        found = [
+            torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads, self._leaves, strict=True)
+        ]
+        if self.carry is None:
+            return found if self.last else [wide(grad) for grad in found]
+        return [total.add_(grad) for total, grad in zip(self.carry, found, strict=True)]
+
+
+def wide(grad: Tensor) -> Tensor:
+    """As something that sums of micro-batches may grow in: half precision becomes fp32, the rest a copy."""
+    half = grad.dtype in (torch.float16, torch.bfloat16)
+    return grad.float() if half else grad.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,105 @@
+"""The single-device training step: what every transform starts from and every law compares with."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from . import tree
+from .optim import as_optimizer
+from .state import State
+from .step import Metrics, Step
+from .tape import Tape
+from .trainable import is_trainable, like_marked, trainable
+from .weighted import Weighted, weigh
+
+__all__ = ["train_step"]
+
+
+def _takes_key(loss_fn: Callable[..., Any]) -> bool:
+    try:
+        return "key" in inspect.signature(loss_fn).parameters
+    except (TypeError, ValueError):  # builtins have no signature
+        return False
+
+
+def train_step(loss_fn: Callable[..., Any], optimizer: Any, *, seed: int = 0) -> Step:
+    """The step that minimises ``loss_fn(params, batch)`` on one device.
+
+    Args:
+        loss_fn: pure; returns a scalar mean, or ``Weighted(sum, weight)`` where batches differ in weight, or a pair of that
+            and a dict of further such metrics. If it has a parameter ``key``, it gets a ``Key`` for its random draws
+            (None while evaluating).
+        optimizer: ``fds.adamw(...)``, ``fds.sgd(...)`` or any optax-shaped pair.
+        seed: of the key.
+
+    >>> import functional_ds as fds
+    >>> step = fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(0.5))
+    >>> state, metrics = step(step.init({"w": torch.ones(2)}), torch.tensor([1.0, 2.0]))
+    >>> step.params(state)["w"].tolist(), metrics["loss"].item()
+    ([0.5, 0.0], 3.0)
+    """
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn={loss_fn!r} is not callable")
+    rule = as_optimizer(optimizer)
+    with_key = _takes_key(loss_fn)
+
+    def init(step: Step, params: Any) -> State:
+        own = tree.map(lambda x: like_marked(x.detach().clone(memory_format=torch.contiguous_format), x), params)
+        return State.fresh(own, rule.init(trainable(own)), seed)
+
+    def loss(step: Step, state: State, params: Any, batch: Any) -> tuple[Weighted, dict[str, Weighted]]:
+        found = loss_fn(params, batch, key=state.key) if with_key else loss_fn(params, batch)
+        value, metrics = found if isinstance(found, tuple) else (found, {})
+        return weigh(value, "the loss"), {name: weigh(m, f"the metric {name!r}") for name, m in metrics.items()}
+
+    def update(step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
+        leaves, spec = tree.flatten(state.params)
+        moved, optimizer_state = rule.update(trainable(state.params), grads, state.optimizer, step.rate(state))
+        new = iter(moved)
+        params = tree.unflatten(spec, [next(new) if is_trainable(leaf) else leaf for leaf in leaves])
+        return attrs.evolve(state, params=params, optimizer=optimizer_state, step=state.step + 1), {}
+
+    base = {
+        "init": init,
+        "view": _view,
+        "loss": loss,
+        "gradients": _gradients,
+        "reduce": lambda step, state, grads: grads,
+        "total": lambda step, state, scalars: scalars,
+        "update": update,
+        "norm": _norm,
+        "finite": _finite,
+        "rate": lambda step, state: 1.0,
+        "params": lambda step, state: tree.map(lambda x: like_marked(x.detach().clone(), x), state.params),
+        "place": lambda step, state: (0, 1),
+    }
+    return Step(base, (f"train_step({getattr(loss_fn, '__name__', 'loss_fn')}, {rule})",))
+
+
+def _view(step: Step, state: State, tape: Tape) -> Any:
+    return tree.map(lambda x: tape.watch(x) if is_trainable(x) else x.detach(), state.params)
+
+
+def _gradients(
+    step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
+) -> tuple[Weighted, dict[str, Weighted]]:
+    with Tape(carry=None if carry is None else carry.sum, last=last) as tape:
+        params = step.view(state, tape)
+        loss, metrics = step.loss(state, params, batch)
+        grads = tape.backward(loss.sum)
+    weight = loss.weight if carry is None else carry.weight + loss.weight
+    return Weighted(grads, weight), tree.map(torch.detach, {"loss": loss, **metrics})
+
+
+def _finite(step: Step, state: State, grads: list[Tensor]) -> Tensor:
+    return torch.stack([grad.isfinite().all() for grad in grads]).all() if grads else torch.ones((), dtype=torch.bool)
+
+
+def _norm(step: Step, state: State, grads: list[Tensor]) -> Tensor:
+    reals = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads]
+    wide = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in reals]
+    return torch.linalg.vector_norm(torch.stack([w.float() for w in wide])) if wide else torch.zeros(())

@@ -1,0 +1,44 @@
+"""Sums that remember what they are to be divided by."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import tree
+
+__all__ = ["Weighted", "weigh"]
+
+
+@tree.record
+class Weighted:
+    """A sum and its weight; the value meant is ``sum / weight``.
+
+    A loss function returns ``Weighted(sum over tokens, number of tokens)`` where batches differ in tokens. Gradients and
+    metrics travel like this through micro-batches and ranks and are divided once, at the end, so that every token weighs
+    the same (law 22: ``∇L(B) = Σ wᵢ ∇L(Bᵢ)``, ``wᵢ = tokensᵢ / Σ tokens``).
+
+    >>> a, b = Weighted(torch.tensor(6.0), torch.tensor(2.0)), Weighted(torch.tensor(1.0), torch.tensor(1.0))
+    >>> tree.map(torch.add, a, b).mean()
+    tensor(2.3333)
+    """
+
+    sum: Any
+    weight: Any
+
+    def mean(self) -> Any:
+        """The sum divided by the weight, leaf by leaf."""
+        return tree.map(lambda leaf: leaf / self.weight, self.sum)
+
+
+def weigh(value: Any, what: str) -> Weighted:
+    """A scalar as a mean of weight one, a Weighted as it is; anything else is refused."""
+    found = value if isinstance(value, Weighted) else Weighted(value, 1.0)
+    for name, part in (("sum", found.sum), ("weight", found.weight)):
+        if isinstance(part, Tensor) and part.numel() != 1:
+            raise ValueError(f"{what} must be a scalar or Weighted(sum, weight); its {name} has shape {list(part.shape)}: reduce it")
+    if not isinstance(found.sum, Tensor):
+        raise TypeError(f"{what} must be a scalar tensor or Weighted(sum, weight), not {type(found.sum).__name__}")
+    total = found.sum.reshape(())
+    weight = torch.as_tensor(found.weight, dtype=torch.float32, device=total.device).detach().reshape(())
+    return Weighted(total, weight)

@@ -1,0 +1,61 @@
+"""Gradient accumulation."""
+
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from functional_ds import tree
+from functional_ds.state import State
+from functional_ds.step import Step, Transform, rows_of, wrap
+from functional_ds.weighted import Weighted
+
+__all__ = ["accumulate"]
+
+
+def accumulate(k: int) -> Transform:
+    """Takes each batch as k micro-batches, one after the other, and sums their gradients.
+
+    Law 23: ``accumulate(k)`` on a batch is the step on the whole batch, and ``accumulate(j) ∘ accumulate(k) =
+    accumulate(j k)``. Sums of half-precision gradients are kept in fp32. Every leaf of a batch is cut along dim 0.
+
+    Raises:
+        ValueError: k is no positive integer; the batch's rows do not divide by k.
+
+    >>> import functional_ds as fds
+    >>> step = fds.train_step(lambda params, x: (params["w"] * x).mean(), fds.sgd(1.0))
+    >>> state, _ = accumulate(2)(step)(step.init({"w": torch.zeros(())}), torch.tensor([1.0, 2.0, 3.0, 6.0]))
+    >>> step.params(state)["w"].item()
+    -3.0
+    """
+    if not isinstance(k, int) or k < 1:
+        raise ValueError(f"k={k!r}: the number of micro-batches must be a positive integer")
+
+    def gradients(
+        inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
+    ) -> tuple[Weighted, dict[str, Weighted]]:
+        micro_batches = split(batch, k)
+        rows = rows_of(micro_batches[0])
+        metrics: dict[str, Weighted] = {}
+        for i, micro in enumerate(micro_batches):
+            key = None if state.key is None else state.key.at(step=state.key.step, rows=i * rows)
+            carry, found = inner(step, attrs.evolve(state, key=key), micro, carry, last and i == k - 1)
+            metrics = tree.map(torch.add, metrics, found) if metrics else found
+        return carry, metrics  # type: ignore[return-value]
+
+    return wrap(f"accumulate({k})", gradients=gradients)
+
+
+def split(batch: Any, k: int) -> list[Any]:
+    """A batch as k batches of equally many rows."""
+    leaves, spec = tree.flatten(batch)
+    for path, leaf in tree.named(batch):
+        if not isinstance(leaf, Tensor) or not leaf.dim():
+            raise ValueError(f"batch: the leaf at {path or 'the top'!r} has no rows to cut into {k} micro-batches: {leaf!r}")
+        if leaf.shape[0] % k:
+            raise ValueError(
+                f"batch: the leaf at {path or 'the top'!r} has {leaf.shape[0]} rows, which do not divide into {k} micro-batches; "
+                f"use a multiple of {k} rows on each rank"
+            )
+    return [tree.unflatten(spec, parts) for parts in zip(*(leaf.chunk(k) for leaf in leaves), strict=True)]

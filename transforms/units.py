@@ -1,0 +1,237 @@
+"""The params that a loss sees, unit by unit: where they come from, and where their gradients go."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import attrs
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from functional_ds import tree
+from functional_ds.layout import Layout
+from functional_ds.tape import Tape
+
+from .convoy import Route
+from .deferred import Deferred
+from .gathering import Gatherer
+from .reducing import Reducer
+
+__all__ = ["Resident", "Source", "Units"]
+
+
+class Source(Protocol):
+    """Where whole units come from."""
+
+    def begin(self, route: Route) -> None:
+        """Starts a pass over the units."""
+
+    def fetch(self, unit: int) -> Sequence[Tensor]:
+        """The unit's flat tensors, one a segment."""
+        ...
+
+    def finish(self, *, keep: bool) -> None:
+        """Ends a pass."""
+
+    def spent(self, unit: int) -> None:
+        """Says that nobody holds the unit."""
+
+
+@attrs.frozen(eq=False)
+class Resident:
+    """Units that are whole all the time."""
+
+    layout: Layout
+    flats: Sequence[Tensor]
+
+    def begin(self, route: Route) -> None:
+        """Nothing to do."""
+
+    def fetch(self, unit: int) -> Sequence[Tensor]:
+        """The unit's flat tensors."""
+        return [self.flats[index].detach() for index in self.layout.units[unit].segments]
+
+    def finish(self, *, keep: bool) -> None:
+        """Nothing to do."""
+
+    def spent(self, unit: int) -> None:
+        """Nothing to do."""
+
+
+class _UnitNode(torch.autograd.Function):
+    """From the tape's one differentiable leaf to a unit's trained leaves; its backward hands their gradients over.
+
+    It is made when the unit is first touched, so that autograd, which runs later nodes first, completes a unit before it
+    goes on to what came earlier. Its first output is a token among the roots of the backward pass: so the node runs once
+    on every rank, whatever the loss used.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, units: "Units", unit: int, views: tuple[Tensor, ...], handle: Tensor) -> tuple[Tensor, ...]:
+        ctx.units, ctx.unit, ctx.device = units, unit, units.device
+        ctx.set_materialize_grads(False)
+        return (torch.zeros(()), *views)
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor | None, *grads: Tensor | None) -> tuple[None, None, None, None]:
+        ctx.units.completed(ctx.unit, grads)
+        return None, None, None, None
+
+
+class _Saved:
+    """What autograd keeps of a whole unit instead of the tensor: where it lies."""
+
+    __slots__ = ("offset", "release", "shape", "stride", "unit", "which")
+
+    def __init__(self, unit: int, which: int, tensor: Tensor, release: Callable[[int], None]) -> None:
+        self.unit, self.which, self.release = unit, which, release
+        self.shape, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+
+    def __del__(self) -> None:
+        self.release(self.unit)
+
+
+class Units:
+    """The units of a tree within one tape.
+
+    The loss sees deferred leaves. A touch fetches the leaf's unit from the source and, where gradients are wanted, puts a
+    node into the graph that will hand the unit's gradients to the reducer. With ``frees`` (the source can fetch again) what
+    autograd saves of a unit is replaced by its place, so that the unit can go after its forward and come back, without
+    recomputing activations, when the backward pass first needs it.
+    """
+
+    def __init__(self, layout: Layout, source: Source, reducer: Reducer | None, device: torch.device, *, frees: bool) -> None:
+        self.layout, self.source, self.reducer, self.device = layout, source, reducer, device
+        self._frees = frees
+        self._leaves: dict[int, dict[int, Tensor]] = {}  # unit -> leaf index -> the real tensor
+        self._owners: dict[int, tuple[int, int]] = {}  # storage -> (unit, place in the unit)
+        self._held: Counter[int] = Counter()  # unit -> saved tensors that still refer to it
+        self._in_backward = False
+        self._handle: Tensor | None = None
+        self._roots: list[Tensor] = []
+
+    def open(self, tape: Tape, forward: Route, backward: Route) -> Any:
+        """The tree of deferred leaves, whose forward pass begins here and whose backward ends with the tape's."""
+        self.source.begin(forward)
+        self._backward_route = backward
+        tape.at_end(self._leaves.clear)
+        tape.at_forward_end(lambda: self._end_forward(tape.records))
+        if tape.records:
+            self._handle, self._roots = tape.watch(torch.zeros(())), tape.roots
+            tape.collect_with(self._collect)
+            if self._frees:
+                tape.during_forward(saved_tensors_hooks(self._pack, self._unpack))
+        return tree.unflatten(self.layout.spec, self._deferred(tape.records))
+
+    def forget(self, unit: int) -> None:
+        """The source has dropped the unit."""
+        self._leaves.pop(unit, None)
+        self._owners = {ptr: owner for ptr, owner in self._owners.items() if owner[0] != unit}
+
+    def completed(self, unit: int, grads: Sequence[Tensor | None]) -> None:
+        """A backward node of the unit has run."""
+        if self.reducer is not None:
+            self.reducer.add(unit, grads, self.device)
+        if not self._held[unit]:
+            self.source.spent(unit)
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def _deferred(self, records: bool) -> list[Tensor]:
+        leaves: list[Any] = [None] * len(self.layout.paths)
+        for segment in self.layout.segments:
+            for slot in segment.slots:
+                fetch = _Fetch(self, segment.unit, slot.leaf)
+                wants_grad = records and segment.trainable
+                leaves[slot.leaf] = Deferred(slot.shape, segment.dtype, self.device, wants_grad, fetch)
+        return leaves
+
+    def leaf(self, unit: int, index: int) -> Tensor:
+        """The real tensor behind a deferred leaf."""
+        found = self._leaves.get(unit)
+        if found is None:
+            found = self._leaves[unit] = self._enter(unit)
+        return found[index]
+
+    def _enter(self, unit: int) -> dict[int, Tensor]:
+        flats = self.source.fetch(unit)
+        indices = self.layout.units[unit].segments
+        leaves: dict[int, Tensor] = {}
+        for which, (index, flat) in enumerate(zip(indices, flats, strict=True)):
+            segment = self.layout.segments[index]
+            if self._frees and flat.numel():
+                self._owners[flat.untyped_storage().data_ptr()] = (unit, which)
+            leaves.update(zip((slot.leaf for slot in segment.slots), segment.views(flat), strict=True))
+        trained = [slot.leaf for index in indices if self.layout.segments[index].trainable for slot in self.layout.segments[index].slots]
+        if trained and self._handle is not None:
+            views = tuple(leaves[i] for i in trained)
+            leaves.update(zip(trained, self._again(views) if self._in_backward else self._node(unit, views), strict=True))
+        return leaves
+
+    def _node(self, unit: int, views: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        with torch.enable_grad():
+            token, *outputs = _UnitNode.apply(self, unit, views, self._handle)
+        self._roots.append(token)
+        if self.reducer is not None:
+            self.reducer.waiting[unit] = self.reducer.waiting.get(unit, 0) + 1
+        return tuple(outputs)
+
+    def _again(self, views: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """For a recomputation, which checks that its leaves require grad as they did, and takes no gradients of them."""
+        return tuple(view.detach().requires_grad_() for view in views)
+
+    def _end_forward(self, records: bool) -> None:
+        if records and self.reducer is not None:
+            for unit in range(len(self.layout.units)):  # untouched here; other ranks may have touched them
+                if self.reducer.trained(unit) and unit not in self.reducer.waiting:
+                    self._node(unit, ())
+        self._leaves.clear()
+        self._owners.clear()
+        self.source.finish(keep=records)
+        if records:
+            self._in_backward = True
+            self.source.begin(self._backward_route)
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def _pack(self, tensor: Tensor) -> Any:
+        owner = self._owner(tensor)
+        if owner is None:  # an output kept as it is would hold on to its own node
+            return tensor.detach() if tensor.grad_fn is not None else tensor
+        self._held[owner[0]] += 1
+        return _Saved(*owner, tensor, self._release)
+
+    def _owner(self, tensor: Tensor) -> tuple[int, int] | None:
+        if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
+            return None
+        owner = self._owners.get(tensor.untyped_storage().data_ptr())
+        if owner is None:
+            return None
+        segment = self.layout.segments[self.layout.units[owner[0]].segments[owner[1]]]
+        return owner if segment.dtype == tensor.dtype else None
+
+    def _unpack(self, saved: Any) -> Tensor:
+        if not isinstance(saved, _Saved):
+            return saved  # type: ignore[no-any-return]
+        flat = self.source.fetch(saved.unit)[saved.which]
+        return torch.as_strided(flat, saved.shape, saved.stride, saved.offset)
+
+    def _release(self, unit: int) -> None:
+        self._held[unit] -= 1
+        if self._in_backward and not self._held[unit]:
+            self.source.spent(unit)
+
+    def _collect(self, grads: list[Tensor | None]) -> list[Tensor]:
+        self.source.finish(keep=False)
+        return [] if self.reducer is None else self.reducer.finish()
+
+
+@attrs.frozen(eq=False)
+class _Fetch:
+    units: Units
+    unit: int
+    index: int
+
+    def __call__(self) -> Tensor:
+        return self.units.leaf(self.unit, self.index)
