@@ -86,12 +86,16 @@ class Setup:
 # The contenders. Each function builds its model inside the rank's process and returns what trains it by one step.
 
 
+def loss_of(forward: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
+    tokens, targets = batch
+    return gpt.next_token_loss(forward(tokens), targets)
+
+
 def torch_loop(model: nn.Module, optimizer: torch.optim.Optimizer, *, autocast: bool) -> Train:
     def train(batch: Batch) -> float:
-        tokens, targets = batch
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = gpt.next_token_loss(model(tokens), targets)
+            loss = loss_of(model, batch)
         loss.backward()
         optimizer.step()
         return loss.item()
@@ -123,10 +127,11 @@ def zro(setup: Setup) -> Train:
 
 
 def fsdp2(setup: Setup) -> Train:
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     dist.init_process_group("gloo")
-    mesh = dist.init_device_mesh("cpu", (setup.ranks,))
+    mesh = init_device_mesh("cpu", (setup.ranks,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if setup.dtype == "bf16" else None)
     model = setup.model()
     for block in model.blocks:
@@ -157,8 +162,7 @@ def deepspeed(setup: Setup, *, stage: int) -> Train:
     engine, *_ = ds.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
 
     def train(batch: Batch) -> float:
-        tokens, targets = batch
-        loss = gpt.next_token_loss(engine(tokens), targets)
+        loss = loss_of(engine, batch)
         engine.backward(loss)
         engine.step()
         return loss.item()
@@ -167,27 +171,31 @@ def deepspeed(setup: Setup, *, stage: int) -> Train:
 
 
 def ours(setup: Setup, *, stage: int) -> Train:
+    from functional_ds import comm
+
+    comm.init_distributed("gloo")
+    train = our_training(setup.model(), stage=stage, dtype=setup.dtype)
+    return lambda batch: float(train(batch))
+
+
+def our_training(model: nn.Module, *, stage: int, dtype: str) -> Callable[[Batch], Tensor]:
+    """Our step as a closure over its state, in the world that has been joined."""
     import functional_ds as fds
     from functional_ds import comm
     from functional_ds import transforms as T
 
-    comm.init_distributed("gloo")
-    apply, params = fds.functional(setup.model())
-
-    def loss_fn(params: dict[str, Tensor], batch: Batch) -> Tensor:
-        tokens, targets = batch
-        return gpt.next_token_loss(apply(params, tokens), targets)
-
-    precision = [T.mixed_precision("bf16")] if setup.dtype == "bf16" else []
+    apply, params = fds.functional(model)
+    precision = [T.mixed_precision("bf16")] if dtype == "bf16" else []
     strategy = fds.compose(*precision, T.zero(stage, comm.world()))
-    step = strategy(fds.train_step(loss_fn, fds.adamw(**ADAMW)))
+    step = strategy(fds.train_step(lambda params, batch: loss_of(partial(apply, params), batch), fds.adamw(**ADAMW)))
     state = step.init(params)
-    del params
+    del model, params  # the closure below must not keep them alive
 
-    def train(batch: Batch) -> float:
+    def train(batch: Batch) -> Tensor:
         nonlocal state
         state, metrics = step(state, batch)
-        return float(metrics["loss"])
+        loss: Tensor = metrics["loss"]
+        return loss
 
     return train
 
@@ -505,7 +513,7 @@ def report_agreement(records: Mapping[str, Record], tolerance: float) -> bool:
     return not wrong
 
 
-def table(records: Mapping[str, Record], *, floor: str = "floor") -> str:
+def table(records: Mapping[str, Record], *, floor: str) -> str:
     """One line a contender; a column that nobody fills is left out."""
     head = ("contender", "ms a step (min..max)", f"x {floor}", "x rivals", "peak MB", "sent MB", "wire MB")
     rows = [table_row(name, records, floor) for name in records]
@@ -519,13 +527,17 @@ def table_row(name: str, records: Mapping[str, Record], floor: str) -> tuple[str
     record = records[name]
     return (
         name,
-        f"{record.median_ms:.0f} ({min(record.ms):.0f}..{max(record.ms):.0f})",
+        f"{shown(record.median_ms)} ({shown(min(record.ms))}..{shown(max(record.ms))})",
         f"{ratio(record, records[floor]):.2f}" if floor in records else "-",
         ", ".join(f"{value:.2f} {rival}" for rival, value in rival_ratios(record, records).items()) or "-",
         f"{record.peak_mb:.0f}",
         "-" if record.sent_bytes is None else f"{record.sent_bytes / 1e6:.1f}",
         f"{statistics.median(record.wire_bytes) / 1e6:.1f}" if record.wire_bytes else "-",
     )
+
+
+def shown(ms: float) -> str:
+    return f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}"
 
 
 def facts() -> dict[str, Any]:
@@ -547,7 +559,7 @@ def summary(record: Record, records: Mapping[str, Record], floor: str) -> dict[s
     }
 
 
-def save_json(path: Path, contest: Contest, *, floor: str = "floor") -> None:
+def save_json(path: Path, contest: Contest, *, floor: str) -> None:
     records = contest.records
     content = {
         "machine": facts(),
@@ -560,7 +572,7 @@ def save_json(path: Path, contest: Contest, *, floor: str = "floor") -> None:
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def save_png(path: Path, title: str, records: Mapping[str, Record]) -> None:
+def save_png(path: Path, title: str, records: Mapping[str, Record], *, floor: str) -> None:
     """Bars of the median step, with its least and greatest round, and of the peak memory; ours in another colour."""
     import matplotlib
 
@@ -575,8 +587,8 @@ def save_png(path: Path, title: str, records: Mapping[str, Record]) -> None:
     left.set_ylabel("ms a step (median round, least to greatest)")
     right.bar(names, [run.peak_mb for run in runs], color=colours)
     right.set_ylabel("peak memory of a rank, MB")
-    if "floor" in records:
-        left.axhline(records["floor"].median_ms, color="black", linewidth=0.8, linestyle="--", label="no communication")
+    if floor in records:
+        left.axhline(records[floor].median_ms, color="black", linewidth=0.8, linestyle="--", label=floor)
         left.legend()
     for axes in (left, right):
         axes.tick_params(axis="x", rotation=45)
@@ -584,6 +596,19 @@ def save_png(path: Path, title: str, records: Mapping[str, Record]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def present(contest: Contest, title: str, *, tolerance: float, path: Path, picture: Path, floor: str) -> bool:
+    """Prints the table, writes the files, and says whether all contenders ran and agreed."""
+    if not contest.records:
+        print("nothing was measured")
+        return False
+    print(f"{title}\n\n{table(contest.records, floor=floor)}\n")
+    agreed = report_agreement(contest.records, tolerance)
+    save_json(path, contest, floor=floor)
+    save_png(picture, title, contest.records, floor=floor)
+    print(f"written: {path}, {picture}")
+    return agreed and not contest.failures
 
 
 # The command line.
@@ -628,18 +653,11 @@ def main() -> int:
     chosen = {name: contender for name, contender in CONTENDERS.items() if name in args.only}
     contest = Contest(run_rank, available(chosen), setup)
     contest.run(rounds=args.rounds, steps=args.steps)
-    if not contest.records:
-        print("nothing was measured")
-        return 1
-    title = f"{setup}, {cores()} cores, {args.rounds} rounds of {args.steps} steps"
-    print(f"{title}\n\n{table(contest.records)}\n")
-    agreed = report_agreement(contest.records, TOLERANCE[setup.dtype])
     path = args.json or RESULTS / f"peers-{setup.ranks}-ranks-{setup.dtype}.json"
     picture = args.png or path.with_suffix(".png")
-    save_json(path, contest)
-    save_png(picture, title, contest.records)
-    print(f"written: {path}, {picture}")
-    return 0 if agreed and not contest.failures else 1
+    title = f"{setup}, {cores()} cores, {args.rounds} rounds of {args.steps} steps"
+    good = present(contest, title, tolerance=TOLERANCE[setup.dtype], path=path, picture=picture, floor="floor")
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

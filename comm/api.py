@@ -37,6 +37,10 @@ class Pending(Generic[T]):
         result: T = optree.tree_unflatten(self._spec, self._result)  # type: ignore[assignment]
         return result
 
+    def poll(self, patience: float = 0.0) -> bool:
+        """Whether ``wait`` would not block; waits for that, but at most ``patience`` seconds (simulated: while others can go on)."""
+        return self._result is not None or self._handle.poll(patience)
+
     def __repr__(self) -> str:
         return f"Pending({self._call} on {self._group}, {'done' if self._result is not None else 'under way'})"
 

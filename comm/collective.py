@@ -18,6 +18,10 @@ class Handle(Protocol):
         """Blocks until this rank's results are there and returns them."""
         ...
 
+    def poll(self, patience: float) -> bool:
+        """Whether a wait would not block; waits for that, but at most ``patience`` seconds."""
+        ...
+
 
 @attrs.frozen(eq=False)
 class Collective:

@@ -8,6 +8,9 @@ Every rank sends all its messages at once; a message is the raw bytes of a conti
 """
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as futures_wait
+from threading import Thread
 
 import attrs
 import torch
@@ -28,11 +31,31 @@ class Started:
 
     works: Sequence[Work]
     finish: Callable[[], Tensor]
+    _waiter: "Future[None] | None" = None
 
     def wait(self) -> Tensor:
+        if self._waiter is None:
+            self._drain()
+        else:
+            self._waiter.result()
+        return self.finish()
+
+    def poll(self, patience: float) -> bool:
+        """Gloo cannot be asked whether a message has come, so a thread of its own waits for it."""
+        if self._waiter is None:
+            self._waiter = Future()
+            Thread(target=self._drain_for, args=(self._waiter,), daemon=True).start()
+        return bool(futures_wait([self._waiter], patience).done)
+
+    def _drain(self) -> None:
         for work in self.works:
             work.wait()
-        return self.finish()
+
+    def _drain_for(self, waiter: "Future[None]") -> None:
+        try:
+            waiter.set_result(self._drain())
+        except BaseException as error:  # whoever waits shall see it
+            waiter.set_exception(error)
 
 
 def _bytes(tensor: Tensor) -> list[Tensor]:

@@ -74,6 +74,9 @@ class _Ready:
     def wait(self) -> list[Tensor]:
         return self.results
 
+    def poll(self, patience: float) -> bool:
+        return True
+
 
 @attrs.define(eq=False)
 class Solo:

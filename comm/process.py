@@ -40,6 +40,9 @@ class _ProcessHandle:
     size: int
     parts: list[_Coalesced]
 
+    def poll(self, patience: float) -> bool:
+        return all(part.started.poll(patience) for part in self.parts)
+
     def wait(self) -> list[Tensor]:
         results: list[Tensor] = [*self.tensors]
         for part in self.parts:

@@ -65,6 +65,10 @@ class _SimulatedHandle:
         return outputs.pop(self.world.rank)
 
 
+    def poll(self, patience: float) -> bool:
+        return self.world.simulator.wait(self.world.rank, self.slot, self.site, patient=patience > 0)
+
+
 @attrs.define(eq=False)
 class SimulatedWorld:
     """The world as one simulated rank sees it."""
@@ -97,6 +101,7 @@ class Simulator:
         self.random = random.Random(seed)
         self.batons = [threading.Semaphore(0) for _ in range(world_size)]
         self.waiting: dict[int, tuple[_Slot, str]] = {}
+        self.polling: set[int] = set()
         self.unfinished = set(range(world_size))
         self.slots: dict[tuple[Any, ...], _Slot] = {}
         self.rng_states = [torch.get_rng_state()] * world_size
@@ -124,20 +129,26 @@ class Simulator:
             del self.slots[key]
             slot.complete()
 
-    def wait(self, rank: int, slot: _Slot, site: str) -> None:
-        """Lets others run until the slot is complete."""
+    def wait(self, rank: int, slot: _Slot, site: str, *, patient: bool | None = None) -> bool:
+        """Lets others run until the slot is complete. A poll (``patient`` is no None) ends when nobody else can go on."""
         while slot.outputs is None:
             self.check(rank)
+            if patient is False:
+                return False
             self.waiting[rank] = (slot, site)
-            self.pass_on(rank)
+            if not self.pass_on(rank, may_return=patient is not None):
+                return False
         self.check(rank)
+        return True
 
     def check(self, rank: int) -> None:
         if self.failure is not None:
             raise _AbortedError
 
-    def pass_on(self, rank: int) -> None:
-        """Gives the baton to a rank that can go on and sleeps until it comes back; there may be nobody to give it to."""
+    def pass_on(self, rank: int, *, may_return: bool) -> bool:
+        """Gives the baton to a rank that can go on and sleeps until it comes back; False if it comes back for want of others."""
+        if may_return:
+            self.polling.add(rank)
         heir = self.pick()
         if heir is None:
             self.failure = self.failure or DeadlockError(self.describe())
@@ -147,12 +158,15 @@ class Simulator:
             self.batons[heir].release()
             self.batons[rank].acquire()
             torch.set_rng_state(self.rng_states[rank])
-        self.waiting.pop(rank, None)
+        self.polling.discard(rank)
+        slot, _ = self.waiting.pop(rank)
+        return slot.outputs is not None or self.failure is not None
 
     # -- the schedule --------------------------------------------------------------------------------------------------
 
     def pick(self) -> int | None:
-        able = [r for r in sorted(self.unfinished) if self.able(r)]
+        """Someone who can go on; failing that, someone who only polls."""
+        able = [r for r in sorted(self.unfinished) if self.able(r)] or sorted(self.polling)
         return self.random.choice(able) if able else None
 
     def able(self, rank: int) -> bool:

@@ -21,6 +21,7 @@ class Order:
 
     units: tuple[int, ...]
     learned: bool = False
+    patience: float = 2.0  # seconds
 
 
 @attrs.define(eq=False)
@@ -57,10 +58,10 @@ class Reducer:
         return [index for index in self.layout.units[unit].segments if self.layout.segments[index].trainable]
 
     def add(self, unit: int, grads: Sequence[Tensor | None], device: torch.device) -> None:
-        """One backward node's gradients of a unit's trained leaves, in layout order; None stands for zero."""
+        """One backward node's gradients of a unit's trained leaves, in layout order; None or none at all stand for zero."""
         found = iter(grads)
         for index in self.trained(unit):
-            self._pack(index, [next(found) for _ in self.layout.segments[index].slots], device)
+            self._pack(index, [next(found, None) for _ in self.layout.segments[index].slots], device)
         self.waiting[unit] -= 1
         if not self.waiting[unit]:
             self.completed.append(unit)
@@ -102,9 +103,19 @@ class Reducer:
         while self.now and self._posted < len(turns) and turns[self._posted] in self.completed:
             unit = turns[self._posted]
             self._posted += 1
-            while len(self._under_way) >= _IN_FLIGHT:
-                self._settle()
+            self._make_room()
             self._start(unit)
+
+    def _make_room(self) -> None:
+        """Waits for earlier reductions, but not for ever: whoever is to join them may need a unit from this rank first.
+
+        That happens where ranks touch units in different orders. Then memory is given up for the sake of going on.
+        """
+        while len(self._under_way) >= _IN_FLIGHT:
+            if not self._under_way[0][1].poll(self.order.patience):
+                self.order.patience = 0.0
+                return
+            self._settle()
 
     def _start(self, unit: int) -> None:
         flats = [self.local.pop(index) for index in self.trained(unit)]
