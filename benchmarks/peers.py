@@ -5,7 +5,8 @@
 
 Ranks are processes that talk over Gloo on loopback. Each contender has its own processes, which live for the whole run
 and sleep in a blocking read while others work: no contender inherits another's memory, and nothing spins. Every round
-gives each contender a few steps in turn, so noise hits all alike; ratios are taken within a round.
+gives each contender a few steps in turn, so noise hits all alike; ratios are taken within a round. Where memory is too
+short for all of them at once (or with --fresh), each turn starts its processes anew, which takes longer.
 
 "sent MB" is what our ledger counts for a rank and step; "wire MB" is what the host's loopback carried, for every
 contender alike.
@@ -346,10 +347,20 @@ class Team:
                 raise ContenderFailed(f"no answer from ranks {sorted(waiting.values())} in {ANSWER_SECONDS:.0f} s")
             for pipe in [pipe for pipe in waiting if pipe in ready]:
                 rank = waiting.pop(pipe)
-                answers[rank] = pipe.recv()
+                try:
+                    answers[rank] = pipe.recv()
+                except (EOFError, ConnectionError):
+                    raise ContenderFailed(f"the process of rank {rank} {self.death(rank)}") from None
                 if isinstance(answers[rank], str):
                     raise ContenderFailed(f"rank {rank} raised\n{answers[rank]}")
         return [answers[rank] for rank in range(len(self.pipes))]
+
+    def death(self, rank: int) -> str:
+        self.processes[rank].join(timeout=5.0)
+        code = self.processes[rank].exitcode
+        return f"died with exit code {code}" + (
+            ", out of memory perhaps: try --fresh" if code == -signal.SIGKILL else ""
+        )
 
     def stop(self, *, patience: float = 5.0) -> None:
         for pipe in self.pipes:
@@ -403,6 +414,7 @@ class Contest:
     target: Callable[..., None]  # what a rank's process runs: run_rank, or another with its arguments
     contenders: Mapping[str, Contender]
     setup: Any
+    fresh: bool = False  # new processes for every turn
     teams: dict[str, Team] = attrs.field(factory=dict)
     records: dict[str, Record] = attrs.field(factory=dict)
     failures: dict[str, str] = attrs.field(factory=dict)
@@ -410,9 +422,9 @@ class Contest:
     def run(self, *, rounds: int, steps: int) -> None:
         try:
             for name in self.contenders:
-                self.attempt(name, partial(self.start, name), f"starting {name}")
+                self.attempt(name, partial(self.enter, name), f"starting {name}")
             for number in range(rounds):
-                order = Order(SETTLE + number * (1 + steps), 1 + steps)
+                order = Order(SETTLE + (0 if self.fresh else number * (1 + steps)), 1 + steps)
                 for name in rotated(list(self.records), number):  # no contender always follows the same one
                     turn = partial(self.take_turn, name, order)
                     self.attempt(name, turn, f"round {number + 1} of {rounds}: {name}")
@@ -425,22 +437,35 @@ class Contest:
         progress(label)
         try:
             action()
-        except (ContenderFailed, EOFError, OSError) as error:
-            self.failures[name] = str(error) or "one of its processes died"
-            print(f"{name}: failed: {self.failures[name]}", file=sys.stderr)
+        except (ContenderFailed, OSError) as error:
+            self.failures[name] = str(error)
+            print(f"{name}: failed: {error}", file=sys.stderr)
             self.records.pop(name, None)
-            self.teams.pop(name).stop(patience=0)
+            self.leave(name, patience=0.0)
 
-    def start(self, name: str) -> None:
+    def enter(self, name: str) -> None:
+        self.records[name] = Record.opened(self.contenders[name], self.start(name))
+        if self.fresh:
+            self.leave(name)
+
+    def start(self, name: str) -> list[Ready]:
         self.teams[name] = Team(self.target, name, self.setup)
-        self.records[name] = Record.opened(self.contenders[name], self.teams[name].answers())
+        return self.teams[name].answers()
+
+    def leave(self, name: str, *, patience: float = 5.0) -> None:
+        if team := self.teams.pop(name, None):
+            team.stop(patience=patience)
 
     def take_turn(self, name: str, order: Order) -> None:
+        if self.fresh:
+            self.start(name)
         before = loopback_bytes()
         reports = self.teams[name].ask(order)
         after = loopback_bytes()
         wire = None if before is None or after is None else (after - before) / (len(reports) * order.steps)
         self.records[name].add(reports, wire)
+        if self.fresh:
+            self.leave(name)
 
 
 def rotated(names: Sequence[str], by: int) -> list[str]:
@@ -468,6 +493,17 @@ def loopback_bytes() -> int | None:
     counters = psutil.net_io_counters(pernic=True)
     loopback = counters.get("lo") or counters.get("lo0")
     return None if loopback is None else loopback.bytes_sent
+
+
+def memory_is_short(setup: Setup, contenders: int) -> bool:
+    """Whether the processes of all contenders might not fit: for each the imports and ten copies of the parameters."""
+    if importlib.util.find_spec("psutil") is None:
+        return False
+    import psutil
+
+    parameter_bytes = 4 * 12 * setup.layers * setup.width**2
+    needed = contenders * setup.ranks * (300e6 + 10 * parameter_bytes)
+    return needed > float(psutil.virtual_memory().available)
 
 
 def cores() -> int:
@@ -639,6 +675,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=positive, default=4, help="timed steps of each contender in a round")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME")
+    parser.add_argument("--fresh", action="store_true", help="start processes anew for each turn: less memory, slower")
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/peers-RANKS-ranks-DTYPE.json")
     parser.add_argument("--png", type=Path, help="default: beside the JSON")
     return parser.parse_args()
@@ -651,7 +688,11 @@ def main() -> int:
     os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu", OMP_NUM_THREADS=str(setup.threads()))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     chosen = {name: contender for name, contender in CONTENDERS.items() if name in args.only}
-    contest = Contest(run_rank, available(chosen), setup)
+    contenders = available(chosen)
+    fresh = args.fresh or memory_is_short(setup, len(contenders))
+    if fresh and not args.fresh:
+        print("too little memory for all at once: each turn starts its processes anew")
+    contest = Contest(run_rank, contenders, setup, fresh)
     contest.run(rounds=args.rounds, steps=args.steps)
     path = args.json or RESULTS / f"peers-{setup.ranks}-ranks-{setup.dtype}.json"
     picture = args.png or path.with_suffix(".png")

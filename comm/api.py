@@ -113,14 +113,18 @@ def _reducing(call: Call, tree: T, group: Group | None, async_op: bool) -> Any:
     return optree.tree_map(lambda leaf: leaf / group.size, total, namespace=NAMESPACE)
 
 
-def _dim(tree: Any, dim: int) -> int:
+def _dim(name: str, tree: Any, dim: int) -> int:
     """A negative dim counts from the end; all leaves share it."""
     if dim >= 0:
         return dim
-    dims = {leaf.dim() for leaf in optree.tree_leaves(tree, namespace=NAMESPACE)}  # type: ignore[attr-defined]
-    if len(dims) != 1:
-        raise ValueError(f"dim={dim} counts from the end, but the leaves have {sorted(dims)} dims; use a dim >= 0")
-    return dim + dims.pop()
+    leaves = _leaves(name, tree)[0]
+    if len({leaf.dim() for leaf in leaves}) > 1:
+        dims = sorted({leaf.dim() for leaf in leaves})
+        raise ValueError(f"dim={dim} counts from the end, but the leaves have {dims} dims; use a dim >= 0")
+    for leaf in leaves:
+        if 0 < leaf.dim() < -dim:
+            raise ValueError(f"dim={dim} is out of range for a tensor of shape {list(leaf.shape)}")
+    return dim + leaves[0].dim() if leaves else 0
 
 
 def all_reduce(x: T, group: Group | None = None, *, op: str = "sum", async_op: bool = False) -> Any:
@@ -161,7 +165,7 @@ def all_gather(x: T, group: Group | None = None, *, dim: int = 0, tiled: bool = 
     >>> comm.simulate(lambda: comm.all_gather(torch.tensor([comm.world().rank])).tolist(), world_size=3)
     [[0, 1, 2], [0, 1, 2], [0, 1, 2]]
     """
-    return _apply(Call(ALL_GATHER, {"dim": _dim(x, dim), "tiled": tiled}), x, group, async_op)
+    return _apply(Call(ALL_GATHER, {"dim": _dim("all_gather", x, dim), "tiled": tiled}), x, group, async_op)
 
 
 def reduce_scatter(
@@ -187,7 +191,8 @@ def reduce_scatter(
     >>> comm.simulate(lambda: comm.reduce_scatter(torch.arange(4)).tolist(), world_size=2)
     [[0, 2], [4, 6]]
     """
-    return _reducing(Call(REDUCE_SCATTER, {"dim": _dim(x, dim), "op": op, "tiled": tiled}), x, group, async_op)
+    options = {"dim": _dim("reduce_scatter", x, dim), "op": op, "tiled": tiled}
+    return _reducing(Call(REDUCE_SCATTER, options), x, group, async_op)
 
 
 def broadcast(x: T, src: int = 0, group: Group | None = None, *, async_op: bool = False) -> Any:

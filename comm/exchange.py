@@ -5,6 +5,8 @@ sum in an order of their own. Direct exchanges read from and write into the call
 leave the reduction to ``fold``, so that the bits are those of the denotation.
 
 Every rank sends all its messages at once; a message is the raw bytes of a contiguous tensor, so any dtype will do.
+Messages between two ranks match in order. Those of a second phase, which leave when a rank waits, have a tag of their own:
+a rank may wait before or after it starts the next collective.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +24,7 @@ from .table import chunk_bounds, fold
 
 __all__ = ["EXCHANGES", "Started"]
 
-TAG = 0
+_FIRST, _SECOND = 0, 1  # tags
 
 
 @attrs.define(eq=False)
@@ -62,12 +64,12 @@ def _bytes(tensor: Tensor) -> list[Tensor]:
     return [tensor.view(torch.uint8)]
 
 
-def _send(pg: ProcessGroup, tensor: Tensor, peer: int) -> list[Work]:
-    return [pg.send(_bytes(tensor), peer, TAG)] if tensor.numel() else []
+def _send(pg: ProcessGroup, tensor: Tensor, peer: int, tag: int = _FIRST) -> list[Work]:
+    return [pg.send(_bytes(tensor), peer, tag)] if tensor.numel() else []
 
 
-def _recv(pg: ProcessGroup, tensor: Tensor, peer: int) -> list[Work]:
-    return [pg.recv(_bytes(tensor), peer, TAG)] if tensor.numel() else []
+def _recv(pg: ProcessGroup, tensor: Tensor, peer: int, tag: int = _FIRST) -> list[Work]:
+    return [pg.recv(_bytes(tensor), peer, tag)] if tensor.numel() else []
 
 
 def _peers(pg: ProcessGroup) -> list[int]:
@@ -76,11 +78,11 @@ def _peers(pg: ProcessGroup) -> list[int]:
     return [(rank + k) % n for k in range(1, n)]
 
 
-def _all_gather_into(pg: ProcessGroup, rows: Sequence[Tensor]) -> list[Work]:
+def _all_gather_into(pg: ProcessGroup, rows: Sequence[Tensor], tag: int = _FIRST) -> list[Work]:
     """Sends ``rows[rank]`` to all and receives the others' rows in place."""
     own = rows[pg.rank()]
-    works = [work for peer in _peers(pg) for work in _recv(pg, rows[peer], peer)]
-    return works + [work for peer in _peers(pg) for work in _send(pg, own, peer)]
+    works = [work for peer in _peers(pg) for work in _recv(pg, rows[peer], peer, tag)]
+    return works + [work for peer in _peers(pg) for work in _send(pg, own, peer, tag)]
 
 
 def _reduce_rows(pg: ProcessGroup, rows: Sequence[Tensor], op: str) -> Started:
@@ -119,7 +121,7 @@ def all_reduce(pg: ProcessGroup, piece: Tensor, options: Options) -> Started:
         total = torch.empty_like(piece)
         rows = [total[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
         rows[pg.rank()].copy_(scattered.finish())
-        return Started(_all_gather_into(pg, rows), lambda: total).wait()
+        return Started(_all_gather_into(pg, rows, _SECOND), lambda: total).wait()
 
     return Started(scattered.works, gather)
 

@@ -15,6 +15,10 @@ from .exchange import Started
 
 __all__ = ["NATIVE"]
 
+# torch 2.13 renamed these two, and warns of the old names.
+_ALL_GATHER = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+_REDUCE_SCATTER = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+
 _OPS = {
     "sum": dist.ReduceOp.SUM,
     "product": dist.ReduceOp.PRODUCT,
@@ -52,7 +56,7 @@ def _refuse_complex_product(tensor: Tensor, options: Options) -> None:
 
 def all_gather(pg: ProcessGroup, piece: Tensor, options: Options) -> Started:
     rows = piece.new_empty(pg.size(), piece.numel())
-    work = dist.all_gather_into_tensor(_raw(rows.view(-1)), _raw(piece.contiguous()), group=pg, async_op=True)
+    work = _ALL_GATHER(_raw(rows.view(-1)), _raw(piece.contiguous()), group=pg, async_op=True)
     return _started(work, rows)
 
 
@@ -60,7 +64,7 @@ def reduce_scatter(pg: ProcessGroup, rows: Tensor, options: Options) -> Started:
     _refuse_complex_product(rows, options)
     result = torch.empty_like(rows[0])
     source = _numbers(rows.contiguous())
-    work = dist.reduce_scatter_tensor(_numbers(result), source, _OPS[options["op"]], group=pg, async_op=True)
+    work = _REDUCE_SCATTER(_numbers(result), source, _OPS[options["op"]], group=pg, async_op=True)
     return _started(work, result)
 
 

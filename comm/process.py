@@ -1,6 +1,7 @@
 """Ranks as processes: collectives lowered to torch's process groups."""
 
 import os
+from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -35,15 +36,32 @@ class _Coalesced:
 
 @attrs.define(eq=False)
 class _ProcessHandle:
+    """A collective under way, in its group's line.
+
+    A wait finishes what stands before it in the line, too. So second phases run in the order of the starts, on all ranks
+    alike, and a collective that nobody waits for still takes what its peers sent.
+    """
+
     call: Call
     tensors: Sequence[Tensor]
     size: int
     parts: list[_Coalesced]
+    line: "deque[_ProcessHandle]"
+    results: list[Tensor] | None = None
 
     def poll(self, patience: float) -> bool:
-        return all(part.started.poll(patience) for part in self.parts)
+        if self.results is not None:
+            return True
+        ahead = list(self.line)[: self.line.index(self) + 1]
+        return all(part.started.poll(patience) for handle in ahead for part in handle.parts)
 
     def wait(self) -> list[Tensor]:
+        while self.results is None:
+            self.line[0].results = self.line[0]._finish()
+            self.line.popleft()
+        return self.results
+
+    def _finish(self) -> list[Tensor]:
         results: list[Tensor] = [*self.tensors]
         for part in self.parts:
             for place, piece in zip(part.places, part.pieces(), strict=True):
@@ -61,6 +79,7 @@ class ProcessWorld:
     rank: int
     groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = attrs.field(factory=dict)
     books: list[Ledger] = attrs.field(factory=list)
+    lines: dict[tuple[tuple[int, ...], str], deque[_ProcessHandle]] = attrs.field(factory=dict)  # in order of the starts
 
     def start(self, call: Call, tensors: Sequence[Tensor], group: Group) -> _ProcessHandle:
         pg = self.groups[group.ranks, group.name]
@@ -70,14 +89,17 @@ class ProcessWorld:
         collective, n = call.collective, group.size
         parts = []
         for (_, device), places in by_kind.items():
-            payloads = [collective.pack(tensors[place].detach(), n, call.options) for place in places]
+            plain = [tensors[place].detach().resolve_conj().resolve_neg() for place in places]  # bytes as they read
+            payloads = [collective.pack(tensor, n, call.options) for tensor in plain]
             payload = torch.cat(payloads, dim=-1) if len(payloads) > 1 else payloads[0].contiguous()
             lowering = NATIVE if device.type == "cuda" else EXCHANGES
             parts.append(_Coalesced(places, payloads, lowering[collective.primitive](pg, payload, call.options)))
-        return _ProcessHandle(call, tensors, n, parts)
+        line = self.lines.setdefault((group.ranks, group.name), deque())
+        line.append(_ProcessHandle(call, tensors, n, parts, line))
+        return line[-1]
 
     def group(self, ranks: Sequence[int], name: str) -> Group:
-        """A new group; its members call this in one order, others need not."""
+        """A new group; every rank calls this alike, since torch names a group by how many there are."""
         key = (tuple(ranks), name)
         if key not in self.groups:
             self.groups[key] = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name)

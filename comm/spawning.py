@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import pickle
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -23,15 +24,14 @@ __all__ = ["spawn"]
 _HOST = "127.0.0.1"
 
 
-def _carry(error: BaseException, rank: int, world_size: int) -> BaseException:
-    """The error as something that survives the trip to the parent, with this rank's traceback as a note."""
+def _carry(error: BaseException, rank: int, world_size: int) -> tuple[BaseException, str]:
+    """The error as something that survives the trip to the parent, and this rank's traceback, to be its note there."""
     story = f"raised on rank {rank} of {world_size}:\n{traceback.format_exc().rstrip()}"
     try:
         copy: BaseException = pickle.loads(pickle.dumps(error))
     except Exception:  # whatever its class does while pickling
         copy = RankFailedError(f"{type(error).__name__}: {error}")
-    copy.add_note(story)
-    return copy
+    return copy, story
 
 
 def _become(rank: int, world_size: int, port: int, backend: str | None, threads: int, timeout: timedelta) -> None:
@@ -48,10 +48,11 @@ def _run(pipe: Connection, program: Callable[..., Any], args: tuple[Any, ...], r
     world_size = setting[0]
     try:
         _become(rank, *setting)
-        message: tuple[str, Any] = ("result", program(*args))
+        message: tuple[str, Any, float] = ("result", program(*args), time.monotonic())
         payload = pickle.dumps(message)
     except BaseException as error:  # KeyboardInterrupt and SystemExit end the others too
-        payload = pickle.dumps(("error", _carry(error, rank, world_size)))
+        when = time.monotonic()
+        payload = pickle.dumps(("error", _carry(error, rank, world_size), when))
     pipe.send_bytes(payload)
     pipe.close()
     if dist.is_initialized():
@@ -60,21 +61,29 @@ def _run(pipe: Connection, program: Callable[..., Any], args: tuple[Any, ...], r
 
 
 def _collect(pipes: list[Connection], processes: list[BaseProcess]) -> list[Any]:
-    """The ranks' results; raises the first error that arrives."""
+    """The ranks' results; raises the first error: what made others fail, not that their connections broke."""
     results: list[Any] = [None] * len(pipes)
     open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
     while open_pipes:
+        errors: list[tuple[float, BaseException]] = []
         for ready in wait(list(open_pipes)):
             rank = open_pipes.pop(ready)  # type: ignore[arg-type]
             try:
-                kind, value = pickle.loads(pipes[rank].recv_bytes())
+                kind, value, when = pickle.loads(pipes[rank].recv_bytes())  # monotonic time is the host's, not a process's
             except EOFError:
                 processes[rank].join(5)
                 code = processes[rank].exitcode
-                raise RankFailedError(f"rank {rank} of {len(pipes)} ended without a result (exit code {code})") from None
+                died = RankFailedError(f"rank {rank} of {len(pipes)} ended without a result (exit code {code})")
+                errors.append((0.0, died))  # before whatever it caused
+                continue
             if kind == "error":
-                raise value
-            results[rank] = value
+                error, story = value
+                error.add_note(story)
+                errors.append((when, error))
+            else:
+                results[rank] = value
+        if errors:
+            raise min(errors, key=lambda pair: pair[0])[1]
     return results
 
 

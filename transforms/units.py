@@ -98,12 +98,15 @@ class Units:
     The loss sees deferred leaves. A touch fetches the leaf's unit from the source and, where gradients are wanted, puts a
     node into the graph that will hand the unit's gradients to the reducer. With ``frees`` (the source can fetch again) what
     autograd saves of a unit is replaced by its place, so that the unit can go after its forward and come back, without
-    recomputing activations, when the backward pass first needs it.
+    recomputing activations, when the backward pass first needs it. With ``keep`` what is whole when the forward pass ends
+    stays for the backward, which needs it first.
     """
 
-    def __init__(self, layout: Layout, source: Source, reducer: Reducer | None, device: torch.device, *, frees: bool) -> None:
+    def __init__(
+        self, layout: Layout, source: Source, reducer: Reducer | None, device: torch.device, *, frees: bool, keep: bool
+    ) -> None:
         self.layout, self.source, self.reducer, self.device = layout, source, reducer, device
-        self._frees = frees
+        self._frees, self._keep = frees, keep
         self._leaves: dict[int, dict[int, Tensor]] = {}  # unit -> leaf index -> the real tensor
         self._owners: dict[int, tuple[int, int]] = {}  # storage -> (unit, place in the unit)
         self._held: Counter[int] = Counter()  # unit -> saved tensors that still refer to it
@@ -115,7 +118,7 @@ class Units:
         """The tree of deferred leaves, whose forward pass begins here and whose backward ends with the tape's."""
         self.source.begin(forward)
         self._backward_route = backward
-        tape.at_end(self._leaves.clear)
+        tape.at_end(self._close)
         tape.at_forward_end(lambda: self._end_forward(tape.records))
         if tape.records:
             self._handle, self._roots = tape.watch(torch.zeros(())), tape.roots
@@ -188,10 +191,18 @@ class Units:
                     self._node(unit, ())
         self._leaves.clear()
         self._owners.clear()
-        self.source.finish(keep=records)
+        self.source.finish(keep=records and self._keep)
         if records:
             self._in_backward = True
             self.source.begin(self._backward_route)
+
+    def _close(self) -> None:
+        """Lets go of everything: the graph's nodes refer to this object, and a cycle would keep the memory for a while."""
+        self._leaves.clear()
+        self._owners.clear()
+        self._roots.clear()
+        self._handle = self.reducer = None
+        self.source = Resident(self.layout, ())
 
     # -- backward ------------------------------------------------------------------------------------------------------
 

@@ -129,6 +129,8 @@ class _Zero:
         _agree(layout, group)
         params = _of_rank_0(params, group)
         state: State = inner(step, shard(params, layout, group.rank) if self.stage else layout.flatten(params))
+        stored = zip(layout.segments, state.params, strict=True)  # mixed precision stores other dtypes than it was given
+        layout = attrs.evolve(layout, segments=tuple(attrs.evolve(s, dtype=flat.dtype) for s, flat in stored))
         if self.stage in (1, 2):
             state = attrs.evolve(state, params=_gather(layout, group, state.params, range(len(layout.segments))))
         trained = dict.fromkeys(s.unit for s in reversed(layout.segments) if s.trainable)
@@ -161,7 +163,7 @@ class _Zero:
         lazy = self.stage == 3 and group.size > 1
         reducer = self.reducer(layout, learned.order, group, tape) if tape.records else None
         source = Gatherer(layout, state.params, group) if lazy else Resident(layout, state.params)
-        units = Units(layout, source, reducer, device, frees=lazy)
+        units = Units(layout, source, reducer, device, frees=lazy, keep=self.keep)
         if isinstance(source, Gatherer):
             source.dropped = units.forget
         return units.open(tape, learned.forward, learned.backward)

@@ -1,0 +1,179 @@
+"""What a run leaves in its folder: curves, memory against the formula, the ledger, logs, text from the model."""
+
+import csv
+import json
+import sys
+from contextlib import ExitStack
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import TextIO
+
+import attrs
+import memory
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+from functional_ds import comm
+
+FILES = {
+    "loss.png": "training and validation loss over the steps",
+    "memory.png": "bytes on each rank against the formula",
+    "memory.txt": "the same in numbers, part by part",
+    "ledger.txt": "every collective: what was sent in all and in one step, against the formula",
+    "ledger.csv": "the same, step by step",
+    "log.jsonl": "every step as data, and the validation losses",
+    "train.log": "all that was said, and every step",
+    "sample.txt": "text from the trained model",
+}
+SENT_NOTE = (
+    "Found may exceed it by padding and scalars, and in stage 3 stays below it for what is whole at the end of the\n"
+    "forward pass: backward needs that first, and does not gather it again."
+)
+
+
+@attrs.frozen
+class Moved:
+    """One step's numbers."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    rate: float
+    seconds: float
+    tokens: int  # over all ranks
+    book: comm.Ledger
+
+    def __str__(self) -> str:
+        return (
+            f"step {self.step:>5}   loss {self.loss:.4f}   grad norm {self.grad_norm:.3f}   rate {self.rate:.3f}   "
+            f"{self.seconds:.3f} s   {self.tokens / self.seconds:,.0f} tokens/s   {self.book.bytes / 1e6:.3f} MB sent"
+        )
+
+
+@attrs.define
+class Report:
+    """What rank 0 saw, in a progress bar and in files as it comes; on other ranks (`leads` false) it keeps silent."""
+
+    out: Path
+    title: str
+    expected: memory.Expected
+    steps: int
+    leads: bool
+    train: list[Moved] = attrs.field(factory=list)
+    validation: dict[int, float] = attrs.field(factory=dict)
+    _open: ExitStack = attrs.field(factory=ExitStack)
+    _text: TextIO = attrs.field(init=False)
+    _data: TextIO = attrs.field(init=False)
+    _bar: tqdm = attrs.field(init=False)
+
+    def __enter__(self) -> "Report":
+        if self.leads:
+            for name in FILES:  # none of another run's may pass for this one's
+                (self.out / name).unlink(missing_ok=True)
+            self._text = self._open.enter_context((self.out / "train.log").open("w", encoding="utf-8"))
+            self._data = self._open.enter_context((self.out / "log.jsonl").open("w", encoding="utf-8"))
+            pause = 0.1 if sys.stderr.isatty() else 10.0  # seconds; a file needs no animation
+            bar = tqdm(total=self.steps, unit="step", dynamic_ncols=True, mininterval=pause)
+            self._bar = self._open.enter_context(bar)
+            self.say(self.title)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.close()
+
+    def say(self, text: str) -> None:
+        """A line for the reader, above the bar and in the log."""
+        if self.leads:
+            self._bar.write(text)
+            self._log(text)
+
+    def moved(self, row: Moved) -> None:
+        """A step was made."""
+        if self.leads:
+            self.train.append(row)
+            self._log(str(row))
+            numbers = attrs.asdict(row, filter=lambda field, value: field.name != "book")
+            self._record({**numbers, "bytes": row.book.bytes, "collectives": row.book.calls})
+            speed = f"{row.tokens / row.seconds:,.0f} tokens/s, {row.book.bytes / 1e6:.2f} MB/step"
+            self._bar.set_postfix_str(f"loss {row.loss:.3f}, {speed}", refresh=False)
+            self._bar.update()
+
+    def validated(self, step: int, loss: float) -> None:
+        """The validation loss was measured."""
+        if self.leads:
+            self.validation[step] = loss
+            self._record({"step": step, "validation": loss})
+            self.say(f"after step {step}: validation loss {loss:.4f} nats per byte")
+
+    def finish(self, whole: comm.Ledger, memories: list[memory.Memory]) -> None:
+        """Writes the curves, the memory and the ledger."""
+        if self.leads:
+            self._bar.close()
+            self._draw_losses().savefig(self.out / "loss.png", dpi=120)
+            memory.draw(self.title, self.expected, memories).savefig(self.out / "memory.png", dpi=120)
+            self._write("memory.txt", memory.table(self.title, self.expected, memories))
+            self._write("ledger.txt", self._ledger(whole))
+            self._ledger_csv(whole)
+
+    def sampled(self, prompt: bytes, text: bytes) -> None:
+        """Writes sampled text behind its prompt."""
+        if self.leads:
+            shown = [part.decode("utf-8", errors="replace") for part in (prompt, text)]
+            self._write("sample.txt", "--- the prompt\n{}\n--- the model\n{}\n".format(*shown))
+
+    def summary(self) -> str:
+        """What came of it and where it lies."""
+        first, last = next(iter(self.validation.values())), next(reversed(self.validation.values()))
+        seconds = sum(row.seconds for row in self.train)
+        tokens = sum(row.tokens for row in self.train)
+        lines = [
+            f"validation loss {first:.3f} -> {last:.3f} nats per byte after {len(self.train)} steps, "
+            f"{seconds:.1f} s, {tokens / max(seconds, 1e-9):,.0f} tokens/s",
+            f"in {self.out}/:",
+        ]
+        lines += [f"  {name:<12} {what}" for name, what in FILES.items() if (self.out / name).exists()]
+        return "\n".join(lines)
+
+    # -- how -----------------------------------------------------------------------------------------------------------
+
+    def _log(self, text: str) -> None:
+        now = datetime.now().astimezone().isoformat(timespec="milliseconds")
+        self._text.writelines(f"{now}  {line}\n" for line in text.splitlines())
+        self._text.flush()
+
+    def _record(self, row: dict[str, float]) -> None:
+        self._data.write(json.dumps(row) + "\n")
+        self._data.flush()
+
+    def _write(self, name: str, text: str) -> None:
+        (self.out / name).write_text(text, encoding="utf-8")
+
+    def _ledger(self, whole: comm.Ledger) -> str:
+        parts = [f"{self.title}\nWhat rank 0 sent, as counted by functional_ds.comm.ledger\n"]
+        if self.train:
+            last, law = self.train[-1], self.expected.elements_sent()
+            found = sum(row.elements for row in last.book.rows)
+            parts.append(f"the last step, {last.step}:\n{last.book.table()}\n")
+            parts.append(f"law 21: {law} elements a step; found {found:,}.\n{SENT_NOTE}\n")
+        parts.append(f"the whole run, set-up, validation and the agreement when to stop included:\n{whole.table()}\n")
+        return "\n".join(parts)
+
+    def _ledger_csv(self, whole: comm.Ledger) -> None:
+        with (self.out / "ledger.csv").open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(["step", *(field.name for field in attrs.fields(comm.Row))])
+            books = [*((row.step, row.book) for row in self.train), ("whole run", whole)]
+            writer.writerows([step, *attrs.astuple(row)] for step, book in books for row in book.rows)
+
+    def _draw_losses(self) -> Figure:
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        axes = figure.subplots()
+        axes.plot([row.step for row in self.train], [row.loss for row in self.train], color="#8c9bb0", label="training")
+        axes.plot(list(self.validation), list(self.validation.values()), "o-", color="#c44e52", label="validation")
+        axes.set(title=self.title, xlabel="step", ylabel="nats per byte")
+        axes.grid(alpha=0.3)
+        axes.legend()
+        return figure

@@ -1,0 +1,186 @@
+"""Trains a byte-level GPT on real text; the whole parallel strategy is one line, in `strategy`.
+
+    python examples/train_gpt.py                             two local ranks, ZeRO-3, bf16, on Python's own sources
+    python examples/train_gpt.py --zero 1 --ranks 4          the same losses; other memory, other messages
+    python examples/train_gpt.py --simulate 8 --check        eight ranks in one process, then one device beside them
+    torchrun --nproc-per-node 8 examples/train_gpt.py        wherever torchrun runs
+
+What comes of it lies in out/. Ctrl-C ends a run after the step it is in, with everything written.
+"""
+
+import signal
+
+if __name__ == "__main__":  # while there is nothing to save, an interrupt just ends the process
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+import corpus
+import gpt
+import interrupts
+import memory
+import torch
+from flags import Flags, parse
+from report import Moved, Report
+from torch import Tensor
+from tqdm import tqdm
+
+import functional_ds as fds
+from functional_ds import comm
+from functional_ds import transforms as T
+
+Batch = tuple[Tensor, Tensor]
+
+PRECISION = {"bf16": T.mixed_precision("bf16"), "fp32": fds.compose()}  # nothing composed changes nothing
+VALIDATION_BATCHES = 4
+PROMPT_BYTES = 64
+TEMPERATURE = 0.8
+
+
+def strategy(flags: Flags) -> fds.Transform:
+    """All that is parallel about the step. With another stage the losses stay the same."""
+    precision = PRECISION[flags.dtype]
+    return fds.compose(precision, T.zero(flags.zero), T.accumulate(flags.accumulate), T.clip(flags.clip), pace(flags))
+
+
+def on_one_device(flags: Flags) -> fds.Transform:
+    """The same with nothing parallel, for --check."""
+    return fds.compose(PRECISION[flags.dtype], T.clip(flags.clip), pace(flags))
+
+
+def pace(flags: Flags) -> fds.Transform:
+    """A tenth of the steps to warm up, then a cosine down to a tenth of the learning rate."""
+    return T.schedule(T.warmup_cosine(flags.steps // 10, flags.steps, floor=0.1))
+
+
+def build(flags: Flags, transform: fds.Transform) -> tuple[fds.Apply, fds.Step, fds.State]:
+    """The model as a function, the step that trains it, and the state to begin with."""
+    apply, params = fds.functional(gpt.GPT(flags.model, seed=flags.seed).to(flags.device))
+
+    def loss_fn(params: dict[str, Tensor], batch: Batch) -> Tensor:
+        tokens_BT, targets_BT = batch
+        return gpt.next_token_loss(apply(params, tokens_BT), targets_BT)
+
+    optimizer = fds.adamw(flags.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    step = transform(fds.train_step(loss_fn, optimizer, seed=flags.seed))
+    return apply, step, step.init(params)
+
+
+def batches(flags: Flags, split: str, count: int, *, rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
+    """A rank's rows of each global batch, which is the same on any number of ranks."""
+    text, rows = corpus.load(flags.data, context=flags.context), flags.batch // ranks
+    for index in range(count):
+        x, y = text.batch(split, index, rows=rows, context=flags.context, seed=flags.seed, first_row=rank * rows)
+        yield x.to(flags.device), y.to(flags.device)
+
+
+def train(flags: Flags, stop: interrupts.Flag) -> list[float]:
+    """What each rank runs, wherever it is one; on rank 0, the losses of the steps."""
+    world = comm.world()
+    sizes = [0]  # of the gradients, in bytes
+    with comm.ledger() as whole:
+        apply, step, state = build(flags, fds.compose(strategy(flags), memory.gradients_noted(sizes)))
+        psi = sum(p.numel() for p in apply.module.parameters())
+        expected = memory.Expected(flags.zero, flags.dtype, flags.accumulate, psi, world.size)
+        with Report(flags.out, str(flags), expected, flags.steps, leads=world.rank == 0) as report:
+            state = fit(flags, step, state, report, stop)
+            memories = memory.Memory.of(state, sizes[-1]).of_all_ranks()
+            params = step.params(state)
+            report.finish(whole, memories)
+            if world.rank == 0:
+                if flags.sample and math.isfinite(report.validation[len(report.train)]):
+                    report.sampled(*sample(flags, apply, params))
+                report.say(report.summary())
+            return [row.loss for row in report.train]
+
+
+def fit(flags: Flags, step: fds.Step, state: fds.State, report: Report, stop: interrupts.Flag) -> fds.State:
+    """Takes the steps, fewer if interrupted, and measures the validation loss before, ten times between, and after."""
+    here = {"rank": comm.world().rank, "ranks": comm.world().size}
+    held_out = list(batches(flags, "validation", VALIDATION_BATCHES, **here))
+
+    def validate(done: int) -> None:
+        report.validated(done, torch.stack([step.evaluate(state, batch) for batch in held_out]).mean().item())
+
+    validate(0)
+    for done, batch in enumerate(batches(flags, "train", flags.steps, **here), start=1):
+        if all_stop(stop):
+            report.say(f"interrupted after step {done - 1}")
+            if (done - 1) % flags.every:
+                validate(done - 1)
+            break
+        begin = time.perf_counter()
+        with comm.ledger() as book:
+            state, metrics = step(state, batch)
+        loss, norm, rate = (metrics[name].item() for name in ("loss", "grad_norm", "rate"))
+        seconds, tokens = time.perf_counter() - begin, flags.batch * flags.context
+        report.moved(Moved(done, loss, norm, rate, seconds, tokens, book))
+        if done % flags.every == 0 or done == flags.steps:
+            validate(done)
+    return state
+
+
+def all_stop(stop: interrupts.Flag) -> bool:
+    """Whether any rank was interrupted: all get the same answer, so all stop after the same step."""
+    return bool(comm.all_reduce(torch.tensor(int(stop.is_set())), op="max"))
+
+
+def sample(flags: Flags, apply: fds.Apply, params: dict[str, Tensor]) -> tuple[bytes, bytes]:
+    """The beginning of the validation text, and how the model goes on."""
+    prompt = bytes(corpus.load(flags.data).validation[:PROMPT_BYTES].tolist())
+    return prompt, gpt.sample(
+        lambda tokens_BT: apply(params, tokens_BT.to(flags.device)),
+        prompt,
+        length=flags.sample,
+        context=flags.context,
+        temperature=TEMPERATURE,
+        generator=torch.Generator().manual_seed(flags.seed),
+    )
+
+
+def check(flags: Flags, losses: Sequence[float], stop: interrupts.Flag) -> None:
+    """Trains on the same global batches with the single-device step, and prints how far its losses are from ours."""
+    _, step, state = build(flags, on_one_device(flags))
+    gaps = []
+    for ours, batch in zip(losses, tqdm(batches(flags, "train", len(losses)), "one device", len(losses)), strict=True):
+        if stop.is_set():
+            break
+        state, metrics = step(state, batch)
+        gaps.append(abs(ours - metrics["loss"].item()))
+    print("\nlargest difference of the losses from the single-device step's, per step:")
+    for first in range(0, len(gaps), flags.every):
+        part = gaps[first : first + flags.every]
+        print(f"  steps {first + 1:>5} to {first + len(part):>5}: {max(part):.2e}")
+    if gaps:
+        worst = gaps.index(max(gaps))
+        print(f"  the largest: {gaps[worst]:.2e}, in step {worst + 1}, of {losses[worst]:.4f}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Starts the ranks, or is one; 130 where it was interrupted."""
+    flags = parse(argv, doc=__doc__)
+    backend = None if flags.device == "cuda" else "gloo"
+    with interrupts.noted_for_ranks() if flags.start == "spawn" else interrupts.noted_here() as stop:
+        try:
+            if flags.start == "torchrun":
+                comm.init_distributed(backend)
+                losses = train(flags, stop)
+                torch.distributed.destroy_process_group()
+            elif flags.start == "simulate":
+                losses = comm.simulate(train, flags, stop, world_size=flags.ranks)[0]
+            else:
+                losses = comm.spawn(train, flags, stop, world_size=flags.ranks, backend=backend)[0]
+        except comm.RankFailedError:
+            if not stop.is_set():
+                raise
+            return 130  # interrupted again, while it was stopping
+        if flags.check and losses:
+            check(flags, losses, stop)
+        return 130 if stop.is_set() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,203 @@
+"""Strategies and helpers for property tests of programs that run on many ranks; needs Hypothesis (the extra ``test``).
+
+Values are small integers, held in whatever dtype, so that sums are exact and laws hold bit for bit.
+
+>>> from hypothesis import given
+>>> from functional_ds import comm
+>>> @given(inputs(sizes=world_sizes(4)))
+... def all_ranks_get_the_same(case):
+...     first, *others = case.simulate(comm.all_reduce)
+...     for other in others:
+...         assert_same(other, first)
+>>> all_ranks_get_the_same()
+"""
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import attrs
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from . import comm, tree
+
+__all__ = [
+    "ADDABLE",
+    "COMPLEX",
+    "DTYPES",
+    "FLOATING",
+    "INTEGRAL",
+    "Inputs",
+    "Leaf",
+    "assert_same",
+    "inputs",
+    "leaves",
+    "seeds",
+    "shapes",
+    "trees",
+    "world_sizes",
+]
+
+FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+COMPLEX = (torch.complex64, torch.complex128)
+INTEGRAL = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+ADDABLE = (*FLOATING, *COMPLEX, *INTEGRAL)
+DTYPES = (*ADDABLE, torch.bool)
+
+Memory = Literal["dense", "transposed", "strided", "expanded"]
+_MEMORY: tuple[Memory, ...] = ("dense", "transposed", "strided", "expanded")
+
+
+@attrs.frozen
+class Leaf:
+    """A tensor without its values.
+
+    Attributes:
+        shape: its sizes.
+        dtype: its element type.
+        memory: how it lies in memory: dense; with its axes in reverse order; each second element of a larger tensor; or, as
+            ``expand`` leaves it, with a first axis along which all elements are one.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    memory: Memory = "dense"
+
+    def fill(self, seed: int, *, bound: int = 3) -> Tensor:
+        """The tensor with integers of at most ``bound`` in absolute value, the same ones for one seed.
+
+        >>> Leaf((2, 3), torch.int64).fill(0).shape
+        torch.Size([2, 3])
+        """
+        generator = torch.Generator().manual_seed(seed)
+        shape = (1, *self.shape[1:]) if self.memory == "expanded" and self.shape else self.shape
+        dense = self._integers(shape, bound, generator)
+        if self.memory == "transposed":
+            backwards = tuple(reversed(range(dense.dim())))
+            return dense.permute(backwards).contiguous().permute(backwards)
+        if self.memory == "strided":
+            return torch.stack([dense, dense + dense], dim=-1)[..., 0]
+        return dense.expand(self.shape)
+
+    def _integers(self, shape: Sequence[int], bound: int, generator: torch.Generator) -> Tensor:
+        low = 0 if self.dtype in (torch.uint8, torch.bool) else -bound
+        high = 1 if self.dtype == torch.bool else bound
+        real = torch.randint(low, high + 1, shape, generator=generator)
+        if not self.dtype.is_complex:
+            return real.to(self.dtype)
+        return torch.complex(real.double(), torch.randint(low, high + 1, shape, generator=generator).double()).to(self.dtype)
+
+
+@attrs.frozen
+class Inputs:
+    """What the ranks of a world pass to a program: trees of one structure, each rank's with its own values.
+
+    Attributes:
+        size: how many ranks.
+        leaves: a pytree of ``Leaf``.
+        seed: picks the values and the simulator's interleaving.
+        dim: where the strategy was asked for it, an axis that every leaf has, of a size that ``size`` divides.
+    """
+
+    size: int
+    leaves: Any
+    seed: int
+    dim: int = 0
+
+    def of(self, rank: int, *, name: str = "x", bound: int = 3) -> Any:
+        """The rank's tree; another ``name`` gives other values."""
+        found, spec = tree.flatten(self.leaves)
+        seeds = [zlib.crc32(f"{self.seed} {name} {rank} {place}".encode()) for place in range(len(found))]
+        return tree.unflatten(spec, [leaf.fill(seed, bound=bound) for leaf, seed in zip(found, seeds, strict=True)])
+
+    def all(self, *, name: str = "x", bound: int = 3) -> list[Any]:
+        """Every rank's tree."""
+        return [self.of(rank, name=name, bound=bound) for rank in range(self.size)]
+
+    def simulate(self, program: Callable[[Any], Any]) -> list[Any]:
+        """The results of ``program(tree)`` on simulated ranks.
+
+        >>> Inputs(2, [Leaf((1,))], seed=0).simulate(lambda x: (comm.world().rank, x[0].shape))
+        [(0, torch.Size([1])), (1, torch.Size([1]))]
+        """
+        return comm.simulate(lambda: program(self.of(comm.world().rank)), world_size=self.size, seed=self.seed)
+
+
+def world_sizes(most: int = 5) -> st.SearchStrategy[int]:
+    """How many ranks: 1 to ``most``."""
+    return st.integers(1, most)
+
+
+def seeds() -> st.SearchStrategy[int]:
+    """Seeds for generators and interleavings."""
+    return st.integers(0, 2**31 - 1)
+
+
+def shapes(*, min_dims: int = 0, max_dims: int = 3, max_side: int = 4) -> st.SearchStrategy[tuple[int, ...]]:
+    """Shapes, scalars and empty tensors included."""
+    return st.lists(st.integers(0, max_side), min_size=min_dims, max_size=max_dims).map(tuple)
+
+
+def leaves(
+    dtypes: Sequence[torch.dtype] = DTYPES, *, shape: st.SearchStrategy[tuple[int, ...]] | None = None
+) -> st.SearchStrategy[Leaf]:
+    """Tensors of all shapes and dtypes, dense or not."""
+    return st.builds(Leaf, shapes() if shape is None else shape, st.sampled_from(list(dtypes)), st.sampled_from(_MEMORY))
+
+
+def trees(leaf: st.SearchStrategy[Any], *, max_leaves: int = 4) -> st.SearchStrategy[Any]:
+    """Pytrees: leaves in tuples, lists and dicts, nested, perhaps without any leaf."""
+
+    def grow(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        several = st.lists(inner, max_size=3)
+        return several | several.map(tuple) | st.dictionaries(st.sampled_from("abcd"), inner, max_size=3)
+
+    return st.recursive(leaf, grow, max_leaves=max_leaves)
+
+
+@st.composite
+def inputs(
+    draw: st.DrawFn,
+    *,
+    sizes: st.SearchStrategy[int] | None = None,
+    dtypes: Sequence[torch.dtype] = ADDABLE,
+    cut: bool = False,
+    max_leaves: int = 4,
+) -> Inputs:
+    """Worlds and what their ranks pass; ``cut`` asks for an axis ``dim`` of all leaves whose size the ranks divide."""
+    size = draw(world_sizes() if sizes is None else sizes)
+    dim = draw(st.integers(0, 2)) if cut else 0
+    shape = shapes(min_dims=dim + 1, max_dims=3, max_side=3) if cut else shapes()
+    if cut:
+        shape = shape.map(lambda sides: (*sides[:dim], sides[dim] * size, *sides[dim + 1 :]))
+    found = draw(trees(leaves(dtypes, shape=shape), max_leaves=max_leaves))
+    return Inputs(size, found, draw(seeds()), dim)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def assert_same(actual: Any, expected: Any, *, bits: bool = True) -> None:
+    """Raises AssertionError unless two trees agree: structure, dtypes, shapes and bits (or values: then 0 is -0).
+
+    >>> assert_same([torch.tensor(0.0)], [torch.tensor(-0.0)], bits=False)
+    >>> assert_same([torch.tensor(0.0)], [torch.tensor(-0.0)])
+    Traceback (most recent call last):
+        ...
+    AssertionError: at [0]: 0.0 is not -0.0
+    """
+    if tree.structure(actual) != tree.structure(expected):
+        raise AssertionError(f"structures differ: {tree.structure(actual)} is not {tree.structure(expected)}")
+    for (path, x), (_, y) in zip(tree.named(actual), tree.named(expected), strict=True):
+        where = f"at [{path}]: " if path else ""
+        if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+            if x != y:
+                raise AssertionError(f"{where}{x!r} is not {y!r}")
+            continue
+        if (x.dtype, x.shape) != (y.dtype, y.shape):
+            raise AssertionError(f"{where}{x.dtype}{list(x.shape)} is not {y.dtype}{list(y.shape)}")
+        if not (torch.equal(_bits(x), _bits(y)) if bits else torch.equal(x, y)):
+            raise AssertionError(f"{where}{x} is not {y}")
