@@ -177,7 +177,8 @@ def inputs(
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return plain.view(-1).view(torch.uint8)
 
 
 def assert_same(actual: Any, expected: Any, *, bits: bool = True) -> None:
