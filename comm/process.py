@@ -72,6 +72,11 @@ class _ProcessHandle:
         return results
 
 
+def _dense(payload: Tensor) -> Tensor:
+    """Contiguous, and viewable as bytes: torch calls a lone element contiguous whatever its stride."""
+    return payload.contiguous() if payload.stride(-1) == 1 else payload.clone(memory_format=torch.contiguous_format)
+
+
 @attrs.define(eq=False)
 class ProcessWorld:
     """The world as one process sees it: a torch process group for each group and channel."""
@@ -91,7 +96,7 @@ class ProcessWorld:
         for (_, device), places in by_kind.items():
             plain = [tensors[place].detach().resolve_conj().resolve_neg() for place in places]  # bytes as they read
             payloads = [collective.pack(tensor, n, call.options) for tensor in plain]
-            payload = torch.cat(payloads, dim=-1) if len(payloads) > 1 else payloads[0].contiguous()
+            payload = torch.cat(payloads, dim=-1) if len(payloads) > 1 else _dense(payloads[0])
             lowering = NATIVE if device.type == "cuda" else EXCHANGES
             parts.append(_Coalesced(places, payloads, lowering[collective.primitive](pg, payload, call.options)))
         line = self.lines.setdefault((group.ranks, group.name), deque())

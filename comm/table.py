@@ -14,9 +14,18 @@ from .collective import Call, Collective, Options
 
 __all__ = ["ALL_GATHER", "ALL_REDUCE", "BARRIER", "BROADCAST", "REDUCE", "REDUCE_SCATTER", "TABLE", "chunk_bounds", "fold"]
 
+
+def _product(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """torch.mul, but for complex numbers: those it rounds in one way in a vector and in another in its tail."""
+    if not a.is_complex():
+        return torch.mul(a, b, out=out)
+    product = torch.complex(a.real * b.real - a.imag * b.imag, a.real * b.imag + a.imag * b.real)
+    return product if out is None else out.copy_(product)
+
+
 _BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,
-    "product": torch.mul,
+    "product": _product,
     "min": torch.minimum,
     "max": torch.maximum,
 }

@@ -16,7 +16,7 @@ from torch import Tensor
 
 MAX_BYTES = 8_000_000  # of the standard library; a file of the user's is taken whole
 VALIDATION_PART = 10  # the last 1/10 of the bytes
-SKIPPED_FOLDERS = {"__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests"}
+SKIPPED_FOLDERS = {"__pycache__", "dist-packages", "encodings", "idle_test", "site-packages", "test", "tests"}
 
 
 @attrs.frozen(eq=False)
@@ -95,7 +95,7 @@ def _read_standard_library(max_bytes: int) -> bytes:
 
 
 def _sources(folder: Path) -> Iterator[Path]:
-    """The *.py files under a folder in a fixed order, without tests and installed packages."""
+    """The *.py files under a folder in a fixed order, without tests, installed packages and tables of characters."""
     for top, folders, files in os.walk(folder):
         folders[:] = sorted(set(folders) - SKIPPED_FOLDERS)  # in place: os.walk goes down these, in this order
         yield from (Path(top, name) for name in sorted(files) if name.endswith(".py"))

@@ -78,9 +78,10 @@ class Layout:
         leaves = tree.tensors(params, "params")
         paths = tuple(path for path, _ in tree.named(params))
         members: dict[str, dict[tuple[torch.dtype, bool], list[int]]] = {}
-        for index, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
-            kinds = members.setdefault((unit_of or block_of)(path), {})
-            kinds.setdefault((leaf.dtype, is_trainable(leaf)), []).append(index)
+        place = {path: index for index, path in enumerate(paths)}
+        for index in (place[path] for path in tree.as_written(params)):  # as a model uses its leaves, more or less
+            kinds = members.setdefault((unit_of or block_of)(paths[index]), {})
+            kinds.setdefault((leaves[index].dtype, is_trainable(leaves[index])), []).append(index)
         units, segments = [], []
         for name, kinds in members.items():
             first = len(segments)

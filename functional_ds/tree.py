@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .comm.pytree import NAMESPACE
 
-__all__ = ["flatten", "leaves", "map", "named", "record", "static", "structure", "tensors", "unflatten"]
+__all__ = ["as_written", "flatten", "leaves", "map", "named", "record", "static", "structure", "tensors", "unflatten"]
 
 C = TypeVar("C", bound=type)
 
@@ -63,6 +63,16 @@ def named(tree: Any) -> list[tuple[str, Any]]:
     """The leaves with their paths, as in ``blocks.0.weight``."""
     paths, found, _ = optree.tree_flatten_with_path(tree, namespace=NAMESPACE)
     return [(".".join(str(part) for part in path), leaf) for path, leaf in zip(paths, found, strict=True)]
+
+
+def as_written(tree: Any) -> list[str]:
+    """The leaves' paths in the order in which dicts were filled; flattening sorts their keys.
+
+    >>> as_written({"b": 1, "a": 2}), [path for path, _ in named({"b": 1, "a": 2})]
+    (['b', 'a'], ['a', 'b'])
+    """
+    with optree.dict_insertion_ordered(True, namespace=NAMESPACE):
+        return [path for path, _ in named(tree)]
 
 
 def tensors(tree: Any, what: str) -> list[Tensor]:

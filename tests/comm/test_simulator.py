@@ -1,0 +1,547 @@
+"""The simulator: one schedule for a seed, one result for all seeds, and errors that say who, what and where."""
+
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from functional_ds import comm
+from functional_ds.testing import Inputs, assert_same, inputs, seeds, world_sizes
+
+HERE = Path(__file__).name
+
+
+def rank() -> int:
+    return comm.world().rank
+
+
+def next_line() -> str:
+    """The file and line behind the caller's, as errors name them."""
+    return f"{HERE}:{sys._getframe(1).f_lineno + 1}"
+
+
+# -- the schedule -----------------------------------------------------------------------------------------------------
+
+
+def interleaving(world_size: int, seed: int) -> list[tuple[int, int]]:
+    """Who ran when, in a program with a few collectives."""
+    seen: list[tuple[int, int]] = []
+
+    def program() -> None:
+        for step in range(3):
+            seen.append((rank(), step))
+            comm.all_reduce(torch.ones(1))
+
+    comm.simulate(program, world_size=world_size, seed=seed)
+    return seen
+
+
+@given(world_sizes(), seeds())
+def test_a_seed_gives_one_interleaving(world_size: int, seed: int) -> None:
+    """The schedule is a function of the seed."""
+    assert interleaving(world_size, seed) == interleaving(world_size, seed)
+
+
+def test_seeds_give_different_interleavings() -> None:
+    """Ten seeds try more than one schedule; else independence of the seed would say nothing."""
+    assert len({tuple(interleaving(4, seed)) for seed in range(10)}) > 5
+
+
+@given(inputs(max_leaves=2), st.lists(seeds(), min_size=2, max_size=3, unique=True))
+def test_the_result_does_not_depend_on_the_seed(case: Inputs, tried: list[int]) -> None:
+    """simulate(program, seed=s) = simulate(program, seed=t)."""
+
+    def program() -> Any:
+        x = case.of(rank())
+        pending = comm.all_gather(x, tiled=False, async_op=True)
+        total = comm.all_reduce(x)
+        draw = torch.rand(2)
+        return pending.wait(), total, comm.broadcast(draw, src=case.size - 1), torch.rand(1)
+
+    first, *others = [comm.simulate(program, world_size=case.size, seed=seed) for seed in tried]
+    for other in others:
+        assert_same(other, first)
+
+
+def test_results_come_in_rank_order() -> None:
+    """simulate(program)[r] is rank r's; arguments are handed on."""
+    for seed in range(5):
+        assert comm.simulate(lambda a, b: (rank(), comm.world().size, a, b), 1, "x", world_size=3, seed=seed) == [
+            (0, 3, 1, "x"),
+            (1, 3, 1, "x"),
+            (2, 3, 1, "x"),
+        ]
+
+
+def test_many_ranks() -> None:
+    """64 ranks on a mesh of 4 × 4 × 4."""
+
+    def program() -> tuple[int, int]:
+        mesh = comm.mesh(a=4, b=4, c=4)
+        x = torch.tensor(rank())
+        for axis in "abc":
+            x = comm.all_reduce(x, mesh[axis])
+        return int(x), int(comm.all_reduce(torch.tensor(rank())))
+
+    assert comm.simulate(program, world_size=64) == [(2016, 2016)] * 64
+
+
+def test_a_simulation_inside_a_simulation() -> None:
+    """Each rank has a world of its own inside, and is itself again outside."""
+
+    def program() -> Any:
+        inner = comm.simulate(lambda x: comm.all_gather(torch.tensor([x, rank()])).tolist(), rank(), world_size=2)
+        return inner, rank(), comm.all_reduce(torch.tensor(1)).item()
+
+    for r, (inner, outer_rank, total) in enumerate(comm.simulate(program, world_size=3)):
+        assert inner == [[r, 0, r, 1]] * 2
+        assert (outer_rank, total) == (r, 3)
+
+
+def test_outside_there_is_a_world_of_one_again() -> None:
+    comm.simulate(comm.barrier, world_size=2)
+    assert (comm.world().rank, comm.world().size) == (0, 1)
+
+
+def test_a_world_has_a_rank() -> None:
+    with pytest.raises(ValueError, match=r"world_size=0: a world has at least one rank"):
+        comm.simulate(rank, world_size=0)
+
+
+# -- the surroundings -------------------------------------------------------------------------------------------------
+
+
+@given(seeds(), seeds())
+def test_each_rank_has_a_generator_of_its_own(mine: int, seed: int) -> None:
+    """Draws of a rank are those of a program that runs alone, however the ranks interleave."""
+
+    def program() -> list[float]:
+        torch.manual_seed(mine + rank())
+        draws = []
+        for _ in range(3):
+            draws.append(torch.rand(1).item())
+            comm.barrier()
+        return draws
+
+    def alone(r: int) -> list[float]:
+        torch.manual_seed(mine + r)
+        return [torch.rand(1).item() for _ in range(3)]
+
+    with torch.random.fork_rng(devices=[]):
+        assert comm.simulate(program, world_size=3, seed=seed) == [alone(r) for r in range(3)]
+
+
+def test_the_ranks_start_from_the_callers_generator_and_leave_it_alone() -> None:
+    """All ranks' first draw is the caller's next one, which is still to come after the run; also after an error."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        before = torch.get_rng_state()
+        first = comm.simulate(lambda: (comm.barrier(), torch.rand(3))[1], world_size=3)
+        assert torch.equal(torch.get_rng_state(), before)
+        with pytest.raises(KeyError):
+            comm.simulate(lambda: (torch.rand(3), {}[0]), world_size=3)
+        assert torch.equal(torch.get_rng_state(), before)
+        expected = torch.rand(3)
+        assert all(torch.equal(draw, expected) for draw in first)
+
+
+def test_threads_are_as_before() -> None:
+    """No thread stays behind, and torch has as many of its own as before."""
+    threads, torch_threads = threading.active_count(), torch.get_num_threads()
+    comm.simulate(comm.barrier, world_size=8)
+    with pytest.raises(KeyError):
+        comm.simulate(lambda: {}[0], world_size=8)
+    assert (threading.active_count(), torch.get_num_threads()) == (threads, torch_threads)
+
+
+# -- autograd ---------------------------------------------------------------------------------------------------------
+
+
+def test_backward_runs_through_a_whole_network() -> None:
+    """A data-parallel network's gradients, by an all_reduce of the loss, are those of the whole batch."""
+    weights = [torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    batch = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+
+    def gradients(rows: torch.Tensor, total: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        first, second = (w.clone().requires_grad_() for w in weights)
+        # a collective inside of the network and one behind it
+        mean = total((rows @ first).sum(0)) / len(batch)
+        loss = total((torch.tanh(rows @ first - mean) @ second).square().sum())
+        return list(torch.autograd.grad(loss, (first, second)))
+
+    alone = gradients(batch, lambda x: x)
+
+    def program() -> list[torch.Tensor]:
+        mine = gradients(batch.tensor_split(3)[rank()], comm.all_reduce)
+        return comm.all_reduce(mine, op="avg")  # each rank's loss is the total: the sum of three equal losses
+
+    for result in comm.simulate(program, world_size=3):
+        for got, expected in zip(result, alone, strict=True):
+            torch.testing.assert_close(got, expected)
+
+
+def test_no_graph_without_gradients() -> None:
+    """Under no_grad, or where nothing requires a gradient, results are plain tensors."""
+
+    def program() -> tuple[bool, bool]:
+        x = torch.ones(2, requires_grad=True)
+        with torch.no_grad():
+            plain = comm.all_reduce(x)
+        return plain.requires_grad, comm.all_reduce(x.detach()).requires_grad
+
+    assert comm.simulate(program, world_size=2) == [(False, False)] * 2
+    assert program() == (False, False)
+
+
+# -- pending ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_pending_gives_the_same_each_time() -> None:
+    """wait() = wait(), the very same tensors; its text says how far it is."""
+
+    def program() -> Any:
+        pending = comm.all_reduce({"x": torch.tensor(1 + rank())}, async_op=True)
+        before = repr(pending)
+        first = pending.wait()
+        assert pending.wait()["x"] is first["x"]
+        return first["x"].item(), before, repr(pending)
+
+    for r, (value, before, after) in enumerate(comm.simulate(program, world_size=2)):
+        assert value == 3
+        assert before == f"Pending(all_reduce(op='sum') on Group('world', rank {r} of 2, ranks [0, 1]), under way)"
+        assert after.endswith(", done)")
+
+
+def test_a_pending_may_be_dropped() -> None:
+    """Nobody has to wait; what comes after is not disturbed."""
+
+    def program() -> int:
+        comm.all_reduce(torch.ones(3), async_op=True)
+        if rank() == 1:
+            comm.all_gather(torch.ones(2), async_op=True).wait()
+        else:
+            comm.all_gather(torch.ones(2), async_op=True)
+        return comm.all_reduce(torch.tensor(rank())).item()
+
+    assert comm.simulate(program, world_size=3) == [3, 3, 3]
+
+
+def test_pendings_are_waited_for_in_any_order() -> None:
+    """Each pending has its own result, whatever the order of the waits; gradients flow through each."""
+
+    def program() -> Any:
+        x = torch.tensor([1.0 + rank()], requires_grad=True)
+        pendings = [comm.all_reduce(x * 10**i, async_op=True) for i in range(3)]
+        order = [(i + rank()) % 3 for i in range(3)]
+        results = {i: pendings[i].wait() for i in order}
+        grads = [torch.autograd.grad(results[i], x, retain_graph=True)[0].item() for i in range(3)]
+        return [results[i].item() for i in range(3)], grads
+
+    assert comm.simulate(program, world_size=3) == [([6.0, 60.0, 600.0], [3.0, 30.0, 300.0])] * 3
+
+
+def test_the_input_may_change_once_the_call_has_started() -> None:
+    """A simulated call has read its input when it returns."""
+
+    def program() -> float:
+        x = torch.ones(1)
+        pending = comm.all_reduce(x, async_op=True)
+        x.zero_()
+        return pending.wait().item()
+
+    assert comm.simulate(program, world_size=2) == [2.0, 2.0]
+
+
+def test_a_poll_asks_without_waiting() -> None:
+    """poll() is False until all have called; with patience the others run on, if they can."""
+
+    def program() -> list[bool]:
+        gate = comm.world().channel("gate")
+        if rank() == 1:
+            comm.barrier(gate)
+            return [comm.all_reduce(torch.ones(1), async_op=True).poll()]
+        pending = comm.all_reduce(torch.ones(1), async_op=True)
+        answers = [pending.poll(), pending.poll(1.0)]  # rank 1 stands at the gate: nobody can go on
+        comm.barrier(gate)
+        answers.append(pending.poll(1.0))
+        pending.wait()
+        return [*answers, pending.poll()]
+
+    for seed in range(6):
+        assert comm.simulate(program, world_size=2, seed=seed) == [[False, False, True, True], [True]]
+
+
+# -- groups and channels ----------------------------------------------------------------------------------------------
+
+
+def test_channels_have_orders_of_their_own() -> None:
+    """Two channels of one group may be used in different orders on different ranks."""
+
+    def program() -> tuple[int, int]:
+        one, two = (comm.world().channel(name) for name in ("one", "two"))
+        calls = [
+            lambda: comm.all_reduce(torch.tensor(1), one, async_op=True),
+            lambda: comm.all_gather(torch.tensor([rank()]), two, async_op=True),
+        ]
+        if rank() == 0:
+            ones, twos = calls[0](), calls[1]()
+        else:
+            twos, ones = calls[1](), calls[0]()
+        return int(ones.wait()), int(twos.wait().sum())
+
+    assert comm.simulate(program, world_size=3) == [(3, 3)] * 3
+
+
+def test_a_channel_is_its_group_by_another_name() -> None:
+    def program() -> None:
+        group = comm.mesh(dp=2, tp=2)["tp"]
+        channel = group.channel("gather")
+        assert (channel.ranks, channel.rank, channel.name) == (group.ranks, group.rank, "tp/gather")
+
+    comm.simulate(program, world_size=4)
+
+
+def test_groups_do_not_mix() -> None:
+    """Calls on one axis of a mesh do not meet those on another."""
+
+    def program() -> tuple[list[int], list[int]]:
+        mesh, x = comm.mesh(dp=2, tp=3), torch.tensor([rank()])
+        return comm.all_gather(x, mesh["dp"]).tolist(), comm.all_gather(x, mesh["tp"]).tolist()
+
+    assert comm.simulate(program, world_size=6) == [([r % 3, r % 3 + 3], [r // 3 * 3 + i for i in range(3)]) for r in range(6)]
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+MISMATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, str]] = {
+    "name": (
+        lambda: comm.all_reduce(torch.ones(2)),
+        lambda: comm.broadcast(torch.ones(2)),
+        "all_reduce(op='sum') of [float32[2]]",
+        "broadcast(src=0) of [float32[2]]",
+    ),
+    "shape": (
+        lambda: comm.all_reduce(torch.ones(2)),
+        lambda: comm.all_reduce(torch.ones(2, 1)),
+        "all_reduce(op='sum') of [float32[2]]",
+        "all_reduce(op='sum') of [float32[2, 1]]",
+    ),
+    "dtype": (
+        lambda: comm.all_gather(torch.ones(2)),
+        lambda: comm.all_gather(torch.ones(2, dtype=torch.bfloat16)),
+        "all_gather(dim=0, tiled=True) of [float32[2]]",
+        "all_gather(dim=0, tiled=True) of [bfloat16[2]]",
+    ),
+    "options": (
+        lambda: comm.reduce(torch.ones(2), dst=0),
+        lambda: comm.reduce(torch.ones(2), dst=1),
+        "reduce(dst=0, op='sum') of [float32[2]]",
+        "reduce(dst=1, op='sum') of [float32[2]]",
+    ),
+    "leaves": (
+        lambda: comm.all_reduce([torch.ones(2)]),
+        lambda: comm.all_reduce([torch.ones(2), torch.ones(2)]),
+        "all_reduce(op='sum') of [float32[2]]",
+        "all_reduce(op='sum') of [float32[2], float32[2]]",
+    ),
+    "async": (
+        lambda: comm.all_reduce(torch.ones(2), async_op=True),
+        lambda: comm.all_reduce(torch.ones(3), async_op=True),
+        "all_reduce(op='sum') of [float32[2]]",
+        "all_reduce(op='sum') of [float32[3]]",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MISMATCHES)
+@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+def test_a_mismatch_names_both_calls(kind: str, seed: int) -> None:
+    """Both ranks, both calls, both call sites, and the group."""
+    call, other, text, other_text = MISMATCHES[kind]
+    sites = [f"{HERE}:{function.__code__.co_firstlineno}" for function in (call, other)]
+
+    with pytest.raises(comm.MismatchError) as caught:
+        comm.simulate(lambda: other() if rank() == 1 else call(), world_size=2, seed=seed)
+    message = str(caught.value)
+    assert message.startswith("the ranks of group 'world' [0, 1] called different collectives: ")
+    assert f"rank 0 called {text} at {sites[0]}" in message
+    assert f"rank 1 called {other_text} at {sites[1]}" in message
+    assert any("raised on simulated rank" in note for note in caught.value.__notes__)
+
+
+def test_a_mismatch_is_found_within_a_group() -> None:
+    """The ranks of the group that disagrees are named; another group's are not."""
+
+    def program() -> None:
+        group = comm.mesh(outer=2, inner=2)["inner"]
+        comm.all_reduce(torch.ones(3 if rank() == 3 else 2), group)
+
+    with pytest.raises(comm.MismatchError, match=r"the ranks of group 'inner' \[2, 3\] called different") as caught:
+        comm.simulate(program, world_size=4)
+    assert "rank 2 called" in str(caught.value)
+    assert "rank 0" not in str(caught.value)
+
+
+def test_a_mismatch_in_a_backward_pass_names_its_line() -> None:
+    """The call site of a transpose is the line that asked for the gradient."""
+    lines: dict[int, str] = {}
+
+    def program() -> None:
+        x = torch.ones(2, requires_grad=True)
+        y = comm.all_gather(x)
+        if rank() == 0:
+            lines[0] = next_line()
+            y.sum().backward()
+        else:
+            comm.barrier()
+
+    with pytest.raises(comm.MismatchError, match=r"rank 0 called reduce_scatter\(dim=0, tiled=True, op='sum'\)") as caught:
+        comm.simulate(program, world_size=2)
+    assert f"at {lines[0]}" in str(caught.value)
+
+
+def test_a_skipped_collective_is_a_deadlock() -> None:
+    """Who waits, in which call, where, for whom; and who has finished."""
+    sites: dict[int, str] = {}
+
+    def program() -> None:
+        if rank() == 2:
+            return
+        sites[0] = next_line()
+        comm.all_reduce(torch.ones(2))
+
+    for seed in range(4):
+        with pytest.raises(comm.DeadlockError) as caught:
+            comm.simulate(program, world_size=3, seed=seed)
+        assert str(caught.value).splitlines() == [
+            "deadlock: no rank can go on",
+            f"  rank 0 waits in all_reduce(op='sum') of [float32[2]] on group 'world' at {sites[0]} for rank 2",
+            f"  rank 1 waits in all_reduce(op='sum') of [float32[2]] on group 'world' at {sites[0]} for rank 2",
+            "  rank 2 has finished",
+        ]
+
+
+def test_a_circle_over_two_axes_is_a_deadlock() -> None:
+    """0 waits for 2 along a, 2 for 3 along b, 3 for 1 along a, 1 for 0 along b."""
+    sites: dict[str, str] = {}
+
+    def program() -> None:
+        mesh = comm.mesh(a=2, b=2)
+        for axis in ("ab" if rank() in (0, 3) else "ba"):
+            sites["call"] = next_line()
+            comm.all_reduce(torch.ones(()), mesh[axis])
+
+    for seed in range(4):
+        with pytest.raises(comm.DeadlockError) as caught:
+            comm.simulate(program, world_size=4, seed=seed)
+        assert str(caught.value).splitlines()[1:] == [
+            f"  rank {r} waits in all_reduce(op='sum') of [float32[]] on group '{axis}' at {sites['call']} for rank {other}"
+            for r, axis, other in [(0, "a", 2), (1, "b", 0), (2, "b", 3), (3, "a", 1)]
+        ]
+
+
+def test_a_swapped_order_over_two_channels_is_a_deadlock() -> None:
+    """The order matters where each call is waited for."""
+
+    def program() -> None:
+        for name in ["one", "two"] if rank() == 0 else ["two", "one"]:
+            comm.barrier(comm.world().channel(name))
+
+    with pytest.raises(comm.DeadlockError, match=r"rank 0 waits in barrier\(\).* on group 'world/one' .* for rank 1"):
+        comm.simulate(program, world_size=2)
+
+
+def test_a_deadlock_is_found_at_the_wait() -> None:
+    """A pending that cannot complete is a deadlock when it is waited for."""
+
+    def program() -> None:
+        if rank() == 0:
+            comm.all_reduce(torch.ones(1), async_op=True).wait()
+
+    with pytest.raises(comm.DeadlockError, match="rank 0 waits in all_reduce"):
+        comm.simulate(program, world_size=2)
+
+
+class OurError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("where", ["before", "between", "after"])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_an_error_on_one_rank_ends_all(where: str, seed: int) -> None:
+    """It comes out as it is, with a note that names the rank; the others unwind, and none hangs or swallows it."""
+    unwound: list[int] = []
+    raised = OurError("no")
+
+    def program() -> None:
+        try:
+            for step, name in enumerate(["before", "between", "after"]):
+                if step:
+                    comm.all_reduce(torch.ones(1))
+                if (rank(), name) == (2, where):
+                    raise raised
+            comm.barrier()
+        except Exception as error:  # a program that guards itself must not keep running in a broken world
+            assert error is raised
+            raise
+        finally:
+            unwound.append(rank())
+
+    with pytest.raises(OurError, match="no") as caught:
+        comm.simulate(program, world_size=4, seed=seed)
+    assert caught.value is raised
+    assert caught.value.__notes__ == ["raised on simulated rank 2 of 4"]
+    assert set(unwound) >= {2}
+    assert len(unwound) == len(set(unwound))
+
+
+def test_the_first_error_counts() -> None:
+    """Errors that come of unwinding do not hide the one that began it."""
+
+    def program() -> None:
+        try:
+            if rank() == 0:
+                comm.barrier()
+                raise OurError
+            comm.barrier()
+            comm.barrier()
+        finally:
+            if rank() == 1:
+                raise ValueError("while unwinding")
+
+    with pytest.raises(OurError):
+        comm.simulate(program, world_size=2)
+
+
+def test_collectives_while_unwinding_do_not_hang() -> None:
+    """A finally that communicates is unwound too."""
+
+    def program() -> None:
+        try:
+            if rank() == 0:
+                raise OurError
+            comm.barrier()
+        finally:
+            if rank() != 0:
+                comm.all_reduce(torch.ones(1))
+
+    for seed in range(3):
+        with pytest.raises(OurError):
+            comm.simulate(program, world_size=3, seed=seed)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_what_is_no_exception_comes_out_too(error: type[BaseException]) -> None:
+    def program() -> None:
+        if rank() == 1:
+            raise error
+        comm.barrier()
+
+    with pytest.raises(error):
+        comm.simulate(program, world_size=2)

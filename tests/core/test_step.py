@@ -1,0 +1,259 @@
+"""Steps: donation, evaluation, order of transforms, records, bad input."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import functional_ds as fds
+from functional_ds import comm, transforms
+from functional_ds.key import Key
+from functional_ds.optim import AdamState, SGDState
+from tests.transforms.models import CASES, own_rows, run
+
+
+def square(params: Any, batch: Tensor) -> Tensor:
+    return ((batch @ params["w"]) ** 2).mean()
+
+
+def started(*strategy: fds.Transform, optimizer: Any = None) -> tuple[fds.Step, fds.State, Tensor]:
+    step = fds.compose(*strategy)(fds.train_step(square, optimizer or fds.adamw(0.1)))
+    return step, step.init({"w": torch.arange(6.0).view(3, 2)}), torch.ones(4, 3)
+
+
+@pytest.mark.law(26)
+@given(seed=st.integers(0, 9))
+def test_records_survive_flattening(seed: int) -> None:
+    """unflatten ∘ flatten = id on every record, static fields and defaults included."""
+    step, state, batch = started(transforms.mixed_precision(), transforms.zero(3))
+    state, _ = step(state, batch)
+    records = [
+        state,
+        state.slots["zero"],
+        Key.of(seed),
+        fds.Weighted(torch.ones(2), torch.ones(())),
+        AdamState([torch.ones(1)], [torch.ones(2)], [torch.ones(3)]),
+        SGDState([torch.ones(2)]),
+    ]
+    for record in records:
+        leaves, spec = fds.tree.flatten(record)
+        back = fds.tree.unflatten(spec, leaves)
+        assert type(back) is type(record)
+        again, same = fds.tree.flatten(back)
+        assert same == spec
+        assert all(a is b for a, b in zip(again, leaves, strict=True))
+    assert fds.tree.unflatten(*reversed(fds.tree.flatten(state))).batch == state.batch
+    assert state.batch is not None
+
+
+@pytest.mark.law(31)
+@given(stage=st.sampled_from((None, 0, 1, 2, 3)), half=st.booleans(), n=st.sampled_from((1, 2)))
+def test_donation_changes_nothing_but_memory(stage: int | None, half: bool, n: int) -> None:
+    """donate=True and donate=False give the same result; a kept state is untouched; a donated one raises."""
+    strategy = [transforms.mixed_precision()] if half else []
+    strategy += [] if stage is None else [transforms.zero(stage)]
+
+    def program() -> None:
+        step, state, batch = started(*strategy)
+        state, _ = step(state, batch)
+        before = fds.tree.map(torch.clone, state)
+        kept, kept_metrics = step(state, batch, donate=False)
+        for leaf, old in zip(fds.tree.leaves(state), fds.tree.leaves(before), strict=True):
+            assert torch.equal(leaf, old)
+        donated, metrics = step(state, batch)
+        for leaf, other in zip(fds.tree.leaves(donated), fds.tree.leaves(kept), strict=True):
+            assert torch.equal(leaf, other)
+        assert torch.equal(metrics["loss"], kept_metrics["loss"])
+        for use in (lambda: step(state, batch), lambda: step.params(state), lambda: state.optimizer):
+            with pytest.raises(fds.DonatedStateError, match=r"donated.*donate=False"):
+                use()
+
+    comm.simulate(program, world_size=n)
+
+
+@pytest.mark.law(30)
+@given(data=st.data(), n=st.sampled_from((1, 2)))
+def test_transforms_of_different_phases_commute(data: st.DataObject, n: int) -> None:
+    """zero(0) wraps view and total, clip update, accumulate gradients, schedule rate: any order is the same step."""
+    parts = [
+        transforms.zero(0),
+        transforms.clip(0.05),
+        transforms.accumulate(2),
+        fds.wrap("half", rate=lambda inner, step, state: inner(step, state) / 2),
+    ]
+    order = data.draw(st.permutations(parts))
+    expected = comm.simulate(lambda: run(CASES["blocks"], tuple(parts)), world_size=n)[0]
+    found = comm.simulate(lambda: run(CASES["blocks"], tuple(order)), world_size=n)[0]
+    assert found[:2] == expected[:2]
+    for leaf, other in zip(fds.tree.leaves(found[2]), fds.tree.leaves(expected[2]), strict=True):
+        assert torch.equal(leaf, other)
+
+
+@given(stage=st.sampled_from((1, 2, 3)))
+def test_clipping_and_sharding_commute(stage: int) -> None:
+    """Both wrap phases of their own; the norm is the whole gradient's wherever clip stands."""
+    inside = comm.simulate(lambda: run(CASES["mlp"], (transforms.clip(0.05), transforms.zero(stage))), world_size=2)[0]
+    outside = comm.simulate(lambda: run(CASES["mlp"], (transforms.zero(stage), transforms.clip(0.05))), world_size=2)[0]
+    torch.testing.assert_close(inside[:2], outside[:2], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.law(29)
+@given(n=st.sampled_from((1, 2, 4)), k=st.sampled_from((1, 2)), stage=st.sampled_from((0, 1, 2, 3)))
+def test_draws_depend_on_the_global_position(n: int, k: int, stage: int) -> None:
+    """Dropout depends on (seed, step, global row), not on n or on micro-batches, recomputation included."""
+    from torch.utils.checkpoint import checkpoint
+
+    def loss(params: Any, batch: Tensor, key: Key | None) -> Tensor:
+        def layer(x: Tensor) -> Tensor:
+            hidden = torch.tanh(x @ params["w"])
+            return hidden if key is None else key.dropout(hidden, 0.5, "hidden")
+
+        return (checkpoint(layer, batch, use_reentrant=False) ** 2).mean()
+
+    def program(*strategy: fds.Transform) -> tuple[list[float], float]:
+        step = fds.compose(*strategy)(fds.train_step(loss, fds.sgd(0.5), seed=11))
+        state = step.init({"w": torch.linspace(-1, 1, 15).view(3, 5)})
+        batch = own_rows(torch.linspace(-1, 1, 24).view(8, 3), comm.world())
+        losses = []
+        for _ in range(3):
+            state, metrics = step(state, batch)
+            losses.append(metrics["loss"].item())
+        return losses, step.evaluate(state, batch).item()
+
+    expected = program()
+    assert expected[0][0] != expected[0][1]
+    strategy = (transforms.zero(stage), transforms.accumulate(k))
+    for found in comm.simulate(lambda: program(*strategy), world_size=n):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@given(p=st.floats(0, 0.9), seed=st.integers(0, 2**40))
+def test_dropout_keeps_its_share(p: float, seed: int) -> None:
+    """A fraction p is dropped, within five standard deviations, and other names, steps and seeds draw otherwise."""
+    key, x = Key.of(seed), torch.ones(64, 64)
+    dropped = (key.dropout(x, p, "a") == 0).float().mean().item()
+    assert abs(dropped - p) <= 5 * (p * (1 - p) / x.numel()) ** 0.5 + 1e-9
+    draws = [key.uniform(x, "a"), key.uniform(x, "b"), key.at(step=torch.tensor(1)).uniform(x, "a"), Key.of(seed + 1).uniform(x, "a")]
+    assert all(not torch.equal(a, b) for i, a in enumerate(draws) for b in draws[:i])
+
+
+@pytest.mark.parametrize("stage", [None, 0, 1, 2, 3])
+def test_evaluate_is_the_loss_without_the_update(stage: int | None) -> None:
+    """step.evaluate(state, batch) is the loss that step(state, batch) reports, and changes nothing."""
+
+    def program() -> None:
+        step, state, batch = started(*([] if stage is None else [transforms.zero(stage)]))
+        before = step.evaluate(state, batch)
+        assert not before.requires_grad
+        again = step.evaluate(state, batch)
+        _, metrics = step(state, batch)
+        assert torch.equal(before, again)
+        assert torch.equal(before, metrics["loss"])
+
+    comm.simulate(program, world_size=2)
+
+
+def test_metrics_of_the_loss_function() -> None:
+    """A loss function may return further metrics; they are averaged with their weights over ranks and micro-batches."""
+
+    def loss(params: Any, batch: Tensor) -> Any:
+        hits = fds.Weighted((batch > 1).float().sum(), float(batch.numel()))
+        return ((batch * params["w"]) ** 2).mean(), {"above": hits}
+
+    def program() -> tuple[float, float]:
+        step = fds.compose(transforms.zero(2), transforms.accumulate(2))(fds.train_step(loss, fds.sgd(0.1)))
+        state = step.init({"w": torch.ones(1)})
+        batch = own_rows(torch.arange(8.0), comm.world())
+        measured = step.measure(state, batch)["above"].item()
+        return measured, step(state, batch)[1]["above"].item()
+
+    assert comm.simulate(program, world_size=2) == [(0.75, 0.75)] * 2
+
+
+def test_params_are_copied_and_never_changed() -> None:
+    params = {"w": torch.ones(3, 2)}
+    step = fds.train_step(square, fds.sgd(0.1))
+    state, _ = step(step.init(params), torch.ones(4, 3))
+    assert torch.equal(params["w"], torch.ones(3, 2))
+    out = step.params(state)
+    out["w"].zero_()
+    assert step.params(state)["w"].abs().sum() > 0
+
+
+def test_a_printed_step_says_what_it_is() -> None:
+    step, _, _ = started(transforms.zero(3), transforms.clip(1.0))
+    assert str(step).startswith("train_step(square, adamw(lr=0.1")
+    assert str(step).endswith("-> zero(3, world) -> clip(1.0)")
+
+
+# -- bad input ----------------------------------------------------------------------------------------------------------
+
+
+def test_refuses_a_leaf_that_is_no_tensor() -> None:
+    with pytest.raises(TypeError, match=r"params: the leaf at 'b' is int 3, not a tensor"):
+        fds.train_step(square, fds.sgd(0.1)).init({"w": torch.ones(2), "b": 3})
+
+
+@pytest.mark.parametrize("stage", [None, 3])
+def test_refuses_a_loss_that_is_no_scalar(stage: int | None) -> None:
+    step = fds.train_step(lambda params, batch: params["w"] * batch, fds.sgd(0.1))
+    step = step if stage is None else transforms.zero(stage)(step)
+    with pytest.raises(ValueError, match=r"the loss must be a scalar.*shape \[3\]"):
+        step(step.init({"w": torch.ones(3)}), torch.ones(3))
+    text = fds.train_step(lambda params, batch: "high", fds.sgd(0.1))
+    with pytest.raises(TypeError, match="not str"):
+        text(text.init({"w": torch.ones(3)}), torch.ones(3))
+
+
+def test_refuses_a_batch_of_another_structure() -> None:
+    step, state, batch = started()
+    state, _ = step(state, batch)
+    with pytest.raises(ValueError, match="batch: its structure is"):
+        step(state, (batch, batch))
+    step(state, torch.ones(2, 3))  # another number of rows is fine, and the refusal lost nothing
+
+
+def test_refuses_unknown_phases_and_what_is_no_transform() -> None:
+    with pytest.raises(ValueError, match=r"wraps \['updat'\], which are no phases"):
+        fds.wrap("typo", updat=lambda inner, step: None)(fds.train_step(square, fds.sgd(0.1)))
+    with pytest.raises(TypeError, match="no transform"):
+        fds.compose(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="not callable"):
+        fds.train_step(None, fds.sgd(0.1))  # type: ignore[arg-type]
+
+
+def test_a_module_that_is_called_outside_a_step() -> None:
+    """apply is a plain function too: gradients, recomputation and other parameters in between do no harm."""
+    from tests.transforms.models import Blocks
+
+    torch.manual_seed(0)
+    module = Blocks(recompute=True)
+    apply, params = fds.functional(module)
+    x = torch.randn(4, 6)
+    others = {name: p.detach() * 2 for name, p in params.items()}
+    y = apply(params, x)
+    with torch.no_grad():
+        apply(others, x)
+    apply(others, x)
+    found = torch.autograd.grad(y.sum(), list(params.values()))
+    expected = torch.autograd.grad(module(x).sum(), list(module.parameters()))
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(apply(params, x), module(x))
+    with pytest.raises(ValueError, match=r"missing \['out\.bias'\], extra \[\]"):
+        apply({name: p for name, p in params.items() if name != "out.bias"}, x)
+
+
+def test_apply_keeps_ties_modes_and_buffers() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
+    apply, params = fds.functional(module)
+    x = torch.randn(8, 3)
+    apply(params, x)
+    assert module[1].running_mean.abs().sum() == 0  # the user's module stays as it was
+    apply.module.eval()
+    assert torch.equal(apply(params, x), apply(params, x))
+    assert F.mse_loss(apply(params, x), x).isfinite()
