@@ -8,7 +8,7 @@ import optree
 import torch
 from torch import Tensor
 
-from .collective import Call, Handle, Options
+from .collective import Call, Handle
 from .group import Group
 from .pytree import NAMESPACE
 from .table import ALL_GATHER, ALL_REDUCE, BARRIER, BROADCAST, REDUCE, REDUCE_SCATTER
@@ -38,7 +38,7 @@ class Pending(Generic[T]):
         return result
 
     def poll(self, patience: float = 0.0) -> bool:
-        """Whether ``wait`` would not block; waits for that, but at most ``patience`` seconds (simulated: while others can go on)."""
+        """Whether ``wait`` would not block. Waits for that, at most ``patience`` seconds; simulated, while others can go on."""
         return self._result is not None or self._handle.poll(patience)
 
     def __repr__(self) -> str:
@@ -89,7 +89,7 @@ def _leaves(name: str, tree: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
         if not isinstance(leaf, Tensor):
             where = "".join(f"[{p!r}]" for p in path) or "the value itself"
             raise TypeError(f"{name}: every leaf must be a tensor; {where} is {type(leaf).__name__} {leaf!r}")
-    return leaves, spec  # type: ignore[return-value]
+    return leaves, spec
 
 
 def _apply(call: Call, tree: T, group: Group | None, async_op: bool) -> Any:

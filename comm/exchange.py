@@ -12,6 +12,7 @@ a rank may wait before or after it starts the next collective.
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as futures_wait
+from itertools import pairwise
 from threading import Thread
 
 import attrs
@@ -55,7 +56,8 @@ class Started:
 
     def _drain_for(self, waiter: "Future[None]") -> None:
         try:
-            waiter.set_result(self._drain())
+            self._drain()
+            waiter.set_result(None)
         except BaseException as error:  # whoever waits shall see it
             waiter.set_exception(error)
 
@@ -115,11 +117,11 @@ def all_reduce(pg: ProcessGroup, piece: Tensor, options: Options) -> Started:
         works = _recv(pg, other, 1 - pg.rank()) + _send(pg, piece, 1 - pg.rank())
         return Started(works, lambda: fold([piece, other], op))
     bounds = chunk_bounds(piece.numel(), n)
-    scattered = _reduce_rows(pg, [piece[a:b] for a, b in zip(bounds, bounds[1:], strict=False)], op)
+    scattered = _reduce_rows(pg, [piece[a:b] for a, b in pairwise(bounds)], op)
 
     def gather() -> Tensor:
         total = torch.empty_like(piece)
-        rows = [total[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+        rows = [total[a:b] for a, b in pairwise(bounds)]
         rows[pg.rank()].copy_(scattered.finish())
         return Started(_all_gather_into(pg, rows, _SECOND), lambda: total).wait()
 

@@ -96,7 +96,7 @@ def ledger() -> Iterator[Ledger]:
     ...     with comm.ledger() as book:
     ...         comm.all_reduce(torch.ones(6))
     ...     return book.bytes
-    >>> comm.simulate(program, world_size=3)        # 2 (n - 1) / n of 24 bytes
+    >>> comm.simulate(program, world_size=3)  # 2 (n - 1) / n of 24 bytes
     [32, 32, 32]
     """
     from .world import world  # the surroundings stand above the records

@@ -9,6 +9,7 @@ import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from .collective import Call
 from .exchange import EXCHANGES, Started
@@ -154,7 +155,7 @@ def _local_device(backend: str | None, local_rank: int, ranks_here: int) -> str:
 def init_distributed(
     backend: str | None = None,
     *,
-    store: dist.Store | None = None,
+    store: Store | None = None,
     timeout: timedelta = timedelta(minutes=10),
 ) -> Group:
     """Joins the world that torchrun's environment describes and returns it; outside torchrun, a world of one.

@@ -48,7 +48,7 @@ class _Slot:
         leaves = zip(*(self.inputs[r] for r in ranks), strict=True)
         results = [self.call.collective.denotation(xs, self.call.options) for xs in leaves]
         self.outputs = {r: [result[i] for result in results] for i, r in enumerate(ranks)}
-        self.inputs = dict.fromkeys(ranks, [])
+        self.inputs.clear()
 
 
 @attrs.define(eq=False)
@@ -63,7 +63,6 @@ class _SimulatedHandle:
         if outputs is None:
             raise DeadlockError(f"{self.slot.call} was waited for and is not complete")
         return outputs.pop(self.world.rank)
-
 
     def poll(self, patience: float) -> bool:
         return self.world.simulator.wait(self.world.rank, self.slot, self.site, patient=patience > 0)
@@ -146,7 +145,7 @@ class Simulator:
             raise _AbortedError
 
     def pass_on(self, rank: int, *, may_return: bool) -> bool:
-        """Gives the baton to a rank that can go on and sleeps until it comes back; False if it comes back for want of others."""
+        """Gives the baton to a rank that can go on and sleeps until it is back; False if that is for want of others."""
         if may_return:
             self.polling.add(rank)
         heir = self.pick()

@@ -7,7 +7,7 @@ import pickle
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from .errors import RankFailedError
 from .process import init_distributed
@@ -40,7 +41,7 @@ def _become(rank: int, world_size: int, port: int, backend: str | None, threads:
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # these ranks meet on this host, whatever its name resolves to
     torch.set_num_threads(threads)
-    store = dist.TCPStore(_HOST, port, is_master=False, timeout=timeout)
+    store = TCPStore(_HOST, port, is_master=False, timeout=timeout)
     init_distributed(backend, store=store, timeout=timeout)
 
 
@@ -60,14 +61,14 @@ def _run(pipe: Connection, program: Callable[..., Any], args: tuple[Any, ...], r
             dist.destroy_process_group()
 
 
-def _collect(pipes: list[Connection], processes: list[BaseProcess]) -> list[Any]:
+def _collect(pipes: list[Connection], processes: Sequence[BaseProcess]) -> list[Any]:
     """The ranks' results; raises the first error: what made others fail, not that their connections broke."""
     results: list[Any] = [None] * len(pipes)
     open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
     while open_pipes:
         errors: list[tuple[float, BaseException]] = []
         for ready in wait(list(open_pipes)):
-            rank = open_pipes.pop(ready)  # type: ignore[arg-type]
+            rank = open_pipes.pop(ready)  # type: ignore[call-overload]  # wait returns what it was given
             try:
                 kind, value, when = pickle.loads(pipes[rank].recv_bytes())  # monotonic time is the host's, not a process's
             except EOFError:
@@ -109,7 +110,7 @@ def spawn(
     if world_size < 1:
         raise ValueError(f"world_size={world_size}: a world has at least one rank")
     context = multiprocessing.get_context("spawn")
-    store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+    store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=timeout)
     threads = max(1, (os.cpu_count() or 1) // world_size)
     setting = (world_size, store.port, backend, threads, timeout)
     pipes, processes = [], []

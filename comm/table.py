@@ -195,7 +195,7 @@ def _reduce_scatter_adjoint(options: Options) -> Call | None:
     return Call(ALL_GATHER, {"dim": options["dim"], "tiled": options["tiled"]})
 
 
-ALL_GATHER = Collective(
+ALL_GATHER: Collective = Collective(
     name="all_gather",
     denotation=lambda xs, options: _copies(_join(xs, options), len(xs)),
     adjoint=lambda options: Call(REDUCE_SCATTER, {**options, "op": "sum"}),
@@ -206,7 +206,7 @@ ALL_GATHER = Collective(
     check=_check_gather,
 )
 
-REDUCE_SCATTER = Collective(
+REDUCE_SCATTER: Collective = Collective(
     name="reduce_scatter",
     denotation=_reduce_scatter,
     adjoint=_reduce_scatter_adjoint,
@@ -230,7 +230,7 @@ def _reduce_adjoint(options: Options) -> Call | None:
     return Call(BROADCAST, {"src": options["dst"]}) if options["op"] == "sum" else None
 
 
-BROADCAST = Collective(
+BROADCAST: Collective = Collective(
     name="broadcast",
     denotation=lambda xs, options: _copies(xs[options["src"]], len(xs)),
     adjoint=lambda options: Call(REDUCE, {"dst": options["src"], "op": "sum"}),
@@ -241,7 +241,7 @@ BROADCAST = Collective(
     check=_check_root,
 )
 
-REDUCE = Collective(
+REDUCE: Collective = Collective(
     name="reduce",
     denotation=_reduce,
     adjoint=_reduce_adjoint,

@@ -11,6 +11,7 @@ from .tape import Tape
 from .trainable import freeze
 from .training import train_step
 from .weighted import Weighted
+
 from . import transforms  # isort: skip  (the layer above: it imports the names above)
 
 __all__ = [

@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -38,7 +39,7 @@ class _Skeleton:
     rnns: list[nn.RNNBase]
     identity: tuple[int, ...] = ()
 
-    def bind(self, params: dict[str, Tensor]) -> None:
+    def bind(self, params: Mapping[str, Tensor]) -> None:
         """Puts the parameters in place, wherever they belong."""
         for name, slots in self.slots.items():
             for owner, key in slots:
@@ -48,7 +49,7 @@ class _Skeleton:
         self.identity = _identity(params)
 
 
-def _identity(params: dict[str, Tensor]) -> tuple[int, ...]:
+def _identity(params: Mapping[str, Tensor]) -> tuple[int, ...]:
     return tuple(map(id, params.values()))
 
 
@@ -99,7 +100,7 @@ class Apply:
         leased: dict[int, list[_Skeleton]] = self._here.__dict__.setdefault("leased", {})
         if id(tape) not in leased:
             leased[id(tape)] = []
-            tape.at_end(lambda: [self._release(s) for s in leased.pop(id(tape))])
+            tape.at_end(lambda: self._release(*leased.pop(id(tape))))
         for skeleton in leased[id(tape)]:
             if skeleton.identity == _identity(params):
                 return skeleton
@@ -112,9 +113,10 @@ class Apply:
         pool: list[_Skeleton] = self._here.__dict__.setdefault("pool", [])
         return pool.pop() if pool else self._new()
 
-    def _release(self, skeleton: _Skeleton) -> None:
-        skeleton.bind(self._bare)
-        self._here.__dict__.setdefault("pool", []).append(skeleton)
+    def _release(self, *skeletons: _Skeleton) -> None:
+        for skeleton in skeletons:
+            skeleton.bind(self._bare)
+        self._here.__dict__.setdefault("pool", []).extend(skeletons)
 
     def _new(self) -> _Skeleton:
         buffers: dict[str, Tensor] = self._here.__dict__.setdefault("buffers", {})

@@ -82,7 +82,8 @@ class Layout:
         for index in (place[path] for path in tree.as_written(params)):  # as a model uses its leaves, more or less
             kinds = members.setdefault((unit_of or block_of)(paths[index]), {})
             kinds.setdefault((leaves[index].dtype, is_trainable(leaves[index])), []).append(index)
-        units, segments = [], []
+        units: list[Unit] = []
+        segments: list[Segment] = []
         for name, kinds in members.items():
             first = len(segments)
             for (dtype, trainable), indices in kinds.items():
@@ -158,4 +159,6 @@ def unshard(shards: Sequence[Sequence[Tensor]], layout: Layout) -> Any:
     """The tree, from all ranks' shards in rank order."""
     if len(shards) != layout.n:
         raise ValueError(f"shards: {len(shards)} ranks' shards for a layout of {layout.n}")
-    return layout.unflatten([like_marked(torch.cat([p.detach() for p in pieces]), pieces[0]) for pieces in zip(*shards, strict=True)])
+    return layout.unflatten(
+        [like_marked(torch.cat([p.detach() for p in pieces]), pieces[0]) for pieces in zip(*shards, strict=True)]
+    )

@@ -173,4 +173,4 @@ def as_optimizer(pair: Any) -> Optimizer:
             p.add_(change * rate)
         return params, state
 
-    return Optimizer(lambda params: pair.init(params), update, f"{type(pair).__name__}(...)")
+    return Optimizer(pair.init, update, f"{type(pair).__name__}(...)")

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import attrs
 import optree
 import torch
 from torch import Tensor
@@ -40,7 +39,7 @@ class State:
 
     def donate(self) -> "State":
         """The same state as a new value; this one can not be used any more."""
-        heir = attrs.evolve(self)
+        heir = tree.replace(self)
         self.__dict__.clear()
         return heir
 
@@ -50,11 +49,11 @@ class State:
 
     def put(self, **slots: Any) -> "State":
         """With these slots set."""
-        return attrs.evolve(self, slots={**self.slots, **slots})
+        return tree.replace(self, slots={**self.slots, **slots})
 
     def __getattr__(self, name: str) -> Any:
         # Only reached for what is not there: a field's absence means that the state was donated.
-        if name in {field.name for field in attrs.fields(State)}:
+        if name in State.__annotations__:
             raise DonatedStateError(
                 f"state.{name}: this state was donated to a step, which reuses its buffers; go on with the state that the "
                 "step returned, or call step(state, batch, donate=False) to keep both"

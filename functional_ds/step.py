@@ -12,7 +12,7 @@ from .state import State
 from .tape import Tape
 from .weighted import Weighted
 
-__all__ = ["Metrics", "Step", "Transform", "compose", "wrap"]
+__all__ = ["Metrics", "Phase", "Step", "Transform", "compose", "wrap"]
 
 Phase = Callable[..., Any]
 Metrics = dict[str, Any]
@@ -84,7 +84,7 @@ class Step:
         """``evaluate`` with all metrics of the loss function."""
         with Tape(records=False) as tape:
             params = self.view(state, tape)
-            loss, metrics = self.loss(attrs.evolve(state, key=None), params, batch)
+            loss, metrics = self.loss(tree.replace(state, key=None), params, batch)
         return _means(self.total(state, {"loss": loss, **metrics}))
 
     def params(self, state: State) -> Any:
@@ -101,9 +101,7 @@ class Step:
         """The loss of a batch and further metrics."""
         return self.phases["loss"](self, state, params, batch)  # type: ignore[no-any-return]
 
-    def gradients(
-        self, state: State, batch: Any, carry: Weighted | None, last: bool
-    ) -> tuple[Weighted, dict[str, Weighted]]:
+    def gradients(self, state: State, batch: Any, carry: Weighted | None, last: bool) -> tuple[Weighted, dict[str, Weighted]]:
         """``carry`` plus the gradients of a batch, and the batch's metrics."""
         return self.phases["gradients"](self, state, batch, carry, last)  # type: ignore[no-any-return]
 
@@ -160,7 +158,7 @@ class Step:
         if state.key is None:
             return state
         index, _ = self.place(state)
-        return attrs.evolve(state, key=state.key.at(step=state.step, rows=index * rows_of(batch)))
+        return tree.replace(state, key=state.key.at(step=state.step, rows=index * rows_of(batch)))
 
 
 def _bind(outer: Callable[..., Any], inner: Phase) -> Phase:

@@ -102,9 +102,7 @@ class Tape:
         return self._collect(grads)
 
     def _add(self, grads: list[Tensor | None]) -> list[Tensor]:
-        found = [
-            torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads, self._leaves, strict=True)
-        ]
+        found = [torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads, self._leaves, strict=True)]
         if self.carry is None:
             return found if self.last else [wide(grad) for grad in found]
         return [total.add_(grad) for total, grad in zip(self.carry, found, strict=True)]

@@ -4,14 +4,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor
 
 from . import tree
 from .optim import as_optimizer
 from .state import State
-from .step import Metrics, Step
+from .step import Metrics, Phase, Step
 from .tape import Tape
 from .trainable import is_trainable, like_marked, trainable
 from .weighted import Weighted, weigh
@@ -61,9 +60,9 @@ def train_step(loss_fn: Callable[..., Any], optimizer: Any, *, seed: int = 0) ->
         moved, optimizer_state = rule.update(trainable(state.params), grads, state.optimizer, step.rate(state))
         new = iter(moved)
         params = tree.unflatten(spec, [next(new) if is_trainable(leaf) else leaf for leaf in leaves])
-        return attrs.evolve(state, params=params, optimizer=optimizer_state, step=state.step + 1), {}
+        return tree.replace(state, params=params, optimizer=optimizer_state, step=state.step + 1), {}
 
-    base = {
+    base: dict[str, Phase] = {
         "init": init,
         "view": _view,
         "loss": loss,

@@ -10,9 +10,29 @@ from torch import Tensor
 
 from .comm.pytree import NAMESPACE
 
-__all__ = ["as_written", "flatten", "leaves", "map", "named", "record", "static", "structure", "tensors", "unflatten"]
+__all__ = [
+    "as_written",
+    "flatten",
+    "leaves",
+    "map",
+    "named",
+    "record",
+    "replace",
+    "static",
+    "structure",
+    "tensors",
+    "unflatten",
+]
 
 C = TypeVar("C", bound=type)
+
+
+R = TypeVar("R")
+
+
+def replace(record: R, **changes: Any) -> R:
+    """The record with some fields changed."""
+    return attrs.evolve(record, **changes)  # type: ignore[misc]  # mypy does not see that ``record`` makes attrs classes
 
 
 def static(*, default: Any = attrs.NOTHING) -> Any:

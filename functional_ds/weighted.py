@@ -36,7 +36,9 @@ def weigh(value: Any, what: str) -> Weighted:
     found = value if isinstance(value, Weighted) else Weighted(value, 1.0)
     for name, part in (("sum", found.sum), ("weight", found.weight)):
         if isinstance(part, Tensor) and part.numel() != 1:
-            raise ValueError(f"{what} must be a scalar or Weighted(sum, weight); its {name} has shape {list(part.shape)}: reduce it")
+            raise ValueError(
+                f"{what} must be a scalar or Weighted(sum, weight); its {name} has shape {list(part.shape)}: reduce it"
+            )
     if not isinstance(found.sum, Tensor):
         raise TypeError(f"{what} must be a scalar tensor or Weighted(sum, weight), not {type(found.sum).__name__}")
     total = found.sum.reshape(())

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor
 
@@ -29,7 +28,7 @@ def accumulate(k: int) -> Transform:
     >>> step.params(state)["w"].item()
     -3.0
     """
-    if not isinstance(k, int) or k < 1:
+    if k < 1 or k != int(k):
         raise ValueError(f"k={k!r}: the number of micro-batches must be a positive integer")
 
     def gradients(
@@ -40,7 +39,7 @@ def accumulate(k: int) -> Transform:
         metrics: dict[str, Weighted] = {}
         for i, micro in enumerate(micro_batches):
             key = None if state.key is None else state.key.at(step=state.key.step, rows=i * rows)
-            carry, found = inner(step, attrs.evolve(state, key=key), micro, carry, last and i == k - 1)
+            carry, found = inner(step, tree.replace(state, key=key), micro, carry, last and i == k - 1)
             metrics = tree.map(torch.add, metrics, found) if metrics else found
         return carry, metrics  # type: ignore[return-value]
 
@@ -55,7 +54,7 @@ def split(batch: Any, k: int) -> list[Any]:
             raise ValueError(f"batch: the leaf at {path or 'the top'!r} has no rows to cut into {k} micro-batches: {leaf!r}")
         if leaf.shape[0] % k:
             raise ValueError(
-                f"batch: the leaf at {path or 'the top'!r} has {leaf.shape[0]} rows, which do not divide into {k} micro-batches; "
-                f"use a multiple of {k} rows on each rank"
+                f"batch: the leaf at {path or 'the top'!r} has {leaf.shape[0]} rows, which do not divide into {k} "
+                f"micro-batches; use a multiple of {k} rows on each rank"
             )
     return [tree.unflatten(spec, parts) for parts in zip(*(leaf.chunk(k) for leaf in leaves), strict=True)]

@@ -48,7 +48,7 @@ def plan_fetches(uses: tuple[int, ...], capacity: int, start: tuple[int, ...] = 
 
     The unit whose next use is furthest away makes room, which makes the number of fetches least (Belady 1966).
 
-    >>> plan = plan_fetches((0, 1, 2, 3, 0), 2)          # unit 0 is kept for its second use
+    >>> plan = plan_fetches((0, 1, 2, 3, 0), 2)  # unit 0 is kept for its second use
     >>> [(fetch.unit, fetch.evict) for fetch in plan.fetches], plan.end
     ([(0, ()), (1, ()), (2, (1,)), (3, (2,))], (0, 3))
     """

@@ -37,9 +37,7 @@ class Deferred(torch.Tensor):
     def __new__(
         cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool, fetch: Callable[[], Tensor]
     ) -> "Deferred":
-        self: Deferred = _T._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, shape, dtype=dtype, device=device, requires_grad=requires_grad
-        )
+        self: Deferred = _T._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
         self._fetch = fetch
         return self
 
@@ -54,7 +52,9 @@ class Deferred(torch.Tensor):
         return func(*(_real(x) for x in args), **{name: _real(x) for name, x in (kwargs or {}).items()})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return func(*(_real(x) for x in args), **{name: _real(x) for name, x in (kwargs or {}).items()})
 
 

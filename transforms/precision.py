@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor
 
@@ -47,13 +46,13 @@ def mixed_precision(policy: str = "bf16") -> Transform:
     def init(inner: Any, step: Step, params: Any) -> State:
         state: State = inner(step, tree.map(widen, params))
         masters = [x if x.is_floating_point() and x.dtype != compute else None for x in tree.leaves(state.params)]
-        return attrs.evolve(state, params=tree.map(cast, state.params)).put(masters=masters)
+        return tree.replace(state, params=tree.map(cast, state.params)).put(masters=masters)
 
     def with_masters(state: State) -> State:
         """The state with every master in the place of its half-precision copy."""
         leaves, spec = tree.flatten(state.params)
         masters = zip(state.slots["masters"], leaves, strict=True)
-        return attrs.evolve(state, params=tree.unflatten(spec, [leaf if wide is None else wide for wide, leaf in masters]))
+        return tree.replace(state, params=tree.unflatten(spec, [leaf if wide is None else wide for wide, leaf in masters]))
 
     def loss(inner: Any, step: Step, state: State, params: Any, batch: Any) -> tuple[Weighted, dict[str, Weighted]]:
         value, metrics = inner(step, state, params, tree.map(cast, batch))
@@ -66,7 +65,7 @@ def mixed_precision(policy: str = "bf16") -> Transform:
         moved = tree.leaves(state.params)
         kept = [None if old is None else new for old, new in zip(masters, moved, strict=True)]
         stored = [new if wide is None else _write(half, wide) for half, wide, new in zip(halves, kept, moved, strict=True)]
-        return attrs.evolve(state, params=tree.unflatten(spec, stored)).put(masters=kept), metrics
+        return tree.replace(state, params=tree.unflatten(spec, stored)).put(masters=kept), metrics
 
     def params(inner: Any, step: Step, state: State) -> Any:
         return inner(step, with_masters(state))

@@ -15,7 +15,6 @@ from functional_ds.tape import Tape
 
 from .convoy import Route
 from .deferred import Deferred
-from .gathering import Gatherer
 from .reducing import Reducer
 
 __all__ = ["Resident", "Source", "Units"]
@@ -166,7 +165,12 @@ class Units:
             if self._frees and flat.numel():
                 self._owners[flat.untyped_storage().data_ptr()] = (unit, which)
             leaves.update(zip((slot.leaf for slot in segment.slots), segment.views(flat), strict=True))
-        trained = [slot.leaf for index in indices if self.layout.segments[index].trainable for slot in self.layout.segments[index].slots]
+        trained = [
+            slot.leaf
+            for index in indices
+            if self.layout.segments[index].trainable
+            for slot in self.layout.segments[index].slots
+        ]
         if trained and self._handle is not None:
             views = tuple(leaves[i] for i in trained)
             leaves.update(zip(trained, self._again(views) if self._in_backward else self._node(unit, views), strict=True))

@@ -129,10 +129,8 @@ class _Zero:
         _agree(layout, group)
         params = _of_rank_0(params, group)
         state: State = inner(step, shard(params, layout, group.rank) if self.stage else layout.flatten(params))
-        stored = zip(layout.segments, state.params, strict=True)  # mixed precision stores other dtypes than it was given
-        layout = attrs.evolve(layout, segments=tuple(attrs.evolve(s, dtype=flat.dtype) for s, flat in stored))
         if self.stage in (1, 2):
-            state = attrs.evolve(state, params=_gather(layout, group, state.params, range(len(layout.segments))))
+            state = tree.replace(state, params=_gather(layout, group, state.params, range(len(layout.segments))))
         trained = dict.fromkeys(s.unit for s in reversed(layout.segments) if s.trainable)
         return state.put(zero=Partition(layout, _Learned(Order(tuple(trained)))))
 
@@ -147,18 +145,18 @@ class _Zero:
         """Stages 1 and 2: the optimizer on this rank's shards, then everybody's new shards."""
         layout, group = state.slots["zero"].layout, self.ranks()
         flats = state.params
-        state, metrics = inner(step, attrs.evolve(state, params=layout.own(flats, group.rank)), grads)
+        state, metrics = inner(step, tree.replace(state, params=layout.own(flats, group.rank)), grads)
         moved = [i for i, segment in enumerate(layout.segments) if segment.trainable]
         stored = [new if i in moved else flat for i, (new, flat) in enumerate(zip(state.params, flats, strict=True))]
         del flats
-        return attrs.evolve(state, params=_gather(layout, group, stored, moved)), metrics
+        return tree.replace(state, params=_gather(layout, group, stored, moved)), metrics
 
     # -- what the loss sees --------------------------------------------------------------------------------------------
 
     def view(self, inner: Any, step: Step, state: State, tape: Tape) -> Any:
         """Deferred leaves: of whole units in stages 0 to 2, of units that are gathered when touched in stage 3."""
         partition: Partition = state.slots["zero"]
-        layout, learned, group = partition.layout, partition.learned, self.ranks()
+        layout, learned, group = _as_stored(partition.layout, state.params), partition.learned, self.ranks()
         device = state.params[0].device if state.params else torch.device("cpu")
         lazy = self.stage == 3 and group.size > 1
         reducer = self.reducer(layout, learned.order, group, tape) if tape.records else None
@@ -203,6 +201,14 @@ class _Zero:
         index, count = inner(step, state)
         group = self.ranks()
         return index * group.size + group.rank, count * group.size
+
+
+def _as_stored(layout: Layout, stored: Sequence[Tensor]) -> Layout:
+    """The layout with the dtypes that are stored: mixed precision stores others than it was given."""
+    pairs = list(zip(layout.segments, stored, strict=True))
+    if all(segment.dtype == flat.dtype for segment, flat in pairs):
+        return layout
+    return attrs.evolve(layout, segments=tuple(attrs.evolve(segment, dtype=flat.dtype) for segment, flat in pairs))
 
 
 def _agree(layout: Layout, group: comm.Group) -> None:

@@ -108,15 +108,15 @@ def _draw_one(name: str, n: int, pick: random.Random) -> Case:
     return Case(name, options, leaves, pick.randrange(2**20), special=not gradient, gradient=gradient)
 
 
-def run(cases: list[Case]) -> list[Any]:
-    """What this rank gets in each case."""
-    return [_run_one(case) for case in cases]
+def run(cases: list[Case], device: str = "cpu") -> list[Any]:
+    """What this rank gets in each case, as CPU tensors."""
+    return tree.map(lambda leaf: leaf.cpu(), [_run_one(case, device) for case in cases])
 
 
-def _run_one(case: Case) -> Any:
+def _run_one(case: Case, device: str) -> Any:
     if case.name == "barrier":
         return comm.barrier()
-    x = case.values(comm.world().rank)
+    x = tree.map(lambda leaf: leaf.to(device), case.values(comm.world().rank))
     if not case.gradient:
         before = tree.map(torch.clone, x)
         result = _call(case, x)

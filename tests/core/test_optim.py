@@ -90,7 +90,10 @@ def test_gradients_of_any_layout(strides: list[int]) -> None:
     value = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
 
     def strided_loss(params: Any, batch: Tensor) -> Tensor:
-        return (params["w"].permute(strides).sum(0) * torch.arange(1.0, 1 + value.permute(strides)[0].numel()).view_as(value.permute(strides)[0])).sum()
+        return (
+            params["w"].permute(strides).sum(0)
+            * torch.arange(1.0, 1 + value.permute(strides)[0].numel()).view_as(value.permute(strides)[0])
+        ).sum()
 
     def moved(start: Tensor) -> Tensor:
         step = fds.train_step(strided_loss, fds.sgd(0.5))

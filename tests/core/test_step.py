@@ -137,7 +137,12 @@ def test_dropout_keeps_its_share(p: float, seed: int) -> None:
     key, x = Key.of(seed), torch.ones(64, 64)
     dropped = (key.dropout(x, p, "a") == 0).float().mean().item()
     assert abs(dropped - p) <= 5 * (p * (1 - p) / x.numel()) ** 0.5 + 1e-9
-    draws = [key.uniform(x, "a"), key.uniform(x, "b"), key.at(step=torch.tensor(1)).uniform(x, "a"), Key.of(seed + 1).uniform(x, "a")]
+    draws = [
+        key.uniform(x, "a"),
+        key.uniform(x, "b"),
+        key.at(step=torch.tensor(1)).uniform(x, "a"),
+        Key.of(seed + 1).uniform(x, "a"),
+    ]
     assert all(not torch.equal(a, b) for i, a in enumerate(draws) for b in draws[:i])
 
 

@@ -192,13 +192,11 @@ def _branching() -> tuple[Any, Loss]:
         total = torch.zeros(())
         for x, y in zip(*batch, strict=True):  # row by row, so that the whole batch is the sum of the ranks' parts
             order = [0, 1, 2] if x[0] > 0 else ([3] if x[1] > 0 else [2, 0, 2])
+            hidden = x
             for block in order:
-                x = torch.tanh(x @ p["blocks"][block])
-            if x[2] > 0:
-                x = x @ p["out"]
-                total = total + ((x - y) ** 2).sum()
-            else:
-                total = total + (x**2).sum()
+                hidden = torch.tanh(hidden @ p["blocks"][block])
+            used = hidden[2] > 0  # the output layer is not used by every rank either
+            total = total + (((hidden @ p["out"] - y) ** 2).sum() if used else (hidden**2).sum())
         return fds.Weighted(total, float(len(batch[0])))
 
     return params, loss

@@ -57,9 +57,7 @@ def test_any_stage_is_the_single_device_step(
     rows = 2 * n
     strategy = (transforms.zero(stage, unit_of=unit_of, keep=keep), transforms.accumulate(k))
     expected = alone(name, rows)
-    for found in comm.simulate(
-        lambda: run(CASES[name], strategy, rows=rows), world_size=n, seed=seed
-    ):
+    for found in comm.simulate(lambda: run(CASES[name], strategy, rows=rows), world_size=n, seed=seed):
         assert_same(found, expected)
 
 
@@ -141,7 +139,9 @@ def blocks_program(stage: int, policy: str, keep: bool, k: int = 1) -> dict[str,
 
     chain = [transforms.mixed_precision("bf16")] if policy == "bf16" else []
     chain += [transforms.zero(stage, keep=keep), transforms.accumulate(k), fds.wrap("weigh", update=update)]
-    step = fds.compose(*chain)(fds.train_step(lambda p, b: F.mse_loss(apply(p, b[0]), b[1].to(p["out.bias"].dtype)), fds.adamw(1e-2)))
+    step = fds.compose(*chain)(
+        fds.train_step(lambda p, b: F.mse_loss(apply(p, b[0]), b[1].to(p["out.bias"].dtype)), fds.adamw(1e-2))
+    )
     batch = own_rows(CASES["blocks"].batch(60 * k), comm.world())
     state, _ = step(step.init(params), batch)
     state, _ = step(state, batch)  # the order of units is known from here on
