@@ -69,12 +69,12 @@ def _is_smooth(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _start(call: Call, leaves: Sequence[Tensor], group: Group) -> Handle:
+def _start(call: Call, leaves: Sequence[Tensor], group: Group, *, ahead: bool = False) -> Handle:
     for leaf in leaves:
         call.collective.check(leaf, group.size, call.options)
     for book in group.world.books:
         book.record(call, leaves, group)
-    return group.world.start(call, leaves, group)
+    return group.world.start(call, leaves, group, ahead=ahead)
 
 
 def _finish(call: Call, group: Group, handle: Handle, leaves: list[Tensor]) -> list[Tensor]:
@@ -95,7 +95,7 @@ def _leaves(name: str, tree: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
 def _apply(call: Call, tree: T, group: Group | None, async_op: bool) -> Any:
     leaves, spec = _leaves(call.collective.name, tree)
     group = group or world()
-    pending: Pending[T] = Pending(call, group, _start(call, leaves, group), leaves, spec)
+    pending: Pending[T] = Pending(call, group, _start(call, leaves, group, ahead=async_op), leaves, spec)
     return pending if async_op else pending.wait()
 
 

@@ -1,8 +1,7 @@
 """The flat primitives as point-to-point exchanges: how collectives of CPU tensors run over Gloo.
 
 Gloo's own reduce_scatter is an all-reduce and a slice, its all_gather copies through a staging buffer, and its reductions
-sum in an order of their own. Direct exchanges read from and write into the caller's tensors, need no worker thread, and
-leave the reduction to ``fold``, so that the bits are those of the denotation.
+sum in an order of their own. Direct exchanges read from and write into the caller's tensors, and leave the reduction to ``fold``, so that the bits are those of the denotation.
 
 Every rank sends all its messages at once; a message is the raw bytes of a contiguous tensor, so any dtype will do.
 Messages between two ranks match in order. Those of a second phase, which leave when a rank waits, have a tag of their own:
@@ -10,10 +9,7 @@ a rank may wait before or after it starts the next collective.
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from concurrent.futures import wait as futures_wait
 from itertools import pairwise
-from threading import Thread
 
 import attrs
 import torch
@@ -28,38 +24,22 @@ __all__ = ["EXCHANGES", "Started"]
 _FIRST, _SECOND = 0, 1  # tags
 
 
-@attrs.define(eq=False)
+@attrs.frozen(eq=False)
 class Started:
     """A primitive under way: the transport's works, then what is left to compute once they are done."""
 
     works: Sequence[Work]
     finish: Callable[[], Tensor]
-    _waiter: "Future[None] | None" = None
 
     def wait(self) -> Tensor:
-        if self._waiter is None:
-            self._drain()
-        else:
-            self._waiter.result()
+        """The result."""
+        for work in self.works:
+            work.wait()
         return self.finish()
 
     def poll(self, patience: float) -> bool:
-        """Gloo cannot be asked whether a message has come, so a thread of its own waits for it."""
-        if self._waiter is None:
-            self._waiter = Future()
-            Thread(target=self._drain_for, args=(self._waiter,), daemon=True).start()
-        return bool(futures_wait([self._waiter], patience).done)
-
-    def _drain(self) -> None:
-        for work in self.works:
-            work.wait()
-
-    def _drain_for(self, waiter: "Future[None]") -> None:
-        try:
-            self._drain()
-            waiter.set_result(None)
-        except BaseException as error:  # whoever waits shall see it
-            waiter.set_exception(error)
+        """True: whoever started it here is about to wait for it (Gloo), or waits on the device (NCCL)."""
+        return True
 
 
 def _bytes(tensor: Tensor) -> list[Tensor]:

@@ -21,8 +21,8 @@ class World(Protocol):
 
     books: "list[Ledger]"
 
-    def start(self, call: Call, tensors: Sequence[Tensor], group: "Group") -> Handle:
-        """Begins a collective of this rank's tensors."""
+    def start(self, call: Call, tensors: Sequence[Tensor], group: "Group", *, ahead: bool) -> Handle:
+        """Begins a collective of this rank's tensors; ``ahead`` says that the caller will not wait for it at once."""
         ...
 
     def group(self, ranks: Sequence[int], name: str) -> "Group":
@@ -84,7 +84,7 @@ class Solo:
 
     books: "list[Ledger]" = attrs.field(factory=list)
 
-    def start(self, call: Call, tensors: Sequence[Tensor], group: Group) -> Handle:
+    def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, ahead: bool) -> Handle:
         return _Ready([call.collective.denotation([t], call.options)[0].clone() for t in tensors])
 
     def group(self, ranks: Sequence[int], name: str) -> Group:

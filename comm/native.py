@@ -38,15 +38,8 @@ def _raw(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.numel() else tensor
 
 
-class _OnStream(Started):
-    """Waiting costs the host nothing."""
-
-    def poll(self, patience: float) -> bool:
-        return True
-
-
 def _started(work: dist.Work | None, result: Tensor) -> Started:
-    return _OnStream([] if work is None else [work], lambda: result)
+    return Started([] if work is None else [work], lambda: result)
 
 
 def _refuse_complex_product(tensor: Tensor, options: Options) -> None:
@@ -83,7 +76,7 @@ def reduce(pg: ProcessGroup, piece: Tensor, options: Options) -> Started:
     _refuse_complex_product(piece, options)
     result, root = piece.clone(), options["dst"]
     work = dist.reduce(_numbers(result), op=_OPS[options["op"]], group_dst=root, group=pg, async_op=True)
-    return _OnStream([] if work is None else [work], lambda: result if pg.rank() == root else torch.zeros_like(result))
+    return Started([] if work is None else [work], lambda: result if pg.rank() == root else torch.zeros_like(result))
 
 
 def barrier(pg: ProcessGroup, piece: Tensor, options: Options) -> Started:

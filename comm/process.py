@@ -2,8 +2,9 @@
 
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 
 import attrs
 import torch
@@ -11,9 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from .allocator import keep_freed_memory
 from .collective import Call
 from .exchange import EXCHANGES, Started
 from .group import Group
+from .lane import Lane, Queued
 from .ledger import Ledger
 from .native import NATIVE
 
@@ -26,7 +29,7 @@ class _Coalesced:
 
     places: list[int]
     payloads: list[Tensor]
-    started: Started
+    started: Started | Queued
 
     def pieces(self) -> list[Tensor]:
         result = self.started.wait()
@@ -84,11 +87,14 @@ class ProcessWorld:
 
     rank: int
     groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = attrs.field(factory=dict)
+    lanes: dict[tuple[tuple[int, ...], str], Lane] = attrs.field(factory=dict)
     books: list[Ledger] = attrs.field(factory=list)
     lines: dict[tuple[tuple[int, ...], str], deque[_ProcessHandle]] = attrs.field(factory=dict)  # in order of the starts
 
-    def start(self, call: Call, tensors: Sequence[Tensor], group: Group) -> _ProcessHandle:
-        pg = self.groups[group.ranks, group.name]
+    def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, ahead: bool) -> _ProcessHandle:
+        key = (group.ranks, group.name)
+        pg = self.groups[key]
+        lane = self.lanes.setdefault(key, Lane(group.name))
         by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for place, tensor in enumerate(tensors):
             by_kind.setdefault((tensor.dtype, tensor.device), []).append(place)
@@ -98,8 +104,10 @@ class ProcessWorld:
             plain = [tensors[place].detach().resolve_conj().resolve_neg() for place in places]  # bytes as they read
             payloads = [collective.pack(tensor, n, call.options) for tensor in plain]
             payload = torch.cat(payloads, dim=-1) if len(payloads) > 1 else _dense(payloads[0])
-            lowering = NATIVE if device.type == "cuda" else EXCHANGES
-            parts.append(_Coalesced(places, payloads, lowering[collective.primitive](pg, payload, call.options)))
+            primitive = (NATIVE if device.type == "cuda" else EXCHANGES)[collective.primitive]
+            begin = partial(primitive, pg, payload, call.options)
+            queued = device.type != "cuda" and (ahead or not lane.idle)
+            parts.append(_Coalesced(places, payloads, lane.submit(partial(_carry_out, begin)) if queued else begin()))
         line = self.lines.setdefault((group.ranks, group.name), deque())
         line.append(_ProcessHandle(call, tensors, n, parts, line))
         return line[-1]
@@ -119,6 +127,10 @@ class ProcessWorld:
         ranks = tuple(dist.get_process_group_ranks(pg))
         self.groups[ranks, name] = pg
         return Group(ranks, ranks.index(self.rank), name, self)
+
+
+def _carry_out(begin: Callable[[], Started]) -> Tensor:
+    return begin().wait()
 
 
 _WORLDS: dict[dist.ProcessGroup, ProcessWorld] = {}  # one entry: torch's default process group and its world
@@ -172,5 +184,7 @@ def init_distributed(
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         chosen = _local_device(backend, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+        if "nccl" not in chosen:
+            keep_freed_memory()
         dist.init_process_group(chosen, store=store, rank=rank, world_size=size, timeout=timeout)
     return world()

@@ -77,7 +77,7 @@ class SimulatedWorld:
     books: list[Ledger] = attrs.field(factory=list)
     counts: dict[tuple[Any, ...], int] = attrs.field(factory=dict)
 
-    def start(self, call: Call, tensors: Sequence[Tensor], group: Group) -> _SimulatedHandle:
+    def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, ahead: bool) -> _SimulatedHandle:
         site = call_site()
         key = (group.ranks, group.name)
         turn = self.counts[key] = self.counts.get(key, -1) + 1

@@ -108,22 +108,23 @@ def _draw_one(name: str, n: int, pick: random.Random) -> Case:
     return Case(name, options, leaves, pick.randrange(2**20), special=not gradient, gradient=gradient)
 
 
-def run(cases: list[Case], device: str = "cpu") -> list[Any]:
+def run(cases: list[Case], device: str = "cpu", group: comm.Group | None = None) -> list[Any]:
     """What this rank gets in each case, as CPU tensors."""
-    return tree.map(lambda leaf: leaf.cpu(), [_run_one(case, device) for case in cases])
+    found = [_run_one(case, device, group or comm.world()) for case in cases]
+    return tree.map(lambda leaf: leaf.cpu(), found)
 
 
-def _run_one(case: Case, device: str) -> Any:
+def _run_one(case: Case, device: str, group: comm.Group) -> Any:
     if case.name == "barrier":
-        return comm.barrier()
-    x = tree.map(lambda leaf: leaf.to(device), case.values(comm.world().rank))
+        return comm.barrier(group)
+    x = tree.map(lambda leaf: leaf.to(device), case.values(group.rank))
     if not case.gradient:
         before = tree.map(torch.clone, x)
-        result = _call(case, x)
+        result = _call(case, x, group)
         _check_untouched(x, before, result)
         return result
     x = tree.map(lambda leaf: leaf.requires_grad_(), x)
-    out = _call(case, x)
+    out = _call(case, x, group)
     cotangents = [leaf.detach() * 0.7 + 0.1 for leaf in tree.leaves(out)]
     cotangents = [leaf.requires_grad_() for leaf in cotangents]
     back = torch.autograd.grad(tree.leaves(out), tree.leaves(x), cotangents, create_graph=True)
@@ -131,8 +132,8 @@ def _run_one(case: Case, device: str) -> Any:
     return tree.map(torch.detach, (out, list(back), list(again)))
 
 
-def _call(case: Case, x: Any) -> Any:
-    result = getattr(comm, case.name)(x, **case.options)
+def _call(case: Case, x: Any, group: comm.Group) -> Any:
+    result = getattr(comm, case.name)(x, group=group, **case.options)
     return result.wait() if case.options.get("async_op") else result
 
 

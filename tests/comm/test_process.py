@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from functional_ds import comm
 from functional_ds.comm import exchange
 from functional_ds.testing import assert_same
+from tests.comm import cases
 
 # -- programs that give the same on simulated ranks -------------------------------------------------------------------
 
@@ -84,7 +85,25 @@ def gradients() -> Any:
     return x.grad
 
 
-SAME = {f.__name__: f for f in (place, along_a_mesh, own_channels, waits_in_any_order, drops_some, lazy_views, gradients)}
+def alone_on_an_axis() -> Any:
+    """Every row of the table over a group of one."""
+    drawn = [case for case in cases.draw(30, 1, seed=1) if not case.special]
+    return cases.run(drawn, group=comm.mesh(all=4, one=1)["one"])
+
+
+SAME = {
+    f.__name__: f
+    for f in (
+        place,
+        along_a_mesh,
+        own_channels,
+        waits_in_any_order,
+        drops_some,
+        lazy_views,
+        gradients,
+        alone_on_an_axis,
+    )
+}
 
 # -- programs for processes alone -------------------------------------------------------------------------------------
 

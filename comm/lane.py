@@ -1,0 +1,66 @@
+"""A thread that carries out one group's exchanges, so that whoever started them computes on."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import wait as wait_for
+from contextlib import suppress
+from queue import SimpleQueue
+from threading import Thread
+
+import attrs
+from torch import Tensor
+
+__all__ = ["Lane", "Queued"]
+
+
+@attrs.frozen(eq=False)
+class Queued:
+    """An exchange that the lane does when its turn comes."""
+
+    future: "Future[Tensor]"
+
+    def wait(self) -> Tensor:
+        """Its result, or its error."""
+        return self.future.result()
+
+    def poll(self, patience: float) -> bool:
+        """Whether it is over; waits for that at most ``patience`` seconds."""
+        return bool(wait_for([self.future], patience).done)
+
+
+class Lane:
+    """Does what it is given one after the other.
+
+    Posting a message takes the lock under which the transport moves the previous one, which can last milliseconds, and the
+    second half of an all-reduce starts when the first is over; on a thread of their own neither holds up the caller.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._jobs: SimpleQueue[tuple[Callable[[], Tensor], Future[Tensor]]] = SimpleQueue()
+        self._last: Future[Tensor] | None = None
+        self._name = name
+        self._thread: Thread | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether all it was given is done."""
+        return self._last is None or self._last.done()
+
+    def submit(self, job: Callable[[], Tensor]) -> Queued:
+        """Queues a job."""
+        if self._thread is None:
+            self._thread = Thread(target=self._run, daemon=True, name=f"lane {self._name}")
+            self._thread.start()
+        self._last = Future()
+        self._jobs.put((job, self._last))
+        return Queued(self._last)
+
+    def _run(self) -> None:
+        while True:
+            job, future = self._jobs.get()
+            with suppress(InvalidStateError):
+                try:
+                    future.set_result(job())
+                except BaseException as error:  # whoever waits shall see it
+                    future.set_exception(error)
+            del job, future  # or the last result would live until the next job

@@ -1,0 +1,66 @@
+"""The README and the docs: their examples run, and the files and tests that they name exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+TOP = Path(__file__).parents[1]
+PAGES = [TOP / "README.md", *sorted((TOP / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+TEST = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
+LINK = re.compile(r"\]\((?!https?://)([^)#\s]*)(?:#([^)\s]+))?\)")
+
+
+def _name(page: Path) -> str:
+    return page.relative_to(TOP).as_posix()
+
+
+def _blocks(page: Path) -> list[tuple[int, str]]:
+    """The python blocks, each with the line it starts on."""
+    text = page.read_text(encoding="utf-8")
+    return [(text.count("\n", 0, found.start(1)), found[1]) for found in BLOCK.finditer(text)]
+
+
+def _anchors(page: Path) -> set[str]:
+    """The headings as links name them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if _blocks(page)], ids=_name)
+def test_examples_run(page: Path) -> None:
+    """A page's python blocks run from top to bottom, in one namespace."""
+    namespace: dict[str, object] = {"__name__": page.stem}
+    for line, source in _blocks(page):
+        exec(compile("\n" * line + source, str(page), "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_links_lead_somewhere(page: Path) -> None:
+    """Relative links name files of this checkout, and headings that are there."""
+    for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
+        other = (page.parent / target).resolve() if target else page
+        assert other.exists(), target
+        assert not anchor or anchor in _anchors(other), f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_named_tests_exist(page: Path) -> None:
+    """A page that says which test shows something names one that is there."""
+    for file, test in TEST.findall(page.read_text(encoding="utf-8")):
+        source = (TOP / file).read_text(encoding="utf-8")
+        assert not test or f"def {test}(" in source, f"{file}::{test}"
+
+
+def test_the_map_names_every_file() -> None:
+    """docs/index.md has a line for each module of the three layers, and no others."""
+    named = set(re.findall(r"^\| `([\w/]+\.py)` \|", (TOP / "docs/index.md").read_text(encoding="utf-8"), re.MULTILINE))
+    there = {path.relative_to(TOP).as_posix() for layer in ("comm", "functional_ds", "transforms") for path in (TOP / layer).glob("*.py")}
+    assert named == {path for path in there if not path.endswith("__init__.py")}
+
+
+def test_readme_is_what_the_map_promises() -> None:
+    """The examples were found: a pattern that matches nothing would pass."""
+    assert len(_blocks(TOP / "README.md")) >= 2
+    assert len(PAGES) >= 6
