@@ -110,7 +110,7 @@ def _parser(doc: str | None) -> argparse.ArgumentParser:
     flag("--dtype", choices=("bf16", "fp32"), help="bf16 keeps fp32 masters (default: bf16; fp32 on a CPU without it)")
     flag("--accumulate", type=_positive, default=1, metavar="K", help="micro-batches of a step (default: %(default)s)")
     flag("--clip", type=_above_zero, default=1.0, metavar="NORM", help="inf for never (default: %(default)s)")
-    flag("--lr", type=_above_zero, default=3e-3, help="the highest learning rate (default: %(default)s)")
+    flag("--lr", type=_above_zero, default=1e-3, help="the highest learning rate (default: %(default)s)")
     for name, default in {"layers": 4, "width": 192, "heads": 3, "context": 128}.items():
         flag(f"--{name}", type=_positive, default=default, metavar="N", help="(default: %(default)s)")
     flag(

@@ -52,8 +52,9 @@ def on_one_device(flags: Flags) -> fds.Transform:
 
 
 def pace(flags: Flags) -> fds.Transform:
-    """A tenth of the steps to warm up, then a cosine down to a tenth of the learning rate."""
-    return T.schedule(T.warmup_cosine(flags.steps // 10, flags.steps, floor=0.1))
+    """A tenth of the steps to warm up, but not under 30; then a cosine down to a tenth of the learning rate."""
+    warmup = min(max(flags.steps // 10, 30), flags.steps)
+    return T.schedule(T.warmup_cosine(warmup, flags.steps, floor=0.1))
 
 
 def build(flags: Flags, transform: fds.Transform) -> tuple[fds.Apply, fds.Step, fds.State]:

@@ -152,12 +152,20 @@ def test_the_ranks_start_from_the_callers_generator_and_leave_it_alone() -> None
 
 
 def test_threads_are_as_before() -> None:
-    """No thread stays behind, and torch has as many of its own as before."""
-    threads, torch_threads = threading.active_count(), torch.get_num_threads()
+    """No thread stays behind, and torch has as many of its own as before, in new threads, too."""
+
+    def torch_threads() -> list[int]:
+        found = [torch.get_num_threads()]
+        thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        return found
+
+    before = threading.active_count(), torch_threads()
     comm.simulate(comm.barrier, world_size=8)
     with pytest.raises(KeyError):
         comm.simulate(lambda: {}[0], world_size=8)
-    assert (threading.active_count(), torch.get_num_threads()) == (threads, torch_threads)
+    assert (threading.active_count(), torch_threads()) == before
 
 
 # -- autograd ---------------------------------------------------------------------------------------------------------
