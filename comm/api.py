@@ -38,7 +38,10 @@ class Pending(Generic[T]):
         return result
 
     def poll(self, patience: float = 0.0) -> bool:
-        """Whether ``wait`` would not block. Waits for that, at most ``patience`` seconds; simulated, while others can go on."""
+        """Whether ``wait`` would not block. Waits for that, at most ``patience`` seconds; simulated, while others can go on.
+
+        What a program makes of the answer can depend on the interleaving, as on the transport's speed.
+        """
         return self._result is not None or self._handle.poll(patience)
 
     def __repr__(self) -> str:

@@ -1,11 +1,11 @@
 """The flat primitives as point-to-point exchanges: how collectives of CPU tensors run over Gloo.
 
-Gloo's own reduce_scatter is an all-reduce and a slice, its all_gather copies through a staging buffer, and its reductions
-sum in an order of their own. Direct exchanges read from and write into the caller's tensors, and leave the reduction to ``fold``, so that the bits are those of the denotation.
+Gloo's own reduce_scatter is an all-reduce and a slice, its all_gather copies through a staging buffer, and its
+reductions sum in an order of their own. Direct exchanges read from and write into the caller's tensors, and leave the
+reduction to ``fold``, so that the bits are those of the denotation.
 
-Every rank sends all its messages at once; a message is the raw bytes of a contiguous tensor, so any dtype will do.
-Messages between two ranks match in order. Those of a second phase, which leave when a rank waits, have a tag of their own:
-a rank may wait before or after it starts the next collective.
+Every rank sends all its messages at once; a message is the raw bytes of a contiguous tensor, so any dtype will do. Only an
+all-reduce of more than two ranks has two rounds.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,10 +1,10 @@
 """Ranks as processes: collectives lowered to torch's process groups."""
 
 import os
-from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from time import monotonic
 
 import attrs
 import torch
@@ -40,32 +40,16 @@ class _Coalesced:
 
 @attrs.define(eq=False)
 class _ProcessHandle:
-    """A collective under way, in its group's line.
-
-    A wait finishes what stands before it in the line, too. So second phases run in the order of the starts, on all ranks
-    alike, and a collective that nobody waits for still takes what its peers sent.
-    """
-
     call: Call
     tensors: Sequence[Tensor]
     size: int
     parts: list[_Coalesced]
-    line: "deque[_ProcessHandle]"
-    results: list[Tensor] | None = None
 
     def poll(self, patience: float) -> bool:
-        if self.results is not None:
-            return True
-        ahead = list(self.line)[: self.line.index(self) + 1]
-        return all(part.started.poll(patience) for handle in ahead for part in handle.parts)
+        deadline = monotonic() + patience
+        return all(part.started.poll(max(0.0, deadline - monotonic())) for part in self.parts)
 
     def wait(self) -> list[Tensor]:
-        while self.results is None:
-            self.line[0].results = self.line[0]._finish()
-            self.line.popleft()
-        return self.results
-
-    def _finish(self) -> list[Tensor]:
         results: list[Tensor] = [*self.tensors]
         for part in self.parts:
             for place, piece in zip(part.places, part.pieces(), strict=True):
@@ -89,7 +73,6 @@ class ProcessWorld:
     groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = attrs.field(factory=dict)
     lanes: dict[tuple[tuple[int, ...], str], Lane] = attrs.field(factory=dict)
     books: list[Ledger] = attrs.field(factory=list)
-    lines: dict[tuple[tuple[int, ...], str], deque[_ProcessHandle]] = attrs.field(factory=dict)  # in order of the starts
 
     def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, ahead: bool) -> _ProcessHandle:
         key = (group.ranks, group.name)
@@ -108,9 +91,7 @@ class ProcessWorld:
             begin = partial(primitive, pg, payload, call.options)
             queued = device.type != "cuda" and (ahead or not lane.idle)
             parts.append(_Coalesced(places, payloads, lane.submit(partial(_carry_out, begin)) if queued else begin()))
-        line = self.lines.setdefault((group.ranks, group.name), deque())
-        line.append(_ProcessHandle(call, tensors, n, parts, line))
-        return line[-1]
+        return _ProcessHandle(call, tensors, n, parts)
 
     def group(self, ranks: Sequence[int], name: str) -> Group:
         """A new group; every rank calls this alike, since torch names a group by how many there are."""
@@ -173,7 +154,8 @@ def init_distributed(
     """Joins the world that torchrun's environment describes and returns it; outside torchrun, a world of one.
 
     Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. ``backend=None`` takes NCCL for CUDA
-    tensors and Gloo for CPU tensors where there are GPUs, else Gloo. Calling it again returns the same world.
+    tensors and Gloo for CPU tensors where there are GPUs, else Gloo. Calling it again returns the same world. Where there is
+    Gloo alone, the process keeps freed memory for later allocations (glibc's ``mallopt``).
 
     Raises:
         ValueError: more ranks on this host than GPUs, under NCCL.

@@ -65,7 +65,7 @@ class _SimulatedHandle:
         return outputs.pop(self.world.rank)
 
     def poll(self, patience: float) -> bool:
-        return self.world.simulator.wait(self.world.rank, self.slot, self.site, patient=patience > 0)
+        return self.world.simulator.wait(self.world.rank, self.slot, self.site, polls=True)
 
 
 @attrs.define(eq=False)
@@ -111,7 +111,7 @@ class Simulator:
 
     def arrive(self, key: tuple[Any, ...], rank: int, slot: _Slot) -> _Slot:
         """The slot for this call, the first comer's if there is one; raises where the two do not fit."""
-        self.check(rank)
+        self.check()
         known = self.slots.setdefault(key, slot)
         if known.signature != slot.signature:
             (other, where), here = known.first, slot.first[1]
@@ -128,19 +128,17 @@ class Simulator:
             del self.slots[key]
             slot.complete()
 
-    def wait(self, rank: int, slot: _Slot, site: str, *, patient: bool | None = None) -> bool:
-        """Lets others run until the slot is complete. A poll (``patient`` is no None) ends when nobody else can go on."""
+    def wait(self, rank: int, slot: _Slot, site: str, *, polls: bool = False) -> bool:
+        """Lets others run until the slot is complete; a poll ends, too, when nobody else can go on."""
         while slot.outputs is None:
-            self.check(rank)
-            if patient is False:
-                return False
+            self.check()
             self.waiting[rank] = (slot, site)
-            if not self.pass_on(rank, may_return=patient is not None):
+            if not self.pass_on(rank, may_return=polls):
                 return False
-        self.check(rank)
+        self.check()
         return True
 
-    def check(self, rank: int) -> None:
+    def check(self) -> None:
         if self.failure is not None:
             raise _AbortedError
 
@@ -232,7 +230,7 @@ def simulate(program: Callable[..., Any], *args: Any, world_size: int, seed: int
         torch.set_num_threads(1)  # one rank runs at a time, and each thread would start a pool of its own
         try:
             with torch.autograd.set_multithreading_enabled(False):  # a backward pass stays on its rank's thread
-                simulator.check(rank)
+                simulator.check()
                 results[rank] = program(*args)
         except _AbortedError:
             pass

@@ -72,6 +72,13 @@ class Apply:
         self.module = copy.deepcopy(module, memo)
         self._here = threading.local()
 
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """This thread's buffers, as its calls have left them, by name; no part of a step's state."""
+        skeleton = self._free()
+        self._release(skeleton)
+        return dict(skeleton.module.named_buffers())
+
     def __call__(self, params: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
         if params.keys() != self._bare.keys():
             missing, extra = sorted(self._bare.keys() - params.keys()), sorted(params.keys() - self._bare.keys())

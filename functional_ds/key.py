@@ -28,7 +28,7 @@ class Key:
     micro-batches (law 29), and the same again when an activation is recomputed. ``name`` keeps draws apart: give each
     dropout of a model its own.
 
-    A loss function that takes ``key`` as its third argument gets it from the step.
+    A loss function that has a parameter ``key`` gets it from the step.
     """
 
     seed: Tensor

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .inspection import inspect_graph
+
 __all__ = ["Tape", "current_tape"]
 
 _HERE = threading.local()  # the tapes that this thread has open
@@ -31,13 +33,19 @@ class Tape:
         records: whether gradients are wanted; evaluation opens a tape that does not record.
         carry: gradients so far, in earlier micro-batches; consumed.
         last: whether this is the last micro-batch of the optimizer step.
+        roots: further tensors to begin the backward pass at, with gradient zero, so that their nodes run in any case.
+        placeholders: paths of the tensors that only stand for a parameter, by id.
     """
 
-    def __init__(self, *, records: bool = True, carry: list[Tensor] | None = None, last: bool = True) -> None:
+    def __init__(
+        self, *, records: bool = True, carry: list[Tensor] | None = None, last: bool = True, inspects: bool = False
+    ) -> None:
         self.records = records
         self.carry = carry
         self.last = last
         self.roots: list[Tensor] = []
+        self.placeholders: dict[int, str] = {}
+        self._inspects = inspects
         self._leaves: list[Tensor] = []
         self._collect: Callable[[list[Tensor | None]], list[Tensor]] = self._add
         self._forward = ExitStack()
@@ -95,6 +103,8 @@ class Tape:
         """The gradients of ``loss`` by the watched leaves, plus ``carry``; a leaf that the loss does not use gets zeros."""
         self.end_forward()
         roots = [root for root in (loss, *self.roots) if root.requires_grad]
+        if self._inspects:
+            inspect_graph(roots, self.placeholders)
         grads: list[Tensor | None] = [None] * len(self._leaves)
         if roots and self._leaves:
             seeds = [None if root is loss else torch.zeros_like(root) for root in roots]

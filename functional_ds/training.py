@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from .tape import Tape
 from .trainable import is_trainable, like_marked, trainable
 from .weighted import Weighted, weigh
 
-__all__ = ["train_step"]
+__all__ = ["stored_view", "train_step"]
 
 
 def _takes_key(loss_fn: Callable[..., Any]) -> bool:
@@ -64,9 +65,9 @@ def train_step(loss_fn: Callable[..., Any], optimizer: Any, *, seed: int = 0) ->
 
     base: dict[str, Phase] = {
         "init": init,
-        "view": _view,
+        "view": stored_view,
         "loss": loss,
-        "gradients": _gradients,
+        "gradients": _Gradients(),
         "reduce": lambda step, state, grads: grads,
         "total": lambda step, state, scalars: scalars,
         "update": update,
@@ -79,19 +80,27 @@ def train_step(loss_fn: Callable[..., Any], optimizer: Any, *, seed: int = 0) ->
     return Step(base, (f"train_step({getattr(loss_fn, '__name__', 'loss_fn')}, {rule})",))
 
 
-def _view(step: Step, state: State, tape: Tape) -> Any:
+def stored_view(step: Step, state: State, tape: Tape) -> Any:
+    """The base of ``view``: the stored params as they are."""
     return tree.map(lambda x: tape.watch(x) if is_trainable(x) else x.detach(), state.params)
 
 
-def _gradients(
-    step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
-) -> tuple[Weighted, dict[str, Weighted]]:
-    with Tape(carry=None if carry is None else carry.sum, last=last) as tape:
-        params = step.view(state, tape)
-        loss, metrics = step.loss(state, params, batch)
-        grads = tape.backward(loss.sum)
-    weight = loss.weight if carry is None else carry.weight + loss.weight
-    return Weighted(grads, weight), tree.map(torch.detach, {"loss": loss, **metrics})
+@attrs.define(eq=False)
+class _Gradients:
+    """Autograd through loss ∘ view. The first graph is looked through for what would lose gradients."""
+
+    inspects: bool = True
+
+    def __call__(
+        self, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
+    ) -> tuple[Weighted, dict[str, Weighted]]:
+        with Tape(carry=None if carry is None else carry.sum, last=last, inspects=self.inspects) as tape:
+            params = step.view(state, tape)
+            loss, metrics = step.loss(state, params, batch)
+            grads = tape.backward(loss.sum)
+        self.inspects = False
+        weight = loss.weight if carry is None else carry.weight + loss.weight
+        return Weighted(grads, weight), tree.map(torch.detach, {"loss": loss, **metrics})
 
 
 def _finite(step: Step, state: State, grads: list[Tensor]) -> Tensor:

@@ -17,7 +17,8 @@ def accumulate(k: int) -> Transform:
     """Takes each batch as k micro-batches, one after the other, and sums their gradients.
 
     Law 23: ``accumulate(k)`` on a batch is the step on the whole batch, and ``accumulate(j) ∘ accumulate(k) =
-    accumulate(j k)``. Sums of half-precision gradients are kept in fp32. Every leaf of a batch is cut along dim 0.
+    accumulate(j k)``. Sums of half-precision gradients are kept in fp32,
+    and where the sum is what is reduced (stages 0 and 1) they travel so. Every leaf of a batch is cut along dim 0.
 
     Raises:
         ValueError: k is no positive integer; the batch's rows do not divide by k.
@@ -28,7 +29,7 @@ def accumulate(k: int) -> Transform:
     >>> step.params(state)["w"].item()
     -3.0
     """
-    if k < 1 or k != int(k):
+    if not isinstance(k, int) or k < 1:  # type: ignore[redundant-expr]
         raise ValueError(f"k={k!r}: the number of micro-batches must be a positive integer")
 
     def gradients(

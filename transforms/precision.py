@@ -55,8 +55,7 @@ def mixed_precision(policy: str = "bf16") -> Transform:
         return tree.replace(state, params=tree.unflatten(spec, [leaf if wide is None else wide for wide, leaf in masters]))
 
     def loss(inner: Any, step: Step, state: State, params: Any, batch: Any) -> tuple[Weighted, dict[str, Weighted]]:
-        value, metrics = inner(step, state, params, tree.map(cast, batch))
-        return Weighted(value.sum.float(), value.weight), metrics
+        return tree.map(Tensor.float, inner(step, state, params, tree.map(cast, batch)))  # type: ignore[no-any-return]
 
     def update(inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
         halves, spec = tree.flatten(state.params)

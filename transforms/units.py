@@ -91,6 +91,26 @@ class _Saved:
         self.release(self.unit)
 
 
+class _Kept:
+    """What autograd keeps of any other tensor; torch itself checks for changes only where there are no hooks."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # An output kept as it is would hold on to its own node.
+        self.tensor = tensor.detach() if tensor.grad_fn is not None else tensor
+        self.version = tensor._version
+
+    def unchanged(self) -> Tensor:
+        """The tensor, as it was."""
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                f"a tensor of shape {list(self.tensor.shape)} that the backward pass needs has been modified by an inplace "
+                f"operation: it is at version {self.tensor._version}, expected {self.version}; use the out-of-place one"
+            )
+        return self.tensor
+
+
 class Units:
     """The units of a tree within one tape.
 
@@ -124,7 +144,9 @@ class Units:
             tape.collect_with(self._collect)
             if self._frees:
                 tape.during_forward(saved_tensors_hooks(self._pack, self._unpack))
-        return tree.unflatten(self.layout.spec, self._deferred(tape.records))
+        leaves = self._deferred(tape.records)
+        tape.placeholders.update(zip(map(id, leaves), self.layout.paths, strict=True))
+        return tree.unflatten(self.layout.spec, leaves)
 
     def forget(self, unit: int) -> None:
         """The source has dropped the unit."""
@@ -212,8 +234,8 @@ class Units:
 
     def _pack(self, tensor: Tensor) -> Any:
         owner = self._owner(tensor)
-        if owner is None:  # an output kept as it is would hold on to its own node
-            return tensor.detach() if tensor.grad_fn is not None else tensor
+        if owner is None:
+            return _Kept(tensor)
         self._held[owner[0]] += 1
         return _Saved(*owner, tensor, self._release)
 
@@ -227,8 +249,8 @@ class Units:
         return owner if segment.dtype == tensor.dtype else None
 
     def _unpack(self, saved: Any) -> Tensor:
-        if not isinstance(saved, _Saved):
-            return saved  # type: ignore[no-any-return]
+        if isinstance(saved, _Kept):
+            return saved.unchanged()
         flat = self.source.fetch(saved.unit)[saved.which]
         return torch.as_strided(flat, saved.shape, saved.stride, saved.offset)
 

@@ -14,6 +14,7 @@ from functional_ds.state import State
 from functional_ds.step import Metrics, Step, Transform, wrap
 from functional_ds.tape import Tape
 from functional_ds.trainable import like_marked
+from functional_ds.training import stored_view
 from functional_ds.weighted import Weighted
 
 from .convoy import Route
@@ -31,6 +32,12 @@ class _Learned:
     order: Order
     forward: Route = attrs.field(factory=Route)
     backward: Route = attrs.field(factory=Route)
+
+    def __eq__(self, other: object) -> bool:
+        """Not what makes two states differ in structure."""
+        return isinstance(other, _Learned)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 @tree.record
@@ -64,7 +71,7 @@ def zero(
     sends in a step (law 21): 2Ψ(n-1)/n in stages 0 to 2, 3Ψ(n-1)/n in stage 3, less what ``keep`` saves there.
 
     Stage 3 holds at most two whole units beside the one that is fetched ahead. Reductions run while the backward pass goes
-    on. Rank 0's params count; the others' are overwritten at ``init``.
+    on. Rank 0's params count; the others' are ignored at ``init``.
 
     Args:
         stage: 0, 1, 2 or 3.
@@ -74,7 +81,8 @@ def zero(
             gathering it again.
 
     Raises:
-        ValueError: the stage is not in 0..3; the ranks' params differ in structure.
+        ValueError: the stage is not in 0..3; the ranks' params differ in structure; the step has a zero already, or a
+            transform before this one wraps ``view``, which zero replaces.
         TypeError: ``group`` is no group.
 
     >>> import functional_ds as fds
@@ -105,7 +113,7 @@ class _Zero:
         where = "world" if self.group is None else f"{self.group.name!r} of {self.group.size}"
         sharded = {"update": self.update} if self.stage in (1, 2) else {}
         scattered = {"norm": self.norm, "finite": self.finite} if self.stage else {}
-        return wrap(
+        shards = wrap(
             f"zero({self.stage}, {where})",
             init=self.init,
             view=self.view,
@@ -115,6 +123,16 @@ class _Zero:
             **sharded,
             **scattered,
         )
+
+        def transform(step: Step) -> Step:
+            if step.phases["view"] is not stored_view:
+                raise ValueError(
+                    f"zero({self.stage}): this step has another view already ({step}); use one zero, and put it before "
+                    "transforms that wrap view"
+                )
+            return shards(step)
+
+        return transform
 
     def ranks(self) -> comm.Group:
         """The group; the default is wherever the program runs."""

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import functional_ds as fds
 from functional_ds import comm, transforms
@@ -27,9 +28,9 @@ def alone(name: str, rows: int, k: int = 1) -> tuple[list[float], list[float], A
 
 
 def assert_same(found: tuple[list[float], list[float], Any], expected: tuple[list[float], list[float], Any]) -> None:
-    torch.testing.assert_close(found[:2], expected[:2], rtol=TOLERANCE, atol=TOLERANCE)
+    torch.testing.assert_close(found[:2], expected[:2], rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
     for leaf, other in zip(fds.tree.leaves(found[2]), fds.tree.leaves(expected[2]), strict=True):
-        torch.testing.assert_close(leaf, other, rtol=TOLERANCE, atol=TOLERANCE)
+        torch.testing.assert_close(leaf, other, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
 
 
 def whole(path: str) -> str:
@@ -324,3 +325,76 @@ def test_one_step_of_eight_ranks_runs_a_model_of_units() -> None:
     apply, params = fds.functional(mlp())
     assert [unit.name for unit in fds.Layout.of(params, 8).units] == ["0", "2", "4", "6"]
     assert isinstance(apply.module, nn.Module)
+
+
+class Doubling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, w: Tensor) -> Tensor:
+        return w * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_parameter_that_goes_past_torch_functions_is_refused(stage: int) -> None:
+    """A custom autograd.Function would take the placeholder for the parameter; its gradient would be lost in silence."""
+
+    def program(bare: bool) -> None:
+        def loss(p: Any, batch: Tensor) -> Tensor:
+            return (Doubling.apply(p["w"] if bare else p["w"].view_as(p["w"])) * batch).sum()
+
+        step = transforms.zero(stage)(fds.train_step(loss, fds.sgd(0.5)))
+        state, _ = step(step.init({"w": torch.ones(2)}), torch.ones(2))
+        assert step.params(state)["w"].tolist() == [0.0, 0.0]
+
+    comm.simulate(program, False, world_size=2)
+    with pytest.raises(RuntimeError, match=r"the parameter 'w' .* pass p\.view_as\(p\)"):
+        comm.simulate(program, True, world_size=2)
+
+
+@pytest.mark.parametrize("stage", [None, *STAGES])
+def test_reentrant_checkpoints_are_refused(stage: int | None) -> None:
+    """They would leave what they recompute without gradients, without an error where nothing before is trained."""
+
+    def program() -> None:
+        def loss(p: Any, batch: Tensor) -> Tensor:
+            return checkpoint(lambda x: (x * p["w"]).sum(), batch.requires_grad_(), use_reentrant=True)  # type: ignore[no-any-return]
+
+        step = fds.train_step(loss, fds.sgd(0.5))
+        step = step if stage is None else transforms.zero(stage)(step)
+        step(step.init({"w": torch.ones(2)}), torch.ones(2))
+
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        comm.simulate(program, world_size=2)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_in_place_changes_of_saved_tensors_are_refused(stage: int) -> None:
+    """As torch does alone, also where stage 3 keeps saved tensors itself."""
+
+    def program() -> None:
+        def loss(p: Any, batch: Tensor) -> Tensor:
+            y = (p["w"] * batch).exp()
+            y.add_(1)
+            return y.sum()
+
+        step = transforms.zero(stage)(fds.train_step(loss, fds.sgd(0.5)))
+        step(step.init({"w": torch.ones(2)}), torch.ones(2))
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        comm.simulate(program, world_size=2)
+
+
+def test_one_zero_and_no_view_before_it() -> None:
+    step = fds.train_step(lambda p, b: p["w"].sum(), fds.sgd(0.1))
+    with pytest.raises(ValueError, match="another view already"):
+        fds.compose(transforms.zero(1), transforms.zero(3))(step)
+
+
+def test_states_of_two_inits_have_one_structure() -> None:
+    step = transforms.zero(3)(fds.train_step(lambda p, b: p["w"].sum(), fds.sgd(0.1)))
+    one, other = step.init({"w": torch.ones(2)}), step.init({"w": torch.ones(2)})
+    assert all(fds.tree.leaves(fds.tree.map(torch.equal, one.params, other.params)))
+    assert fds.tree.structure(one) == fds.tree.structure(other)
