@@ -33,7 +33,7 @@ def gradient(*strategy: fds.Transform, scale: float = 1.0, limit: float | None =
     # the first transform that wraps update is the one nearest to the optimizer: it sees what the others made of it
     chain = [fds.wrap("note", update=update), *([] if limit is None else [transforms.clip(limit)]), *strategy]
     step = fds.compose(*chain)(fds.train_step(scaled, fds.sgd(0.0)))
-    state, metrics = step(step.init(params), own_rows(CASES["weighted"].batch(rows), comm.world()))
+    _, metrics = step(step.init(params), own_rows(CASES["weighted"].batch(rows), comm.world()))
     return {**seen, **metrics}
 
 
