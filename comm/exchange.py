@@ -5,7 +5,7 @@ reductions sum in an order of their own. Direct exchanges read from and write in
 reduction to ``fold``, so that the bits are those of the denotation.
 
 Every rank sends all its messages at once; a message is the raw bytes of a contiguous tensor, so any dtype will do. Only an
-all-reduce of more than two ranks has two rounds.
+all-reduce has two rounds.
 """
 
 from collections.abc import Callable, Sequence
@@ -67,14 +67,16 @@ def _all_gather_into(pg: ProcessGroup, rows: Sequence[Tensor], tag: int = _FIRST
     return works + [work for peer in _peers(pg) for work in _send(pg, own, peer, tag)]
 
 
-def _reduce_rows(pg: ProcessGroup, rows: Sequence[Tensor], op: str) -> Started:
+def _reduce_rows(pg: ProcessGroup, rows: Sequence[Tensor], op: str, *, out: Tensor | None = None) -> Started:
     """Row ``rank`` of the sum of all ranks' rows; the rows are read until the wait is over."""
     rank = pg.rank()
     own = rows[rank]
     pieces = [own if peer == rank else torch.empty_like(own) for peer in range(pg.size())]
     works = [work for peer in _peers(pg) for work in _recv(pg, pieces[peer], peer)]
     works += [work for peer in _peers(pg) for work in _send(pg, rows[peer], peer)]
-    return Started(works, lambda: fold(pieces, op))
+    if out is None and len(pieces) > 1:
+        out = pieces[1 if rank == 0 else 0]  # what was received is ours to write into
+    return Started(works, lambda: fold(pieces, op, out=out))
 
 
 def all_gather(pg: ProcessGroup, piece: Tensor, options: Options) -> Started:
@@ -90,20 +92,15 @@ def reduce_scatter(pg: ProcessGroup, rows: Tensor, options: Options) -> Started:
 
 
 def all_reduce(pg: ProcessGroup, piece: Tensor, options: Options) -> Started:
-    """[m] -> [m]; two ranks swap their pieces, more reduce-scatter and gather."""
-    n, op = pg.size(), options["op"]
-    if n == 2:
-        other = torch.empty_like(piece)
-        works = _recv(pg, other, 1 - pg.rank()) + _send(pg, piece, 1 - pg.rank())
-        return Started(works, lambda: fold([piece, other], op))
-    bounds = chunk_bounds(piece.numel(), n)
-    scattered = _reduce_rows(pg, [piece[a:b] for a, b in pairwise(bounds)], op)
+    """[m] -> [m]; a reduce-scatter and a gather of pieces, written where they belong."""
+    total = torch.empty_like(piece)
+    bounds = list(pairwise(chunk_bounds(piece.numel(), pg.size())))
+    rows = [total[a:b] for a, b in bounds]
+    scattered = _reduce_rows(pg, [piece[a:b] for a, b in bounds], options["op"], out=rows[pg.rank()])
 
     def gather() -> Tensor:
-        total = torch.empty_like(piece)
-        rows = [total[a:b] for a, b in pairwise(bounds)]
-        rows[pg.rank()].copy_(scattered.finish())
-        return Started(_all_gather_into(pg, rows, _SECOND), lambda: total).wait()
+        scattered.finish()
+        return Started(_all_gather_into(pg, rows), lambda: total).wait()
 
     return Started(scattered.works, gather)
 

@@ -31,23 +31,25 @@ _BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def fold(pieces: Sequence[Tensor], op: str) -> Tensor:
+def fold(pieces: Sequence[Tensor], op: str, *, out: Tensor | None = None) -> Tensor:
     """Combines the ranks' pieces from left to right, in rank order: the one definition of every reduction here.
 
     Half-precision sums and products are carried in fp32 and rounded once. Every world that folds like this gives the
-    same bits.
+    same bits. The result is new, or ``out``, which may be one of the first two pieces.
     """
     dtype = pieces[0].dtype
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) and op in ("sum", "product") else dtype
     combine = _BINARY[op]
     if len(pieces) == 1:
-        return pieces[0].clone()
-    if wide == dtype:
-        total = combine(pieces[0], pieces[1])
+        total = pieces[0]
+    elif wide == dtype:
+        total = combine(pieces[0], pieces[1], out=out)  # type: ignore[call-arg]
         for piece in pieces[2:]:
             combine(total, piece, out=total)  # type: ignore[call-arg]
         return total
-    return left_fold(combine, [piece.to(wide) for piece in pieces]).to(dtype)
+    else:
+        total = left_fold(combine, [piece.to(wide) for piece in pieces]).to(dtype)
+    return total.clone() if out is None else out.copy_(total)
 
 
 def chunk_bounds(numel: int, n: int) -> list[int]:
