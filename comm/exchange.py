@@ -38,7 +38,7 @@ class Started:
         return self.finish()
 
     def poll(self, patience: float) -> bool:
-        """True: whoever started it here is about to wait for it (Gloo), or waits on the device (NCCL)."""
+        """True: over Gloo it is done by now, over NCCL a wait is the device's."""
         return True
 
 

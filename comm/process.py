@@ -89,8 +89,13 @@ class ProcessWorld:
             payload = torch.cat(payloads, dim=-1) if len(payloads) > 1 else _dense(payloads[0])
             primitive = (NATIVE if device.type == "cuda" else EXCHANGES)[collective.primitive]
             begin = partial(primitive, pg, payload, call.options)
-            queued = device.type != "cuda" and (ahead or not lane.idle)
-            parts.append(_Coalesced(places, payloads, lane.submit(partial(_carry_out, begin)) if queued else begin()))
+            if device.type == "cuda":
+                started: Started | Queued = begin()
+            elif ahead or not lane.idle:
+                started = lane.submit(partial(_carry_out, begin))
+            else:  # both rounds at once, as on a lane: other ranks' lanes may be busier, and messages have one order
+                started = Started([], partial(_itself, _carry_out(begin)))
+            parts.append(_Coalesced(places, payloads, started))
         return _ProcessHandle(call, tensors, n, parts)
 
     def group(self, ranks: Sequence[int], name: str) -> Group:
@@ -108,6 +113,10 @@ class ProcessWorld:
         ranks = tuple(dist.get_process_group_ranks(pg))
         self.groups[ranks, name] = pg
         return Group(ranks, ranks.index(self.rank), name, self)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _carry_out(begin: Callable[[], Started]) -> Tensor:

@@ -113,9 +113,7 @@ def _parser(doc: str | None) -> argparse.ArgumentParser:
     flag("--lr", type=_above_zero, default=1e-3, help="the highest learning rate (default: %(default)s)")
     for name, default in {"layers": 4, "width": 192, "heads": 3, "context": 128}.items():
         flag(f"--{name}", type=_positive, default=default, metavar="N", help="(default: %(default)s)")
-    flag(
-        "--batch", type=_positive, default=32, metavar="N", help="rows of a step, over all ranks (default: %(default)s)"
-    )
+    flag("--batch", type=_positive, default=32, metavar="N", help="rows of a step, over all ranks (default: %(default)s)")
     flag("--steps", type=_positive, default=300, metavar="N", help="(default: %(default)s)")
     flag("--seed", type=int, default=0, help="of the weights and batches (default: %(default)s)")
     where = parser.add_mutually_exclusive_group()

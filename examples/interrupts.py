@@ -1,5 +1,6 @@
 """Ctrl-C as a flag that a training loop asks for, so that its ranks can agree after which step they stop."""
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -7,8 +8,6 @@ from contextlib import contextmanager
 from multiprocessing import active_children, get_context
 from types import FrameType
 from typing import Protocol
-
-SIGINT = {signal.SIGINT}
 
 
 class Flag(Protocol):
@@ -37,26 +36,34 @@ def noted_here() -> Iterator[Flag]:
 def noted_for_ranks() -> Iterator[Flag]:
     """For the processes started within: the first interrupt sets the flag for all of them, a second ends them.
 
-    A terminal sends SIGINT to this process and to every rank at once, whatever each is doing: starting Python, say,
-    where no handler stands yet. So it is blocked here, which the ranks inherit, and a thread of this process awaits it.
+    A terminal sends SIGINT to this process and to every rank at once, whatever each is doing: starting Python, say, where
+    no handler stands yet. So this thread blocks it, which the processes that it starts inherit. Another thread of this
+    process, which does not, learns of it through a pipe.
     """
     # Made first: its semaphore starts multiprocessing's resource tracker, and that start would unblock the signal.
     flag = get_context("spawn").Event()
-    over = threading.Event()
+    arrived, arrives = os.pipe()
+    os.set_blocking(arrives, False)
 
     def watch() -> None:
-        while signal.sigwait(SIGINT) and not over.is_set():
+        while number := os.read(arrived, 1):
+            if number[0] != signal.SIGINT:
+                continue
             for rank in active_children() if flag.is_set() else ():
                 rank.terminate()
             flag.set()
 
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGINT)
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
+    handler = signal.signal(signal.SIGINT, lambda number, frame: None)  # the pipe is written to where a handler stands
+    pipe = signal.set_wakeup_fd(arrives)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield flag
     finally:
-        over.set()
-        signal.pthread_kill(watcher.ident or 0, signal.SIGINT)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.set_wakeup_fd(pipe)
+        signal.signal(signal.SIGINT, handler)
+        os.close(arrives)
         watcher.join()
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        os.close(arrived)

@@ -780,7 +780,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
     ],
     (two_whole_units_and_the_next, False, True): [
-        Bug("autograd keeps whole units", "transforms.units", "if owner is None:  # an output", "if True:  # an output"),
+        Bug("autograd keeps whole units", "transforms.units", "self._owners.get(tensor.untyped_storage().data_ptr())", "None"),
         Bug("dropped units stay", "transforms.gathering", "self.whole.pop(unit, None)", "pass"),
     ],
     (plans_are_the_shortest,): [

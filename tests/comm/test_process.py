@@ -56,6 +56,18 @@ def waits_in_any_order() -> Any:
     return [results[i] for i in range(4)], [started[i].wait() is results[i] for i in range(4)]
 
 
+def mixed_trees() -> Any:
+    """Trees of several dtypes, behind calls that some ranks have waited for and others have not."""
+    results = []
+    for _ in range(5):
+        ahead = comm.all_reduce(torch.ones(100_000), async_op=True)
+        if comm.world().rank % 2:
+            ahead.wait()
+        one = torch.full((9,), comm.world().rank + 1)
+        results.append(comm.all_reduce([one, one.float() / 3, one.double() / 7, one.to(torch.complex64) / 9]))
+    return results
+
+
 def drops_some() -> Any:
     """Nobody waits for these, small and large."""
     for size in (3, 300_000):
@@ -98,6 +110,7 @@ SAME = {
         along_a_mesh,
         own_channels,
         waits_in_any_order,
+        mixed_trees,
         drops_some,
         lazy_views,
         gradients,

@@ -161,11 +161,15 @@ def test_threads_are_as_before() -> None:
         thread.join()
         return found
 
-    before = threading.active_count(), torch_threads()
-    comm.simulate(comm.barrier, world_size=8)
-    with pytest.raises(KeyError):
-        comm.simulate(lambda: {}[0], world_size=8)
-    assert (threading.active_count(), torch_threads()) == before
+    threads, at_first = threading.active_count(), torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        comm.simulate(comm.barrier, world_size=8)
+        with pytest.raises(KeyError):
+            comm.simulate(lambda: {}[0], world_size=8)
+        assert (threading.active_count(), torch_threads()) == (threads, [3, 3])
+    finally:
+        torch.set_num_threads(at_first)
 
 
 # -- autograd ---------------------------------------------------------------------------------------------------------
