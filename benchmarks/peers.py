@@ -358,9 +358,7 @@ class Team:
     def death(self, rank: int) -> str:
         self.processes[rank].join(timeout=5.0)
         code = self.processes[rank].exitcode
-        return f"died with exit code {code}" + (
-            ", out of memory perhaps: try --fresh" if code == -signal.SIGKILL else ""
-        )
+        return f"died with exit code {code}" + (", out of memory perhaps: try --fresh" if code == -signal.SIGKILL else "")
 
     def stop(self, *, patience: float = 5.0) -> None:
         for pipe in self.pipes:
