@@ -21,7 +21,7 @@ from .table import chunk_bounds, fold
 
 __all__ = ["EXCHANGES", "Started"]
 
-_FIRST, _SECOND = 0, 1  # tags
+_TAG = 0  # messages between two ranks keep their order
 
 
 @attrs.frozen(eq=False)
@@ -46,12 +46,12 @@ def _bytes(tensor: Tensor) -> list[Tensor]:
     return [tensor.view(torch.uint8)]
 
 
-def _send(pg: ProcessGroup, tensor: Tensor, peer: int, tag: int = _FIRST) -> list[Work]:
-    return [pg.send(_bytes(tensor), peer, tag)] if tensor.numel() else []
+def _send(pg: ProcessGroup, tensor: Tensor, peer: int) -> list[Work]:
+    return [pg.send(_bytes(tensor), peer, _TAG)] if tensor.numel() else []
 
 
-def _recv(pg: ProcessGroup, tensor: Tensor, peer: int, tag: int = _FIRST) -> list[Work]:
-    return [pg.recv(_bytes(tensor), peer, tag)] if tensor.numel() else []
+def _recv(pg: ProcessGroup, tensor: Tensor, peer: int) -> list[Work]:
+    return [pg.recv(_bytes(tensor), peer, _TAG)] if tensor.numel() else []
 
 
 def _peers(pg: ProcessGroup) -> list[int]:
@@ -60,11 +60,11 @@ def _peers(pg: ProcessGroup) -> list[int]:
     return [(rank + k) % n for k in range(1, n)]
 
 
-def _all_gather_into(pg: ProcessGroup, rows: Sequence[Tensor], tag: int = _FIRST) -> list[Work]:
+def _all_gather_into(pg: ProcessGroup, rows: Sequence[Tensor]) -> list[Work]:
     """Sends ``rows[rank]`` to all and receives the others' rows in place."""
     own = rows[pg.rank()]
-    works = [work for peer in _peers(pg) for work in _recv(pg, rows[peer], peer, tag)]
-    return works + [work for peer in _peers(pg) for work in _send(pg, own, peer, tag)]
+    works = [work for peer in _peers(pg) for work in _recv(pg, rows[peer], peer)]
+    return works + [work for peer in _peers(pg) for work in _send(pg, own, peer)]
 
 
 def _reduce_rows(pg: ProcessGroup, rows: Sequence[Tensor], op: str, *, out: Tensor | None = None) -> Started:

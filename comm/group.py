@@ -85,7 +85,7 @@ class Solo:
     books: "list[Ledger]" = attrs.field(factory=list)
 
     def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, ahead: bool) -> Handle:
-        return _Ready([call.collective.denotation([t], call.options)[0].clone() for t in tensors])
+        return _Ready([call.collective.denotation([t.detach()], call.options)[0] for t in tensors])
 
     def group(self, ranks: Sequence[int], name: str) -> Group:
         return Group(tuple(ranks), 0, name, self)

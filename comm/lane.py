@@ -37,23 +37,24 @@ class Lane:
 
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[tuple[Callable[[], Tensor], Future[Tensor]]] = SimpleQueue()
-        self._last: Future[Tensor] | None = None
+        self._given = self._done = 0
         self._name = name
         self._thread: Thread | None = None
 
     @property
     def idle(self) -> bool:
         """Whether all it was given is done."""
-        return self._last is None or self._last.done()
+        return self._given == self._done
 
     def submit(self, job: Callable[[], Tensor]) -> Queued:
         """Queues a job."""
         if self._thread is None:
             self._thread = Thread(target=self._run, daemon=True, name=f"lane {self._name}")
             self._thread.start()
-        self._last = Future()
-        self._jobs.put((job, self._last))
-        return Queued(self._last)
+        future: Future[Tensor] = Future()
+        self._given += 1
+        self._jobs.put((job, future))
+        return Queued(future)
 
     def _run(self) -> None:
         while True:
@@ -63,4 +64,5 @@ class Lane:
                     future.set_result(job())
                 except BaseException as error:  # whoever waits shall see it
                     future.set_exception(error)
+            self._done += 1
             del job, future  # or the last result would live until the next job

@@ -2,7 +2,7 @@
 
 A bug is data: a text in a module's source and what stands there instead. Planting compiles the changed source and swaps
 the code of the functions that differ, so classes, records and names imported elsewhere stay the objects that they are.
-The laws are those of the other tests, on a few fixed cases; each must hold before its bug is planted, and after.
+The laws are checked on a few fixed cases; each must hold in the library as it is and break with its bug planted.
 """
 
 import gc

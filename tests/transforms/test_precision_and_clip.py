@@ -62,7 +62,7 @@ def test_scaling_by_a_power_of_two_changes_no_bit(power: int, stage: int, n: int
 
 
 @pytest.mark.law(27)
-@given(limit=st.floats(0.01, 3.0), stage=st.sampled_from(STAGES), n=st.sampled_from((1, 2, 3)))
+@given(limit=st.floats(0.01, 20.0), stage=st.sampled_from(STAGES), n=st.sampled_from((1, 2, 3)))
 def test_the_norm_counts_everything_once_and_clipping_commutes(limit: float, stage: int, n: int) -> None:
     """‖g‖² = AR Σ ‖owned shards‖²; clipping commutes with sharding; clip ∘ clip = clip."""
     alone = gradient(limit=limit, rows=12)
