@@ -29,7 +29,7 @@ laws: $(VENV)/.extra-test  ## run the laws alone, with many more examples each
 	@HYPOTHESIS_PROFILE=laws $(BIN)/python -m pytest -m law --timeout=3600 $(ARGS)
 
 .PHONY: bench
-bench: $(VENV)/.extra-bench  ## compare with DDP, FSDP2, DeepSpeed and others, into out/
+bench: $(VENV)/.extra-bench  ## compare with DDP, FSDP2, DeepSpeed and others
 	@$(BIN)/python benchmarks/peers.py $(ARGS)
 
 .PHONY: bench-gpu
