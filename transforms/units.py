@@ -70,7 +70,7 @@ class _UnitNode(torch.autograd.Function):
     def forward(ctx: Any, units: "Units", unit: int, views: tuple[Tensor, ...], handle: Tensor) -> tuple[Tensor, ...]:
         ctx.units, ctx.unit, ctx.device = units, unit, units.device
         ctx.set_materialize_grads(False)
-        return (torch.zeros(()), *views)
+        return (torch.zeros((), device=units.device), *views)
 
     @staticmethod
     def backward(ctx: Any, token: Tensor | None, *grads: Tensor | None) -> tuple[None, None, None, None]:
@@ -140,7 +140,7 @@ class Units:
         tape.at_end(self._close)
         tape.at_forward_end(lambda: self._end_forward(tape.records))
         if tape.records:
-            self._handle, self._roots = tape.watch(torch.zeros(())), tape.roots
+            self._handle, self._roots = tape.watch(torch.zeros((), device=self.device)), tape.roots
             tape.collect_with(self._collect)
             if self._frees:
                 tape.during_forward(saved_tensors_hooks(self._pack, self._unpack))

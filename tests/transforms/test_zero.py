@@ -398,3 +398,25 @@ def test_states_of_two_inits_have_one_structure() -> None:
     one, other = step.init({"w": torch.ones(2)}), step.init({"w": torch.ones(2)})
     assert all(fds.tree.leaves(fds.tree.map(torch.equal, one.params, other.params)))
     assert fds.tree.structure(one) == fds.tree.structure(other)
+
+
+def on_a_gpu(stage: int) -> list[float]:
+    """The MLP on this process's GPU, in bf16 with fp32 masters."""
+    torch.manual_seed(0)
+    apply, params = fds.functional(mlp().to("cuda"))
+    strategy = (transforms.mixed_precision("bf16"), transforms.zero(stage), transforms.accumulate(2), transforms.clip(1.0))
+    step = fds.compose(*strategy)(fds.train_step(lambda p, b: F.mse_loss(apply(p, b[0]), b[1]), fds.adamw(1e-2)))
+    state, losses = step.init(params), []
+    batch = tuple(x.to("cuda") for x in CASES["mlp"].batch(8))
+    for _ in range(4):
+        state, metrics = step(state, batch)
+        losses.append(metrics["loss"].item())
+    return losses
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_world_of_one_on_nccl(stage: int) -> None:
+    """The same step on a GPU, over NCCL: near the CPU's losses."""
+    (losses,) = comm.spawn(on_a_gpu, stage, world_size=1)
+    torch.testing.assert_close(losses, run(CASES["mlp"], (), steps=4)[0], rtol=0.1, atol=0.1)
