@@ -1,9 +1,8 @@
 """A thread that carries out one group's exchanges, so that whoever started them computes on."""
 
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from contextlib import suppress
 from queue import SimpleQueue
 from threading import Thread
 
@@ -59,10 +58,9 @@ class Lane:
     def _run(self) -> None:
         while True:
             job, future = self._jobs.get()
-            with suppress(InvalidStateError):
-                try:
-                    future.set_result(job())
-                except BaseException as error:  # whoever waits shall see it
-                    future.set_exception(error)
+            try:
+                future.set_result(job())
+            except BaseException as error:  # whoever waits shall see it
+                future.set_exception(error)
             self._done += 1
             del job, future  # or the last result would live until the next job

@@ -21,7 +21,7 @@ class Order:
 
     units: tuple[int, ...]
     learned: bool = False
-    patience: float = 2.0  # seconds
+    patience: float = 2.0  # seconds to wait for room; none any more once that was in vain
 
 
 @attrs.define(eq=False)
