@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 PROGRAM = f"""
-import sys, time
+import os, sys, time
 
 sys.path.insert(0, {str(Path(__file__).resolve().parents[2] / "examples")!r})
 import interrupts
@@ -15,10 +15,10 @@ from functional_ds import comm
 
 
 def stubborn(flag):
-    print("ready", flush=True)
+    os.write(1, b"ready\\n")  # in one piece, for both ranks write to one pipe
     while not flag.is_set():
         time.sleep(0.01)
-    print("asked", flush=True)
+    os.write(1, b"asked\\n")
     time.sleep(300)
 
 
