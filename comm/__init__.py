@@ -1,15 +1,41 @@
 """Collectives as values: groups, meshes, worlds and the ledger."""
 
-from .api import Pending, all_gather, all_reduce, barrier, broadcast, reduce, reduce_scatter
-from .collective import Call, Collective
-from .errors import CommError, DeadlockError, MismatchError, RankFailedError
+from .api import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    gather,
+    permute,
+    reduce,
+    reduce_scatter,
+    scatter,
+)
+from .collective import Call, Collective, Here
+from .errors import CommError, DeadlockError, DivergenceError, MismatchError, RankFailedError, UnmatchedError
+from .exploring import explore
 from .group import Group
 from .ledger import Ledger, Row, ledger
+from .management import (
+    destroy_process_group,
+    get_local_rank,
+    get_rank,
+    get_world_size,
+    init_distributed,
+    is_initialized,
+    new_group,
+)
 from .mesh import Mesh, mesh
-from .process import init_distributed
+from .objects import all_gather_object, broadcast_object
+from .p2p import Recv, Send, batch_p2p, irecv, isend, recv, send
+from .pending import Pending
+from .permutation import Permutation
 from .simulator import simulate
 from .spawning import spawn
 from .table import TABLE
+from .tracing import Spread, spreads, write_trace
+from .variance import copy_to, gather_from, reduce_from, scatter_to
 from .world import world
 
 __all__ = [
@@ -18,23 +44,54 @@ __all__ = [
     "Collective",
     "CommError",
     "DeadlockError",
+    "DivergenceError",
     "Group",
+    "Here",
     "Ledger",
     "Mesh",
     "MismatchError",
     "Pending",
+    "Permutation",
     "RankFailedError",
+    "Recv",
     "Row",
+    "Send",
+    "Spread",
+    "UnmatchedError",
     "all_gather",
+    "all_gather_object",
     "all_reduce",
+    "all_to_all",
     "barrier",
+    "batch_p2p",
     "broadcast",
+    "broadcast_object",
+    "copy_to",
+    "destroy_process_group",
+    "explore",
+    "gather",
+    "gather_from",
+    "get_local_rank",
+    "get_rank",
+    "get_world_size",
     "init_distributed",
+    "irecv",
+    "is_initialized",
+    "isend",
     "ledger",
     "mesh",
+    "new_group",
+    "permute",
+    "recv",
     "reduce",
+    "reduce_from",
     "reduce_scatter",
+    "scatter",
+    "scatter_to",
+    "send",
     "simulate",
     "spawn",
+    "spreads",
     "world",
+    "write_trace",
 ]

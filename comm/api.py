@@ -1,133 +1,68 @@
-"""The collectives as functions: from a pytree to a new pytree, differentiable wherever a transpose exists."""
+"""The collectives as functions: from a pytree to a new pytree, differentiable wherever a transpose exists.
 
-from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+Point-to-point messages are in ``p2p``, Python objects in ``objects``, Megatron's four in ``variance``.
+"""
 
-import attrs
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
 import optree
 import torch
 from torch import Tensor
 
-from .collective import Call, Handle
+from .applying import apply, apply_all, flatten, is_smooth, resolve_dim
+from .collective import Call
+from .errors import MismatchError
 from .group import Group
+from .pending import Pending
+from .permutation import Permutation
 from .pytree import NAMESPACE
-from .table import ALL_GATHER, ALL_REDUCE, BARRIER, BROADCAST, REDUCE, REDUCE_SCATTER
+from .table import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    ALL_TO_ALL_ROWS,
+    BARRIER,
+    BROADCAST,
+    GATHER,
+    PERMUTE,
+    REDUCE,
+    REDUCE_SCATTER,
+    SCATTER,
+)
 from .world import world
 
-__all__ = ["Pending", "all_gather", "all_reduce", "barrier", "broadcast", "reduce", "reduce_scatter"]
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "gather",
+    "permute",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+]
 
 T = TypeVar("T")
-
-
-@attrs.define(eq=False, repr=False)
-class Pending(Generic[T]):
-    """A collective under way: ``wait()`` gives its result, the same one each time."""
-
-    _call: Call
-    _group: Group
-    _handle: Handle
-    _leaves: list[Tensor]
-    _spec: optree.PyTreeSpec
-    _result: list[Tensor] | None = None
-
-    def wait(self) -> T:
-        """Blocks (on CUDA: makes the current stream wait) until the result is there."""
-        if self._result is None:
-            self._result = _finish(self._call, self._group, self._handle, self._leaves)
-        result: T = optree.tree_unflatten(self._spec, self._result)  # type: ignore[assignment]
-        return result
-
-    def poll(self, patience: float = 0.0) -> bool:
-        """Whether ``wait`` would not block. Waits for that, at most ``patience`` seconds; simulated, while others can go on.
-
-        What a program makes of the answer can depend on the interleaving, as on the transport's speed.
-        """
-        return self._result is not None or self._handle.poll(patience)
-
-    def __repr__(self) -> str:
-        return f"Pending({self._call} on {self._group}, {'done' if self._result is not None else 'under way'})"
-
-
-class _Differentiable(torch.autograd.Function):
-    """Hangs a finished collective into the autograd graph; its backward is the adjoint, differentiable again."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Call, group: Group, handle: Handle, *leaves: Tensor) -> tuple[Tensor, ...]:
-        ctx.call, ctx.group = call, group
-        results = handle.wait()
-        ctx.mark_non_differentiable(*(r for r in results if not _is_smooth(r)))
-        return tuple(results)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        adjoint = ctx.call.collective.adjoint(ctx.call.options)
-        if adjoint is None:
-            raise ValueError(f"{ctx.call} has no transpose, so no gradient flows through it: detach its input")
-        smooth = [grad for grad in grads if _is_smooth(grad)]
-        back = iter(_finish(adjoint, ctx.group, _start(adjoint, smooth, ctx.group), smooth))
-        return (None, None, None, *(next(back) if _is_smooth(grad) else None for grad in grads))
-
-
-def _is_smooth(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _start(call: Call, leaves: Sequence[Tensor], group: Group, *, ahead: bool = False) -> Handle:
-    for leaf in leaves:
-        call.collective.check(leaf, group.size, call.options)
-    for book in group.world.books:
-        book.record(call, leaves, group)
-    return group.world.start(call, leaves, group, ahead=ahead)
-
-
-def _finish(call: Call, group: Group, handle: Handle, leaves: list[Tensor]) -> list[Tensor]:
-    if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves):
-        return list(_Differentiable.apply(call, group, handle, *leaves))
-    return handle.wait()
-
-
-def _leaves(name: str, tree: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
-    paths, leaves, spec = optree.tree_flatten_with_path(tree, namespace=NAMESPACE)
-    for path, leaf in zip(paths, leaves, strict=True):
-        if not isinstance(leaf, Tensor):
-            where = "".join(f"[{p!r}]" for p in path) or "the value itself"
-            raise TypeError(f"{name}: every leaf must be a tensor; {where} is {type(leaf).__name__} {leaf!r}")
-    return leaves, spec
-
-
-def _apply(call: Call, tree: T, group: Group | None, async_op: bool) -> Any:
-    leaves, spec = _leaves(call.collective.name, tree)
-    group = group or world()
-    pending: Pending[T] = Pending(call, group, _start(call, leaves, group, ahead=async_op), leaves, spec)
-    return pending if async_op else pending.wait()
 
 
 def _reducing(call: Call, tree: T, group: Group | None, async_op: bool) -> Any:
     """avg is the sum over n, divided after the exchange, in every world alike."""
     if call.options["op"] != "avg":
-        return _apply(call, tree, group, async_op)
-    if async_op:
-        raise ValueError("op='avg' with async_op=True: ask for the sum and divide by the group's size after the wait")
+        return apply(call, tree, group, async_op)
     group = group or world()
-    for leaf in _leaves(call.collective.name, tree)[0]:
-        if not _is_smooth(leaf):
+    for leaf in flatten(call.collective.name, tree)[0]:
+        if not is_smooth(leaf):
             raise ValueError(f"op='avg' of an integer or bool tensor ({leaf.dtype}): use sum, or cast it first")
-    total = _apply(Call(call.collective, {**call.options, "op": "sum"}), tree, group, False)
-    return optree.tree_map(lambda leaf: leaf / group.size, total, namespace=NAMESPACE)
 
+    def divided(total: T) -> T:
+        return optree.tree_map(lambda leaf: leaf / group.size, total, namespace=NAMESPACE)  # type: ignore[return-value, arg-type]
 
-def _dim(name: str, tree: Any, dim: int) -> int:
-    """A negative dim counts from the end; all leaves share it."""
-    if dim >= 0:
-        return dim
-    leaves = _leaves(name, tree)[0]
-    if len({leaf.dim() for leaf in leaves}) > 1:
-        dims = sorted({leaf.dim() for leaf in leaves})
-        raise ValueError(f"dim={dim} counts from the end, but the leaves have {dims} dims; use a dim >= 0")
-    for leaf in leaves:
-        if 0 < leaf.dim() < -dim:
-            raise ValueError(f"dim={dim} is out of range for a tensor of shape {list(leaf.shape)}")
-    return dim + leaves[0].dim() if leaves else 0
+    total = apply(Call(call.collective, {**call.options, "op": "sum"}), tree, group, async_op)
+    return total.then(divided) if async_op else divided(total)
 
 
 def all_reduce(x: T, group: Group | None = None, *, op: str = "sum", async_op: bool = False) -> Any:
@@ -154,21 +89,80 @@ def all_reduce(x: T, group: Group | None = None, *, op: str = "sum", async_op: b
     return _reducing(Call(ALL_REDUCE, {"op": op}), x, group, async_op)
 
 
-def all_gather(x: T, group: Group | None = None, *, dim: int = 0, tiled: bool = True, async_op: bool = False) -> Any:
+def all_gather(
+    x: T,
+    group: Group | None = None,
+    *,
+    dim: int = 0,
+    tiled: bool = True,
+    uneven: bool = False,
+    async_op: bool = False,
+) -> Any:
     """The ranks' values concatenated along ``dim``, on every rank; ``tiled=False`` stacks them on a new leading axis.
 
     Law: ``AG ∘ shard = id``; the transpose is reduce_scatter.
 
-    Cost: each rank sends (n - 1) times its value.
+    Args:
+        x: a pytree of tensors with the same shapes and dtypes on all ranks.
+        group: who takes part; None for the whole world.
+        dim: where the values are joined.
+        tiled: whether they are joined along an axis that they have.
+        uneven: the sizes along ``dim`` may differ between ranks; they are exchanged first, and the host waits for that.
+        async_op: return a ``Pending`` at once.
+
+    Cost: each rank sends (n - 1) times its value; uneven, 16 (n - 1) bytes a leaf before it.
 
     Raises:
         ValueError: ``dim`` is out of range, or the value is a scalar and tiled.
+        MismatchError: uneven values whose dtypes or other dims differ.
 
     >>> from functional_ds import comm
     >>> comm.simulate(lambda: comm.all_gather(torch.tensor([comm.world().rank])).tolist(), world_size=3)
     [[0, 1, 2], [0, 1, 2], [0, 1, 2]]
+    >>> comm.simulate(lambda: comm.all_gather(torch.ones(comm.world().rank), uneven=True).tolist(), world_size=3)[0]
+    [1.0, 1.0, 1.0]
     """
-    return _apply(Call(ALL_GATHER, {"dim": _dim("all_gather", x, dim), "tiled": tiled}), x, group, async_op)
+    dim = resolve_dim("all_gather", x, dim)
+    if not uneven:
+        return apply(Call(ALL_GATHER, {"dim": dim, "tiled": tiled}), x, group, async_op)
+    if not tiled:
+        raise ValueError("uneven=True with tiled=False: pieces of different sizes do not stack; gather them along a dim")
+    pending = _all_gather_uneven(x, group or world(), dim)
+    return pending if async_op else pending.wait()
+
+
+def _all_gather_uneven(x: T, group: Group, dim: int) -> Pending[T]:
+    leaves, spec = flatten("all_gather", x)
+    kinds: dict[tuple[int, ...], list[int]] = {}  # leaves of the same sizes travel together
+    for place, sizes in enumerate(_sizes_along(dim, leaves, group)):
+        kinds.setdefault(sizes, []).append(place)
+    calls = [(Call(ALL_GATHER, {"dim": dim, "tiled": True, "sizes": sizes}), [leaves[i] for i in kinds[sizes]]) for sizes in kinds]
+
+    def in_place(results: list[list[Tensor]]) -> T:
+        found = dict(zip((i for places in kinds.values() for i in places), (r for rs in results for r in rs), strict=True))
+        return optree.tree_unflatten(spec, [found[i] for i in range(len(leaves))])  # type: ignore[return-value]
+
+    return apply_all(calls, group).then(in_place)
+
+
+def _sizes_along(dim: int, leaves: Sequence[Tensor], group: Group) -> list[tuple[int, ...]]:
+    """For each leaf, its size along ``dim`` on every rank; raises where anything else of it differs."""
+    for leaf in leaves:
+        if not 0 <= dim < leaf.dim():
+            raise ValueError(f"dim={dim} is out of range for a tensor of shape {list(leaf.shape)}")
+    rests = [[*leaf.shape[:dim], *leaf.shape[dim + 1 :]] for leaf in leaves]
+    kinds = [f"{leaf.dtype}{rest}" for leaf, rest in zip(leaves, rests, strict=True)]
+    marks = [zlib.crc32(kind.encode()) for kind in kinds]
+    mine = torch.tensor([[leaf.shape[dim], mark] for leaf, mark in zip(leaves, marks, strict=True)], device=group.world.device)
+    everyones = all_gather(mine, group, tiled=False).tolist()  # [n, leaves, 2]
+    for place, kind in enumerate(kinds):
+        for rank, theirs in enumerate(everyones):
+            if theirs[place][1] != marks[place]:
+                raise MismatchError(
+                    f"all_gather(dim={dim}, uneven=True): leaf {place} has another dtype, or other sizes beside dim {dim}, on rank "
+                    f"{rank} of {group.name!r} than here on rank {group.rank} ({kind})"
+                )
+    return [tuple(theirs[place][0] for theirs in everyones) for place in range(len(leaves))]
 
 
 def reduce_scatter(
@@ -194,7 +188,7 @@ def reduce_scatter(
     >>> comm.simulate(lambda: comm.reduce_scatter(torch.arange(4)).tolist(), world_size=2)
     [[0, 2], [4, 6]]
     """
-    options = {"dim": _dim("reduce_scatter", x, dim), "op": op, "tiled": tiled}
+    options = {"dim": resolve_dim("reduce_scatter", x, dim), "op": op, "tiled": tiled}
     return _reducing(Call(REDUCE_SCATTER, options), x, group, async_op)
 
 
@@ -209,7 +203,7 @@ def broadcast(x: T, src: int = 0, group: Group | None = None, *, async_op: bool 
     >>> comm.simulate(lambda: comm.broadcast(torch.tensor(comm.world().rank), src=1).item(), world_size=3)
     [1, 1, 1]
     """
-    return _apply(Call(BROADCAST, {"src": src}), x, group, async_op)
+    return apply(Call(BROADCAST, {"src": src}), x, group, async_op)
 
 
 def reduce(x: T, dst: int = 0, group: Group | None = None, *, op: str = "sum", async_op: bool = False) -> Any:
@@ -226,6 +220,161 @@ def reduce(x: T, dst: int = 0, group: Group | None = None, *, op: str = "sum", a
     return _reducing(Call(REDUCE, {"dst": dst, "op": op}), x, group, async_op)
 
 
+def gather(x: T, dst: int = 0, group: Group | None = None, *, dim: int = 0, tiled: bool = True, async_op: bool = False) -> Any:
+    """The ranks' values concatenated along ``dim``, on rank ``dst``; elsewhere zeros of that shape, which take no memory.
+
+    Law: ``AG = BC(dst) ∘ gather(dst)``; the transpose is ``scatter`` from ``dst``, which counts within the group.
+
+    Cost: every rank but ``dst`` sends its value once.
+
+    Raises:
+        ValueError: ``dst`` is no rank of the group; ``dim`` is out of range.
+
+    >>> from functional_ds import comm
+    >>> comm.simulate(lambda: comm.gather(torch.tensor([comm.world().rank + 1]), dst=1).tolist(), world_size=2)
+    [[0, 0], [1, 2]]
+    """
+    return apply(Call(GATHER, {"dst": dst, "dim": resolve_dim("gather", x, dim), "tiled": tiled}), x, group, async_op)
+
+
+def scatter(
+    x: T,
+    src: int = 0,
+    group: Group | None = None,
+    *,
+    dim: int = 0,
+    tiled: bool = True,
+    like: T | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Rank ``src``'s value cut along ``dim``: rank r gets the r-th of n pieces.
+
+    Law: ``RS = scatter(dst) ∘ reduce(dst)``; the transpose is ``gather`` to ``src``.
+
+    Args:
+        x: on rank ``src`` the whole; elsewhere its values are ignored, and with ``like`` it is not needed at all (None).
+        src: who has it; counts within the group.
+        group: who takes part; None for the whole world.
+        dim: where it is cut.
+        tiled: False cuts a leading axis of size n and drops it.
+        like: a tree shaped as the piece that arrives, for ranks that do not hold the whole. Where gradients shall flow, it
+            requires grad as ``x`` does.
+        async_op: return a ``Pending`` at once.
+
+    Cost: ``src`` sends (n - 1) / n of the value; no other rank holds more than its piece.
+
+    Raises:
+        ValueError: the size along ``dim`` is no multiple of n; ``src`` is no rank of the group, or has no value.
+
+    >>> from functional_ds import comm
+    >>> def program():
+    ...     whole = torch.arange(4) if comm.world().rank == 0 else None
+    ...     return comm.scatter(whole, like=torch.arange(2)).tolist()
+    >>> comm.simulate(program, world_size=2)
+    [[0, 1], [2, 3]]
+    """
+    group = group or world()
+    if like is not None and group.rank != src:
+        x = optree.tree_map(lambda leaf: _whole_of(leaf, group.size, dim, tiled), like, namespace=NAMESPACE)  # type: ignore[assignment, arg-type]
+    elif x is None:
+        who = f"rank {src} is src and gives the whole" if group.rank == src else "pass like=, a tree shaped as what arrives"
+        raise ValueError(f"scatter: x is None on rank {group.rank}; {who}")
+    return apply(Call(SCATTER, {"src": src, "dim": resolve_dim("scatter", x, dim), "tiled": tiled}), x, group, async_op)
+
+
+def _whole_of(piece: Tensor, n: int, dim: int, tiled: bool) -> Tensor:
+    """A stand-in for the whole that takes no memory."""
+    shape = list(piece.shape)
+    if not tiled:
+        shape.insert(0, n)
+    elif shape:
+        shape[dim] *= n
+    if not piece.requires_grad:
+        return piece.new_zeros(()).expand(shape)
+    return piece.flatten()[:0].sum().expand(shape)  # zeros that carry gradients: through them this rank joins the backward
+
+
+def all_to_all(
+    x: T,
+    group: Group | None = None,
+    *,
+    split_dim: int = 0,
+    concat_dim: int = 0,
+    input_splits: Sequence[int] | None = None,
+    output_splits: Sequence[int] | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Each rank cuts its value along ``split_dim`` and sends piece p to rank p; what arrives is joined along ``concat_dim``.
+
+    Law: ``A2A(c, s) ∘ A2A(s, c) = id``; the transpose has the dims swapped. With splits, the transpose swaps the splits.
+
+    Args:
+        x: a pytree of tensors.
+        group: who takes part; None for the whole world.
+        split_dim: where the value is cut, into equal pieces or as ``input_splits`` says.
+        concat_dim: where the pieces that arrive are joined; with splits it must be ``split_dim``.
+        input_splits: how many rows go to each rank: the row exchange of expert parallelism.
+        output_splits: how many rows come from each rank. Left out, they are exchanged first, and the host waits for that.
+        async_op: return a ``Pending`` at once.
+
+    Cost: each rank sends (n - 1) / n of its value; with splits, all rows but its own.
+
+    Raises:
+        ValueError: a size that does not divide, splits that do not add up, a dim out of range.
+        MismatchError: in a simulation, splits of two ranks that contradict each other.
+
+    >>> from functional_ds import comm
+    >>> comm.simulate(lambda: comm.all_to_all(torch.arange(2) + 10 * comm.world().rank).tolist(), world_size=2)
+    [[0, 10], [1, 11]]
+    >>> def rows():
+    ...     rank = comm.world().rank
+    ...     return comm.all_to_all(torch.full((3,), rank), input_splits=[[1, 2], [3, 0]][rank]).tolist()
+    >>> comm.simulate(rows, world_size=2)
+    [[0, 1, 1, 1], [0, 0]]
+    """
+    split_dim, concat_dim = resolve_dim("all_to_all", x, split_dim), resolve_dim("all_to_all", x, concat_dim)
+    if input_splits is None:
+        if output_splits is not None:
+            raise ValueError(f"output_splits={list(output_splits)} without input_splits: say what this rank sends, too")
+        return apply(Call(ALL_TO_ALL, {"split_dim": split_dim, "concat_dim": concat_dim}), x, group, async_op)
+    if split_dim != concat_dim:
+        raise ValueError(f"split_dim={split_dim} and concat_dim={concat_dim}: with input_splits they must be the same")
+    group = group or world()
+    sent = tuple(int(rows) for rows in input_splits)
+    if len(sent) != group.size:
+        raise ValueError(f"input_splits={list(sent)}: a group of {group.size} needs {group.size} sizes, one for each rank")
+    if output_splits is None:
+        output_splits = all_to_all(torch.tensor(sent, device=group.world.device), group).tolist()
+    options = {"dim": split_dim, "input_splits": sent, "output_splits": tuple(int(rows) for rows in output_splits)}
+    return apply(Call(ALL_TO_ALL_ROWS, options), x, group, async_op)
+
+
+def permute(
+    x: T, perm: Permutation | Iterable[tuple[int, int]], group: Group | None = None, *, async_op: bool = False
+) -> Any:
+    """Each rank's value goes to the rank that ``perm`` names; a rank with no source gets zeros.
+
+    Law: ``PM(p) ∘ PM(q) = PM(p ∘ q)``; the transpose is ``PM(p⁻¹)``.
+
+    Args:
+        x: a pytree of tensors with the same shapes and dtypes on all ranks.
+        perm: pairs (source, destination) of ranks of the group, the same on all ranks. In loops, make a ``Permutation`` once.
+        group: who takes part; None for the whole world.
+        async_op: return a ``Pending`` at once.
+
+    Cost: a rank with a destination sends its value once.
+
+    Raises:
+        ValueError: a rank is out of range, or stands twice on one side.
+
+    >>> from functional_ds import comm
+    >>> comm.simulate(lambda: comm.permute(torch.tensor(comm.world().rank), [(0, 1), (1, 2)]).item(), world_size=3)
+    [0, 0, 1]
+    """
+    perm = perm if isinstance(perm, Permutation) else Permutation(perm)
+    return apply(Call(PERMUTE, {"perm": perm}), x, group, async_op)
+
+
 def barrier(group: Group | None = None) -> None:
     """Returns once every rank of the group has called it.
 
@@ -233,4 +382,5 @@ def barrier(group: Group | None = None) -> None:
     >>> comm.simulate(comm.barrier, world_size=2)
     [None, None]
     """
-    _apply(Call(BARRIER), (torch.empty(0),), group, False)
+    group = group or world()
+    apply(Call(BARRIER), (torch.empty(0, device=group.world.device),), group, False)

@@ -1,18 +1,24 @@
 """What a collective is: one record that says what it means, what its transpose is, what it costs and how it runs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import attrs
 from torch import Tensor
 
-__all__ = ["Call", "Collective", "Handle", "Options"]
+__all__ = ["Call", "Collective", "Handle", "Here", "Options"]
 
 Options = Mapping[str, Any]
 
 
 class Handle(Protocol):
-    """A collective under way."""
+    """A collective under way.
+
+    Attributes:
+        ended: when it was over (``time.perf_counter``), where that is known earlier than by a wait.
+    """
+
+    ended: float | None
 
     def wait(self) -> list[Tensor]:
         """Blocks until this rank's results are there and returns them."""
@@ -24,28 +30,84 @@ class Handle(Protocol):
 
 
 @attrs.frozen(eq=False)
+class Here:
+    """Where a call is made: its options, this rank's place in the group, and the number of ranks."""
+
+    options: Options
+    rank: int
+    n: int
+
+    def __getitem__(self, option: str) -> Any:
+        return self.options[option]
+
+
+def _everyone(options: Options, n: int) -> Sequence[int]:
+    return range(n)
+
+
+def _in_one_order(options: Options) -> Hashable:
+    return ()
+
+
+def _flat(leaf: Tensor, here: Here) -> Tensor:
+    return leaf.reshape(-1)
+
+
+def _same_shape(piece: Tensor, leaf: Tensor, here: Here) -> Tensor:
+    return piece.reshape(leaf.shape)
+
+
+def _own_shape(leaf: Tensor, here: Here) -> Sequence[int]:
+    return leaf.shape
+
+
+def _no_check(leaf: Tensor, here: Here) -> None:
+    return None
+
+
+def _no_transpose(options: Options) -> "Call | None":
+    return None
+
+
+def _silent(leaf: Tensor, here: Here) -> int:
+    return 0
+
+
+@attrs.frozen(eq=False)
 class Collective:
     """One row of the table.
 
     Attributes:
         name: as in ``comm.<name>``.
-        denotation: the meaning; from all ranks' inputs, in rank order, to all ranks' outputs.
+        denotation: the meaning; from all members' inputs, in rank order, to all members' outputs.
         adjoint: the call that is the transpose, or None where there is none (max, say).
-        volume: elements that ``rank`` of ``n`` sends for an input of ``numel`` elements.
-        pack: a leaf as the payload of the flat primitive; payloads of several leaves concatenate along the last dim.
+        volume: elements that this rank sends.
+        primitive: the flat exchange that carries it, a key of the backends' tables (``exchange``, ``native``, ``shapes``).
+        pack: a leaf as the payload of the primitive; payloads of several leaves concatenate along the last dim.
         unpack: the leaf's result from its slice of the primitive's result.
-        primitive: the flat exchange that carries it, a key of the backends' tables (``exchange``, ``native``).
         check: raises ValueError where this rank alone can tell that the call is wrong.
+        shape: what must be the same on every rank; by default the leaf's shape.
+        alone: for a row without communication, this rank's result from its own input.
+        members: the group's ranks that take part; by default all.
+        thread: calls of one thread come in one order on all members; by default there is one thread.
+        private: options that may differ between ranks; the denotation gets them as a list, an entry a member.
+        title: the name and the options to show, as this rank wrote them; by default the row's name and all options.
     """
 
     name: str
     denotation: Callable[[Sequence[Tensor], Options], list[Tensor]]
-    adjoint: Callable[[Options], "Call | None"]
-    volume: Callable[[int, int, int, Options], int]
-    pack: Callable[[Tensor, int, Options], Tensor]
-    unpack: Callable[[Tensor, Tensor, int, Options], Tensor]
-    primitive: str
-    check: Callable[[Tensor, int, Options], None]
+    adjoint: Callable[[Options], "Call | None"] = _no_transpose
+    volume: Callable[[Tensor, Here], int] = _silent
+    primitive: str = ""
+    pack: Callable[[Tensor, Here], Tensor] = _flat
+    unpack: Callable[[Tensor, Tensor, Here], Tensor] = _same_shape
+    check: Callable[[Tensor, Here], None] = _no_check
+    shape: Callable[[Tensor, Here], Sequence[int | str]] = _own_shape
+    alone: Callable[[Tensor, Here], Tensor] | None = None
+    members: Callable[[Options, int], Sequence[int]] = _everyone
+    thread: Callable[[Options], Hashable] = _in_one_order
+    private: tuple[str, ...] = ()
+    title: Callable[[Options, int], tuple[str, Options]] | None = None
 
 
 @attrs.frozen(eq=False)
@@ -55,10 +117,29 @@ class Call:
     collective: Collective
     options: Options = attrs.field(factory=dict)
 
-    def __str__(self) -> str:
-        return f"{self.collective.name}({', '.join(f'{k}={v!r}' for k, v in self.options.items())})"
+    def title(self, rank: int) -> tuple[str, Options]:
+        """The name and options as the program on this rank wrote them."""
+        row = self.collective
+        return (row.name, self.options) if row.title is None else row.title(self.options, rank)
 
-    def signature(self, tensors: Sequence[Tensor]) -> str:
-        """What must be the same on every rank, as the text that a mismatch shows."""
-        shapes = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
-        return f"{self} of [{shapes}]"
+    def shown(self, rank: int) -> str:
+        """The call as text."""
+        name, options = self.title(rank)
+        return f"{name}({', '.join(f'{k}={v!r}' for k, v in options.items())})"
+
+    def signature(self, tensors: Sequence[Tensor], here: Here) -> str:
+        """The call and what it is called on, as text for messages."""
+        shapes = (list(self.collective.shape(t, here)) for t in tensors)
+        kinds = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{shape}" for t, shape in zip(tensors, shapes, strict=True))
+        return f"{self.shown(here.rank)} of [{kinds}]".replace("'*'", "*")
+
+    def agreement(self, tensors: Sequence[Tensor], here: Here) -> tuple[Any, ...]:
+        """What must be equal on every member."""
+        row = self.collective
+        options = tuple((k, v) for k, v in self.options.items() if k not in row.private)
+        return (row.name, options, tuple((t.dtype, tuple(row.shape(t, here))) for t in tensors))
+
+    def merged(self, others: Sequence["Call"]) -> Options:
+        """The options with every member's private ones."""
+        private = {name: [other.options[name] for other in others] for name in self.collective.private}
+        return {**self.options, **private}

@@ -1,6 +1,6 @@
 """What can go wrong between ranks, each with a name."""
 
-__all__ = ["CommError", "DeadlockError", "MismatchError", "RankFailedError"]
+__all__ = ["CommError", "DeadlockError", "DivergenceError", "MismatchError", "RankFailedError", "UnmatchedError"]
 
 
 class CommError(RuntimeError):
@@ -15,5 +15,13 @@ class DeadlockError(CommError):
     """No rank can go on: every unfinished rank waits for another."""
 
 
+class DivergenceError(CommError):
+    """Two interleavings of one program give different results."""
+
+
 class RankFailedError(CommError):
     """A rank's process raised an error that could not be carried over, or ended without one."""
+
+
+class UnmatchedError(CommError):
+    """All ranks have finished, and some never came to a collective or a message that others started."""

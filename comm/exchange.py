@@ -17,19 +17,20 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from .collective import Options
-from .table import chunk_bounds, fold
+from .fold import chunk_bounds, fold
 
 __all__ = ["EXCHANGES", "Started"]
 
-_TAG = 0  # messages between two ranks keep their order
+_TAG = 0  # of collectives; messages between two ranks keep their order within a tag
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class Started:
     """A primitive under way: the transport's works, then what is left to compute once they are done."""
 
     works: Sequence[Work]
     finish: Callable[[], Tensor]
+    ended: float | None = None
 
     def wait(self) -> Tensor:
         """The result."""
@@ -46,12 +47,12 @@ def _bytes(tensor: Tensor) -> list[Tensor]:
     return [tensor.view(torch.uint8)]
 
 
-def _send(pg: ProcessGroup, tensor: Tensor, peer: int) -> list[Work]:
-    return [pg.send(_bytes(tensor), peer, _TAG)] if tensor.numel() else []
+def _send(pg: ProcessGroup, tensor: Tensor, peer: int, tag: int = _TAG) -> list[Work]:
+    return [pg.send(_bytes(tensor), peer, tag)] if tensor.numel() else []
 
 
-def _recv(pg: ProcessGroup, tensor: Tensor, peer: int) -> list[Work]:
-    return [pg.recv(_bytes(tensor), peer, _TAG)] if tensor.numel() else []
+def _recv(pg: ProcessGroup, tensor: Tensor, peer: int, tag: int = _TAG) -> list[Work]:
+    return [pg.recv(_bytes(tensor), peer, tag)] if tensor.numel() else []
 
 
 def _peers(pg: ProcessGroup) -> list[int]:
@@ -79,16 +80,29 @@ def _reduce_rows(pg: ProcessGroup, rows: Sequence[Tensor], op: str, *, out: Tens
     return Started(works, lambda: fold(pieces, op, out=out))
 
 
+def _swap(pg: ProcessGroup, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[Work]:
+    """Sends ``sent[p]`` to each other rank p and receives ``received[p]`` from it; copies this rank's own."""
+    received[pg.rank()].copy_(sent[pg.rank()])
+    works = [work for peer in _peers(pg) for work in _recv(pg, received[peer], peer)]
+    return works + [work for peer in _peers(pg) for work in _send(pg, sent[peer], peer)]
+
+
 def all_gather(pg: ProcessGroup, piece: Tensor, options: Options) -> Started:
-    """[m] -> [n, m]."""
-    rows = piece.new_empty(pg.size(), piece.numel())
+    """[m] -> [n, m]; uneven, [rows, m] -> [all rows, m]."""
+    if "sizes" in options:
+        whole = piece.new_empty(sum(options["sizes"]), piece.shape[1])
+        rows = whole.split(list(options["sizes"]))
+    else:
+        whole = piece.new_empty(pg.size(), piece.numel())
+        rows = whole.unbind(0)
     rows[pg.rank()].copy_(piece)
-    return Started(_all_gather_into(pg, rows.unbind(0)), lambda: rows)
+    return Started(_all_gather_into(pg, rows), lambda: whole)
 
 
 def reduce_scatter(pg: ProcessGroup, rows: Tensor, options: Options) -> Started:
-    """[n, m] -> [m]."""
-    return _reduce_rows(pg, rows.contiguous().unbind(0), options["op"])
+    """[n, m] -> [m]; uneven, [all rows, m] -> [rows, m]."""
+    pieces = rows.contiguous().split(list(options["sizes"])) if "sizes" in options else rows.contiguous().unbind(0)
+    return _reduce_rows(pg, pieces, options["op"])
 
 
 def all_reduce(pg: ProcessGroup, piece: Tensor, options: Options) -> Started:
@@ -123,6 +137,61 @@ def reduce(pg: ProcessGroup, piece: Tensor, options: Options) -> Started:
     return Started(works, lambda: fold(pieces, op))
 
 
+def gather(pg: ProcessGroup, piece: Tensor, options: Options) -> Started:
+    """[m] -> [n, m] at the root; each sends to it, and has zeros itself."""
+    root, n = options["dst"], pg.size()
+    if pg.rank() != root:
+        return Started(_send(pg, piece, root), lambda: piece.new_zeros(()).expand(n, piece.numel()))
+    rows = piece.new_empty(n, piece.numel())
+    rows[root].copy_(piece)
+    return Started([work for peer in _peers(pg) for work in _recv(pg, rows[peer], peer)], lambda: rows)
+
+
+def scatter(pg: ProcessGroup, payload: Tensor, options: Options) -> Started:
+    """[n, m] at the root, which sends a row to each -> [m]; elsewhere the payload says what arrives."""
+    root = options["src"]
+    if pg.rank() != root:
+        received = torch.empty_like(payload)
+        return Started(_recv(pg, received, root), lambda: received)
+    rows = payload.contiguous()
+    return Started([work for peer in _peers(pg) for work in _send(pg, rows[peer], peer)], rows[root].clone)
+
+
+def all_to_all(pg: ProcessGroup, rows: Tensor, options: Options) -> Started:
+    """[n, m] -> [n, m]; row p goes to rank p."""
+    source, result = rows.contiguous(), torch.empty_like(rows, memory_format=torch.contiguous_format)
+    return Started(_swap(pg, source.unbind(0), result.unbind(0)), lambda: result)
+
+
+def all_to_all_rows(pg: ProcessGroup, rows: Tensor, options: Options) -> Started:
+    """[rows sent, m] -> [rows received, m]."""
+    source, sent, expected = rows.contiguous(), list(options["input_splits"]), list(options["output_splits"])
+    result = rows.new_empty(sum(expected), rows.shape[1])
+    return Started(_swap(pg, source.split(sent), result.split(expected)), lambda: result)
+
+
+def permute(pg: ProcessGroup, piece: Tensor, options: Options) -> Started:
+    """[m] -> [m]; one message to the destination, one from the source."""
+    rank, perm = pg.rank(), options["perm"]
+    source, target = perm.source.get(rank), perm.target.get(rank)
+    works = _send(pg, piece, target) if target not in (None, rank) else []
+    if source is None:
+        return Started(works, lambda: torch.zeros_like(piece))
+    if source == rank:
+        return Started(works, piece.clone)
+    received = torch.empty_like(piece)
+    return Started(_recv(pg, received, source) + works, lambda: received)
+
+
+def transfer(pg: ProcessGroup, piece: Tensor, options: Options) -> Started:
+    """[m] -> [m] at the destination; the sender has zeros."""
+    tag = _TAG + 1 + options["tag"]
+    if pg.rank() == options["src"]:
+        return Started(_send(pg, piece, options["dst"], tag), lambda: piece.new_zeros(()).expand(piece.shape))
+    received = torch.empty_like(piece)
+    return Started(_recv(pg, received, options["src"], tag), lambda: received)
+
+
 def barrier(pg: ProcessGroup, piece: Tensor, options: Options) -> Started:
     """Nobody leaves before all have come: each sends one byte to each."""
     token = torch.zeros(pg.size(), dtype=torch.uint8)
@@ -137,5 +206,11 @@ EXCHANGES: dict[str, Primitive] = {
     "all_reduce": all_reduce,
     "broadcast": broadcast,
     "reduce": reduce,
+    "gather": gather,
+    "scatter": scatter,
+    "all_to_all": all_to_all,
+    "all_to_all_rows": all_to_all_rows,
+    "permute": permute,
+    "transfer": transfer,
     "barrier": barrier,
 }

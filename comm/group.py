@@ -2,10 +2,12 @@
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from contextlib import AbstractContextManager, nullcontext
+from os.path import basename
 from typing import TYPE_CHECKING, Protocol
 
 import attrs
+import torch
 from torch import Tensor
 
 from .collective import Call, Handle
@@ -13,7 +15,7 @@ from .collective import Call, Handle
 if TYPE_CHECKING:
     from .ledger import Ledger
 
-__all__ = ["Group", "Solo", "World", "call_site"]
+__all__ = ["Group", "Ready", "Solo", "World", "call_site", "place_in"]
 
 
 class World(Protocol):
@@ -21,12 +23,21 @@ class World(Protocol):
 
     books: "list[Ledger]"
 
+    @property
+    def device(self) -> torch.device:
+        """Where small messages of the library's own live: sizes, objects."""
+        ...
+
+    def together(self) -> AbstractContextManager[None]:
+        """Calls that are started inside go on at once, whichever way they face."""
+        ...
+
     def start(self, call: Call, tensors: Sequence[Tensor], group: "Group", *, ahead: bool) -> Handle:
         """Begins a collective of this rank's tensors; ``ahead`` says that the caller will not wait for it at once."""
         ...
 
     def group(self, ranks: Sequence[int], name: str) -> "Group":
-        """A new group; every rank of the world calls this alike."""
+        """A group of these ranks; on a rank that is none of them, one whose collectives raise."""
         ...
 
     def channel(self, group: "Group", name: str) -> "Group":
@@ -40,7 +51,7 @@ class Group:
 
     Attributes:
         ranks: the members as ranks of the world, in group order.
-        rank: this rank's place in the group.
+        rank: this rank's place in the group; -1 where it is not in it, and then calling a collective is an error.
         name: the mesh axis that the group lies along, or "world".
         world: what carries out its collectives.
     """
@@ -64,12 +75,16 @@ class Group:
         return self.world.channel(self, name)
 
     def __repr__(self) -> str:
-        return f"Group({self.name!r}, rank {self.rank} of {self.size}, ranks {list(self.ranks)})"
+        place = f"rank {self.rank} of {self.size}" if self.rank >= 0 else "not a member"
+        return f"Group({self.name!r}, {place}, ranks {list(self.ranks)})"
 
 
 @attrs.define(eq=False)
-class _Ready:
+class Ready:
+    """A collective that is over."""
+
     results: list[Tensor]
+    ended: float | None = None
 
     def wait(self) -> list[Tensor]:
         return self.results
@@ -84,14 +99,27 @@ class Solo:
 
     books: "list[Ledger]" = attrs.field(factory=list)
 
-    def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, ahead: bool) -> Handle:
-        return _Ready([call.collective.denotation([t.detach()], call.options)[0] for t in tensors])
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, ahead: bool) -> Ready:
+        options = call.merged([call])
+        return Ready([call.collective.denotation([t.detach()], options)[0] for t in tensors])
 
     def group(self, ranks: Sequence[int], name: str) -> Group:
-        return Group(tuple(ranks), 0, name, self)
+        return Group(tuple(ranks), place_in(ranks, 0), name, self)
 
     def channel(self, group: Group, name: str) -> Group:
         return attrs.evolve(group, name=f"{group.name}/{name}")
+
+
+def place_in(ranks: Sequence[int], rank: int) -> int:
+    """The rank's place among them, or -1."""
+    return list(ranks).index(rank) if rank in ranks else -1
 
 
 _LIBRARIES = ("functional_ds", "torch", "optree", "threading")
@@ -102,4 +130,4 @@ def call_site() -> str:
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
         frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    return f"{basename(frame.f_code.co_filename)}:{frame.f_lineno}"

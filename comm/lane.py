@@ -5,26 +5,50 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from queue import SimpleQueue
 from threading import Thread
+from time import perf_counter
 
 import attrs
 from torch import Tensor
 
-__all__ = ["Lane", "Queued"]
+__all__ = ["Lane", "Performed", "Queued"]
 
 
 @attrs.frozen(eq=False)
 class Queued:
     """An exchange that the lane does when its turn comes."""
 
-    future: "Future[Tensor]"
+    future: "Future[tuple[Tensor, float]]"
+
+    @property
+    def ended(self) -> float | None:
+        """When it was over; None before."""
+        return self.future.result()[1] if self.future.done() and not self.future.exception() else None
 
     def wait(self) -> Tensor:
         """Its result, or its error."""
-        return self.future.result()
+        return self.future.result()[0]
 
     def poll(self, patience: float) -> bool:
         """Whether it is over; waits for that at most ``patience`` seconds."""
         return bool(wait_for([self.future], patience).done)
+
+
+@attrs.frozen(eq=False)
+class Performed:
+    """An exchange that is over."""
+
+    result: Tensor | Exception
+    ended: float
+
+    def wait(self) -> Tensor:
+        """Its result, or its error."""
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
+
+    def poll(self, patience: float) -> bool:
+        """True."""
+        return True
 
 
 class Lane:
@@ -35,7 +59,7 @@ class Lane:
     """
 
     def __init__(self, name: str) -> None:
-        self._jobs: SimpleQueue[tuple[Callable[[], Tensor], Future[Tensor]]] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[Callable[[], Tensor], Future[tuple[Tensor, float]]]] = SimpleQueue()
         self._given = self._done = 0
         self._name = name
         self._thread: Thread | None = None
@@ -50,16 +74,24 @@ class Lane:
         if self._thread is None:
             self._thread = Thread(target=self._run, daemon=True, name=f"lane {self._name}")
             self._thread.start()
-        future: Future[Tensor] = Future()
+        future: Future[tuple[Tensor, float]] = Future()
         self._given += 1
         self._jobs.put((job, future))
         return Queued(future)
+
+    def perform(self, job: Callable[[], Tensor]) -> Performed:
+        """Does a job on the caller's thread; the lane must be idle."""
+        try:
+            result: Tensor | Exception = job()
+        except Exception as error:  # whoever waits shall see it
+            result = error
+        return Performed(result, perf_counter())
 
     def _run(self) -> None:
         while True:
             job, future = self._jobs.get()
             try:
-                future.set_result(job())
+                future.set_result((job(), perf_counter()))
             except BaseException as error:  # whoever waits shall see it
                 future.set_exception(error)
             self._done += 1

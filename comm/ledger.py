@@ -1,20 +1,29 @@
-"""The ledger: what each rank sent, counted from the table's volumes. Counting never synchronises with a device."""
+"""The ledger: what each rank sent, counted from the table's volumes, and, if asked for, how long it took.
+
+Counting never synchronises with a device; times do.
+"""
 
 import csv
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 import attrs
+import torch
 from torch import Tensor
 
-from .collective import Call
+from .collective import Call, Handle, Here
 
 if TYPE_CHECKING:
     from .group import Group
 
-__all__ = ["Ledger", "Row", "ledger"]
+__all__ = ["Event", "Ledger", "Row", "begin", "ledger"]
+
+_RANKS_TIMES_INPUT = {"all_gather", "gather", "gather_from"}  # whose value is what comes out, n times what went in
+_SHARES = {"reduce_scatter", "all_to_all", "scatter", *_RANKS_TIMES_INPUT}  # of whose value (n - 1) / n must move
+_TWICE = {"all_reduce", "reduce_from"}
 
 
 @attrs.define
@@ -28,6 +37,10 @@ class Row:
         calls: how often it was called; a coalesced tree is one call.
         elements: elements that this rank sent.
         bytes: bytes that this rank sent.
+        ranks: the group's ranks.
+        timed: calls whose time was taken: under ``ledger(times=True)``, those that were waited for.
+        seconds: from their start to their end, in all.
+        payload: bytes of the values of the timed calls: what comes out of a gather, what goes into anything else.
     """
 
     collective: str
@@ -36,29 +49,120 @@ class Row:
     calls: int = 0
     elements: int = 0
     bytes: int = 0
+    ranks: tuple[int, ...] = attrs.field(default=(), repr=False, eq=False)
+    timed: int = attrs.field(default=0, repr=False, eq=False)
+    seconds: float = attrs.field(default=0.0, repr=False, eq=False)
+    payload: int = attrs.field(default=0, repr=False, eq=False)
+
+    @property
+    def algorithmic_bandwidth(self) -> float | None:
+        """Bytes of the values per second; None without times."""
+        return self.payload / self.seconds if self.seconds else None
+
+    @property
+    def bus_bandwidth(self) -> float | None:
+        """Bytes per second that the busiest link had to carry, whatever the algorithm, as nccl-tests defines it.
+
+        2 (n - 1) / n times the algorithmic bandwidth for an all-reduce; (n - 1) / n for gathers, scatters, reduce-scatters
+        and all-to-alls; the same for the rest.
+        """
+        shares = (self.size - 1) / self.size if self.size else 0.0
+        factor = 2 * shares if self.collective in _TWICE else shares if self.collective in _SHARES else 1.0
+        return None if self.algorithmic_bandwidth is None else self.algorithmic_bandwidth * factor
+
+
+@attrs.frozen
+class Event:
+    """One timed call: what, on which group, when (``time.perf_counter``), and the bytes this rank sent."""
+
+    collective: str
+    group: str
+    began: float
+    ended: float
+    bytes: int
+
+
+@attrs.define(eq=False)
+class _Timed:
+    """A call under way whose end is booked when it is waited for."""
+
+    inner: Handle
+    book: "Ledger"
+    row: Row
+    began: float
+    sent: int
+    payload: int
+
+    @property
+    def ended(self) -> float | None:
+        return self.inner.ended
+
+    def wait(self) -> list[Tensor]:
+        results = self.inner.wait()
+        _synchronize(results)
+        ended = self.inner.ended or perf_counter()
+        self.row.timed += 1
+        self.row.seconds += ended - self.began
+        self.row.payload += self.payload
+        self.book.events.append(Event(self.row.collective, self.row.group, self.began, ended, self.sent))
+        return results
+
+    def poll(self, patience: float) -> bool:
+        return self.inner.poll(patience)
+
+
+def _synchronize(tensors: Sequence[Tensor]) -> None:
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.synchronize(device)
+
+
+def begin(books: "Sequence[Ledger]", tensors: Sequence[Tensor]) -> float:
+    """The moment before a call; where a book takes times, what the device still has to do is not counted in."""
+    if any(book.times for book in books):
+        _synchronize(tensors)
+    return perf_counter()
 
 
 @attrs.define
 class Ledger:
-    """What one rank sent while the ledger was open: a row for each collective and group, in order of first use."""
+    """What one rank sent while the ledger was open: a row for each collective and group, in order of first use.
 
+    Attributes:
+        rank: whose it is.
+        times: whether it takes times.
+        rows: the sums.
+        events: the timed calls, in the order in which they were waited for.
+    """
+
+    rank: int = 0
+    times: bool = False
     rows: list[Row] = attrs.field(factory=list)
+    events: list[Event] = attrs.field(factory=list, repr=False)
+    _found: dict[tuple[str, str, tuple[int, ...]], Row] = attrs.field(factory=dict, repr=False, eq=False)
 
-    def record(self, call: Call, tensors: Sequence[Tensor], group: "Group") -> None:
-        """Books one call."""
-        row = self._row(call.collective.name, group)
+    def record(self, call: Call, tensors: Sequence[Tensor], group: "Group", handle: Handle, began: float) -> Handle:
+        """Books one call; returns the handle to wait for."""
+        row, here = self._row(call.title(group.rank)[0], group), Here(call.options, group.rank, group.size)
         row.calls += 1
+        payload = bytes_sent = 0
         for tensor in tensors:
-            sent = call.collective.volume(tensor.numel(), group.size, group.rank, call.options)
+            sent, size = call.collective.volume(tensor, here), tensor.element_size()
             row.elements += sent
-            row.bytes += sent * tensor.element_size()
+            bytes_sent += sent * size
+            payload += tensor.numel() * size
+        row.bytes += bytes_sent
+        if not self.times:
+            return handle
+        payload *= group.size if row.collective in _RANKS_TIMES_INPUT else 1
+        return _Timed(handle, self, row, began, bytes_sent, payload)
 
     def _row(self, collective: str, group: "Group") -> Row:
-        for row in self.rows:
-            if (row.collective, row.group, row.size) == (collective, group.name, group.size):
-                return row
-        self.rows.append(Row(collective, group.name, group.size))
-        return self.rows[-1]
+        key = (collective, group.name, group.ranks)
+        row = self._found.get(key)
+        if row is None:
+            row = self._found[key] = Row(collective, group.name, group.size, ranks=group.ranks)
+            self.rows.append(row)
+        return row
 
     @property
     def calls(self) -> int:
@@ -71,25 +175,35 @@ class Ledger:
         return sum(row.bytes for row in self.rows)
 
     def table(self) -> str:
-        """The rows as text, with a total."""
-        lines = [f"{'collective':<16}{'group':<16}{'ranks':>6}{'calls':>8}{'elements':>16}{'bytes':>16}"]
+        """The rows as text, with a total; with times, seconds and bandwidths in GB/s (1e9 bytes)."""
+        head = f"{'collective':<16}{'group':<16}{'ranks':>6}{'calls':>8}{'elements':>16}{'bytes':>16}"
+        lines = [head + (f"{'ms':>12}{'alg GB/s':>10}{'bus GB/s':>10}" if self.times else "")]
         total = Row("total", "", 0, self.calls, sum(r.elements for r in self.rows), self.bytes)
         for r in [*self.rows, total]:
-            ranks = str(r.size or "")
-            lines.append(f"{r.collective:<16}{r.group:<16}{ranks:>6}{r.calls:>8}{r.elements:>16,}{r.bytes:>16,}")
+            line = f"{r.collective:<16}{r.group:<16}{r.size or ''!s:>6}{r.calls:>8}{r.elements:>16,}{r.bytes:>16,}"
+            if self.times and r is not total:
+                rates = (r.algorithmic_bandwidth, r.bus_bandwidth)
+                line += f"{r.seconds * 1e3:>12.3f}" + "".join(f"{rate / 1e9:>10.3f}" if rate else f"{'':>10}" for rate in rates)
+            lines.append(line)
         return "\n".join(lines)
 
     def to_csv(self, path: str | Path) -> None:
-        """Writes the rows as CSV."""
+        """Writes the rows as CSV; sizes in bytes, times in seconds."""
         with Path(path).open("w", newline="") as file:
             writer = csv.writer(file)
-            writer.writerow([a.name for a in attrs.fields(Row)])
-            writer.writerows(attrs.astuple(row) for row in self.rows)
+            names = [field.name for field in attrs.fields(Row)]
+            writer.writerow([*names, "algorithmic_bandwidth", "bus_bandwidth"])
+            for row in self.rows:
+                values = {**attrs.asdict(row), "ranks": " ".join(map(str, row.ranks))}
+                writer.writerow([*(values[name] for name in names), row.algorithmic_bandwidth, row.bus_bandwidth])
 
 
 @contextmanager
-def ledger() -> Iterator[Ledger]:
+def ledger(*, times: bool = False) -> Iterator[Ledger]:
     """Counts what this rank sends while the block runs, on all groups of the current world.
+
+    Args:
+        times: take times, too: from a call's start to its end. On CUDA each call then waits for the device, before and after.
 
     >>> from functional_ds import comm
     >>> def program():
@@ -101,8 +215,9 @@ def ledger() -> Iterator[Ledger]:
     """
     from .world import world  # the surroundings stand above the records
 
-    books = world().world.books
-    book = Ledger()
+    here = world()
+    books = here.world.books
+    book = Ledger(here.rank, times)
     books.append(book)
     try:
         yield book

@@ -1,47 +1,172 @@
 """Named axes over the ranks of a world."""
 
+import itertools
 import math
 
 import attrs
+import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .group import Group
+from .group import Group, World
 from .process import ProcessWorld
 from .world import world
 
 __all__ = ["Mesh", "mesh"]
 
 
-@attrs.frozen
+def _listed(axes: dict[str, int]) -> str:
+    return ", ".join(map(repr, axes))
+
+
+def _sized(axes: dict[str, int]) -> str:
+    return ", ".join(f"{axis}={size}" for axis, size in axes.items()) or "no axes"
+
+
+def _multiply_to(sizes: dict[str, int], whole: int) -> bool:
+    return bool(sizes) and all(size >= 1 for size in sizes.values()) and math.prod(sizes.values()) == whole
+
+
+@attrs.frozen(repr=False)
 class Mesh:
-    """A grid of ranks with a name for each axis; ``mesh["dp"]`` is this rank's group along dp.
+    """A grid of ranks with a name for each axis, as seen by one of them; ``mesh["dp"]`` is this rank's group along dp.
+
+    ``mesh["dp", "tp"]`` is the group of all ranks that differ from this one along these axes only. It is numbered row by row
+    in the order in which the axes are named, the last one fastest; so is ``mesh.sub("dp", "tp")``, a mesh of these axes alone.
+
+    Law: over ``mesh["a", "b"]``, an all_reduce is one over a and one over b, in any order, and sharding is sharding over a,
+    then over b.
+
+    A mesh and its groups cost nothing until they are used. On processes the members of a group then connect to each other; over
+    NCCL all ranks of the world must come to their new groups in one order.
 
     Attributes:
-        axes: the sizes by name, outermost first; ranks are numbered row by row.
-        groups: this rank's group along each axis.
+        axes: the sizes by name, outermost first.
+        ranks: the members as ranks of the world, row by row.
+        rank: this rank's place among them.
+        world: what carries out the collectives of its groups.
+
+    >>> from functional_ds import comm
+    >>> comm.simulate(lambda: comm.mesh(pp=2, dp=2, tp=2)["dp", "tp"].ranks, world_size=8)[5]
+    (4, 5, 6, 7)
+    >>> comm.simulate(lambda: comm.mesh(pp=2, dp=2, tp=2)["tp", "dp"].ranks, world_size=8)[5]
+    (4, 6, 5, 7)
     """
 
-    axes: dict[str, int]
-    groups: dict[str, Group] = attrs.field(repr=False)
+    axes: dict[str, int] = attrs.field(eq=lambda axes: tuple(axes.items()))  # two dicts are equal in any order
+    ranks: tuple[int, ...]
+    rank: int
+    world: World = attrs.field(eq=id)
 
-    def __getitem__(self, axis: str) -> Group:
-        if axis not in self.groups:
-            raise KeyError(f"the mesh has no axis {axis!r}; its axes are {', '.join(map(repr, self.axes))}")
-        return self.groups[axis]
+    def __getitem__(self, axes: str | tuple[str, ...]) -> Group:
+        names = axes if isinstance(axes, tuple) else (axes,)
+        return self.world.group(self.sub(*names).ranks, ",".join(names))
 
     @property
     def coordinates(self) -> dict[str, int]:
         """This rank's place along each axis."""
-        return {axis: group.rank for axis, group in self.groups.items()}
+        return {axis: self.rank // stride % self.axes[axis] for axis, stride in self._strides().items()}
+
+    def _strides(self) -> dict[str, int]:
+        """How many places apart neighbours along each axis are."""
+        sizes = list(self.axes.values())
+        return {axis: math.prod(sizes[i + 1 :]) for i, axis in enumerate(self.axes)}
+
+    def sub(self, *axes: str) -> "Mesh":
+        """The mesh of these axes alone, in this order: the ranks that share this one's place along all others.
+
+        Law: ``mesh.sub("a", "b")["a"] = mesh["a"]``.
+
+        Raises:
+            KeyError: the mesh has no such axis.
+            ValueError: an axis is named twice, or none is named.
+
+        >>> from functional_ds import comm
+        >>> comm.simulate(lambda: comm.mesh(pp=2, dp=2, tp=2).sub("pp", "dp"), world_size=8)[3]
+        Mesh(pp=2, dp=2; rank 1 of 4, ranks [1, 3, 5, 7])
+        """
+        for axis in axes:
+            if axis not in self.axes:
+                raise KeyError(f"the mesh has no axis {axis!r}; its axes are {_listed(self.axes)}")
+            if axes.count(axis) > 1:
+                raise ValueError(f"axes {axes}: {axis!r} is named twice; name each axis once")
+        if not axes:
+            raise ValueError(f"axes (): name at least one; the mesh has {_listed(self.axes)}")
+        strides, here = self._strides(), self.coordinates
+        first = self.rank - sum(here[axis] * strides[axis] for axis in axes)
+        along = [range(0, self.axes[axis] * strides[axis], strides[axis]) for axis in axes]
+        places = [first + sum(steps) for steps in itertools.product(*along)]
+        ranks = tuple(self.ranks[place] for place in places)
+        return attrs.evolve(self, axes={axis: self.axes[axis] for axis in axes}, ranks=ranks, rank=places.index(self.rank))
+
+    def split(self, axis: str, /, **sizes: int) -> "Mesh":
+        """The same mesh with several axes, outermost first, in the place of one whose size is their product.
+
+        Experts share the ranks of the data axis: each of ``ep`` ranks holds a part of them (the expert-parallel group, over
+        which tokens travel), and ``edp`` ranks hold the same part (the expert-data-parallel group, over which the experts'
+        gradients are reduced). All other gradients are reduced over ``mesh["dp"]``, as before.
+
+        Law: ``mesh.split("a", b=m, c=n)["b", "c"]`` has the ranks of ``mesh["a"]``, in its order.
+
+        Raises:
+            KeyError: the mesh has no such axis.
+            ValueError: the sizes do not multiply to the axis's, or a name is another axis's.
+
+        >>> from functional_ds import comm
+        >>> def program():
+        ...     experts = comm.mesh(dp=4, tp=2).split("dp", edp=2, ep=2)
+        ...     return experts["ep"].ranks, experts["edp"].ranks
+        >>> comm.simulate(program, world_size=8)[0]
+        ((0, 2), (0, 4))
+        """
+        if axis not in self.axes:
+            raise KeyError(f"the mesh has no axis {axis!r}; its axes are {_listed(self.axes)}")
+        call = f"split({axis!r}, {_sized(sizes)})"
+        if not _multiply_to(sizes, self.axes[axis]):
+            raise ValueError(f"{call}: the sizes must be positive and multiply to the axis's, {self.axes[axis]}")
+        for taken in sizes.keys() & (self.axes.keys() - {axis}):
+            raise ValueError(f"{call}: the mesh has an axis {taken!r} already; its axes are {_listed(self.axes)}")
+        axes: dict[str, int] = {}
+        for name, size in self.axes.items():
+            axes.update(sizes if name == axis else {name: size})
+        return attrs.evolve(self, axes=axes)
+
+    def device_mesh(self, device_type: str | None = None) -> DeviceMesh:
+        """The same axes as a torch ``DeviceMesh``; ``device_type=None`` is CUDA where NCCL serves it, else the CPU.
+
+        Each call makes a process group of torch's for each axis, so that all ranks of the world must call this alike.
+
+        Law: ``mesh(m.device_mesh()) = m``.
+
+        Raises:
+            ValueError: the ranks are simulated, or there is one alone.
+        """
+        if not isinstance(self.world, ProcessWorld):
+            raise ValueError("device_mesh(): a DeviceMesh needs processes; start them with comm.spawn or torchrun")
+        if device_type is None:
+            device_type = "cuda" if "cuda:nccl" in dist.get_backend_config() else "cpu"
+        process_groups = [
+            dist.new_group(list(self[axis].ranks), use_local_synchronization=True, group_desc=axis, sort_ranks=False)
+            for axis in self.axes
+        ]
+        grid = torch.tensor(self.ranks, dtype=torch.int).view(*self.axes.values())
+        return DeviceMesh.from_group(process_groups, device_type, grid, mesh_dim_names=tuple(self.axes))
+
+    def __repr__(self) -> str:
+        return f"Mesh({_sized(self.axes)}; rank {self.rank} of {len(self.ranks)}, ranks {list(self.ranks)})"
 
 
 def mesh(device_mesh: DeviceMesh | None = None, /, **axes: int) -> Mesh:
     """Lays the current world out along named axes, outermost first; or takes a torch ``DeviceMesh`` as it is.
 
+    A ``DeviceMesh`` keeps its order of ranks, and its process groups along each axis where that order is ascending. (torch
+    numbers a process group by the order of the world, so along the other axes the mesh has groups of its own.)
+
     Law: the sizes' product is the world's size, and every rank has one place.
 
     Raises:
-        ValueError: the sizes do not multiply to the world's size.
+        ValueError: the sizes do not multiply to the world's size; a ``DeviceMesh`` without processes, without a name of
+            its own for each axis, or without this rank.
 
     >>> from functional_ds import comm
     >>> comm.simulate(lambda: comm.mesh(dp=2, tp=2)["tp"].ranks, world_size=4)
@@ -49,25 +174,29 @@ def mesh(device_mesh: DeviceMesh | None = None, /, **axes: int) -> Mesh:
     """
     everyone = world()
     if device_mesh is not None:
+        if axes:
+            raise ValueError(f"mesh(device_mesh, {_sized(axes)}): the axes are the device_mesh's; pass it alone")
         return _from_device_mesh(device_mesh, everyone)
-    if not axes or any(size < 1 for size in axes.values()) or math.prod(axes.values()) != everyone.size:
-        sizes = ", ".join(f"{axis}={size}" for axis, size in axes.items()) or "no axes"
-        raise ValueError(f"mesh({sizes}): the axes must be positive and multiply to the world's size, {everyone.size}")
-    groups, stride = {}, everyone.size
-    for axis, size in axes.items():
-        stride //= size
-        place = everyone.rank // stride % size
-        first = everyone.rank - place * stride
-        groups[axis] = everyone.world.group([first + i * stride for i in range(size)], axis)
-    return Mesh(dict(axes), groups)
+    if not _multiply_to(axes, everyone.size):
+        raise ValueError(f"mesh({_sized(axes)}): the axes must be positive and multiply to the world's size, {everyone.size}")
+    return Mesh(axes, everyone.ranks, everyone.rank, everyone.world)
 
 
 def _from_device_mesh(device_mesh: DeviceMesh, everyone: Group) -> Mesh:
+    if not isinstance(everyone.world, ProcessWorld):
+        raise ValueError("device_mesh: a DeviceMesh needs processes; in a simulation pass the axes by name")
     names = device_mesh.mesh_dim_names
     if names is None:
         raise ValueError("device_mesh has no mesh_dim_names; a mesh here needs a name for each axis")
-    if not isinstance(everyone.world, ProcessWorld):
-        raise ValueError("device_mesh: a DeviceMesh needs processes; in a simulation pass the axes by name")
-    process_world = everyone.world
-    groups = {name: process_world.adopt(device_mesh.get_group(name), name) for name in names}
-    return Mesh(dict(zip(names, device_mesh.mesh.shape, strict=True)), groups)
+    if len(set(names)) != len(names) or len(names) != device_mesh.ndim:
+        raise ValueError(f"device_mesh has {device_mesh.ndim} axes and the names {names}; each axis needs a name of its own")
+    if device_mesh.get_coordinate() is None:
+        raise ValueError(f"device_mesh is without rank {everyone.rank}; call mesh(device_mesh) on its own ranks only")
+    grid = device_mesh.mesh
+    ranks = tuple(grid.flatten().tolist())
+    taken = Mesh(dict(zip(names, grid.shape, strict=True)), ranks, ranks.index(everyone.rank), everyone.world)
+    for dim, name in enumerate(names):
+        # torch numbers a process group by the order of the world. All rows decide: over NCCL, all ranks connect or none.
+        if bool((grid.diff(dim=dim) > 0).all()):
+            everyone.world.adopt(device_mesh.get_group(dim), name)
+    return taken

@@ -1,26 +1,32 @@
-"""Ranks as processes: collectives lowered to torch's process groups."""
+"""Ranks as processes: collectives lowered to messages over Gloo, or to NCCL's own collectives."""
 
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from time import monotonic
+from typing import TYPE_CHECKING
 
 import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
-from .allocator import keep_freed_memory
-from .collective import Call
+from .collective import Call, Here
+from .errors import CommError
 from .exchange import EXCHANGES, Started
-from .group import Group
-from .lane import Lane, Queued
+from .group import Group, call_site, place_in
+from .lane import Lane, Performed, Queued
 from .ledger import Ledger
-from .native import NATIVE
+from .native import NATIVE, message
 
-__all__ = ["ProcessWorld", "init_distributed", "process_world"]
+if TYPE_CHECKING:
+    from .checking import Watch
+
+__all__ = ["DEFAULT_TIMEOUT", "ProcessWorld", "leave_process_world", "process_world"]
+
+DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 
 @attrs.define(eq=False)
@@ -29,35 +35,52 @@ class _Coalesced:
 
     places: list[int]
     payloads: list[Tensor]
-    started: Started | Queued
+    started: Started | Performed | Queued
 
     def pieces(self) -> list[Tensor]:
         result = self.started.wait()
         if len(self.payloads) == 1:
             return [result]
-        return list(result.split([payload.shape[-1] for payload in self.payloads], dim=-1))  # [m] or [n, m]
+        return list(result.split([payload.shape[-1] for payload in self.payloads], dim=-1))  # [m], [n, m] or [rows, m]
 
 
 @attrs.define(eq=False)
 class _ProcessHandle:
     call: Call
     tensors: Sequence[Tensor]
-    size: int
+    group: Group
     parts: list[_Coalesced]
+
+    @property
+    def ended(self) -> float | None:
+        ends = [part.started.ended for part in self.parts]
+        return None if None in ends else max(ends, default=None)  # type: ignore[type-var]
 
     def poll(self, patience: float) -> bool:
         deadline = monotonic() + patience
         return all(part.started.poll(max(0.0, deadline - monotonic())) for part in self.parts)
 
     def wait(self) -> list[Tensor]:
+        here = Here(self.call.options, self.group.rank, self.group.size)
         results: list[Tensor] = [*self.tensors]
         for part in self.parts:
-            for place, piece in zip(part.places, part.pieces(), strict=True):
-                leaf = self.tensors[place]
-                result = self.call.collective.unpack(piece, leaf, self.size, self.call.options)
+            for place, piece in zip(part.places, self._pieces(part, here), strict=True):
+                result = self.call.collective.unpack(piece, self.tensors[place], here)
                 # Pieces of a coalesced payload would share one storage, each keeping all of it alive.
                 results[place] = result.clone() if len(part.places) > 1 else result
         return results
+
+    def _pieces(self, part: _Coalesced, here: Here) -> list[Tensor]:
+        try:
+            return part.pieces()
+        except CommError:
+            raise
+        except RuntimeError as error:  # the transport's: a time-out, or a rank that has gone
+            signature = self.call.signature(self.tensors, here)
+            raise CommError(
+                f"rank {self.group.rank} of {self.group.name!r} failed in {signature} at {call_site()}: {error}\n"
+                "(under comm.checked() the error says which ranks had not come)"
+            ) from error
 
 
 def _dense(payload: Tensor) -> Tensor:
@@ -65,45 +88,73 @@ def _dense(payload: Tensor) -> Tensor:
     return payload.contiguous() if payload.stride(-1) == 1 else payload.clone(memory_format=torch.contiguous_format)
 
 
-@attrs.define(eq=False)
+Key = tuple[tuple[int, ...], str]
+
+
+@attrs.define(eq=False, slots=False)
 class ProcessWorld:
-    """The world as one process sees it: a torch process group for each group and channel."""
+    """The world as one process sees it.
+
+    Attributes:
+        rank: of this process.
+        store: where the ranks' processes find each other.
+        timeout: how long a message may take.
+        adopted: torch's process groups that came from outside, by ranks and name.
+        made: transports made here, when a group first needs one, by group and kind of device.
+        lanes: the threads of asynchronous calls.
+        books: the open ledgers.
+        watch: under ``checked()``, who compares calls before they are carried out.
+    """
 
     rank: int
-    groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = attrs.field(factory=dict)
-    lanes: dict[tuple[tuple[int, ...], str], Lane] = attrs.field(factory=dict)
+    store: Store
+    timeout: timedelta = DEFAULT_TIMEOUT
+    adopted: dict[Key, dist.ProcessGroup] = attrs.field(factory=dict)
+    made: dict[tuple[Key, str], dist.ProcessGroup] = attrs.field(factory=dict)
+    lanes: dict[tuple[Key, Hashable], Lane] = attrs.field(factory=dict)
     books: list[Ledger] = attrs.field(factory=list)
+    watch: "Watch | None" = None
+    _batch: list[tuple[dist.P2POp, Started]] | None = None
+    _left: bool = False
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where small messages live: on the CPU, where the world serves it."""
+        return torch.device("cpu" if "cpu" in self._served(None) else "cuda")
 
     def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, ahead: bool) -> _ProcessHandle:
-        key = (group.ranks, group.name)
-        pg = self.groups[key]
-        lane = self.lanes.setdefault(key, Lane(group.name))
+        if self._left:
+            raise CommError(f"{call.shown(group.rank)} on {group!r}: its processes' group was destroyed; take a group of the new world")
+        here = Here(call.options, group.rank, group.size)
+        lane = self._lane(group, call.collective.thread(call.options))
+        agreed = self.watch.announce(call, tensors, group, here) if self.watch else None
         by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for place, tensor in enumerate(tensors):
             by_kind.setdefault((tensor.dtype, tensor.device), []).append(place)
-        collective, n = call.collective, group.size
         parts = []
         for (_, device), places in by_kind.items():
             plain = [tensors[place].detach().resolve_conj().resolve_neg() for place in places]  # bytes as they read
-            payloads = [collective.pack(tensor, n, call.options) for tensor in plain]
+            payloads = [call.collective.pack(tensor, here) for tensor in plain]
             payload = torch.cat(payloads, dim=-1) if len(payloads) > 1 else _dense(payloads[0])
-            primitive = (NATIVE if device.type == "cuda" else EXCHANGES)[collective.primitive]
-            begin = partial(primitive, pg, payload, call.options)
+            pg = self._transport(group, device)
+            started: Started | Performed | Queued
             if device.type == "cuda":
-                started: Started | Queued = begin()
-            elif ahead or not lane.idle:
-                started = lane.submit(partial(_carry_out, begin))
-            else:  # both rounds at once, as on a lane: other ranks' lanes may be busier, and messages have one order
-                started = Started([], partial(_itself, _carry_out(begin)))
+                if agreed is not None:
+                    agreed()
+                started = self._start_native(call, pg, payload)
+            else:
+                begin = partial(EXCHANGES[call.collective.primitive], pg, payload, call.options)
+                job = partial(_carry_out, agreed, begin)
+                # A call that is waited for at once needs no thread, unless the lane's order does. It then goes through both
+                # rounds at once, as on a lane: other ranks' lanes may be busier, and messages have one order.
+                started = lane.submit(job) if ahead or not lane.idle else lane.perform(job)
+            agreed = None  # once a call
             parts.append(_Coalesced(places, payloads, started))
-        return _ProcessHandle(call, tensors, n, parts)
+        return _ProcessHandle(call, tensors, group, parts)
 
     def group(self, ranks: Sequence[int], name: str) -> Group:
-        """A new group; every rank calls this alike, since torch names a group by how many there are."""
-        key = (tuple(ranks), name)
-        if key not in self.groups:
-            self.groups[key] = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name)
-        return Group(key[0], list(ranks).index(self.rank), name, self)
+        """A group of these ranks; its transport is made when it is first used, by its members alone."""
+        return Group(tuple(ranks), place_in(ranks, self.rank), name, self)
 
     def channel(self, group: Group, name: str) -> Group:
         return self.group(group.ranks, f"{group.name}/{name}")
@@ -111,71 +162,100 @@ class ProcessWorld:
     def adopt(self, pg: dist.ProcessGroup, name: str) -> Group:
         """A torch process group as a group."""
         ranks = tuple(dist.get_process_group_ranks(pg))
-        self.groups[ranks, name] = pg
-        return Group(ranks, ranks.index(self.rank), name, self)
+        self.adopted[ranks, name] = pg
+        return self.group(ranks, name)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """NCCL takes messages that go on together as one batch; over Gloo each goes its own way."""
+        outer, self._batch = self._batch, []
+        try:
+            yield
+            if self._batch:
+                works = dist.batch_isend_irecv([op for op, _ in self._batch])
+                for _, started in self._batch:
+                    started.works = works
+        finally:
+            self._batch = outer
+
+    def leave(self) -> None:
+        """Nobody shall use this world's groups any more."""
+        self._left = True
+        self.made.clear()
+        self.adopted.clear()
+
+    # -- transports ----------------------------------------------------------------------------------------------------
+
+    def _lane(self, group: Group, thread: Hashable) -> Lane:
+        key = ((group.ranks, group.name), thread)
+        if key not in self.lanes:
+            self.lanes[key] = Lane(group.name)
+        return self.lanes[key]
+
+    def _start_native(self, call: Call, pg: dist.ProcessGroup, payload: Tensor) -> Started:
+        if call.collective.primitive != "transfer":
+            return NATIVE[call.collective.primitive](pg, payload, call.options)
+        op, finish = message(pg, payload, call.options)
+        started = Started([], finish)
+        if self._batch is None:
+            started.works = dist.batch_isend_irecv([op])
+        else:
+            self._batch.append((op, started))
+        return started
+
+    def _served(self, pg: dist.ProcessGroup | None) -> dict[str, str]:
+        """The backends of a torch process group (None: the default one), by device."""
+        config = dist.get_backend_config(pg)
+        return dict(pair.split(":", 1) for pair in str(config).split(","))  # cpu:gloo,cuda:nccl
+
+    def _transport(self, group: Group, device: torch.device) -> dist.ProcessGroup:
+        key, kind = (group.ranks, group.name), device.type
+        pg = self.adopted.get(key)
+        served = self._served(pg)
+        if kind not in served or (kind == "cuda") != (served[kind] == "nccl"):
+            names = ", ".join(f"{device} by {backend}" for device, backend in served.items())
+            raise ValueError(
+                f"a tensor is on {device}, and group {group.name!r} serves {names}: move it there, "
+                "or call init_distributed with a backend for that device (Gloo for CPU, NCCL for CUDA tensors)"
+            )
+        if pg is None:
+            pg = self.made.get((key, kind))
+        if pg is None:
+            pg = self.made[key, kind] = self._connect(group, kind)
+        return pg
+
+    def _connect(self, group: Group, kind: str) -> dist.ProcessGroup:
+        """Gloo's groups under names of our own; torch names a group by how many a process has, so for NCCL that must agree."""
+        if kind == "cuda":
+            return dist.new_group(list(group.ranks), use_local_synchronization=True, group_desc=group.name)
+        store = PrefixStore(f"functional_ds/{group.name}/{','.join(map(str, group.ranks))}", self.store)
+        return dist.ProcessGroupGloo(store, group.rank, group.size, self.timeout)  # type: ignore[return-value]
 
 
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _carry_out(begin: Callable[[], Started]) -> Tensor:
+def _carry_out(agreed: Callable[[], None] | None, begin: Callable[[], Started]) -> Tensor:
+    if agreed is not None:
+        agreed()
     return begin().wait()
 
 
 _WORLDS: dict[dist.ProcessGroup, ProcessWorld] = {}  # one entry: torch's default process group and its world
 
 
-def process_world() -> Group | None:
-    """torch's default process group as a world, or None where there is none."""
+def process_world(timeout: timedelta = DEFAULT_TIMEOUT) -> Group | None:
+    """torch's default process group as a world, or None where there is none; ``timeout`` is for groups made later."""
     if not dist.is_initialized():
         return None
     pg = dist.group.WORLD
     if pg is None:
         return None
     if pg not in _WORLDS:
-        _WORLDS.clear()
-        _WORLDS[pg] = ProcessWorld(dist.get_rank())
+        leave_process_world()
+        _WORLDS[pg] = ProcessWorld(dist.get_rank(), dist.distributed_c10d._get_default_store(), timeout)
     return _WORLDS[pg].adopt(pg, "world")
 
 
-def _local_device(backend: str | None, local_rank: int, ranks_here: int) -> str:
-    """The backend to use; takes this rank's GPU where there are enough of them."""
-    wants_gpu = torch.cuda.is_available() if backend is None else "nccl" in backend
-    if not wants_gpu:
-        return backend or "gloo"
-    gpus = torch.cuda.device_count()
-    if ranks_here > gpus:
-        raise ValueError(
-            f"{ranks_here} ranks on this host and {gpus} GPUs: NCCL needs a GPU for each rank; "
-            f"start at most {gpus} ranks here, or pass backend='gloo' to run on CPUs"
-        )
-    torch.cuda.set_device(local_rank)
-    return backend or "cpu:gloo,cuda:nccl"
-
-
-def init_distributed(
-    backend: str | None = None,
-    *,
-    store: Store | None = None,
-    timeout: timedelta = timedelta(minutes=10),
-) -> Group:
-    """Joins the world that torchrun's environment describes and returns it; outside torchrun, a world of one.
-
-    Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. ``backend=None`` takes NCCL for CUDA
-    tensors and Gloo for CPU tensors where there are GPUs, else Gloo. Calling it again returns the same world. Where there is
-    Gloo alone, the process keeps freed memory for later allocations (glibc's ``mallopt``).
-
-    Raises:
-        ValueError: more ranks on this host than GPUs, under NCCL.
-    """
-    from .world import world  # the surroundings stand above the process groups
-
-    if not dist.is_initialized() and "RANK" in os.environ:
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        local_rank = int(os.environ.get("LOCAL_RANK", rank))
-        chosen = _local_device(backend, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
-        if "nccl" not in chosen:
-            keep_freed_memory()
-        dist.init_process_group(chosen, store=store, rank=rank, world_size=size, timeout=timeout)
-    return world()
+def leave_process_world() -> None:
+    """Closes the world of torch's default process group, if there is one."""
+    for world in _WORLDS.values():
+        world.leave()
+    _WORLDS.clear()

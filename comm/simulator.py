@@ -8,64 +8,79 @@ can go on, the simulator knows exactly who waits for whom.
 import random
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
-from .collective import Call
-from .errors import DeadlockError, MismatchError
-from .group import Group, call_site
+from .ambient import Ambient
+from .collective import Call, Here
+from .errors import DeadlockError, MismatchError, UnmatchedError
+from .group import Group, call_site, place_in
 from .ledger import Ledger
+from .shapes import run_on_shapes
+from .surroundings import HERE
 
-__all__ = ["simulate", "simulated_world"]
-
-_HERE = threading.local()  # the simulated rank that the current thread is
+__all__ = ["simulate"]
 
 
 class _AbortedError(BaseException):
     """Unwinds the other ranks once one has failed; no user code should catch it."""
 
 
+@attrs.frozen(eq=False)
+class _Arrival:
+    """One rank's part of a collective: what it called, on what, and where."""
+
+    call: Call
+    here: Here
+    inputs: list[Tensor]
+    site: str
+
+    def __str__(self) -> str:
+        return self.call.signature(self.inputs, self.here)
+
+
 @attrs.define(eq=False)
 class _Slot:
-    """One collective of one group: what has come so far, and the results once all have."""
+    """One collective of one group: who has come so far, and the results once all have."""
 
     group: Group
-    call: Call
-    signature: str
-    first: tuple[int, str]  # the rank that came first and where it called
-    inputs: dict[int, list[Tensor]] = attrs.field(factory=dict)
+    members: tuple[int, ...]  # ranks of the world, in the denotation's order
+    agreement: tuple[Any, ...]
+    arrivals: dict[int, _Arrival] = attrs.field(factory=dict)
     outputs: dict[int, list[Tensor]] | None = None
 
     def missing(self) -> list[int]:
-        return [r for r in self.group.ranks if r not in self.inputs]
+        return [rank for rank in self.members if rank not in self.arrivals]
 
     def complete(self) -> None:
         """Applies the denotation leaf by leaf; by law 12 that is what a coalesced call means."""
-        ranks = self.group.ranks
-        leaves = zip(*(self.inputs[r] for r in ranks), strict=True)
-        results = [self.call.collective.denotation(xs, self.call.options) for xs in leaves]
-        self.outputs = {r: [result[i] for result in results] for i, r in enumerate(ranks)}
-        self.inputs.clear()
+        arrivals = [self.arrivals[rank] for rank in self.members]
+        call = arrivals[0].call
+        options = call.merged([arrival.call for arrival in arrivals])
+        leaves = zip(*(arrival.inputs for arrival in arrivals), strict=True)
+        results = [call.collective.denotation(xs, options) for xs in leaves]
+        self.outputs = {rank: [result[i] for result in results] for i, rank in enumerate(self.members)}
 
 
 @attrs.define(eq=False)
 class _SimulatedHandle:
     world: "SimulatedWorld"
     slot: _Slot
-    site: str
+    ended: float | None = None
 
     def wait(self) -> list[Tensor]:
-        self.world.simulator.wait(self.world.rank, self.slot, self.site)
+        self.world.simulator.wait(self.world.rank, self.slot)
         outputs = self.slot.outputs
         if outputs is None:
-            raise DeadlockError(f"{self.slot.call} was waited for and is not complete")
+            raise DeadlockError(f"{self.slot.arrivals[self.world.rank]} was waited for and is not complete")
         return outputs.pop(self.world.rank)
 
     def poll(self, patience: float) -> bool:
-        return self.world.simulator.wait(self.world.rank, self.slot, self.site, polls=True)
+        return self.world.simulator.wait(self.world.rank, self.slot, polls=True)
 
 
 @attrs.define(eq=False)
@@ -77,17 +92,24 @@ class SimulatedWorld:
     books: list[Ledger] = attrs.field(factory=list)
     counts: dict[tuple[Any, ...], int] = attrs.field(factory=dict)
 
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, ahead: bool) -> _SimulatedHandle:
-        site = call_site()
-        key = (group.ranks, group.name)
+        row, here = call.collective, Here(call.options, group.rank, group.size)
+        key = (group.ranks, group.name, row.thread(call.options))
         turn = self.counts[key] = self.counts.get(key, -1) + 1
-        slot = self.simulator.arrive((*key, turn), self.rank, _Slot(group, call, call.signature(tensors), (self.rank, site)))
-        slot.inputs[self.rank] = [t.detach().clone() for t in tensors]
-        self.simulator.settle((*key, turn))
-        return _SimulatedHandle(self, slot, site)
+        members = tuple(group.ranks[member] for member in row.members(call.options, group.size))
+        arrival = _Arrival(call, here, [t.detach().clone() for t in tensors], call_site())
+        slot = _Slot(group, members, call.agreement(tensors, here))
+        return _SimulatedHandle(self, self.simulator.arrive((*key, turn), self.rank, slot, arrival))
 
     def group(self, ranks: Sequence[int], name: str) -> Group:
-        return Group(tuple(ranks), list(ranks).index(self.rank), name, self)
+        return Group(tuple(ranks), place_in(ranks, self.rank), name, self)
 
     def channel(self, group: Group, name: str) -> Group:
         return attrs.evolve(group, name=f"{group.name}/{name}")
@@ -99,40 +121,37 @@ class Simulator:
     def __init__(self, world_size: int, seed: int) -> None:
         self.random = random.Random(seed)
         self.batons = [threading.Semaphore(0) for _ in range(world_size)]
-        self.waiting: dict[int, tuple[_Slot, str]] = {}
+        self.waiting: dict[int, _Slot] = {}
         self.polling: set[int] = set()
         self.unfinished = set(range(world_size))
-        self.slots: dict[tuple[Any, ...], _Slot] = {}
-        self.rng_states = [torch.get_rng_state()] * world_size
+        self.slots: dict[tuple[Any, ...], _Slot] = {}  # those that are not complete
+        self.ambients = [Ambient.now()] * world_size
         self.failure: BaseException | None = None
         self.over = threading.Event()
 
     # -- what a rank calls while it holds the baton --------------------------------------------------------------------
 
-    def arrive(self, key: tuple[Any, ...], rank: int, slot: _Slot) -> _Slot:
+    def arrive(self, key: tuple[Any, ...], rank: int, slot: _Slot, arrival: _Arrival) -> _Slot:
         """The slot for this call, the first comer's if there is one; raises where the two do not fit."""
         self.check()
         known = self.slots.setdefault(key, slot)
-        if known.signature != slot.signature:
-            (other, where), here = known.first, slot.first[1]
+        if known.agreement != slot.agreement:
+            other, first = next(iter(known.arrivals.items()))
             raise MismatchError(
                 f"the ranks of group {slot.group.name!r} {list(slot.group.ranks)} called different collectives: "
-                f"rank {other} called {known.signature} at {where}, rank {rank} called {slot.signature} at {here}"
+                f"rank {other} called {first} at {first.site}, rank {rank} called {arrival} at {arrival.site}"
             )
+        known.arrivals[rank] = arrival
+        if not known.missing():
+            del self.slots[key]
+            known.complete()
         return known
 
-    def settle(self, key: tuple[Any, ...]) -> None:
-        """Carries the collective out once all have come."""
-        slot = self.slots[key]
-        if not slot.missing():
-            del self.slots[key]
-            slot.complete()
-
-    def wait(self, rank: int, slot: _Slot, site: str, *, polls: bool = False) -> bool:
+    def wait(self, rank: int, slot: _Slot, *, polls: bool = False) -> bool:
         """Lets others run until the slot is complete; a poll ends, too, when nobody else can go on."""
         while slot.outputs is None:
             self.check()
-            self.waiting[rank] = (slot, site)
+            self.waiting[rank] = slot
             if not self.pass_on(rank, may_return=polls):
                 return False
         self.check()
@@ -151,12 +170,12 @@ class Simulator:
             self.failure = self.failure or DeadlockError(self.describe())
             raise _AbortedError
         if heir != rank:
-            self.rng_states[rank] = torch.get_rng_state()
+            self.ambients[rank] = Ambient.now()
             self.batons[heir].release()
             self.batons[rank].acquire()
-            torch.set_rng_state(self.rng_states[rank])
+            self.ambients[rank].restore()
         self.polling.discard(rank)
-        slot, _ = self.waiting.pop(rank)
+        slot = self.waiting.pop(rank)
         return slot.outputs is not None or self.failure is not None
 
     # -- the schedule --------------------------------------------------------------------------------------------------
@@ -168,19 +187,7 @@ class Simulator:
 
     def able(self, rank: int) -> bool:
         waiting = self.waiting.get(rank)
-        return waiting is None or waiting[0].outputs is not None or self.failure is not None
-
-    def describe(self) -> str:
-        """Who waits where, and for whom."""
-        lines = ["deadlock: no rank can go on"]
-        for rank in range(len(self.batons)):
-            if rank in self.waiting and rank in self.unfinished:
-                slot, site = self.waiting[rank]
-                ranks = ", ".join(str(r) for r in slot.missing())
-                lines.append(f"  rank {rank} waits in {slot.signature} on group {slot.group.name!r} at {site} for rank {ranks}")
-            elif rank not in self.unfinished:
-                lines.append(f"  rank {rank} has finished")
-        return "\n".join(lines)
+        return waiting is None or waiting.outputs is not None or self.failure is not None
 
     def finish(self, rank: int) -> None:
         """This rank is done; the baton goes on, or the run is over."""
@@ -195,23 +202,52 @@ class Simulator:
         if heir is not None:
             self.batons[heir].release()
 
+    # -- what went wrong -----------------------------------------------------------------------------------------------
 
-def simulated_world() -> Group | None:
-    """The world of the simulated rank that this thread is, or None."""
-    return getattr(_HERE, "group", None)
+    def describe(self) -> str:
+        """Who waits where, and for whom."""
+        lines = ["deadlock: no rank can go on"]
+        for rank in range(len(self.batons)):
+            if rank not in self.unfinished:
+                lines.append(f"  rank {rank} has finished")
+            elif rank in self.waiting:
+                lines.append(f"  rank {rank} waits in {self.story(self.waiting[rank], rank)}")
+        return "\n".join(lines)
+
+    def story(self, slot: _Slot, rank: int) -> str:
+        """What the rank called, where, and who has not come."""
+        arrival, missing = slot.arrivals[rank], ", ".join(map(str, slot.missing()))
+        return f"{arrival} on group {slot.group.name!r} at {arrival.site} for rank {missing}"
+
+    def leftovers(self) -> str:
+        """What was started and never completed, when nobody waited for it."""
+        stories = [f"  rank {rank} started {self.story(slot, rank)}" for slot in self.slots.values() for rank in slot.arrivals]
+        return "\n".join(["all ranks have finished, but some never came to what others started", *sorted(stories)])
 
 
-def simulate(program: Callable[..., Any], *args: Any, world_size: int, seed: int = 0) -> list[Any]:
+def simulate(
+    program: Callable[..., Any], *args: Any, world_size: int, seed: int = 0, shapes_only: bool = False
+) -> list[Any]:
     """Runs ``program(*args)`` on ``world_size`` simulated ranks and returns their results in rank order.
 
     Law: the result does not depend on ``seed`` (which picks the interleaving) for any program whose ranks talk through
     collectives only, and equals that of ``spawn`` bit for bit.
 
-    The default torch generator is each rank's own, all starting from the caller's state, which is left as it was.
+    The default torch generator, Python's and NumPy's, and the warning filters are each rank's own, all starting as the
+    caller's, which are left as they were.
+
+    Args:
+        program: what each rank runs.
+        args: its arguments, the same objects on all ranks.
+        world_size: how many ranks.
+        seed: picks the interleaving.
+        shapes_only: the ranks pass tensors without values (``device="meta"``) and get such; each runs by itself, and
+            afterwards their calls are compared. So programs on thousands of ranks can be counted, by a ``ledger``.
 
     Raises:
         MismatchError: ranks of one group called different collectives, with both call sites.
         DeadlockError: no rank can go on; every rank, where it waits and for whom.
+        UnmatchedError: an asynchronous call that some of its ranks never came to.
         Exception: whatever a rank raised, as it is, with a note that names the rank.
 
     >>> from functional_ds import comm
@@ -220,13 +256,15 @@ def simulate(program: Callable[..., Any], *args: Any, world_size: int, seed: int
     """
     if world_size < 1:
         raise ValueError(f"world_size={world_size}: a world has at least one rank")
+    if shapes_only:
+        return run_on_shapes(program, args, world_size)
     simulator = Simulator(world_size, seed)
     results: list[Any] = [None] * world_size
 
     def run(rank: int) -> None:
         simulator.batons[rank].acquire()
-        _HERE.group = Group(tuple(range(world_size)), rank, "world", SimulatedWorld(simulator, rank))
-        torch.set_rng_state(simulator.rng_states[rank])
+        HERE.group = Group(tuple(range(world_size)), rank, "world", SimulatedWorld(simulator, rank))
+        simulator.ambients[rank].restore()
         torch.set_num_threads(1)  # one rank runs at a time, and each thread would start a pool of its own
         try:
             with torch.autograd.set_multithreading_enabled(False):  # a backward pass stays on its rank's thread
@@ -240,7 +278,7 @@ def simulate(program: Callable[..., Any], *args: Any, world_size: int, seed: int
         finally:
             simulator.finish(rank)
 
-    rng_state, threads = torch.get_rng_state(), torch.get_num_threads()
+    outside, threads = Ambient.now(), torch.get_num_threads()
     workers = [threading.Thread(target=run, args=(rank,), daemon=True, name=f"rank {rank}") for rank in range(world_size)]
     try:
         for worker in workers:
@@ -251,7 +289,9 @@ def simulate(program: Callable[..., Any], *args: Any, world_size: int, seed: int
             worker.join()
     finally:
         torch.set_num_threads(threads)
-        torch.set_rng_state(rng_state)
+        outside.restore()
     if simulator.failure is not None:
         raise simulator.failure
+    if simulator.slots:
+        raise UnmatchedError(simulator.leftovers())
     return results

@@ -14,11 +14,10 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from .errors import RankFailedError
-from .process import init_distributed
+from .management import destroy_process_group, init_distributed
 
 __all__ = ["spawn"]
 
@@ -56,9 +55,8 @@ def _run(pipe: Connection, program: Callable[..., Any], args: tuple[Any, ...], r
         payload = pickle.dumps(("error", _carry(error, rank, world_size), when))
     pipe.send_bytes(payload)
     pipe.close()
-    if dist.is_initialized():
-        with contextlib.suppress(Exception):
-            dist.destroy_process_group()
+    with contextlib.suppress(Exception):
+        destroy_process_group()
 
 
 def _collect(pipes: list[Connection], processes: Sequence[BaseProcess]) -> list[Any]:

@@ -1,226 +1,83 @@
 """The table of collectives: each is one row.
 
-Notation: ``n`` ranks; a payload is what a leaf looks like to the flat primitive, of shape ``[m]`` (one piece) or
-``[n, m]`` (a piece for each rank).
+The order of the rows is that of the docs: reductions, gathers and scatters, exchanges, point to point, and the four whose
+transposes depend on what a value is along the group (replicated, varying, or a partial sum).
 """
 
-from collections.abc import Callable, Sequence
-from functools import reduce as left_fold
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .collective import Call, Collective, Options
+from .collective import Call, Collective, Here, Options
+from .errors import MismatchError
+from .fold import OPS, chunk_bounds, fold
+from .tiling import (
+    check_cut,
+    check_dim,
+    cut,
+    join,
+    pack_cut,
+    pack_rows,
+    piece_shape,
+    unpack_joined,
+    unpack_piece,
+    unpack_rows,
+)
 
-__all__ = ["ALL_GATHER", "ALL_REDUCE", "BARRIER", "BROADCAST", "REDUCE", "REDUCE_SCATTER", "TABLE", "chunk_bounds", "fold"]
-
-
-def _product(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """torch.mul, but for complex numbers: those it rounds in one way in a vector and in another in its tail."""
-    if not a.is_complex():
-        return torch.mul(a, b, out=out)
-    product = torch.complex(a.real * b.real - a.imag * b.imag, a.real * b.imag + a.imag * b.real)
-    return product if out is None else out.copy_(product)
-
-
-_BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": torch.add,
-    "product": _product,
-    "min": torch.minimum,
-    "max": torch.maximum,
-}
-
-
-def fold(pieces: Sequence[Tensor], op: str, *, out: Tensor | None = None) -> Tensor:
-    """Combines the ranks' pieces from left to right, in rank order: the one definition of every reduction here.
-
-    Half-precision sums and products are carried in fp32 and rounded once. Every world that folds like this gives the
-    same bits. The result is new, or ``out``, which may be one of the first two pieces.
-    """
-    dtype = pieces[0].dtype
-    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) and op in ("sum", "product") else dtype
-    combine = _BINARY[op]
-    if len(pieces) == 1:
-        total = pieces[0]
-    elif wide == dtype:
-        total = combine(pieces[0], pieces[1], out=out)  # type: ignore[call-arg]
-        for piece in pieces[2:]:
-            combine(total, piece, out=total)  # type: ignore[call-arg]
-        return total
-    else:
-        total = left_fold(combine, [piece.to(wide) for piece in pieces]).to(dtype)
-    return total.clone() if out is None else out.copy_(total)
-
-
-def chunk_bounds(numel: int, n: int) -> list[int]:
-    """The n+1 bounds that cut ``numel`` elements into n contiguous pieces, the last ones perhaps short or empty."""
-    size = -(-numel // n)
-    return [min(i * size, numel) for i in range(n + 1)]
+__all__ = [
+    "ALL_GATHER",
+    "ALL_REDUCE",
+    "ALL_TO_ALL",
+    "ALL_TO_ALL_ROWS",
+    "BARRIER",
+    "BROADCAST",
+    "COPY_TO",
+    "GATHER",
+    "GATHER_FROM",
+    "PERMUTE",
+    "REDUCE",
+    "REDUCE_FROM",
+    "REDUCE_SCATTER",
+    "SCATTER",
+    "SCATTER_TO",
+    "TABLE",
+    "TRANSFER",
+]
 
 
 def _copies(value: Tensor, n: int) -> list[Tensor]:
     return [value.clone() for _ in range(n)]
 
 
-def _flat(leaf: Tensor, n: int, options: Options) -> Tensor:
-    return leaf.reshape(-1)
+def _nothing(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """Zeros that take no memory."""
+    return like.new_zeros(()).expand(list(shape))
 
 
-def _same_shape(piece: Tensor, leaf: Tensor, n: int, options: Options) -> Tensor:
-    return piece.reshape(leaf.shape)
-
-
-# -- checks -----------------------------------------------------------------------------------------------------------
-
-
-def _no_check(leaf: Tensor, n: int, options: Options) -> None:
-    return None
-
-
-def _check_op(leaf: Tensor, n: int, options: Options) -> None:
-    op = options["op"]
-    if op not in _BINARY:
-        raise ValueError(f"op={op!r} is unknown; use one of {', '.join(sorted([*_BINARY, 'avg']))}")
+def _check_op(leaf: Tensor, here: Here) -> None:
+    op = here["op"]
+    if op not in OPS:
+        raise ValueError(f"op={op!r} is unknown; use one of {', '.join(sorted([*OPS, 'avg']))}")
     if leaf.is_complex() and op in ("min", "max"):
         raise ValueError(f"op={op!r} of a complex tensor ({leaf.dtype}): complex numbers have no order; use sum or product")
     if leaf.dtype == torch.bool and op in ("sum", "product"):
         raise ValueError(f"op={op!r} of a bool tensor: use max for 'any' and min for 'all', or cast it first")
 
 
-def _check_dim(leaf: Tensor, options: Options) -> int:
-    dim: int = options["dim"]
-    if not options["tiled"]:
-        if dim != 0:
-            raise ValueError(f"dim={dim} with tiled=False: the ranks' values stack on a new leading axis, so dim must be 0")
-        return 0
-    if leaf.dim() == 0:
-        raise ValueError("a scalar has no dim to cut or concatenate along; use tiled=False to stack on a new axis")
-    if not 0 <= dim < leaf.dim():
-        raise ValueError(f"dim={dim} is out of range for a tensor of shape {list(leaf.shape)}")
-    return dim
+def _check_rank(name: str, here: Here) -> None:
+    rank = here[name]
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < here.n:
+        raise ValueError(f"{name}={rank!r} is no rank of the group; its ranks are 0..{here.n - 1}")
 
 
-def _check_gather(leaf: Tensor, n: int, options: Options) -> None:
-    _check_dim(leaf, options)
+# -- reductions -------------------------------------------------------------------------------------------------------
 
 
-def _check_scatter(leaf: Tensor, n: int, options: Options) -> None:
-    _check_op(leaf, n, options)
-    if leaf.dim() == 0:
-        raise ValueError("a scalar cannot be scattered; reduce_scatter needs a dim to cut")
-    size = leaf.shape[_check_dim(leaf, options)]
-    if size % n if options["tiled"] else size != n:
-        need = f"a multiple of {n}" if options["tiled"] else f"exactly {n} (tiled=False)"
-        raise ValueError(
-            f"dim={options['dim']} of a tensor of shape {list(leaf.shape)} has size {size}; a group of {n} needs {need}; "
-            "pad the tensor or use another dim"
-        )
-
-
-def _check_root(leaf: Tensor, n: int, options: Options) -> None:
-    root = options.get("src", options.get("dst"))
-    name = "src" if "src" in options else "dst"
-    if not isinstance(root, int) or not 0 <= root < n:
-        raise ValueError(f"{name}={root!r} is no rank of the group; its ranks are 0..{n - 1}")
-    if "op" in options:
-        _check_op(leaf, n, options)
-
-
-# -- all_reduce -------------------------------------------------------------------------------------------------------
-
-
-def _all_reduce_adjoint(options: Options) -> Call | None:
-    return Call(ALL_REDUCE, options) if options["op"] == "sum" else None
-
-
-def _all_reduce_volume(numel: int, n: int, rank: int, options: Options) -> int:
-    bounds = chunk_bounds(numel, n)
-    own = bounds[rank + 1] - bounds[rank]
-    return (numel - own) + (n - 1) * own
-
-
-ALL_REDUCE = Collective(
-    name="all_reduce",
-    denotation=lambda xs, options: _copies(fold(xs, options["op"]), len(xs)),
-    adjoint=_all_reduce_adjoint,
-    volume=_all_reduce_volume,
-    pack=_flat,
-    unpack=_same_shape,
-    primitive="all_reduce",
-    check=_check_op,
-)
-
-
-# -- all_gather and reduce_scatter, each other's transpose ------------------------------------------------------------
-
-
-def _join(pieces: Sequence[Tensor], options: Options) -> Tensor:
-    return torch.cat(list(pieces), options["dim"]) if options["tiled"] else torch.stack(list(pieces))
-
-
-def _cut(whole: Tensor, n: int, options: Options) -> Sequence[Tensor]:
-    return whole.tensor_split(n, options["dim"]) if options["tiled"] else whole.unbind(0)
-
-
-def _unpack_gathered(rows: Tensor, leaf: Tensor, n: int, options: Options) -> Tensor:
-    stacked = rows.reshape(n, *leaf.shape)  # [n, m] -> [n, *shape]
-    if not options["tiled"]:
-        return stacked
-    dim: int = options["dim"]
-    return stacked.movedim(0, dim).flatten(dim, dim + 1)  # [.., n, d, ..] -> [.., n*d, ..]; no copy for dim 0
-
-
-def _pack_scattered(leaf: Tensor, n: int, options: Options) -> Tensor:
-    if not options["tiled"]:
-        return leaf.reshape(n, -1)
-    dim: int = options["dim"]
-    shape = leaf.shape
-    parts = leaf.reshape(*shape[:dim], n, shape[dim] // n, *shape[dim + 1 :])
-    return parts.movedim(dim, 0).reshape(n, leaf.numel() // n)
-
-
-def _unpack_scattered(piece: Tensor, leaf: Tensor, n: int, options: Options) -> Tensor:
-    shape = list(leaf.shape)
-    if not options["tiled"]:
-        return piece.reshape(shape[1:])
-    shape[options["dim"]] //= n
-    return piece.reshape(shape)
-
-
-def _reduce_scatter(xs: Sequence[Tensor], options: Options) -> list[Tensor]:
-    return [piece.clone() for piece in _cut(fold(xs, options["op"]), len(xs), options)]
-
-
-def _reduce_scatter_adjoint(options: Options) -> Call | None:
-    if options["op"] != "sum":
-        return None
-    return Call(ALL_GATHER, {"dim": options["dim"], "tiled": options["tiled"]})
-
-
-ALL_GATHER: Collective = Collective(
-    name="all_gather",
-    denotation=lambda xs, options: _copies(_join(xs, options), len(xs)),
-    adjoint=lambda options: Call(REDUCE_SCATTER, {**options, "op": "sum"}),
-    volume=lambda numel, n, rank, options: (n - 1) * numel,
-    pack=_flat,
-    unpack=_unpack_gathered,
-    primitive="all_gather",
-    check=_check_gather,
-)
-
-REDUCE_SCATTER: Collective = Collective(
-    name="reduce_scatter",
-    denotation=_reduce_scatter,
-    adjoint=_reduce_scatter_adjoint,
-    volume=lambda numel, n, rank, options: (n - 1) * (numel // n),
-    pack=_pack_scattered,
-    unpack=_unpack_scattered,
-    primitive="reduce_scatter",
-    check=_check_scatter,
-)
-
-
-# -- broadcast and reduce, each other's transpose ---------------------------------------------------------------------
+def _all_reduce_volume(leaf: Tensor, here: Here) -> int:
+    bounds = chunk_bounds(leaf.numel(), here.n)
+    own = bounds[here.rank + 1] - bounds[here.rank]
+    return (leaf.numel() - own) + (here.n - 1) * own
 
 
 def _reduce(xs: Sequence[Tensor], options: Options) -> list[Tensor]:
@@ -228,44 +85,331 @@ def _reduce(xs: Sequence[Tensor], options: Options) -> list[Tensor]:
     return [total.clone() if rank == options["dst"] else torch.zeros_like(total) for rank in range(len(xs))]
 
 
-def _reduce_adjoint(options: Options) -> Call | None:
-    return Call(BROADCAST, {"src": options["dst"]}) if options["op"] == "sum" else None
+def _check_reduce(leaf: Tensor, here: Here) -> None:
+    _check_rank("dst", here)
+    _check_op(leaf, here)
 
 
-BROADCAST: Collective = Collective(
-    name="broadcast",
-    denotation=lambda xs, options: _copies(xs[options["src"]], len(xs)),
-    adjoint=lambda options: Call(REDUCE, {"dst": options["src"], "op": "sum"}),
-    volume=lambda numel, n, rank, options: (n - 1) * numel if rank == options["src"] else 0,
-    pack=_flat,
-    unpack=_same_shape,
-    primitive="broadcast",
-    check=_check_root,
+ALL_REDUCE: Collective = Collective(
+    name="all_reduce",
+    denotation=lambda xs, options: _copies(fold(xs, options["op"]), len(xs)),
+    adjoint=lambda options: Call(ALL_REDUCE, options) if options["op"] == "sum" else None,
+    volume=_all_reduce_volume,
+    primitive="all_reduce",
+    check=_check_op,
 )
 
 REDUCE: Collective = Collective(
     name="reduce",
     denotation=_reduce,
-    adjoint=_reduce_adjoint,
-    volume=lambda numel, n, rank, options: 0 if rank == options["dst"] else numel,
-    pack=_flat,
-    unpack=_same_shape,
+    adjoint=lambda options: Call(BROADCAST, {"src": options["dst"]}) if options["op"] == "sum" else None,
+    volume=lambda leaf, here: 0 if here.rank == here["dst"] else leaf.numel(),
     primitive="reduce",
-    check=_check_root,
+    check=_check_reduce,
+)
+
+BROADCAST: Collective = Collective(
+    name="broadcast",
+    denotation=lambda xs, options: _copies(xs[options["src"]], len(xs)),
+    adjoint=lambda options: Call(REDUCE, {"dst": options["src"], "op": "sum"}),
+    volume=lambda leaf, here: (here.n - 1) * leaf.numel() if here.rank == here["src"] else 0,
+    primitive="broadcast",
+    check=lambda leaf, here: _check_rank("src", here),
 )
 
 
-# -- barrier ----------------------------------------------------------------------------------------------------------
+# -- all_gather and reduce_scatter, gather and scatter: each other's transposes ---------------------------------------
 
-BARRIER = Collective(
-    name="barrier",
-    denotation=lambda xs, options: list(xs),
-    adjoint=lambda options: None,
-    volume=lambda numel, n, rank, options: 0,
-    pack=_flat,
-    unpack=_same_shape,
-    primitive="barrier",
-    check=_no_check,
+
+def _but(options: Options, *names: str) -> Options:
+    return {name: value for name, value in options.items() if name not in names}
+
+
+def _uneven(options: Options) -> bool:
+    return "sizes" in options
+
+
+def _reduce_scatter(xs: Sequence[Tensor], options: Options) -> list[Tensor]:
+    return [piece.clone() for piece in cut(fold(xs, options["op"]), len(xs), options)]
+
+
+def _gather(xs: Sequence[Tensor], options: Options) -> list[Tensor]:
+    whole = join(xs, options)
+    return [whole if rank == options["dst"] else _nothing(whole, whole.shape) for rank in range(len(xs))]
+
+
+def _rows_shape(leaf: Tensor, here: Here) -> Sequence[int | str]:
+    """Uneven pieces differ along ``dim`` alone."""
+    return [*leaf.shape[: here["dim"]], "*", *leaf.shape[here["dim"] + 1 :]] if _uneven(here.options) else leaf.shape
+
+
+def _unpack_gathered(rows: Tensor, leaf: Tensor, here: Here) -> Tensor:
+    return unpack_rows(rows, leaf, here) if _uneven(here.options) else unpack_joined(rows, leaf.shape, here)
+
+
+def _check_gather(leaf: Tensor, here: Here) -> None:
+    dim = check_dim(leaf, here)
+    if _uneven(here.options) and leaf.shape[dim] != here["sizes"][here.rank]:
+        raise ValueError(f"sizes={here['sizes']}: this rank's piece has size {leaf.shape[dim]} along dim={dim}")
+
+
+def _check_reduce_scatter(leaf: Tensor, here: Here) -> None:
+    _check_op(leaf, here)
+    check_cut(leaf, here)
+
+
+def _scattered(leaf: Tensor, here: Here) -> int:
+    if not _uneven(here.options):
+        return (here.n - 1) * (leaf.numel() // here.n)
+    rows = leaf.shape[here["dim"]]
+    return (rows - here["sizes"][here.rank]) * (leaf.numel() // rows) if rows else 0
+
+
+def _pack_scattered(leaf: Tensor, here: Here) -> Tensor:
+    if here.rank == here["src"]:
+        return pack_cut(leaf, here)  # [n, m]
+    return _nothing(leaf, [leaf.numel() // here.n])  # [m], to say what arrives
+
+
+def _check_scatter(leaf: Tensor, here: Here) -> None:
+    _check_rank("src", here)
+    check_cut(leaf, here)
+
+
+def _check_gather_to(leaf: Tensor, here: Here) -> None:
+    _check_rank("dst", here)
+    check_dim(leaf, here)
+
+
+ALL_GATHER: Collective = Collective(
+    name="all_gather",
+    denotation=lambda xs, options: _copies(join(xs, options), len(xs)),
+    adjoint=lambda options: Call(REDUCE_SCATTER, {**options, "op": "sum"}),
+    volume=lambda leaf, here: (here.n - 1) * leaf.numel(),
+    primitive="all_gather",
+    pack=lambda leaf, here: pack_rows(leaf, here) if _uneven(here.options) else leaf.reshape(-1),
+    unpack=_unpack_gathered,
+    check=_check_gather,
+    shape=_rows_shape,
 )
 
-TABLE: tuple[Collective, ...] = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST, REDUCE, BARRIER)
+REDUCE_SCATTER: Collective = Collective(
+    name="reduce_scatter",
+    denotation=_reduce_scatter,
+    adjoint=lambda options: Call(ALL_GATHER, _but(options, "op")) if options["op"] == "sum" else None,
+    volume=_scattered,
+    primitive="reduce_scatter",
+    pack=lambda leaf, here: pack_rows(leaf, here) if _uneven(here.options) else pack_cut(leaf, here),
+    unpack=lambda piece, leaf, here: (unpack_rows if _uneven(here.options) else unpack_piece)(piece, leaf, here),
+    check=_check_reduce_scatter,
+)
+
+GATHER: Collective = Collective(
+    name="gather",
+    denotation=_gather,
+    adjoint=lambda options: Call(SCATTER, {"src": options["dst"], **_but(options, "dst")}),
+    volume=lambda leaf, here: 0 if here.rank == here["dst"] else leaf.numel(),
+    primitive="gather",
+    unpack=lambda rows, leaf, here: unpack_joined(rows, leaf.shape, here),
+    check=_check_gather_to,
+)
+
+SCATTER: Collective = Collective(
+    name="scatter",
+    denotation=lambda xs, options: [piece.clone() for piece in cut(xs[options["src"]], len(xs), options)],
+    adjoint=lambda options: Call(GATHER, {"dst": options["src"], **_but(options, "src")}),
+    volume=lambda leaf, here: (here.n - 1) * (leaf.numel() // here.n) if here.rank == here["src"] else 0,
+    primitive="scatter",
+    pack=_pack_scattered,
+    unpack=unpack_piece,
+    check=_check_scatter,
+)
+
+
+# -- exchanges --------------------------------------------------------------------------------------------------------
+
+
+def _all_to_all(xs: Sequence[Tensor], options: Options) -> list[Tensor]:
+    cuts = [x.tensor_split(len(xs), options["split_dim"]) for x in xs]
+    return [torch.cat([pieces[rank] for pieces in cuts], options["concat_dim"]) for rank in range(len(xs))]
+
+
+def _check_all_to_all(leaf: Tensor, here: Here) -> None:
+    check_cut(leaf, here, "split_dim")
+    check_dim(leaf, here, "concat_dim")
+
+
+def _all_to_all_rows(xs: Sequence[Tensor], options: Options) -> list[Tensor]:
+    sent, expected, ranks = options["input_splits"], options["output_splits"], range(len(xs))
+    for src in ranks:
+        for dst in ranks:
+            if sent[src][dst] != expected[dst][src]:
+                raise MismatchError(
+                    f"all_to_all: rank {src} of the group sends {sent[src][dst]} rows to rank {dst} (input_splits="
+                    f"{list(sent[src])}), which expects {expected[dst][src]} (output_splits={list(expected[dst])})"
+                )
+    cuts = [x.split(list(splits), options["dim"]) for x, splits in zip(xs, sent, strict=True)]
+    return [torch.cat([pieces[rank] for pieces in cuts], options["dim"]) for rank in ranks]
+
+
+def _check_rows(leaf: Tensor, here: Here) -> None:
+    rows = leaf.shape[check_dim(leaf, here)]
+    for name in ("input_splits", "output_splits"):
+        splits = here[name]
+        if len(splits) != here.n or any(size < 0 for size in splits):
+            raise ValueError(f"{name}={list(splits)}: a group of {here.n} needs {here.n} sizes >= 0, one for each rank")
+    if sum(here["input_splits"]) != rows:
+        raise ValueError(
+            f"input_splits={list(here['input_splits'])} add up to {sum(here['input_splits'])}, "
+            f"and dim={here['dim']} of a tensor of shape {list(leaf.shape)} has size {rows}"
+        )
+
+
+def _rows_sent(leaf: Tensor, here: Here) -> int:
+    rows = leaf.shape[here["dim"]]
+    return (rows - here["input_splits"][here.rank]) * (leaf.numel() // rows) if rows else 0
+
+
+def _rows_adjoint(options: Options) -> Call:
+    splits = {"input_splits": options["output_splits"], "output_splits": options["input_splits"]}
+    return Call(ALL_TO_ALL_ROWS, {**options, **splits})
+
+
+def _permute(xs: Sequence[Tensor], options: Options) -> list[Tensor]:
+    source = options["perm"].source
+    return [xs[source[rank]].clone() if rank in source else torch.zeros_like(x) for rank, x in enumerate(xs)]
+
+
+def _check_permute(leaf: Tensor, here: Here) -> None:
+    if here["perm"].ranks > here.n:
+        raise ValueError(f"perm={here['perm']} names rank {here['perm'].ranks - 1}; the group's ranks are 0..{here.n - 1}")
+
+
+ALL_TO_ALL: Collective = Collective(
+    name="all_to_all",
+    denotation=_all_to_all,
+    adjoint=lambda o: Call(ALL_TO_ALL, {"split_dim": o["concat_dim"], "concat_dim": o["split_dim"]}),
+    volume=lambda leaf, here: (here.n - 1) * (leaf.numel() // here.n),
+    primitive="all_to_all",
+    pack=lambda leaf, here: pack_cut(leaf, here, here["split_dim"]),
+    unpack=lambda rows, leaf, here: unpack_joined(
+        rows, piece_shape(leaf, here, here["split_dim"]), here, here["concat_dim"]
+    ),
+    check=_check_all_to_all,
+)
+
+ALL_TO_ALL_ROWS: Collective = Collective(
+    name="all_to_all_rows",
+    denotation=_all_to_all_rows,
+    adjoint=_rows_adjoint,
+    volume=_rows_sent,
+    primitive="all_to_all_rows",
+    pack=pack_rows,
+    unpack=unpack_rows,
+    check=_check_rows,
+    shape=lambda leaf, here: [*leaf.shape[: here["dim"]], "*", *leaf.shape[here["dim"] + 1 :]],
+    private=("input_splits", "output_splits"),
+    title=lambda options, rank: ("all_to_all", options),
+)
+
+PERMUTE: Collective = Collective(
+    name="permute",
+    denotation=_permute,
+    adjoint=lambda options: Call(PERMUTE, {"perm": options["perm"].inverse}),
+    volume=lambda leaf, here: leaf.numel() if here["perm"].target.get(here.rank, here.rank) != here.rank else 0,
+    primitive="permute",
+    check=_check_permute,
+)
+
+
+# -- point to point ---------------------------------------------------------------------------------------------------
+
+
+def _transfer_title(options: Options, rank: int) -> tuple[str, Options]:
+    name, peer = ("send", "dst") if rank == options["src"] else ("recv", "src")
+    return name, {peer: options[peer], **({"tag": options["tag"]} if options["tag"] else {})}
+
+
+def _check_transfer(leaf: Tensor, here: Here) -> None:
+    for name in ("src", "dst"):
+        _check_rank(name, here)
+    if here["src"] == here["dst"]:
+        name = _transfer_title(here.options, here.rank)[0]
+        raise ValueError(f"{name} names this rank itself ({here.rank}); use the value as it is")
+
+
+# One message between two ranks. The sender gets zeros: they carry the gradient's way back.
+TRANSFER: Collective = Collective(
+    name="transfer",
+    denotation=lambda xs, options: [_nothing(xs[0], xs[0].shape), xs[0].clone()],
+    adjoint=lambda options: Call(TRANSFER, {**options, "src": options["dst"], "dst": options["src"]}),
+    volume=lambda leaf, here: leaf.numel() if here.rank == here["src"] else 0,
+    primitive="transfer",
+    check=_check_transfer,
+    members=lambda options, n: (options["src"], options["dst"]),
+    thread=lambda options: (options["src"], options["dst"], options["tag"]),
+    title=_transfer_title,
+)
+
+BARRIER: Collective = Collective(name="barrier", denotation=lambda xs, options: list(xs), primitive="barrier")
+
+
+# -- where the variance decides: Megatron's four, each other's transposes in pairs ------------------------------------
+
+
+def _own_slice(x: Tensor, here: Here) -> Tensor:
+    return x.tensor_split(here.n, here["dim"])[here.rank].clone()
+
+
+COPY_TO: Collective = Collective(
+    name="copy_to",
+    denotation=lambda xs, options: [x.clone() for x in xs],
+    adjoint=lambda options: Call(REDUCE_FROM, {"op": "sum"}),
+    alone=lambda x, here: x.clone(),
+)
+
+REDUCE_FROM: Collective = Collective(
+    name="reduce_from",
+    denotation=ALL_REDUCE.denotation,
+    adjoint=lambda options: Call(COPY_TO, {}),
+    volume=ALL_REDUCE.volume,
+    primitive="all_reduce",
+    check=_check_op,
+)
+
+SCATTER_TO: Collective = Collective(
+    name="scatter_to",
+    denotation=lambda xs, options: [_own_slice(x, Here(options, rank, len(xs))) for rank, x in enumerate(xs)],
+    adjoint=lambda options: Call(GATHER_FROM, {**options, "tiled": True}),
+    check=check_cut,
+    alone=_own_slice,
+)
+
+GATHER_FROM: Collective = Collective(
+    name="gather_from",
+    denotation=ALL_GATHER.denotation,
+    adjoint=lambda options: Call(SCATTER_TO, _but(options, "tiled")),
+    volume=ALL_GATHER.volume,
+    primitive="all_gather",
+    unpack=ALL_GATHER.unpack,
+    check=_check_gather,
+)
+
+TABLE: tuple[Collective, ...] = (
+    ALL_REDUCE,
+    REDUCE,
+    BROADCAST,
+    ALL_GATHER,
+    REDUCE_SCATTER,
+    GATHER,
+    SCATTER,
+    ALL_TO_ALL,
+    ALL_TO_ALL_ROWS,
+    PERMUTE,
+    TRANSFER,
+    BARRIER,
+    COPY_TO,
+    REDUCE_FROM,
+    SCATTER_TO,
+    GATHER_FROM,
+)

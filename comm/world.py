@@ -2,7 +2,7 @@
 
 from .group import Group, Solo
 from .process import process_world
-from .simulator import simulated_world
+from .surroundings import simulated_world
 
 __all__ = ["world"]
 

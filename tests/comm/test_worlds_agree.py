@@ -30,7 +30,7 @@ def _settled(x: Any, case: cases.Case) -> Any:
 def test_gloo_gives_the_bits_of_the_simulator(world_size: int) -> None:
     """spawn(program) = simulate(program), bit for bit, for every row of the table: dtypes, dims, ops, roots, memory
     layouts, coalesced trees, asynchronous calls, gradients and gradients of gradients, on floats that round."""
-    drawn = cases.draw(max(90, settings.default.max_examples), world_size, seed=world_size)
+    drawn = cases.draw(max(192, settings.default.max_examples), world_size, seed=world_size)
     spawned = comm.spawn(cases.run, drawn, world_size=world_size)
     simulated = comm.simulate(cases.run, drawn, world_size=world_size)
     assert len(spawned) == world_size

@@ -1,0 +1,145 @@
+"""From a row of the table to a function over pytrees that autograd sees through."""
+
+from collections.abc import Sequence
+from time import monotonic
+from typing import Any
+
+import attrs
+import optree
+import torch
+from torch import Tensor
+
+from .collective import Call, Handle, Here
+from .errors import CommError
+from .group import Group, Ready
+from .ledger import begin
+from .pending import Pending
+from .pytree import NAMESPACE
+from .world import world
+
+__all__ = ["apply", "apply_all", "flatten", "is_smooth", "resolve_dim"]
+
+
+class _Differentiable(torch.autograd.Function):
+    """Hangs calls that go on together into the autograd graph; their backward is the adjoints together, differentiable again."""
+
+    @staticmethod
+    def forward(ctx: Any, started: "Sequence[_Started]", group: Group, *leaves: Tensor) -> tuple[Tensor, ...]:
+        ctx.calls, ctx.group = [(one.call, len(one.leaves)) for one in started], group
+        results = [result for one in started for result in one.handle.wait()]
+        ctx.mark_non_differentiable(*(r for r in results if not is_smooth(r)))
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rest, started = list(grads), []
+        with ctx.group.world.together():
+            for call, count in ctx.calls:
+                adjoint = call.collective.adjoint(call.options)
+                if adjoint is None:
+                    shown = call.shown(ctx.group.rank)
+                    raise ValueError(f"{shown} has no transpose, so no gradient flows through it: detach its input")
+                smooth = [grad for grad in rest[:count] if is_smooth(grad)]
+                started.append(_start(adjoint, smooth, ctx.group, ahead=len(ctx.calls) > 1))
+                del rest[:count]
+        back = iter([result for results in _finish(started, ctx.group) for result in results])
+        return (None, None, *(next(back) if is_smooth(grad) else None for grad in grads))
+
+
+def is_smooth(tensor: Tensor) -> bool:
+    """Whether the dtype has gradients."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+@attrs.frozen(eq=False)
+class _Started:
+    """A call, what it was called on, and its handle."""
+
+    call: Call
+    leaves: Sequence[Tensor]
+    handle: Handle
+
+    @property
+    def differentiable(self) -> bool:
+        return any(leaf.requires_grad for leaf in self.leaves)
+
+
+def _start(call: Call, leaves: Sequence[Tensor], group: Group, *, ahead: bool) -> _Started:
+    row, here = call.collective, Here(call.options, group.rank, group.size)
+    if group.rank < 0:
+        raise CommError(f"{call.shown(-1)}: rank {world().rank} is not in {group!r}; only its ranks may call its collectives")
+    try:
+        for leaf in leaves:
+            row.check(leaf, here)
+    except ValueError as error:
+        raise ValueError(f"{call.shown(group.rank)} on rank {group.rank} of {group.name!r}: {error}") from None
+    if row.alone is not None:
+        return _Started(call, leaves, Ready([row.alone(leaf.detach(), here) for leaf in leaves]))
+    began = begin(group.world.books, leaves)
+    handle = group.world.start(call, leaves, group, ahead=ahead)
+    for book in group.world.books:
+        handle = book.record(call, leaves, group, handle, began)
+    return _Started(call, leaves, handle)
+
+
+def _finish(started: Sequence[_Started], group: Group) -> list[list[Tensor]]:
+    """Each call's results; calls through which gradients flow become one node of the graph."""
+    chosen = [one for one in started if one.differentiable] if torch.is_grad_enabled() else []
+    if not chosen:
+        return [one.handle.wait() for one in started]
+    outputs = iter(_Differentiable.apply(chosen, group, *(leaf for one in chosen for leaf in one.leaves)))
+    return [[next(outputs) for _ in one.leaves] if one in chosen else one.handle.wait() for one in started]
+
+
+def flatten(name: str, tree: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
+    """The leaves and the structure of a pytree of tensors."""
+    leaves, spec = optree.tree_flatten(tree, namespace=NAMESPACE)
+    if not all(isinstance(leaf, Tensor) for leaf in leaves):
+        paths, leaves, _ = optree.tree_flatten_with_path(tree, namespace=NAMESPACE)
+        path, leaf = next((p, x) for p, x in zip(paths, leaves, strict=True) if not isinstance(x, Tensor))
+        where = "".join(f"[{p!r}]" for p in path) or "the value itself"
+        raise TypeError(f"{name}: every leaf must be a tensor; {where} is {type(leaf).__name__} {leaf!r}")
+    return leaves, spec  # type: ignore[return-value]
+
+
+def apply(call: Call, tree: Any, group: Group | None, async_op: bool) -> Any:
+    """The call on every leaf of the tree: its result, or a ``Pending``."""
+    pending = apply_all([(call, tree)], group, ahead=async_op).then(_only)
+    return pending if async_op else pending.wait()
+
+
+def apply_all(calls: Sequence[tuple[Call, Any]], group: Group | None, *, ahead: bool = True) -> Pending[list[Any]]:
+    """Starts all calls, each on its tree, before it waits for any; the results in order."""
+    group = group or world()
+    trees = [flatten(call.title(group.rank)[0], tree) for call, tree in calls]
+    pairs = zip(calls, trees, strict=True)
+    with group.world.together():
+        started = [_start(call, leaves, group, ahead=ahead) for (call, _), (leaves, _) in pairs]
+
+    def finish() -> list[Any]:
+        results = _finish(started, group)
+        return [optree.tree_unflatten(spec, found) for (_, spec), found in zip(trees, results, strict=True)]
+
+    def poll(patience: float) -> bool:
+        deadline = monotonic() + patience
+        return all(one.handle.poll(max(0.0, deadline - monotonic())) for one in started)
+
+    return Pending(finish, poll, f"{', '.join(one.call.shown(group.rank) for one in started)} on {group}")
+
+
+def _only(results: list[Any]) -> Any:
+    return results[0]
+
+
+def resolve_dim(name: str, tree: Any, dim: int) -> int:
+    """The dim counted from the start; all leaves share it."""
+    if dim >= 0:
+        return dim
+    leaves = flatten(name, tree)[0]
+    if len({leaf.dim() for leaf in leaves}) > 1:
+        dims = sorted({leaf.dim() for leaf in leaves})
+        raise ValueError(f"{name}: dim={dim} counts from the end, but the leaves have {dims} dims; use a dim >= 0")
+    for leaf in leaves:
+        if 0 < leaf.dim() < -dim:
+            raise ValueError(f"{name}: dim={dim} is out of range for a tensor of shape {list(leaf.shape)}")
+    return dim + leaves[0].dim() if leaves else 0

@@ -1,0 +1,355 @@
+"""What an all-reduce by messages costs: the alpha-beta model, and exact counts of what each rank sends.
+
+A message of m bytes over a link takes latency + m / bandwidth seconds, α + mβ. Every rank can send one message and receive
+another at a time, and links are not shared.
+
+The formulas are those of Thakur, Rabenseifner & Gropp 2005 (recursive doubling, halving-doubling), Patarasuk & Yuan 2009
+(ring) and Sanders, Speck & Träff 2009 (two trees). ``comm.algorithms`` has the algorithms themselves.
+"""
+
+from collections.abc import Callable
+
+import attrs
+
+__all__ = ["ALGORITHMS", "Cost", "Link", "Load", "Network", "Sent", "best", "predict", "sent"]
+
+
+@attrs.frozen
+class Link:
+    """A way between two ranks.
+
+    Attributes:
+        latency: α, seconds until a message of no bytes has come.
+        bandwidth: 1/β, bytes per second in each direction.
+
+    >>> Link(latency=1e-6, bandwidth=1e9).seconds(Load(messages=2, bytes=4000.0))
+    6e-06
+    """
+
+    latency: float = attrs.field(validator=attrs.validators.ge(0))
+    bandwidth: float = attrs.field(validator=attrs.validators.gt(0))
+
+    def seconds(self, load: "Load") -> float:
+        """How long the load takes, its messages one after another."""
+        return load.messages * self.latency + load.bytes / self.bandwidth
+
+
+@attrs.frozen
+class Network:
+    """Ranks on nodes, numbered node by node; a flat network has one rank on each.
+
+    Attributes:
+        across: the link between two ranks on different nodes.
+        inside: the link between two ranks of one node; by default as between nodes.
+        ranks_per_node: how many ranks share a node; the last node may have fewer.
+    """
+
+    across: Link
+    inside: Link = attrs.field(default=attrs.Factory(lambda self: self.across, takes_self=True))
+    ranks_per_node: int = attrs.field(default=1, validator=attrs.validators.ge(1))
+
+
+@attrs.frozen
+class Load:
+    """Messages that pass one after another.
+
+    Attributes:
+        messages: how many.
+        bytes: of all of them together.
+    """
+
+    messages: int = 0
+    bytes: float = 0.0
+
+    def __add__(self, other: "Load") -> "Load":
+        return Load(self.messages + other.messages, self.bytes + other.bytes)
+
+
+@attrs.frozen
+class Cost:
+    """What an all-reduce costs: its critical path.
+
+    Attributes:
+        inside: what passes on links inside nodes.
+        across: what passes on links between nodes.
+        seconds: how long both take.
+    """
+
+    inside: Load
+    across: Load
+    seconds: float
+
+    @property
+    def messages(self) -> int:
+        """Messages that pass one after another: rounds, or along a tree's longest branch and back."""
+        return self.inside.messages + self.across.messages
+
+    @property
+    def bytes(self) -> float:
+        """Bytes that pass one after another; through a tree, once the value is cut into many chunks."""
+        return self.inside.bytes + self.across.bytes
+
+
+@attrs.frozen
+class Sent:
+    """What one rank sends.
+
+    Attributes:
+        messages: how many.
+        elements: in all of them together.
+    """
+
+    messages: int = 0
+    elements: int = 0
+
+    def __add__(self, other: "Sent") -> "Sent":
+        return Sent(self.messages + other.messages, self.elements + other.elements)
+
+
+# -- the critical path, (inside, across) nodes, of N bytes on n ranks, m to a node -------------------------------------
+#
+# Recursive doubling, halving-doubling and trees pair ranks at distances 1, 2, 4, ...; where m is no power of two, even
+# short ones cross between nodes, and a hop that some rank makes across counts as one across.
+
+Path = tuple[Load, Load]
+
+
+def _place(load: Load, n: int, m: int) -> Path:
+    """A load that passes between nodes wherever there are several."""
+    return (load, Load()) if n <= m else (Load(), load)
+
+
+def _join(*paths: Path) -> Path:
+    inside, across = zip(*paths, strict=True)
+    return sum(inside, Load()), sum(across, Load())
+
+
+def _levels(n: int) -> int:
+    """Levels of the largest power of two that is at most n."""
+    return n.bit_length() - 1
+
+
+def _aligned(m: int) -> int:
+    """Levels of pairs (r, r xor 1), (r, r xor 2), (r, r xor 4), ... that no node's end cuts: twice the distance divides m."""
+    return _levels(m & -m)
+
+
+def _near(n: int, m: int) -> int:
+    """How many of them stay within nodes among the first p ranks, the largest power of two that is at most n."""
+    return _levels(n) if 1 << _levels(n) <= m else _aligned(m)
+
+
+def _ring(nbytes: float, n: int, m: int) -> Path:
+    """Twice around but for two hops. All links carry the same bytes at the same time, so the slowest counts."""
+    nodes, hops = -(-n // m), 2 * (n - 1)
+    volume = hops * nbytes / n
+    if nodes == 1:
+        return Load(hops, volume), Load()
+    far = 2 * nodes - max(0, 3 - m)  # the two hops left out are neighbours: within a node, if it has three ranks
+    return Load(hops - far), Load(far, volume)
+
+
+def _extras(nbytes: float, n: int, m: int) -> Path:
+    """Ranks beyond a power of two hand in their values before and get the result after."""
+    return _place(Load(2, 2 * nbytes) if n > 1 << _levels(n) else Load(), n, m)
+
+
+def _recursive_doubling(nbytes: float, n: int, m: int) -> Path:
+    """The whole value at each level."""
+    near = _near(n, m)
+    far = _levels(n) - near
+    return _join((Load(near, near * nbytes), Load(far, far * nbytes)), _extras(nbytes, n, m))
+
+
+def _halving_doubling(nbytes: float, n: int, m: int) -> Path:
+    """A half, a quarter, ... and back: the largest pieces go the longest ways."""
+    near, levels = _near(n, m), _levels(n)
+    inside = Load(2 * near, 2 * ((1 << near) - 1) * nbytes / (1 << levels))
+    across = Load(2 * (levels - near), 2 * ((1 << levels) - (1 << near)) * nbytes / (1 << levels))
+    return _join((inside, across), _extras(nbytes, n, m))
+
+
+def _up_and_down(volume: float, n: int, m: int) -> Path:
+    """To the root of a tree in rank order and back: an edge of level d lies within a pair of level 2 d, or of none."""
+    hops = 2 * (n - 1).bit_length()
+    near = hops if n <= m else 2 * max(0, _aligned(m) - 1)
+    return _join((Load(near), Load(hops - near)), _place(Load(0, volume), n, m))
+
+
+def _tree(nbytes: float, n: int, m: int) -> Path:
+    """A rank with two children receives the value twice and later sends it twice; on two or three ranks there is none."""
+    return _up_and_down(nbytes * (0, 2, 2, 4)[min(n, 4) - 1], n, m)
+
+
+def _double_tree(nbytes: float, n: int, m: int) -> Path:
+    """Half the value in each tree; who has two children in one has none in the other.
+
+    The second tree has the ranks backwards, or for odd n shifted: its pairs fit nodes only if those are all full.
+    """
+    return _up_and_down(nbytes * (0, 1, 2)[min(n, 3) - 1], n, 1 if n > m and n % m else m)
+
+
+def _hierarchical(nbytes: float, n: int, m: int) -> Path:
+    """Rings within the nodes, and between them two trees for each m-th of the value."""
+    return _join(_ring(nbytes, m, m), _double_tree(nbytes / m, n // m, 1) if n > m else (Load(), Load()))
+
+
+# -- what a rank sends, of a value of numel elements, cut into k chunks; m ranks to a node ------------------------------
+
+
+def _piece(numel: int, n: int) -> int:
+    """Elements in each of n equal pieces, the last ones padded."""
+    return -(-numel // n)
+
+
+def _ring_sends(numel: int, n: int, rank: int, m: int, k: int) -> Sent:
+    return Sent(2 * (n - 1), 2 * (n - 1) * _piece(numel, n))
+
+
+def _extras_sends(numel: int, n: int, rank: int) -> Sent:
+    """A rank beyond the power of two sends its value; who took one sends back the result."""
+    p = 1 << _levels(n)
+    return Sent(1, numel) if rank >= p or rank < n - p else Sent()
+
+
+def _recursive_doubling_sends(numel: int, n: int, rank: int, m: int, k: int) -> Sent:
+    levels = _levels(n)
+    core = Sent(levels, levels * numel) if rank < 1 << levels else Sent()
+    return core + _extras_sends(numel, n, rank)
+
+
+def _halving_doubling_sends(numel: int, n: int, rank: int, m: int, k: int) -> Sent:
+    levels = _levels(n)
+    p = 1 << levels
+    core = Sent(2 * levels, 2 * (p - 1) * _piece(numel, p)) if rank < p else Sent()
+    return core + _extras_sends(numel, n, rank)
+
+
+def _neighbours(n: int, rank: int) -> int:
+    """Of a rank in the tree in rank order: an odd rank is a leaf, 0 is the root and has one child."""
+    if rank == 0 or rank % 2:
+        return min(1, n - 1)
+    return 3 if rank + 1 < n else 2
+
+
+def _tree_sends(numel: int, n: int, rank: int, m: int, k: int) -> Sent:
+    messages = k * _neighbours(n, rank)  # to the parent on the way up, to the children on the way down
+    return Sent(messages, messages * _piece(numel, k))
+
+
+def _double_tree_sends(numel: int, n: int, rank: int, m: int, k: int) -> Sent:
+    mirrored = (rank - 1) % n if n % 2 else n - 1 - rank  # its place in the second tree, where leaves are inner ranks
+    messages = k * (_neighbours(n, rank) + _neighbours(n, mirrored))
+    return Sent(messages, messages * _piece(numel, 2 * k))
+
+
+def _hierarchical_sends(numel: int, n: int, rank: int, m: int, k: int) -> Sent:
+    return _ring_sends(numel, m, rank % m, m, k) + _double_tree_sends(_piece(numel, m), n // m, rank // m, m, k)
+
+
+# -- the table ----------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class _Formulas:
+    path: Callable[[float, int, int], Path]
+    sends: Callable[[int, int, int, int, int], Sent]
+
+
+_FORMULAS = {
+    "ring": _Formulas(_ring, _ring_sends),
+    "tree": _Formulas(_tree, _tree_sends),
+    "double_tree": _Formulas(_double_tree, _double_tree_sends),
+    "recursive_doubling": _Formulas(_recursive_doubling, _recursive_doubling_sends),
+    "halving_doubling": _Formulas(_halving_doubling, _halving_doubling_sends),
+    "hierarchical": _Formulas(_hierarchical, _hierarchical_sends),
+}
+
+ALGORITHMS: tuple[str, ...] = tuple(_FORMULAS)
+
+
+def _check(algorithm: str, n: int, ranks_per_node: int) -> None:
+    if algorithm not in _FORMULAS:
+        raise ValueError(f"algorithm={algorithm!r} is unknown; use one of {', '.join(ALGORITHMS)}")
+    if n < 1:
+        raise ValueError(f"n={n}: a group has at least one rank")
+    if ranks_per_node < 1:
+        raise ValueError(f"ranks_per_node={ranks_per_node}: a node has at least one rank")
+    if algorithm == "hierarchical" and n % ranks_per_node:
+        raise ValueError(f"n={n} is no multiple of ranks_per_node={ranks_per_node}: hierarchical needs a grid of full nodes")
+
+
+def predict(algorithm: str, nbytes: float, n: int, network: Network) -> Cost:
+    """The cost of an all-reduce of ``nbytes`` bytes on n ranks, by the alpha-beta model.
+
+    On a flat network, with latency α seconds, 1/β bytes per second and n a power of two::
+
+        ring                2 (n - 1) α + 2 (n - 1) / n N β
+        tree                2 log2 n α + 4 N β
+        double_tree         2 log2 n α + 2 N β
+        recursive_doubling  log2 n (α + N β)
+        halving_doubling    2 log2 n α + 2 (n - 1) / n N β
+
+    For other n the trees have ⌈log2 n⌉ levels; the last two have ⌊log2 n⌋ and 2 (α + N β) on top. A tree's second term is
+    what it comes to when many chunks follow one another, and fewer than four ranks have less. ``hierarchical`` is a ring
+    in each node and a double tree between nodes on 1/m of the value.
+
+    Raises:
+        ValueError: an unknown algorithm, n < 1, negative bytes, or for ``hierarchical`` nodes that n ranks do not fill.
+
+    >>> flat = Network(Link(latency=1e-6, bandwidth=1e9))
+    >>> predict("ring", 16e6, 4, flat)
+    Cost(inside=Load(messages=0, bytes=0.0), across=Load(messages=6, bytes=24000000.0), seconds=0.024006)
+    >>> [predict(name, 0, 1024, flat).messages for name in ("ring", "tree", "recursive_doubling", "halving_doubling")]
+    [2046, 20, 10, 20]
+    """
+    _check(algorithm, n, network.ranks_per_node)
+    if not nbytes >= 0:
+        raise ValueError(f"nbytes={nbytes}: a value has 0 bytes or more")
+    inside, across = _FORMULAS[algorithm].path(nbytes, n, network.ranks_per_node)
+    return Cost(inside, across, network.inside.seconds(inside) + network.across.seconds(across))
+
+
+def best(nbytes: float, n: int, network: Network) -> str:
+    """The algorithm that ``predict`` finds the fastest; of equals, the first in ``ALGORITHMS``.
+
+    ``hierarchical`` is left out where n ranks do not fill the nodes.
+
+    Raises:
+        ValueError: n < 1, or negative bytes.
+
+    >>> flat = Network(Link(latency=1e-6, bandwidth=1e9))
+    >>> best(1e3, 1024, flat), best(1e9, 8, flat)
+    ('recursive_doubling', 'halving_doubling')
+    """
+    able = [name for name in ALGORITHMS if name != "hierarchical" or n % network.ranks_per_node == 0]
+    return min(able, key=lambda name: predict(name, nbytes, n, network).seconds)
+
+
+def sent(algorithm: str, numel: int, n: int, rank: int, *, ranks_per_node: int = 1, chunks: int = 1) -> Sent:
+    """What ``rank`` of n sends when ``comm.algorithms`` runs one of its functions: exactly what its ledger counts.
+
+    Args:
+        algorithm: one of ``ALGORITHMS``.
+        numel: elements of the value, all leaves of one dtype together; pieces are padded to equal sizes.
+        n: how many ranks.
+        rank: which of them; for ``hierarchical`` its place in its node is ``rank % ranks_per_node``.
+        ranks_per_node: for ``hierarchical``, how many ranks the inner group has.
+        chunks: for the trees, as there.
+
+    Raises:
+        ValueError: as ``predict``; or rank, numel or chunks out of range.
+
+    >>> [sent("ring", 12, 4, rank) for rank in (0, 3)]
+    [Sent(messages=6, elements=18), Sent(messages=6, elements=18)]
+    >>> [sent("double_tree", 100, 8, rank).elements for rank in range(8)]
+    [100, 200, 200, 200, 200, 200, 200, 100]
+    """
+    _check(algorithm, n, ranks_per_node)
+    if not 0 <= rank < n:
+        raise ValueError(f"rank={rank} is none of n={n}; ranks are 0..{n - 1}")
+    if numel < 0:
+        raise ValueError(f"numel={numel}: a value has 0 elements or more")
+    if chunks < 1 or (chunks > 1 and algorithm not in ("tree", "double_tree")):
+        raise ValueError(f"chunks={chunks} for {algorithm}: tree and double_tree cut into 1 or more, the others into 1")
+    return _FORMULAS[algorithm].sends(numel, n, rank, ranks_per_node, chunks)

@@ -1,0 +1,57 @@
+"""How values of several ranks combine: the one definition of every reduction."""
+
+from collections.abc import Callable, Sequence
+from functools import reduce as left_fold
+
+import torch
+from torch import Tensor
+
+__all__ = ["OPS", "chunk_bounds", "combine", "fold"]
+
+
+def _product(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """torch.mul, but for complex numbers: those it rounds in one way in a vector and in another in its tail."""
+    if not a.is_complex():
+        return torch.mul(a, b, out=out)
+    product = torch.complex(a.real * b.real - a.imag * b.imag, a.real * b.imag + a.imag * b.real)
+    return product if out is None else out.copy_(product)
+
+
+OPS: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "product": _product,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
+
+
+def combine(a: Tensor, b: Tensor, op: str) -> Tensor:
+    """Two values combined elementwise; commutative, bit for bit."""
+    return OPS[op](a, b)
+
+
+def fold(pieces: Sequence[Tensor], op: str, *, out: Tensor | None = None) -> Tensor:
+    """Combines the ranks' pieces from left to right, in rank order.
+
+    Half-precision sums and products are carried in fp32 and rounded once. Every world that folds like this gives the
+    same bits. The result is new, or ``out``, which may be one of the first two pieces.
+    """
+    dtype = pieces[0].dtype
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) and op in ("sum", "product") else dtype
+    binary = OPS[op]
+    if len(pieces) == 1:
+        total = pieces[0]
+    elif wide == dtype:
+        total = binary(pieces[0], pieces[1], out=out)
+        for piece in pieces[2:]:
+            binary(total, piece, out=total)
+        return total
+    else:
+        total = left_fold(binary, [piece.to(wide) for piece in pieces]).to(dtype)
+    return total.clone() if out is None else out.copy_(total)
+
+
+def chunk_bounds(numel: int, n: int) -> list[int]:
+    """The n+1 bounds that cut ``numel`` elements into n contiguous pieces, the last ones perhaps short or empty."""
+    size = -(-numel // n)
+    return [min(i * size, numel) for i in range(n + 1)]

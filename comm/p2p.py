@@ -1,0 +1,166 @@
+"""Messages between two ranks.
+
+A message is one collective of two: the sender's part of its result are zeros, the receiver's the value. That makes it
+differentiable like any other: gradients travel back as a message the other way, for which both ends must take part. So the
+sender adds the zeros to its loss, and the receiver's ``like`` requires grad.
+"""
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import attrs
+
+from .applying import apply_all
+from .collective import Call
+from .group import Group
+from .pending import Pending
+from .table import TRANSFER
+from .world import world
+
+__all__ = ["Recv", "Send", "batch_p2p", "irecv", "isend", "recv", "send"]
+
+T = TypeVar("T")
+
+
+@attrs.frozen
+class Send:
+    """One message of a batch: ``value`` goes to rank ``dst``."""
+
+    value: Any
+    dst: int
+    tag: int = 0
+
+
+@attrs.frozen
+class Recv:
+    """One message of a batch: a value shaped as ``like`` comes from rank ``src``."""
+
+    like: Any
+    src: int
+    tag: int = 0
+
+
+def _call(op: Send | Recv, group: Group) -> tuple[Call, Any]:
+    if isinstance(op, Send):
+        return Call(TRANSFER, {"src": group.rank, "dst": op.dst, "tag": op.tag}), op.value
+    return Call(TRANSFER, {"src": op.src, "dst": group.rank, "tag": op.tag}), op.like
+
+
+def batch_p2p(ops: Sequence[Send | Recv], group: Group | None = None, *, async_op: bool = False) -> Any:
+    """Several messages at once: all are started before any is waited for, so ranks may swap values.
+
+    Law: a swap of ``x`` between two ranks is ``permute(x, [(0, 1), (1, 0)])``. The transpose sends all gradients back at once.
+
+    Args:
+        ops: what this rank sends and receives, as ``Send(value, dst)`` and ``Recv(like, src)``; ranks count within the group.
+        group: the group; None for the whole world.
+        async_op: return a ``Pending`` at once.
+
+    Returns:
+        A result for each op, in order: zeros of the value's shape for a send, the value for a receive.
+
+    Cost: a rank sends what it sends.
+
+    Raises:
+        ValueError: ``dst`` or ``src`` is no other rank of the group.
+        TypeError: an op is neither Send nor Recv.
+
+    >>> import torch
+    >>> from functional_ds import comm
+    >>> def swap():
+    ...     rank = comm.world().rank
+    ...     x = torch.tensor(rank)
+    ...     return comm.batch_p2p([comm.Send(x, 1 - rank), comm.Recv(x, 1 - rank)])[1].item()
+    >>> comm.simulate(swap, world_size=2)
+    [1, 0]
+    """
+    group = group or world()
+    for op in ops:
+        if not isinstance(op, (Send, Recv)):
+            raise TypeError(f"batch_p2p: ops are Send(value, dst) and Recv(like, src), not {type(op).__name__} {op!r}")
+    pending = apply_all([_call(op, group) for op in ops], group, ahead=async_op or len(ops) > 1)
+    return pending if async_op else pending.wait()
+
+
+def isend(x: T, dst: int, group: Group | None = None, *, tag: int = 0) -> Pending[T]:
+    """Starts to send ``x`` to rank ``dst``; ``wait()`` returns zeros of its shape, once it is received or its buffer is free.
+
+    Messages between two ranks match in the order of their starts, among those of one ``tag``.
+
+    Cost: the value once.
+
+    Raises:
+        ValueError: ``dst`` is no other rank of the group.
+
+    >>> import torch
+    >>> from functional_ds import comm
+    >>> def program():
+    ...     if comm.world().rank == 0:
+    ...         return comm.isend(torch.ones(2), dst=1).wait().tolist()
+    ...     return comm.irecv(torch.empty(2), src=0).wait().tolist()
+    >>> comm.simulate(program, world_size=2)
+    [[0.0, 0.0], [1.0, 1.0]]
+    """
+    return _one(Send(x, dst, tag), group, ahead=True)
+
+
+def irecv(like: T, src: int, group: Group | None = None, *, tag: int = 0) -> Pending[T]:
+    """Starts to receive a value shaped as ``like`` from rank ``src``; ``wait()`` returns it.
+
+    Cost: none here; the sender counts it.
+
+    Raises:
+        ValueError: ``src`` is no other rank of the group.
+    """
+    return _one(Recv(like, src, tag), group, ahead=True)
+
+
+def send(x: T, dst: int, group: Group | None = None, *, tag: int = 0) -> T:
+    """Sends ``x`` to rank ``dst`` and returns zeros of its shape, which take no memory.
+
+    Simulated, it is a rendezvous: it returns when the receiver has the value. A transport may return earlier; programs must
+    not count on it.
+
+    Law: the transpose is a message from ``dst`` back: add the zeros to the loss, and the gradient arrives.
+
+    Cost: the value once.
+
+    Raises:
+        ValueError: ``dst`` is no other rank of the group.
+
+    >>> import torch
+    >>> from functional_ds import comm
+    >>> def program():
+    ...     here, x = comm.world(), torch.tensor([2.0], requires_grad=True)
+    ...     if here.rank == 0:
+    ...         loss = comm.send(x, dst=1).sum()
+    ...     else:
+    ...         loss = (comm.recv(x, src=0) * 5).sum()
+    ...     loss.backward()
+    ...     return loss.item(), x.grad.item()
+    >>> comm.simulate(program, world_size=2)
+    [(0.0, 5.0), (10.0, 0.0)]
+    """
+    return _one(Send(x, dst, tag), group, ahead=False).wait()
+
+
+def recv(like: T, src: int, group: Group | None = None, *, tag: int = 0) -> T:
+    """The value that rank ``src`` sends; ``like`` has its structure, shapes and dtypes.
+
+    Where ``like`` requires grad, the gradient of what arrives goes back to ``src``, whose ``send`` must take part.
+
+    Cost: none here; the sender counts it.
+
+    Raises:
+        ValueError: ``src`` is no other rank of the group.
+    """
+    return _one(Recv(like, src, tag), group, ahead=False).wait()
+
+
+def _one(op: Send | Recv, group: Group | None, *, ahead: bool) -> Pending[Any]:
+    group = group or world()
+    return apply_all([_call(op, group)], group, ahead=ahead).then(_only)
+
+
+def _only(results: list[Any]) -> Any:
+    return results[0]

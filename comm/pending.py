@@ -1,0 +1,61 @@
+"""What an asynchronous call gives back: its result to come."""
+
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import Any, Generic, NoReturn, TypeVar
+
+__all__ = ["Pending"]
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class Pending(Generic[T]):
+    """A collective under way: ``wait()`` gives its result, the same one each time.
+
+    It is no tensor: reading anything else of it says so. Dropped unwaited it is still carried out, for the other ranks wait
+    for this one's part, and its result is lost.
+    """
+
+    def __init__(self, finish: Callable[[], T], poll: Callable[[float], bool], text: str) -> None:
+        self._finish: Callable[[], T] | None = finish
+        self._poll = poll
+        self._text = text
+        self._result: T
+
+    def wait(self) -> T:
+        """Blocks (on CUDA: makes the current stream wait) until the result is there."""
+        if self._finish is not None:
+            self._result = self._finish()
+            self._finish = None
+        return self._result
+
+    def poll(self, patience: float = 0.0) -> bool:
+        """Whether ``wait`` would not block. Waits for that, at most ``patience`` seconds; simulated, while others can go on.
+
+        What a program makes of the answer can depend on the interleaving, as on the transport's speed.
+        """
+        return self._finish is None or self._poll(patience)
+
+    def then(self, function: Callable[[T], U]) -> "Pending[U]":
+        """What ``function`` makes of the result, once it is waited for."""
+        return Pending(lambda: function(self.wait()), self.poll, self._text)
+
+    @staticmethod
+    def all(pendings: "Sequence[Pending[Any]]") -> "Pending[list[Any]]":
+        """Several as one."""
+
+        def poll(patience: float) -> bool:
+            deadline = monotonic() + patience
+            return all(pending.poll(max(0.0, deadline - monotonic())) for pending in pendings)
+
+        text = "; ".join(pending._text for pending in pendings)
+        return Pending(lambda: [pending.wait() for pending in pendings], poll, text)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(f"{self!r} is a result to come and has no {name!r}; wait() gives the result")
+
+    def __repr__(self) -> str:
+        return f"Pending({self._text}, {'done' if self._finish is None else 'under way'})"

@@ -1,0 +1,146 @@
+"""Ranks without values: a program on meta tensors, one rank after the other, to count what thousands of ranks would send.
+
+What a collective returns has a shape that follows from this rank's own part, so no rank has to wait for another. Each
+keeps a log of its calls; afterwards the logs must agree as the calls of a run with values would have to.
+"""
+
+from array import array
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from .ambient import Ambient
+from .collective import Call, Here
+from .errors import MismatchError
+from .group import Group, Ready, place_in
+from .ledger import Ledger
+from .surroundings import HERE
+
+__all__ = ["run_on_shapes"]
+
+# From a payload's shape to that of the primitive's result.
+_RESULTS: dict[str, Callable[[Sequence[int], Here], Sequence[int]]] = {
+    "all_reduce": lambda shape, here: shape,
+    "reduce": lambda shape, here: shape,
+    "broadcast": lambda shape, here: shape,
+    "all_gather": lambda shape, here: (
+        [sum(here["sizes"]), shape[1]] if "sizes" in here.options else [here.n, *shape]  # [rows, m] or [m]
+    ),
+    "reduce_scatter": lambda shape, here: [here["sizes"][here.rank], shape[1]] if "sizes" in here.options else shape[1:],
+    "gather": lambda shape, here: [here.n, *shape],
+    "scatter": lambda shape, here: shape[-1:],
+    "all_to_all": lambda shape, here: shape,
+    "all_to_all_rows": lambda shape, here: [sum(here["output_splits"]), shape[1]],
+    "permute": lambda shape, here: shape,
+    "transfer": lambda shape, here: shape,
+    "barrier": lambda shape, here: shape,
+}
+
+Thread = tuple[tuple[int, ...], str, Hashable]  # calls of one order: group, name, thread
+
+
+@attrs.define(eq=False)
+class _Books:
+    """What all ranks share: kinds of calls, numbered, and each rank's log of their numbers by thread."""
+
+    kinds: dict[Hashable, int] = attrs.field(factory=dict)
+    texts: list[str] = attrs.field(factory=list)
+    logs: dict[Thread, dict[int, "array[int]"]] = attrs.field(factory=dict)
+    members: dict[Thread, tuple[int, ...]] = attrs.field(factory=dict)
+
+    def compare(self) -> None:
+        """Raises where two members of a thread called different things, or a different number of them."""
+        for thread, logs in self.logs.items():
+            first, *others = self.members[thread]
+            mine = logs.get(first, array("I"))
+            for other in others:
+                theirs = logs.get(other, array("I"))
+                if mine != theirs:
+                    raise MismatchError(self._difference(thread, first, mine, other, theirs))
+
+    def _difference(self, thread: Thread, first: int, mine: "array[int]", other: int, theirs: "array[int]") -> str:
+        turn = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
+        here, there = (self.texts[log[turn]] if turn < len(log) else "nothing more" for log in (mine, theirs))
+        return (
+            f"the ranks of group {thread[1]!r} called different collectives: as number {turn}, "
+            f"rank {first} called {here}, rank {other} called {there}"
+        )
+
+
+@attrs.define(eq=False)
+class ShapesWorld:
+    """The world as one rank without values sees it."""
+
+    rank: int
+    shared: _Books
+    books: list[Ledger] = attrs.field(factory=list)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("meta")
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, ahead: bool) -> Ready:
+        row, here = call.collective, Here(call.options, group.rank, group.size)
+        for tensor in tensors:
+            if not tensor.is_meta:
+                raise ValueError(
+                    f"{call.shown(group.rank)} on rank {self.rank}: a tensor is on {tensor.device}; with shapes_only=True tensors "
+                    "have no values, so make them on device='meta'"
+                )
+        thread = (group.ranks, group.name, row.thread(call.options))
+        self._log(thread, call, tensors, here, group)
+        return Ready([self._result(row, tensor.detach(), here) for tensor in tensors])
+
+    def _log(self, thread: Thread, call: Call, tensors: Sequence[Tensor], here: Here, group: Group) -> None:
+        shared, agreement = self.shared, call.agreement(tensors, here)
+        number = shared.kinds.get(agreement)
+        if number is None:
+            number = shared.kinds[agreement] = len(shared.kinds)
+            shared.texts.append(call.signature(tensors, here))
+        logs = shared.logs.get(thread)
+        if logs is None:
+            logs = shared.logs[thread] = {}
+            members = call.collective.members(call.options, group.size)
+            shared.members[thread] = tuple(group.ranks[member] for member in members)
+        log = logs.get(self.rank)
+        if log is None:
+            log = logs[self.rank] = array("I")
+        log.append(number)
+
+    def _result(self, row: Any, tensor: Tensor, here: Here) -> Tensor:
+        payload = row.pack(tensor, here)
+        piece = payload.new_empty(list(_RESULTS[row.primitive](payload.shape, here)))
+        return row.unpack(piece, tensor, here)  # type: ignore[no-any-return]
+
+    def group(self, ranks: Sequence[int], name: str) -> Group:
+        return Group(tuple(ranks), place_in(ranks, self.rank), name, self)
+
+    def channel(self, group: Group, name: str) -> Group:
+        return attrs.evolve(group, name=f"{group.name}/{name}")
+
+
+def run_on_shapes(program: Callable[..., Any], args: tuple[Any, ...], world_size: int) -> list[Any]:
+    """The ranks' results, one rank after the other on the caller's thread."""
+    shared, results, everyone = _Books(), [], tuple(range(world_size))
+    outer, ambient = getattr(HERE, "group", None), Ambient.now()
+    try:
+        for rank in everyone:
+            ambient.restore()
+            HERE.group = Group(everyone, rank, "world", ShapesWorld(rank, shared))
+            try:
+                results.append(program(*args))
+            except BaseException as error:
+                error.add_note(f"raised on rank {rank} of {world_size}, on shapes only")
+                raise
+    finally:
+        HERE.group = outer
+        ambient.restore()
+    shared.compare()
+    return results
