@@ -1,8 +1,8 @@
 """All-reduce by messages between two ranks alone: ring, trees, recursive doubling, halving-doubling, two levels.
 
-Each is ``comm.all_reduce`` but for the order in which values combine: equal bit for bit where that does not matter (integers,
-min and max), within rounding for floats. Every sum is formed once or, in recursive doubling, everywhere in the same way, so
-all ranks get the same bits. Sums (and averages) are differentiable; the transpose is the algorithm itself.
+Each is ``comm.all_reduce`` but for the order in which values combine: equal where that does not matter (integers, min and
+max), within rounding elsewhere. Every result is formed once or, in recursive doubling, everywhere in the same way, so all
+ranks get the same bits. Sums (and averages) are differentiable; the transpose is the algorithm itself.
 
 Partial results are kept in the leaf's dtype. In half precision each combination therefore rounds, where ``all_reduce``
 carries fp32 and rounds once: log2 n roundings along a tree, n - 1 around a ring.
@@ -51,7 +51,7 @@ def _all_reduce(name: str, x: T, total: Total, op: str, *groups: Group) -> T:
         ALL_REDUCE.check(leaf, Here({"op": plain}, 0, n))
         if op == "avg" and not is_smooth(leaf):
             raise ValueError(f"op='avg' of an integer or bool tensor ({leaf.dtype}): use sum, or cast it first")
-    results = _run(name, partial(total, op=plain), plain, leaves)
+    results = _run(name, lambda flat: total(flat, plain), plain, leaves)
     if op == "avg":
         results = [result / n for result in results]
     reduced: T = optree.tree_unflatten(spec, results)  # type: ignore[assignment]
@@ -113,7 +113,7 @@ def _joined(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
 
 
 def _combined(a: Tensor, b: Tensor, op: str) -> Tensor:
-    """The lower ranks' part first, on all ranks alike: 0.0 and -0.0 have two maxima, and a NaN has many bits."""
+    """Callers give all ranks the same first: 0.0 and -0.0 have two maxima, and a NaN has many bits."""
     return a if a.is_meta else combine(a, b, op)
 
 
@@ -200,7 +200,8 @@ class _Role:
 def _in_order(n: int, rank: int) -> tuple[int | None, list[int]]:
     """Parent and children in the tree in rank order: rank 0 above a binary tree of the others, whose leaves are odd ranks.
 
-    A rank's lowest bit is its distance from its parent (if that is below n), and twice the distance from its children.
+    A rank's lowest bit is its distance from its parent, and twice that from its children (a right one beyond n gives way to a
+    nearer one).
     """
     bit = rank & -rank
     up = (rank ^ bit) | (bit << 1)

@@ -19,10 +19,7 @@ from torch.distributed import ProcessGroup, Work
 from .collective import Options
 from .fold import chunk_bounds, fold
 
-__all__ = ["EXCHANGES", "Started"]
-
-_TAG = 0  # of collectives; messages between two ranks keep their order within a tag
-
+__all__ = ["EXCHANGES", "Started", "Wire"]
 
 @attrs.define(eq=False)
 class Started:
@@ -43,162 +40,177 @@ class Started:
         return True
 
 
-def _bytes(tensor: Tensor) -> list[Tensor]:
-    return [tensor.view(torch.uint8)]
+@attrs.frozen(eq=False)
+class Wire:
+    """One group's messages over the world's transport: a tag of their own keeps their order apart from all others'.
+
+    Attributes:
+        pg: the world's process group.
+        ranks: the group's ranks.
+        rank: this rank's place among them.
+        tag: what marks the messages.
+    """
+
+    pg: ProcessGroup
+    ranks: tuple[int, ...]
+    rank: int
+    tag: int
+
+    @property
+    def size(self) -> int:
+        """How many ranks the group has."""
+        return len(self.ranks)
+
+    def send(self, tensor: Tensor, peer: int) -> list[Work]:
+        """Starts to send a contiguous tensor's bytes."""
+        return [self.pg.send([tensor.view(torch.uint8)], self.ranks[peer], self.tag)] if tensor.numel() else []
+
+    def recv(self, tensor: Tensor, peer: int) -> list[Work]:
+        """Starts to receive into a contiguous tensor."""
+        return [self.pg.recv([tensor.view(torch.uint8)], self.ranks[peer], self.tag)] if tensor.numel() else []
+
+    def peers(self) -> list[int]:
+        """The other ranks, each rank starting with its successor, so that no rank is everybody's first."""
+        return [(self.rank + k) % self.size for k in range(1, self.size)]
 
 
-def _send(pg: ProcessGroup, tensor: Tensor, peer: int, tag: int = _TAG) -> list[Work]:
-    return [pg.send(_bytes(tensor), peer, tag)] if tensor.numel() else []
-
-
-def _recv(pg: ProcessGroup, tensor: Tensor, peer: int, tag: int = _TAG) -> list[Work]:
-    return [pg.recv(_bytes(tensor), peer, tag)] if tensor.numel() else []
-
-
-def _peers(pg: ProcessGroup) -> list[int]:
-    """The other ranks, each rank starting with its successor, so that no rank is everybody's first."""
-    rank, n = pg.rank(), pg.size()
-    return [(rank + k) % n for k in range(1, n)]
-
-
-def _all_gather_into(pg: ProcessGroup, rows: Sequence[Tensor]) -> list[Work]:
+def _all_gather_into(wire: Wire, rows: Sequence[Tensor]) -> list[Work]:
     """Sends ``rows[rank]`` to all and receives the others' rows in place."""
-    own = rows[pg.rank()]
-    works = [work for peer in _peers(pg) for work in _recv(pg, rows[peer], peer)]
-    return works + [work for peer in _peers(pg) for work in _send(pg, own, peer)]
+    own = rows[wire.rank]
+    works = [work for peer in wire.peers() for work in wire.recv(rows[peer], peer)]
+    return works + [work for peer in wire.peers() for work in wire.send(own, peer)]
 
 
-def _reduce_rows(pg: ProcessGroup, rows: Sequence[Tensor], op: str, *, out: Tensor | None = None) -> Started:
+def _reduce_rows(wire: Wire, rows: Sequence[Tensor], op: str, *, out: Tensor | None = None) -> Started:
     """Row ``rank`` of the sum of all ranks' rows; the rows are read until the wait is over."""
-    rank = pg.rank()
+    rank = wire.rank
     own = rows[rank]
-    pieces = [own if peer == rank else torch.empty_like(own) for peer in range(pg.size())]
-    works = [work for peer in _peers(pg) for work in _recv(pg, pieces[peer], peer)]
-    works += [work for peer in _peers(pg) for work in _send(pg, rows[peer], peer)]
+    pieces = [own if peer == rank else torch.empty_like(own) for peer in range(wire.size)]
+    works = [work for peer in wire.peers() for work in wire.recv(pieces[peer], peer)]
+    works += [work for peer in wire.peers() for work in wire.send(rows[peer], peer)]
     if out is None and len(pieces) > 1:
         out = pieces[1 if rank == 0 else 0]  # what was received is ours to write into
     return Started(works, lambda: fold(pieces, op, out=out))
 
 
-def _swap(pg: ProcessGroup, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[Work]:
+def _swap(wire: Wire, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[Work]:
     """Sends ``sent[p]`` to each other rank p and receives ``received[p]`` from it; copies this rank's own."""
-    received[pg.rank()].copy_(sent[pg.rank()])
-    works = [work for peer in _peers(pg) for work in _recv(pg, received[peer], peer)]
-    return works + [work for peer in _peers(pg) for work in _send(pg, sent[peer], peer)]
+    received[wire.rank].copy_(sent[wire.rank])
+    works = [work for peer in wire.peers() for work in wire.recv(received[peer], peer)]
+    return works + [work for peer in wire.peers() for work in wire.send(sent[peer], peer)]
 
 
-def all_gather(pg: ProcessGroup, piece: Tensor, options: Options) -> Started:
+def all_gather(wire: Wire, piece: Tensor, options: Options) -> Started:
     """[m] -> [n, m]; uneven, [rows, m] -> [all rows, m]."""
     if "sizes" in options:
         whole = piece.new_empty(sum(options["sizes"]), piece.shape[1])
         rows = whole.split(list(options["sizes"]))
     else:
-        whole = piece.new_empty(pg.size(), piece.numel())
+        whole = piece.new_empty(wire.size, piece.numel())
         rows = whole.unbind(0)
-    rows[pg.rank()].copy_(piece)
-    return Started(_all_gather_into(pg, rows), lambda: whole)
+    rows[wire.rank].copy_(piece)
+    return Started(_all_gather_into(wire, rows), lambda: whole)
 
 
-def reduce_scatter(pg: ProcessGroup, rows: Tensor, options: Options) -> Started:
+def reduce_scatter(wire: Wire, rows: Tensor, options: Options) -> Started:
     """[n, m] -> [m]; uneven, [all rows, m] -> [rows, m]."""
     pieces = rows.contiguous().split(list(options["sizes"])) if "sizes" in options else rows.contiguous().unbind(0)
-    return _reduce_rows(pg, pieces, options["op"])
+    return _reduce_rows(wire, pieces, options["op"])
 
 
-def all_reduce(pg: ProcessGroup, piece: Tensor, options: Options) -> Started:
+def all_reduce(wire: Wire, piece: Tensor, options: Options) -> Started:
     """[m] -> [m]; a reduce-scatter and a gather of pieces, written where they belong."""
     total = torch.empty_like(piece)
-    bounds = list(pairwise(chunk_bounds(piece.numel(), pg.size())))
+    bounds = list(pairwise(chunk_bounds(piece.numel(), wire.size)))
     rows = [total[a:b] for a, b in bounds]
-    scattered = _reduce_rows(pg, [piece[a:b] for a, b in bounds], options["op"], out=rows[pg.rank()])
+    scattered = _reduce_rows(wire, [piece[a:b] for a, b in bounds], options["op"], out=rows[wire.rank])
 
     def gather() -> Tensor:
         scattered.finish()
-        return Started(_all_gather_into(pg, rows), lambda: total).wait()
+        return Started(_all_gather_into(wire, rows), lambda: total).wait()
 
     return Started(scattered.works, gather)
 
 
-def broadcast(pg: ProcessGroup, piece: Tensor, options: Options) -> Started:
+def broadcast(wire: Wire, piece: Tensor, options: Options) -> Started:
     """[m] -> [m]; the root sends to each."""
-    if pg.rank() == options["src"]:
-        return Started([work for peer in _peers(pg) for work in _send(pg, piece, peer)], piece.clone)
+    if wire.rank == options["src"]:
+        return Started([work for peer in wire.peers() for work in wire.send(piece, peer)], piece.clone)
     received = torch.empty_like(piece)
-    return Started(_recv(pg, received, options["src"]), lambda: received)
+    return Started(wire.recv(received, options["src"]), lambda: received)
 
 
-def reduce(pg: ProcessGroup, piece: Tensor, options: Options) -> Started:
+def reduce(wire: Wire, piece: Tensor, options: Options) -> Started:
     """[m] -> [m]; each sends to the root."""
     root, op = options["dst"], options["op"]
-    if pg.rank() != root:
-        return Started(_send(pg, piece, root), lambda: torch.zeros_like(piece))
-    pieces = [piece if peer == root else torch.empty_like(piece) for peer in range(pg.size())]
-    works = [work for peer in _peers(pg) for work in _recv(pg, pieces[peer], peer)]
+    if wire.rank != root:
+        return Started(wire.send(piece, root), lambda: torch.zeros_like(piece))
+    pieces = [piece if peer == root else torch.empty_like(piece) for peer in range(wire.size)]
+    works = [work for peer in wire.peers() for work in wire.recv(pieces[peer], peer)]
     return Started(works, lambda: fold(pieces, op))
 
 
-def gather(pg: ProcessGroup, piece: Tensor, options: Options) -> Started:
+def gather(wire: Wire, piece: Tensor, options: Options) -> Started:
     """[m] -> [n, m] at the root; each sends to it, and has zeros itself."""
-    root, n = options["dst"], pg.size()
-    if pg.rank() != root:
-        return Started(_send(pg, piece, root), lambda: piece.new_zeros(()).expand(n, piece.numel()))
+    root, n = options["dst"], wire.size
+    if wire.rank != root:
+        return Started(wire.send(piece, root), lambda: piece.new_zeros(()).expand(n, piece.numel()))
     rows = piece.new_empty(n, piece.numel())
     rows[root].copy_(piece)
-    return Started([work for peer in _peers(pg) for work in _recv(pg, rows[peer], peer)], lambda: rows)
+    return Started([work for peer in wire.peers() for work in wire.recv(rows[peer], peer)], lambda: rows)
 
 
-def scatter(pg: ProcessGroup, payload: Tensor, options: Options) -> Started:
+def scatter(wire: Wire, payload: Tensor, options: Options) -> Started:
     """[n, m] at the root, which sends a row to each -> [m]; elsewhere the payload says what arrives."""
     root = options["src"]
-    if pg.rank() != root:
+    if wire.rank != root:
         received = torch.empty_like(payload)
-        return Started(_recv(pg, received, root), lambda: received)
+        return Started(wire.recv(received, root), lambda: received)
     rows = payload.contiguous()
-    return Started([work for peer in _peers(pg) for work in _send(pg, rows[peer], peer)], rows[root].clone)
+    return Started([work for peer in wire.peers() for work in wire.send(rows[peer], peer)], rows[root].clone)
 
 
-def all_to_all(pg: ProcessGroup, rows: Tensor, options: Options) -> Started:
+def all_to_all(wire: Wire, rows: Tensor, options: Options) -> Started:
     """[n, m] -> [n, m]; row p goes to rank p."""
     source, result = rows.contiguous(), torch.empty_like(rows, memory_format=torch.contiguous_format)
-    return Started(_swap(pg, source.unbind(0), result.unbind(0)), lambda: result)
+    return Started(_swap(wire, source.unbind(0), result.unbind(0)), lambda: result)
 
 
-def all_to_all_rows(pg: ProcessGroup, rows: Tensor, options: Options) -> Started:
+def all_to_all_rows(wire: Wire, rows: Tensor, options: Options) -> Started:
     """[rows sent, m] -> [rows received, m]."""
     source, sent, expected = rows.contiguous(), list(options["input_splits"]), list(options["output_splits"])
     result = rows.new_empty(sum(expected), rows.shape[1])
-    return Started(_swap(pg, source.split(sent), result.split(expected)), lambda: result)
+    return Started(_swap(wire, source.split(sent), result.split(expected)), lambda: result)
 
 
-def permute(pg: ProcessGroup, piece: Tensor, options: Options) -> Started:
+def permute(wire: Wire, piece: Tensor, options: Options) -> Started:
     """[m] -> [m]; one message to the destination, one from the source."""
-    rank, perm = pg.rank(), options["perm"]
+    rank, perm = wire.rank, options["perm"]
     source, target = perm.source.get(rank), perm.target.get(rank)
-    works = _send(pg, piece, target) if target not in (None, rank) else []
+    works = wire.send(piece, target) if target not in (None, rank) else []
     if source is None:
         return Started(works, lambda: torch.zeros_like(piece))
     if source == rank:
         return Started(works, piece.clone)
     received = torch.empty_like(piece)
-    return Started(_recv(pg, received, source) + works, lambda: received)
+    return Started(wire.recv(received, source) + works, lambda: received)
 
 
-def transfer(pg: ProcessGroup, piece: Tensor, options: Options) -> Started:
+def transfer(wire: Wire, piece: Tensor, options: Options) -> Started:
     """[m] -> [m] at the destination; the sender has zeros."""
-    tag = _TAG + 1 + options["tag"]
-    if pg.rank() == options["src"]:
-        return Started(_send(pg, piece, options["dst"], tag), lambda: piece.new_zeros(()).expand(piece.shape))
+    if wire.rank == options["src"]:
+        return Started(wire.send(piece, options["dst"]), lambda: piece.new_zeros(()).expand(piece.shape))
     received = torch.empty_like(piece)
-    return Started(_recv(pg, received, options["src"], tag), lambda: received)
+    return Started(wire.recv(received, options["src"]), lambda: received)
 
 
-def barrier(pg: ProcessGroup, piece: Tensor, options: Options) -> Started:
+def barrier(wire: Wire, piece: Tensor, options: Options) -> Started:
     """Nobody leaves before all have come: each sends one byte to each."""
-    token = torch.zeros(pg.size(), dtype=torch.uint8)
-    return Started(_all_gather_into(pg, token.view(-1, 1).unbind(0)), lambda: piece)
+    token = torch.zeros(wire.size, dtype=torch.uint8)
+    return Started(_all_gather_into(wire, token.view(-1, 1).unbind(0)), lambda: piece)
 
 
-Primitive = Callable[[ProcessGroup, Tensor, Options], Started]
+Primitive = Callable[[Wire, Tensor, Options], Started]
 
 EXCHANGES: dict[str, Primitive] = {
     "all_gather": all_gather,

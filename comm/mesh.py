@@ -37,8 +37,8 @@ class Mesh:
     Law: over ``mesh["a", "b"]``, an all_reduce is one over a and one over b, in any order, and sharding is sharding over a,
     then over b.
 
-    A mesh and its groups cost nothing until they are used. On processes the members of a group then connect to each other; over
-    NCCL all ranks of the world must come to their new groups in one order.
+    A mesh and its groups cost nothing until they are used. Over NCCL the members of a group then connect to each other, and all
+    ranks of the world must come to their new groups in one order.
 
     Attributes:
         axes: the sizes by name, outermost first.
@@ -159,8 +159,8 @@ class Mesh:
 def mesh(device_mesh: DeviceMesh | None = None, /, **axes: int) -> Mesh:
     """Lays the current world out along named axes, outermost first; or takes a torch ``DeviceMesh`` as it is.
 
-    A ``DeviceMesh`` keeps its order of ranks, and its process groups along each axis where that order is ascending. (torch
-    numbers a process group by the order of the world, so along the other axes the mesh has groups of its own.)
+    A ``DeviceMesh`` keeps its order of ranks and, over NCCL, its process groups along each axis where that order is ascending.
+    (torch numbers a process group by the order of the world, so along the other axes the mesh has groups of its own.)
 
     Law: the sizes' product is the world's size, and every rank has one place.
 

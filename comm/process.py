@@ -11,11 +11,11 @@ import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
 from .collective import Call, Here
 from .errors import CommError
-from .exchange import EXCHANGES, Started
+from .exchange import EXCHANGES, Started, Wire
 from .group import Group, call_site, place_in
 from .lane import Lane, Performed, Queued
 from .ledger import Ledger
@@ -99,9 +99,9 @@ class ProcessWorld:
         rank: of this process.
         store: where the ranks' processes find each other.
         timeout: how long a message may take.
-        adopted: torch's process groups that came from outside, by ranks and name.
-        made: transports made here, when a group first needs one, by group and kind of device.
-        lanes: the threads of asynchronous calls.
+        adopted: torch's process groups that came from outside, by ranks and name; the world's is one.
+        native: torch's process groups for CUDA tensors, made when a group first needs one.
+        lanes: each group's wire, and the thread for its asynchronous calls.
         books: the open ledgers.
         watch: under ``checked()``, who compares calls before they are carried out.
     """
@@ -110,8 +110,8 @@ class ProcessWorld:
     store: Store
     timeout: timedelta = DEFAULT_TIMEOUT
     adopted: dict[Key, dist.ProcessGroup] = attrs.field(factory=dict)
-    made: dict[tuple[Key, str], dist.ProcessGroup] = attrs.field(factory=dict)
-    lanes: dict[tuple[Key, Hashable], Lane] = attrs.field(factory=dict)
+    native: dict[Key, dist.ProcessGroup] = attrs.field(factory=dict)
+    lanes: dict[tuple[Key, Hashable], tuple[Wire, Lane]] = attrs.field(factory=dict)
     books: list[Ledger] = attrs.field(factory=list)
     watch: "Watch | None" = None
     _batch: list[tuple[dist.P2POp, Started]] | None = None
@@ -120,40 +120,55 @@ class ProcessWorld:
     @cached_property
     def device(self) -> torch.device:
         """Where small messages live: on the CPU, where the world serves it."""
-        return torch.device("cpu" if "cpu" in self._served(None) else "cuda")
+        return torch.device("cpu" if "cpu" in self._served else "cuda")
 
     def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, ahead: bool) -> _ProcessHandle:
         if self._left:
-            raise CommError(f"{call.shown(group.rank)} on {group!r}: its processes' group was destroyed; take a group of the new world")
+            shown = call.shown(group.rank)
+            raise CommError(f"{shown} on {group!r}: its processes' group was destroyed; take a group of the new world")
         here = Here(call.options, group.rank, group.size)
-        lane = self._lane(group, call.collective.thread(call.options))
         agreed = self.watch.announce(call, tensors, group, here) if self.watch else None
         by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for place, tensor in enumerate(tensors):
             by_kind.setdefault((tensor.dtype, tensor.device), []).append(place)
         parts = []
         for (_, device), places in by_kind.items():
+            self._check_served(device, group)
             plain = [tensors[place].detach().resolve_conj().resolve_neg() for place in places]  # bytes as they read
             payloads = [call.collective.pack(tensor, here) for tensor in plain]
             payload = torch.cat(payloads, dim=-1) if len(payloads) > 1 else _dense(payloads[0])
-            pg = self._transport(group, device)
-            started: Started | Performed | Queued
-            if device.type == "cuda":
-                if agreed is not None:
-                    agreed()
-                started = self._start_native(call, pg, payload)
-            else:
-                begin = partial(EXCHANGES[call.collective.primitive], pg, payload, call.options)
-                job = partial(_carry_out, agreed, begin)
-                # A call that is waited for at once needs no thread, unless the lane's order does. It then goes through both
-                # rounds at once, as on a lane: other ranks' lanes may be busier, and messages have one order.
-                started = lane.submit(job) if ahead or not lane.idle else lane.perform(job)
+            start = self._start_native if device.type == "cuda" else self._start_messages
+            parts.append(_Coalesced(places, payloads, start(call, group, payload, agreed, ahead)))
             agreed = None  # once a call
-            parts.append(_Coalesced(places, payloads, started))
         return _ProcessHandle(call, tensors, group, parts)
 
+    def _start_messages(
+        self, call: Call, group: Group, payload: Tensor, agreed: Callable[[], None] | None, ahead: bool
+    ) -> Performed | Queued:
+        wire, lane = self._lane(group, call.collective.thread(call.options))
+        job = partial(_carry_out, agreed, partial(EXCHANGES[call.collective.primitive], wire, payload, call.options))
+        # A call that is waited for at once needs no thread, unless the lane's order does. It then goes through both
+        # rounds at once, as on a lane: other ranks' lanes may be busier, and messages have one order.
+        return lane.submit(job) if ahead or not lane.idle else lane.perform(job)
+
+    def _start_native(
+        self, call: Call, group: Group, payload: Tensor, agreed: Callable[[], None] | None, ahead: bool
+    ) -> Started:
+        if agreed is not None:
+            agreed()
+        pg, row = self._native(group), call.collective
+        if row.primitive != "transfer":
+            return NATIVE[row.primitive](pg, payload, call.options)
+        op, finish = message(pg, payload, call.options)
+        started = Started([], finish)
+        if self._batch is None:
+            started.works = dist.batch_isend_irecv([op])
+        else:
+            self._batch.append((op, started))
+        return started
+
     def group(self, ranks: Sequence[int], name: str) -> Group:
-        """A group of these ranks; its transport is made when it is first used, by its members alone."""
+        """A group of these ranks. It costs nothing: its messages go over the world's connections."""
         return Group(tuple(ranks), place_in(ranks, self.rank), name, self)
 
     def channel(self, group: Group, name: str) -> Group:
@@ -181,55 +196,52 @@ class ProcessWorld:
     def leave(self) -> None:
         """Nobody shall use this world's groups any more."""
         self._left = True
-        self.made.clear()
+        self.native.clear()
+        self.lanes.clear()
         self.adopted.clear()
 
     # -- transports ----------------------------------------------------------------------------------------------------
 
-    def _lane(self, group: Group, thread: Hashable) -> Lane:
+    def _lane(self, group: Group, thread: Hashable) -> tuple[Wire, Lane]:
         key = ((group.ranks, group.name), thread)
         if key not in self.lanes:
-            self.lanes[key] = Lane(group.name)
+            tag = self._tag(repr(key)) if group.size > 1 else 0
+            self.lanes[key] = Wire(self._everyone, group.ranks, group.rank, tag), Lane(group.name)
         return self.lanes[key]
 
-    def _start_native(self, call: Call, pg: dist.ProcessGroup, payload: Tensor) -> Started:
-        if call.collective.primitive != "transfer":
-            return NATIVE[call.collective.primitive](pg, payload, call.options)
-        op, finish = message(pg, payload, call.options)
-        started = Started([], finish)
-        if self._batch is None:
-            started.works = dist.batch_isend_irecv([op])
-        else:
-            self._batch.append((op, started))
-        return started
+    def _tag(self, name: str) -> int:
+        """A number for the name, the same on all ranks, whoever asks first; nobody waits for anybody."""
+        mine = self.store.add("functional_ds/tags", 1)
+        return int(self.store.compare_set(f"functional_ds/tag/{name}", "", str(mine)))
 
-    def _served(self, pg: dist.ProcessGroup | None) -> dict[str, str]:
-        """The backends of a torch process group (None: the default one), by device."""
-        config = dist.get_backend_config(pg)
-        return dict(pair.split(":", 1) for pair in str(config).split(","))  # cpu:gloo,cuda:nccl
-
-    def _transport(self, group: Group, device: torch.device) -> dist.ProcessGroup:
-        key, kind = (group.ranks, group.name), device.type
-        pg = self.adopted.get(key)
-        served = self._served(pg)
-        if kind not in served or (kind == "cuda") != (served[kind] == "nccl"):
-            names = ", ".join(f"{device} by {backend}" for device, backend in served.items())
-            raise ValueError(
-                f"a tensor is on {device}, and group {group.name!r} serves {names}: move it there, "
-                "or call init_distributed with a backend for that device (Gloo for CPU, NCCL for CUDA tensors)"
-            )
+    @cached_property
+    def _everyone(self) -> dist.ProcessGroup:
+        pg = dist.group.WORLD
         if pg is None:
-            pg = self.made.get((key, kind))
-        if pg is None:
-            pg = self.made[key, kind] = self._connect(group, kind)
+            raise CommError("torch's default process group is gone; call comm.init_distributed()")
         return pg
 
-    def _connect(self, group: Group, kind: str) -> dist.ProcessGroup:
-        """Gloo's groups under names of our own; torch names a group by how many a process has, so for NCCL that must agree."""
-        if kind == "cuda":
-            return dist.new_group(list(group.ranks), use_local_synchronization=True, group_desc=group.name)
-        store = PrefixStore(f"functional_ds/{group.name}/{','.join(map(str, group.ranks))}", self.store)
-        return dist.ProcessGroupGloo(store, group.rank, group.size, self.timeout)  # type: ignore[return-value]
+    @cached_property
+    def _served(self) -> dict[str, str]:
+        """The world's backends by kind of device."""
+        return dict(pair.split(":", 1) for pair in str(dist.get_backend_config()).split(","))  # cpu:gloo,cuda:nccl
+
+    def _check_served(self, device: torch.device, group: Group) -> None:
+        wanted = "nccl" if device.type == "cuda" else "gloo"
+        if self._served.get(device.type) != wanted:
+            names = ", ".join(f"{kind} by {backend}" for kind, backend in self._served.items())
+            raise ValueError(
+                f"a tensor is on {device}, and the world of {group!r} serves {names}: move it there, "
+                "or call init_distributed with a backend for that device (Gloo for CPU, NCCL for CUDA tensors)"
+            )
+
+    def _native(self, group: Group) -> dist.ProcessGroup:
+        """NCCL's group; torch names it by how many groups a process has made, so members must first use theirs in one order."""
+        key = (group.ranks, group.name)
+        pg = self.adopted.get(key) or self.native.get(key)
+        if pg is None:
+            pg = self.native[key] = dist.new_group(list(group.ranks), use_local_synchronization=True, group_desc=group.name)
+        return pg
 
 
 def _carry_out(agreed: Callable[[], None] | None, begin: Callable[[], Started]) -> Tensor:

@@ -204,6 +204,22 @@ def test_executed_messages_and_bytes_are_the_formulas(n: int, numel: int, dtype:
 
 
 @pytest.mark.law(39)
+@pytest.mark.parametrize("n", [33, 64])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_many_ranks_send_what_the_formulas_say(name: str, n: int) -> None:
+    """Without values, so that there can be many."""
+    run = Run(name, per_node=n // 11 if n % 11 == 0 else 8)
+
+    def program() -> int:
+        with comm.ledger() as book:
+            run(torch.empty(3 * n, device="meta"))
+        return sum(row.elements for row in book.rows)
+
+    formula = [sent(name, 3 * n, n, rank, ranks_per_node=run.per_node).elements for rank in range(n)]
+    assert comm.simulate(program, world_size=n, shapes_only=True) == formula
+
+
+@pytest.mark.law(39)
 @given(world_sizes(9), st.integers(1, 4), st.sampled_from(["ring", "recursive_doubling", "halving_doubling"]))
 def test_executed_rounds_are_the_formulas(n: int, k: int, name: str) -> None:
     """Each permute is a round: α and, for the bytes of its message, β."""
