@@ -1,5 +1,6 @@
 """Collectives as values: groups, meshes, worlds and the ledger."""
 
+from . import algorithms, cost
 from .api import (
     all_gather,
     all_reduce,
@@ -12,8 +13,9 @@ from .api import (
     reduce_scatter,
     scatter,
 )
+from .checking import checked, monitored_barrier
 from .collective import Call, Collective, Here
-from .errors import CommError, DeadlockError, DivergenceError, MismatchError, RankFailedError, UnmatchedError
+from .errors import CommError, DeadlockError, DivergenceError, MismatchError, RankFailedError, TimedOutError, UnmatchedError
 from .exploring import explore
 from .group import Group
 from .ledger import Ledger, Row, ledger
@@ -57,7 +59,9 @@ __all__ = [
     "Row",
     "Send",
     "Spread",
+    "TimedOutError",
     "UnmatchedError",
+    "algorithms",
     "all_gather",
     "all_gather_object",
     "all_reduce",
@@ -66,7 +70,9 @@ __all__ = [
     "batch_p2p",
     "broadcast",
     "broadcast_object",
+    "checked",
     "copy_to",
+    "cost",
     "destroy_process_group",
     "explore",
     "gather",
@@ -80,6 +86,7 @@ __all__ = [
     "isend",
     "ledger",
     "mesh",
+    "monitored_barrier",
     "new_group",
     "permute",
     "recv",

@@ -136,7 +136,9 @@ def _all_gather_uneven(x: T, group: Group, dim: int) -> Pending[T]:
     kinds: dict[tuple[int, ...], list[int]] = {}  # leaves of the same sizes travel together
     for place, sizes in enumerate(_sizes_along(dim, leaves, group)):
         kinds.setdefault(sizes, []).append(place)
-    calls = [(Call(ALL_GATHER, {"dim": dim, "tiled": True, "sizes": sizes}), [leaves[i] for i in kinds[sizes]]) for sizes in kinds]
+    calls = [
+        (Call(ALL_GATHER, {"dim": dim, "tiled": True, "sizes": sizes}), [leaves[i] for i in kinds[sizes]]) for sizes in kinds
+    ]
 
     def in_place(results: list[list[Tensor]]) -> T:
         found = dict(zip((i for places in kinds.values() for i in places), (r for rs in results for r in rs), strict=True))
@@ -159,8 +161,8 @@ def _sizes_along(dim: int, leaves: Sequence[Tensor], group: Group) -> list[tuple
         for rank, theirs in enumerate(everyones):
             if theirs[place][1] != marks[place]:
                 raise MismatchError(
-                    f"all_gather(dim={dim}, uneven=True): leaf {place} has another dtype, or other sizes beside dim {dim}, on rank "
-                    f"{rank} of {group.name!r} than here on rank {group.rank} ({kind})"
+                    f"all_gather(dim={dim}, uneven=True): leaf {place} has another dtype, or other sizes beside dim {dim}, on "
+                    f"rank {rank} of {group.name!r} than here on rank {group.rank} ({kind})"
                 )
     return [tuple(theirs[place][0] for theirs in everyones) for place in range(len(leaves))]
 
@@ -349,9 +351,7 @@ def all_to_all(
     return apply(Call(ALL_TO_ALL_ROWS, options), x, group, async_op)
 
 
-def permute(
-    x: T, perm: Permutation | Iterable[tuple[int, int]], group: Group | None = None, *, async_op: bool = False
-) -> Any:
+def permute(x: T, perm: Permutation | Iterable[tuple[int, int]], group: Group | None = None, *, async_op: bool = False) -> Any:
     """Each rank's value goes to the rank that ``perm`` names; a rank with no source gets zeros.
 
     Law: ``PM(p) ∘ PM(q) = PM(p ∘ q)``; the transpose is ``PM(p⁻¹)``.

@@ -21,7 +21,7 @@ __all__ = ["apply", "apply_all", "flatten", "is_smooth", "resolve_dim"]
 
 
 class _Differentiable(torch.autograd.Function):
-    """Hangs calls that go on together into the autograd graph; their backward is the adjoints together, differentiable again."""
+    """Hangs calls that go on together into the autograd graph; backward, their adjoints do, differentiable again."""
 
     @staticmethod
     def forward(ctx: Any, started: "Sequence[_Started]", group: Group, *leaves: Tensor) -> tuple[Tensor, ...]:
@@ -99,7 +99,7 @@ def flatten(name: str, tree: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
         path, leaf = next((p, x) for p, x in zip(paths, leaves, strict=True) if not isinstance(x, Tensor))
         where = "".join(f"[{p!r}]" for p in path) or "the value itself"
         raise TypeError(f"{name}: every leaf must be a tensor; {where} is {type(leaf).__name__} {leaf!r}")
-    return leaves, spec  # type: ignore[return-value]
+    return leaves, spec
 
 
 def apply(call: Call, tree: Any, group: Group | None, async_op: bool) -> Any:
@@ -124,7 +124,10 @@ def apply_all(calls: Sequence[tuple[Call, Any]], group: Group | None, *, ahead: 
         deadline = monotonic() + patience
         return all(one.handle.poll(max(0.0, deadline - monotonic())) for one in started)
 
-    return Pending(finish, poll, f"{', '.join(one.call.shown(group.rank) for one in started)} on {group}")
+    def text() -> str:
+        return f"{', '.join(one.call.shown(group.rank) for one in started)} on {group}"
+
+    return Pending(finish, poll, text)
 
 
 def _only(results: list[Any]) -> Any:

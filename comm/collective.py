@@ -12,13 +12,12 @@ Options = Mapping[str, Any]
 
 
 class Handle(Protocol):
-    """A collective under way.
+    """A collective under way."""
 
-    Attributes:
-        ended: when it was over (``time.perf_counter``), where that is known earlier than by a wait.
-    """
-
-    ended: float | None
+    @property
+    def ended(self) -> float | None:
+        """When it was over (``time.perf_counter``), where that is known earlier than by a wait."""
+        ...
 
     def wait(self) -> list[Tensor]:
         """Blocks until this rank's results are there and returns them."""
@@ -69,6 +68,10 @@ def _no_transpose(options: Options) -> "Call | None":
     return None
 
 
+def _nothing_private(options: Options) -> None:
+    return None
+
+
 def _silent(leaf: Tensor, here: Here) -> int:
     return 0
 
@@ -91,6 +94,7 @@ class Collective:
         members: the group's ranks that take part; by default all.
         thread: calls of one thread come in one order on all members; by default there is one thread.
         private: options that may differ between ranks; the denotation gets them as a list, an entry a member.
+        reconcile: raises MismatchError where the members' private options contradict each other.
         title: the name and the options to show, as this rank wrote them; by default the row's name and all options.
     """
 
@@ -107,6 +111,7 @@ class Collective:
     members: Callable[[Options, int], Sequence[int]] = _everyone
     thread: Callable[[Options], Hashable] = _in_one_order
     private: tuple[str, ...] = ()
+    reconcile: Callable[[Options], None] = _nothing_private
     title: Callable[[Options, int], tuple[str, Options]] | None = None
 
 
@@ -139,7 +144,14 @@ class Call:
         options = tuple((k, v) for k, v in self.options.items() if k not in row.private)
         return (row.name, options, tuple((t.dtype, tuple(row.shape(t, here))) for t in tensors))
 
-    def merged(self, others: Sequence["Call"]) -> Options:
-        """The options with every member's private ones."""
-        private = {name: [other.options[name] for other in others] for name in self.collective.private}
-        return {**self.options, **private}
+    def private(self) -> Options:
+        """The options that may differ between ranks."""
+        return {name: self.options[name] for name in self.collective.private}
+
+    def merged(self, private: Sequence[Options]) -> Options:
+        """The options with every member's private ones, which must not contradict each other."""
+        if not self.collective.private:
+            return self.options
+        merged = {**self.options, **{name: [own[name] for own in private] for name in self.collective.private}}
+        self.collective.reconcile(merged)
+        return merged

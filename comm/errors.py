@@ -1,6 +1,14 @@
 """What can go wrong between ranks, each with a name."""
 
-__all__ = ["CommError", "DeadlockError", "DivergenceError", "MismatchError", "RankFailedError", "UnmatchedError"]
+__all__ = [
+    "CommError",
+    "DeadlockError",
+    "DivergenceError",
+    "MismatchError",
+    "RankFailedError",
+    "TimedOutError",
+    "UnmatchedError",
+]
 
 
 class CommError(RuntimeError):
@@ -21,6 +29,10 @@ class DivergenceError(CommError):
 
 class RankFailedError(CommError):
     """A rank's process raised an error that could not be carried over, or ended without one."""
+
+
+class TimedOutError(CommError):
+    """Some ranks did not come to what others waited in."""
 
 
 class UnmatchedError(CommError):

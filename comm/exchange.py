@@ -21,6 +21,7 @@ from .fold import chunk_bounds, fold
 
 __all__ = ["EXCHANGES", "Started", "Wire"]
 
+
 @attrs.define(eq=False)
 class Started:
     """A primitive under way: the transport's works, then what is left to compute once they are done."""

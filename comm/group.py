@@ -1,9 +1,9 @@
 """Groups of ranks, and the worlds they live in."""
 
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from os.path import basename
 from typing import TYPE_CHECKING, Protocol
 
 import attrs
@@ -107,7 +107,7 @@ class Solo:
         return nullcontext()
 
     def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, ahead: bool) -> Ready:
-        options = call.merged([call])
+        options = call.merged([call.private()])
         return Ready([call.collective.denotation([t.detach()], options)[0] for t in tensors])
 
     def group(self, ranks: Sequence[int], name: str) -> Group:
@@ -130,4 +130,4 @@ def call_site() -> str:
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
         frame = frame.f_back
-    return f"{basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return f"{frame.f_code.co_filename.rpartition(os.sep)[2]}:{frame.f_lineno}"

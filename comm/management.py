@@ -51,7 +51,9 @@ def _number(name: str, given: int | None, variable: str) -> int | None:
     try:
         return int(os.environ[variable])
     except ValueError:
-        raise ValueError(f"{variable}={os.environ[variable]!r} in the environment is no number; {name} is taken from it") from None
+        raise ValueError(
+            f"{variable}={os.environ[variable]!r} in the environment is no number; {name} is taken from it"
+        ) from None
 
 
 def _place(world_size: int | None, rank: int | None) -> tuple[int, int] | None:
@@ -61,7 +63,9 @@ def _place(world_size: int | None, rank: int | None) -> tuple[int, int] | None:
         return None
     if size is None or place is None:
         known, missing = ("rank", "world_size") if size is None else ("world_size", "rank")
-        raise ValueError(f"{known} is given and {missing} is not: pass both, or start the program with torchrun, which sets both")
+        raise ValueError(
+            f"{known} is given and {missing} is not: pass both, or start the program with torchrun, which sets both"
+        )
     if size < 1:
         raise ValueError(f"world_size={size}: a world has at least one rank")
     if not 0 <= place < size:
@@ -110,9 +114,9 @@ def init_distributed(
     return here
 
 
-def _join(
-    backend: str | None, rank: int, size: int, init_method: str | None, timeout: timedelta, store: Store | None
-) -> None:
+def _join(backend: str | None, rank: int, size: int, init_method: str | None, timeout: timedelta, store: Store | None) -> None:
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    chosen = _local_device(backend, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
     if init_method is not None and not init_method.startswith(("tcp://", "file://", "env://")):
         raise ValueError(f"init_method={init_method!r} is unknown; use 'tcp://host:port', 'file:///path' or 'env://'")
     if store is None and init_method in (None, "env://"):
@@ -124,13 +128,9 @@ def _join(
                 f"{' and '.join(missing)} not set: {size} processes need a place to meet; start them with torchrun, "
                 "or pass init_method='tcp://host:port'"
             )
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    chosen = _local_device(backend, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
     if "nccl" not in chosen:
         keep_freed_memory()
-    dist.init_process_group(
-        chosen, init_method=init_method, store=store, rank=rank, world_size=size, timeout=timeout
-    )
+    dist.init_process_group(chosen, init_method=init_method, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 def destroy_process_group() -> None:
@@ -209,7 +209,9 @@ def new_group(ranks: Sequence[int], name: str = "group") -> Group:
     chosen = [int(rank) for rank in ranks]
     outside = [rank for rank in chosen if not 0 <= rank < everyone.size]
     if outside or not chosen:
-        what = f"rank {outside[0]} is none of the world's, which are 0..{everyone.size - 1}" if outside else "a group needs a rank"
+        what = (
+            f"rank {outside[0]} is none of the world's, which are 0..{everyone.size - 1}" if outside else "a group needs a rank"
+        )
         raise ValueError(f"ranks={chosen}: {what}")
     if len(set(chosen)) < len(chosen):
         raise ValueError(f"ranks={chosen}: a rank stands there twice")

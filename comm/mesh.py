@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .group import Group, World
-from .process import ProcessWorld
+from .process import ProcessWorld, torch_group
 from .world import world
 
 __all__ = ["Mesh", "mesh"]
@@ -145,10 +145,7 @@ class Mesh:
             raise ValueError("device_mesh(): a DeviceMesh needs processes; start them with comm.spawn or torchrun")
         if device_type is None:
             device_type = "cuda" if "cuda:nccl" in dist.get_backend_config() else "cpu"
-        process_groups = [
-            dist.new_group(list(self[axis].ranks), use_local_synchronization=True, group_desc=axis, sort_ranks=False)
-            for axis in self.axes
-        ]
+        process_groups = [torch_group(self[axis].ranks, axis) for axis in self.axes]
         grid = torch.tensor(self.ranks, dtype=torch.int).view(*self.axes.values())
         return DeviceMesh.from_group(process_groups, device_type, grid, mesh_dim_names=tuple(self.axes))
 

@@ -141,7 +141,8 @@ def send(x: T, dst: int, group: Group | None = None, *, tag: int = 0) -> T:
     >>> comm.simulate(program, world_size=2)
     [(0.0, 5.0), (10.0, 0.0)]
     """
-    return _one(Send(x, dst, tag), group, ahead=False).wait()
+    zeros: T = _one(Send(x, dst, tag), group, ahead=False).wait()
+    return zeros
 
 
 def recv(like: T, src: int, group: Group | None = None, *, tag: int = 0) -> T:
@@ -154,7 +155,8 @@ def recv(like: T, src: int, group: Group | None = None, *, tag: int = 0) -> T:
     Raises:
         ValueError: ``src`` is no other rank of the group.
     """
-    return _one(Recv(like, src, tag), group, ahead=False).wait()
+    value: T = _one(Recv(like, src, tag), group, ahead=False).wait()
+    return value
 
 
 def _one(op: Send | Recv, group: Group | None, *, ahead: bool) -> Pending[Any]:

@@ -17,7 +17,7 @@ class Pending(Generic[T]):
     for this one's part, and its result is lost.
     """
 
-    def __init__(self, finish: Callable[[], T], poll: Callable[[float], bool], text: str) -> None:
+    def __init__(self, finish: Callable[[], T], poll: Callable[[float], bool], text: Callable[[], str]) -> None:
         self._finish: Callable[[], T] | None = finish
         self._poll = poll
         self._text = text
@@ -49,7 +49,9 @@ class Pending(Generic[T]):
             deadline = monotonic() + patience
             return all(pending.poll(max(0.0, deadline - monotonic())) for pending in pendings)
 
-        text = "; ".join(pending._text for pending in pendings)
+        def text() -> str:
+            return "; ".join(pending._text() for pending in pendings)
+
         return Pending(lambda: [pending.wait() for pending in pendings], poll, text)
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -58,4 +60,4 @@ class Pending(Generic[T]):
         raise AttributeError(f"{self!r} is a result to come and has no {name!r}; wait() gives the result")
 
     def __repr__(self) -> str:
-        return f"Pending({self._text}, {'done' if self._finish is None else 'under way'})"
+        return f"Pending({self._text()}, {'done' if self._finish is None else 'under way'})"

@@ -4,8 +4,9 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property, partial
+from inspect import signature
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -24,7 +25,7 @@ from .native import NATIVE, message
 if TYPE_CHECKING:
     from .checking import Watch
 
-__all__ = ["DEFAULT_TIMEOUT", "ProcessWorld", "leave_process_world", "process_world"]
+__all__ = ["DEFAULT_TIMEOUT", "ProcessWorld", "leave_process_world", "process_world", "torch_group"]
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 
@@ -104,6 +105,8 @@ class ProcessWorld:
         lanes: each group's wire, and the thread for its asynchronous calls.
         books: the open ledgers.
         watch: under ``checked()``, who compares calls before they are carried out.
+        doorman: who compares monitored barriers otherwise.
+        blocks: how many ``checked()`` blocks there were.
     """
 
     rank: int
@@ -114,6 +117,8 @@ class ProcessWorld:
     lanes: dict[tuple[Key, Hashable], tuple[Wire, Lane]] = attrs.field(factory=dict)
     books: list[Ledger] = attrs.field(factory=list)
     watch: "Watch | None" = None
+    doorman: "Watch | None" = None
+    blocks: int = 0
     _batch: list[tuple[dist.P2POp, Started]] | None = None
     _left: bool = False
 
@@ -240,8 +245,19 @@ class ProcessWorld:
         key = (group.ranks, group.name)
         pg = self.adopted.get(key) or self.native.get(key)
         if pg is None:
-            pg = self.native[key] = dist.new_group(list(group.ranks), use_local_synchronization=True, group_desc=group.name)
+            pg = self.native[key] = torch_group(group.ranks, group.name)
         return pg
+
+
+def torch_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
+    """A process group of torch's with the ranks in this order; its members must make theirs in one order."""
+    in_order: dict[str, Any] = {}
+    if list(ranks) != sorted(ranks):
+        if "sort_ranks" not in signature(dist.new_group).parameters:
+            raise CommError(f"group {name!r} has ranks {list(ranks)}, not ascending; for torch that needs torch >= 2.12")
+        in_order["sort_ranks"] = False
+    pg: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name, **in_order)
+    return pg
 
 
 def _carry_out(agreed: Callable[[], None] | None, begin: Callable[[], Started]) -> Tensor:

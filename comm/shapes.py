@@ -91,8 +91,8 @@ class ShapesWorld:
         for tensor in tensors:
             if not tensor.is_meta:
                 raise ValueError(
-                    f"{call.shown(group.rank)} on rank {self.rank}: a tensor is on {tensor.device}; with shapes_only=True tensors "
-                    "have no values, so make them on device='meta'"
+                    f"{call.shown(group.rank)} on rank {self.rank}: a tensor is on {tensor.device}; "
+                    "with shapes_only=True tensors have no values, so make them on device='meta'"
                 )
         thread = (group.ranks, group.name, row.thread(call.options))
         self._log(thread, call, tensors, here, group)

@@ -60,7 +60,7 @@ class _Slot:
         """Applies the denotation leaf by leaf; by law 12 that is what a coalesced call means."""
         arrivals = [self.arrivals[rank] for rank in self.members]
         call = arrivals[0].call
-        options = call.merged([arrival.call for arrival in arrivals])
+        options = call.merged([arrival.call.private() for arrival in arrivals])
         leaves = zip(*(arrival.inputs for arrival in arrivals), strict=True)
         results = [call.collective.denotation(xs, options) for xs in leaves]
         self.outputs = {rank: [result[i] for result in results] for i, rank in enumerate(self.members)}
@@ -225,9 +225,7 @@ class Simulator:
         return "\n".join(["all ranks have finished, but some never came to what others started", *sorted(stories)])
 
 
-def simulate(
-    program: Callable[..., Any], *args: Any, world_size: int, seed: int = 0, shapes_only: bool = False
-) -> list[Any]:
+def simulate(program: Callable[..., Any], *args: Any, world_size: int, seed: int = 0, shapes_only: bool = False) -> list[Any]:
     """Runs ``program(*args)`` on ``world_size`` simulated ranks and returns their results in rank order.
 
     Law: the result does not depend on ``seed`` (which picks the interleaving) for any program whose ranks talk through

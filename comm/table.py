@@ -5,6 +5,7 @@ transposes depend on what a value is along the group (replicated, varying, or a 
 """
 
 from collections.abc import Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -240,16 +241,18 @@ def _check_all_to_all(leaf: Tensor, here: Here) -> None:
 
 
 def _all_to_all_rows(xs: Sequence[Tensor], options: Options) -> list[Tensor]:
-    sent, expected, ranks = options["input_splits"], options["output_splits"], range(len(xs))
-    for src in ranks:
-        for dst in ranks:
-            if sent[src][dst] != expected[dst][src]:
-                raise MismatchError(
-                    f"all_to_all: rank {src} of the group sends {sent[src][dst]} rows to rank {dst} (input_splits="
-                    f"{list(sent[src])}), which expects {expected[dst][src]} (output_splits={list(expected[dst])})"
-                )
-    cuts = [x.split(list(splits), options["dim"]) for x, splits in zip(xs, sent, strict=True)]
-    return [torch.cat([pieces[rank] for pieces in cuts], options["dim"]) for rank in ranks]
+    cuts = [x.split(list(splits), options["dim"]) for x, splits in zip(xs, options["input_splits"], strict=True)]
+    return [torch.cat([pieces[rank] for pieces in cuts], options["dim"]) for rank in range(len(xs))]
+
+
+def _reconcile_splits(options: Options) -> None:
+    sent, expected = options["input_splits"], options["output_splits"]
+    for src, dst in product(range(len(sent)), repeat=2):
+        if sent[src][dst] != expected[dst][src]:
+            raise MismatchError(
+                f"all_to_all: rank {src} of the group sends {sent[src][dst]} rows to rank {dst} (input_splits="
+                f"{list(sent[src])}), which expects {expected[dst][src]} (output_splits={list(expected[dst])})"
+            )
 
 
 def _check_rows(leaf: Tensor, here: Here) -> None:
@@ -292,9 +295,7 @@ ALL_TO_ALL: Collective = Collective(
     volume=lambda leaf, here: (here.n - 1) * (leaf.numel() // here.n),
     primitive="all_to_all",
     pack=lambda leaf, here: pack_cut(leaf, here, here["split_dim"]),
-    unpack=lambda rows, leaf, here: unpack_joined(
-        rows, piece_shape(leaf, here, here["split_dim"]), here, here["concat_dim"]
-    ),
+    unpack=lambda rows, leaf, here: unpack_joined(rows, piece_shape(leaf, here, here["split_dim"]), here, here["concat_dim"]),
     check=_check_all_to_all,
 )
 
@@ -309,6 +310,7 @@ ALL_TO_ALL_ROWS: Collective = Collective(
     check=_check_rows,
     shape=lambda leaf, here: [*leaf.shape[: here["dim"]], "*", *leaf.shape[here["dim"] + 1 :]],
     private=("input_splits", "output_splits"),
+    reconcile=_reconcile_splits,
     title=lambda options, rank: ("all_to_all", options),
 )
 

@@ -34,7 +34,8 @@ def join(pieces: Sequence[Tensor], options: Options) -> Tensor:
 def cut(whole: Tensor, n: int, options: Options) -> Sequence[Tensor]:
     """The ranks' pieces of the whole: the inverse of ``join``."""
     if "sizes" in options:
-        return whole.split(list(options["sizes"]), options["dim"])
+        pieces: Sequence[Tensor] = whole.split(list(options["sizes"]), options["dim"])
+        return pieces
     return whole.tensor_split(n, options["dim"]) if options["tiled"] else whole.unbind(0)
 
 
@@ -95,7 +96,9 @@ def check_dim(leaf: Tensor, here: Here, name: str = "dim") -> int:
     dim: int = here[name]
     if not here.options.get("tiled", True):
         if dim != 0:
-            raise ValueError(f"{name}={dim} with tiled=False: the ranks' values stack on a new leading axis, so {name} must be 0")
+            raise ValueError(
+                f"{name}={dim} with tiled=False: the ranks' values stack on a new leading axis, so {name} must be 0"
+            )
         return 0
     if leaf.dim() == 0:
         raise ValueError("a scalar has no dim to cut or concatenate along; use tiled=False to stack on a new axis")

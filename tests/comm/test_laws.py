@@ -1,6 +1,7 @@
-"""The laws of all_reduce (AR), all_gather (AG), reduce_scatter (RS), broadcast (BC) and reduce (RD), on simulated ranks.
+"""The laws of all_reduce (AR), all_gather (AG), reduce_scatter (RS), broadcast (BC) and reduce (RD), and those that every row
+of the table keeps, on simulated ranks.
 
-Law 18, which compares worlds, is in test_worlds_agree.py.
+Those of exchanges and messages are in test_laws_exchange.py; law 18, which compares worlds, in test_worlds_agree.py.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,6 @@ from torch import Tensor
 from functional_ds import comm, tree
 from functional_ds.testing import (
     ADDABLE,
-    COMPLEX,
     DTYPES,
     FLOATING,
     INTEGRAL,
@@ -25,20 +25,9 @@ from functional_ds.testing import (
     assert_same,
     inputs,
 )
+from tests.comm.maps import SMOOTH, Do, dense, dot, linear, live, pull, rows, transpose, values_like
 
-SMOOTH = (*FLOATING, *COMPLEX)
 REAL = (*FLOATING, *INTEGRAL)
-
-
-@attrs.frozen
-class Do:
-    """A collective with its options: ``do(x)`` calls it."""
-
-    name: str
-    options: dict[str, Any] = attrs.field(factory=dict)
-
-    def __call__(self, x: Any, group: comm.Group | None = None) -> Any:
-        return getattr(comm, self.name)(x, group=group, **self.options)
 
 
 def simulate(case: Inputs, program: Callable[..., Any], *names: str) -> list[Any]:
@@ -76,52 +65,25 @@ def reductions(draw: st.DrawFn, *, cut: bool = False) -> tuple[Inputs, str]:
     return draw(inputs(dtypes=[dtype], cut=cut)), draw(ops_of(dtype))
 
 
-def rows(case: Inputs, op: str) -> list[Do]:
-    """Every row of the table but the barrier, for inputs made with ``cut``."""
-    last = case.size - 1
-    return [
-        Do("all_reduce", {"op": op}),
-        Do("all_gather", {"dim": case.dim}),
-        Do("all_gather", {"tiled": False}),
-        Do("reduce_scatter", {"dim": case.dim, "op": op}),
-        Do("broadcast", {"src": last}),
-        Do("reduce", {"dst": last, "op": op}),
-    ]
-
-
-def linear(case: Inputs) -> list[tuple[Inputs, Do]]:
-    """Every collective that has a transpose, each with inputs for it, from inputs made with ``cut``."""
-    rowed = tree.map(lambda leaf: attrs.evolve(leaf, shape=(case.size, *leaf.shape)), case.leaves)  # an axis of the ranks
-    by_rows = attrs.evolve(case, leaves=rowed), Do("reduce_scatter", {"tiled": False})
-    return [*((case, do) for do in rows(case, "sum")), by_rows]
-
-
-def dot(a: Any, b: Any) -> float:
-    """The real inner product of two trees."""
-    pairs = zip(tree.leaves(a), tree.leaves(b), strict=True)
-    return sum((x.to(torch.complex128) * y.to(torch.complex128).conj()).real.sum().item() for x, y in pairs)
-
-
-def live(x: Any) -> Any:
-    """The same values as inputs of an autograd graph."""
-    return tree.map(lambda leaf: leaf.detach().clone().requires_grad_(), x)
-
-
-def pull(outputs: Any, variables: Any, cotangents: Any, **options: Any) -> Any:
-    """``torch.autograd.grad`` of trees."""
-    found, spec = tree.flatten(variables)
-    if not found:
-        return variables
-    return tree.unflatten(spec, torch.autograd.grad(tree.leaves(outputs), found, tree.leaves(cotangents), **options))
-
-
-def values_like(case: Inputs, shaped: Any, name: str) -> Any:
-    """Values of another tree's shapes, different ones on each rank."""
-    plain = tree.map(lambda leaf: Leaf(tuple(leaf.shape), leaf.dtype), shaped)
-    return attrs.evolve(case, leaves=plain).of(comm.world().rank, name=name)
-
-
 # -- what they compute ------------------------------------------------------------------------------------------------
+
+
+def test_every_row_of_the_table_is_among_the_maps() -> None:
+    """The laws below hold for each row, so each row must be there."""
+    case = Inputs(2, [Leaf((2,))], seed=0)
+    assert {do.name for _, do in rows(case, "sum")} == {row.name for row in comm.TABLE} - {"barrier"} | {"uneven"}
+
+
+@pytest.mark.law(2)
+@given(inputs(dtypes=ADDABLE, cut=True, max_leaves=2))
+def test_each_row_is_what_torch_computes(drawn: Inputs) -> None:
+    """(C x)_r is the r-th of what torch's own operations make of (x_0, ..., x_(n-1)), leaf by leaf."""
+    for case, do in linear(drawn):
+        xs = case.all()
+        spec = tree.structure(xs[0])
+        whole = [dense(do, list(leaves)) for leaves in zip(*map(tree.leaves, xs), strict=True)]
+        for rank, result in enumerate(case.simulate(do)):
+            assert_same(result, tree.unflatten(spec, [results[rank] for results in whole]))
 
 
 @pytest.mark.law(2)
@@ -197,20 +159,20 @@ def test_reduce_is_all_reduce_on_one_rank(drawn: tuple[Inputs, str]) -> None:
 
 @pytest.mark.law(8)
 @given(
-    inputs(dtypes=[dtype for dtype in ADDABLE if dtype != torch.uint8]),
+    inputs(dtypes=[dtype for dtype in ADDABLE if dtype != torch.uint8], cut=True),
     st.tuples(st.integers(-2, 2), st.integers(-2, 2)),
 )
-def test_all_reduce_is_linear(case: Inputs, factors: tuple[int, int]) -> None:
-    """AR(a x + b y) = a AR(x) + b AR(y)."""
+def test_all_reduce_is_linear(drawn: Inputs, factors: tuple[int, int]) -> None:
+    """AR(a x + b y) = a AR(x) + b AR(y); and so for every C that has a transpose."""
     a, b = factors
 
     def combine(x: Any, y: Any) -> Any:
         return tree.map(lambda left, right: a * left + b * right, x, y)
 
-    mixed = simulate(case, lambda x, y: comm.all_reduce(combine(x, y)), "x", "y")
-    apart = simulate(case, lambda x, y: combine(comm.all_reduce(x), comm.all_reduce(y)), "x", "y")
-    for left, right in zip(mixed, apart, strict=True):
-        assert_same(left, right, bits=False)  # -2 * 0 is -0
+    for case, do in linear(drawn):
+        both = simulate(case, lambda x, y, do=do: (do(combine(x, y)), combine(do(x), do(y))), "x", "y")
+        for mixed, apart in both:
+            assert_same(mixed, apart, bits=False)  # -2 * 0 is -0
 
 
 @pytest.mark.law(10)
@@ -270,8 +232,7 @@ def keeps_to_itself(do: Do, x: Any) -> Any:
 @given(reductions(cut=True))
 def test_no_collective_touches_its_input(drawn: tuple[Inputs, str]) -> None:
     """No collective changes its input or shares memory with it, nor do two results share memory, on any ranks."""
-    case, op = drawn
-    for do in rows(case, op):
+    for case, do in rows(*drawn):
         places = memory(case.simulate(lambda x, do=do: (x, keeps_to_itself(do, x))))  # of all ranks, all alive
         assert len(places) == len(set(places))
 
@@ -280,11 +241,11 @@ def test_no_collective_touches_its_input(drawn: tuple[Inputs, str]) -> None:
 @given(reductions(cut=True))
 def test_no_collective_touches_its_input_in_a_world_of_one(drawn: tuple[Inputs, str]) -> None:
     """The same outside of any world, with and without a gradient to come."""
-    case = attrs.evolve(drawn[0], size=1)
-    for do in rows(case, drawn[1]):
+    one = attrs.evolve(drawn[0], size=1)
+    for case, do in rows(one, drawn[1]):
         keeps_to_itself(do, case.of(0))
-    if tree.leaves(case.leaves) and tree.leaves(case.leaves)[0].dtype in SMOOTH:
-        for do in rows(case, "sum"):
+    if tree.leaves(one.leaves) and tree.leaves(one.leaves)[0].dtype in SMOOTH:
+        for case, do in rows(one, "sum"):
             keeps_to_itself(do, live(case.of(0)))
 
 
@@ -295,9 +256,11 @@ def test_no_collective_touches_its_input_in_a_world_of_one(drawn: tuple[Inputs, 
 @given(reductions(cut=True))
 def test_a_tree_is_a_call_for_each_leaf(drawn: tuple[Inputs, str]) -> None:
     """C = tree_map(C)."""
-    case, op = drawn
-    for do in rows(case, op):
+    for case, do in rows(*drawn):
         agree(do, lambda x, do=do: tree.map(do, x), case)
+
+
+ELEMENTWISE = {"all_reduce", "reduce", "broadcast", "permute", "transfer", "copy_to", "reduce_from"}
 
 
 @pytest.mark.law(12)
@@ -310,7 +273,7 @@ def test_buckets_change_nothing(drawn: tuple[Inputs, str], bucket: int) -> None:
         flats = [leaf.reshape(-1) for leaf in tree.leaves(x)]
         return torch.cat(flats) if flats else torch.empty(0)
 
-    for do in (do for do in rows(case, op) if do.name not in ("all_gather", "reduce_scatter")):
+    for do in (do for _, do in rows(case, op) if do.name in ELEMENTWISE):
         agree(lambda x, do=do: do(flatten(x)), lambda x, do=do: flatten(tree.map(do, x)), case)
         agree(lambda x, do=do: do(flatten(x)), lambda x, do=do: flatten(do(list(flatten(x).split(bucket)))), case)
 
@@ -384,33 +347,31 @@ def test_sharding_goes_axis_by_axis(drawn: tuple[Inputs, tuple[int, int], str]) 
 @pytest.mark.law(16)
 @given(inputs(dtypes=SMOOTH, cut=True, max_leaves=3))
 def test_autograd_applies_the_adjoint(drawn: Inputs) -> None:
-    """<C x, y> = <x, Cᵀ y>, summed over the ranks, with autograd's Cᵀ."""
+    """<C x, y> = <x, Cᵀ y>, summed over the ranks, with autograd's Cᵀ; a replicated value counts once, and stays replicated."""
     for case, do in linear(drawn):
 
-        def program(values: Any, case: Inputs = case, do: Do = do) -> tuple[float, float]:
-            x = live(values)
+        def program(values: Any, case: Inputs = case, do: Do = do) -> Any:
+            x = live(case.of(0) if do.shared_in else values)
             out = do(x)
-            y = values_like(case, out, "y")
-            return dot(out, y), dot(x, pull(out, x, y))
+            y = values_like(case, out, "y", shared=do.shared_out)
+            back = pull(out, x, y)
+            return dot(out, y), dot(x, back), out, back
 
-        left, right = zip(*case.simulate(program), strict=True)
-        assert sum(left) == sum(right), do
-
-
-def transpose(do: Do) -> Do:
-    """What the table of transposes says."""
-    options = {name: value for name, value in do.options.items() if name != "op"}
-    if do.name in ("broadcast", "reduce"):
-        (root,) = options.values()
-        return Do("reduce", {"dst": root}) if do.name == "broadcast" else Do("broadcast", {"src": root})
-    return Do({"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}.get(do.name, do.name), options)
+        lefts, rights, outs, backs = zip(*case.simulate(program), strict=True)
+        assert (lefts[0] if do.shared_out else sum(lefts)) == (rights[0] if do.shared_in else sum(rights)), do
+        for shared, values in ((do.shared_out, outs), (do.shared_in, backs)):
+            for other in values[1:] if shared else ():
+                assert_same(other, values[0])
 
 
 @pytest.mark.law(16)
 @given(inputs(dtypes=SMOOTH, cut=True, max_leaves=3))
 def test_the_transposes_by_name(drawn: Inputs) -> None:
-    """ARᵀ = AR, AGᵀ = RS, RSᵀ = AG, BCᵀ = RD, RDᵀ = BC, with the same dim and root."""
+    """ARᵀ = AR, AGᵀ = RS, BCᵀ = RD, gatherᵀ = scatter, A2A(s,c)ᵀ = A2A(c,s), PM(p)ᵀ = PM(p⁻¹), with the same dims and roots;
+    a message's is one back; copy_toᵀ = AR, reduce_fromᵀ = id, scatter_toᵀ = AG, gather_fromᵀ = own slice."""
     for case, do in linear(drawn):
+        if do.name == "uneven":  # its transpose has no name
+            continue
 
         def program(values: Any, case: Inputs = case, do: Do = do) -> Any:
             x = live(values)
@@ -440,53 +401,51 @@ def test_the_adjoint_of_the_adjoint(drawn: Inputs) -> None:
             assert_same(twice, once)
 
 
-def dense(do: Do, xs: list[Tensor]) -> list[Tensor]:
-    """The collective as a function of all ranks' inputs at once, in torch's own operations."""
-    n, total, options = len(xs), torch.stack(xs).sum(0), do.options
-    if do.name == "all_reduce":
-        return [total] * n
-    if do.name == "all_gather":
-        return [torch.cat(xs, options["dim"]) if options.get("tiled", True) else torch.stack(xs)] * n
-    if do.name == "reduce_scatter":
-        return list(total.tensor_split(n, options["dim"]) if options.get("tiled", True) else total.unbind(0))
-    if do.name == "broadcast":
-        return [xs[options["src"]]] * n
-    return [total if rank == options["dst"] else torch.zeros_like(total) for rank in range(n)]
-
-
 Derivatives = list[tuple[Tensor, Tensor, Tensor]]  # on each rank: a loss, its gradient, its Hessian's product with v
 
 
 def ranks_derivatives(case: Inputs, do: Do) -> Derivatives:
     def program(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x = live(values)
+        x = live(case.of(0) if do.shared_in else values)
         out = do(x)
-        loss = (values_like(case, out, "w") * out**3).sum()
+        loss = (values_like(case, out, "w", shared=do.shared_out) * out**3).sum()
         (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
-        (product,) = torch.autograd.grad((gradient * values_like(case, x, "v")).sum(), x)
+        v = values_like(case, x, "v", shared=do.shared_in)
+        (product,) = torch.autograd.grad((gradient * v).sum(), x)
         return loss, gradient, product
 
     return case.simulate(program)
 
 
 def dense_derivatives(case: Inputs, do: Do) -> Derivatives:
-    xs = [live(value) for value in case.all()]
-    outs = dense(do, xs)
-    ws = attrs.evolve(case, leaves=Leaf(tuple(outs[0].shape), outs[0].dtype)).all(name="w")
-    vs = attrs.evolve(case, leaves=attrs.evolve(case.leaves, memory="dense")).all(name="v")
+    """The same without ranks; a replicated input is one variable, and of a replicated loss there is one."""
+    n = case.size
+    xs = [live(case.of(0))] if do.shared_in else [live(value) for value in case.all()]
+    outs = dense(do, xs * (n // len(xs)))
+    ws = [
+        attrs.evolve(case, leaves=Leaf(tuple(out.shape), out.dtype)).of(0 if do.shared_out else rank, name="w")
+        for rank, out in enumerate(outs)
+    ]
+    plain = attrs.evolve(case, leaves=attrs.evolve(case.leaves, memory="dense"))
+    vs = [plain.of(rank, name="v") for rank in range(len(xs))]
     losses = [(w * out**3).sum() for w, out in zip(ws, outs, strict=True)]
     some = {"allow_unused": True, "materialize_grads": True}  # a broadcast uses one rank's x
-    gradients = torch.autograd.grad(torch.stack(losses).sum(), xs, create_graph=True, **some)
+    loss = torch.stack(losses[:1] if do.shared_out else losses).sum()
+    gradients = torch.autograd.grad(loss, xs, create_graph=True, **some)
     along = torch.stack([(gradient * v).sum() for gradient, v in zip(gradients, vs, strict=True)]).sum()
-    return list(zip(losses, gradients, torch.autograd.grad(along, xs, **some), strict=True))
+    products = torch.autograd.grad(along, xs, **some)
+    times = n // len(xs)
+    return list(zip(losses, gradients * times, products * times, strict=True))
 
 
 @pytest.mark.law(17)
 @given(inputs(dtypes=[torch.float64], cut=True, max_leaves=1))
 def test_second_derivatives_are_those_of_the_dense_program(drawn: Inputs) -> None:
     """For f(x) = Σ_r <w_r, (C x)_r³>: values, ∇f and ∇²f v of the ranks' program and of the dense one agree."""
-    for leaf in (leaf for leaf in tree.leaves(drawn.leaves) if 0 not in leaf.shape):  # torch.cat of nothing has no graph
+    for leaf in tree.leaves(drawn.leaves):
         for case, do in linear(attrs.evolve(drawn, leaves=leaf)):
+            if 0 in case.leaves.shape:  # torch.cat of nothing has no graph
+                continue
             for got, expected in zip(ranks_derivatives(case, do), dense_derivatives(case, do), strict=True):
                 assert_same(got, expected, bits=False)
 

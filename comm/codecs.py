@@ -1,0 +1,226 @@
+"""Codecs: how values are made smaller before they are sent, as data and two pure functions."""
+
+from collections.abc import Sequence
+from math import ceil
+from typing import Protocol
+
+import attrs
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["Blocks", "Cast", "Codec", "OneBit", "TopK"]
+
+
+class Codec(Protocol):
+    """A pair of pure functions over rows [n, m] of floating point, each row by itself.
+
+    Anything with these two methods is a codec. A codec must not hide what is not finite: a row that has an inf or a NaN
+    decodes to one that has, so that whoever looks for overflow finds it.
+    """
+
+    def encode(self, rows: Tensor) -> Sequence[Tensor]:
+        """The payload: tensors [n, ...], of which row i stands for row i."""
+        ...
+
+    def decode(self, payload: Sequence[Tensor], size: int, dtype: torch.dtype) -> Tensor:
+        """The rows [n, size] that a payload stands for."""
+        ...
+
+
+@attrs.frozen
+class Cast:
+    """Another floating-point dtype; values of a dtype that is no wider stay as they are.
+
+    What is beyond the dtype's range becomes what torch's cast makes of it: inf in fp16, NaN in float8_e4m3fn.
+
+    Raises:
+        ValueError: the dtype is not floating point.
+
+    >>> Cast(torch.float16).encode(torch.tensor([[0.1, 70000.0]]))[0].tolist()
+    [[0.0999755859375, inf]]
+    """
+
+    dtype: torch.dtype = attrs.field(default=torch.bfloat16)
+
+    @dtype.validator
+    def _floating(self, attribute: object, value: torch.dtype) -> None:
+        if not isinstance(value, torch.dtype) or not value.is_floating_point:
+            raise ValueError(f"dtype={value!r} is no floating-point dtype; use torch.bfloat16 or torch.float16, or Blocks(8)")
+
+    def encode(self, rows: Tensor) -> Sequence[Tensor]:
+        """[n, m] in the dtype."""
+        return (rows.to(self.dtype) if rows.element_size() > self.dtype.itemsize else rows,)
+
+    def decode(self, payload: Sequence[Tensor], size: int, dtype: torch.dtype) -> Tensor:
+        """[n, m] in ``dtype``."""
+        return payload[0].to(dtype)
+
+
+@attrs.frozen
+class Blocks:
+    """Integers of 8 or 4 bits with an fp32 scale for each block of ``size`` values (ZeRO++; Wang et al. 2023).
+
+    A scale is absmax / 127 (4 bits: absmax / 7); values round to the nearest multiple, halves to even.
+
+    Law 38: in each block ``|x - C(x)| ≤ absmax / 254`` (4 bits: absmax / 14), up to the rounding of fp32, in which all is
+    computed. ``C`` is exact where absmax is 127 (or 7) times a power of two and the values are multiples of that power.
+
+    A block with an inf or a NaN decodes to NaN as a whole. One whose scale would be subnormal (absmax < 1.5e-36) decodes to
+    zeros.
+
+    Cost: a row of m values is m (4 bits: m / 2, rounded up) + 4 ⌈m / size⌉ bytes.
+
+    Args:
+        bits: 8 or 4.
+        size: values in a block; even for 4 bits.
+
+    Raises:
+        ValueError: other bits or sizes.
+
+    >>> codec = Blocks(8, size=4)
+    >>> payload = codec.encode(torch.tensor([[127.0, 2.5, -3.0, 0.4, 12.7]]))
+    >>> [part.tolist() for part in payload]
+    [[[127, 2, -3, 0, 127]], [[1.0, 0.09999999403953552]]]
+    >>> codec.decode(payload, 5, torch.bfloat16).tolist()
+    [[127.0, 2.0, -3.0, 0.0, 12.6875]]
+    """
+
+    bits: int = attrs.field(default=8, validator=attrs.validators.in_((4, 8)))
+    size: int = attrs.field(default=256, kw_only=True)
+
+    @size.validator
+    def _whole(self, attribute: object, value: int) -> None:
+        if value < 1 or (self.bits == 4 and value % 2):
+            raise ValueError(f"size={value}: a block has at least one value, and with 4 bits an even number of them")
+
+    @property
+    def top(self) -> int:
+        """The largest integer: 127 or 7."""
+        return int(2 ** (self.bits - 1) - 1)
+
+    def encode(self, rows: Tensor) -> Sequence[Tensor]:
+        """int8 [n, m], or uint8 [n, ⌈m/2⌉] with the earlier value in the low bits; scales fp32 [n, ⌈m/size⌉]."""
+        blocks = _blocks(rows.float(), self.size)  # [n, m] -> [n, b, size]
+        scale = blocks.abs().amax(2) / self.top  # [n, b]; NaN and inf stay
+        scale = torch.where(scale < _TINY, 0.0, scale)
+        scale = torch.where(scale.isfinite(), scale.clamp(max=_largest(self.top)), scale)
+        whole = (blocks / torch.where(scale > 0, scale, 1.0)[..., None]).round().nan_to_num(nan=0.0).to(torch.int8)
+        values = whole.flatten(1)[:, : rows.shape[1]]
+        return (values if self.bits == 8 else _pack_nibbles(values)), scale
+
+    def decode(self, payload: Sequence[Tensor], size: int, dtype: torch.dtype) -> Tensor:
+        """Multiples of the scales."""
+        values, scale = payload
+        whole = values if self.bits == 8 else _unpack_nibbles(values)[:, :size]
+        found = _blocks(whole.to(torch.float32), self.size) * scale[..., None]
+        return found.flatten(1)[:, :size].to(dtype)
+
+
+@attrs.frozen
+class OneBit:
+    """The sign of each value, and for each block of ``size`` values the mean of their absolute values as fp32.
+
+    Biased, so it belongs into an ``ErrorFeedback`` (1-bit SGD, Seide et al. 2014; EF-signSGD, Karimireddy et al. 2019).
+
+    Law: in a block of d values ``‖x - C(x)‖² = ‖x‖² - ‖x‖₁² / d``, up to rounding. Zero counts as positive. A block with an
+    inf or a NaN decodes to no finite value.
+
+    Cost: a row of m values is ⌈m / 8⌉ + 4 ⌈m / size⌉ bytes.
+
+    >>> codec = OneBit(size=4)
+    >>> payload = codec.encode(torch.tensor([[1.0, -2.0, 3.0, 0.0, -5.0]]))
+    >>> [part.tolist() for part in payload]
+    [[[13]], [[1.5, 5.0]]]
+    >>> codec.decode(payload, 5, torch.float32).tolist()
+    [[1.5, -1.5, 1.5, 1.5, -5.0]]
+    """
+
+    size: int = attrs.field(default=256, validator=attrs.validators.ge(1))
+
+    def encode(self, rows: Tensor) -> Sequence[Tensor]:
+        """uint8 [n, ⌈m/8⌉], the earliest value in the lowest bit; scales fp32 [n, ⌈m/size⌉]."""
+        size = rows.shape[1]
+        total = _blocks(rows.float().abs(), self.size).sum(2)  # [n, b]
+        counts = torch.full_like(total, self.size)
+        counts[:, -1:] -= total.shape[1] * self.size - size  # the last block may be short
+        bits = _blocks((rows >= 0).to(torch.uint8), 8)  # [n, m] -> [n, ⌈m/8⌉, 8]
+        return (bits << _places(bits)).sum(2, dtype=torch.uint8), total / counts
+
+    def decode(self, payload: Sequence[Tensor], size: int, dtype: torch.dtype) -> Tensor:
+        """Each block's mean with the values' signs."""
+        packed, scale = payload
+        bits = (packed[..., None] >> _places(packed)) & 1  # [n, ⌈m/8⌉, 8]
+        signs = bits.flatten(1)[:, :size].to(torch.float32) * 2 - 1
+        return (_blocks(signs, self.size) * scale[..., None]).flatten(1)[:, :size].to(dtype)
+
+
+@attrs.frozen
+class TopK:
+    """The ``k = ⌈fraction · m⌉`` values of largest magnitude in each row of m, with their places; the others become zero.
+
+    Biased, so it belongs into an ``ErrorFeedback`` (Deep Gradient Compression, Lin et al. 2018; Stich et al. 2018). NaN
+    counts as largest, so it is not hidden.
+
+    Law 38: ``‖x - C(x)‖² ≤ (1 - k/m) ‖x‖²``.
+
+    Cost: k values and k int32 places (int64 from 2³¹ values on).
+
+    Raises:
+        ValueError: the fraction is not above 0 and at most 1.
+
+    >>> [part.tolist() for part in TopK(0.5).encode(torch.tensor([[1.0, -4.0, 2.0]]))]
+    [[[-4.0, 2.0]], [[1, 2]]]
+    """
+
+    fraction: float = attrs.field(default=0.01)
+
+    @fraction.validator
+    def _part(self, attribute: object, value: float) -> None:
+        if not 0 < value <= 1:
+            raise ValueError(f"fraction={value!r} of the values: it must be above 0 and at most 1")
+
+    def kept(self, size: int) -> int:
+        """How many of ``size`` values are sent."""
+        return ceil(self.fraction * size)
+
+    def encode(self, rows: Tensor) -> Sequence[Tensor]:
+        """Values [n, k] and places [n, k], in the order of the places."""
+        size = rows.shape[1]
+        places = rows.abs().topk(self.kept(size), dim=1).indices.sort(1).values
+        return rows.gather(1, places), places.to(torch.int32 if size < 2**31 else torch.int64)
+
+    def decode(self, payload: Sequence[Tensor], size: int, dtype: torch.dtype) -> Tensor:
+        """Zeros but for the values sent."""
+        values, places = payload
+        return values.new_zeros(len(values), size).scatter_(1, places.to(torch.int64), values).to(dtype)
+
+
+_TINY = torch.finfo(torch.float32).tiny  # the least scale that has full precision
+
+
+def _largest(top: int) -> float:
+    """The largest fp32 scale whose ``top``-fold is finite."""
+    most = torch.tensor(torch.finfo(torch.float32).max)
+    scale = most / top
+    return float(scale if (scale * top).isfinite() else scale.nextafter(scale.new_zeros(())))
+
+
+def _blocks(rows: Tensor, size: int) -> Tensor:
+    """[n, m] -> [n, ⌈m/size⌉, size], zeros at the end."""
+    n, m = rows.shape
+    count = -(-m // size)
+    return (F.pad(rows, (0, count * size - m)) if m % size else rows).reshape(n, count, size)
+
+
+def _pack_nibbles(values: Tensor) -> Tensor:
+    pairs = _blocks((values + 8).view(torch.uint8), 2)  # -7..7 -> 1..15
+    return pairs[..., 0] | pairs[..., 1] << 4
+
+
+def _unpack_nibbles(packed: Tensor) -> Tensor:
+    return torch.stack([packed & 15, packed >> 4], dim=2).flatten(1).view(torch.int8) - 8
+
+
+def _places(like: Tensor) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=like.device)
