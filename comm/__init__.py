@@ -11,10 +11,13 @@ from .api import (
     permute,
     reduce,
     reduce_scatter,
+    repeat,
     scatter,
 )
 from .checking import checked, monitored_barrier
+from .codecs import Blocks, Cast, Codec, OneBit, TopK
 from .collective import Call, Collective, Here
+from .compression import ErrorFeedback, Residual, compressed
 from .errors import CommError, DeadlockError, DivergenceError, MismatchError, RankFailedError, TimedOutError, UnmatchedError
 from .exploring import explore
 from .group import Group
@@ -42,24 +45,31 @@ from .world import world
 
 __all__ = [
     "TABLE",
+    "Blocks",
     "Call",
+    "Cast",
+    "Codec",
     "Collective",
     "CommError",
     "DeadlockError",
     "DivergenceError",
+    "ErrorFeedback",
     "Group",
     "Here",
     "Ledger",
     "Mesh",
     "MismatchError",
+    "OneBit",
     "Pending",
     "Permutation",
     "RankFailedError",
     "Recv",
+    "Residual",
     "Row",
     "Send",
     "Spread",
     "TimedOutError",
+    "TopK",
     "UnmatchedError",
     "algorithms",
     "all_gather",
@@ -71,6 +81,7 @@ __all__ = [
     "broadcast",
     "broadcast_object",
     "checked",
+    "compressed",
     "copy_to",
     "cost",
     "destroy_process_group",
@@ -93,6 +104,7 @@ __all__ = [
     "reduce",
     "reduce_from",
     "reduce_scatter",
+    "repeat",
     "scatter",
     "scatter_to",
     "send",

@@ -22,7 +22,7 @@ import optree
 import torch
 from torch import Tensor
 
-from .api import permute
+from .api import permute, repeat
 from .applying import flatten, is_smooth
 from .collective import Here
 from .fold import combine
@@ -109,6 +109,8 @@ def _cut(flat: Tensor, n: int) -> list[Tensor]:
 
 def _joined(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
     """The inverse of ``_cut``."""
+    if like.is_meta:  # there torch.cat takes milliseconds for a thousand pieces
+        return torch.empty_like(like)
     return torch.cat(list(pieces))[: like.numel()]
 
 
@@ -128,18 +130,24 @@ def _around(n: int) -> Permutation:
 def _reduce_around(pieces: list[Tensor], group: Group, op: str) -> int:
     """Each piece goes once around and collects the ranks' values; which one this rank now has in full."""
     n, rank, perm = group.size, group.rank, _around(group.size)
-    for step in range(n - 1):
-        received = permute(pieces[(rank - step) % n], perm, group)
-        at = (rank - step - 1) % n
+
+    def step(i: int) -> None:
+        received = permute(pieces[(rank - i) % n], perm, group)
+        at = (rank - i - 1) % n
         pieces[at] = _combined(received, pieces[at], op)
+
+    repeat(n - 1, step, group)
     return (rank + 1) % n
 
 
 def _pass_around(pieces: list[Tensor], group: Group) -> None:
     """Each piece goes from the rank that has it in full to all others."""
     n, rank, perm = group.size, group.rank, _around(group.size)
-    for step in range(n - 1):
-        pieces[(rank - step) % n] = permute(pieces[(rank - step + 1) % n], perm, group)
+
+    def step(i: int) -> None:
+        pieces[(rank - i) % n] = permute(pieces[(rank - i + 1) % n], perm, group)
+
+    repeat(n - 1, step, group)
 
 
 def ring(x: T, group: Group | None = None, *, op: str = "sum") -> T:

@@ -1,15 +1,16 @@
 """What a process has one of, and each simulated rank its own: random generators and warning filters."""
 
+import copy
 import random
-import sys
 import warnings
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Ambient"]
+__all__ = ["Ambient", "drop_spare_normal"]
 
 
 @attrs.frozen(eq=False)
@@ -21,26 +22,32 @@ class Ambient:
 
     torch_state: Tensor
     python_state: Any
-    numpy_state: Any
-    filters: tuple[Any, ...]
+    numpy_bits: Any
+    warning_state: tuple[Any, ...]
 
     @classmethod
     def now(cls) -> "Ambient":
         """What it is at this moment."""
-        numpy = sys.modules.get("numpy.random")
-        return cls(
-            torch.get_rng_state(),
-            random.getstate(),
-            numpy.get_state(legacy=False) if numpy else None,
-            (warnings.filters, warnings.showwarning, warnings._showwarnmsg_impl),  # type: ignore[attr-defined]
-        )
+        filters = (warnings.filters, warnings.showwarning, warnings._showwarnmsg_impl)  # type: ignore[attr-defined]
+        return cls(torch.get_rng_state(), random.getstate(), np.random.get_bit_generator(), filters)
+
+    def twin(self) -> "Ambient":
+        """The same state, to go its own way from here: NumPy's generator is an object, the others are values."""
+        return attrs.evolve(self, numpy_bits=copy.deepcopy(self.numpy_bits))
 
     def restore(self) -> None:
         """Makes it so again."""
         torch.set_rng_state(self.torch_state)
         random.setstate(self.python_state)
-        if self.numpy_state is not None:
-            sys.modules["numpy.random"].set_state(self.numpy_state)
-        if warnings.filters is not self.filters[0] or warnings.showwarning is not self.filters[1]:
-            warnings.filters, warnings.showwarning, warnings._showwarnmsg_impl = self.filters  # type: ignore[attr-defined]
+        np.random.set_bit_generator(self.numpy_bits)
+        if warnings.filters is not self.warning_state[0] or warnings.showwarning is not self.warning_state[1]:
+            warnings.filters, warnings.showwarning, warnings._showwarnmsg_impl = self.warning_state  # type: ignore[attr-defined]
             warnings._filters_mutated()  # type: ignore[attr-defined]
+
+
+def drop_spare_normal() -> None:
+    """NumPy draws normal numbers in pairs and forgets the second one when its generator is exchanged.
+
+    A rank that goes on at once must forget it, too, or its draws would depend on the interleaving.
+    """
+    np.random.set_bit_generator(np.random.get_bit_generator())

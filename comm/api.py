@@ -4,7 +4,7 @@ Point-to-point messages are in ``p2p``, Python objects in ``objects``, Megatron'
 """
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import optree
@@ -43,6 +43,7 @@ __all__ = [
     "permute",
     "reduce",
     "reduce_scatter",
+    "repeat",
     "scatter",
 ]
 
@@ -373,6 +374,28 @@ def permute(x: T, perm: Permutation | Iterable[tuple[int, int]], group: Group | 
     """
     perm = perm if isinstance(perm, Permutation) else Permutation(perm)
     return apply(Call(PERMUTE, {"perm": perm}), x, group, async_op)
+
+
+def repeat(times: int, body: Callable[[int], None], group: Group | None = None) -> None:
+    """``body(0)``, ``body(1)``, ..., each of which calls the same collectives on the same shapes.
+
+    Law: ``repeat(k, body)`` is ``for i in range(k): body(i)``. On shapes only (``simulate(shapes_only=True)``) the body runs once
+    and is counted k times, so that thousands of ranks can go through loops as long as there are ranks.
+
+    Cost: k times the body's.
+
+    >>> from functional_ds import comm
+    >>> def around():
+    ...     ring, x = comm.Permutation.shift(comm.world().size), [torch.empty(5, device="meta")]
+    ...     with comm.ledger() as book:
+    ...         comm.repeat(999, lambda i: x.append(comm.permute(x.pop(), ring)))
+    ...     return book.calls, book.elements
+    >>> comm.simulate(around, world_size=1000, shapes_only=True)[7]
+    (999, 4995)
+    """
+    if times < 0:
+        raise ValueError(f"times={times}: a loop runs 0 times or more")
+    (group or world()).world.repeat(times, body)
 
 
 def barrier(group: Group | None = None) -> None:

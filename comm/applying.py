@@ -28,22 +28,34 @@ class _Differentiable(torch.autograd.Function):
         ctx.calls, ctx.group = [(one.call, len(one.leaves)) for one in started], group
         results = [result for one in started for result in one.handle.wait()]
         ctx.mark_non_differentiable(*(r for r in results if not is_smooth(r)))
-        return tuple(results)
+        token = torch.empty(0, device=leaves[0].device)
+        ctx.save_for_backward(token)
+        return (*results, token)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rest, started = list(grads), []
+        *rest, _ = grads
+        (token,), started = ctx.saved_tensors, []
         with ctx.group.world.together():
             for call, count in ctx.calls:
                 adjoint = call.collective.adjoint(call.options)
                 if adjoint is None:
                     shown = call.shown(ctx.group.rank)
                     raise ValueError(f"{shown} has no transpose, so no gradient flows through it: detach its input")
-                smooth = [grad for grad in rest[:count] if is_smooth(grad)]
+                smooth = [_in_graph(grad, token) for grad in rest[:count] if is_smooth(grad)]
                 started.append(_start(adjoint, smooth, ctx.group, ahead=len(ctx.calls) > 1))
                 del rest[:count]
         back = iter([result for results in _finish(started, ctx.group) for result in results])
-        return (None, None, *(next(back) if is_smooth(grad) else None for grad in grads))
+        return (None, None, *(next(back) if is_smooth(grad) else None for grad in grads[:-1]))
+
+
+def _in_graph(grad: Tensor, token: Tensor) -> Tensor:
+    """The gradient, for a backward pass that shall be differentiated again: then it hangs on the call that it came to.
+
+    On one rank a gradient may be a constant and on another it may not (a sender's is); a second backward pass must go through
+    this call and its transpose on both, for each needs what the other has. The token is an output without elements.
+    """
+    return grad + token.sum().to(grad.dtype) if torch.is_grad_enabled() and not grad.requires_grad else grad
 
 
 def is_smooth(tensor: Tensor) -> bool:
@@ -104,8 +116,14 @@ def flatten(name: str, tree: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
 
 def apply(call: Call, tree: Any, group: Group | None, async_op: bool) -> Any:
     """The call on every leaf of the tree: its result, or a ``Pending``."""
-    pending = apply_all([(call, tree)], group, ahead=async_op).then(_only)
-    return pending if async_op else pending.wait()
+    group = group or world()
+    leaves, spec = flatten(call.title(group.rank)[0], tree)
+    started = [_start(call, leaves, group, ahead=async_op)]
+
+    def finish() -> Any:
+        return optree.tree_unflatten(spec, _finish(started, group)[0])
+
+    return Pending(finish, started[0].handle.poll, lambda: f"{call.shown(group.rank)} on {group}") if async_op else finish()
 
 
 def apply_all(calls: Sequence[tuple[Call, Any]], group: Group | None, *, ahead: bool = True) -> Pending[list[Any]]:
@@ -128,10 +146,6 @@ def apply_all(calls: Sequence[tuple[Call, Any]], group: Group | None, *, ahead: 
         return f"{', '.join(one.call.shown(group.rank) for one in started)} on {group}"
 
     return Pending(finish, poll, text)
-
-
-def _only(results: list[Any]) -> Any:
-    return results[0]
 
 
 def resolve_dim(name: str, tree: Any, dim: int) -> int:

@@ -79,11 +79,11 @@ class Blocks:
         ValueError: other bits or sizes.
 
     >>> codec = Blocks(8, size=4)
-    >>> payload = codec.encode(torch.tensor([[127.0, 2.5, -3.0, 0.4, 12.7]]))
+    >>> payload = codec.encode(torch.tensor([[127.0, 2.5, -3.0, 0.4, -254.0]]))
     >>> [part.tolist() for part in payload]
-    [[[127, 2, -3, 0, 127]], [[1.0, 0.09999999403953552]]]
+    [[[127, 2, -3, 0, -127]], [[1.0, 2.0]]]
     >>> codec.decode(payload, 5, torch.bfloat16).tolist()
-    [[127.0, 2.0, -3.0, 0.0, 12.6875]]
+    [[127.0, 2.0, -3.0, 0.0, -254.0]]
     """
 
     bits: int = attrs.field(default=8, validator=attrs.validators.in_((4, 8)))
@@ -104,7 +104,7 @@ class Blocks:
         blocks = _blocks(rows.float(), self.size)  # [n, m] -> [n, b, size]
         scale = blocks.abs().amax(2) / self.top  # [n, b]; NaN and inf stay
         scale = torch.where(scale < _TINY, 0.0, scale)
-        scale = torch.where(scale.isfinite(), scale.clamp(max=_largest(self.top)), scale)
+        scale = torch.where(scale.isfinite(), scale.clamp(max=_HUGE / self.top), scale)
         whole = (blocks / torch.where(scale > 0, scale, 1.0)[..., None]).round().nan_to_num(nan=0.0).to(torch.int8)
         values = whole.flatten(1)[:, : rows.shape[1]]
         return (values if self.bits == 8 else _pack_nibbles(values)), scale
@@ -197,13 +197,7 @@ class TopK:
 
 
 _TINY = torch.finfo(torch.float32).tiny  # the least scale that has full precision
-
-
-def _largest(top: int) -> float:
-    """The largest fp32 scale whose ``top``-fold is finite."""
-    most = torch.tensor(torch.finfo(torch.float32).max)
-    scale = most / top
-    return float(scale if (scale * top).isfinite() else scale.nextafter(scale.new_zeros(())))
+_HUGE = torch.finfo(torch.float32).max * (1 - 2**-23)  # so that top * fl(_HUGE / top) is finite
 
 
 def _blocks(rows: Tensor, size: int) -> Tensor:

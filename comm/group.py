@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,7 +15,7 @@ from .collective import Call, Handle
 if TYPE_CHECKING:
     from .ledger import Ledger
 
-__all__ = ["Group", "Ready", "Solo", "World", "call_site", "place_in"]
+__all__ = ["Group", "Ready", "Solo", "World", "call_site", "each", "place_in"]
 
 
 class World(Protocol):
@@ -30,6 +30,10 @@ class World(Protocol):
 
     def together(self) -> AbstractContextManager[None]:
         """Calls that are started inside go on at once, whichever way they face."""
+        ...
+
+    def repeat(self, times: int, body: Callable[[int], None]) -> None:
+        """``body(0)``, ``body(1)``, ...; without values, once for all."""
         ...
 
     def start(self, call: Call, tensors: Sequence[Tensor], group: "Group", *, ahead: bool) -> Handle:
@@ -106,6 +110,9 @@ class Solo:
     def together(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def repeat(self, times: int, body: Callable[[int], None]) -> None:
+        each(times, body)
+
     def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, ahead: bool) -> Ready:
         options = call.merged([call.private()])
         return Ready([call.collective.denotation([t.detach()], options)[0] for t in tensors])
@@ -115,6 +122,12 @@ class Solo:
 
     def channel(self, group: Group, name: str) -> Group:
         return attrs.evolve(group, name=f"{group.name}/{name}")
+
+
+def each(times: int, body: Callable[[int], None]) -> None:
+    """``body(0)``, ``body(1)``, ..., ``body(times - 1)``."""
+    for i in range(times):
+        body(i)
 
 
 def place_in(ranks: Sequence[int], rank: int) -> int:

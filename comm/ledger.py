@@ -6,6 +6,7 @@ Counting never synchronises with a device; times do.
 import csv
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -164,10 +165,26 @@ class Ledger:
             self.rows.append(row)
         return row
 
+    def snapshot(self) -> list[tuple[int, int, int]]:
+        """Each row's calls, elements and bytes so far."""
+        return [(row.calls, row.elements, row.bytes) for row in self.rows]
+
+    def multiply(self, before: Sequence[tuple[int, int, int]], times: int) -> None:
+        """Counts what has come since the snapshot as often as that."""
+        for row, (calls, elements, sent) in zip_longest(self.rows, before, fillvalue=(0, 0, 0)):
+            row.calls += (row.calls - calls) * (times - 1)
+            row.elements += (row.elements - elements) * (times - 1)
+            row.bytes += (row.bytes - sent) * (times - 1)
+
     @property
     def calls(self) -> int:
         """Collectives called, all rows together."""
         return sum(row.calls for row in self.rows)
+
+    @property
+    def elements(self) -> int:
+        """Elements this rank sent, all rows together."""
+        return sum(row.elements for row in self.rows)
 
     @property
     def bytes(self) -> int:
@@ -178,7 +195,7 @@ class Ledger:
         """The rows as text, with a total; with times, seconds and bandwidths in GB/s (1e9 bytes)."""
         head = f"{'collective':<16}{'group':<16}{'ranks':>6}{'calls':>8}{'elements':>16}{'bytes':>16}"
         lines = [head + (f"{'ms':>12}{'alg GB/s':>10}{'bus GB/s':>10}" if self.times else "")]
-        total = Row("total", "", 0, self.calls, sum(r.elements for r in self.rows), self.bytes)
+        total = Row("total", "", 0, self.calls, self.elements, self.bytes)
         for r in [*self.rows, total]:
             line = f"{r.collective:<16}{r.group:<16}{r.size or ''!s:>6}{r.calls:>8}{r.elements:>16,}{r.bytes:>16,}"
             if self.times and r is not total:

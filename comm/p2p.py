@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import attrs
 
-from .applying import apply_all
+from .applying import apply, apply_all
 from .collective import Call
 from .group import Group
 from .pending import Pending
@@ -41,9 +41,14 @@ class Recv:
 
 
 def _call(op: Send | Recv, group: Group) -> tuple[Call, Any]:
+    name, side, peer = ("send", "dst", op.dst) if isinstance(op, Send) else ("recv", "src", op.src)
+    itself = peer == group.rank >= 0
+    if itself or not isinstance(op.tag, int):
+        what = f"{side}={peer} is this rank itself; use the value as it is" if itself else f"tag={op.tag!r} is no integer"
+        raise ValueError(f"{name}({side}={peer!r}) on rank {group.rank} of {group.name!r}: {what}")
     if isinstance(op, Send):
-        return Call(TRANSFER, {"src": group.rank, "dst": op.dst, "tag": op.tag}), op.value
-    return Call(TRANSFER, {"src": op.src, "dst": group.rank, "tag": op.tag}), op.like
+        return Call(TRANSFER, {"src": group.rank, "dst": peer, "tag": op.tag}), op.value
+    return Call(TRANSFER, {"src": peer, "dst": group.rank, "tag": op.tag}), op.like
 
 
 def batch_p2p(ops: Sequence[Send | Recv], group: Group | None = None, *, async_op: bool = False) -> Any:
@@ -101,7 +106,8 @@ def isend(x: T, dst: int, group: Group | None = None, *, tag: int = 0) -> Pendin
     >>> comm.simulate(program, world_size=2)
     [[0.0, 0.0], [1.0, 1.0]]
     """
-    return _one(Send(x, dst, tag), group, ahead=True)
+    pending: Pending[T] = _one(Send(x, dst, tag), group, ahead=True)
+    return pending
 
 
 def irecv(like: T, src: int, group: Group | None = None, *, tag: int = 0) -> Pending[T]:
@@ -112,7 +118,8 @@ def irecv(like: T, src: int, group: Group | None = None, *, tag: int = 0) -> Pen
     Raises:
         ValueError: ``src`` is no other rank of the group.
     """
-    return _one(Recv(like, src, tag), group, ahead=True)
+    pending: Pending[T] = _one(Recv(like, src, tag), group, ahead=True)
+    return pending
 
 
 def send(x: T, dst: int, group: Group | None = None, *, tag: int = 0) -> T:
@@ -141,7 +148,7 @@ def send(x: T, dst: int, group: Group | None = None, *, tag: int = 0) -> T:
     >>> comm.simulate(program, world_size=2)
     [(0.0, 5.0), (10.0, 0.0)]
     """
-    zeros: T = _one(Send(x, dst, tag), group, ahead=False).wait()
+    zeros: T = _one(Send(x, dst, tag), group, ahead=False)
     return zeros
 
 
@@ -155,14 +162,11 @@ def recv(like: T, src: int, group: Group | None = None, *, tag: int = 0) -> T:
     Raises:
         ValueError: ``src`` is no other rank of the group.
     """
-    value: T = _one(Recv(like, src, tag), group, ahead=False).wait()
+    value: T = _one(Recv(like, src, tag), group, ahead=False)
     return value
 
 
-def _one(op: Send | Recv, group: Group | None, *, ahead: bool) -> Pending[Any]:
+def _one(op: Send | Recv, group: Group | None, *, ahead: bool) -> Any:
     group = group or world()
-    return apply_all([_call(op, group)], group, ahead=ahead).then(_only)
-
-
-def _only(results: list[Any]) -> Any:
-    return results[0]
+    call, value = _call(op, group)
+    return apply(call, value, group, ahead)

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import Store
 from .collective import Call, Here
 from .errors import CommError
 from .exchange import EXCHANGES, Started, Wire
-from .group import Group, call_site, place_in
+from .group import Group, call_site, each, place_in
 from .lane import Lane, Performed, Queued
 from .ledger import Ledger
 from .native import NATIVE, message
@@ -126,6 +126,9 @@ class ProcessWorld:
     def device(self) -> torch.device:
         """Where small messages live: on the CPU, where the world serves it."""
         return torch.device("cpu" if "cpu" in self._served else "cuda")
+
+    def repeat(self, times: int, body: Callable[[int], None]) -> None:
+        each(times, body)
 
     def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, ahead: bool) -> _ProcessHandle:
         if self._left:

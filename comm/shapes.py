@@ -45,12 +45,16 @@ Thread = tuple[tuple[int, ...], str, Hashable]  # calls of one order: group, nam
 
 @attrs.define(eq=False)
 class _Books:
-    """What all ranks share: kinds of calls, numbered, and each rank's log of their numbers by thread."""
+    """What all ranks share: kinds of calls, numbered, and each rank's log of their numbers by thread.
+
+    Calls whose options may differ between ranks are kept, by thread and turn, each rank's.
+    """
 
     kinds: dict[Hashable, int] = attrs.field(factory=dict)
     texts: list[str] = attrs.field(factory=list)
     logs: dict[Thread, dict[int, "array[int]"]] = attrs.field(factory=dict)
     members: dict[Thread, tuple[int, ...]] = attrs.field(factory=dict)
+    varied: dict[tuple[Thread, int], dict[int, Call]] = attrs.field(factory=dict)
 
     def compare(self) -> None:
         """Raises where two members of a thread called different things, or a different number of them."""
@@ -61,6 +65,9 @@ class _Books:
                 theirs = logs.get(other, array("I"))
                 if mine != theirs:
                     raise MismatchError(self._difference(thread, first, mine, other, theirs))
+        for (thread, _), found in self.varied.items():
+            calls = [found[rank] for rank in self.members[thread]]
+            calls[0].collective.fit(calls[0].merged(calls))
 
     def _difference(self, thread: Thread, first: int, mine: "array[int]", other: int, theirs: "array[int]") -> str:
         turn = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
@@ -78,6 +85,7 @@ class ShapesWorld:
     rank: int
     shared: _Books
     books: list[Ledger] = attrs.field(factory=list)
+    logs: "dict[Thread, array[int]]" = attrs.field(factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -85,6 +93,21 @@ class ShapesWorld:
 
     def together(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def repeat(self, times: int, body: Callable[[int], None]) -> None:
+        """Runs the body once, and counts and logs what it called as often as it would have been called."""
+        if times < 1:
+            return
+        marks = [(log, len(log)) for log in self._logs()]
+        counts = [book.snapshot() for book in self.books]
+        body(0)
+        for log, start in [*marks, *((log, 0) for log in self._logs()[len(marks) :])]:
+            log.extend(log[start:] * (times - 1))
+        for book, before in zip(self.books, counts, strict=True):
+            book.multiply(before, times)
+
+    def _logs(self) -> "list[array[int]]":
+        return list(self.logs.values())
 
     def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, ahead: bool) -> Ready:
         row, here = call.collective, Here(call.options, group.rank, group.size)
@@ -109,9 +132,11 @@ class ShapesWorld:
             logs = shared.logs[thread] = {}
             members = call.collective.members(call.options, group.size)
             shared.members[thread] = tuple(group.ranks[member] for member in members)
-        log = logs.get(self.rank)
+        log = self.logs.get(thread)
         if log is None:
-            log = logs[self.rank] = array("I")
+            log = self.logs[thread] = logs[self.rank] = array("I")
+        if call.collective.private:
+            shared.varied.setdefault((thread, len(log)), {})[self.rank] = call
         log.append(number)
 
     def _result(self, row: Any, tensor: Tensor, here: Here) -> Tensor:
@@ -132,7 +157,7 @@ def run_on_shapes(program: Callable[..., Any], args: tuple[Any, ...], world_size
     outer, ambient = getattr(HERE, "group", None), Ambient.now()
     try:
         for rank in everyone:
-            ambient.restore()
+            ambient.twin().restore()
             HERE.group = Group(everyone, rank, "world", ShapesWorld(rank, shared))
             try:
                 results.append(program(*args))

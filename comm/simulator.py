@@ -15,10 +15,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from .ambient import Ambient
+from .ambient import Ambient, drop_spare_normal
 from .collective import Call, Here
 from .errors import DeadlockError, MismatchError, UnmatchedError
-from .group import Group, call_site, place_in
+from .group import Group, call_site, each, place_in
 from .ledger import Ledger
 from .shapes import run_on_shapes
 from .surroundings import HERE
@@ -99,6 +99,9 @@ class SimulatedWorld:
     def together(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def repeat(self, times: int, body: Callable[[int], None]) -> None:
+        each(times, body)
+
     def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, ahead: bool) -> _SimulatedHandle:
         row, here = call.collective, Here(call.options, group.rank, group.size)
         key = (group.ranks, group.name, row.thread(call.options))
@@ -120,12 +123,15 @@ class Simulator:
 
     def __init__(self, world_size: int, seed: int) -> None:
         self.random = random.Random(seed)
-        self.batons = [threading.Semaphore(0) for _ in range(world_size)]
+        self.batons = [threading.Lock() for _ in range(world_size)]  # held, but for the one whose rank may run
+        for baton in self.batons:
+            baton.acquire()
         self.waiting: dict[int, _Slot] = {}
         self.polling: set[int] = set()
         self.unfinished = set(range(world_size))
         self.slots: dict[tuple[Any, ...], _Slot] = {}  # those that are not complete
-        self.ambients = [Ambient.now()] * world_size
+        here = Ambient.now()
+        self.ambients = [here.twin() for _ in range(world_size)]
         self.failure: BaseException | None = None
         self.over = threading.Event()
 
@@ -149,6 +155,7 @@ class Simulator:
 
     def wait(self, rank: int, slot: _Slot, *, polls: bool = False) -> bool:
         """Lets others run until the slot is complete; a poll ends, too, when nobody else can go on."""
+        drop_spare_normal()
         while slot.outputs is None:
             self.check()
             self.waiting[rank] = slot

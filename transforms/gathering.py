@@ -26,12 +26,14 @@ class Gatherer:
     Attributes:
         shards: this rank's, one a segment.
         capacity: how many units are whole at once, beside the one that is fetched ahead.
+        all_gather: how units are gathered.
     """
 
     layout: Layout
     shards: Sequence[Tensor]
     group: comm.Group
     capacity: int = 2
+    all_gather: Callable[..., Any] = comm.all_gather
     whole: dict[int, list[Tensor]] = attrs.field(factory=dict)
     _route: Route = attrs.field(factory=Route)
     _plan: Plan = attrs.field(factory=lambda: Plan((), {}))
@@ -86,7 +88,7 @@ class Gatherer:
 
     def _start(self, unit: int) -> "comm.Pending[Any]":
         shards = [self.shards[segment].detach() for segment in self.layout.units[unit].segments]
-        pending: comm.Pending[Any] = comm.all_gather(shards, self.group, async_op=True)
+        pending: comm.Pending[Any] = self.all_gather(shards, self.group, async_op=True)
         return pending
 
     def _ask(self, unit: int) -> bool:

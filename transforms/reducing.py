@@ -1,6 +1,7 @@
 """Reducing units' gradients: each as soon as it is complete, in one order on all ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import attrs
 import torch
@@ -35,6 +36,7 @@ class Reducer:
 
     Attributes:
         scatter: whether each rank keeps its shard of the sum (else the whole).
+        reduce: how units are reduced: a reduce_scatter, or else an all_reduce.
         now: whether this pass reduces over the ranks (else the sums stay local).
         more: whether further micro-batches will be added to what this pass gives.
         waiting: for each unit, how many backward nodes are still to come.
@@ -44,6 +46,7 @@ class Reducer:
     group: comm.Group
     order: Order
     scatter: bool
+    reduce: Callable[..., Any]
     now: bool
     more: bool
     local: dict[int, Tensor]
@@ -123,9 +126,9 @@ class Reducer:
             self._take(unit, flats)
         elif self.scatter:
             rows = [flat.view(self.group.size, -1) for flat in flats]  # [n * m] -> [n, m]
-            self._under_way.append((unit, comm.reduce_scatter(rows, self.group, tiled=False, async_op=True)))
+            self._under_way.append((unit, self.reduce(rows, self.group, tiled=False, async_op=True)))
         else:
-            self._under_way.append((unit, comm.all_reduce(flats, self.group, async_op=True)))
+            self._under_way.append((unit, self.reduce(flats, self.group, async_op=True)))
 
     def _settle(self) -> None:
         unit, pending = self._under_way.pop(0)

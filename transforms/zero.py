@@ -42,10 +42,15 @@ class _Learned:
 
 @tree.record
 class Partition:
-    """zero's slot in the state: how the params lie in shards."""
+    """zero's slot in the state: how the params lie in shards.
+
+    Attributes:
+        exact: in stages 1 and 2, where what is gathered is compressed, this rank's shards as the optimizer has them.
+    """
 
     layout: Layout = tree.static()
     learned: _Learned = tree.static()
+    exact: Sequence[Tensor] = ()
 
 
 def zero(
@@ -54,6 +59,9 @@ def zero(
     *,
     unit_of: Callable[[str], str] | None = None,
     keep: bool = True,
+    all_gather: Callable[..., Any] = comm.all_gather,
+    reduce_scatter: Callable[..., Any] = comm.reduce_scatter,
+    all_reduce: Callable[..., Any] = comm.all_reduce,
 ) -> Transform:
     """Data parallelism over ``group``, each rank with its own batch, the states in shards as the stage says.
 
@@ -79,10 +87,14 @@ def zero(
         unit_of: from a leaf's path to the name of its unit; by default its repeated block, else "rest".
         keep: stage 3 keeps what the end of the forward pass leaves whole, which the backward pass needs first, instead of
             gathering it again.
+        all_gather: how params travel to the loss in stages 1 to 3: ``comm.compressed(comm.all_gather, comm.Blocks(8))`` is
+            ZeRO++'s qwZ. The optimizer's params, and those of ``step.params``, stay exact.
+        reduce_scatter: how gradients travel in stages 1 to 3; compressed by blocks it is ZeRO++'s qgZ in one hop.
+        all_reduce: how gradients travel in stage 0.
 
     Raises:
-        ValueError: the stage is not in 0..3; the ranks' params differ in structure; the step has a zero already, or a
-            transform before this one wraps ``view``, which zero replaces.
+        ValueError: the stage is not in 0..3, or does not use the collective that is given; the ranks' params differ in
+            structure; the step has a zero already, or a transform before this one wraps ``view``, which zero replaces.
         TypeError: ``group`` is no group.
 
     >>> import functional_ds as fds
@@ -98,7 +110,28 @@ def zero(
         raise ValueError(f"stage={stage!r}: ZeRO has the stages 0, 1, 2 and 3")
     if group is not None and not isinstance(group, comm.Group):
         raise TypeError(f"group={group!r} is no group: pass mesh['dp'], comm.world() or None")
-    return _Zero(stage, group, unit_of, keep).transform()
+    means = _Means(all_gather, reduce_scatter, all_reduce)
+    for name in means.given():
+        if (name == "all_reduce") != (stage == 0):
+            used = "all_gather and reduce_scatter" if stage else "all_reduce alone"
+            raise ValueError(f"{name}={getattr(means, name)}: stage {stage} uses {used}, so this one would change nothing")
+    return _Zero(stage, group, unit_of, keep, means).transform()
+
+
+@attrs.frozen
+class _Means:
+    """The collectives that carry params and gradients."""
+
+    all_gather: Callable[..., Any]
+    reduce_scatter: Callable[..., Any]
+    all_reduce: Callable[..., Any]
+
+    def given(self) -> list[str]:
+        """Those that are not comm's own."""
+        return [field.name for field in attrs.fields(_Means) if getattr(self, field.name) is not getattr(comm, field.name)]
+
+    def __str__(self) -> str:
+        return "".join(f", {name}={getattr(self, name)}" for name in self.given())
 
 
 @attrs.frozen(eq=False)
@@ -107,6 +140,7 @@ class _Zero:
     group: comm.Group | None
     unit_of: Callable[[str], str] | None
     keep: bool
+    means: _Means
 
     def transform(self) -> Transform:
         """The phases that zero wraps."""
@@ -114,7 +148,7 @@ class _Zero:
         sharded = {"update": self.update} if self.stage in (1, 2) else {}
         scattered = {"norm": self.norm, "finite": self.finite} if self.stage else {}
         shards = wrap(
-            f"zero({self.stage}, {where})",
+            f"zero({self.stage}, {where}{self.means})",
             init=self.init,
             view=self.view,
             total=self.total,
@@ -147,27 +181,34 @@ class _Zero:
         _agree(layout, group)
         params = _of_rank_0(params, group)
         state: State = inner(step, shard(params, layout, group.rank) if self.stage else layout.flatten(params))
+        exact: Sequence[Tensor] = ()
         if self.stage in (1, 2):
-            state = tree.replace(state, params=_gather(layout, group, state.params, range(len(layout.segments))))
+            exact = state.params if group.size > 1 and "all_gather" in self.means.given() else ()
+            everything = range(len(layout.segments))
+            state = tree.replace(state, params=_gather(self.means.all_gather, group, state.params, everything))
         trained = dict.fromkeys(s.unit for s in reversed(layout.segments) if s.trainable)
-        return state.put(zero=Partition(layout, _Learned(Order(tuple(trained)))))
+        return state.put(zero=Partition(layout, _Learned(Order(tuple(trained))), exact))
 
     def params(self, inner: Any, step: Step, state: State) -> Any:
         """The user's tree, from whatever is in shards."""
-        layout = state.slots["zero"].layout
-        stored = inner(step, state)
+        partition: Partition = state.slots["zero"]
+        layout = partition.layout
+        stored = inner(step, tree.replace(state, params=partition.exact) if partition.exact else state)
         cut = [i for i, s in enumerate(layout.segments) if stored[i].numel() != s.shard * layout.n]
-        return layout.unflatten(_gather(layout, self.ranks(), stored, cut))
+        return layout.unflatten(_gather(comm.all_gather, self.ranks(), stored, cut))
 
     def update(self, inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
         """Stages 1 and 2: the optimizer on this rank's shards, then everybody's new shards."""
-        layout, group = state.slots["zero"].layout, self.ranks()
-        flats = state.params
-        state, metrics = inner(step, tree.replace(state, params=layout.own(flats, group.rank)), grads)
+        partition: Partition = state.slots["zero"]
+        layout, group, flats = partition.layout, self.ranks(), state.params
+        own = partition.exact or layout.own(flats, group.rank)
+        state, metrics = inner(step, tree.replace(state, params=own), grads)
         moved = [i for i, segment in enumerate(layout.segments) if segment.trainable]
         stored = [new if i in moved else flat for i, (new, flat) in enumerate(zip(state.params, flats, strict=True))]
-        del flats
-        return tree.replace(state, params=_gather(layout, group, stored, moved)), metrics
+        if partition.exact:
+            state = state.put(zero=tree.replace(partition, exact=state.params))
+        del flats, own
+        return tree.replace(state, params=_gather(self.means.all_gather, group, stored, moved)), metrics
 
     # -- what the loss sees --------------------------------------------------------------------------------------------
 
@@ -178,7 +219,8 @@ class _Zero:
         device = state.params[0].device if state.params else torch.device("cpu")
         lazy = self.stage == 3 and group.size > 1
         reducer = self.reducer(layout, learned.order, group, tape) if tape.records else None
-        source = Gatherer(layout, state.params, group) if lazy else Resident(layout, state.params)
+        gather = self.means.all_gather
+        source = Gatherer(layout, state.params, group, all_gather=gather) if lazy else Resident(layout, state.params)
         units = Units(layout, source, reducer, device, frees=lazy, keep=self.keep)
         if isinstance(source, Gatherer):
             source.dropped = units.forget
@@ -194,6 +236,7 @@ class _Zero:
             group.channel("reduce"),
             order,
             scatter=self.stage > 0,
+            reduce=self.means.reduce_scatter if self.stage else self.means.all_reduce,
             now=each or tape.last,
             more=not tape.last,
             local={} if each else carry,
@@ -248,14 +291,14 @@ def _of_rank_0(params: Any, group: comm.Group) -> Any:
     return tree.map(lambda x: like_marked(comm.broadcast(x.detach(), 0, group), x), params)
 
 
-def _gather(layout: Layout, group: comm.Group, stored: Sequence[Tensor], cut: Sequence[int]) -> list[Tensor]:
+def _gather(all_gather: Callable[..., Any], group: comm.Group, stored: Sequence[Tensor], cut: Sequence[int]) -> list[Tensor]:
     """The stored tensors with those in ``cut`` whole again; the next is under way while one is waited for."""
     whole = list(stored)
     del stored
     pending: list[tuple[int, Any]] = []
     for i in [*cut, None, None]:
         if i is not None:
-            pending.append((i, comm.all_gather(whole[i].detach(), group, async_op=True)))
+            pending.append((i, all_gather(whole[i].detach(), group, async_op=True)))
         if pending and (i is None or len(pending) > 2):
             j, gathered = pending.pop(0)
             whole[j] = like_marked(gathered.wait(), whole[j])
