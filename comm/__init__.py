@@ -17,9 +17,10 @@ from .api import (
 from .checking import checked, monitored_barrier
 from .codecs import Blocks, Cast, Codec, OneBit, TopK
 from .collective import Call, Collective, Here
-from .compression import ErrorFeedback, Residual, compressed
+from .compression import compressed
 from .errors import CommError, DeadlockError, DivergenceError, MismatchError, RankFailedError, TimedOutError, UnmatchedError
 from .exploring import explore
+from .feedback import ErrorFeedback, Residual
 from .group import Group
 from .ledger import Ledger, Row, ledger
 from .management import (

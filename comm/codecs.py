@@ -45,7 +45,7 @@ class Cast:
 
     @dtype.validator
     def _floating(self, attribute: object, value: torch.dtype) -> None:
-        if not isinstance(value, torch.dtype) or not value.is_floating_point:
+        if not value.is_floating_point:
             raise ValueError(f"dtype={value!r} is no floating-point dtype; use torch.bfloat16 or torch.float16, or Blocks(8)")
 
     def encode(self, rows: Tensor) -> Sequence[Tensor]:
@@ -102,19 +102,18 @@ class Blocks:
     def encode(self, rows: Tensor) -> Sequence[Tensor]:
         """int8 [n, m], or uint8 [n, ⌈m/2⌉] with the earlier value in the low bits; scales fp32 [n, ⌈m/size⌉]."""
         blocks = _blocks(rows.float(), self.size)  # [n, m] -> [n, b, size]
-        scale = blocks.abs().amax(2) / self.top  # [n, b]; NaN and inf stay
+        scale = torch.maximum(blocks.amax(2), -blocks.amin(2)) / self.top  # [n, b]; NaN and inf stay
         scale = torch.where(scale < _TINY, 0.0, scale)
         scale = torch.where(scale.isfinite(), scale.clamp(max=_HUGE / self.top), scale)
-        whole = (blocks / torch.where(scale > 0, scale, 1.0)[..., None]).round().nan_to_num(nan=0.0).to(torch.int8)
-        values = whole.flatten(1)[:, : rows.shape[1]]
+        steps = blocks / torch.where(scale == 0, 1.0, scale)[..., None]
+        values = steps.round_().nan_to_num_(nan=0.0).to(torch.int8).flatten(1)[:, : rows.shape[1]]
         return (values if self.bits == 8 else _pack_nibbles(values)), scale
 
     def decode(self, payload: Sequence[Tensor], size: int, dtype: torch.dtype) -> Tensor:
         """Multiples of the scales."""
         values, scale = payload
         whole = values if self.bits == 8 else _unpack_nibbles(values)[:, :size]
-        found = _blocks(whole.to(torch.float32), self.size) * scale[..., None]
-        return found.flatten(1)[:, :size].to(dtype)
+        return (_blocks(whole, self.size) * scale[..., None]).flatten(1)[:, :size].to(dtype)
 
 
 @attrs.frozen
@@ -144,8 +143,8 @@ class OneBit:
         total = _blocks(rows.float().abs(), self.size).sum(2)  # [n, b]
         counts = torch.full_like(total, self.size)
         counts[:, -1:] -= total.shape[1] * self.size - size  # the last block may be short
-        bits = _blocks((rows >= 0).to(torch.uint8), 8)  # [n, m] -> [n, ⌈m/8⌉, 8]
-        return (bits << _places(bits)).sum(2, dtype=torch.uint8), total / counts
+        bits = _blocks((rows >= 0).to(torch.float32), 8)  # [n, m] -> [n, ⌈m/8⌉, 8]
+        return (bits @ 2.0 ** _places(bits)).to(torch.uint8), total / counts
 
     def decode(self, payload: Sequence[Tensor], size: int, dtype: torch.dtype) -> Tensor:
         """Each block's mean with the values' signs."""
@@ -217,4 +216,4 @@ def _unpack_nibbles(packed: Tensor) -> Tensor:
 
 
 def _places(like: Tensor) -> Tensor:
-    return torch.arange(8, dtype=torch.uint8, device=like.device)
+    return torch.arange(8, dtype=like.dtype, device=like.device)

@@ -64,10 +64,6 @@ def _no_check(leaf: Tensor, here: Here) -> None:
     return None
 
 
-def _no_contradiction(options: Options) -> None:
-    return None
-
-
 def _no_transpose(options: Options) -> "Call | None":
     return None
 
@@ -98,7 +94,6 @@ class Collective:
         members: the group's ranks that take part; by default all.
         thread: calls of one thread come in one order on all members; by default there is one thread.
         private: options that may differ between ranks; the denotation gets them as a list, an entry a member.
-        fit: raises MismatchError where the members' private options, as the denotation gets them, contradict each other.
         reconcile: raises MismatchError where the members' private options contradict each other.
         title: the name and the options to show, as this rank wrote them; by default the row's name and all options.
     """
@@ -116,7 +111,6 @@ class Collective:
     members: Callable[[Options, int], Sequence[int]] = _everyone
     thread: Callable[[Options], Hashable] = _in_one_order
     private: tuple[str, ...] = ()
-    fit: Callable[[Options], None] = _no_contradiction
     reconcile: Callable[[Options], None] = _nothing_private
     title: Callable[[Options, int], tuple[str, Options]] | None = None
 

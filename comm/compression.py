@@ -1,8 +1,8 @@
-"""Collectives that send less: a collective and a codec make one of the same signature; biased codecs take error feedback."""
+"""Collectives that send less: a collective and a codec make one of the same signature."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import attrs
 import optree
@@ -20,7 +20,17 @@ from .table import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from .tiling import pack_cut, piece_shape, unpack_joined
 from .world import world
 
-__all__ = ["Compressed", "ErrorFeedback", "Residual", "compressed"]
+__all__ = [
+    "Compressed",
+    "accepted",
+    "check_avg",
+    "compressed",
+    "crop",
+    "decode_leaf",
+    "encode_leaf",
+    "rows_of",
+    "wide",
+]
 
 _Program = Callable[..., Any]
 
@@ -84,19 +94,19 @@ class Compressed:
 
 
 def _all_gather(codec: Codec, x: Any, group: Group, *, dim: int = 0, tiled: bool = True, async_op: bool = False) -> Any:
-    options = {"dim": resolve_dim("all_gather", x, dim), "tiled": tiled}
-    leaves, spec = _accepted(Call(ALL_GATHER, options), x, group)
+    options: dict[str, Any] = {"dim": resolve_dim("all_gather", x, dim), "tiled": tiled}
+    leaves, spec = accepted(Call(ALL_GATHER, options), x, group)
     here, kinds = Here(options, group.rank, group.size), [(leaf.shape, leaf.dtype) for leaf in leaves]
     graft = _Graft.of(leaves, lambda grads: reduce_scatter(grads, group, **options))
 
     def whole(payloads: Sequence[Sequence[Tensor]]) -> Any:
         joined = []
         for parts, (shape, dtype) in zip(payloads, kinds, strict=True):
-            rows = _decode(codec, parts, shape.numel(), dtype)  # [n, m], row r from rank r
+            rows = decode_leaf(codec, parts, shape.numel(), dtype)  # [n, m], row r from rank r
             joined.append(unpack_joined(rows, shape, here))
         return optree.tree_unflatten(spec, graft(joined))
 
-    sent = [_encode(codec, leaf.detach().reshape(1, -1)) for leaf in leaves]
+    sent = [encode_leaf(codec, leaf.detach().reshape(1, -1)) for leaf in leaves]
     arrived = all_gather(sent, group, async_op=async_op)
     return arrived.then(whole) if async_op else whole(arrived)
 
@@ -104,10 +114,10 @@ def _all_gather(codec: Codec, x: Any, group: Group, *, dim: int = 0, tiled: bool
 def _reduce_scatter(
     codec: Codec, x: Any, group: Group, *, dim: int = 0, op: str = "sum", tiled: bool = True, async_op: bool = False
 ) -> Any:
-    place = {"dim": resolve_dim("reduce_scatter", x, dim), "tiled": tiled}
+    place: dict[str, Any] = {"dim": resolve_dim("reduce_scatter", x, dim), "tiled": tiled}
     options = {**place, "op": "sum" if op == "avg" else op}
-    leaves, spec = _accepted(Call(REDUCE_SCATTER, options), x, group)
-    _check_avg(leaves, op)
+    leaves, spec = accepted(Call(REDUCE_SCATTER, options), x, group)
+    check_avg(leaves, op)
     here = Here(options, group.rank, group.size)
     pieces = [(torch.Size(piece_shape(leaf, here)), leaf.dtype) for leaf in leaves]
     graft = _Graft.of(leaves, lambda grads: all_gather(grads, group, **place) if options["op"] == "sum" else _no_transpose(op))
@@ -115,25 +125,25 @@ def _reduce_scatter(
     def folded(payloads: Sequence[Sequence[Tensor]]) -> Any:
         totals = []
         for parts, (shape, dtype) in zip(payloads, pieces, strict=True):
-            rows = _decode(codec, parts, shape.numel(), _wide(dtype))  # [n, m], row r from rank r
+            rows = decode_leaf(codec, parts, shape.numel(), wide(dtype))  # [n, m], row r from rank r
             totals.append(fold(rows.unbind(), options["op"]).to(dtype).reshape(shape))
         totals = graft(totals)
         return optree.tree_unflatten(spec, [total / group.size for total in totals] if op == "avg" else totals)
 
-    sent = [_encode(codec, pack_cut(leaf.detach(), here)) for leaf in leaves]  # [n, m], row r for rank r
+    sent = [encode_leaf(codec, pack_cut(leaf.detach(), here)) for leaf in leaves]  # [n, m], row r for rank r
     arrived = all_to_all(sent, group, async_op=async_op)
     return arrived.then(folded) if async_op else folded(arrived)
 
 
 def _all_reduce(codec: Codec, x: Any, group: Group, *, op: str = "sum", async_op: bool = False) -> Any:
-    leaves, spec = _accepted(Call(ALL_REDUCE, {"op": "sum" if op == "avg" else op}), x, group)
+    leaves, spec = accepted(Call(ALL_REDUCE, {"op": "sum" if op == "avg" else op}), x, group)
     shapes, late = [leaf.shape for leaf in leaves], group.channel("compressed")
 
     def whole(pieces: list[Tensor]) -> Any:
         flats = _all_gather(codec, pieces, late)
-        return optree.tree_unflatten(spec, [_crop(flat, shape) for flat, shape in zip(flats, shapes, strict=True)])
+        return optree.tree_unflatten(spec, [crop(flat, shape) for flat, shape in zip(flats, shapes, strict=True)])
 
-    rows = [_rows(leaf, group.size) for leaf in leaves]
+    rows = [rows_of(leaf, group.size) for leaf in leaves]
     scattered = _reduce_scatter(codec, rows, group, op=op, tiled=False, async_op=async_op)
     return scattered.then(whole) if async_op else whole(scattered)
 
@@ -143,146 +153,36 @@ _PROGRAMS: Mapping[Callable[..., Any], _Program] = MappingProxyType(
 )
 
 
-# -- error feedback ---------------------------------------------------------------------------------------------------
-
-
-class Residual(NamedTuple):
-    """What error feedback still owes: two trees like the value, fp32 where that is in half precision.
-
-    Attributes:
-        own: what this rank's values lost on their way out, in the value's shapes.
-        piece: what this rank's piece of the sum lost on its way back; each leaf flat, 1/n of the value's, rounded up.
-    """
-
-    own: Any
-    piece: Any
-
-
-@attrs.frozen
-class ErrorFeedback:
-    """Sums over ranks through a biased codec: what it leaves out in one step is added to the next one's value.
-
-    Pure: the residual goes in and comes out, and the caller stores it (in a state's slot, say), one on each rank.
-
-    Law 38, of everything that passes the codec C: ``Σ C(pₜ) = Σ gₜ + e₀ - e_T`` where ``pₜ = gₜ + eₜ`` and
-    ``eₜ₊₁ = pₜ - C(pₜ)`` (Seide et al. 2014; Stich and Karimireddy 2019; both ways, Tang et al. 2019).
-
-    An inf or a NaN stays in the residual for good. Whoever skips a step that overflowed goes on with the residual from
-    before it.
-
-    Raises:
-        ValueError: an op other than sum and avg.
-
-    >>> from functional_ds import comm
-    >>> feedback = comm.ErrorFeedback(comm.TopK(0.5))
-    >>> def program():
-    ...     gradient = torch.tensor([3.0, 2.0])
-    ...     residual, sums = feedback.init(gradient), []
-    ...     for _ in range(4):
-    ...         total, residual = feedback.all_reduce(gradient, residual)
-    ...         sums.append(total.tolist())
-    ...     return sums
-    >>> comm.simulate(program, world_size=1)[0]
-    [[3.0, 0.0], [0.0, 4.0], [6.0, 0.0], [0.0, 4.0]]
-    """
-
-    codec: Codec
-
-    def init(self, x: Any, group: Group | None = None) -> Residual:
-        """Nothing is owed yet, for values like ``x``."""
-        n = (group or world()).size
-        leaves, spec = flatten("error feedback", x)
-        own = [torch.zeros_like(leaf, dtype=_wide(leaf.dtype), requires_grad=False) for leaf in leaves]
-        piece = [e.new_zeros(-(-e.numel() // n)) for e in own]
-        return Residual(optree.tree_unflatten(spec, own), optree.tree_unflatten(spec, piece))
-
-    def all_reduce(self, x: Any, residual: Residual, group: Group | None = None, *, op: str = "sum") -> tuple[Any, Residual]:
-        """The sum over the ranks as the codec tells it, the same on all of them, and the new residual.
-
-        Cost: in bytes of the payload, each rank sends (n - 1) / n of its value and (n - 1) times its piece.
-        """
-        group = group or world()
-        leaves, spec = _summable(Call(ALL_REDUCE, {"op": "sum"}), x, group, op)
-        owed, late = _like(spec, residual.own), _like(spec, residual.piece)
-        with torch.no_grad():
-            sent, own = self._send([_rows(leaf + e, group.size) for leaf, e in zip(leaves, owed, strict=True)])
-            arrived = all_to_all(sent, group)
-            back, piece = self._send([(self._total(p, e) + e)[None] for p, e in zip(arrived, late, strict=True)])
-            totals = []
-            for parts, leaf, e in zip(all_gather(back, group), leaves, late, strict=True):
-                total = _crop(_decode(self.codec, parts, e.numel(), e.dtype), leaf.shape).to(leaf.dtype)  # from [n, m]
-                totals.append(total / group.size if op == "avg" else total)
-        lost = [_crop(e, leaf.shape) for e, leaf in zip(own, leaves, strict=True)]
-        found = Residual(optree.tree_unflatten(spec, lost), optree.tree_unflatten(spec, [e[0] for e in piece]))
-        return optree.tree_unflatten(spec, totals), found
-
-    def reduce_scatter(
-        self, x: Any, residual: Residual, group: Group | None = None, *, dim: int = 0, op: str = "sum", tiled: bool = True
-    ) -> tuple[Any, Residual]:
-        """This rank's piece of the sum over the ranks, and the new residual, whose ``piece`` stays as it is.
-
-        Cost: in bytes of the payload, each rank sends (n - 1) / n of its value.
-        """
-        group = group or world()
-        options = {"dim": resolve_dim("reduce_scatter", x, dim), "op": "sum", "tiled": tiled}
-        leaves, spec = _summable(Call(REDUCE_SCATTER, options), x, group, op)
-        owed, here = _like(spec, residual.own), Here(options, group.rank, group.size)
-        with torch.no_grad():
-            sent, own = self._send([pack_cut(leaf + e, here) for leaf, e in zip(leaves, owed, strict=True)])
-            totals, lost = [], []
-            for parts, leaf, e in zip(all_to_all(sent, group), leaves, own, strict=True):
-                shape = piece_shape(leaf, here)
-                total = self._total(parts, e[0]).to(leaf.dtype).reshape(shape)
-                totals.append(total / group.size if op == "avg" else total)
-                lost.append(unpack_joined(e, shape, here))
-        return optree.tree_unflatten(spec, totals), residual._replace(own=optree.tree_unflatten(spec, lost))
-
-    def _send(self, values: Sequence[Tensor]) -> tuple[list[Sequence[Tensor]], list[Tensor]]:
-        """Payloads of rows [n, m], and what they leave out."""
-        sent = [_encode(self.codec, rows) for rows in values]
-        left = [v - _decode(self.codec, parts, v.shape[1], v.dtype) for v, parts in zip(values, sent, strict=True)]
-        return sent, left
-
-    def _total(self, parts: Sequence[Tensor], like: Tensor) -> Tensor:
-        """The sum over the ranks of what a payload's rows stand for, each a row as ``like`` [m]."""
-        return fold(_decode(self.codec, parts, like.numel(), like.dtype).unbind(), "sum")
-
-
 # -- leaves -----------------------------------------------------------------------------------------------------------
 
 
-def _encode(codec: Codec, rows: Tensor) -> Sequence[Tensor]:
+def encode_leaf(codec: Codec, rows: Tensor) -> Sequence[Tensor]:
+    """The payload of rows of any dtype: what is not floating point goes as it is."""
     return codec.encode(rows) if rows.is_floating_point() else (rows,)
 
 
-def _decode(codec: Codec, parts: Sequence[Tensor], size: int, dtype: torch.dtype) -> Tensor:
+def decode_leaf(codec: Codec, parts: Sequence[Tensor], size: int, dtype: torch.dtype) -> Tensor:
+    """The rows [n, size] that a payload stands for."""
     return codec.decode(parts, size, dtype) if dtype.is_floating_point else parts[0]
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide(dtype: torch.dtype) -> torch.dtype:
     """What sums are carried in."""
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
-def _rows(leaf: Tensor, n: int) -> Tensor:
+def rows_of(leaf: Tensor, n: int) -> Tensor:
     """[n, m], zeros at the end."""
     size = -(-leaf.numel() // n)
     return F.pad(leaf.reshape(-1), (0, n * size - leaf.numel())).view(n, size)
 
 
-def _crop(rows: Tensor, shape: torch.Size) -> Tensor:
-    """The inverse of ``_rows``."""
+def crop(rows: Tensor, shape: torch.Size) -> Tensor:
+    """The inverse of ``rows_of``."""
     return rows.flatten()[: shape.numel()].reshape(shape)
 
 
-def _like(spec: optree.PyTreeSpec, tree: Any) -> list[Tensor]:
-    leaves, found = flatten("residual", tree)
-    if found != spec:
-        raise ValueError(f"residual: its structure is {found}, and the value's {spec}; make one with init")
-    return leaves
-
-
-def _accepted(call: Call, x: Any, group: Group) -> tuple[list[Tensor], optree.PyTreeSpec]:
+def accepted(call: Call, x: Any, group: Group) -> tuple[list[Tensor], optree.PyTreeSpec]:
     """The leaves and structure of what the plain collective would accept."""
     leaves, spec = flatten(call.collective.name, x)
     here = Here(call.options, group.rank, group.size)
@@ -294,16 +194,8 @@ def _accepted(call: Call, x: Any, group: Group) -> tuple[list[Tensor], optree.Py
     return leaves, spec
 
 
-def _summable(call: Call, x: Any, group: Group, op: str) -> tuple[list[Tensor], optree.PyTreeSpec]:
-    """What error feedback would accept."""
-    if op not in ("sum", "avg"):
-        raise ValueError(f"op={op!r} with error feedback: what is owed can be added to sums alone; use sum or avg")
-    leaves, spec = _accepted(call, x, group)
-    _check_avg(leaves, op)
-    return leaves, spec
-
-
-def _check_avg(leaves: Sequence[Tensor], op: str) -> None:
+def check_avg(leaves: Sequence[Tensor], op: str) -> None:
+    """Refuses means of integers, as the plain collectives do."""
     for leaf in leaves:
         if op == "avg" and not is_smooth(leaf):
             raise ValueError(f"op='avg' of an integer or bool tensor ({leaf.dtype}): use sum, or cast it first")
@@ -320,7 +212,7 @@ def _no_transpose(op: str) -> list[Tensor]:
 
 @attrs.frozen(eq=False)
 class _Graft:
-    """Hangs results into the graph of the leaves that they came from; ``back`` takes the gradients of one to the other's."""
+    """Hangs results into the graph of the leaves that they came from; ``back`` makes the leaves' gradients of the results'."""
 
     leaves: Sequence[Tensor]
     back: Callable[[list[Tensor]], list[Tensor]]
@@ -332,9 +224,9 @@ class _Graft:
 
     def __call__(self, results: list[Tensor]) -> list[Tensor]:
         smooth = [i for i, leaf in enumerate(self.leaves) if is_smooth(leaf)]
-        grafted = (
-            _StraightThrough.apply(self.back, [results[i] for i in smooth], *(self.leaves[i] for i in smooth)) if smooth else ()
-        )
+        if not smooth:
+            return results
+        grafted = _StraightThrough.apply(self.back, [results[i] for i in smooth], *(self.leaves[i] for i in smooth))
         found = dict(zip(smooth, grafted, strict=True))
         return [found.get(i, result) for i, result in enumerate(results)]
 

@@ -240,21 +240,19 @@ def _check_all_to_all(leaf: Tensor, here: Here) -> None:
     check_dim(leaf, here, "concat_dim")
 
 
-def _check_splits(options: Options) -> None:
-    sent, expected = options["input_splits"], options["output_splits"]
-    for src, row in enumerate(sent):
-        for dst, rows in enumerate(row):
-            if rows != expected[dst][src]:
-                raise MismatchError(
-                    f"all_to_all: rank {src} of the group sends {rows} rows to rank {dst} (input_splits="
-                    f"{list(row)}), which expects {expected[dst][src]} (output_splits={list(expected[dst])})"
-                )
-
-
 def _all_to_all_rows(xs: Sequence[Tensor], options: Options) -> list[Tensor]:
-    _check_splits(options)
     cuts = [x.split(list(splits), options["dim"]) for x, splits in zip(xs, options["input_splits"], strict=True)]
     return [torch.cat([pieces[rank] for pieces in cuts], options["dim"]) for rank in range(len(xs))]
+
+
+def _reconcile_splits(options: Options) -> None:
+    sent, expected = options["input_splits"], options["output_splits"]
+    for src, dst in product(range(len(sent)), repeat=2):
+        if sent[src][dst] != expected[dst][src]:
+            raise MismatchError(
+                f"all_to_all: rank {src} of the group sends {sent[src][dst]} rows to rank {dst} (input_splits="
+                f"{list(sent[src])}), which expects {expected[dst][src]} (output_splits={list(expected[dst])})"
+            )
 
 
 def _check_rows(leaf: Tensor, here: Here) -> None:
@@ -312,7 +310,6 @@ ALL_TO_ALL_ROWS: Collective = Collective(
     check=_check_rows,
     shape=lambda leaf, here: [*leaf.shape[: here["dim"]], "*", *leaf.shape[here["dim"] + 1 :]],
     private=("input_splits", "output_splits"),
-    fit=_check_splits,
     reconcile=_reconcile_splits,
     title=lambda options, rank: ("all_to_all", options),
 )

@@ -177,6 +177,100 @@ def collectives_are_dense_programs() -> None:
         same(found, expected)
 
 
+def exchanges_are_dense_programs() -> None:
+    """Laws 5 to 9: so is every row that moves values without combining them."""
+    values = torch.stack([numbers(6, N, rank=r) for r in range(N)])  # [rank, row, column]
+    splits = [[2, 1, 3], [0, 5, 1], [1, 1, 4]]  # rows from each rank to each
+
+    def program() -> Any:
+        x = values[rank()]
+        return {
+            "all_to_all": [comm.all_to_all(x, split_dim=s, concat_dim=c) for s in (0, 1) for c in (0, 1)],
+            "rows": comm.all_to_all(x, input_splits=splits[rank()]),
+            "permute": comm.permute(x, [(0, 2), (2, 1)]),
+            "gather": [comm.gather(x, 1, dim=d) for d in (0, 1)],
+            "scatter": [comm.scatter(x, 1, dim=d) for d in (0, 1)],
+            "variance": [comm.copy_to(x), comm.reduce_from(x), comm.scatter_to(x, dim=1), comm.gather_from(x, dim=1)],
+            "uneven": comm.all_gather(x[rank() :], uneven=True),
+        }
+
+    def cut(x: Tensor, dim: int, place: int) -> Tensor:
+        return x.tensor_split(N, dim)[place]
+
+    for r, found in enumerate(comm.simulate(program, world_size=N)):
+        whole = [torch.cat(tuple(values), d) for d in (0, 1)]
+        expected = {
+            "all_to_all": [torch.cat([cut(x, s, r) for x in values], c) for s in (0, 1) for c in (0, 1)],
+            "rows": torch.cat([x.split(sizes)[r] for x, sizes in zip(values, splits, strict=True)]),
+            "permute": {2: values[0], 1: values[2]}.get(r, torch.zeros(6, N)),
+            "gather": [x if r == 1 else torch.zeros_like(x) for x in whole],
+            "scatter": [cut(values[1], d, r) for d in (0, 1)],
+            "variance": [values[r], values.sum(0), cut(values[r], 1, r), whole[1]],
+            "uneven": torch.cat([x[i:] for i, x in enumerate(values)]),
+        }
+        same(found, expected)
+
+
+def messages_carry_gradients_back() -> None:
+    """Law 16 for messages: what the receiver makes of a value is differentiated on the sender."""
+
+    def program() -> tuple[float, float]:
+        x = torch.tensor(2.0 + rank(), requires_grad=True)
+        loss = comm.send(x, 1) if rank() == 0 else comm.recv(x, 0) ** 2
+        loss.backward()
+        assert x.grad is not None
+        return loss.item(), x.grad.item()
+
+    assert comm.simulate(program, world_size=2) == [(0.0, 4.0), (4.0, 0.0)]
+
+
+def what_a_value_is_decides() -> None:
+    """Law 16 for Megatron's four."""
+
+    def program() -> list[list[float]]:
+        found = []
+        for call in (comm.copy_to, comm.reduce_from, comm.scatter_to, comm.gather_from):
+            x = torch.ones(N, requires_grad=True)
+            out = call(x)
+            out.backward(torch.arange(float(out.numel())) + 10 * rank())
+            assert x.grad is not None
+            found.append(x.grad.tolist())
+        return found
+
+    for r, (copied, reduced, scattered, gathered) in enumerate(comm.simulate(program, world_size=N)):
+        assert copied == [30.0, 33.0, 36.0]
+        assert reduced == [10.0 * r, 10.0 * r + 1, 10.0 * r + 2]
+        assert scattered == [0.0, 10.0, 20.0]
+        assert gathered == [10.0 * r + 3 * r + i for i in range(3)]
+
+
+def nothing_is_left_over() -> None:
+    """What was started and never matched is an error; sends that face each other are, too."""
+
+    def alone() -> None:
+        if rank() == 0:
+            comm.isend(torch.ones(1), 1)
+
+    def facing() -> None:
+        comm.send(torch.ones(1), 1 - rank())
+        comm.recv(torch.ones(1), 1 - rank())
+
+    assert raises(comm.UnmatchedError, partial(comm.simulate, alone, world_size=2))
+    assert raises(comm.DeadlockError, partial(comm.simulate, facing, world_size=2))
+
+
+def shapes_count_as_values_do() -> None:
+    """A ring on shapes only sends what one with values sends, and what the formula says."""
+
+    def program(device: str) -> tuple[int, int]:
+        with comm.ledger() as book:
+            comm.algorithms.ring(torch.empty(12, device=device))
+        return book.calls, book.elements
+
+    with_values = comm.simulate(program, "cpu", world_size=4)
+    assert with_values == comm.simulate(program, "meta", world_size=4, shapes_only=True) == [(6, 18)] * 4
+
+
 def half_precision_sums_round_once() -> None:
     """256 + 1 + 1 = 258 in bf16, where 256 + 1 is 256."""
     values = torch.tensor([256.0, 1.0, 1.0], dtype=torch.bfloat16)
@@ -214,6 +308,11 @@ def adjoints_are_transposes() -> None:
         comm.reduce_scatter,
         lambda x: comm.broadcast(x, 1),
         lambda x: comm.reduce(x, 2),
+        lambda x: comm.gather(x, 2),
+        lambda x: comm.scatter(x, 1),
+        lambda x: comm.all_to_all(x.view(N, 2), split_dim=0, concat_dim=1),
+        lambda x: comm.all_to_all(x, input_splits=[[1, 2, 3], [6, 0, 0], [2, 2, 2]][rank()]),
+        lambda x: comm.permute(x, [(0, 2), (2, 1)]),
     ]
     for call in calls:
 
@@ -239,6 +338,9 @@ def the_ledger_counts_what_is_sent() -> None:
             comm.reduce_scatter(x[:6])
             comm.broadcast(x)
             comm.reduce(x)
+            comm.all_to_all(x[:6])
+            comm.permute(x, [(0, 1), (2, 2)])
+            comm.scatter(x[:6])
         return {row.collective: row.elements for row in book.rows}
 
     books = comm.simulate(program, world_size=3)
@@ -248,6 +350,9 @@ def the_ledger_counts_what_is_sent() -> None:
         "reduce_scatter": [4, 4, 4],
         "broadcast": [14, 0, 0],
         "reduce": [0, 7, 7],
+        "all_to_all": [4, 4, 4],
+        "permute": [7, 0, 0],
+        "scatter": [4, 0, 0],
     }
 
 
@@ -599,12 +704,50 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug("shards begin one element late", "layout", "flat.detach()[rank", "flat.detach().roll(-1)[rank"),
     ],
     (collectives_are_dense_programs,): [
-        Bug("all_gather joins in reverse", "comm.table", "torch.cat(list(pieces)", "torch.cat(list(pieces)[::-1]"),
-        Bug("max adds", "comm.table", "_BINARY[op]\n", "_BINARY['sum' if op == 'max' else op]\n"),
+        Bug("all_gather joins in reverse", "comm.tiling", "torch.cat(list(pieces)", "torch.cat(list(pieces)[::-1]"),
+        Bug("max adds", "comm.fold", "binary = OPS[op]\n", "binary = OPS['sum' if op == 'max' else op]\n"),
         Bug("a mean is over n + 1", "comm.api", "leaf / group.size", "leaf / (group.size + 1)"),
     ],
+    (exchanges_are_dense_programs,): [
+        Bug(
+            "all_to_all joins where it cut", "comm.table", 'in cuts], options["concat_dim"])', 'in cuts], options["split_dim"])'
+        ),
+        Bug(
+            "rows go to the next rank",
+            "comm.table",
+            'pieces[rank] for pieces in cuts], options["dim"]',
+            'pieces[rank - 1] for pieces in cuts], options["dim"]',
+        ),
+        Bug("permute goes backwards", "comm.table", 'source = options["perm"].source\n', 'source = options["perm"].target\n'),
+        Bug("all get the whole", "comm.table", 'whole if rank == options["dst"] else', "whole if True else"),
+        Bug(
+            "sizes are everybody's own",
+            "comm.api",
+            "theirs[place][0] for theirs",
+            "leaves[place].shape[dim] for theirs",
+            comm.MismatchError,
+        ),
+    ],
+    (messages_carry_gradients_back,): [
+        Bug("gradients go on, not back", "comm.table", '{**options, "src": options["dst"], "dst": options["src"]}', "options"),
+    ],
+    (what_a_value_is_decides,): [
+        Bug("copies do not add up", "comm.table", 'Call(REDUCE_FROM, {"op": "sum"})', "Call(COPY_TO, {})"),
+        Bug(
+            "sums add up again",
+            "comm.table",
+            "adjoint=lambda options: Call(COPY_TO, {})",
+            "adjoint=lambda options: Call(REDUCE_FROM, options)",
+        ),
+    ],
+    (nothing_is_left_over,): [
+        Bug("leftovers are forgotten", "comm.simulator", "if simulator.slots:", "if False:"),
+    ],
+    (shapes_count_as_values_do,): [
+        Bug("a loop counts once", "comm.shapes", "book.multiply(before, times)", "book.multiply(before, 1)"),
+    ],
     (half_precision_sums_round_once,): [
-        Bug("bf16 sums round each time", "comm.table", "wide = torch.float32 if", "wide = dtype if"),
+        Bug("bf16 sums round each time", "comm.fold", "wide = torch.float32 if", "wide = dtype if"),
     ],
     (results_have_memory_of_their_own,): [
         Bug("all ranks get one tensor", "comm.table", "[value.clone() for", "[value for"),
@@ -614,16 +757,31 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     ],
     (adjoints_are_transposes,): [
         Bug("all_gather's transpose does not add", "comm.table", '{**options, "op": "sum"}', '{**options, "op": "max"}'),
+        Bug(
+            "all_to_all's transpose keeps its dims",
+            "comm.table",
+            '"split_dim": o["concat_dim"],',
+            '"split_dim": o["split_dim"],',
+        ),
+        Bug(
+            "rows return as they came",
+            "comm.table",
+            '"input_splits": options["output_splits"],',
+            '"input_splits": options["input_splits"],',
+            Exception,
+        ),
+        Bug("permute's transpose goes on", "comm.table", 'options["perm"].inverse', 'options["perm"]'),
     ],
     (the_ledger_counts_what_is_sent,): [
-        Bug("all_gather sends to itself, too", "comm.table", "(n - 1) * numel,", "n * numel,"),
-        Bug("all pieces are alike", "comm.table", "(numel - own) + (n - 1) * own", "2 * (n - 1) * own"),
+        Bug("all_gather sends to itself, too", "comm.table", "(here.n - 1) * leaf.numel(),\n", "here.n * leaf.numel(),\n"),
+        Bug("all pieces are alike", "comm.table", "(leaf.numel() - own) + (here.n - 1) * own", "2 * (here.n - 1) * own"),
+        Bug("all ranks send in a permutation", "comm.table", "target.get(here.rank, here.rank) != here.rank", "target"),
     ],
     (a_mesh_is_a_grid,): [
-        Bug("a mesh counts by columns", "comm.mesh", "rank // stride % size", "rank % size"),
+        Bug("a mesh counts by columns", "comm.mesh", "math.prod(sizes[i + 1 :])", "math.prod(sizes[:i])"),
     ],
     (the_simulator_finds_mismatches,): [
-        Bug("nobody compares calls", "comm.simulator", "if known.signature != slot.signature:", "if False:"),
+        Bug("nobody compares calls", "comm.simulator", "if known.agreement != slot.agreement:", "if False:"),
     ],
     # one device
     (modules_are_functions,): [

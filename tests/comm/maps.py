@@ -96,7 +96,7 @@ def rows(case: Inputs, op: str) -> list[tuple[Inputs, Do]]:
         found.append(Do("reduce_from"))
 
     by_rows = attrs.evolve(case, leaves=tree.map(lambda leaf: attrs.evolve(leaf, shape=(n, *leaf.shape)), case.leaves))
-    size = case.seed % 5
+    size = 2 * n + case.seed % 3
     cuts = [sorted(pick.choices(range(size + 1), k=n - 1)) for _ in range(n)]
     splits = [[b - a for a, b in zip([0, *cut], [*cut, size], strict=True)] for cut in cuts]
     sized = attrs.evolve(

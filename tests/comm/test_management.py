@@ -254,6 +254,7 @@ def groups_of_some() -> Any:
         except comm.CommError as error:
             found["outside"] = str(error)
     found["all"] = comm.all_reduce(x).tolist()
+    found["objects"] = comm.all_gather_object({"rank": rank(), "long": "x" * 1000 * rank()}), comm.broadcast_object(rank(), 1)
     return found
 
 
@@ -290,6 +291,7 @@ def test_processes_leave_and_join_again(tmp_path: Path) -> None:
             **({"message": [7]} if r == 2 else {}),
             **({"outside": groups.get("outside")} if r == 0 else {}),
             "all": [6],
+            "objects": ([{"rank": r, "long": "x" * 1000 * r} for r in range(3)], 1),
         }
         if r == 0:
             assert groups["outside"].startswith("barrier(): rank 0 is not in Group('outside', not a member, ranks [1, 2])")

@@ -1,11 +1,15 @@
 """The simulator: one schedule for a seed, one result for all seeds, and errors that say who, what and where."""
 
+import random
 import sys
 import threading
+import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -92,6 +96,21 @@ def test_many_ranks() -> None:
     assert comm.simulate(program, world_size=64) == [(2016, 2016)] * 64
 
 
+def test_many_ranks_with_gradients_and_messages() -> None:
+    """64 ranks: a permutation's gradient comes back around, and pairs swap while the others go on."""
+
+    def program() -> tuple[float, float, int]:
+        x = torch.tensor([1.0 + rank()], requires_grad=True)
+        y = comm.permute(x, comm.Permutation.shift(64, 5))
+        (y * rank()).sum().backward()
+        other = rank() ^ 1
+        swapped = comm.batch_p2p([comm.Send(torch.tensor(rank()), other), comm.Recv(torch.tensor(0), other)])[1]
+        return y.item(), x.grad.item(), int(swapped)
+
+    expected = [(1.0 + (r - 5) % 64, float((r + 5) % 64), r ^ 1) for r in range(64)]
+    assert comm.simulate(program, world_size=64) == expected
+
+
 def test_a_simulation_inside_a_simulation() -> None:
     """Each rank has a world of its own inside, and is itself again outside."""
 
@@ -149,6 +168,87 @@ def test_the_ranks_start_from_the_callers_generator_and_leave_it_alone() -> None
         assert torch.equal(torch.get_rng_state(), before)
         expected = torch.rand(3)
         assert all(torch.equal(draw, expected) for draw in first)
+
+
+GENERATORS: dict[str, tuple[Callable[[int], None], Callable[[], float]]] = {
+    "random": (random.seed, random.random),
+    "random.gauss": (random.seed, lambda: random.gauss(0, 1)),  # keeps every second number for the next call
+    "numpy": (np.random.seed, np.random.rand),
+    "numpy.random.randint": (np.random.seed, lambda: int(np.random.randint(2**31))),
+}
+
+
+@pytest.mark.parametrize("which", GENERATORS)
+@given(seeds(), seeds())
+def test_pythons_and_numpys_generators_are_each_ranks_own(which: str, mine: int, seed: int) -> None:
+    """A rank's draws are those of a program that runs alone; the caller's generator is as it was."""
+    start, draw = GENERATORS[which]
+
+    def program() -> list[float]:
+        start((mine + rank()) % 2**31)
+        draws = []
+        for _ in range(3):
+            draws.append(draw())
+            comm.barrier()
+        return draws
+
+    def alone(r: int) -> list[float]:
+        start((mine + r) % 2**31)
+        return [draw() for _ in range(3)]
+
+    expected = [alone(r) for r in range(3)]
+    start(5)
+    following = draw()
+    start(5)
+    assert comm.simulate(program, world_size=3, seed=seed) == expected
+    assert comm.simulate(lambda: (comm.barrier(), draw())[1], world_size=3, seed=seed) == [following] * 3
+    assert draw() == following
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_warning_filters_are_each_ranks_own(seed: int) -> None:
+    """A catch_warnings block that is open over a collective catches its own rank's warnings, and nobody else's."""
+
+    def program() -> list[str]:
+        if rank() == 0:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                warnings.warn("one", stacklevel=1)
+                comm.barrier()
+                warnings.warn("two", stacklevel=1)
+                comm.barrier()
+            comm.barrier()
+            return [str(warning.message) for warning in caught]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore" if rank() == 1 else "error")
+            raised = []
+            for _ in range(3):
+                try:
+                    warnings.warn(f"of rank {rank()}", stacklevel=1)
+                except UserWarning as warning:
+                    raised.append(str(warning))
+                comm.barrier()
+        return raised
+
+    before = warnings.filters, list(warnings.filters), warnings.showwarning
+    assert comm.simulate(program, world_size=3, seed=seed) == [["one", "two"], [], ["of rank 2"] * 3]
+    assert (warnings.filters, list(warnings.filters), warnings.showwarning) == before
+    assert warnings.filters is before[0]
+
+
+def test_the_warning_filters_outlive_an_error() -> None:
+    before = warnings.filters
+
+    def program() -> None:
+        with warnings.catch_warnings():
+            comm.barrier()
+            if rank() == 1:
+                raise OurError
+            comm.barrier()
+
+    with pytest.raises(OurError):
+        comm.simulate(program, world_size=3)
+    assert warnings.filters is before
 
 
 def test_threads_are_as_before() -> None:
@@ -531,6 +631,46 @@ def test_the_first_error_counts() -> None:
 
     with pytest.raises(OurError):
         comm.simulate(program, world_size=2)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_error_comes_before_the_deadlock_that_it_causes(seed: int) -> None:
+    """The others wait for the rank that failed; what comes out is its error, with the line that raised it."""
+
+    def fails() -> None:
+        raise OurError("of rank 1")
+
+    def program() -> None:
+        comm.all_reduce(torch.ones(1), async_op=True)  # a leftover, too
+        if rank() == 1:
+            fails()
+        comm.recv(torch.ones(1), (rank() + 1) % 4)
+
+    with pytest.raises(OurError, match="of rank 1") as caught:
+        comm.simulate(program, world_size=4, seed=seed)
+    assert caught.value.__notes__ == ["raised on simulated rank 1 of 4"]
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "fails"
+
+
+def test_a_leftover_is_reported_when_all_have_finished() -> None:
+    """An asynchronous collective that two of three ranks started: both are named with their lines, and who never came."""
+    sites: list[str] = []
+
+    def program() -> None:
+        if rank() != 1:
+            sites.append(next_line())
+            comm.all_reduce(torch.ones(2), comm.world().channel("aside"), async_op=True)
+
+    for seed in range(3):
+        with pytest.raises(comm.UnmatchedError) as caught:
+            comm.simulate(program, world_size=3, seed=seed)
+        assert str(caught.value).splitlines() == [
+            "all ranks have finished, but some never came to what others started",
+            *(
+                f"  rank {r} started all_reduce(op='sum') of [float32[2]] on group 'world/aside' at {sites[0]} for rank 1"
+                for r in (0, 2)
+            ),
+        ]
 
 
 def test_collectives_while_unwinding_do_not_hang() -> None:

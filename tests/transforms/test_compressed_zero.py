@@ -65,7 +65,7 @@ def on_the_grid(stage: int, bits: int, compressed: bool) -> tuple[list[float], T
         return x
 
     collectives = narrow(stage, comm.Blocks(bits, size=4)) if compressed else {}
-    step = transforms.zero(stage, **collectives)(fds.train_step(lambda p, x: (p["w"] * x).sum(), fds.sgd(1.0)))
+    step = transforms.zero(stage, **collectives)(fds.train_step(lambda p, x: (p["w"] * x).sum(), fds.sgd(2.0)))
     state, losses = step.init({"w": w}), []
     for i in range(2):
         state, metrics = step(state, batch(i))
@@ -95,15 +95,16 @@ def alone(name: str) -> tuple[list[float], list[float], Any]:
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("stage", [0, *SHARDED])
 def test_losses_stay_near(stage: int, bits: int, policy: str) -> None:
-    """Twelve steps of a small model: int8 stays within 2 % of the single device, int4 within 20 %; all ranks agree."""
+    """Twelve steps of a small model: int8 stays within 3 % of the first loss, int4 within 15 %; all ranks agree."""
+    expected = alone("blocks")[0]
     chain = [transforms.mixed_precision("bf16")] if policy == "bf16" else []
     strategy = (*chain, transforms.zero(stage, **narrow(stage, comm.Blocks(bits, size=16))))
     results = comm.simulate(lambda: run(CASES["blocks"], strategy, steps=12), world_size=2)
     for losses, evaluated, params in results:
-        torch.testing.assert_close(losses, alone("blocks")[0], rtol=0.02 if bits == 8 else 0.2, atol=0.0)
-        assert losses[-1] < losses[0]
+        assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < (0.03 if bits == 8 else 0.15) * expected[0]
+        assert losses[-1] < losses[0] / 2
         assert_same((losses, evaluated, params), results[0])
-    assert results[0][0] != alone("blocks")[0]
+    assert results[0][0] != expected
 
 
 @pytest.mark.law(38)
