@@ -762,6 +762,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
             "comm.table",
             '"split_dim": o["concat_dim"],',
             '"split_dim": o["split_dim"],',
+            ValueError,
         ),
         Bug(
             "rows return as they came",
