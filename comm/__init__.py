@@ -14,6 +14,7 @@ from .api import (
     repeat,
     scatter,
 )
+from .booking import ledger
 from .checking import checked, monitored_barrier
 from .codecs import Blocks, Cast, Codec, OneBit, TopK
 from .collective import Call, Collective, Here
@@ -22,7 +23,7 @@ from .errors import CommError, DeadlockError, DivergenceError, MismatchError, Ra
 from .exploring import explore
 from .feedback import ErrorFeedback, Residual
 from .group import Group
-from .ledger import Ledger, Row, ledger
+from .ledger import Ledger, Row
 from .management import (
     destroy_process_group,
     get_local_rank,

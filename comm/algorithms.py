@@ -14,10 +14,9 @@ per second.
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, TypeVar
 
-import attrs
 import optree
 import torch
 from torch import Tensor
@@ -25,12 +24,11 @@ from torch import Tensor
 from .api import permute, repeat
 from .applying import flatten, is_smooth
 from .collective import Here
-from .fold import combine
 from .group import Group
-from .p2p import Recv, Send, batch_p2p
-from .pending import Pending
 from .permutation import Permutation
+from .pieces import combined, cut, joined
 from .table import ALL_REDUCE
+from .trees import in_order, role_in, second, through
 from .world import world
 
 __all__ = ["double_tree", "halving_doubling", "hierarchical", "recursive_doubling", "ring", "tree"]
@@ -96,29 +94,6 @@ def _coalesced(total: Callable[[Tensor], Tensor], leaves: Sequence[Tensor]) -> l
     return results
 
 
-# -- pieces -------------------------------------------------------------------------------------------------------------
-
-
-def _cut(flat: Tensor, n: int) -> list[Tensor]:
-    """n pieces of one size, [N] -> n of [m]; zeros fill the last ones up."""
-    size = -(-flat.numel() // n)
-    if missing := n * size - flat.numel():
-        flat = torch.cat([flat, flat.new_zeros(missing)])
-    return list(flat.view(n, size).unbind(0))
-
-
-def _joined(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
-    """The inverse of ``_cut``."""
-    if like.is_meta:  # there torch.cat takes milliseconds for a thousand pieces
-        return torch.empty_like(like)
-    return torch.cat(list(pieces))[: like.numel()]
-
-
-def _combined(a: Tensor, b: Tensor, op: str) -> Tensor:
-    """Callers give all ranks the same first: 0.0 and -0.0 have two maxima, and a NaN has many bits."""
-    return a if a.is_meta else combine(a, b, op)
-
-
 # -- ring ---------------------------------------------------------------------------------------------------------------
 
 
@@ -134,7 +109,7 @@ def _reduce_around(pieces: list[Tensor], group: Group, op: str) -> int:
     def step(i: int) -> None:
         received = permute(pieces[(rank - i) % n], perm, group)
         at = (rank - i - 1) % n
-        pieces[at] = _combined(received, pieces[at], op)
+        pieces[at] = combined(received, pieces[at], op)
 
     repeat(n - 1, step, group)
     return (rank + 1) % n
@@ -175,119 +150,15 @@ def ring(x: T, group: Group | None = None, *, op: str = "sum") -> T:
     group = group or world()
 
     def total(flat: Tensor, op: str) -> Tensor:
-        pieces = _cut(flat, group.size)
+        pieces = cut(flat, group.size)
         _reduce_around(pieces, group, op)
         _pass_around(pieces, group)
-        return _joined(pieces, flat)
+        return joined(pieces, flat)
 
     return _all_reduce("ring", x, total, op, group)
 
 
 # -- trees --------------------------------------------------------------------------------------------------------------
-
-Edge = tuple[int, int]  # a tree, and this rank's neighbour in it
-
-
-@attrs.frozen
-class _Role:
-    """A rank's part in several trees.
-
-    Attributes:
-        leaf: its parents, in trees where it has no children.
-        inner: its parents in the other trees.
-        children: its children.
-        apex: its children in a tree whose root it is, if it is inner in another: these come after, and none is kept waiting.
-    """
-
-    leaf: list[Edge]
-    inner: list[Edge]
-    children: list[Edge]
-    apex: list[Edge]
-
-
-def _in_order(n: int, rank: int) -> tuple[int | None, list[int]]:
-    """Parent and children in the tree in rank order: rank 0 above a binary tree of the others, whose leaves are odd ranks.
-
-    A rank's lowest bit is its distance from its parent, and twice that from its children (a right one beyond n gives way to a
-    nearer one).
-    """
-    bit = rank & -rank
-    up = (rank ^ bit) | (bit << 1)
-    half = (bit or 1 << (n - 1).bit_length()) >> 1
-    children = [rank - half] if rank and half else []
-    while half and rank + half >= n:
-        half >>= 1
-    return (None if rank == 0 else up if up < n else rank ^ bit), ([*children, rank + half] if half else children)
-
-
-def _second(n: int, rank: int) -> tuple[int | None, list[int]]:
-    """The same tree with ranks backwards, or for odd n one further on: its leaves are inner ranks of the first."""
-    place, back = ((rank - 1) % n, lambda r: (r + 1) % n) if n % 2 else (n - 1 - rank, lambda r: n - 1 - r)
-    parent, children = _in_order(n, place)
-    return (None if parent is None else back(parent)), [back(child) for child in children]
-
-
-def _role(places: Sequence[tuple[int | None, list[int]]]) -> _Role:
-    ups = [(t, parent, bool(children)) for t, (parent, children) in enumerate(places) if parent is not None]
-    downs = [(t, child, parent is None) for t, (parent, children) in enumerate(places) for child in children]
-    inner = [(t, parent) for t, parent, has_children in ups if has_children]
-    return _Role(
-        leaf=[(t, parent) for t, parent, has_children in ups if not has_children],
-        inner=inner,
-        children=[(t, child) for t, child, is_root in downs if not (is_root and inner)],
-        apex=[(t, child) for t, child, is_root in downs if is_root and inner],
-    )
-
-
-def _sends(parts: Sequence[Tensor], edges: Sequence[Edge]) -> list[Send]:
-    return [Send(parts[t], peer, tag=t) for t, peer in edges]
-
-
-def _recvs(parts: Sequence[Tensor], edges: Sequence[Edge]) -> list[Recv]:
-    return [Recv(parts[t], peer, tag=t) for t, peer in edges]
-
-
-def _rise(parts: list[Tensor], role: _Role, group: Group, op: str) -> Pending[Any]:
-    """Part t goes up tree t: leaves send theirs, inner ranks combine it with their children's and send that."""
-
-    def collect(edges: Sequence[Edge], sends: Sequence[Send]) -> None:
-        received = batch_p2p([*_recvs(parts, edges), *sends], group)
-        for (t, _), value in zip(edges, received, strict=False):  # the results of sends come after
-            parts[t] = _combined(parts[t], value, op)
-
-    collect(role.children, _sends(parts, role.leaf))
-    onwards: Pending[Any] = batch_p2p(_sends(parts, role.inner), group, async_op=True)
-    collect(role.apex, [])
-    return onwards
-
-
-def _sink(parts: list[Tensor], role: _Role, group: Group) -> Pending[Any]:
-    """Part t comes down tree t: inner ranks send on what they receive, leaves receive."""
-
-    def keep(edges: Sequence[Edge], received: Sequence[Tensor]) -> None:
-        for (t, _), value in zip(edges, received, strict=False):
-            parts[t] = value
-
-    first = batch_p2p(_sends(parts, role.apex), group, async_op=True)
-    keep(role.inner, batch_p2p(_recvs(parts, role.inner), group))
-    rest = batch_p2p([*_recvs(parts, role.leaf), *_sends(parts, role.children)], group, async_op=True)
-    return Pending.all([first, rest.then(partial(keep, role.leaf))])
-
-
-def _through(trees: int, role: _Role, chunks: int, group: Group) -> Total:
-    """Chunk after chunk up the trees and down again, each tree with its share."""
-    if chunks < 1:
-        raise ValueError(f"chunks={chunks}: a value is cut into at least one chunk")
-
-    def total(flat: Tensor, op: str) -> Tensor:
-        pieces = _cut(flat, chunks * trees)
-        rows = [pieces[i : i + trees] for i in range(0, len(pieces), trees)]
-        pending = [_rise(parts, role, group, op) for parts in rows]
-        pending += [_sink(parts, role, group) for parts in rows]
-        Pending.all(pending).wait()
-        return _joined([part for parts in rows for part in parts], flat)
-
-    return total
 
 
 def tree(x: T, group: Group | None = None, *, op: str = "sum", chunks: int = 1) -> T:
@@ -313,8 +184,8 @@ def tree(x: T, group: Group | None = None, *, op: str = "sum", chunks: int = 1) 
     [[1, 2], [1, 2], [1, 2]]
     """
     group = group or world()
-    role = _role([_in_order(group.size, group.rank)])
-    return _all_reduce("tree", x, _through(1, role, chunks, group), op, group)
+    role = role_in([in_order(group.size, group.rank)])
+    return _all_reduce("tree", x, through(1, role, chunks, group), op, group)
 
 
 def double_tree(x: T, group: Group | None = None, *, op: str = "sum", chunks: int = 1) -> T:
@@ -343,8 +214,8 @@ def double_tree(x: T, group: Group | None = None, *, op: str = "sum", chunks: in
 
 
 def _two_trees(group: Group, chunks: int = 1) -> Total:
-    role = _role([_in_order(group.size, group.rank), _second(group.size, group.rank)])
-    return _through(2, role, chunks, group)
+    role = role_in([in_order(group.size, group.rank), second(group.size, group.rank)])
+    return through(2, role, chunks, group)
 
 
 # -- powers of two ------------------------------------------------------------------------------------------------------
@@ -374,7 +245,7 @@ def _among_power_of_two(group: Group, core: Callable[[Tensor, int, str], Tensor]
         if p == n:
             return core(flat, p, op)
         handed = permute(flat, _hand_in(n, p), group)
-        result = core(_combined(flat, handed, op) if rank < n - p else flat, p, op)
+        result = core(combined(flat, handed, op) if rank < n - p else flat, p, op)
         returned = permute(result, _hand_in(n, p).inverse, group)
         return returned if rank >= p else result
 
@@ -414,7 +285,7 @@ def recursive_doubling(x: T, group: Group | None = None, *, op: str = "sum") -> 
     def core(mine: Tensor, p: int, op: str) -> Tensor:
         for bit in _bits(p):
             theirs = permute(mine, _swap(p, bit), group)
-            mine = _combined(*_ordered(group.rank, bit, mine, theirs), op)
+            mine = combined(*_ordered(group.rank, bit, mine, theirs), op)
         return mine
 
     return _all_reduce("recursive_doubling", x, _among_power_of_two(group, core), op, group)
@@ -441,11 +312,11 @@ def halving_doubling(x: T, group: Group | None = None, *, op: str = "sum") -> T:
     group = group or world()
 
     def core(whole: Tensor, p: int, op: str) -> Tensor:
-        part = torch.cat(_cut(whole, p))  # [N] -> [p * m]
+        part = torch.cat(cut(whole, p))  # [N] -> [p * m]
         for bit in reversed(_bits(p)):  # -> [p * m / 2] -> ... -> [m]
             low, high = part.tensor_split(2)
             keep, give = (high, low) if group.rank & bit else (low, high)
-            part = _combined(*_ordered(group.rank, bit, keep, permute(give, _swap(p, bit), group)), op)
+            part = combined(*_ordered(group.rank, bit, keep, permute(give, _swap(p, bit), group)), op)
         for bit in _bits(p):  # and back
             part = torch.cat(_ordered(group.rank, bit, part, permute(part, _swap(p, bit), group)))
         return part[: whole.numel()]
@@ -491,10 +362,10 @@ def hierarchical(x: T, inner: Group, outer: Group, *, op: str = "sum") -> T:
     across = _two_trees(outer)
 
     def total(flat: Tensor, op: str) -> Tensor:
-        pieces = _cut(flat, inner.size)
+        pieces = cut(flat, inner.size)
         own = _reduce_around(pieces, inner, op)
         pieces[own] = across(pieces[own], op)
         _pass_around(pieces, inner)
-        return _joined(pieces, flat)
+        return joined(pieces, flat)
 
     return _all_reduce("hierarchical", x, total, op, inner, outer)

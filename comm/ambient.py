@@ -6,8 +6,8 @@ import warnings
 from typing import Any
 
 import attrs
-import numpy as np
 import torch
+from numpy.random import mtrand
 from torch import Tensor
 
 __all__ = ["Ambient", "drop_spare_normal"]
@@ -29,7 +29,7 @@ class Ambient:
     def now(cls) -> "Ambient":
         """What it is at this moment."""
         filters = (warnings.filters, warnings.showwarning, warnings._showwarnmsg_impl)  # type: ignore[attr-defined]
-        return cls(torch.get_rng_state(), random.getstate(), np.random.get_bit_generator(), filters)
+        return cls(torch.get_rng_state(), random.getstate(), mtrand.get_bit_generator(), filters)
 
     def twin(self) -> "Ambient":
         """The same state, to go its own way from here: NumPy's generator is an object, the others are values."""
@@ -39,7 +39,7 @@ class Ambient:
         """Makes it so again."""
         torch.set_rng_state(self.torch_state)
         random.setstate(self.python_state)
-        np.random.set_bit_generator(self.numpy_bits)
+        mtrand.set_bit_generator(self.numpy_bits)
         if warnings.filters is not self.warning_state[0] or warnings.showwarning is not self.warning_state[1]:
             warnings.filters, warnings.showwarning, warnings._showwarnmsg_impl = self.warning_state  # type: ignore[attr-defined]
             warnings._filters_mutated()  # type: ignore[attr-defined]
@@ -50,4 +50,4 @@ def drop_spare_normal() -> None:
 
     A rank that goes on at once must forget it, too, or its draws would depend on the interleaving.
     """
-    np.random.set_bit_generator(np.random.get_bit_generator())
+    mtrand.set_bit_generator(mtrand.get_bit_generator())

@@ -290,7 +290,7 @@ def _whole_of(piece: Tensor, n: int, dim: int, tiled: bool) -> Tensor:
     shape = list(piece.shape)
     if not tiled:
         shape.insert(0, n)
-    elif shape:
+    elif -len(shape) <= dim < len(shape):  # else the check will say so
         shape[dim] *= n
     if not piece.requires_grad:
         return piece.new_zeros(()).expand(shape)
@@ -379,8 +379,8 @@ def permute(x: T, perm: Permutation | Iterable[tuple[int, int]], group: Group | 
 def repeat(times: int, body: Callable[[int], None], group: Group | None = None) -> None:
     """``body(0)``, ``body(1)``, ..., each of which calls the same collectives on the same shapes.
 
-    Law: ``repeat(k, body)`` is ``for i in range(k): body(i)``. On shapes only (``simulate(shapes_only=True)``) the body runs once
-    and is counted k times, so that thousands of ranks can go through loops as long as there are ranks.
+    Law: ``repeat(k, body)`` is ``for i in range(k): body(i)``. On shapes only (``simulate(shapes_only=True)``) the body runs
+    once and is counted k times, so that thousands of ranks can go through loops as long as there are ranks.
 
     Cost: k times the body's.
 

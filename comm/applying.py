@@ -90,7 +90,7 @@ def _start(call: Call, leaves: Sequence[Tensor], group: Group, *, ahead: bool) -
     began = begin(group.world.books, leaves)
     handle = group.world.start(call, leaves, group, ahead=ahead)
     for book in group.world.books:
-        handle = book.record(call, leaves, group, handle, began)
+        handle = book.record(call, leaves, here, group.name, group.ranks, handle, began)
     return _Started(call, leaves, handle)
 
 

@@ -4,16 +4,14 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import attrs
 import torch
 from torch import Tensor
 
 from .collective import Call, Handle
-
-if TYPE_CHECKING:
-    from .ledger import Ledger
+from .ledger import Ledger
 
 __all__ = ["Group", "Ready", "Solo", "World", "call_site", "each", "place_in"]
 
@@ -21,7 +19,7 @@ __all__ = ["Group", "Ready", "Solo", "World", "call_site", "each", "place_in"]
 class World(Protocol):
     """Where a rank lives: what carries out the collectives of its groups."""
 
-    books: "list[Ledger]"
+    books: list[Ledger]
 
     @property
     def device(self) -> torch.device:
@@ -101,7 +99,7 @@ class Ready:
 class Solo:
     """The world of one rank: a collective is its denotation for n = 1."""
 
-    books: "list[Ledger]" = attrs.field(factory=list)
+    books: list[Ledger] = attrs.field(factory=list)
 
     @property
     def device(self) -> torch.device:

@@ -4,12 +4,9 @@ Counting never synchronises with a device; times do.
 """
 
 import csv
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from itertools import zip_longest
+from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 import attrs
 import torch
@@ -17,10 +14,7 @@ from torch import Tensor
 
 from .collective import Call, Handle, Here
 
-if TYPE_CHECKING:
-    from .group import Group
-
-__all__ = ["Event", "Ledger", "Row", "begin", "ledger"]
+__all__ = ["Event", "Ledger", "Row", "begin"]
 
 _RANKS_TIMES_INPUT = {"all_gather", "gather", "gather_from"}  # whose value is what comes out, n times what went in
 _SHARES = {"reduce_scatter", "all_to_all", "scatter", *_RANKS_TIMES_INPUT}  # of whose value (n - 1) / n must move
@@ -141,9 +135,18 @@ class Ledger:
     events: list[Event] = attrs.field(factory=list, repr=False)
     _found: dict[tuple[str, str, tuple[int, ...]], Row] = attrs.field(factory=dict, repr=False, eq=False)
 
-    def record(self, call: Call, tensors: Sequence[Tensor], group: "Group", handle: Handle, began: float) -> Handle:
-        """Books one call; returns the handle to wait for."""
-        row, here = self._row(call.title(group.rank)[0], group), Here(call.options, group.rank, group.size)
+    def record(
+        self,
+        call: Call,
+        tensors: Sequence[Tensor],
+        here: Here,
+        group: str,
+        ranks: tuple[int, ...],
+        handle: Handle,
+        began: float,
+    ) -> Handle:
+        """Books one call on the group of that name and ranks; returns the handle to wait for."""
+        row = self._row(call.title(here.rank)[0], group, ranks)
         row.calls += 1
         payload = bytes_sent = 0
         for tensor in tensors:
@@ -154,14 +157,14 @@ class Ledger:
         row.bytes += bytes_sent
         if not self.times:
             return handle
-        payload *= group.size if row.collective in _RANKS_TIMES_INPUT else 1
+        payload *= here.n if row.collective in _RANKS_TIMES_INPUT else 1
         return _Timed(handle, self, row, began, bytes_sent, payload)
 
-    def _row(self, collective: str, group: "Group") -> Row:
-        key = (collective, group.name, group.ranks)
+    def _row(self, collective: str, group: str, ranks: tuple[int, ...]) -> Row:
+        key = (collective, group, ranks)
         row = self._found.get(key)
         if row is None:
-            row = self._found[key] = Row(collective, group.name, group.size, ranks=group.ranks)
+            row = self._found[key] = Row(collective, group, len(ranks), ranks=ranks)
             self.rows.append(row)
         return row
 
@@ -171,7 +174,8 @@ class Ledger:
 
     def multiply(self, before: Sequence[tuple[int, int, int]], times: int) -> None:
         """Counts what has come since the snapshot as often as that."""
-        for row, (calls, elements, sent) in zip_longest(self.rows, before, fillvalue=(0, 0, 0)):
+        new = [(0, 0, 0)] * (len(self.rows) - len(before))
+        for row, (calls, elements, sent) in zip(self.rows, [*before, *new], strict=True):
             row.calls += (row.calls - calls) * (times - 1)
             row.elements += (row.elements - elements) * (times - 1)
             row.bytes += (row.bytes - sent) * (times - 1)
@@ -213,30 +217,3 @@ class Ledger:
             for row in self.rows:
                 values = {**attrs.asdict(row), "ranks": " ".join(map(str, row.ranks))}
                 writer.writerow([*(values[name] for name in names), row.algorithmic_bandwidth, row.bus_bandwidth])
-
-
-@contextmanager
-def ledger(*, times: bool = False) -> Iterator[Ledger]:
-    """Counts what this rank sends while the block runs, on all groups of the current world.
-
-    Args:
-        times: take times, too: from a call's start to its end. On CUDA each call then waits for the device, before and after.
-
-    >>> from functional_ds import comm
-    >>> def program():
-    ...     with comm.ledger() as book:
-    ...         comm.all_reduce(torch.ones(6))
-    ...     return book.bytes
-    >>> comm.simulate(program, world_size=3)  # 2 (n - 1) / n of 24 bytes
-    [32, 32, 32]
-    """
-    from .world import world  # the surroundings stand above the records
-
-    here = world()
-    books = here.world.books
-    book = Ledger(here.rank, times)
-    books.append(book)
-    try:
-        yield book
-    finally:
-        books[:] = [other for other in books if other is not book]

@@ -42,13 +42,20 @@ class Recv:
 
 def _call(op: Send | Recv, group: Group) -> tuple[Call, Any]:
     name, side, peer = ("send", "dst", op.dst) if isinstance(op, Send) else ("recv", "src", op.src)
-    itself = peer == group.rank >= 0
-    if itself or not isinstance(op.tag, int):
-        what = f"{side}={peer} is this rank itself; use the value as it is" if itself else f"tag={op.tag!r} is no integer"
-        raise ValueError(f"{name}({side}={peer!r}) on rank {group.rank} of {group.name!r}: {what}")
+    wrong = _what_is_wrong(side, peer, op.tag, group)
+    if wrong:
+        raise ValueError(f"{name}({side}={peer!r}) on rank {group.rank} of {group.name!r}: {wrong}")
     if isinstance(op, Send):
         return Call(TRANSFER, {"src": group.rank, "dst": peer, "tag": op.tag}), op.value
     return Call(TRANSFER, {"src": peer, "dst": group.rank, "tag": op.tag}), op.like
+
+
+def _what_is_wrong(side: str, peer: Any, tag: Any, group: Group) -> str | None:
+    if not isinstance(peer, int) or isinstance(peer, bool) or not 0 <= peer < group.size:
+        return f"{side}={peer!r} is no rank of the group; its ranks are 0..{group.size - 1}"
+    if peer == group.rank:
+        return f"{side}={peer} is this rank itself; use the value as it is"
+    return None if isinstance(tag, int) else f"tag={tag!r} is no integer"
 
 
 def batch_p2p(ops: Sequence[Send | Recv], group: Group | None = None, *, async_op: bool = False) -> Any:

@@ -12,6 +12,7 @@ class Permutation:
 
     Raises:
         ValueError: a rank is negative, or stands twice on one side.
+        TypeError: these are no pairs.
 
     >>> ring = Permutation([(0, 1), (1, 2), (2, 0)])
     >>> ring.target[2], ring.source[2], ring.inverse.target[2]
@@ -21,7 +22,10 @@ class Permutation:
     __slots__ = ("_hash", "_inverse", "pairs", "ranks", "source", "target")
 
     def __init__(self, pairs: Iterable[tuple[int, int]]) -> None:
-        self.pairs = tuple(sorted((int(src), int(dst)) for src, dst in pairs))
+        try:
+            self.pairs = tuple(sorted((int(src), int(dst)) for src, dst in pairs))
+        except (TypeError, ValueError):
+            raise TypeError(f"perm={pairs!r}: pairs (source, destination) of ranks are needed, as [(0, 1), (1, 0)]") from None
         self.target = dict(self.pairs)
         self.source = {dst: src for src, dst in self.pairs}
         for side, found in (("source", self.target), ("destination", self.source)):

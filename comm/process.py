@@ -6,7 +6,7 @@ from datetime import timedelta
 from functools import cached_property, partial
 from inspect import signature
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import torch
@@ -21,9 +21,7 @@ from .group import Group, call_site, each, place_in
 from .lane import Lane, Performed, Queued
 from .ledger import Ledger
 from .native import NATIVE, message
-
-if TYPE_CHECKING:
-    from .checking import Watch
+from .watch import Watch
 
 __all__ = ["DEFAULT_TIMEOUT", "ProcessWorld", "leave_process_world", "process_world", "torch_group"]
 
@@ -116,8 +114,8 @@ class ProcessWorld:
     native: dict[Key, dist.ProcessGroup] = attrs.field(factory=dict)
     lanes: dict[tuple[Key, Hashable], tuple[Wire, Lane]] = attrs.field(factory=dict)
     books: list[Ledger] = attrs.field(factory=list)
-    watch: "Watch | None" = None
-    doorman: "Watch | None" = None
+    watch: Watch | None = None
+    doorman: Watch | None = None
     blocks: int = 0
     _batch: list[tuple[dist.P2POp, Started]] | None = None
     _left: bool = False

@@ -4,6 +4,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import time
 import traceback
@@ -59,6 +60,11 @@ def _run(pipe: Connection, program: Callable[..., Any], args: tuple[Any, ...], r
         destroy_process_group()
 
 
+def _hint(code: int | None) -> str:
+    """Gloo ends a process in which a message of another size than expected arrives."""
+    return "; if ranks called different collectives, comm.checked() says which" if code == -signal.SIGABRT else ""
+
+
 def _collect(pipes: list[Connection], processes: Sequence[BaseProcess]) -> list[Any]:
     """The ranks' results; raises the first error: what made others fail, not that their connections broke."""
     results: list[Any] = [None] * len(pipes)
@@ -72,7 +78,7 @@ def _collect(pipes: list[Connection], processes: Sequence[BaseProcess]) -> list[
             except EOFError:
                 processes[rank].join(5)
                 code = processes[rank].exitcode
-                died = RankFailedError(f"rank {rank} of {len(pipes)} ended without a result (exit code {code})")
+                died = RankFailedError(f"rank {rank} of {len(pipes)} ended without a result (exit code {code}){_hint(code)}")
                 errors.append((0.0, died))  # before whatever it caused
                 continue
             if kind == "error":

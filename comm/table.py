@@ -332,19 +332,13 @@ def _transfer_title(options: Options, rank: int) -> tuple[str, Options]:
     return name, {peer: options[peer], **({"tag": options["tag"]} if options["tag"] else {})}
 
 
-def _check_transfer(leaf: Tensor, here: Here) -> None:
-    for name in ("src", "dst"):
-        _check_rank(name, here)
-
-
-# One message between two ranks. The sender gets zeros: they carry the gradient's way back.
+# One message between two ranks, which p2p has checked. The sender gets zeros: they carry the gradient's way back.
 TRANSFER: Collective = Collective(
     name="transfer",
     denotation=lambda xs, options: [_nothing(xs[0], xs[0].shape), xs[0].clone()],
     adjoint=lambda options: Call(TRANSFER, {**options, "src": options["dst"], "dst": options["src"]}),
     volume=lambda leaf, here: leaf.numel() if here.rank == here["src"] else 0,
     primitive="transfer",
-    check=_check_transfer,
     members=lambda options, n: (options["src"], options["dst"]),
     thread=lambda options: (options["src"], options["dst"], options["tag"]),
     title=_transfer_title,

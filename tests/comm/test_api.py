@@ -131,6 +131,16 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], Message]] = {
         "a group of 2 needs a multiple of 2; pad the tensor or use another dim",
     ),
     "scatter of too many rows": (lambda: comm.scatter(ONES, tiled=False), ValueError, "needs exactly 2 (tiled=False)"),
+    "dim of a template": (
+        lambda: comm.scatter(ONES if comm.world().rank == 0 else None, like=torch.ones(2), dim=3),
+        ValueError,
+        {0: "dim=3 is out of range for a tensor of shape [4]", 1: "dim=3 is out of range for a tensor of shape [2]"},
+    ),
+    "dim of a template from the end": (
+        lambda: comm.scatter(None, 1 - comm.world().rank, like=torch.ones(2), dim=-2),
+        ValueError,
+        "scatter: dim=-2 is out of range for a tensor of shape [2]",
+    ),
     "nothing to scatter": (
         lambda: comm.scatter(None, 1),
         ValueError,
@@ -195,6 +205,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], Message]] = {
         ValueError,
         "perm names rank 0 twice as a source: [(0, 0), (0, 1)]; a rank has at most one of each",
     ),
+    "no pairs to permute": (
+        lambda: comm.permute(ONES, [1, 0]),
+        TypeError,
+        "perm=[1, 0]: pairs (source, destination) of ranks are needed, as [(0, 1), (1, 0)]",
+    ),
+    "triples to permute": (lambda: comm.permute(ONES, [(0, 1, 1)]), TypeError, "perm=[(0, 1, 1)]: pairs (source, destination)"),
     "a negative rank to permute": (
         lambda: comm.permute(ONES, [(0, -1)]),
         ValueError,

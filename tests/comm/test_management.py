@@ -135,6 +135,9 @@ def test_leaving_no_world_does_nothing() -> None:
         return comm.all_reduce(torch.tensor(1)).item()
 
     assert comm.simulate(program, world_size=2) == [2, 2]
+    here = comm.init_distributed("gloo", world_size=1, rank=0)
+    assert comm.simulate(program, world_size=2) == [2, 2]
+    assert comm.world() == here
 
 
 def test_where_one_is_alone_and_in_a_simulation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,6 +189,8 @@ def test_trees_travel_whole() -> None:
 
 
 def test_an_empty_batch_is_no_message() -> None:
+    """And a tree without leaves is one without anything in it."""
+    assert comm.simulate(lambda: comm.send({}, 1) if rank() == 0 else comm.recv({}, 0), world_size=2) == [{}, {}]
     assert comm.simulate(lambda: comm.batch_p2p([]), world_size=2) == [[], []]
     assert comm.batch_p2p([]) == []
 
@@ -276,6 +278,7 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "src no integer": (lambda: comm.recv(ONES, "0"), ValueError, "src='0' is no rank of the group; its ranks are 0..1"),
     "to itself": (lambda: comm.send(ONES, rank()), ValueError, "is this rank itself; use the value as it is"),
     "from itself": (lambda: comm.recv(ONES, rank()), ValueError, "is this rank itself; use the value as it is"),
+    "an empty tree": (lambda: comm.send({}, 2), ValueError, "dst=2 is no rank of the group; its ranks are 0..1"),
     "in a batch": (lambda: comm.batch_p2p([comm.Send(ONES, 3)]), ValueError, "dst=3 is no rank of the group"),
     "a number": (lambda: comm.send(1.0, 1 - rank()), TypeError, "send: every leaf must be a tensor"),
     "a number to receive": (lambda: comm.recv([1], 1 - rank()), TypeError, "recv: every leaf must be a tensor; [0] is int 1"),

@@ -123,13 +123,19 @@ def test_stages_that_shard_see_the_same(name: str, bits: int, n: int) -> None:
         assert_same(other, first)
 
 
+def into_new_tensors(params: list[Tensor], grads: fds.Weighted, state: Any, rate: Any) -> tuple[list[Tensor], Any]:
+    """An optimizer that writes nothing in place."""
+    return [p - 2.0**-10 * grad / grads.weight for p, grad in zip(params, grads.sum, strict=True)], state
+
+
+@pytest.mark.parametrize("optimizer", [fds.sgd(2.0**-10), fds.Optimizer(lambda params: (), into_new_tensors, "pure")], ids=str)
 @pytest.mark.parametrize("stage", SHARDED)
-def test_small_updates_are_not_lost(stage: int) -> None:
+def test_small_updates_are_not_lost(stage: int, optimizer: fds.Optimizer) -> None:
     """The optimizer's params are exact: updates far below a quantisation step add up, though the loss sees none of one."""
 
     def program() -> tuple[float, float]:
         gather = comm.compressed(comm.all_gather, comm.Blocks(8))
-        step = transforms.zero(stage, all_gather=gather)(fds.train_step(lambda p, x: (p["w"] * x).sum(), fds.sgd(2.0**-10)))
+        step = transforms.zero(stage, all_gather=gather)(fds.train_step(lambda p, x: (p["w"] * x).sum(), optimizer))
         state, x = step.init({"w": torch.tensor([127.0, 1.0, 127.0, 1.0])}), torch.tensor([0.0, 1.0, 0.0, 0.0])
         before = step.evaluate(state, x)
         for _ in range(8):
