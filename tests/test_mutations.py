@@ -695,6 +695,55 @@ def adamw_is_torchs() -> None:
     close(step.params(state)["w"], w.detach())
 
 
+def compressed_values_stay_near() -> None:
+    """Law 38: int8 errs by absmax/254 a block at most, top-k contracts by 1 - k/m, in integers where sums are."""
+    x = torch.randn(1, 40, generator=torch.Generator().manual_seed(1))
+    x[0, ::16] = -5.0
+    codec = comm.Blocks(8, size=16)
+    found = codec.decode(codec.encode(x), 40, torch.float32)
+    for block, other in zip(x[0].split(16), found[0].split(16), strict=True):
+        assert (block - other).abs().max() <= block.abs().max() * (1 / 254 + 2**-21)
+    y = numbers(1, 40) - 4
+    left = y - comm.TopK(0.25).decode(comm.TopK(0.25).encode(y), 40, torch.float32)
+    assert 4 * (left**2).sum() <= 3 * (y**2).sum()
+    y[0, 3] = float("inf")
+    assert not codec.decode(codec.encode(y), 40, torch.float32)[0, :16].isfinite().any()
+
+
+def feedback_owes_what_it_left_out() -> None:
+    """Law 38: Σ C(pₜ) = Σ gₜ + e₀ - e_T, exactly, on the way out and on the way back."""
+    feedback = comm.ErrorFeedback(comm.TopK(0.3))
+
+    def program() -> tuple[Tensor, Tensor, Tensor]:
+        residual, told = feedback.init(torch.zeros(9)), torch.zeros(9)
+        for t in range(4):
+            total, residual = feedback.all_reduce(numbers(9, rank=10 * t + rank()), residual)
+            told = told + total
+        return told, residual.own, residual.piece
+
+    told, own, piece = (torch.stack(found) for found in zip(*comm.simulate(program, world_size=N), strict=True))
+    expected = sum(numbers(9, rank=10 * t + r) for t in range(4) for r in range(N)) - own.sum(0) - piece.flatten()
+    assert all(torch.equal(other, expected) for other in told)
+
+
+def a_compressed_gather_is_for_the_loss(stage: int) -> None:
+    """The loss sees quantised params and the optimizer exact ones: small updates add up, and no loss moves by less than a
+    quantisation step."""
+
+    def apart(params: list[Tensor], grads: fds.Weighted, state: Any, rate: Any) -> tuple[list[Tensor], Any]:
+        return [p - 2.0**-10 * grad / grads.weight for p, grad in zip(params, grads.sum, strict=True)], state
+
+    def program() -> tuple[float, float]:
+        zero = transforms.zero(stage, all_gather=comm.compressed(comm.all_gather, comm.Blocks(8)))
+        step = zero(fds.train_step(lambda p, x: (p["w"] * x).sum(), fds.Optimizer(lambda params: (), apart, "apart")))
+        state, x = step.init({"w": torch.tensor([127.0, 1.25, 127.0, 1.25])}), torch.tensor([0.0, 1.0, 0.0, 0.0])
+        for _ in range(4):
+            state, _ = step(state, x)
+        return step.evaluate(state, x).item(), step.params(state)["w"][1].item()
+
+    assert comm.simulate(program, world_size=2) == [(1.0, 1.25 - 2.0**-8)] * 2
+
+
 # -- the bugs ---------------------------------------------------------------------------------------------------------
 
 BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, and the law's case
@@ -958,6 +1007,43 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (masters_move_by_less_than_bf16_shows, 2): [
         Bug("rounded params are updated", "transforms.precision", "with_masters(state), grads)", "state, grads)"),
         Bug("masters are not rounded into the params", "transforms.precision", "return half.copy_(wide)", "return half"),
+    ],
+    # compression
+    (compressed_values_stay_near,): [
+        Bug("int8 rounds towards zero", "comm.codecs", "steps.round_()", "steps.trunc_()"),
+        Bug(
+            "a block's scale is its largest value's",
+            "comm.codecs",
+            "torch.maximum(blocks.amax(2), -blocks.amin(2))",
+            "blocks.amax(2)",
+        ),
+        Bug(
+            "an inf is held to what is finite",
+            "comm.codecs",
+            "torch.where(scale.isfinite(), scale.clamp",
+            "torch.where(scale > 0, scale.clamp",
+        ),
+        Bug("top-k keeps the largest with their sign", "comm.codecs", "rows.abs().topk", "rows.topk"),
+    ],
+    (feedback_owes_what_it_left_out,): [
+        Bug(
+            "what is owed is never paid", "comm.feedback", "rows_of(leaf + e, group.size)", "rows_of(leaf + 0 * e, group.size)"
+        ),
+        Bug("a sum owes nothing", "comm.feedback", "(self._total(p, e) + e)", "(self._total(p, e) + 0 * e)"),
+        Bug("what was told is owed", "comm.feedback", "[value - other for", "[other - value for"),
+    ],
+    (a_compressed_gather_is_for_the_loss, 1): [
+        Bug("quantised params are updated", "transforms.zero", "own = partition.exact or layout", "own = layout"),
+        Bug("exact params stay old", "transforms.zero", "tree.replace(partition, exact=state.params)", "partition"),
+        Bug(
+            "the loss sees exact params",
+            "transforms.zero",
+            "_gather(self.means.all_gather, group, stored, moved)",
+            "_gather(comm.all_gather, group, stored, moved)",
+        ),
+    ],
+    (a_compressed_gather_is_for_the_loss, 3): [
+        Bug("stage 3 gathers in fp32", "transforms.gathering", "= self.all_gather(shards,", "= comm.all_gather(shards,"),
     ],
 }
 

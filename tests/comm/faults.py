@@ -137,7 +137,7 @@ FAULTS: list[Fault] = [
         skipped_on_one_rank,
         comm.DeadlockError,
         ("rank 0 waits in barrier()", "rank 2 waits in barrier()", "for rank 1", "rank 1 has finished"),
-        {rank: ("in barrier()", "rank 1 had not come", "rank 1 has left the checked block") for rank in (0, 2)},
+        dict.fromkeys((0, 2), ("in barrier()", "rank 1 had not come", "rank 1 has left the checked block")),
     ),
     Fault(
         skipped_before_another,
@@ -174,7 +174,7 @@ FAULTS: list[Fault] = [
         wrong_template,
         comm.MismatchError,
         ("rank 0 called send(dst=1) of [float32[2]]", "rank 1 called recv(src=0) of [float32[3]]"),
-        {rank: ("rank 0 called send(dst=1) of [float32[2]]", "rank 1 called recv(src=0) of [float32[3]]") for rank in (0, 1)},
+        dict.fromkeys((0, 1), ("rank 0 called send(dst=1) of [float32[2]]", "rank 1 called recv(src=0) of [float32[3]]")),
     ),
     Fault(
         nobody_sends,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from functional_ds import comm, tree
-from functional_ds.comm import algorithms
+from functional_ds.comm import algorithms, trees
 from functional_ds.comm.cost import ALGORITHMS, Link, Network, predict, sent
 from functional_ds.testing import ADDABLE, COMPLEX, DTYPES, FLOATING, INTEGRAL, Inputs, Leaf, assert_same, inputs, world_sizes
 
@@ -266,7 +266,7 @@ def test_no_branch_is_longer_than_the_formula(name: str, monkeypatch: pytest.Mon
         pending = real(ops, group, async_op=True).then(received)
         return pending if async_op else pending.wait()
 
-    monkeypatch.setattr(algorithms, "batch_p2p", logging)
+    monkeypatch.setattr(trees, "batch_p2p", logging)
     for n in (*range(2, 24), 64):
         logs.clear()
         comm.simulate(lambda: Run(name)(torch.ones(2, device="meta")), world_size=n, shapes_only=True)

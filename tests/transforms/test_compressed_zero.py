@@ -173,10 +173,13 @@ def test_overflow_in_one_gradient_is_seen_by_all(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, *SHARDED])
 @given(n=st.integers(2, 4), bits=st.sampled_from((8, 4)))
 def test_bytes_each_rank_sends(stage: int, n: int, bits: int) -> None:
-    """Each shard of m params is m bytes (4 bits: m/2) and 4⌈m/block⌉ of scales, sent n-1 times as often as in law 21."""
+    """Each shard of m params is m bytes (4 bits: m/2) and 4⌈m/block⌉ of scales, sent n-1 times as often as in law 21.
+
+    Stages 1 and 2 keep the rank's exact shards, no others do.
+    """
     codec = comm.Blocks(bits, size=16)
 
-    def program() -> tuple[dict[str, int], list[int]]:
+    def program() -> tuple[dict[str, int], list[int], list[int]]:
         params, loss = CASES["blocks"].make()
         step = transforms.zero(stage, keep=False, **narrow(stage, codec))(fds.train_step(loss, fds.adamw(1e-2)))
         batch = own_rows(CASES["blocks"].batch(2 * n), comm.world())
@@ -185,11 +188,14 @@ def test_bytes_each_rank_sends(stage: int, n: int, bits: int) -> None:
             state, _ = step(state, batch)
         groups = ("world", "world/reduce", "world/reduce/compressed")
         rows = [row for row in book.rows if row.group in groups and row.collective in ("all_gather", "all_to_all")]
-        return {row.collective: row.bytes for row in rows}, [s.shard for s in state.slots["zero"].layout.segments]
+        partition = state.slots["zero"]
+        shards, exact = [s.shard for s in partition.layout.segments], [e.numel() for e in partition.exact]
+        return {row.collective: row.bytes for row in rows}, shards, exact
 
-    for sent, shards in comm.simulate(program, world_size=n):
+    for sent, shards, exact in comm.simulate(program, world_size=n):
         once = (n - 1) * sum(ceil(m * bits / 8) + 4 * ceil(m / 16) for m in shards)
         assert sent == {"all_gather": 2 * once if stage == 3 else once, "all_to_all": once}
+        assert exact == (shards if stage in (1, 2) else [])
 
 
 # -- the rest ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,165 @@
+"""Which leaf's elements lie where in the tensors that an optimizer gets: data and index arithmetic, no communication.
+
+Under ZeRO an optimizer gets flat tensors, or shards of them, with many leaves in each. Most optimizers move every element
+alike and need not know. One that treats leaves differently is a function of ``Parts``.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import attrs
+from torch import Tensor
+
+from . import comm, tree
+from .layout import Layout
+from .trainable import is_trainable
+
+__all__ = ["Leaf", "Parts", "Piece", "Run"]
+
+
+@attrs.frozen
+class Leaf:
+    """A trained leaf of the user's tree."""
+
+    path: str
+    shape: tuple[int, ...]
+    numel: int
+
+
+@attrs.frozen
+class Piece:
+    """``numel`` neighbouring elements of a leaf: from ``offset`` on in the flattened leaf, from ``start`` on in a tensor."""
+
+    leaf: int
+    offset: int
+    tensor: int
+    start: int
+    numel: int
+
+
+@attrs.frozen
+class Run:
+    """A stretch of a tensor; the whole of it where ``stop`` is None."""
+
+    tensor: int
+    start: int
+    stop: int | None
+
+    def of(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The stretch, as a view."""
+        found = tensors[self.tensor]
+        return found if self.stop is None else found.view(-1)[self.start : self.stop]
+
+
+@attrs.frozen
+class Parts:
+    """All trained leaves, and every rank's pieces of them.
+
+    Attributes:
+        leaves: in one order on all ranks.
+        ranks: the pieces of each rank of ``group``, those of one tensor by their place in it.
+        sizes: how many elements each of this rank's tensors has, padding included.
+        group: the ranks over which leaves are cut; None where each leaf is whole here.
+        rank: this one, in the group.
+    """
+
+    leaves: tuple[Leaf, ...]
+    ranks: tuple[tuple[Piece, ...], ...] = attrs.field(repr=False)
+    sizes: tuple[int, ...] = attrs.field(repr=False)
+    group: comm.Group | None = attrs.field(default=None, eq=False)
+    rank: int = 0
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """This rank's."""
+        return self.ranks[self.rank]
+
+    @staticmethod
+    def of(params: Any) -> "Parts":
+        """A tree whose leaves lie alone and whole.
+
+        >>> import torch
+        >>> Parts.of({"w": torch.ones(2, 3)}).pieces
+        (Piece(leaf=0, offset=0, tensor=0, start=0, numel=6),)
+        """
+        trained = [(path, leaf) for path, leaf in tree.named(params) if is_trainable(leaf)]
+        leaves = tuple(Leaf(path, tuple(leaf.shape), leaf.numel()) for path, leaf in trained)
+        pieces = tuple(Piece(i, 0, i, 0, leaf.numel) for i, leaf in enumerate(leaves))
+        return Parts(leaves, (pieces,), tuple(leaf.numel for leaf in leaves))
+
+    @staticmethod
+    def of_layout(layout: Layout, group: comm.Group | None) -> "Parts":
+        """The segments of a layout, whole or, with a group, this rank's shards of them.
+
+        >>> import torch
+        >>> layout = Layout.of({"a": torch.ones(5), "b": torch.ones(2)}, 2)
+        >>> Parts.of_layout(layout, None).pieces
+        (Piece(leaf=0, offset=0, tensor=0, start=0, numel=5), Piece(leaf=1, offset=0, tensor=0, start=8, numel=2))
+        """
+        segments = [segment for segment in layout.segments if segment.trainable]
+        slots = [(tensor, slot) for tensor, segment in enumerate(segments) for slot in segment.slots]
+        leaves = tuple(Leaf(layout.paths[slot.leaf], slot.shape, slot.numel) for _, slot in slots)
+        cuts = 1 if group is None else layout.n
+        sizes = tuple(segment.shard * layout.n // cuts for segment in segments)
+        ranks: list[list[Piece]] = [[] for _ in range(cuts)]
+        for leaf, (tensor, slot) in enumerate(slots):
+            size, end = sizes[tensor], slot.offset + slot.numel
+            for rank in range(slot.offset // max(size, 1), -(-end // max(size, 1))):  # the shards that it reaches into
+                low, high = max(slot.offset, rank * size), min(end, (rank + 1) * size)
+                if high > low:
+                    ranks[rank].append(Piece(leaf, low - slot.offset, tensor, low - rank * size, high - low))
+        if group is None:
+            return Parts(leaves, (tuple(ranks[0]),), sizes)
+        return Parts(leaves, tuple(map(tuple, ranks)), sizes, group, group.rank)
+
+    def views(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """This rank's pieces, as flat views of its tensors."""
+        return [tensors[p.tensor].view(-1)[p.start : p.start + p.numel] for p in self.pieces]
+
+    def select(self, leaves: Iterable[int]) -> tuple[tuple[Run, ...], "Parts"]:
+        """Some of the leaves: the runs that this rank has of them, and the parts that say what lies where in those.
+
+        A run is as long as can be: neighbours that are both selected are one, the padding between them included.
+        """
+        chosen = sorted(set(leaves))
+        number = {leaf: i for i, leaf in enumerate(chosen)}
+        found = [_runs(pieces, number, self.sizes if rank == self.rank else ()) for rank, pieces in enumerate(self.ranks)]
+        runs = tuple(found[self.rank][0])
+        sizes = tuple(self.sizes[run.tensor] if run.stop is None else run.stop - run.start for run in runs)
+        ranks = tuple(tuple(pieces) for _, pieces in found)
+        return runs, Parts(tuple(self.leaves[i] for i in chosen), ranks, sizes, self.group, self.rank)
+
+
+def _runs(pieces: Sequence[Piece], number: dict[int, int], sizes: Sequence[int]) -> tuple[list[Run], list[Piece]]:
+    """The runs of the numbered leaves, and their pieces in those."""
+    spans: list[list[int]] = []  # tensor, start, stop
+    inside: list[Piece] = []
+    before: Piece | None = None
+    for piece in pieces:
+        if piece.leaf in number:
+            if before is None or before.leaf not in number or before.tensor != piece.tensor:
+                spans.append([piece.tensor, piece.start, piece.start])
+            spans[-1][2] = piece.start + piece.numel
+            inside.append(Piece(number[piece.leaf], piece.offset, len(spans) - 1, piece.start - spans[-1][1], piece.numel))
+        before = piece
+    whole = [bool(sizes) and (start, stop) == (0, sizes[tensor]) for tensor, start, stop in spans]
+    return [Run(t, a, None if all_ else b) for (t, a, b), all_ in zip(spans, whole, strict=True)], inside
+
+
+def find(parts: Parts, where: str | Callable[[str], bool], what: str) -> set[int]:
+    """The leaves whose path matches a regular expression, or satisfies a function.
+
+    Raises:
+        ValueError: the regular expression matches no path; the message names the nearest.
+    """
+    import difflib
+    import re
+
+    if callable(where):
+        return {i for i, leaf in enumerate(parts.leaves) if where(leaf.path)}
+    hits = {i for i, leaf in enumerate(parts.leaves) if re.search(where, leaf.path)}
+    if not hits:
+        paths = [leaf.path for leaf in parts.leaves]
+        near = difflib.get_close_matches(where, paths, 1, 0.0)
+        raise ValueError(f"{what}={where!r} matches no trained leaf; the nearest path is {near[0] if near else 'none'!r}")
+    return hits

@@ -1,0 +1,213 @@
+"""``Schedule``: for each rank its actions in order, and which rank holds which stage."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
+
+import attrs
+import numpy as np
+
+from .action import COMPUTE, MESSAGES, Action, Codes, kinds, packed, unpack
+
+__all__ = ["Schedule", "ScheduleError", "Step", "stage_to_rank"]
+
+Step = tuple[Action, ...]
+_SHOWN_ROWS, _SHOWN_ACTIONS = 16, 24
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot be run.
+
+    Attributes:
+        action: the first offending action.
+        rank: whose row it is, or should be, in.
+        place: where in the row; None if it is missing.
+    """
+
+    def __init__(self, why: str, *, action: Action, rank: int, place: int | None = None) -> None:
+        where = f"rank {rank}" if place is None else f"rank {rank}, place {place}"
+        super().__init__(f"{where}: {action} {why}")
+        self.action, self.rank, self.place = action, rank, place
+
+
+def _frozen(codes: Codes) -> Codes:
+    codes = np.ascontiguousarray(codes, np.int64)
+    codes.flags.writeable = False
+    return codes
+
+
+@attrs.frozen(eq=False, repr=False)
+class Schedule:
+    """Who does what, in which order: data that can be printed, compared, checked and priced before anything runs.
+
+    Law: two schedules are equal if their rows, placements and numbers of micro-batches are.
+
+    Attributes:
+        codes: each rank's actions, packed; ``schedule[rank]`` is the actions themselves.
+        placement: the rank that holds each stage.
+        microbatches: how many.
+
+    >>> mine = Schedule.of(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"])
+    >>> print(mine)
+    2 stages on 2 ranks, 2 micro-batches
+    rank 0: 0F0 0F1 0B0 0B1
+    rank 1: 1F0 1B0 1F1 1B1
+    >>> mine[1][:2], mine.placement, mine.microbatches
+    ((1F0, 1B0), (0, 1), 2)
+    """
+
+    codes: tuple[Codes, ...] = attrs.field(converter=lambda rows: tuple(_frozen(row) for row in rows))
+    placement: tuple[int, ...] = attrs.field(converter=tuple)
+    microbatches: int
+
+    def __attrs_post_init__(self) -> None:
+        if not self.codes or not self.placement or self.microbatches < 1:
+            raise ValueError(
+                f"{len(self.codes)} ranks, {len(self.placement)} stages, {self.microbatches} micro-batches: a schedule has at "
+                "least one of each"
+            )
+        for stage, rank in enumerate(self.placement):
+            if not 0 <= rank < len(self.codes):
+                raise ValueError(f"placement puts stage {stage} on rank {rank}; there are {len(self.codes)}, counted from 0")
+
+    @staticmethod
+    def of(
+        rows: Sequence[str | Iterable[Action | str]],
+        placement: Sequence[int] | None = None,
+        microbatches: int | None = None,
+    ) -> "Schedule":
+        """A schedule from rows written out, each a string of actions or a sequence of them.
+
+        Args:
+            rows: each rank's actions in order.
+            placement: the rank that holds each stage; by default the one whose row has its first compute action.
+            microbatches: how many; by default as many as the rows name.
+
+        Raises:
+            ValueError: a text is no action; a stage is in no row, and no placement was given.
+        """
+        listed = [row.split() if isinstance(row, str) else row for row in rows]
+        made = [[Action.of(each) if isinstance(each, str) else each for each in row] for row in listed]
+        if placement is None:
+            placement = _placement(made)
+        if microbatches is None:
+            microbatches = 1 + max((action.microbatch for row in made for action in row), default=0)
+        return Schedule([packed(row) for row in made], placement, max(1, microbatches))
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks."""
+        return len(self.codes)
+
+    @property
+    def stages(self) -> int:
+        """How many stages."""
+        return len(self.placement)
+
+    @property
+    def actions(self) -> tuple[tuple[Action, ...], ...]:
+        """Every rank's actions; of a large schedule, better look at one rank's."""
+        return tuple(self[rank] for rank in range(self.ranks))
+
+    @property
+    def lowered(self) -> bool:
+        """Whether the rows have more than compute actions."""
+        return any(bool((kinds(row) > max(COMPUTE)).any()) for row in self.codes)
+
+    def __getitem__(self, rank: int) -> tuple[Action, ...]:
+        return unpack(self.codes[rank])
+
+    def __len__(self) -> int:
+        return self.ranks
+
+    def __iter__(self) -> Iterator[tuple[Action, ...]]:
+        return (self[rank] for rank in range(self.ranks))
+
+    def steps(self, rank: int) -> Iterator[Step]:
+        """The rank's actions as an executor takes them: a run of sends and receives is one step, every other action its own.
+
+        The messages of a step are all started before any is waited for.
+
+        >>> lowered = Schedule.of(["0F0 0SEND_F0 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0"])
+        >>> list(lowered.steps(0))
+        [(0F0,), (0SEND_F0, 0RECV_B0), (0B0,)]
+        """
+        batch: list[Action] = []
+        for action in self[rank]:
+            if action.kind in MESSAGES:
+                batch.append(action)
+                continue
+            if batch:
+                yield tuple(batch)
+                batch = []
+            yield (action,)
+        if batch:
+            yield tuple(batch)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that a rank holds, in their order."""
+        return tuple(stage for stage, holder in enumerate(self.placement) if holder == rank)
+
+    def compute_only(self) -> "Schedule":
+        """The schedule without what ``lower`` added.
+
+        Law: ``lower(s).compute_only() == s`` for a schedule of compute actions.
+        """
+        return attrs.evolve(self, codes=[row[kinds(row) <= max(COMPUTE)] for row in self.codes])
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Schedule):
+            return NotImplemented
+        return (
+            self.microbatches == other.microbatches
+            and self.placement == other.placement
+            and all(map(np.array_equal, self.codes, other.codes))
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.microbatches, self.placement, self.codes[0].tobytes()))
+
+    def __str__(self) -> str:
+        lines = [f"{self.stages} stages on {self.ranks} ranks, {self.microbatches} micro-batches"]
+        for rank, row in enumerate(self.codes[:_SHOWN_ROWS]):
+            more = f" ... and {len(row) - _SHOWN_ACTIONS} more" if len(row) > _SHOWN_ACTIONS else ""
+            lines.append(f"rank {rank}: " + " ".join(map(str, unpack(row[:_SHOWN_ACTIONS]))) + more)
+        if self.ranks > _SHOWN_ROWS:
+            lines.append(f"... and {self.ranks - _SHOWN_ROWS} more ranks")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        count = sum(map(len, self.codes))
+        return f"<Schedule: {self.stages} stages on {self.ranks} ranks, {self.microbatches} micro-batches, {count} actions>"
+
+
+def _placement(rows: Sequence[Sequence[Action]]) -> tuple[int, ...]:
+    holder: dict[int, int] = {}
+    for rank, row in enumerate(rows):
+        for action in row:
+            if action.kind in COMPUTE:
+                holder.setdefault(action.stage, rank)
+    count = 1 + max(holder, default=-1)
+    for stage in range(count):
+        if stage not in holder:
+            raise ValueError(f"stage {stage} of {count} is in no rank's row; add its actions, or say the placement")
+    return tuple(holder[stage] for stage in range(count))
+
+
+def stage_to_rank(ranks: int, chunks: int = 1, style: Literal["loop", "v"] = "loop") -> tuple[int, ...]:
+    """The rank of each of ``ranks * chunks`` stages.
+
+    ``loop``: stage s is on rank s mod ranks, as interleaved schedules want it. ``v``: down the ranks and up again, so that the
+    last rank of one way holds two neighbouring stages, and nothing is sent between them.
+
+    Raises:
+        ValueError: fewer than one rank or chunk, or an unknown style.
+
+    >>> stage_to_rank(3, 2), stage_to_rank(3, 2, "v")
+    ((0, 1, 2, 0, 1, 2), (0, 1, 2, 2, 1, 0))
+    """
+    if ranks < 1 or chunks < 1:
+        raise ValueError(f"ranks={ranks}, chunks={chunks}: there is at least one of each")
+    if style not in ("loop", "v"):
+        raise ValueError(f"style={style!r} is unknown; use 'loop' or 'v'")
+    way = list(range(ranks))
+    return tuple(rank for chunk in range(chunks) for rank in (way[::-1] if style == "v" and chunk % 2 else way))
