@@ -136,15 +136,18 @@ def _reduce_scatter(
 
 
 def _all_reduce(codec: Codec, x: Any, group: Group, *, op: str = "sum", async_op: bool = False) -> Any:
-    leaves, spec = accepted(Call(ALL_REDUCE, {"op": "sum" if op == "avg" else op}), x, group)
+    plain = "sum" if op == "avg" else op
+    leaves, spec = accepted(Call(ALL_REDUCE, {"op": plain}), x, group)
+    check_avg(leaves, op)
     shapes, late = [leaf.shape for leaf in leaves], group.channel("compressed")
 
     def whole(pieces: list[Tensor]) -> Any:
         flats = _all_gather(codec, pieces, late)
-        return optree.tree_unflatten(spec, [crop(flat, shape) for flat, shape in zip(flats, shapes, strict=True)])
+        totals = [crop(flat, shape) for flat, shape in zip(flats, shapes, strict=True)]
+        return optree.tree_unflatten(spec, [total / group.size for total in totals] if op == "avg" else totals)
 
     rows = [rows_of(leaf, group.size) for leaf in leaves]
-    scattered = _reduce_scatter(codec, rows, group, op=op, tiled=False, async_op=async_op)
+    scattered = _reduce_scatter(codec, rows, group, op=plain, tiled=False, async_op=async_op)
     return scattered.then(whole) if async_op else whole(scattered)
 
 

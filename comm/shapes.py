@@ -66,8 +66,9 @@ class _Books:
                 if mine != theirs:
                     raise MismatchError(self._difference(thread, first, mine, other, theirs))
         for (thread, _), found in self.varied.items():
-            call = next(iter(found.values()))
-            call.merged([found[rank].private() for rank in self.members[thread]])  # raises where they contradict each other
+            members = self.members[thread]
+            if all(rank in found for rank in members):  # in a loop that ran once, later turns are not there
+                found[members[0]].merged([found[rank].private() for rank in members])  # raises where they contradict each other
 
     def _difference(self, thread: Thread, first: int, mine: "array[int]", other: int, theirs: "array[int]") -> str:
         turn = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))

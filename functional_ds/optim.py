@@ -11,6 +11,8 @@ from torch.optim.adamw import adamw as torch_adamw
 from torch.optim.sgd import sgd as torch_sgd
 
 from . import tree
+from .kernels import check, check_betas, gradients, reals, zeros
+from .routing import ByLeaf, Where, by_decay
 from .weighted import Weighted
 
 __all__ = ["AdamState", "Optimizer", "SGDState", "adamw", "as_optimizer", "sgd"]
@@ -54,52 +56,35 @@ class SGDState:
     momentum: list[Tensor]
 
 
-def _reals(tensors: list[Tensor]) -> list[Tensor]:
-    """As kernels want them: complex numbers as pairs of reals."""
-    return [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
-
-
-def _gradients(grads: Weighted, params: list[Tensor]) -> list[Tensor]:
-    """Laid out like the parameters and in their dtype, because the fused kernels walk all in step."""
-    return _reals([grad.to(p.dtype).contiguous() for grad, p in zip(grads.sum, params, strict=True)])
-
-
-def _zeros(params: list[Tensor]) -> list[Tensor]:
-    return [torch.zeros_like(p, memory_format=torch.contiguous_format) for p in _reals(params)]
-
-
-def _check(**numbers: float) -> None:
-    for name, value in numbers.items():
-        if not value >= 0:
-            raise ValueError(f"{name}={value} must not be negative")
-
-
 def adamw(
     lr: float,
     *,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
-) -> Optimizer:
+    decay: Where | None = None,
+) -> Optimizer | ByLeaf:
     """AdamW (Loshchilov and Hutter 2019), torch's fused kernel, which also divides by the gradients' weight.
 
-    Complex tensors are taken as pairs of reals.
+    Complex tensors are taken as pairs of reals. ``decay``, a regular expression or a function of a path, says which leaves
+    decay; None for all.
 
     Raises:
         ValueError: a negative number, or betas outside [0, 1).
     """
-    _check(lr=lr, eps=eps, weight_decay=weight_decay)
-    if not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"betas={betas} must lie in [0, 1)")
+    check(lr=lr, eps=eps, weight_decay=weight_decay)
+    check_betas(betas)
+    if decay is not None:
+        return by_decay(lambda part: adamw(lr, betas=betas, eps=eps, weight_decay=part), weight_decay, decay)
 
     def init(params: list[Tensor]) -> AdamState:
         steps = [torch.zeros((), dtype=torch.float32, device=p.device) for p in params]
-        return AdamState(steps, _zeros(params), _zeros(params))
+        return AdamState(steps, zeros(params), zeros(params))
 
     def update(params: list[Tensor], grads: Weighted, state: AdamState, rate: Rate) -> tuple[list[Tensor], AdamState]:
         torch_adamw(
-            _reals(params),
-            _gradients(grads, params),
+            reals(params),
+            gradients(grads, params),
             state.exp_avg,
             state.exp_avg_sq,
             [],
@@ -119,23 +104,33 @@ def adamw(
     return Optimizer(init, update, f"adamw(lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay})")
 
 
-def sgd(lr: float, *, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0) -> Optimizer:
-    """Stochastic gradient descent with momentum, torch's fused kernel.
+def sgd(
+    lr: float,
+    *,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    decay: Where | None = None,
+) -> Optimizer | ByLeaf:
+    """Stochastic gradient descent with momentum, torch's fused kernel; ``decay`` as in ``adamw``.
 
     Raises:
         ValueError: a negative number, or nesterov without momentum.
     """
-    _check(lr=lr, momentum=momentum, weight_decay=weight_decay)
+    check(lr=lr, momentum=momentum, weight_decay=weight_decay)
     if nesterov and not momentum:
         raise ValueError("nesterov=True needs momentum > 0")
+    if decay is not None:
+        rest = {"momentum": momentum, "nesterov": nesterov}
+        return by_decay(lambda part: sgd(lr, weight_decay=part, **rest), weight_decay, decay)  # type: ignore[arg-type]
 
     def init(params: list[Tensor]) -> SGDState:
-        return SGDState(_zeros(params) if momentum else [])
+        return SGDState(zeros(params) if momentum else [])
 
     def update(params: list[Tensor], grads: Weighted, state: SGDState, rate: Rate) -> tuple[list[Tensor], SGDState]:
         torch_sgd(
-            _reals(params),
-            _gradients(grads, params),
+            reals(params),
+            gradients(grads, params),
             [*state.momentum] if momentum else [None] * len(params),
             fused=True,
             grad_scale=grads.weight,
@@ -151,7 +146,7 @@ def sgd(lr: float, *, momentum: float = 0.0, nesterov: bool = False, weight_deca
     return Optimizer(init, update, f"sgd(lr={lr}, momentum={momentum}, nesterov={nesterov}, weight_decay={weight_decay})")
 
 
-def as_optimizer(pair: Any) -> Optimizer:
+def as_optimizer(pair: Any) -> Optimizer | ByLeaf:
     """An ``Optimizer`` as it is; an optax-shaped pair (``init(params)``, ``update(grads, state, params=...)``) adapted.
 
     Such a pair returns additive updates. ``rate`` scales them, which for a learning rate that enters linearly (optax's and
@@ -160,7 +155,7 @@ def as_optimizer(pair: Any) -> Optimizer:
     Raises:
         TypeError: it is neither.
     """
-    if isinstance(pair, Optimizer):
+    if isinstance(pair, Optimizer | ByLeaf):
         return pair
     if not callable(getattr(pair, "init", None)) or not callable(getattr(pair, "update", None)):
         raise TypeError(f"optimizer={pair!r} is neither an fds optimizer nor an optax-shaped pair of init and update")

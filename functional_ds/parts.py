@@ -4,6 +4,8 @@ Under ZeRO an optimizer gets flat tensors, or shards of them, with many leaves i
 alike and need not know. One that treats leaves differently is a function of ``Parts``.
 """
 
+import difflib
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -14,7 +16,7 @@ from . import comm, tree
 from .layout import Layout
 from .trainable import is_trainable
 
-__all__ = ["Leaf", "Parts", "Piece", "Run"]
+__all__ = ["Leaf", "Parts", "Piece", "Run", "find"]
 
 
 @attrs.frozen
@@ -39,16 +41,15 @@ class Piece:
 
 @attrs.frozen
 class Run:
-    """A stretch of a tensor; the whole of it where ``stop`` is None."""
+    """A stretch of a tensor."""
 
     tensor: int
     start: int
-    stop: int | None
+    stop: int
 
     def of(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The stretch, as a view."""
-        found = tensors[self.tensor]
-        return found if self.stop is None else found.view(-1)[self.start : self.stop]
+        """The stretch, as a flat view."""
+        return tensors[self.tensor].view(-1)[self.start : self.stop]
 
 
 @attrs.frozen
@@ -58,14 +59,12 @@ class Parts:
     Attributes:
         leaves: in one order on all ranks.
         ranks: the pieces of each rank of ``group``, those of one tensor by their place in it.
-        sizes: how many elements each of this rank's tensors has, padding included.
         group: the ranks over which leaves are cut; None where each leaf is whole here.
         rank: this one, in the group.
     """
 
     leaves: tuple[Leaf, ...]
     ranks: tuple[tuple[Piece, ...], ...] = attrs.field(repr=False)
-    sizes: tuple[int, ...] = attrs.field(repr=False)
     group: comm.Group | None = attrs.field(default=None, eq=False)
     rank: int = 0
 
@@ -85,7 +84,7 @@ class Parts:
         trained = [(path, leaf) for path, leaf in tree.named(params) if is_trainable(leaf)]
         leaves = tuple(Leaf(path, tuple(leaf.shape), leaf.numel()) for path, leaf in trained)
         pieces = tuple(Piece(i, 0, i, 0, leaf.numel) for i, leaf in enumerate(leaves))
-        return Parts(leaves, (pieces,), tuple(leaf.numel for leaf in leaves))
+        return Parts(leaves, (pieces,))
 
     @staticmethod
     def of_layout(layout: Layout, group: comm.Group | None) -> "Parts":
@@ -99,18 +98,16 @@ class Parts:
         segments = [segment for segment in layout.segments if segment.trainable]
         slots = [(tensor, slot) for tensor, segment in enumerate(segments) for slot in segment.slots]
         leaves = tuple(Leaf(layout.paths[slot.leaf], slot.shape, slot.numel) for _, slot in slots)
-        cuts = 1 if group is None else layout.n
-        sizes = tuple(segment.shard * layout.n // cuts for segment in segments)
-        ranks: list[list[Piece]] = [[] for _ in range(cuts)]
+        if group is None:
+            return Parts(leaves, (tuple(Piece(i, 0, t, slot.offset, slot.numel) for i, (t, slot) in enumerate(slots)),))
+        ranks: list[list[Piece]] = [[] for _ in range(layout.n)]
         for leaf, (tensor, slot) in enumerate(slots):
-            size, end = sizes[tensor], slot.offset + slot.numel
+            size, end = segments[tensor].shard, slot.offset + slot.numel
             for rank in range(slot.offset // max(size, 1), -(-end // max(size, 1))):  # the shards that it reaches into
                 low, high = max(slot.offset, rank * size), min(end, (rank + 1) * size)
                 if high > low:
                     ranks[rank].append(Piece(leaf, low - slot.offset, tensor, low - rank * size, high - low))
-        if group is None:
-            return Parts(leaves, (tuple(ranks[0]),), sizes)
-        return Parts(leaves, tuple(map(tuple, ranks)), sizes, group, group.rank)
+        return Parts(leaves, tuple(map(tuple, ranks)), group, group.rank)
 
     def views(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """This rank's pieces, as flat views of its tensors."""
@@ -123,27 +120,26 @@ class Parts:
         """
         chosen = sorted(set(leaves))
         number = {leaf: i for i, leaf in enumerate(chosen)}
-        found = [_runs(pieces, number, self.sizes if rank == self.rank else ()) for rank, pieces in enumerate(self.ranks)]
-        runs = tuple(found[self.rank][0])
-        sizes = tuple(self.sizes[run.tensor] if run.stop is None else run.stop - run.start for run in runs)
-        ranks = tuple(tuple(pieces) for _, pieces in found)
-        return runs, Parts(tuple(self.leaves[i] for i in chosen), ranks, sizes, self.group, self.rank)
+        found = [_runs(pieces, number) for pieces in self.ranks]
+        ranks = tuple(pieces for _, pieces in found)
+        return found[self.rank][0], Parts(tuple(self.leaves[i] for i in chosen), ranks, self.group, self.rank)
 
 
-def _runs(pieces: Sequence[Piece], number: dict[int, int], sizes: Sequence[int]) -> tuple[list[Run], list[Piece]]:
+def _runs(pieces: Sequence[Piece], number: dict[int, int]) -> tuple[tuple[Run, ...], tuple[Piece, ...]]:
     """The runs of the numbered leaves, and their pieces in those."""
-    spans: list[list[int]] = []  # tensor, start, stop
+    runs: list[Run] = []
     inside: list[Piece] = []
     before: Piece | None = None
     for piece in pieces:
         if piece.leaf in number:
-            if before is None or before.leaf not in number or before.tensor != piece.tensor:
-                spans.append([piece.tensor, piece.start, piece.start])
-            spans[-1][2] = piece.start + piece.numel
-            inside.append(Piece(number[piece.leaf], piece.offset, len(spans) - 1, piece.start - spans[-1][1], piece.numel))
+            stop = piece.start + piece.numel
+            if before is not None and before.leaf in number and before.tensor == piece.tensor:
+                runs[-1] = attrs.evolve(runs[-1], stop=stop)
+            else:
+                runs.append(Run(piece.tensor, piece.start, stop))
+            inside.append(Piece(number[piece.leaf], piece.offset, len(runs) - 1, piece.start - runs[-1].start, piece.numel))
         before = piece
-    whole = [bool(sizes) and (start, stop) == (0, sizes[tensor]) for tensor, start, stop in spans]
-    return [Run(t, a, None if all_ else b) for (t, a, b), all_ in zip(spans, whole, strict=True)], inside
+    return tuple(runs), tuple(inside)
 
 
 def find(parts: Parts, where: str | Callable[[str], bool], what: str) -> set[int]:
@@ -152,9 +148,6 @@ def find(parts: Parts, where: str | Callable[[str], bool], what: str) -> set[int
     Raises:
         ValueError: the regular expression matches no path; the message names the nearest.
     """
-    import difflib
-    import re
-
     if callable(where):
         return {i for i, leaf in enumerate(parts.leaves) if where(leaf.path)}
     hits = {i for i, leaf in enumerate(parts.leaves) if re.search(where, leaf.path)}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import tree
+from .parts import Parts
 from .state import State
 from .tape import Tape
 from .weighted import Weighted
@@ -41,6 +42,7 @@ class Step:
     | rate | state -> factor | 1; what multiplies the learning rate |
     | params | state -> the user's tree | the stored params |
     | place | state -> (index, count) | (0, 1); which part of the global batch this rank has |
+    | parts | state -> Parts | each leaf alone and whole; what lies where in the tensors that the optimizer gets |
 
     Gradients are a ``Weighted`` list: a sum for each trained stored leaf, and one weight. ``gradients`` adds to ``carry``,
     the Weighted list of earlier micro-batches (or None), and ``last`` says that no further one follows.
@@ -132,6 +134,10 @@ class Step:
     def place(self, state: State) -> tuple[int, int]:
         """Which of how many equal parts of the global batch this rank has."""
         return self.phases["place"](self, state)  # type: ignore[no-any-return]
+
+    def parts(self, state: State) -> Parts:
+        """Which leaf's elements lie where in the tensors that the optimizer gets, on every rank."""
+        return self.phases["parts"](self, state)  # type: ignore[no-any-return]
 
     # -- how it is put together ----------------------------------------------------------------------------------------
 

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from . import tree
 from .optim import as_optimizer
+from .parts import Parts
+from .routing import at
 from .state import State
 from .step import Metrics, Phase, Step
 from .tape import Tape
@@ -49,7 +51,8 @@ def train_step(loss_fn: Callable[..., Any], optimizer: Any, *, seed: int = 0) ->
 
     def init(step: Step, params: Any) -> State:
         own = tree.map(lambda x: like_marked(x.detach().clone(memory_format=torch.contiguous_format), x), params)
-        return State.fresh(own, rule.init(trainable(own)), seed)
+        state = State.fresh(own, (), seed)
+        return tree.replace(state, optimizer=at(rule, lambda: step.parts(state)).init(trainable(own)))
 
     def loss(step: Step, state: State, params: Any, batch: Any) -> tuple[Weighted, dict[str, Weighted]]:
         found = loss_fn(params, batch, key=state.key) if with_key else loss_fn(params, batch)
@@ -58,7 +61,8 @@ def train_step(loss_fn: Callable[..., Any], optimizer: Any, *, seed: int = 0) ->
 
     def update(step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
         leaves, spec = tree.flatten(state.params)
-        moved, optimizer_state = rule.update(trainable(state.params), grads, state.optimizer, step.rate(state))
+        pair = at(rule, lambda: step.parts(state))
+        moved, optimizer_state = pair.update(trainable(state.params), grads, state.optimizer, step.rate(state))
         new = iter(moved)
         params = tree.unflatten(spec, [next(new) if is_trainable(leaf) else leaf for leaf in leaves])
         return tree.replace(state, params=params, optimizer=optimizer_state, step=state.step + 1), {}
@@ -76,6 +80,7 @@ def train_step(loss_fn: Callable[..., Any], optimizer: Any, *, seed: int = 0) ->
         "rate": lambda step, state: 1.0,
         "params": lambda step, state: tree.map(lambda x: like_marked(x.detach().clone(), x), state.params),
         "place": lambda step, state: (0, 1),
+        "parts": lambda step, state: Parts.of(state.params),
     }
     return Step(base, (f"train_step({getattr(loss_fn, '__name__', 'loss_fn')}, {rule})",))
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from functional_ds import comm, tree
 from functional_ds.layout import Layout, shard
+from functional_ds.parts import Parts
 from functional_ds.state import State
 from functional_ds.step import Metrics, Step, Transform, wrap
 from functional_ds.tape import Tape
@@ -154,6 +155,7 @@ class _Zero:
             total=self.total,
             params=self.params,
             place=self.place,
+            parts=self.parts,
             **sharded,
             **scattered,
         )
@@ -180,7 +182,8 @@ class _Zero:
         layout = Layout.of(params, group.size, self.unit_of)
         _agree(layout, group)
         params = _of_rank_0(params, group)
-        state: State = inner(step, shard(params, layout, group.rank) if self.stage else layout.flatten(params))
+        known = step.wrapped("layout", parts=lambda *_: self.parts_in(layout))  # the state does not hold it yet
+        state: State = inner(known, shard(params, layout, group.rank) if self.stage else layout.flatten(params))
         exact: Sequence[Tensor] = ()
         if self.stage in (1, 2):
             exact = state.params if group.size > 1 and "all_gather" in self.means.given() else ()
@@ -262,6 +265,16 @@ class _Zero:
         index, count = inner(step, state)
         group = self.ranks()
         return index * group.size + group.rank, count * group.size
+
+    # -- what lies where -----------------------------------------------------------------------------------------------
+
+    def parts(self, inner: Any, step: Step, state: State) -> Parts:
+        """The leaves in this rank's shards, in stage 0 in whole segments."""
+        return self.parts_in(state.slots["zero"].layout)
+
+    def parts_in(self, layout: Layout) -> Parts:
+        """``parts`` for this layout."""
+        return Parts.of_layout(layout, self.ranks() if self.stage else None)
 
 
 def _as_stored(layout: Layout, stored: Sequence[Tensor]) -> Layout:

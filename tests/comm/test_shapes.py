@@ -114,6 +114,64 @@ def test_a_thousand_ranks() -> None:
     assert on_shapes(program, world_size=1000) == [(r, per_rank, (1000,)) for r in range(1000)]
 
 
+# -- loops ------------------------------------------------------------------------------------------------------------
+
+
+def loops(times: int, repeat: Callable[[int, Callable[[int], None]], None], device: str) -> tuple[Any, int]:
+    """A ring, a loop inside of a loop, rows, and a group that is first used inside."""
+    n, x = comm.world().size, [torch.full((4,), float(rank()), device=device)]
+    ring = comm.Permutation.shift(n)
+    ran: list[int] = []
+
+    def inner(i: int) -> None:
+        comm.all_reduce(x[0], comm.world().channel("inner"))
+
+    def body(i: int) -> None:
+        ran.append(i)
+        x[0] = comm.permute(x[0], ring)
+        comm.all_to_all(x[0].repeat(n), input_splits=[4] * n, output_splits=[4] * n)
+        repeat(2, inner)
+
+    with comm.ledger() as outer:
+        comm.all_reduce(x[0])
+        with comm.ledger() as book:
+            repeat(times, body)
+        comm.all_reduce(x[0])
+    return (x[0], outer.rows, book.rows), len(ran)
+
+
+def plainly(times: int, body: Callable[[int], None]) -> None:
+    for i in range(times):
+        body(i)
+
+
+@given(st.integers(1, 3), st.integers(0, 3))
+def test_a_loop_is_counted_as_often_as_it_would_run(n: int, times: int) -> None:
+    """repeat(k, body) = for i in range(k): body(i), in values, ledgers and nested; on shapes it runs once."""
+    plain = comm.simulate(loops, times, plainly, "cpu", world_size=n)
+    assert [(value.tolist(), *rows) for (value, *rows), _ in comm.simulate(loops, times, comm.repeat, "cpu", world_size=n)] == [
+        (value.tolist(), *rows) for (value, *rows), _ in plain
+    ]
+    for ((value, *rows), ran), ((shaped, *counted), ran_once) in zip(
+        plain, on_shapes(loops, times, comm.repeat, "meta", world_size=n), strict=True
+    ):
+        assert (shaped.shape, counted) == (value.shape, rows)
+        assert (ran, ran_once) == (times, min(times, 1))
+
+
+def test_loops_of_different_lengths_are_a_mismatch() -> None:
+    """A repeat and a plain loop of one length agree; of two lengths they do not."""
+
+    def program(lengths: tuple[int, int]) -> None:
+        loops(lengths[rank()], (comm.repeat, plainly)[rank()], "meta")
+
+    on_shapes(program, (3, 3), world_size=2)
+    with pytest.raises(comm.MismatchError, match=r"rank 1 called permute|rank 0 called permute"):
+        on_shapes(program, (3, 2), world_size=2)
+    with pytest.raises(ValueError, match="times=-1: a loop runs 0 times or more"):
+        comm.repeat(-1, lambda i: None)
+
+
 # -- what does not fit ------------------------------------------------------------------------------------------------
 
 MISMATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, str]] = {

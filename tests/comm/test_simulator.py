@@ -462,6 +462,24 @@ MISMATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, str]] = {
         "all_reduce(op='sum') of [float32[2]]",
         "all_reduce(op='sum') of [float32[2], float32[2]]",
     ),
+    "template": (
+        lambda: comm.scatter(torch.ones(4)),
+        lambda: comm.scatter(None, like=torch.ones(3)),
+        "scatter(src=0, dim=0, tiled=True) of [float32[4]]",
+        "scatter(src=0, dim=0, tiled=True) of [float32[6]]",
+    ),
+    "permutation": (
+        lambda: comm.permute(torch.ones(2), [(0, 1)]),
+        lambda: comm.permute(torch.ones(2), [(1, 0)]),
+        "permute(perm=[(0, 1)]) of [float32[2]]",
+        "permute(perm=[(1, 0)]) of [float32[2]]",
+    ),
+    "rows": (
+        lambda: comm.all_to_all(torch.ones(2, 3), input_splits=[1, 1], output_splits=[1, 1]),
+        lambda: comm.all_to_all(torch.ones(2, 4), input_splits=[1, 1], output_splits=[1, 1]),
+        "all_to_all(dim=0, input_splits=(1, 1), output_splits=(1, 1)) of [float32[*, 3]]",
+        "all_to_all(dim=0, input_splits=(1, 1), output_splits=(1, 1)) of [float32[*, 4]]",
+    ),
     "async": (
         lambda: comm.all_reduce(torch.ones(2), async_op=True),
         lambda: comm.all_reduce(torch.ones(3), async_op=True),

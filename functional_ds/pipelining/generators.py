@@ -1,0 +1,272 @@
+"""Schedules with stages down the ranks, once or in a loop.
+
+In the pictures a line is a rank and a column a unit of time; a digit is a micro-batch. Bubble: the idle part of the makespan,
+all stages alike and messages for free. In flight: micro-batches (with several chunks, pairs of micro-batch and chunk) that
+were forwarded on a rank and whose backward is not complete there.
+
+Each function takes p ranks and m micro-batches and returns data; nothing else in the project knows them by name.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from .action import MOST_MICROBATCHES, MOST_STAGES, Codes, Kind, pack
+from .schedule import Schedule, stage_to_rank
+
+__all__ = ["breadth_first", "gpipe", "inference", "interleaved_one_f_one_b", "one_f_one_b", "zb_2p", "zb_h1"]
+
+
+def check(p: int, m: int, v: int = 1) -> None:
+    """Refuses sizes that no schedule has."""
+    for name, value, what, most in (
+        ("p", p, "ranks", MOST_STAGES // max(v, 1)),
+        ("m", m, "micro-batches", MOST_MICROBATCHES - 1),
+        ("v", v, "chunks on each rank", MOST_STAGES),
+    ):
+        if not isinstance(value, int) or not 1 <= value <= most:
+            raise ValueError(f"{name}={value!r}: a schedule has 1 to {most} {what}")
+
+
+def weave(*columns: Codes) -> Codes:
+    """One of each in turn; columns have one length."""
+    return np.stack(columns, axis=1).ravel()
+
+
+def _single(p: int, m: int, row: Callable[[int, Callable[[Kind], Codes]], Sequence[Codes]]) -> Schedule:
+    """One stage a rank; ``row`` joins the pieces of one rank's, given the codes of a kind for all micro-batches."""
+    every = np.arange(m)
+    rows = [np.concatenate(row(rank, lambda kind, rank=rank: pack(kind, rank, every))) for rank in range(p)]  # type: ignore[misc]
+    return Schedule(rows, range(p), m)
+
+
+def inference(p: int, m: int, *, v: int = 1) -> Schedule:
+    """Forward only, micro-batches in groups of p, each through a rank's v chunks before the next group comes.
+
+    ::
+
+        0123        (p = 3, m = 4)
+         0123
+          0123
+
+    Makespan: (m v + p - 1) tF in chunk times, if p divides m or v = 1. Bubble: (p - 1) / (m v + p - 1).
+
+    Raises:
+        ValueError: fewer than one rank, micro-batch or chunk.
+
+    >>> print(inference(2, 3))
+    2 stages on 2 ranks, 3 micro-batches
+    rank 0: 0F0 0F1 0F2
+    rank 1: 1F0 1F1 1F2
+    """
+    check(p, m, v)
+    chunk, microbatch = _virtual(_groups(p, m), v)
+    return Schedule([pack(Kind.F, chunk * p + rank, microbatch) for rank in range(p)], stage_to_rank(p, v), m)
+
+
+def gpipe(p: int, m: int) -> Schedule:
+    """All forwards, then all backwards.
+
+    ::
+
+        F 0123      B   0 1 2 3       (p = 2, m = 4; a backward takes two units)
+        F  0123     B 0 1 2 3
+
+    Makespan: (m + p - 1) (tF + tB). Bubble: (p - 1) / (m + p - 1). In flight: m.
+
+    Source: Huang et al. 2019, GPipe.
+
+    Raises:
+        ValueError: fewer than one rank or micro-batch.
+
+    >>> print(gpipe(2, 2))
+    2 stages on 2 ranks, 2 micro-batches
+    rank 0: 0F0 0F1 0B0 0B1
+    rank 1: 1F0 1F1 1B0 1B1
+    """
+    check(p, m)
+    return _single(p, m, lambda rank, codes: (codes(Kind.F), codes(Kind.B)))
+
+
+def one_f_one_b(p: int, m: int) -> Schedule:
+    """One forward, one backward, after as many forwards as there are stages behind this one.
+
+    ::
+
+        FFF    BFBFBFBBB        (p = 3, m = 5; idle times not to scale)
+         FF  BFBFBFBFBB
+          FBFBFBFBFB
+
+    Makespan: (m + p - 1) (tF + tB). Bubble: (p - 1) / (m + p - 1). In flight: min(p - s, m) on rank s.
+
+    Source: PipeDream-Flush, Narayanan et al. 2021, Memory-efficient pipeline-parallel DNN training.
+
+    Raises:
+        ValueError: fewer than one rank or micro-batch.
+
+    >>> print(one_f_one_b(2, 3))
+    2 stages on 2 ranks, 3 micro-batches
+    rank 0: 0F0 0F1 0B0 0F2 0B1 0B2
+    rank 1: 1F0 1B0 1F1 1B1 1F2 1B2
+    """
+    check(p, m)
+
+    def row(rank: int, codes: Callable[[Kind], Codes]) -> Sequence[Codes]:
+        ahead = min(p - 1 - rank, m)
+        forward, backward = codes(Kind.F), codes(Kind.B)
+        return forward[:ahead], weave(forward[ahead:], backward[: m - ahead]), backward[m - ahead :]
+
+    return _single(p, m, row)
+
+
+# -- several chunks a rank, in a loop -----------------------------------------------------------------------------------
+
+
+def _groups(p: int, m: int) -> list[int]:
+    """How many micro-batches go through a chunk before the rank turns to the next: p, or somewhat more where p does not
+    divide m. Fewer would not keep p ranks busy, and a short group at the end can bring ranks to wait for each other."""
+    count = max(1, m // p)
+    return [m // count + (group < m % count) for group in range(count)]
+
+
+def _virtual(groups: Sequence[int], v: int, *, backwards: bool = False) -> tuple[Codes, Codes]:
+    """Chunk and micro-batch of each visit, group by group."""
+    chunks, microbatches, first = [], [], 0
+    for size in groups:
+        chunks.append(np.repeat(np.arange(v)[:: -1 if backwards else 1], size))
+        microbatches.append(np.tile(np.arange(first, first + size), v))
+        first += size
+    return np.concatenate(chunks), np.concatenate(microbatches)
+
+
+def interleaved_one_f_one_b(p: int, m: int, *, v: int = 2) -> Schedule:
+    """1F1B where each rank holds v chunks of the model, a p-th apart: the bubble is a v-th, for v times the messages.
+
+    Makespan, p divides m: (m v + p - 1) (tF + tB) in chunk times. Bubble: (p - 1) / (m v + p - 1). In flight on rank s, p
+    divides m: min(m v, 2 (p - s - 1) + (v - 1) p + 1) chunks.
+
+    p need not divide m: then micro-batches go through the chunks in groups of almost equal sizes, at least p.
+
+    Source: Narayanan et al. 2021, Efficient large-scale language model training on GPU clusters using Megatron-LM.
+
+    Raises:
+        ValueError: fewer than one rank, micro-batch or chunk.
+
+    >>> print(interleaved_one_f_one_b(2, 2, v=2))
+    4 stages on 2 ranks, 2 micro-batches
+    rank 0: 0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
+    rank 1: 1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
+    """
+    check(p, m, v)
+    groups, visits = _groups(p, m), m * v
+    chunk, microbatch = _virtual(groups, v)
+    chunk_back, microbatch_back = _virtual(groups, v, backwards=True)
+    rows = []
+    for rank in range(p):
+        ahead = min(visits, 2 * (p - 1 - rank) + (v - 1) * groups[0])
+        forward = pack(Kind.F, chunk * p + rank, microbatch)
+        backward = pack(Kind.B, chunk_back * p + rank, microbatch_back)
+        both = weave(forward[ahead:], backward[: visits - ahead])
+        rows.append(np.concatenate([forward[:ahead], both, backward[visits - ahead :]]))
+    return Schedule(rows, stage_to_rank(p, v), m)
+
+
+def breadth_first(p: int, m: int, *, v: int = 2) -> Schedule:
+    """All micro-batches through a rank's first chunk, then all through its second, and back the same way.
+
+    Each chunk's parameters are needed in two stretches only, so sharded parameters are gathered twice a step.
+
+    Makespan, m >= p: (m v + p - 1) (tF + tB) in chunk times. Bubble: (p - 1) / (m v + p - 1). In flight: m v chunks.
+
+    Source: Lamy-Poirier 2023, Breadth-first pipeline parallelism.
+
+    Raises:
+        ValueError: fewer than one rank, micro-batch or chunk.
+
+    >>> print(breadth_first(2, 2, v=2))
+    4 stages on 2 ranks, 2 micro-batches
+    rank 0: 0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
+    rank 1: 1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1
+    """
+    check(p, m, v)
+    chunk, microbatch = _virtual([m], v)
+    rows = [
+        np.concatenate([pack(Kind.F, chunk * p + rank, microbatch), pack(Kind.B, chunk[::-1] * p + rank, microbatch)])
+        for rank in range(p)
+    ]
+    return Schedule(rows, stage_to_rank(p, v), m)
+
+
+# -- zero bubble --------------------------------------------------------------------------------------------------------
+
+
+def _zero_bubble(p: int, m: int, ahead: Callable[[int], int], behind: Callable[[int], int]) -> Schedule:
+    """Forwards, then rounds of F, I, W, where F is ``ahead`` of I and W is ``behind`` it by so many micro-batches."""
+
+    def parts(rank: int, codes: Callable[[Kind], Codes]) -> Iterator[Codes]:
+        lead, lag = min(ahead(rank), m), min(behind(rank), m)
+        forward, inputs, weights = codes(Kind.F), codes(Kind.I), codes(Kind.W)
+        yield forward[:lead]
+        bounds = sorted({0, lag, m - lead, m, m + lag})  # which of the three are there changes only at these rounds
+        for start, stop in zip(bounds, bounds[1:], strict=False):
+            columns = []
+            if stop <= m - lead:
+                columns.append(forward[lead + start : lead + stop])
+            if stop <= m:
+                columns.append(inputs[start:stop])
+            if start >= lag:
+                columns.append(weights[start - lag : stop - lag])
+            yield weave(*columns)
+
+    return _single(p, m, lambda rank, codes: list(parts(rank, codes)))
+
+
+def zb_h1(p: int, m: int) -> Schedule:
+    """1F1B with backward split in two: weights' gradients fill the wait for the last inputs' gradients.
+
+    ::
+
+        FFF  IFWIFWIWIWIW       (p = 3, m = 5)
+         FFIF IFWIFWI IWIWW
+          FIFIFIWFIWFIWWW
+
+    Makespan, unit times, m >= p: 3 m + p - 1, a third of 1F1B's bubble. In flight: p at most, as 1F1B's first rank.
+
+    Source: Qi et al. 2023, Zero bubble pipeline parallelism.
+
+    Raises:
+        ValueError: fewer than one rank or micro-batch.
+
+    >>> print(zb_h1(2, 3))
+    2 stages on 2 ranks, 3 micro-batches
+    rank 0: 0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
+    rank 1: 1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
+    """
+    check(p, m)
+    return _zero_bubble(p, m, lambda rank: p - 1 - rank, lambda rank: rank)
+
+
+def zb_2p(p: int, m: int) -> Schedule:
+    """Twice the forwards of ZB-H1 ahead: no rank is idle between its first action and its last.
+
+    ::
+
+        FFFFFIWFIWFIWFIWIWIW     (p = 3, m = 7, the beginning)
+         FFFIFIFIWFIWFIW
+          FIFIFIFIFIWFIW
+
+    Makespan, unit times, m >= 2 p - 1: 3 m + p - 1, and no gaps; the ranks end one after another, as they began. In flight:
+    2 p - 1 at most. With fewer micro-batches it is valid, but no better than ZB-H1.
+
+    Source: ZB-H2 and ZB-2p of Qi et al. 2023, Zero bubble pipeline parallelism.
+
+    Raises:
+        ValueError: fewer than one rank or micro-batch.
+
+    >>> print(zb_2p(2, 3))
+    2 stages on 2 ranks, 3 micro-batches
+    rank 0: 0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2
+    rank 1: 1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2
+    """
+    check(p, m)
+    return _zero_bubble(p, m, lambda rank: 2 * (p - 1 - rank), lambda rank: 2 * rank)

@@ -1,0 +1,254 @@
+"""What each compute action needs, and in which order ranks get through: the arrays behind validate, lower and timeline.
+
+A node is a compute action; nodes are numbered rank by rank in the order of the rows. Apart from its row's order a node waits
+for one other at most: F(s, j) for F(s - 1, j); B(s, j) and I(s, j) for those of s + 1. All else that it needs lies on its own
+rank, and is checked beforehand.
+"""
+
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from .action import ALL, COMPUTE, Action, Codes, Kind, kinds, microbatches, pack, stages, unpack
+from .schedule import Schedule, ScheduleError
+
+__all__ = ["Floats", "Graph", "graph", "sweep"]
+
+Floats = npt.NDArray[np.float64]
+
+_FORWARD, _INPUT, _WEIGHT = range(3)  # the table's slots; a full backward is entered as backward for inputs
+_SLOT = np.array([_FORWARD, _INPUT, _WEIGHT, _INPUT])
+
+
+@attrs.frozen(eq=False)
+class Graph:
+    """A schedule's compute actions as nodes.
+
+    Attributes:
+        schedule: theirs.
+        rows: each rank's compute actions, packed.
+        first: the number of each rank's first node, and of all nodes.
+        table: [slot, stage + 1, micro-batch] the node of the forward, the backward for inputs, and that for weights.
+        before: the node that each waits for; the number of all nodes where there is none.
+    """
+
+    schedule: Schedule
+    rows: tuple[Codes, ...]
+    first: Codes
+    table: Codes
+    before: Codes
+
+    @property
+    def size(self) -> int:
+        """How many nodes."""
+        return len(self.before)
+
+    def forwards(self, stage: int) -> Codes:
+        """The nodes of a stage's forwards, by micro-batch."""
+        return self.table[_FORWARD, stage + 1]
+
+    def backwards(self, stage: int) -> Codes:
+        """The nodes of its backwards for inputs (or full ones), by micro-batch."""
+        return self.table[_INPUT, stage + 1]
+
+    def span(self, rank: int) -> slice:
+        """A rank's nodes."""
+        return slice(int(self.first[rank]), int(self.first[rank + 1]))
+
+    def where(self, node: int) -> tuple[int, int, Action]:
+        """A node's rank, its place in that rank's row, and the action."""
+        return _where(self.schedule, self.rows, self.first, node)
+
+
+def _where(schedule: Schedule, rows: Sequence[Codes], first: Codes, node: int) -> tuple[int, int, Action]:
+    rank = int(np.searchsorted(first, node, "right")) - 1
+    index = node - int(first[rank])
+    place = int(np.flatnonzero(kinds(schedule.codes[rank]) <= max(COMPUTE))[index])
+    return rank, place, unpack(rows[rank][index : index + 1])[0]
+
+
+def check_ids(schedule: Schedule) -> None:
+    """Refuses actions of stages and micro-batches that are not there, and those on a wrong rank."""
+    placement = np.array(schedule.placement)
+    for rank, row in enumerate(schedule.codes):
+        stage, microbatch = stages(row), microbatches(row)
+        wrong = (stage >= schedule.stages) | (microbatch >= schedule.microbatches)
+        wrong |= placement[np.minimum(stage, schedule.stages - 1)] != rank
+        if wrong.any():
+            place = int(wrong.argmax())
+            action = unpack(row[place : place + 1])[0]
+            if action.stage >= schedule.stages:
+                why = f"is of stage {action.stage}, but there are {schedule.stages}, counted from 0"
+            elif action.microbatch >= schedule.microbatches:
+                why = f"is of micro-batch {action.microbatch}, but there are {schedule.microbatches}, counted from 0"
+            else:
+                why = f"belongs on rank {schedule.placement[action.stage]}, which holds stage {action.stage}"
+            raise ScheduleError(why, action=action, rank=rank, place=place)
+
+
+def entered(table: Codes, keys: Codes, values: Codes, row: Codes, places: Codes, rank: int) -> None:
+    """Writes values at keys of a table, and refuses a key that comes twice."""
+    table[keys] = values
+    twice = table[keys] != values  # the last of equal keys has won
+    if twice.any():
+        first = int(twice.argmax())
+        again = first + 1 + int((keys[first + 1 :] == keys[first]).argmax())
+        action, earlier = unpack(row[places[[again, first]]])
+        why = f"is there again: {earlier} at place {places[first]} has done it"
+        raise ScheduleError(why, action=action, rank=rank, place=int(places[again]))
+
+
+def graph(schedule: Schedule, *, training: bool | None = None) -> Graph:
+    """The nodes of a schedule whose every action is there once, on its rank, after what it needs of the same rank.
+
+    Args:
+        schedule: lowered or not.
+        training: whether there must be backwards; by default, whether there is one.
+
+    Raises:
+        ScheduleError: an action is wrong, missing, there twice, or too early in its row.
+    """
+    check_ids(schedule)
+    count, m = schedule.stages, schedule.microbatches
+    table = np.full((3, count + 2, m), -1, np.int64)
+    flat, rows, first = table.reshape(-1), [], [0]
+    for rank, row in enumerate(schedule.codes):
+        places = np.flatnonzero(kinds(row) <= max(COMPUTE))
+        chosen = row if len(places) == len(row) else row[places]
+        keys = (_SLOT[kinds(chosen)] * (count + 2) + stages(chosen) + 1) * m + microbatches(chosen)
+        entered(flat, keys, np.arange(first[-1], first[-1] + len(chosen)), row, places, rank)
+        rows.append(chosen)
+        first.append(first[-1] + len(chosen))
+    offsets = np.array(first)
+    backs = bool((table[_INPUT] >= 0).any() or (table[_WEIGHT] >= 0).any())
+    _check_complete(schedule, rows, offsets, table, training=backs if training is None else training)
+    table[:, (0, -1)] = offsets[-1]  # before the first stage and after the last there is nothing to wait for
+    before = np.concatenate([_before(table, row, offsets[-1]) for row in rows])
+    made = Graph(schedule, tuple(rows), offsets, table, before)
+    _check_order(made)
+    return made
+
+
+def _check_complete(schedule: Schedule, rows: Sequence[Codes], first: Codes, table: Codes, *, training: bool) -> None:
+    def refuse_missing(there: npt.NDArray[np.bool_], kind: Kind, why: str) -> None:
+        if not there.all():
+            stage, microbatch = (int(x) for x in np.argwhere(~there)[0])
+            raise ScheduleError(f"is missing; {why}", action=Action(kind, stage, microbatch), rank=schedule.placement[stage])
+
+    forward, back, weight = table[:, 1:-1]
+    refuse_missing(forward >= 0, Kind.F, "each stage forwards each micro-batch once")
+    if not training:
+        if (back >= 0).any() or (weight >= 0).any():
+            rank, place, action = _where(schedule, rows, first, int(np.maximum(back, weight).max()))
+            raise ScheduleError("is a backward; without training there are forwards only", action=action, rank=rank, place=place)
+        return
+    refuse_missing(back >= 0, Kind.B, "each stage needs a backward of each micro-batch: B, or I and later W")
+    split = np.zeros(int(first[-1]), bool)
+    for rank, row in enumerate(rows):
+        split[first[rank] : first[rank + 1]] = kinds(row) == Kind.I
+    split = split[back]
+    refuse_missing((weight >= 0) | ~split, Kind.W, "I leaves the weights' gradients to it")
+    if ((weight >= 0) & ~split).any():
+        rank, place, action = _where(schedule, rows, first, int(weight[(weight >= 0) & ~split].min()))
+        full = Action(Kind.B, action.stage, action.microbatch)
+        raise ScheduleError(f"is there again: {full} has done it; split it into I and W", action=action, rank=rank, place=place)
+
+
+def _before(table: Codes, row: Codes, none: int) -> Codes:
+    slots = _SLOT[kinds(row)]
+    neighbour = stages(row) + 1 + np.array([-1, 1, 0])[slots]
+    found = table[slots, neighbour, microbatches(row)]
+    return np.where((slots == _WEIGHT) | (found < 0), none, found)
+
+
+def _check_order(made: Graph) -> None:
+    """Refuses a node that comes before one of its own rank that it needs."""
+    placement = np.array([-1, *made.schedule.placement, -1])
+    for rank, row in enumerate(made.rows):
+        span = made.span(rank)
+        nodes, stage, slots = np.arange(span.start, span.stop), stages(row), _SLOT[kinds(row)]
+        own = made.table[np.maximum(slots - 1, 0), stage + 1, microbatches(row)]  # B and I need F, W needs I
+        early = (slots > _FORWARD) & (own > nodes)
+        neighbour = placement[stage + 1 + np.array([-1, 1, 0])[slots]]
+        early_neighbour = (slots < _WEIGHT) & (neighbour == rank) & (made.before[span] > nodes)
+        if (early | early_neighbour).any():
+            index = int((early | early_neighbour).argmax())
+            needs = own[index] if early[index] else made.before[span][index]
+            _, place, action = made.where(int(nodes[index]))
+            _, later, needed = made.where(int(needs))
+            why = f"needs {needed}, which comes after it, at place {later}"
+            raise ScheduleError(why, action=action, rank=rank, place=place)
+
+
+# -- going through it ---------------------------------------------------------------------------------------------------
+
+
+def sweep(
+    made: Graph, duration: Floats, delay: Floats | None = None, gates: tuple[Codes, Floats] | None = None
+) -> tuple[Floats, Floats]:
+    """When each node starts and ends, if each rank takes its row in order and each node starts as soon as it can.
+
+    All ranks that can go on do so together, so the work in Python is that of the longest chain, not of all nodes.
+
+    Args:
+        made: the graph.
+        duration: of each node.
+        delay: how long after the end of what it waits for a node may start: the message's time.
+        gates: a further node that each waits for, earlier in its own row, and how long after that one's end.
+
+    Raises:
+        ScheduleError: ranks wait for each other; the cycle is in the message.
+    """
+    size, before, stop = made.size, made.before, made.first[1:]
+    start, end = np.zeros(size), np.full(size + 1, np.inf)
+    end[size] = 0.0  # what is not there is over from the beginning
+    head, clock = made.first[:-1].copy(), np.zeros(len(stop))
+    active = np.flatnonzero(head < stop)
+    while active.size:
+        nodes = head[active]
+        come = end[before[nodes]]
+        if delay is not None:
+            come = come + delay[nodes]
+        begin = np.maximum(clock[active], come)
+        if gates is not None:
+            begin = np.maximum(begin, end[gates[0][nodes]] + gates[1][nodes])
+        ready = begin < np.inf
+        if not ready.all():
+            begin, nodes, go = begin[ready], nodes[ready], active[ready]
+            if not go.size:
+                raise _cycle(made, head, active)
+        else:
+            go = active
+        start[nodes] = begin
+        end[nodes] = clock[go] = begin + duration[nodes]
+        head[go] = nodes + 1
+        if (nodes + 1 == stop[go]).any():
+            active = active[head[active] < stop[active]]
+    return start, end[:size]
+
+
+def _cycle(made: Graph, head: Codes, stuck: Codes) -> ScheduleError:
+    """Follows who waits for whom until a rank comes again."""
+    rank, path = int(stuck[0]), list[int]()
+    while rank not in path:
+        path.append(rank)
+        rank = made.where(int(made.before[head[rank]]))[0]
+    lines = []
+    for waiting in path[path.index(rank) :]:
+        _, place, action = made.where(int(head[waiting]))
+        other, later, needed = made.where(int(made.before[head[waiting]]))
+        lines.append(f"rank {waiting} at place {place}: {action} waits for {needed}, at place {later} of rank {other}")
+    _, place, action = made.where(int(head[rank]))
+    return ScheduleError("waits in a cycle:\n  " + "\n  ".join(lines), action=action, rank=rank, place=place)
+
+
+def weights_done(made: Graph, stage: int) -> Codes:
+    """The nodes after which a stage's weights' gradients are there, by micro-batch: W, or B."""
+    return np.maximum(made.table[_WEIGHT, stage + 1], made.backwards(stage))
+
+
+def evicting(kind: Kind, stage: int) -> int:
+    """The code of a gather, an evict or a reduce."""
+    return int(pack(kind, stage, ALL)[0])

@@ -1,0 +1,115 @@
+"""Optimizers that treat leaves differently: functions of ``Parts``, and other optimizers for other leaves."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import attrs
+from torch import Tensor
+
+from . import tree
+from .parts import Parts, Run, find
+from .weighted import Weighted
+
+__all__ = ["ByLeaf", "Pair", "Where", "routed"]
+
+Where = str | Callable[[str], bool]
+
+
+class Pair(Protocol):
+    """``init`` and ``update`` as ``Optimizer`` has them."""
+
+    @property
+    def init(self) -> Callable[[list[Tensor]], Any]:
+        """From the trained tensors to the optimizer's state."""
+        ...
+
+    @property
+    def update(self) -> Callable[[list[Tensor], Weighted, Any, Any], tuple[list[Tensor], Any]]:
+        """From params, gradients, state and rate to params and state."""
+        ...
+
+
+@attrs.frozen
+class ByLeaf:
+    """An optimizer that must know which elements are which leaf's.
+
+    Attributes:
+        make: from ``Parts`` to the pair for tensors in which the leaves lie so. It is called whenever the pair is used.
+        name: for printing.
+    """
+
+    make: Callable[[Parts], Pair]
+    name: str = "optimizer"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def at(rule: Any, parts: Callable[[], Parts]) -> Pair:
+    """The pair that an optimizer is where the leaves lie so."""
+    return rule.make(parts()) if isinstance(rule, ByLeaf) else rule  # type: ignore[no-any-return]
+
+
+def routed(name: str, choose: Callable[[Parts], Sequence[int]], rules: Sequence[Any]) -> ByLeaf:
+    """Optimizer ``rules[choose(parts)[leaf]]`` for each leaf; the state is the tuple of theirs.
+
+    Each rule gets views of the stored tensors, as long as neighbouring leaves allow, so that its kernels run over few large
+    tensors. Nothing is sent but what the rules themselves send.
+    """
+
+    def make(parts: Parts) -> Pair:
+        chosen = choose(parts)
+        routes = []
+        for index, rule in enumerate(rules):
+            runs, inner = parts.select(leaf for leaf, which in enumerate(chosen) if which == index)
+            routes.append((runs, at(rule, lambda inner=inner: inner)))  # type: ignore[misc]
+        return _Routed(tuple(routes))
+
+    return ByLeaf(make, name)
+
+
+def by_decay(rule: Callable[[float], Any], weight_decay: float, decay: Where) -> ByLeaf:
+    """``rule(weight_decay)`` for the leaves that ``decay`` names, ``rule(0.0)`` for the others."""
+
+    def choose(parts: Parts) -> list[int]:
+        hits = find(parts, decay, "decay")
+        return [0 if leaf in hits else 1 for leaf in range(len(parts.leaves))]
+
+    return routed(f"{rule(weight_decay)} where {_named(decay)}", choose, (rule(weight_decay), rule(0.0)))
+
+
+def by_path(rules: Mapping[Where, Any], others: Any) -> ByLeaf:
+    """The first rule whose key names a leaf moves it, ``others`` the rest."""
+
+    def choose(parts: Parts) -> list[int]:
+        hits = [find(parts, where, "rules") for where in rules]
+        return [next((i for i, found in enumerate(hits) if leaf in found), len(hits)) for leaf in range(len(parts.leaves))]
+
+    names = [f"{_named(where)}: {rule}" for where, rule in rules.items()]
+    return routed(f"route({{{', '.join(names)}}}, {others})", choose, (*rules.values(), others))
+
+
+def _named(where: Where) -> str:
+    return getattr(where, "__name__", repr(where))
+
+
+@attrs.frozen
+class _Routed:
+    routes: tuple[tuple[tuple[Run, ...], Pair], ...]
+
+    def init(self, params: list[Tensor]) -> tuple[Any, ...]:
+        """The state of each."""
+        return tuple(pair.init([run.of(params) for run in runs]) for runs, pair in self.routes)
+
+    def update(self, params: list[Tensor], grads: Weighted, state: Any, rate: Any) -> tuple[list[Tensor], tuple[Any, ...]]:
+        """Each moves its own views; what it returns in other memory is copied there."""
+        states, dense = [], [grad.contiguous() for grad in grads.sum]
+        for (runs, pair), old in zip(self.routes, state, strict=True):
+            views = [run.of(params) for run in runs]
+            own = tree.replace(grads, sum=[run.of(dense) for run in runs])
+            moved, new = pair.update(views, own, old, rate)
+            for view, other in zip(views, moved, strict=True):
+                if other.data_ptr() != view.data_ptr():
+                    view.copy_(other)
+            states.append(new)
+        return params, tuple(states)
