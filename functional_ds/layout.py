@@ -1,7 +1,7 @@
 """How a tree of tensors lies in equal shards: data and index arithmetic, no communication.
 
 Leaves are grouped into *units* (what is gathered together), and within a unit into *segments* (what lies in one flat
-tensor: leaves of one dtype that are all trained or all frozen). A segment is padded to a multiple of n and cut into n
+tensor: leaves of one dtype that are marked alike, all trained or all frozen for one). A segment is padded to a multiple of n and cut into n
 contiguous shards.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import tree
-from .trainable import is_trainable, like_marked
+from .trainable import is_trainable, like_marked, stored_in
 
 __all__ = ["Layout", "Segment", "Slot", "Unit", "block_of", "shard", "unshard"]
 
@@ -33,7 +33,7 @@ class Slot:
 
 @attrs.frozen
 class Segment:
-    """Leaves of one unit and dtype, all trained or all frozen, in one flat tensor of ``n * shard`` elements."""
+    """Leaves of one unit and dtype, marked alike, in one flat tensor of ``n * shard`` elements."""
 
     unit: int
     dtype: torch.dtype
@@ -77,16 +77,17 @@ class Layout:
         """The layout of a tree; ``unit_of`` names the unit of a path, by default its block (``block_of``)."""
         leaves = tree.tensors(params, "params")
         paths = tuple(path for path, _ in tree.named(params))
-        members: dict[str, dict[tuple[torch.dtype, bool], list[int]]] = {}
+        members: dict[str, dict[tuple[torch.dtype, bool, torch.dtype | None], list[int]]] = {}
         place = {path: index for index, path in enumerate(paths)}
         for index in (place[path] for path in tree.as_written(params)):  # as a model uses its leaves, more or less
             kinds = members.setdefault((unit_of or block_of)(paths[index]), {})
-            kinds.setdefault((leaves[index].dtype, is_trainable(leaves[index])), []).append(index)
+            leaf = leaves[index]
+            kinds.setdefault((leaf.dtype, is_trainable(leaf), stored_in(leaf)), []).append(index)
         units: list[Unit] = []
         segments: list[Segment] = []
         for name, kinds in members.items():
             first = len(segments)
-            for (dtype, trainable), indices in kinds.items():
+            for (dtype, trainable, _), indices in kinds.items():
                 segments.append(_segment(len(units), dtype, trainable, [(i, leaves[i]) for i in indices], n))
             units.append(Unit(name, tuple(range(first, len(segments)))))
         return Layout(n, tuple(units), tuple(segments), paths, tree.structure(params))

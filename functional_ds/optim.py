@@ -13,6 +13,7 @@ from torch.optim.sgd import sgd as torch_sgd
 from . import tree
 from .kernels import check, check_betas, gradients, reals, zeros
 from .routing import ByLeaf, Where, by_decay
+from .skipping import found_inf
 from .weighted import Weighted
 
 __all__ = ["AdamState", "Optimizer", "SGDState", "adamw", "as_optimizer", "sgd"]
@@ -30,11 +31,13 @@ class Optimizer:
             gradients are a ``Weighted`` list: what the kernel applies is ``grads.sum / grads.weight``. ``rate`` multiplies
             the learning rate.
         name: for printing.
+        skips: whether ``update`` heeds ``grads.skip``; for one that does not, ``skipping.guarded`` does, with a copy.
     """
 
     init: Callable[[list[Tensor]], Any]
     update: Callable[[list[Tensor], Weighted, Any, Rate], tuple[list[Tensor], Any]]
     name: str = "optimizer"
+    skips: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -91,6 +94,7 @@ def adamw(
             state.steps,
             fused=True,
             grad_scale=grads.weight,
+            found_inf=found_inf(grads),
             amsgrad=False,
             beta1=betas[0],
             beta2=betas[1],
@@ -101,7 +105,7 @@ def adamw(
         )
         return params, state
 
-    return Optimizer(init, update, f"adamw(lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay})")
+    return Optimizer(init, update, f"adamw(lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay})", skips=True)
 
 
 def sgd(
@@ -134,6 +138,7 @@ def sgd(
             [*state.momentum] if momentum else [None] * len(params),
             fused=True,
             grad_scale=grads.weight,
+            found_inf=found_inf(grads),
             weight_decay=weight_decay,
             momentum=momentum,
             lr=lr * rate,  # type: ignore[arg-type]
@@ -143,7 +148,7 @@ def sgd(
         )
         return params, state
 
-    return Optimizer(init, update, f"sgd(lr={lr}, momentum={momentum}, nesterov={nesterov}, weight_decay={weight_decay})")
+    return Optimizer(init, update, f"sgd(lr={lr}, momentum={momentum}, nesterov={nesterov}, weight_decay={weight_decay})", skips=True)
 
 
 def as_optimizer(pair: Any) -> Optimizer | ByLeaf:

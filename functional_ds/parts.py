@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor
 
 from . import comm, tree
@@ -21,11 +22,12 @@ __all__ = ["Leaf", "Parts", "Piece", "Run", "find"]
 
 @attrs.frozen
 class Leaf:
-    """A trained leaf of the user's tree."""
+    """A trained leaf of the user's tree, of the dtype that the user gave it."""
 
     path: str
     shape: tuple[int, ...]
     numel: int
+    dtype: torch.dtype
 
 
 @attrs.frozen
@@ -77,12 +79,11 @@ class Parts:
     def of(params: Any) -> "Parts":
         """A tree whose leaves lie alone and whole.
 
-        >>> import torch
-        >>> Parts.of({"w": torch.ones(2, 3)}).pieces
+            >>> Parts.of({"w": torch.ones(2, 3)}).pieces
         (Piece(leaf=0, offset=0, tensor=0, start=0, numel=6),)
         """
         trained = [(path, leaf) for path, leaf in tree.named(params) if is_trainable(leaf)]
-        leaves = tuple(Leaf(path, tuple(leaf.shape), leaf.numel()) for path, leaf in trained)
+        leaves = tuple(Leaf(path, tuple(leaf.shape), leaf.numel(), leaf.dtype) for path, leaf in trained)
         pieces = tuple(Piece(i, 0, i, 0, leaf.numel) for i, leaf in enumerate(leaves))
         return Parts(leaves, (pieces,))
 
@@ -90,14 +91,13 @@ class Parts:
     def of_layout(layout: Layout, group: comm.Group | None) -> "Parts":
         """The segments of a layout, whole or, with a group, this rank's shards of them.
 
-        >>> import torch
-        >>> layout = Layout.of({"a": torch.ones(5), "b": torch.ones(2)}, 2)
+            >>> layout = Layout.of({"a": torch.ones(5), "b": torch.ones(2)}, 2)
         >>> Parts.of_layout(layout, None).pieces
         (Piece(leaf=0, offset=0, tensor=0, start=0, numel=5), Piece(leaf=1, offset=0, tensor=0, start=8, numel=2))
         """
         segments = [segment for segment in layout.segments if segment.trainable]
         slots = [(tensor, slot) for tensor, segment in enumerate(segments) for slot in segment.slots]
-        leaves = tuple(Leaf(layout.paths[slot.leaf], slot.shape, slot.numel) for _, slot in slots)
+        leaves = tuple(Leaf(layout.paths[slot.leaf], slot.shape, slot.numel, segments[t].dtype) for t, slot in slots)
         if group is None:
             return Parts(leaves, (tuple(Piece(i, 0, t, slot.offset, slot.numel) for i, (t, slot) in enumerate(slots)),))
         ranks: list[list[Piece]] = [[] for _ in range(layout.n)]

@@ -27,6 +27,7 @@ class State:
         step: how many updates were made, an int64 scalar.
         key: where random draws come from; None while evaluating.
         slots: what transforms keep, by name.
+        skip: within an update: a bool scalar, whether it is to leave params, optimizer and step as they are. None for never.
         batch: the structure of the batches so far.
     """
 
@@ -35,6 +36,7 @@ class State:
     step: Tensor
     key: Key | None
     slots: dict[str, Any]
+    skip: Tensor | None = None
     batch: optree.PyTreeSpec | None = tree.static(default=None)
 
     def donate(self) -> "State":

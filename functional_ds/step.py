@@ -30,6 +30,7 @@ class Step:
 
     | phase | signature | base meaning |
     |---|---|---|
+    | prepare | params -> params | identity; marks leaves, before any transform cuts the tree up |
     | init | params -> State | params and optimizer state |
     | view | state, tape -> params that the loss sees | the stored params |
     | loss | state, params, batch -> Weighted, {name: Weighted} | the user's function |
@@ -56,7 +57,7 @@ class Step:
     def init(self, params: Any) -> State:
         """The state before the first update. ``params`` is copied, never changed."""
         tree.tensors(params, "params")
-        state: State = self.phases["init"](self, params)
+        state: State = self.phases["init"](self, self.phases["prepare"](self, params))
         return state
 
     def __call__(self, state: State, batch: Any, *, donate: bool = True) -> tuple[State, Metrics]:

@@ -1,13 +1,14 @@
-"""Which leaves the optimizer moves."""
+"""What leaves are marked with: whether the optimizer moves them, and the dtype that they are to be stored in."""
 
 import re
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from . import tree
 
-__all__ = ["freeze", "is_trainable", "like_marked", "trainable"]
+__all__ = ["freeze", "is_trainable", "like_marked", "mark_stored", "stored_in", "trainable"]
 
 
 def is_trainable(leaf: Tensor) -> bool:
@@ -22,9 +23,27 @@ def trainable(params: Any) -> list[Tensor]:
 
 
 def like_marked(value: Tensor, model: Tensor) -> Tensor:
-    """``value``, marked as frozen where ``model`` is."""
+    """``value``, marked as ``model`` is."""
     frozen = isinstance(model, nn.Parameter) and not model.requires_grad
-    return nn.Parameter(value, requires_grad=False) if frozen else value
+    marked = nn.Parameter(value, requires_grad=False) if frozen else value
+    dtype = stored_in(model)
+    return marked if dtype is None else mark_stored(marked, dtype)
+
+
+def mark_stored(leaf: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """The leaf's values in a new tensor, marked to be stored in ``dtype``; None takes the mark away.
+
+    Leaves that differ in it lie in segments of their own, as trained and frozen ones do.
+    """
+    frozen = isinstance(leaf, nn.Parameter) and not leaf.requires_grad
+    marked = nn.Parameter(leaf.detach(), requires_grad=False) if frozen else leaf.detach()
+    marked._fds_stored_in = dtype  # type: ignore[attr-defined]  # a tensor's own attribute, as pytrees have no place for one
+    return marked
+
+
+def stored_in(leaf: Tensor) -> torch.dtype | None:
+    """The dtype that a leaf is marked to be stored in."""
+    return getattr(leaf, "_fds_stored_in", None)
 
 
 def freeze(params: Any, pattern: str = "") -> Any:

@@ -12,6 +12,7 @@ from . import tree
 from .optim import as_optimizer
 from .parts import Parts
 from .routing import at
+from .skipping import guarded
 from .state import State
 from .step import Metrics, Phase, Step
 from .tape import Tape
@@ -62,12 +63,15 @@ def train_step(loss_fn: Callable[..., Any], optimizer: Any, *, seed: int = 0) ->
     def update(step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
         leaves, spec = tree.flatten(state.params)
         pair = at(rule, lambda: step.parts(state))
-        moved, optimizer_state = pair.update(trainable(state.params), grads, state.optimizer, step.rate(state))
+        grads = tree.replace(grads, skip=state.skip)
+        moved, optimizer_state = guarded(pair, trainable(state.params), grads, state.optimizer, step.rate(state))
         new = iter(moved)
         params = tree.unflatten(spec, [next(new) if is_trainable(leaf) else leaf for leaf in leaves])
-        return tree.replace(state, params=params, optimizer=optimizer_state, step=state.step + 1), {}
+        count = 1 if state.skip is None else state.skip.logical_not()
+        return tree.replace(state, params=params, optimizer=optimizer_state, step=state.step + count), {}
 
     base: dict[str, Phase] = {
+        "prepare": lambda step, params: params,
         "init": init,
         "view": stored_view,
         "loss": loss,
@@ -109,7 +113,9 @@ class _Gradients:
 
 
 def _finite(step: Step, state: State, grads: list[Tensor]) -> Tensor:
-    return torch.stack([grad.isfinite().all() for grad in grads]).all() if grads else torch.ones((), dtype=torch.bool)
+    reals = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads if grad.numel()]
+    ends = [end for grad in reals for end in torch.aminmax(grad)]  # one pass, which NaN survives
+    return torch.stack([end.isfinite() for end in ends]).all() if ends else torch.ones((), dtype=torch.bool)
 
 
 def _norm(step: Step, state: State, grads: list[Tensor]) -> Tensor:

@@ -21,10 +21,14 @@ class Weighted:
     >>> a, b = Weighted(torch.tensor(6.0), torch.tensor(2.0)), Weighted(torch.tensor(1.0), torch.tensor(1.0))
     >>> tree.map(torch.add, a, b).mean()
     tensor(2.3333)
+
+    Attributes:
+        skip: where an optimizer is given gradients: a bool scalar, whether to move nothing; None for never.
     """
 
     sum: Any
     weight: Any
+    skip: Any = None
 
     def mean(self) -> Any:
         """The sum divided by the weight, leaf by leaf."""
