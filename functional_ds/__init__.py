@@ -3,8 +3,14 @@
 from . import comm, tree
 from .functional import Apply, functional
 from .key import Key
+from .lamb import lamb
 from .layout import Layout, shard, unshard
+from .muon import muon
 from .optim import Optimizer, adamw, sgd
+from .optimizers import adagrad, adam, lion
+from .parts import Parts
+from .route import route
+from .routing import ByLeaf
 from .state import DonatedStateError, State
 from .step import Step, Transform, compose, wrap
 from .tape import Tape
@@ -16,20 +22,28 @@ from . import transforms  # isort: skip  (the layer above: it imports the names 
 
 __all__ = [
     "Apply",
+    "ByLeaf",
     "DonatedStateError",
     "Key",
     "Layout",
     "Optimizer",
+    "Parts",
     "State",
     "Step",
     "Tape",
     "Transform",
     "Weighted",
+    "adagrad",
+    "adam",
     "adamw",
     "comm",
     "compose",
     "freeze",
     "functional",
+    "lamb",
+    "lion",
+    "muon",
+    "route",
     "sgd",
     "shard",
     "train_step",

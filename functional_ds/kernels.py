@@ -20,7 +20,9 @@ def gradients(grads: Weighted, params: list[Tensor]) -> list[Tensor]:
 
 def means(grads: Weighted, params: list[Tensor]) -> list[Tensor]:
     """The gradients divided by their weight, for kernels that do not divide."""
-    return reals([(grad.to(p.dtype) / grads.weight.to(p.dtype)).contiguous() for grad, p in zip(grads.sum, params, strict=True)])
+    return reals(
+        [(grad.to(p.dtype) / grads.weight.to(p.dtype)).contiguous() for grad, p in zip(grads.sum, params, strict=True)]
+    )
 
 
 def zeros(params: list[Tensor]) -> list[Tensor]:

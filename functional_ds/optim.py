@@ -148,7 +148,9 @@ def sgd(
         )
         return params, state
 
-    return Optimizer(init, update, f"sgd(lr={lr}, momentum={momentum}, nesterov={nesterov}, weight_decay={weight_decay})", skips=True)
+    return Optimizer(
+        init, update, f"sgd(lr={lr}, momentum={momentum}, nesterov={nesterov}, weight_decay={weight_decay})", skips=True
+    )
 
 
 def as_optimizer(pair: Any) -> Optimizer | ByLeaf:

@@ -51,47 +51,47 @@ class Owners:
             of.append(owner)
         return Owners(parts, tuple(of))
 
-    def whole(self, pieces: Sequence[Tensor]) -> dict[int, Tensor]:
-        """From this rank's pieces to the leaves that it owns, flat."""
-        mine, parts = self.parts.rank, self.parts
-        order = self._by_owner(parts.pieces)
-        arrives = [[p for p in there if self.of[p.leaf] == mine] for there in parts.ranks]
-        flat = self._exchange([pieces[i] for block in order for i in block], self._sent(), [_total(block) for block in arrives])
-        leaves = {i: flat.new_empty(leaf.numel) for i, leaf in enumerate(parts.leaves) if self.of[i] == mine}
-        for piece, part in _cut(flat, [piece for block in arrives for piece in block]):
+    def whole(self, pieces: Sequence[Tensor], dtype: torch.dtype) -> dict[int, Tensor]:
+        """From this rank's pieces, of one dtype on all ranks, to the leaves that it owns, flat."""
+        order, arrives = self._by_owner(), self._mine()
+        blocks = [pieces[i] for i in order]
+        flat = self._exchange(blocks, self._outward(), [_total(block) for block in arrives], dtype)
+        leaves = {i: flat.new_empty(leaf.numel) for i, leaf in enumerate(self.parts.leaves) if self.of[i] == self.parts.rank}
+        there = [piece for block in arrives for piece in block]
+        for piece, part in zip(there, flat.split([piece.numel for piece in there]), strict=True):
             leaves[piece.leaf][piece.offset : piece.offset + piece.numel] = part
         return leaves
 
-    def back(self, leaves: Mapping[int, Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-        """From the leaves that this rank owns, flat, to its pieces; ``like`` are such pieces."""
-        parts, mine = self.parts, self.parts.rank
-        leaves_of = [[p for p in there if self.of[p.leaf] == mine] for there in parts.ranks]
-        sent = [leaves[p.leaf][p.offset : p.offset + p.numel] for block in leaves_of for p in block]
-        flat = self._exchange(sent or [like[0][:0]] if like else sent, [_total(block) for block in leaves_of], self._sent())
-        order = [i for block in self._by_owner(parts.pieces) for i in block]
-        found = dict(zip(order, (part for _, part in _cut(flat, [parts.pieces[i] for i in order])), strict=True))
-        return [found[i] for i in range(len(order))]
+    def back(self, leaves: Mapping[int, Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """From the leaves that this rank owns, flat, to its pieces."""
+        order, leaving = self._by_owner(), self._mine()
+        blocks = [leaves[p.leaf][p.offset : p.offset + p.numel] for block in leaving for p in block]
+        flat = self._exchange(blocks, [_total(block) for block in leaving], self._outward(), dtype)
+        found = zip(order, flat.split([self.parts.pieces[i].numel for i in order]), strict=True)
+        return [part for _, part in sorted(found, key=lambda pair: pair[0])]
 
-    def _by_owner(self, pieces: Sequence[Piece]) -> list[list[int]]:
-        blocks: list[list[int]] = [[] for _ in self.parts.ranks]
-        for i, piece in enumerate(pieces):
-            blocks[self.of[piece.leaf]].append(i)
-        return blocks
+    def _by_owner(self) -> list[int]:
+        """This rank's pieces in the order of their owners."""
+        return sorted(range(len(self.parts.pieces)), key=lambda i: self.of[self.parts.pieces[i].leaf])
 
-    def _sent(self) -> list[int]:
-        return [_total([self.parts.pieces[i] for i in block]) for block in self._by_owner(self.parts.pieces)]
+    def _outward(self) -> list[int]:
+        """How many elements of this rank's pieces each rank owns."""
+        pieces = self.parts.pieces
+        return [_total([p for p in pieces if self.of[p.leaf] == rank]) for rank in range(len(self.parts.ranks))]
 
-    def _exchange(self, blocks: list[Tensor], sends: list[int], receives: list[int]) -> Tensor:
-        flat = torch.cat(blocks)
-        if all(self.of[piece.leaf] == rank for rank, pieces in enumerate(self.parts.ranks) for piece in pieces):
+    def _mine(self) -> list[list[Piece]]:
+        """Each rank's pieces of the leaves that this rank owns."""
+        return [[p for p in pieces if self.of[p.leaf] == self.parts.rank] for pieces in self.parts.ranks]
+
+    def _exchange(self, blocks: list[Tensor], sends: list[int], receives: list[int], dtype: torch.dtype) -> Tensor:
+        group = self.parts.group
+        device = group.world.device if group is not None else None
+        flat = torch.cat(blocks) if blocks else torch.empty(0, dtype=dtype, device=device)
+        if group is None or all(self.of[p.leaf] == rank for rank, pieces in enumerate(self.parts.ranks) for p in pieces):
             return flat
-        found: Tensor = comm.all_to_all(flat, self.parts.group, input_splits=sends, output_splits=receives)
+        found: Tensor = comm.all_to_all(flat, group, input_splits=sends, output_splits=receives)
         return found
 
 
 def _total(pieces: Sequence[Piece]) -> int:
     return sum(piece.numel for piece in pieces)
-
-
-def _cut(flat: Tensor, pieces: Sequence[Piece]) -> list[tuple[Piece, Tensor]]:
-    return list(zip(pieces, flat.split([piece.numel for piece in pieces]), strict=True))

@@ -79,7 +79,7 @@ class Parts:
     def of(params: Any) -> "Parts":
         """A tree whose leaves lie alone and whole.
 
-            >>> Parts.of({"w": torch.ones(2, 3)}).pieces
+        >>> Parts.of({"w": torch.ones(2, 3)}).pieces
         (Piece(leaf=0, offset=0, tensor=0, start=0, numel=6),)
         """
         trained = [(path, leaf) for path, leaf in tree.named(params) if is_trainable(leaf)]
@@ -91,7 +91,7 @@ class Parts:
     def of_layout(layout: Layout, group: comm.Group | None) -> "Parts":
         """The segments of a layout, whole or, with a group, this rank's shards of them.
 
-            >>> layout = Layout.of({"a": torch.ones(5), "b": torch.ones(2)}, 2)
+        >>> layout = Layout.of({"a": torch.ones(5), "b": torch.ones(2)}, 2)
         >>> Parts.of_layout(layout, None).pieces
         (Piece(leaf=0, offset=0, tensor=0, start=0, numel=5), Piece(leaf=1, offset=0, tensor=0, start=8, numel=2))
         """

@@ -1,6 +1,6 @@
 """Optimizers that treat leaves differently: functions of ``Parts``, and other optimizers for other leaves."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import attrs
@@ -10,7 +10,7 @@ from . import tree
 from .parts import Parts, Run, find
 from .weighted import Weighted
 
-__all__ = ["ByLeaf", "Pair", "Where", "routed"]
+__all__ = ["ByLeaf", "Pair", "Where", "at", "by_decay", "named", "routed"]
 
 Where = str | Callable[[str], bool]
 
@@ -51,7 +51,7 @@ def at(rule: Any, parts: Callable[[], Parts]) -> Pair:
 
 
 def routed(name: str, choose: Callable[[Parts], Sequence[int]], rules: Sequence[Any]) -> ByLeaf:
-    """Optimizer ``rules[choose(parts)[leaf]]`` for each leaf; the state is the tuple of theirs.
+    """Optimizer ``rules[choose(parts)[leaf]]`` for each leaf; the state is the tuple of theirs, those without leaves left out.
 
     Each rule gets views of the stored tensors, as long as neighbouring leaves allow, so that its kernels run over few large
     tensors. Nothing is sent but what the rules themselves send.
@@ -62,7 +62,8 @@ def routed(name: str, choose: Callable[[Parts], Sequence[int]], rules: Sequence[
         routes = []
         for index, rule in enumerate(rules):
             runs, inner = parts.select(leaf for leaf, which in enumerate(chosen) if which == index)
-            routes.append((runs, at(rule, lambda inner=inner: inner)))  # type: ignore[misc]
+            if inner.leaves:  # else there is nothing for it on any rank
+                routes.append((runs, at(rule, lambda inner=inner: inner)))  # type: ignore[misc]
         return _Routed(tuple(routes))
 
     return ByLeaf(make, name)
@@ -75,21 +76,11 @@ def by_decay(rule: Callable[[float], Any], weight_decay: float, decay: Where) ->
         hits = find(parts, decay, "decay")
         return [0 if leaf in hits else 1 for leaf in range(len(parts.leaves))]
 
-    return routed(f"{rule(weight_decay)} where {_named(decay)}", choose, (rule(weight_decay), rule(0.0)))
+    return routed(f"{rule(weight_decay)} where {named(decay)}", choose, (rule(weight_decay), rule(0.0)))
 
 
-def by_path(rules: Mapping[Where, Any], others: Any) -> ByLeaf:
-    """The first rule whose key names a leaf moves it, ``others`` the rest."""
-
-    def choose(parts: Parts) -> list[int]:
-        hits = [find(parts, where, "rules") for where in rules]
-        return [next((i for i, found in enumerate(hits) if leaf in found), len(hits)) for leaf in range(len(parts.leaves))]
-
-    names = [f"{_named(where)}: {rule}" for where, rule in rules.items()]
-    return routed(f"route({{{', '.join(names)}}}, {others})", choose, (*rules.values(), others))
-
-
-def _named(where: Where) -> str:
+def named(where: Where) -> str:
+    """For printing."""
     return getattr(where, "__name__", repr(where))
 
 

@@ -1,78 +1,194 @@
-"""Mixed precision: fp32 masters, half-precision everything else."""
+"""Mixed precision: what is stored, computed, updated and reduced in which dtype, and what happens on overflow."""
 
+import math
+import warnings
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
 from functional_ds import tree
+from functional_ds.parts import Parts
 from functional_ds.state import State
 from functional_ds.step import Metrics, Step, Transform, wrap
-from functional_ds.trainable import is_trainable, like_marked
+from functional_ds.trainable import is_trainable, like_marked, mark_stored, stored_in
+from functional_ds.training import stored_view
 from functional_ds.weighted import Weighted
+
+from .loss_scale import DynamicScale, LossScale, NoScale, StaticScale
+from .policy import Policy
+from .rounding import round_stochastically, uniforms
 
 __all__ = ["mixed_precision"]
 
-_COMPUTE = {"bf16": torch.bfloat16}
 
+def mixed_precision(
+    policy: str | Policy = "bf16",
+    loss_scale: LossScale | float | None = None,
+    *,
+    autocast: bool = False,
+    states: torch.dtype | None = None,
+    stochastic: bool = False,
+) -> Transform:
+    """Computes in half precision and updates what is wide.
 
-def mixed_precision(policy: str = "bf16") -> Transform:
-    """Computes in bf16 and updates fp32 masters.
+    With the policy ``"bf16"`` the stored params are bf16, so the loss, the gathers and the gradients are; fp32 masters lie
+    beside the optimizer's state, in whatever shards that has. With Adam's two moments that makes 2 + 2 + 12 bytes a
+    parameter for params, gradients and optimizer (law 20). Floating leaves of a batch are cast too; a loss comes back in
+    fp32. ``step.params`` gives the masters. ``"fp16"`` is the same with fp16 and a loss scale.
 
-    The stored params are bf16, so the loss, the gathers and the gradients are; the fp32 masters lie beside the optimizer's
-    state, in whatever shards that has. With Adam's two moments that makes 2 + 2 + 12 bytes a parameter for params, gradients
-    and optimizer (law 20). Floating leaves of a batch are cast too; a loss comes back in fp32. ``step.params`` gives the
-    masters.
+    With a loss scale, the loss and its weight are multiplied alike, so gradients need no unscaling (law 24). A step whose
+    gradients are not finite on any rank changes neither params nor optimizer nor the count of steps on any (law 25): it has
+    the metric ``skipped`` 1.0. The metric ``loss_scale`` is what the step used. Nothing is read back from the device.
 
     Put it before ``zero``: what is stored, then what is gathered. Integer and complex leaves stay as they are, and so does
-    a frozen leaf that is bf16 already.
+    a frozen leaf that has the stored dtype already.
+
+    Args:
+        policy: a ``Policy``, or the words of one.
+        loss_scale: a loss scale, or a number for a static one; by default ``DynamicScale()`` for fp16, else none.
+        autocast: the loss runs in ``torch.autocast``, which takes sums, norms and exponentials in fp32; batches are not
+            cast then.
+        states: the dtype of the optimizer's state between updates, scalars apart; None for the optimizer's own. An update
+            holds it in fp32.
+        stochastic: rounds to bf16 at random, what has no masters and ``states``, so that small changes are not lost. Draws
+            depend on seed, step and place in the tree (law 29).
 
     Raises:
-        ValueError: an unknown policy.
+        ValueError: an unknown policy; an autocast to fp32; ``states`` neither bf16 nor fp32; ``stochastic`` where nothing
+            is rounded to bf16, or after ``zero``; gradients that were not reduced as the policy says; a second one.
+        TypeError: no policy or loss scale.
+
+    >>> import functional_ds as fds
+    >>> step = mixed_precision("fp16", 8.0)(fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(0.5)))
+    >>> state, metrics = step(step.init({"w": torch.ones(2)}), torch.tensor([1.0, 60000.0]))
+    >>> metrics["skipped"].item(), step.params(state)["w"].tolist(), state.step.item()
+    (1.0, [1.0, 1.0], 0)
     """
-    if policy not in _COMPUTE:
-        raise ValueError(f"policy={policy!r} is unknown; use one of {', '.join(map(repr, _COMPUTE))}")
-    compute = _COMPUTE[policy]
+    found = Policy.parse(policy) if isinstance(policy, str) else policy
+    if not isinstance(found, Policy):
+        raise TypeError(f"policy={policy!r} is neither a Policy nor a string")
+    half = found.compute in (torch.float16, torch.bfloat16)
+    if autocast and not half:
+        raise ValueError(f"autocast=True: the policy {found} computes in {found.compute}; use compute=bf16 or compute=f16")
+    if states not in (None, torch.float32, torch.bfloat16):
+        raise ValueError(f"states={states}: optimizer states can be torch.bfloat16 or torch.float32")
+    rounds = states == torch.bfloat16 or (found.compute == torch.bfloat16 and not found.masters)
+    if stochastic and not rounds:
+        raise ValueError(f"stochastic=True: nothing is rounded to bf16 with the policy {found} and states={states}")
+    return _Mixed(found, _scale(loss_scale, found), autocast, states, stochastic).transform()
 
-    def widen(leaf: Tensor) -> Tensor:
-        if not leaf.is_floating_point() or not (is_trainable(leaf) or leaf.dtype != compute):
-            return leaf
-        return like_marked(leaf.detach().to(torch.promote_types(leaf.dtype, torch.float32)), leaf)
 
-    def cast(leaf: Any) -> Any:
-        smooth = isinstance(leaf, Tensor) and leaf.is_floating_point()
-        return like_marked(leaf.detach().to(compute), leaf) if smooth else leaf
+def _scale(given: Any, policy: Policy) -> LossScale:
+    if given is None:
+        return DynamicScale() if policy.compute == torch.float16 else NoScale()
+    scale = StaticScale(float(given)) if isinstance(given, int | float) else given
+    if not all(hasattr(scale, name) for name in ("scale", "unscale", "adjust")):
+        raise TypeError(f"loss_scale={given!r} is no loss scale; use NoScale(), StaticScale(...), DynamicScale(...) or a number")
+    for name in ("value", "initial", "factor"):
+        number = getattr(scale, name, None)
+        if isinstance(number, float) and math.frexp(number)[0] != 0.5:
+            warnings.warn(f"loss_scale: {name}={number} is no power of two, so scaling rounds gradients", stacklevel=3)
+    return scale  # type: ignore[no-any-return]
 
-    def init(inner: Any, step: Step, params: Any) -> State:
-        state: State = inner(step, tree.map(widen, params))
-        masters = [x if x.is_floating_point() and x.dtype != compute else None for x in tree.leaves(state.params)]
-        return tree.replace(state, params=tree.map(cast, state.params)).put(masters=masters)
 
-    def with_masters(state: State) -> State:
-        """The state with every master in the place of its half-precision copy."""
+@attrs.frozen(eq=False)
+class _Mixed:
+    policy: Policy
+    scale: LossScale
+    autocast: bool
+    states: torch.dtype | None
+    stochastic: bool
+
+    def transform(self) -> Transform:
+        """The phases that mixed precision wraps."""
+        mixed = wrap(
+            str(self), prepare=self.prepare, init=self.init, loss=self.loss, update=self.update, params=self.params
+        )
+
+        def transform(step: Step) -> Step:
+            if any(name.startswith("mixed_precision(") for name in step.names):
+                raise ValueError(f"{self}: this step has a mixed precision already ({step})")
+            if self.stochastic and step.phases["view"] is not stored_view:
+                raise ValueError(f"{self}: stochastic rounding needs the tensors that the optimizer gets; put it before zero")
+            return mixed(step)
+
+        return transform
+
+    def __str__(self) -> str:
+        options = "".join(f", {name}={value}" for name, value in self._options() if value)
+        return f"mixed_precision({str(self.policy)!r}{options})"
+
+    def _options(self) -> list[tuple[str, Any]]:
+        scale = None if isinstance(self.scale, NoScale) else self.scale
+        return [("loss_scale", scale), ("autocast", self.autocast), ("states", self.states), ("stochastic", self.stochastic)]
+
+    # -- what is stored ------------------------------------------------------------------------------------------------
+
+    def prepare(self, inner: Any, step: Step, params: Any) -> Any:
+        """Marks the exceptions while leaves have paths of their own."""
+        return inner(step, self.policy.mark(params))
+
+    def init(self, inner: Any, step: Step, params: Any) -> State:
+        """The optimizer's state of wide params, which then become masters, or go."""
+        marks = [stored_in(leaf) for leaf in tree.leaves(params)]
+        del marks
+        state: State = inner(step, tree.map(self._widen, params))
         leaves, spec = tree.flatten(state.params)
-        masters = zip(state.slots["masters"], leaves, strict=True)
-        return tree.replace(state, params=tree.unflatten(spec, [leaf if wide is None else wide for wide, leaf in masters]))
+        stored = [self._store(leaf) for leaf in leaves]
+        keeps = [self.policy.masters and new.dtype != old.dtype for old, new in zip(leaves, stored, strict=True)]
+        masters = [mark_stored(leaf, None) if kept else None for leaf, kept in zip(leaves, keeps, strict=True)]
+        scale = tree.map(lambda x: x.to(state.step.device), self.scale)
+        state = tree.replace(state, params=tree.unflatten(spec, stored), optimizer=tree.map(self._narrow, state.optimizer))
+        return state.put(masters=masters, loss_scale=scale)
 
-    def loss(inner: Any, step: Step, state: State, params: Any, batch: Any) -> tuple[Weighted, dict[str, Weighted]]:
-        return tree.map(Tensor.float, inner(step, state, params, tree.map(cast, batch)))  # type: ignore[no-any-return]
+    def params(self, inner: Any, step: Step, state: State) -> Any:
+        """The masters."""
+        return inner(step, tree.replace(state, params=_with(state.params, state.slots["masters"])))
 
-    def update(inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
-        halves, spec = tree.flatten(state.params)
-        masters = state.slots["masters"]
-        state, metrics = inner(step, with_masters(state), grads)
-        moved = tree.leaves(state.params)
-        kept = [None if old is None else new for old, new in zip(masters, moved, strict=True)]
-        stored = [new if wide is None else _write(half, wide) for half, wide, new in zip(halves, kept, moved, strict=True)]
-        return tree.replace(state, params=tree.unflatten(spec, stored)).put(masters=kept), metrics
+    def _stored_dtype(self, leaf: Tensor) -> torch.dtype:
+        return stored_in(leaf) or self.policy.compute
 
-    def params(inner: Any, step: Step, state: State) -> Any:
-        return inner(step, with_masters(state))
+    def _widen(self, leaf: Tensor) -> Tensor:
+        """As the optimizer is to see it."""
+        stored = self._stored_dtype(leaf)
+        if not leaf.is_floating_point() or not (is_trainable(leaf) or leaf.dtype != stored):
+            return leaf
+        wide = torch.promote_types(leaf.dtype, self.policy.params) if self.policy.masters else stored
+        return like_marked(leaf.detach().to(torch.promote_types(wide, torch.float32)), leaf)
 
-    return wrap(f"mixed_precision({policy!r})", init=init, loss=loss, update=update, params=params)
+    def _store(self, leaf: Tensor) -> Tensor:
+        """As the loss is to see it, without the mark."""
+        dtype = self._stored_dtype(leaf) if leaf.is_floating_point() else leaf.dtype
+        return mark_stored(like_marked(leaf.detach().to(dtype), leaf), None)
 
+    def _narrow(self, leaf: Any) -> Any:
+        """The optimizer's state as it is kept: scalars, which count, stay."""
+        narrows = self.states is not None and isinstance(leaf, Tensor) and leaf.dtype == torch.float32 and leaf.dim()
+        return leaf.to(self.states) if narrows else leaf
 
-def _write(half: Tensor, wide: Tensor) -> Tensor:
-    """Rounds a master into its half-precision copy, which the update owns."""
-    with torch.no_grad():
-        return half.copy_(wide)
+    # -- what the loss sees --------------------------------------------------------------------------------------------
+
+    def loss(self, inner: Any, step: Step, state: State, params: Any, batch: Any) -> tuple[Weighted, dict[str, Weighted]]:
+        """The inner loss of a cast batch, in ``output``, scaled where gradients are wanted."""
+        with self._context(state):
+            loss, metrics = inner(step, state, params, batch if self.autocast else tree.map(self._cast, batch))
+        loss, metrics = tree.map(Tensor.float, (loss, metrics)) if False else self._output((loss, metrics))
+        if torch.is_grad_enabled():
+            scale: LossScale = state.slots["loss_scale"]
+            loss = scale.unscale(tree.replace(loss, sum=scale.scale(loss.sum)))
+        return loss, metrics
+
+    def _context(self, state: State) -> AbstractContextManager[Any]:
+        if not self.autocast:
+            return nullcontext()
+        return torch.autocast(state.step.device.type, self.policy.compute)
+
+    def _cast(self, leaf: Any) -> Any:
+        smooth = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return like_marked(leaf.detach().to(self.policy.compute), leaf) if smooth else leaf
+
+    def _output(self, found: Any) -> Any:
+        return found

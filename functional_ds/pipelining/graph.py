@@ -11,7 +11,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from .action import ALL, COMPUTE, Action, Codes, Kind, kinds, microbatches, pack, stages, unpack
+from .action import COMPUTE, Action, Codes, Kind, kinds, microbatches, stages, unpack
 from .schedule import Schedule, ScheduleError
 
 __all__ = ["Floats", "Graph", "graph", "sweep"]
@@ -247,8 +247,3 @@ def _cycle(made: Graph, head: Codes, stuck: Codes) -> ScheduleError:
 def weights_done(made: Graph, stage: int) -> Codes:
     """The nodes after which a stage's weights' gradients are there, by micro-batch: W, or B."""
     return np.maximum(made.table[_WEIGHT, stage + 1], made.backwards(stage))
-
-
-def evicting(kind: Kind, stage: int) -> int:
-    """The code of a gather, an evict or a reduce."""
-    return int(pack(kind, stage, ALL)[0])

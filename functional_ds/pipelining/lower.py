@@ -1,0 +1,121 @@
+"""``lower``: a schedule of compute actions with the sends, receives, gathers and reductions that it takes."""
+
+import attrs
+import numpy as np
+
+from .action import ALL, Codes, Kind, kinds, microbatches, pack, stages
+from .graph import Floats, Graph, graph, sweep, weights_done
+from .schedule import Schedule
+
+__all__ = ["lower"]
+
+# What stands between two compute actions comes in this order.
+_SEND, _RECV, _REDUCE, _EVICT, _GATHER, _COMPUTE = range(6)
+_UNITS = np.array([1.0, 1.0, 1.0, 2.0])  # of F, I, W, B
+
+
+def lower(schedule: Schedule, *, gathers: bool = False, reduces: bool | None = None, resident: int = 2) -> Schedule:
+    """The schedule that an executor runs: each rank's compute actions, and between them what is sent and received.
+
+    A send stands right after the action that computes its value. A receive stands before the first action of its rank that
+    starts, at unit times, when the value is there or later: as early as it can be met, no earlier. Neighbouring messages are
+    one step, so ranks that exchange an activation for a gradient do that at once. Stages of one rank send each other nothing.
+
+    Law: the result has no deadlock even if every step of messages waits until all its other ends are there. For a step
+    between actions a and b of a rank, all its messages were ready in the unit-time run after a's start and not after b's
+    start; so all steps are posted, and complete, in the order of these times. Between two ranks messages are received in the
+    order in which they are sent.
+
+    Law: ``lower(s).compute_only() == s``.
+
+    Args:
+        schedule: compute actions only.
+        gathers: parameters are sharded (ZeRO-3): gather a stage's before its use, evict them when others are needed earlier.
+        reduces: reduce each stage's gradients after its last backward; by default as ``gathers``.
+        resident: how many stages' parameters a rank may hold whole at a time; two let it fetch one ahead.
+
+    Raises:
+        ScheduleError: an action is wrong, missing, there twice or too early, or ranks wait for each other in a cycle.
+        ValueError: the schedule is lowered already, or ``resident`` is less than one.
+
+    >>> from functional_ds.pipelining import one_f_one_b
+    >>> print(lower(one_f_one_b(2, 2)))
+    2 stages on 2 ranks, 2 micro-batches
+    rank 0: 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
+    rank 1: 1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1
+    """
+    if schedule.lowered:
+        raise ValueError(f"schedule={schedule!r} is lowered already; lower schedule.compute_only()")
+    if resident < 1:
+        raise ValueError(f"resident={resident}: a rank holds at least the stage that it computes")
+    made = graph(schedule)
+    start, end = sweep(made, np.concatenate([_UNITS[kinds(row)] for row in made.rows]))
+    holder = np.array([-1, *schedule.placement, -1])
+    reduces = gathers if reduces is None else reduces
+    rows = []
+    for rank in range(schedule.ranks):
+        parts = [*_messages(made, rank, start, end, holder)]
+        if reduces:
+            parts += _reductions(made, rank)
+        if gathers:
+            parts += _gathers(made.rows[rank], resident)
+        rows.append(_merged(made.rows[rank], parts))
+    return attrs.evolve(schedule, codes=rows)
+
+
+# What is put into a row: before which of its actions (or after the last), what sort it is of, and codes in their order.
+Part = tuple[Codes, int, Codes]
+
+
+def _merged(row: Codes, parts: list[Part]) -> Codes:
+    parts = [*parts, (np.arange(len(row)), _COMPUTE, row)]
+    keys = np.concatenate([gaps * (_COMPUTE + 1) + sort for gaps, sort, _ in parts])
+    merged: Codes = np.concatenate([codes for _, _, codes in parts])[np.argsort(keys, kind="stable")]
+    return merged
+
+
+def _messages(made: Graph, rank: int, start: Floats, end: Floats, holder: Codes) -> tuple[Part, Part]:
+    row, span = made.rows[rank], made.span(rank)
+    stage, microbatch, forward = stages(row), microbatches(row), kinds(row) == Kind.F
+    weight = kinds(row) == Kind.W
+    onward = np.where(forward, 1, -1)
+
+    to = np.where(weight, -1, holder[stage + 1 + onward])
+    sent = np.flatnonzero((to >= 0) & (to != rank))
+    sends = pack(np.where(forward, Kind.SEND_F, Kind.SEND_B)[sent], stage[sent], microbatch[sent])
+
+    source = np.where(weight, -1, holder[stage + 1 - onward])
+    got = np.flatnonzero((source >= 0) & (source != rank))
+    producers = made.before[span][got]
+    got = got[np.lexsort((producers, end[producers]))]
+    receives = pack(np.where(forward, Kind.RECV_F, Kind.RECV_B)[got], stage[got], microbatch[got])
+    gaps = np.searchsorted(start[span], end[made.before[span][got]])
+    return (sent + 1, _SEND, sends), (gaps, _RECV, receives)
+
+
+def _reductions(made: Graph, rank: int) -> list[Part]:
+    parts = []
+    for stage in made.schedule.stages_of(rank):
+        last = int(weights_done(made, stage).max())
+        if last >= 0:  # of forwards alone there is nothing to reduce
+            parts.append((np.array([last + 1 - made.first[rank]]), _REDUCE, pack(Kind.REDUCE, stage, ALL)))
+    return parts
+
+
+def _gathers(row: Codes, resident: int) -> list[Part]:
+    """Whole at any time: the stages that are used next, as many as may be (Belady's rule)."""
+    used = stages(row)
+    turns = np.flatnonzero(np.diff(used, prepend=-1))  # where a rank turns to another stage
+    own = np.unique(used)
+    never = len(turns)
+    uses = np.where(used[turns][:, None] == own, np.arange(never)[:, None], never)  # [turn, stage]
+    following = np.minimum.accumulate(uses[::-1], axis=0)[::-1]  # each stage's next use, from each turn on
+    soon = (following.argsort(axis=1, kind="stable").argsort(axis=1) < resident) & (following < never)
+    held = np.vstack([np.zeros_like(own, bool), soon, np.zeros_like(own, bool)])
+    gaps = np.append(turns, len(row))
+    gathered, evicted = np.argwhere(held[1:] & ~held[:-1]), np.argwhere(~held[1:] & held[:-1])
+    gathered = gathered[np.lexsort((following[tuple(gathered.T)], gathered[:, 0]))]
+    return [
+        (gaps[turn_stage[:, 0]], sort, pack(kind, own[turn_stage[:, 1]], ALL))
+        for turn_stage, sort, kind in ((gathered, _GATHER, Kind.GATHER), (evicted, _EVICT, Kind.EVICT))
+    ]
