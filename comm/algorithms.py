@@ -22,14 +22,13 @@ import torch
 from torch import Tensor
 
 from .api import permute, repeat
-from .applying import flatten, is_smooth
+from .applying import chosen, flatten, is_smooth
 from .collective import Here
 from .group import Group
 from .permutation import Permutation
 from .pieces import combined, cut, joined
 from .table import ALL_REDUCE
 from .trees import in_order, role_in, second, through
-from .world import world
 
 __all__ = ["double_tree", "halving_doubling", "hierarchical", "recursive_doubling", "ring", "tree"]
 
@@ -147,7 +146,7 @@ def ring(x: T, group: Group | None = None, *, op: str = "sum") -> T:
     >>> comm.simulate(lambda: algorithms.ring(torch.arange(4) * comm.world().rank).tolist(), world_size=3)
     [[0, 3, 6, 9], [0, 3, 6, 9], [0, 3, 6, 9]]
     """
-    group = group or world()
+    group = chosen(group)
 
     def total(flat: Tensor, op: str) -> Tensor:
         pieces = cut(flat, group.size)
@@ -183,7 +182,7 @@ def tree(x: T, group: Group | None = None, *, op: str = "sum", chunks: int = 1) 
     >>> comm.simulate(lambda: algorithms.tree(torch.tensor([1, comm.world().rank]), op="max").tolist(), world_size=3)
     [[1, 2], [1, 2], [1, 2]]
     """
-    group = group or world()
+    group = chosen(group)
     role = role_in([in_order(group.size, group.rank)])
     return _all_reduce("tree", x, through(1, role, chunks, group), op, group)
 
@@ -209,7 +208,7 @@ def double_tree(x: T, group: Group | None = None, *, op: str = "sum", chunks: in
     >>> comm.simulate(lambda: algorithms.double_tree(torch.arange(4) * comm.world().rank).tolist(), world_size=3)
     [[0, 3, 6, 9], [0, 3, 6, 9], [0, 3, 6, 9]]
     """
-    group = group or world()
+    group = chosen(group)
     return _all_reduce("double_tree", x, _two_trees(group, chunks), op, group)
 
 
@@ -280,7 +279,7 @@ def recursive_doubling(x: T, group: Group | None = None, *, op: str = "sum") -> 
     >>> comm.simulate(lambda: algorithms.recursive_doubling(torch.tensor(comm.world().rank)).item(), world_size=4)
     [6, 6, 6, 6]
     """
-    group = group or world()
+    group = chosen(group)
 
     def core(mine: Tensor, p: int, op: str) -> Tensor:
         for bit in _bits(p):
@@ -309,7 +308,7 @@ def halving_doubling(x: T, group: Group | None = None, *, op: str = "sum") -> T:
     >>> comm.simulate(lambda: algorithms.halving_doubling(torch.arange(2) + comm.world().rank).tolist(), world_size=4)
     [[6, 10], [6, 10], [6, 10], [6, 10]]
     """
-    group = group or world()
+    group = chosen(group)
 
     def core(whole: Tensor, p: int, op: str) -> Tensor:
         part = torch.cat(cut(whole, p))  # [N] -> [p * m]

@@ -5,13 +5,14 @@ Point-to-point messages are in ``p2p``, Python objects in ``objects``, Megatron'
 
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from operator import index
 from typing import Any, TypeVar
 
 import optree
 import torch
 from torch import Tensor
 
-from .applying import apply, apply_all, flatten, is_smooth, resolve_dim
+from .applying import apply, apply_all, chosen, flatten, is_smooth, resolve_dim
 from .collective import Call
 from .errors import MismatchError
 from .group import Group
@@ -31,7 +32,6 @@ from .table import (
     REDUCE_SCATTER,
     SCATTER,
 )
-from .world import world
 
 __all__ = [
     "all_gather",
@@ -54,7 +54,7 @@ def _reducing(call: Call, tree: T, group: Group | None, async_op: bool) -> Any:
     """avg is the sum over n, divided after the exchange, in every world alike."""
     if call.options["op"] != "avg":
         return apply(call, tree, group, async_op)
-    group = group or world()
+    group = chosen(group)
     for leaf in flatten(call.collective.name, tree)[0]:
         if not is_smooth(leaf):
             raise ValueError(f"op='avg' of an integer or bool tensor ({leaf.dtype}): use sum, or cast it first")
@@ -128,7 +128,7 @@ def all_gather(
         return apply(Call(ALL_GATHER, {"dim": dim, "tiled": tiled}), x, group, async_op)
     if not tiled:
         raise ValueError("uneven=True with tiled=False: pieces of different sizes do not stack; gather them along a dim")
-    pending = _all_gather_uneven(x, group or world(), dim)
+    pending = _all_gather_uneven(x, chosen(group), dim)
     return pending if async_op else pending.wait()
 
 
@@ -276,7 +276,7 @@ def scatter(
     >>> comm.simulate(program, world_size=2)
     [[0, 1], [2, 3]]
     """
-    group = group or world()
+    group = chosen(group)
     if like is not None and group.rank != src:
         x = optree.tree_map(lambda leaf: _whole_of(leaf, group.size, dim, tiled), like, namespace=NAMESPACE)  # type: ignore[assignment, arg-type]
     elif x is None:
@@ -342,14 +342,21 @@ def all_to_all(
         return apply(Call(ALL_TO_ALL, {"split_dim": split_dim, "concat_dim": concat_dim}), x, group, async_op)
     if split_dim != concat_dim:
         raise ValueError(f"split_dim={split_dim} and concat_dim={concat_dim}: with input_splits they must be the same")
-    group = group or world()
-    sent = tuple(int(rows) for rows in input_splits)
+    group = chosen(group)
+    sent = _sizes("input_splits", input_splits)
     if len(sent) != group.size:
         raise ValueError(f"input_splits={list(sent)}: a group of {group.size} needs {group.size} sizes, one for each rank")
     if output_splits is None:
         output_splits = all_to_all(torch.tensor(sent, device=group.world.device), group).tolist()
-    options = {"dim": split_dim, "input_splits": sent, "output_splits": tuple(int(rows) for rows in output_splits)}
+    options = {"dim": split_dim, "input_splits": sent, "output_splits": _sizes("output_splits", output_splits)}
     return apply(Call(ALL_TO_ALL_ROWS, options), x, group, async_op)
+
+
+def _sizes(name: str, splits: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(index(rows) for rows in splits)
+    except TypeError:
+        raise TypeError(f"{name}={splits!r}: one whole number of rows for each rank") from None
 
 
 def permute(x: T, perm: Permutation | Iterable[tuple[int, int]], group: Group | None = None, *, async_op: bool = False) -> Any:
@@ -395,7 +402,7 @@ def repeat(times: int, body: Callable[[int], None], group: Group | None = None) 
     """
     if times < 0:
         raise ValueError(f"times={times}: a loop runs 0 times or more")
-    (group or world()).world.repeat(times, body)
+    chosen(group).world.repeat(times, body)
 
 
 def barrier(group: Group | None = None) -> None:
@@ -405,5 +412,5 @@ def barrier(group: Group | None = None) -> None:
     >>> comm.simulate(comm.barrier, world_size=2)
     [None, None]
     """
-    group = group or world()
+    group = chosen(group)
     apply(Call(BARRIER), (torch.empty(0, device=group.world.device),), group, False)

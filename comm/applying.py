@@ -17,7 +17,7 @@ from .pending import Pending
 from .pytree import NAMESPACE
 from .world import world
 
-__all__ = ["apply", "apply_all", "flatten", "is_smooth", "resolve_dim"]
+__all__ = ["apply", "apply_all", "chosen", "flatten", "is_smooth", "resolve_dim"]
 
 
 class _Differentiable(torch.autograd.Function):
@@ -96,11 +96,20 @@ def _start(call: Call, leaves: Sequence[Tensor], group: Group, *, ahead: bool) -
 
 def _finish(started: Sequence[_Started], group: Group) -> list[list[Tensor]]:
     """Each call's results; calls through which gradients flow become one node of the graph."""
-    chosen = [one for one in started if one.differentiable] if torch.is_grad_enabled() else []
-    if not chosen:
+    smooth = [one for one in started if one.differentiable] if torch.is_grad_enabled() else []
+    if not smooth:
         return [one.handle.wait() for one in started]
-    outputs = iter(_Differentiable.apply(chosen, group, *(leaf for one in chosen for leaf in one.leaves)))
-    return [[next(outputs) for _ in one.leaves] if one in chosen else one.handle.wait() for one in started]
+    outputs = iter(_Differentiable.apply(smooth, group, *(leaf for one in smooth for leaf in one.leaves)))
+    return [[next(outputs) for _ in one.leaves] if one in smooth else one.handle.wait() for one in started]
+
+
+def chosen(group: Group | None) -> Group:
+    """The group, by default the whole world."""
+    if group is None:
+        return world()
+    if not isinstance(group, Group):
+        raise TypeError(f"group={group!r} is no group: pass mesh['dp'], comm.new_group(ranks), comm.world() or None")
+    return group
 
 
 def flatten(name: str, tree: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
@@ -116,7 +125,7 @@ def flatten(name: str, tree: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
 
 def apply(call: Call, tree: Any, group: Group | None, async_op: bool) -> Any:
     """The call on every leaf of the tree: its result, or a ``Pending``."""
-    group = group or world()
+    group = chosen(group)
     leaves, spec = flatten(call.title(group.rank)[0], tree)
     started = [_start(call, leaves, group, ahead=async_op)]
 
@@ -128,7 +137,7 @@ def apply(call: Call, tree: Any, group: Group | None, async_op: bool) -> Any:
 
 def apply_all(calls: Sequence[tuple[Call, Any]], group: Group | None, *, ahead: bool = True) -> Pending[list[Any]]:
     """Starts all calls, each on its tree, before it waits for any; the results in order."""
-    group = group or world()
+    group = chosen(group)
     trees = [flatten(call.title(group.rank)[0], tree) for call, tree in calls]
     pairs = zip(calls, trees, strict=True)
     with group.world.together():
@@ -150,6 +159,8 @@ def apply_all(calls: Sequence[tuple[Call, Any]], group: Group | None, *, ahead: 
 
 def resolve_dim(name: str, tree: Any, dim: int) -> int:
     """The dim counted from the start; all leaves share it."""
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        raise TypeError(f"{name}: dim={dim!r} is {type(dim).__name__}; a dim is an int")
     if dim >= 0:
         return dim
     leaves = flatten(name, tree)[0]

@@ -7,6 +7,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import PrefixStore
 
 from .api import barrier
+from .applying import chosen
 from .collective import Call, Here
 from .group import Group
 from .process import ProcessWorld
@@ -78,7 +79,7 @@ def monitored_barrier(group: Group | None = None, *, timeout: timedelta | None =
     >>> comm.simulate(comm.monitored_barrier, world_size=2)
     [None, None]
     """
-    group = group or world()
+    group = chosen(group)
     here = group.world
     if not isinstance(here, ProcessWorld) or group.rank < 0:
         barrier(group)

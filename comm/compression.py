@@ -11,14 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .api import all_gather, all_reduce, all_to_all, reduce_scatter
-from .applying import flatten, is_smooth, resolve_dim
+from .applying import chosen, flatten, is_smooth, resolve_dim
 from .codecs import Codec
 from .collective import Call, Here
 from .fold import fold
 from .group import Group
 from .table import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from .tiling import pack_cut, piece_shape, unpack_joined
-from .world import world
 
 __all__ = [
     "Compressed",
@@ -84,7 +83,7 @@ class Compressed:
     codec: Codec
 
     def __call__(self, x: Any, group: Group | None = None, **options: Any) -> Any:
-        group = group or world()
+        group = chosen(group)
         if group.size == 1:
             return self.collective(x, group, **options)
         return _PROGRAMS[self.collective](self.codec, x, group, **options)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .api import all_gather, all_to_all
-from .applying import flatten, resolve_dim
+from .applying import chosen, flatten, resolve_dim
 from .codecs import Codec
 from .collective import Call, Here
 from .compression import accepted, check_avg, crop, decode_leaf, encode_leaf, rows_of, wide
@@ -17,7 +17,6 @@ from .fold import fold
 from .group import Group
 from .table import ALL_REDUCE, REDUCE_SCATTER
 from .tiling import pack_cut, piece_shape, unpack_joined
-from .world import world
 
 __all__ = ["ErrorFeedback", "Residual"]
 
@@ -66,7 +65,7 @@ class ErrorFeedback:
 
     def init(self, x: Any, group: Group | None = None) -> Residual:
         """Nothing is owed yet, for values like ``x``."""
-        n = (group or world()).size
+        n = chosen(group).size
         leaves, spec = flatten("error feedback", x)
         own = [torch.zeros_like(leaf, dtype=wide(leaf.dtype), requires_grad=False) for leaf in leaves]
         piece = [e.new_zeros(-(-e.numel() // n)) for e in own]
@@ -77,7 +76,7 @@ class ErrorFeedback:
 
         Cost: in bytes of the payload, each rank sends (n - 1) / n of its value and (n - 1) times its piece.
         """
-        group = group or world()
+        group = chosen(group)
         leaves, spec = _summable(Call(ALL_REDUCE, {"op": "sum"}), x, group, op)
         owed, late = _like(spec, residual.own), _like(spec, residual.piece)
         with torch.no_grad():
@@ -102,7 +101,7 @@ class ErrorFeedback:
 
         Cost: in bytes of the payload, each rank sends (n - 1) / n of its value.
         """
-        group = group or world()
+        group = chosen(group)
         options = {"dim": resolve_dim("reduce_scatter", x, dim), "op": "sum", "tiled": tiled}
         leaves, spec = _summable(Call(REDUCE_SCATTER, options), x, group, op)
         owed, here = _like(spec, residual.own), Here(options, group.rank, group.size)

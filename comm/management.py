@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from operator import index
 
 import torch
 import torch.distributed as dist
@@ -206,7 +207,9 @@ def new_group(ranks: Sequence[int], name: str = "group") -> Group:
     [None, 2, None, 2]
     """
     everyone = world()
-    chosen = [int(rank) for rank in ranks]
+    if isinstance(ranks, str):
+        raise TypeError(f"ranks={ranks!r} is text; pass ranks of the world, like [0, 2]")
+    chosen = [index(rank) for rank in ranks]
     outside = [rank for rank in chosen if not 0 <= rank < everyone.size]
     if outside or not chosen:
         what = (

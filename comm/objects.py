@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from .api import all_gather, broadcast
+from .applying import chosen
 from .group import Group
-from .world import world
 
 __all__ = ["all_gather_object", "broadcast_object"]
 
@@ -35,7 +35,7 @@ def all_gather_object(value: Any, group: Group | None = None) -> list[Any]:
     >>> comm.simulate(lambda: comm.all_gather_object({"rank": comm.world().rank}), world_size=2)[0]
     [{'rank': 0}, {'rank': 1}]
     """
-    group = group or world()
+    group = chosen(group)
     mine = _pack(value, group)
     sizes = all_gather(torch.tensor([mine.numel()], device=mine.device), group).tolist()
     everything: Tensor = all_gather(mine, group, uneven=True)
@@ -56,7 +56,7 @@ def broadcast_object(value: Any, src: int = 0, group: Group | None = None) -> An
     >>> comm.simulate(lambda: comm.broadcast_object(["from", comm.world().rank], src=1), world_size=2)
     [['from', 1], ['from', 1]]
     """
-    group = group or world()
+    group = chosen(group)
     mine = _pack(value if group.rank == src else None, group)
     size = int(broadcast(torch.tensor(mine.numel(), device=mine.device), src, group))
     template = mine if group.rank == src else mine.new_empty(size)

@@ -10,12 +10,11 @@ from typing import Any, TypeVar
 
 import attrs
 
-from .applying import apply, apply_all
+from .applying import apply, apply_all, chosen
 from .collective import Call
 from .group import Group
 from .pending import Pending
 from .table import TRANSFER
-from .world import world
 
 __all__ = ["Recv", "Send", "batch_p2p", "irecv", "isend", "recv", "send"]
 
@@ -86,7 +85,7 @@ def batch_p2p(ops: Sequence[Send | Recv], group: Group | None = None, *, async_o
     >>> comm.simulate(swap, world_size=2)
     [1, 0]
     """
-    group = group or world()
+    group = chosen(group)
     for op in ops:
         if not isinstance(op, (Send, Recv)):
             raise TypeError(f"batch_p2p: ops are Send(value, dst) and Recv(like, src), not {type(op).__name__} {op!r}")
@@ -174,6 +173,6 @@ def recv(like: T, src: int, group: Group | None = None, *, tag: int = 0) -> T:
 
 
 def _one(op: Send | Recv, group: Group | None, *, ahead: bool) -> Any:
-    group = group or world()
+    group = chosen(group)
     call, value = _call(op, group)
     return apply(call, value, group, ahead)

@@ -58,7 +58,7 @@ def _nothing(like: Tensor, shape: Sequence[int]) -> Tensor:
 
 def _check_op(leaf: Tensor, here: Here) -> None:
     op = here["op"]
-    if op not in OPS:
+    if not isinstance(op, str) or op not in OPS:
         raise ValueError(f"op={op!r} is unknown; use one of {', '.join(sorted([*OPS, 'avg']))}")
     if leaf.is_complex() and op in ("min", "max"):
         raise ValueError(f"op={op!r} of a complex tensor ({leaf.dtype}): complex numbers have no order; use sum or product")
@@ -273,6 +273,11 @@ def _rows_sent(leaf: Tensor, here: Here) -> int:
     return (rows - here["input_splits"][here.rank]) * (leaf.numel() // rows) if rows else 0
 
 
+def _rows_title(options: Options, rank: int) -> tuple[str, Options]:
+    dims = {"split_dim": options["dim"], "concat_dim": options["dim"]}
+    return "all_to_all", {**dims, **_but(options, "dim")}
+
+
 def _rows_adjoint(options: Options) -> Call:
     splits = {"input_splits": options["output_splits"], "output_splits": options["input_splits"]}
     return Call(ALL_TO_ALL_ROWS, {**options, **splits})
@@ -311,7 +316,7 @@ ALL_TO_ALL_ROWS: Collective = Collective(
     shape=lambda leaf, here: [*leaf.shape[: here["dim"]], "*", *leaf.shape[here["dim"] + 1 :]],
     private=("input_splits", "output_splits"),
     reconcile=_reconcile_splits,
-    title=lambda options, rank: ("all_to_all", options),
+    title=_rows_title,
 )
 
 PERMUTE: Collective = Collective(

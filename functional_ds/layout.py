@@ -1,8 +1,8 @@
 """How a tree of tensors lies in equal shards: data and index arithmetic, no communication.
 
 Leaves are grouped into *units* (what is gathered together), and within a unit into *segments* (what lies in one flat
-tensor: leaves of one dtype that are marked alike, all trained or all frozen for one). A segment is padded to a multiple of n and cut into n
-contiguous shards.
+tensor: leaves of one dtype that are marked alike, all trained or all frozen for one). A segment is padded to a multiple
+of n and cut into n contiguous shards.
 """
 
 from collections.abc import Callable, Sequence

@@ -9,6 +9,7 @@ from . import tree
 from .kernels import check, check_betas, gradients, means, reals, zeros
 from .optim import AdamState, Optimizer, Rate
 from .routing import ByLeaf, Where, by_decay
+from .skipping import found_inf
 from .weighted import Weighted
 
 __all__ = ["AdagradState", "LionState", "adagrad", "adam", "lion"]
@@ -68,6 +69,7 @@ def adam(
             state.steps,
             fused=True,
             grad_scale=grads.weight,
+            found_inf=found_inf(grads),
             amsgrad=False,
             beta1=betas[0],
             beta2=betas[1],
@@ -78,7 +80,7 @@ def adam(
         )
         return params, state
 
-    return Optimizer(init, update, f"adam(lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay})")
+    return Optimizer(init, update, f"adam(lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay})", skips=True)
 
 
 def adagrad(
@@ -124,6 +126,7 @@ def adagrad(
             state.steps,
             fused=True,
             grad_scale=grads.weight,
+            found_inf=found_inf(grads),
             lr=lr * rate,  # type: ignore[arg-type]
             weight_decay=weight_decay,
             lr_decay=0.0,
@@ -132,7 +135,8 @@ def adagrad(
         )
         return params, state
 
-    return Optimizer(init, update, f"adagrad(lr={lr}, initial={initial}, eps={eps}, weight_decay={weight_decay})")
+    name = f"adagrad(lr={lr}, initial={initial}, eps={eps}, weight_decay={weight_decay})"
+    return Optimizer(init, update, name, skips=True)
 
 
 def lion(

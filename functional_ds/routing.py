@@ -1,13 +1,14 @@
 """Optimizers that treat leaves differently: functions of ``Parts``, and other optimizers for other leaves."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import attrs
 from torch import Tensor
 
 from . import tree
 from .parts import Parts, Run, find
+from .skipping import guarded
 from .weighted import Weighted
 
 __all__ = ["ByLeaf", "Pair", "Where", "at", "by_decay", "named", "routed"]
@@ -47,7 +48,7 @@ class ByLeaf:
 
 def at(rule: Any, parts: Callable[[], Parts]) -> Pair:
     """The pair that an optimizer is where the leaves lie so."""
-    return rule.make(parts()) if isinstance(rule, ByLeaf) else rule  # type: ignore[no-any-return]
+    return rule.make(parts()) if isinstance(rule, ByLeaf) else rule
 
 
 def routed(name: str, choose: Callable[[Parts], Sequence[int]], rules: Sequence[Any]) -> ByLeaf:
@@ -86,6 +87,7 @@ def named(where: Where) -> str:
 
 @attrs.frozen
 class _Routed:
+    skips: ClassVar[bool] = True
     routes: tuple[tuple[tuple[Run, ...], Pair], ...]
 
     def init(self, params: list[Tensor]) -> tuple[Any, ...]:
@@ -98,7 +100,7 @@ class _Routed:
         for (runs, pair), old in zip(self.routes, state, strict=True):
             views = [run.of(params) for run in runs]
             own = tree.replace(grads, sum=[run.of(dense) for run in runs])
-            moved, new = pair.update(views, own, old, rate)
+            moved, new = guarded(pair, views, own, old, rate)
             for view, other in zip(views, moved, strict=True):
                 if other.data_ptr() != view.data_ptr():
                     view.copy_(other)

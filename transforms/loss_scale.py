@@ -22,7 +22,7 @@ class LossScale(Protocol):
     """
 
     @property
-    def factor_now(self) -> float | Tensor:
+    def now(self) -> float | Tensor:
         """What the loss is multiplied by."""
         ...
 
@@ -42,15 +42,15 @@ class LossScale(Protocol):
 class _Scaling:
     """What all loss scales do alike."""
 
-    factor_now: Any
+    now: Any
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the scale."""
-        return loss * self.factor_now  # type: ignore[no-any-return]
+        return loss * self.now  # type: ignore[no-any-return]
 
     def unscale(self, scaled: Weighted) -> Weighted:
         """The same sum with its weight multiplied."""
-        return tree.replace(scaled, weight=scaled.weight * self.factor_now)
+        return tree.replace(scaled, weight=scaled.weight * self.now)
 
     def adjust(self: S, finite: Tensor) -> S:
         """The same scale."""
@@ -62,7 +62,7 @@ class NoScale(_Scaling):
     """Leaves the loss as it is, and steps unchecked for overflow."""
 
     @property
-    def factor_now(self) -> float:  # type: ignore[override]
+    def now(self) -> float:  # type: ignore[override]
         """One."""
         return 1.0
 
@@ -89,7 +89,7 @@ class StaticScale(_Scaling):
         _positive(StaticScale, value=self.value)
 
     @property
-    def factor_now(self) -> float:  # type: ignore[override]
+    def now(self) -> float:  # type: ignore[override]
         """The value."""
         return self.value
 
@@ -156,7 +156,7 @@ class DynamicScale(_Scaling):
             raise ValueError(f"DynamicScale: initial={self.initial} must lie in {self.minimum}..{self.maximum}")
 
     @property
-    def factor_now(self) -> Tensor:  # type: ignore[override]
+    def now(self) -> Tensor:  # type: ignore[override]
         """The scale now."""
         return self.value
 

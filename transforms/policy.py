@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from functional_ds import comm, tree
+from functional_ds import tree
 from functional_ds.trainable import mark_stored
 
 __all__ = ["Policy"]
@@ -18,7 +18,15 @@ Where = str | Callable[[str], bool]
 
 _DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 _WORDS = {dtype: word for word, dtype in _DTYPES.items()}
-_ALIASES = {"fp64": "f64", "float64": "f64", "fp32": "f32", "float32": "f32", "bfloat16": "bf16", "fp16": "f16", "float16": "f16"}
+_ALIASES = {
+    "fp64": "f64",
+    "float64": "f64",
+    "fp32": "f32",
+    "float32": "f32",
+    "bfloat16": "bf16",
+    "fp16": "f16",
+    "float16": "f16",
+}
 _FIELDS = ("params", "compute", "output", "reduce")
 _PATTERN = frozenset("*?[.")  # a key with one of these is a path pattern
 

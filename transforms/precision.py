@@ -2,7 +2,8 @@
 
 import math
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from itertools import accumulate
 from typing import Any
 
 import attrs
@@ -10,7 +11,6 @@ import torch
 from torch import Tensor
 
 from functional_ds import tree
-from functional_ds.parts import Parts
 from functional_ds.state import State
 from functional_ds.step import Metrics, Step, Transform, wrap
 from functional_ds.trainable import is_trainable, like_marked, mark_stored, stored_in
@@ -19,7 +19,7 @@ from functional_ds.weighted import Weighted
 
 from .loss_scale import DynamicScale, LossScale, NoScale, StaticScale
 from .policy import Policy
-from .rounding import round_stochastically, uniforms
+from .rounding import Draws, round_stochastically
 
 __all__ = ["mixed_precision"]
 
@@ -86,7 +86,9 @@ def _scale(given: Any, policy: Policy) -> LossScale:
         return DynamicScale() if policy.compute == torch.float16 else NoScale()
     scale = StaticScale(float(given)) if isinstance(given, int | float) else given
     if not all(hasattr(scale, name) for name in ("scale", "unscale", "adjust")):
-        raise TypeError(f"loss_scale={given!r} is no loss scale; use NoScale(), StaticScale(...), DynamicScale(...) or a number")
+        raise TypeError(
+            f"loss_scale={given!r} is no loss scale; use NoScale(), StaticScale(...), DynamicScale(...) or a number"
+        )
     for name in ("value", "initial", "factor"):
         number = getattr(scale, name, None)
         if isinstance(number, float) and math.frexp(number)[0] != 0.5:
@@ -105,7 +107,13 @@ class _Mixed:
     def transform(self) -> Transform:
         """The phases that mixed precision wraps."""
         mixed = wrap(
-            str(self), prepare=self.prepare, init=self.init, loss=self.loss, update=self.update, params=self.params
+            str(self),
+            prepare=self.prepare,
+            init=self.init,
+            loss=self.loss,
+            reduce=self.reduce,
+            update=self.update,
+            params=self.params,
         )
 
         def transform(step: Step) -> Step:
@@ -133,8 +141,6 @@ class _Mixed:
 
     def init(self, inner: Any, step: Step, params: Any) -> State:
         """The optimizer's state of wide params, which then become masters, or go."""
-        marks = [stored_in(leaf) for leaf in tree.leaves(params)]
-        del marks
         state: State = inner(step, tree.map(self._widen, params))
         leaves, spec = tree.flatten(state.params)
         stored = [self._store(leaf) for leaf in leaves]
@@ -172,23 +178,98 @@ class _Mixed:
     # -- what the loss sees --------------------------------------------------------------------------------------------
 
     def loss(self, inner: Any, step: Step, state: State, params: Any, batch: Any) -> tuple[Weighted, dict[str, Weighted]]:
-        """The inner loss of a cast batch, in ``output``, scaled where gradients are wanted."""
-        with self._context(state):
-            loss, metrics = inner(step, state, params, batch if self.autocast else tree.map(self._cast, batch))
-        loss, metrics = tree.map(Tensor.float, (loss, metrics)) if False else self._output((loss, metrics))
+        """The inner loss of a cast batch; scaled where gradients are wanted."""
+        with torch.autocast(state.step.device.type, self.policy.compute) if self.autocast else nullcontext():
+            found, further = inner(step, state, params, batch if self.autocast else tree.map(self._cast, batch))
+        loss, metrics = self._output(found), {name: self._output(metric) for name, metric in further.items()}
         if torch.is_grad_enabled():
             scale: LossScale = state.slots["loss_scale"]
             loss = scale.unscale(tree.replace(loss, sum=scale.scale(loss.sum)))
         return loss, metrics
 
-    def _context(self, state: State) -> AbstractContextManager[Any]:
-        if not self.autocast:
-            return nullcontext()
-        return torch.autocast(state.step.device.type, self.policy.compute)
-
     def _cast(self, leaf: Any) -> Any:
         smooth = isinstance(leaf, Tensor) and leaf.is_floating_point()
         return like_marked(leaf.detach().to(self.policy.compute), leaf) if smooth else leaf
 
-    def _output(self, found: Any) -> Any:
-        return found
+    def _output(self, found: Weighted) -> Weighted:
+        return Weighted(found.sum.to(self.policy.output), found.weight.float())  # in bf16, 257 tokens would be 256
+
+    # -- what moves ----------------------------------------------------------------------------------------------------
+
+    def reduce(self, inner: Any, step: Step, state: State, grads: Weighted) -> Weighted:
+        """Refuses gradients that came from other ranks in another dtype than the policy's."""
+        policy, (_, ranks) = self.policy, step.place(state)
+        if ranks > 1 and policy.reduce != policy.compute and any(grad.dtype == policy.compute for grad in grads.sum):
+            raise ValueError(
+                f"{self}: gradients were reduced over {ranks} parts of the batch in {policy.compute}, not in {policy.reduce}: "
+                "use zero(..., reduce_scatter=policy.reducing(comm.reduce_scatter)), in stage 0 all_reduce likewise"
+            )
+        return inner(step, state, grads)  # type: ignore[no-any-return]
+
+    def update(self, inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
+        """The inner update, left out where gradients are not finite."""
+        scale: LossScale = state.slots["loss_scale"]
+        if isinstance(scale, NoScale):
+            return self._move(inner, step, state, grads)
+        finite = step.finite(state, grads.sum).to(state.step.device)
+        before, skip = state.skip, finite.logical_not()
+        skip = skip if before is None else skip | before
+        state, metrics = self._move(inner, step, tree.replace(state, skip=skip), grads)
+        state = tree.replace(state, skip=before).put(loss_scale=scale.adjust(finite))
+        return state, {**metrics, "loss_scale": torch.as_tensor(scale.now), "skipped": skip.float()}
+
+    def _move(self, inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
+        """The inner update of what is wide, rounded into what is stored."""
+        stored, spec = tree.flatten(state.params)
+        masters, kept = state.slots["masters"], state.optimizer
+        wide = tree.map(_wide, _with(state.params, masters))
+        state = tree.replace(state, params=wide, optimizer=tree.map(self._wide_state, kept))
+        key = state.key if self.stochastic else None
+        draws = None if key is None else Draws.of(step.parts(state), key, state.step)
+        state, metrics = inner(step, state, grads)
+        moved = tree.leaves(state.params)
+        masters = [None if master is None else new for master, new in zip(masters, moved, strict=True)]
+        places = _trained_places(stored)
+        params = [
+            _round(old, new, draws.for_param(place, new) if draws and master is None and _rounds(old, new) else None)
+            for old, new, master, place in zip(stored, moved, masters, places, strict=True)
+        ]
+        optimizer = [
+            _round(old, new, draws.for_state(path, new) if draws and _rounds(old, new) else None)
+            for (path, old), new in zip(tree.named(kept), tree.leaves(state.optimizer), strict=True)
+        ]
+        state = tree.replace(
+            state, params=tree.unflatten(spec, params), optimizer=tree.unflatten(tree.structure(kept), optimizer)
+        )
+        return state.put(masters=masters), metrics
+
+    def _wide_state(self, leaf: Any) -> Any:
+        return leaf.float() if isinstance(leaf, Tensor) and leaf.dim() and leaf.dtype == self.states else leaf
+
+
+def _with(params: Any, masters: list[Tensor | None]) -> Any:
+    """The params with every master in the place of its copy."""
+    leaves, spec = tree.flatten(params)
+    return tree.unflatten(spec, [leaf if wide is None else wide for wide, leaf in zip(masters, leaves, strict=True)])
+
+
+def _wide(leaf: Tensor) -> Tensor:
+    half = is_trainable(leaf) and leaf.dtype in (torch.float16, torch.bfloat16)
+    return leaf.float() if half else leaf
+
+
+def _trained_places(leaves: list[Tensor]) -> list[int]:
+    """For each leaf, how many trained ones come before it."""
+    return [0, *accumulate(map(is_trainable, leaves))][:-1]
+
+
+def _rounds(old: Any, new: Any) -> bool:
+    return isinstance(old, Tensor) and (old.dtype, new.dtype) == (torch.bfloat16, torch.float32)
+
+
+def _round(old: Any, new: Any, uniform: Tensor | None) -> Any:
+    """Rounds what is wide into what is stored, which the update owns."""
+    if not isinstance(old, Tensor) or new.dtype == old.dtype:
+        return new
+    with torch.no_grad():
+        return old.copy_(new if uniform is None else round_stochastically(new, uniform))

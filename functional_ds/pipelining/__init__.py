@@ -1,0 +1,45 @@
+"""Pipeline schedules as data: written, proved, lowered, priced, improved and drawn before anything runs."""
+
+from .action import ALL, Action, Kind
+from .costs import Costs
+from .draw import draw, text
+from .generators import breadth_first, gpipe, inference, interleaved_one_f_one_b, one_f_one_b, zb_2p, zb_h1
+from .lower import lower
+from .optimize import optimize
+from .schedule import Schedule, ScheduleError, stage_to_rank
+from .tables import from_csv, to_csv
+from .timeline import Span, Timeline, measured, observed, timeline
+from .validate import in_flight, validate
+from .vee import dualpipe_v, zbv
+
+__all__ = [
+    "ALL",
+    "Action",
+    "Costs",
+    "Kind",
+    "Schedule",
+    "ScheduleError",
+    "Span",
+    "Timeline",
+    "breadth_first",
+    "draw",
+    "dualpipe_v",
+    "from_csv",
+    "gpipe",
+    "in_flight",
+    "inference",
+    "interleaved_one_f_one_b",
+    "lower",
+    "measured",
+    "observed",
+    "one_f_one_b",
+    "optimize",
+    "stage_to_rank",
+    "text",
+    "timeline",
+    "to_csv",
+    "validate",
+    "zb_2p",
+    "zb_h1",
+    "zbv",
+]

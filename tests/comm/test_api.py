@@ -286,7 +286,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "all_to_all(split_dim=1, concat_dim=0)": lambda: comm.all_to_all(ONES, split_dim=1),
     "permute(perm=[(0, 5)])": lambda: comm.permute(ONES, [(0, 5)]),
     "scatter_to(dim=3)": lambda: comm.scatter_to(ONES, dim=3),
-    "all_to_all(dim=0, input_splits=(1, 1), output_splits=(1, 1))": lambda: comm.all_to_all(
+    "all_to_all(split_dim=0, concat_dim=0, input_splits=(1, 1), output_splits=(1, 1))": lambda: comm.all_to_all(
         ONES, input_splits=[1, 1], output_splits=[1, 1]
     ),
 }

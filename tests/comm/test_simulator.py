@@ -477,8 +477,8 @@ MISMATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, str]] = {
     "rows": (
         lambda: comm.all_to_all(torch.ones(2, 3), input_splits=[1, 1], output_splits=[1, 1]),
         lambda: comm.all_to_all(torch.ones(2, 4), input_splits=[1, 1], output_splits=[1, 1]),
-        "all_to_all(dim=0, input_splits=(1, 1), output_splits=(1, 1)) of [float32[*, 3]]",
-        "all_to_all(dim=0, input_splits=(1, 1), output_splits=(1, 1)) of [float32[*, 4]]",
+        "all_to_all(split_dim=0, concat_dim=0, input_splits=(1, 1), output_splits=(1, 1)) of [float32[*, 3]]",
+        "all_to_all(split_dim=0, concat_dim=0, input_splits=(1, 1), output_splits=(1, 1)) of [float32[*, 4]]",
     ),
     "async": (
         lambda: comm.all_reduce(torch.ones(2), async_op=True),
