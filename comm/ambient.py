@@ -1,6 +1,5 @@
 """What a process has one of, and each simulated rank its own: random generators and warning filters."""
 
-import copy
 import random
 import warnings
 from typing import Any
@@ -31,9 +30,13 @@ class Ambient:
         filters = (warnings.filters, warnings.showwarning, warnings._showwarnmsg_impl)  # type: ignore[attr-defined]
         return cls(torch.get_rng_state(), random.getstate(), mtrand.get_bit_generator(), filters)
 
-    def twin(self) -> "Ambient":
-        """The same state, to go its own way from here: NumPy's generator is an object, the others are values."""
-        return attrs.evolve(self, numpy_bits=copy.deepcopy(self.numpy_bits))
+    def twins(self, count: int) -> "list[Ambient]":
+        """The same state so often, each to go its own way: NumPy's generator is an object, the others are values."""
+        kind, state = type(self.numpy_bits), self.numpy_bits.state
+        found = [kind(0) for _ in range(count)]
+        for bits in found:
+            bits.state = state
+        return [attrs.evolve(self, numpy_bits=bits) for bits in found]
 
     def restore(self) -> None:
         """Makes it so again."""

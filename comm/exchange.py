@@ -4,11 +4,12 @@ Gloo's own reduce_scatter is an all-reduce and a slice, its all_gather copies th
 reductions sum in an order of their own. Direct exchanges read from and write into the caller's tensors, and leave the
 reduction to ``fold``, so that the bits are those of the denotation.
 
-Every rank sends all its messages at once; a message is the raw bytes of a contiguous tensor, so any dtype will do. Only an
-all-reduce has two rounds.
+Every rank sends all its messages at once; a message is the raw bytes of a contiguous tensor, so any dtype will do. What a rank
+copies for itself it copies while they are under way. Only an all-reduce has two rounds, or, if it is small and of two, one.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import pairwise
 
 import attrs
@@ -20,6 +21,8 @@ from .collective import Options
 from .fold import chunk_bounds, fold
 
 __all__ = ["EXCHANGES", "Started", "Wire"]
+
+_SWAPPED = 2**16  # bytes up to which two ranks swap values for a sum: one round instead of two; both sum all of it
 
 
 @attrs.define(eq=False)
@@ -41,7 +44,7 @@ class Started:
         return True
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, slots=False)
 class Wire:
     """One group's messages over the world's transport: a tag of their own keeps their order apart from all others'.
 
@@ -62,6 +65,11 @@ class Wire:
         """How many ranks the group has."""
         return len(self.ranks)
 
+    @cached_property
+    def peers(self) -> list[int]:
+        """The other ranks, each rank starting with its successor, so that no rank is everybody's first."""
+        return [(self.rank + k) % self.size for k in range(1, self.size)]
+
     def send(self, tensor: Tensor, peer: int) -> list[Work]:
         """Starts to send a contiguous tensor's bytes."""
         return [self.pg.send([tensor.view(torch.uint8)], self.ranks[peer], self.tag)] if tensor.numel() else []
@@ -70,16 +78,11 @@ class Wire:
         """Starts to receive into a contiguous tensor."""
         return [self.pg.recv([tensor.view(torch.uint8)], self.ranks[peer], self.tag)] if tensor.numel() else []
 
-    def peers(self) -> list[int]:
-        """The other ranks, each rank starting with its successor, so that no rank is everybody's first."""
-        return [(self.rank + k) % self.size for k in range(1, self.size)]
 
-
-def _all_gather_into(wire: Wire, rows: Sequence[Tensor]) -> list[Work]:
-    """Sends ``rows[rank]`` to all and receives the others' rows in place."""
-    own = rows[wire.rank]
-    works = [work for peer in wire.peers() for work in wire.recv(rows[peer], peer)]
-    return works + [work for peer in wire.peers() for work in wire.send(own, peer)]
+def _all_gather_into(wire: Wire, own: Tensor, rows: Sequence[Tensor]) -> list[Work]:
+    """Sends ``own`` to all and receives the others' rows in place."""
+    works = [work for peer in wire.peers for work in wire.recv(rows[peer], peer)]
+    return works + [work for peer in wire.peers for work in wire.send(own, peer)]
 
 
 def _reduce_rows(wire: Wire, rows: Sequence[Tensor], op: str, *, out: Tensor | None = None) -> Started:
@@ -87,8 +90,8 @@ def _reduce_rows(wire: Wire, rows: Sequence[Tensor], op: str, *, out: Tensor | N
     rank = wire.rank
     own = rows[rank]
     pieces = [own if peer == rank else torch.empty_like(own) for peer in range(wire.size)]
-    works = [work for peer in wire.peers() for work in wire.recv(pieces[peer], peer)]
-    works += [work for peer in wire.peers() for work in wire.send(rows[peer], peer)]
+    works = [work for peer in wire.peers for work in wire.recv(pieces[peer], peer)]
+    works += [work for peer in wire.peers for work in wire.send(rows[peer], peer)]
     if out is None and len(pieces) > 1:
         out = pieces[1 if rank == 0 else 0]  # what was received is ours to write into
     return Started(works, lambda: fold(pieces, op, out=out))
@@ -96,9 +99,10 @@ def _reduce_rows(wire: Wire, rows: Sequence[Tensor], op: str, *, out: Tensor | N
 
 def _swap(wire: Wire, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[Work]:
     """Sends ``sent[p]`` to each other rank p and receives ``received[p]`` from it; copies this rank's own."""
+    works = [work for peer in wire.peers for work in wire.recv(received[peer], peer)]
+    works += [work for peer in wire.peers for work in wire.send(sent[peer], peer)]
     received[wire.rank].copy_(sent[wire.rank])
-    works = [work for peer in wire.peers() for work in wire.recv(received[peer], peer)]
-    return works + [work for peer in wire.peers() for work in wire.send(sent[peer], peer)]
+    return works
 
 
 def all_gather(wire: Wire, piece: Tensor, options: Options) -> Started:
@@ -109,8 +113,9 @@ def all_gather(wire: Wire, piece: Tensor, options: Options) -> Started:
     else:
         whole = piece.new_empty(wire.size, piece.numel())
         rows = whole.unbind(0)
+    works = _all_gather_into(wire, piece, rows)
     rows[wire.rank].copy_(piece)
-    return Started(_all_gather_into(wire, rows), lambda: whole)
+    return Started(works, lambda: whole)
 
 
 def reduce_scatter(wire: Wire, rows: Tensor, options: Options) -> Started:
@@ -121,6 +126,8 @@ def reduce_scatter(wire: Wire, rows: Tensor, options: Options) -> Started:
 
 def all_reduce(wire: Wire, piece: Tensor, options: Options) -> Started:
     """[m] -> [m]; a reduce-scatter and a gather of pieces, written where they belong."""
+    if wire.size == 2 and piece.numel() * piece.element_size() <= _SWAPPED:
+        return _reduce_rows(wire, [piece, piece], options["op"])
     total = torch.empty_like(piece)
     bounds = list(pairwise(chunk_bounds(piece.numel(), wire.size)))
     rows = [total[a:b] for a, b in bounds]
@@ -128,7 +135,7 @@ def all_reduce(wire: Wire, piece: Tensor, options: Options) -> Started:
 
     def gather() -> Tensor:
         scattered.finish()
-        return Started(_all_gather_into(wire, rows), lambda: total).wait()
+        return Started(_all_gather_into(wire, rows[wire.rank], rows), lambda: total).wait()
 
     return Started(scattered.works, gather)
 
@@ -136,7 +143,9 @@ def all_reduce(wire: Wire, piece: Tensor, options: Options) -> Started:
 def broadcast(wire: Wire, piece: Tensor, options: Options) -> Started:
     """[m] -> [m]; the root sends to each."""
     if wire.rank == options["src"]:
-        return Started([work for peer in wire.peers() for work in wire.send(piece, peer)], piece.clone)
+        works = [work for peer in wire.peers for work in wire.send(piece, peer)]
+        copy = piece.clone()
+        return Started(works, lambda: copy)
     received = torch.empty_like(piece)
     return Started(wire.recv(received, options["src"]), lambda: received)
 
@@ -147,7 +156,7 @@ def reduce(wire: Wire, piece: Tensor, options: Options) -> Started:
     if wire.rank != root:
         return Started(wire.send(piece, root), lambda: torch.zeros_like(piece))
     pieces = [piece if peer == root else torch.empty_like(piece) for peer in range(wire.size)]
-    works = [work for peer in wire.peers() for work in wire.recv(pieces[peer], peer)]
+    works = [work for peer in wire.peers for work in wire.recv(pieces[peer], peer)]
     return Started(works, lambda: fold(pieces, op))
 
 
@@ -157,8 +166,9 @@ def gather(wire: Wire, piece: Tensor, options: Options) -> Started:
     if wire.rank != root:
         return Started(wire.send(piece, root), lambda: piece.new_zeros(()).expand(n, piece.numel()))
     rows = piece.new_empty(n, piece.numel())
+    works = [work for peer in wire.peers for work in wire.recv(rows[peer], peer)]
     rows[root].copy_(piece)
-    return Started([work for peer in wire.peers() for work in wire.recv(rows[peer], peer)], lambda: rows)
+    return Started(works, lambda: rows)
 
 
 def scatter(wire: Wire, payload: Tensor, options: Options) -> Started:
@@ -168,7 +178,9 @@ def scatter(wire: Wire, payload: Tensor, options: Options) -> Started:
         received = torch.empty_like(payload)
         return Started(wire.recv(received, root), lambda: received)
     rows = payload.contiguous()
-    return Started([work for peer in wire.peers() for work in wire.send(rows[peer], peer)], rows[root].clone)
+    works = [work for peer in wire.peers for work in wire.send(rows[peer], peer)]
+    own = rows[root].clone()
+    return Started(works, lambda: own)
 
 
 def all_to_all(wire: Wire, rows: Tensor, options: Options) -> Started:
@@ -207,8 +219,8 @@ def transfer(wire: Wire, piece: Tensor, options: Options) -> Started:
 
 def barrier(wire: Wire, piece: Tensor, options: Options) -> Started:
     """Nobody leaves before all have come: each sends one byte to each."""
-    token = torch.zeros(wire.size, dtype=torch.uint8)
-    return Started(_all_gather_into(wire, token.view(-1, 1).unbind(0)), lambda: piece)
+    tokens = torch.zeros(wire.size, 1, dtype=torch.uint8).unbind(0)
+    return Started(_all_gather_into(wire, tokens[wire.rank], tokens), lambda: piece)
 
 
 Primitive = Callable[[Wire, Tensor, Options], Started]

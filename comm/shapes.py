@@ -158,7 +158,7 @@ def run_on_shapes(program: Callable[..., Any], args: tuple[Any, ...], world_size
     outer, ambient = getattr(HERE, "group", None), Ambient.now()
     try:
         for rank in everyone:
-            ambient.twin().restore()
+            ambient.twins(1)[0].restore()
             HERE.group = Group(everyone, rank, "world", ShapesWorld(rank, shared))
             try:
                 results.append(program(*args))

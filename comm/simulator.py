@@ -130,8 +130,7 @@ class Simulator:
         self.polling: set[int] = set()
         self.unfinished = set(range(world_size))
         self.slots: dict[tuple[Any, ...], _Slot] = {}  # those that are not complete
-        here = Ambient.now()
-        self.ambients = [here.twin() for _ in range(world_size)]
+        self.ambients = Ambient.now().twins(world_size)
         self.failure: BaseException | None = None
         self.over = threading.Event()
 

@@ -28,6 +28,7 @@ from functional_ds.layout import Layout, shard, unshard
 from functional_ds.transforms.convoy import Route, plan_fetches
 from functional_ds.transforms.gathering import Gatherer
 from tests.transforms.models import CASES, Blocks, Case, Tied, own_rows, run
+from tests.transforms.rules import assert_close, fresh, linear, trained
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -666,6 +667,91 @@ def masters_move_by_less_than_bf16_shows(stage: int) -> None:
     assert comm.simulate(program, world_size=2) == [(1 - 2.0**-7, 1 - 2.0**-7, torch.bfloat16)] * 2
 
 
+# -- optimizers -------------------------------------------------------------------------------------------------------
+
+
+@cache
+def by_one_device(rule: str) -> Any:
+    return trained(rule)
+
+
+def an_optimizer_is_that_of_one_device(rule: str, stage: int) -> None:
+    """Law 19."""
+    for found in comm.simulate(lambda: trained(rule, transforms.zero(stage)), world_size=3):
+        assert_close(found, by_one_device(rule), 1e-6)
+
+
+def leaves_go_their_own_ways() -> None:
+    """Two optimizers for two kinds of leaves, against each for all leaves; two decays in two kinds."""
+
+    def moved(rule: Any) -> Any:
+        step = fds.train_step(linear, rule)
+        state, _ = step(step.init(fresh()), torch.arange(4))
+        return dict(tree.named(step.params(state)))
+
+    fast, slow = fds.sgd(0.5, weight_decay=0.5), fds.sgd(0.5)
+    for both in (fds.route({"w$": fast}, slow), fds.sgd(0.5, weight_decay=0.5, decay="w$")):
+        for path, leaf in moved(both).items():
+            assert torch.equal(leaf, moved(fast if path.endswith("w") else slow)[path])
+
+
+def lion_steps_by_signs() -> None:
+    """Two gradients of other signs, of which the second is too small to turn the mean."""
+    step = fds.train_step(lambda p, x: (p["w"] * x).sum(), fds.lion(1.0, betas=(0.5, 0.75), weight_decay=0.5))
+    state = step.init({"w": torch.full((2,), 4.0)})
+    state, _ = step(state, torch.tensor([8.0, -8.0]))
+    assert step.params(state)["w"].tolist() == [1.0, 3.0]
+    state, _ = step(state, torch.tensor([-1.0, 4.0]))
+    assert step.params(state)["w"].tolist() == [-0.5, 0.5]
+
+
+def skipped_updates_move_nothing(rule: str) -> None:
+    """Law 25 for the optimizer and for the mean of the params."""
+
+    def program() -> None:
+        def update(inner: Any, step: fds.Step, state: fds.State, grads: fds.Weighted) -> Any:
+            before = tree.map(torch.clone, (state.params, state.optimizer, state.slots["ema"]))
+            state, metrics = inner(step, tree.replace(state, skip=state.step == 1), grads)
+            after = (state.params, state.optimizer, state.slots["ema"])
+            if state.step == 1 and before[0][0].equal(after[0][0]):
+                assert all(torch.equal(x, y) for x, y in zip(tree.leaves(before), tree.leaves(after), strict=True))
+                seen.append(True)
+            return tree.replace(state, skip=None), metrics
+
+        seen: list[bool] = []
+        trained(rule, transforms.ema(0.5), fds.wrap("skip", update=update), transforms.zero(1), steps=2)
+        assert seen
+
+    comm.simulate(program, world_size=2)
+
+
+def the_mean_is_by_hand(stage: int) -> None:
+    """mean ← decay · mean + (1 - decay) · params."""
+
+    def program() -> tuple[float, float]:
+        base = fds.train_step(lambda p, x: (p["w"] * x).sum(), fds.sgd(1.0))
+        step = fds.compose(transforms.ema(0.75), transforms.mixed_precision(), transforms.zero(stage))(base)
+        state = step.init({"w": torch.zeros(1)})
+        for _ in range(2):
+            state, _ = step(state, torch.ones(1))
+        return step.params(state)["w"].item(), transforms.averaged(step, state)["w"].item()
+
+    assert comm.simulate(program, world_size=2) == [(-2.0, -0.6875)] * 2
+
+
+def factors_of_updates() -> None:
+    """The first updates of each schedule."""
+
+    def first(fn: Any, updates: int) -> list[float]:
+        return [round(fn(i).item(), 3) for i in range(updates)]
+
+    assert first(transforms.warmup(2), 3) == [0.5, 1.0, 1.0]
+    assert first(transforms.warmup(4, shape="log"), 5) == [0.0, 0.5, 0.792, 1.0, 1.0]
+    assert first(transforms.warmup_decay(2, 4, floor=0.5), 6) == [0.75, 1.0, 1.0, 0.75, 0.5, 0.5]
+    assert first(transforms.one_cycle(2, 1, floor=0.5, decay=1.0), 4) == [0.75, 1.0, 0.5, 0.25]
+    assert first(transforms.range_test(2, staircase=True), 3) == [1.0, 2.0, 2.0]
+
+
 def schedules_multiply_the_rate() -> None:
     """Update i uses fn(i); the warm-up's first update moves, its last is whole."""
     table = torch.tensor([1.0, 0.5, 0.25, 0.125])
@@ -1002,6 +1088,71 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     ],
     (keeping_saves_two_units,): [
         Bug("one unit is kept", "transforms.gathering", "self._plan.end if keep", "self._plan.end[:1] if keep"),
+    ],
+    # optimizers
+    (an_optimizer_is_that_of_one_device, "muon", 1): [
+        Bug("a shard's piece of a leaf is its first", "parts", "Piece(leaf, low - slot.offset,", "Piece(leaf, 0,"),
+        Bug(
+            "pieces are put together at the start",
+            "owning",
+            "[piece.offset : piece.offset + piece.numel] =",
+            "[: piece.numel] =",
+        ),
+        Bug("pieces come back in the owners' order", "owning", "sorted(found, key=lambda pair: pair[0])", "found"),
+        Bug("matrices of a run lie at its start", "parts", "piece.start - runs[-1].start", "0"),
+        Bug(
+            "an optimizer in shards takes leaves for whole",
+            "transforms.zero",
+            "self.ranks() if self.stage else None",
+            "None",
+            RuntimeError,
+        ),
+        Bug("Muon divides no gradient", "muon", "zip(means(grads, params), state.momentum", "zip(grads.sum, state.momentum"),
+    ],
+    (an_optimizer_is_that_of_one_device, "lamb", 3): [
+        Bug("norms are of shards", "lamb", "local if parts.group is None else comm.all_reduce(local, parts.group)", "local"),
+    ],
+    (leaves_go_their_own_ways,): [
+        Bug(
+            "runs go on over others' leaves",
+            "parts",
+            "before.leaf in number and before.tensor == piece.tensor",
+            "runs",
+            LookupError,
+        ),
+        Bug("others decay", "routing", "0 if leaf in hits else 1", "1 if leaf in hits else 0"),
+        Bug(
+            "the last rule that names a leaf moves it",
+            "route",
+            "if leaf in found), len(hits))",
+            "if leaf not in found), len(hits))",
+        ),
+    ],
+    (lion_steps_by_signs,): [
+        Bug("Lion's mean is what it steps by", "optimizers", "mean.lerp(grad, 1 - betas[0])", "mean.lerp_(grad, 1 - betas[0])"),
+        Bug(
+            "decay comes before the sign",
+            "optimizers",
+            "sign_()\n            p.sub_(sign.add_(p, alpha=weight_decay)",
+            "add_(p, alpha=weight_decay)\n            p.sub_(sign.sign_()",
+        ),
+    ],
+    (skipped_updates_move_nothing, "adamw, matrices decay"): [
+        Bug("the mean goes on", "transforms.ema", "torch.where(skip, 0.0, 1 - decay)", "1 - decay"),
+    ],
+    (skipped_updates_move_nothing, "muon, blocks"): [
+        Bug(
+            "routes do not heed skips", "routing", "guarded(pair, views, own, old, rate)", "pair.update(views, own, old, rate)"
+        ),
+    ],
+    (the_mean_is_by_hand, 2): [
+        Bug("the mean forgets what it should keep", "transforms.ema", "part = 1 - decay if", "part = decay if"),
+        Bug("the params are shown for the mean", "transforms.ema", "shown=True", "shown=False"),
+    ],
+    (factors_of_updates,): [
+        Bug("the first update has the rate of none", "transforms.schedules", ".to(torch.float32) + 1)", ".to(torch.float32))"),
+        Bug("the decay starts an update early", "transforms.schedules", "(total - u + 1)", "(total - u)"),
+        Bug("the cycle goes down as it went up", "transforms.schedules", "(up + fall - u) / fall", "(up + fall - u) / up"),
     ],
     # mixed precision
     (masters_move_by_less_than_bf16_shows, 2): [
