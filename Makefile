@@ -32,6 +32,10 @@ laws: $(VENV)/.extra-test  ## run the laws alone, with many more examples each
 bench: $(VENV)/.extra-bench  ## compare with DDP, FSDP2, DeepSpeed and others
 	@$(BIN)/python benchmarks/peers.py $(ARGS)
 
+.PHONY: bench-comm
+bench-comm: $(VENV)/.extra-train  ## compare collectives with torch.distributed
+	@$(BIN)/python benchmarks/comm.py $(ARGS)
+
 .PHONY: bench-gpu
 bench-gpu: $(VENV)/.extra-train  ## measure one GPU against plain PyTorch
 	@$(BIN)/python benchmarks/gpu.py $(ARGS)

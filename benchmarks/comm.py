@@ -32,9 +32,10 @@ from functional_ds import comm
 from functional_ds.comm.ledger import Row
 
 RESULTS = Path(__file__).parent / "results"
+QUICK_SIZES = ("1kB", "256kB")
 SIZES = ("1kB", "16kB", "256kB", "1MB", "4MB", "16MB", "64MB")
 UNITS = {"kB": 2**10, "MB": 2**20}
-BATCH_BYTES, BATCH_CALLS = 2**23, 50  # a batch is this much, or so many calls
+BATCH_BYTES = 2**22  # a batch is this much, but not more than the plan's calls
 OBJECT_BYTES = 2**20  # larger objects say nothing new
 COLOURS = ("#c44e52", "#4c72b0", "#55a868", "#8172b2", "#ccb974", "#64b5cd", "#8c8c8c")
 
@@ -170,7 +171,7 @@ def _root(rank: int, result: Tensor) -> Tensor | None:
 
 @attrs.frozen
 class Contest:
-    """Both contenders; the ledger's name for the collective, which says what bandwidth means; messages of the size in a call."""
+    """Both contenders; the ledger's name for the collective, for bandwidths; messages of the size in a call."""
 
     build: Callable[[int, int, Tensor], tuple[Once, Once]]
     collective: str
@@ -201,11 +202,12 @@ CONTESTS = {
 
 @attrs.frozen
 class Plan:
-    """What to measure; sizes in bytes."""
+    """What to measure; sizes in bytes, and calls in a batch of small messages."""
 
     only: tuple[str, ...]
     sizes: tuple[int, ...]
     rounds: int
+    calls: int
 
     def turns(self) -> list[tuple[str, int]]:
         """Each contest with its sizes; one that sends no data once."""
@@ -238,21 +240,21 @@ def measure(plan: Plan) -> tuple[list[Timed], Timed]:
         ours, theirs = CONTESTS[name].build(rank, n, x)
         check(name, ours(), theirs())
         x.zero_()  # or sums in place would grow without end
-        calls = max(1, min(BATCH_CALLS, BATCH_BYTES // max(size, 1)))
+        calls = max(1, min(plan.calls, BATCH_BYTES // max(size, 1)))
         found.append(Timed(name, size, *compete(ours, theirs, calls, plan.rounds)))
     small = torch.zeros(256)
 
     def with_checks() -> None:
         with comm.checked():
-            for _ in range(BATCH_CALLS):
+            for _ in range(plan.calls):
                 comm.all_reduce(small)
 
     def without() -> None:
-        for _ in range(BATCH_CALLS):
+        for _ in range(plan.calls):
             comm.all_reduce(small)
 
     checked = compete(with_checks, without, 1, plan.rounds)
-    return found, Timed("checked", 1024, *([seconds / BATCH_CALLS for seconds in side] for side in checked))
+    return found, Timed("checked", 1024, *([seconds / plan.calls for seconds in side] for side in checked))
 
 
 def check(name: str, ours: Any, theirs: Any) -> None:
@@ -303,15 +305,15 @@ SIMULATIONS: dict[str, Once] = {
 
 
 def simulations(rounds: int) -> dict[str, list[float]]:
-    """Seconds of each, by round, after one to warm up."""
+    """Seconds of each, by round."""
     found: dict[str, list[float]] = {}
     for name, once in SIMULATIONS.items():
         progress(name)
-        for _ in range(rounds + 1):
+        for _ in range(rounds):
             began = perf_counter()
             once()
             found.setdefault(name, []).append(perf_counter() - began)
-    return {name: seconds[1:] for name, seconds in found.items()}
+    return found
 
 
 # -- what is said of it ------------------------------------------------------------------------------------------------
@@ -353,10 +355,9 @@ def table(found: Sequence[Timed], ranks: int) -> str:
 
 
 def overheads(found: Sequence[Timed]) -> dict[str, float]:
-    """What ours takes longer than torch's at the smallest size, seconds of a call: the median over rounds."""
+    """What ours takes longer than torch's at the smallest size, seconds of a call, by the least times: noise only adds."""
     smallest = min((t.size for t in found if t.size), default=0)
-    differences = {t.name: zip(t.ours, t.theirs, strict=True) for t in found if t.size in (0, smallest)}
-    return {name: statistics.median(ours - theirs for ours, theirs in pairs) for name, pairs in differences.items()}
+    return {t.name: min(t.ours) - min(t.theirs) for t in found if t.size in (0, smallest)}
 
 
 def summary(timed: Timed, ranks: int) -> dict[str, Any]:
@@ -415,13 +416,13 @@ def run(plan: Plan, ranks: int, folder: Path, simulated: dict[str, list[float]])
     machine = {**facts(), "load": round(load, 2), "load_after": round(os.getloadavg()[0], 2)}
     title = f"{ranks} ranks over Gloo, {machine['cores']} cores, {plan.rounds} rounds, load {load:.1f}"
     extra = overheads(found)
-    adds = statistics.median(a - b for a, b in zip(checked.ours, checked.theirs, strict=True))
+    adds = min(checked.ours) - min(checked.theirs)
     print(f"{title}\n\n{table(found, ranks)}\n\nours takes longer at the smallest size, µs a call:")
     print("  " + ", ".join(f"{name} {seconds * 1e6:+.0f}" for name, seconds in extra.items()))
     print(f"comm.checked() adds to an all_reduce of 1 kB: {adds * 1e6:,.0f} µs")
     content = {
         "machine": machine,
-        "setup": {"ranks": ranks, "rounds": plan.rounds, "sizes": list(plan.sizes)},
+        "setup": {"ranks": ranks, **attrs.asdict(plan)},
         "contests": [summary(timed, ranks) for timed in found],
         "overhead_seconds": extra,
         "checked_seconds": adds,
@@ -455,22 +456,23 @@ def at_least_two(text: str) -> int:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     flag = parser.add_argument
-    flag("--ranks", type=at_least_two, nargs="+", default=[2, 4], metavar="N", help="numbers of ranks (default: 2 4)")
-    flag("--rounds", type=positive, help="batches of each contender (default: 7; quick: 3)")
+    flag("--ranks", type=at_least_two, nargs="+", metavar="N", help="numbers of ranks (default: 2 4; quick: 2)")
+    flag("--rounds", type=positive, help="batches of each contender (default: 7; quick: 2)")
     flag("--sizes", type=nbytes, nargs="+", metavar="SIZE", help=f"default: {' '.join(SIZES)} (quick: 1kB 256kB)")
     flag("--only", nargs="+", choices=CONTESTS, default=list(CONTESTS), metavar="NAME", help=", ".join(CONTESTS))
     flag("--quick", action="store_true", help="few rounds of small sizes")
     flag("--out", type=Path, default=RESULTS, metavar="DIR", help="where JSON and PNG go (default: benchmarks/results)")
     args = parser.parse_args(argv)
-    args.sizes = args.sizes or [nbytes(size) for size in (("1kB", "256kB") if args.quick else SIZES)]
-    args.rounds = args.rounds or (3 if args.quick else 7)
+    sizes, ranks, rounds, args.calls = (QUICK_SIZES, (2,), 2, 3) if args.quick else (SIZES, (2, 4), 7, 20)
+    args.sizes = args.sizes or [nbytes(size) for size in sizes]
+    args.ranks, args.rounds = args.ranks or ranks, args.rounds or rounds
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    plan = Plan(tuple(args.only), tuple(sorted(set(args.sizes))), args.rounds)
-    simulated = simulations(args.rounds)
+    plan = Plan(tuple(args.only), tuple(sorted(set(args.sizes))), args.rounds, args.calls)
+    simulated = simulations(min(args.rounds, 3))
     progress("")
     for name, seconds in simulated.items():
         print(f"{name:<36}{spread(seconds, 1e3, 1)} ms")

@@ -1,6 +1,6 @@
 """Training as functions: a step is pure, and every way of making it parallel maps steps to steps."""
 
-from . import comm, tree
+from . import comm, pipelining, tree
 from .functional import Apply, functional
 from .key import Key
 from .lamb import lamb
@@ -43,6 +43,7 @@ __all__ = [
     "lamb",
     "lion",
     "muon",
+    "pipelining",
     "route",
     "sgd",
     "shard",

@@ -92,9 +92,11 @@ def muon(
         return float(max(1, rows / columns) ** 0.5 if adjust == "original" else 0.2 * max(rows, columns) ** 0.5)
 
     def make(parts: Parts) -> Optimizer:
+        owners = Owners.choose(parts)
+
         def update(params: list[Tensor], grads: Weighted, state: MuonState, rate: Rate) -> tuple[list[Tensor], MuonState]:
             ahead = [_averaged(g, m, momentum, nesterov) for g, m in zip(means(grads, params), state.momentum, strict=True)]
-            moved = _orthogonal(parts, parts.views([u.to(dtype) for u in ahead]), steps, dtype)
+            moved = _orthogonal(owners, parts.views([u.to(dtype) for u in ahead]), steps, dtype)
             for p in params:
                 p.mul_(1 - lr * rate * weight_decay)
             for piece, p, change in zip(parts.pieces, parts.views(params), moved, strict=True):
@@ -112,10 +114,9 @@ def _averaged(grad: Tensor, mean: Tensor, momentum: float, nesterov: bool) -> Te
     return grad.lerp(mean, momentum) if nesterov else mean
 
 
-def _orthogonal(parts: Parts, pieces: Sequence[Tensor], steps: int, dtype: torch.dtype) -> list[Tensor]:
+def _orthogonal(owners: Owners, pieces: Sequence[Tensor], steps: int, dtype: torch.dtype) -> list[Tensor]:
     """This rank's pieces of the matrices, orthogonalised by their owners."""
-    owners = Owners.choose(parts)
-    shapes = [leaf.shape for leaf in parts.leaves]
+    shapes = [leaf.shape for leaf in owners.parts.leaves]
     whole = owners.whole(pieces, dtype).items()
     return owners.back({i: orthogonalize(flat.view(shapes[i]), steps=steps).reshape(-1) for i, flat in whole}, dtype)
 

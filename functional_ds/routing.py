@@ -11,7 +11,7 @@ from .parts import Parts, Run, find
 from .skipping import guarded
 from .weighted import Weighted
 
-__all__ = ["ByLeaf", "Pair", "Where", "at", "by_decay", "named", "routed"]
+__all__ = ["ByLeaf", "Pair", "Placed", "Where", "by_decay", "named", "routed"]
 
 Where = str | Callable[[str], bool]
 
@@ -35,7 +35,7 @@ class ByLeaf:
     """An optimizer that must know which elements are which leaf's.
 
     Attributes:
-        make: from ``Parts`` to the pair for tensors in which the leaves lie so. It is called whenever the pair is used.
+        make: from ``Parts`` to the pair for tensors in which the leaves lie so.
         name: for printing.
     """
 
@@ -46,9 +46,24 @@ class ByLeaf:
         return self.name
 
 
-def at(rule: Any, parts: Callable[[], Parts]) -> Pair:
-    """The pair that an optimizer is where the leaves lie so."""
-    return rule.make(parts()) if isinstance(rule, ByLeaf) else rule
+@attrs.define(eq=False)
+class Placed:
+    """An optimizer where the leaves lie: its pair, made anew only when they lie otherwise."""
+
+    rule: Any
+    _last: tuple[Parts, Pair] | None = None
+
+    def at(self, parts: Callable[[], Parts]) -> Pair:
+        """The pair for these parts."""
+        if not isinstance(self.rule, ByLeaf):
+            return self.rule  # type: ignore[no-any-return]
+        found = parts()
+        if self._last is None or self._last[0] is not found:
+            self._last = (found, self.rule.make(found))
+        return self._last[1]
+
+    def __str__(self) -> str:
+        return str(self.rule)
 
 
 def routed(name: str, choose: Callable[[Parts], Sequence[int]], rules: Sequence[Any]) -> ByLeaf:
@@ -64,7 +79,7 @@ def routed(name: str, choose: Callable[[Parts], Sequence[int]], rules: Sequence[
         for index, rule in enumerate(rules):
             runs, inner = parts.select(leaf for leaf, which in enumerate(chosen) if which == index)
             if inner.leaves:  # else there is nothing for it on any rank
-                routes.append((runs, at(rule, lambda inner=inner: inner)))  # type: ignore[misc]
+                routes.append((runs, rule.make(inner) if isinstance(rule, ByLeaf) else rule))
         return _Routed(tuple(routes))
 
     return ByLeaf(make, name)

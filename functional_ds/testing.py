@@ -12,6 +12,7 @@ Values are small integers, held in whatever dtype, so that sums are exact and la
 >>> all_ranks_get_the_same()
 """
 
+import random
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -22,6 +23,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from . import comm, tree
+from .pipelining import Action, Kind, Schedule
 
 __all__ = [
     "ADDABLE",
@@ -34,6 +36,7 @@ __all__ = [
     "assert_same",
     "inputs",
     "leaves",
+    "schedules",
     "seeds",
     "shapes",
     "trees",
@@ -174,6 +177,29 @@ def inputs(
         shape = shape.map(lambda sides: (*sides[:dim], sides[dim] * size, *sides[dim + 1 :]))
     found = draw(trees(leaves(dtypes, shape=shape), max_leaves=max_leaves))
     return Inputs(size, found, draw(seeds()), dim)
+
+
+@st.composite
+def schedules(draw: st.DrawFn, *, ranks: int = 3, stages: int = 5, microbatches: int = 4, training: bool = True) -> Schedule:
+    """Pipeline schedules with any placement, any order in which data flows, and any backwards split; up to these sizes."""
+    count = draw(st.integers(1, ranks))
+    holders = draw(st.lists(st.integers(0, count - 1), max_size=stages - count))
+    placement = draw(st.permutations([*range(count), *holders]))
+    m, chooser = draw(st.integers(1, microbatches)), random.Random(draw(seeds()))
+    rows: list[list[Action]] = [[] for _ in range(count)]
+    ready = [Action(Kind.F, 0, j) for j in range(m)]
+    while ready:  # one action after another, each on its rank: so nobody waits for what comes later
+        kind, stage, j = action = ready.pop(chooser.randrange(len(ready)))
+        rows[placement[stage]].append(action)
+        backward = chooser.choice((Kind.B, Kind.I))
+        if kind is Kind.F and stage + 1 < len(placement):
+            ready.append(Action(Kind.F, stage + 1, j))
+        elif kind is Kind.F and training:
+            ready.append(Action(backward, stage, j))
+        elif kind in (Kind.B, Kind.I):
+            ready += [Action(Kind.W, stage, j)] if kind is Kind.I else []
+            ready += [Action(backward, stage - 1, j)] if stage else []
+    return Schedule.of(rows, placement, m)
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from . import tree
 from .optim import as_optimizer
 from .parts import Parts
-from .routing import at
+from .routing import Placed
 from .skipping import guarded
 from .state import State
 from .step import Metrics, Phase, Step
@@ -19,7 +19,7 @@ from .tape import Tape
 from .trainable import is_trainable, like_marked, trainable
 from .weighted import Weighted, weigh
 
-__all__ = ["stored_view", "train_step"]
+__all__ = ["stored_params", "stored_view", "train_step"]
 
 
 def _takes_key(loss_fn: Callable[..., Any]) -> bool:
@@ -47,13 +47,13 @@ def train_step(loss_fn: Callable[..., Any], optimizer: Any, *, seed: int = 0) ->
     """
     if not callable(loss_fn):
         raise TypeError(f"loss_fn={loss_fn!r} is not callable")
-    rule = as_optimizer(optimizer)
+    rule = Placed(as_optimizer(optimizer))
     with_key = _takes_key(loss_fn)
 
     def init(step: Step, params: Any) -> State:
         own = tree.map(lambda x: like_marked(x.detach().clone(memory_format=torch.contiguous_format), x), params)
         state = State.fresh(own, (), seed)
-        return tree.replace(state, optimizer=at(rule, lambda: step.parts(state)).init(trainable(own)))
+        return tree.replace(state, optimizer=rule.at(lambda: step.parts(state)).init(trainable(own)))
 
     def loss(step: Step, state: State, params: Any, batch: Any) -> tuple[Weighted, dict[str, Weighted]]:
         found = loss_fn(params, batch, key=state.key) if with_key else loss_fn(params, batch)
@@ -62,7 +62,7 @@ def train_step(loss_fn: Callable[..., Any], optimizer: Any, *, seed: int = 0) ->
 
     def update(step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
         leaves, spec = tree.flatten(state.params)
-        pair = at(rule, lambda: step.parts(state))
+        pair = rule.at(lambda: step.parts(state))
         grads = tree.replace(grads, skip=state.skip)
         moved, optimizer_state = guarded(pair, trainable(state.params), grads, state.optimizer, step.rate(state))
         new = iter(moved)
@@ -82,7 +82,7 @@ def train_step(loss_fn: Callable[..., Any], optimizer: Any, *, seed: int = 0) ->
         "norm": _norm,
         "finite": _finite,
         "rate": lambda step, state: 1.0,
-        "params": lambda step, state: tree.map(lambda x: like_marked(x.detach().clone(), x), state.params),
+        "params": stored_params,
         "place": lambda step, state: (0, 1),
         "parts": lambda step, state: Parts.of(state.params),
     }
@@ -92,6 +92,11 @@ def train_step(loss_fn: Callable[..., Any], optimizer: Any, *, seed: int = 0) ->
 def stored_view(step: Step, state: State, tape: Tape) -> Any:
     """The base of ``view``: the stored params as they are."""
     return tree.map(lambda x: tape.watch(x) if is_trainable(x) else x.detach(), state.params)
+
+
+def stored_params(step: Step, state: State) -> Any:
+    """The base of ``params``: a copy of the stored params."""
+    return tree.map(lambda x: like_marked(x.detach().clone(), x), state.params)
 
 
 @attrs.define(eq=False)

@@ -25,8 +25,11 @@ import functional_ds as fds
 from functional_ds import comm, transforms, tree
 from functional_ds.key import Key
 from functional_ds.layout import Layout, shard, unshard
+from functional_ds.owning import Owners
+from functional_ds.parts import Parts
 from functional_ds.transforms.convoy import Route, plan_fetches
 from functional_ds.transforms.gathering import Gatherer
+from functional_ds.transforms.rounding import round_stochastically
 from tests.transforms.models import CASES, Blocks, Case, Tied, own_rows, run
 from tests.transforms.rules import assert_close, fresh, linear, trained
 
@@ -695,14 +698,30 @@ def leaves_go_their_own_ways() -> None:
             assert torch.equal(leaf, moved(fast if path.endswith("w") else slow)[path])
 
 
+def owners_give_pieces_back() -> None:
+    """Four leaves in equal pieces on three ranks, so that the ranks own them in turn."""
+
+    def program() -> None:
+        layout = Layout.of({f"b.{i}": torch.arange(6.0) + 10 * i for i in range(4)}, N)
+        parts = Parts.of_layout(layout, comm.world())
+        pieces = [torch.arange(2.0) + 10 * leaf + 2 * rank() for leaf in range(4)]
+        owners = Owners.choose(parts)
+        whole = owners.whole(pieces, torch.float32)
+        assert {i: leaf.tolist() for i, leaf in whole.items()} == {i: [10 * i + k for k in range(6)] for i in whole}
+        assert sorted(whole) == [[0, 3], [1], [2]][rank()]
+        assert all(map(torch.equal, owners.back(whole, torch.float32), pieces))
+
+    comm.simulate(program, world_size=N)
+
+
 def lion_steps_by_signs() -> None:
-    """Two gradients of other signs, of which the second is too small to turn the mean."""
+    """Two steps by hand."""
     step = fds.train_step(lambda p, x: (p["w"] * x).sum(), fds.lion(1.0, betas=(0.5, 0.75), weight_decay=0.5))
     state = step.init({"w": torch.full((2,), 4.0)})
     state, _ = step(state, torch.tensor([8.0, -8.0]))
     assert step.params(state)["w"].tolist() == [1.0, 3.0]
-    state, _ = step(state, torch.tensor([-1.0, 4.0]))
-    assert step.params(state)["w"].tolist() == [-0.5, 0.5]
+    state, _ = step(state, torch.tensor([-3.0, 4.0]))
+    assert step.params(state)["w"].tolist() == [1.5, 0.5]
 
 
 def skipped_updates_move_nothing(rule: str) -> None:
@@ -750,6 +769,133 @@ def factors_of_updates() -> None:
     assert first(transforms.warmup_decay(2, 4, floor=0.5), 6) == [0.75, 1.0, 1.0, 0.75, 0.5, 0.5]
     assert first(transforms.one_cycle(2, 1, floor=0.5, decay=1.0), 4) == [0.75, 1.0, 0.5, 0.25]
     assert first(transforms.range_test(2, staircase=True), 3) == [1.0, 2.0, 2.0]
+
+
+def plain_momentum() -> fds.Optimizer:
+    """An optimizer that writes into its arguments and does not know of skipping."""
+
+    def update(params: list[Tensor], grads: fds.Weighted, state: list[Tensor], rate: Any) -> Any:
+        for p, grad, momentum in zip(params, grads.sum, state, strict=True):
+            p.sub_(momentum.mul_(0.5).add_(grad.to(p.dtype) / grads.weight))
+        return params, state
+
+    return fds.Optimizer(lambda params: [torch.zeros_like(p) for p in params], update)
+
+
+def an_overflow_skips_the_step(stage: int, optimizer: Callable[[], Any] | None) -> None:
+    """Law 25: one rank's infinity, or NaN, in one element leaves all ranks' states as they were; a good step moves them."""
+
+    def program(value: float) -> None:
+        scale = transforms.DynamicScale(4.0, hysteresis=1)
+        step = fds.compose(transforms.mixed_precision("bf16", scale), transforms.zero(stage))(
+            fds.train_step(lambda p, x: (p["w"] * x).sum(), optimizer() if optimizer else fds.adamw(0.1))
+        )
+        state, x = step.init({"w": torch.ones(4)}), torch.ones(4)
+        state, _ = step(state, x)
+        before = tree.map(torch.clone, (state.params, state.optimizer, state.step, state.slots["masters"]))
+        if rank() == 1:
+            x[1] = value
+        state, metrics = step(state, x)
+        same((state.params, state.optimizer, state.step, state.slots["masters"]), before)
+        assert (metrics["skipped"], metrics["loss_scale"]) == (1, 4)
+        state, metrics = step(state, torch.ones(4))
+        assert (metrics["skipped"], metrics["loss_scale"], state.step) == (0, 2, 2)
+        assert not torch.equal(state.params[0], before[0][0])
+
+    comm.simulate(program, float("inf"), world_size=2)
+    comm.simulate(program, float("nan"), world_size=2)
+
+
+def scaling_by_a_power_of_two_changes_nothing() -> None:
+    """Law 24: params and metrics with a scale have the bits of those without; gradients on their way are scaled."""
+
+    def program(scale: Any) -> tuple[Any, Any, float]:
+        sums: list[float] = []
+
+        def update(inner: Any, step: fds.Step, state: fds.State, grads: fds.Weighted) -> Any:
+            sums.append(grads.sum[0].sum().item())
+            return inner(step, state, grads)
+
+        strategy = transforms.mixed_precision("f32", scale), transforms.clip(0.5), fds.wrap("note", update=update)
+        step = fds.compose(*strategy)(fds.train_step(lambda p, x: (p["w"] * x).sum(), fds.sgd(1.0)))
+        state, metrics = step(step.init({"w": torch.ones(3)}), torch.tensor([0.7, -2.0, 3.1]))
+        return (step.params(state), metrics["loss"], metrics["grad_norm"]), metrics.keys(), sums[0]
+
+    (plain, _, small), (scaled, keys, large) = program(transforms.NoScale()), program(2.0**10)
+    same(scaled, plain)
+    assert large == 2**10 * small
+    assert {"loss_scale", "skipped"} < keys
+
+
+def dynamic_scales_follow_the_rules() -> None:
+    """Growth after a window without overflow; shrinking after as many overflows as patience has; the ends hold."""
+
+    def values(scale: transforms.DynamicScale, finite: str) -> list[float]:
+        found = []
+        for good in finite:
+            scale = scale.adjust(torch.tensor(good == "+"))
+            found.append(scale.value.item())
+        return found
+
+    patient = transforms.DynamicScale(8.0, window=3, hysteresis=2, maximum=16.0, minimum=4.0)
+    assert values(patient, "++-+++-") == [8, 8, 8, 8, 8, 16, 16]
+    assert values(patient, "-+--++++++") == [8, 8, 4, 4, 4, 4, 8, 8, 8, 16]
+    assert values(patient, "++++++") == [8, 8, 16, 16, 16, 16]
+    consecutive = transforms.DynamicScale(8.0, window=5, hysteresis=2, consecutive=True)
+    assert values(consecutive, "-+-+--+--") == [8, 8, 8, 8, 8, 4, 4, 4, 2]
+
+
+def exceptions_keep_their_dtype() -> None:
+    """Leaves that a policy excepts have another dtype in the loss, on shards too; the first rule that fits counts."""
+
+    def program(stage: int) -> Any:
+        seen: list[Any] = []
+
+        def loss(p: Any, x: Tensor) -> Tensor:
+            seen.append({name: (leaf * 1).dtype for name, leaf in p.items()})
+            return (p["norm.w"] * x).sum() + (p["w"] * x).sum() + (p["norm.b"] * x).sum()
+
+        policy = transforms.mixed_precision("bf16,norm.b=f64,norm*=f32")
+        step = fds.compose(policy, transforms.zero(stage))(fds.train_step(loss, fds.sgd(0.1)))
+        step(step.init({"norm.w": torch.ones(4), "w": torch.ones(4), "norm.b": torch.ones(4)}), torch.ones(4))
+        return seen[0]
+
+    expected = {"norm.w": torch.float32, "w": torch.bfloat16, "norm.b": torch.float64}
+    for stage in (1, 3):
+        assert comm.simulate(program, stage, world_size=2) == [expected] * 2
+
+
+def draws_of_rounding_depend_on_the_place() -> None:
+    """Law 29: stochastic rounding in shards is the whole's; leaves and steps draw differently."""
+    states: list[Any] = []
+
+    def program(*strategy: fds.Transform) -> Any:
+        policy = transforms.mixed_precision("params=bf16,compute=bf16", stochastic=True)
+        step = fds.compose(policy, *strategy)(
+            fds.train_step(lambda p, x: (p["a"] + p["b"]).sum() * 2.0**-9 + 0 * x.sum(), fds.sgd(1.0), seed=3)
+        )
+        state = step.init({"a": torch.ones(40), "b": torch.ones(40)})
+        for _ in range(2):
+            state, _ = step(state, torch.ones(2))
+            states.append(step.params(state))
+        return states[-1]
+
+    expected = program()
+    first, second = states[:2]
+    assert not torch.equal(first["a"], first["b"])
+    assert ((first["a"] == 1) & (second["a"] != 1)).any()  # with the same draws what stayed once would stay
+    for found in comm.simulate(program, transforms.zero(2), world_size=3):
+        same(found, expected)
+
+
+def rounding_keeps_the_mean() -> None:
+    """Of equally likely draws, a quarter round up what is a quarter on its way up; NaN stays."""
+    draws = torch.arange(64) / 64
+    found = round_stochastically(torch.full((64,), 1 + 2.0**-9), draws)
+    assert (found == 1).sum() == 48
+    assert (found == 1 + 2.0**-7).sum() == 16
+    last_nan = torch.full((64,), 0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+    assert round_stochastically(last_nan, draws).isnan().all()
 
 
 def schedules_multiply_the_rate() -> None:
@@ -933,7 +1079,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (schedules_multiply_the_rate,): [
         Bug("a schedule is one update ahead", "transforms.schedule", "fn(state.step)", "fn(state.step + 1)"),
         Bug("a warm-up's first update is void", "transforms.schedule", "(done + 1) / max", "done / max"),
-        Bug("updates are not counted", "training", "step=state.step + 1", "step=state.step"),
+        Bug("updates are not counted", "training", "step=state.step + count", "step=state.step"),
     ],
     (donation_changes_nothing_but_memory,): [
         Bug("a donated state stays usable", "state", "self.__dict__.clear()", "pass"),
@@ -1098,16 +1244,19 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
             "[piece.offset : piece.offset + piece.numel] =",
             "[: piece.numel] =",
         ),
-        Bug("pieces come back in the owners' order", "owning", "sorted(found, key=lambda pair: pair[0])", "found"),
-        Bug("matrices of a run lie at its start", "parts", "piece.start - runs[-1].start", "0"),
         Bug(
             "an optimizer in shards takes leaves for whole",
             "transforms.zero",
-            "self.ranks() if self.stage else None",
+            "group if self.stage else None",
             "None",
             RuntimeError,
         ),
-        Bug("Muon divides no gradient", "muon", "zip(means(grads, params), state.momentum", "zip(grads.sum, state.momentum"),
+    ],
+    (an_optimizer_is_that_of_one_device, "muon", 0): [
+        Bug("matrices of a run lie at its start", "parts", "piece.start - runs[-1].start", "0"),
+    ],
+    (owners_give_pieces_back,): [
+        Bug("pieces come back in the owners' order", "owning", "sorted(found, key=lambda pair: pair[0])", "found"),
     ],
     (an_optimizer_is_that_of_one_device, "lamb", 3): [
         Bug("norms are of shards", "lamb", "local if parts.group is None else comm.all_reduce(local, parts.group)", "local"),
@@ -1118,7 +1267,6 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
             "parts",
             "before.leaf in number and before.tensor == piece.tensor",
             "runs",
-            LookupError,
         ),
         Bug("others decay", "routing", "0 if leaf in hits else 1", "1 if leaf in hits else 0"),
         Bug(
@@ -1151,13 +1299,82 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     ],
     (factors_of_updates,): [
         Bug("the first update has the rate of none", "transforms.schedules", ".to(torch.float32) + 1)", ".to(torch.float32))"),
-        Bug("the decay starts an update early", "transforms.schedules", "(total - u + 1)", "(total - u)"),
+        Bug("the decay starts an update early", "transforms.schedules", "down = ((total - u + 1)", "down = ((total - u)"),
         Bug("the cycle goes down as it went up", "transforms.schedules", "(up + fall - u) / fall", "(up + fall - u) / up"),
     ],
     # mixed precision
     (masters_move_by_less_than_bf16_shows, 2): [
-        Bug("rounded params are updated", "transforms.precision", "with_masters(state), grads)", "state, grads)"),
-        Bug("masters are not rounded into the params", "transforms.precision", "return half.copy_(wide)", "return half"),
+        Bug("rounded params are updated", "transforms.precision", "_with(state.params, masters))", "state.params)"),
+        Bug(
+            "masters are not rounded into the params",
+            "transforms.precision",
+            "return old.copy_(new if uniform is None else round_stochastically(new, uniform))",
+            "return old",
+        ),
+    ],
+    (an_overflow_skips_the_step, 2, None): [
+        Bug(
+            "ranks look at their own gradients",
+            "transforms.precision",
+            "step.finite(state, grads.sum)",
+            "grads.sum[0].isfinite().all()",
+        ),
+        Bug("kernels do not hear of it", "skipping", "else grads.skip.float()", "else None"),
+        Bug("skipped steps count", "training", "1 if state.skip is None else state.skip.logical_not()", "1"),
+        Bug("NaN is finite", "training", "end.isfinite() for", "~end.isinf() for"),
+        Bug("a scale is never adjusted", "transforms.precision", "scale.adjust(finite)", "scale"),
+    ],
+    (an_overflow_skips_the_step, 1, plain_momentum): [
+        Bug("what is kept for a skip is written to", "skipping", "leaf.clone() if", "leaf if"),
+        Bug("good steps are skipped", "skipping", "torch.where(skip, old, new)", "old"),
+    ],
+    (scaling_by_a_power_of_two_changes_nothing,): [
+        Bug("weights are not scaled", "transforms.loss_scale", "scaled.weight * self.now", "scaled.weight"),
+        Bug("losses are not scaled", "transforms.loss_scale", "return loss * self.now", "return loss"),
+        Bug(
+            "a norm is of scaled gradients",
+            "transforms.clip",
+            "step.norm(state, grads.sum) / grads.weight",
+            "step.norm(state, grads.sum)",
+        ),
+    ],
+    (dynamic_scales_follow_the_rules,): [
+        Bug("a window outlives an overflow", "transforms.loss_scale", "torch.where(finite, self.run + 1, 0)", "self.run + 1"),
+        Bug("a window goes on after growth", "transforms.loss_scale", "torch.where(grows, 0, run)", "run"),
+        Bug("the first overflow shrinks", "transforms.loss_scale", "(self.patience <= 1)", "(self.patience <= 2)"),
+        Bug("patience comes back at once", "transforms.loss_scale", "finite if self.consecutive else grows", "finite"),
+        Bug("patience comes back late", "transforms.loss_scale", "finite if self.consecutive else grows", "grows"),
+        Bug("there is no minimum", "transforms.loss_scale", ".clamp(min=self.minimum)", ""),
+        Bug("there is no maximum", "transforms.loss_scale", ".clamp(max=self.maximum)", ""),
+    ],
+    (exceptions_keep_their_dtype,): [
+        Bug("exceptions share a segment", "layout", "is_trainable(leaf), stored_in(leaf))", "is_trainable(leaf), None)"),
+        Bug("marks get lost", "trainable", "return marked if dtype is None else mark_stored(marked, dtype)", "return marked"),
+        Bug(
+            "the last rule counts",
+            "transforms.policy",
+            "in self.exceptions if _fits(where, path)), None)",
+            "in self.exceptions[::-1] if _fits(where, path)), None)",
+        ),
+    ],
+    (draws_of_rounding_depend_on_the_place,): [
+        Bug("draws begin anew in each shard", "transforms.rounding", '].path}", piece.offset)', '].path}", 0)'),
+        Bug(
+            "all steps draw alike",
+            "transforms.rounding",
+            "Key(self.key.seed, self.key.step, row)",
+            "Key(self.key.seed, row * 0, row)",
+        ),
+        Bug("all leaves draw alike", "transforms.rounding", "of {self.parts.leaves[piece.leaf].path}", ""),
+    ],
+    (rounding_keeps_the_mean,): [
+        Bug("rounding is mostly down", "transforms.rounding", "uniform * 65536", "uniform * 32768"),
+        Bug(
+            "NaN becomes a number",
+            "transforms.rounding",
+            "torch.where(wide.isfinite(), bits.view(torch.float32), wide)",
+            "bits.view(torch.float32)",
+        ),
     ],
     # compression
     (compressed_values_stay_near,): [

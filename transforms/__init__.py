@@ -2,10 +2,12 @@
 
 from .accumulate import accumulate
 from .clip import clip
+from .ema import averaged, ema
 from .loss_scale import DynamicScale, LossScale, NoScale, StaticScale
 from .policy import Policy
 from .precision import mixed_precision
 from .schedule import schedule, warmup_cosine
+from .schedules import one_cycle, range_test, warmup, warmup_decay
 from .zero import zero
 
 __all__ = [
@@ -15,9 +17,15 @@ __all__ = [
     "Policy",
     "StaticScale",
     "accumulate",
+    "averaged",
     "clip",
+    "ema",
     "mixed_precision",
+    "one_cycle",
+    "range_test",
     "schedule",
+    "warmup",
     "warmup_cosine",
+    "warmup_decay",
     "zero",
 ]

@@ -62,7 +62,7 @@ class NoScale(_Scaling):
     """Leaves the loss as it is, and steps unchecked for overflow."""
 
     @property
-    def now(self) -> float:  # type: ignore[override]
+    def now(self) -> float:
         """One."""
         return 1.0
 
@@ -89,7 +89,7 @@ class StaticScale(_Scaling):
         _positive(StaticScale, value=self.value)
 
     @property
-    def now(self) -> float:  # type: ignore[override]
+    def now(self) -> float:
         """The value."""
         return self.value
 
@@ -156,7 +156,7 @@ class DynamicScale(_Scaling):
             raise ValueError(f"DynamicScale: initial={self.initial} must lie in {self.minimum}..{self.maximum}")
 
     @property
-    def now(self) -> Tensor:  # type: ignore[override]
+    def now(self) -> Tensor:
         """The scale now."""
         return self.value
 

@@ -18,15 +18,7 @@ Where = str | Callable[[str], bool]
 
 _DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 _WORDS = {dtype: word for word, dtype in _DTYPES.items()}
-_ALIASES = {
-    "fp64": "f64",
-    "float64": "f64",
-    "fp32": "f32",
-    "float32": "f32",
-    "bfloat16": "bf16",
-    "fp16": "f16",
-    "float16": "f16",
-}
+_ALIASES = {"fp32": "f32", "fp16": "f16"} | {str(dtype).removeprefix("torch."): word for dtype, word in _WORDS.items()}
 _FIELDS = ("params", "compute", "output", "reduce")
 _PATTERN = frozenset("*?[.")  # a key with one of these is a path pattern
 
@@ -98,7 +90,7 @@ class Policy:
                 rules[key] = _dtype(word, text)
             else:
                 raise ValueError(f"policy={text!r}: {key!r} is unknown; {_nearest(key, _FIELDS)}; a path has one of * ? [ .")
-        return Policy(**given, exceptions=rules)  # type: ignore[arg-type]
+        return Policy(**given, exceptions=rules)
 
     def __str__(self) -> str:
         found = [(name, getattr(self, name)) for name in _FIELDS] + list(self.exceptions)
@@ -127,6 +119,7 @@ class Policy:
     def reducing(self, collective: Callable[..., Any]) -> Callable[..., Any]:
         """A reduction that sends what was computed in ``compute`` in ``reduce``, for ``zero``.
 
+        >>> from functional_ds import comm
         >>> policy = Policy.parse("bf16,reduce=f32")
         >>> reduced = policy.reducing(comm.all_reduce)(torch.ones(2, dtype=torch.bfloat16))
         >>> reduced.dtype, str(policy.reducing(comm.reduce_scatter))

@@ -86,14 +86,12 @@ def _scale(given: Any, policy: Policy) -> LossScale:
         return DynamicScale() if policy.compute == torch.float16 else NoScale()
     scale = StaticScale(float(given)) if isinstance(given, int | float) else given
     if not all(hasattr(scale, name) for name in ("scale", "unscale", "adjust")):
-        raise TypeError(
-            f"loss_scale={given!r} is no loss scale; use NoScale(), StaticScale(...), DynamicScale(...) or a number"
-        )
+        raise TypeError(f"loss_scale={given!r} is no loss scale; use DynamicScale(...), StaticScale(...), NoScale() or 2.0**k")
     for name in ("value", "initial", "factor"):
         number = getattr(scale, name, None)
         if isinstance(number, float) and math.frexp(number)[0] != 0.5:
             warnings.warn(f"loss_scale: {name}={number} is no power of two, so scaling rounds gradients", stacklevel=3)
-    return scale  # type: ignore[no-any-return]
+    return scale
 
 
 @attrs.frozen(eq=False)
@@ -234,14 +232,12 @@ class _Mixed:
             _round(old, new, draws.for_param(place, new) if draws and master is None and _rounds(old, new) else None)
             for old, new, master, place in zip(stored, moved, masters, places, strict=True)
         ]
-        optimizer = [
+        states = [
             _round(old, new, draws.for_state(path, new) if draws and _rounds(old, new) else None)
             for (path, old), new in zip(tree.named(kept), tree.leaves(state.optimizer), strict=True)
         ]
-        state = tree.replace(
-            state, params=tree.unflatten(spec, params), optimizer=tree.unflatten(tree.structure(kept), optimizer)
-        )
-        return state.put(masters=masters), metrics
+        optimizer = tree.unflatten(tree.structure(kept), states)
+        return tree.replace(state, params=tree.unflatten(spec, params), optimizer=optimizer).put(masters=masters), metrics
 
     def _wide_state(self, leaf: Any) -> Any:
         return leaf.float() if isinstance(leaf, Tensor) and leaf.dim() and leaf.dtype == self.states else leaf

@@ -22,7 +22,8 @@ def round_stochastically(wide: Tensor, uniform: Tensor) -> Tensor:
     """
     low = (uniform * 65536).to(torch.int32)  # what is added to the 16 bits that bf16 lacks: at times it carries
     bits = (wide.contiguous().view(torch.int32) + low.view(wide.shape)) & ~0xFFFF
-    return torch.where(wide.isfinite(), bits.view(torch.float32), wide).to(torch.bfloat16)
+    rounded = torch.where(wide.isfinite(), bits.view(torch.float32), wide)  # a carry makes numbers of some NaNs
+    return rounded.to(torch.bfloat16)
 
 
 @attrs.frozen

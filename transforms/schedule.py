@@ -11,6 +11,8 @@ from functional_ds.state import State
 from functional_ds.step import Metrics, Step, Transform, wrap
 from functional_ds.weighted import Weighted
 
+from .schedules import Factor
+
 __all__ = ["schedule", "warmup_cosine"]
 
 
@@ -34,20 +36,20 @@ def schedule(fn: Callable[[Tensor], float | Tensor]) -> Transform:
     return wrap(f"schedule({getattr(fn, '__name__', fn)})", rate=rate, update=update)
 
 
-def warmup_cosine(warmup: int, total: int, floor: float = 0.0) -> Callable[[Tensor], Tensor]:
+def warmup_cosine(warmup: int, total: int, floor: float = 0.0) -> Factor:
     """From 0 linearly to 1 over ``warmup`` updates, then along a cosine to ``floor`` at ``total``, and ``floor`` after.
 
     The first update already moves: update i (from 0) of the warm-up has the factor (i + 1) / warmup.
 
     >>> fn = warmup_cosine(2, 6)
-    >>> [round(fn(torch.tensor(i)).item(), 3) for i in range(7)]
+    >>> [round(fn(i).item(), 3) for i in range(7)]
     [0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]
     """
     if not 0 <= warmup <= total:
         raise ValueError(f"warmup={warmup} must lie in 0..total={total}")
 
-    def factor(count: Tensor) -> Tensor:
-        done = count.to(torch.float32)
+    def factor(count: int | Tensor) -> Tensor:
+        done = torch.as_tensor(count).to(torch.float32)
         part = ((done - warmup) / max(total - warmup, 1)).clamp(0, 1)
         cosine = floor + (1 - floor) * 0.5 * (1 + torch.cos(math.pi * part))
         return torch.where(done < warmup, (done + 1) / max(warmup, 1), cosine)

@@ -28,9 +28,10 @@ __all__ = ["zero"]
 
 @attrs.define(eq=False)
 class _Learned:
-    """What the ranks found out together about the order of things; it changes speed, never values."""
+    """What the ranks found out together about the order of things, and what is worked out once; it changes no value."""
 
     order: Order
+    parts: Parts
     forward: Route = attrs.field(factory=Route)
     backward: Route = attrs.field(factory=Route)
 
@@ -182,7 +183,8 @@ class _Zero:
         layout = Layout.of(params, group.size, self.unit_of)
         _agree(layout, group)
         params = _of_rank_0(params, group)
-        known = step.wrapped("layout", parts=lambda *_: self.parts_in(layout))  # the state does not hold it yet
+        parts = Parts.of_layout(layout, group if self.stage else None)
+        known = step.wrapped("layout", parts=lambda *_: parts)  # the state does not hold it yet
         state: State = inner(known, shard(params, layout, group.rank) if self.stage else layout.flatten(params))
         exact: Sequence[Tensor] = ()
         if self.stage in (1, 2):
@@ -190,7 +192,7 @@ class _Zero:
             everything = range(len(layout.segments))
             state = tree.replace(state, params=_gather(self.means.all_gather, group, state.params, everything))
         trained = dict.fromkeys(s.unit for s in reversed(layout.segments) if s.trainable)
-        return state.put(zero=Partition(layout, _Learned(Order(tuple(trained))), exact))
+        return state.put(zero=Partition(layout, _Learned(Order(tuple(trained)), parts), exact))
 
     def params(self, inner: Any, step: Step, state: State) -> Any:
         """The user's tree, from whatever is in shards."""
@@ -270,11 +272,7 @@ class _Zero:
 
     def parts(self, inner: Any, step: Step, state: State) -> Parts:
         """The leaves in this rank's shards, in stage 0 in whole segments."""
-        return self.parts_in(state.slots["zero"].layout)
-
-    def parts_in(self, layout: Layout) -> Parts:
-        """``parts`` for this layout."""
-        return Parts.of_layout(layout, self.ranks() if self.stage else None)
+        return state.slots["zero"].learned.parts  # type: ignore[no-any-return]
 
 
 def _as_stored(layout: Layout, stored: Sequence[Tensor]) -> Layout:

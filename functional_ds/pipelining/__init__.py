@@ -5,6 +5,7 @@ from .costs import Costs
 from .draw import draw, text
 from .generators import breadth_first, gpipe, inference, interleaved_one_f_one_b, one_f_one_b, zb_2p, zb_h1
 from .lower import lower
+from .named import named
 from .optimize import optimize
 from .schedule import Schedule, ScheduleError, stage_to_rank
 from .tables import from_csv, to_csv
@@ -31,6 +32,7 @@ __all__ = [
     "interleaved_one_f_one_b",
     "lower",
     "measured",
+    "named",
     "observed",
     "one_f_one_b",
     "optimize",

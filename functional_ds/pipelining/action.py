@@ -69,7 +69,8 @@ class Action(NamedTuple):
     def __repr__(self) -> str:
         return f"{self.stage}{self.kind.name}{self.microbatch if self.microbatch >= 0 else ''}"
 
-    __str__ = __repr__
+    def __str__(self) -> str:
+        return repr(self)
 
     @staticmethod
     def of(text: str) -> "Action":
@@ -123,7 +124,8 @@ def packed(actions: Sequence[Action]) -> Codes:
         ValueError: a stage or a micro-batch that is negative or beyond what a code holds.
     """
     for place, (kind, stage, microbatch) in enumerate(actions):
-        if not (0 <= stage < MOST_STAGES and ALL <= microbatch < MOST_MICROBATCHES) or (microbatch == ALL) != (kind >= Kind.GATHER):
+        held = 0 <= stage < MOST_STAGES and ALL <= microbatch < MOST_MICROBATCHES
+        if not held or (microbatch == ALL) != (kind >= Kind.GATHER):
             raise ValueError(
                 f"place {place}: {kind.name} with stage={stage}, microbatch={microbatch}; stages are 0 to {MOST_STAGES - 1}, "
                 f"micro-batches 0 to {MOST_MICROBATCHES - 1}, or ALL ({ALL}) for gather, evict and reduce"

@@ -27,10 +27,6 @@ def _not_negative(_: Any, attribute: Any, value: Any) -> None:
             raise ValueError(f"{attribute.name}={value!r}: {each} is no cost; use finite numbers of at least 0")
 
 
-def _cost(default: float | None) -> Any:
-    return attrs.field(default=default, converter=_per_stage, validator=_not_negative)
-
-
 @attrs.frozen(kw_only=True)
 class Costs:
     """Times and sizes, each a number for all stages or a sequence with one for each.
@@ -51,16 +47,16 @@ class Costs:
     [[1.0, 1.0, 0.5, 1.5], [2.0, 1.0, 0.5, 1.5]]
     """
 
-    forward: PerStage = _cost(1.0)
-    inputs: PerStage = _cost(1.0)
-    weights: PerStage = _cost(1.0)
-    backward: PerStage | None = _cost(None)
-    link: Link = Link(latency=0.0, bandwidth=float("inf"))
-    message: PerStage = _cost(0.0)
-    activations: PerStage = _cost(1.0)
-    kept: PerStage | None = _cost(None)
-    gather: PerStage = _cost(0.0)
-    reduce: PerStage = _cost(0.0)
+    forward: PerStage = attrs.field(default=1.0, converter=_per_stage, validator=_not_negative)
+    inputs: PerStage = attrs.field(default=1.0, converter=_per_stage, validator=_not_negative)
+    weights: PerStage = attrs.field(default=1.0, converter=_per_stage, validator=_not_negative)
+    backward: PerStage | None = attrs.field(default=None, converter=_per_stage, validator=_not_negative)
+    link: Link = attrs.field(factory=lambda: Link(latency=0.0, bandwidth=float("inf")))
+    message: PerStage = attrs.field(default=0.0, converter=_per_stage, validator=_not_negative)
+    activations: PerStage = attrs.field(default=1.0, converter=_per_stage, validator=_not_negative)
+    kept: PerStage | None = attrs.field(default=None, converter=_per_stage, validator=_not_negative)
+    gather: PerStage = attrs.field(default=0.0, converter=_per_stage, validator=_not_negative)
+    reduce: PerStage = attrs.field(default=0.0, converter=_per_stage, validator=_not_negative)
 
     def of(self, name: str, stages: int) -> Floats:
         """A field's values, one for each stage.
@@ -70,7 +66,9 @@ class Costs:
         """
         value = getattr(self, name)
         if isinstance(value, tuple) and len(value) != stages:
-            raise ValueError(f"costs.{name} has {len(value)} values for {stages} stages; give one for each, or one number for all")
+            raise ValueError(
+                f"costs.{name} has {len(value)} values for {stages} stages; give one for each, or one number for all"
+            )
         return np.broadcast_to(np.asarray(value, np.float64), (stages,))
 
     def seconds(self, stages: int) -> Floats:

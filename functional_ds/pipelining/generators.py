@@ -8,6 +8,7 @@ Each function takes p ranks and m micro-batches and returns data; nothing else i
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -24,7 +25,7 @@ def check(p: int, m: int, v: int = 1) -> None:
         ("m", m, "micro-batches", MOST_MICROBATCHES - 1),
         ("v", v, "chunks on each rank", MOST_STAGES),
     ):
-        if not isinstance(value, int) or not 1 <= value <= most:
+        if not 1 <= value <= most:
             raise ValueError(f"{name}={value!r}: a schedule has 1 to {most} {what}")
 
 
@@ -208,7 +209,7 @@ def _zero_bubble(p: int, m: int, ahead: Callable[[int], int], behind: Callable[[
         forward, inputs, weights = codes(Kind.F), codes(Kind.I), codes(Kind.W)
         yield forward[:lead]
         bounds = sorted({0, lag, m - lead, m, m + lag})  # which of the three are there changes only at these rounds
-        for start, stop in zip(bounds, bounds[1:], strict=False):
+        for start, stop in pairwise(bounds):
             columns = []
             if stop <= m - lead:
                 columns.append(forward[lead + start : lead + stop])

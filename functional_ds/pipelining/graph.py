@@ -47,11 +47,13 @@ class Graph:
 
     def forwards(self, stage: int) -> Codes:
         """The nodes of a stage's forwards, by micro-batch."""
-        return self.table[_FORWARD, stage + 1]
+        nodes: Codes = self.table[_FORWARD, stage + 1]
+        return nodes
 
     def backwards(self, stage: int) -> Codes:
         """The nodes of its backwards for inputs (or full ones), by micro-batch."""
-        return self.table[_INPUT, stage + 1]
+        nodes: Codes = self.table[_INPUT, stage + 1]
+        return nodes
 
     def span(self, rank: int) -> slice:
         """A rank's nodes."""
@@ -142,18 +144,22 @@ def _check_complete(schedule: Schedule, rows: Sequence[Codes], first: Codes, tab
     if not training:
         if (back >= 0).any() or (weight >= 0).any():
             rank, place, action = _where(schedule, rows, first, int(np.maximum(back, weight).max()))
-            raise ScheduleError("is a backward; without training there are forwards only", action=action, rank=rank, place=place)
+            raise ScheduleError(
+                "is a backward; without training there are forwards only", action=action, rank=rank, place=place
+            )
         return
-    refuse_missing(back >= 0, Kind.B, "each stage needs a backward of each micro-batch: B, or I and later W")
     split = np.zeros(int(first[-1]), bool)
     for rank, row in enumerate(rows):
         split[first[rank] : first[rank + 1]] = kinds(row) == Kind.I
-    split = split[back]
-    refuse_missing((weight >= 0) | ~split, Kind.W, "I leaves the weights' gradients to it")
-    if ((weight >= 0) & ~split).any():
-        rank, place, action = _where(schedule, rows, first, int(weight[(weight >= 0) & ~split].min()))
+    split = split[back] if len(split) else back < 0
+    twice = (weight >= 0) & (back >= 0) & ~split
+    if twice.any():
+        rank, place, action = _where(schedule, rows, first, int(weight[twice].min()))
         full = Action(Kind.B, action.stage, action.microbatch)
         raise ScheduleError(f"is there again: {full} has done it; split it into I and W", action=action, rank=rank, place=place)
+    refuse_missing((back >= 0) | (weight < 0), Kind.I, "the backward for weights builds on it")
+    refuse_missing(back >= 0, Kind.B, "each stage needs a backward of each micro-batch: B, or I and later W")
+    refuse_missing((weight >= 0) | ~split, Kind.W, "I leaves the weights' gradients to it")
 
 
 def _before(table: Codes, row: Codes, none: int) -> Codes:
@@ -246,4 +252,5 @@ def _cycle(made: Graph, head: Codes, stuck: Codes) -> ScheduleError:
 
 def weights_done(made: Graph, stage: int) -> Codes:
     """The nodes after which a stage's weights' gradients are there, by micro-batch: W, or B."""
-    return np.maximum(made.table[_WEIGHT, stage + 1], made.backwards(stage))
+    nodes: Codes = np.maximum(made.table[_WEIGHT, stage + 1], made.backwards(stage))
+    return nodes

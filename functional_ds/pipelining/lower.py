@@ -42,7 +42,7 @@ def lower(schedule: Schedule, *, gathers: bool = False, reduces: bool | None = N
     >>> print(lower(one_f_one_b(2, 2)))
     2 stages on 2 ranks, 2 micro-batches
     rank 0: 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
-    rank 1: 1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1
+    rank 1: 1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1
     """
     if schedule.lowered:
         raise ValueError(f"schedule={schedule!r} is lowered already; lower schedule.compute_only()")

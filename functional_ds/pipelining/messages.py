@@ -201,6 +201,9 @@ def _check_held(row: Codes, places: Codes, kind: npt.NDArray[np.int64], rank: in
         action = unpack(row[places[index : index + 1]])[0]
         why = "finds the parameters whole already" if held[index] > 1 else "comes while the parameters are not gathered"
         raise ScheduleError(why, action=action, rank=rank, place=int(places[index]))
+    if held[-1:].any():
+        stage = int(stages(row[places[:1]])[0])
+        raise ScheduleError("is missing; the parameters stay whole", action=Action(Kind.EVICT, stage), rank=rank)
 
 
 def _check_reduced(row: Codes, places: Codes, kind: npt.NDArray[np.int64], rank: int, stage: int) -> None:

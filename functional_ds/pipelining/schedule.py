@@ -1,7 +1,7 @@
 """``Schedule``: for each rank its actions in order, and which rank holds which stage."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 import numpy as np
@@ -29,10 +29,15 @@ class ScheduleError(ValueError):
         self.action, self.rank, self.place = action, rank, place
 
 
-def _frozen(codes: Codes) -> Codes:
-    codes = np.ascontiguousarray(codes, np.int64)
-    codes.flags.writeable = False
-    return codes
+def _frozen(rows: Iterable[Any]) -> tuple[Codes, ...]:
+    frozen = tuple(np.ascontiguousarray(row, np.int64) for row in rows)
+    for row in frozen:
+        row.flags.writeable = False
+    return frozen
+
+
+def _numbers(placement: Iterable[int]) -> tuple[int, ...]:
+    return tuple(int(rank) for rank in placement)
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -55,8 +60,8 @@ class Schedule:
     ((1F0, 1B0), (0, 1), 2)
     """
 
-    codes: tuple[Codes, ...] = attrs.field(converter=lambda rows: tuple(_frozen(row) for row in rows))
-    placement: tuple[int, ...] = attrs.field(converter=tuple)
+    codes: tuple[Codes, ...] = attrs.field(converter=_frozen)
+    placement: tuple[int, ...] = attrs.field(converter=_numbers)
     microbatches: int
 
     def __attrs_post_init__(self) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import attrs
 import numpy as np
@@ -216,8 +216,8 @@ def measured(run: Timeline, costs: Costs | None = None) -> Costs:
         np.add.at(occurrences, (stages(row), kinds(row)), 1)
     mean = np.where(occurrences > 0, sums / np.maximum(occurrences, 1), costs.seconds(count))
     fields = ("forward", "inputs", "weights", "backward")
-    there = occurrences.any(axis=0)
-    return attrs.evolve(costs, **{name: mean[:, i] for i, name in enumerate(fields) if there[i]})
+    changes: dict[str, Any] = {name: mean[:, i] for i, name in enumerate(fields) if occurrences[:, i].any()}
+    return attrs.evolve(costs, **changes)
 
 
 def _delays(schedule: Schedule, costs: Costs, made: Graph) -> Floats:

@@ -8,7 +8,7 @@ from collections import deque
 
 import numpy as np
 
-from .action import Codes, Kind, microbatches, pack
+from .action import Action, Codes, Kind, microbatches, pack, packed
 from .generators import check, weave
 from .schedule import Schedule, stage_to_rank
 
@@ -69,27 +69,27 @@ class _Row:
     """A rank's row as it grows: forwards and backwards count up their micro-batches, weights' gradients may wait."""
 
     def __init__(self) -> None:
-        self.codes: list[Codes] = []
+        self.actions: list[Action] = []
         self.counts: dict[tuple[Kind, int], int] = {}
-        self.waiting: deque[Codes] = deque()
+        self.waiting: deque[Action] = deque()
 
     def _next(self, kind: Kind, stage: int) -> int:
         self.counts[kind, stage] = self.counts.get((kind, stage), -1) + 1
         return self.counts[kind, stage]
 
     def forward(self, stage: int) -> None:
-        self.codes.append(pack(Kind.F, stage, self._next(Kind.F, stage)))
+        self.actions.append(Action(Kind.F, stage, self._next(Kind.F, stage)))
 
     def backward(self, stage: int, *, split: bool = False) -> None:
         """In one, or for inputs only: the weights' then waits."""
         microbatch = self._next(Kind.B, stage)
-        self.codes.append(pack(Kind.I if split else Kind.B, stage, microbatch))
+        self.actions.append(Action(Kind.I if split else Kind.B, stage, microbatch))
         if split:
-            self.waiting.append(pack(Kind.W, stage, microbatch))
+            self.waiting.append(Action(Kind.W, stage, microbatch))
 
     def weights(self) -> None:
         if self.waiting:
-            self.codes.append(self.waiting.popleft())
+            self.actions.append(self.waiting.popleft())
 
 
 def dualpipe_v(p: int, m: int) -> Schedule:
@@ -141,4 +141,4 @@ def _dualpipe_row(p: int, m: int, rank: int) -> Codes:
         row.backward(down, split=True)
     while row.waiting:
         row.weights()
-    return np.concatenate(row.codes)
+    return packed(row.actions)

@@ -58,10 +58,10 @@ def test_bandwidths_are_the_ledgers(bench: ModuleType) -> None:
     assert bench.bandwidths(timed["barrier"], 2.0, 4) == (0.0, 0.0)
 
 
-@pytest.mark.parametrize(("bad", "complaint"), [("--ranks 1", "it takes two"), ("--sizes 0MB", "less than a byte"), ("--only x", "x")])
-def test_bad_flags_are_refused(
-    bench: ModuleType, bad: str, complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(
+    ("bad", "complaint"), [("--ranks 1", "it takes two"), ("--sizes 0MB", "less than a byte"), ("--only x", "x")]
+)
+def test_bad_flags_are_refused(bench: ModuleType, bad: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         bench.parse(bad.split())
     assert complaint in capsys.readouterr().err

@@ -257,7 +257,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 KEPT = {  # what there is to keep
     "fp16": {"policy": "fp16"},
-    "bf16": {"policy": "bf16,*bias=f32", "autocast": True},
+    "bf16": {"policy": "bf16,blocks.?.2.*=f32", "autocast": True},  # the norms
     "fp32": {"policy": "f32"},
     "no masters": {"policy": "params=bf16,compute=bf16", "stochastic": True},
     "bf16 states": {"policy": "bf16", "states": torch.bfloat16, "stochastic": True},

@@ -1,0 +1,77 @@
+"""Schedules as CSV files, a row for each rank and a cell for each action, as ``torch.distributed.pipelining`` has them."""
+
+import csv
+import re
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+
+from .action import Action, Kind
+from .schedule import Schedule
+
+__all__ = ["from_csv", "to_csv"]
+
+_THEIRS = {Kind.GATHER: "UNSHARD", Kind.EVICT: "RESHARD", Kind.REDUCE: "REDUCE_GRAD"}
+_OURS = {name: kind.name for kind, name in _THEIRS.items()}
+_PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+_PARAMETERS = re.compile(rf"(\d+)({'|'.join(_OURS)})")
+
+
+def to_csv(schedule: Schedule, path: str | PathLike[str]) -> None:
+    """Writes the schedule, lowered or not, in the cells that torch reads: ``0F0``, ``1SEND_B3``, ``0UNSHARD``.
+
+    Law: ``from_csv(path) == schedule``, once it was written.
+    """
+    with Path(path).open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerows([_cell(action) for action in row] for row in schedule)
+
+
+def _cell(action: Action) -> str:
+    return f"{action.stage}{_THEIRS[action.kind]}" if action.kind in _THEIRS else str(action)
+
+
+def from_csv(path: str | PathLike[str], *, placement: Sequence[int] | None = None, microbatches: int | None = None) -> Schedule:
+    """Reads a schedule that ``to_csv`` or torch has written.
+
+    Empty cells, which torch has for idle slots, are left out; a pair ``(0F3;3B1)OVERLAP_F_B`` is read as its two actions.
+    Nothing but the form is checked: ``validate`` does the rest.
+
+    Args:
+        path: the file.
+        placement: the rank that holds each stage; by default the one whose row computes it first.
+        microbatches: how many; by default as many as the rows name.
+
+    Raises:
+        ValueError: a cell is no action (its row and column are named, counted from 1), or the file has no rows.
+
+    >>> import tempfile
+    >>> with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
+    ...     _ = file.write("0F0,0F1,,0B0,0B1\\n1F0,1B0,,1F1,1B1\\n")
+    ...     file.flush()
+    ...     print(from_csv(file.name))
+    2 stages on 2 ranks, 2 micro-batches
+    rank 0: 0F0 0F1 0B0 0B1
+    rank 1: 1F0 1B0 1F1 1B1
+    """
+    with Path(path).open(newline="", encoding="utf-8") as file:
+        rows = [
+            [action for column, cell in enumerate(cells, 1) for action in _actions(cell, path, row, column)]
+            for row, cells in enumerate(csv.reader(file), 1)
+        ]
+    if not rows:
+        raise ValueError(f"{path} has no rows; a schedule has one for each rank")
+    return Schedule.of(rows, placement, microbatches)
+
+
+def _actions(cell: str, path: str | PathLike[str], row: int, column: int) -> list[Action]:
+    pair = _PAIR.fullmatch(cell.strip())
+    try:
+        return [_action(each.strip()) for each in (pair[1].split(";") if pair else [cell]) if each.strip()]
+    except ValueError as error:
+        raise ValueError(f"{path}, row {row}, column {column}: {error}") from None
+
+
+def _action(text: str) -> Action:
+    found = _PARAMETERS.fullmatch(text)
+    return Action.of(found[1] + _OURS[found[2]] if found else text)
