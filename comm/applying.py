@@ -58,6 +58,9 @@ def _in_graph(grad: Tensor, token: Tensor) -> Tensor:
     return grad + token.sum().to(grad.dtype) if torch.is_grad_enabled() and not grad.requires_grad else grad
 
 
+_ALONE = optree.tree_structure(torch.empty(0), namespace=NAMESPACE)  # the structure of a lone tensor
+
+
 def is_smooth(tensor: Tensor) -> bool:
     """Whether the dtype has gradients."""
     return tensor.is_floating_point() or tensor.is_complex()
@@ -114,6 +117,8 @@ def chosen(group: Group | None) -> Group:
 
 def flatten(name: str, tree: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
     """The leaves and the structure of a pytree of tensors."""
+    if isinstance(tree, Tensor):
+        return [tree], _ALONE
     leaves, spec = optree.tree_flatten(tree, namespace=NAMESPACE)
     if not all(isinstance(leaf, Tensor) for leaf in leaves):
         paths, leaves, _ = optree.tree_flatten_with_path(tree, namespace=NAMESPACE)
@@ -128,11 +133,13 @@ def apply(call: Call, tree: Any, group: Group | None, async_op: bool) -> Any:
     group = chosen(group)
     leaves, spec = flatten(call.title(group.rank)[0], tree)
     started = [_start(call, leaves, group, ahead=async_op)]
-
-    def finish() -> Any:
+    if not async_op:
         return optree.tree_unflatten(spec, _finish(started, group)[0])
-
-    return Pending(finish, started[0].handle.poll, lambda: f"{call.shown(group.rank)} on {group}") if async_op else finish()
+    return Pending(
+        lambda: optree.tree_unflatten(spec, _finish(started, group)[0]),
+        started[0].handle.poll,
+        lambda: f"{call.shown(group.rank)} on {group}",
+    )
 
 
 def apply_all(calls: Sequence[tuple[Call, Any]], group: Group | None, *, ahead: bool = True) -> Pending[list[Any]]:

@@ -49,11 +49,11 @@ def _in_one_order(options: Options) -> Hashable:
 
 
 def _flat(leaf: Tensor, here: Here) -> Tensor:
-    return leaf.reshape(-1)
+    return leaf if leaf.dim() == 1 else leaf.reshape(-1)
 
 
 def _same_shape(piece: Tensor, leaf: Tensor, here: Here) -> Tensor:
-    return piece.reshape(leaf.shape)
+    return piece if piece.dim() == leaf.dim() else piece.reshape(leaf.shape)
 
 
 def _own_shape(leaf: Tensor, here: Here) -> Sequence[int]:

@@ -1,12 +1,12 @@
 """Ranks as processes: collectives lowered to messages over Gloo, or to NCCL's own collectives."""
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cached_property
 from inspect import signature
 from time import monotonic
-from typing import Any
+from typing import Any, NoReturn
 
 import attrs
 import torch
@@ -30,17 +30,16 @@ DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 @attrs.define(eq=False)
 class _Coalesced:
-    """Leaves of one dtype that travel as one payload."""
+    """Leaves of one dtype that travel as one payload: their places in the call, their shares of it, and what carries it."""
 
-    places: list[int]
-    payloads: list[Tensor]
+    places: Sequence[int]
+    shares: Sequence[int]
     started: Started | Performed | Queued
 
-    def pieces(self) -> list[Tensor]:
+    def pieces(self) -> Sequence[Tensor]:
         result = self.started.wait()
-        if len(self.payloads) == 1:
-            return [result]
-        return list(result.split([payload.shape[-1] for payload in self.payloads], dim=-1))  # [m], [n, m] or [rows, m]
+        # Pieces of a coalesced payload would share one storage, each keeping all of it alive.
+        return [result] if len(self.shares) == 1 else [x.clone() for x in result.split(self.shares, dim=-1)]
 
 
 @attrs.define(eq=False)
@@ -48,6 +47,7 @@ class _ProcessHandle:
     call: Call
     tensors: Sequence[Tensor]
     group: Group
+    here: Here
     parts: list[_Coalesced]
 
     @property
@@ -60,26 +60,35 @@ class _ProcessHandle:
         return all(part.started.poll(max(0.0, deadline - monotonic())) for part in self.parts)
 
     def wait(self) -> list[Tensor]:
-        here = Here(self.call.options, self.group.rank, self.group.size)
-        results: list[Tensor] = [*self.tensors]
-        for part in self.parts:
-            for place, piece in zip(part.places, self._pieces(part, here), strict=True):
-                result = self.call.collective.unpack(piece, self.tensors[place], here)
-                # Pieces of a coalesced payload would share one storage, each keeping all of it alive.
-                results[place] = result.clone() if len(part.places) > 1 else result
-        return results
-
-    def _pieces(self, part: _Coalesced, here: Here) -> list[Tensor]:
+        results, unpack = [*self.tensors], self.call.collective.unpack
         try:
-            return part.pieces()
+            for part in self.parts:
+                for place, piece in zip(part.places, part.pieces(), strict=True):
+                    results[place] = unpack(piece, self.tensors[place], self.here)
         except CommError:
             raise
         except RuntimeError as error:  # the transport's: a time-out, or a rank that has gone
-            signature = self.call.signature(self.tensors, here)
+            signature = self.call.signature(self.tensors, self.here)
             raise CommError(
                 f"rank {self.group.rank} of {self.group.name!r} failed in {signature} at {call_site()}: {error}\n"
                 "(under comm.checked() the error says which ranks had not come)"
             ) from error
+        return results
+
+
+def _by_kind(tensors: Sequence[Tensor]) -> Iterable[Sequence[int]]:
+    """The places of tensors of one dtype and device."""
+    if len(tensors) == 1:
+        return ((0,),)
+    places: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        places.setdefault((tensor.dtype, tensor.device), []).append(place)
+    return places.values()
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """The tensor without its graph, its bytes as they read."""
+    return (tensor.detach() if tensor.requires_grad else tensor).resolve_conj().resolve_neg()
 
 
 def _dense(payload: Tensor) -> Tensor:
@@ -97,7 +106,7 @@ class ProcessWorld:
     Attributes:
         rank: of this process.
         store: where the ranks' processes find each other.
-        timeout: how long a message may take.
+        timeout: how long a message may take, and ``checked`` waits.
         adopted: torch's process groups that came from outside, by ranks and name; the world's is one.
         native: torch's process groups for CUDA tensors, made when a group first needs one.
         lanes: each group's wire, and the thread for its asynchronous calls.
@@ -132,27 +141,32 @@ class ProcessWorld:
         if self._left:
             shown = call.shown(group.rank)
             raise CommError(f"{shown} on {group!r}: its processes' group was destroyed; take a group of the new world")
-        here = Here(call.options, group.rank, group.size)
+        here, pack = Here(call.options, group.rank, group.size), call.collective.pack
         agreed = self.watch.announce(call, tensors, group, here) if self.watch else None
-        by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        for place, tensor in enumerate(tensors):
-            by_kind.setdefault((tensor.dtype, tensor.device), []).append(place)
         parts = []
-        for (_, device), places in by_kind.items():
-            self._check_served(device, group)
-            plain = [tensors[place].detach().resolve_conj().resolve_neg() for place in places]  # bytes as they read
-            payloads = [call.collective.pack(tensor, here) for tensor in plain]
+        for places in _by_kind(tensors):
+            device = tensors[places[0]].device
+            if device.type not in self._carriers:
+                self._refuse(device, group)
+            payloads = [pack(_plain(tensors[place]), here) for place in places]
             payload = torch.cat(payloads, dim=-1) if len(payloads) > 1 else _dense(payloads[0])
             start = self._start_native if device.type == "cuda" else self._start_messages
-            parts.append(_Coalesced(places, payloads, start(call, group, payload, agreed, ahead)))
+            shares = [part.shape[-1] for part in payloads]
+            parts.append(_Coalesced(places, shares, start(call, group, payload, agreed, ahead)))
             agreed = None  # once a call
-        return _ProcessHandle(call, tensors, group, parts)
+        return _ProcessHandle(call, tensors, group, here, parts)
 
     def _start_messages(
         self, call: Call, group: Group, payload: Tensor, agreed: Callable[[], None] | None, ahead: bool
     ) -> Performed | Queued:
         wire, lane = self._lane(group, call.collective.thread(call.options))
-        job = partial(_carry_out, agreed, partial(EXCHANGES[call.collective.primitive], wire, payload, call.options))
+        exchange = EXCHANGES[call.collective.primitive]
+
+        def job() -> Tensor:
+            if agreed is not None:
+                agreed()
+            return exchange(wire, payload, call.options).wait()
+
         # A call that is waited for at once needs no thread, unless the lane's order does. It then goes through both
         # rounds at once, as on a lane: other ranks' lanes may be busier, and messages have one order.
         return lane.submit(job) if ahead or not lane.idle else lane.perform(job)
@@ -210,10 +224,11 @@ class ProcessWorld:
 
     def _lane(self, group: Group, thread: Hashable) -> tuple[Wire, Lane]:
         key = ((group.ranks, group.name), thread)
-        if key not in self.lanes:
+        found = self.lanes.get(key)
+        if found is None:
             tag = self._tag(repr(key)) if group.size > 1 else 0
-            self.lanes[key] = Wire(self._everyone, group.ranks, group.rank, tag), Lane(group.name)
-        return self.lanes[key]
+            found = self.lanes[key] = Wire(self._everyone, group.ranks, group.rank, tag), Lane(group.name)
+        return found
 
     def _tag(self, name: str) -> int:
         """A number for the name, the same on all ranks, whoever asks first; nobody waits for anybody."""
@@ -232,14 +247,17 @@ class ProcessWorld:
         """The world's backends by kind of device."""
         return dict(pair.split(":", 1) for pair in str(dist.get_backend_config()).split(","))  # cpu:gloo,cuda:nccl
 
-    def _check_served(self, device: torch.device, group: Group) -> None:
-        wanted = "nccl" if device.type == "cuda" else "gloo"
-        if self._served.get(device.type) != wanted:
-            names = ", ".join(f"{kind} by {backend}" for kind, backend in self._served.items())
-            raise ValueError(
-                f"a tensor is on {device}, and the world of {group!r} serves {names}: move it there, "
-                "or call init_distributed with a backend for that device (Gloo for CPU, NCCL for CUDA tensors)"
-            )
+    @cached_property
+    def _carriers(self) -> set[str]:
+        """The kinds of devices whose tensors can travel: CPU over Gloo, CUDA over NCCL."""
+        return {kind for kind, backend in (("cpu", "gloo"), ("cuda", "nccl")) if self._served.get(kind) == backend}
+
+    def _refuse(self, device: torch.device, group: Group) -> NoReturn:
+        names = ", ".join(f"{kind} by {backend}" for kind, backend in self._served.items())
+        raise ValueError(
+            f"a tensor is on {device}, and the world of {group!r} serves {names}: move it there, "
+            "or call init_distributed with a backend for that device (Gloo for CPU, NCCL for CUDA tensors)"
+        )
 
     def _native(self, group: Group) -> dist.ProcessGroup:
         """NCCL's group; torch names it by how many groups a process has made, so members must first use theirs in one order."""
@@ -261,30 +279,25 @@ def torch_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
     return pg
 
 
-def _carry_out(agreed: Callable[[], None] | None, begin: Callable[[], Started]) -> Tensor:
-    if agreed is not None:
-        agreed()
-    return begin().wait()
-
-
-_WORLDS: dict[dist.ProcessGroup, ProcessWorld] = {}  # one entry: torch's default process group and its world
+_WORLDS: dict[dist.ProcessGroup, Group] = {}  # one entry: torch's default process group and its world
 
 
 def process_world(timeout: timedelta = DEFAULT_TIMEOUT) -> Group | None:
-    """torch's default process group as a world, or None where there is none; ``timeout`` is for groups made later."""
-    if not dist.is_initialized():
-        return None
+    """torch's default process group as a world, or None where there is none; ``timeout`` is how long ``checked`` waits."""
     pg = dist.group.WORLD
     if pg is None:
         return None
-    if pg not in _WORLDS:
+    everyone = _WORLDS.get(pg)
+    if everyone is None:
         leave_process_world()
-        _WORLDS[pg] = ProcessWorld(dist.get_rank(), dist.distributed_c10d._get_default_store(), timeout)
-    return _WORLDS[pg].adopt(pg, "world")
+        world = ProcessWorld(dist.get_rank(), dist.distributed_c10d._get_default_store(), timeout)
+        everyone = _WORLDS[pg] = world.adopt(pg, "world")
+    return everyone
 
 
 def leave_process_world() -> None:
     """Closes the world of torch's default process group, if there is one."""
-    for world in _WORLDS.values():
-        world.leave()
+    for everyone in _WORLDS.values():
+        if isinstance(everyone.world, ProcessWorld):
+            everyone.world.leave()
     _WORLDS.clear()

@@ -67,7 +67,7 @@ class Parts:
 
     leaves: tuple[Leaf, ...]
     ranks: tuple[tuple[Piece, ...], ...] = attrs.field(repr=False)
-    group: comm.Group | None = attrs.field(default=None, eq=False)
+    group: comm.Group | None = None
     rank: int = 0
 
     @property

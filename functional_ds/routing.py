@@ -58,7 +58,7 @@ class Placed:
         if not isinstance(self.rule, ByLeaf):
             return self.rule  # type: ignore[no-any-return]
         found = parts()
-        if self._last is None or self._last[0] is not found:
+        if self._last is None or self._last[0] != found:
             self._last = (found, self.rule.make(found))
         return self._last[1]
 

@@ -120,7 +120,7 @@ class _Gradients:
 def _finite(step: Step, state: State, grads: list[Tensor]) -> Tensor:
     reals = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads if grad.numel()]
     ends = [end for grad in reals for end in torch.aminmax(grad)]  # one pass, which NaN survives
-    return torch.stack([end.isfinite() for end in ends]).all() if ends else torch.ones((), dtype=torch.bool)
+    return torch.stack(ends).isfinite().all() if ends else torch.ones((), dtype=torch.bool)
 
 
 def _norm(step: Step, state: State, grads: list[Tensor]) -> Tensor:

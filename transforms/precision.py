@@ -221,7 +221,7 @@ class _Mixed:
         stored, spec = tree.flatten(state.params)
         masters, kept = state.slots["masters"], state.optimizer
         wide = tree.map(_wide, _with(state.params, masters))
-        state = tree.replace(state, params=wide, optimizer=tree.map(self._wide_state, kept))
+        state = tree.replace(state, params=wide, optimizer=self._wide_states(kept))
         key = state.key if self.stochastic else None
         draws = None if key is None else Draws.of(step.parts(state), key, state.step)
         state, metrics = inner(step, state, grads)
@@ -232,15 +232,24 @@ class _Mixed:
             _round(old, new, draws.for_param(place, new) if draws and master is None and _rounds(old, new) else None)
             for old, new, master, place in zip(stored, moved, masters, places, strict=True)
         ]
-        states = [
-            _round(old, new, draws.for_state(path, new) if draws and _rounds(old, new) else None)
-            for (path, old), new in zip(tree.named(kept), tree.leaves(state.optimizer), strict=True)
-        ]
-        optimizer = tree.unflatten(tree.structure(kept), states)
+        optimizer = self._kept_states(kept, state.optimizer, draws)
         return tree.replace(state, params=tree.unflatten(spec, params), optimizer=optimizer).put(masters=masters), metrics
 
-    def _wide_state(self, leaf: Any) -> Any:
-        return leaf.float() if isinstance(leaf, Tensor) and leaf.dim() and leaf.dtype == self.states else leaf
+    def _wide_states(self, kept: Any) -> Any:
+        """The optimizer's state as an update has it."""
+        if self.states is None:
+            return kept
+        return tree.map(lambda leaf: leaf.float() if _narrowed(leaf, self.states) else leaf, kept)
+
+    def _kept_states(self, kept: Any, wide: Any, draws: Draws | None) -> Any:
+        """The state after an update in the memory of the one before."""
+        if self.states is None:
+            return wide
+        rounded = [
+            _round(old, new, draws.for_state(path, new) if draws and _rounds(old, new) else None)
+            for (path, old), new in zip(tree.named(kept), tree.leaves(wide), strict=True)
+        ]
+        return tree.unflatten(tree.structure(kept), rounded)
 
 
 def _with(params: Any, masters: list[Tensor | None]) -> Any:
@@ -252,6 +261,10 @@ def _with(params: Any, masters: list[Tensor | None]) -> Any:
 def _wide(leaf: Tensor) -> Tensor:
     half = is_trainable(leaf) and leaf.dtype in (torch.float16, torch.bfloat16)
     return leaf.float() if half else leaf
+
+
+def _narrowed(leaf: Any, states: torch.dtype | None) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.dtype == states
 
 
 def _trained_places(leaves: list[Tensor]) -> list[int]:

@@ -192,7 +192,7 @@ class _Zero:
             everything = range(len(layout.segments))
             state = tree.replace(state, params=_gather(self.means.all_gather, group, state.params, everything))
         trained = dict.fromkeys(s.unit for s in reversed(layout.segments) if s.trainable)
-        return state.put(zero=Partition(layout, _Learned(Order(tuple(trained)), parts), exact))
+        return state.put(zero=Partition(layout, _Learned(Order(tuple(trained)), attrs.evolve(parts, group=None)), exact))
 
     def params(self, inner: Any, step: Step, state: State) -> Any:
         """The user's tree, from whatever is in shards."""
@@ -272,7 +272,8 @@ class _Zero:
 
     def parts(self, inner: Any, step: Step, state: State) -> Parts:
         """The leaves in this rank's shards, in stage 0 in whole segments."""
-        return state.slots["zero"].learned.parts  # type: ignore[no-any-return]
+        parts: Parts = state.slots["zero"].learned.parts
+        return attrs.evolve(parts, group=self.ranks()) if self.stage else parts
 
 
 def _as_stored(layout: Layout, stored: Sequence[Tensor]) -> Layout:

@@ -1,8 +1,9 @@
 """Schedules with stages down the ranks, once or in a loop.
 
-In the pictures a line is a rank and a column a unit of time; a digit is a micro-batch. Bubble: the idle part of the makespan,
-all stages alike and messages for free. In flight: micro-batches (with several chunks, pairs of micro-batch and chunk) that
-were forwarded on a rank and whose backward is not complete there.
+The pictures are those of ``text(timeline(...))``: a line for each rank, two columns for each unit of time, dots where it is
+idle. F is a forward, B a backward (two units), I and W its halves, each with its micro-batch. Bubble: the idle part of the
+makespan, all stages alike and messages for free. In flight: micro-batches (with several chunks, pairs of micro-batch and
+chunk) that were forwarded on a rank and whose backward is not complete there.
 
 Each function takes p ranks and m micro-batches and returns data; nothing else in the project knows them by name.
 """
@@ -46,9 +47,9 @@ def inference(p: int, m: int, *, v: int = 1) -> Schedule:
 
     ::
 
-        0123        (p = 3, m = 4)
-         0123
-          0123
+        |F0F1F2F3....|
+        |..F0F1F2F3..|
+        |....F0F1F2F3|
 
     Makespan: (m v + p - 1) tF in chunk times, if p divides m or v = 1. Bubble: (p - 1) / (m v + p - 1).
 
@@ -70,8 +71,8 @@ def gpipe(p: int, m: int) -> Schedule:
 
     ::
 
-        F 0123      B   0 1 2 3       (p = 2, m = 4; a backward takes two units)
-        F  0123     B 0 1 2 3
+        |F0F1F2F3......B0--B1--B2--B3--|
+        |..F0F1F2F3B0--B1--B2--B3--....|
 
     Makespan: (m + p - 1) (tF + tB). Bubble: (p - 1) / (m + p - 1). In flight: m.
 
@@ -94,9 +95,9 @@ def one_f_one_b(p: int, m: int) -> Schedule:
 
     ::
 
-        FFF    BFBFBFBBB        (p = 3, m = 5; idle times not to scale)
-         FF  BFBFBFBFBB
-          FBFBFBFBFB
+        |F0F1F2........B0--F3B1--F4B2--..B3--..B4--|
+        |..F0F1....B0--F2B1--F3B2--F4B3--..B4--....|
+        |....F0B0--F1B1--F2B2--F3B3--F4B4--........|
 
     Makespan: (m + p - 1) (tF + tB). Bubble: (p - 1) / (m + p - 1). In flight: min(p - s, m) on rank s.
 
@@ -227,9 +228,9 @@ def zb_h1(p: int, m: int) -> Schedule:
 
     ::
 
-        FFF  IFWIFWIWIWIW       (p = 3, m = 5)
-         FFIF IFWIFWI IWIWW
-          FIFIFIWFIWFIWWW
+        |F0F1F2....I0W0F3I1W1F4I2W2I3W3I4W4|
+        |..F0F1..I0F2I1W0F3I2W1F4I3W2I4W3W4|
+        |....F0I0F1I1F2I2W0F3I3W1F4I4W2W3W4|
 
     Makespan, unit times, m >= p: 3 m + p - 1, a third of 1F1B's bubble. In flight: p at most, as 1F1B's first rank.
 
@@ -252,9 +253,9 @@ def zb_2p(p: int, m: int) -> Schedule:
 
     ::
 
-        FFFFFIWFIWFIWFIWIWIW     (p = 3, m = 7, the beginning)
-         FFFIFIFIWFIWFIW
-          FIFIFIFIFIWFIW
+        |F0F1F2F3F4I0W0F5I1W1F6I2W2I3W3I4W4I5W5I6W6....|
+        |..F0F1F2I0F3I1F4I2W0F5I3W1F6I4W2I5W3I6W4W5W6..|
+        |....F0I0F1I1F2I2F3I3F4I4W0F5I5W1F6I6W2W3W4W5W6|
 
     Makespan, unit times, m >= 2 p - 1: 3 m + p - 1, and no gaps; the ranks end one after another, as they began. In flight:
     2 p - 1 at most. With fewer micro-batches it is valid, but no better than ZB-H1.

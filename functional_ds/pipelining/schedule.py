@@ -18,15 +18,19 @@ class ScheduleError(ValueError):
     """A schedule that cannot be run.
 
     Attributes:
+        why: what is wrong with it.
         action: the first offending action.
         rank: whose row it is, or should be, in.
         place: where in the row; None if it is missing.
     """
 
-    def __init__(self, why: str, *, action: Action, rank: int, place: int | None = None) -> None:
-        where = f"rank {rank}" if place is None else f"rank {rank}, place {place}"
-        super().__init__(f"{where}: {action} {why}")
-        self.action, self.rank, self.place = action, rank, place
+    def __init__(self, why: str, action: Action, rank: int, place: int | None = None) -> None:
+        super().__init__(why, action, rank, place)  # all of them: an error that leaves a process is made again from these
+        self.why, self.action, self.rank, self.place = why, action, rank, place
+
+    def __str__(self) -> str:
+        where = f"rank {self.rank}" if self.place is None else f"rank {self.rank}, place {self.place}"
+        return f"{where}: {self.action} {self.why}"
 
 
 def _frozen(rows: Iterable[Any]) -> tuple[Codes, ...]:

@@ -20,9 +20,10 @@ def zbv(p: int, m: int) -> Schedule:
 
     ::
 
-        a: first chunk, b: second; i, w: backwards of a, I, W: of b   (p = 2)
-        rank 0:  aaab I W b I W aiwbIW aiwbIW ... iw bIW iw iw
-        rank 1:   ab a bIW aiwbIW aiwbIW ... iI iw Ww
+        |F0F1F2f0i0w0f1i1w1F3I0W0f2i2w2F4I1W1f3i3w3I2W2f4i4w4I3W3I4W4..|
+        |..F0f0F1f1i0w0F2I0W0f2i1w1F3I1W1f3i2w2F4I2W2f4i3w3I3i4I4W3w4W4|
+
+    Capitals are the first chunk, small letters the second.
 
     Makespan, unit times, m >= 2 p - 1: 6 m + p - 1 in chunk times, without gaps on any rank. In flight: 2 p chunks at most,
     the activations of p micro-batches of a whole rank's layers.

@@ -44,7 +44,13 @@ def test_text_that_is_no_action(text: str) -> None:
 
 @pytest.mark.parametrize(
     "action",
-    [Action(Kind.F, -1, 0), Action(Kind.F, 0, -2), Action(Kind.F, 0), Action(Kind.GATHER, 0, 1), Action(Kind.F, MOST_STAGES, 0)],
+    [
+        Action(Kind.F, -1, 0),
+        Action(Kind.F, 0, -2),
+        Action(Kind.F, 0),
+        Action(Kind.GATHER, 0, 1),
+        Action(Kind.F, MOST_STAGES, 0),
+    ],
 )
 def test_numbers_that_no_code_holds(action: Action) -> None:
     """They are refused with their place."""

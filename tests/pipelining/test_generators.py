@@ -19,7 +19,6 @@ from functional_ds.pipelining import (
     zb_h1,
     zbv,
 )
-
 from tests.pipelining.cases import everyone
 
 

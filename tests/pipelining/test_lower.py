@@ -4,7 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from functional_ds.pipelining import Action, Kind, Schedule, inference, interleaved_one_f_one_b, lower, one_f_one_b, validate, zbv
+from functional_ds.pipelining import (
+    Action,
+    Kind,
+    Schedule,
+    inference,
+    interleaved_one_f_one_b,
+    lower,
+    one_f_one_b,
+    validate,
+    zbv,
+)
 from functional_ds.testing import schedules
 from tests.pipelining.cases import everyone, generated
 

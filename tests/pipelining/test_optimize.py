@@ -21,7 +21,9 @@ def test_never_worse_than_the_best_named(p: int, m: int, chunks: tuple[int, str]
     """Under any limit that it can keep; what it finds is valid, keeps the limit, and is the same for the same seed."""
     placement = stage_to_rank(p, *chunks)
     costs = drawn(len(placement), seed)
-    least = max(sum(costs.activations[stage] for stage in range(len(placement)) if placement[stage] == rank) for rank in range(p))
+    least = max(
+        sum(costs.activations[stage] for stage in range(len(placement)) if placement[stage] == rank) for rank in range(p)
+    )
     limit = least * room
     found = optimize(p, m, costs, memory_limit=limit, placement=placement, rounds=5, seed=seed)
     timed = timeline(validate(found), costs)

@@ -1,10 +1,12 @@
 """Schedules as values."""
 
+import pickle
+
 import pytest
 from hypothesis import given
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
-from functional_ds.pipelining import Schedule, gpipe, one_f_one_b, stage_to_rank
+from functional_ds.pipelining import Action, Kind, Schedule, ScheduleError, gpipe, one_f_one_b, stage_to_rank, validate, zbv
 from functional_ds.testing import schedules
 
 
@@ -53,6 +55,15 @@ def test_refusals() -> None:
         stage_to_rank(2, 2, "x")
     with pytest.raises(ValueError, match="ranks=0"):
         stage_to_rank(0)
+
+
+def test_schedules_and_errors_leave_processes() -> None:
+    """Pickled and made again, they are the same."""
+    assert pickle.loads(pickle.dumps(zbv(2, 4))) == zbv(2, 4)
+    with pytest.raises(ScheduleError) as error:
+        validate(Schedule.of(["0F0"]))
+    again = pickle.loads(pickle.dumps(error.value))
+    assert (str(again), again.action) == (str(error.value), Action(Kind.B, 0, 0))
 
 
 def test_what_is_printed_is_small() -> None:

@@ -8,7 +8,6 @@ from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRun
 
 from functional_ds.pipelining import Schedule, from_csv, lower, to_csv, zbv
 from functional_ds.testing import schedules
-
 from tests.pipelining.cases import everyone, generated
 
 
@@ -57,7 +56,7 @@ def test_torch_reads_lowered_schedules(folder: Path) -> None:
         to_csv(lowered, folder / "mine.csv")
         theirs = Theirs(schedule)
         theirs._load_csv(str(folder / "mine.csv"), format="compute_comms")
-        assert _simulate_comms_compute(theirs.pipeline_order_with_comms, lambda s: schedule.placement[s], schedule.stages)
+        assert _simulate_comms_compute(theirs.pipeline_order_with_comms, schedule.placement.__getitem__, schedule.stages)
     to_csv(lower(zbv(3, 6), gathers=True), folder / "mine.csv")
     theirs = Theirs(zbv(3, 6))
     theirs._load_csv(str(folder / "mine.csv"), format="compute_comms")

@@ -1,6 +1,7 @@
 """Law 35, and what a timeline says of costs, messages and memory."""
 
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -153,7 +154,7 @@ def test_the_critical_path_explains_the_makespan(schedule: Schedule, seed: int) 
     path = timed.critical_path
     assert path[0].start == 0
     assert path[-1].end == timed.makespan
-    for earlier, later in zip(path, path[1:], strict=False):
+    for earlier, later in pairwise(path):
         boundary = min(earlier.action.stage, later.action.stage)
         wait = 0.0 if earlier.rank == later.rank else costs.crossing(schedule.stages)[boundary]
         assert later.start == earlier.end + wait
@@ -204,7 +205,9 @@ def test_a_run_measured_is_predicted(schedule: Schedule, seed: int) -> None:
     """observed and measured are the inverse of timeline, for costs that do not change."""
     costs = drawn(schedule.stages, seed)
     timed = timeline(schedule, costs)
-    pairs = [[(start + 7.0, end + 7.0) for start, end in zip(*timed.times(rank), strict=True)] for rank in range(schedule.ranks)]
+    pairs = [
+        [(start + 7.0, end + 7.0) for start, end in zip(*timed.times(rank), strict=True)] for rank in range(schedule.ranks)
+    ]
     run = observed(lower(schedule), pairs, costs)
     assert (run.makespan, run.peak, run.gaps) == (timed.makespan, timed.peak, timed.gaps)
     assert run.bubble == pytest.approx(timed.bubble)

@@ -138,8 +138,11 @@ def test_deadlocks_are_the_simulators(schedule: Schedule, seed: int) -> None:
     moved = Schedule.of(rows, schedule.placement, schedule.microbatches)
     try:
         validate(moved)
+        why = ""
     except ScheduleError as error:
-        assert "waits in a cycle" in str(error)
+        why = str(error)
+    if why:
+        assert "waits in a cycle" in why
         with pytest.raises(comm.DeadlockError):
             run(moved)
     else:

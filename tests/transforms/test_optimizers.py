@@ -1,5 +1,6 @@
 """Law 19 for every optimizer, what those that need whole leaves send, and the mean of the params."""
 
+import pickle
 from functools import cache
 from typing import Any
 
@@ -328,3 +329,38 @@ def test_donation_changes_nothing_but_memory(rule: str, stage: int | None) -> No
             assert torch.equal(leaf, other)
 
     comm.simulate(program, world_size=2)
+
+
+@pytest.mark.parametrize("rule", ["muon", "lamb", "adamw, matrices decay"])
+def test_what_lies_where_is_worked_out_once(rule: str) -> None:
+    """A pair is made at init and not again; a state can be pickled, so that it holds no group."""
+    made: list[Parts] = []
+
+    def make(parts: Parts) -> Any:
+        made.append(parts)
+        return RULES[rule].make(parts)
+
+    def program(stage: int) -> int:
+        made.clear()
+        step = transforms.zero(stage)(fds.train_step(linear, fds.ByLeaf(make)))
+        state = step.init(fresh())
+        for _ in range(3):
+            state, _ = step(pickle.loads(pickle.dumps(state)), torch.arange(4))
+        return len(made)
+
+    for stage in STAGES:
+        assert comm.simulate(program, stage, world_size=1) == [1]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_compressed_gathers_leave_the_mean_exact(stage: int) -> None:
+    """What is gathered for the loss is rounded; what the optimizer moves, the mean and what LAMB measures are not."""
+
+    def program() -> tuple[Any, Any]:
+        gather = comm.compressed(comm.all_gather, comm.Blocks(8))
+        strategy = (transforms.ema(0.5), transforms.zero(stage, all_gather=gather))
+        return trained("lamb", *strategy), trained("lamb", *strategy, show=seen)
+
+    for params, mean in comm.simulate(program, world_size=2):
+        assert_close(params, alone("lamb", False), 1e-6)
+        assert_close(mean, trained("lamb", transforms.ema(0.5), show=seen), 1e-6)
