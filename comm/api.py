@@ -135,7 +135,7 @@ def all_gather(
 def _all_gather_uneven(x: T, group: Group, dim: int) -> Pending[T]:
     leaves, spec = flatten("all_gather", x)
     kinds: dict[tuple[int, ...], list[int]] = {}  # leaves of the same sizes travel together
-    for place, sizes in enumerate(_sizes_along(dim, leaves, group)):
+    for place, sizes in enumerate(sizes_along(dim, leaves, group)):
         kinds.setdefault(sizes, []).append(place)
     calls = [
         (Call(ALL_GATHER, {"dim": dim, "tiled": True, "sizes": sizes}), [leaves[i] for i in kinds[sizes]]) for sizes in kinds
@@ -148,8 +148,15 @@ def _all_gather_uneven(x: T, group: Group, dim: int) -> Pending[T]:
     return apply_all(calls, group).then(in_place)
 
 
-def _sizes_along(dim: int, leaves: Sequence[Tensor], group: Group) -> list[tuple[int, ...]]:
+def need_values(name: str, group: Group, what: str) -> None:
+    """Refuses what shapes alone cannot tell."""
+    if group.world.device.type == "meta":
+        raise ValueError(f"{name} on shapes only: nobody knows {what}")
+
+
+def sizes_along(dim: int, leaves: Sequence[Tensor], group: Group) -> list[tuple[int, ...]]:
     """For each leaf, its size along ``dim`` on every rank; raises where anything else of it differs."""
+    need_values("all_gather(uneven=True)", group, "the other ranks' sizes; gather even pieces")
     for leaf in leaves:
         if not 0 <= dim < leaf.dim():
             raise ValueError(f"dim={dim} is out of range for a tensor of shape {list(leaf.shape)}")
@@ -347,6 +354,7 @@ def all_to_all(
     if len(sent) != group.size:
         raise ValueError(f"input_splits={list(sent)}: a group of {group.size} needs {group.size} sizes, one for each rank")
     if output_splits is None:
+        need_values("all_to_all(input_splits=...)", group, "what others send; pass output_splits, too")
         output_splits = all_to_all(torch.tensor(sent, device=group.world.device), group).tolist()
     options = {"dim": split_dim, "input_splits": sent, "output_splits": _sizes("output_splits", output_splits)}
     return apply(Call(ALL_TO_ALL_ROWS, options), x, group, async_op)

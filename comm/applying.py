@@ -58,7 +58,7 @@ def _in_graph(grad: Tensor, token: Tensor) -> Tensor:
     return grad + token.sum().to(grad.dtype) if torch.is_grad_enabled() and not grad.requires_grad else grad
 
 
-_ALONE = optree.tree_structure(torch.empty(0), namespace=NAMESPACE)  # the structure of a lone tensor
+_ALONE: optree.PyTreeSpec = optree.tree_structure(0, namespace=NAMESPACE)  # type: ignore[arg-type]  # a lone tensor's
 
 
 def is_smooth(tensor: Tensor) -> bool:
@@ -85,11 +85,13 @@ def _start(call: Call, leaves: Sequence[Tensor], group: Group, *, ahead: bool) -
         raise CommError(f"{call.shown(-1)}: rank {world().rank} is not in {group!r}; only its ranks may call its collectives")
     try:
         for leaf in leaves:
+            if leaf.layout is not torch.strided:
+                raise ValueError(f"a tensor of layout {leaf.layout} cannot travel: pass leaf.to_dense(), or its parts")
             row.check(leaf, here)
     except ValueError as error:
         raise ValueError(f"{call.shown(group.rank)} on rank {group.rank} of {group.name!r}: {error}") from None
     if row.alone is not None:
-        return _Started(call, leaves, Ready([row.alone(leaf.detach(), here) for leaf in leaves]))
+        return _Started(call, leaves, Ready([row.alone(leaf.detach().contiguous(), here) for leaf in leaves]))
     began = begin(group.world.books, leaves)
     handle = group.world.start(call, leaves, group, ahead=ahead)
     for book in group.world.books:
@@ -166,7 +168,7 @@ def apply_all(calls: Sequence[tuple[Call, Any]], group: Group | None, *, ahead: 
 
 def resolve_dim(name: str, tree: Any, dim: int) -> int:
     """The dim counted from the start; all leaves share it."""
-    if not isinstance(dim, int) or isinstance(dim, bool):
+    if type(dim) is not int:
         raise TypeError(f"{name}: dim={dim!r} is {type(dim).__name__}; a dim is an int")
     if dim >= 0:
         return dim

@@ -35,7 +35,8 @@ def checked(timeout: timedelta | None = None) -> Iterator[None]:
 
     Raises:
         MismatchError: on all ranks of the group: what this rank called and what another did, with both call sites.
-        TimedOutError: on a rank that waited: for what, where, for which ranks, and what those were doing.
+        TimedOutError: on a rank that waited, or started something and left: for what, where, for which ranks, and what those
+            were doing.
 
     >>> import torch
     >>> from functional_ds import comm
@@ -52,6 +53,7 @@ def checked(timeout: timedelta | None = None) -> Iterator[None]:
     here.watch = Watch(here.rank, PrefixStore(f"functional_ds/checked/{here.blocks}", here.store), seconds)
     try:
         yield
+        here.watch.finish()
     except BaseException as error:
         here.watch.leave(error)
         raise

@@ -92,7 +92,7 @@ class Collective:
         shape: what must be the same on every rank; by default the leaf's shape.
         alone: for a row without communication, this rank's result from its own input.
         members: the group's ranks that take part; by default all.
-        thread: calls of one thread come in one order on all members; by default there is one thread.
+        order: names the sequence that a call belongs to; calls of one sequence come in one order on all members.
         private: options that may differ between ranks; the denotation gets them as a list, an entry a member.
         reconcile: raises MismatchError where the members' private options contradict each other.
         title: the name and the options to show, as this rank wrote them; by default the row's name and all options.
@@ -109,10 +109,15 @@ class Collective:
     shape: Callable[[Tensor, Here], Sequence[int | str]] = _own_shape
     alone: Callable[[Tensor, Here], Tensor] | None = None
     members: Callable[[Options, int], Sequence[int]] = _everyone
-    thread: Callable[[Options], Hashable] = _in_one_order
+    order: Callable[[Options], Hashable] = _in_one_order
     private: tuple[str, ...] = ()
     reconcile: Callable[[Options], None] = _nothing_private
     title: Callable[[Options, int], tuple[str, Options]] | None = None
+
+
+def _kind(tensor: Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return dtype if tensor.device.type in ("cpu", "meta") else f"{tensor.device.type} {dtype}"
 
 
 @attrs.frozen(eq=False)
@@ -135,14 +140,14 @@ class Call:
     def signature(self, tensors: Sequence[Tensor], here: Here) -> str:
         """The call and what it is called on, as text for messages."""
         shapes = (list(self.collective.shape(t, here)) for t in tensors)
-        kinds = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{shape}" for t, shape in zip(tensors, shapes, strict=True))
+        kinds = ", ".join(f"{_kind(t)}{shape}" for t, shape in zip(tensors, shapes, strict=True))
         return f"{self.shown(here.rank)} of [{kinds}]".replace("'*'", "*")
 
     def agreement(self, tensors: Sequence[Tensor], here: Here) -> tuple[Any, ...]:
         """What must be equal on every member."""
         row = self.collective
         options = tuple((k, v) for k, v in self.options.items() if k not in row.private)
-        return (row.name, options, tuple((t.dtype, tuple(row.shape(t, here))) for t in tensors))
+        return (row.name, options, tuple((t.dtype, t.device.type, tuple(row.shape(t, here))) for t in tensors))
 
     def private(self) -> Options:
         """The options that may differ between ranks."""

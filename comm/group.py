@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import attrs
 import torch
@@ -76,6 +76,11 @@ class Group:
         """
         return self.world.channel(self, name)
 
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            f"{self!r} belongs to its rank and cannot be copied or pickled; pass its ranks on, and comm.new_group(ranks)"
+        )
+
     def __repr__(self) -> str:
         place = f"rank {self.rank} of {self.size}" if self.rank >= 0 else "not a member"
         return f"Group({self.name!r}, {place}, ranks {list(self.ranks)})"
@@ -113,7 +118,7 @@ class Solo:
 
     def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, ahead: bool) -> Ready:
         options = call.merged([call.private()])
-        return Ready([call.collective.denotation([t.detach()], options)[0] for t in tensors])
+        return Ready([call.collective.denotation([t.detach().contiguous()], options)[0] for t in tensors])
 
     def group(self, ranks: Sequence[int], name: str) -> Group:
         return Group(tuple(ranks), place_in(ranks, 0), name, self)

@@ -3,14 +3,17 @@
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from queue import SimpleQueue
-from threading import Thread
+from queue import Empty, SimpleQueue
+from threading import Lock, Thread
 from time import perf_counter
 
 import attrs
 from torch import Tensor
 
 __all__ = ["Lane", "Performed", "Queued"]
+
+
+_IDLE = 5.0  # seconds without a job after which the thread ends; the next job starts another
 
 
 @attrs.frozen(eq=False)
@@ -59,6 +62,7 @@ class Lane:
     """
 
     def __init__(self, name: str) -> None:
+        self._lock = Lock()
         self._jobs: SimpleQueue[tuple[Callable[[], Tensor], Future[tuple[Tensor, float]]]] = SimpleQueue()
         self._given = self._done = 0
         self._name = name
@@ -71,12 +75,13 @@ class Lane:
 
     def submit(self, job: Callable[[], Tensor]) -> Queued:
         """Queues a job."""
-        if self._thread is None:
-            self._thread = Thread(target=self._run, daemon=True, name=f"lane {self._name}")
-            self._thread.start()
         future: Future[tuple[Tensor, float]] = Future()
-        self._given += 1
-        self._jobs.put((job, future))
+        with self._lock:
+            self._given += 1
+            self._jobs.put((job, future))
+            if self._thread is None:
+                self._thread = Thread(target=self._run, daemon=True, name=f"lane {self._name}")
+                self._thread.start()
         return Queued(future)
 
     def perform(self, job: Callable[[], Tensor]) -> Performed:
@@ -89,7 +94,14 @@ class Lane:
 
     def _run(self) -> None:
         while True:
-            job, future = self._jobs.get()
+            try:
+                job, future = self._jobs.get(timeout=_IDLE)
+            except Empty:
+                with self._lock:
+                    if self._jobs.empty():
+                        self._thread = None
+                        return
+                continue
             try:
                 future.set_result((job(), perf_counter()))
             except BaseException as error:  # whoever waits shall see it

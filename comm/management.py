@@ -1,5 +1,6 @@
 """Joining and leaving a world of processes, and asking where one is."""
 
+import itertools
 import os
 from collections.abc import Sequence
 from datetime import timedelta
@@ -7,7 +8,8 @@ from operator import index
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from .allocator import keep_freed_memory
 from .group import Group
@@ -25,6 +27,7 @@ __all__ = [
     "new_group",
 ]
 
+_JOINS = itertools.count()  # all processes of a world have joined equally often
 _BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")
 
 
@@ -131,7 +134,11 @@ def _join(backend: str | None, rank: int, size: int, init_method: str | None, ti
             )
     if "nccl" not in chosen:
         keep_freed_memory()
-    dist.init_process_group(chosen, init_method=init_method, store=store, rank=rank, world_size=size, timeout=timeout)
+    if store is None:
+        # What an earlier world left in a store that outlives it must not be taken for this one's.
+        store, rank, size = next(rendezvous(init_method or "env://", rank, size, timeout=timeout))
+    store = PrefixStore(f"functional_ds/join/{next(_JOINS)}", store)
+    dist.init_process_group(chosen, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 def destroy_process_group() -> None:
@@ -207,9 +214,10 @@ def new_group(ranks: Sequence[int], name: str = "group") -> Group:
     [None, 2, None, 2]
     """
     everyone = world()
-    if isinstance(ranks, str):
-        raise TypeError(f"ranks={ranks!r} is text; pass ranks of the world, like [0, 2]")
-    chosen = [index(rank) for rank in ranks]
+    try:
+        chosen = [index(rank) for rank in ranks]
+    except TypeError:
+        raise TypeError(f"ranks={ranks!r}: pass ranks of the world, like [0, 2]") from None
     outside = [rank for rank in chosen if not 0 <= rank < everyone.size]
     if outside or not chosen:
         what = (

@@ -6,9 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .api import all_gather, broadcast
-from .applying import chosen
+from .api import broadcast, need_values, sizes_along
+from .applying import apply, chosen
+from .collective import Call
 from .group import Group
+from .table import ALL_GATHER
 
 __all__ = ["all_gather_object", "broadcast_object"]
 
@@ -36,9 +38,10 @@ def all_gather_object(value: Any, group: Group | None = None) -> list[Any]:
     [{'rank': 0}, {'rank': 1}]
     """
     group = chosen(group)
+    need_values("all_gather_object", group, "the other ranks' objects")
     mine = _pack(value, group)
-    sizes = all_gather(torch.tensor([mine.numel()], device=mine.device), group).tolist()
-    everything: Tensor = all_gather(mine, group, uneven=True)
+    (sizes,) = sizes_along(0, [mine], group)
+    everything: Tensor = apply(Call(ALL_GATHER, {"dim": 0, "tiled": True, "sizes": sizes}), mine, group, False)
     return [_unpack(data) for data in everything.split(sizes)]
 
 
@@ -57,6 +60,7 @@ def broadcast_object(value: Any, src: int = 0, group: Group | None = None) -> An
     [['from', 1], ['from', 1]]
     """
     group = chosen(group)
+    need_values("broadcast_object", group, "another rank's object")
     mine = _pack(value if group.rank == src else None, group)
     size = int(broadcast(torch.tensor(mine.numel(), device=mine.device), src, group))
     template = mine if group.rank == src else mine.new_empty(size)

@@ -54,6 +54,19 @@ class Pending(Generic[T]):
 
         return Pending(lambda: [pending.wait() for pending in pendings], poll, text)
 
+    def _refuse(self, *others: object) -> NoReturn:
+        raise TypeError(f"{self!r} is a result to come, no tensor; wait() gives the result")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __matmul__ = __rmatmul__ = __pow__ = __neg__ = __getitem__ = __iter__ = __len__ = __bool__ = _refuse
+    __float__ = __int__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        raise TypeError(
+            f"torch.{getattr(function, '__name__', function)} of a Pending, a result to come; wait() gives the result"
+        )
+
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("_"):
             raise AttributeError(name)

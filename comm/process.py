@@ -26,6 +26,7 @@ from .watch import Watch
 __all__ = ["DEFAULT_TIMEOUT", "ProcessWorld", "leave_process_world", "process_world", "torch_group"]
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
+_TAGS = 2**30  # below are the tags that a program may use with torch's own messages
 
 
 @attrs.define(eq=False)
@@ -159,7 +160,7 @@ class ProcessWorld:
     def _start_messages(
         self, call: Call, group: Group, payload: Tensor, agreed: Callable[[], None] | None, ahead: bool
     ) -> Performed | Queued:
-        wire, lane = self._lane(group, call.collective.thread(call.options))
+        wire, lane = self._lane(group, call.collective.order(call.options))
         exchange = EXCHANGES[call.collective.primitive]
 
         def job() -> Tensor:
@@ -232,7 +233,7 @@ class ProcessWorld:
 
     def _tag(self, name: str) -> int:
         """A number for the name, the same on all ranks, whoever asks first; nobody waits for anybody."""
-        mine = self.store.add("functional_ds/tags", 1)
+        mine = _TAGS + self.store.add("functional_ds/tags", 1)
         return int(self.store.compare_set(f"functional_ds/tag/{name}", "", str(mine)))
 
     @cached_property

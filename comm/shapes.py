@@ -18,7 +18,7 @@ from .collective import Call, Here
 from .errors import MismatchError
 from .group import Group, Ready, place_in
 from .ledger import Ledger
-from .surroundings import HERE
+from .surroundings import HERE, only_simulation
 
 __all__ = ["run_on_shapes"]
 
@@ -118,7 +118,7 @@ class ShapesWorld:
                     f"{call.shown(group.rank)} on rank {self.rank}: a tensor is on {tensor.device}; "
                     "with shapes_only=True tensors have no values, so make them on device='meta'"
                 )
-        thread = (group.ranks, group.name, row.thread(call.options))
+        thread = (group.ranks, group.name, row.order(call.options))
         self._log(thread, call, tensors, here, group)
         return Ready([self._result(row, tensor.detach(), here) for tensor in tensors])
 
@@ -155,18 +155,19 @@ class ShapesWorld:
 def run_on_shapes(program: Callable[..., Any], args: tuple[Any, ...], world_size: int) -> list[Any]:
     """The ranks' results, one rank after the other on the caller's thread."""
     shared, results, everyone = _Books(), [], tuple(range(world_size))
-    outer, ambient = getattr(HERE, "group", None), Ambient.now()
-    try:
-        for rank in everyone:
-            ambient.twins(1)[0].restore()
-            HERE.group = Group(everyone, rank, "world", ShapesWorld(rank, shared))
-            try:
-                results.append(program(*args))
-            except BaseException as error:
-                error.add_note(f"raised on rank {rank} of {world_size}, on shapes only")
-                raise
-    finally:
-        HERE.group = outer
-        ambient.restore()
+    with only_simulation(), torch.inference_mode(False), torch.enable_grad():  # each rank begins as a thread does
+        outer, ambient = getattr(HERE, "group", None), Ambient.now()
+        try:
+            for rank in everyone:
+                ambient.twins(1)[0].restore()
+                HERE.group = Group(everyone, rank, "world", ShapesWorld(rank, shared))
+                try:
+                    results.append(program(*args))
+                except BaseException as error:
+                    error.add_note(f"raised on rank {rank} of {world_size}, on shapes only")
+                    raise
+        finally:
+            HERE.group = outer
+            ambient.restore()
     shared.compare()
     return results

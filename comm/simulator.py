@@ -17,13 +17,16 @@ from torch import Tensor
 
 from .ambient import Ambient, drop_spare_normal
 from .collective import Call, Here
-from .errors import DeadlockError, MismatchError, UnmatchedError
+from .errors import CommError, DeadlockError, MismatchError, UnmatchedError
 from .group import Group, call_site, each, place_in
 from .ledger import Ledger
 from .shapes import run_on_shapes
-from .surroundings import HERE
+from .surroundings import HERE, only_simulation
 
 __all__ = ["simulate"]
+
+
+_PATIENCE = 10_000  # fruitless polls after which a program that only polls is taken to be stuck
 
 
 class _AbortedError(BaseException):
@@ -62,8 +65,15 @@ class _Slot:
         call = arrivals[0].call
         options = call.merged([arrival.call.private() for arrival in arrivals])
         leaves = zip(*(arrival.inputs for arrival in arrivals), strict=True)
-        results = [call.collective.denotation(xs, options) for xs in leaves]
+        with torch.inference_mode(False), torch.no_grad():  # the modes of whoever came last are not the others'
+            results = [call.collective.denotation(xs, options) for xs in leaves]
         self.outputs = {rank: [result[i] for result in results] for i, rank in enumerate(self.members)}
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """What a message would carry: the values, laid out plainly, whatever the sender's modes are."""
+    with torch.inference_mode(False):
+        return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 @attrs.define(eq=False)
@@ -80,7 +90,7 @@ class _SimulatedHandle:
         return outputs.pop(self.world.rank)
 
     def poll(self, patience: float) -> bool:
-        return self.world.simulator.wait(self.world.rank, self.slot, polls=True)
+        return self.world.simulator.poll(self.world.rank, self.slot, patience > 0)
 
 
 @attrs.define(eq=False)
@@ -91,6 +101,7 @@ class SimulatedWorld:
     rank: int
     books: list[Ledger] = attrs.field(factory=list)
     counts: dict[tuple[Any, ...], int] = attrs.field(factory=dict)
+    thread: int = attrs.field(factory=threading.get_ident)
 
     @property
     def device(self) -> torch.device:
@@ -103,11 +114,16 @@ class SimulatedWorld:
         each(times, body)
 
     def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, ahead: bool) -> _SimulatedHandle:
+        if threading.get_ident() != self.thread:
+            raise CommError(
+                f"{call.shown(group.rank)} on simulated rank {self.rank} comes from thread "
+                f"{threading.current_thread().name!r}; a simulated rank is one thread: call collectives from there"
+            )
         row, here = call.collective, Here(call.options, group.rank, group.size)
-        key = (group.ranks, group.name, row.thread(call.options))
+        key = (group.ranks, group.name, row.order(call.options))
         turn = self.counts[key] = self.counts.get(key, -1) + 1
         members = tuple(group.ranks[member] for member in row.members(call.options, group.size))
-        arrival = _Arrival(call, here, [t.detach().clone() for t in tensors], call_site())
+        arrival = _Arrival(call, here, [_copy(t) for t in tensors], call_site())
         slot = _Slot(group, members, call.agreement(tensors, here))
         return _SimulatedHandle(self, self.simulator.arrive((*key, turn), self.rank, slot, arrival))
 
@@ -128,6 +144,7 @@ class Simulator:
             baton.acquire()
         self.waiting: dict[int, _Slot] = {}
         self.polling: set[int] = set()
+        self.fruitless = 0  # polls in a row that found nothing, since anybody came to anything
         self.unfinished = set(range(world_size))
         self.slots: dict[tuple[Any, ...], _Slot] = {}  # those that are not complete
         self.ambients = Ambient.now().twins(world_size)
@@ -147,6 +164,7 @@ class Simulator:
                 f"rank {other} called {first} at {first.site}, rank {rank} called {arrival} at {arrival.site}"
             )
         known.arrivals[rank] = arrival
+        self.fruitless = 0
         if not known.missing():
             del self.slots[key]
             known.complete()
@@ -163,6 +181,23 @@ class Simulator:
         self.check()
         return True
 
+    def poll(self, rank: int, slot: _Slot, patient: bool) -> bool:
+        """Whether the slot is complete: patiently, when nobody else can go on; else after as many turns as the seed says."""
+        if patient:
+            found = self.wait(rank, slot, polls=True)
+        else:
+            while slot.outputs is None and self.random.random() < 0.5:
+                self.check()
+                heir = self.pick()
+                self.hand_over(rank, rank if heir is None else heir)
+            self.check()
+            found = slot.outputs is not None
+        self.fruitless = 0 if found else self.fruitless + 1
+        if self.fruitless > _PATIENCE:
+            self.waiting[rank] = slot
+            raise DeadlockError(self.describe())
+        return found
+
     def check(self) -> None:
         if self.failure is not None:
             raise _AbortedError
@@ -175,14 +210,18 @@ class Simulator:
         if heir is None:
             self.failure = self.failure or DeadlockError(self.describe())
             raise _AbortedError
+        self.hand_over(rank, heir)
+        self.polling.discard(rank)
+        slot = self.waiting.pop(rank)
+        return slot.outputs is not None or self.failure is not None
+
+    def hand_over(self, rank: int, heir: int) -> None:
+        """The baton goes to the heir; returns when it is back."""
         if heir != rank:
             self.ambients[rank] = Ambient.now()
             self.batons[heir].release()
             self.batons[rank].acquire()
             self.ambients[rank].restore()
-        self.polling.discard(rank)
-        slot = self.waiting.pop(rank)
-        return slot.outputs is not None or self.failure is not None
 
     # -- the schedule --------------------------------------------------------------------------------------------------
 
@@ -250,16 +289,18 @@ def simulate(program: Callable[..., Any], *args: Any, world_size: int, seed: int
 
     Raises:
         MismatchError: ranks of one group called different collectives, with both call sites.
-        DeadlockError: no rank can go on; every rank, where it waits and for whom.
+        DeadlockError: no rank can go on; every rank, where it waits and for whom. On shapes only nobody waits, so this is
+            not found.
         UnmatchedError: an asynchronous call that some of its ranks never came to.
+        CommError: a rank calls a collective from a thread of its own.
         Exception: whatever a rank raised, as it is, with a note that names the rank.
 
     >>> from functional_ds import comm
     >>> simulate(lambda: comm.all_reduce(torch.tensor(comm.world().rank)).item(), world_size=4)
     [6, 6, 6, 6]
     """
-    if world_size < 1:
-        raise ValueError(f"world_size={world_size}: a world has at least one rank")
+    if type(world_size) is not int or world_size < 1:
+        raise ValueError(f"world_size={world_size!r}: a world has at least one rank")
     if shapes_only:
         return run_on_shapes(program, args, world_size)
     simulator = Simulator(world_size, seed)
@@ -282,18 +323,23 @@ def simulate(program: Callable[..., Any], *args: Any, world_size: int, seed: int
         finally:
             simulator.finish(rank)
 
-    outside, threads = Ambient.now(), torch.get_num_threads()
-    workers = [threading.Thread(target=run, args=(rank,), daemon=True, name=f"rank {rank}") for rank in range(world_size)]
-    try:
-        for worker in workers:
-            worker.start()
-        simulator.batons[simulator.random.randrange(world_size)].release()
-        simulator.over.wait()
-        for worker in workers:
-            worker.join()
-    finally:
-        torch.set_num_threads(threads)
-        outside.restore()
+    with only_simulation():
+        outside, threads = Ambient.now(), torch.get_num_threads()
+        workers = [threading.Thread(target=run, args=(r,), daemon=True, name=f"rank {r}") for r in range(world_size)]
+        try:
+            for worker in workers:
+                worker.start()
+            simulator.batons[simulator.random.randrange(world_size)].release()
+            simulator.over.wait()
+        except BaseException as error:  # an interrupt: the ranks end at their next collective
+            simulator.failure = simulator.failure or error
+            simulator.over.wait()
+            raise
+        finally:
+            for worker in workers:
+                worker.join()
+            torch.set_num_threads(threads)
+            outside.restore()
     if simulator.failure is not None:
         raise simulator.failure
     if simulator.slots:

@@ -345,7 +345,7 @@ TRANSFER: Collective = Collective(
     volume=lambda leaf, here: leaf.numel() if here.rank == here["src"] else 0,
     primitive="transfer",
     members=lambda options, n: (options["src"], options["dst"]),
-    thread=lambda options: (options["src"], options["dst"], options["tag"]),
+    order=lambda options: (options["src"], options["dst"], options["tag"]),
     title=_transfer_title,
 )
 

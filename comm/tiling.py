@@ -85,7 +85,7 @@ def unpack_rows(rows: Tensor, leaf: Tensor, here: Here) -> Tensor:
     """The inverse of ``pack_rows``, for however many rows have come."""
     dim = here["dim"]
     rest = [*leaf.shape[:dim], *leaf.shape[dim + 1 :]]
-    return rows.reshape(rows.shape[0], *rest).movedim(0, dim)
+    return rows.reshape(rows.shape[0], *rest).movedim(0, dim).contiguous()
 
 
 # -- checks -----------------------------------------------------------------------------------------------------------

@@ -55,17 +55,36 @@ class Watch:
     timeout: float
     everything: bool = True
     _turns: dict[str, int] = attrs.field(factory=dict)
+    _open: set[str] = attrs.field(factory=set)
+    _failures: list[Exception] = attrs.field(factory=list)
 
     def announce(self, call: Call, tensors: Sequence[Tensor], group: Group, here: Here) -> Callable[[], None]:
         """Writes down what this rank is about to call; the result waits for the others' entries and compares them."""
         row = call.collective
-        thread = f"{group.name} {group.ranks} {row.thread(call.options)}"
+        thread = f"{group.name} {group.ranks} {row.order(call.options)}"
         turn = self._turns[thread] = self._turns.get(thread, -1) + 1
         members = [group.ranks[member] for member in row.members(call.options, group.size)]
         mine = _Entry(self.rank, call.agreement(tensors, here), call.private(), call.signature(tensors, here), call_site())
         entry = pickle.dumps(attrs.astuple(mine, recurse=False))
         self.store.set(f"{thread} {turn} {self.rank}", entry)  # type: ignore[arg-type]  # it takes bytes, too
-        return lambda: self._agree(call, mine, group, members, f"{thread} {turn}")
+        self._open.add(f"{thread} {turn}")
+        return lambda: self._settle(call, mine, group, members, f"{thread} {turn}")
+
+    def _settle(self, call: Call, mine: _Entry, group: Group, members: Sequence[int], turn: str) -> None:
+        try:
+            self._agree(call, mine, group, members, turn)
+        except Exception as error:
+            self._failures.append(error)
+            raise
+        finally:
+            self._open.discard(turn)
+
+    def finish(self) -> None:
+        """Waits until all that was announced is settled; raises where nobody came to something, waited for or not."""
+        while self._open:
+            sleep(_SOON)
+        if self._failures:
+            raise self._failures[0]
 
     def _agree(self, call: Call, mine: _Entry, group: Group, members: Sequence[int], turn: str) -> None:
         keys = {member: f"{turn} {member}" for member in members}

@@ -46,8 +46,8 @@ def muon(
     W ← (1 - lr · weight_decay) W - lr · factor(W) · orthogonalize(u)
     ```
 
-    Law 19 holds in every stage: each matrix is orthogonalised whole, on one rank. On that rank lies most of it already; the
-    other pieces of ``u`` travel there, and those of the result back, both in ``dtype`` (which changes no bit: the iteration
+    Law 19 holds in every stage: each matrix is orthogonalised whole, on one rank. The largest piece of it lies there already;
+    the other pieces of ``u`` travel there, and those of the result back, both in ``dtype`` (which changes no bit: the iteration
     computes in it). Bytes that all ranks together send in an update of stage 1, 2 or 3: 2 · 2 · Σ over matrices of (numel -
     the owner's piece), which is at most 4Ψ(n-1)/n; gathering all of ``u`` on all ranks would be 2Ψ(n-1). Each rank computes
     about 1/n. In stage 0, where every rank has everything, every rank computes everything and sends nothing.

@@ -1034,7 +1034,12 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug("all ranks get one tensor", "comm.table", "[value.clone() for", "[value for"),
     ],
     (calls_read_their_input_at_once,): [
-        Bug("the simulator reads inputs late", "comm.simulator", "t.detach().clone() for", "t.detach() for"),
+        Bug(
+            "the simulator reads inputs late",
+            "comm.simulator",
+            "tensor.detach().clone(memory_format=torch.contiguous_format)",
+            "tensor.detach()",
+        ),
     ],
     (adjoints_are_transposes,): [
         Bug("all_gather's transpose does not add", "comm.table", '{**options, "op": "sum"}', '{**options, "op": "max"}'),

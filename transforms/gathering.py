@@ -78,7 +78,7 @@ class Gatherer:
 
     def _advance(self) -> None:
         fetch = self._plan.fetches[self._made]
-        pending = self._ahead or self._start(fetch.unit)
+        pending = self._start(fetch.unit) if self._ahead is None else self._ahead
         self._made += 1
         for unit in fetch.evict:
             self.drop(unit)

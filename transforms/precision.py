@@ -49,8 +49,7 @@ def mixed_precision(
     Args:
         policy: a ``Policy``, or the words of one.
         loss_scale: a loss scale, or a number for a static one; by default ``DynamicScale()`` for fp16, else none.
-        autocast: the loss runs in ``torch.autocast``, which takes sums, norms and exponentials in fp32; batches are not
-            cast then.
+        autocast: the loss runs in ``torch.autocast``, which chooses the dtype of each operation; batches are not cast then.
         states: the dtype of the optimizer's state between updates, scalars apart; None for the optimizer's own. An update
             holds it in fp32.
         stochastic: rounds to bf16 at random, what has no masters and ``states``, so that small changes are not lost. Draws

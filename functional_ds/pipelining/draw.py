@@ -91,7 +91,7 @@ def _memory(axes: Any, timeline: Timeline) -> None:
         times, held = timeline.memory(rank)
         axes.step(times, held, where="post", linewidth=1, label=f"rank {rank}")
     axes.set(ylabel="activations", xlabel="time", ylim=(0, None))
-    axes.legend(fontsize=7, ncols=4, loc="upper right")
+    axes.legend(fontsize=7, ncols=4, loc="lower center")
 
 
 def text(timeline: Timeline, *, width: int = 100) -> str:

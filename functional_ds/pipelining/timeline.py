@@ -24,7 +24,7 @@ class Span(NamedTuple):
     end: float
 
 
-@attrs.define(eq=False, repr=False, slots=False)
+@attrs.frozen(eq=False, repr=False, slots=False)  # with slots, nothing could be cached
 class Timeline:
     """A schedule with the start and end of every action, predicted or observed.
 
@@ -188,7 +188,7 @@ def observed(schedule: Schedule, times: Sequence[Sequence[tuple[float, float]]],
 
     Raises:
         ScheduleError: as ``timeline``.
-        ValueError: times for another number of ranks or actions.
+        ValueError: times for another number of ranks or actions, or times of one rank that overlap.
 
     >>> from functional_ds.pipelining import gpipe
     >>> run = observed(gpipe(1, 2), [[(5.0, 6.0), (6.0, 7.5), (7.5, 9.0), (9.0, 11.0)]])
@@ -202,6 +202,12 @@ def observed(schedule: Schedule, times: Sequence[Sequence[tuple[float, float]]],
         raise ValueError(f"times have {[len(each) for each in times]} pairs for the ranks; the schedule has {counts} actions")
     flat = np.array([pair for each in times for pair in each], np.float64).reshape(-1, 2)
     flat -= flat[:, 0].min(initial=np.inf) if len(flat) else 0.0
+    for rank in range(schedule.ranks):
+        order = flat[made.span(rank)].ravel()  # start, end, start, end, ...
+        back = np.diff(order) < -1e-9 * order.max(initial=0.0)
+        if back.any():
+            place = (int(back.argmax()) + 1) // 2
+            raise ValueError(f"times[{rank}][{place}]={times[rank][place]}: {schedule[rank][place]} starts or ends too early")
     return Timeline(schedule, costs or Costs(), made, flat[:, 0].copy(), flat[:, 1].copy())
 
 

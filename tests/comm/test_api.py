@@ -261,14 +261,18 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], Message]] = {
     ),
     "a number to average": (lambda: comm.reduce([2], op="avg"), TypeError, "reduce: every leaf must be a tensor; [0] is int 2"),
     "a name as a group": (lambda: comm.all_reduce(ONES, "dp"), TypeError, "group='dp' is no group: pass mesh['dp']"),
-    "a dim that is text": (lambda: comm.all_gather(ONES, dim="rows"), TypeError, "all_gather: dim='rows' is str; a dim is an int"),
+    "a dim that is text": (
+        lambda: comm.all_gather(ONES, dim="rows"),
+        TypeError,
+        "all_gather: dim='rows' is str; a dim is an int",
+    ),
     "a list as op": (lambda: comm.all_reduce(ONES, op=["sum"]), ValueError, "op=['sum'] is unknown; use one of avg, max"),
     "halves of rows": (
         lambda: comm.all_to_all(torch.ones(2), input_splits=[0.5, 1.5]),
         TypeError,
         "input_splits=[0.5, 1.5]: one whole number of rows for each rank",
     ),
-    "ranks as text": (lambda: comm.new_group("01"), TypeError, "ranks='01' is text; pass ranks of the world"),
+    "ranks as text": (lambda: comm.new_group("01"), TypeError, "ranks='01': pass ranks of the world, like [0, 2]"),
 }
 
 

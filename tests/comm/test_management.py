@@ -192,7 +192,7 @@ OUTSIDE: dict[str, Callable[[comm.Group], Any]] = {
     "scatter_to(dim=0)": lambda group: comm.scatter_to(torch.ones(2), group),
     "gather_from(dim=0, tiled=True)": lambda group: comm.gather_from(torch.ones(2), group),
     "broadcast(src=0) ": lambda group: comm.broadcast_object(1, 0, group),
-    "all_gather(dim=0, tiled=True) ": lambda group: comm.all_gather_object(1, group),
+    "all_gather(dim=0, tiled=False) ": lambda group: comm.all_gather_object(1, group),
 }
 
 

@@ -1,8 +1,10 @@
 """The simulator: one schedule for a seed, one result for all seeds, and errors that say who, what and where."""
 
 import random
+import signal
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -717,3 +719,128 @@ def test_what_is_no_exception_comes_out_too(error: type[BaseException]) -> None:
 
     with pytest.raises(error):
         comm.simulate(program, world_size=2)
+
+
+# -- threads, modes, interrupts ---------------------------------------------------------------------------------------
+
+
+def test_a_simulated_rank_is_one_thread() -> None:
+    """A thread that a rank starts is no rank: its calls are refused, and change nothing for the ranks."""
+
+    def program() -> list[str]:
+        found: list[str] = []
+        here, x = comm.world(), torch.ones(1)
+
+        def in_vain() -> None:
+            for call in (lambda: comm.all_reduce(x), lambda: comm.all_reduce(x, here), lambda: comm.world().size):
+                try:
+                    call()
+                except comm.CommError as error:
+                    found.append(str(error))
+
+        thread = threading.Thread(target=in_vain, name="mine")
+        thread.start()
+        thread.join()
+        assert comm.all_reduce(x).item() == 2
+        return found
+
+    for found in comm.simulate(program, world_size=2):
+        assert len(found) == 3
+        assert all("'mine'" in said and "a simulated rank is one thread" in said for said in found)
+
+
+def test_simulations_of_two_threads_take_turns() -> None:
+    """Generators are the process's, so two simulations at once would disturb each other."""
+
+    def draws(seed: int) -> list[float]:
+        torch.manual_seed(seed)
+        return [comm.all_reduce(torch.rand(())).item() for _ in range(10)]
+
+    alone = {seed: comm.simulate(draws, seed, world_size=3) for seed in range(4)}
+    found: dict[int, Any] = {}
+    threads = [
+        threading.Thread(target=lambda seed=seed: found.update({seed: comm.simulate(draws, seed, world_size=3)}))
+        for seed in alone
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == alone
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_inference_mode_is_each_ranks_own(seed: int) -> None:
+    """Whoever comes last carries the collective out for all, but not in its own modes."""
+
+    def program() -> bool:
+        if comm.world().rank == 0:
+            with torch.inference_mode():
+                return comm.all_reduce(torch.ones(2)).is_inference()
+        y = comm.all_reduce(torch.ones(2))
+        y.mul_(2)
+        (y * torch.ones(2, requires_grad=True)).sum().backward()
+        return y.is_inference()
+
+    assert not any(comm.simulate(program, world_size=3, seed=seed))
+
+
+def test_results_lie_plainly_in_memory() -> None:
+    """A view of a result that works in one world works in all: results are contiguous whatever the inputs are."""
+
+    def program() -> None:
+        x = torch.arange(6.0).view(2, 3).t()
+        for result in (comm.all_reduce(x), comm.broadcast(x), comm.all_gather(x, dim=1, uneven=True), comm.copy_to(x)):
+            assert result.is_contiguous()
+
+    comm.simulate(program, world_size=2)
+    program()
+
+
+def test_an_interrupt_ends_the_ranks() -> None:
+    """Ctrl-C in the thread that simulates ends every rank at its next collective."""
+
+    def program() -> None:
+        while True:
+            comm.all_reduce(torch.ones(1))
+
+    def press() -> None:
+        time.sleep(0.3)
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, signal.SIGINT)
+
+    threading.Thread(target=press).start()
+    with pytest.raises(KeyboardInterrupt):
+        comm.simulate(program, world_size=3)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("rank ")]
+
+
+def test_a_loop_of_polls_that_nothing_can_answer_is_a_deadlock() -> None:
+    def program() -> None:
+        if comm.world().rank == 0:
+            pending = comm.irecv(torch.empty(1), src=1)
+            while not pending.poll():
+                pass
+
+    with pytest.raises(comm.DeadlockError, match=r"rank 0 waits in recv\(src=1\).* for rank 1"):
+        comm.simulate(program, world_size=2)
+
+
+def test_polls_see_messages_in_either_order() -> None:
+    """The classical race: whose message is there first. Some seeds say rank 1, some rank 2."""
+
+    def program() -> int:
+        here = comm.world()
+        if here.rank:
+            comm.send(torch.ones(1), 0)
+            return 0
+        pendings = [comm.irecv(torch.empty(1), src=src) for src in (1, 2)]
+        while True:
+            for src, pending in enumerate(pendings, start=1):
+                if pending.poll():
+                    for other in pendings:
+                        other.wait()
+                    return src
+
+    assert {comm.simulate(program, world_size=3, seed=seed)[0] for seed in range(40)} == {1, 2}

@@ -12,6 +12,8 @@ from functional_ds.pipelining import (
     interleaved_one_f_one_b,
     lower,
     one_f_one_b,
+    text,
+    timeline,
     validate,
     zbv,
 )
@@ -108,3 +110,13 @@ def test_refusals() -> None:
         lower(lower(one_f_one_b(2, 2)))
     with pytest.raises(ValueError, match="resident=0"):
         lower(one_f_one_b(2, 2), resident=0)
+
+
+def test_a_rank_without_stages() -> None:
+    """It has nothing to do, and does no harm."""
+    schedule = validate(Schedule.of(["0F0 0B0", "", "1F0 1B0"]))
+    lowered = validate(lower(schedule, gathers=True))
+    assert lowered[1] == ()
+    timed = timeline(lowered)
+    assert (timed.makespan, timed.peak, timed.gaps[1]) == (6, (1, 0, 1), 0)
+    assert text(timed).splitlines()[2] == "rank 1 |............|"

@@ -227,3 +227,7 @@ def test_times_for_other_actions_are_refused() -> None:
     """Both numbers are named."""
     with pytest.raises(ValueError, match=r"times have \[1\] pairs for the ranks; the schedule has \[2\]"):
         observed(gpipe(1, 1), [[(0.0, 1.0)]])
+    with pytest.raises(ValueError, match=r"times\[0\]\[1\]=\(0.5, 2.0\): 0B0 starts or ends too early"):
+        observed(gpipe(1, 1), [[(0.0, 1.0), (0.5, 2.0)]])
+    with pytest.raises(ValueError, match=r"times\[0\]\[0\]=\(1.0, 0.0\): 0F0"):
+        observed(gpipe(1, 1), [[(1.0, 0.0), (1.5, 2.0)]])

@@ -48,8 +48,9 @@ def test_every_mutation_is_rejected(schedule: Schedule, seed: int) -> None:
     with pytest.raises(ScheduleError) as error:
         validate(broken.schedule)
     assert broken.culprits & set(re.findall(r"\w+", str(error.value))), broken
-    with pytest.raises(ScheduleError):
-        lower(broken.schedule)  # nor can it be lowered
+    if any(action.kind is not Kind.F for row in broken.schedule for action in row):  # else it is an inference now
+        with pytest.raises(ScheduleError):
+            lower(broken.schedule)
 
 
 @pytest.mark.law(33)

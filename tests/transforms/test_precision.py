@@ -254,6 +254,8 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "adamw": lambda: fds.adamw(0.1),
     "sgd": lambda: fds.sgd(0.1, momentum=0.9),
     "unaware": lambda: python_momentum(0.1),
+    "by leaf": lambda: fds.adamw(0.1, decay="weight"),
+    "muon": lambda: fds.muon(0.1, fds.adagrad(0.1)),
 }
 KEPT = {  # what there is to keep
     "fp16": {"policy": "fp16"},
