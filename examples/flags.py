@@ -92,13 +92,16 @@ def parse(argv: Sequence[str] | None, *, doc: str | None) -> Flags:
     found = vars(parser.parse_args(argv))
     try:
         ranks = _ranks(found.pop("ranks"), found.pop("simulate"))
-        dtype = found.pop("dtype") or _dtype(ranks["device"])
-        flags = Flags(**found, **ranks, dtype=dtype)
+        wanted = found.pop("dtype")
+        flags = Flags(**found, **ranks, dtype=wanted or _dtype(ranks["device"]))
         corpus.load(flags.data, context=flags.context)
         _ = flags.model
         flags.out.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         parser.error(str(error))
+    if wanted is None and flags.dtype == "fp32" and os.environ.get("RANK", "0") == "0":
+        note = "this CPU has no bf16 arithmetic: training in fp32, which is faster here (--dtype bf16 insists)"
+        print(note, file=sys.stderr)
     return flags
 
 
@@ -140,14 +143,7 @@ def _ranks(ranks: int | None, simulate: int | None) -> dict[str, Any]:
 
 def _dtype(device: str) -> str:
     """bf16, but for a CPU that lacks it: there torch took 20 times as long a step."""
-    if device == "cuda" or _cpu_has_bf16():
-        return "bf16"
-    if os.environ.get("RANK", "0") == "0":
-        print(
-            "this CPU has no bf16 arithmetic: training in fp32, which is faster here (--dtype bf16 insists)",
-            file=sys.stderr,
-        )
-    return "fp32"
+    return "bf16" if device == "cuda" or _cpu_has_bf16() else "fp32"
 
 
 def _cpu_has_bf16() -> bool:
