@@ -331,7 +331,7 @@ def all_to_all(
 
     Raises:
         ValueError: a size that does not divide, splits that do not add up, a dim out of range.
-        MismatchError: in a simulation, splits of two ranks that contradict each other.
+        MismatchError: in a simulation, and under ``checked()``: splits of two ranks that contradict each other.
 
     >>> from functional_ds import comm
     >>> comm.simulate(lambda: comm.all_to_all(torch.arange(2) + 10 * comm.world().rank).tolist(), world_size=2)

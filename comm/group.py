@@ -54,7 +54,7 @@ class Group:
     Attributes:
         ranks: the members as ranks of the world, in group order.
         rank: this rank's place in the group; -1 where it is not in it, and then calling a collective is an error.
-        name: the mesh axis that the group lies along, or "world".
+        name: the mesh axis that the group lies along, "world", or what ``new_group`` was given; channels stand behind a slash.
         world: what carries out its collectives.
     """
 

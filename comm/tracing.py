@@ -20,7 +20,8 @@ class Spread:
         group: the group's name.
         ranks: the group's ranks.
         seconds: each rank's time, in the order of ``ranks``.
-        slowest: the rank that the others waited for: who comes last to a collective spends the least time in it.
+        slowest: the rank that the others waited for: who comes last to a collective spends the least time in it. That holds
+            for calls that are waited for at once; an asynchronous call's time includes what its rank computed meanwhile.
     """
 
     collective: str

@@ -114,3 +114,21 @@ def test_bad_timeouts_are_refused() -> None:
 def waits_for_no_time() -> None:
     with comm.checked(timeout=timedelta(0)):
         pass
+
+
+def leaves_a_message_behind() -> str | None:
+    """Nobody waits for the message, and nobody receives it."""
+    try:
+        with comm.checked(timeout=timedelta(seconds=1)):
+            if comm.world().rank == 0:
+                comm.isend(torch.ones(2), 1)
+    except comm.TimedOutError as error:
+        return str(error)
+    return None
+
+
+def test_a_message_that_nobody_receives_is_reported_at_the_end() -> None:
+    first, second = comm.spawn(leaves_a_message_behind, world_size=2)
+    assert first is not None and second is None
+    assert "in send(dst=1) of [float32[2]]" in first
+    assert "rank 1 has left the checked block" in first
