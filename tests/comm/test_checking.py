@@ -129,6 +129,7 @@ def leaves_a_message_behind() -> str | None:
 
 def test_a_message_that_nobody_receives_is_reported_at_the_end() -> None:
     first, second = comm.spawn(leaves_a_message_behind, world_size=2)
-    assert first is not None and second is None
+    assert first is not None
+    assert second is None
     assert "in send(dst=1) of [float32[2]]" in first
     assert "rank 1 has left the checked block" in first
