@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .api import broadcast, need_values, sizes_along
+from .api import broadcast
 from .applying import apply, chosen
 from .collective import Call
 from .group import Group
 from .table import ALL_GATHER
+from .uneven import need_values, sizes_along
 
 __all__ = ["all_gather_object", "broadcast_object"]
 

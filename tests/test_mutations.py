@@ -1003,7 +1003,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug("all get the whole", "comm.table", 'whole if rank == options["dst"] else', "whole if True else"),
         Bug(
             "sizes are everybody's own",
-            "comm.api",
+            "comm.uneven",
             "theirs[place][0] for theirs",
             "leaves[place].shape[dim] for theirs",
             comm.MismatchError,

@@ -1,0 +1,64 @@
+"""Gathering pieces whose sizes differ between ranks: the sizes go first."""
+
+import zlib
+from collections.abc import Sequence
+from typing import TypeVar
+
+import optree
+import torch
+from torch import Tensor
+
+from .applying import apply, apply_all, flatten
+from .collective import Call
+from .errors import MismatchError
+from .group import Group
+from .pending import Pending
+from .table import ALL_GATHER
+
+__all__ = ["all_gather_uneven", "need_values", "sizes_along"]
+
+T = TypeVar("T")
+
+
+def all_gather_uneven(x: T, group: Group, dim: int) -> Pending[T]:
+    """``all_gather(uneven=True)``, under way."""
+    leaves, spec = flatten("all_gather", x)
+    kinds: dict[tuple[int, ...], list[int]] = {}  # leaves of the same sizes travel together
+    for place, sizes in enumerate(sizes_along(dim, leaves, group)):
+        kinds.setdefault(sizes, []).append(place)
+    calls = [
+        (Call(ALL_GATHER, {"dim": dim, "tiled": True, "sizes": sizes}), [leaves[i] for i in kinds[sizes]]) for sizes in kinds
+    ]
+
+    def in_place(results: list[list[Tensor]]) -> T:
+        found = dict(zip((i for places in kinds.values() for i in places), (r for rs in results for r in rs), strict=True))
+        return optree.tree_unflatten(spec, [found[i] for i in range(len(leaves))])  # type: ignore[return-value]
+
+    return apply_all(calls, group).then(in_place)
+
+
+def need_values(name: str, group: Group, what: str) -> None:
+    """Refuses what shapes alone cannot tell."""
+    if group.world.device.type == "meta":
+        raise ValueError(f"{name} on shapes only: nobody knows {what}")
+
+
+def sizes_along(dim: int, leaves: Sequence[Tensor], group: Group) -> list[tuple[int, ...]]:
+    """For each leaf, its size along ``dim`` on every rank; raises where anything else of it differs."""
+    need_values("all_gather(uneven=True)", group, "the other ranks' sizes; gather even pieces")
+    for leaf in leaves:
+        if not 0 <= dim < leaf.dim():
+            raise ValueError(f"dim={dim} is out of range for a tensor of shape {list(leaf.shape)}")
+    rests = [[*leaf.shape[:dim], *leaf.shape[dim + 1 :]] for leaf in leaves]
+    kinds = [f"{leaf.dtype}{rest}" for leaf, rest in zip(leaves, rests, strict=True)]
+    marks = [zlib.crc32(kind.encode()) for kind in kinds]
+    mine = torch.tensor([[leaf.shape[dim], mark] for leaf, mark in zip(leaves, marks, strict=True)], device=group.world.device)
+    everyones = apply(Call(ALL_GATHER, {"dim": 0, "tiled": False}), mine, group, False).tolist()  # [n, leaves, 2]
+    for place, kind in enumerate(kinds):
+        for rank, theirs in enumerate(everyones):
+            if theirs[place][1] != marks[place]:
+                raise MismatchError(
+                    f"all_gather(dim={dim}, uneven=True): leaf {place} has another dtype, or other sizes beside dim {dim}, on "
+                    f"rank {rank} of {group.name!r} than here on rank {group.rank} ({kind})"
+                )
+    return [tuple(theirs[place][0] for theirs in everyones) for place in range(len(leaves))]
