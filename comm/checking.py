@@ -30,7 +30,8 @@ def checked(timeout: timedelta | None = None) -> Iterator[None]:
     Args:
         timeout: how long to wait for a rank that does not come; by default that of ``init_distributed``.
 
-    Cost: three to four requests to the store for each call, a few hundred microseconds; ``benchmarks/comm.py`` measures it.
+    Cost: three to four requests to the store for each call, about a millisecond where
+    ``benchmarks/comm.py`` measured it.
     On CUDA the host waits for the other hosts at each call, asynchronous ones included.
 
     Raises:

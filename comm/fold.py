@@ -26,7 +26,7 @@ OPS: dict[str, Callable[..., Tensor]] = {
 
 
 def combine(a: Tensor, b: Tensor, op: str) -> Tensor:
-    """Two values combined elementwise; commutative, bit for bit."""
+    """Two values combined elementwise."""
     return OPS[op](a, b)
 
 

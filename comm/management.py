@@ -108,7 +108,7 @@ def init_distributed(
         place = _place(world_size, rank)
         if place is not None:
             _join(backend, *place, init_method, timeout, store)
-    here = process_world(timeout) or world()
+    here = simulated_world() or process_world(timeout) or world()
     for name, given, actual in (("world_size", world_size, here.size), ("rank", rank, here.rank)):
         if given is not None and given != actual:
             raise ValueError(

@@ -155,6 +155,8 @@ class ProcessWorld:
             shares = [part.shape[-1] for part in payloads]
             parts.append(_Coalesced(places, shares, start(call, group, payload, agreed, ahead)))
             agreed = None  # once a call
+        if agreed is not None:  # a tree without leaves sends nothing, but is a call
+            agreed()
         return _ProcessHandle(call, tensors, group, here, parts)
 
     def _start_messages(
@@ -189,7 +191,7 @@ class ProcessWorld:
         return started
 
     def group(self, ranks: Sequence[int], name: str) -> Group:
-        """A group of these ranks. It costs nothing: its messages go over the world's connections."""
+        """A group of these ranks. It makes no connections: its messages go over the world's."""
         return Group(tuple(ranks), place_in(ranks, self.rank), name, self)
 
     def channel(self, group: Group, name: str) -> Group:

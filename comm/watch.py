@@ -80,11 +80,12 @@ class Watch:
             self._open.discard(turn)
 
     def finish(self) -> None:
-        """Waits until all that was announced is settled; raises where nobody came to something, waited for or not."""
-        while self._open:
+        """Waits until all that was announced is settled; raises where nobody came to what is still open."""
+        known, deadline = len(self._failures), monotonic() + self.timeout + _LONG
+        while self._open and monotonic() < deadline:
             sleep(_SOON)
-        if self._failures:
-            raise self._failures[0]
+        if len(self._failures) > known:
+            raise self._failures[known]
 
     def _agree(self, call: Call, mine: _Entry, group: Group, members: Sequence[int], turn: str) -> None:
         keys = {member: f"{turn} {member}" for member in members}

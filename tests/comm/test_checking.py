@@ -133,3 +133,21 @@ def test_a_message_that_nobody_receives_is_reported_at_the_end() -> None:
     assert second is None
     assert "in send(dst=1) of [float32[2]]" in first
     assert "rank 1 has left the checked block" in first
+
+
+def goes_on_after_errors() -> tuple[int, bool, int]:
+    """A tree without leaves is a call, too; an error that the program has caught does not come again at the end."""
+    caught = 0
+    with comm.checked(timeout=timedelta(seconds=20)):
+        comm.all_reduce([])
+        try:
+            comm.all_reduce(torch.ones(1 + comm.world().rank))
+        except comm.MismatchError:
+            caught += 1
+        total = comm.all_reduce(torch.ones(1)).item()
+    inner = comm.simulate(lambda: comm.init_distributed().size, world_size=3)  # a rank may simulate a world of its own
+    return caught, total == comm.world().size, inner[0]
+
+
+def test_a_checked_block_goes_on_after_errors() -> None:
+    assert comm.spawn(goes_on_after_errors, world_size=2) == [(1, True, 3)] * 2
