@@ -99,10 +99,10 @@ class Expected:
 def gradients_noted(sizes: list[int]) -> fds.Transform:
     """A transform that changes nothing: it appends the bytes of each step's gradients, as the optimizer gets them."""
 
-    def reduce(inner: Any, step: fds.Step, state: fds.State, grads: fds.Weighted) -> fds.Weighted:
-        reduced: fds.Weighted = inner(step, state, grads)
+    def reduce(inner: Any, step: fds.Step, state: fds.State, grads: fds.Weighted) -> tuple[fds.State, fds.Weighted]:
+        after, reduced = inner(step, state, grads)
         sizes.append(stored(reduced.sum))
-        return reduced
+        return after, reduced
 
     return fds.wrap("gradients_noted", reduce=reduce)
 

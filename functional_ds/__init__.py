@@ -1,11 +1,14 @@
 """Training as functions: a step is pure, and every way of making it parallel maps steps to steps."""
 
 from . import comm, pipelining, tree
+from .deferring import deferred
 from .functional import Apply, functional
 from .key import Key
 from .lamb import lamb
 from .layout import Layout, shard, unshard
+from .materialise import from_source
 from .muon import muon
+from .one_bit import one_bit_adam, zero_one_adam
 from .optim import Optimizer, adamw, sgd
 from .optimizers import adagrad, adam, lion
 from .parts import Parts
@@ -38,11 +41,14 @@ __all__ = [
     "adamw",
     "comm",
     "compose",
+    "deferred",
     "freeze",
+    "from_source",
     "functional",
     "lamb",
     "lion",
     "muon",
+    "one_bit_adam",
     "pipelining",
     "route",
     "sgd",
@@ -52,4 +58,5 @@ __all__ = [
     "tree",
     "unshard",
     "wrap",
+    "zero_one_adam",
 ]

@@ -5,7 +5,7 @@ tensor: leaves of one dtype that are marked alike, all trained or all frozen for
 of n and cut into n contiguous shards.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import attrs
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import tree
-from .trainable import is_trainable, like_marked, stored_in
+from .trainable import is_trainable, like_marked, part_of, stored_in
 
 __all__ = ["Layout", "Segment", "Slot", "Unit", "block_of", "shard", "unshard"]
 
@@ -74,23 +74,56 @@ class Layout:
 
     @staticmethod
     def of(params: Any, n: int, unit_of: Callable[[str], str] | None = None) -> "Layout":
-        """The layout of a tree; ``unit_of`` names the unit of a path, by default its block (``block_of``)."""
+        """The layout of a tree; ``unit_of`` names the unit of a path, by default its block (``block_of``).
+
+        Leaves that are marked to belong to different parts of the model lie in different units.
+        """
         leaves = tree.tensors(params, "params")
         paths = tuple(path for path, _ in tree.named(params))
-        members: dict[str, dict[tuple[torch.dtype, bool, torch.dtype | None], list[int]]] = {}
+        members: dict[tuple[str | None, str], dict[tuple[torch.dtype, bool, torch.dtype | None], list[int]]] = {}
         place = {path: index for index, path in enumerate(paths)}
         for index in (place[path] for path in tree.as_written(params)):  # as a model uses its leaves, more or less
-            kinds = members.setdefault((unit_of or block_of)(paths[index]), {})
             leaf = leaves[index]
+            kinds = members.setdefault((part_of(leaf), (unit_of or block_of)(paths[index])), {})
             kinds.setdefault((leaf.dtype, is_trainable(leaf), stored_in(leaf)), []).append(index)
         units: list[Unit] = []
         segments: list[Segment] = []
-        for name, kinds in members.items():
+        for (part, name), kinds in members.items():
             first = len(segments)
             for (dtype, trainable, _), indices in kinds.items():
                 segments.append(_segment(len(units), dtype, trainable, [(i, leaves[i]) for i in indices], n))
-            units.append(Unit(name, tuple(range(first, len(segments)))))
+            units.append(Unit(name if part is None else f"{part}: {name}", tuple(range(first, len(segments)))))
         return Layout(n, tuple(units), tuple(segments), paths, tree.structure(params))
+
+    def restrict(self, paths: Collection[str]) -> tuple["Layout", tuple[int, ...]]:
+        """The layout of these leaves alone, as a dict by path, and which segments they lie in.
+
+        Raises:
+            ValueError: a segment holds some of them and others, too.
+
+        >>> layout = Layout.of({"0.w": torch.ones(4), "1.w": torch.ones(6)}, 2)
+        >>> part, places = layout.restrict(["1.w"])
+        >>> part.paths, [unit.name for unit in part.units], places
+        (('1.w',), ['1'], (1,))
+        """
+        chosen = [i for i, s in enumerate(self.segments) if any(self.paths[slot.leaf] in paths for slot in s.slots)]
+        names = sorted(self.paths[slot.leaf] for i in chosen for slot in self.segments[i].slots)
+        beyond = [name for name in names if name not in paths]
+        if beyond:
+            raise ValueError(f"paths: {', '.join(beyond)} lie in one segment with some of them; mark the parts before")
+        place = {name: index for index, name in enumerate(names)}
+        units: list[Unit] = []
+        segments: list[Segment] = []
+        for unit in self.units:
+            kept = [self.segments[i] for i in unit.segments if i in chosen]
+            if kept:
+                first = len(segments)
+                for segment in kept:
+                    slots = tuple(attrs.evolve(slot, leaf=place[self.paths[slot.leaf]]) for slot in segment.slots)
+                    segments.append(attrs.evolve(segment, unit=len(units), slots=slots))
+                units.append(Unit(unit.name, tuple(range(first, len(segments)))))
+        spec = tree.structure(dict.fromkeys(names, 0))
+        return Layout(self.n, tuple(units), tuple(segments), tuple(names), spec), tuple(chosen)
 
     def flatten(self, params: Any) -> list[Tensor]:
         """The tree as one flat tensor a segment, padding zeroed."""

@@ -63,12 +63,16 @@ class Parts:
         ranks: the pieces of each rank of ``group``, those of one tensor by their place in it.
         group: the ranks over which leaves are cut; None where each leaf is whole here.
         rank: this one, in the group.
+        unsummed: the ranks that each have gradients of their own, which the optimizer is to sum; None where they are summed.
+        elsewhere: paths of trained leaves that only other ranks have: those of other stages of a pipeline.
     """
 
     leaves: tuple[Leaf, ...]
     ranks: tuple[tuple[Piece, ...], ...] = attrs.field(repr=False)
     group: comm.Group | None = None
     rank: int = 0
+    unsummed: comm.Group | None = None
+    elsewhere: tuple[str, ...] = ()
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -122,7 +126,7 @@ class Parts:
         number = {leaf: i for i, leaf in enumerate(chosen)}
         found = [_runs(pieces, number) for pieces in self.ranks]
         ranks = tuple(pieces for _, pieces in found)
-        return found[self.rank][0], Parts(tuple(self.leaves[i] for i in chosen), ranks, self.group, self.rank)
+        return found[self.rank][0], Parts(tuple(self.leaves[i] for i in chosen), ranks, self.group, self.rank, self.unsummed)
 
 
 def _runs(pieces: Sequence[Piece], number: dict[int, int]) -> tuple[tuple[Run, ...], tuple[Piece, ...]]:
@@ -151,8 +155,8 @@ def find(parts: Parts, where: str | Callable[[str], bool], what: str) -> set[int
     if callable(where):
         return {i for i, leaf in enumerate(parts.leaves) if where(leaf.path)}
     hits = {i for i, leaf in enumerate(parts.leaves) if re.search(where, leaf.path)}
-    if not hits:
-        paths = [leaf.path for leaf in parts.leaves]
+    paths = [*(leaf.path for leaf in parts.leaves), *parts.elsewhere]
+    if not any(re.search(where, path) for path in paths):
         near = difflib.get_close_matches(where, paths, 1, 0.0)
         raise ValueError(f"{what}={where!r} matches no trained leaf; the nearest path is {near[0] if near else 'none'!r}")
     return hits

@@ -11,7 +11,7 @@ from .parts import Parts, Run, find
 from .skipping import guarded
 from .weighted import Weighted
 
-__all__ = ["ByLeaf", "Pair", "Placed", "Where", "by_decay", "named", "routed"]
+__all__ = ["ByLeaf", "Pair", "Placed", "Routed", "Where", "by_decay", "named", "routed"]
 
 Where = str | Callable[[str], bool]
 
@@ -66,8 +66,23 @@ class Placed:
         return str(self.rule)
 
 
+@tree.record
+class Routed:
+    """The states of several optimizers, each of other leaves.
+
+    Attributes:
+        states: those of the rules that have leaves.
+        rules: which of the rules these are.
+        leaves: the paths of the leaves that each has.
+    """
+
+    states: tuple[Any, ...]
+    rules: tuple[int, ...] = tree.static()
+    leaves: tuple[tuple[str, ...], ...] = tree.static()
+
+
 def routed(name: str, choose: Callable[[Parts], Sequence[int]], rules: Sequence[Any]) -> ByLeaf:
-    """Optimizer ``rules[choose(parts)[leaf]]`` for each leaf; the state is the tuple of theirs, those without leaves left out.
+    """Optimizer ``rules[choose(parts)[leaf]]`` for each leaf; the state is ``Routed``, rules without leaves left out.
 
     Each rule gets views of the stored tensors, as long as neighbouring leaves allow, so that its kernels run over few large
     tensors. Nothing is sent but what the rules themselves send.
@@ -75,12 +90,13 @@ def routed(name: str, choose: Callable[[Parts], Sequence[int]], rules: Sequence[
 
     def make(parts: Parts) -> Pair:
         chosen = choose(parts)
-        routes = []
+        routes, found = [], []
         for index, rule in enumerate(rules):
             runs, inner = parts.select(leaf for leaf, which in enumerate(chosen) if which == index)
             if inner.leaves:  # else there is nothing for it on any rank
                 routes.append((runs, rule.make(inner) if isinstance(rule, ByLeaf) else rule))
-        return _Routed(tuple(routes))
+                found.append((index, tuple(leaf.path for leaf in inner.leaves)))
+        return _Routed(tuple(routes), tuple(index for index, _ in found), tuple(paths for _, paths in found))
 
     return ByLeaf(make, name)
 
@@ -104,15 +120,18 @@ def named(where: Where) -> str:
 class _Routed:
     skips: ClassVar[bool] = True
     routes: tuple[tuple[tuple[Run, ...], Pair], ...]
+    rules: tuple[int, ...]
+    leaves: tuple[tuple[str, ...], ...]
 
-    def init(self, params: list[Tensor]) -> tuple[Any, ...]:
+    def init(self, params: list[Tensor]) -> Routed:
         """The state of each."""
-        return tuple(pair.init([run.of(params) for run in runs]) for runs, pair in self.routes)
+        states = tuple(pair.init([run.of(params) for run in runs]) for runs, pair in self.routes)
+        return Routed(states, self.rules, self.leaves)
 
-    def update(self, params: list[Tensor], grads: Weighted, state: Any, rate: Any) -> tuple[list[Tensor], tuple[Any, ...]]:
+    def update(self, params: list[Tensor], grads: Weighted, state: Routed, rate: Any) -> tuple[list[Tensor], Routed]:
         """Each moves its own views; what it returns in other memory is copied there."""
         states, dense = [], [grad.contiguous() for grad in grads.sum]
-        for (runs, pair), old in zip(self.routes, state, strict=True):
+        for (runs, pair), old in zip(self.routes, state.states, strict=True):
             views = [run.of(params) for run in runs]
             own = tree.replace(grads, sum=[run.of(dense) for run in runs])
             moved, new = guarded(pair, views, own, old, rate)
@@ -120,4 +139,4 @@ class _Routed:
                 if other.data_ptr() != view.data_ptr():
                     view.copy_(other)
             states.append(new)
-        return params, tuple(states)
+        return params, tree.replace(state, states=tuple(states))

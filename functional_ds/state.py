@@ -10,11 +10,15 @@ from . import tree
 from .key import Key
 from .trainable import like_marked
 
-__all__ = ["DonatedStateError", "State"]
+__all__ = ["DonatedStateError", "State", "UpdateError"]
 
 
 class DonatedStateError(RuntimeError):
     """A state was used after a step had taken its buffers."""
+
+
+class UpdateError(RuntimeError):
+    """An update failed and changed nothing: the state that the step was given can be used again, donated or not."""
 
 
 @tree.record
@@ -39,11 +43,17 @@ class State:
     skip: Tensor | None = None
     batch: optree.PyTreeSpec | None = tree.static(default=None)
 
-    def donate(self) -> "State":
-        """The same state as a new value; this one can not be used any more."""
-        heir = tree.replace(self)
-        self.__dict__.clear()
+    def donate(self, after: "State | None" = None) -> "State":
+        """The same state, or ``after``, which may share tensors with it, as a new value; neither can be used any more."""
+        heir = tree.replace(self if after is None else after)
+        for spent in (self, after):
+            if spent is not None:
+                spent.__dict__.clear()
         return heir
+
+    def restore(self, before: "State") -> None:
+        """Undoes a donation: ``before`` is what this state was."""
+        self.__dict__.update(before.__dict__)
 
     def clone(self) -> "State":
         """A copy that shares no memory."""

@@ -1,6 +1,6 @@
 """A training step as a record of phases, and how transforms wrap them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import attrs
@@ -9,7 +9,8 @@ from torch import Tensor
 
 from . import tree
 from .parts import Parts
-from .state import State
+from .rows import rows_of
+from .state import State, UpdateError
 from .tape import Tape
 from .weighted import Weighted
 
@@ -34,8 +35,10 @@ class Step:
     | init | params -> State | params and optimizer state |
     | view | state, tape -> params that the loss sees | the stored params |
     | loss | state, params, batch -> Weighted, {name: Weighted} | the user's function |
+    | forward | state, function, batch -> function(batch) | how that function is run: casts, contexts, recomputation |
+    | measure | state, batch -> {name: Weighted} | loss ∘ view without gradients, this rank's share |
     | gradients | state, batch, carry, last -> Weighted list, {name: Weighted} | autograd through loss ∘ view, plus carry |
-    | reduce | state, Weighted list -> Weighted list | identity |
+    | reduce | state, Weighted list -> State, Weighted list | identity |
     | total | state, tree of scalars -> tree of scalars | identity; sums over the ranks that share a batch |
     | update | state, Weighted list -> State, metrics | the optimizer |
     | norm | state, list -> scalar | the 2-norm of the gradients |
@@ -44,6 +47,7 @@ class Step:
     | params | state -> the user's tree | the stored params |
     | place | state -> (index, count) | (0, 1); which part of the global batch this rank has |
     | parts | state -> Parts | each leaf alone and whole; what lies where in the tensors that the optimizer gets |
+    | part | state, paths -> State, places | those leaves alone, and which of the gradients are theirs |
 
     Gradients are a ``Weighted`` list: a sum for each trained stored leaf, and one weight. ``gradients`` adds to ``carry``,
     the Weighted list of earlier micro-batches (or None), and ``last`` says that no further one follows.
@@ -69,14 +73,20 @@ class Step:
 
         Raises:
             ValueError: the batch has another structure than the last, or the loss is no scalar.
+            UpdateError: the update failed and changed nothing; the state is as it was.
         """
         state = self._accept(state, batch)
         grads, metrics = self.gradients(self._placed(state, batch), batch, None, True)
-        grads = self.reduce(state, grads)
-        weight, metrics = self.total(state, (grads.weight, metrics))
+        after, grads = self.reduce(state, grads)
+        weight, metrics = self.total(after, (grads.weight, metrics))
         weight = torch.where(weight == 0, torch.ones_like(weight), weight)  # nothing weighed: no gradient, not 0 / 0
-        own = state.donate() if donate else state.clone()
-        own, more = self.update(own, Weighted(grads.sum, weight))
+        before = tree.replace(state)
+        own = state.donate(after) if donate else after.clone()
+        try:
+            own, more = self.update(own, Weighted(grads.sum, weight))
+        except UpdateError:
+            state.restore(before)
+            raise
         return own, {**_means(metrics), **more}
 
     def evaluate(self, state: State, batch: Any) -> Tensor:
@@ -85,10 +95,7 @@ class Step:
 
     def measure(self, state: State, batch: Any) -> Metrics:
         """``evaluate`` with all metrics of the loss function."""
-        with Tape(records=False) as tape:
-            params = self.view(state, tape)
-            loss, metrics = self.loss(tree.replace(state, key=None), params, batch)
-        return _means(self.total(state, {"loss": loss, **metrics}))
+        return _means(self.total(state, self.phases["measure"](self, state, batch)))
 
     def params(self, state: State) -> Any:
         """The user's tree again, whole; collective where the params are sharded."""
@@ -104,12 +111,19 @@ class Step:
         """The loss of a batch and further metrics."""
         return self.phases["loss"](self, state, params, batch)  # type: ignore[no-any-return]
 
+    def forward(self, state: State, function: Callable[[Any], Any], batch: Any) -> Any:
+        """``function(batch)``, run as the user's function is."""
+        return self.phases["forward"](self, state, function, batch)
+
     def gradients(self, state: State, batch: Any, carry: Weighted | None, last: bool) -> tuple[Weighted, dict[str, Weighted]]:
         """``carry`` plus the gradients of a batch, and the batch's metrics."""
         return self.phases["gradients"](self, state, batch, carry, last)  # type: ignore[no-any-return]
 
-    def reduce(self, state: State, grads: Weighted) -> Weighted:
-        """The gradients after the last micro-batch, as the update wants them."""
+    def reduce(self, state: State, grads: Weighted) -> tuple[State, Weighted]:
+        """The gradients after the last micro-batch, as the update wants them, and what this leaves behind.
+
+        The state is not donated yet: a phase puts new tensors into the one that it returns and changes none in place.
+        """
         return self.phases["reduce"](self, state, grads)  # type: ignore[no-any-return]
 
     def total(self, state: State, scalars: Any) -> Any:
@@ -139,6 +153,10 @@ class Step:
     def parts(self, state: State) -> Parts:
         """Which leaf's elements lie where in the tensors that the optimizer gets, on every rank."""
         return self.phases["parts"](self, state)  # type: ignore[no-any-return]
+
+    def part(self, state: State, paths: Collection[str]) -> tuple[State, tuple[int, ...]]:
+        """A state whose params are the leaves of these paths, as a dict of them once viewed, and their gradients' places."""
+        return self.phases["part"](self, state, paths)  # type: ignore[no-any-return]
 
     # -- how it is put together ----------------------------------------------------------------------------------------
 
@@ -174,14 +192,6 @@ def _bind(outer: Callable[..., Any], inner: Phase) -> Phase:
 
 def _means(metrics: dict[str, Weighted]) -> Metrics:
     return {name: value.mean() for name, value in metrics.items()}
-
-
-def rows_of(batch: Any) -> int:
-    """How many rows a batch has: dim 0 of its first tensor that has dims, else one."""
-    for leaf in tree.leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.dim():
-            return leaf.shape[0]
-    return 1
 
 
 def wrap(name: str, **phases: Callable[..., Any]) -> Transform:

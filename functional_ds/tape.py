@@ -1,8 +1,8 @@
 """One forward pass and its backward: what must stay in place until both are over."""
 
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -48,6 +48,8 @@ class Tape:
         self._inspects = inspects
         self._leaves: list[Tensor] = []
         self._collect: Callable[[list[Tensor | None]], list[Tensor]] = self._add
+        self._push: Callable[[Mapping[str, Tensor]], None] | None = None
+        self._pushed: list[Tensor | None] | None = None
         self._forward = ExitStack()
         self._whole = ExitStack()
 
@@ -67,6 +69,15 @@ class Tape:
         finally:
             _HERE.tapes.remove(self)
             self._whole.close()
+
+    @contextmanager
+    def resumed(self) -> Iterator[None]:
+        """Inside, this open tape is the current one again: passes that several tapes record take turns."""
+        _HERE.tapes.append(self)
+        try:
+            yield
+        finally:
+            _HERE.tapes.pop()
 
     # -- for views -----------------------------------------------------------------------------------------------------
 
@@ -93,6 +104,10 @@ class Tape:
         """Says how the leaves' gradients of this pass become those of the step so far, ``carry`` included."""
         self._collect = collect
 
+    def push_with(self, push: Callable[[Mapping[str, Tensor]], None]) -> None:
+        """Says how the gradients of what the view gave, by path, are taken; else autograd takes them back to the leaves."""
+        self._push = push
+
     # -- for gradients -------------------------------------------------------------------------------------------------
 
     def end_forward(self) -> None:
@@ -110,6 +125,29 @@ class Tape:
             seeds = [None if root is loss else torch.zeros_like(root) for root in roots]
             grads = list(torch.autograd.grad(roots, self._leaves, seeds, allow_unused=True))
         return self._collect(grads)
+
+    def push(self, seen: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> None:
+        """Takes the gradients of what the loss has ``seen`` of the view, once: the transpose of the view begins.
+
+        Reductions that it starts go on meanwhile; ``collect`` waits for them.
+        """
+        self.end_forward()
+        if self._push is not None:
+            self._push(grads)
+            self._pushed = [None] * len(self._leaves)
+            return
+        pairs = [(seen[path], grad) for path, grad in grads.items() if seen[path].requires_grad]
+        roots = [root for root in self.roots if root.requires_grad]
+        self._pushed = [None] * len(self._leaves)
+        if (pairs or roots) and self._leaves:
+            outputs = [*(output for output, _ in pairs), *roots]
+            seeds = [*(grad.to(output.dtype) for output, grad in pairs), *map(torch.zeros_like, roots)]
+            self._pushed = list(torch.autograd.grad(outputs, self._leaves, seeds, allow_unused=True))
+
+    def collect(self) -> list[Tensor]:
+        """The gradients by the watched leaves of what was pushed, plus ``carry``; nothing pushed are zeros."""
+        pushed, self._pushed = self._pushed, None
+        return self._collect([None] * len(self._leaves) if pushed is None else pushed)
 
     def _add(self, grads: list[Tensor | None]) -> list[Tensor]:
         found = [torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads, self._leaves, strict=True)]

@@ -1,4 +1,4 @@
-"""What leaves are marked with: whether the optimizer moves them, and the dtype that they are to be stored in."""
+"""What leaves are marked with: whether the optimizer moves them, in which dtype they are stored, to what they belong."""
 
 import re
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from . import tree
 
-__all__ = ["freeze", "is_trainable", "like_marked", "mark_stored", "stored_in", "trainable"]
+__all__ = ["ORIGIN", "freeze", "is_trainable", "like_marked", "mark_part", "mark_stored", "part_of", "stored_in", "trainable"]
 
 
 def is_trainable(leaf: Tensor) -> bool:
@@ -26,8 +26,9 @@ def like_marked(value: Tensor, model: Tensor) -> Tensor:
     """``value``, marked as ``model`` is."""
     frozen = isinstance(model, nn.Parameter) and not model.requires_grad
     marked = nn.Parameter(value, requires_grad=False) if frozen else value
-    dtype = stored_in(model)
-    return marked if dtype is None else mark_stored(marked, dtype)
+    names = (_STORED_IN, _PART, ORIGIN) if value.is_meta else (_STORED_IN, _PART)  # values need no origin
+    marks = {name: getattr(model, name) for name in names if getattr(model, name, None) is not None}
+    return _marked(marked, marks) if marks else marked
 
 
 def mark_stored(leaf: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -35,15 +36,34 @@ def mark_stored(leaf: Tensor, dtype: torch.dtype | None) -> Tensor:
 
     Leaves that differ in it lie in segments of their own, as trained and frozen ones do.
     """
-    frozen = isinstance(leaf, nn.Parameter) and not leaf.requires_grad
-    marked = nn.Parameter(leaf.detach(), requires_grad=False) if frozen else leaf.detach()
-    marked._fds_stored_in = dtype  # type: ignore[attr-defined]  # a tensor's own attribute, as pytrees have no place for one
-    return marked
+    return _marked(like_marked(leaf.detach(), leaf), {_STORED_IN: dtype})
 
 
 def stored_in(leaf: Tensor) -> torch.dtype | None:
     """The dtype that a leaf is marked to be stored in."""
-    return getattr(leaf, "_fds_stored_in", None)
+    return getattr(leaf, _STORED_IN, None)
+
+
+def mark_part(leaf: Tensor, part: str | None) -> Tensor:
+    """The leaf's values in a new tensor, marked to belong to a part of the model; no unit holds leaves of two parts."""
+    return _marked(like_marked(leaf.detach(), leaf), {_PART: part})
+
+
+def part_of(leaf: Tensor) -> str | None:
+    """The part of the model that a leaf is marked to belong to."""
+    return getattr(leaf, _PART, None)
+
+
+# Marks are attributes of a tensor's own, as pytrees have no place for them.
+_STORED_IN, _PART = "_fds_stored_in", "_fds_part"
+ORIGIN = "_fds_origin"  # what ``materialise`` marks leaves with that have no values yet
+
+
+def _marked(leaf: Tensor, marks: dict[str, Any]) -> Tensor:
+    frozen = isinstance(leaf, nn.Parameter) and not leaf.requires_grad
+    marked = nn.Parameter(leaf.detach(), requires_grad=False) if frozen else leaf.detach()
+    marked.__dict__.update({**leaf.__dict__, **marks})
+    return marked
 
 
 def freeze(params: Any, pattern: str = "") -> Any:
@@ -62,5 +82,10 @@ def freeze(params: Any, pattern: str = "") -> Any:
     if not any(hits):
         raise ValueError(f"pattern={pattern!r} matches no path; the paths are {', '.join(paths)}")
     leaves, spec = tree.flatten(params)
-    marked = [nn.Parameter(x.detach(), requires_grad=False) if hit else x for x, hit in zip(leaves, hits, strict=True)]
-    return tree.unflatten(spec, marked)
+    return tree.unflatten(spec, [_frozen(x) if hit else x for x, hit in zip(leaves, hits, strict=True)])
+
+
+def _frozen(leaf: Tensor) -> Tensor:
+    marked = nn.Parameter(leaf.detach(), requires_grad=False)
+    marked.__dict__.update(leaf.__dict__)
+    return marked

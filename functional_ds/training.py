@@ -1,7 +1,7 @@
 """The single-device training step: what every transform starts from and every law compares with."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import attrs
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import tree
+from .materialise import values_of
 from .optim import as_optimizer
 from .parts import Parts
 from .routing import Placed
@@ -19,7 +20,7 @@ from .tape import Tape
 from .trainable import is_trainable, like_marked, trainable
 from .weighted import Weighted, weigh
 
-__all__ = ["stored_params", "stored_view", "train_step"]
+__all__ = ["Autograd", "stored_params", "stored_view", "train_step"]
 
 
 def _takes_key(loss_fn: Callable[..., Any]) -> bool:
@@ -51,12 +52,13 @@ def train_step(loss_fn: Callable[..., Any], optimizer: Any, *, seed: int = 0) ->
     with_key = _takes_key(loss_fn)
 
     def init(step: Step, params: Any) -> State:
-        own = tree.map(lambda x: like_marked(x.detach().clone(memory_format=torch.contiguous_format), x), params)
+        own = tree.map(lambda x: like_marked(values_of(x), x), params)
         state = State.fresh(own, (), seed)
         return tree.replace(state, optimizer=rule.at(lambda: step.parts(state)).init(trainable(own)))
 
     def loss(step: Step, state: State, params: Any, batch: Any) -> tuple[Weighted, dict[str, Weighted]]:
-        found = loss_fn(params, batch, key=state.key) if with_key else loss_fn(params, batch)
+        further = {"key": state.key} if with_key else {}
+        found = step.forward(state, lambda given: loss_fn(params, given, **further), batch)
         value, metrics = found if isinstance(found, tuple) else (found, {})
         return weigh(value, "the loss"), {name: weigh(m, f"the metric {name!r}") for name, m in metrics.items()}
 
@@ -75,8 +77,10 @@ def train_step(loss_fn: Callable[..., Any], optimizer: Any, *, seed: int = 0) ->
         "init": init,
         "view": stored_view,
         "loss": loss,
-        "gradients": _Gradients(),
-        "reduce": lambda step, state, grads: grads,
+        "forward": lambda step, state, function, batch: function(batch),
+        "measure": _measure,
+        "gradients": Autograd(),
+        "reduce": lambda step, state, grads: (state, grads),
         "total": lambda step, state, scalars: scalars,
         "update": update,
         "norm": _norm,
@@ -85,6 +89,7 @@ def train_step(loss_fn: Callable[..., Any], optimizer: Any, *, seed: int = 0) ->
         "params": stored_params,
         "place": lambda step, state: (0, 1),
         "parts": lambda step, state: Parts.of(state.params),
+        "part": _part,
     }
     return Step(base, (f"train_step({getattr(loss_fn, '__name__', 'loss_fn')}, {rule})",))
 
@@ -99,8 +104,20 @@ def stored_params(step: Step, state: State) -> Any:
     return tree.map(lambda x: like_marked(x.detach().clone(), x), state.params)
 
 
+def _measure(step: Step, state: State, batch: Any) -> dict[str, Weighted]:
+    with Tape(records=False) as tape:
+        loss, metrics = step.loss(tree.replace(state, key=None), step.view(state, tape), batch)
+    return {"loss": loss, **metrics}
+
+
+def _part(step: Step, state: State, paths: Collection[str]) -> tuple[State, tuple[int, ...]]:
+    trained = [path for path, leaf in tree.named(state.params) if is_trainable(leaf)]
+    chosen = {path: leaf for path, leaf in tree.named(state.params) if path in paths}
+    return tree.replace(state, params=chosen), tuple(i for i, path in enumerate(trained) if path in paths)
+
+
 @attrs.define(eq=False)
-class _Gradients:
+class Autograd:
     """Autograd through loss ∘ view. The first graph is looked through for what would lose gradients."""
 
     inspects: bool = True

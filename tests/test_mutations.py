@@ -1087,7 +1087,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug("updates are not counted", "training", "step=state.step + count", "step=state.step"),
     ],
     (donation_changes_nothing_but_memory,): [
-        Bug("a donated state stays usable", "state", "self.__dict__.clear()", "pass"),
+        Bug("a donated state stays usable", "state", "spent.__dict__.clear()", "pass"),
         Bug("a kept state shares memory", "state", "x.detach().clone()", "x.detach()"),
     ],
     # weights, clipping, draws

@@ -3,7 +3,10 @@
 from .accumulate import accumulate
 from .clip import clip
 from .ema import averaged, ema
+from .feedback import feedback
+from .local import local
 from .loss_scale import DynamicScale, LossScale, NoScale, StaticScale
+from .pipeline import pipeline
 from .policy import Policy
 from .precision import mixed_precision
 from .schedule import schedule, warmup_cosine
@@ -20,8 +23,11 @@ __all__ = [
     "averaged",
     "clip",
     "ema",
+    "feedback",
+    "local",
     "mixed_precision",
     "one_cycle",
+    "pipeline",
     "range_test",
     "schedule",
     "warmup",

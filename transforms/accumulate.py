@@ -3,11 +3,11 @@
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from functional_ds import tree
+from functional_ds.rows import rows_of, split
 from functional_ds.state import State
-from functional_ds.step import Step, Transform, rows_of, wrap
+from functional_ds.step import Step, Transform, wrap
 from functional_ds.weighted import Weighted
 
 __all__ = ["accumulate"]
@@ -45,17 +45,3 @@ def accumulate(k: int) -> Transform:
         return carry, metrics  # type: ignore[return-value]
 
     return wrap(f"accumulate({k})", gradients=gradients)
-
-
-def split(batch: Any, k: int) -> list[Any]:
-    """A batch as k batches of equally many rows."""
-    leaves, spec = tree.flatten(batch)
-    for path, leaf in tree.named(batch):
-        if not isinstance(leaf, Tensor) or not leaf.dim():
-            raise ValueError(f"batch: the leaf at {path or 'the top'!r} has no rows to cut into {k} micro-batches: {leaf!r}")
-        if leaf.shape[0] % k:
-            raise ValueError(
-                f"batch: the leaf at {path or 'the top'!r} has {leaf.shape[0]} rows, which do not divide into {k} "
-                f"micro-batches; use a multiple of {k} rows on each rank"
-            )
-    return [tree.unflatten(spec, parts) for parts in zip(*(leaf.chunk(k) for leaf in leaves), strict=True)]

@@ -108,6 +108,7 @@ class _Mixed:
             prepare=self.prepare,
             init=self.init,
             loss=self.loss,
+            forward=self.forward,
             reduce=self.reduce,
             update=self.update,
             params=self.params,
@@ -175,14 +176,18 @@ class _Mixed:
     # -- what the loss sees --------------------------------------------------------------------------------------------
 
     def loss(self, inner: Any, step: Step, state: State, params: Any, batch: Any) -> tuple[Weighted, dict[str, Weighted]]:
-        """The inner loss of a cast batch; scaled where gradients are wanted."""
-        with torch.autocast(state.step.device.type, self.policy.compute) if self.autocast else nullcontext():
-            found, further = inner(step, state, params, batch if self.autocast else tree.map(self._cast, batch))
+        """The inner loss; scaled where gradients are wanted."""
+        found, further = inner(step, state, params, batch)
         loss, metrics = self._output(found), {name: self._output(metric) for name, metric in further.items()}
         if torch.is_grad_enabled():
             scale: LossScale = state.slots["loss_scale"]
             loss = scale.unscale(tree.replace(loss, sum=scale.scale(loss.sum)))
         return loss, metrics
+
+    def forward(self, inner: Any, step: Step, state: State, function: Any, batch: Any) -> Any:
+        """The function of a cast batch, or in an autocast."""
+        with torch.autocast(state.step.device.type, self.policy.compute) if self.autocast else nullcontext():
+            return inner(step, state, function, batch if self.autocast else tree.map(self._cast, batch))
 
     def _cast(self, leaf: Any) -> Any:
         smooth = isinstance(leaf, Tensor) and leaf.is_floating_point()
@@ -193,7 +198,7 @@ class _Mixed:
 
     # -- what moves ----------------------------------------------------------------------------------------------------
 
-    def reduce(self, inner: Any, step: Step, state: State, grads: Weighted) -> Weighted:
+    def reduce(self, inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Weighted]:
         """Refuses gradients that came from other ranks in another dtype than the policy's."""
         policy, (_, ranks) = self.policy, step.place(state)
         if ranks > 1 and policy.reduce != policy.compute and any(grad.dtype == policy.compute for grad in grads.sum):

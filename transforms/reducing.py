@@ -92,10 +92,11 @@ class Reducer:
             move([view for view, _ in found], [grad for _, grad in found])
 
     def _room(self, index: int, leaves: Sequence[Tensor | None], device: torch.device) -> Tensor:
-        """A flat tensor for a segment, zero where no gradient comes; fp32 for half-precision sums that stay and grow."""
+        """A flat tensor for a segment, zero where no gradient comes; fp32 for half-precision sums that grow or have grown."""
         segment = self.layout.segments[index]
         half = segment.dtype in (torch.float16, torch.bfloat16)
-        dtype = torch.float32 if half and not self.now else segment.dtype
+        grown = not self.now or any(leaf is not None and leaf.dtype == torch.float32 for leaf in leaves)
+        dtype = torch.float32 if half and grown else segment.dtype
         size = self.layout.n * segment.shard
         covered = sum(slot.numel for slot, leaf in zip(segment.slots, leaves, strict=True) if leaf is not None)
         return (torch.empty if covered == size else torch.zeros)(size, dtype=dtype, device=device)

@@ -1,7 +1,7 @@
 """The params that a loss sees, unit by unit: where they come from, and where their gradients go."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import attrs
@@ -142,6 +142,7 @@ class Units:
         if tape.records:
             self._handle, self._roots = tape.watch(torch.zeros((), device=self.device)), tape.roots
             tape.collect_with(self._collect)
+            tape.push_with(self._push)
             if self._frees:
                 tape.during_forward(saved_tensors_hooks(self._pack, self._unpack))
         leaves = self._deferred(tape.records)
@@ -258,6 +259,14 @@ class Units:
         self._held[unit] -= 1
         if self._in_backward and not self._held[unit]:
             self.source.spent(unit)
+
+    def _push(self, grads: Mapping[str, Tensor]) -> None:
+        """Gradients that were summed elsewhere, unit by unit as a backward pass would complete them."""
+        for unit in reversed(range(len(self.layout.units))):
+            trained = [] if self.reducer is None else self.reducer.trained(unit)
+            if trained:
+                slots = (slot for index in trained for slot in self.layout.segments[index].slots)
+                self.completed(unit, [grads.get(self.layout.paths[slot.leaf]) for slot in slots])
 
     def _collect(self, grads: list[Tensor | None]) -> list[Tensor]:
         self.source.finish(keep=False)

@@ -1,7 +1,7 @@
 """ZeRO: states, gradients and params in shards (Rajbhandari, Rasley, Ruwase, He 2020)."""
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import attrs
@@ -34,12 +34,34 @@ class _Learned:
     parts: Parts
     forward: Route = attrs.field(factory=Route)
     backward: Route = attrs.field(factory=Route)
+    of_parts: "dict[frozenset[str], _Part]" = attrs.field(factory=dict)
+
+    @staticmethod
+    def fresh(layout: Layout, parts: Parts) -> "_Learned":
+        """Before anything is learned."""
+        return _Learned(Order(tuple(dict.fromkeys(s.unit for s in reversed(layout.segments) if s.trainable))), parts)
+
+    def of_part(self, layout: Layout, paths: frozenset[str]) -> "_Part":
+        """The same for some of the leaves alone, which is learned alone."""
+        if paths not in self.of_parts:
+            alone, segments = layout.restrict(paths)
+            self.of_parts[paths] = _Part(alone, segments, _Learned.fresh(alone, Parts.of_layout(alone, None)))
+        return self.of_parts[paths]
 
     def __eq__(self, other: object) -> bool:
         """Not what makes two states differ in structure."""
         return isinstance(other, _Learned)
 
     __hash__ = None  # type: ignore[assignment]
+
+
+@attrs.frozen(eq=False)
+class _Part:
+    """Some of the leaves: how they lie, in which of all segments, and what is learned about them."""
+
+    layout: Layout
+    segments: tuple[int, ...]
+    learned: _Learned
 
 
 @tree.record
@@ -157,6 +179,7 @@ class _Zero:
             params=self.params,
             place=self.place,
             parts=self.parts,
+            part=self.part,
             **sharded,
             **scattered,
         )
@@ -191,8 +214,7 @@ class _Zero:
             exact = state.params if group.size > 1 and "all_gather" in self.means.given() else ()
             everything = range(len(layout.segments))
             state = tree.replace(state, params=_gather(self.means.all_gather, group, state.params, everything))
-        trained = dict.fromkeys(s.unit for s in reversed(layout.segments) if s.trainable)
-        return state.put(zero=Partition(layout, _Learned(Order(tuple(trained)), attrs.evolve(parts, group=None)), exact))
+        return state.put(zero=Partition(layout, _Learned.fresh(layout, attrs.evolve(parts, group=None)), exact))
 
     def params(self, inner: Any, step: Step, state: State) -> Any:
         """The user's tree, from whatever is in shards."""
@@ -274,6 +296,15 @@ class _Zero:
         """The leaves in this rank's shards, in stage 0 in whole segments."""
         parts: Parts = state.slots["zero"].learned.parts
         return attrs.evolve(parts, group=self.ranks()) if self.stage else parts
+
+    def part(self, inner: Any, step: Step, state: State, paths: Collection[str]) -> tuple[State, tuple[int, ...]]:
+        """The segments of these leaves, and what the ranks know about their order."""
+        partition: Partition = state.slots["zero"]
+        known = partition.learned.of_part(partition.layout, frozenset(paths))
+        trained = [i for i, segment in enumerate(partition.layout.segments) if segment.trainable]
+        slot = Partition(known.layout, known.learned)
+        alone = tree.replace(state, params=[state.params[i] for i in known.segments]).put(zero=slot)
+        return alone, tuple(place for place, i in enumerate(trained) if i in known.segments)
 
 
 def _as_stored(layout: Layout, stored: Sequence[Tensor]) -> Layout:

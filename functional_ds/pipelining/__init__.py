@@ -1,13 +1,16 @@
 """Pipeline schedules as data: written, proved, lowered, priced, improved and drawn before anything runs."""
 
 from .action import ALL, Action, Kind
+from .chain import Piece, stages
 from .costs import Costs
 from .draw import draw, text
 from .generators import breadth_first, gpipe, inference, interleaved_one_f_one_b, one_f_one_b, zb_2p, zb_h1
 from .lower import lower
 from .named import named
 from .optimize import optimize
+from .recorder import Recorder
 from .schedule import Schedule, ScheduleError, stage_to_rank
+from .stages import Stage, Stages, Visit
 from .tables import from_csv, to_csv
 from .timeline import Span, Timeline, measured, observed, timeline
 from .validate import in_flight, validate
@@ -18,10 +21,15 @@ __all__ = [
     "Action",
     "Costs",
     "Kind",
+    "Piece",
+    "Recorder",
     "Schedule",
     "ScheduleError",
     "Span",
+    "Stage",
+    "Stages",
     "Timeline",
+    "Visit",
     "breadth_first",
     "draw",
     "dualpipe_v",
@@ -37,6 +45,7 @@ __all__ = [
     "one_f_one_b",
     "optimize",
     "stage_to_rank",
+    "stages",
     "text",
     "timeline",
     "to_csv",

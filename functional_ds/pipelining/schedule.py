@@ -6,7 +6,7 @@ from typing import Any, Literal
 import attrs
 import numpy as np
 
-from .action import COMPUTE, MESSAGES, Action, Codes, kinds, packed, unpack
+from .action import COMPUTE, MESSAGES, Action, Codes, Kind, kinds, packed, unpack
 
 __all__ = ["Schedule", "ScheduleError", "Step", "stage_to_rank"]
 
@@ -162,6 +162,14 @@ class Schedule:
         Law: ``lower(s).compute_only() == s`` for a schedule of compute actions.
         """
         return attrs.evolve(self, codes=[row[kinds(row) <= max(COMPUTE)] for row in self.codes])
+
+    def only_forward(self) -> "Schedule":
+        """Its forwards alone, in their order: what an evaluation runs.
+
+        >>> Schedule.of(["0F0 0F1 0B0 0B1"]).only_forward()[0]
+        (0F0, 0F1)
+        """
+        return attrs.evolve(self, codes=[row[kinds(row) == Kind.F] for row in self.codes])
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Schedule):

@@ -75,6 +75,41 @@ def test_donation_changes_nothing_but_memory(stage: int | None, half: bool, n: i
     comm.simulate(program, world_size=n)
 
 
+def counting(fails_at: int = 99) -> fds.Transform:
+    """Leaves in a slot how many gradients it has seen, and fails at some."""
+
+    def init(inner: Any, step: fds.Step, params: Any) -> fds.State:
+        return inner(step, params).put(seen=torch.zeros(()))
+
+    def reduce(inner: Any, step: fds.Step, state: fds.State, grads: fds.Weighted) -> tuple[fds.State, fds.Weighted]:
+        if state.slots["seen"] == fails_at:
+            raise RuntimeError("no more")
+        state, grads = inner(step, state, grads)
+        return state.put(seen=state.slots["seen"] + 1), grads
+
+    return fds.wrap("counting", init=init, reduce=reduce)
+
+
+@pytest.mark.law(31)
+@pytest.mark.parametrize("donate", [True, False])
+def test_reduce_writes_state(donate: bool) -> None:
+    """What ``reduce`` leaves is in the next state; the one before is donated or kept as ever, and whole after an error."""
+    step, first, batch = started(counting(fails_at=1))
+    second, _ = step(first, batch, donate=donate)
+    assert second.slots["seen"] == 1
+    if donate:
+        with pytest.raises(fds.DonatedStateError):
+            step.params(first)
+    else:
+        assert first.slots["seen"] == 0
+        again, _ = step(first, batch)
+        assert torch.equal(again.params["w"], second.params["w"])
+    before = second.params["w"].clone()
+    with pytest.raises(RuntimeError, match="no more"):
+        step(second, batch)
+    assert torch.equal(second.params["w"], before)
+
+
 @pytest.mark.law(30)
 @given(data=st.data(), n=st.sampled_from((1, 2)))
 def test_transforms_of_different_phases_commute(data: st.DataObject, n: int) -> None:

@@ -1,0 +1,182 @@
+"""What is in a checkpoint: one JSON file beside its data, which says all that a reader must know."""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from .errors import DamagedError, NewerFormatError
+
+__all__ = ["BLOCK", "DTYPES", "MANIFEST", "Chunk", "DataFile", "Manifest", "Stored", "Summary", "read_summary"]
+
+MANIFEST = "manifest.json"
+BLOCK = 1 << 20  # bytes of a data file under one checksum
+_FORMAT, _VERSION = "functional_ds checkpoint", 1
+_NAMES = (
+    "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex32 complex64 complex128 "
+    "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
+)
+DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES.split() if hasattr(torch, name)}
+
+
+@attrs.frozen
+class Chunk:
+    """``numel`` elements of a flattened tensor, from ``offset`` on, at a byte of one of the data files."""
+
+    offset: int
+    numel: int
+    file: int
+    position: int
+
+
+@attrs.frozen
+class Stored:
+    """A tensor in a checkpoint."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+
+@attrs.frozen
+class DataFile:
+    """A file of tensors' bytes, and the CRC-32 of each block of it."""
+
+    name: str
+    size: int
+    checks: tuple[int, ...] = attrs.field(repr=False)
+
+
+@attrs.frozen
+class Summary:
+    """What can be said of a checkpoint without opening it.
+
+    Attributes:
+        tag: its name.
+        sequence: of two checkpoints of a folder, the later has the larger.
+        step: how many updates were made.
+        expires: whether retention may delete it.
+        ranks: how many ranks wrote it.
+    """
+
+    tag: str
+    sequence: int
+    step: int
+    expires: bool
+    ranks: int
+
+
+@attrs.frozen
+class Manifest:
+    """All of it; ``extra`` is the user's."""
+
+    summary: Summary
+    files: tuple[DataFile, ...]
+    tensors: Mapping[str, Stored] = attrs.field(repr=False)
+    extra: Any = None
+
+    def encode(self) -> bytes:
+        """As bytes: a line with the format and a checksum of all the rest, one with the summary, and one with everything."""
+        body = {
+            "files": [[file.name, file.size, "".join(f"{check:08x}" for check in file.checks)] for file in self.files],
+            "tensors": {
+                name: [str(t.dtype).removeprefix("torch."), list(t.shape), [attrs.astuple(c) for c in t.chunks]]
+                for name, t in self.tensors.items()
+            },
+            "extra": self.extra,
+        }
+        rest = b"".join(_line(part) for part in (attrs.asdict(self.summary), body))
+        return _header(rest) + rest
+
+    @staticmethod
+    def decode(data: bytes, where: str) -> "Manifest":
+        """The inverse; ``where`` names the file in errors.
+
+        Raises:
+            NewerFormatError: a later version wrote it.
+            DamagedError: it is no manifest, or not as it was written.
+        """
+        header, _, rest = data.partition(b"\n")
+        _check_header(header, where)
+        if header + b"\n" != _header(rest):
+            raise DamagedError(f"{where} is damaged: its checksum is not that of its content")
+        try:
+            summary, body = (json.loads(line) for line in rest.splitlines())
+            files = tuple(_file(*row) for row in body["files"])
+            tensors = {name: _stored(*row, files) for name, row in body["tensors"].items()}
+            return Manifest(Summary(**summary), files, tensors, body["extra"])
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise DamagedError(f"{where} is no manifest of this library's: {error}") from error
+
+
+def read_summary(folder: Path) -> Summary | None:
+    """The summary of a checkpoint's folder, unchecked; None where there is none to read."""
+    try:
+        with (folder / MANIFEST).open("rb") as file:
+            header, line = file.readline(1 << 12), file.readline(1 << 16)
+        _check_header(header.rstrip(b"\n"), str(folder))
+        found = Summary(**json.loads(line))
+    except (OSError, ValueError, TypeError, DamagedError, NewerFormatError):
+        return None
+    kinds = {"tag": str, "sequence": int, "step": int, "expires": bool, "ranks": int}
+    return found if all(type(getattr(found, name)) is kind for name, kind in kinds.items()) else None
+
+
+def _line(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":"), allow_nan=True).encode() + b"\n"
+
+
+def _header(rest: bytes) -> bytes:
+    return _line({"format": _FORMAT, "version": _VERSION, "sha256": hashlib.sha256(rest).hexdigest()})
+
+
+def _check_header(header: bytes, where: str) -> None:
+    try:
+        found = json.loads(header)
+        form, version = found["format"], found["version"]
+    except (ValueError, TypeError, KeyError):
+        raise DamagedError(f"{where} is damaged, or no manifest of this library's") from None
+    if form != _FORMAT or not isinstance(version, int):
+        raise DamagedError(f"{where} is damaged, or no manifest of this library's")
+    if version > _VERSION:
+        raise NewerFormatError(
+            f"{where} has the format {version}, and this version of functional_ds reads formats up to {_VERSION}; upgrade it"
+        )
+
+
+def _whole(value: Any, what: str) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{what} is {value!r}")
+    return value
+
+
+def _file(name: Any, size: Any, checks: Any) -> DataFile:
+    if not isinstance(name, str) or Path(name).name != name or name.startswith("."):
+        raise ValueError(f"a data file is called {name!r}")
+    found = tuple(int(checks[i : i + 8], 16) for i in range(0, len(checks), 8))
+    if len(found) != -(-_whole(size, "a size") // BLOCK):
+        raise ValueError(f"{name} has {len(found)} checksums for {size} bytes")
+    return DataFile(name, size, found)
+
+
+def _stored(dtype: Any, shape: Any, chunks: Any, files: tuple[DataFile, ...]) -> Stored:
+    found = Stored(
+        tuple(_whole(side, "a side") for side in shape),
+        DTYPES[dtype],
+        tuple(Chunk(*(_whole(number, "a place") for number in chunk)) for chunk in chunks),
+    )
+    for chunk in found.chunks:
+        size = files[chunk.file].size if chunk.file < len(files) else -1
+        if chunk.offset + chunk.numel > found.numel or chunk.position + chunk.numel * found.dtype.itemsize > size:
+            raise ValueError(f"{chunk} lies outside of its tensor or file")
+    return found

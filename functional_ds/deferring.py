@@ -1,0 +1,84 @@
+"""Modules whose parameters have no values yet: built without memory, materialised a leaf at a time."""
+
+import warnings
+from collections.abc import Callable
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from .functional import Apply, functional
+from .materialise import from_source
+from .recording import Place, Recording
+
+__all__ = ["deferred"]
+
+
+@attrs.frozen(eq=False)
+class _Built:
+    """A source: what building the module would have given."""
+
+    recording: Recording
+    places: dict[str, Place]
+
+    def read(self, path: str, start: int, stop: int) -> Tensor:
+        """A stretch of one parameter, which is computed for it."""
+        return self.recording.compute(self.places[path]).reshape(-1)[start:stop].clone()
+
+
+def deferred(build: Callable[[], nn.Module], *, device: str | torch.device = "cpu") -> tuple[Apply, dict[str, Tensor]]:
+    """``functional(build())`` for a module larger than memory: the parameters get their values when ``step.init`` stores them.
+
+    ``build`` runs on torch's fake tensors, and what it computes is recorded. Later each rank computes the leaves that it has
+    a part of, one at a time, and keeps its part: so a model larger than one rank's memory starts under ``zero(3)``.
+
+    Law: the values are those of a whole initialisation, bit for bit, whatever ``build`` does to its parameters (defaults that
+    are overwritten, ties, scaling by depth, draws until all is well); and so is the state in which it leaves the generators.
+
+    Cost: each random operation is carried out once on scratch memory while the module is built, and what a leaf depends on
+    once more for that leaf. Nothing is sent. Memory: the largest leaf, and what it is made of; buffers, which are whole.
+
+    Args:
+        build: makes the module on the CPU; it must not name another device.
+        device: where parameters and buffers shall lie. Their values are the CPU's.
+
+    Raises:
+        RuntimeError: ``build`` names another device.
+
+    >>> import functional_ds as fds
+    >>> apply, params = deferred(lambda: nn.Linear(2, 3))
+    >>> params["weight"].is_meta
+    True
+    >>> state = fds.train_step(lambda p, x: apply(p, x).sum(), fds.sgd(0.1)).init(params)
+    >>> state.params["weight"].shape
+    torch.Size([3, 2])
+    """
+    recording = Recording()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # torch's own deepcopy does
+        with FakeTensorMode(allow_non_fake_inputs=True), recording:
+            module = build()
+    places = _bare(module, recording)
+    for owner in module.modules():
+        for tensors in (owner._buffers, owner.__dict__):
+            fake = {name: x for name, x in tensors.items() if isinstance(x, FakeTensor)}
+            tensors.update({name: recording.compute(recording.place(x)).to(device) for name, x in fake.items()})
+    apply, params = functional(module)
+    found = {name: places[id(module.get_parameter(name))] for name in params if id(module.get_parameter(name)) in places}
+    leaves = from_source({name: params[name] for name in found}, _Built(recording, found), device=device)
+    return apply, {name: leaves.get(name, x) for name, x in params.items()}
+
+
+def _bare(module: nn.Module, recording: Recording) -> dict[int, Place]:
+    """Puts parameters on the meta device into the places of fake ones; where those lie, by the new one's id."""
+    new: dict[int, nn.Parameter] = {}
+    places: dict[int, Place] = {}
+    for owner in module.modules():
+        for name, fake in owner._parameters.items():
+            if isinstance(fake, FakeTensor):
+                if id(fake) not in new:
+                    bare = nn.Parameter(torch.empty(fake.shape, dtype=fake.dtype, device="meta"), fake.requires_grad)
+                    new[id(fake)], places[id(bare)] = bare, recording.place(fake)
+                owner._parameters[name] = new[id(fake)]
+    return places

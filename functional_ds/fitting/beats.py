@@ -1,0 +1,140 @@
+"""What ranks tell each other about themselves, through the store in which they met."""
+
+import json
+import os
+import socket
+from collections.abc import Iterable
+from time import monotonic
+from typing import Protocol
+
+import attrs
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from .activity import activity
+
+__all__ = ["Beat", "Beats", "Seen"]
+
+
+class _Watched(Protocol):
+    step: int
+    what: str
+    turn: int
+
+
+@attrs.frozen
+class Beat:
+    """What a rank says of itself.
+
+    Attributes:
+        count: grows with each beat.
+        turn: grows as the rank goes on.
+        step: where it is.
+        what: it does.
+        phase, call, site: of the step, the collective and the code that its main thread is in; empty where there is none.
+        host: where it runs, and in which process.
+        left: how it left; empty before.
+    """
+
+    count: int = 0
+    turn: int = 0
+    step: int = 0
+    what: str = "on its way here"
+    phase: str = ""
+    call: str = ""
+    site: str = ""
+    host: str = ""
+    left: str = ""
+
+    @staticmethod
+    def now(watch: _Watched, count: int, thread: int) -> "Beat":
+        """Of this process, whose main thread is this one."""
+        host = f"process {os.getpid()} on {socket.gethostname()}"
+        return Beat(count, watch.turn, watch.step, watch.what, host=host, **activity(thread))
+
+    def __str__(self) -> str:
+        parts = [self.left or f"step {self.step}: {self.what}"]
+        if self.phase:
+            parts.append(f"phase {self.phase}")
+        if self.call:
+            parts.append(self.call)
+        text = ", ".join(parts) + (f" at {self.site}" if self.site else "")
+        return f"{text} ({self.host})" if self.host else text
+
+
+@attrs.frozen
+class Seen:
+    """A rank's last beat, and when by our clock it was new, and its turn."""
+
+    beat: Beat
+    fresh: float
+    moved: float
+
+    def after(self, beat: Beat, now: float) -> "Seen":
+        """With what was read now."""
+        fresh = now if beat != self.beat else self.fresh
+        return Seen(beat, fresh, now if (beat.turn, beat.left) != (self.beat.turn, self.beat.left) else self.moved)
+
+
+@attrs.define(eq=False)
+class Beats:
+    """One rank's view of all.
+
+    Attributes:
+        rank: this one.
+        size: how many there are.
+        store: no request to it waits for another rank.
+        thread: the thread that is watched.
+        seen: what was last heard of each rank.
+    """
+
+    rank: int
+    size: int
+    store: PrefixStore
+    thread: int
+    seen: dict[int, Seen] = attrs.field(init=False)
+    _mine: Beat = Beat()
+
+    def __attrs_post_init__(self) -> None:
+        now = monotonic()
+        self.seen = {rank: Seen(Beat(), now, now) for rank in range(self.size)}
+
+    def send(self, beat: Beat) -> None:
+        """Writes this rank's beat down."""
+        if not self._mine.left:
+            self._mine = beat
+            self.store.set(f"beat {self.rank}", json.dumps(attrs.asdict(beat)))
+
+    def look(self, ranks: Iterable[int]) -> None:
+        """Reads the beats of some ranks."""
+        for rank in ranks:
+            key = f"beat {rank}"
+            if self.store.check([key]):
+                beat = Beat(**json.loads(self.store.get(key)))
+                self.seen[rank] = self.seen[rank].after(beat, monotonic())
+
+    def leave(self, how: str) -> None:
+        """This rank's last beat."""
+        self._mine = attrs.evolve(self._mine, count=self._mine.count + 1, left=how)
+        self.store.set(f"beat {self.rank}", json.dumps(attrs.asdict(self._mine)))
+        self.store.add("left", 1)
+
+    def left(self) -> int:
+        """How many have left."""
+        return self.store.add("left", 0)
+
+    def judge(self, verdict: str) -> None:
+        """Writes down that all are to end, and why."""
+        self.store.set("verdict", verdict)
+
+    def verdict(self) -> str | None:
+        """Why all are to end; None while they are not."""
+        return self.store.get("verdict").decode() if self.store.check(["verdict"]) else None
+
+    def place(self) -> str:
+        """Who holds the store, and where."""
+        store: Store = self.store
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        holder = "torchrun holds" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0 or its parent holds"
+        host, port = getattr(store, "host", None), getattr(store, "port", None)
+        return holder if host is None else f"{holder} at {host}:{port}"

@@ -1,0 +1,206 @@
+"""``watchdog``: ranks that hang or die end the others, with a report that names them."""
+
+import itertools
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from time import monotonic, sleep
+
+import attrs
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+
+from functional_ds import comm
+from functional_ds.comm.process import ProcessWorld
+from functional_ds.comm.surroundings import simulated_world
+
+from .beats import Beat, Beats
+from .report import Hang, report
+
+__all__ = ["EXIT_CODE", "Watch", "watchdog"]
+
+EXIT_CODE = 75  # sysexits' EX_TEMPFAIL: try again; what a process that a watchdog ends exits with
+_BEATS = 10  # within the time-out
+_SLOWEST = 1.0  # seconds between two beats
+_SILENT = 4  # beats without which a rank that others failed over is taken for dead
+
+
+@attrs.define(eq=False)
+class Watch:
+    """What a rank says of itself: call ``at`` more often than the time-out."""
+
+    step: int = 0
+    what: str = "starting"
+    turn: int = 0
+
+    def at(self, step: int, what: str) -> None:
+        """This rank is at a step and does something. Costs nothing worth counting: a thread reads it now and then."""
+        self.step, self.what, self.turn = step, what, self.turn + 1
+
+
+@contextmanager
+def watchdog(timeout: timedelta | None) -> Iterator[Watch]:
+    """While the block runs, a rank that dies, or in which nothing moves for ``timeout``, ends all the others within it.
+
+    Every rank of the world enters the block, and calls ``watch.at(step, what)`` as it goes on. A thread of each rank writes
+    beats into the store through which the processes met; nothing is sent over the connections that carry tensors. Rank 0's
+    judges all ranks, and every other's judges rank 0. A process that is ended prints what all ranks were doing, and exits with
+    code 75, so that torchrun starts all anew. Where a collective fails because a rank died, the error says which.
+
+    A simulation needs none, for it finds deadlocks at once. None for ``timeout`` watches nothing.
+
+    Args:
+        timeout: longer than anything that goes on between two calls of ``watch.at``.
+
+    Cost: two or three requests a second to the store from each rank, for rank 0 one a second and rank.
+
+    Raises:
+        RankFailedError: a collective failed, and other ranks' processes are silent or have raised; which, and what all were doing.
+        ValueError: a timeout that is not positive.
+
+    >>> with watchdog(timedelta(seconds=60)) as watch:
+    ...     for step in range(3):
+    ...         watch.at(step, "counting")
+    """
+    if timeout is not None and timeout.total_seconds() <= 0:
+        raise ValueError(f"timeout={timeout}: how long nothing may move must be positive; None watches nothing")
+    watch = Watch()
+    if timeout is None or simulated_world() is not None:
+        yield watch
+        return
+    guard = _Guard.of(watch, timeout.total_seconds())
+    guard.start()
+    try:
+        yield watch
+    except BaseException as error:
+        guard.failed(error)
+        raise
+    else:
+        guard.finished()
+    finally:
+        guard.over.set()
+
+
+@attrs.define(eq=False)
+class _Guard:
+    """Two threads: one talks to the store, and one looks whether that one still gets answers."""
+
+    watch: Watch
+    beats: Beats
+    timeout: float
+    pause: float
+    over: threading.Event = attrs.field(factory=threading.Event)
+    heard: float = attrs.field(factory=monotonic)
+    lost: Exception | None = None
+
+    @staticmethod
+    def of(watch: Watch, timeout: float) -> "_Guard":
+        everyone = comm.world()
+        world = everyone.world
+        store: Store = world.store.clone() if isinstance(world, ProcessWorld) else HashStore()
+        turn = store.add(
+            f"functional_ds/watchdog/{everyone.rank}", 1
+        )  # how often this rank has entered: as often as all others
+        beats = Beats(everyone.rank, everyone.size, PrefixStore(f"functional_ds/watchdog/{turn}", store), threading.get_ident())
+        return _Guard(watch, beats, timeout, min(timeout / _BEATS, _SLOWEST))
+
+    def start(self) -> None:
+        for work in (self._talk, self._listen):
+            threading.Thread(target=work, daemon=True, name=f"watchdog {work.__name__}").start()
+
+    # -- the threads ---------------------------------------------------------------------------------------------------
+
+    def _talk(self) -> None:
+        for count in itertools.count():
+            try:
+                self._round(count)
+            except Exception as error:  # whatever the store says when the process that holds it is gone
+                self.lost = error
+                return
+            self.heard = monotonic()
+            if self.over.wait(self.pause):
+                return
+
+    def _round(self, count: int) -> None:
+        self.beats.send(Beat.now(self.watch, count, self.beats.thread))
+        verdict = self.beats.verdict()
+        if verdict is None and self.beats.rank == 0:
+            verdict = self._judged(range(self.beats.size))
+            if verdict is not None and not self.over.is_set():
+                self.beats.judge(verdict)
+                sleep(2 * self.pause)  # this process may hold the store: let the others read it
+        elif verdict is None:
+            verdict = self._judged((0,))
+        if verdict is not None:
+            self._end(verdict)
+
+    def _judged(self, ranks: range | tuple[int, ...]) -> str | None:
+        """A report, if one of the ranks has died, failed or moves no more."""
+        self.beats.look(ranks)
+        hang = Hang.found(self.beats.seen, self.timeout, grace=min(self.timeout, 5 * self.pause))
+        if hang is None:
+            return None
+        self.beats.look(range(self.beats.size))
+        return report(hang, self.beats.seen)
+
+    def _listen(self) -> None:
+        """Ends this process when the store does not answer: then the talking thread cannot."""
+        while not self.over.wait(self.pause):
+            quiet = monotonic() - self.heard
+            if quiet > self.timeout or (self.lost is not None and quiet > 5 * self.pause):
+                self._end(self._cut_off(quiet))
+
+    def _cut_off(self, quiet: float) -> str:
+        why = f": {str(self.lost).splitlines()[0]}" if self.lost else ""
+        story = f"the store that {self.beats.place()} has not answered for {quiet:.1f} s{why}"
+        return report(Hang(story, ()), self.beats.seen)
+
+    def _end(self, story: str) -> None:
+        """Ends the process: its main thread may be anywhere, and need not come back."""
+        if self.over.is_set():
+            return
+        error = comm.TimedOutError(f"rank {self.beats.rank} is ended by its watchdog: {story}")
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)  # noqa: T201
+        with suppress(Exception):  # torchrun shows it in its summary
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+            get_error_handler().record_exception(error)
+        os._exit(EXIT_CODE)
+
+    # -- the end of the block ------------------------------------------------------------------------------------------
+
+    def finished(self) -> None:
+        """Waits until all ranks have, for the store may go with the first of them. The threads watch meanwhile."""
+        self.watch.at(self.watch.step, "waiting for the other ranks to finish")
+        with suppress(RuntimeError):  # it has gone: so had all finished
+            self.beats.leave("finished")
+            while self.beats.left() < self.beats.size:
+                sleep(min(self.pause, 0.01))
+
+    def failed(self, error: BaseException) -> None:
+        """Tells the others; where this rank failed over others, raises who they are."""
+        if isinstance(error, comm.CommError | dist.DistError):
+            story = self._blamed()
+            if story is not None:
+                self.over.set()
+                raise comm.RankFailedError(f"rank {self.beats.rank} failed over others: {story}") from error
+        with suppress(Exception):
+            self.beats.leave(f"raised {type(error).__name__}: {error}".splitlines()[0])
+
+    def _blamed(self) -> str | None:
+        """Who has died or raised, if somebody has; looks twice, some beats apart."""
+        everyone = range(self.beats.size)
+        try:
+            self.beats.look(everyone)
+            deadline = monotonic() + _SILENT * self.pause
+            while monotonic() < deadline:
+                sleep(self.pause / 2)
+                self.beats.look(everyone)
+        except Exception as error:
+            self.lost = error
+            return self._cut_off(monotonic() - self.heard)
+        hang = Hang.blamed(self.beats.seen, self.beats.rank, silent=(_SILENT - 1) * self.pause)
+        return None if hang is None else report(hang, self.beats.seen)

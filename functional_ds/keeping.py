@@ -1,0 +1,167 @@
+"""Where values lie between the forward pass and the backward, and the way back."""
+
+import weakref
+from typing import Protocol
+
+import attrs
+import torch
+from torch import Tensor
+
+from . import comm
+from .compact import Form, compact
+from .dividing import Divided, agree, divide
+from .hosting import Hosted, Lane
+from .saving import Keep
+from .tape import current_tape
+
+__all__ = ["Keeper", "Kept"]
+
+
+class Kept(Protocol):
+    """A value that was kept.
+
+    Attributes:
+        keep: how.
+        whole: bytes of the value.
+        held: bytes that keeping it takes on this rank.
+    """
+
+    keep: Keep
+    whole: int
+    held: int
+
+    def get(self) -> Tensor:
+        """The value, as it was."""
+        ...
+
+
+class Here:
+    """A value that stays where it is."""
+
+    keep = Keep.SAVE
+
+    def __init__(self, tensor: Tensor) -> None:
+        # The tensor itself would hold on to the graph that it is in.
+        self.tensor = tensor.detach() if tensor.grad_fn is not None else tensor
+        self.version = tensor._version
+        self.whole = self.held = tensor.untyped_storage().nbytes()
+
+    @property
+    def changed(self) -> bool:
+        """Whether somebody has written into it since."""
+        return self.tensor._version != self.version
+
+    def get(self) -> Tensor:
+        """The tensor.
+
+        Raises:
+            RuntimeError: it was changed in place.
+        """
+        if self.changed:
+            raise _changed(self.tensor, self.version)
+        return self.tensor.detach()
+
+
+class Away:
+    """A value that is elsewhere, whole or in pieces; it comes back once for all its uses."""
+
+    def __init__(self, keep: Keep, place: Hosted | Divided, form: Form, whole: int) -> None:
+        self.keep, self.place, self.form = keep, place, form
+        self.whole, self.held = whole, place.held
+        self.uses = 0
+        self._left, self._here, self._version = 0, None, 0
+
+    _here: Tensor | None
+
+    def get(self) -> Tensor:
+        """The value; a copy that all uses share.
+
+        Raises:
+            RuntimeError: a use has changed it in place.
+        """
+        if self._here is None:
+            self._here, self._left = self.place.fetch(), max(self.uses, 1)
+            self._version = self._here._version
+        flat, self._left = self._here, self._left - 1
+        if flat._version != self._version:
+            raise _changed(flat, self._version)
+        if not self._left:
+            self._here = None
+        return self.form.restore(flat)
+
+
+def _changed(tensor: Tensor, version: int) -> RuntimeError:
+    return RuntimeError(
+        f"a tensor of shape {list(tensor.shape)} that the backward pass needs has been modified by an inplace operation: it is "
+        f"at version {tensor._version}, expected {version}; use the out-of-place one"
+    )
+
+
+_Place = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype, int, Keep]
+
+
+@attrs.define(eq=False)
+class Keeper:
+    """Keeps values; one that is asked for twice is kept once.
+
+    Attributes:
+        group: the ranks that divide values.
+    """
+
+    group: comm.Group | None = None
+    _known: "dict[_Place, tuple[weakref.ref[torch.UntypedStorage], weakref.ref[Away]]]" = attrs.field(factory=dict)
+    _lanes: dict[torch.device, Lane] = attrs.field(factory=dict)
+    _last: "weakref.ref[Hosted] | None" = None
+    _divided: list[str] = attrs.field(factory=list)
+
+    @staticmethod
+    def current(group: comm.Group | None) -> "Keeper":
+        """The open tape's keeper for this group; outside of one a new keeper."""
+        tape = current_tape()
+        if tape is None:
+            return Keeper(group)
+        keepers: list[Keeper] = tape.slots.setdefault("keepers", [])
+        for keeper in keepers:
+            if keeper.group is group:
+                return keeper
+        keepers.append(Keeper(group))
+        tape.at_forward_end(keepers[-1].agree)
+        return keepers[-1]
+
+    def keep(self, tensor: Tensor, how: Keep) -> Kept:
+        """The value, kept so that it can come back."""
+        if how is Keep.SAVE:
+            return Here(tensor)
+        storage = tensor.untyped_storage()
+        where = (storage.data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        place = (*where, tensor._version, how)
+        owner, found = self._known.get(place, (None, None))
+        kept = found() if found is not None and owner is not None and owner() is storage else None
+        if kept is None:
+            kept = self._send(tensor, how)
+            self._known[place] = weakref.ref(storage), weakref.ref(kept)
+        kept.uses += 1
+        return kept
+
+    def _send(self, tensor: Tensor, how: Keep) -> Away:
+        flat, form = compact(tensor)
+        return Away(how, self._host(flat) if how is Keep.OFFLOAD else self._divide(flat), form, flat.nbytes)
+
+    def _host(self, flat: Tensor) -> Hosted:
+        if flat.device not in self._lanes:
+            self._lanes[flat.device] = Lane(flat.device)
+        lane = self._lanes[flat.device]
+        hosted = Hosted(lane.away(flat), lane, self._last)
+        self._last = weakref.ref(hosted)
+        return hosted
+
+    def _divide(self, flat: Tensor) -> Divided:
+        if self.group is None:
+            raise ValueError("partition: no group is given to divide activations over; pass group=mesh['tp'], say")
+        self._divided.append(f"{flat.dtype}[{flat.numel()}]")
+        return divide(flat, self.group)
+
+    def agree(self) -> None:
+        """Before the backward pass: all ranks of the group divided the same values, or an error on all."""
+        if self.group is not None and self.group.size > 1:
+            agree(self._divided, self.group)

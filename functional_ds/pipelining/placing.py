@@ -1,0 +1,129 @@
+"""``Placed``: which rank of a pipeline has which leaves."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import optree
+import torch
+from torch import Tensor
+
+from functional_ds import comm, tree
+from functional_ds.parts import Parts
+from functional_ds.trainable import like_marked, mark_part
+
+from .stages import Stages
+
+__all__ = ["Placed", "Part"]
+
+
+@attrs.frozen
+class Part:
+    """Leaves that the same stages use.
+
+    Attributes:
+        ranks: those that hold it, ascending; all sum its gradients, and the first one's counts.
+    """
+
+    name: str
+    stages: tuple[int, ...]
+    ranks: tuple[int, ...]
+    paths: tuple[str, ...]
+
+
+@attrs.define(eq=False)
+class Known:
+    """What crosses between the stages, by what it depends on: found once, and no part of a state's structure."""
+
+    crossing: dict[Any, Any] = attrs.field(factory=dict)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Known)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@tree.record
+class Placed:
+    """pipeline's slot in the state: all leaves' paths, parts by the stages that use them, and the ranks that hold those.
+
+    Attributes:
+        spec: of the user's tree.
+        paths: its leaves', in order.
+    """
+
+    spec: optree.PyTreeSpec = tree.static()
+    paths: tuple[str, ...] = tree.static()
+    partition: tuple[Part, ...] = tree.static()
+    known: Known = tree.static()
+
+    @staticmethod
+    def of(params: Any, stages: Stages, placement: Sequence[int]) -> "Placed":
+        """Leaves with the ranks whose stages use them.
+
+        Raises:
+            ValueError: the stages use leaves that the params do not have, or the other way round.
+        """
+        paths = tuple(path for path, _ in tree.named(params))
+        users: dict[str, list[int]] = {path: [] for path in tree.as_written(params)}
+        for index, stage in enumerate(stages):
+            for path in stage.paths:
+                if path not in users:
+                    raise ValueError(
+                        f"params: stage {index} ({stage.name}) uses {path!r}, which they do not have; they have "
+                        f"{', '.join(paths[:8])}...; init takes the params that the stages were made for (put pipeline after zero)"
+                    )
+                users[path].append(index)
+        idle = [path for path, used in users.items() if not used]
+        if idle:
+            raise ValueError(f"params: no stage uses {', '.join(idle)}; init takes the params that the stages were made for")
+        groups: dict[tuple[int, ...], list[str]] = {}
+        for path, used in users.items():
+            groups.setdefault(tuple(used), []).append(path)
+        parts = [
+            Part(_title(used), used, tuple(sorted({placement[s] for s in used})), tuple(held)) for used, held in groups.items()
+        ]
+        alone = {used for used in groups if len(used) == 1}
+        empty = [Part(_title((s,)), (s,), (placement[s],), ()) for s in range(len(stages)) if (s,) not in alone]
+        return Placed(tree.structure(params), paths, tuple(sorted((*parts, *empty), key=lambda part: part.stages)), Known())
+
+    def parts_of(self, stage: int) -> list[Part]:
+        """A stage's: first its own, then what it shares."""
+        return sorted((part for part in self.partition if stage in part.stages), key=lambda part: len(part.stages) > 1)
+
+    def here(self, rank: int) -> list[Part]:
+        """A rank's."""
+        return [part for part in self.partition if rank in part.ranks]
+
+    def own(self, params: Any, rank: int) -> dict[str, Tensor]:
+        """A rank's leaves by path, each marked with its part."""
+        leaves = dict(tree.named(params))
+        return {path: mark_part(leaves[path], part.name) for part in self.here(rank) for path in part.paths}
+
+    def elsewhere(self, parts: Parts, rank: int) -> Parts:
+        """A rank's parts, who know that there are other leaves."""
+        mine = {path for part in self.here(rank) for path in part.paths}
+        return attrs.evolve(parts, elsewhere=tuple(path for path in self.paths if path not in mine))
+
+    def copies(self, parts: Parts, rank: int) -> set[int]:
+        """Which of the tensors that the optimizer gets hold leaves that count on another rank."""
+        copied = {path for part in self.here(rank) if part.ranks[0] != rank for path in part.paths}
+        return {p.tensor for pieces in parts.ranks for p in pieces if parts.leaves[p.leaf].path in copied}
+
+    def gathered(self, own: Mapping[str, Tensor], group: comm.Group) -> Any:
+        """The user's tree, whole on every rank; sends each leaf from the first rank that has it."""
+        shapes: dict[str, tuple[Any, ...]] = {}
+        for told in comm.all_gather_object({path: (list(leaf.shape), leaf.dtype) for path, leaf in own.items()}, group):
+            shapes.update(told)
+        device = next((leaf.device for leaf in own.values()), torch.device("cpu"))
+        holder = {path: part.ranks[0] for part in self.partition for path in part.paths}
+        leaves = []
+        for path in self.paths:
+            shape, dtype = shapes[path]
+            blank = own[path] if path in own else torch.empty(shape, dtype=dtype, device=device)
+            leaves.append(like_marked(comm.broadcast(blank.detach(), holder[path], group), blank))
+        return tree.unflatten(self.spec, leaves)
+
+
+def _title(stages: Sequence[int]) -> str:
+    return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"

@@ -1,0 +1,101 @@
+"""``Room``: a part of the params, whole and ready for use, within one optimizer step."""
+
+from collections.abc import Mapping, Sequence
+
+import attrs
+from torch import Tensor
+
+from functional_ds import tree
+from functional_ds.state import State
+from functional_ds.step import Step
+from functional_ds.tape import Tape
+
+__all__ = ["Room"]
+
+
+@attrs.define(eq=False)
+class Room:
+    """What the step's view gives of a part of the params, as leaves that many micro-batches use.
+
+    Law: gradients by the leaves, pushed once, come out as those of the stored params: the transpose of the view.
+
+    Attributes:
+        state: whose params are this part alone.
+        places: which of all gradients are theirs.
+        records: whether gradients are wanted.
+        carry: gradients of earlier batches of the same optimizer step.
+        last: whether no further batch follows.
+        leaves: by path; empty before the room is first filled.
+    """
+
+    step: Step
+    state: State
+    places: Sequence[int]
+    records: bool
+    carry: list[Tensor] | None = None
+    last: bool = True
+    leaves: dict[str, Tensor] = attrs.field(factory=dict)
+    _seen: dict[str, Tensor] = attrs.field(factory=dict)
+    _tape: Tape | None = None
+    _gone: bool = False
+
+    def fill(self) -> None:
+        """Makes the leaves whole; collective where they are sharded. Again does nothing."""
+        if self._tape is None:
+            self._open()
+        elif self._gone:
+            self._refill()
+        self._gone = False
+
+    def empty(self) -> None:
+        """Gives back the memory of leaves that were gathered; the leaves stay what they are and can be filled again."""
+        if not self._gone:
+            for leaf in self._gathered().values():
+                leaf.untyped_storage().resize_(0)
+            self._gone = True
+
+    def push(self, grads: Mapping[str, Tensor]) -> None:
+        """Takes the gradients by the leaves, all of them; reductions begin."""
+        self._opened().push(self._seen, grads)
+
+    def collect(self) -> list[Tensor]:
+        """The gradients of the stored params."""
+        return self._opened().collect()
+
+    def close(self) -> None:
+        """Lets go of everything; an error does, too."""
+        if self._tape is not None:
+            self._tape.__exit__(None, None, None)
+            self._tape = None
+
+    def _opened(self) -> Tape:
+        self.fill()
+        if self._tape is None:
+            raise RuntimeError("a room that was filled has a tape")
+        return self._tape
+
+    def _open(self) -> None:
+        tape = self._tape = Tape(records=self.records, carry=self.carry, last=self.last)
+        tape.__enter__()
+        given = self.step.view(self.state, tape)
+        self._seen = {path: leaf.view_as(leaf) for path, leaf in given.items()}  # a deferred leaf is fetched here
+        tape.end_forward()
+        self.leaves = {path: leaf.detach().requires_grad_(leaf.requires_grad) for path, leaf in self._seen.items()}
+
+    def _refill(self) -> None:
+        with Tape(records=False) as tape:
+            given = self.step.view(self.state, tape)
+            for path, leaf in self._gathered().items():
+                fresh = given[path].detach().untyped_storage()
+                leaf.untyped_storage().resize_(fresh.nbytes())
+                leaf.untyped_storage().copy_(fresh, non_blocking=False)
+
+    def _gathered(self) -> dict[str, Tensor]:
+        """A leaf for each storage that the view has made."""
+        stored = {_storage(leaf) for leaf in tree.leaves(self.state.params)}
+        made = {_storage(leaf): path for path, leaf in self.leaves.items()}
+        return {path: self.leaves[path] for storage, path in made.items() if storage not in stored}
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

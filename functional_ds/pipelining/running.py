@@ -1,0 +1,165 @@
+"""One batch through a pipeline: its gradients, or its loss alone."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import cached_property
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from functional_ds import comm, tree
+from functional_ds.rows import rows_of, split
+from functional_ds.state import State
+from functional_ds.step import Step
+from functional_ds.tape import Tape
+from functional_ds.weighted import Weighted
+
+from .action import Action
+from .boundary import boundaries, signature
+from .placing import Part, Placed
+from .recorder import Recorder
+from .room import Room
+from .runner import Micro, Runner
+from .schedule import Schedule
+from .stages import Stages
+
+__all__ = ["Traffic", "gradients", "measure"]
+
+
+@attrs.frozen(eq=False, slots=False)
+class Traffic:
+    """What runs where: a lowered schedule, the stages, and the ranks."""
+
+    schedule: Schedule
+    stages: Stages
+    group: comm.Group
+    recorder: Recorder | None = None
+
+    @cached_property
+    def row(self) -> list[tuple[Action, ...]]:
+        """This rank's."""
+        return list(self.schedule.steps(self.group.rank))
+
+
+def gradients(
+    traffic: Traffic, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
+) -> tuple[Weighted, dict[str, Weighted]]:
+    """``carry`` plus the gradients of a batch, by the stored params of this rank, and the batch's metrics.
+
+    Weight and metrics are those of the rank that has the last stage; the other ranks have zeros.
+    """
+    placed: Placed = state.slots["pipeline"]
+    with ExitStack() as stack:
+        rooms = {}
+        for part in placed.here(traffic.group.rank):
+            alone, places = step.part(state, frozenset(part.paths))
+            own = None if carry is None else [carry.sum[place] for place in places]
+            rooms[part.name] = Room(step, alone, places, records=True, carry=own, last=last)
+            stack.callback(rooms[part.name].close)
+        runner = _runner(traffic, step, state, batch, rooms, stack.enter_context(Tape()))
+        if traffic.recorder is not None:
+            traffic.recorder.begin()
+        runner.run(traffic.row)
+        _push_shared(runner, placed)
+        grads: list[Any] = [None] * sum(len(room.places) for room in rooms.values())
+        for room in rooms.values():
+            for place, grad in zip(room.places, room.collect(), strict=True):
+                grads[place] = grad
+        metrics = _metrics(runner, placed, state)
+    weight = metrics["loss"].weight if carry is None else carry.weight + metrics["loss"].weight
+    return Weighted(grads, weight), metrics
+
+
+def measure(traffic: Traffic, step: Step, state: State, batch: Any) -> dict[str, Weighted]:
+    """The loss of a batch and its metrics, without gradients."""
+    placed: Placed = state.slots["pipeline"]
+    with ExitStack() as stack:
+        rooms = {}
+        for part in placed.here(traffic.group.rank):
+            alone, places = step.part(state, frozenset(part.paths))
+            rooms[part.name] = Room(step, alone, places, records=False)
+            stack.callback(rooms[part.name].close)
+        state = tree.replace(state, key=None)
+        runner = _runner(traffic, step, state, batch, rooms, stack.enter_context(Tape(records=False)))
+        runner.run(traffic.row)
+        return _metrics(runner, placed, state)
+
+
+def _runner(traffic: Traffic, step: Step, state: State, batch: Any, rooms: dict[str, Room], tape: Tape) -> Runner:
+    placed: Placed = state.slots["pipeline"]
+    here, holders = traffic.group.rank, traffic.schedule.placement
+    parts = {stage: [part.name for part in placed.parts_of(stage)] for stage in traffic.schedule.stages_of(here)}
+    batches = split(batch, traffic.schedule.microbatches, uneven=True)
+    sizes = [rows_of(each) for each in batches]
+    micros, first = [], 0
+    for each, rows in zip(batches, sizes, strict=True):
+        key = None if state.key is None else state.key.at(step=state.key.step, rows=first)
+        kind = signature(each, trains=tape.records)
+        if kind not in placed.known.crossing:
+            alone = {stage: [rooms[name].state for name in names] for stage, names in parts.items()}
+            placed.known.crossing[kind] = boundaries(
+                step,
+                state,
+                traffic.stages,
+                placement=holders,
+                parts=alone,
+                batch=each,
+                trains=tape.records,
+                group=traffic.group,
+            )
+        weight = None if len(set(sizes)) == 1 else rows / sizes[0]
+        micros.append(Micro(each, tree.replace(state, key=key), weight, placed.known.crossing[kind][0]))
+        first += rows
+    return Runner(step, traffic.stages, holders, traffic.group, micros, rooms, parts, tape, traffic.recorder)
+
+
+def _push_shared(runner: Runner, placed: Placed) -> None:
+    """The gradients of leaves that several stages use: summed here, then over the ranks that have them."""
+    here = runner.group.rank
+    for part in placed.here(here):
+        if len(part.stages) > 1:
+            room = runner.rooms[part.name]
+            room.fill()
+            sums = [_sum(room, path, [runner.grads(stage) for stage in part.stages if stage in runner.parts]) for path in part.paths]
+            trained = [(path, total) for path, total in zip(part.paths, sums, strict=True) if room.leaves[path].requires_grad]
+            totals = _exchanged([total for _, total in trained], part, runner.group)
+            room.push({path: total for (path, _), total in zip(trained, totals, strict=True)})
+
+
+def _sum(room: Room, path: str, found: Sequence[dict[str, Tensor]]) -> Tensor:
+    grads = [each[path] for each in found if path in each]
+    if not grads:
+        return torch.zeros_like(room.leaves[path])
+    total = grads[0]
+    for grad in grads[1:]:
+        total = total + grad
+    return total
+
+
+def _exchanged(own: list[Tensor], part: Part, group: comm.Group) -> list[Tensor]:
+    """The sums over the part's ranks, added up in their order, so that all have the same bits."""
+    others = [rank for rank in part.ranks if rank != group.rank]
+    if not others or not own:
+        return own
+    ops = [op for rank in others for op in (comm.Send(own, rank), comm.Recv(own, rank))]
+    arrived = dict(zip(others, comm.batch_p2p(ops, group)[1::2], strict=True))
+    arrived[group.rank] = own
+    totals = arrived[part.ranks[0]]
+    for rank in part.ranks[1:]:
+        totals = [total + more for total, more in zip(totals, arrived[rank], strict=True)]
+    return totals
+
+
+def _metrics(runner: Runner, placed: Placed, state: State) -> dict[str, Weighted]:
+    """The loss and metrics of all micro-batches; zeros where the last stage is not."""
+    names = placed.known.crossing[signature(runner.micros[0].batch, trains=runner.tape.records)][1]
+    if runner.losses:
+        found = [runner.losses[j] for j in sorted(runner.losses)]
+        totals = {"loss": found[0][0], **found[0][1]}
+        for loss, metrics in found[1:]:
+            totals = tree.map(torch.add, totals, {"loss": loss, **metrics})
+        return totals
+    zero = torch.zeros((), device=state.step.device)
+    return {name: Weighted(zero, zero) for name in ("loss", *names)}

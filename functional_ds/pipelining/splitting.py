@@ -1,0 +1,148 @@
+"""A backward pass in two parts: first the inputs' gradients, which others wait for, then the weights'.
+
+The nodes on the way from the outputs to an input make up the first part. Where a weight comes in beside that way, the node
+where the two meet keeps the gradient that arrives there; the second part goes on from there, away from the inputs. So each
+node computes each of its gradients once (the idea is zero bubble pipelines', Qi, Wan, Huang, Lin 2023).
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+__all__ = ["Rest", "backward_inputs"]
+
+Grads = tuple[Tensor | None, ...]
+
+
+@attrs.frozen(eq=False)
+class _Junction:
+    """A node on the way to an input where weights come in, and which of all weights."""
+
+    node: Node
+    weights: tuple[int, ...]
+
+
+@attrs.define(eq=False)
+class Rest:
+    """What is left of a backward pass once the inputs have their gradients.
+
+    Attributes:
+        weights: whose gradients are to come, in order.
+        grads: those that are there already.
+    """
+
+    weights: Sequence[Tensor]
+    grads: list[Tensor | None]
+    _outputs: Sequence[Any] = ()
+    _seeds: Sequence[Tensor | None] = ()
+    _junctions: list[_Junction] = attrs.field(factory=list)
+    _arrived: dict[int, Grads] = attrs.field(factory=dict)
+
+    def run(self) -> list[Tensor | None]:
+        """The weights' gradients; None where the outputs do not depend on one."""
+        if self._outputs and self.weights:
+            self.grads = list(torch.autograd.grad(self._outputs, self.weights, self._seeds, allow_unused=True))
+            self._outputs = self._seeds = ()
+        for place, junction in enumerate(self._junctions):
+            arrived = self._arrived.pop(place, ())
+            pairs = [(GradientEdge(junction.node, i), grad) for i, grad in enumerate(arrived) if grad is not None]
+            if pairs:
+                chosen = [self.weights[i] for i in junction.weights]
+                edges, seeds = zip(*pairs, strict=True)
+                found = torch.autograd.grad(edges, chosen, seeds, allow_unused=True)
+                for i, grad in zip(junction.weights, found, strict=True):
+                    self.grads[i] = grad
+        self._junctions = []
+        return self.grads
+
+
+def backward_inputs(
+    outputs: Sequence[Any], seeds: Sequence[Tensor | None], inputs: Sequence[Tensor], weights: Sequence[Tensor]
+) -> tuple[list[Tensor | None], Rest]:
+    """The inputs' gradients, and what will give the weights'.
+
+    Law: both together are ``torch.autograd.grad(outputs, (*inputs, *weights), seeds)``, no product computed twice. A weight
+    that comes in at several places, or is not beside the way to an input, gets its gradient with the inputs. Without inputs
+    everything is left.
+
+    Args:
+        outputs: tensors or gradient edges.
+        seeds: their gradients; None for a scalar's one.
+        inputs: leaves.
+        weights: leaves.
+
+    >>> x, w = torch.tensor([2.0], requires_grad=True), torch.tensor([3.0], requires_grad=True)
+    >>> grads, rest = backward_inputs([x * w], [torch.ones(1)], [x], [w])
+    >>> grads[0].item(), rest.grads, rest.run()[0].item()
+    (3.0, [None], 2.0)
+    """
+    if not inputs:
+        return [], Rest(weights, [None] * len(weights), outputs, seeds)
+    junctions = _junctions([_node(output) for output in outputs], inputs, weights)
+    beside = {i for junction in junctions for i in junction.weights}
+    now = [i for i in range(len(weights)) if i not in beside]
+    rest = Rest(weights, [None] * len(weights), junctions=junctions)
+    handles = [
+        junction.node.register_prehook(lambda grads, place=place: rest._arrived.update({place: grads}))  # type: ignore[misc]
+        for place, junction in enumerate(junctions)
+    ]
+    try:
+        asked = [*inputs, *(weights[i] for i in now)]
+        found = torch.autograd.grad(outputs, asked, seeds, retain_graph=bool(junctions), allow_unused=True) if asked else ()
+    finally:
+        for handle in handles:
+            handle.remove()
+    for i, grad in zip(now, found[len(inputs) :], strict=True):
+        rest.grads[i] = grad
+    return list(found[: len(inputs)]), rest
+
+
+def _node(output: Any) -> Node | None:
+    return output.node if isinstance(output, GradientEdge) else output.grad_fn
+
+
+def _junctions(roots: Sequence[Node | None], inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> list[_Junction]:
+    """Where weights that come in at one place only do so."""
+    leaf = {id(tensor): i for i, tensor in enumerate(weights)}
+    ends = {id(tensor) for tensor in inputs}
+    order = list(_postorder([root for root in roots if root is not None]))
+    on_the_way: set[Node] = set()
+    behind: dict[Node, frozenset[int]] = {}  # weights that a node beside the way leads to
+    met: list[tuple[Node, frozenset[int]]] = []
+    for node in order:  # what it leads to comes first
+        variable = getattr(node, "variable", None)
+        following = [following for following, _ in node.next_functions if following is not None]
+        if (variable is not None and id(variable) in ends) or any(f in on_the_way for f in following):
+            on_the_way.add(node)
+            found = frozenset[int]().union(*(behind[f] for f in following if f not in on_the_way))
+            if found:
+                met.append((node, found))
+        else:
+            own = frozenset([leaf[id(variable)]]) if variable is not None and id(variable) in leaf else frozenset[int]()
+            behind[node] = own.union(*(behind[f] for f in following))
+    times: dict[int, int] = {}
+    for _, found in met:
+        for i in found:
+            times[i] = times.get(i, 0) + 1
+    for root in roots:  # an output that hangs on no input at all
+        for i in behind.get(root, frozenset()) if root is not None else ():
+            times[i] = times.get(i, 0) + 2
+    kept = ((node, tuple(sorted(i for i in found if times[i] == 1))) for node, found in met)
+    return [_Junction(node, found) for node, found in kept if found]
+
+
+def _postorder(roots: Sequence[Node]) -> Iterator[Node]:
+    seen: set[Node] = set()
+    stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            yield node
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack.extend((following, False) for following, _ in node.next_functions if following is not None)

@@ -1,0 +1,42 @@
+"""Rows of a batch, along dim 0 of its leaves, and micro-batches, which are some of them."""
+
+from typing import Any
+
+from torch import Tensor
+
+from . import tree
+
+__all__ = ["rows_of", "split"]
+
+
+def rows_of(batch: Any) -> int:
+    """How many rows a batch has: dim 0 of its first tensor that has dims, else one."""
+    for leaf in tree.leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.dim():
+            return leaf.shape[0]
+    return 1
+
+
+def split(batch: Any, k: int, *, uneven: bool = False) -> list[Any]:
+    """A batch as k batches of equally many rows; ``uneven``: the first ones may have one more.
+
+    Raises:
+        ValueError: a leaf has no rows, or too few, or its rows do not divide by k.
+
+    >>> import torch
+    >>> [part.tolist() for part in split(torch.arange(5), 2, uneven=True)]
+    [[0, 1, 2], [3, 4]]
+    """
+    leaves, spec = tree.flatten(batch)
+    for path, leaf in tree.named(batch):
+        where = f"batch: the leaf at {path or 'the top'!r}"
+        if not isinstance(leaf, Tensor) or not leaf.dim():
+            raise ValueError(f"{where} has no rows to cut into {k} micro-batches: {leaf!r}")
+        if leaf.shape[0] % k and not uneven:
+            raise ValueError(
+                f"{where} has {leaf.shape[0]} rows, which do not divide into {k} micro-batches; use a multiple of {k} rows on "
+                "each rank"
+            )
+        if leaf.shape[0] < k:
+            raise ValueError(f"{where} has {leaf.shape[0]} rows, too few for {k} micro-batches; use at least {k}")
+    return [tree.unflatten(spec, parts) for parts in zip(*(leaf.tensor_split(k) for leaf in leaves), strict=True)]

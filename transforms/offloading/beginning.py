@@ -1,0 +1,239 @@
+"""The plan of an offloaded state, from shapes alone, and the state itself, piece by piece."""
+
+from concurrent.futures import Future
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from functional_ds import tree
+from functional_ds.parts import Parts
+from functional_ds.state import State
+from functional_ds.step import Step
+from functional_ds.trainable import is_trainable, like_marked
+
+from .handles import OnHost
+from .home import Home, Offloaded
+from .plan import (
+    Kind,
+    Place,
+    Plan,
+    Unit,
+    chunk_of,
+    content,
+    cut,
+    flat,
+    joined,
+    kinds_of,
+    lengths,
+    parted,
+    rest_of,
+    shared,
+)
+
+__all__ = ["Options", "initial", "planned"]
+
+
+@attrs.frozen
+class Options:
+    """What the user asked for."""
+
+    optimizer: Place
+    params: Place
+    ratio: float
+    room: int
+
+
+@attrs.define
+class _Asking:
+    """A step that says what lies where in one stretch, and remembers whether anybody asked."""
+
+    parts: Parts
+    asked: bool = False
+
+    def at(self, step: Step, tensor: int | None, start: int, stop: int) -> Step:
+        def parts(*_: Any) -> Parts:
+            self.asked = True
+            return cut(self.parts, tensor, start, stop)
+
+        return step.wrapped("piece", parts=parts)
+
+
+def planned(inner: Any, step: Step, params: Any, options: Options) -> Plan:
+    """Runs the inner init on shapes, leaf by leaf.
+
+    Raises:
+        ValueError: what is to be offloaded cannot be taken apart by leaves.
+    """
+    asking = _Asking(step.parts(State.fresh(params, (), 0)))
+    leaves, spec = tree.flatten(params)
+    shapes = [_meta(leaf) for leaf in leaves]
+    try:
+        whole = inner(step, tree.unflatten(spec, shapes))
+        trained = _trained(leaves)
+        alone = [
+            inner(asking.at(step, which, 0, leaf.numel()), [leaf]) for leaf, which in zip(shapes, trained, strict=True)
+        ]
+    except (NotImplementedError, RuntimeError) as error:
+        raise ValueError(f"offload: the state of {step} cannot be planned from shapes alone: {error}") from error
+    slots = tuple(sorted(whole.slots))
+    rests = [rest_of(state, slots) for state in alone]
+    _check(whole, rests, slots)
+    away = _away(leaves, options.ratio)
+    named = zip(tree.named(params), alone, trained, away, strict=True)
+    units = tuple(
+        _unit(i, path, leaf, state, which, options if moves else attrs.evolve(options, optimizer="here"), asking.asked)
+        for i, ((path, leaf), state, which, moves) in enumerate(named)
+    )
+    return Plan(units, asking.parts, slots, tuple(map(lengths, rests)))
+
+
+def _unit(
+    index: int, path: str, leaf: Tensor, state: State, trained: int | None, options: Options, whole: bool
+) -> Unit:
+    shape = tuple(leaf.shape)
+    kinds = kinds_of(state, shape, param=options.params, rest=options.optimizer)
+    staged = leaf.dtype.itemsize if leaf.device.type == "cpu" else 16 + leaf.dtype.itemsize
+    chunk = max(leaf.numel(), 1) if whole else chunk_of(kinds, leaf.numel(), room=options.room, staged=staged)
+    return Unit(index, trained, path, shape, chunk, kinds, flat(content(state, state.slots))[1])
+
+
+def _meta(leaf: Tensor) -> Tensor:
+    return like_marked(torch.empty_like(leaf, device="meta", memory_format=torch.contiguous_format), leaf)
+
+
+def _trained(leaves: list[Tensor]) -> list[int | None]:
+    """Which of the trained ones each leaf is."""
+    count = iter(range(len(leaves)))
+    return [next(count) if is_trainable(leaf) else None for leaf in leaves]
+
+
+def _away(leaves: list[Tensor], ratio: float) -> list[bool]:
+    """The first leaves, until they are this part of what is trained; frozen ones, of which nothing is updated, too."""
+    wanted = ratio * sum(leaf.numel() for leaf in leaves if is_trainable(leaf))
+    found, so_far = [], 0
+    for leaf in leaves:
+        found.append(not is_trainable(leaf) or so_far < wanted)
+        so_far += leaf.numel() if is_trainable(leaf) else 0
+    return found
+
+
+def _check(whole: State, rests: list[Any], slots: tuple[str, ...]) -> None:
+    rest = rest_of(whole, slots)
+    large = [node for node in shared(rest) if isinstance(node, Tensor) and node.numel() > 1]
+    try:
+        same = tree.structure(joined(rests, rest)) == tree.structure(rest)
+    except ValueError:
+        same = False
+    if large or not same:
+        why = f"a tensor of shape {list(large[0].shape)} belongs to no leaf" if large else "it is no lists with a place a leaf"
+        raise ValueError(
+            f"offload: this optimizer, or a transform before offload, has a state that cannot be taken apart by leaves: {why}; "
+            "use fds.adamw or another of the library's, or leave it where it is: optimizer=None"
+        )
+
+
+# -- the state ---------------------------------------------------------------------------------------------------------
+
+
+def initial(inner: Any, step: Step, params: Any, home: Home) -> State:
+    """The state of params, of which no more than a buffer's worth lies in memory beside what stays there."""
+    leaves, spec = tree.flatten(params)
+    asking, plan = _Asking(home.plan.parts), home.plan
+    first: State | None = None
+    contents = []
+    for unit, leaf in zip(plan.units, leaves, strict=True):
+        making = _Making(home, unit)
+        for start, stop in unit.spans():
+            state = inner(asking.at(step, unit.trained, start, stop), [_piece(unit, leaf, start, stop)])
+            making.add(tree.leaves(content(state, plan.slots)), start, stop)
+            first = state if first is None else first
+        contents.append(tree.unflatten(unit.spec, making.done()))
+    first = inner(step, params) if first is None else first
+    rest = joined([found["rest"] for found in contents], to_device(rest_of(first, plan.slots), home.device))
+    state = tree.replace(
+        first,
+        params=tree.unflatten(spec, [found["params"][0] for found in contents]),
+        optimizer=rest["optimizer"],
+        step=first.step.to(home.device),
+        slots=rest["slots"],
+    )
+    return state.put(offload=Offloaded(home))
+
+
+def to_device(rest: Any, device: torch.device) -> Any:
+    """With what belongs to no leaf on the device, and empty lists."""
+    (empty,) = parted(rest, [[None if count is None else 0 for count in lengths(rest)]])
+    return tree.map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, empty)
+
+
+def _piece(unit: Unit, leaf: Tensor, start: int, stop: int) -> Tensor:
+    own = leaf.detach() if unit.whole else leaf.detach().reshape(-1)[start:stop]
+    return like_marked(own if unit.here else own.cpu(), leaf)
+
+
+@attrs.define(eq=False)
+class _Making:
+    """A unit's content, from the states of its pieces."""
+
+    home: Home
+    unit: Unit
+    found: list[Any] = attrs.field(factory=list)
+    writes: "dict[int, list[Future[int]]]" = attrs.field(factory=dict)
+    extents: dict[int, Any] = attrs.field(factory=dict)
+
+    def add(self, leaves: list[Any], start: int, stop: int) -> None:
+        """The leaves of a piece's content."""
+        if not self.found:
+            self.found = [self._room(kind, leaf) for kind, leaf in zip(self.unit.kinds, leaves, strict=True)]
+        regions, lane = self.home.regions(self.unit), None if self.unit.here else self.home.lanes[0]
+        for i, (kind, leaf) in enumerate(zip(self.unit.kinds, leaves, strict=True)):
+            if kind is None or (self.unit.whole and kind.place != "disk"):
+                continue
+            low, high = self.unit.span(kind, start, stop)
+            if kind.place != "disk":
+                self.found[i].view(-1)[low:high] = leaf.reshape(-1)
+            elif lane is not None and self.home.disk is not None:
+                data = lane.room[slice(*regions[i])]
+                used = data[: (high - low) * kind.dtype.itemsize]
+                used.view(kind.dtype).copy_(leaf.reshape(-1))
+                place = len(self.writes.setdefault(i, []))
+                extent = self.extents.setdefault(i, None) or self.home.disk.folder.files[self.unit.file(kind)].take()
+                self.extents[i] = extent
+                stride = self.home.handle(self.unit, kind, extent, ()).stride
+                whole = data[: -(-used.numel() // 4096) * 4096]
+                self.writes[i].append(self.home.disk.write(extent, place * stride, data=whole, nbytes=used.numel()))
+        for begun in self.writes.values():
+            begun[-1].result()
+
+    def done(self) -> list[Any]:
+        """What stands for it in the state."""
+        return [self._stands(i, kind, leaf) for i, (kind, leaf) in enumerate(zip(self.unit.kinds, self.found, strict=True))]
+
+    def _room(self, kind: Kind | None, leaf: Any) -> Any:
+        if kind is None or kind.place == "disk":
+            return leaf
+        device = self.home.device if kind.place == "here" else torch.device("cpu")
+        pinned = kind.place == "cpu" and self.home.cuda
+        if self.unit.whole and not pinned:
+            return like_marked(leaf.detach().to(device), leaf)
+        room = torch.empty(kind.shape, dtype=kind.dtype, device=device, pin_memory=pinned)
+        if self.unit.whole:
+            room.copy_(leaf)
+        return like_marked(room, leaf)
+
+    def _stands(self, i: int, kind: Kind | None, leaf: Any) -> Any:
+        if kind is None:
+            return leaf
+        if kind.place == "disk":
+            sums = tuple(begun.result() for begun in self.writes[i])
+            handle = self.home.handle(self.unit, kind, self.extents[i], sums)
+            if i == 0:
+                handle.disk.reader.know(handle)
+            return handle
+        if i == 0 and kind.place == "cpu":
+            handle_ = OnHost(leaf, f"{self.unit.leaf}", self.home.device, self.home.ahead)
+            self.home.ahead.know(handle_)
+            return handle_
+        return leaf

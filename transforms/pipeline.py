@@ -1,0 +1,185 @@
+"""Pipelines: a model's stages on several ranks, micro-batches going through them as a schedule says."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from functional_ds import comm, tree
+from functional_ds.parts import Parts
+from functional_ds.pipelining import Recorder, Schedule, Stages, lower, validate
+from functional_ds.pipelining.placing import Placed
+from functional_ds.pipelining.running import Traffic, gradients, measure
+from functional_ds.state import State
+from functional_ds.step import Step, Transform, wrap
+from functional_ds.training import Autograd
+from functional_ds.weighted import Weighted
+
+__all__ = ["pipeline"]
+
+
+def pipeline(
+    schedule: Schedule,
+    stages: Stages,
+    group: comm.Group | None = None,
+    *,
+    resident: int | None = None,
+    recorder: Recorder | None = None,
+) -> Transform:
+    """Runs the stages of a model on the ranks of ``group``, micro-batches in the order of the schedule.
+
+    Law 36: on any mesh, with any ZeRO stage along another axis, it is the single-device step ``train_step(stages, optimizer)``
+    on the whole batch; law 34: gradients do not depend on the schedule.
+
+    Each rank stores the params of its stages alone, by their paths in the user's tree, with their optimizer's state. The
+    batch is the same on all ranks of the group; it is cut into the schedule's micro-batches along dim 0, the first ones a row
+    larger where they cannot be equal, and means then weigh by rows. A leaf that stages on several ranks use is on each, its
+    gradients are summed, and it counts once in norms.
+
+    Put it after ``zero`` and before what wraps ``gradients``, as ``accumulate`` does: it replaces that phase. A stage of ZeRO
+    along another axis reduces a stage's gradients once a step, after its last backward, and in stage 3 a rank's params are
+    whole within a step, or with ``resident`` those of so many stages at a time.
+
+    Sends (bytes): for each micro-batch what crosses between stages on different ranks, and its gradient back; for a shared
+    leaf, its gradient to each other rank that has it; a few scalars.
+
+    Args:
+        schedule: compute actions; it is proved, and messages are put in, before anything runs.
+        stages: what the schedule's stages are.
+        group: the pipeline's ranks, as the schedule counts them; None for the whole world.
+        resident: in ZeRO stage 3, how many of its stages' params a rank has whole at a time; None for all.
+        recorder: takes notes of times and memory.
+
+    Raises:
+        ScheduleError: the schedule is wrong; it names the first offending action.
+        ValueError: the schedule has another number of stages, or the group of ranks; a batch has fewer rows than micro-batches;
+            a stage cannot take what the one before gives; the step's ``gradients`` are wrapped already.
+        TypeError: ``group`` is no group, ``stages`` are no stages.
+
+    >>> import functional_ds as fds
+    >>> from functional_ds import pipelining as pp
+    >>> def program():
+    ...     params = [{"w": torch.tensor(2.0)}, {"w": torch.tensor(3.0)}]
+    ...     model = pp.stages([lambda p, x: x * p["w"]] * 2, params, loss=lambda y, batch: y.mean())
+    ...     step = pipeline(pp.one_f_one_b(2, 4), model)(fds.train_step(model, fds.sgd(0.1)))
+    ...     state, metrics = step(step.init(params), (torch.arange(8.0),))
+    ...     return sorted(state.params), metrics["loss"].item()
+    >>> comm.simulate(program, world_size=2)
+    [(['0.w'], 21.0), (['1.w'], 21.0)]
+    """
+    if not isinstance(stages, Stages):
+        raise TypeError(f"stages={stages!r} are no Stages; make them with pipelining.stages(...) or pipelining.cut(...)")
+    if group is not None and not isinstance(group, comm.Group):
+        raise TypeError(f"group={group!r} is no group: pass mesh['pp'], comm.world() or None")
+    if len(stages) != schedule.stages:
+        raise ValueError(f"schedule: it has {schedule.stages} stages, and the model {len(stages)}; cut the model into as many")
+    if resident is not None and resident < 1:
+        raise ValueError(f"resident={resident}: a rank has at least the stage whole that it computes")
+    training = lower(validate(schedule), gathers=resident is not None, reduces=True, resident=resident or 2)
+    inference = lower(schedule.only_forward(), gathers=resident is not None, reduces=False, resident=resident or 2)
+    return _Pipeline(validate(training), inference, stages, group, recorder).transform()
+
+
+@attrs.frozen(eq=False)
+class _Pipeline:
+    schedule: Schedule
+    inference: Schedule
+    stages: Stages
+    group: comm.Group | None
+    recorder: Recorder | None
+
+    def transform(self) -> Transform:
+        """The phases that a pipeline wraps."""
+        staged = wrap(
+            str(self),
+            init=self.init,
+            gradients=self.gradients,
+            measure=self.measure,
+            total=self.total,
+            norm=self.norm,
+            finite=self.finite,
+            params=self.params,
+            parts=self.parts,
+        )
+
+        def transform(step: Step) -> Step:
+            if not isinstance(step.phases["gradients"], Autograd):
+                raise ValueError(
+                    f"{self}: it replaces the gradients, which another transform of this step wraps already ({step}); put "
+                    "pipeline before it"
+                )
+            return staged(step)
+
+        return transform
+
+    def __str__(self) -> str:
+        where = "world" if self.group is None else f"{self.group.name!r} of {self.group.size}"
+        return f"pipeline({self.schedule.stages} stages, {self.schedule.microbatches} micro-batches, {where})"
+
+    def ranks(self) -> comm.Group:
+        """The group; the default is wherever the program runs."""
+        group = self.group or comm.world()
+        if group.size != self.schedule.ranks:
+            raise ValueError(f"schedule: it is for {self.schedule.ranks} ranks, and group {group.name!r} has {group.size}")
+        return group
+
+    # -- what is stored ------------------------------------------------------------------------------------------------
+
+    def init(self, inner: Any, step: Step, params: Any) -> State:
+        """The inner state of this rank's leaves."""
+        group = self.ranks()
+        placed = Placed.of(params, self.stages, self.schedule.placement)
+        known = step.wrapped("placed", parts=lambda inner, step, state: placed.elsewhere(inner(step, state), group.rank))
+        state: State = inner(known, placed.own(params, group.rank))
+        return state.put(pipeline=placed)
+
+    def params(self, inner: Any, step: Step, state: State) -> Any:
+        """The user's tree, every leaf from the first rank that has it."""
+        return _placed(state).gathered(inner(step, state), self.ranks())
+
+    def parts(self, inner: Any, step: Step, state: State) -> Parts:
+        """This rank's leaves; the others' paths are known."""
+        found: Parts = inner(step, state)
+        return _placed(state).elsewhere(found, self.ranks().rank) if "pipeline" in state.slots else found
+
+    # -- what runs -----------------------------------------------------------------------------------------------------
+
+    def gradients(
+        self, inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
+    ) -> tuple[Weighted, dict[str, Weighted]]:
+        """The schedule, in place of autograd through the whole loss."""
+        return gradients(self._traffic(self.schedule), step, state, batch, carry, last)
+
+    def measure(self, inner: Any, step: Step, state: State, batch: Any) -> dict[str, Weighted]:
+        """Its forwards alone."""
+        return measure(self._traffic(self.inference), step, state, batch)
+
+    def _traffic(self, schedule: Schedule) -> Traffic:
+        return Traffic(schedule, self.stages, self.ranks(), self.recorder)
+
+    # -- what is summed over the ranks ---------------------------------------------------------------------------------
+
+    def total(self, inner: Any, step: Step, state: State, scalars: Any) -> Any:
+        """Sums over the group: the rank of the last stage has all, the others zeros."""
+        return comm.all_reduce(inner(step, state, scalars), self.ranks())
+
+    def norm(self, inner: Any, step: Step, state: State, grads: list[Tensor]) -> Tensor:
+        """‖g‖² = AR Σ ‖g of own leaves‖², shared leaves counted once (law 27)."""
+        group = self.ranks()
+        counted = self._counted(step, state, grads, group)
+        return comm.all_reduce(inner(step, state, counted) ** 2, group).sqrt()  # type: ignore[no-any-return]
+
+    def finite(self, inner: Any, step: Step, state: State, grads: list[Tensor]) -> Tensor:
+        """Finite in every stage."""
+        return comm.all_reduce(inner(step, state, grads), self.ranks(), op="min")  # type: ignore[no-any-return]
+
+    def _counted(self, step: Step, state: State, grads: Sequence[Tensor], group: comm.Group) -> list[Tensor]:
+        copies = _placed(state).copies(step.parts(state), group.rank)
+        return [grad for place, grad in enumerate(grads) if place not in copies]
+
+
+def _placed(state: State) -> Placed:
+    placed: Placed = state.slots["pipeline"]
+    return placed
