@@ -1,6 +1,7 @@
 """Collectives as values: groups, meshes, worlds and the ledger."""
 
 from . import algorithms, cost
+from .alike import alike
 from .api import (
     all_gather,
     all_reduce,
@@ -74,6 +75,7 @@ __all__ = [
     "TopK",
     "UnmatchedError",
     "algorithms",
+    "alike",
     "all_gather",
     "all_gather_object",
     "all_reduce",

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from .ambient import Ambient
-from .collective import Call, Here
+from .collective import Call, Collective, Here
 from .errors import MismatchError
 from .group import Group, Ready, place_in
 from .ledger import Ledger
 from .surroundings import HERE, only_simulation
 
-__all__ = ["run_on_shapes"]
+__all__ = ["result_on_shapes", "run_on_shapes"]
 
 # From a payload's shape to that of the primitive's result.
 _RESULTS: dict[str, Callable[[Sequence[int], Here], Sequence[int]]] = {
@@ -120,7 +120,7 @@ class ShapesWorld:
                 )
         thread = (group.ranks, group.name, row.order(call.options))
         self._log(thread, call, tensors, here, group)
-        return Ready([self._result(row, tensor.detach(), here) for tensor in tensors])
+        return Ready([result_on_shapes(row, tensor.detach(), here) for tensor in tensors])
 
     def _log(self, thread: Thread, call: Call, tensors: Sequence[Tensor], here: Here, group: Group) -> None:
         shared, agreement = self.shared, call.agreement(tensors, here)
@@ -140,16 +140,18 @@ class ShapesWorld:
             shared.varied.setdefault((thread, len(log)), {})[self.rank] = call
         log.append(number)
 
-    def _result(self, row: Any, tensor: Tensor, here: Here) -> Tensor:
-        payload = row.pack(tensor, here)
-        piece = payload.new_empty(list(_RESULTS[row.primitive](payload.shape, here)))
-        return row.unpack(piece, tensor, here)  # type: ignore[no-any-return]
-
     def group(self, ranks: Sequence[int], name: str) -> Group:
         return Group(tuple(ranks), place_in(ranks, self.rank), name, self)
 
     def channel(self, group: Group, name: str) -> Group:
         return attrs.evolve(group, name=f"{group.name}/{name}")
+
+
+def result_on_shapes(row: Collective, tensor: Tensor, here: Here) -> Tensor:
+    """What a collective returns for a tensor without values: another such."""
+    payload = row.pack(tensor, here)
+    piece = payload.new_empty(list(_RESULTS[row.primitive](payload.shape, here)))
+    return row.unpack(piece, tensor, here)
 
 
 def run_on_shapes(program: Callable[..., Any], args: tuple[Any, ...], world_size: int) -> list[Any]:

@@ -1,7 +1,8 @@
 """Training as functions: a step is pure, and every way of making it parallel maps steps to steps."""
 
-from . import comm, pipelining, tree
-from .deferring import deferred
+from . import checkpointing, comm, memory, pipelining, saving, tree
+from .checkpointing import load, save
+from .fitting import fit
 from .functional import Apply, functional
 from .key import Key
 from .lamb import lamb
@@ -12,8 +13,11 @@ from .one_bit import one_bit_adam, zero_one_adam
 from .optim import Optimizer, adamw, sgd
 from .optimizers import adagrad, adam, lion
 from .parts import Parts
+from .remat import checkpoint_name, remat
 from .route import route
 from .routing import ByLeaf
+from .saved import RematReport, remat_report
+from .saving import Saving
 from .state import DonatedStateError, State
 from .step import Step, Transform, compose, wrap
 from .tape import Tape
@@ -31,6 +35,8 @@ __all__ = [
     "Layout",
     "Optimizer",
     "Parts",
+    "RematReport",
+    "Saving",
     "State",
     "Step",
     "Tape",
@@ -39,18 +45,26 @@ __all__ = [
     "adagrad",
     "adam",
     "adamw",
+    "checkpoint_name",
+    "checkpointing",
     "comm",
     "compose",
-    "deferred",
+    "fit",
     "freeze",
     "from_source",
     "functional",
     "lamb",
     "lion",
+    "load",
+    "memory",
     "muon",
     "one_bit_adam",
     "pipelining",
+    "remat",
+    "remat_report",
     "route",
+    "save",
+    "saving",
     "sgd",
     "shard",
     "train_step",

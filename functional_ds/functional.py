@@ -1,8 +1,9 @@
 """Any module as a pure function of its parameters."""
 
 import copy
+import functools
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -38,15 +39,40 @@ class _Skeleton:
     slots: dict[str, list[tuple[dict[str, Any], str]]]
     rnns: list[nn.RNNBase]
     identity: tuple[int, ...] = ()
+    calls: tuple[Any, ...] = ()
+    _plain: list[tuple[nn.Module, Any]] = attrs.field(factory=list)  # the modules that ``calls`` run, and their own forward
+    bound: Mapping[str, Tensor] = attrs.field(factory=dict)
 
     def bind(self, params: Mapping[str, Tensor]) -> None:
         """Puts the parameters in place, wherever they belong."""
-        for name, slots in self.slots.items():
-            for owner, key in slots:
-                owner[key] = params[name]
+        for name, parameter in params.items():
+            for owner, key in self.slots[name]:
+                owner[key] = parameter
         for rnn in self.rnns:  # these read their weights from a second list
             rnn._flat_weights = [getattr(rnn, name) for name in rnn._flat_weights_names]
+        self.bound = params
         self.identity = _identity(params)
+
+    def divert(self, calls: tuple[Any, ...]) -> None:
+        """Lets each of ``calls`` run the modules that it chooses, the last outermost. They are this copy's, not the user's."""
+        if calls == self.calls:
+            return
+        for module, own in reversed(self._plain):
+            _set_forward(module, own)
+        self._plain, self.calls = [], calls
+        for call in calls:
+            for path in call.chosen(self.module):
+                module = self.module.get_submodule(path)
+                self._plain.append((module, module.__dict__.get("forward")))
+                _set_forward(module, functools.partial(call.run, path, module.forward))
+
+
+def _set_forward(module: nn.Module, forward: Any) -> None:
+    """None stands for the class's."""
+    if forward is None:
+        module.__dict__.pop("forward", None)
+    else:
+        module.__dict__["forward"] = forward
 
 
 def _identity(params: Mapping[str, Tensor]) -> tuple[int, ...]:
@@ -83,16 +109,37 @@ class Apply:
         if params.keys() != self._bare.keys():
             missing, extra = sorted(self._bare.keys() - params.keys()), sorted(params.keys() - self._bare.keys())
             raise ValueError(f"params do not fit the module: missing {missing}, extra {extra}")
+        return self.within(params, lambda module: module(*args, **kwargs))
+
+    def within(self, params: Mapping[str, Tensor], function: Callable[[nn.Module], Any]) -> Any:
+        """``function(module)``, where the module has these parameters in place; others of it may be missing.
+
+        >>> apply, params = functional(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)))
+        >>> first = {name: p for name, p in params.items() if name.startswith("0.")}
+        >>> apply.within(first, lambda module: module[0](torch.ones(4, 2))).shape
+        torch.Size([4, 3])
+        """
         skeleton, temporary = self._lease(params)
         if skeleton.module.training != self.module.training:
             skeleton.module.train(self.module.training)
         try:
-            return skeleton.module(*args, **kwargs)
+            return function(skeleton.module)
         finally:
             if temporary:
                 self._release(skeleton)
 
-    def _lease(self, params: dict[str, Tensor]) -> tuple[_Skeleton, bool]:
+    def dressed(self, params: Mapping[str, Tensor], dress: Callable[[Tensor], Tensor]) -> nn.Module:
+        """A new copy of the module, with all parameters given and ``dress(buffer)`` for each of its buffers."""
+        memo: dict[int, Any] = {id(bare): params[name] for name, bare in self._bare.items()}
+        memo.update((id(buffer), dress(buffer)) for _, buffer in self.module.named_buffers())
+        return copy.deepcopy(self.module, memo)
+
+    @property
+    def bare(self) -> Mapping[str, nn.Parameter]:
+        """The parameters without values, by name, on the device "meta"."""
+        return self._bare
+
+    def _lease(self, params: Mapping[str, Tensor]) -> tuple[_Skeleton, bool]:
         """A skeleton with these parameters in place, and whether it is to be given back after the call."""
         tape = current_tape()
         if tape is not None:
@@ -101,18 +148,20 @@ class Apply:
         wants_grad = torch.is_grad_enabled() and any(p.requires_grad for p in params.values())
         skeleton = self._new() if wants_grad else self._free()
         skeleton.bind(params)
+        skeleton.divert(())
         return skeleton, not wants_grad
 
-    def _of_tape(self, tape: Tape, params: dict[str, Tensor]) -> _Skeleton:
+    def _of_tape(self, tape: Tape, params: Mapping[str, Tensor]) -> _Skeleton:
         leased: dict[int, list[_Skeleton]] = self._here.__dict__.setdefault("leased", {})
         if id(tape) not in leased:
             leased[id(tape)] = []
             tape.at_end(lambda: self._release(*leased.pop(id(tape))))
         for skeleton in leased[id(tape)]:
-            if skeleton.identity == _identity(params):
+            if skeleton.identity == _identity(params) and skeleton.calls == tape.calls:
                 return skeleton
         skeleton = self._free()
         skeleton.bind(params)
+        skeleton.divert(tape.calls)
         leased[id(tape)].append(skeleton)
         return skeleton
 
@@ -122,7 +171,7 @@ class Apply:
 
     def _release(self, *skeletons: _Skeleton) -> None:
         for skeleton in skeletons:
-            skeleton.bind(self._bare)
+            skeleton.bind({name: self._bare[name] for name in skeleton.bound})
         self._here.__dict__.setdefault("pool", []).extend(skeletons)
 
     def _new(self) -> _Skeleton:

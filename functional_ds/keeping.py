@@ -1,7 +1,6 @@
 """Where values lie between the forward pass and the backward, and the way back."""
 
 import weakref
-from typing import Protocol
 
 import attrs
 import torch
@@ -14,29 +13,16 @@ from .hosting import Hosted, Lane
 from .saving import Keep
 from .tape import current_tape
 
-__all__ = ["Keeper", "Kept"]
-
-
-class Kept(Protocol):
-    """A value that was kept.
-
-    Attributes:
-        keep: how.
-        whole: bytes of the value.
-        held: bytes that keeping it takes on this rank.
-    """
-
-    keep: Keep
-    whole: int
-    held: int
-
-    def get(self) -> Tensor:
-        """The value, as it was."""
-        ...
+__all__ = ["Away", "Here", "Keeper"]
 
 
 class Here:
-    """A value that stays where it is."""
+    """A value that stays where it is.
+
+    Attributes:
+        whole: bytes of its memory.
+        held: bytes that keeping it takes on this rank.
+    """
 
     keep = Keep.SAVE
 
@@ -63,7 +49,13 @@ class Here:
 
 
 class Away:
-    """A value that is elsewhere, whole or in pieces; it comes back once for all its uses."""
+    """A value that is elsewhere, whole or in pieces; it comes back once for all its uses.
+
+    Attributes:
+        whole: bytes of the value.
+        held: bytes that keeping it takes on this rank, or its host.
+        uses: how often it was asked to be kept.
+    """
 
     def __init__(self, keep: Keep, place: Hosted | Divided, form: Form, whole: int) -> None:
         self.keep, self.place, self.form = keep, place, form
@@ -128,7 +120,7 @@ class Keeper:
         tape.at_forward_end(keepers[-1].agree)
         return keepers[-1]
 
-    def keep(self, tensor: Tensor, how: Keep) -> Kept:
+    def keep(self, tensor: Tensor, how: Keep) -> Here | Away:
         """The value, kept so that it can come back."""
         if how is Keep.SAVE:
             return Here(tensor)

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from . import tree
+from .materialise import home, piece
 from .trainable import is_trainable, like_marked, part_of, stored_in
+from .units import UnitOf, block_of, unit_names
 
 __all__ = ["Layout", "Segment", "Slot", "Unit", "block_of", "shard", "unshard"]
 
@@ -33,13 +35,33 @@ class Slot:
 
 @attrs.frozen
 class Segment:
-    """Leaves of one unit and dtype, marked alike, in one flat tensor of ``n * shard`` elements."""
+    """Leaves of one unit and dtype, marked alike, in one flat tensor.
+
+    Attributes:
+        unit: which one.
+        dtype: of the leaves.
+        trainable: whether they are trained.
+        slots: where they lie.
+        shard: elements of a rank's shard; where one rank owns the segment, of that rank's.
+        size: elements of the flat tensor: ``n * shard``, or ``shard`` where one rank owns all.
+        owner: the rank that has all of it; None where every rank has a shard.
+        persistent: whether its params stay whole on every rank where others are gathered when they are touched.
+    """
 
     unit: int
     dtype: torch.dtype
     trainable: bool
     slots: tuple[Slot, ...]
     shard: int
+    size: int
+    owner: int | None = None
+    persistent: bool = False
+
+    def cut(self, rank: int) -> tuple[int, int]:
+        """Where rank ``rank``'s shard begins and ends in the flat tensor."""
+        if self.owner is None:
+            return rank * self.shard, (rank + 1) * self.shard
+        return (0, self.size) if rank == self.owner else (0, 0)
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The leaves, as views of the flat tensor."""
@@ -73,25 +95,38 @@ class Layout:
     spec: optree.PyTreeSpec = attrs.field(repr=False)
 
     @staticmethod
-    def of(params: Any, n: int, unit_of: Callable[[str], str] | None = None) -> "Layout":
+    def of(
+        params: Any,
+        n: int,
+        unit_of: UnitOf | None = None,
+        *,
+        persistent: Callable[[Tensor], bool] = lambda leaf: False,
+        owned: bool = False,
+    ) -> "Layout":
         """The layout of a tree; ``unit_of`` names the unit of a path, by default its block (``block_of``).
 
-        Leaves that are marked to belong to different parts of the model lie in different units.
+        Leaves that are marked to belong to different parts of the model lie in different units. ``persistent`` says which
+        leaves stay whole; they get segments of their own. ``owned`` gives each unit to one rank, the largest first, always to
+        the rank with least so far.
         """
         leaves = tree.tensors(params, "params")
         paths = tuple(path for path, _ in tree.named(params))
-        members: dict[tuple[str | None, str], dict[tuple[torch.dtype, bool, torch.dtype | None], list[int]]] = {}
         place = {path: index for index, path in enumerate(paths)}
-        for index in (place[path] for path in tree.as_written(params)):  # as a model uses its leaves, more or less
-            leaf = leaves[index]
-            kinds = members.setdefault((part_of(leaf), (unit_of or block_of)(paths[index])), {})
-            kinds.setdefault((leaf.dtype, is_trainable(leaf), stored_in(leaf)), []).append(index)
+        written = {path: leaves[place[path]] for path in tree.as_written(params)}  # as a model uses its leaves, more or less
+        members: dict[tuple[str | None, str], dict[_Kind, list[int]]] = {}
+        for (path, leaf), name in zip(written.items(), unit_names(unit_of, written).values(), strict=True):
+            kind = leaf.dtype, is_trainable(leaf), stored_in(leaf), persistent(leaf)
+            members.setdefault((part_of(leaf), name), {}).setdefault(kind, []).append(place[path])
+        owners = _owners([sum(leaves[i].nbytes for kind in kinds.values() for i in kind) for kinds in members.values()], n)
         units: list[Unit] = []
         segments: list[Segment] = []
-        for (part, name), kinds in members.items():
+        for ((part, name), kinds), owner in zip(members.items(), owners, strict=True):
             first = len(segments)
-            for (dtype, trainable, _), indices in kinds.items():
-                segments.append(_segment(len(units), dtype, trainable, [(i, leaves[i]) for i in indices], n))
+            for (dtype, trainable, _, whole), indices in kinds.items():
+                slots, size = _slots(dtype, [(i, leaves[i]) for i in indices])
+                shard = size if owned else -(-size // n)
+                kept = {"owner": owner if owned else None, "persistent": whole}
+                segments.append(Segment(len(units), dtype, trainable, slots, shard, shard if owned else n * shard, **kept))
             units.append(Unit(name if part is None else f"{part}: {name}", tuple(range(first, len(segments)))))
         return Layout(n, tuple(units), tuple(segments), paths, tree.structure(params))
 
@@ -128,14 +163,24 @@ class Layout:
     def flatten(self, params: Any) -> list[Tensor]:
         """The tree as one flat tensor a segment, padding zeroed."""
         leaves = tree.leaves(params)
-        flats = []
-        for segment in self.segments:
-            like = leaves[segment.slots[0].leaf]
-            flat = torch.zeros(self.n * segment.shard, dtype=segment.dtype, device=like.device)
-            for slot, view in zip(segment.slots, segment.views(flat), strict=True):
-                view.copy_(leaves[slot.leaf].detach())
-            flats.append(like_marked(flat, like))
-        return flats
+        return [self.stretch(leaves, index, 0, segment.size) for index, segment in enumerate(self.segments)]
+
+    def stretch(
+        self, leaves: Sequence[Tensor], index: int, start: int, stop: int, bring: Callable[[Tensor], Tensor] = lambda leaf: leaf
+    ) -> Tensor:
+        """Elements ``start`` to ``stop`` of a segment's flat tensor, one leaf after the other; deferred leaves are read.
+
+        ``bring`` is called on each leaf first, whether or not any of it is within, so that it may communicate.
+        """
+        segment = self.segments[index]
+        like = leaves[segment.slots[0].leaf]
+        flat = torch.zeros(stop - start, dtype=segment.dtype, device=home(like))
+        for slot in segment.slots:
+            leaf = bring(leaves[slot.leaf])
+            low, high = max(slot.offset, start), min(slot.offset + slot.numel, stop)
+            if high > low:
+                flat[low - start : high - start] = piece(leaf, low - slot.offset, high - slot.offset)
+        return like_marked(flat, like)
 
     def unflatten(self, flats: Sequence[Tensor]) -> Any:
         """The inverse of ``flatten``: leaves of their own, padding cropped."""
@@ -147,31 +192,31 @@ class Layout:
 
     def own(self, flats: Sequence[Tensor], rank: int) -> list[Tensor]:
         """Rank ``rank``'s shards, as views of the flat tensors."""
-        cuts = zip(self.segments, flats, strict=True)
-        return [like_marked(flat.detach()[rank * s.shard : (rank + 1) * s.shard], flat) for s, flat in cuts]
+        cuts = [(flat, *segment.cut(rank)) for segment, flat in zip(self.segments, flats, strict=True)]
+        return [like_marked(flat.detach()[start:stop], flat) for flat, start, stop in cuts]
 
 
-def _segment(unit: int, dtype: torch.dtype, trainable: bool, members: list[tuple[int, Tensor]], n: int) -> Segment:
+_Kind = tuple[torch.dtype, bool, torch.dtype | None, bool]  # leaves of one kind share a segment
+
+
+def _slots(dtype: torch.dtype, members: list[tuple[int, Tensor]]) -> tuple[tuple[Slot, ...], int]:
+    """Leaves one after the other, each at an aligned place, and where the last one ends."""
     step = max(1, _ALIGNMENT // dtype.itemsize)
     slots, end = [], 0
     for index, leaf in members:
         start = -(-end // step) * step
         end = start + leaf.numel()
         slots.append(Slot(index, start, tuple(leaf.shape), leaf.numel()))
-    return Segment(unit, dtype, trainable, tuple(slots), -(-end // n))
+    return tuple(slots), end
 
 
-def block_of(path: str) -> str:
-    """The repeated block that a path lies in, up to its first number; "rest" where there is none.
-
-    >>> block_of("transformer.h.3.attn.weight"), block_of("wte.weight")
-    ('transformer.h.3', 'rest')
-    """
-    parts = path.split(".")
-    for i, part in enumerate(parts):
-        if part.isdecimal():
-            return ".".join(parts[: i + 1])
-    return "rest"
+def _owners(sizes: Sequence[int], n: int) -> list[int]:
+    """A rank for each size: the largest first, always to the rank with least so far."""
+    load, owners = [0] * n, [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        owners[index] = load.index(min(load))
+        load[owners[index]] += sizes[index]
+    return owners
 
 
 def shard(params: Any, layout: Layout, rank: int) -> list[Tensor]:
@@ -186,7 +231,8 @@ def shard(params: Any, layout: Layout, rank: int) -> list[Tensor]:
     """
     if not 0 <= rank < layout.n:
         raise ValueError(f"rank={rank} is out of range: the layout has {layout.n} shards")
-    return [like_marked(own.detach().clone(), own) for own in layout.own(layout.flatten(params), rank)]
+    leaves = tree.leaves(params)
+    return [layout.stretch(leaves, index, *segment.cut(rank)) for index, segment in enumerate(layout.segments)]
 
 
 def unshard(shards: Sequence[Sequence[Tensor]], layout: Layout) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from . import tree
 from .trainable import ORIGIN, is_trainable
 
-__all__ = ["Origin", "Source", "Whole", "from_source", "is_deferred", "piece", "values_of"]
+__all__ = ["Origin", "Source", "Whole", "from_source", "home", "is_deferred", "piece", "values_of"]
 
 
 @runtime_checkable
@@ -94,6 +94,12 @@ def _origin(leaf: Tensor) -> Origin | None:
 def is_deferred(leaf: Tensor) -> bool:
     """Whether the leaf's values are still to be read."""
     return _origin(leaf) is not None
+
+
+def home(leaf: Tensor) -> torch.device:
+    """The device that the leaf's values shall lie on."""
+    origin = _origin(leaf)
+    return leaf.device if origin is None else origin.device
 
 
 def piece(leaf: Tensor, start: int, stop: int) -> Tensor:

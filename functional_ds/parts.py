@@ -106,11 +106,14 @@ class Parts:
             return Parts(leaves, (tuple(Piece(i, 0, t, slot.offset, slot.numel) for i, (t, slot) in enumerate(slots)),))
         ranks: list[list[Piece]] = [[] for _ in range(layout.n)]
         for leaf, (tensor, slot) in enumerate(slots):
-            size, end = segments[tensor].shard, slot.offset + slot.numel
-            for rank in range(slot.offset // max(size, 1), -(-end // max(size, 1))):  # the shards that it reaches into
-                low, high = max(slot.offset, rank * size), min(end, (rank + 1) * size)
+            segment, end = segments[tensor], slot.offset + slot.numel
+            size = max(segment.shard, 1)
+            reached = range(slot.offset // size, -(-end // size)) if segment.owner is None else (segment.owner,)
+            for rank in reached:
+                start, stop = segment.cut(rank)
+                low, high = max(slot.offset, start), min(end, stop)
                 if high > low:
-                    ranks[rank].append(Piece(leaf, low - slot.offset, tensor, low - rank * size, high - low))
+                    ranks[rank].append(Piece(leaf, low - slot.offset, tensor, low - start, high - low))
         return Parts(leaves, tuple(map(tuple, ranks)), group, group.rank)
 
     def views(self, tensors: Sequence[Tensor]) -> list[Tensor]:

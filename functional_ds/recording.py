@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .keeping import Here, Keeper, Kept
+from .keeping import Away, Here, Keeper
 from .saving import Keep, Saving
 
 __all__ = ["MATMULS", "Recorder", "Replayer"]
@@ -37,6 +37,15 @@ def _tensors(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     for value in (*args, *kwargs.values()):
         found += [v for v in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(v, Tensor)]
     return found
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that an operation writes into."""
+    if not func._schema.is_mutable:
+        return []
+    places = enumerate(func._schema.arguments)
+    given = [(a, args[i] if i < len(args) else kwargs.get(a.name)) for i, a in places if a.alias_info and a.alias_info.is_write]
+    return _tensors([value for _, value in given], {})
 
 
 class _Count:
@@ -98,7 +107,7 @@ class _Result:
 
     def again(self) -> Any:
         """What the operation gave."""
-        found = tuple(kept.get() if hasattr(kept, "get") else kept for kept in self.outputs)
+        found = tuple(kept.get() if isinstance(kept, (Here, Away)) else kept for kept in self.outputs)
         return found[0] if self.single else found
 
 
@@ -124,7 +133,10 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         given = _tensors(args, kwargs)
         operation = self._count(func, given)
-        self._note(func, operation, given, out)
+        for tensor in _written(func, args, kwargs):
+            if (made := self._maker(tensor)) is not None:
+                made.changed = True
+        self._note(operation, given, out)
         if operation is not None and func in MATMULS and self._keeps(self._saving.matmuls):
             self._keep_all(operation, _signature(given), out)
         return out
@@ -138,6 +150,11 @@ class Recorder(TorchDispatchMode):
         self._outputs.clear()
         self.results = {operation: result for operation, result in self.results.items() if not result.stale}
         self._made.clear()
+
+    def kept(self) -> "list[tuple[str, Here | Away]]":
+        """What is kept, and what of."""
+        pairs = ((self.names[operation], result.outputs) for operation, result in self.results.items())
+        return [(name, kept) for name, outputs in pairs for kept in outputs if isinstance(kept, (Here, Away))]
 
     def origin(self, tensor: Tensor) -> str | None:
         """Where a tensor's memory is from: a name, "matmuls", "inside" for any other operation; None from elsewhere."""
@@ -155,7 +172,7 @@ class Recorder(TorchDispatchMode):
         made.name = name
         if self._saving.rest is not Keep.RECOMPUTE or not self._keeps(how):
             return
-        if made.changed or made.operation is None or (made.others is None and made.offset < 0):
+        if made.changed or made.operation is None:
             reason = "it was changed in place after it was made" if made.changed else "no differentiated operation made it"
             raise ValueError(
                 f"checkpoint_name: {name!r} cannot be kept: {reason}; name the first output of an operation, before anything "
@@ -175,13 +192,9 @@ class Recorder(TorchDispatchMode):
         made = self._made.get(storage.data_ptr())
         return made if made is not None and made.storage() is storage else None
 
-    def _note(self, func: Any, operation: _Operation | None, given: Sequence[Tensor], out: Any) -> None:
+    def _note(self, operation: _Operation | None, given: Sequence[Tensor], out: Any) -> None:
         known = {t.untyped_storage().data_ptr() for t in given if type(t) in (Tensor, nn.Parameter)}
         outputs = out if isinstance(out, (tuple, list)) else (out,)
-        if func._schema.is_mutable:
-            for tensor in given:
-                if (made := self._made.get(tensor.untyped_storage().data_ptr())) is not None and any(tensor is o for o in outputs):
-                    made.changed = True
         for place, value in enumerate(outputs):
             if isinstance(value, Tensor) and (address := value.untyped_storage().data_ptr()) and address not in known:
                 first = place == 0
@@ -238,9 +251,3 @@ class Replayer(TorchDispatchMode):
                 "a recomputed function must do the same each time"
             )
         return result.again()
-
-
-def kept_of(recorder: Recorder) -> list[tuple[str, Kept]]:
-    """What a recorder keeps, and of what."""
-    pairs = ((recorder.names[operation], result.outputs) for operation, result in recorder.results.items())
-    return [(name, kept) for name, outputs in pairs for kept in outputs if isinstance(kept, (Kept,))]

@@ -35,6 +35,9 @@ class Tape:
         last: whether this is the last micro-batch of the optimizer step.
         roots: further tensors to begin the backward pass at, with gradient zero, so that their nodes run in any case.
         placeholders: paths of the tensors that only stand for a parameter, by id.
+        claims: functions that know a param, or a view of one, whose memory comes and goes.
+        calls: who runs modules inside of a module, outermost last.
+        slots: what transforms keep for this pass, by name.
     """
 
     def __init__(
@@ -45,6 +48,9 @@ class Tape:
         self.last = last
         self.roots: list[Tensor] = []
         self.placeholders: dict[int, str] = {}
+        self.claims: list[Callable[[Tensor], bool]] = []
+        self.calls: tuple[Any, ...] = ()
+        self.slots: dict[str, Any] = {}
         self._inspects = inspects
         self._leaves: list[Tensor] = []
         self._collect: Callable[[list[Tensor | None]], list[Tensor]] = self._add
@@ -73,7 +79,7 @@ class Tape:
     @contextmanager
     def resumed(self) -> Iterator[None]:
         """Inside, this open tape is the current one again: passes that several tapes record take turns."""
-        _HERE.tapes.append(self)
+        _HERE.__dict__.setdefault("tapes", []).append(self)
         try:
             yield
         finally:

@@ -9,6 +9,7 @@ from .loss_scale import DynamicScale, LossScale, NoScale, StaticScale
 from .pipeline import pipeline
 from .policy import Policy
 from .precision import mixed_precision
+from .remat import remat
 from .schedule import schedule, warmup_cosine
 from .schedules import one_cycle, range_test, warmup, warmup_decay
 from .zero import zero
@@ -29,6 +30,7 @@ __all__ = [
     "one_cycle",
     "pipeline",
     "range_test",
+    "remat",
     "schedule",
     "warmup",
     "warmup_cosine",

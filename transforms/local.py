@@ -7,6 +7,7 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.parts import Parts
+from functional_ds.routing import Routed
 from functional_ds.state import State
 from functional_ds.step import Step, Transform, wrap
 
@@ -64,5 +65,5 @@ def local(group: comm.Group | None = None) -> Transform:
 
 
 def _sums(state: Any) -> bool:
-    """Whether this state's optimizer sums gradients; a tuple is several optimizers', for leaves of their own."""
-    return all(map(_sums, state)) if type(state) is tuple else bool(getattr(state, "reduces", False))
+    """Whether this state's optimizer sums gradients; of several, each of other leaves, whether all do."""
+    return all(map(_sums, state.states)) if isinstance(state, Routed) else bool(getattr(state, "reduces", False))

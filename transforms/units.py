@@ -145,6 +145,7 @@ class Units:
             tape.push_with(self._push)
             if self._frees:
                 tape.during_forward(saved_tensors_hooks(self._pack, self._unpack))
+                tape.claims.append(lambda tensor: self._owner(tensor) is not None)
         leaves = self._deferred(tape.records)
         tape.placeholders.update(zip(map(id, leaves), self.layout.paths, strict=True))
         return tree.unflatten(self.layout.spec, leaves)

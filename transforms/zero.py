@@ -244,7 +244,8 @@ class _Zero:
         partition: Partition = state.slots["zero"]
         layout, learned, group = _as_stored(partition.layout, state.params), partition.learned, self.ranks()
         device = state.params[0].device if state.params else torch.device("cpu")
-        lazy = self.stage == 3 and group.size > 1
+        elsewhere = any(not isinstance(shard, Tensor) for shard in state.params)  # on the host or a disk, offloaded
+        lazy = self.stage == 3 and (group.size > 1 or elsewhere)
         reducer = self.reducer(layout, learned.order, group, tape) if tape.records else None
         gather = self.means.all_gather
         source = Gatherer(layout, state.params, group, all_gather=gather) if lazy else Resident(layout, state.params)

@@ -4,10 +4,11 @@
 """
 
 from .errors import BusyError, CheckpointError, DamagedError, NewerFormatError, NoCheckpointError, StructureError
-from .folder import latest, tags, verify
+from .folder import latest, tags
 from .loading import load
 from .saver import Saver
 from .saving import save
+from .verifying import verify
 
 __all__ = [
     "BusyError",

@@ -96,7 +96,7 @@ class Manifest:
             "extra": self.extra,
         }
         rest = b"".join(_line(part) for part in (attrs.asdict(self.summary), body))
-        return _header(rest) + rest
+        return _header(rest, _VERSION) + rest
 
     @staticmethod
     def decode(data: bytes, where: str) -> "Manifest":
@@ -107,9 +107,13 @@ class Manifest:
             DamagedError: it is no manifest, or not as it was written.
         """
         header, _, rest = data.partition(b"\n")
-        _check_header(header, where)
-        if header + b"\n" != _header(rest):
+        version = _version(header, where)
+        if header + b"\n" != _header(rest, version):
             raise DamagedError(f"{where} is damaged: its checksum is not that of its content")
+        if version > _VERSION:
+            raise NewerFormatError(
+                f"{where} has the format {version}, and this version of functional_ds reads formats up to {_VERSION}; upgrade it"
+            )
         try:
             summary, body = (json.loads(line) for line in rest.splitlines())
             files = tuple(_file(*row) for row in body["files"])
@@ -124,9 +128,10 @@ def read_summary(folder: Path) -> Summary | None:
     try:
         with (folder / MANIFEST).open("rb") as file:
             header, line = file.readline(1 << 12), file.readline(1 << 16)
-        _check_header(header.rstrip(b"\n"), str(folder))
+        if _version(header.rstrip(b"\n"), str(folder)) > _VERSION:
+            return None
         found = Summary(**json.loads(line))
-    except (OSError, ValueError, TypeError, DamagedError, NewerFormatError):
+    except (OSError, ValueError, TypeError, DamagedError):
         return None
     kinds = {"tag": str, "sequence": int, "step": int, "expires": bool, "ranks": int}
     return found if all(type(getattr(found, name)) is kind for name, kind in kinds.items()) else None
@@ -136,22 +141,20 @@ def _line(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":"), allow_nan=True).encode() + b"\n"
 
 
-def _header(rest: bytes) -> bytes:
-    return _line({"format": _FORMAT, "version": _VERSION, "sha256": hashlib.sha256(rest).hexdigest()})
+def _header(rest: bytes, version: int) -> bytes:
+    check = hashlib.sha256(f"{_FORMAT} {version}\n".encode() + rest).hexdigest()
+    return _line({"format": _FORMAT, "version": version, "sha256": check})
 
 
-def _check_header(header: bytes, where: str) -> None:
+def _version(header: bytes, where: str) -> int:
     try:
         found = json.loads(header)
         form, version = found["format"], found["version"]
     except (ValueError, TypeError, KeyError):
-        raise DamagedError(f"{where} is damaged, or no manifest of this library's") from None
-    if form != _FORMAT or not isinstance(version, int):
+        form, version = None, None
+    if form != _FORMAT or type(version) is not int:
         raise DamagedError(f"{where} is damaged, or no manifest of this library's")
-    if version > _VERSION:
-        raise NewerFormatError(
-            f"{where} has the format {version}, and this version of functional_ds reads formats up to {_VERSION}; upgrade it"
-        )
+    return version
 
 
 def _whole(value: Any, what: str) -> int:

@@ -1,24 +1,65 @@
 """``Saver``: checkpoints that are written while the training goes on."""
 
-from collections.abc import Mapping
+import json
+import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import attrs
+from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.state import State
+
+from .describing import Held, as_tensors, describe
+from .dividing import Offer, Share, divide, offers
+from .errors import CheckpointError
+from .folder import check_tag, clean, made, staging, summaries
+from .locking import Lock
+from .manifest import Summary
+from .together import agreed, together
+
+if TYPE_CHECKING:  # it imports torch.distributed.checkpoint, which takes a second
+    from .writer import Draft, Writer
 
 __all__ = ["Saver"]
 
 
 class Saver:
-    """Saves into one folder in the background; nobody else can save there while it is open.
+    """Saves into one folder in the background; no other job can save there while it is open.
 
-    ``save`` takes a snapshot and returns; a thread of each rank writes it. There is at most one snapshot: ``save`` first
-    waits for the save before. An error of a writer, on whichever rank, is raised on every rank by the next ``save`` or
-    ``wait``. As a context manager it waits when the block ends without an error, and closes in any case.
+    ``save`` copies what this rank is to write and returns; a thread of each rank writes the copy, and the checkpoint is
+    published as soon as all have. There is at most one copy, whose memory is kept for the next save: ``save`` first waits
+    for the save before. An error of any rank's writer is raised on every rank by the next ``save`` or ``wait``; checkpoints
+    from before are as they were.
 
-    ``save`` and ``wait`` are collective over ``group``, and so are the ``with`` block's beginning and its end without an error.
+    ``save`` and ``wait`` are collective over ``group``, and so are making a Saver and leaving its ``with`` block without an
+    error, which waits. With an error, or by ``close``, a save under way is finished if this rank can finish it.
+
+    Args:
+        path: a folder that all ranks see; made where it is not there.
+        group: the ranks that states are spread over; None for the whole world.
+        keep_last: of the checkpoints that were saved with ``keep_last``, only so many of the newest stay.
+        keep_every: those whose count of updates is a multiple of this stay, too.
+
+    Raises:
+        ValueError: numbers that make no sense.
+        BusyError: another job saves into this folder.
+        CheckpointError: the folder cannot be made or written into.
+
+    >>> import tempfile
+    >>> import functional_ds as fds
+    >>> step = fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(0.5))
+    >>> state = step.init({"w": torch.ones(2)})
+    >>> with tempfile.TemporaryDirectory() as folder, Saver(folder, keep_last=2) as saver:
+    ...     for _ in range(3):
+    ...         state, _ = step(state, torch.ones(2))
+    ...         tag = saver.save(state, extra={"rows": 2})
+    ...     saver.wait()
+    ...     fds.checkpointing.tags(folder)
+    ['2', '3']
     """
 
     def __init__(
@@ -29,26 +70,156 @@ class Saver:
         keep_last: int | None = None,
         keep_every: int | None = None,
     ) -> None:
-        raise NotImplementedError
+        _check_retention(keep_last, keep_every)
+        self._group = (comm.world() if group is None else group).channel("checkpoint")
+        self._keep_last, self._keep_every = keep_last, keep_every
+        self._lock: Lock | None = None
+        self._writer: Writer | None = None
+        self._room: Tensor | None = None
+        self.folder: Path = together(self._group, lambda: self._open(Path(path)))
 
     def save(self, state: State, *, tag: str | None = None, extra: Mapping[str, Any] | None = None) -> str:
-        """Starts a save of the state as it is now, and returns its tag; the step may then donate the state."""
-        raise NotImplementedError
+        """Starts a save of the state as it is now, and returns its tag; the step may then take the state's memory.
+
+        Collective. It stalls for as long as one copy of what this rank writes takes, if the save before is over.
+        ``tag`` is by default the count of updates, and ``extra`` holds JSON values to keep beside the state; rank 0's count.
+
+        Raises:
+            ValueError: a tag that is no plain name.
+            TypeError: no state; an ``extra`` that JSON cannot hold; a leaf that is neither a tensor nor a number.
+            CheckpointError: the save before, or the beginning of this one, went wrong on some rank.
+        """
+        return self._start(state, tag, extra, apart=True)
 
     def wait(self) -> None:
-        """Returns once the last save is published; raises what went wrong with it."""
-        raise NotImplementedError
+        """Returns once the last save is published; raises what went wrong with it. Collective."""
+        writer, self._writer = self._writer, None
+        if writer is None:
+            return
+        try:
+            together(self._group, writer.join_write)
+            together(self._group, writer.join)
+        except BaseException:
+            writer.give_up()
+            raise
 
     def check(self) -> None:
-        """Raises this rank's writer's error, if it has one by now. Waits for nothing, and calls nobody."""
-        raise NotImplementedError
+        """Raises this rank's writer's error, if it has one by now. It waits for nothing, and asks no other rank."""
+        if self._writer is not None:
+            self._writer.check()
 
     def close(self) -> None:
-        """Lets go of the folder; a save under way is given up unless it was waited for."""
-        raise NotImplementedError
+        """Ends the save under way, if there is one, without the other ranks, and lets others save into the folder.
+
+        Where all ranks still write what they have, the save is published; else given up after a while.
+        """
+        writer, self._writer, self._room = self._writer, None, None
+        try:
+            if writer is not None:
+                writer.join()
+        finally:
+            self._release()
 
     def __enter__(self) -> "Saver":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        raise NotImplementedError
+        try:
+            if error is None:
+                self.wait()
+        finally:
+            try:
+                self.close()
+            except CheckpointError:
+                if error is None:
+                    raise
+
+    # -- the steps of a save -----------------------------------------------------------------------------------------------
+
+    def _open(self, path: Path) -> Path:
+        folder = path
+        if self._group.rank == 0:
+            folder = made(path)
+            self._lock = Lock.take(folder)
+            clean(folder)
+        return folder
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def _start(self, state: State, tag: str | None, extra: Mapping[str, Any] | None, *, apart: bool) -> str:
+        """A save of the state, or of a copy ``apart`` from it."""
+        from .writer import Writer
+        from .writing import Image
+
+        self.wait()
+        group = self._group
+        held: list[Held] = []
+        asked = agreed(group, lambda: self._ask(state, tag, extra, held))
+        ranks = [found for found, _ in asked]
+        shares = divide(ranks)
+        staged: Path = agreed(group, lambda: staging(self.folder) if group.rank == 0 else self.folder)[0]
+
+        def image() -> Image:
+            if not staged.is_dir():
+                raise CheckpointError(f"{staged}: rank 0 made this folder; all ranks must see the same file system at path")
+            found = Image.of(held, shares[group.rank])
+            found = found.snapshot(self._room) if apart else found
+            self._room = found.copy
+            return found
+
+        try:
+            own = together(group, image)
+        except BaseException:
+            if group.rank == 0:
+                shutil.rmtree(staged, ignore_errors=True)
+            raise
+        self._writer = Writer(self._draft(staged, asked[0][1], ranks, shares), group.rank, own)
+        return asked[0][1].tag
+
+    def _ask(self, state: State, tag: str | None, extra: Any, held: list[Held]) -> tuple[list[Offer], "_Wish"]:
+        """What this rank has, which it puts into ``held``, and what it was asked for."""
+        if not isinstance(state, State):
+            raise TypeError(f"state={type(state).__name__}: save takes the state that a step made")
+        step = int(state.step)
+        wish = _Wish(check_tag(str(step) if tag is None else tag), step, _json(extra))
+        held += describe(as_tensors(state))
+        return offers(held, compare=self._group.size > 1), wish
+
+    def _draft(
+        self, staged: Path, wish: "_Wish", ranks: Sequence[Sequence[Offer]], shares: Sequence[Sequence[Share]]
+    ) -> "Draft":
+        from .writer import Draft
+        from .writing import stored_tensors
+
+        sequence, tensors = 0, {}
+        if self._group.rank == 0:
+            sequence = 1 + max((summary.sequence for summary in summaries(self.folder)), default=0)
+            tensors = stored_tensors(ranks, shares)
+        summary = Summary(wish.tag, sequence, wish.step, self._keep_last is not None, self._group.size)
+        return Draft(self.folder, staged, summary, tensors, wish.extra, self._keep_last, self._keep_every)
+
+
+@attrs.frozen
+class _Wish:
+    tag: str
+    step: int
+    extra: Any
+
+
+def _json(extra: Any) -> Any:
+    """A copy, which may change no more."""
+    try:
+        return json.loads(json.dumps(None if extra is None else dict(extra)))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"extra={extra!r} must be a dict of JSON values: {error}") from error
+
+
+def _check_retention(keep_last: int | None, keep_every: int | None) -> None:
+    for name, number in (("keep_last", keep_last), ("keep_every", keep_every)):
+        if number is not None and (type(number) is not int or number < 1):
+            raise ValueError(f"{name}={number!r} must be a whole number of at least 1, or None")
+    if keep_every is not None and keep_last is None:
+        raise ValueError(f"keep_every={keep_every} without keep_last: nothing is deleted then; say how many of the newest stay")

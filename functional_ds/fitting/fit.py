@@ -41,7 +41,7 @@ def fit(
     log_every: int = 10,
     progress: bool = False,
     on_non_finite: OnNonFinite = Stop(after=3),  # noqa: B008  # a frozen value
-    timeout: timedelta | None = timedelta(minutes=10),  # noqa: B008
+    timeout: timedelta | None = timedelta(minutes=10),
     stop: Flag | None = None,
 ) -> State:
     """Makes steps until ``steps`` are made in all, and returns the state; run again with the same ``path``, it goes on.
@@ -54,8 +54,8 @@ def fit(
     Args:
         step: what ``fds.train_step`` and transforms make.
         state: of a fresh run, from ``step.init``; it is donated.
-        batches: this rank's part of each batch: a function of the index, a sequence, a loader with ``state_dict``, a source with
-            ``at(position)``; all these go on where they were without replaying. Any other iterable is drawn from its beginning.
+        batches: this rank's part of each: a function of the index, a sequence, a loader with ``state_dict``, a source with
+            ``at(position)``. These go on where they were, without replaying; any other iterable is drawn from its beginning.
         steps: how many, earlier runs included; None for as long as all ranks have batches.
         path: a folder for checkpoints that all ranks see; None saves nothing.
         every: a checkpoint each so many steps. One is made at the end, too.
@@ -68,8 +68,8 @@ def fit(
         loggers: ``CsvLog(path)``, ``TensorBoard(folder)`` or alike; used on rank 0.
         log_every: how many steps lie between two whose numbers are read and logged. Between them nothing waits for the device.
         progress: a bar on rank 0; needs the extra ``fit``.
-        on_non_finite: ``Stop(after)`` or ``RollBack(after)`` for losses that are not finite; None for neither. Judged when a step is
-            logged. A checkpoint is made with finite losses and params only.
+        on_non_finite: ``Stop(after)`` or ``RollBack(after)`` for losses that are not finite; None for neither. Judged when a
+            step is logged. A checkpoint is made with finite losses and params only.
         timeout: how long a step, a save or an evaluation may take before ranks are taken to hang; None for no watchdog.
         stop: a flag of your own instead of signal handlers; needed where ranks are threads.
 

@@ -80,8 +80,8 @@ class Run:
     watch: Watch
     flag: Flag
     state: State
-    place: Place = Place()
-    health: Health = Health()
+    place: Place = attrs.field(factory=Place)
+    health: Health = attrs.field(factory=Health)
     evaluated: int | None = None
 
     def resume(self) -> None:
@@ -124,8 +124,8 @@ class Run:
             return None if _agreed(found is None)[0] else found
         if found is None:
             raise ValueError(
-                f"batches: rank {comm.world().rank} has none for step {self.place.done + 1} of steps={self.plan.steps}; pass fewer "
-                "steps, or steps=None to end where the batches do"
+                f"batches: rank {comm.world().rank} has none for step {self.place.done + 1} of steps={self.plan.steps}; "
+                "pass fewer steps, or steps=None to end where the batches do"
             )
         return found
 
@@ -208,8 +208,8 @@ class Run:
         )
         times = f", after {self.place.rollbacks} roll-backs" if self.place.rollbacks else ""
         return (
-            f"by step {self.place.done} the loss was not finite {verdict.worst} times in a row{times} (on_non_finite={rule}); {last}. "
-            "Look at the learning rate, the data and the loss scale"
+            f"by step {self.place.done} the loss was not finite {verdict.worst} times in a row{times} (on_non_finite={rule}); "
+            f"{last}. Look at the learning rate, the data and the loss scale"
         )
 
 

@@ -58,7 +58,7 @@ def watchdog(timeout: timedelta | None) -> Iterator[Watch]:
     Cost: two or three requests a second to the store from each rank, for rank 0 one a second and rank.
 
     Raises:
-        RankFailedError: a collective failed, and other ranks' processes are silent or have raised; which, and what all were doing.
+        RankFailedError: a collective failed, and other ranks are silent or have raised; which, and what all were doing.
         ValueError: a timeout that is not positive.
 
     >>> with watchdog(timedelta(seconds=60)) as watch:

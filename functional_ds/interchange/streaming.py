@@ -16,11 +16,16 @@ _CHUNK = 16 * 2**20  # bytes; what is on the way at once is a few of these, howe
 
 @attrs.frozen
 class Known:
-    """A leaf of the whole tree without its values."""
+    """A leaf of the whole tree without its values.
+
+    Attributes:
+        place: where there are several values for a leaf, as masters beside what the loss sees: the lowest counts.
+    """
 
     path: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    place: int = 0
 
     @property
     def numel(self) -> int:
@@ -50,8 +55,8 @@ class Hop:
 def agreed(held: Sequence[Held], group: comm.Group) -> tuple[tuple[Known, ...], tuple[Hop, ...]]:
     """All ranks' leaves, and who gives what so that rank 0 gets every element once; the same on every rank.
 
-    Rank 0's own pieces come first, then longer ones, then lower ranks'. Leaves stand in the order in which rank 0 has them,
-    those that it has nothing of after them, in rank order.
+    Rank 0's own pieces come first, then longer ones, then lower ranks'. Leaves stand in the order of their paths, numbers by
+    size, which does not depend on the ranks.
 
     Cost: each rank sends its pieces' names and sizes to all others.
 
@@ -60,15 +65,21 @@ def agreed(held: Sequence[Held], group: comm.Group) -> tuple[tuple[Known, ...], 
     """
     mine = [(piece.leaf, piece.offset, piece.values.numel()) for piece in held]
     everyones = comm.all_gather_object(mine, group) if group.size > 1 else [mine]
-    pieces: dict[str, list[Hop]] = {}
     leaves: dict[str, Known] = {}
+    pieces: dict[Known, list[Hop]] = {}
     for rank, theirs in enumerate(everyones):
         for leaf, offset, numel in theirs:
             first = leaves.setdefault(leaf.path, leaf)
-            if first != leaf:
+            if first.shape != leaf.shape or (first.place == leaf.place and first.dtype != leaf.dtype):
                 raise ValueError(f"rank {rank} of {group.name!r} has {_said(leaf)}, another rank {_said(first)}")
-            pieces.setdefault(leaf.path, []).append(Hop(leaf, offset, numel, rank))
-    return tuple(leaves.values()), tuple(hop for leaf in leaves.values() for hop in _cover(leaf, pieces[leaf.path]))
+            leaves[leaf.path] = min(first, leaf, key=lambda known: known.place)
+            pieces.setdefault(leaf, []).append(Hop(leaf, offset, numel, rank))
+    ordered = sorted(leaves.values(), key=lambda leaf: _natural(leaf.path))
+    return tuple(ordered), tuple(hop for leaf in ordered for hop in _cover(leaf, pieces[leaf]))
+
+
+def _natural(path: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in path.split(".")]
 
 
 def _said(leaf: Known) -> str:
@@ -108,9 +119,9 @@ def stream(
 
     Cost: ranks but 0 send what rank 0 lacks, once. Memory: on rank 0 four chunks, on others two.
     """
-    own: dict[str, list[Held]] = {}
+    own: dict[Known, list[Held]] = {}
     for piece in held:
-        own.setdefault(piece.leaf.path, []).append(piece)
+        own.setdefault(piece.leaf, []).append(piece)
     parts = [part for hop in hops for part in _cut(hop, chunk // cast(hop.leaf).itemsize)]
     if group.rank:
         for part in parts:
@@ -136,8 +147,8 @@ def _cut(hop: Hop, numel: int) -> Iterator[Hop]:
         yield Hop(hop.leaf, hop.offset + start, min(size, hop.numel - start), hop.src)
 
 
-def _mine(hop: Hop, own: dict[str, list[Held]]) -> Tensor:
-    for piece in own[hop.leaf.path]:
+def _mine(hop: Hop, own: dict[Known, list[Held]]) -> Tensor:
+    for piece in own[hop.leaf]:
         start = hop.offset - piece.offset
         if start >= 0 and start + hop.numel <= piece.values.numel():
             return piece.values.reshape(-1)[start : start + hop.numel]

@@ -3,12 +3,15 @@
 from .action import ALL, Action, Kind
 from .chain import Piece, stages
 from .costs import Costs
+from .cut import cut
 from .draw import draw, text
+from .estimate import estimated
 from .generators import breadth_first, gpipe, inference, interleaved_one_f_one_b, one_f_one_b, zb_2p, zb_h1
 from .lower import lower
 from .named import named
 from .optimize import optimize
 from .recorder import Recorder
+from .partition import balanced, uniformly
 from .schedule import Schedule, ScheduleError, stage_to_rank
 from .stages import Stage, Stages, Visit
 from .tables import from_csv, to_csv
@@ -30,9 +33,12 @@ __all__ = [
     "Stages",
     "Timeline",
     "Visit",
+    "balanced",
     "breadth_first",
+    "cut",
     "draw",
     "dualpipe_v",
+    "estimated",
     "from_csv",
     "gpipe",
     "in_flight",
@@ -49,6 +55,7 @@ __all__ = [
     "text",
     "timeline",
     "to_csv",
+    "uniformly",
     "validate",
     "zb_2p",
     "zb_h1",

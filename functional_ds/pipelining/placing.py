@@ -12,6 +12,7 @@ from functional_ds import comm, tree
 from functional_ds.parts import Parts
 from functional_ds.trainable import like_marked, mark_part
 
+from .schedule import Schedule, Step
 from .stages import Stages
 
 __all__ = ["Placed", "Part"]
@@ -33,9 +34,16 @@ class Part:
 
 @attrs.define(eq=False)
 class Known:
-    """What crosses between the stages, by what it depends on: found once, and no part of a state's structure."""
+    """What crosses between the stages, by what it depends on, and rows: found once, and no part of a state's structure."""
 
     crossing: dict[Any, Any] = attrs.field(factory=dict)
+    rows: dict[Schedule, list[Step]] = attrs.field(factory=dict)
+
+    def row(self, schedule: Schedule, rank: int) -> list[Step]:
+        """The steps of this rank in a schedule."""
+        if schedule not in self.rows:
+            self.rows[schedule] = list(schedule.steps(rank))
+        return self.rows[schedule]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Known)

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from functional_ds.comm.group import call_site
 
-from .moulds import Hole, Mould, hides, mould, tensors_in
-from .program import Instruction, Program, Source, ambience
+from .moulds import Hole, hides, mould, tensors_in
+from .program import Ambience, Instruction, Program, Source, ambience
 from .rehearsal import NEEDS_VALUES
 
 __all__ = ["record"]
@@ -96,43 +96,198 @@ class _Listen(TorchFunctionMode):
 
 
 class _Recorder:
+    """What a forward has done so far. Tensors are known by number; all live on, so that no two share an id or memory."""
+
     def __init__(self, module: nn.Module, mode: FakeTensorMode, opened: frozenset[str]) -> None:
         self.module, self.mode, self.opened = module, mode, opened
         self.watch = _Watch()
         self.numbers: dict[int, int] = {}
-        self.tensors: list[Tensor] = []  # by number; all of them live on, so that no two share an id
+        self.tensors: list[Tensor] = []
         self.memory: list[int] = []
-        self.graph: list[bool] = []  # whether each requires grad, as far as the recorder has seen
+        self.graph: list[bool] = []  # whether each requires grad, as far as recorded calls tell
         self.sources: dict[int, Source] = {}
+        self.shapes: dict[Any, int] = {}
         self.instructions: list[Instruction] = []
         self.begins: dict[tuple[str, int], int] = {}
         self.calls: Counter[str] = Counter()
         self.inside = False
-        self.shapes: dict[tuple[tuple[int, ...], torch.dtype], int] = {}
-        for name, parameter in module.named_parameters():
-            self._number(parameter, Source("param", name))
-        for name, buffer in module.named_buffers():
-            self._number(buffer, Source("buffer", name))
-        self.outer = {self.memory[number] for number in self.sources}  # what lasts beyond the forward
+        for path, parameter in module.named_parameters():
+            self._new(parameter, Source("param", path))
+        for path, buffer in module.named_buffers():
+            self._new(buffer, Source("buffer", path))
+        self.lasting = set(self.memory)  # what outlives the forward
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Program:
-        inputs = list(dict.fromkeys(tensor for _, tensor in tensors_in((args, kwargs))))
+        """Runs the forward and gives what it did."""
+        inputs = [tensor for _, tensor in tensors_in((tuple(args), dict(kwargs)))]
         for place, tensor in enumerate(inputs):
-            self._number(tensor, Source("input", place))
-        self.device = inputs[0].device.type if inputs else self.tensors[0].device.type if self.tensors else "cpu"
-        paths = {path: {name for name, _ in part.named_parameters(prefix=path)} for path, part in self.module.named_modules()}
-        for path, part in self.module.named_modules():
-            _intercept(part, lambda function, a, k, path=path: self.module_called(path, function, a, k))  # type: ignore[misc]
+            self._new(tensor, Source("input", place))
+        self.device = self.tensors[0].device.type if self.tensors else "cpu"
+        for path, part in list(self.module.named_modules()):
+            _intercept(part, path, self.module_called)
         with self.mode, self.watch, saved_tensors_hooks(_same, _same), _Listen(self.torch_called):
             found = self.module(*args, **kwargs)
-        outputs: list[int] = []
-        hidden = hides(found)
-        if hidden is not None:
-            raise ValueError(f"the module returns a {hidden.__name__} with tensors inside, which is not looked into")
-        output = mould(found, lambda tensor: self._output(tensor, outputs))
-        places = {name: name for name in self._canonical()}
-        leaves = {path: tuple(places[name] for name in sorted(self._owned(path))) for path in paths}
+            self.inside = True
+        self._refuse_hidden(found, "the module returns")
+        outputs = [self._known(tensor, "the module's result") for _, tensor in tensors_in(found)]
+        following = iter(outputs)
+        output = mould(found, lambda tensor: Hole(next(following)))
+        canonical = {id(parameter): path for path, parameter in self.module.named_parameters()}
+        leaves = {path: tuple(canonical[id(p)] for p in part.parameters()) for path, part in self.module.named_modules()}
         memory = dict(enumerate(self.memory))
-        return Program(
-            tuple(self.instructions), self.sources, output, tuple(outputs), memory, leaves, self.begins
-        )
+        return Program(tuple(self.instructions), self.sources, output, tuple(outputs), memory, leaves, self.begins)
+
+    # -- what is called ------------------------------------------------------------------------------------------------
+
+    def torch_called(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """A call of a torch function."""
+        if self.inside:
+            return function(*args, **kwargs)
+        if function is Tensor.__iter__:
+            return iter(self.torch_called(torch.unbind, args, {"dim": 0}))
+        try:
+            return self._done(function, partial(function, *args, **kwargs), args, kwargs)
+        except NEEDS_VALUES as error:
+            name = getattr(function, "__name__", str(function))
+            raise ValueError(
+                f"{call_site()}: {name} asks for a tensor's value, outside of the modules that run as a whole, so what follows "
+                "depends on the data; move it into a module of its own"
+            ) from error
+
+    def module_called(self, path: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A call of a module."""
+        if self.inside:
+            return forward(*args, **kwargs)
+        self.begins[path, self.calls[path]] = len(self.instructions)
+        self.calls[path] += 1
+        if path in self.opened:
+            return forward(*args, **kwargs)
+        self._refuse_hidden((args, kwargs), f"{path} is called with")
+        try:
+            found = self._done(path, partial(forward, *args, **kwargs), args, kwargs)
+        except NEEDS_VALUES as error:
+            raise ValueError(f"{path}: its forward asks for a tensor's value ({error}), so its results' shapes are unknown") from error
+        self._refuse_hidden((args, kwargs), f"{path} was called with, and wrote into,")
+        self._refuse_hidden(found, f"{path} returns")
+        return found
+
+    def _done(self, target: Any, work: Callable[[], Any], args: Any, kwargs: Any) -> Any:
+        """Carries a call out, and notes it if it made or changed a tensor."""
+        with _unheard():
+            before = ambience(self.device)
+        self.watch.clear()
+        self.inside = True
+        try:
+            found = work()
+        finally:
+            self.inside = False
+        with _unheard():
+            self._note(target, args, kwargs, found, before)
+        return found
+
+    def _note(self, target: Any, args: Any, kwargs: Any, found: Any, before: Ambience) -> None:
+        touched, written = self.watch.touched, self.watch.written
+        writes = frozenset(number for number, memory in enumerate(self.memory) if memory in written)
+        new = {id(tensor): (place, tensor) for place, tensor in tensors_in(found) if id(tensor) not in self.numbers}
+        if new or writes:
+            what = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+            reads: set[int] = set()
+            moulded = mould((tuple(args), dict(kwargs)), lambda tensor: Hole(self._read(tensor, touched, reads, what)))
+            pure = self.watch.pure and not (written & self.lasting)
+            results = tuple((self._new(tensor), place) for place, tensor in new.values())
+            self._refuse_constants(writes)
+            again, site = _recomputed(what), call_site()
+            self.instructions.append(
+                Instruction(target, moulded, results, frozenset(reads), writes, pure, before, again, site)
+            )
+        for number in {*writes, *(self.numbers[id(t)] for _, t in tensors_in((args, kwargs)) if id(t) in self.numbers)}:
+            self.graph[number] = self.tensors[number].requires_grad
+
+    # -- tensors -------------------------------------------------------------------------------------------------------
+
+    def _new(self, tensor: Tensor, source: Source | None = None) -> int:
+        number = len(self.tensors)
+        self.numbers[id(tensor)] = number
+        self.tensors.append(tensor)
+        self.memory.append(_memory(tensor))
+        self.graph.append(tensor.requires_grad)
+        if source is not None:
+            self.sources[number] = source
+        return number
+
+    def _read(self, tensor: Tensor, touched: set[int], reads: set[int], reader: str) -> int:
+        number = self._known(tensor, f"{reader}'s argument")
+        if self.memory[number] in touched:
+            reads.add(number)
+            return number
+        reads.add(self._stand_in(tensor))
+        return self._stand_in(tensor)
+
+    def _stand_in(self, tensor: Tensor) -> int:
+        """The number of a tensor in the place of one that is only asked for its shape, dtype and device."""
+        asked = (tuple(tensor.shape), tensor.dtype)
+        if asked not in self.shapes:
+            number = self.shapes[asked] = len(self.tensors)
+            self.tensors.append(tensor)
+            self.memory.append(-number)
+            self.graph.append(tensor.requires_grad)
+            self.sources[number] = Source("shape", asked)
+        return self.shapes[asked]
+
+    def _known(self, tensor: Tensor, what: str) -> int:
+        """The number of a tensor; a real one that is met for the first time is a constant."""
+        if id(tensor) not in self.numbers and not isinstance(tensor, FakeTensor):
+            return self._new(tensor, Source("constant", tensor))
+        number = self.numbers.get(id(tensor))
+        if number is None or self.graph[number] != tensor.requires_grad:
+            raise ValueError(
+                f"{call_site()}: {what} comes from code that is not seen from outside, such as an autograd.Function, "
+                "checkpoint(use_reentrant=True) or torch.func; put it into a module of its own, which then runs as a whole"
+            )
+        return number
+
+    def _refuse_constants(self, writes: frozenset[int]) -> None:
+        for number in writes:
+            source = self.sources.get(number)
+            if source is not None and source.kind == "constant":
+                raise ValueError(
+                    f"{call_site()}: writes into a tensor {list(source.key.shape)} that is no buffer; use register_buffer"
+                )
+
+    def _refuse_hidden(self, value: Any, how: str) -> None:
+        hidden = hides(value)
+        if hidden is not None:
+            raise ValueError(
+                f"{how} a {hidden.__name__} that holds tensors, and only tensors can go from stage to stage; use tuples, dicts "
+                "and dataclasses, or turn it off (a cache by use_cache=False)"
+            )
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _unheard() -> Any:
+    """Torch functions are called as they are, without anybody listening."""
+    return torch._C.DisableTorchFunction()
+
+
+def _recomputed(what: str) -> bool:
+    """Whether this is called under torch's checkpoint, which then saves nothing and calls it again."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is None or hooks[0] is _same:
+        return False
+    if hooks[0].__qualname__.startswith("_checkpoint_hook"):
+        return True
+    raise ValueError(f"{call_site()}: {what} is called under saved_tensors_hooks, which do not reach a stage; set them in a module")
+
+
+def _intercept(module: nn.Module, path: str, called: Callable[..., Any]) -> None:
+    """Makes calls of a module go by ``called(path, call, args, kwargs)``; the module is a copy that nobody else has."""
+    kind = type(module)
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return called(path, partial(kind.__call__, self), args, kwargs)
+
+    members = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    object.__setattr__(module, "__class__", type(kind.__name__, (kind,), members))

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import cached_property
 from typing import Any
 
 import attrs
@@ -16,7 +15,6 @@ from functional_ds.step import Step
 from functional_ds.tape import Tape
 from functional_ds.weighted import Weighted
 
-from .action import Action
 from .boundary import boundaries, signature
 from .placing import Part, Placed
 from .recorder import Recorder
@@ -28,7 +26,7 @@ from .stages import Stages
 __all__ = ["Traffic", "gradients", "measure"]
 
 
-@attrs.frozen(eq=False, slots=False)
+@attrs.frozen(eq=False)
 class Traffic:
     """What runs where: a lowered schedule, the stages, and the ranks."""
 
@@ -36,11 +34,6 @@ class Traffic:
     stages: Stages
     group: comm.Group
     recorder: Recorder | None = None
-
-    @cached_property
-    def row(self) -> list[tuple[Action, ...]]:
-        """This rank's."""
-        return list(self.schedule.steps(self.group.rank))
 
 
 def gradients(
@@ -61,7 +54,7 @@ def gradients(
         runner = _runner(traffic, step, state, batch, rooms, stack.enter_context(Tape()))
         if traffic.recorder is not None:
             traffic.recorder.begin()
-        runner.run(traffic.row)
+        runner.run(placed.known.row(traffic.schedule, traffic.group.rank))
         _push_shared(runner, placed)
         grads: list[Any] = [None] * sum(len(room.places) for room in rooms.values())
         for room in rooms.values():
@@ -83,7 +76,7 @@ def measure(traffic: Traffic, step: Step, state: State, batch: Any) -> dict[str,
             stack.callback(rooms[part.name].close)
         state = tree.replace(state, key=None)
         runner = _runner(traffic, step, state, batch, rooms, stack.enter_context(Tape(records=False)))
-        runner.run(traffic.row)
+        runner.run(placed.known.row(traffic.schedule, traffic.group.rank))
         return _metrics(runner, placed, state)
 
 

@@ -7,6 +7,7 @@ import attrs
 from torch import Tensor
 
 from functional_ds import tree
+from functional_ds.functional import Apply
 from functional_ds.key import Key
 from functional_ds.weighted import Weighted
 
@@ -84,6 +85,7 @@ class Stages:
     Attributes:
         stages: each a ``Stage``.
         sizes: how many elements each leaf of the params has.
+        apply: the module that was cut, if one was; ``apply.module.eval()`` holds for the calls that follow.
 
     >>> import torch
     >>> from functional_ds.pipelining import stages
@@ -95,6 +97,7 @@ class Stages:
 
     stages: tuple[Stage, ...]
     sizes: Mapping[str, int] = attrs.field(factory=dict, repr=False)
+    apply: Apply | None = attrs.field(default=None, repr=False)
 
     def __call__(self, params: Any, batch: Any, key: Key | None = None) -> Any:
         """The loss of a batch; of a ``Visit``, what the last stage makes of it.

@@ -1,6 +1,5 @@
 """The plan of an offloaded state, from shapes alone, and the state itself, piece by piece."""
 
-from concurrent.futures import Future
 from typing import Any
 
 import attrs
@@ -13,13 +12,13 @@ from functional_ds.state import State
 from functional_ds.step import Step
 from functional_ds.trainable import is_trainable, like_marked
 
-from .handles import OnHost
-from .home import Home, Offloaded
+from .home import Home, Offloaded, Version
 from .plan import (
     Kind,
     Place,
     Plan,
     Unit,
+    bare,
     chunk_of,
     content,
     cut,
@@ -27,7 +26,6 @@ from .plan import (
     joined,
     kinds_of,
     lengths,
-    parted,
     rest_of,
     shared,
 )
@@ -92,11 +90,11 @@ def planned(inner: Any, step: Step, params: Any, options: Options) -> Plan:
 def _unit(
     index: int, path: str, leaf: Tensor, state: State, trained: int | None, options: Options, whole: bool
 ) -> Unit:
-    shape = tuple(leaf.shape)
-    kinds = kinds_of(state, shape, param=options.params, rest=options.optimizer)
+    kinds = kinds_of(state, tuple(leaf.shape), param=options.params, rest=options.optimizer)
+    unit = Unit(index, trained, path, tuple(leaf.shape), max(leaf.numel(), 1), kinds, flat(content(state, state.slots))[1])
     staged = leaf.dtype.itemsize if leaf.device.type == "cpu" else 16 + leaf.dtype.itemsize
-    chunk = max(leaf.numel(), 1) if whole else chunk_of(kinds, leaf.numel(), room=options.room, staged=staged)
-    return Unit(index, trained, path, shape, chunk, kinds, flat(content(state, state.slots))[1])
+    chunk = chunk_of(kinds, leaf.numel(), room=options.room, staged=staged)
+    return unit if whole or unit.here else attrs.evolve(unit, chunk=chunk)
 
 
 def _meta(leaf: Tensor) -> Tensor:
@@ -151,7 +149,8 @@ def initial(inner: Any, step: Step, params: Any, home: Home) -> State:
             first = state if first is None else first
         contents.append(tree.unflatten(unit.spec, making.done()))
     first = inner(step, params) if first is None else first
-    rest = joined([found["rest"] for found in contents], to_device(rest_of(first, plan.slots), home.device))
+    common = tree.map(lambda leaf: leaf.to(home.device) if isinstance(leaf, Tensor) else leaf, bare(rest_of(first, plan.slots)))
+    rest = joined([found["rest"] for found in contents], common)
     state = tree.replace(
         first,
         params=tree.unflatten(spec, [found["params"][0] for found in contents]),
@@ -160,12 +159,6 @@ def initial(inner: Any, step: Step, params: Any, home: Home) -> State:
         slots=rest["slots"],
     )
     return state.put(offload=Offloaded(home))
-
-
-def to_device(rest: Any, device: torch.device) -> Any:
-    """With what belongs to no leaf on the device, and empty lists."""
-    (empty,) = parted(rest, [[None if count is None else 0 for count in lengths(rest)]])
-    return tree.map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, empty)
 
 
 def _piece(unit: Unit, leaf: Tensor, start: int, stop: int) -> Tensor:
@@ -180,32 +173,22 @@ class _Making:
     home: Home
     unit: Unit
     found: list[Any] = attrs.field(factory=list)
-    writes: "dict[int, list[Future[int]]]" = attrs.field(factory=dict)
-    extents: dict[int, Any] = attrs.field(factory=dict)
+    versions: dict[int, Version] = attrs.field(factory=dict)
 
     def add(self, leaves: list[Any], start: int, stop: int) -> None:
         """The leaves of a piece's content."""
         if not self.found:
             self.found = [self._room(kind, leaf) for kind, leaf in zip(self.unit.kinds, leaves, strict=True)]
-        regions, lane = self.home.regions(self.unit), None if self.unit.here else self.home.lanes[0]
+            self.versions = {i: self.home.version(self.unit, kind) for i, kind in self.unit.on_disk()}
         for i, (kind, leaf) in enumerate(zip(self.unit.kinds, leaves, strict=True)):
-            if kind is None or (self.unit.whole and kind.place != "disk"):
-                continue
-            low, high = self.unit.span(kind, start, stop)
-            if kind.place != "disk":
+            if kind is not None and kind.place != "disk" and not self.unit.whole:
+                low, high = self.unit.span(kind, start, stop)
                 self.found[i].view(-1)[low:high] = leaf.reshape(-1)
-            elif lane is not None and self.home.disk is not None:
-                data = lane.room[slice(*regions[i])]
-                used = data[: (high - low) * kind.dtype.itemsize]
-                used.view(kind.dtype).copy_(leaf.reshape(-1))
-                place = len(self.writes.setdefault(i, []))
-                extent = self.extents.setdefault(i, None) or self.home.disk.folder.files[self.unit.file(kind)].take()
-                self.extents[i] = extent
-                stride = self.home.handle(self.unit, kind, extent, ()).stride
-                whole = data[: -(-used.numel() // 4096) * 4096]
-                self.writes[i].append(self.home.disk.write(extent, place * stride, data=whole, nbytes=used.numel()))
-        for begun in self.writes.values():
-            begun[-1].result()
+        regions, (lane, *_) = self.home.regions(self.unit), self.home.lanes
+        for i, version in self.versions.items():
+            version.write(leaves[i], lane.room[slice(*regions[i])])
+        for version in self.versions.values():
+            version.begun[-1].result()
 
     def done(self) -> list[Any]:
         """What stands for it in the state."""
@@ -213,9 +196,9 @@ class _Making:
 
     def _room(self, kind: Kind | None, leaf: Any) -> Any:
         if kind is None or kind.place == "disk":
-            return leaf
-        device = self.home.device if kind.place == "here" else torch.device("cpu")
+            return leaf if kind is None else None
         pinned = kind.place == "cpu" and self.home.cuda
+        device = self.home.device if kind.place == "here" else torch.device("cpu")
         if self.unit.whole and not pinned:
             return like_marked(leaf.detach().to(device), leaf)
         room = torch.empty(kind.shape, dtype=kind.dtype, device=device, pin_memory=pinned)
@@ -224,16 +207,9 @@ class _Making:
         return like_marked(room, leaf)
 
     def _stands(self, i: int, kind: Kind | None, leaf: Any) -> Any:
-        if kind is None:
+        if kind is None or kind.place == "here" or (kind.place == "cpu" and i):
             return leaf
-        if kind.place == "disk":
-            sums = tuple(begun.result() for begun in self.writes[i])
-            handle = self.home.handle(self.unit, kind, self.extents[i], sums)
-            if i == 0:
-                handle.disk.reader.know(handle)
-            return handle
-        if i == 0 and kind.place == "cpu":
-            handle_ = OnHost(leaf, f"{self.unit.leaf}", self.home.device, self.home.ahead)
-            self.home.ahead.know(handle_)
-            return handle_
-        return leaf
+        handle = self.versions[i].done() if i in self.versions else self.home.on_host(self.unit, leaf)
+        if i == 0:
+            handle.reader.know(handle)
+        return handle

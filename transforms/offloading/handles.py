@@ -60,6 +60,11 @@ class OnDisk:
         return self.extent.file.path.name
 
     @property
+    def reader(self) -> Ahead:
+        """What fetches it."""
+        return self.disk.reader
+
+    @property
     def stride(self) -> int:
         """How many bytes of the file a piece takes."""
         return padded(self.chunk * self.dtype.itemsize)
@@ -100,7 +105,7 @@ class OnDisk:
 
     def detach(self) -> Tensor:
         """The tensor on its device."""
-        return self.disk.reader.fetch(self)
+        return self.reader.fetch(self)
 
     def written(self, pieces: Iterable[Tensor]) -> "OnDisk":
         """The same tensor with other values, its flattened elements in order, in pieces of any size; on the same disk."""

@@ -8,31 +8,47 @@ import torch
 from torch import Tensor
 
 from functional_ds import tree
+from functional_ds.state import State
 
 from .ahead import Ahead
-from .disk import Disk, aligned
+from .disk import Disk, Traffic, aligned
 from .folder import Extent, Folder, padded
-from .handles import OnDisk
+from .handles import OnDisk, OnHost
+from .lanes import Copies, Lane, typed
 from .plan import Kind, Plan, Unit
 
-__all__ = ["Home", "Lane", "Offloaded"]
+__all__ = ["Home", "Offloaded", "Version", "make_disk", "traffic"]
 
 
 @attrs.define(eq=False)
-class Lane:
-    """One buffer: what an update needs of one piece of a unit, on its way in or out.
+class Version:
+    """A kind's next version, as it is written piece by piece."""
 
-    Attributes:
-        room: its memory.
-        writes: what must be written before the buffer can be filled again.
-        arrived: on CUDA, when the copies from the device are there.
-        left: on CUDA, when the copies to the device are through.
-    """
+    kind: Kind
+    chunk: int
+    device: torch.device
+    extent: Extent
+    disk: Disk
+    begun: "list[Future[int]]" = attrs.field(factory=list)
 
-    room: Tensor
-    writes: "tuple[Future[int], ...]" = ()
-    arrived: Any = None
-    left: Any = None
+    def write(self, values: Tensor, room: Tensor) -> None:
+        """Starts to write the next piece, which lies in ``room`` or is copied there."""
+        nbytes = values.numel() * self.kind.dtype.itemsize
+        own = typed(room, self.kind.dtype, values.shape)
+        if own.data_ptr() != values.data_ptr():
+            own.copy_(values)
+        offset = len(self.begun) * padded(self.chunk * self.kind.dtype.itemsize)
+        self.begun.append(self.disk.write(self.extent, offset, data=room[: padded(nbytes)], nbytes=nbytes))
+
+    def done(self) -> OnDisk:
+        """What stands for it, once all is written.
+
+        Raises:
+            OffloadError: it could not be written.
+        """
+        sums = tuple(begun.result() for begun in self.begun)
+        shape = torch.Size(self.kind.shape)
+        return OnDisk(shape, self.kind.dtype, self.device, self.chunk, sums, self.extent, self.disk)
 
 
 @attrs.define(eq=False)
@@ -53,19 +69,24 @@ class Home:
     disk: Disk | None
     buffers: int
     ahead: Ahead = attrs.field(factory=Ahead)
+    copies: Copies = attrs.field(init=False)
     _lanes: tuple[Lane, ...] = ()
+    _regions: dict[int, dict[int, tuple[int, int]]] = attrs.field(factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        self.copies = Copies(self.device)
 
     @property
     def cuda(self) -> bool:
         """Whether host and device are two."""
-        return self.device.type == "cuda"
+        return self.copies.cuda
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
         """The buffers."""
         if not self._lanes:
             most = max((self.end(unit) for unit in self.plan.units if not unit.here), default=0)
-            self._lanes = tuple(Lane(aligned(most, pinned=self.cuda)) for _ in range(self.buffers))
+            self._lanes = tuple(Lane(aligned(most, pinned=self.cuda), self.copies) for _ in range(self.buffers))
         return self._lanes
 
     def stages_param(self, unit: Unit) -> bool:
@@ -74,31 +95,45 @@ class Home:
         return param is not None and param.place != "disk" and (bool(unit.on_disk()) or (self.cuda and param.place == "here"))
 
     def regions(self, unit: Unit) -> dict[int, tuple[int, int]]:
-        """Where in a buffer, from which byte to which, a unit's kinds have their room; -1 stands for its gradient."""
-        first = next(unit.spans())
-        sizes = {i: _piece_bytes(unit, kind, first) for i, kind in unit.on_disk()}
-        param = unit.kinds[0]
+        """Where in a buffer, from which byte to which, a unit's kinds have their room; -1 stands for its gradient.
+
+        What is copied from memory has room of its own in the front: it may come while the last piece is still written.
+        """
+        if not self._regions:
+            away = [other for other in self.plan.units if not other.here]
+            front = max((sum(map(padded, self._staged(other).values())) for other in away), default=0)
+            for other in away:
+                sizes = {i: _piece_bytes(other, kind, next(other.spans())) for i, kind in other.on_disk()}
+                staged = _behind_each_other(self._staged(other), 0)
+                self._regions[other.leaf] = {**staged, **_behind_each_other(sizes, front)}
+        return self._regions.get(unit.leaf, {})
+
+    def _staged(self, unit: Unit) -> dict[int, int]:
+        first, param, sizes = next(unit.spans()), unit.kinds[0], {}
         if param is not None and self.stages_param(unit):
             sizes[0] = _piece_bytes(unit, param, first)
-        if self.cuda:
-            sizes[-1] = padded((first[1] - first[0]) * 16)  # of whatever dtype it is
-        found, end = {}, 0
-        for i, size in sizes.items():
-            found[i] = (end, end + padded(size))
-            end += padded(size)
-        return found
+        if self.cuda and unit.trained is not None:
+            sizes[-1] = (first[1] - first[0]) * 16  # of whatever dtype it is
+        return sizes
 
     def end(self, unit: Unit) -> int:
         """How many bytes of a buffer a unit takes."""
         return max((end for _, end in self.regions(unit).values()), default=0)
 
-    def handle(self, unit: Unit, kind: Kind, extent: Extent, sums: tuple[int, ...]) -> OnDisk:
-        """What stands for a kind of which a new version was written."""
+    def version(self, unit: Unit, kind: Kind) -> "Version":
+        """Room for the next version of a kind.
+
+        Raises:
+            OffloadError: there is none on the disk.
+        """
         if self.disk is None:
-            raise RuntimeError("this state has no files")
-        shape = torch.Size(kind.shape)
+            raise RuntimeError(f"{kind.path} of {unit.name}: this state has no files")
         chunk = max(kind.numel, 1) if unit.whole else unit.chunk * kind.each
-        return OnDisk(shape, kind.dtype, self.device, chunk, sums, extent, self.disk)
+        return Version(kind, chunk, self.device, self.disk.folder.files[unit.file(kind)].take(), self.disk)
+
+    def on_host(self, unit: Unit, leaf: Tensor) -> OnHost:
+        """What stands for a param in the host's memory."""
+        return OnHost(leaf, f"{unit.leaf:05d}", self.device, self.ahead)
 
     def __eq__(self, other: object) -> bool:
         """Not what makes two states differ in structure."""
@@ -124,6 +159,26 @@ def make_disk(root: Any, plan: Plan, *, threads: int, direct: bool) -> Disk:
     return Disk.over(Folder.create(root, sizes), threads=threads, direct=direct)
 
 
+def _behind_each_other(sizes: dict[int, int], start: int) -> dict[int, tuple[int, int]]:
+    found = {}
+    for i, size in sizes.items():
+        found[i] = (start, start + padded(size))
+        start += padded(size)
+    return found
+
+
 def _piece_bytes(unit: Unit, kind: Kind, span: tuple[int, int]) -> int:
     low, high = unit.span(kind, *span)
     return (high - low) * kind.dtype.itemsize
+
+
+def traffic(state: State) -> Traffic:
+    """What went to the disk and back for this line of states, so far.
+
+    Raises:
+        ValueError: the state has no files.
+    """
+    slot = state.slots.get("offload")
+    if not isinstance(slot, Offloaded) or slot.home.disk is None:
+        raise ValueError('traffic: this state has no files; add T.offload(optimizer="disk", path=...)')
+    return slot.home.disk.traffic

@@ -22,6 +22,7 @@ __all__ = [
     "Place",
     "Plan",
     "Unit",
+    "bare",
     "chunk_of",
     "content",
     "cut",
@@ -183,6 +184,12 @@ def shared(rest: Any) -> list[Any]:
     return [node for node in _skeleton(rest)[0] if not _is_list(node)]
 
 
+def bare(rest: Any) -> Any:
+    """With empty lists: what belongs to no leaf."""
+    (found,) = parted(rest, [[None if count is None else 0 for count in lengths(rest)]])
+    return found
+
+
 def joined(rests: Sequence[Any], like: Any) -> Any:
     """One state from those of single leaves: their lists one after the other, and what is in none as ``like`` has it.
 
@@ -221,6 +228,8 @@ def cut(parts: Parts, tensor: int | None, start: int, stop: int) -> Parts:
 
 
 def _meets(piece: Piece, tensor: int | None, start: int, stop: int) -> bool:
+    if not piece.numel:
+        return piece.tensor == tensor and start <= piece.start <= stop
     return piece.tensor == tensor and piece.start < stop and piece.start + piece.numel > start
 
 

@@ -1,0 +1,128 @@
+"""``export``: params as safetensors files, without any rank holding the whole model."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from functional_ds import comm, tree
+from functional_ds.checkpointing.describing import describe
+from functional_ds.comm.group import Solo
+from functional_ds.functional import Apply
+from functional_ds.state import State
+
+from .naming import Naming, checked_dtype
+from .streaming import Held, Known, agreed
+from .transferring import Plan, Transfer
+
+__all__ = ["export"]
+
+# Where the values of a leaf are, the best first: masters, the exact shards of a compressed gather, what the loss sees.
+_ROLES = ("slots.masters", "slots.zero.exact", "params")
+_MEAN = "slots.ema.leaves"
+
+
+def export(
+    params: Any,
+    path: str | Path,
+    *,
+    module: nn.Module | Apply | None = None,
+    averaged: bool = False,
+    dtype: torch.dtype | None = None,
+    rename: Callable[[str], str | None] | None = None,
+    tied: Literal["first", "all"] = "first",
+    buffers: Mapping[str, Tensor] | None = None,
+    shard_bytes: int | None = None,
+    metadata: Mapping[str, str] | None = None,
+    overwrite: bool = False,
+    group: comm.Group | None = None,
+) -> None:
+    """Writes params as safetensors: one file if ``path`` ends with ``.safetensors``, else a folder as ``transformers`` loads it.
+
+    ``params`` is a tree of tensors, or a ``State`` of any step, whatever it shards, on which axes. A state is exported
+    collectively over ``group``; a tree by whoever calls. A leaf's name is its path (``blocks.0.weight``).
+
+    Law: what is read back is ``step.params(state)``, bit for bit.
+
+    Memory: values come in chunks, and rank 0 writes them where they belong as they come: beside the params it has at most
+    the size of two of the largest leaf, and at most 64 MiB; the others half of that. A conversion takes 16 MiB.
+    Cost: each rank sends what rank 0 does not have, once.
+
+    The files are complete or not there: they are written under hidden names, synced, and renamed at the end.
+
+    Args:
+        params: a ``State``, or a tree of tensors. A state's masters count where it has them.
+        path: a file, or a folder, which is made where it is not there.
+        module: whose names, dtypes and buffers the file gets, so that it can be loaded into such a module: an ``nn.Module``,
+            or the ``apply`` of ``fds.functional``. Without it, leaves stand in the dtype in which ``step.params`` gives them.
+        averaged: the mean that ``T.ema`` keeps, instead of the params.
+        dtype: of floating leaves, buffers apart.
+        rename: from a leaf's path to its name in the file; None leaves the leaf out.
+        tied: a parameter that ``module`` ties stands under its first name, as ``transformers`` expects, with the others in
+            the metadata for ``safetensors.torch.load_model``; or under ``"all"`` its names, for ``module.load_state_dict``.
+        buffers: tensors to write beside the params; rank 0's count.
+        shard_bytes: in a folder, a file holds no more; an index says which tensor is where.
+        metadata: strings to put into the header.
+        overwrite: replace what is there.
+        group: the ranks that the state is spread over; None for the whole world.
+
+    Raises:
+        FileExistsError: ``path`` is there, or another model in the folder, and ``overwrite`` is not given.
+        ValueError: names that occur twice or do not fit the module; a dtype that the format does not have (complex128);
+            leaves that no rank has.
+        TypeError: a leaf is no tensor.
+        OSError: on rank 0; the others raise it too. Nothing stays behind.
+
+    >>> import tempfile
+    >>> from safetensors.torch import load_file
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     export({"w": torch.ones(2), "b": [torch.zeros(1)]}, f"{folder}/model.safetensors")
+    ...     {name: value.tolist() for name, value in load_file(f"{folder}/model.safetensors").items()}
+    {'b.0': [0.0], 'w': [1.0, 1.0]}
+    """
+    if tied not in ("first", "all"):
+        raise ValueError(f"tied={tied!r} can be 'first' or 'all'")
+    if shard_bytes is not None and shard_bytes < 1:
+        raise ValueError(f"shard_bytes={shard_bytes} must be positive")
+    ranks = (group or comm.world()) if isinstance(params, State) else _alone()
+    held = _of_state(params, averaged) if isinstance(params, State) else _of_tree(params, averaged)
+    leaves, hops = agreed(held, ranks)
+    naming = Naming.of(module)
+    naming = attrs.evolve(naming, buffers={**naming.buffers, **(buffers or {})})
+    named = naming.name(leaves, rename=rename, dtype=checked_dtype(dtype), every=tied == "all")
+    plan = Plan.of(
+        Path(path),
+        specs=[spec for one in named for spec in one.specs] + naming.buffer_specs,
+        limit=shard_bytes,
+        metadata={**naming.metadata(every=tied == "all"), **(metadata or {})},
+        overwrite=overwrite,
+    )
+    Transfer(plan, {one.leaf: one for one in named}, naming.buffers, ranks).run(held, hops)
+
+
+def _alone() -> comm.Group:
+    """A world of one: who exports a tree asks nobody."""
+    return comm.Group((0,), 0, "alone", Solo())
+
+
+def _of_tree(params: Any, averaged: bool) -> list[Held]:
+    if averaged:
+        raise ValueError("averaged=True: params is a tree, which keeps no mean; pass the state of a step that has T.ema")
+    tree.tensors(params, "params")
+    return [Held(Known(path, tuple(leaf.shape), leaf.dtype), 0, leaf.detach()) for path, leaf in tree.named(params)]
+
+
+def _of_state(state: State, averaged: bool) -> list[Held]:
+    """Everything that may stand for a leaf; what counts is settled between the ranks."""
+    roles = (*((_MEAN,) if averaged else ()), *_ROLES)
+    found = []
+    for held in describe(state):
+        role, _, path = held.name.partition("/")
+        if role in roles and not held.shared:
+            found.append(Held(Known(path, held.shape, held.view.dtype, roles.index(role)), held.offset, held.view))
+    if averaged and state.slots.get("ema") is None:
+        raise ValueError("averaged=True: this state keeps no mean of its params; its step needs T.ema(decay)")
+    return found

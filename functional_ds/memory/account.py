@@ -1,0 +1,104 @@
+"""What a rank holds, by kind: measured on its tensors."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+
+from functional_ds import comm
+from functional_ds.state import State
+
+from .counting import holdings
+
+__all__ = ["KINDS", "Memory", "measured"]
+
+KINDS = ("params", "masters", "optimizer", "gradients", "gathered", "activations", "buffers")
+
+
+@attrs.frozen
+class Memory:
+    """Bytes on one rank.
+
+    Attributes:
+        params: what is stored of the params.
+        masters: the params as the optimizer has them, where these are others.
+        optimizer: the optimizer's state.
+        gradients: as the optimizer gets them.
+        gathered: whole units, in stage 3, at most at one time.
+        activations: what the backward pass will need.
+        buffers: all else in the state: counts, keys, scales, means, what is owed.
+        places: how many bytes of the state lie on which kind of device, ``"disk"`` among them.
+    """
+
+    params: int = 0
+    masters: int = 0
+    optimizer: int = 0
+    gradients: int = 0
+    gathered: int = 0
+    activations: int = 0
+    buffers: int = 0
+    places: Mapping[str, int] = attrs.field(factory=dict, eq=False)
+
+    @property
+    def state(self) -> int:
+        """What is there between steps."""
+        return self.params + self.masters + self.optimizer + self.buffers
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.state + self.gradients + self.gathered + self.activations
+
+    def plus(self, **kinds: int) -> "Memory":
+        """With more of some kinds: ``memory.plus(activations=found.kept)``."""
+        return attrs.evolve(self, **{kind: getattr(self, kind) + more for kind, more in kinds.items()})
+
+    def of_all_ranks(self, group: comm.Group | None = None) -> list["Memory"]:
+        """Everybody's, in rank order; without the places. Collective."""
+        row = torch.tensor([getattr(self, kind) for kind in KINDS])
+        return [Memory(*found) for found in comm.all_gather(row, group, tiled=False).tolist()]
+
+    def __str__(self) -> str:
+        rows = [(kind, getattr(self, kind)) for kind in KINDS if getattr(self, kind)]
+        return "\n".join(f"{kind:<12}{size:>16,}" for kind, size in [*rows, ("total", self.total)])
+
+
+def measured(state: State, *, gradients: int = 0) -> Memory:
+    """The bytes of a state on this rank, each piece of memory once: as the first of the kinds that it is of.
+
+    ``gradients`` are no part of a state; ``noted`` measures them.
+
+    Raises:
+        TypeError: this is no state.
+
+    >>> import functional_ds as fds
+    >>> step = fds.transforms.mixed_precision("bf16")(fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.adam(0.1)))
+    >>> print(measured(step.init({"w": torch.ones(100)})))
+    params                   200
+    masters                  400
+    optimizer                804
+    buffers                   32
+    total                  1,436
+    """
+    if not isinstance(state, State):
+        raise TypeError(f"state={state!r} is no State; pass what step.init or step(...) returns")
+    slots = dict(state.slots)
+    zero = slots.pop("zero", None)
+    rest = (state.step, state.key, slots, state.skip)
+    groups: dict[str, Any] = {
+        "params": state.params,
+        "masters": (slots.pop("masters", None), getattr(zero, "exact", None)),
+        "optimizer": state.optimizer,
+        "buffers": (rest, zero),
+    }
+    seen: dict[int, tuple[str, int]] = {}
+    sizes: dict[str, int] = {}
+    for kind, held in groups.items():
+        fresh = {key: value for key, value in holdings(held).items() if key not in seen}
+        sizes[kind] = sum(size for _, size in fresh.values())
+        seen |= fresh
+    where: dict[str, int] = {}
+    for place, size in seen.values():
+        where[place] = where.get(place, 0) + size
+    return Memory(**sizes, gradients=gradients, places=where)

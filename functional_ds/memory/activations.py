@@ -1,0 +1,101 @@
+"""What a forward pass keeps for the backward pass: measured, or predicted without values."""
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from functional_ds import tree
+from functional_ds.tape import Tape
+from functional_ds.trainable import is_trainable, like_marked
+
+from .counting import Live, holdings
+
+__all__ = ["Activations", "activations"]
+
+
+@attrs.frozen
+class Activations:
+    """Bytes beside params and batch.
+
+    Attributes:
+        kept: what is alive when the forward pass has ended: what the backward pass needs.
+        forward: the most that was alive within the forward pass.
+        backward: the most that was alive within the backward pass, whole gradients included.
+    """
+
+    kept: int
+    forward: int
+    backward: int
+
+
+class _Allocations(TorchDispatchMode):
+    """Notes what each operation gives."""
+
+    def __init__(self, known: Any) -> None:
+        super().__init__()
+        self.live, self._known = Live(), holdings(known)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        results = [x for x in tree.leaves(found) if isinstance(x, Tensor)]
+        self.live.note(x for x in results if x.untyped_storage()._cdata not in self._known)
+        return found
+
+
+def activations(
+    loss_fn: Callable[..., Any], params: Any, batch: Any, *, device: str | torch.device = "cpu", autocast: torch.dtype | None = None
+) -> Activations:
+    """What ``loss_fn(params, batch)`` holds for its gradients, on one rank.
+
+    Where params or batch are on the meta device, nothing is computed: the function runs on torch's fake tensors, which stand
+    for tensors on ``device``, so a model of any size will do. It must not read values, then. Else it is run and measured.
+
+    Law: both give the same, exactly, wherever operations choose the same kernels; for one kernel's memory within itself
+    neither has eyes. Recomputation (``fds.remat``, ``torch.utils.checkpoint``) is counted as what it leaves.
+
+    Args:
+        loss_fn: as ``train_step`` has it; without a key.
+        params: the user's tree, in the dtypes that the loss sees.
+        batch: what one rank has at once: a micro-batch, where those are accumulated.
+        device: what fake tensors stand for.
+        autocast: the dtype of an autocast around the loss.
+
+    >>> w, x = torch.empty(100, 200, device="meta"), torch.empty(8, 100, device="meta")
+    >>> activations(lambda params, batch: torch.tanh(batch @ params["w"]).sum(), {"w": w}, x).kept  # tanh keeps its result
+    6400
+    """
+    if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree.leaves((params, batch))):
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            params, batch = (tree.map(lambda x: _standing_for(x, device), held) for held in (params, batch))
+            return _run(loss_fn, params, batch, torch.device(device), autocast)
+    found = [leaf.device for leaf in tree.leaves(params) if isinstance(leaf, Tensor)]
+    return _run(loss_fn, params, batch, found[0] if found else torch.device(device), autocast)
+
+
+def _standing_for(leaf: Any, device: str | torch.device) -> Any:
+    return like_marked(torch.empty_like(leaf, device=device), leaf) if isinstance(leaf, Tensor) else leaf
+
+
+def _run(
+    loss_fn: Callable[..., Any], params: Any, batch: Any, device: torch.device, autocast: torch.dtype | None
+) -> Activations:
+    with Tape() as tape:
+        seen = tree.map(lambda x: tape.watch(x) if is_trainable(x) else x.detach(), params)
+        with _Allocations((params, batch)) as mode:
+            with torch.autocast(device.type, autocast, enabled=autocast is not None):
+                found = loss_fn(seen, batch)
+            loss = found[0] if isinstance(found, tuple) else found
+            loss = getattr(loss, "sum") if not isinstance(loss, Tensor) else loss
+            outputs = holdings(found)
+            del found
+            tape.end_forward()
+            kept = sum(size for key, size in mode.live.holds().items() if key not in outputs)
+            forward, mode.live.peak = mode.live.peak, 0
+            del outputs
+            tape.backward(loss)
+    return Activations(kept, forward, mode.live.peak)

@@ -1,0 +1,101 @@
+"""What a rank will hold, from shapes alone."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functional_ds import comm, tree
+from functional_ds.state import State
+from functional_ds.step import Step, wrap
+from functional_ds.trainable import is_trainable, like_marked
+from functional_ds.weighted import weigh
+
+from .account import Memory, measured
+from .counting import Live, stored
+
+__all__ = ["predicted", "without_values"]
+
+_ROWS = 720_720  # of a batch without values: any number of micro-batches up to 16 divides it
+
+
+def predicted(make: Callable[[], Step], params: Any, *, world_size: int = 1, rank: int = 0) -> Memory:
+    """The bytes that a rank will hold: params, masters, optimizer, gradients, gathered units at most, buffers.
+
+    ``make`` is a program that makes the step, meshes and all, as on a real rank. It runs as one rank of a world whose other
+    ranks do the same (``comm.alike``), and ``step.init`` gets params without values, so any model on any number of ranks
+    costs neither memory nor time worth speaking of. Then gradients of a loss that uses every leaf, in the order in which
+    the tree was filled, go through the step's own phases.
+
+    Law 20: these are ``measured``'s bytes, exactly. On a GPU the allocator rounds each tensor up to 512 bytes.
+
+    Gathered units count as they arrive: a compressed gather's as what is sent. Not counted: activations
+    (``activations``), gradients before they are reduced (at most three units in stages 2 and 3), and what kernels need.
+    A step whose ranks differ in what they compute, as pipelines do, is asked for each rank by itself.
+
+    Args:
+        make: makes the step.
+        params: the user's tree; values, if any, are not looked at.
+        world_size: how many ranks.
+        rank: which one.
+
+    Raises:
+        ValueError: no such rank.
+        TypeError: ``make`` gives no step.
+
+    >>> import functional_ds as fds
+    >>> from functional_ds import transforms as T
+    >>> params = {f"{i}.w": torch.empty(1024, 1024, device="meta") for i in range(6000)}  # 6.3 B
+    >>> def make():
+    ...     loss = lambda params, batch: NotImplemented
+    ...     return fds.compose(T.mixed_precision("bf16"), T.zero(1))(fds.train_step(loss, fds.adam(1e-4)))
+    >>> memory = predicted(make, params, world_size=64)
+    >>> memory.params, memory.masters + memory.optimizer - 4 * 6000
+    (12582912000, 1179648000)
+    """
+    bare = without_values(params)
+
+    def program() -> Memory:
+        step = make()
+        if not isinstance(step, Step):
+            raise TypeError(f"make: it gives {step!r}, and not a step")
+        state = step.init(bare)
+        grads, gathered = _gradients(step, state, tree.as_written(bare))
+        return measured(state, gradients=grads).plus(gathered=gathered)
+
+    found: Memory = comm.alike(program, world_size=world_size, rank=rank)
+    return found
+
+
+def without_values(held: Any) -> Any:
+    """The tree on the meta device, its marks kept."""
+    return tree.map(lambda x: like_marked(torch.empty_like(x, device="meta"), x) if isinstance(x, Tensor) else x, held)
+
+
+def _gradients(step: Step, state: State, order: Sequence[str]) -> tuple[int, int]:
+    """The bytes of the gradients of a loss that uses all leaves, and of what was gathered for it at most."""
+    if not _is_trained(state):
+        return 0, 0
+    live, world = Live(), comm.world().world
+
+    def observe(call: comm.Call, results: Sequence[Tensor]) -> None:
+        if call.collective.name == "all_gather":
+            live.note(result for result in results if result.is_meta)
+
+    def loss(inner: Any, step: Step, state: State, params: Any, batch: Any) -> Any:
+        leaves = dict(tree.named(params))
+        used = [leaves[path].abs().square().sum().float() for path in order if leaves[path].is_floating_point() or leaves[path].is_complex()]
+        return weigh(sum(used), "the loss"), {}
+
+    world.observe = observe  # type: ignore[attr-defined]  # alike's
+    probe = wrap("probe", loss=loss)(step)
+    batch = torch.empty(_ROWS, device="meta")
+    grads, _ = probe.gradients(state, batch, None, True)
+    _, grads = probe.reduce(state, grads)
+    return stored(grads.sum), live.peak
+
+
+def _is_trained(state: State) -> bool:
+    """Whether there is anything to take gradients of."""
+    return any(isinstance(leaf, Tensor) and is_trainable(leaf) for leaf in tree.leaves(state.params))

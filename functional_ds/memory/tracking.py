@@ -1,0 +1,73 @@
+"""What is there only within a step: gradients, whole units, and the peak of a process."""
+
+import resource
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functional_ds import comm, tree
+from functional_ds.state import State
+from functional_ds.step import Step, Transform, wrap
+from functional_ds.weighted import Weighted
+
+from .counting import Live, stored
+
+__all__ = ["Tracked", "noted", "peak"]
+
+
+def noted(sizes: list[int]) -> Transform:
+    """A transform that changes nothing: it appends the bytes of each step's gradients, as the optimizer gets them.
+
+    >>> import functional_ds as fds
+    >>> sizes = []
+    >>> step = noted(sizes)(fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(0.1)))
+    >>> _ = step(step.init({"w": torch.ones(100)}), torch.ones(100))
+    >>> sizes
+    [400]
+    """
+
+    def reduce(inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Weighted]:
+        after, reduced = inner(step, state, grads)
+        sizes.append(stored(reduced.sum))
+        return after, reduced
+
+    return wrap("noted", reduce=reduce)
+
+
+class Tracked:
+    """A gather that knows how many bytes of what it gathered are still there: ``zero(3, all_gather=Tracked())``.
+
+    ``live.peak`` is the most at any one time, those under way included.
+    """
+
+    def __init__(self, gather: Callable[..., Any] = comm.all_gather) -> None:
+        self.live = Live()
+        self._gather = gather
+        self._ahead = 0
+
+    def __call__(self, x: Any, group: comm.Group | None = None, **options: Any) -> Any:
+        """As the gather is called."""
+        size = sum(leaf.nbytes for leaf in tree.leaves(x)) * (group or comm.world()).size
+        found = self._gather(x, group, **options)
+        self._ahead += size
+        self.live.note((), ahead=self._ahead)
+
+        def arrived(whole: Any) -> Any:
+            self._ahead -= size
+            self.live.note(leaf for leaf in tree.leaves(whole) if isinstance(leaf, Tensor))
+            return whole
+
+        return found.then(arrived) if isinstance(found, comm.Pending) else arrived(found)
+
+    def __str__(self) -> str:
+        return f"tracked({getattr(self._gather, '__name__', self._gather)})"
+
+
+def peak() -> int:
+    """The most bytes of this process so far: of torch's allocator where a GPU is in use, else of all its memory."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

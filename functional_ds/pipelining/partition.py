@@ -1,0 +1,77 @@
+"""Where to cut a row of blocks."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+__all__ = ["balanced", "uniformly"]
+
+
+def uniformly(blocks: int, stages: int) -> tuple[int, ...]:
+    """The first block of each stage; stages differ by at most one block, and earlier ones have fewer.
+
+    The last stages get the odd blocks: under 1F1B, earlier ones keep more activations.
+
+    Raises:
+        ValueError: fewer blocks than stages, or no stage.
+
+    >>> uniformly(10, 4)
+    (0, 2, 4, 7)
+    """
+    _refuse(blocks, stages)
+    return tuple(blocks * stage // stages for stage in range(stages))
+
+
+def balanced(costs: Sequence[float], stages: int) -> tuple[int, ...]:
+    """The first block of each stage, such that the costliest stage costs as little as can be.
+
+    Law: no other cut of the row has a smaller maximum; among those with this one, every stage but the last ends as late as it
+    can without raising its own rest's maximum. Exact, by dynamic programming: O(stages · blocks · log blocks).
+
+    Args:
+        costs: of each block, none negative.
+        stages: how many; each gets at least one block.
+
+    Raises:
+        ValueError: fewer blocks than stages, or a cost that is negative or no number.
+
+    >>> balanced([1, 1, 1, 1, 4], 2), balanced([3, 1, 1, 3, 1, 1], 3)
+    ((0, 4), (0, 1, 3))
+    """
+    _refuse(len(costs), stages)
+    for place, cost in enumerate(costs):
+        if not 0 <= cost < float("inf"):
+            raise ValueError(f"costs[{place}] is {cost}; costs are finite and not negative")
+    total = [0.0, *accumulate(costs)]
+    count = len(costs)
+    worst = [total[count] - total[begin] for begin in range(count + 1)]  # of the blocks from each on, in one stage
+    choices: list[list[int]] = []
+    for rest in range(1, stages):  # how many stages follow
+        ends = [_first_end(total, worst, begin, count - rest) for begin in range(count - rest)]
+        choices.append(ends)
+        worst = [max(total[end] - total[begin], worst[end]) for begin, end in enumerate(ends)]
+    starts = [0]
+    for ends in reversed(choices):
+        starts.append(ends[starts[-1]])
+    return tuple(starts)
+
+
+def _first_end(total: Sequence[float], worst: Sequence[float], begin: int, latest: int) -> int:
+    """Where a stage from ``begin`` on ends best: its cost grows with the end, what follows gets no costlier."""
+    low, high = begin + 1, latest
+    while low < high:
+        middle = (low + high) // 2
+        if total[middle] - total[begin] >= worst[middle]:
+            high = middle
+        else:
+            low = middle + 1
+    before = low - 1
+    if before > begin and max(total[before] - total[begin], worst[before]) <= max(total[low] - total[begin], worst[low]):
+        return before
+    return low
+
+
+def _refuse(blocks: int, stages: int) -> None:
+    if stages < 1:
+        raise ValueError(f"stages={stages}: there is at least one")
+    if blocks < stages:
+        raise ValueError(f"{blocks} blocks do not make {stages} stages, each of at least one")

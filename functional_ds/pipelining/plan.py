@@ -1,0 +1,158 @@
+"""``Plan``: a module's programs, one for each shape of its batches, cut in parts."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from functional_ds.functional import Apply
+from functional_ds.key import Key
+
+from .chain import called, first_input
+from .cutting import Begin
+from .moulds import Hole, Mould, mould
+from .program import Ambience, Part, Program, ambience
+from .recording import record
+from .slicing import cut_program
+from .stages import Params
+
+__all__ = ["Arguments", "Plan"]
+
+_KEPT = 256  # programs; a run whose batches have more shapes than this records some of them again
+
+
+@attrs.frozen(eq=False)
+class Arguments:
+    """What a module is called with.
+
+    Attributes:
+        mould: of (args, kwargs), with the tensors counted.
+        tensors: those.
+    """
+
+    mould: Mould
+    tensors: tuple[Tensor, ...]
+
+    @staticmethod
+    def of(args: Any, kwargs: Any) -> "Arguments":
+        """Arguments taken apart."""
+        tensors: list[Tensor] = []
+
+        def take(tensor: Tensor) -> Mould:
+            tensors.append(tensor)
+            return Hole(len(tensors) - 1)
+
+        return Arguments(mould((tuple(args), dict(kwargs)), take), tuple(tensors))
+
+    def device(self, params: Params) -> torch.device:
+        """Where the module runs."""
+        with torch._C.DisableTorchFunctionSubclass():  # a deferred leaf need not be fetched for this
+            found = next((leaf.device for leaf in params.values()), None)
+            return found or next((tensor.device for tensor in self.tensors), torch.device("cpu"))
+
+
+@attrs.frozen
+class _Signature:
+    """What a program depends on."""
+
+    mould: Mould
+    shapes: tuple[Any, ...]
+    dtypes: tuple[torch.dtype, ...]
+    device: torch.device
+    training: bool
+    ambience: Ambience
+
+
+@attrs.define(eq=False)
+class Plan:
+    """How a module is cut.
+
+    Attributes:
+        apply: the module.
+        inputs: what it is called with, from a batch.
+        opened: the modules whose forward is looked into.
+        begins: the calls that begin stages, but for the first.
+    """
+
+    apply: Apply
+    inputs: Callable[..., Any] | None
+    opened: frozenset[str]
+    begins: tuple[Begin, ...] = ()
+    _made: dict[_Signature, tuple[Part, ...]] = attrs.field(factory=dict, init=False)
+
+    def arguments(self, batch: Any, key: Key | None) -> Arguments:
+        """What the module is called with."""
+        if self.inputs is not None:
+            given = called(self.inputs, batch, key=key)
+        else:
+            given = first_input(batch)
+        if isinstance(given, tuple):
+            return Arguments.of(given, {})
+        return Arguments.of((), given) if isinstance(given, Mapping) else Arguments.of((given,), {})
+
+    def parts(self, params: Params, arguments: Arguments) -> tuple[Part, ...]:
+        """The program's parts, recorded where such arguments are new.
+
+        Raises:
+            ValueError: with these arguments a stage's module is not called.
+        """
+        signature = self._signature(params, arguments)
+        parts = self._made.get(signature)
+        if parts is None:
+            parts = self.cut(self.program(params, arguments), self.begins)
+            if len(self._made) >= _KEPT:
+                self._made.clear()
+            self._made[signature] = parts
+        return parts
+
+    def cut(self, program: Program, begins: Sequence[Begin]) -> tuple[Part, ...]:
+        """The parts of a program that begin with these calls."""
+        for path, times in begins:
+            if (path, times) not in program.begins:
+                raise ValueError(f"{path!r} begins a stage, but is not called {times + 1} times with this batch")
+        return cut_program(program, [program.begins[begin] for begin in begins])
+
+    def program(self, params: Params, arguments: Arguments) -> Program:
+        """Records the module's forward."""
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        device = arguments.device(params)
+        with mode:
+            own = _without_values(self.apply.bare, params, device)
+            tensors = [
+                torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=each.device)
+                for each in arguments.tensors
+            ]
+            module = self.apply.dressed(own, lambda buffer: torch.empty_like(buffer, device=device))
+        args, kwargs = arguments.mould.fill(dict(enumerate(tensors)))
+        return record(module, args, kwargs, mode=mode, opened=self.opened)
+
+    def _signature(self, params: Params, arguments: Arguments) -> _Signature:
+        shapes = tuple((each.shape, each.stride(), each.dtype, each.device) for each in arguments.tensors)
+        with torch._C.DisableTorchFunctionSubclass():
+            dtypes = tuple(leaf.dtype for leaf in params.values())
+        device = arguments.device(params)
+        training = self.apply.module.training
+        return _Signature(arguments.mould, shapes, dtypes, device, training, ambience(device.type))
+
+
+def _without_values(bare: Mapping[str, nn.Parameter], params: Params, device: torch.device) -> dict[str, Tensor]:
+    """All parameters without values. Those that live on other ranks are taken to be cast as most of these are."""
+    with torch._C.DisableTorchFunctionSubclass():
+        known = {path: leaf.dtype for path, leaf in params.items()}
+    casts = Counter((bare[path].dtype, dtype) for path, dtype in known.items() if path in bare)
+    most: dict[torch.dtype, torch.dtype] = {}
+    for (before, after), _ in reversed(casts.most_common()):
+        most[before] = after
+    return {
+        path: nn.Parameter(
+            torch.empty_strided(
+                each.shape, each.stride(), dtype=known.get(path, most.get(each.dtype, each.dtype)), device=device
+            ),
+            each.requires_grad,
+        )
+        for path, each in bare.items()
+    }

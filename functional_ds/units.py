@@ -1,0 +1,149 @@
+"""Which leaves of a tree travel together: partitions into units, as functions of paths and sizes."""
+
+import difflib
+import re
+from collections.abc import Callable, Mapping
+from typing import Protocol, runtime_checkable
+
+import attrs
+from torch import Tensor
+
+__all__ = ["ByBytes", "ByPath", "Partition", "UnitOf", "block_of", "by_bytes", "by_path", "each_leaf", "together", "unit_names"]
+
+
+@runtime_checkable
+class Partition(Protocol):
+    """A partition that looks at all leaves."""
+
+    def units(self, leaves: Mapping[str, Tensor]) -> Mapping[str, str]:
+        """From each leaf's path to its unit's name; the leaves come in the order in which the tree names them."""
+        ...
+
+
+UnitOf = Callable[[str], str] | Partition
+
+
+def unit_names(unit_of: UnitOf | None, leaves: Mapping[str, Tensor]) -> dict[str, str]:
+    """The unit of each path; None is ``block_of``.
+
+    Raises:
+        TypeError: a name is no string, or ``unit_of`` neither a function nor a partition.
+        ValueError: a pattern matches nothing.
+    """
+    if isinstance(unit_of, Partition):
+        found = dict(unit_of.units(leaves))
+    elif unit_of is None or callable(unit_of):
+        found = {path: (unit_of or block_of)(path) for path in leaves}
+    else:
+        raise TypeError(f"unit_of={unit_of!r} is no function from a path to a name; see fds.units for ready ones")
+    for path in leaves:
+        if not isinstance(found.get(path), str):
+            raise TypeError(f"unit_of={unit_of!r} gives {found.get(path)!r} for {path!r}; a unit's name is a string")
+    return found
+
+
+def block_of(path: str) -> str:
+    """The repeated block that a path lies in, up to its first number; "rest" where there is none.
+
+    >>> block_of("transformer.h.3.attn.weight"), block_of("wte.weight")
+    ('transformer.h.3', 'rest')
+    """
+    parts = path.split(".")
+    for i, part in enumerate(parts):
+        if part.isdecimal():
+            return ".".join(parts[: i + 1])
+    return "rest"
+
+
+def each_leaf(path: str) -> str:
+    """A unit of its own for every leaf."""
+    return path
+
+
+def together(path: str) -> str:
+    """One unit for all."""
+    return "all"
+
+
+@attrs.frozen
+class ByBytes:
+    """See ``by_bytes``."""
+
+    limit: int
+
+    def units(self, leaves: Mapping[str, Tensor]) -> Mapping[str, str]:
+        """Neighbours, until the next one would not fit."""
+        found: dict[str, str] = {}
+        first, size = "", self.limit + 1
+        for path, leaf in leaves.items():
+            more = leaf.numel() * leaf.element_size()
+            if size + more > self.limit:
+                first, size = path, 0
+            size += more
+            found[path] = f"from {first}"
+        return found
+
+
+def by_bytes(limit: int) -> ByBytes:
+    """Units of neighbouring leaves, at most ``limit`` bytes each; a larger leaf is a unit of its own.
+
+    Bytes are those of the params that ``init`` gets, so of fp32 where mixed precision stores less.
+
+    Raises:
+        ValueError: the limit is not positive.
+
+    >>> import torch
+    >>> leaves = {name: torch.ones(4) for name in "abc"}
+    >>> by_bytes(32).units(leaves)
+    {'a': 'from a', 'b': 'from a', 'c': 'from c'}
+    """
+    if limit < 1:
+        raise ValueError(f"limit={limit}: a unit has at least one byte")
+    return ByBytes(limit)
+
+
+@attrs.frozen
+class ByPath:
+    """See ``by_path``."""
+
+    rules: tuple[tuple[str, str], ...]
+    others: UnitOf
+
+    def units(self, leaves: Mapping[str, Tensor]) -> Mapping[str, str]:
+        """The first rule that matches."""
+        found: dict[str, str] = {}
+        used: set[str] = set()
+        for path in leaves:
+            hits = [(pattern, match, name) for pattern, name in self.rules if (match := re.search(pattern, path))]
+            used.update(pattern for pattern, _, _ in hits)
+            if hits:
+                found[path] = hits[0][1].expand(hits[0][2])
+        for pattern, _ in self.rules:
+            if pattern not in used:
+                near = difflib.get_close_matches(pattern, leaves, 1, 0.0)
+                raise ValueError(
+                    f"by_path: {pattern!r} matches no path; the nearest is {near[0] if near else 'none, for there are none'!r}"
+                )
+        rest = unit_names(self.others, {path: leaf for path, leaf in leaves.items() if path not in found})
+        return {**found, **rest}
+
+
+def by_path(rules: Mapping[str, str], *, others: UnitOf = block_of) -> ByPath:
+    """Units by regular expressions, searched for in paths; the first that matches counts, ``others`` names the rest.
+
+    A name may refer to the expression's groups.
+
+    Raises:
+        ValueError: no regular expression; one that matches no path, when the tree is known (the message names the nearest).
+
+    >>> import torch
+    >>> leaves = dict.fromkeys(["wte", "h.0.a", "h.1.a", "h.2.a"], torch.ones(1))
+    >>> dict(by_path({r"^h\\.[01]": "first blocks", r"^w(.*)": r"embed \\1"}).units(leaves))
+    {'wte': 'embed te', 'h.0.a': 'first blocks', 'h.1.a': 'first blocks', 'h.2.a': 'h.2'}
+    """
+    for pattern in rules:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"by_path: {pattern!r} is no regular expression: {error}") from None
+    return ByPath(tuple(rules.items()), others)

@@ -1,0 +1,154 @@
+"""Batches that go on from where they were."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from functional_ds import comm
+from functional_ds.fitting import Indexed, Replayed, Source, Stateful
+from functional_ds.fitting.position import as_json, from_json, gathered, own
+from functional_ds.fitting.source import as_source
+from functional_ds.testing import assert_same
+
+COUNT = 9
+
+
+class Loader:
+    """A stateful loader as torchdata has them, with a position that is more than a number."""
+
+    def __init__(self) -> None:
+        self.drawn = 0
+        self.order = torch.randperm(COUNT, generator=torch.Generator().manual_seed(1))
+
+    def __iter__(self) -> Iterator[int]:
+        while self.drawn < COUNT:
+            self.drawn += 1
+            yield int(self.order[self.drawn - 1])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"drawn": self.drawn, "order": self.order}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.drawn, self.order = state["drawn"], state["order"]
+
+
+KINDS = {
+    "function": lambda: Indexed(lambda index: index, COUNT),
+    "sequence": lambda: as_source([10 * i for i in range(COUNT)]),
+    "loader": lambda: as_source(Loader()),
+    "iterator": lambda: as_source(iter(range(COUNT))),
+    "iterable": lambda: as_source({str(i): None for i in range(COUNT)}.keys()),
+}
+
+
+@pytest.mark.law(37)
+@pytest.mark.parametrize("kind", KINDS)
+@given(behind=st.integers(0, COUNT))
+def test_a_source_goes_on_where_it_was(kind: str, behind: int) -> None:
+    """at(position after k batches) = drop k ∘ at(beginning), through JSON."""
+    whole = KINDS[kind]().at(None)
+    drawn = [next(whole) for _ in range(behind)]
+    position = from_json(as_json(whole.position))
+    rest = list(_all(whole))
+    assert list(_all(KINDS[kind]().at(position))) == rest
+    assert len(drawn) + len(rest) == COUNT
+
+
+def _all(reader: Any) -> Iterator[Any]:
+    while True:
+        try:
+            yield next(reader)
+        except StopIteration:
+            return
+
+
+def test_a_function_is_not_called_for_what_lies_behind() -> None:
+    called: list[int] = []
+    reader = Indexed(lambda index: called.append(index)).at(1000)
+    next(reader)
+    assert called == [1000]
+    assert reader.position == 1001
+
+
+def test_an_iterator_that_is_too_short_to_replay_is_refused() -> None:
+    with pytest.raises(ValueError, match="behind 5 batches, and this iterable has 3"):
+        Replayed(iter(range(3))).at(5)
+
+
+def test_what_counts_as_which_source() -> None:
+    own_source = Indexed(abs)
+    assert as_source(own_source) is own_source
+    assert isinstance(as_source(Loader()), Stateful)
+    assert isinstance(as_source(range(3)), Indexed)
+    assert isinstance(as_source(itertools.count()), Replayed)
+    assert isinstance(as_source(lambda index: index), Source)
+    with pytest.raises(TypeError, match="batches=3: pass a function"):
+        as_source(3)
+
+
+positions = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(max_size=3)
+    | st.binary(max_size=4)
+    | st.builds(
+        lambda rows, dtype: torch.tensor(rows).to(dtype),
+        st.lists(st.integers(0, 9)),
+        st.sampled_from((torch.int64, torch.bfloat16)),
+    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab", max_size=2), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(positions)
+def test_positions_survive_json(position: Any) -> None:
+    """from_json ∘ as_json = id."""
+    import json
+
+    assert_same_position(from_json(json.loads(json.dumps(as_json(position)))), position)
+
+
+def assert_same_position(found: Any, expected: Any) -> None:
+    assert type(found) is type(expected)
+    if isinstance(expected, torch.Tensor):
+        assert_same(found, expected)
+    elif isinstance(expected, list):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_same_position(one, other)
+    elif isinstance(expected, dict):
+        assert_same_position([*found], [*expected])
+        assert_same_position([*found.values()], [*expected.values()])
+    else:
+        assert found == expected
+
+
+def test_what_json_cannot_hold_is_refused() -> None:
+    with pytest.raises(TypeError, match="position holds set"):
+        as_json({"seen": {1, 2}})
+
+
+@given(st.lists(st.integers(0, 1), min_size=1, max_size=4))
+def test_each_rank_gets_its_own_position_back(numbers: list[int]) -> None:
+    """own ∘ gathered = id; a position that all share serves any number of ranks."""
+
+    def program() -> tuple[Any, Any]:
+        mine = {"drawn": numbers[comm.world().rank]}
+        stored = gathered(mine)
+        assert own(stored) == mine
+        return stored
+
+    stored = comm.simulate(program, world_size=len(numbers))[0]
+    if len(set(numbers)) == 1:
+        assert comm.simulate(own, stored, world_size=3) == [{"drawn": numbers[0]}] * 3
+    else:
+        with pytest.raises(ValueError, match=f"a position for each of {len(numbers)} ranks, and this run has 5"):
+            comm.simulate(own, stored, world_size=5)

@@ -1,0 +1,159 @@
+"""Offload: optimizer states and params on the host or on a disk (ZeRO-Offload and ZeRO-Infinity, Rajbhandari et al. 2021)."""
+
+import os
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import attrs
+import torch
+from torch import Tensor
+
+from functional_ds import tree
+from functional_ds.state import State
+from functional_ds.step import Metrics, Step, Transform, wrap
+from functional_ds.training import stored_view
+from functional_ds.weighted import Weighted
+
+from .offloading.beginning import Options, initial, planned
+from .offloading.folder import check_folder
+from .offloading.handles import fetched
+from .offloading.home import Home, Offloaded, make_disk
+from .offloading.plan import Place, rest_of
+from .offloading.updating import Update
+
+__all__ = ["offload"]
+
+_PLACES: tuple[Place, ...] = get_args(Place)
+
+
+def offload(
+    optimizer: Literal["cpu", "disk"] | None = None,
+    params: Literal["cpu", "disk"] | None = None,
+    *,
+    path: str | os.PathLike[str] | None = None,
+    ratio: float = 1.0,
+    buffers: int = 2,
+    buffer_bytes: int = 2**25,
+    threads: int = 2,
+    direct: bool = True,
+) -> Transform:
+    """Keeps the optimizer's state, masters included, and the params on the host or on a disk.
+
+    Law 28: a step with it is the step without, bitwise on CPUs, in every stage of ZeRO; offload then fetch = id.
+
+    With ``optimizer="cpu"`` the state lies in the host's memory, pinned beside a GPU, and the update runs there; gradients
+    come and params go while other pieces are computed. Without a GPU that is where it lies anyway: all stays in its place,
+    and the same code runs. With ``optimizer="disk"`` it lies in files under ``path``, two versions of each, and the update
+    goes through ``buffers`` buffers of about ``buffer_bytes``: whatever the model's size, no more of it is in memory. While
+    a piece is computed, the next is read and the last one written. Every read is checked against a checksum.
+
+    ``params`` needs ``zero(3)``, on one rank too: shards are then fetched before units are gathered, the next one ahead.
+
+    A file that goes wrong raises ``offloading.OffloadError``, which names it, on all ranks, and the state that the step was
+    given stays as it was. Files go with the last state that needs them; those of dead processes with the next run.
+
+    Put it after ``mixed_precision`` and ``ema`` and before ``zero``. What is before it must treat elements alike, but for
+    what it asks of ``step.norm``, ``step.finite`` and ``step.parts``. Bytes on the disk: two versions of 8Ψ/n for Adam, of
+    12Ψ/n with masters. Nothing is sent but one number for each update, with which ranks agree that no disk failed.
+
+    Args:
+        optimizer: where its state, masters and ``ema``'s means are: ``"cpu"``, ``"disk"`` or None for the device.
+        params: where the stored params are between uses; no nearer to the device than the optimizer's state is far.
+        path: an existing folder, for ``"disk"``.
+        ratio: which part of the trained elements the optimizer's place is for, the first leaves; the rest stays and is
+            updated on the device.
+        buffers: how many; with one nothing is overlapped.
+        buffer_bytes: of one. An optimizer that sees leaves (``lamb``, ``muon``, ``route``, ``decay=``) takes whole leaves (in
+            ZeRO segments), and buffers are then as large as the largest.
+        threads: that read and write.
+        direct: past the page cache, where the file system can.
+
+    Raises:
+        ValueError: an unknown word; a ratio outside 0..1; a path that is missing, not writable or not used; a wrong place
+            among the transforms; at ``init``, before anything is allocated: a state that cannot be taken apart by leaves.
+        OffloadError: at ``init``: the disk is too small.
+
+    >>> import tempfile
+    >>> import functional_ds as fds
+    >>> with tempfile.TemporaryDirectory() as path:
+    ...     step = offload(optimizer="disk", path=path)(fds.train_step(lambda p, x: (p["w"] * x).sum(), fds.sgd(0.5, momentum=0.5)))
+    ...     state = step.init({"w": torch.ones(2)})
+    ...     for _ in range(2):
+    ...         state, _ = step(state, torch.tensor([1.0, 2.0]))
+    ...     step.params(state)["w"].tolist(), state.optimizer.momentum[0].read().tolist()
+    ([-0.25, -1.5], [1.5, 3.0])
+    """
+    places: dict[str, Place] = {}
+    for name, word in (("optimizer", optimizer), ("params", params)):
+        if word not in ("cpu", "disk", None):
+            raise ValueError(f"{name}={word!r} is unknown: use 'cpu', 'disk' or None")
+        places[name] = word or "here"
+    if optimizer is None and params is None:
+        raise ValueError("offload: optimizer=None and params=None offload nothing; use 'cpu' or 'disk' for one of them")
+    if _PLACES.index(places["params"]) > _PLACES.index(places["optimizer"]):
+        raise ValueError(f"params={params!r} needs optimizer={params!r}, too: where they are updated, its state must be")
+    if not 0 <= ratio <= 1:
+        raise ValueError(f"ratio={ratio!r} must lie in 0..1: it is the part of the optimizer's state that is offloaded")
+    if ratio != 1 and params is not None:
+        raise ValueError(f"ratio={ratio} keeps a part of the optimizer's state on the device, which params={params!r} leave")
+    for name, number in (("buffers", buffers), ("buffer_bytes", buffer_bytes), ("threads", threads)):
+        if number < 1:
+            raise ValueError(f"{name}={number} must be at least 1")
+    if (path is None) == ("disk" in places.values()):
+        raise ValueError(f"path={path!r}: 'disk' needs a folder, and nothing else does")
+    root = None if path is None else check_folder(path)
+    options = Options(places["optimizer"], places["params"], float(ratio), buffer_bytes)
+    return _Offload(options, root, buffers, threads, direct).transform()
+
+
+@attrs.frozen(eq=False)
+class _Offload:
+    options: Options
+    root: Path | None
+    buffers: int
+    threads: int
+    direct: bool
+
+    def transform(self) -> Transform:
+        """The phases that offload wraps."""
+        wrapped = wrap(str(self), init=self.init, update=self.update, params=self.params)
+
+        def transform(step: Step) -> Step:
+            if step.phases["view"] is not stored_view:
+                raise ValueError(f"{self}: put it before zero, so that each rank offloads its own shards ({step})")
+            if any(name.startswith("offload(") for name in step.names):
+                raise ValueError(f"{self}: this step is offloaded already ({step})")
+            return wrapped(step)
+
+        return transform
+
+    def __str__(self) -> str:
+        given = [("optimizer", self.options.optimizer), ("params", self.options.params)]
+        words = [f"{name}={word!r}" for name, word in given if word != "here"]
+        words += [f"path={str(self.root)!r}"] if self.root else []
+        return f"offload({', '.join(words + [f'ratio={self.options.ratio}'] * (self.options.ratio != 1))})"
+
+    def init(self, inner: Any, step: Step, params: Any) -> State:
+        """A plan from shapes alone, then the files, then the state, a piece at a time."""
+        later = step.names[step.names.index(str(self)) + 1 :]
+        early = [name for name in later if name.startswith(("mixed_precision(", "ema("))]
+        if early:
+            raise ValueError(f"{self}: put it after {early[0]}, so that what that keeps is offloaded, too")
+        if self.options.params != "here" and not any(name.startswith("zero(3") for name in later):
+            raise ValueError(f"{self}: params are whole while they are used but with zero(3), which must come after it")
+        leaves = tree.leaves(params)
+        plan = planned(inner, step, params, self.options)
+        disk = make_disk(self.root, plan, threads=self.threads, direct=self.direct) if self.root else None
+        home = Home(plan, leaves[0].device if leaves else torch.device("cpu"), disk, self.buffers)
+        return initial(inner, step, params, home)
+
+    def update(self, inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
+        """The inner update, piece by piece."""
+        slot: Offloaded = state.slots["offload"]
+        return Update(slot.home, inner, step, state, grads).run()
+
+    def params(self, inner: Any, step: Step, state: State) -> Any:
+        """The user's tree, of what is fetched for it; the optimizer's own state is not."""
+        slots = fetched(rest_of(state, state.slots)["slots"])
+        slots = tree.map(lambda leaf: leaf.to(state.step.device) if isinstance(leaf, Tensor) else leaf, slots)
+        return inner(step, tree.replace(state, params=fetched(state.params), slots=slots))
