@@ -83,12 +83,12 @@ def train(flags: Flags, stop: interrupts.Flag) -> list[float]:
     world = comm.world()
     sizes = [0]  # of the gradients, in bytes
     with comm.ledger() as whole:
-        apply, step, state = build(flags, fds.compose(strategy(flags), memory.gradients_noted(sizes)))
+        apply, step, state = build(flags, fds.compose(strategy(flags), fds.memory.noted(sizes)))
         psi = sum(p.numel() for p in apply.module.parameters())
         expected = memory.Expected(flags.zero, flags.dtype, flags.accumulate, psi, world.size)
         with Report(flags.out, str(flags), expected, flags.steps, leads=world.rank == 0) as report:
             state = fit(flags, step, state, report, stop)
-            memories = memory.Memory.of(state, sizes[-1]).of_all_ranks()
+            memories = fds.memory.measured(state, gradients=sizes[-1]).plus(peak=fds.memory.peak()).of_all_ranks()
             params = step.params(state)
             report.finish(whole, memories)
             if world.rank == 0:

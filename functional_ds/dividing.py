@@ -8,7 +8,7 @@ from torch import Tensor
 
 from . import comm
 
-__all__ = ["Divided", "agree", "divide"]
+__all__ = ["Account", "Divided", "divide"]
 
 _CHANNEL = "remat"  # gathers keep an order of their own, apart from what else the group does
 
@@ -47,19 +47,50 @@ def divide(flat: Tensor, group: comm.Group) -> Divided:
     return Divided(piece, flat.numel(), group)
 
 
-def agree(divided: list[str], group: comm.Group) -> None:
-    """Refuses to go on where the ranks divided different values: their gathers would not meet.
+@attrs.define(eq=False)
+class Account:
+    """What a rank has divided in a pass.
 
-    Raises:
-        RuntimeError: on all ranks, with the first value of this rank and the ranks that differ from rank 0.
+    Attributes:
+        values: dtype and size of each, in order.
+        sums: of their bytes, where they are looked at.
+        looks: whether they are.
     """
-    print_ = torch.tensor([zlib.crc32("\n".join(divided).encode()), len(divided)])
-    prints = comm.all_gather(print_, group.channel(f"{_CHANNEL}/control"), tiled=False).tolist()
-    odd = [rank for rank, other in enumerate(prints) if other != prints[0]]
-    if odd:
-        counts = ", ".join(str(count) for _, count in prints)
-        raise RuntimeError(
-            f"remat: the ranks of group {group.name!r} divided other activations: ranks {odd} differ from rank 0 (numbers of "
-            f"activations: {counts}; here they begin with {divided[:1]}); partition takes a group along which the activations "
-            "are replicated, and the same control flow on its ranks"
-        )
+
+    values: list[str] = attrs.field(factory=list)
+    sums: list[Tensor] = attrs.field(factory=list)
+    looks: bool = False
+
+    def add(self, flat: Tensor) -> None:
+        """A value was divided."""
+        self.values.append(f"{flat.dtype}[{flat.numel()}]")
+        if self.looks:
+            self.sums.append(flat.view(torch.uint8).sum() if flat.numel() else flat.new_zeros((), dtype=torch.int64))
+
+    def settle(self, group: comm.Group) -> None:
+        """Refuses to go on where the ranks divided different values: their gathers would not meet, or give a mixture.
+
+        Raises:
+            RuntimeError: on all ranks, naming those that differ from rank 0.
+        """
+        channel = group.channel(f"{_CHANNEL}/control")
+        counts = (len(self.values), len(self.sums))
+        print_ = torch.tensor([zlib.crc32("\n".join(self.values).encode()), *counts])
+        prints = comm.all_gather(print_, channel, tiled=False).tolist()
+        odd = [rank for rank, other in enumerate(prints) if other[:2] != prints[0][:2]]
+        if odd:
+            raise _differ(group, odd, f"numbers of activations: {[other[1] for other in prints]}; here they begin {self.values[:1]}")
+        if all(looked == count and looked for _, count, looked in prints):
+            sums = comm.all_gather(torch.stack(self.sums).cpu(), channel, tiled=False)
+            odd = [rank for rank in range(group.size) if not torch.equal(sums[rank], sums[0])]
+            if odd:
+                raise _differ(group, odd, "as many, as large, but with other values")
+        self.values.clear()
+        self.sums.clear()
+
+
+def _differ(group: comm.Group, odd: list[int], how: str) -> RuntimeError:
+    return RuntimeError(
+        f"remat: the ranks of group {group.name!r} divided other activations: ranks {odd} differ from rank 0 ({how}); partition "
+        "takes a group along which activations are replicated, random draws included, and the same control flow on its ranks"
+    )

@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from .tape import Tape, current_tape
 
@@ -177,7 +178,8 @@ class Apply:
     def _new(self) -> _Skeleton:
         buffers: dict[str, Tensor] = self._here.__dict__.setdefault("buffers", {})
         memo: dict[int, Any] = {id(b): buffers[name] for name, b in self.module.named_buffers() if name in buffers}
-        module = copy.deepcopy(self.module, memo)
+        with unset_fake_temporarily():  # buffers have values, also where somebody tries the module out without
+            module = copy.deepcopy(self.module, memo)
         buffers.update(module.named_buffers())
         slots = {
             name: [(module.get_submodule(path).__dict__["_parameters"], key) for path, key in places]

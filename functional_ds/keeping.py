@@ -8,7 +8,7 @@ from torch import Tensor
 
 from . import comm
 from .compact import Form, compact
-from .dividing import Divided, agree, divide
+from .dividing import Account, Divided, divide
 from .hosting import Hosted, Lane
 from .saving import Keep
 from .tape import current_tape
@@ -98,13 +98,14 @@ class Keeper:
 
     Attributes:
         group: the ranks that divide values.
+        account: of what was divided since the ranks last compared it.
     """
 
     group: comm.Group | None = None
     _known: "dict[_Place, tuple[weakref.ref[torch.UntypedStorage], weakref.ref[Away]]]" = attrs.field(factory=dict)
     _lanes: dict[torch.device, Lane] = attrs.field(factory=dict)
     _last: "weakref.ref[Hosted] | None" = None
-    _divided: list[str] = attrs.field(factory=list)
+    account: Account = attrs.field(factory=Account)
 
     @staticmethod
     def current(group: comm.Group | None) -> "Keeper":
@@ -150,10 +151,10 @@ class Keeper:
     def _divide(self, flat: Tensor) -> Divided:
         if self.group is None:
             raise ValueError("partition: no group is given to divide activations over; pass group=mesh['tp'], say")
-        self._divided.append(f"{flat.dtype}[{flat.numel()}]")
+        self.account.add(flat)
         return divide(flat, self.group)
 
     def agree(self) -> None:
         """Before the backward pass: all ranks of the group divided the same values, or an error on all."""
         if self.group is not None and self.group.size > 1:
-            agree(self._divided, self.group)
+            self.account.settle(self.group)

@@ -63,6 +63,11 @@ class Segment:
             return rank * self.shard, (rank + 1) * self.shard
         return (0, self.size) if rank == self.owner else (0, 0)
 
+    def own(self, flat: Tensor, rank: int) -> Tensor:
+        """Rank ``rank``'s shard, as a view of the flat tensor."""
+        start, stop = self.cut(rank)
+        return like_marked(flat.detach()[start:stop], flat)
+
     def views(self, flat: Tensor) -> list[Tensor]:
         """The leaves, as views of the flat tensor."""
         return [flat[s.offset : s.offset + s.numel].view(s.shape) for s in self.slots]
@@ -192,8 +197,7 @@ class Layout:
 
     def own(self, flats: Sequence[Tensor], rank: int) -> list[Tensor]:
         """Rank ``rank``'s shards, as views of the flat tensors."""
-        cuts = [(flat, *segment.cut(rank)) for segment, flat in zip(self.segments, flats, strict=True)]
-        return [like_marked(flat.detach()[start:stop], flat) for flat, start, stop in cuts]
+        return [segment.own(flat, rank) for segment, flat in zip(self.segments, flats, strict=True)]
 
 
 _Kind = tuple[torch.dtype, bool, torch.dtype | None, bool]  # leaves of one kind share a segment

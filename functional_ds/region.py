@@ -46,7 +46,8 @@ def run(
     if not torch.is_grad_enabled() or (plain and (report is None or parent is not None)):
         return function(*args, **kwargs)
     replaying = parent is not None and parent.replaying
-    region = Region(saving, part, None if replaying else Keeper.current(group), None if replaying else report, parent)
+    keeper = None if replaying else Keeper.current(group)
+    region = Region(saving, part, keeper, None if replaying else report, parent)
     way = region.recompute if saving.rest is Keep.RECOMPUTE else region.keep
     found = way(function, args, kwargs)
     if not replaying:
@@ -84,9 +85,14 @@ class Region:
     seen: set[str] = attrs.field(factory=set)
     _outer: Hooks = attrs.field(factory=Hooks.in_force)
     _tape: Tape | None = attrs.field(factory=current_tape)
+    _calls: tuple[Any, ...] = attrs.field(init=False)
     _recorder: Recorder | None = None
     _inputs: set[int] = attrs.field(factory=set)  # addresses of what may be kept elsewhere
     _runs: int = 0
+
+    @_calls.default
+    def _calls_now(self) -> tuple[Any, ...]:
+        return () if self._tape is None else self._tape.calls
 
     def recompute(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The function's value; its backward pass runs it again."""
@@ -141,8 +147,7 @@ class Region:
         """The first run, or a further one, in which the tape and the region are as they were."""
         self._runs += 1
         if self._runs > 1:
-            away = self._tape is not None and current_tape() is not self._tape  # a device's backward has its own thread
-            with self._tape.resumed() if away and self._tape is not None else nullcontext(), self._entered(again=True):
+            with self._as_before(), self._entered(again=True):
                 yield
             return
         with self._counting(), self._entered():
@@ -151,6 +156,19 @@ class Region:
             self._recorder.end()
             for what, kept in self._recorder.kept() if self.report is not None else ():
                 self.report.note_kept(self.part, what, None, kept)  # type: ignore[union-attr]
+
+    @contextmanager
+    def _as_before(self) -> Iterator[None]:
+        tape = self._tape
+        if tape is None:
+            yield
+            return
+        now, tape.calls = tape.calls, self._calls
+        try:
+            with nullcontext() if current_tape() is tape else tape.resumed():  # a device's backward has its own thread
+                yield
+        finally:
+            tape.calls = now
 
     @contextmanager
     def _entered(self, *, again: bool = False) -> Iterator[None]:

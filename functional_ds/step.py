@@ -39,6 +39,7 @@ class Step:
     | measure | state, batch -> {name: Weighted} | loss ∘ view without gradients, this rank's share |
     | gradients | state, batch, carry, last -> Weighted list, {name: Weighted} | autograd through loss ∘ view, plus carry |
     | reduce | state, Weighted list -> State, Weighted list | identity |
+    | wire | state, dtype -> dtype | identity; in which dtype gradients of a dtype travel between ranks |
     | total | state, tree of scalars -> tree of scalars | identity; sums over the ranks that share a batch |
     | update | state, Weighted list -> State, metrics | the optimizer |
     | norm | state, list -> scalar | the 2-norm of the gradients |
@@ -125,6 +126,10 @@ class Step:
         The state is not donated yet: a phase puts new tensors into the one that it returns and changes none in place.
         """
         return self.phases["reduce"](self, state, grads)  # type: ignore[no-any-return]
+
+    def wire(self, state: State, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which gradients of a dtype travel between ranks."""
+        return self.phases["wire"](self, state, dtype)  # type: ignore[no-any-return]
 
     def total(self, state: State, scalars: Any) -> Any:
         """Scalars, summed over the ranks that share a batch."""

@@ -36,7 +36,7 @@ class Tape:
         roots: further tensors to begin the backward pass at, with gradient zero, so that their nodes run in any case.
         placeholders: paths of the tensors that only stand for a parameter, by id.
         claims: functions that know a param, or a view of one, whose memory comes and goes.
-        calls: who runs modules inside of a module, outermost last.
+        calls: who runs modules inside of a module, the outermost last.
         slots: what transforms keep for this pass, by name.
     """
 
@@ -73,7 +73,8 @@ class Tape:
             else:
                 self._forward.pop_all().__exit__(kind, error, trace)
         finally:
-            _HERE.tapes.remove(self)
+            if self in _HERE.tapes:
+                _HERE.tapes.remove(self)
             self._whole.close()
 
     @contextmanager
@@ -84,6 +85,11 @@ class Tape:
             yield
         finally:
             _HERE.tapes.pop()
+
+    def step_aside(self) -> None:
+        """Ends the forward pass and makes way for the tape before: this one stays open, but is not the current one."""
+        self.end_forward()
+        _HERE.tapes.remove(self)
 
     # -- for views -----------------------------------------------------------------------------------------------------
 

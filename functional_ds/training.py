@@ -81,6 +81,7 @@ def train_step(loss_fn: Callable[..., Any], optimizer: Any, *, seed: int = 0) ->
         "measure": _measure,
         "gradients": Autograd(),
         "reduce": lambda step, state, grads: (state, grads),
+        "wire": lambda step, state, dtype: dtype,
         "total": lambda step, state, scalars: scalars,
         "update": update,
         "norm": _norm,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from functional_ds import comm
-from functional_ds.comm.compression import decode_leaf, encode_leaf
+from functional_ds.comm.compression import Compressed, decode_leaf, encode_leaf
 from functional_ds.layout import Segment
 from functional_ds.trainable import like_marked
 
@@ -94,18 +94,18 @@ class Carriage:
 
     def _gathered(self, payload: Any, level: comm.Group) -> Any:
         gather = self.knobs.all_gather
-        plain = gather.collective if isinstance(gather, comm.Compressed) else gather
+        plain = gather.collective if isinstance(gather, Compressed) else gather
         return plain(payload, level, async_op=True)
 
     def _encoded(self, shards: Flats) -> Any:
         gather = self.knobs.all_gather
-        if not isinstance(gather, comm.Compressed):
+        if not isinstance(gather, Compressed):
             return shards
         return [list(encode_leaf(gather.codec, shard.view(1, -1))) for shard in shards]  # [m] -> parts of one row
 
     def _decoded(self, payload: Any, segments: Sequence[Segment], like: Sequence[Tensor]) -> Flats:
         gather = self.knobs.all_gather
-        if not isinstance(gather, comm.Compressed):
+        if not isinstance(gather, Compressed):
             return list(payload)
         found = []
         for parts, segment, shard in zip(payload, segments, like, strict=True):

@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 
 from functional_ds import comm
+from functional_ds.layout import Layout
 from functional_ds.units import UnitOf
 
 __all__ = ["AGGREGATIONS", "Knobs"]
@@ -116,6 +117,16 @@ class Knobs:
     def inexact(self) -> bool:
         """Whether what is gathered may differ from what is stored."""
         return "all_gather" in self.given()
+
+    def layout(self, params: Any, n: int) -> Layout:
+        """How params lie in shards of n ranks."""
+        return Layout.of(
+            params,
+            n,
+            self.unit_of,
+            persistent=lambda leaf: 0 < self.persist and leaf.numel() <= self.persist,
+            owned=self.aggregate == "owner",
+        )
 
     def __str__(self) -> str:
         said = ("keep", "prefetch", "live", "persist", "secondary", "aggregate", "predivide", "unit_of", *_MEANS)

@@ -34,7 +34,7 @@ def offload(
     ratio: float = 1.0,
     buffers: int = 2,
     buffer_bytes: int = 2**25,
-    threads: int = 2,
+    threads: int = 4,
     direct: bool = True,
 ) -> Transform:
     """Keeps the optimizer's state, masters included, and the params on the host or on a disk.
@@ -76,7 +76,9 @@ def offload(
     >>> import tempfile
     >>> import functional_ds as fds
     >>> with tempfile.TemporaryDirectory() as path:
-    ...     step = offload(optimizer="disk", path=path)(fds.train_step(lambda p, x: (p["w"] * x).sum(), fds.sgd(0.5, momentum=0.5)))
+    ...     step = offload(optimizer="disk", path=path)(
+    ...         fds.train_step(lambda p, x: (p["w"] * x).sum(), fds.sgd(0.5, momentum=0.5))
+    ...     )
     ...     state = step.init({"w": torch.ones(2)})
     ...     for _ in range(2):
     ...         state, _ = step(state, torch.tensor([1.0, 2.0]))

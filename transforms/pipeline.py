@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import attrs
-import torch
 from torch import Tensor
 
-from functional_ds import comm, tree
+from functional_ds import comm
 from functional_ds.parts import Parts
 from functional_ds.pipelining import Recorder, Schedule, Stages, lower, validate
 from functional_ds.pipelining.placing import Placed

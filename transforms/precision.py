@@ -57,7 +57,7 @@ def mixed_precision(
 
     Raises:
         ValueError: an unknown policy; an autocast to fp32; ``states`` neither bf16 nor fp32; ``stochastic`` where nothing
-            is rounded to bf16, or after ``zero``; gradients that were not reduced as the policy says; a second one.
+            is rounded to bf16, or after ``zero``; a second one.
         TypeError: no policy or loss scale.
 
     >>> import functional_ds as fds
@@ -109,7 +109,7 @@ class _Mixed:
             init=self.init,
             loss=self.loss,
             forward=self.forward,
-            reduce=self.reduce,
+            wire=self.wire,
             update=self.update,
             params=self.params,
         )
@@ -198,15 +198,9 @@ class _Mixed:
 
     # -- what moves ----------------------------------------------------------------------------------------------------
 
-    def reduce(self, inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Weighted]:
-        """Refuses gradients that came from other ranks in another dtype than the policy's."""
-        policy, (_, ranks) = self.policy, step.place(state)
-        if ranks > 1 and policy.reduce != policy.compute and any(grad.dtype == policy.compute for grad in grads.sum):
-            raise ValueError(
-                f"{self}: gradients were reduced over {ranks} parts of the batch in {policy.compute}, not in {policy.reduce}: "
-                "use zero(..., reduce_scatter=policy.reducing(comm.reduce_scatter)), in stage 0 all_reduce likewise"
-            )
-        return inner(step, state, grads)  # type: ignore[no-any-return]
+    def wire(self, inner: Any, step: Step, state: State, dtype: torch.dtype) -> torch.dtype:
+        """What was computed in ``compute`` travels in ``reduce``; sums that are wider stay so."""
+        return inner(step, state, self.policy.reduce if dtype == self.policy.compute else dtype)  # type: ignore[no-any-return]
 
     def update(self, inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
         """The inner update, left out where gradients are not finite."""

@@ -70,6 +70,11 @@ class Ranks:
         return tuple(level for level in levels if level.size > 1)
 
     @property
+    def levels(self) -> int:
+        """Over how many groups a gradient is reduced, one after the other."""
+        return len(self.hops) + (self.copies > 1)
+
+    @property
     def n(self) -> int:
         """How many shards there are."""
         return self.group.size

@@ -1,7 +1,6 @@
 """Reducing units' gradients: each as soon as it is complete, in one order on all ranks."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import attrs
 import torch
@@ -10,6 +9,9 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.layout import Layout
 from functional_ds.tape import wide
+
+from .carriage import Carriage
+from .relay import relay
 
 __all__ = ["Order", "Reducer"]
 
@@ -35,18 +37,15 @@ class Reducer:
     Law: every rank reduces every unit once, in ``order``, whenever and in whatever order it completes them.
 
     Attributes:
-        scatter: whether each rank keeps its shard of the sum (else the whole).
-        reduce: how units are reduced: a reduce_scatter, or else an all_reduce.
+        carriage: how units are reduced.
         now: whether this pass reduces over the ranks (else the sums stay local).
         more: whether further micro-batches will be added to what this pass gives.
         waiting: for each unit, how many backward nodes are still to come.
     """
 
     layout: Layout
-    group: comm.Group
+    carriage: Carriage
     order: Order
-    scatter: bool
-    reduce: Callable[..., Any]
     now: bool
     more: bool
     local: dict[int, Tensor]
@@ -97,7 +96,7 @@ class Reducer:
         half = segment.dtype in (torch.float16, torch.bfloat16)
         grown = not self.now or any(leaf is not None and leaf.dtype == torch.float32 for leaf in leaves)
         dtype = torch.float32 if half and grown else segment.dtype
-        size = self.layout.n * segment.shard
+        size = segment.size
         covered = sum(slot.numel for slot, leaf in zip(segment.slots, leaves, strict=True) if leaf is not None)
         return (torch.empty if covered == size else torch.zeros)(size, dtype=dtype, device=device)
 
@@ -122,28 +121,34 @@ class Reducer:
             self._settle()
 
     def _start(self, unit: int) -> None:
+        segments = [self.layout.segments[index] for index in self.trained(unit)]
         flats = [self.local.pop(index) for index in self.trained(unit)]
-        if self.group.size == 1:
-            self._take(unit, flats)
-        elif self.scatter:
-            rows = [flat.view(self.group.size, -1) for flat in flats]  # [n * m] -> [n, m]
-            self._under_way.append((unit, self.reduce(rows, self.group, tiled=False, async_op=True)))
+        pending = self.carriage.reduce(segments, flats)
+        if self.carriage.ranks.copies > 1 and self.carriage.knobs.stage and not self.more:
+            # Replicas share what all micro-batches of theirs have given, once.
+            pending = relay(pending, lambda found: self.carriage.replicate(segments, self._sum(unit, found)))
+            self._under_way.append((unit, pending))
         else:
-            self._under_way.append((unit, self.reduce(flats, self.group, async_op=True)))
+            self._under_way.append((unit, pending.then(lambda found: self._sum(unit, found))))
+        for _, earlier in self._under_way if self.carriage.ranks.levels > 1 else ():
+            if not earlier.poll():
+                break  # later hops start in one order on all ranks
 
     def _settle(self) -> None:
         unit, pending = self._under_way.pop(0)
-        self._take(unit, pending.wait())
+        self.sums.update(zip(self.trained(unit), pending.wait(), strict=True))
 
-    def _take(self, unit: int, reduced: Sequence[Tensor]) -> None:
-        for index, value in zip(self.trained(unit), reduced, strict=True):
-            if index in self.sums:
-                self.sums[index].add_(value)
-            else:
-                self.sums[index] = wide(value) if self.more and value.element_size() == 2 else value
+    def _sum(self, unit: int, reduced: Sequence[Tensor]) -> list[Tensor]:
+        """Together with what earlier micro-batches gave."""
+        return [self._added(index, value) for index, value in zip(self.trained(unit), reduced, strict=True)]
+
+    def _added(self, index: int, value: Tensor) -> Tensor:
+        if index in self.sums:
+            return self.sums[index].add_(value)
+        return wide(value) if self.more and value.element_size() == 2 else value
 
     def _learn(self) -> None:
-        """From the second pass on, the order is the one in which rank 0 completed the units of the first."""
+        """From the second pass on, the order is the one in which the first rank completed the units of the first."""
         if not self.order.learned:
-            agreed = comm.broadcast(torch.tensor(self.completed, dtype=torch.int64), 0, self.group.channel("control"))
+            agreed = self.carriage.ranks.from_first(torch.tensor(self.completed, dtype=torch.int64), "control")
             self.order.units, self.order.learned = tuple(agreed.tolist()), True

@@ -69,6 +69,7 @@ class _Remat:
     saving: Saving
     group: comm.Group | None
     _calls: "_Calls" = attrs.field(init=False)
+    _looked: bool = False
 
     def __attrs_post_init__(self) -> None:
         self._calls = _Calls(self.blocks, self.saving, self.group)
@@ -86,13 +87,15 @@ class _Remat:
         tape = current_tape()
         if tape is None or not tape.records:
             return inner(step, state, function, batch)
-        Keeper.current(self.group)  # on every rank, as they compare what they divided
+        if self.group is not None:  # on every rank, as they compare what they divided, at first also its values
+            Keeper.current(self.group).account.looks |= not self._looked
+            self._looked = True
         if open_report() is not None:
             function = self._part(function, "elsewhere", saving.everything, _ignore)
         if self.blocks == "":
             check = functools.partial(check_names, self.saving)
             return inner(step, state, self._part(function, "loss", self.saving, check), batch)
-        before, tape.calls = tape.calls, (*tape.calls, self._calls)
+        before, tape.calls = tape.calls, (self._calls, *tape.calls)  # whoever is composed later runs first, and is outside
         try:
             found = inner(step, state, function, batch)
         finally:

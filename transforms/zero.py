@@ -9,84 +9,47 @@ import torch
 from torch import Tensor
 
 from functional_ds import comm, tree
-from functional_ds.layout import Layout, shard
+from functional_ds.layout import Layout, Segment
+from functional_ds.materialise import is_deferred
 from functional_ds.parts import Parts
 from functional_ds.state import State
-from functional_ds.step import Metrics, Step, Transform, wrap
+from functional_ds.step import Metrics, Step, wrap
 from functional_ds.tape import Tape
 from functional_ds.trainable import like_marked
 from functional_ds.training import stored_view
+from functional_ds.units import UnitOf
 from functional_ds.weighted import Weighted
 
-from .convoy import Route
+from .carriage import Carriage
 from .gathering import Gatherer
+from .knobs import Knobs
+from .partition import Learned, Partition
+from .plan import Plan, plan
+from .ranks import Ranks
 from .reducing import Order, Reducer
 from .units import Resident, Units
 
-__all__ = ["zero"]
-
-
-@attrs.define(eq=False)
-class _Learned:
-    """What the ranks found out together about the order of things, and what is worked out once; it changes no value."""
-
-    order: Order
-    parts: Parts
-    forward: Route = attrs.field(factory=Route)
-    backward: Route = attrs.field(factory=Route)
-    of_parts: "dict[frozenset[str], _Part]" = attrs.field(factory=dict)
-
-    @staticmethod
-    def fresh(layout: Layout, parts: Parts) -> "_Learned":
-        """Before anything is learned."""
-        return _Learned(Order(tuple(dict.fromkeys(s.unit for s in reversed(layout.segments) if s.trainable))), parts)
-
-    def of_part(self, layout: Layout, paths: frozenset[str]) -> "_Part":
-        """The same for some of the leaves alone, which is learned alone."""
-        if paths not in self.of_parts:
-            alone, segments = layout.restrict(paths)
-            self.of_parts[paths] = _Part(alone, segments, _Learned.fresh(alone, Parts.of_layout(alone, None)))
-        return self.of_parts[paths]
-
-    def __eq__(self, other: object) -> bool:
-        """Not what makes two states differ in structure."""
-        return isinstance(other, _Learned)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-@attrs.frozen(eq=False)
-class _Part:
-    """Some of the leaves: how they lie, in which of all segments, and what is learned about them."""
-
-    layout: Layout
-    segments: tuple[int, ...]
-    learned: _Learned
-
-
-@tree.record
-class Partition:
-    """zero's slot in the state: how the params lie in shards.
-
-    Attributes:
-        exact: in stages 1 and 2, where what is gathered is compressed, this rank's shards as the optimizer has them.
-    """
-
-    layout: Layout = tree.static()
-    learned: _Learned = tree.static()
-    exact: Sequence[Tensor] = ()
+__all__ = ["Zero", "zero"]
 
 
 def zero(
     stage: int,
     group: comm.Group | None = None,
     *,
-    unit_of: Callable[[str], str] | None = None,
+    inside: comm.Group | int | None = None,
+    replicate: comm.Group | None = None,
+    unit_of: UnitOf | None = None,
     keep: bool = True,
+    prefetch: int = 1,
+    live: int = 2,
+    persist: int = 0,
+    secondary: bool = False,
+    aggregate: str = "reduce_scatter",
+    predivide: float = 1.0,
     all_gather: Callable[..., Any] = comm.all_gather,
     reduce_scatter: Callable[..., Any] = comm.reduce_scatter,
     all_reduce: Callable[..., Any] = comm.all_reduce,
-) -> Transform:
+) -> "Zero":
     """Data parallelism over ``group``, each rank with its own batch, the states in shards as the stage says.
 
     | stage | stored on each rank | gather | reduce |
@@ -96,30 +59,45 @@ def zero(
     | 2 | as 1, gradients 1/n too | after the update | reduce-scatter, each micro-batch |
     | 3 | 1/n of everything | each unit, when first touched | reduce-scatter, each micro-batch |
 
-    Law 19: any stage, group and unit partition is the single-device step on the concatenated batch. Params unused on some
-    ranks, touched in other orders, or several times change nothing.
+    Law 19: any stage, group, unit partition and choice of all below is the single-device step on the concatenated batch.
+    Params unused on some ranks, touched in other orders, or several times change nothing.
 
     Bytes (law 20), mixed-precision Adam, Ψ params: 16Ψ; 4Ψ + 12Ψ/n; 2Ψ + 14Ψ/n; 16Ψ/n, plus padding. Elements each rank
-    sends in a step (law 21): 2Ψ(n-1)/n in stages 0 to 2, 3Ψ(n-1)/n in stage 3, less what ``keep`` saves there.
-
-    Stage 3 holds at most two whole units beside the one that is fetched ahead. Reductions run while the backward pass goes
-    on. Rank 0's params count; the others' are ignored at ``init``.
+    sends in a step (law 21): 2Ψ(n-1)/n in stages 0 to 2, 3Ψ(n-1)/n in stage 3, less what ``keep`` saves there; docs/zero.md
+    has the formulas of everything else. Gradients travel in the dtype that ``mixed_precision``'s policy says. Reductions run
+    while the backward pass goes on. Rank 0's params count at ``init``, the others' are ignored; deferred ones
+    (``fds.deferred``, ``fds.from_source``) are read by every rank. ``print(zero(...).plan(params, n=8))`` says all this.
 
     Args:
         stage: 0, 1, 2 or 3.
-        group: the data-parallel ranks; None for the whole world.
-        unit_of: from a leaf's path to the name of its unit; by default its repeated block, else "rest".
+        group: the ranks that cut the state into shards; None for the whole world.
+        inside: this rank's block of consecutive ranks of the group (``mesh["intra"]`` for a group ``mesh["inter", "intra"]``),
+            or how many ranks make one. Gathers go across the blocks, then inside; reductions inside, then across: so 1/inside
+            of what is gathered or reduced crosses blocks.
+        replicate: the ranks that have the same shard as this one, each with a batch of its own, too: HSDP and MiCS. Their
+            shards' gradients are summed once a step.
+        unit_of: from a leaf's path to the name of its unit, or one of ``fds.units``; by default its repeated block.
         keep: stage 3 keeps what the end of the forward pass leaves whole, which the backward pass needs first, instead of
             gathering it again.
+        prefetch: how many units stage 3 fetches ahead.
+        live: how many units are whole at once in stage 3 beside those: at most ``live + prefetch`` units are there.
+        persist: stage 3 keeps leaves of at most that many elements whole; they are gathered after the update, as in stage 2.
+        secondary: stage 3 keeps what comes across for the forward pass until the end of the backward, which then gathers
+            inside alone: ZeRO++'s hpZ. It costs 1/inside of the params.
+        aggregate: how gradients are summed in stages 1 to 3: "reduce_scatter"; "all_reduce", of which each rank takes its
+            shard; or "owner": every unit belongs to one rank, to which its gradients are reduced and which broadcasts it.
+        predivide: gradients are divided by this before they are summed, so that a sum in fp16 stays in range; the weight
+            is, too, so nothing else changes.
         all_gather: how params travel to the loss in stages 1 to 3: ``comm.compressed(comm.all_gather, comm.Blocks(8))`` is
             ZeRO++'s qwZ. The optimizer's params, and those of ``step.params``, stay exact.
-        reduce_scatter: how gradients travel in stages 1 to 3; compressed by blocks it is ZeRO++'s qgZ in one hop.
-        all_reduce: how gradients travel in stage 0.
+        reduce_scatter: how gradients travel in stages 1 to 3; compressed by blocks, with ``inside``, it is ZeRO++'s qgZ.
+        all_reduce: how gradients travel in stage 0, and with ``aggregate="all_reduce"``; with replicas, between those.
 
     Raises:
-        ValueError: the stage is not in 0..3, or does not use the collective that is given; the ranks' params differ in
-            structure; the step has a zero already, or a transform before this one wraps ``view``, which zero replaces.
-        TypeError: ``group`` is no group.
+        ValueError: a stage or word that is unknown, a number out of range, something that would change nothing in this stage;
+            a group that does not factor into blocks; a pattern that matches nothing; the ranks' params differ in structure;
+            the step has a zero already, or a transform before this one wraps ``view``, which zero replaces.
+        TypeError: a group that is none.
 
     >>> import functional_ds as fds
     >>> def program(stage):
@@ -130,49 +108,50 @@ def zero(
     >>> comm.simulate(program, 3, world_size=2) == comm.simulate(program, 0, world_size=2)
     True
     """
-    if stage not in (0, 1, 2, 3):
-        raise ValueError(f"stage={stage!r}: ZeRO has the stages 0, 1, 2 and 3")
-    if group is not None and not isinstance(group, comm.Group):
-        raise TypeError(f"group={group!r} is no group: pass mesh['dp'], comm.world() or None")
-    means = _Means(all_gather, reduce_scatter, all_reduce)
-    for name in means.given():
-        if (name == "all_reduce") != (stage == 0):
-            used = "all_gather and reduce_scatter" if stage else "all_reduce alone"
-            raise ValueError(f"{name}={getattr(means, name)}: stage {stage} uses {used}, so this one would change nothing")
-    return _Zero(stage, group, unit_of, keep, means).transform()
+    return Zero(
+        Knobs(
+            stage=stage,
+            group=group,
+            inside=inside,
+            replicate=replicate,
+            unit_of=unit_of,
+            keep=keep,
+            prefetch=prefetch,
+            live=live,
+            persist=persist,
+            secondary=secondary,
+            aggregate=aggregate,
+            predivide=predivide,
+            all_gather=all_gather,
+            reduce_scatter=reduce_scatter,
+            all_reduce=all_reduce,
+        )
+    )
 
 
-@attrs.frozen
-class _Means:
-    """The collectives that carry params and gradients."""
+@attrs.frozen(eq=False, str=False)
+class Zero:
+    """A transform: ``zero(...)(step)``. It can also say beforehand what it will do."""
 
-    all_gather: Callable[..., Any]
-    reduce_scatter: Callable[..., Any]
-    all_reduce: Callable[..., Any]
+    knobs: Knobs
 
-    def given(self) -> list[str]:
-        """Those that are not comm's own."""
-        return [field.name for field in attrs.fields(_Means) if getattr(self, field.name) is not getattr(comm, field.name)]
+    def __attrs_post_init__(self) -> None:
+        if self.knobs.group is not None:
+            self.ranks()  # refuses groups that do not fit
 
-    def __str__(self) -> str:
-        return "".join(f", {name}={getattr(self, name)}" for name in self.given())
-
-
-@attrs.frozen(eq=False)
-class _Zero:
-    stage: int
-    group: comm.Group | None
-    unit_of: Callable[[str], str] | None
-    keep: bool
-    means: _Means
-
-    def transform(self) -> Transform:
-        """The phases that zero wraps."""
-        where = "world" if self.group is None else f"{self.group.name!r} of {self.group.size}"
-        sharded = {"update": self.update} if self.stage in (1, 2) else {}
-        scattered = {"norm": self.norm, "finite": self.finite} if self.stage else {}
-        shards = wrap(
-            f"zero({self.stage}, {where}{self.means})",
+    def __call__(self, step: Step) -> Step:
+        """The step with the phases that zero wraps."""
+        if step.phases["view"] is not stored_view:
+            raise ValueError(
+                f"zero({self.knobs.stage}): this step has another view already ({step}); use one zero, and put it before "
+                "transforms that wrap view"
+            )
+        stage = self.knobs.stage
+        sharded = {"update": self.update} if stage in (1, 2) or self.knobs.persist else {}
+        scattered = {"norm": self.norm, "finite": self.finite} if stage else {}
+        divided = {"reduce": self.reduce} if self.knobs.predivide != 1 else {}
+        return wrap(
+            str(self),
             init=self.init,
             view=self.view,
             total=self.total,
@@ -182,89 +161,140 @@ class _Zero:
             part=self.part,
             **sharded,
             **scattered,
-        )
+            **divided,
+        )(step)
 
-        def transform(step: Step) -> Step:
-            if step.phases["view"] is not stored_view:
-                raise ValueError(
-                    f"zero({self.stage}): this step has another view already ({step}); use one zero, and put it before "
-                    "transforms that wrap view"
-                )
-            return shards(step)
+    def __str__(self) -> str:
+        return str(self.knobs)
 
-        return transform
+    def plan(
+        self,
+        params: Any,
+        *,
+        n: int | None = None,
+        inside: int | None = None,
+        replicas: int | None = None,
+        stored: torch.dtype | None = None,
+        wire: torch.dtype | None = None,
+    ) -> Plan:
+        """What this strategy makes of these params, before anything runs: print it.
 
-    def ranks(self) -> comm.Group:
-        """The group; the default is wherever the program runs."""
-        return self.group or comm.world()
+        Args:
+            params: a tree; shapes and dtypes are enough.
+            n: how many ranks cut the state, by default as many as the group or the current world has.
+            inside: in blocks of how many.
+            replicas: how many have the same shard.
+            stored: the dtype in which floating params are stored, where ``mixed_precision`` changes it.
+            wire: the dtype in which their gradients travel, likewise.
+
+        >>> print(zero(3, prefetch=2).plan({"h.0.w": torch.ones(8, 4), "h.1.w": torch.ones(8, 4)}, n=4))
+        zero(3, world, prefetch=2)
+        ranks      4 shards, 'world' of 4
+        units      2: h.0 (32), h.1 (32)
+        stored     64 bytes of params, 64 elements in shards
+        fetched    2 whole and 2 ahead, at most 256 bytes
+        gradients  reduce_scatter of what is computed, each micro-batch
+        sends      bytes a micro-batch and rank: all_gather over 'world' up to 384, reduce_scatter over 'world/reduce' 192
+        """
+        return plan(self.knobs, params, n=n, inside=inside, replicas=replicas, stored=stored, wire=wire)
+
+    def ranks(self) -> Ranks:
+        """The ranks; the default is wherever the program runs."""
+        return Ranks.of(self.knobs.group or comm.world(), self.knobs.inside, self.knobs.replicate)
+
+    def carriage(self) -> Carriage:
+        """What moves params and gradients."""
+        return Carriage(self.ranks(), self.knobs)
 
     # -- what is stored ------------------------------------------------------------------------------------------------
 
     def init(self, inner: Any, step: Step, params: Any) -> State:
-        """Shards (stage 0: whole flat tensors) through the inner init; stages 1 and 2 then gather the params."""
-        group = self.ranks()
-        layout = Layout.of(params, group.size, self.unit_of)
-        _agree(layout, group)
-        params = _of_rank_0(params, group)
-        parts = Parts.of_layout(layout, group if self.stage else None)
+        """Shards (stage 0: whole flat tensors) through the inner init; what stays whole is then gathered."""
+        ranks, carriage = self.ranks(), self.carriage()
+        layout = self.knobs.layout(params, ranks.n)
+        ranks.agree(zlib.crc32(repr((layout.paths, layout.segments, layout.units)).encode()))
+        parts = Parts.of_layout(layout, ranks.shards if self.knobs.stage else None)
         known = step.wrapped("layout", parts=lambda *_: parts)  # the state does not hold it yet
-        state: State = inner(known, shard(params, layout, group.rank) if self.stage else layout.flatten(params))
-        exact: Sequence[Tensor] = ()
-        if self.stage in (1, 2):
-            exact = state.params if group.size > 1 and "all_gather" in self.means.given() else ()
-            everything = range(len(layout.segments))
-            state = tree.replace(state, params=_gather(self.means.all_gather, group, state.params, everything))
-        return state.put(zero=Partition(layout, _Learned.fresh(layout, attrs.evolve(parts, group=None)), exact))
+        leaves = tree.leaves(params)
+        own = [
+            layout.stretch(leaves, index, *self._cut(segment, ranks), lambda leaf: _of_rank_0(leaf, ranks))
+            for index, segment in enumerate(layout.segments)
+        ]
+        state: State = inner(known, own)
+        exact: Sequence[Tensor | None] = ()
+        whole = self._whole(layout) if self.knobs.stage else []
+        if whole:
+            exact = self._exact(state.params, whole, ranks)
+            state = tree.replace(state, params=carriage.gather_all(layout.segments, state.params, whole))
+        return state.put(zero=Partition(layout, Learned.fresh(layout, attrs.evolve(parts, group=None)), exact))
+
+    def _cut(self, segment: Segment, ranks: Ranks) -> tuple[int, int]:
+        return segment.cut(ranks.shards.rank) if self.knobs.stage else (0, segment.size)
+
+    def _whole(self, layout: Layout) -> list[int]:
+        """The segments whose params are whole on every rank between steps."""
+        return [i for i, segment in enumerate(layout.segments) if self.knobs.stage < 3 or segment.persistent]
+
+    def _exact(self, shards: Sequence[Tensor], whole: Sequence[int], ranks: Ranks) -> Sequence[Tensor | None]:
+        """The shards to be kept beside what is whole, where that is not exact."""
+        if ranks.n == 1 or not self.knobs.inexact:
+            return ()
+        return [shard if index in whole else None for index, shard in enumerate(shards)]
 
     def params(self, inner: Any, step: Step, state: State) -> Any:
         """The user's tree, from whatever is in shards."""
         partition: Partition = state.slots["zero"]
-        layout = partition.layout
-        stored = inner(step, tree.replace(state, params=partition.exact) if partition.exact else state)
-        cut = [i for i, s in enumerate(layout.segments) if stored[i].numel() != s.shard * layout.n]
-        return layout.unflatten(_gather(comm.all_gather, self.ranks(), stored, cut))
+        layout, ranks = partition.layout, self.ranks()
+        stored = inner(step, tree.replace(state, params=_either(partition.exact, state.params)))
+        exactly = Carriage(ranks, attrs.evolve(self.knobs, all_gather=comm.all_gather))
+        return layout.unflatten(exactly.gather_all(layout.segments, stored, _in_shards(layout, stored, ranks)))
 
     def update(self, inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
-        """Stages 1 and 2: the optimizer on this rank's shards, then everybody's new shards."""
+        """Where params are whole: the optimizer on this rank's shards, then everybody's new shards."""
         partition: Partition = state.slots["zero"]
-        layout, group, flats = partition.layout, self.ranks(), state.params
-        own = partition.exact or layout.own(flats, group.rank)
+        layout, ranks, flats = partition.layout, self.ranks(), state.params
+        whole = self._whole(layout)
+        pairs = zip(layout.segments, flats, strict=True)
+        shards = [s.own(flat, ranks.shards.rank) if i in whole else flat for i, (s, flat) in enumerate(pairs)]
+        own = _either(partition.exact, shards)
         state, metrics = inner(step, tree.replace(state, params=own), grads)
-        moved = [i for i, segment in enumerate(layout.segments) if segment.trainable]
-        stored = [new if i in moved else flat for i, (new, flat) in enumerate(zip(state.params, flats, strict=True))]
+        moved = [i for i in whole if layout.segments[i].trainable]
+        stored = [flats[i] if i in whole and i not in moved else new for i, new in enumerate(state.params)]
         if partition.exact:
-            state = state.put(zero=tree.replace(partition, exact=state.params))
-        del flats, own
-        return tree.replace(state, params=_gather(self.means.all_gather, group, stored, moved)), metrics
+            state = state.put(zero=tree.replace(partition, exact=self._exact(state.params, whole, ranks)))
+        del flats, shards, own
+        return tree.replace(state, params=self.carriage().gather_all(layout.segments, stored, moved)), metrics
 
     # -- what the loss sees --------------------------------------------------------------------------------------------
 
     def view(self, inner: Any, step: Step, state: State, tape: Tape) -> Any:
         """Deferred leaves: of whole units in stages 0 to 2, of units that are gathered when touched in stage 3."""
         partition: Partition = state.slots["zero"]
-        layout, learned, group = _as_stored(partition.layout, state.params), partition.learned, self.ranks()
+        layout, learned, knobs = _as_stored(partition.layout, state.params), partition.learned, self.knobs
+        carriage = Carriage(self.ranks(), knobs, lambda dtype: step.wire(state, dtype))
         device = state.params[0].device if state.params else torch.device("cpu")
-        elsewhere = any(not isinstance(shard, Tensor) for shard in state.params)  # on the host or a disk, offloaded
-        lazy = self.stage == 3 and (group.size > 1 or elsewhere)
-        reducer = self.reducer(layout, learned.order, group, tape) if tape.records else None
-        gather = self.means.all_gather
-        source = Gatherer(layout, state.params, group, all_gather=gather) if lazy else Resident(layout, state.params)
-        units = Units(layout, source, reducer, device, frees=lazy, keep=self.keep)
+        lazy = knobs.stage == 3 and carriage.ranks.n > 1
+        reducer = self.reducer(layout, learned.order, carriage, tape) if tape.records else None
+        seconds: dict[int, Any] | None = {} if knobs.secondary and tape.records and len(carriage.ranks.hops) > 1 else None
+        source = (
+            Gatherer(layout, state.params, carriage, live=knobs.live, ahead=knobs.prefetch, seconds=seconds)
+            if lazy
+            else Resident(layout, state.params)
+        )
+        units = Units(layout, source, reducer, device, frees=lazy, keep=knobs.keep)
         if isinstance(source, Gatherer):
             source.dropped = units.forget
         return units.open(tape, learned.forward, learned.backward)
 
-    def reducer(self, layout: Layout, order: Order, group: comm.Group, tape: Tape) -> Reducer:
+    def reducer(self, layout: Layout, order: Order, carriage: Carriage, tape: Tape) -> Reducer:
         """Stages 0 and 1 add micro-batches up and reduce the last; 2 and 3 reduce each and add the shards up."""
-        each = self.stage >= 2
+        each = self.knobs.stage >= 2
         trained = [i for i, segment in enumerate(layout.segments) if segment.trainable]
         carry = dict(zip(trained, tape.carry, strict=True)) if tape.carry is not None else {}
         return Reducer(
             layout,
-            group.channel("reduce"),
+            carriage,
             order,
-            scatter=self.stage > 0,
-            reduce=self.means.reduce_scatter if self.stage else self.means.all_reduce,
             now=each or tape.last,
             more=not tape.last,
             local={} if each else carry,
@@ -273,30 +303,35 @@ class _Zero:
 
     # -- what is summed over the ranks ---------------------------------------------------------------------------------
 
+    def reduce(self, inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Weighted]:
+        """The sums were divided, so the weight is."""
+        state, grads = inner(step, state, grads)
+        return state, tree.replace(grads, weight=grads.weight / self.knobs.predivide)
+
     def total(self, inner: Any, step: Step, state: State, scalars: Any) -> Any:
-        """Sums over the group."""
-        return comm.all_reduce(inner(step, state, scalars), self.ranks())
+        """Sums over all ranks."""
+        return self.ranks().total(inner(step, state, scalars))
 
     def norm(self, inner: Any, step: Step, state: State, grads: list[Tensor]) -> Tensor:
         """‖g‖² = AR Σ ‖owned shards‖² (law 27)."""
-        return comm.all_reduce(inner(step, state, grads) ** 2, self.ranks()).sqrt()  # type: ignore[no-any-return]
+        return comm.all_reduce(inner(step, state, grads) ** 2, self.ranks().group).sqrt()  # type: ignore[no-any-return]
 
     def finite(self, inner: Any, step: Step, state: State, grads: list[Tensor]) -> Tensor:
         """Finite everywhere."""
-        return comm.all_reduce(inner(step, state, grads), self.ranks(), op="min")  # type: ignore[no-any-return]
+        return comm.all_reduce(inner(step, state, grads), self.ranks().group, op="min")  # type: ignore[no-any-return]
 
     def place(self, inner: Any, step: Step, state: State) -> tuple[int, int]:
-        """The group's ranks share what the rank would have had."""
+        """The ranks share what the rank would have had."""
         index, count = inner(step, state)
-        group = self.ranks()
-        return index * group.size + group.rank, count * group.size
+        place, places = self.ranks().place
+        return index * places + place, count * places
 
     # -- what lies where -----------------------------------------------------------------------------------------------
 
     def parts(self, inner: Any, step: Step, state: State) -> Parts:
         """The leaves in this rank's shards, in stage 0 in whole segments."""
         parts: Parts = state.slots["zero"].learned.parts
-        return attrs.evolve(parts, group=self.ranks()) if self.stage else parts
+        return attrs.evolve(parts, group=self.ranks().shards) if self.knobs.stage else parts
 
     def part(self, inner: Any, step: Step, state: State, paths: Collection[str]) -> tuple[State, tuple[int, ...]]:
         """The segments of these leaves, and what the ranks know about their order."""
@@ -316,34 +351,19 @@ def _as_stored(layout: Layout, stored: Sequence[Tensor]) -> Layout:
     return attrs.evolve(layout, segments=tuple(attrs.evolve(segment, dtype=flat.dtype) for segment, flat in pairs))
 
 
-def _agree(layout: Layout, group: comm.Group) -> None:
-    """Refuses params whose structure differs between the ranks."""
-    print_ = zlib.crc32(repr((layout.paths, layout.segments, layout.units)).encode())
-    prints = comm.all_gather(torch.tensor([print_]), group.channel("control")).tolist()
-    odd = [rank for rank, other in enumerate(prints) if other != prints[0]]
-    if odd:
-        raise ValueError(
-            f"params: ranks {odd} of group {group.name!r} have other leaves, shapes, dtypes or frozen leaves than rank 0; "
-            "build the same model on every rank"
-        )
+def _of_rank_0(leaf: Tensor, ranks: Ranks) -> Tensor:
+    """What the first rank has; deferred leaves are read everywhere."""
+    return leaf if is_deferred(leaf) else ranks.from_first(leaf.detach())  # type: ignore[no-any-return]
 
 
-def _of_rank_0(params: Any, group: comm.Group) -> Any:
-    """Rank 0's params, on every rank, one leaf at a time."""
-    if group.size == 1:
-        return params
-    return tree.map(lambda x: like_marked(comm.broadcast(x.detach(), 0, group), x), params)
+def _either(exact: Sequence[Tensor | None], stored: Sequence[Tensor]) -> list[Tensor]:
+    """The exact shards where there are some."""
+    return [flat if shard is None else shard for shard, flat in zip(exact, stored, strict=True)] if exact else list(stored)
 
 
-def _gather(all_gather: Callable[..., Any], group: comm.Group, stored: Sequence[Tensor], cut: Sequence[int]) -> list[Tensor]:
-    """The stored tensors with those in ``cut`` whole again; the next is under way while one is waited for."""
-    whole = list(stored)
-    del stored
-    pending: list[tuple[int, Any]] = []
-    for i in [*cut, None, None]:
-        if i is not None:
-            pending.append((i, all_gather(whole[i].detach(), group, async_op=True)))
-        if pending and (i is None or len(pending) > 2):
-            j, gathered = pending.pop(0)
-            whole[j] = like_marked(gathered.wait(), whole[j])
-    return whole
+def _in_shards(layout: Layout, stored: Sequence[Tensor], ranks: Ranks) -> list[int]:
+    """The segments that are not whole here; where one rank owns a segment it can not tell, so the ranks say it together."""
+    cut = torch.tensor([flat.numel() != s.size for flat, s in zip(stored, layout.segments, strict=True)], dtype=torch.int64)
+    if any(segment.owner is not None for segment in layout.segments):
+        cut = comm.all_reduce(cut, ranks.group.channel("control"), op="max")
+    return cut.nonzero().flatten().tolist()

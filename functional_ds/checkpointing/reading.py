@@ -59,17 +59,22 @@ class Planner(DefaultLoadPlanner):
         spread: Spread = self.state_dict[index.fqn]
         return spread.__get_tensor_shard__(index)
 
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """Where an item goes; what several names give is first read beside it."""
+        place: Tensor = super().resolve_tensor(read_item)
+        return torch.empty_like(place) if place.data_ptr() in self._shared else place
+
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """What was read is in its place."""
-        place = tensor.data_ptr()
-        if place in self._shared:
-            name = read_item.dest_index.fqn
-            before = self._given.setdefault(place, (name, tensor.detach().clone()))
+        place, name = self.lookup_tensor(read_item.dest_index), read_item.dest_index.fqn
+        if place.data_ptr() in self._shared:
+            before = self._given.setdefault(place.data_ptr(), (name, tensor))
             if not torch.equal(before[1], tensor):
                 raise StructureError(
                     f"{name} is {tensor.item()} and {before[0]} is {before[1].item()}, but in like one number stands for both; "
                     "put these leaves into different units"
                 )
+            place.copy_(tensor)
 
 
 @attrs.define(eq=False)

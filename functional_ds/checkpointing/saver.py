@@ -212,7 +212,7 @@ class _Wish:
 def _json(extra: Any) -> Any:
     """A copy, which may change no more."""
     try:
-        return json.loads(json.dumps(None if extra is None else dict(extra)))
+        return json.loads(json.dumps({} if extra is None else dict(extra)))
     except (TypeError, ValueError) as error:
         raise TypeError(f"extra={extra!r} must be a dict of JSON values: {error}") from error
 

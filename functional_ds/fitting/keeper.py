@@ -87,7 +87,7 @@ class Keeper:
             state, extra = load(self.path, like=like, with_extra=True, donate=donate)
         except NoCheckpointError:
             return None
-        if "fit" not in extra:
+        if "fit" not in (extra or {}):
             raise ValueError(
                 f"path={str(self.path)!r}: its newest checkpoint was not made by fit, so nothing says where the data stand; "
                 "pass fds.load(path, like=state) as the state, and another folder as path"

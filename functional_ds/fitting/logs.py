@@ -67,18 +67,10 @@ class CsvLog:
 
     def _kept(self, done: int) -> Iterator[list[str]]:
         """Whole lines up to a step; the last may have been cut off with the run."""
-        with self.path.open(newline="", encoding="utf-8") as file:
-            for row in csv.reader(file):
-                if len(row) == 3 and row[0].isdigit() and int(row[0]) <= done and _is_number(row[2]):
-                    yield row
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+        whole = self.path.read_text(encoding="utf-8").rpartition("\n")[0]
+        for row in csv.reader(whole.splitlines()):
+            if len(row) == 3 and row[0].isdigit() and int(row[0]) <= done:
+                yield row
 
 
 @attrs.define(eq=False)

@@ -1,21 +1,40 @@
 """Memory: what each rank will hold, and what it held."""
 
 from .account import KINDS, Memory, measured
+from .activations import Activations, activations
 from .counting import Live, holdings, places, stored
+from .drawing import draw_compared, draw_zero
+from .formulas import EIGHTEEN, SINGLE, SIXTEEN, Convention, Formula, by_stage, elements_sent, padding, padding_bound
 from .predicting import predicted, without_values
+from .tables import compared, zero_table
 from .tracking import Tracked, noted, peak
 
 __all__ = [
+    "EIGHTEEN",
     "KINDS",
+    "SINGLE",
+    "SIXTEEN",
+    "Activations",
+    "Convention",
+    "Formula",
     "Live",
     "Memory",
     "Tracked",
+    "activations",
+    "by_stage",
+    "compared",
+    "draw_compared",
+    "draw_zero",
+    "elements_sent",
     "holdings",
     "measured",
     "noted",
+    "padding",
+    "padding_bound",
     "peak",
     "places",
     "predicted",
     "stored",
     "without_values",
+    "zero_table",
 ]

@@ -28,6 +28,7 @@ class Memory:
         gathered: whole units, in stage 3, at most at one time.
         activations: what the backward pass will need.
         buffers: all else in the state: counts, keys, scales, means, what is owed.
+        peak: the most that the process had; 0 where nobody looked.
         places: how many bytes of the state lie on which kind of device, ``"disk"`` among them.
     """
 
@@ -38,6 +39,7 @@ class Memory:
     gathered: int = 0
     activations: int = 0
     buffers: int = 0
+    peak: int = attrs.field(default=0, eq=False)
     places: Mapping[str, int] = attrs.field(factory=dict, eq=False)
 
     @property
@@ -56,7 +58,7 @@ class Memory:
 
     def of_all_ranks(self, group: comm.Group | None = None) -> list["Memory"]:
         """Everybody's, in rank order; without the places. Collective."""
-        row = torch.tensor([getattr(self, kind) for kind in KINDS])
+        row = torch.tensor([getattr(self, kind) for kind in (*KINDS, "peak")])
         return [Memory(*found) for found in comm.all_gather(row, group, tiled=False).tolist()]
 
     def __str__(self) -> str:
@@ -78,8 +80,8 @@ def measured(state: State, *, gradients: int = 0) -> Memory:
     params                   200
     masters                  400
     optimizer                804
-    buffers                   32
-    total                  1,436
+    buffers                   24
+    total                  1,428
     """
     if not isinstance(state, State):
         raise TypeError(f"state={state!r} is no State; pass what step.init or step(...) returns")

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from functional_ds import tree
 from functional_ds.tape import Tape
 from functional_ds.trainable import is_trainable, like_marked
+from functional_ds.weighted import weigh
 
 from .counting import Live, holdings
 
@@ -42,21 +43,27 @@ class _Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = function(*args, **(kwargs or {}))
-        results = [x for x in tree.leaves(found) if isinstance(x, Tensor)]
+        results = [x for x in tree.leaves(found) if isinstance(x, Tensor) and not x.is_meta]  # a module's bare copy is
         self.live.note(x for x in results if x.untyped_storage()._cdata not in self._known)
         return found
 
 
 def activations(
-    loss_fn: Callable[..., Any], params: Any, batch: Any, *, device: str | torch.device = "cpu", autocast: torch.dtype | None = None
+    loss_fn: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    *,
+    device: str | torch.device = "cpu",
+    autocast: torch.dtype | None = None,
 ) -> Activations:
     """What ``loss_fn(params, batch)`` holds for its gradients, on one rank.
 
     Where params or batch are on the meta device, nothing is computed: the function runs on torch's fake tensors, which stand
     for tensors on ``device``, so a model of any size will do. It must not read values, then. Else it is run and measured.
 
-    Law: both give the same, exactly, wherever operations choose the same kernels; for one kernel's memory within itself
-    neither has eyes. Recomputation (``fds.remat``, ``torch.utils.checkpoint``) is counted as what it leaves.
+    Law: both give the same ``kept``, exactly, where operations choose the same kernels (an LSTM on the CPU does not). The
+    two peaks may differ by what kernels leave behind, and what is within a kernel is not seen. Recomputation is counted as
+    what it leaves.
 
     Args:
         loss_fn: as ``train_step`` has it; without a key.
@@ -90,7 +97,7 @@ def _run(
             with torch.autocast(device.type, autocast, enabled=autocast is not None):
                 found = loss_fn(seen, batch)
             loss = found[0] if isinstance(found, tuple) else found
-            loss = getattr(loss, "sum") if not isinstance(loss, Tensor) else loss
+            loss = weigh(loss, "the loss").sum
             outputs = holdings(found)
             del found
             tape.end_forward()
@@ -98,4 +105,5 @@ def _run(
             forward, mode.live.peak = mode.live.peak, 0
             del outputs
             tape.backward(loss)
+            del loss
     return Activations(kept, forward, mode.live.peak)

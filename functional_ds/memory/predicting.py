@@ -46,13 +46,13 @@ def predicted(make: Callable[[], Step], params: Any, *, world_size: int = 1, ran
 
     >>> import functional_ds as fds
     >>> from functional_ds import transforms as T
-    >>> params = {f"{i}.w": torch.empty(1024, 1024, device="meta") for i in range(6000)}  # 6.3 B
+    >>> params = {f"{i}.w": torch.empty(16384, 16384, device="meta") for i in range(24)}  # 6.4 B
     >>> def make():
     ...     loss = lambda params, batch: NotImplemented
     ...     return fds.compose(T.mixed_precision("bf16"), T.zero(1))(fds.train_step(loss, fds.adam(1e-4)))
     >>> memory = predicted(make, params, world_size=64)
-    >>> memory.params, memory.masters + memory.optimizer - 4 * 6000
-    (12582912000, 1179648000)
+    >>> memory.params, memory.masters + memory.optimizer - 4 * 24
+    (12884901888, 1207959552)
     """
     bare = without_values(params)
 
@@ -85,7 +85,11 @@ def _gradients(step: Step, state: State, order: Sequence[str]) -> tuple[int, int
 
     def loss(inner: Any, step: Step, state: State, params: Any, batch: Any) -> Any:
         leaves = dict(tree.named(params))
-        used = [leaves[path].abs().square().sum().float() for path in order if leaves[path].is_floating_point() or leaves[path].is_complex()]
+        used = [
+            leaves[path].abs().square().sum().float()
+            for path in order
+            if leaves[path].is_floating_point() or leaves[path].is_complex()
+        ]
         return weigh(sum(used), "the loss"), {}
 
     world.observe = observe  # type: ignore[attr-defined]  # alike's

@@ -10,8 +10,8 @@ from .generators import breadth_first, gpipe, inference, interleaved_one_f_one_b
 from .lower import lower
 from .named import named
 from .optimize import optimize
-from .recorder import Recorder
 from .partition import balanced, uniformly
+from .recorder import Recorder
 from .schedule import Schedule, ScheduleError, stage_to_rank
 from .stages import Stage, Stages, Visit
 from .tables import from_csv, to_csv

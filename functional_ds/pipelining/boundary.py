@@ -136,7 +136,14 @@ def boundaries(
 
 
 def _outline(
-    step: Step, state: State, stages: Stages, index: int, before: Boundary | None, parts: Sequence[State], batch: Any, trains: bool
+    step: Step,
+    state: State,
+    stages: Stages,
+    index: int,
+    before: Boundary | None,
+    parts: Sequence[State],
+    batch: Any,
+    trains: bool,
 ) -> "Boundary | tuple[str, ...] | str":
     blanks = {path: blank for part in parts for path, blank in _params(step, part).items()}
     try:

@@ -3,6 +3,7 @@
 import fnmatch
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import attrs
@@ -146,15 +147,20 @@ def first_input(batch: Any) -> Any:
 
 def called(function: Callable[..., Any], *args: Any, **offered: Any) -> Any:
     """``function(*args)``, with what is offered under the names ``batch`` and ``key`` only if it has such parameters."""
-    optional = ("batch", "key")
-    if any(name in offered for name in optional):
-        try:
-            known = inspect.signature(function).parameters
-        except (TypeError, ValueError):  # builtins have no signature
-            known = {}  # type: ignore[assignment]
-        positional = list(known)[: len(args)]
-        offered = {k: v for k, v in offered.items() if k not in optional or (k in known and k not in positional)}
-    return function(*args, **offered)
+    wanted = _wanted(function, len(args))
+    return function(*args, **{name: value for name, value in offered.items() if name in wanted or name not in _OPTIONAL})
+
+
+_OPTIONAL = ("batch", "key")
+
+
+@lru_cache(maxsize=1024)  # looking at a signature takes longer than many a function
+def _wanted(function: Callable[..., Any], given: int) -> frozenset[str]:
+    """Which of the optional arguments a function has parameters for, behind those that are given by place."""
+    try:
+        return frozenset(list(inspect.signature(function).parameters)[given:]) & frozenset(_OPTIONAL)
+    except (TypeError, ValueError):  # builtins have no signature
+        return frozenset()
 
 
 def _chosen(names: Any, piece: Piece, index: int, count: int) -> Any:

@@ -13,7 +13,7 @@ from .chain import called
 from .cutting import Begin, by_name, by_number, candidates, opened
 from .measuring import seconds
 from .plan import Plan
-from .program import Part
+from .program import Part, Program
 from .stages import Params, Stage, Stages
 
 __all__ = ["cut"]
@@ -77,7 +77,7 @@ def cut(
     used = {path for each in paths for path in each}
     paths[0] = (*paths[0], *(path for path in params if path not in used))
     runs = [_Run(plan, index, loss if index == len(parts) - 1 else None) for index in range(len(parts))]
-    stages = tuple(Stage(*each) for each in zip(paths, runs, map(_name, parts), strict=True))
+    stages = tuple(Stage(*each) for each in zip(paths, runs, (_name(part, program) for part in parts), strict=True))
     return Stages(stages, {path: parameter.numel() for path, parameter in params.items()}, apply), params
 
 
@@ -97,9 +97,10 @@ class _Run:
         return found if self.loss is None else called(self.loss, found, batch, key=key)
 
 
-def _name(part: Part) -> str:
-    """The modules that a part calls, first and last."""
+def _name(part: Part, program: Program) -> str:
+    """The first and the last module that a part calls, if possible ones with parameters."""
     called = [each.target for each in part.instructions if isinstance(each.target, str)]
+    called = [path for path in called if program.leaves[path]] or called
     if not called:
         return "no module"
     return called[0] if called[0] == called[-1] else f"{called[0]} to {called[-1]}"

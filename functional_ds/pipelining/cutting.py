@@ -81,7 +81,9 @@ def by_name(program: Program, begins: Sequence[Sequence[Begin]]) -> tuple[Begin,
         if program.begins[begin] == 0:
             raise ValueError(f"at: nothing is computed before {begin[0]!r}; leave it out, as the first stage needs no name")
         if found.count(begin) > 1 or program.begins[begin] < program.begins[last]:
-            raise ValueError(f"at: {last[0]!r} stands before {begin[0]!r}, but is called after it; cuts are in the order of calls")
+            raise ValueError(
+                f"at: {last[0]!r} stands before {begin[0]!r}, but is called after it; cuts are in the order of calls"
+            )
         last = begin
     return tuple(found)
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -44,40 +45,55 @@ def estimated(stages: Stages, params: Any, batch: Any, *, flops: float = 1e12, l
     >>> costs.forward, costs.inputs, costs.weights, costs.message, costs.activations
     ((512.0, 512.0), (0.0, 512.0), (512.0, 512.0), (128.0, 128.0), (128.0, 256.0))
     """
-    held, rows = stages.by_path(params), []
+    held = stages.by_path(params)
     stages.check(params, batch)
-    before: Boundary | None = None
+    found: list[_Found] = []
     with FakeTensorMode(allow_non_fake_inputs=True):
         micro = tree.map(_blank, batch)
         for index in range(len(stages)):
             own = {path: _blank(held[path]).requires_grad_(is_trainable(held[path])) for path in stages[index].paths}
-            x, inputs = (None, []) if before is None else before.value([_like(leaf) for leaf in before.onward])
-            apart = [leaf for leaf in (*own.values(), *tree.leaves(micro)) if isinstance(leaf, Tensor)]
-            with Saved(lambda apart=apart: apart) as saved, FlopCounterMode(display=False) as forward:  # type: ignore[misc]
-                y = stages.run(index, own, x, micro, Key.of(0))
-            last = index == len(stages) - 1
-            outputs = [weigh(y[0] if isinstance(y, tuple) else y, "the loss").sum] if last else Boundary.of(y).smooth(tree.leaves(y))
-            flight = Flight.of(inputs, [output for output in outputs if output.requires_grad])
-            seeds = [torch.ones_like(output) for output in outputs if output.requires_grad]
-            with FlopCounterMode(display=False) as back:
-                flight.backward_inputs(seeds, [leaf for leaf in own.values() if leaf.requires_grad])
-            with FlopCounterMode(display=False) as weights:
-                flight.backward_weights()
-            before = None if last else Boundary.of(y)
-            sent = before.bytes if before is not None else 0
-            works = [counter.get_total_flops() / flops for counter in (forward, back, weights)]
-            rows.append((*works, float(sent), float(saved.bytes)))
-    forward_, inputs_, weights_, messages, activations = zip(*rows, strict=True)
-    messages = (*messages[:-1], messages[-2] if len(messages) > 1 else 0.0)
+            found.append(_run(stages, index, own, found[-1].after if found else None, micro))
+    sent = [0 if each.after is None else each.after.bytes for each in found]
+    sent[-1] = sent[-2] if len(sent) > 1 else 0  # nothing is sent; a link between all stages has one size
     further = {} if link is None else {"link": link}
     return Costs(
-        forward=forward_, inputs=inputs_, weights=weights_, message=messages, activations=activations, **further
+        forward=[each.forward / flops for each in found],
+        inputs=[each.inputs / flops for each in found],
+        weights=[each.weights / flops for each in found],
+        message=sent,
+        activations=[each.activations for each in found],
+        **further,
     )
+
+
+@attrs.frozen
+class _Found:
+    """One stage: operations of F, I and W, bytes that are kept, and what it gives."""
+
+    forward: int
+    inputs: int
+    weights: int
+    activations: int
+    after: Boundary | None
+
+
+def _run(stages: Stages, index: int, own: dict[str, Tensor], before: Boundary | None, micro: Any) -> _Found:
+    x, inputs = (None, []) if before is None else before.value([torch.empty_like(leaf) for leaf in before.onward])
+    apart = [leaf for leaf in (*own.values(), *tree.leaves(micro)) if isinstance(leaf, Tensor)]
+    with Saved(lambda: apart) as saved, FlopCounterMode(display=False) as forward:
+        y = stages.run(index, own, x, micro, Key.of(0))
+    last = index == len(stages) - 1
+    after = None if last else Boundary.of(y)
+    outputs = [weigh(y[0] if isinstance(y, tuple) else y, "the loss").sum] if after is None else after.smooth(tree.leaves(y))
+    outputs = [output for output in outputs if output.requires_grad]
+    flight = Flight.of(inputs, outputs)
+    with FlopCounterMode(display=False) as back:
+        flight.backward_inputs([torch.ones_like(output) for output in outputs], [w for w in own.values() if w.requires_grad])
+    with FlopCounterMode(display=False) as weights:
+        flight.backward_weights()
+    operations = (counter.get_total_flops() for counter in (forward, back, weights))
+    return _Found(*operations, saved.bytes, after)
 
 
 def _blank(leaf: Any) -> Any:
     return torch.empty(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf
-
-
-def _like(leaf: Tensor) -> Tensor:
-    return torch.empty(leaf.shape, dtype=leaf.dtype)

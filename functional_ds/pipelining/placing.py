@@ -12,10 +12,11 @@ from functional_ds import comm, tree
 from functional_ds.parts import Parts
 from functional_ds.trainable import like_marked, mark_part
 
+from .boundary import Boundary
 from .schedule import Schedule, Step
 from .stages import Stages
 
-__all__ = ["Placed", "Part"]
+__all__ = ["Part", "Placed"]
 
 
 @attrs.frozen
@@ -36,7 +37,7 @@ class Part:
 class Known:
     """What crosses between the stages, by what it depends on, and rows: found once, and no part of a state's structure."""
 
-    crossing: dict[Any, Any] = attrs.field(factory=dict)
+    crossing: dict[Any, tuple[list[Boundary], tuple[str, ...]]] = attrs.field(factory=dict)
     rows: dict[Schedule, list[Step]] = attrs.field(factory=dict)
 
     def row(self, schedule: Schedule, rank: int) -> list[Step]:
@@ -79,7 +80,7 @@ class Placed:
                 if path not in users:
                     raise ValueError(
                         f"params: stage {index} ({stage.name}) uses {path!r}, which they do not have; they have "
-                        f"{', '.join(paths[:8])}...; init takes the params that the stages were made for (put pipeline after zero)"
+                        f"{', '.join(paths[:8])}...; init takes the params of the stages: put pipeline after zero"
                     )
                 users[path].append(index)
         idle = [path for path, used in users.items() if not used]

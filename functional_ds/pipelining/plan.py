@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from functional_ds.functional import Apply
 from functional_ds.key import Key
@@ -118,6 +118,13 @@ class Plan:
 
     def program(self, params: Params, arguments: Arguments) -> Program:
         """Records the module's forward."""
+        with unset_fake_temporarily(), torch.random.fork_rng():
+            try:
+                return self._record(params, arguments, constants=True)
+            except Exception:  # whatever it is, it comes again if it has nothing to do with constants
+                return self._record(params, arguments, constants=False)
+
+    def _record(self, params: Params, arguments: Arguments, *, constants: bool) -> Program:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         device = arguments.device(params)
         with mode:
@@ -128,7 +135,7 @@ class Plan:
             ]
             module = self.apply.dressed(own, lambda buffer: torch.empty_like(buffer, device=device))
         args, kwargs = arguments.mould.fill(dict(enumerate(tensors)))
-        return record(module, args, kwargs, mode=mode, opened=self.opened)
+        return record(module, args, kwargs, mode=mode, opened=self.opened, constants=constants)
 
     def _signature(self, params: Params, arguments: Arguments) -> _Signature:
         shapes = tuple((each.shape, each.stride(), each.dtype, each.device) for each in arguments.tensors)

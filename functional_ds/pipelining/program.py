@@ -132,7 +132,12 @@ class Part:
     output: Mould | None
 
     def run(
-        self, module: nn.Module, params: Mapping[str, Tensor], inputs: Sequence[Tensor], x: Sequence[Tensor], device: torch.device
+        self,
+        module: nn.Module,
+        params: Mapping[str, Tensor],
+        inputs: Sequence[Tensor],
+        x: Sequence[Tensor],
+        device: torch.device,
     ) -> Any:
         """The tensors for the next part, or the module's result."""
         tensors = dict(zip(self.arriving, x, strict=True))

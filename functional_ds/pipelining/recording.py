@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from .moulds import Hole, hides, mould, tensors_in
 from .program import Ambience, Instruction, Program, Source, ambience
 from .rehearsal import NEEDS_VALUES
 
-__all__ = ["record"]
+__all__ = ["Unclear", "record"]
 
 # Operators that ask their first argument for nothing but shape, dtype and device.
 _SHAPE_ONLY = frozenset(
@@ -28,21 +29,36 @@ _SHAPE_ONLY = frozenset(
 )
 
 
+class Unclear(Exception):
+    """What looked like a constant is none."""
+
+
 def record(
-    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, mode: FakeTensorMode, opened: frozenset[str]
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    mode: FakeTensorMode,
+    opened: frozenset[str],
+    constants: bool,
 ) -> Program:
     """The program of ``module(*args, **kwargs)``.
+
+    With ``constants``, what depends on no input, parameter or buffer has its values (``torch.arange``, and masks made of it),
+    and a forward may branch on them.
 
     Args:
         module: a copy for this call alone, with tensors of ``mode`` for parameters and buffers; its classes are changed.
         args, kwargs: with tensors of ``mode``.
         mode: of tensors without values.
         opened: paths of modules whose forward is recorded call by call; every other module is one instruction.
+        constants: whether constants have values.
 
     Raises:
+        Unclear: a tensor with values gets some that depend on arguments or on chance; record again without ``constants``.
         ValueError: the forward does what a stage cannot do again; it names the line.
     """
-    return _Recorder(module, mode, opened).run(args, kwargs)
+    return _Recorder(module, mode, opened, constants).run(args, kwargs)
 
 
 class _Watch(TorchDispatchMode):
@@ -98,8 +114,8 @@ class _Listen(TorchFunctionMode):
 class _Recorder:
     """What a forward has done so far. Tensors are known by number; all live on, so that no two share an id or memory."""
 
-    def __init__(self, module: nn.Module, mode: FakeTensorMode, opened: frozenset[str]) -> None:
-        self.module, self.mode, self.opened = module, mode, opened
+    def __init__(self, module: nn.Module, mode: FakeTensorMode, opened: frozenset[str], constants: bool) -> None:
+        self.module, self.mode, self.opened, self.constants = module, mode, opened, constants
         self.watch = _Watch()
         self.numbers: dict[int, int] = {}
         self.tensors: list[Tensor] = []
@@ -125,7 +141,7 @@ class _Recorder:
         self.device = self.tensors[0].device.type if self.tensors else "cpu"
         for path, part in list(self.module.named_modules()):
             _intercept(part, path, self.module_called)
-        with self.mode, self.watch, saved_tensors_hooks(_same, _same), _Listen(self.torch_called):
+        with nullcontext() if self.constants else self.mode, self.watch, saved_tensors_hooks(_same, _same), _Listen(self.torch_called):
             found = self.module(*args, **kwargs)
             self.inside = True
         self._refuse_hidden(found, "the module returns")
@@ -164,17 +180,23 @@ class _Recorder:
             return forward(*args, **kwargs)
         self._refuse_hidden((args, kwargs), f"{path} is called with")
         try:
-            found = self._done(path, partial(forward, *args, **kwargs), args, kwargs)
+            with self.mode:
+                found = self._done(path, partial(forward, *args, **kwargs), args, kwargs)
         except NEEDS_VALUES as error:
-            raise ValueError(f"{path}: its forward asks for a tensor's value ({error}), so its results' shapes are unknown") from error
+            raise ValueError(
+                f"{path}: its forward asks for a tensor's value ({error}), so its results' shapes are unknown"
+            ) from error
         self._refuse_hidden((args, kwargs), f"{path} was called with, and wrote into,")
         self._refuse_hidden(found, f"{path} returns")
         return found
 
     def _done(self, target: Any, work: Callable[[], Any], args: Any, kwargs: Any) -> Any:
         """Carries a call out, and notes it if it made or changed a tensor."""
+        what = target if isinstance(target, str) else getattr(target, "__name__", str(target))
         with _unheard():
             before = ambience(self.device)
+            for _, tensor in tensors_in((args, kwargs)):
+                self._known(tensor, f"{what}'s argument")
         self.watch.clear()
         self.inside = True
         try:
@@ -182,25 +204,23 @@ class _Recorder:
         finally:
             self.inside = False
         with _unheard():
-            self._note(target, args, kwargs, found, before)
+            self._note(target, what, args, kwargs, found, before)
         return found
 
-    def _note(self, target: Any, args: Any, kwargs: Any, found: Any, before: Ambience) -> None:
+    def _note(self, target: Any, what: str, args: Any, kwargs: Any, found: Any, before: Ambience) -> None:
         touched, written = self.watch.touched, self.watch.written
         writes = frozenset(number for number, memory in enumerate(self.memory) if memory in written)
         new = {id(tensor): (place, tensor) for place, tensor in tensors_in(found) if id(tensor) not in self.numbers}
         if new or writes:
-            what = target if isinstance(target, str) else getattr(target, "__name__", str(target))
             reads: set[int] = set()
-            moulded = mould((tuple(args), dict(kwargs)), lambda tensor: Hole(self._read(tensor, touched, reads, what)))
+            moulded = mould((tuple(args), dict(kwargs)), lambda tensor: Hole(self._read(tensor, touched, reads)))
             pure = self.watch.pure and not (written & self.lasting)
+            self._refuse_unclear(pure, reads, writes, [tensor for _, tensor in new.values()])
             results = tuple((self._new(tensor), place) for place, tensor in new.values())
             self._refuse_constants(writes)
             again, site = _recomputed(what), call_site()
-            self.instructions.append(
-                Instruction(target, moulded, results, frozenset(reads), writes, pure, before, again, site)
-            )
-        for number in {*writes, *(self.numbers[id(t)] for _, t in tensors_in((args, kwargs)) if id(t) in self.numbers)}:
+            self.instructions.append(Instruction(target, moulded, results, frozenset(reads), writes, pure, before, again, site))
+        for number in {*writes, *(self.numbers[id(tensor)] for _, tensor in tensors_in((args, kwargs)))}:
             self.graph[number] = self.tensors[number].requires_grad
 
     # -- tensors -------------------------------------------------------------------------------------------------------
@@ -215,8 +235,8 @@ class _Recorder:
             self.sources[number] = source
         return number
 
-    def _read(self, tensor: Tensor, touched: set[int], reads: set[int], reader: str) -> int:
-        number = self._known(tensor, f"{reader}'s argument")
+    def _read(self, tensor: Tensor, touched: set[int], reads: set[int]) -> int:
+        number = self.numbers[id(tensor)]
         if self.memory[number] in touched:
             reads.add(number)
             return number
@@ -245,6 +265,14 @@ class _Recorder:
                 "checkpoint(use_reentrant=True) or torch.func; put it into a module of its own, which then runs as a whole"
             )
         return number
+
+    def _refuse_unclear(self, pure: bool, reads: set[int], writes: frozenset[int], made: Sequence[Tensor]) -> None:
+        """Tensors with values stay constants, or else nobody may have seen them."""
+        if not self.constants:
+            return
+        real = [tensor for tensor in (*made, *(self.tensors[n] for n in writes)) if not isinstance(tensor, FakeTensor)]
+        if real and (not pure or any(isinstance(self.tensors[number], FakeTensor) for number in reads)):
+            raise Unclear(call_site())
 
     def _refuse_constants(self, writes: frozenset[int]) -> None:
         for number in writes:
@@ -279,7 +307,9 @@ def _recomputed(what: str) -> bool:
         return False
     if hooks[0].__qualname__.startswith("_checkpoint_hook"):
         return True
-    raise ValueError(f"{call_site()}: {what} is called under saved_tensors_hooks, which do not reach a stage; set them in a module")
+    raise ValueError(
+        f"{call_site()}: {what} is called under saved_tensors_hooks, which do not reach a stage; set them in a module"
+    )
 
 
 def _intercept(module: nn.Module, path: str, called: Callable[..., Any]) -> None:

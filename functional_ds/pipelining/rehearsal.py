@@ -28,10 +28,11 @@ def rehearse(stages: Sequence[tuple[str, Run]], params: Mapping[str, Tensor], ba
     faked = [_mapped(mode.from_tensor, each) for each in (dict(params), batch, Key.of(0))]
     try:
         with mode:
-            return _chain(stages, *faked)
+            handed = _chain(stages, *faked)
     except NEEDS_VALUES:
         with torch.no_grad():
-            return _chain(stages, params, batch, Key.of(0))
+            handed = _chain(stages, params, batch, Key.of(0))
+    return tuple(_mapped(_meta, x) for x in handed)
 
 
 def _mapped(function: Callable[[Tensor], Any], value: Any) -> Any:
@@ -55,7 +56,7 @@ def _chain(stages: Sequence[tuple[str, Run]], params: Mapping[str, Tensor], batc
             raise ValueError(f"stage {index} ({name}) cannot take {source}: {type(error).__name__}: {error}") from error
         if not last:
             x = y
-            handed.append(_mapped(_meta, x))
+            handed.append(x)
     return tuple(handed)
 
 
@@ -66,7 +67,9 @@ def _meta(leaf: Tensor) -> Tensor:
 def _tensors(x: Any) -> None:
     for path, leaf in tree.named(x):
         if not isinstance(leaf, Tensor):
-            raise TypeError(f"it gives {type(leaf).__name__} {leaf!r} at {path or 'the top'!r} to the next; only tensors are sent")
+            raise TypeError(
+                f"it gives {type(leaf).__name__} {leaf!r} at {path or 'the top'!r} to the next; only tensors are sent"
+            )
 
 
 def shown(value: Any) -> str:

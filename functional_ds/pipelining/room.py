@@ -79,7 +79,7 @@ class Room:
         tape.__enter__()
         given = self.step.view(self.state, tape)
         self._seen = {path: leaf.view_as(leaf) for path, leaf in given.items()}  # a deferred leaf is fetched here
-        tape.end_forward()
+        tape.step_aside()
         self.leaves = {path: leaf.detach().requires_grad_(leaf.requires_grad) for path, leaf in self._seen.items()}
 
     def _refill(self) -> None:

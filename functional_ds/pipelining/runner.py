@@ -11,7 +11,6 @@ from torch import Tensor
 from functional_ds import comm, tree
 from functional_ds.state import State
 from functional_ds.step import Step
-from functional_ds.tape import Tape
 from functional_ds.weighted import Weighted
 
 from .action import ALL, MESSAGES, Action, Kind
@@ -47,6 +46,7 @@ class Runner:
     Attributes:
         rooms: the params of this rank's parts, by name.
         parts: which of them each of its stages uses.
+        records: whether gradients are wanted; a tape that says so is open.
         losses: the last stage's, by micro-batch, and its metrics.
     """
 
@@ -57,7 +57,7 @@ class Runner:
     micros: Sequence[Micro]
     rooms: Mapping[str, Room]
     parts: Mapping[int, Sequence[str]]
-    tape: Tape
+    records: bool
     recorder: Recorder | None = None
     losses: dict[int, tuple[Weighted, dict[str, Weighted]]] = attrs.field(factory=dict)
     sums: dict[int, Sums] = attrs.field(factory=dict)
@@ -96,42 +96,35 @@ class Runner:
         """A stage's outputs, or at the end the loss."""
         micro, params = self.micros[j], self.params(stage)
         x, inputs = (None, []) if not stage else micro.boundaries[stage - 1].value(self._arrived(Kind.F, stage, j))
-        records = self.tape.records
-        with self.tape.resumed(), torch.set_grad_enabled(records):
-            if stage == len(self.stages) - 1:
-                loss, metrics = self.step.loss(micro.state, params, Visit(micro.batch, x, micro.weight))
-                outputs = [loss.sum] if loss.sum.requires_grad else []
-                self.losses[j] = tree.map(torch.detach, (loss, metrics))
-            else:
-                key = micro.state.key
-                function = self.stages[stage].run
-                y = self.step.forward(micro.state, lambda batch: function(params, x, batch, key), micro.batch)
-                boundary = micro.boundaries[stage]
-                tensors = self._checked(boundary, y, stage)
-                outputs = boundary.smooth(tensors)
-                self._give(Kind.F, stage, stage + 1, j, [tensor.detach() for tensor in tensors])
-            if records:
-                self._flights[stage, j] = Flight.of(inputs, outputs)
+        if stage == len(self.stages) - 1:
+            loss, metrics = self.step.loss(micro.state, params, Visit(micro.batch, x, micro.weight))
+            outputs = [loss.sum] if loss.sum.requires_grad else []
+            self.losses[j] = tree.map(torch.detach, (loss, metrics))
+        else:
+            key, function, boundary = micro.state.key, self.stages[stage].run, micro.boundaries[stage]
+            y = self.step.forward(micro.state, lambda batch: function(params, x, batch, key), micro.batch)
+            tensors = self._checked(boundary, y, stage)
+            outputs = boundary.smooth(tensors)
+            self._give(Kind.F, stage, stage + 1, j, [tensor.detach() for tensor in tensors])
+        if self.records:
+            self._flights[stage, j] = Flight.of(inputs, outputs)
 
     def backward(self, stage: int, j: int) -> None:
         """The gradients of a stage's inputs and weights."""
         weights, flight = self.weights(stage), self._flights.pop((stage, j))
-        with self.tape.resumed():
-            back, grads = flight.backward(self._seeds(stage, j, flight), weights)
+        back, grads = flight.backward(self._seeds(stage, j, flight), weights)
         self._give(Kind.B, stage, stage - 1, j, back)
         self._add(stage, grads)
 
     def backward_inputs(self, stage: int, j: int) -> None:
         """The gradients of a stage's inputs."""
         weights, flight = self.weights(stage), self._flights[stage, j]
-        with self.tape.resumed():
-            back = flight.backward_inputs(self._seeds(stage, j, flight), weights)
+        back = flight.backward_inputs(self._seeds(stage, j, flight), weights)
         self._give(Kind.B, stage, stage - 1, j, back)
 
     def backward_weights(self, stage: int, j: int) -> None:
         """The gradients of a stage's weights, after those of its inputs."""
-        with self.tape.resumed():
-            self._add(stage, self._flights.pop((stage, j)).backward_weights())
+        self._add(stage, self._flights.pop((stage, j)).backward_weights())
 
     # -- params --------------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from functional_ds.step import Step
 from functional_ds.tape import Tape
 from functional_ds.weighted import Weighted
 
-from .boundary import boundaries, signature
+from .boundary import Boundary, boundaries, signature
 from .placing import Part, Placed
 from .recorder import Recorder
 from .room import Room
@@ -51,7 +51,8 @@ def gradients(
             own = None if carry is None else [carry.sum[place] for place in places]
             rooms[part.name] = Room(step, alone, places, records=True, carry=own, last=last)
             stack.callback(rooms[part.name].close)
-        runner = _runner(traffic, step, state, batch, rooms, stack.enter_context(Tape()))
+        stack.enter_context(Tape())
+        runner = _runner(traffic, step, state, batch, rooms, records=True)
         if traffic.recorder is not None:
             traffic.recorder.begin()
         runner.run(placed.known.row(traffic.schedule, traffic.group.rank))
@@ -75,37 +76,57 @@ def measure(traffic: Traffic, step: Step, state: State, batch: Any) -> dict[str,
             rooms[part.name] = Room(step, alone, places, records=False)
             stack.callback(rooms[part.name].close)
         state = tree.replace(state, key=None)
-        runner = _runner(traffic, step, state, batch, rooms, stack.enter_context(Tape(records=False)))
+        stack.enter_context(Tape(records=False))
+        runner = _runner(traffic, step, state, batch, rooms, records=False)
         runner.run(placed.known.row(traffic.schedule, traffic.group.rank))
         return _metrics(runner, placed, state)
 
 
-def _runner(traffic: Traffic, step: Step, state: State, batch: Any, rooms: dict[str, Room], tape: Tape) -> Runner:
+def _runner(traffic: Traffic, step: Step, state: State, batch: Any, rooms: dict[str, Room], *, records: bool) -> Runner:
     placed: Placed = state.slots["pipeline"]
-    here, holders = traffic.group.rank, traffic.schedule.placement
-    parts = {stage: [part.name for part in placed.parts_of(stage)] for stage in traffic.schedule.stages_of(here)}
+    parts = {stage: [part.name for part in placed.parts_of(stage)] for stage in traffic.schedule.stages_of(traffic.group.rank)}
     batches = split(batch, traffic.schedule.microbatches, uneven=True)
     sizes = [rows_of(each) for each in batches]
+    crossing = {
+        rows: _crossing(traffic, step, state, micro, rooms, parts, records=records)
+        for rows, micro in dict(zip(sizes, batches, strict=True)).items()
+    }
     micros, first = [], 0
-    for each, rows in zip(batches, sizes, strict=True):
+    for micro, rows in zip(batches, sizes, strict=True):
         key = None if state.key is None else state.key.at(step=state.key.step, rows=first)
-        kind = signature(each, trains=tape.records)
-        if kind not in placed.known.crossing:
-            alone = {stage: [rooms[name].state for name in names] for stage, names in parts.items()}
-            placed.known.crossing[kind] = boundaries(
-                step,
-                state,
-                traffic.stages,
-                placement=holders,
-                parts=alone,
-                batch=each,
-                trains=tape.records,
-                group=traffic.group,
-            )
-        weight = None if len(set(sizes)) == 1 else rows / sizes[0]
-        micros.append(Micro(each, tree.replace(state, key=key), weight, placed.known.crossing[kind][0]))
+        weight = None if len(crossing) == 1 else rows / sizes[0]
+        micros.append(Micro(micro, tree.replace(state, key=key), weight, crossing[rows][0]))
         first += rows
-    return Runner(step, traffic.stages, holders, traffic.group, micros, rooms, parts, tape, traffic.recorder)
+    return Runner(
+        step, traffic.stages, traffic.schedule.placement, traffic.group, micros, rooms, parts, records, traffic.recorder
+    )
+
+
+def _crossing(
+    traffic: Traffic,
+    step: Step,
+    state: State,
+    micro: Any,
+    rooms: dict[str, Room],
+    parts: dict[int, list[str]],
+    *,
+    records: bool,
+) -> tuple[list[Boundary], tuple[str, ...]]:
+    """What crosses between the stages, and the metrics' names: as it was found the first time."""
+    placed: Placed = state.slots["pipeline"]
+    kind = signature(micro, trains=records)
+    if kind not in placed.known.crossing:
+        placed.known.crossing[kind] = boundaries(
+            step,
+            state,
+            traffic.stages,
+            placement=traffic.schedule.placement,
+            parts={stage: [rooms[name].state for name in names] for stage, names in parts.items()},
+            batch=micro,
+            trains=records,
+            group=traffic.group,
+        )
+    return placed.known.crossing[kind]
 
 
 def _push_shared(runner: Runner, placed: Placed) -> None:
@@ -115,7 +136,9 @@ def _push_shared(runner: Runner, placed: Placed) -> None:
         if len(part.stages) > 1:
             room = runner.rooms[part.name]
             room.fill()
-            sums = [_sum(room, path, [runner.grads(stage) for stage in part.stages if stage in runner.parts]) for path in part.paths]
+            sums = [
+                _sum(room, path, [runner.grads(stage) for stage in part.stages if stage in runner.parts]) for path in part.paths
+            ]
             trained = [(path, total) for path, total in zip(part.paths, sums, strict=True) if room.leaves[path].requires_grad]
             totals = _exchanged([total for _, total in trained], part, runner.group)
             room.push({path: total for (path, _), total in zip(trained, totals, strict=True)})
@@ -147,7 +170,7 @@ def _exchanged(own: list[Tensor], part: Part, group: comm.Group) -> list[Tensor]
 
 def _metrics(runner: Runner, placed: Placed, state: State) -> dict[str, Weighted]:
     """The loss and metrics of all micro-batches; zeros where the last stage is not."""
-    names = placed.known.crossing[signature(runner.micros[0].batch, trains=runner.tape.records)][1]
+    names = placed.known.crossing[signature(runner.micros[0].batch, trains=runner.records)][1]
     if runner.losses:
         found = [runner.losses[j] for j in sorted(runner.losses)]
         totals = {"loss": found[0][0], **found[0][1]}

@@ -89,8 +89,12 @@ class Stages:
 
     >>> import torch
     >>> from functional_ds.pipelining import stages
-    >>> two = stages([lambda p, x: x * p["a"], lambda p, x: x + p["b"]], [{"a": torch.ones(3)}, {"b": torch.ones(())}],
-    ...     inputs=lambda batch: batch, loss=lambda y, batch: y.sum())
+    >>> two = stages(
+    ...     [lambda p, x: x * p["a"], lambda p, x: x + p["b"]],
+    ...     [{"a": torch.ones(3)}, {"b": torch.ones(())}],
+    ...     inputs=lambda batch: batch,
+    ...     loss=lambda y, batch: y.sum(),
+    ... )
     >>> two([{"a": torch.full((3,), 2.0)}, {"b": torch.tensor(1.0)}], torch.ones(3))
     tensor(9.)
     """

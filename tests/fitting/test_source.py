@@ -69,7 +69,7 @@ def _all(reader: Any) -> Iterator[Any]:
 
 def test_a_function_is_not_called_for_what_lies_behind() -> None:
     called: list[int] = []
-    reader = Indexed(lambda index: called.append(index)).at(1000)
+    reader = Indexed(called.append).at(1000)
     next(reader)
     assert called == [1000]
     assert reader.position == 1001

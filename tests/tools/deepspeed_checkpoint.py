@@ -7,6 +7,7 @@ fp32 masters and moments by parameter name as DeepSpeed's own accessors give the
 """
 
 import argparse
+import json
 import os
 import socket
 import sys
@@ -66,7 +67,7 @@ def groups(net: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def run(rank: int, port: int, ranks: int, folder: str, stage: int, dtype: str, extra: dict[str, Any]) -> None:
+def run(rank: int, port: int, ranks: int, folder: str, stage: int, dtype: str, further: dict[str, Any]) -> None:
     warnings.simplefilter("ignore")
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
     os.environ.update({key: str(value) for key, value in place.items()}, MASTER_ADDR="127.0.0.1")
@@ -77,11 +78,15 @@ def run(rank: int, port: int, ranks: int, folder: str, stage: int, dtype: str, e
 
     ds.utils.logger.setLevel("ERROR")
     ds.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # serves inference only, and would be compiled here
+    if dtype == "fp16":  # torch computes in fp16 on any CPU; DeepSpeed asks for one that is fast at it
+        ds.accelerator.get_accelerator().is_fp16_supported = lambda: True
     dist.init_process_group("gloo")
     net = model()
-    config = {
+    zero = further.pop("zero_optimization", {})
+    config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": ROWS,
-        "zero_optimization": {"stage": stage, **extra},
+        "zero_optimization": {"stage": stage, **zero},
+        **further,
         "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -120,15 +125,14 @@ def run(rank: int, port: int, ranks: int, folder: str, stage: int, dtype: str, e
     dist.destroy_process_group()
 
 
-def write(folder: Path, *, stage: int, dtype: str, ranks: int = 2, **extra: Any) -> Path:
-    """A checkpoint under ``folder``; returns its folder."""
-    path = folder / f"stage{stage}-{dtype}-{ranks}"
+def write(path: Path, *, stage: int, dtype: str, ranks: int = 2, **further: Any) -> Path:
+    """A checkpoint in ``path``, by an engine whose config has these further entries."""
     path.mkdir(parents=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = get_context("spawn")
-    target = partial(run, port=port, ranks=ranks, folder=str(path), stage=stage, dtype=dtype, extra=extra)
+    target = partial(run, port=port, ranks=ranks, folder=str(path), stage=stage, dtype=dtype, further=further)
     team = [context.Process(target=target, args=(rank,)) for rank in range(ranks)]
     for process in team:
         process.start()
@@ -145,8 +149,9 @@ def main() -> None:
     parser.add_argument("--stage", type=int, default=3, choices=(1, 2, 3))
     parser.add_argument("--dtype", default="bf16", choices=("fp32", "bf16", "fp16"))
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--config", type=json.loads, default={}, help="further entries of DeepSpeed's config, as JSON")
     args = parser.parse_args()
-    print(write(args.folder, stage=args.stage, dtype=args.dtype, ranks=args.ranks))
+    print(write(args.folder, stage=args.stage, dtype=args.dtype, ranks=args.ranks, **args.config))
 
 
 if __name__ == "__main__":

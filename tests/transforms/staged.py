@@ -1,5 +1,6 @@
 """A model in any number of stages, with everything that crosses stages: ties, skips, draws, frozen leaves, integers."""
 
+from itertools import pairwise
 from typing import Any
 
 import attrs
@@ -64,10 +65,15 @@ class Staged:
             more = {"scale": leaf(WIDTH)} if i % 2 else {"b": leaf(WIDTH)}
             return {"w": leaf(WIDTH, WIDTH), **more}
 
-        params = {"embed": leaf(VOCABULARY, WIDTH), "layers": [layer(i) for i in range(6)], "norm": leaf(WIDTH), "idle": leaf(3)}
+        params = {
+            "embed": leaf(VOCABULARY, WIDTH),
+            "layers": [layer(i) for i in range(6)],
+            "norm": leaf(WIDTH),
+            "idle": leaf(3),
+        }
         params = fds.freeze(params, "layers.2")
         ends = [round(i * 8 / count) for i in range(count + 1)]  # eight pieces: embedding, six layers, head
-        tasks = [list(range(a, b)) for a, b in zip(ends, ends[1:], strict=False)]
+        tasks = [list(range(a, b)) for a, b in pairwise(ends)]
         pieces = [_piece(task) for task in tasks]
         made = pp.stages(pieces, params, loss=_loss)
         ids = torch.randint(0, VOCABULARY, (2, rows, LENGTH), generator=generator)
@@ -77,7 +83,7 @@ class Staged:
 def _piece(task: list[int]) -> pp.Piece:
     first, last = 0 in task, 7 in task
     layers = [i - 1 for i in task if 0 < i < 7]
-    uses = tuple([*(("embed",) if first else ()), *(f"layers.{i}" for i in layers), *(("norm", "embed") if last else ())])
+    uses = (*(("embed",) if first else ()), *(f"layers.{i}" for i in layers), *(("norm", "embed") if last else ()))
 
     def run(p: Any, x: Any, key: Any, early: Any = None) -> Any:
         held = list(p)
@@ -91,7 +97,9 @@ def _piece(task: list[int]) -> pp.Piece:
         return (x, {"early": early}) if first else x
 
     both = first and last
-    return pp.Piece(run, uses=uses, keeps=("early",) * (first and not both), takes=("early",) * (last and not both), name=str(task))
+    return pp.Piece(
+        run, uses=uses, keeps=("early",) * (first and not both), takes=("early",) * (last and not both), name=str(task)
+    )
 
 
 def trained(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -143,7 +144,7 @@ def test_meetings_are_never_further_apart_than_said(start: int, longest: int, ti
     rounds, each = Rounds.apart(start, longest * times, longest), longest * times
     named = [t for t in range(600) if t in rounds]
     assert named[: start + each] == list(range(start + each))
-    gaps = [b - a for a, b in zip(named, named[1:], strict=False)]
+    gaps = [b - a for a, b in pairwise(named)]
     assert gaps == sorted(gaps)
     assert set(gaps) == {2**i for i in range(longest.bit_length())}
 
@@ -195,16 +196,17 @@ def test_local_steps_are_the_formula() -> None:
     found = comm.simulate(program, world_size=n)
     w, m, u = [1.0] * n, [0.0] * n, [0.0] * n
     met, v, rates = 1.0, 0.0, 0.0
-    for t, row in enumerate(grads):
+    for t, own in enumerate(grads):
+        mean = sum(own) / n
+        row = [mean] * n if t < 2 else own
         if t < 2:
-            v = b2 * v + (1 - b2) * (sum(row) / n) ** 2
-            row = [sum(row) / n] * n
+            v = b2 * v + (1 - b2) * mean**2
         root = (v / (1 - b2 ** min(t + 1, 2))) ** 0.5 + eps
         rate = 1 / (1 - b1 ** (t + 1))
-        m = [b1 * own + (1 - b1) * grad for own, grad in zip(m, row, strict=True)]
-        u = [moved + rate * own for moved, own in zip(u, m, strict=True)]
+        m = [b1 * old + (1 - b1) * grad for old, grad in zip(m, row, strict=True)]
+        u = [moved + rate * new for moved, new in zip(u, m, strict=True)]
         met, rates = met * (1 - lr * decay), rates + rate
-        w = [x * (1 - lr * decay) - lr * rate * own / root for x, own in zip(w, m, strict=True)]
+        w = [x * (1 - lr * decay) - lr * rate * new / root for x, new in zip(w, m, strict=True)]
         if t in (0, 1, 2, 3, 4, 5, 7, 9, 13):
             met -= lr * sum(u) / n / root
             w, m, u, rates = [met] * n, [sum(u) / n / rates] * n, [0.0] * n, 0.0
@@ -446,7 +448,6 @@ def test_a_gpt_learns_as_with_adam(rule: str) -> None:
     data = (lambda: T.feedback(comm.OneBit(256))) if rule == "feedback" else T.local
     losses, sent = comm.simulate(gpt_loss, optimizer, data, 120, world_size=2)[0]
     found = sum(losses[-10:]) / 10
-    print(rule, found, expected, sent / bytes_of_adam)
     assert found < 1.1 * expected
     assert sent < {"1-bit": 0.45, "0/1": 0.45, "feedback": 0.15}[rule] * bytes_of_adam
 

@@ -126,7 +126,9 @@ def test_an_overflow_on_any_stage_changes_nothing_on_all(where: int, j: int, zer
         before = step.init(params)
         x = torch.arange(4.0)[:, None].expand(4, 3)
         after, metrics = step(before, (x, torch.ones(4)), donate=False)
-        kept = [torch.equal(a, b) for a, b in zip(fds.tree.leaves(before.optimizer), fds.tree.leaves(after.optimizer), strict=True)]
+        kept = [
+            torch.equal(a, b) for a, b in zip(fds.tree.leaves(before.optimizer), fds.tree.leaves(after.optimizer), strict=True)
+        ]
         moved, fine = step(after, (x, torch.zeros(4)), donate=False)
         return (
             metrics["skipped"].item(),
@@ -211,9 +213,7 @@ def test_a_rank_stores_its_stages_alone_and_evicts_what_it_gathered() -> None:
             return seen.values()
 
         model = pp.stages([layer] * 4, params, loss=lambda y, batch: y.mean())
-        strategy = transforms.zero(3, mesh["dp"]), transforms.pipeline(
-            pp.breadth_first(2, 2), model, mesh["pp"], resident=1
-        )
+        strategy = transforms.zero(3, mesh["dp"]), transforms.pipeline(pp.breadth_first(2, 2), model, mesh["pp"], resident=1)
         step = fds.compose(*strategy)(fds.train_step(model, fds.sgd(0.1)))
         state = step.init(params)
         stored = sum(leaf.nbytes for leaf in fds.tree.leaves(state.params))
@@ -262,7 +262,9 @@ def test_a_batch_with_too_few_rows() -> None:
 
 
 def _after(case: Staged, later: fds.Transform) -> None:
-    fds.compose(transforms.pipeline(pp.gpipe(2, 2), case.stages), later)(fds.train_step(case.stages, fds.sgd(0.1))).init(case.params)
+    fds.compose(transforms.pipeline(pp.gpipe(2, 2), case.stages), later)(fds.train_step(case.stages, fds.sgd(0.1))).init(
+        case.params
+    )
 
 
 def test_a_stage_that_cannot_take_what_comes_is_named_by_all() -> None:

@@ -70,9 +70,7 @@ def planned(inner: Any, step: Step, params: Any, options: Options) -> Plan:
     try:
         whole = inner(step, tree.unflatten(spec, shapes))
         trained = _trained(leaves)
-        alone = [
-            inner(asking.at(step, which, 0, leaf.numel()), [leaf]) for leaf, which in zip(shapes, trained, strict=True)
-        ]
+        alone = [inner(asking.at(step, which, 0, leaf.numel()), [leaf]) for leaf, which in zip(shapes, trained, strict=True)]
     except (NotImplementedError, RuntimeError) as error:
         raise ValueError(f"offload: the state of {step} cannot be planned from shapes alone: {error}") from error
     slots = tuple(sorted(whole.slots))
@@ -87,9 +85,7 @@ def planned(inner: Any, step: Step, params: Any, options: Options) -> Plan:
     return Plan(units, asking.parts, slots, tuple(map(lengths, rests)))
 
 
-def _unit(
-    index: int, path: str, leaf: Tensor, state: State, trained: int | None, options: Options, whole: bool
-) -> Unit:
+def _unit(index: int, path: str, leaf: Tensor, state: State, trained: int | None, options: Options, whole: bool) -> Unit:
     kinds = kinds_of(state, tuple(leaf.shape), param=options.params, rest=options.optimizer)
     unit = Unit(index, trained, path, tuple(leaf.shape), max(leaf.numel(), 1), kinds, flat(content(state, state.slots))[1])
     staged = leaf.dtype.itemsize if leaf.device.type == "cpu" else 16 + leaf.dtype.itemsize

@@ -65,8 +65,9 @@ class Disk:
     @staticmethod
     def over(folder: Folder, *, threads: int, direct: bool) -> "Disk":
         """With so many threads."""
-        pools = [ThreadPoolExecutor(count, thread_name_prefix="offload") for count in (threads, 1)]
-        return Disk(folder, *pools, direct=direct and _goes_direct(folder))
+        pool = ThreadPoolExecutor(threads, thread_name_prefix="offload")
+        background = ThreadPoolExecutor(1, thread_name_prefix="offload")
+        return Disk(folder, pool, background, direct and _goes_direct(folder))
 
     def read(
         self, extent: Extent, offset: int, *, into: Tensor, nbytes: int, checksum: int, after: "Sequence[Future[int]]" = ()
@@ -113,13 +114,11 @@ class Disk:
 
     @contextmanager
     def _opened(self, extent: Extent, flags: int) -> Iterator[int]:
-        path, expected = extent.file.path, extent.file.size
+        path = extent.file.path
         try:
             fd = os.open(path, flags | os.O_CLOEXEC | (os.O_DIRECT if self.direct else 0))
             try:
-                size = os.fstat(fd).st_size
-                if size != expected:
-                    raise OffloadError(f"{path}: it is {size} bytes long, but was {expected}: something else changed it")
+                extent.file.check(fd)
                 yield fd
             finally:
                 os.close(fd)
@@ -128,7 +127,7 @@ class Disk:
 
 
 def _bytes(room: Tensor) -> memoryview:
-    return memoryview(room.numpy())
+    return room.numpy().data
 
 
 def _goes_direct(folder: Folder) -> bool:

@@ -43,10 +43,16 @@ class File:
     _free: list[int] = attrs.field(factory=list)
     _lock: Lock = attrs.field(factory=Lock)
 
-    @property
-    def size(self) -> int:
-        """How long the file must be."""
-        return self._versions * self.nbytes
+    def check(self, fd: int) -> None:
+        """Refuses a file whose length is not what it should be.
+
+        Raises:
+            OffloadError: something else changed it.
+        """
+        with self._lock:  # else it may be growing
+            found, expected = os.fstat(fd).st_size, self._versions * self.nbytes
+        if found != expected:
+            raise OffloadError(f"{self.path}: it is {found} bytes long, but was {expected}: something else changed it")
 
     def reserve(self, versions: int) -> None:
         """Makes room on the disk for so many more versions.
@@ -69,7 +75,7 @@ class File:
         self._free.append(index)
 
     def _grow(self, versions: int) -> None:
-        before, more = self.size, versions * self.nbytes
+        before, more = self._versions * self.nbytes, versions * self.nbytes
         try:
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
@@ -173,7 +179,9 @@ def _claim(path: Path) -> int:
     """Writes the manifest and locks it for as long as this process lives."""
     fd = os.open(path / _MANIFEST, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(fd, fcntl.LOCK_EX)
-    os.write(fd, json.dumps({"run": path.name.removeprefix(_PREFIX), "pid": os.getpid(), "host": socket.gethostname()}).encode())
+    os.write(
+        fd, json.dumps({"run": path.name.removeprefix(_PREFIX), "pid": os.getpid(), "host": socket.gethostname()}).encode()
+    )
     return fd
 
 

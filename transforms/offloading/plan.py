@@ -201,9 +201,7 @@ def joined(rests: Sequence[Any], like: Any) -> Any:
     odd = next((other for _, other in flats if other != spec), None)
     if odd is not None:
         raise ValueError(f"the states of two leaves differ in structure: {spec} and {odd}")
-    nodes = [
-        [x for found, _ in flats for x in found[place]] if _is_list(node) else node for place, node in enumerate(model)
-    ]
+    nodes = [[x for found, _ in flats for x in found[place]] if _is_list(node) else node for place, node in enumerate(model)]
     return tree.unflatten(spec, nodes)
 
 

@@ -18,7 +18,7 @@ from .folder import OffloadError, padded
 from .handles import OnHost
 from .home import Home, Version
 from .lanes import Lane, typed
-from .plan import Kind, Unit, bare, content, cut, flat, joined, parted, rest_of, shared
+from .plan import Kind, Unit, bare, content, cut, flat, joined, parted, rest_of
 
 __all__ = ["Update"]
 
@@ -86,7 +86,10 @@ class Update:
         away, here = [u for u in trained if not u.here], [u for u in trained if u.here]
         if disk is None:
             self._move_here(here)
-        self._move_away(away)
+        try:
+            self._move_away(away)
+        finally:
+            self._settle()
         if disk is not None:
             self._vote()
             self._move_here(here)
@@ -279,6 +282,12 @@ class Update:
         for lane in lanes:
             lane.writes = ()
         self.waited += perf_counter() - began
+
+    def _settle(self) -> None:
+        """Waits for what was begun and not used, where something failed: the next update has the same buffers."""
+        for reads in self.reads.values():
+            for begun in reads.values():
+                begun.exception()
 
     def _vote(self) -> None:
         """All ranks that share a batch go on, or none does."""

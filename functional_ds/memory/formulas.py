@@ -1,0 +1,91 @@
+"""What ZeRO's paper says that each rank holds and sends (Rajbhandari, Rasley, Ruwase, He 2020, arXiv:1910.02054)."""
+
+from collections.abc import Mapping
+
+import attrs
+
+from functional_ds.layout import Layout
+
+__all__ = ["EIGHTEEN", "SINGLE", "SIXTEEN", "Convention", "Formula", "by_stage", "elements_sent", "padding", "padding_bound"]
+
+
+@attrs.frozen
+class Formula:
+    """``whole`` Ψ + ``cut`` Ψ/n bytes, for Ψ parameters on n ranks.
+
+    >>> str(Formula(4, 12)), Formula(4, 12).bytes(7.5e9, 64) / 1e9
+    ('4Ψ + 12Ψ/n', 31.40625)
+    """
+
+    whole: int = 0
+    cut: int = 0
+
+    def __str__(self) -> str:
+        terms = [f"{self.whole}Ψ"] * bool(self.whole) + [f"{self.cut}Ψ/n"] * bool(self.cut)
+        return " + ".join(terms) or "0"
+
+    def __add__(self, other: "Formula") -> "Formula":
+        return Formula(self.whole + other.whole, self.cut + other.cut)
+
+    def bytes(self, psi: float, n: int) -> float:
+        """The bytes, before padding."""
+        return self.whole * psi + self.cut * psi / n
+
+
+@attrs.frozen
+class Convention:
+    """Bytes a parameter."""
+
+    name: str
+    params: int
+    masters: int
+    optimizer: int
+    gradients: int
+
+    @property
+    def total(self) -> int:
+        """Of all kinds."""
+        return self.params + self.masters + self.optimizer + self.gradients
+
+
+SIXTEEN = Convention("16 bytes: half params and gradients, fp32 masters, Adam's two moments", 2, 4, 8, 2)
+EIGHTEEN = Convention("18 bytes: as the 16, with gradients summed in fp32", 2, 4, 8, 4)
+SINGLE = Convention("fp32: params, gradients, Adam's two moments", 4, 0, 8, 4)
+_FIRST = {"params": 3, "masters": 1, "optimizer": 1, "gradients": 2}  # the first stage that cuts it
+
+
+def by_stage(stage: int, convention: Convention = SIXTEEN) -> dict[str, Formula]:
+    """The formula of each kind at a stage; law 20's are the sums.
+
+    >>> [str(sum(by_stage(stage).values(), Formula())) for stage in range(4)]
+    ['16Ψ', '4Ψ + 12Ψ/n', '2Ψ + 14Ψ/n', '16Ψ/n']
+
+    Raises:
+        ValueError: there is no such stage.
+    """
+    if stage not in range(4):
+        raise ValueError(f"stage={stage!r}: ZeRO has the stages 0, 1, 2 and 3")
+    sizes: Mapping[str, int] = {kind: getattr(convention, kind) for kind in _FIRST}
+    return {kind: Formula(0, sizes[kind]) if stage >= first else Formula(sizes[kind], 0) for kind, first in _FIRST.items()}
+
+
+def elements_sent(stage: int, *, micro_batches: int = 1) -> int:
+    """Law 21: how many times Ψ(n-1)/n each rank sends in a step.
+
+    Stages 0 and 1 reduce once, stage 2 in each micro-batch, stage 3 gathers there, too.
+    """
+    return {0: 2, 1: 2, 2: 1 + micro_batches, 3: 3 * micro_batches}[stage]
+
+
+def padding(layout: Layout) -> int:
+    """The elements of all ranks' shards that belong to no leaf."""
+    return sum(layout.n * s.shard - sum(slot.numel for slot in s.slots) for s in layout.segments)
+
+
+def padding_bound(layout: Layout) -> int:
+    """The most that ``padding`` can be for leaves like these.
+
+    Every leaf but a segment's first may start up to 16 bytes less one element late, and the end is rounded up to n elements:
+    ``Σ over segments of (leaves - 1) (16 / itemsize - 1) + n - 1``.
+    """
+    return sum((len(s.slots) - 1) * (max(1, 16 // s.dtype.itemsize) - 1) + layout.n - 1 for s in layout.segments)

@@ -1,0 +1,433 @@
+"""Damage, crashes, full disks, foreign files and other jobs: found every time, and nothing that was there is lost."""
+
+import json
+import os
+import random
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import functional_ds as fds
+from functional_ds import checkpointing, comm, transforms
+from functional_ds.checkpointing import locking
+from functional_ds.checkpointing.manifest import MANIFEST
+from functional_ds.testing import assert_same
+
+STEP = transforms.zero(1)(fds.train_step(lambda p, x: (p["w"] * x).sum() + p["b"].sum(), fds.adamw(0.1)))
+
+
+def fresh() -> Any:
+    return {"w": torch.arange(6.0).view(2, 3), "b": torch.ones(5)}
+
+
+def trained(steps: int) -> fds.State:
+    state = STEP.init(fresh())
+    for _ in range(steps):
+        state, _ = STEP(state, torch.ones(3))
+    return state
+
+
+def save(path: Path, steps: int, **options: Any) -> None:
+    comm.simulate(lambda: fds.save(trained(steps), path, **options), world_size=2)
+
+
+def load(path: Path, tag: str | None = None) -> tuple[int, dict[str, Any]]:
+    """The count of updates and the params of what two ranks load."""
+
+    def program() -> tuple[int, dict[str, Any]]:
+        state = fds.load(path, like=STEP.init(fresh()), tag=tag)
+        return int(state.step), STEP.params(state)
+
+    first, second = comm.simulate(program, world_size=2)
+    assert_same(first, second)
+    return first
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pristine") / "run"
+    save(path, 1)
+    save(path, 2)
+    return path
+
+
+@pytest.fixture
+def run(pristine: Path, tmp_path: Path) -> Path:
+    """A folder with the checkpoints 1 and 2."""
+    shutil.copytree(pristine, tmp_path / "run")
+    return tmp_path / "run"
+
+
+# -- damage --------------------------------------------------------------------------------------------------------------
+
+
+def spoilt(data: bytes, chooser: random.Random) -> Iterator[bytes]:
+    """A file cut short, emptied, made longer, and with single bits flipped all over."""
+    yield data[: chooser.randrange(len(data))]
+    yield data[:-1]
+    yield b""
+    yield data + b"\0"
+    for _ in range(50):
+        place = chooser.randrange(len(data))
+        yield data[:place] + bytes([data[place] ^ 1 << chooser.randrange(8)]) + data[place + 1 :]
+
+
+def test_any_damage_to_any_file_is_detected(run: Path) -> None:
+    """Every file truncated, emptied, and bit-flipped at 200 places: a load of the tag raises; without one it falls back."""
+    chooser = random.Random(0)
+    files = sorted(file for file in (run / "2").iterdir())
+    assert [file.name for file in files] == ["00000.bin", "00001.bin", MANIFEST]
+    count = 0
+    for file in [*files, run / "latest"]:
+        data = file.read_bytes()
+        for bad in spoilt(data, chooser):
+            file.write_bytes(bad)
+            count += 1
+            with pytest.raises(checkpointing.CheckpointError):
+                checkpointing.verify(run)
+            if file.name != "latest":
+                with pytest.raises(checkpointing.CheckpointError):
+                    fds.load(run, like=STEP.init(fresh()), tag="2")
+                with pytest.warns(UserWarning, match="passed over"):
+                    assert int(fds.load(run, like=STEP.init(fresh())).step) == 1
+            else:
+                with pytest.warns(UserWarning, match="latest is damaged|passed over"):
+                    assert int(fds.load(run, like=STEP.init(fresh())).step) == 2
+        file.write_bytes(data)
+        checkpointing.verify(run)
+    assert count == 4 * 54
+    assert load(run)[0] == 2
+
+
+def test_damage_on_one_rank_is_an_error_on_all(run: Path) -> None:
+    """Each rank reads its own blocks; whoever finds damage tells the others, and all fall back together."""
+    data = (run / "2" / "00001.bin").read_bytes()
+    (run / "2" / "00001.bin").write_bytes(data[:-1])
+    with pytest.raises(checkpointing.DamagedError, match="00001.bin"):
+        load(run, "2")
+    with pytest.warns(UserWarning, match="'2' is passed over") as told:
+        assert load(run)[0] == 1
+    assert len(told) == 1  # by rank 0 alone
+
+
+def test_missing_and_foreign_files(run: Path) -> None:
+    assert checkpointing.latest(run) == "2"
+    (run / "2" / "00000.bin").unlink()
+    with pytest.raises(checkpointing.DamagedError, match="00000.bin cannot be read: No such file"):
+        load(run, "2")
+    shutil.copy(run / "1" / "00000.bin", run / "2" / "00000.bin")  # a file of another checkpoint
+    with pytest.raises(checkpointing.DamagedError, match="00000.bin is damaged"):
+        checkpointing.verify(run, "2")
+    (run / "2" / MANIFEST).write_text('{"format": "something else"}\n')
+    with pytest.raises(checkpointing.DamagedError, match="no manifest of this library's"):
+        load(run, "2")
+    (run / "2" / MANIFEST).unlink()
+    with pytest.raises(checkpointing.DamagedError, match="manifest.json cannot be read"):
+        load(run, "2")
+    shutil.copytree(run / "1", run / "moved")
+    with pytest.raises(checkpointing.DamagedError, match="holds the checkpoint '1'; it was moved"):
+        load(run, "moved")
+    (run / "notes.txt").write_text("not a checkpoint")
+    (run / "stuff").mkdir()
+    with pytest.warns(UserWarning, match="'2' is passed over"):
+        assert int(fds.load(run, like=STEP.init(fresh())).step) == 1
+
+
+def test_nothing_whole_is_left(run: Path) -> None:
+    for tag in ("1", "2"):
+        (run / tag / "00000.bin").write_bytes(b"")
+    with pytest.warns(UserWarning), pytest.raises(checkpointing.DamagedError, match="no checkpoint that is whole"):
+        fds.load(run, like=STEP.init(fresh()))
+
+
+def test_no_checkpoint(tmp_path: Path) -> None:
+    assert checkpointing.tags(tmp_path / "none") == []
+    assert checkpointing.latest(tmp_path / "none") is None
+    for tag in (None, "3"):
+        with pytest.raises(checkpointing.NoCheckpointError, match="has no checkpoint"):
+            load(tmp_path / "none", tag)
+    with pytest.raises(checkpointing.NoCheckpointError):
+        checkpointing.verify(tmp_path)
+
+
+def test_a_newer_format(run: Path) -> None:
+    """It is said, and not taken for damage, whatever it holds."""
+    from functional_ds.checkpointing import manifest
+
+    path = run / "2" / MANIFEST
+    rest = path.read_bytes().split(b"\n", 1)[1]
+    path.write_bytes(manifest._header(rest, 2) + rest)
+    for tag in ("2", None):
+        with pytest.raises(checkpointing.NewerFormatError, match="has the format 2, and this version"):
+            load(run, tag)
+
+
+def test_manifests_that_lie(run: Path) -> None:
+    """A manifest whose checksum is right but which points out of its files, its folder or its tensors."""
+    from functional_ds.checkpointing import manifest
+
+    path = run / "2" / MANIFEST
+    _, summary, body = path.read_bytes().split(b"\n")[:3]
+
+    def forged(change: Callable[[Any], Any]) -> None:
+        found = json.loads(body)
+        change(found)
+        rest = summary + b"\n" + json.dumps(found, separators=(",", ":")).encode() + b"\n"
+        path.write_bytes(manifest._header(rest, 1) + rest)
+
+    def set_row(where: tuple[Any, ...], value: Any) -> Callable[[Any], None]:
+        def change(found: Any) -> None:
+            for key in where[:-1]:
+                found = found[key]
+            found[where[-1]] = value
+
+        return change
+
+    lies = [
+        (("files", 0, 0), "../1/00000.bin"),
+        (("files", 0, 1), 1 << 40),
+        (("tensors", "params/w", 0), "object"),
+        (("tensors", "params/w", 1), [-2, -3]),
+        (("tensors", "params/w", 2, 0), [0, 7, 0, 0]),
+        (("tensors", "params/w", 2, 0, 3), 1 << 30),
+        (("tensors", "params/w", 2, 0, 2), 9),
+        (("tensors", "params/w", 2), 3),
+        (("tensors",), []),
+    ]
+    for where, value in lies:
+        forged(set_row(where, value))
+        with pytest.raises(checkpointing.DamagedError, match="no manifest of this library's"):
+            load(run, "2")
+    forged(set_row(("tensors", "params/w", 2), [[0, 5, 0, 0]]))
+    with pytest.raises(checkpointing.DamagedError, match="5 of 6 elements of params/w"):
+        load(run, "2")
+
+
+# -- tags and arguments -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tag", ["../other", "a/b", "..", ".hidden", "", "latest", "/etc", "a\0b", "x" * 300, " a", "C:\\x", "a\n"])
+def test_tags_that_walk_out_of_the_folder(tmp_path: Path, tag: str) -> None:
+    state = trained(0)
+    for use in (lambda: fds.save(state, tmp_path / "run", tag=tag), lambda: fds.load(tmp_path / "run", like=state, tag=tag)):
+        with pytest.raises(ValueError, match="must be a plain name"):
+            use()
+    assert {entry.name for entry in tmp_path.rglob("*")} <= {"run", ".lock"}
+
+
+def test_bad_arguments(tmp_path: Path) -> None:
+    state = trained(0)
+    for options, match in [
+        ({"keep_last": 0}, "keep_last=0"),
+        ({"keep_last": 1.5}, "keep_last=1.5"),
+        ({"keep_every": 2}, "without keep_last"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            fds.save(state, tmp_path, **options)
+    with pytest.raises(TypeError, match="must be a dict of JSON values"):
+        fds.save(state, tmp_path, extra={"x": torch.ones(1)})
+    with pytest.raises(TypeError, match="takes the state"):
+        fds.save({"w": torch.ones(1)}, tmp_path)
+    with pytest.raises(TypeError, match="takes a state"):
+        fds.load(tmp_path, like={"w": torch.ones(1)})
+    (tmp_path / "file").write_text("")
+    with pytest.raises(checkpointing.CheckpointError, match="cannot be made"):
+        fds.save(state, tmp_path / "file")
+    assert checkpointing.tags(tmp_path) == []
+
+
+# -- crashes and full disks ---------------------------------------------------------------------------------------------
+
+
+class Crash(BaseException):
+    """The process dies here."""
+
+
+def crashing_at(monkeypatch: pytest.MonkeyPatch, place: int) -> list[str]:
+    """Every change to the file system from the ``place``-th on does not happen: the process is dead by then."""
+    done: list[str] = []
+
+    def counted(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            if len(done) >= place:
+                raise Crash(name)
+            done.append(name)
+            return real(*args, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+    for name in ("rename", "replace", "mkdir", "unlink"):
+        counted(Path, name)
+    for name in ("write", "fsync"):
+        counted(os, name)
+    counted(shutil, "rmtree")
+    return done
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_crash_at_any_point_leaves_a_checkpoint(run: Path, tmp_path: Path, replaces: bool) -> None:
+    """However far a save came, what load gives next is whole: the checkpoint from before, or the new one. And the next save
+    cleans up. The new one may have the tag of the newest, which it is to replace."""
+    tag = "2" if replaces else "3"
+    reached = 0
+    for place in range(100):
+        here = tmp_path / f"at {place}"
+        shutil.copytree(run, here)
+        with pytest.MonkeyPatch.context() as patch:
+            done = crashing_at(patch, place)
+            try:
+                fds.save(trained(3), here, tag=tag, keep_last=1)
+            except (Crash, checkpointing.CheckpointError):
+                pass
+            else:
+                assert len(done) < place + 1
+                break
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            state = fds.load(here, like=STEP.init(fresh()))
+        assert int(state.step) in (2, 3)
+        reached = max(reached, int(state.step))
+        assert torch.equal(STEP.params(state)["b"], STEP.params(trained(int(state.step)))["b"])
+        fds.save(trained(4), here)
+        assert int(fds.load(here, like=STEP.init(fresh())).step) == 4
+        assert not [entry.name for entry in here.iterdir() if entry.name.startswith((".saving", ".deleting", ".replaced"))]
+        shutil.rmtree(here)
+    else:
+        pytest.fail("the save never came to its end")
+    assert place > 8
+    assert reached == 3  # once published, it is there, whatever comes after
+
+
+class Full:
+    """A disk that takes so many bytes more."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.write = room, os.write
+
+    def __call__(self, handle: int, data: Any) -> int:
+        if self.room <= 0:
+            raise OSError(28, "No space left on device")
+        part = memoryview(data)[: max(1, self.room)]
+        self.room -= len(part)
+        return self.write(handle, part)
+
+
+@pytest.mark.parametrize("room", [0, 30, 100])
+@pytest.mark.parametrize("background", [False, True])
+def test_a_full_disk_is_an_error_on_all_ranks(
+    run: Path, monkeypatch: pytest.MonkeyPatch, room: int, background: bool
+) -> None:
+    monkeypatch.setattr(os, "write", Full(room))
+
+    def program() -> None:
+        with pytest.raises(checkpointing.CheckpointError, match="No space left on device"):
+            if background:
+                with checkpointing.Saver(run) as saving:
+                    saving.save(trained(3))
+                    saving.save(trained(4))
+            else:
+                fds.save(trained(3), run)
+
+    comm.simulate(program, world_size=2)
+    assert checkpointing.tags(run) == ["1", "2"]
+    assert not [entry for entry in run.iterdir() if entry.name.startswith(".saving")]
+    monkeypatch.undo()
+    checkpointing.verify(run)
+    save(run, 5)
+    assert load(run)[0] == 5
+
+
+def limited(path: Path, limit: int) -> str:
+    """Saves 4 MB where files may have ``limit`` bytes."""
+    import resource
+    import signal
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    step = fds.train_step(lambda p, x: p["w"].sum() * x, fds.sgd(0.1))
+    try:
+        fds.save(step.init({"w": torch.ones(1 << 20)}), path, tag="big")
+    except checkpointing.CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+def test_the_system_refuses_a_write(run: Path) -> None:
+    """A limit of the system's on one process's files: the error comes back as text, and the folder is as it was."""
+    for told in comm.spawn(limited, run, 1 << 20, world_size=2):
+        assert "File too large" in told
+    assert checkpointing.tags(run) == ["1", "2"]
+
+
+# -- several jobs -------------------------------------------------------------------------------------------------------
+
+
+def test_two_jobs_saving_to_one_folder(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locking.Lock.take, "__defaults__", (0.2,))
+    with checkpointing.Saver(run) as first:
+        first.save(trained(3))
+        for other in (lambda: fds.save(trained(4), run), lambda: checkpointing.Saver(run)):
+            with pytest.raises(checkpointing.BusyError, match=f"another job saves here .process {os.getpid()} on"):
+                other()
+        assert load(run)[0] in (2, 3)  # reading is free
+    assert load(run)[0] == 3
+    save(run, 5)
+
+
+def test_all_ranks_hear_of_a_busy_folder(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locking.Lock.take, "__defaults__", (0.1,))
+
+    def program() -> None:
+        with pytest.raises(checkpointing.BusyError):
+            fds.save(trained(3), run)
+
+    with checkpointing.Saver(run):
+        comm.simulate(program, world_size=2)
+
+
+def test_ranks_that_see_no_common_folder(tmp_path: Path) -> None:
+    """On two hosts without a common file system nobody waits for files that cannot come."""
+
+    def program() -> None:
+        own = tmp_path / str(comm.world().rank)
+        with pytest.raises(checkpointing.CheckpointError, match="all ranks must see the same file system"):
+            with pytest.MonkeyPatch.context() as patch:
+                if comm.world().rank:
+                    patch.setattr(Path, "is_dir", lambda self: False)
+                    fds.save(trained(1), own)
+                else:
+                    fds.save(trained(1), own)
+
+    comm.simulate(program, world_size=2)
+
+
+def test_ranks_of_different_programs(tmp_path: Path) -> None:
+    def program() -> None:
+        step = fds.train_step(lambda p, x: p["w"].sum() * x, fds.sgd(0.1))
+        state = step.init({"w": torch.ones(2 + comm.world().rank)})
+        with pytest.raises(checkpointing.CheckpointError, match="is this the state of one step on all ranks"):
+            fds.save(state, tmp_path)
+
+    comm.simulate(program, world_size=2)
+    assert not list(tmp_path.glob(".saving*"))
+
+
+def test_parts_of_the_state_that_nobody_has(tmp_path: Path) -> None:
+    """Saving on one rank of two what both have in shards is refused, and says what is missing."""
+
+    def program() -> None:
+        step = transforms.zero(3)(fds.train_step(lambda p, x: p["w"].sum() * x, fds.sgd(0.1)))
+        state = step.init({"w": torch.ones(9)})
+        with pytest.raises(checkpointing.CheckpointError, match="no rank has the elements"):
+            fds.save(state, tmp_path / str(comm.world().rank), group=comm.new_group([comm.world().rank]))
+
+    comm.simulate(program, world_size=2)
+
+

@@ -1,0 +1,329 @@
+"""The loop: wherever a run is ended, what comes out when it is run again is what an undisturbed run gives."""
+
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import functional_ds as fds
+from functional_ds import checkpointing, comm
+from functional_ds.fitting import CsvLog, Interrupted, NonFiniteLossError, RollBack, Stop
+from functional_ds.testing import assert_same
+from tests.fitting import models
+
+FEW = settings(max_examples=max(4, settings().max_examples // 6))  # each draws whole runs
+
+
+class PulledError(Exception):
+    """The plug was pulled."""
+
+
+class Asked:
+    """A flag that is set from a step on."""
+
+    def __init__(self, after: int) -> None:
+        self.after, self.asked = after, 0
+
+    def is_set(self) -> bool:
+        self.asked += 1
+        return self.asked >= self.after
+
+
+def run(path: Path | None, *, stage: int = 3, steps: int | None = 8, pulled: int | None = None, **more: Any) -> Any:
+    """The params after a run, which loses its data when the plug is pulled."""
+
+    def batch(index: int) -> Tensor:
+        if index == pulled:
+            raise PulledError
+        return models.batch(index)
+
+    step, state = models.build(stage)
+    state = fds.fit(step, state, more.pop("batches", batch), steps=steps, path=path, **more)
+    return step.params(state), fds.transforms.averaged(step, state), state.step, state.key
+
+
+# -- law 37 ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.law(37)
+@FEW
+@given(
+    stage=st.integers(0, 3),
+    n=st.sampled_from((1, 2, 3)),
+    every=st.integers(1, 5),
+    ends=st.lists(st.integers(0, 7), max_size=3),
+    seed=st.integers(0, 9),
+)
+def test_a_run_that_was_ended_anywhere_goes_on(
+    tmp_path_factory: pytest.TempPathFactory, stage: int, n: int, every: int, ends: list[int], seed: int
+) -> None:
+    """run(k + j) = run(j) ∘ resume ∘ run(k), bitwise: params, means, random draws, data; however often it is ended."""
+    path = tmp_path_factory.mktemp("run")
+    for pulled in ends:
+        with suppress(PulledError):  # the run before may have gone past it
+            comm.simulate(lambda p=pulled: run(path, stage=stage, every=every, pulled=p), world_size=n, seed=seed)
+    for found, expected in zip(
+        comm.simulate(lambda: run(path, stage=stage, every=every), world_size=n, seed=seed),
+        comm.simulate(lambda: run(None, stage=stage), world_size=n),
+        strict=True,
+    ):
+        assert_same(found, expected)
+
+
+@pytest.mark.law(37)
+@FEW
+@given(n=st.sampled_from((1, 2)), after=st.integers(1, 8))
+def test_a_run_that_was_asked_to_end_has_saved(tmp_path_factory: pytest.TempPathFactory, n: int, after: int) -> None:
+    """A flag on one rank ends all after one step, with a checkpoint of it, and nothing is made again."""
+    path = tmp_path_factory.mktemp("run")
+
+    def asked() -> tuple[int, Any]:
+        stop = Asked(after if comm.world().rank == n - 1 else 1000)
+        with pytest.raises(Interrupted) as end:
+            run(path, stop=stop, steps=20)
+        assert end.value.code == 128 + signal.SIGINT
+        return end.value.done, end.value.state.step
+
+    assert comm.simulate(asked, world_size=n) == [(after, torch.tensor(after))] * n
+    drawn: list[int] = []
+
+    def noted(index: int) -> Tensor:
+        drawn.append(index)
+        return models.batch(index)
+
+    found = comm.simulate(lambda: run(path, batches=noted, steps=9), world_size=n)
+    assert sorted(set(drawn)) == [*range(after, 9)]
+    assert_same(found, comm.simulate(lambda: run(None, steps=9), world_size=n))
+
+
+def test_more_steps_go_on_and_finished_runs_do_nothing(tmp_path: Path) -> None:
+    assert_same(run(tmp_path, steps=3), run(None, steps=3))
+    assert_same(run(tmp_path, steps=5), run(None, steps=5))
+    assert_same(run(tmp_path, steps=5, pulled=5), run(None, steps=5))
+    assert_same(run(tmp_path, steps=2, resume=False), run(None, steps=2))
+    assert_same(run(tmp_path, steps=4), run(None, steps=4))  # from where the last run ended
+
+
+class Loader:
+    """A stateful loader of this rank's own order."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.place < 12:
+            self.place += 1
+            yield models.batch(self.place + 20 * comm.world().rank)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": torch.tensor(self.place), "rank": comm.world().rank}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        assert state["rank"] == comm.world().rank
+        self.place = int(state["place"])
+
+
+def test_stateful_loaders_and_iterators_go_on(tmp_path: Path) -> None:
+    for kind, make in {"loader": Loader, "iterator": lambda: iter(map(models.batch, range(12)))}.items():
+
+        def both(steps: int, path: Path | None, make: Any = make) -> Any:
+            return comm.simulate(lambda: run(path, batches=make(), steps=steps), world_size=2)
+
+        both(5, tmp_path / kind)
+        assert_same(both(9, tmp_path / kind), both(9, None))
+
+
+def test_the_end_of_the_data_is_agreed_on() -> None:
+    """With steps=None all ranks end when the first has no batch left."""
+
+    def program() -> int:
+        mine = [models.batch(i) for i in range(3 + 2 * comm.world().rank)]
+        return int(run(None, batches=mine, steps=None)[2])
+
+    assert comm.simulate(program, world_size=3) == [3, 3, 3]
+    with pytest.raises(ValueError, match="rank 0 has none for step 3 of steps=9"):
+        run(None, batches=[models.batch(0)] * 2, steps=9)
+
+
+# -- what is saved and said --------------------------------------------------------------------------------------------
+
+
+def test_checkpoints_come_by_steps_and_by_minutes(tmp_path: Path) -> None:
+    run(tmp_path / "steps", every=3, keep_last=None)
+    assert checkpointing.tags(tmp_path / "steps") == ["step-00000003", "step-00000006", "step-00000008"]
+    run(tmp_path / "minutes", minutes=1e-9, keep_last=2)
+    assert checkpointing.tags(tmp_path / "minutes") == ["step-00000007", "step-00000008"]
+    run(tmp_path / "never", minutes=1e9)
+    assert checkpointing.tags(tmp_path / "never") == ["step-00000008"]
+
+
+def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
+    _, state = models.build()
+    fds.save(state, tmp_path, tag="mine")
+    with pytest.raises(ValueError, match="its newest checkpoint was not made by fit"):
+        run(tmp_path)
+
+
+def test_logs_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
+    def logged(name: str, **more: Any) -> list[tuple[str, ...]]:
+        step = models.build()[0]
+        log = CsvLog(tmp_path / f"{name}.csv")
+        more = {"evaluate": lambda state: {"validation": step.evaluate(state, models.batch(99))}, "evaluate_every": 3, **more}
+        for pulled in more.pop("ends", ()):
+            with pytest.raises(PulledError):
+                run(tmp_path / name, loggers=[log], log_every=2, every=2, pulled=pulled, **more)
+        run(tmp_path / name, loggers=[log], log_every=2, every=2, **more)
+        rows = [tuple(line.split(",")) for line in log.path.read_text().splitlines()]
+        return [row for row in rows if row[1] != "seconds_per_step"]
+
+    whole = logged("whole")
+    assert logged("ended", ends=[5, 6]) == whole
+    assert [step for step, name, _ in whole if name == "loss"] == ["2", "4", "6", "8"]
+    assert [step for step, name, _ in whole if name == "validation"] == ["0", "3", "6", "8"]
+
+
+class Counting:
+    """A step whose metrics say when they are read."""
+
+    def __init__(self, step: fds.Step) -> None:
+        self.inner, self.read = step, 0
+        self.finite = step.finite
+
+    def __call__(self, state: fds.State, batch: Tensor) -> tuple[fds.State, dict[str, Any]]:
+        state, metrics = self.inner(state, batch)
+
+        class Watched(Tensor):
+            def __float__(watched) -> float:
+                self.read += 1
+                return super().__float__()
+
+        return state, {**metrics, "watched": metrics["loss"].as_subclass(Watched)}
+
+
+def test_nothing_is_read_between_logged_steps(tmp_path: Path) -> None:
+    step, state = models.build()
+    counting = Counting(step)
+    fds.fit(counting, state, models.batch, steps=20, log_every=7, loggers=[CsvLog(tmp_path / "log.csv")])
+    assert counting.read == 3  # 7, 14 and the last
+
+
+def test_progress_is_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run(tmp_path, steps=3)
+    comm.simulate(lambda: run(tmp_path, steps=8, progress=True, resume=False), world_size=2)
+    shown = capsys.readouterr().err
+    assert "8/8" in shown
+    assert "loss" in shown
+
+
+# -- losses that are not finite ----------------------------------------------------------------------------------------
+
+
+def poisoned(*bad: int) -> Any:
+    def batch(index: int) -> Tensor:
+        found = models.batch(index)
+        return found * float("nan") if index in bad and comm.world().rank == 0 else found
+
+    return batch
+
+
+def test_it_stops(tmp_path: Path) -> None:
+    """The checkpoint before stays the newest; a stop says where."""
+
+    def program() -> None:
+        with pytest.raises(NonFiniteLossError, match=r"by step 6 the loss was not finite 3 times in a row.*that of step 3"):
+            run(tmp_path, every=1, log_every=1, batches=poisoned(3, 4, 5), on_non_finite=Stop(3))
+
+    comm.simulate(program, world_size=2)
+    assert checkpointing.latest(tmp_path) == "step-00000003"
+    run(tmp_path / "bears", every=1, batches=poisoned(7), on_non_finite=None)
+    assert checkpointing.latest(tmp_path / "bears") == "step-00000008"
+
+
+@pytest.mark.law(37)
+def test_it_rolls_back_and_skips(tmp_path: Path) -> None:
+    """What comes out is a run over the data without what lies between the checkpoint and the roll-back; ended or not."""
+
+    def rolling(path: Path, **more: Any) -> Any:
+        rule = RollBack(after=2, times=1)
+        return run(path, every=4, log_every=2, batches=poisoned(5, 6, 7), on_non_finite=rule, **more)
+
+    def skipping() -> Any:
+        return run(None, batches=lambda index: models.batch(index if index < 4 else index + 4))
+
+    expected = comm.simulate(skipping, world_size=2)
+    assert_same(comm.simulate(lambda: rolling(tmp_path / "a"), world_size=2), expected)
+
+    def interrupted() -> None:
+        with pytest.raises(Interrupted):
+            rolling(tmp_path / "b", stop=Asked(9))  # after the roll-back: eight steps and one
+
+    comm.simulate(interrupted, world_size=2)
+    assert_same(comm.simulate(lambda: rolling(tmp_path / "b"), world_size=2), expected)
+
+
+def test_it_does_not_roll_back_for_ever(tmp_path: Path) -> None:
+    rule = RollBack(after=1, times=2)
+    with pytest.raises(NonFiniteLossError, match="after 2 roll-backs"):
+        run(tmp_path, log_every=1, every=1, batches=poisoned(*range(2, 100)), on_non_finite=rule)
+    assert checkpointing.latest(tmp_path) == "step-00000002"
+
+
+def test_spoiled_params_are_not_saved(tmp_path: Path) -> None:
+    """The first loss is finite, its gradient is not (a square root's at zero): no checkpoint is made of what follows."""
+    step = fds.train_step(lambda params, x: (params["w"] - x).abs().sqrt().sum(), fds.sgd(0.1))
+    with pytest.raises(NonFiniteLossError, match="no checkpoint was made"):
+        fds.fit(step, step.init({"w": torch.ones(2)}), [torch.ones(2)] * 9, path=tmp_path, every=1, log_every=1)
+    assert checkpointing.latest(tmp_path) is None
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def terminated(path: str) -> Any:
+    """A rank that gets SIGTERM in its fifth step."""
+
+    def batch(index: int) -> Tensor:
+        if index == 4 and comm.world().rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return models.batch(index)
+
+    with pytest.raises(Interrupted) as caught:
+        run(Path(path), batches=batch)
+    assert (caught.value.done, caught.value.code) == (5, 128 + signal.SIGTERM)
+    return run(Path(path))
+
+
+def test_processes_save_on_sigterm_and_go_on(tmp_path: Path) -> None:
+    """And come to the bits of simulated ranks."""
+    found = comm.spawn(terminated, str(tmp_path), world_size=2)
+    assert_same(found, comm.simulate(lambda: run(None), world_size=2))
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bad", "complaint"),
+    [
+        ({"steps": -1}, "steps=-1"),
+        ({"every": 0, "path": "x"}, "every=0"),
+        ({"every": 2}, "every=2 asks for checkpoints; pass path"),
+        ({"minutes": 0.0, "path": "x"}, "minutes=0.0"),
+        ({"log_every": 0}, "log_every=0"),
+        ({"evaluate_every": 2}, "pass evaluate"),
+        ({"on_non_finite": RollBack()}, "goes back to a checkpoint; pass path"),
+    ],
+)
+def test_bad_input_is_refused(bad: dict[str, Any], complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=complaint):
+        run(bad.pop("path", None), **bad)
+    assert not [*tmp_path.iterdir()]

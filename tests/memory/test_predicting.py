@@ -1,0 +1,158 @@
+"""Bytes from shapes alone are the bytes that are there."""
+
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import functional_ds as fds
+from functional_ds import comm, memory
+from functional_ds import transforms as T
+from tests.memory.cases import UNITS, Composition, compositions
+from tests.transforms.models import CASES, own_rows
+from tests.transforms.rules import fresh, linear
+
+
+def same(found: memory.Memory, expected: memory.Memory) -> None:
+    assert attrs.evolve(expected, gathered=0) == attrs.evolve(found, gathered=0), f"{found!r}\nis not\n{expected!r}"
+
+
+@pytest.mark.law(20)
+@given(composition=compositions(), n=st.sampled_from((1, 2, 3, 4)))
+def test_predicted_is_measured(composition: Composition, n: int) -> None:
+    """Params, masters, optimizer, gradients and the rest, on every rank: any stage, dtypes, optimizer, units, n."""
+    found = comm.simulate(composition.held, world_size=n)
+    for rank, held in enumerate(found):
+        same(memory.predicted(composition.make, fresh(), world_size=n, rank=rank), held)
+
+
+@pytest.mark.law(20)
+@given(composition=compositions(stage=st.none(), units=st.just("by block")))
+def test_predicted_is_measured_on_one_device(composition: Composition) -> None:
+    """Without ZeRO, too."""
+    same(memory.predicted(composition.make, fresh()), composition.held())
+
+
+@pytest.mark.law(20)
+@given(n=st.sampled_from((1, 2, 3)), which=st.sampled_from(("1-bit", "0/1", "feedback")), half=st.booleans())
+def test_what_is_owed_is_predicted(n: int, which: str, half: bool) -> None:
+    """1-bit Adam, 0/1 Adam, and error feedback keep what compression left out."""
+    rules = {"1-bit": fds.one_bit_adam(0.1, warmup=1), "0/1": fds.zero_one_adam(0.1, freeze=1, local=2, longest=2)}
+
+    def make(*more: fds.Transform) -> fds.Step:
+        chain = [T.mixed_precision("bf16")] if half else []
+        chain += [T.feedback(comm.OneBit()) if which == "feedback" else T.local()]
+        return fds.compose(*chain, *more)(fds.train_step(linear, rules.get(which, fds.adam(0.1))))
+
+    def held() -> memory.Memory:
+        sizes: list[int] = []
+        step = make(memory.noted(sizes))
+        state = step.init(fresh())
+        for count in range(3):
+            state, _ = step(state, torch.arange(2) + count)
+        return memory.measured(state, gradients=sizes[-1])
+
+    for rank, found in enumerate(comm.simulate(held, world_size=n)):
+        same(memory.predicted(make, fresh(), world_size=n, rank=rank), found)
+
+
+@pytest.mark.law(20)
+@given(
+    name=st.sampled_from(("mlp", "blocks", "several passes", "tied")),
+    units=st.sampled_from(("by block", "each leaf", "all in one")),
+    n=st.sampled_from((2, 3, 4)),
+    half=st.booleans(),
+)
+def test_gathered_units_are_predicted(name: str, units: str, n: int, half: bool) -> None:
+    """Stage 3's whole units, at most at one time, for a model that uses its leaves in the order in which it was built."""
+    chain = [T.mixed_precision("bf16")] if half else []
+    params, loss = CASES[name].make()
+
+    def make() -> fds.Step:
+        return fds.compose(*chain, T.zero(3, unit_of=UNITS[units]))(fds.train_step(loss, fds.sgd(0.1)))
+
+    def most() -> int:
+        tracked = memory.Tracked()
+        zero = T.zero(3, unit_of=UNITS[units], all_gather=tracked)
+        step = fds.compose(*chain, zero)(fds.train_step(CASES[name].make()[1], fds.sgd(0.1)))
+        state = step.init(params)
+        step(state, own_rows(CASES[name].batch(2 * n), comm.world()))
+        return tracked.live.peak
+
+    expected = memory.predicted(make, params, world_size=n).gathered
+    assert 0 < expected <= 3 * sum(x.nbytes for x in params.values()) + 4096
+    for found in comm.simulate(most, world_size=n):
+        if name == "several passes":  # each unit is used thrice, in turn
+            assert found <= expected + 4096
+        else:
+            assert found == expected
+
+
+@pytest.mark.law(20)
+@given(stage=st.sampled_from((0, 1, 2, 3)), n=st.integers(1, 5), sizes=st.lists(st.integers(1, 40), min_size=1, max_size=5))
+def test_the_papers_formula_and_the_padding(stage: int, n: int, sizes: list[int]) -> None:
+    """Mixed-precision Adam is law 20's bytes of Ψ with padding, which has a bound, and 4 bytes a segment for its counts."""
+    params = {f"{i % 2}.w{i}": torch.ones(size) for i, size in enumerate(sizes)}
+
+    def make() -> fds.Step:
+        return fds.compose(T.mixed_precision("bf16"), T.zero(stage))(fds.train_step(linear, fds.adam(0.1)))
+
+    layout = fds.Layout.of(params, n)  # of fp32 leaves: 4 to 16 bytes; that is how masters are cut, and so all else
+    psi = sum(sizes) + memory.padding(layout)
+    assert 0 <= memory.padding(layout) <= memory.padding_bound(layout)
+    formulas = memory.by_stage(stage)
+    if stage == 1:  # units are reduced as they are completed, so the optimizer gets a shard
+        formulas["gradients"] = memory.by_stage(2)["gradients"]
+    for rank in range(n):
+        found = memory.predicted(make, params, world_size=n, rank=rank)
+        for kind in ("params", "masters", "gradients"):
+            assert getattr(found, kind) == formulas[kind].bytes(psi, n)
+        assert found.optimizer == formulas["optimizer"].bytes(psi, n) + 4 * len(layout.segments)
+
+
+def test_a_large_model_costs_nothing() -> None:
+    """7.5 B parameters on 64 ranks: the paper's table, within what the embedding's remainder and padding make."""
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(*shape, device="meta")
+
+    wide = 4096
+    params = {"embed.w": empty(50257, wide)}
+    for i in range(36):
+        params |= {f"h.{i}.qkv": empty(wide, 3 * wide), f"h.{i}.out": empty(wide, wide), f"h.{i}.norm": empty(wide)}
+        params |= {f"h.{i}.up": empty(wide, 4 * wide), f"h.{i}.down": empty(4 * wide, wide)}
+    psi = sum(leaf.numel() for leaf in params.values())
+    for stage in range(4):
+
+        def make(stage: int = stage) -> fds.Step:
+            mesh = comm.mesh(dp=64)
+            return fds.compose(T.mixed_precision("bf16"), T.zero(stage, mesh["dp"]))(fds.train_step(linear, fds.adam(0.1)))
+
+        found = memory.predicted(make, params, world_size=64, rank=63)
+        expected = {**memory.by_stage(stage)}
+        expected["gradients"] = memory.by_stage(max(stage, 2) if stage else 0)["gradients"]
+        wanted = sum(formula.bytes(psi, 64) for formula in expected.values())
+        assert wanted <= found.total - found.gathered <= 1.0001 * wanted
+        assert (found.gathered > 0) == (stage == 3)
+
+
+def test_bad_input() -> None:
+    """Refused, with what is wrong."""
+    params: Any = {"w": torch.ones(3)}
+    step = fds.train_step(linear, fds.sgd(0.1))
+    with pytest.raises(ValueError, match="rank=2, world_size=2"):
+        memory.predicted(lambda: step, params, world_size=2, rank=2)
+    with pytest.raises(TypeError, match="make: it gives 3, and not a step"):
+        memory.predicted(lambda: 3, params)  # type: ignore[arg-type, return-value]
+    with pytest.raises(TypeError, match="not a tensor"):
+        memory.predicted(lambda: step, {"w": 3.0})
+
+
+def test_nothing_to_train() -> None:
+    """A tree of integers has no gradients and no optimizer state."""
+    found = memory.predicted(lambda: T.zero(3)(fds.train_step(linear, fds.adam(0.1))), {"i": torch.arange(6)}, world_size=2)
+    assert (found.params, found.optimizer, found.gradients, found.gathered) == (24, 0, 0, 0)
