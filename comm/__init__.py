@@ -1,7 +1,7 @@
 """Collectives as values: groups, meshes, worlds and the ledger."""
 
 from . import algorithms, cost
-from .alike import alike
+from .alike import alike, are_alike
 from .api import (
     all_gather,
     all_reduce,
@@ -80,6 +80,7 @@ __all__ = [
     "all_gather_object",
     "all_reduce",
     "all_to_all",
+    "are_alike",
     "barrier",
     "batch_p2p",
     "broadcast",

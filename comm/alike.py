@@ -15,7 +15,7 @@ from .ledger import Ledger
 from .shapes import result_on_shapes
 from .surroundings import HERE, only_simulation
 
-__all__ = ["alike"]
+__all__ = ["alike", "are_alike"]
 
 
 @attrs.define(eq=False)
@@ -52,6 +52,16 @@ class AlikeWorld:
 
     def channel(self, group: Group, name: str) -> Group:
         return attrs.evolve(group, name=f"{group.name}/{name}")
+
+
+def are_alike(group: Group) -> bool:
+    """Whether the group's other ranks are only taken to be like this one, so that what they say of themselves is not so.
+
+    >>> from functional_ds import comm
+    >>> alike(lambda: are_alike(comm.world()), world_size=2), are_alike(comm.world())
+    (True, False)
+    """
+    return isinstance(group.world, AlikeWorld)
 
 
 def alike(program: Callable[..., Any], *args: Any, world_size: int, rank: int = 0) -> Any:

@@ -92,11 +92,25 @@ def _start(call: Call, leaves: Sequence[Tensor], group: Group, *, ahead: bool) -
         raise ValueError(f"{call.shown(group.rank)} on rank {group.rank} of {group.name!r}: {error}") from None
     if row.alone is not None:
         return _Started(call, leaves, Ready([row.alone(leaf.detach().contiguous(), here) for leaf in leaves]))
+    if any(map(_is_fake, leaves)):
+        return _Started(call, leaves, Ready([_outline(call, leaf, here) for leaf in leaves]))
     began = begin(group.world.books, leaves)
     handle = group.world.start(call, leaves, group, ahead=ahead)
     for book in group.world.books:
         handle = book.record(call, leaves, here, group.name, group.ranks, handle, began)
     return _Started(call, leaves, handle)
+
+
+def _is_fake(leaf: Tensor) -> bool:
+    """Whether it is one of torch's tensors without values; asked without importing what makes them."""
+    return type(leaf).__module__ == "torch._subclasses.fake_tensor"
+
+
+def _outline(call: Call, leaf: Tensor, here: Here) -> Tensor:
+    """What this rank would get if all had the same: fake tensors do not travel."""
+    members = list(call.collective.members(here.options, here.n))
+    outputs = call.collective.denotation([leaf.detach()] * len(members), call.merged([call.private()] * len(members)))
+    return outputs[members.index(here.rank)]
 
 
 def _finish(started: Sequence[_Started], group: Group) -> list[list[Tensor]]:

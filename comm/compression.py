@@ -16,6 +16,7 @@ from .codecs import Codec
 from .collective import Call, Here
 from .fold import fold
 from .group import Group
+from .relay import relay
 from .table import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from .tiling import pack_cut, piece_shape, unpack_joined
 
@@ -54,7 +55,8 @@ def compressed(collective: Callable[..., Any], codec: Codec) -> "Compressed":
             ``TopK`` are biased: use them with ``ErrorFeedback``.
 
     Cost: as the plain collective's, in bytes of the codec's payload. The second phase of an asynchronous all_reduce starts
-    with its wait, on the channel "compressed": all ranks must wait for such calls in one order.
+    when somebody polls or waits and the first is over, on the channel "compressed": all ranks must look at such calls in one
+    order.
 
     Raises:
         ValueError: another collective; whatever the collective refuses.
@@ -140,14 +142,15 @@ def _all_reduce(codec: Codec, x: Any, group: Group, *, op: str = "sum", async_op
     check_avg(leaves, op)
     shapes, late = [leaf.shape for leaf in leaves], group.channel("compressed")
 
-    def whole(pieces: list[Tensor]) -> Any:
-        flats = _all_gather(codec, pieces, late)
+    def whole(flats: list[Tensor]) -> Any:
         totals = [crop(flat, shape) for flat, shape in zip(flats, shapes, strict=True)]
         return optree.tree_unflatten(spec, [total / group.size for total in totals] if op == "avg" else totals)
 
     rows = [rows_of(leaf, group.size) for leaf in leaves]
     scattered = _reduce_scatter(codec, rows, group, op=plain, tiled=False, async_op=async_op)
-    return scattered.then(whole) if async_op else whole(scattered)
+    if not async_op:
+        return whole(_all_gather(codec, scattered, late))
+    return relay(scattered, lambda pieces: _all_gather(codec, pieces, late, async_op=True)).then(whole)
 
 
 _PROGRAMS: Mapping[Callable[..., Any], _Program] = MappingProxyType(

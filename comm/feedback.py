@@ -88,7 +88,7 @@ class ErrorFeedback:
             for parts, leaf, e in zip(all_gather(back, group), leaves, late, strict=True):
                 total = crop(decode_leaf(self.codec, parts, e.numel(), leaf.dtype), leaf.shape)
                 totals.append(total / group.size if op == "avg" else total)
-        lost = [crop(e, leaf.shape) for e, leaf in zip(own, leaves, strict=True)]
+        lost = [_cropped(e, leaf.shape) for e, leaf in zip(own, leaves, strict=True)]
         found = Residual(optree.tree_unflatten(spec, lost), optree.tree_unflatten(spec, [e[0] for e in piece]))
         return optree.tree_unflatten(spec, totals), found
 
@@ -125,6 +125,12 @@ class ErrorFeedback:
     def _total(self, parts: Sequence[Tensor], like: Tensor) -> Tensor:
         """The sum over the ranks of what a payload's rows stand for, each a row as ``like`` [m]."""
         return fold(decode_leaf(self.codec, parts, like.numel(), like.dtype).unbind(), "sum")
+
+
+def _cropped(rows: Tensor, shape: torch.Size) -> Tensor:
+    """In memory of its own size, since it is kept."""
+    found = crop(rows, shape)
+    return found if found.numel() == rows.numel() else found.clone()
 
 
 def _like(spec: optree.PyTreeSpec, tree: Any) -> list[Tensor]:

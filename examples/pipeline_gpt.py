@@ -90,7 +90,8 @@ def train(flags: argparse.Namespace) -> list[float]:
     leads = comm.world().rank == 0
     if leads:
         print(f"{step}\n{stages}\n{schedule}", flush=True)
-    costs = pp.estimated(stages, params, fds.tree.map(lambda x: x[: rows // flags.microbatches], batch(0)))
+    computed = fds.tree.map(lambda p: p.to(torch.bfloat16 if flags.dtype == "bf16" else p.dtype), params)
+    costs = pp.estimated(stages, computed, fds.tree.map(lambda x: x[: rows // flags.microbatches], batch(0)))
     for index in range(flags.steps):
         state, metrics = step(state, batch(index))
         losses.append(metrics["loss"].item())

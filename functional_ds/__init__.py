@@ -1,9 +1,10 @@
 """Training as functions: a step is pure, and every way of making it parallel maps steps to steps."""
 
-from . import checkpointing, comm, memory, pipelining, saving, tree
+from . import checkpointing, comm, interchange, memory, pipelining, saving, tree
 from .checkpointing import load, save
 from .fitting import fit
 from .functional import Apply, functional
+from .interchange import export, from_deepspeed, load_params
 from .key import Key
 from .lamb import lamb
 from .layout import Layout, shard, unshard
@@ -49,13 +50,17 @@ __all__ = [
     "checkpointing",
     "comm",
     "compose",
+    "export",
     "fit",
     "freeze",
+    "from_deepspeed",
     "from_source",
     "functional",
+    "interchange",
     "lamb",
     "lion",
     "load",
+    "load_params",
     "memory",
     "muon",
     "one_bit_adam",

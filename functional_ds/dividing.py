@@ -79,7 +79,9 @@ class Account:
         prints = comm.all_gather(print_, channel, tiled=False).tolist()
         odd = [rank for rank, other in enumerate(prints) if other[:2] != prints[0][:2]]
         if odd:
-            raise _differ(group, odd, f"numbers of activations: {[other[1] for other in prints]}; here they begin {self.values[:1]}")
+            raise _differ(
+                group, odd, f"numbers of activations: {[other[1] for other in prints]}; here they begin {self.values[:1]}"
+            )
         if all(looked == count and looked for _, count, looked in prints):
             sums = comm.all_gather(torch.stack(self.sums).cpu(), channel, tiled=False)
             odd = [rank for rank in range(group.size) if not torch.equal(sums[rank], sums[0])]
@@ -91,6 +93,6 @@ class Account:
 
 def _differ(group: comm.Group, odd: list[int], how: str) -> RuntimeError:
     return RuntimeError(
-        f"remat: the ranks of group {group.name!r} divided other activations: ranks {odd} differ from rank 0 ({how}); partition "
-        "takes a group along which activations are replicated, random draws included, and the same control flow on its ranks"
+        f"remat: the ranks of group {group.name!r} divided other activations: ranks {odd} differ from rank 0 ({how}); "
+        "partition takes a group along which activations are replicated, random draws included, and equal control flow on it"
     )

@@ -26,5 +26,5 @@ class Hooks:
     def in_force() -> "Hooks":
         """Those of this thread; where there are none, the tensor stays as it is, and a change in place is refused."""
         # Torch has no public name for this; dynamo and AOTAutograd ask in the same way.
-        found = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        return Hooks(Here, lambda kept: kept.get()) if found is None else Hooks(*found)
+        found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        return Hooks(*found) if found else Hooks(Here, lambda kept: kept.get())

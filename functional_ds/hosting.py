@@ -34,7 +34,7 @@ class Lane:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))  # what computes the values comes first
         with torch.cuda.stream(self._stream):
             host.copy_(flat, non_blocking=True)
-        flat.record_stream(self._stream)  # type: ignore[no-untyped-call]  # nobody gets this memory before the copy is over
+        flat.record_stream(self._stream)  # nobody gets this memory before the copy is over
         return host
 
     def back(self, host: Tensor) -> tuple[Tensor, Callable[[], None]]:
@@ -48,7 +48,7 @@ class Lane:
         def arrive() -> None:
             current = torch.cuda.current_stream(self.device)
             current.wait_event(event)
-            flat.record_stream(current)  # type: ignore[no-untyped-call]  # it was allocated for the other stream
+            flat.record_stream(current)  # it was allocated for the other stream
 
         return flat, arrive
 

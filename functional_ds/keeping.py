@@ -126,10 +126,10 @@ class Keeper:
         if how is Keep.SAVE:
             return Here(tensor)
         storage = tensor.untyped_storage()
-        where = (storage.data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        place = (*where, tensor._version, how)
-        owner, found = self._known.get(place, (None, None))
-        kept = found() if found is not None and owner is not None and owner() is storage else None
+        where = (storage.data_ptr(), int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        place: _Place = (*where, tensor._version, how)
+        known = self._known.get(place)
+        kept = known[1]() if known is not None and known[0]() is storage else None
         if kept is None:
             kept = self._send(tensor, how)
             self._known[place] = weakref.ref(storage), weakref.ref(kept)

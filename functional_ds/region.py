@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 from . import comm, tree
 from .hooks import Hooks
 from .keeping import Away, Here, Keeper
-from .recording import Recorder, Replayer
 from .saved import RematReport, open_report
 from .saving import Keep, Saving
 from .tape import Tape, current_tape
+from .watching import Recorder, Replayer
 
 __all__ = ["Region", "current_region", "run"]
 
@@ -40,7 +40,7 @@ def run(
     part: str,
     seen: Callable[[set[str]], None],
 ) -> Any:
-    """``function(*args, **kwargs)``; its backward pass finds what it needs as the policy says. ``seen`` gets the names in it."""
+    """``function(*args, **kwargs)``; its backward pass finds what it needs as the policy says. ``seen`` gets its names."""
     parent, report = current_region(), open_report()
     plain = saving.rest is Keep.SAVE and saving.inputs is None and not saving.by_operation
     if not torch.is_grad_enabled() or (plain and (report is None or parent is not None)):
@@ -101,8 +101,13 @@ class Region:
         number = {id(value): i for i, value in enumerate(values)}
         places = [(place, number[id(leaf)]) for place, leaf in enumerate(leaves) if _is_value(leaf)]  # one may be given twice
         rest = [None if _is_value(leaf) else leaf for leaf in leaves]  # the checkpoint alone holds the values
+        first = [(args, kwargs)]  # the caller's own containers, which the function may write into, once
 
         def body(*given: Tensor) -> Any:
+            if first:
+                args, kwargs = first.pop()
+                with self._running():
+                    return function(*args, **kwargs)
             found = list(rest)
             for place, which in places:
                 found[place] = given[which]

@@ -54,11 +54,13 @@ def remat(
         raise TypeError(f"function={function!r} is not callable")
     saving = Saving.parse(policy)
     check_group(saving, group)
-    part = name or getattr(function, "__name__", type(function).__name__)
+    part = name or str(getattr(function, "__name__", type(function).__name__))
 
     @functools.wraps(function, updated=())
     def rematted(*args: Any, **kwargs: Any) -> R:
-        found: R = run(function, args, kwargs, saving=saving, group=group, part=part, seen=functools.partial(check_names, saving))
+        found: R = run(
+            function, args, kwargs, saving=saving, group=group, part=part, seen=functools.partial(check_names, saving)
+        )
         return found
 
     return rematted

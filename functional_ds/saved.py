@@ -53,8 +53,10 @@ class RematReport:
     """What became of the activations of the forward passes that ran while the report was open, to the byte.
 
     A piece of memory counts once, under the first part that spoke of it; params do not count, and neither does what the
-    autograd graph holds outside of any part, unless ``T.remat`` is among the step's transforms. Law: saved + recomputed, plus
-    the wholes of offloaded and partitioned, is what autograd alone would hold.
+    autograd graph holds outside of any part, unless ``T.remat`` is among the step's transforms.
+
+    Law: saved + recomputed, plus the wholes of offloaded and partitioned, is what autograd alone would hold, plus inputs that
+    only a second run needs, plus named values that only it is spared, plus what is held in two places.
 
     Attributes:
         saved: bytes held where they are.
@@ -75,7 +77,9 @@ class RematReport:
         for entry in self._entries:
             if entry.saved or not entry.away:
                 keep = Keep.SAVE if entry.saved else Keep.RECOMPUTE
-                _add(totals.setdefault((entry.part, entry.what, keep), [0, 0, 0]), entry.bytes, entry.bytes if entry.saved else 0)
+                _add(
+                    totals.setdefault((entry.part, entry.what, keep), [0, 0, 0]), entry.bytes, entry.bytes if entry.saved else 0
+                )
         return [Row(*key, *numbers) for key, numbers in [*totals.items(), *self._away.items()]]
 
     @property

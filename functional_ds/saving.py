@@ -68,13 +68,15 @@ class Saving:
 
     def __attrs_post_init__(self) -> None:
         if self.inputs is Keep.RECOMPUTE:
-            raise ValueError("inputs=recompute: a function cannot be computed again without its inputs; save, offload or partition")
+            raise ValueError(
+                "inputs=recompute: a function cannot be computed again without its inputs; save, offload or partition"
+            )
         named = {_MATMULS: self.matmuls, **self.names} if self.matmuls else self.names
         for what, keep in named.items():
             if keep is Keep.RECOMPUTE and self.rest is not Keep.RECOMPUTE:
                 raise ValueError(
-                    f"{what}=recompute where the rest is {self.rest.value}: what is computed again needs a function that is run "
-                    "again; let the rest be recompute, and name what is to be kept"
+                    f"{what}=recompute where the rest is {self.rest.value}: nothing is run again there; let the rest be "
+                    "recompute, and say what is to be kept"
                 )
         for reserved in (_INPUTS, _MATMULS, *_REST):
             if reserved in self.names:

@@ -76,6 +76,7 @@ class Tape:
             if self in _HERE.tapes:
                 _HERE.tapes.remove(self)
             self._whole.close()
+            self._leaves = []  # the tape is in a cycle, and the params' memory should not wait for the garbage collector
 
     @contextmanager
     def resumed(self) -> Iterator[None]:

@@ -92,7 +92,7 @@ def train_step(loss_fn: Callable[..., Any], optimizer: Any, *, seed: int = 0) ->
         "parts": lambda step, state: Parts.of(state.params),
         "part": _part,
     }
-    return Step(base, (f"train_step({getattr(loss_fn, '__name__', 'loss_fn')}, {rule})",))
+    return Step(base, (f"train_step({getattr(loss_fn, '__name__', type(loss_fn).__name__)}, {rule})",))
 
 
 def stored_view(step: Step, state: State, tape: Tape) -> Any:

@@ -15,6 +15,7 @@ from .precision import mixed_precision
 from .remat import remat
 from .schedule import schedule, warmup_cosine
 from .schedules import one_cycle, range_test, warmup, warmup_decay
+from .tensor_parallel import tensor_parallel
 from .zero import Zero, zero
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "range_test",
     "remat",
     "schedule",
+    "tensor_parallel",
     "warmup",
     "warmup_cosine",
     "warmup_decay",

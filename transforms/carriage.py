@@ -9,12 +9,12 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.comm.compression import Compressed, decode_leaf, encode_leaf
+from functional_ds.comm.relay import relay
 from functional_ds.layout import Segment
 from functional_ds.trainable import like_marked
 
 from .knobs import Knobs
 from .ranks import Ranks
-from .relay import relay
 
 __all__ = ["Carriage"]
 
@@ -150,7 +150,7 @@ class Carriage:
         return relay(
             comm.reduce_scatter(rows, inner, tiled=False, async_op=True),
             lambda pieces: self.knobs.all_reduce(pieces, between, async_op=True),
-            lambda pieces: comm.all_gather(pieces, inner, async_op=True),
+            lambda pieces: comm.all_gather(pieces, group.channel("return"), async_op=True),  # each hop keeps its own order
         )
 
     def _reduce_to_owner(self, segments: Sequence[Segment], flats: Flats) -> Any:

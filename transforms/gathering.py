@@ -86,10 +86,10 @@ class Gatherer:
 
     def _advance(self) -> None:
         fetch = self._plan.fetches[self._made]
-        pending = self._under_way.popleft() if self._under_way else self._start(fetch.unit)
-        self._made += 1
         for unit in fetch.evict:
             self.drop(unit)
+        pending = self._under_way.popleft() if self._under_way else self._start(fetch.unit)
+        self._made += 1
         for following in self._plan.fetches[self._made + len(self._under_way) : self._made + self.ahead]:
             self._under_way.append(self._start(following.unit))
         self.whole[fetch.unit] = pending.wait()
@@ -123,9 +123,8 @@ class Gatherer:
         control = self.carriage.ranks.shards.channel("control")
         needs = set(comm.all_gather(torch.tensor([unit]), control).tolist()) - {_DONE}
         for need in sorted(needs):
-            gathered = self._start(need).wait()
-            self._asked.append(need)
             for old in [old for old in self.whole if old != unit][: max(0, len(self.whole) - self.live + 1)]:
                 self.drop(old)
-            self.whole[need] = gathered
+            self.whole[need] = self._start(need).wait()
+            self._asked.append(need)
         return not needs

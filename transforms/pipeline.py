@@ -176,7 +176,7 @@ class _Pipeline:
 
     def _counted(self, step: Step, state: State, grads: Sequence[Tensor], group: comm.Group) -> list[Tensor]:
         copies = _placed(state).copies(step.parts(state), group.rank)
-        return [grad for place, grad in enumerate(grads) if place not in copies]
+        return [grad.new_empty(0) if place in copies else grad for place, grad in enumerate(grads)]
 
 
 def _placed(state: State) -> Placed:

@@ -32,6 +32,7 @@ class Plan:
     Attributes:
         knobs: what was asked for.
         layout: units, segments and shards.
+        group: the ranks that cut the state.
         levels: the groups that a gather goes over, in order; a reduction goes the other way.
         replicas: the group over which shards are replicated.
         stored: the dtype in which floating leaves are stored; None for their own.
@@ -40,6 +41,7 @@ class Plan:
 
     knobs: Knobs
     layout: Layout
+    group: _Level
     levels: tuple[_Level, ...]
     replicas: _Level | None
     stored: torch.dtype | None = None
@@ -59,7 +61,8 @@ class Plan:
         """Bytes of stored params on a rank, the exact shards beside what is compressed included."""
         whole = sum(s.size * self._itemsize(s) for s in self.whole)
         cut = sum(self._own(s, rank) * self._itemsize(s) for s in self.cut)
-        exact = sum(self._own(s, rank) * self._itemsize(s) for s in self.whole) if self.knobs.inexact and self.knobs.stage else 0
+        beside = self.knobs.inexact and self.knobs.stage and self.layout.n > 1
+        exact = sum(self._own(s, rank) * self._itemsize(s) for s in self.whole) if beside else 0
         return whole + cut + exact
 
     def fetched(self) -> int:
@@ -140,7 +143,7 @@ class Plan:
             if self.levels:
                 sent["reduce", f"{self.levels[0].name}/reduce"] += 0 if rank == s.owner else times * s.size * wire.itemsize
         elif knobs.aggregate == "all_reduce":
-            for key, size in _all_reduce(knobs.all_reduce, _joined(self.levels), s.size, wire, rank).items():
+            for key, size in _all_reduce(knobs.all_reduce, self.group, s.size, wire, rank).items():
                 sent[key] += times * size
         else:
             elements = s.size
@@ -156,13 +159,13 @@ class Plan:
     def _reduce_whole(self, sent: Counter[tuple[str, str]], s: Segment, wire: torch.dtype, copies: int, replica: int) -> None:
         knobs = self.knobs
         if self.replicas is None or copies == 1:
-            sent.update(_all_reduce(knobs.all_reduce, _joined(self.levels), s.size, wire, 0))
+            sent.update(_all_reduce(knobs.all_reduce, self.group, s.size, wire, 0))
         elif not self.levels:
             sent.update(_all_reduce(knobs.all_reduce, self.replicas, s.size, wire, replica))
         else:
             (level,) = self.levels
-            for name in ("reduce_scatter", "all_gather"):
-                sent[name, f"{level.name}/reduce"] += (level.size - 1) * s.shard * wire.itemsize
+            for name, channel in (("reduce_scatter", "reduce"), ("all_gather", "return")):
+                sent[name, f"{level.name}/{channel}"] += (level.size - 1) * s.shard * wire.itemsize
             sent.update(_all_reduce(knobs.all_reduce, self.replicas, s.shard, wire, replica))
 
     # -- as text -------------------------------------------------------------------------------------------------------
@@ -227,16 +230,7 @@ def plan(
     copies = replicas if replicas is not None else getattr(knobs.replicate, "size", 1)
     over = _Level(getattr(knobs.replicate, "name", "replicas"), copies) if copies > 1 else None
     layout = knobs.layout(params, count)
-    return Plan(knobs, layout, tuple(level for level in levels if level.size > 1), over, stored, wire)
-
-
-def _joined(levels: tuple[_Level, ...]) -> _Level:
-    """All levels as the one group that they make."""
-    size = 1
-    for level in levels:
-        size *= level.size
-    name = levels[0].name.removesuffix(":across") if levels else ""
-    return _Level(name, size)
+    return Plan(knobs, layout, _Level(name, count), tuple(level for level in levels if level.size > 1), over, stored, wire)
 
 
 def _payload(collective: Callable[..., Any], elements: int, dtype: torch.dtype) -> int:

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from functional_ds import comm
+from functional_ds.comm.relay import relay
 from functional_ds.layout import Layout
 from functional_ds.tape import wide
 
 from .carriage import Carriage
-from .relay import relay
 
 __all__ = ["Order", "Reducer"]
 

@@ -128,7 +128,6 @@ class _Calls:
 
     def chosen(self, module: nn.Module) -> list[str]:
         """The paths of the modules to be run here."""
-        assert self.blocks != ""
         found: list[str] = []
         for path, inner in module.named_modules():
             self.paths.setdefault(path, False)
@@ -147,7 +146,7 @@ class _Calls:
         if whole and not any(self.paths.values()):
             if not self.paths:
                 raise ValueError(
-                    "remat: the loss function runs no fds.functional module whose blocks could be found; use fds.remat(function) "
+                    "remat: the loss function runs no fds.functional module, which has blocks to find; use fds.remat(function) "
                     "in it, or T.remat('') for the whole of it"
                 )
             raise _nothing(self.blocks, self.paths)

@@ -17,7 +17,7 @@ from functional_ds.state import State
 
 from .places import Frame, Places, of_runs
 
-__all__ = ["Held", "as_tensors", "describe"]
+__all__ = ["Held", "as_before", "as_tensors", "describe"]
 
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
@@ -67,15 +67,38 @@ def describe(state: State) -> list[Held]:
 
 
 def as_tensors(state: State) -> State:
-    """The state with its Python numbers as scalar tensors.
+    """The state with its Python numbers as scalar tensors, and what lies on a disk in memory.
 
     Raises:
-        TypeError: a leaf is neither a number nor a tensor.
+        TypeError: a leaf is neither a number nor a tensor, nor stands for one.
     """
     for path, leaf in tree.named(state):
-        if not isinstance(leaf, Tensor) and type(leaf) not in _NUMBERS:
-            raise TypeError(f"state: the leaf at {path!r} is {type(leaf).__name__} {leaf!r}; only tensors and numbers are saved")
-    return tree.map(lambda x: x if isinstance(x, Tensor) else torch.tensor(x, dtype=_NUMBERS[type(x)]), state)  # type: ignore[no-any-return]
+        if not isinstance(leaf, Tensor) and type(leaf) not in _NUMBERS and not _is_elsewhere(leaf):
+            raise TypeError(
+                f"state: the leaf at {path!r} is {type(leaf).__name__} {leaf!r}; only tensors and numbers are saved"
+            )
+    return tree.map(_as_tensor, state)  # type: ignore[no-any-return]
+
+
+def as_before(leaf: Any, value: Tensor) -> Any:
+    """A tensor as what stood in the place of ``leaf``: a tensor, a number, or values on the same disk."""
+    if isinstance(leaf, Tensor):
+        return value
+    return leaf.written([value.reshape(-1)]) if _is_elsewhere(leaf) else type(leaf)(value.item())
+
+
+def _as_tensor(leaf: Any) -> Tensor:
+    if isinstance(leaf, Tensor):
+        return leaf
+    if _is_elsewhere(leaf):
+        found: Tensor = leaf.read()
+        return found.view(leaf.shape)
+    return torch.tensor(leaf, dtype=_NUMBERS[type(leaf)])
+
+
+def _is_elsewhere(leaf: Any) -> bool:
+    """Whether it stands for a tensor whose values are in a file: it can read them, and write others."""
+    return callable(getattr(leaf, "read", None)) and callable(getattr(leaf, "written", None))
 
 
 @attrs.define(eq=False)

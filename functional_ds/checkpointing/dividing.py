@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Sequence
+from itertools import pairwise
 
 import attrs
 import torch
@@ -70,7 +71,7 @@ def _marks(views: Sequence[Tensor]) -> list[int]:
         there = torch.cat([packed[i] for i in far]).cpu().split([packed[i].numel() for i in far])
         for i, sample in zip(far, there, strict=True):
             packed[i] = sample
-    return [zlib.crc32(sample.numpy()) for sample in packed]
+    return [zlib.crc32(sample.numpy().data) for sample in packed]
 
 
 def divide(ranks: Sequence[Sequence[Offer]]) -> list[list[Share]]:
@@ -133,9 +134,7 @@ def _differ(holders: Sequence[tuple[int, int, Offer]]) -> bool:
     )
 
 
-def _cover(
-    name: str, holders: Sequence[tuple[int, int, Offer]]
-) -> list[tuple[int, int, list[tuple[int, int, Offer]]]]:
+def _cover(name: str, holders: Sequence[tuple[int, int, Offer]]) -> list[tuple[int, int, list[tuple[int, int, Offer]]]]:
     """Neighbouring stretches from the tensor's beginning to its end, each with those who have it."""
     total = 1
     for side in holders[0][2].shape:
@@ -149,7 +148,7 @@ def _cover(
     waiting = sorted((h for h in holders if h[2].numel), key=lambda h: h[2].offset)
     active: list[tuple[int, int, Offer]] = []
     place = 0
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in pairwise(edges):
         while place < len(waiting) and waiting[place][2].offset <= low:
             active.append(waiting[place])
             place += 1

@@ -1,4 +1,4 @@
-"""A folder of checkpoints: what is in it, which is the newest, how one comes in and old ones go.
+"""A folder of checkpoints: what is in it, and which is the newest.
 
 ```
 folder/latest             the tag of the newest, and its checksum
@@ -9,35 +9,32 @@ folder/.lock              held by the job that saves here
 ```
 """
 
-import contextlib
 import os
-import shutil
-import uuid
 import zlib
 from pathlib import Path
 
-from .errors import CheckpointError, DamagedError, NoCheckpointError
+from .errors import DamagedError, NoCheckpointError
 from .manifest import MANIFEST, Manifest, Summary, read_summary
 
 __all__ = [
+    "LOCK",
+    "POINTER",
     "candidates",
     "check_tag",
-    "clean",
+    "hidden_place",
     "latest",
     "open_manifest",
     "place_of",
-    "publish",
-    "retain",
-    "staging",
+    "pointer",
+    "read_pointer",
+    "replaced",
     "summaries",
-    "sync_folder",
     "tags",
-    "write_whole",
 ]
 
 POINTER = "latest"
 LOCK = ".lock"
-_SAVING, _REPLACED, _DELETING = ".saving-", ".replaced-", ".deleting-"
+_REPLACED = ".replaced-"
 _LONGEST = 200  # bytes of a tag; file names have 255, and hidden names add to it
 
 
@@ -60,7 +57,7 @@ def check_tag(tag: str) -> str:
     Raises:
         ValueError: it is not.
     """
-    plain = isinstance(tag, str) and bool(tag) and tag.isprintable() and not set(tag) & set('/\\:*?"<>|')
+    plain = bool(tag) and tag.isprintable() and not set(tag) & set('/\\:*?"<>|')
     if not plain or tag.startswith(".") or tag != tag.strip() or tag == POINTER or len(tag.encode()) > _LONGEST:
         raise ValueError(
             f"tag={tag!r} must be a plain name, such as '1000' or 'best': at most {_LONGEST} bytes, no separators or other "
@@ -71,8 +68,18 @@ def check_tag(tag: str) -> str:
 
 def place_of(folder: Path, tag: str) -> Path:
     """Where a checkpoint lies; a save that died while it replaced one left it under a hidden name."""
-    place, hidden = folder / check_tag(tag), folder / f"{_REPLACED}{tag}"
+    place, hidden = folder / check_tag(tag), hidden_place(folder, tag)
     return hidden if hidden.is_dir() and not place.exists() else place
+
+
+def hidden_place(folder: Path, tag: str) -> Path:
+    """Where a checkpoint waits while another of its tag takes its place."""
+    return folder / f"{_REPLACED}{tag}"
+
+
+def replaced(name: str) -> str | None:
+    """The tag of the checkpoint that waits under a hidden name; None for any other name."""
+    return name.removeprefix(_REPLACED) if name.startswith(_REPLACED) else None
 
 
 def open_manifest(folder: Path, tag: str) -> tuple[Path, Manifest]:
@@ -129,12 +136,13 @@ def read_pointer(folder: Path) -> str | None:
     except FileNotFoundError:
         return None
     tag = data.decode(errors="replace").partition("\n")[0]
-    if data != _pointer(tag):
+    if data != pointer(tag):
         raise DamagedError(f"{folder / POINTER} is damaged")
     return tag
 
 
-def _pointer(tag: str) -> bytes:
+def pointer(tag: str) -> bytes:
+    """What ``latest`` holds."""
     return f"{tag}\n{zlib.crc32(tag.encode(errors='replace')):08x}\n".encode(errors="replace")
 
 
@@ -144,95 +152,5 @@ def _names(folder: Path) -> list[str]:
         entries = [entry.name for entry in os.scandir(folder) if entry.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    found = {name for name in entries if not name.startswith(".")}
-    return sorted(found | {name.removeprefix(_REPLACED) for name in entries if name.startswith(_REPLACED)})
-
-
-# -- what the job that holds the lock does --------------------------------------------------------------------------------
-
-
-def staging(folder: Path) -> Path:
-    """A new hidden folder to write a checkpoint into."""
-    place = folder / f"{_SAVING}{uuid.uuid4().hex[:12]}"
-    place.mkdir()
-    return place
-
-
-def clean(folder: Path) -> None:
-    """Clears away what saves that died have left, and puts back what they were replacing."""
-    for entry in sorted(folder.iterdir()):
-        if entry.name.startswith((_SAVING, _DELETING)):
-            shutil.rmtree(entry, ignore_errors=True)
-        elif entry.name.startswith(_REPLACED):
-            place = folder / entry.name.removeprefix(_REPLACED)
-            if place.exists():
-                shutil.rmtree(entry, ignore_errors=True)
-            else:
-                entry.rename(place)
-
-
-def publish(folder: Path, staged: Path, tag: str) -> None:
-    """Makes a complete and fsynced folder the checkpoint ``tag``, and the newest.
-
-    Whenever this ends, by whatever crash, each checkpoint is there whole or not at all, and ``latest`` names one that is.
-    """
-    place, hidden = folder / tag, folder / f"{_REPLACED}{tag}"
-    if place.exists():
-        place.rename(hidden)
-    staged.rename(place)
-    sync_folder(folder)
-    write_whole(folder / POINTER, _pointer(tag))
-    if hidden.exists():
-        shutil.rmtree(hidden, ignore_errors=True)
-
-
-def retain(folder: Path, tag: str, keep_last: int | None, keep_every: int | None) -> None:
-    """Deletes what is too old of the checkpoints that may expire; never ``tag``, nor the one that ``latest`` names."""
-    if keep_last is None:
-        return
-    with contextlib.suppress(DamagedError):
-        safe = {tag, read_pointer(folder)}
-        expiring = [summary for summary in summaries(folder) if summary.expires]
-        for old in expiring[: max(0, len(expiring) - keep_last)]:
-            if old.tag not in safe and not (keep_every and old.step % keep_every == 0):
-                gone = folder / f"{_DELETING}{uuid.uuid4().hex[:12]}"
-                place_of(folder, old.tag).rename(gone)  # so that no half of it is ever seen
-                shutil.rmtree(gone, ignore_errors=True)
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """A small file, there whole or not at all, and on the disk when this returns."""
-    beside = path.with_name(f".{path.name}.new")
-    with beside.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(path: Path) -> None:
-    """Names in a folder are on the disk when this returns; where folders cannot be synced, sooner or later."""
-    try:
-        handle = os.open(path, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        with contextlib.suppress(OSError):
-            os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def made(path: str | Path) -> Path:
-    """The folder, made where it is not there.
-
-    Raises:
-        CheckpointError: it cannot be made.
-    """
-    folder = Path(path)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"path={str(path)!r} cannot be made: {error.strerror}") from error
-    return folder
+    shown = {name for name in entries if not name.startswith(".")}
+    return sorted(shown | {tag for tag in map(replaced, entries) if tag is not None})

@@ -12,7 +12,7 @@ from functional_ds import comm, tree
 from functional_ds.state import State
 from functional_ds.trainable import like_marked
 
-from .describing import Held, as_tensors, describe
+from .describing import Held, as_before, as_tensors, describe
 from .errors import DamagedError, NoCheckpointError
 from .folder import candidates, check_tag
 from .matching import Choice, Differences, match
@@ -72,7 +72,7 @@ def load(
         state, extra = loading.attempt(tag)
     else:
         state, extra = loading.newest()
-    state = tree.map(lambda old, new: new if isinstance(old, Tensor) else type(old)(new.item()), like, state)
+    state = tree.map(as_before, like, state)
     if donate:
         state = like.donate(state)
     return (state, extra) if with_extra else state
@@ -140,7 +140,8 @@ def _room_like(state: State) -> State:
     """New memory for every tensor, marked alike."""
 
     def room(leaf: Tensor) -> Tensor:
-        return like_marked(torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device), leaf)
+        pinned = leaf.device.type == "cpu" and torch.cuda.is_available() and leaf.is_pinned()
+        return like_marked(torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device, pin_memory=pinned), leaf)
 
     return tree.map(room, state)  # type: ignore[no-any-return]
 
@@ -149,7 +150,7 @@ def _keep(like: State, state: State, filled: Sequence[Held]) -> None:
     """Copies what will not be filled: what is not loaded, and the padding between leaves."""
     covered: dict[int, list[tuple[int, int]]] = {}
     for h in filled:
-        start = h.view.storage_offset()
+        start = int(h.view.storage_offset())
         covered.setdefault(h.view.untyped_storage().data_ptr(), []).append((start, start + h.view.numel()))
     for old, new in zip(tree.leaves(like), tree.leaves(state), strict=True):
         place = 0

@@ -112,12 +112,12 @@ class Manifest:
             raise DamagedError(f"{where} is damaged: its checksum is not that of its content")
         if version > _VERSION:
             raise NewerFormatError(
-                f"{where} has the format {version}, and this version of functional_ds reads formats up to {_VERSION}; upgrade it"
+                f"{where} has the format {version}, and this version of functional_ds reads up to {_VERSION}; upgrade it"
             )
         try:
             summary, body = (json.loads(line) for line in rest.splitlines())
             files = tuple(_file(*row) for row in body["files"])
-            tensors = {name: _stored(*row, files) for name, row in body["tensors"].items()}
+            tensors = {name: _stored(files, *row) for name, row in body["tensors"].items()}
             return Manifest(Summary(**summary), files, tensors, body["extra"])
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise DamagedError(f"{where} is no manifest of this library's: {error}") from error
@@ -172,7 +172,7 @@ def _file(name: Any, size: Any, checks: Any) -> DataFile:
     return DataFile(name, size, found)
 
 
-def _stored(dtype: Any, shape: Any, chunks: Any, files: tuple[DataFile, ...]) -> Stored:
+def _stored(files: tuple[DataFile, ...], dtype: Any, shape: Any, chunks: Any) -> Stored:
     found = Stored(
         tuple(_whole(side, "a side") for side in shape),
         DTYPES[dtype],

@@ -89,13 +89,21 @@ def match(
     """
     tensors, found = manifest.tensors, Differences()
     apart = {base for base, own in map(_split, tensors) if own}
-    sources = [_source(h, known, tensors, choice, found, rank if ranks == manifest.summary.ranks else None, apart) for h in held]
+    sources = [
+        _source(h, known, tensors, choice, found, rank if ranks == manifest.summary.ranks else None, apart) for h in held
+    ]
     for name, stored in tensors.items():
         base, _ = _split(name)
         role, _, leaf = base.partition("/")
         model = tensors.get(f"params/{leaf}", stored)
         there = base in known or (role in _FORMS and f"params/{leaf}" in known)
-        if not there and stored.numel and model.numel and choice.wants(base) and not fits(base, (*choice.allow_extra, *_POLICY)):
+        if (
+            not there
+            and stored.numel
+            and model.numel
+            and choice.wants(base)
+            and not fits(base, (*choice.allow_extra, *_POLICY))
+        ):
             found.extra.add(base)
     return sources, found
 
@@ -121,7 +129,9 @@ def _source(
     if name not in tensors and name in apart:
         if rank is None:
             if not fits(held.name, choice.allow_missing):
-                found.other.add(f"{held.name} (each rank had its own, and there are other ranks now; allow_missing=... keeps like's)")
+                found.other.add(
+                    f"{held.name} (each rank had its own, and there are other ranks now; allow_missing=... keeps like's)"
+                )
             return None
         name = own_name(name, rank)
     stored = tensors.get(name)

@@ -51,7 +51,9 @@ class Planner(DefaultLoadPlanner):
         for name, spread in self.state_dict.items():
             wanted = sum(view.numel() for _, view in spread.stretches)
             if there.get(name, 0) != wanted:
-                raise DamagedError(f"the checkpoint holds {there.get(name, 0)} of {wanted} elements of {name} that this rank needs")
+                raise DamagedError(
+                    f"the checkpoint holds {there.get(name, 0)} of {wanted} elements of {name} that this rank needs"
+                )
         return plan
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
@@ -100,7 +102,9 @@ class Reader(StorageReader):
         return Metadata(
             {
                 name: TensorStorageMetadata(
-                    TensorProperties(stored.dtype), torch.Size([stored.numel]), [chunk(c.offset, c.numel) for c in stored.chunks]
+                    TensorProperties(stored.dtype),
+                    torch.Size([stored.numel]),
+                    [chunk(c.offset, c.numel) for c in stored.chunks],
                 )
                 for name, stored in self.manifest.tensors.items()
             }

@@ -16,9 +16,10 @@ from functional_ds.state import State
 from .describing import Held, as_tensors, describe
 from .dividing import Offer, Share, divide, offers
 from .errors import CheckpointError
-from .folder import check_tag, clean, made, staging, summaries
+from .folder import check_tag, summaries
 from .locking import Lock
 from .manifest import Summary
+from .publishing import clean, made, staging
 from .together import agreed, together
 
 if TYPE_CHECKING:  # it imports torch.distributed.checkpoint, which takes a second
@@ -76,7 +77,11 @@ class Saver:
         self._lock: Lock | None = None
         self._writer: Writer | None = None
         self._room: Tensor | None = None
-        self.folder: Path = together(self._group, lambda: self._open(Path(path)))
+        try:
+            self.folder: Path = together(self._group, lambda: self._open(Path(path)))
+        except BaseException:  # another rank's, too: the folder must not stay locked
+            self._release()
+            raise
 
     def save(self, state: State, *, tag: str | None = None, extra: Mapping[str, Any] | None = None) -> str:
         """Starts a save of the state as it is now, and returns its tag; the step may then take the state's memory.

@@ -17,8 +17,8 @@ import attrs
 
 from . import blocks
 from .errors import CheckpointError
-from .folder import publish, retain, write_whole
 from .manifest import MANIFEST, DataFile, Manifest, Stored, Summary
+from .publishing import publish, retain, write_whole
 from .writing import Image
 
 __all__ = ["Draft", "Writer", "data_name"]
@@ -161,5 +161,3 @@ def _told(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
     return str(error) or type(error).__name__
-
-

@@ -81,7 +81,7 @@ class Image:
         planner.set_up_planner({name: Spread(totals[name], tuple(found)) for name, found in stretches.items()})
         items = {(item.index.fqn, item.index.offset): item for item in planner.finish_plan(planner.create_local_plan()).items}
         ordered = [items[share.name, torch.Size([share.offset])] for share in shares]
-        return Image([planner.resolve_data(item) for item in ordered])
+        return Image([found for found in map(planner.resolve_data, ordered) if isinstance(found, Tensor)])
 
     @property
     def size(self) -> int:

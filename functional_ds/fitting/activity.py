@@ -9,7 +9,8 @@ from functional_ds.comm.collective import Call
 
 __all__ = ["activity"]
 
-_LIBRARIES = ("functional_ds", "torch", "optree", "threading")
+_LIBRARIES = ("functional_ds", "torch", "optree")
+_PYTHON = os.path.dirname(os.__file__) + os.sep  # noqa: PTH120  # compared as text
 _COMM, _STEP = "functional_ds.comm.", "functional_ds.step"
 
 
@@ -17,12 +18,12 @@ def activity(thread: int) -> dict[str, str]:
     """Where a thread is.
 
     ``phase``: the step's phase that it is in; ``call``: the collective that it is in, with its options and shapes where they
-    can be seen; ``site``: the file and line of the innermost code that is neither this library's nor torch's. What does not
-    apply is left out.
+    can be seen; ``site``: the file and line of the innermost code that is not this library's, torch's or Python's. What does
+    not apply is left out.
 
     >>> import threading
-    >>> sorted(activity(threading.get_ident()))
-    ['site']
+    >>> isinstance(activity(threading.get_ident()), dict)
+    True
     """
     frame = sys._current_frames().get(thread)
     found: dict[str, str] = {}
@@ -32,10 +33,15 @@ def activity(thread: int) -> dict[str, str]:
             _note_call(frame, found)
         elif module == _STEP and not frame.f_code.co_name.startswith("_"):
             found.setdefault("phase", frame.f_code.co_name)
-        elif module.partition(".")[0] not in _LIBRARIES:
+        elif module.partition(".")[0] not in _LIBRARIES and not _is_pythons(frame.f_code.co_filename):
             found.setdefault("site", f"{frame.f_code.co_filename.rpartition(os.sep)[2]}:{frame.f_lineno}")
         frame = frame.f_back
     return found
+
+
+def _is_pythons(file: str) -> bool:
+    """Whether this is Python's own library, which is where waiting often ends up."""
+    return file.startswith(("<frozen", _PYTHON)) and "site-packages" not in file
 
 
 def _note_call(frame: FrameType, found: dict[str, str]) -> None:

@@ -102,6 +102,7 @@ class Beats:
         """Writes this rank's beat down."""
         if not self._mine.left:
             self._mine = beat
+            self.seen[self.rank] = self.seen[self.rank].after(beat, monotonic())
             self.store.set(f"beat {self.rank}", json.dumps(attrs.asdict(beat)))
 
     def look(self, ranks: Iterable[int]) -> None:
@@ -112,15 +113,19 @@ class Beats:
                 beat = Beat(**json.loads(self.store.get(key)))
                 self.seen[rank] = self.seen[rank].after(beat, monotonic())
 
+    def mine(self, watch: _Watched) -> Seen:
+        """What would be sent now."""
+        return self.seen[self.rank].after(Beat.now(watch, self._mine.count + 1, self.thread), monotonic())
+
     def leave(self, how: str) -> None:
         """This rank's last beat."""
         self._mine = attrs.evolve(self._mine, count=self._mine.count + 1, left=how)
         self.store.set(f"beat {self.rank}", json.dumps(attrs.asdict(self._mine)))
-        self.store.add("left", 1)
+        self.count("left", 1)
 
-    def left(self) -> int:
-        """How many have left."""
-        return self.store.add("left", 0)
+    def count(self, what: str, more: int) -> int:
+        """How many ranks have done it, after so many more."""
+        return self.store.add(what, more)
 
     def judge(self, verdict: str) -> None:
         """Writes down that all are to end, and why."""

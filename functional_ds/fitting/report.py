@@ -20,13 +20,13 @@ class Hang:
     ranks: tuple[int, ...]
 
     @staticmethod
-    def found(seen: Mapping[int, Seen], timeout: float, *, grace: float) -> "Hang | None":
+    def found(seen: Mapping[int, Seen], timeout: float, *, silent: float, grace: float) -> "Hang | None":
         """What is wrong by now: who is silent, who raised and took no one along, in whom nothing moves."""
         now = monotonic()
         there = {rank: one for rank, one in seen.items() if not one.beat.left}
-        silent = tuple(rank for rank, one in there.items() if now - one.fresh > timeout)
-        if silent:
-            return Hang(f"{_ranks(silent)} died, is stopped, or cannot be reached: silent for {timeout:.1f} s", silent)
+        dead = tuple(rank for rank, one in there.items() if now - one.fresh > silent)
+        if dead:
+            return Hang(f"{_ranks(dead)} died, is stopped, or cannot be reached: silent for {silent:.1f} s", dead)
         raised = _raised(seen)
         gone = tuple(rank for rank in raised if there and now - seen[rank].fresh > grace)
         if gone:

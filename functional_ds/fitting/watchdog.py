@@ -1,6 +1,7 @@
 """``watchdog``: ranks that hang or die end the others, with a report that names them."""
 
 import itertools
+import math
 import os
 import sys
 import threading
@@ -24,7 +25,7 @@ __all__ = ["EXIT_CODE", "Watch", "watchdog"]
 
 EXIT_CODE = 75  # sysexits' EX_TEMPFAIL: try again; what a process that a watchdog ends exits with
 _BEATS = 10  # within the time-out
-_SLOWEST = 1.0  # seconds between two beats
+_SLOWEST = 0.5  # seconds between two beats
 _SILENT = 4  # beats without which a rank that others failed over is taken for dead
 
 
@@ -55,7 +56,7 @@ def watchdog(timeout: timedelta | None) -> Iterator[Watch]:
     Args:
         timeout: longer than anything that goes on between two calls of ``watch.at``.
 
-    Cost: two or three requests a second to the store from each rank, for rank 0 one a second and rank.
+    Cost: some six requests a second to the store from each rank; from rank 0 four a second and rank.
 
     Raises:
         RankFailedError: a collective failed, and other ranks are silent or have raised; which, and what all were doing.
@@ -95,6 +96,8 @@ class _Guard:
     over: threading.Event = attrs.field(factory=threading.Event)
     heard: float = attrs.field(factory=monotonic)
     lost: Exception | None = None
+    verdict: str | None = None
+    talker: threading.Thread = attrs.field(init=False)
 
     @staticmethod
     def of(watch: Watch, timeout: float) -> "_Guard":
@@ -108,8 +111,9 @@ class _Guard:
         return _Guard(watch, beats, timeout, min(timeout / _BEATS, _SLOWEST))
 
     def start(self) -> None:
-        for work in (self._talk, self._listen):
-            threading.Thread(target=work, daemon=True, name=f"watchdog {work.__name__}").start()
+        self.talker = threading.Thread(target=self._talk, daemon=True, name="watchdog")
+        self.talker.start()
+        threading.Thread(target=self._listen, daemon=True, name="watchdog of the watchdog").start()
 
     # -- the threads ---------------------------------------------------------------------------------------------------
 
@@ -126,21 +130,24 @@ class _Guard:
 
     def _round(self, count: int) -> None:
         self.beats.send(Beat.now(self.watch, count, self.beats.thread))
-        verdict = self.beats.verdict()
-        if verdict is None and self.beats.rank == 0:
-            verdict = self._judged(range(self.beats.size))
-            if verdict is not None and not self.over.is_set():
-                self.beats.judge(verdict)
-                sleep(2 * self.pause)  # this process may hold the store: let the others read it
-        elif verdict is None:
-            verdict = self._judged((0,))
-        if verdict is not None:
-            self._end(verdict)
+        self.verdict = self.beats.verdict()
+        if self.verdict is None and self.beats.rank == 0:
+            self.verdict = self._judged(range(self.beats.size), hangs=True)
+            if self.verdict is not None and not self.over.is_set():
+                self.beats.judge(self.verdict)
+                self.over.wait(2 * self.pause)  # this process may hold the store: let the others read it
+        elif self.verdict is None:
+            self.verdict = self._judged((0,), hangs=False)
+        if self.verdict is not None:
+            self._end(self.verdict)
 
-    def _judged(self, ranks: range | tuple[int, ...]) -> str | None:
-        """A report, if one of the ranks has died, failed or moves no more."""
+    def _judged(self, ranks: range | tuple[int, ...], *, hangs: bool) -> str | None:
+        """A report, if one of the ranks has died or failed, or moves no more."""
         self.beats.look(ranks)
-        hang = Hang.found(self.beats.seen, self.timeout, grace=min(self.timeout, 5 * self.pause))
+        seen = {rank: self.beats.seen[rank] for rank in ranks}
+        hang = Hang.found(
+            seen, self.timeout if hangs else math.inf, silent=self.timeout, grace=min(self.timeout, 5 * self.pause)
+        )
         if hang is None:
             return None
         self.beats.look(range(self.beats.size))
@@ -155,6 +162,7 @@ class _Guard:
 
     def _cut_off(self, quiet: float) -> str:
         why = f": {str(self.lost).splitlines()[0]}" if self.lost else ""
+        self.beats.seen[self.beats.rank] = self.beats.mine(self.watch)
         story = f"the store that {self.beats.place()} has not answered for {quiet:.1f} s{why}"
         return report(Hang(story, ()), self.beats.seen)
 
@@ -177,16 +185,29 @@ class _Guard:
         self.watch.at(self.watch.step, "waiting for the other ranks to finish")
         with suppress(RuntimeError):  # it has gone: so had all finished
             self.beats.leave("finished")
-            while self.beats.left() < self.beats.size:
-                sleep(min(self.pause, 0.01))
+            self._wait_for("left", self.beats.size, math.inf)
+            self.over.set()
+            self.talker.join(self.pause)
+            self.beats.count("gone", 1)  # this rank's last request
+            if self.beats.rank == 0:  # which may hold the store
+                self._wait_for("gone", self.beats.size, 5 * self.pause)
+
+    def _wait_for(self, what: str, ranks: int, patience: float) -> None:
+        deadline = monotonic() + patience
+        while self.beats.count(what, 0) < ranks and monotonic() < deadline:
+            sleep(min(self.pause, 0.01))
 
     def failed(self, error: BaseException) -> None:
         """Tells the others; where this rank failed over others, raises who they are."""
-        if isinstance(error, comm.CommError | dist.DistError):
+        self.watch.at(
+            self.watch.step, f"looking for what {type(error).__name__} is due to, which it raised while {self.watch.what}"
+        )
+        story = self.verdict
+        if story is None and isinstance(error, comm.CommError | dist.DistError):
             story = self._blamed()
-            if story is not None:
-                self.over.set()
-                raise comm.RankFailedError(f"rank {self.beats.rank} failed over others: {story}") from error
+        if story is not None:
+            self.over.set()
+            raise comm.RankFailedError(f"rank {self.beats.rank} failed over others: {story}") from error
         with suppress(Exception):
             self.beats.leave(f"raised {type(error).__name__}: {error}".splitlines()[0])
 

@@ -1,5 +1,6 @@
 """``export``: params as safetensors files, without any rank holding the whole model."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -40,7 +41,7 @@ def export(
     overwrite: bool = False,
     group: comm.Group | None = None,
 ) -> None:
-    """Writes params as safetensors: one file if ``path`` ends with ``.safetensors``, else a folder as ``transformers`` loads it.
+    """Writes params as safetensors: a file if ``path`` ends with ``.safetensors``, else a folder as ``transformers`` loads it.
 
     ``params`` is a tree of tensors, or a ``State`` of any step, whatever it shards, on which axes. A state is exported
     collectively over ``group``; a tree by whoever calls. A leaf's name is its path (``blocks.0.weight``).
@@ -57,7 +58,7 @@ def export(
         params: a ``State``, or a tree of tensors. A state's masters count where it has them.
         path: a file, or a folder, which is made where it is not there.
         module: whose names, dtypes and buffers the file gets, so that it can be loaded into such a module: an ``nn.Module``,
-            or the ``apply`` of ``fds.functional``. Without it, leaves stand in the dtype in which ``step.params`` gives them.
+            or the ``apply`` of ``fds.functional``. Without it, leaves have the dtypes in which ``step.params`` gives them.
         averaged: the mean that ``T.ema`` keeps, instead of the params.
         dtype: of floating leaves, buffers apart.
         rename: from a leaf's path to its name in the file; None leaves the leaf out.
@@ -112,7 +113,14 @@ def _of_tree(params: Any, averaged: bool) -> list[Held]:
     if averaged:
         raise ValueError("averaged=True: params is a tree, which keeps no mean; pass the state of a step that has T.ema")
     tree.tensors(params, "params")
-    return [Held(Known(path, tuple(leaf.shape), leaf.dtype), 0, leaf.detach()) for path, leaf in tree.named(params)]
+    named = tree.named(params)
+    for path in [path for path, times in Counter(path for path, _ in named).items() if times > 1]:
+        _refuse_twice(path)
+    return [Held(Known(path, tuple(leaf.shape), leaf.dtype), 0, leaf.detach()) for path, leaf in named]
+
+
+def _refuse_twice(path: str) -> None:
+    raise ValueError(f"params: two leaves have the path {path!r}; keys with dots in them make such paths")
 
 
 def _of_state(state: State, averaged: bool) -> list[Held]:
@@ -121,6 +129,8 @@ def _of_state(state: State, averaged: bool) -> list[Held]:
     found = []
     for held in describe(state):
         role, _, path = held.name.partition("/")
+        if role.partition("#")[0] in roles and "#" in role:
+            _refuse_twice(path)
         if role in roles and not held.shared:
             found.append(Held(Known(path, held.shape, held.view.dtype, roles.index(role)), held.offset, held.view))
     if averaged and state.slots.get("ema") is None:

@@ -107,7 +107,9 @@ class File:
         return len(self.header) + sum(place.spec.nbytes for place in self.places)
 
 
-def laid_out(specs: Sequence[Spec], *, limit: int | None, metadata: Mapping[str, str], single: str = SINGLE) -> tuple[File, ...]:
+def laid_out(
+    specs: Sequence[Spec], *, limit: int | None, metadata: Mapping[str, str], single: str = SINGLE
+) -> tuple[File, ...]:
     """The files for these tensors, in their order: one, or as many as it takes for none to hold more than ``limit`` bytes.
 
     A tensor that is larger than the limit gets a file of its own. Files are named as the ``transformers`` loader wants them.

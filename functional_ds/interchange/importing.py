@@ -122,7 +122,9 @@ def _check_names(
     extra = [name for name in files.tensors if name not in known | used and not _matches(name, may_have)]
     if missing or extra:
         what = listed("missing", missing, extra or list(files.tensors)) + listed("extra", extra, lacking or wanted)
-        raise ValueError(f"like: its leaves and the file have not the same names{what}; see rename=, allow_missing=, allow_extra=")
+        raise ValueError(
+            f"like: its leaves and the file have not the same names{what}; see rename=, allow_missing=, allow_extra="
+        )
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
@@ -135,7 +137,9 @@ def _check_kinds(named: Mapping[str, Tensor], found: Mapping[str, Stored]) -> No
         like = named[leaf]
         castable = like.dtype.is_floating_point and stored.dtype.is_floating_point
         if tuple(like.shape) != stored.shape or not (like.dtype == stored.dtype or castable):
-            wrong.append(f"{leaf!r} is {stored.dtype}{list(stored.shape)} in the file and {like.dtype}{list(like.shape)} in like")
+            wrong.append(
+                f"{leaf!r} is {stored.dtype}{list(stored.shape)} in the file and {like.dtype}{list(like.shape)} in like"
+            )
     if wrong:
         more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
         raise ValueError(f"like: {'; '.join(wrong[:8])}{more}")

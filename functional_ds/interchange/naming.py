@@ -77,7 +77,7 @@ class Naming:
         return Naming(ties, {name: x.dtype for name, x in params.items()}, buffers)
 
     def name(self, leaves: Iterable[Known], *, rename: Rename | None, dtype: torch.dtype | None, every: bool) -> list[Named]:
-        """Each leaf with its names and its dtype in the file, in the module's order; ``every`` name of a tied one, or its first.
+        """Each leaf with its names and dtype in the file, in the module's order; ``every`` name of a tied one, or its first.
 
         Raises:
             ValueError: the module has other parameters; two leaves get one name; a dtype that the format does not have.
@@ -113,7 +113,9 @@ def refuse_others(wanted: Collection[str], given: Collection[str], argument: str
     """Raises ValueError where the two are not the same names."""
     missing, extra = [n for n in wanted if n not in given], [n for n in given if n not in wanted]
     if missing or extra:
-        raise ValueError(f"{argument}: {what}{listed('missing', missing, extra or given)}{listed('extra', extra, missing or wanted)}")
+        raise ValueError(
+            f"{argument}: {what}{listed('missing', missing, extra or given)}{listed('extra', extra, missing or wanted)}"
+        )
 
 
 def listed(word: str, names: Collection[str], others: Collection[str]) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 
 import attrs
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .format import CODES, INDEX, SINGLE
@@ -69,6 +68,7 @@ def opened(path: Path) -> Opened:
 
 
 def _file(path: Path) -> Opened:
+    safe_open, SafetensorError = _library()
     try:
         file = safe_open(path, framework="pt")
         tensors = {}
@@ -83,6 +83,14 @@ def _file(path: Path) -> Opened:
     notes = file.metadata() or {}
     aliases = {alias: name for alias, name in notes.items() if name in tensors and alias not in tensors}
     return Opened(tensors, aliases)
+
+
+def _library() -> tuple[Any, type[Exception]]:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise ImportError("reading safetensors files needs their library: pip install 'functional-ds[export]'") from error
+    return safe_open, SafetensorError
 
 
 def _indexed(folder: Path, index: str = INDEX) -> Opened:
@@ -106,7 +114,12 @@ def _weight_map(index: Path) -> dict[str, str]:
     if wrong:
         raise ValueError(f"path: {index} is damaged, or no index: its weight_map does not go from names to files")
     for file in sorted(set(where.values())):
-        outside = PurePosixPath(file).is_absolute() or PureWindowsPath(file).drive or "\\" in file or ".." in PurePosixPath(file).parts
+        outside = (
+            PurePosixPath(file).is_absolute()
+            or PureWindowsPath(file).drive
+            or "\\" in file
+            or ".." in PurePosixPath(file).parts
+        )
         if outside or not file:
             raise ValueError(f"path: {index} names the file {file!r}, which is not in its folder; nothing was opened")
         if not (index.parent / file).is_file():

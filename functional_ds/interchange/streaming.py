@@ -11,7 +11,7 @@ from functional_ds import comm
 
 __all__ = ["Held", "Hop", "Known", "agreed", "chunk_bytes", "stream"]
 
-_CHUNK = 16 * 2**20  # bytes; what is on the way at once is a few of these, however large the model
+_SMALLEST_CHUNK, _LARGEST_CHUNK = 2**16, 2**24  # bytes; what is on the way at once is a few, however large the model
 
 
 @attrs.frozen
@@ -92,7 +92,9 @@ def _cover(leaf: Known, pieces: Sequence[Hop]) -> Iterator[Hop]:
     while done < leaf.numel:
         fitting = [piece for piece in pieces if piece.offset <= done < piece.offset + piece.numel]
         if not fitting:
-            raise ValueError(f"no rank has element {done} of {_said(leaf)}: is the group the one that the state is spread over?")
+            raise ValueError(
+                f"no rank has element {done} of {_said(leaf)}: is the group the one that the state is spread over?"
+            )
         best = min(fitting, key=lambda piece: (piece.src != 0, -(piece.offset + piece.numel), piece.src))
         end = best.offset + best.numel
         yield Hop(leaf, done, end - done, best.src)
@@ -100,8 +102,9 @@ def _cover(leaf: Known, pieces: Sequence[Hop]) -> Iterator[Hop]:
 
 
 def chunk_bytes(leaves: Iterable[Known]) -> int:
-    """How much travels at once, so that four of it are no more than two of the largest leaf."""
-    return min(_CHUNK, max((leaf.numel * leaf.dtype.itemsize // 2 for leaf in leaves), default=1))
+    """How much travels at once: four of it are no more than two of the largest leaf, but for models of toy size."""
+    largest = max((leaf.numel * leaf.dtype.itemsize for leaf in leaves), default=0)
+    return min(_LARGEST_CHUNK, max(_SMALLEST_CHUNK, largest // 2))
 
 
 def stream(
@@ -129,15 +132,19 @@ def stream(
                 values = _mine(part, own).to(cast(part.leaf)).contiguous()
                 comm.send(values.to(group.world.device), 0, group)
         return
-    pending: list[tuple[Hop, comm.Pending[Tensor] | None]] = []
-    for part in [*parts, None]:
-        if part is not None:
-            there = part.src == 0
-            template = torch.zeros((), dtype=cast(part.leaf), device=group.world.device)
-            pending.append((part, None if there else comm.irecv(template.expand(part.numel), part.src, group)))
-        while pending and (part is None or len(pending) > 1):
-            before, coming = pending.pop(0)
-            take(before, _mine(before, own) if coming is None else coming.wait())
+
+    def asked(place: int) -> comm.Pending[Tensor] | None:
+        """The values of a part that another rank has, under way."""
+        if place >= len(parts) or parts[place].src == 0:
+            return None
+        part = parts[place]
+        template = torch.zeros((), dtype=cast(part.leaf), device=group.world.device).expand(part.numel)
+        return comm.irecv(template, part.src, group)
+
+    ahead = asked(0)
+    for place, part in enumerate(parts):
+        coming, ahead = ahead, asked(place + 1)
+        take(part, _mine(part, own) if coming is None else coming.wait())
 
 
 def _cut(hop: Hop, numel: int) -> Iterator[Hop]:

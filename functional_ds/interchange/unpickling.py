@@ -5,6 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint
+
+from functional_ds.checkpointing.errors import CheckpointError, DamagedError, NoCheckpointError
 
 __all__ = ["Remains", "load_pickle"]
 
@@ -28,26 +31,30 @@ _KNOWN = (
 def load_pickle(path: Path) -> Any:
     """The file's content, its tensors in a memory map: only what is used of them is read.
 
-    Torch's ``weights_only`` loader makes tensors and plain containers, and refuses every name that it does not know; DeepSpeed's
-    few classes become ``Remains``, so DeepSpeed need not be installed. Names that a caller has put into
+    Torch's ``weights_only`` loader makes tensors and plain containers, and refuses every name that it does not know.
+    DeepSpeed's few classes become ``Remains``, so DeepSpeed need not be installed. Names that a caller has put into
     ``torch.serialization.safe_globals`` are taken as well.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is damaged or no such file, or holds an object of another class.
+        NoCheckpointError: there is no such file.
+        DamagedError: it is damaged, or another kind of file.
+        CheckpointError: it holds an object of another class.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"path: there is no file {path}")
+        raise NoCheckpointError(f"path: there is no file {path}")
     try:
         with torch.serialization.safe_globals(list(_KNOWN)):
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
-        why = str(error).splitlines()[0] if "Unsupported" not in str(error) else _named(str(error))
-        raise ValueError(f"path: {path} holds what is not loaded, as opening it could run code: {why}") from error
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError, UnicodeDecodeError) as error:
-        raise ValueError(f"path: {path} is damaged, or no file of torch.save: {str(error).splitlines()[0]}") from error
+        what = ", ".join(_others(path)) or str(error).splitlines()[-1]
+        raise CheckpointError(f"path: {path} holds what is not loaded, as opening it could run code: {what}") from error
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError) as error:
+        raise DamagedError(f"path: {path} is damaged, or no file of torch.save: {str(error).splitlines()[0]}") from error
 
 
-def _named(message: str) -> str:
-    """The line of torch's message that names the class."""
-    return next((line.strip() for line in message.splitlines() if "Unsupported" in line), message.splitlines()[0])
+def _others(path: Path) -> list[str]:
+    """The names in a file that are not taken."""
+    try:
+        return sorted(set(get_unsafe_globals_in_checkpoint(path)) - {name for _, name in _KNOWN})
+    except (pickle.UnpicklingError, RuntimeError, ValueError, KeyError):
+        return []

@@ -181,7 +181,7 @@ def _blocks(values: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
 
 def _bytes(flat: Tensor) -> memoryview:
     plain = flat.resolve_conj().resolve_neg().contiguous()
-    return memoryview(plain.view(torch.uint8).numpy()) if plain.numel() else memoryview(b"")
+    return plain.view(torch.uint8).numpy().data if plain.numel() else memoryview(b"")
 
 
 def _shards(folder: Path) -> set[str]:

@@ -9,13 +9,15 @@ optimizer's states of them, and the names and shapes in ``*mp_rank_00_model_stat
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import attrs
-import torch
 from torch import Tensor
+
+from functional_ds.checkpointing.errors import CheckpointError, DamagedError, NoCheckpointError
 
 from .unpickling import load_pickle
 
@@ -83,8 +85,9 @@ class ZeroFiles:
         """The checkpoint of a tag; by default of the one that the file ``latest`` names.
 
         Raises:
-            FileNotFoundError: there is no such folder or file.
-            ValueError: a damaged file; files of another kind of checkpoint, or not of all ranks.
+            NoCheckpointError: there is no such folder or file.
+            DamagedError: a damaged file; files of another kind of checkpoint, or not of all ranks.
+            CheckpointError: a model that was cut by other means, too.
         """
         folder = _tagged(path, tag)
         ranks = _by_rank(folder, "_optim_states.pt")
@@ -93,14 +96,14 @@ class ZeroFiles:
         count = optim[0].get("partition_count", len(optim))
         expected = max(count) if isinstance(count, list) else count
         if expected != len(optim):
-            raise ValueError(f"path: {folder} was written by {expected} ranks, and has the files of {len(optim)}")
+            raise DamagedError(f"path: {folder} was written by {expected} ranks, and has the files of {len(optim)}")
         models = [load_pickle(file) for file in _model_files(folder, stage)]
         flats = [_flats(each, stage, file) for each, file in zip(optim, ranks, strict=True)]
         shapes = [{name: tuple(shape) for name, shape in group.items()} for group in models[0]["param_shapes"]]
         try:
             trained = _in_pieces(shapes, flats) if stage == 3 else _in_groups(shapes, flats, optim[0])
         except (IndexError, KeyError, ValueError) as error:
-            raise ValueError(f"path: {folder}: its flat tensors do not hold the parameters that it names: {error}") from error
+            raise DamagedError(f"path: {folder}: its flat tensors do not hold the parameters that it names: {error}") from error
         params = {**trained, **_frozen(models, trained)}
         aliases = {alias: name for alias, name in models[0].get("shared_params", {}).items() if alias not in params}
         scaler = optim[0].get("loss_scaler")
@@ -138,12 +141,14 @@ def _tagged(path: Path, tag: str | None) -> Path:
     if tag is None:
         latest = path / "latest"
         if not latest.is_file():
-            raise FileNotFoundError(f"path: {path} has no file 'latest'; is it the folder that DeepSpeed saved to? Else pass tag=")
+            raise NoCheckpointError(
+                f"path: {path} has no file 'latest'; is it the folder that DeepSpeed saved to? Else pass tag="
+            )
         tag = latest.read_text().strip()
     if not tag or Path(tag).name != tag or tag in (".", ".."):
         raise ValueError(f"tag={tag!r} is no plain name of a folder in {path}")
     if not (path / tag).is_dir():
-        raise FileNotFoundError(f"path: {path} has no checkpoint {tag!r}")
+        raise NoCheckpointError(f"path: {path} has no checkpoint {tag!r}")
     return path / tag
 
 
@@ -155,12 +160,12 @@ def _by_rank(folder: Path, suffix: str) -> list[Path]:
     for file in folder.glob(f"*zero_pp_rank_*{suffix}"):
         place = _RANK.search(file.name)
         if place is None or int(place[2]):
-            raise ValueError(f"path: {file} belongs to a tensor or pipeline parallel model, which is not read")
+            raise CheckpointError(f"path: {file} belongs to a tensor or pipeline parallel model, which is not read")
         found[int(place[1])] = file
     if not found:
-        raise FileNotFoundError(f"path: {folder} has no files *zero_pp_rank_*{suffix}: it is no checkpoint of ZeRO")
+        raise NoCheckpointError(f"path: {folder} has no files *zero_pp_rank_*{suffix}: it is no checkpoint of ZeRO")
     if sorted(found) != list(range(len(found))):
-        raise FileNotFoundError(f"path: {folder} lacks the file *{suffix} of rank {min(set(range(len(found))) - set(found))}")
+        raise NoCheckpointError(f"path: {folder} lacks the file *{suffix} of rank {min(set(range(len(found))) - set(found))}")
     return [found[rank] for rank in range(len(found))]
 
 
@@ -168,14 +173,14 @@ def _model_files(folder: Path, stage: int) -> list[Path]:
     if stage == 3:
         return _by_rank(folder, "_model_states.pt")
     if len(list(folder.glob("mp_rank_*_model_states.pt"))) > 1:
-        raise ValueError(f"path: {folder} is of a tensor or pipeline parallel model, which is not read")
+        raise CheckpointError(f"path: {folder} is of a tensor or pipeline parallel model, which is not read")
     return [folder / "mp_rank_00_model_states.pt"]
 
 
 def _section(content: Any, file: Path) -> dict[str, Any]:
     found = content.get("optimizer_state_dict") if isinstance(content, dict) else None
     if not isinstance(found, dict) or not {"single_partition_of_fp32_groups", "fp32_flat_groups"} & found.keys():
-        raise ValueError(f"path: {file} holds no states of ZeRO")
+        raise DamagedError(f"path: {file} holds no states of ZeRO")
     return found
 
 
@@ -198,7 +203,7 @@ def _states(section: Mapping[str, Any], stage: int, count: int, file: Path) -> l
     base = _base(section, stage)
     states = base if isinstance(base, list) else [base["state"].get(i, {}) for i in range(count)]  # a list: elastic_checkpoint
     if len(states) != count:
-        raise ValueError(f"path: {file} has {count} flat tensors, and states of {len(states)}")
+        raise DamagedError(f"path: {file} has {count} flat tensors, and states of {len(states)}")
     return states
 
 
@@ -232,7 +237,7 @@ def _in_groups(
                 raise ValueError(f"{name!r} ends at {end} of {ends[-1]} elements of group {group}")
             stretches = tuple(
                 Stretch(max(at, low) - at, min(end, high) - max(at, low), rank, group, max(at, low) - low)
-                for rank, (low, high) in enumerate(zip(ends, ends[1:], strict=False))
+                for rank, (low, high) in enumerate(pairwise(ends))
                 if max(at, low) < min(end, high)
             )
             found[name] = Param(shape, group, stretches)
@@ -240,7 +245,9 @@ def _in_groups(
     return found
 
 
-def _in_pieces(shapes: Sequence[Mapping[str, tuple[int, ...]]], flats: Sequence[Sequence[Mapping[str, Tensor]]]) -> dict[str, Param]:
+def _in_pieces(
+    shapes: Sequence[Mapping[str, tuple[int, ...]]], flats: Sequence[Sequence[Mapping[str, Tensor]]]
+) -> dict[str, Param]:
     """Stage 3. A piece may lie across flat tensors, which follow one another."""
     sizes = [values[MASTER].numel() for values in flats[0]]
     begins = [sum(sizes[:i]) for i in range(len(sizes) + 1)]

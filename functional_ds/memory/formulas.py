@@ -28,7 +28,13 @@ class Formula:
         return Formula(self.whole + other.whole, self.cut + other.cut)
 
     def bytes(self, psi: float, n: int) -> float:
-        """The bytes, before padding."""
+        """The bytes, before padding.
+
+        Raises:
+            ValueError: no parameters or no ranks.
+        """
+        if not psi > 0 or n < 1:
+            raise ValueError(f"psi={psi}, n={n}: there is at least one parameter and one rank")
         return self.whole * psi + self.cut * psi / n
 
 

@@ -16,16 +16,15 @@ def zero_table(psi: float = 7.5e9, n: int = 64, *, convention: Convention = SIXT
     >>> print(zero_table())
     Ψ = 7.5e+09 parameters on n = 64 ranks; GB on each rank
     16 bytes: half params and gradients, fp32 masters, Adam's two moments
-    stage    params   masters optimizer gradients     total  formula
-    0         15.00     30.00     60.00     15.00    120.00  16Ψ
-    1         15.00      0.47      0.94     15.00     31.41  4Ψ + 12Ψ/n
-    2         15.00      0.47      0.94      0.23     16.64  2Ψ + 14Ψ/n
-    3          0.23      0.47      0.94      0.23      1.88  16Ψ/n
+    stage     params   masters optimizer gradients     total  formula
+    0          15.00     30.00     60.00     15.00    120.00  16Ψ
+    1          15.00      0.47      0.94     15.00     31.41  4Ψ + 12Ψ/n
+    2          15.00      0.47      0.94      0.23     16.64  2Ψ + 14Ψ/n
+    3           0.23      0.47      0.94      0.23      1.88  16Ψ/n
 
     Raises:
         ValueError: no parameters or no ranks.
     """
-    _sizes(psi, n)
     kinds = tuple(by_stage(0))
     head = f"{'stage':<6}" + "".join(f"{kind:>10}" for kind in (*kinds, "total")) + "  formula"
     lines = [f"Ψ = {psi:g} parameters on n = {n} ranks; GB on each rank", convention.name, head]
@@ -60,8 +59,3 @@ def compared(title: str, expected: Mapping[str, Formula], psi: int, ranks: Seque
     if any(rank.peak for rank in ranks):
         lines.append(f"{'peak of the process':<51}" + "".join(f"{rank.peak:>16,}" for rank in ranks))
     return "\n".join(lines)
-
-
-def _sizes(psi: float, n: int) -> None:
-    if not psi > 0 or n < 1:
-        raise ValueError(f"psi={psi}, n={n}: there is at least one parameter and one rank")

@@ -72,7 +72,7 @@ def cut(
         plan.begins = by_number(program, module, begins[0], stages=at, by=by, timed=timed)
     else:
         plan.begins = by_name(program, begins)
-    parts = plan.parts(params, arguments)
+    parts = plan.keep(params, arguments, program)
     paths = [tuple(dict.fromkeys(path for each in part.instructions for path in program.params(each))) for part in parts]
     used = {path for each in paths for path in each}
     paths[0] = (*paths[0], *(path for path in params if path not in used))
@@ -93,7 +93,8 @@ class _Run:
         arguments = self.plan.arguments(batch, key)
         part = self.plan.parts(params, arguments)[self.index]
         device = arguments.device(params)
-        found = self.plan.apply.within(params, lambda module: part.run(module, params, arguments.tensors, x or (), device))
+        with self.plan.trial(params, arguments):
+            found = self.plan.apply.within(params, lambda module: part.run(module, params, arguments.tensors, x or (), device))
         return found if self.loss is None else called(self.loss, found, batch, key=key)
 
 

@@ -3,6 +3,7 @@
 import difflib
 import fnmatch
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -47,7 +48,7 @@ def _blocks(module: nn.Module, stages: int) -> list[Begin]:
     if not fitting:
         longest = max((len(part) for _, part in rows), default=0)
         raise ValueError(
-            f"at={stages}: the longest ModuleList or Sequential has {longest} entries; say what the blocks are: blocks='pattern'"
+            f"at={stages}: the longest ModuleList or Sequential has {longest} entries; name the blocks: blocks='pattern'"
         )
     path, part = max(fitting, key=lambda each: sum(p.numel() for p in each[1].parameters()))
     return [(f"{path}.{name}" if path else name, 0) for name, _ in part.named_children()]
@@ -130,5 +131,5 @@ def _costs(program: Program, module: nn.Module, rows: Sequence[Begin], by: Any, 
 def _params(program: Program, rows: Sequence[Begin]) -> list[set[str]]:
     """The parameters of each block's stretch of the program."""
     bounds = [0, *(program.begins[begin] for begin in rows[1:]), len(program.instructions)]
-    stretches = [program.instructions[begin:end] for begin, end in zip(bounds, bounds[1:], strict=False)]
+    stretches = [program.instructions[begin:end] for begin, end in pairwise(bounds)]
     return [{path for each in stretch for path in program.params(each)} for stretch in stretches]

@@ -6,7 +6,8 @@ import attrs
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from functional_ds import tree
 from functional_ds.comm.cost import Link
@@ -20,7 +21,7 @@ from .flight import Flight
 from .recorder import Saved
 from .stages import Stages
 
-__all__ = ["estimated"]
+__all__ = ["Operations", "estimated"]
 
 
 def estimated(stages: Stages, params: Any, batch: Any, *, flops: float = 1e12, link: Link | None = None) -> Costs:
@@ -80,19 +81,41 @@ class _Found:
 def _run(stages: Stages, index: int, own: dict[str, Tensor], before: Boundary | None, micro: Any) -> _Found:
     x, inputs = (None, []) if before is None else before.value([torch.empty_like(leaf) for leaf in before.onward])
     apart = [leaf for leaf in (*own.values(), *tree.leaves(micro)) if isinstance(leaf, Tensor)]
-    with Saved(lambda: apart) as saved, FlopCounterMode(display=False) as forward:
+    with Saved(lambda: apart) as saved, Operations() as forward:
         y = stages.run(index, own, x, micro, Key.of(0))
     last = index == len(stages) - 1
     after = None if last else Boundary.of(y)
     outputs = [weigh(y[0] if isinstance(y, tuple) else y, "the loss").sum] if after is None else after.smooth(tree.leaves(y))
     outputs = [output for output in outputs if output.requires_grad]
     flight = Flight.of(inputs, outputs)
-    with FlopCounterMode(display=False) as back:
+    with Operations() as back:
         flight.backward_inputs([torch.ones_like(output) for output in outputs], [w for w in own.values() if w.requires_grad])
-    with FlopCounterMode(display=False) as weights:
+    with Operations() as weights:
         flight.backward_weights()
-    operations = (counter.get_total_flops() for counter in (forward, back, weights))
+    operations = (counter.total for counter in (forward, back, weights))
     return _Found(*operations, saved.bytes, after)
+
+
+class Operations(TorchDispatchMode):
+    """Counts the floating-point operations of products inside, by torch's formulas; without torch's hooks on modules.
+
+    >>> with Operations() as counter:
+    ...     _ = torch.ones(2, 3) @ torch.ones(3, 5)
+    >>> counter.total
+    60
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self.total += formula(*args, **kwargs, out_val=result)
+        return result
 
 
 def _blank(leaf: Any) -> Any:

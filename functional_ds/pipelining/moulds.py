@@ -143,7 +143,7 @@ def _holds(value: Any, seen: set[int]) -> bool:
 
 def _parts(value: Any) -> list[tuple[Step, Any]] | None:
     """The parts of a value that a mould looks into; None where it is one of its own."""
-    if isinstance(value, _ATOMS) or isinstance(value, Tensor):
+    if isinstance(value, (*_ATOMS, Tensor)):
         return None
     if isinstance(value, (tuple, list)):
         return [(("item", index), part) for index, part in enumerate(value)]

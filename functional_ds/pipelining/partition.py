@@ -18,14 +18,14 @@ def uniformly(blocks: int, stages: int) -> tuple[int, ...]:
     (0, 2, 4, 7)
     """
     _refuse(blocks, stages)
-    return tuple(blocks * stage // stages for stage in range(stages))
+    few, more = divmod(blocks, stages)
+    return tuple(few * stage + max(0, stage - (stages - more)) for stage in range(stages))
 
 
 def balanced(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     """The first block of each stage, such that the costliest stage costs as little as can be.
 
-    Law: no other cut of the row has a smaller maximum; among those with this one, every stage but the last ends as late as it
-    can without raising its own rest's maximum. Exact, by dynamic programming: O(stages · blocks · log blocks).
+    Law: no other cut of the row has a smaller maximum. By dynamic programming, in O(stages · blocks · log blocks).
 
     Args:
         costs: of each block, none negative.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from functional_ds import comm, tree
 from functional_ds.parts import Parts
-from functional_ds.trainable import like_marked, mark_part
+from functional_ds.trainable import like_marked, mark_part, part_of
 
 from .boundary import Boundary
 from .schedule import Schedule, Step
@@ -107,7 +107,8 @@ class Placed:
     def own(self, params: Any, rank: int) -> dict[str, Tensor]:
         """A rank's leaves by path, each marked with its part."""
         leaves = dict(tree.named(params))
-        return {path: mark_part(leaves[path], part.name) for part in self.here(rank) for path in part.paths}
+        own = {path: (leaves[path], part.name) for part in self.here(rank) for path in part.paths}
+        return {path: mark_part(leaf, ", ".join(filter(None, (name, part_of(leaf))))) for path, (leaf, name) in own.items()}
 
     def elsewhere(self, parts: Parts, rank: int) -> Parts:
         """A rank's parts, who know that there are other leaves."""

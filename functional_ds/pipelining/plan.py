@@ -1,13 +1,15 @@
 """``Plan``: a module's programs, one for each shape of its batches, cut in parts."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from functional_ds.functional import Apply
 from functional_ds.key import Key
@@ -86,10 +88,7 @@ class Plan:
 
     def arguments(self, batch: Any, key: Key | None) -> Arguments:
         """What the module is called with."""
-        if self.inputs is not None:
-            given = called(self.inputs, batch, key=key)
-        else:
-            given = first_input(batch)
+        given = first_input(batch) if self.inputs is None else called(self.inputs, batch, key=key)
         if isinstance(given, tuple):
             return Arguments.of(given, {})
         return Arguments.of((), given) if isinstance(given, Mapping) else Arguments.of((given,), {})
@@ -100,13 +99,14 @@ class Plan:
         Raises:
             ValueError: with these arguments a stage's module is not called.
         """
-        signature = self._signature(params, arguments)
-        parts = self._made.get(signature)
-        if parts is None:
-            parts = self.cut(self.program(params, arguments), self.begins)
-            if len(self._made) >= _KEPT:
-                self._made.clear()
-            self._made[signature] = parts
+        found = self._made.get(self._signature(params, arguments))
+        return self.keep(params, arguments, self.program(params, arguments)) if found is None else found
+
+    def keep(self, params: Params, arguments: Arguments, program: Program) -> tuple[Part, ...]:
+        """The parts of a program, kept for the next time that such arguments come."""
+        if len(self._made) >= _KEPT:
+            self._made.clear()
+        parts = self._made[self._signature(params, arguments)] = self.cut(program, self.begins)
         return parts
 
     def cut(self, program: Program, begins: Sequence[Begin]) -> tuple[Part, ...]:
@@ -133,9 +133,29 @@ class Plan:
                 torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=each.device)
                 for each in arguments.tensors
             ]
-            module = self.apply.dressed(own, lambda buffer: torch.empty_like(buffer, device=device))
+
+        def empty(buffer: Tensor) -> Tensor:
+            with mode:
+                return torch.empty_like(buffer, device=device)
+
+        module = self.apply.dressed(own, empty)
         args, kwargs = arguments.mould.fill(dict(enumerate(tensors)))
         return record(module, args, kwargs, mode=mode, opened=self.opened, constants=constants)
+
+    @contextmanager
+    def trial(self, params: Params, arguments: Arguments) -> Iterator[None]:
+        """Leaves buffers as they were, if what runs inside is only tried out, on tensors without values."""
+        if not any(isinstance(each, FakeTensor) for each in (*arguments.tensors[:1], *islice(params.values(), 1))):
+            yield
+            return
+        with unset_fake_temporarily():
+            before = {name: (buffer, buffer.clone()) for name, buffer in self.apply.buffers.items()}
+        try:
+            yield
+        finally:
+            with unset_fake_temporarily(), torch.no_grad():
+                for buffer, kept in before.values():
+                    buffer.copy_(kept)
 
     def _signature(self, params: Params, arguments: Arguments) -> _Signature:
         shapes = tuple((each.shape, each.stride(), each.dtype, each.device) for each in arguments.tensors)

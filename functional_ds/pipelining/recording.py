@@ -75,6 +75,11 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        with _unheard():
+            self._look(func, args, kwargs)
+            return func(*args, **kwargs)
+
+    def _look(self, func: Any, args: Any, kwargs: Any) -> None:
         name = func.overloadpacket.__name__
         self.pure &= torch.Tag.nondeterministic_seeded not in func.tags and "batch_norm" not in name
         for place, (described, value) in enumerate(_arguments(func, args, kwargs)):
@@ -83,7 +88,6 @@ class _Watch(TorchDispatchMode):
                 self.touched |= memories
             if described.alias_info is not None and described.alias_info.is_write:
                 self.written |= memories
-        return func(*args, **kwargs)
 
 
 def _arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
@@ -95,7 +99,7 @@ def _arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ite
 def _memory(tensor: Tensor) -> int:
     """A number of the memory that a tensor lies in, which its views share."""
     try:
-        return tensor.untyped_storage()._cdata
+        return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # a sparse tensor has no one storage
         return id(tensor)
 
@@ -141,7 +145,12 @@ class _Recorder:
         self.device = self.tensors[0].device.type if self.tensors else "cpu"
         for path, part in list(self.module.named_modules()):
             _intercept(part, path, self.module_called)
-        with nullcontext() if self.constants else self.mode, self.watch, saved_tensors_hooks(_same, _same), _Listen(self.torch_called):
+        with (
+            nullcontext() if self.constants else self.mode,
+            self.watch,
+            saved_tensors_hooks(_same, _same),
+            _Listen(self.torch_called),
+        ):
             found = self.module(*args, **kwargs)
             self.inside = True
         self._refuse_hidden(found, "the module returns")
@@ -303,7 +312,7 @@ def _unheard() -> Any:
 def _recomputed(what: str) -> bool:
     """Whether this is called under torch's checkpoint, which then saves nothing and calls it again."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if hooks is None or hooks[0] is _same:
+    if hooks is None or hooks[0] is _same:  # type: ignore[redundant-expr]
         return False
     if hooks[0].__qualname__.startswith("_checkpoint_hook"):
         return True

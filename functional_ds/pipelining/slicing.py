@@ -92,8 +92,8 @@ class _Slicer:
             for torn in {memory[number] for number in instruction.writes}:
                 if sum(memory[number] == torn for number in arriving) > 1:
                     raise ValueError(
-                        f"{instruction.site}: writes in place into a tensor of which a view crosses a cut, too; on the next stage "
-                        "they would be two tensors. Write x = x + y for x += y, or cut elsewhere"
+                        f"{instruction.site}: writes in place into a tensor of which a view crosses a cut, too; on the next "
+                        "stage they would be two tensors. Write x = x + y for x += y, or cut elsewhere"
                     )
 
 

@@ -77,7 +77,7 @@ def backward_inputs(
 
     >>> x, w = torch.tensor([2.0], requires_grad=True), torch.tensor([3.0], requires_grad=True)
     >>> grads, rest = backward_inputs([x * w], [torch.ones(1)], [x], [w])
-    >>> grads[0].item(), rest.grads, rest.run()[0].item()
+    >>> grads[0].item(), list(rest.grads), rest.run()[0].item()
     (3.0, [None], 2.0)
     """
     if not inputs:

@@ -25,6 +25,7 @@ from tests.checkpointing.states import (
     fresh,
     make,
     precision,
+    run,
     saved,
     stage_of,
     trained,
@@ -64,6 +65,8 @@ def test_what_is_loaded_is_what_was_saved(
 ) -> None:
     """load_M ∘ save_N = id, bitwise, for any optimizer, precision, ranks, stages and units; like stays as it is."""
     strategy = [*([transforms.ema(0.5)] if mean else []), *precision(policy)]
+    if policy == "bf16 states":  # which keep scalars wide where they lie alone
+        stages = tuple(stage or 0 for stage in stages)
     (n, m), (before, after) = map(ranks, stages, sizes), stages
 
     def load() -> tuple[dict[str, Tensor], Any]:
@@ -76,9 +79,9 @@ def test_what_is_loaded_is_what_was_saved(
         assert [leaf.shape for leaf in fds.tree.leaves(state)] == [leaf.shape for leaf in fds.tree.leaves(kept)]
         return contents(state), step.params(state)
 
-    expected = comm.simulate(
-        lambda: saved(folder, make(rule, *strategy, *stage_of(before, units[0])), tag="t"), world_size=n
-    )[0]
+    expected = comm.simulate(lambda: saved(folder, make(rule, *strategy, *stage_of(before, units[0])), tag="t"), world_size=n)[
+        0
+    ]
     for found, params in comm.simulate(load, world_size=m):
         assert_same_contents(found, expected[0])
         assert_same(params, expected[1])
@@ -98,14 +101,14 @@ def weights() -> Any:
 def loop(step: fds.Step, state: fds.State, start: int, stop: int) -> tuple[fds.State, list[float]]:
     losses = []
     for count in range(start, stop):
-        rows = torch.randn(8, 4, generator=torch.Generator().manual_seed(count))
+        rows = torch.randn(12, 4, generator=torch.Generator().manual_seed(count))
         state, metrics = step(state, rows.tensor_split(comm.world().size)[comm.world().rank])
         losses.append(metrics["loss"].item())
     return state, losses
 
 
 STRATEGIES: dict[str, Any] = {
-    "plain": lambda: [],
+    "plain": list,
     "fp16, schedule, clip": lambda: [
         transforms.ema(0.9),
         transforms.mixed_precision("fp16"),
@@ -137,9 +140,9 @@ def test_a_run_that_is_resumed_is_the_run(folder: Path, strategy: str, rule: str
         step = fds.compose(*STRATEGIES[strategy]())(fds.train_step(noisy, optimizer, seed=3))
         whole, losses = loop(step, step.init(weights()), 0, k + j)
         state, before = loop(step, step.init(weights()), 0, k)
-        fds.save(state, folder, tag="run", extra={"rows": 8 * k})
+        fds.save(state, folder, tag="run", extra={"rows": 12 * k})
         state, extra = fds.load(folder, like=step.init(weights()), tag="run", with_extra=True)
-        assert extra == {"rows": 8 * k}
+        assert extra == {"rows": 12 * k}
         state, after = loop(step, state, k, k + j)
         assert before + after == losses
         assert_same(fds.tree.leaves(state), fds.tree.leaves(whole))
@@ -230,9 +233,7 @@ def test_another_precision_takes_what_is_most_exact(tmp_path: Path, stage: int) 
     """Masters become params and params masters, with no bit lost where the new form can hold it; loss scales come and go."""
 
     def program() -> None:
-        wide, half, fp16 = (
-            make("adamw", *precision(policy), transforms.zero(stage)) for policy in ("none", "bf16", "fp16")
-        )
+        wide, half, fp16 = (make("adamw", *precision(policy), transforms.zero(stage)) for policy in ("none", "bf16", "fp16"))
         state = trained(half)
         fds.save(state, tmp_path, tag="half")
         found = fds.load(tmp_path, like=wide.init(fresh()), tag="half")
@@ -274,8 +275,8 @@ def test_differences_are_listed(tmp_path: Path) -> None:
         assert part in str(caught.value)
     with pytest.raises(fds.checkpointing.StructureError, match=r"optimizer.exp_avg/a, .*optimizer.steps/b"):
         fds.load(tmp_path, like=sgd.init({"a": torch.ones(2), "b": torch.ones(3, 2)}))
+    fds.save(sgd.init({"which": torch.arange(3)}), tmp_path, tag="int")
     with pytest.raises(fds.checkpointing.StructureError, match=r"params/which \(torch.int64 there, torch.float32 here\)"):
-        fds.save(sgd.init({"which": torch.arange(3)}), tmp_path, tag="int")
         fds.load(tmp_path, like=sgd.init({"which": torch.ones(3)}), tag="int")
 
 
@@ -297,7 +298,9 @@ def test_partial_loads_are_asked_for_by_name(tmp_path: Path, stage: int | None) 
         assert found.step.item() == 0
         found = fds.load(tmp_path, like=sgd.init(tree("a", "bb")), allow_extra="optimizer*")
         assert found.step.item() == 1
-        found = fds.load(tmp_path, like=sgd.init(tree("a", "ccc")), only="params", allow_missing="params/ccc", allow_extra="*/bb")
+        found = fds.load(
+            tmp_path, like=sgd.init(tree("a", "ccc")), only="params", allow_missing="params/ccc", allow_extra="*/bb"
+        )
         assert_same(sgd.params(found), {"a": params["a"], "ccc": torch.full((3,), 3.0)})
         found = fds.load(tmp_path, like=adam.init(tree("a", "ccc")), only=("params/a", "step"))
         assert_same(adam.params(found), {"a": params["a"], "ccc": torch.full((3,), 3.0)})
@@ -372,6 +375,30 @@ def test_ranks_that_differ_keep_their_own(tmp_path: Path) -> None:
     comm.simulate(program, 2, world_size=2)
 
 
+@pytest.mark.parametrize(
+    "places", [{"optimizer": "disk"}, {"optimizer": "disk", "params": "disk"}, {"optimizer": "cpu", "params": "cpu"}]
+)
+def test_another_placement_of_the_optimizer(tmp_path: Path, places: dict[str, Any]) -> None:
+    """What lies on a disk or a host is saved as what lies in memory, and comes back to either."""
+    (tmp_path / "files").mkdir()
+    path = {"path": tmp_path / "files"} if "disk" in places.values() else {}
+
+    def program() -> None:
+        precise = transforms.mixed_precision("bf16")
+        away = make("adamw", precise, transforms.offload(**places, **path), transforms.zero(3))
+        here = make("adamw", precise, transforms.zero(1))
+        state = trained(away)
+        fds.save(state, tmp_path / "run", tag="away")
+        found = fds.load(tmp_path / "run", like=here.init(fresh()), tag="away")
+        assert_same(here.params(found), away.params(state))
+        fds.save(found, tmp_path / "run", tag="here")
+        back = fds.load(tmp_path / "run", like=away.init(fresh()), tag="here")
+        assert_same(away.params(back), away.params(state))
+        assert_same(away.params(run(away, back, 2, 3)), here.params(run(here, found, 2, 3)))
+
+    comm.simulate(program, world_size=2)
+
+
 def test_torchs_own_loader_reads_it(tmp_path: Path) -> None:
     """The format is one of torch.distributed.checkpoint's: sharded, resharded, and without a pickle."""
     import torch.distributed.checkpoint as dcp
@@ -380,7 +407,8 @@ def test_torchs_own_loader_reads_it(tmp_path: Path) -> None:
 
     expected = comm.simulate(lambda: saved(tmp_path, make("adamw", transforms.zero(3))), world_size=2)[0][1]
     flat = torch.zeros(33)
-    dcp.load({"params/embed.w": flat}, storage_reader=Reader(tmp_path, "2"), no_dist=True)
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.load({"params/embed.w": flat}, storage_reader=Reader(tmp_path, "2"))
     assert torch.equal(flat.view(11, 3), expected["embed.w"])
 
 
@@ -394,5 +422,3 @@ def test_states_on_a_gpu(tmp_path: Path) -> None:
         kept = state.clone()
         step(state, torch.ones(300, device="cuda"))
     assert_same(fds.tree.leaves(fds.load(tmp_path, like=step.init(params))), fds.tree.leaves(kept))
-
-

@@ -167,7 +167,7 @@ def test_checkpoints_come_by_steps_and_by_minutes(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
     _, state = models.build()
-    fds.save(state, tmp_path, tag="mine")
+    checkpointing.save(state, tmp_path, tag="mine")
     with pytest.raises(ValueError, match="its newest checkpoint was not made by fit"):
         run(tmp_path)
 

@@ -5,7 +5,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -32,6 +32,7 @@ def test_predicted_is_measured(composition: Composition, n: int) -> None:
 
 @pytest.mark.law(20)
 @given(composition=compositions(stage=st.none(), units=st.just("by block")))
+@settings(max_examples=settings.default.max_examples // 2)
 def test_predicted_is_measured_on_one_device(composition: Composition) -> None:
     """Without ZeRO, too."""
     same(memory.predicted(composition.make, fresh()), composition.held())
@@ -39,6 +40,7 @@ def test_predicted_is_measured_on_one_device(composition: Composition) -> None:
 
 @pytest.mark.law(20)
 @given(n=st.sampled_from((1, 2, 3)), which=st.sampled_from(("1-bit", "0/1", "feedback")), half=st.booleans())
+@settings(max_examples=settings.default.max_examples // 3)
 def test_what_is_owed_is_predicted(n: int, which: str, half: bool) -> None:
     """1-bit Adam, 0/1 Adam, and error feedback keep what compression left out."""
     rules = {"1-bit": fds.one_bit_adam(0.1, warmup=1), "0/1": fds.zero_one_adam(0.1, freeze=1, local=2, longest=2)}
@@ -67,6 +69,7 @@ def test_what_is_owed_is_predicted(n: int, which: str, half: bool) -> None:
     n=st.sampled_from((2, 3, 4)),
     half=st.booleans(),
 )
+@settings(max_examples=settings.default.max_examples // 2)
 def test_gathered_units_are_predicted(name: str, units: str, n: int, half: bool) -> None:
     """Stage 3's whole units, at most at one time, for a model that uses its leaves in the order in which it was built."""
     chain = [T.mixed_precision("bf16")] if half else []

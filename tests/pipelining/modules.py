@@ -85,7 +85,7 @@ class Masked(nn.Module):
         chosen = x.argmax(-1)
         for layer in self.layers:
             scores = (x @ x.transpose(1, 2)).masked_fill(~mask, -9.0) - places
-            x = x + layer(scores.softmax(-1) @ x) + self.embed(chosen)
+            x = x + layer(scores.softmax(-1).to(x.dtype) @ x) + self.embed(chosen)
         return self.head(x)
 
 

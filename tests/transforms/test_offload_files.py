@@ -24,10 +24,9 @@ Undo = Callable[[], None]
 
 
 def flipped(path: Path) -> Undo:
-    """One bit of it is another."""
+    """A bit of each page is another."""
     whole = path.read_bytes()
-    place = next(i for i in range(0, len(whole), 256) if whole[i])  # within what was written
-    path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+    path.write_bytes(bytes(byte ^ 4 if i % 4096 == 17 else byte for i, byte in enumerate(whole)))
     return lambda: _write(path, whole)
 
 
@@ -71,7 +70,7 @@ MESSAGES = {
     "shorter": "bytes long, but was",
     "longer": "bytes long, but was",
     "missing": "No such file",
-    "a_folder": "Is a directory",
+    "a_folder": "bytes long, but was|Is a directory",
 }
 
 
@@ -87,7 +86,7 @@ def made(folder: Path, *chain: fds.Transform, params: str | None = None, numel: 
 
 
 def content(step: fds.Step, state: fds.State) -> Any:
-    return step.params(state), fetched(fds.tree.replace(state, slots={}))
+    return step.params(state), fetched(fds.tree.replace(state, slots={}, batch=None))
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -116,7 +115,7 @@ def test_params_that_cannot_be_read(damage: Any, tmp_path: Path) -> None:
     """Where they are needed, in the forward pass, and the state is intact."""
     step, state = made(tmp_path, params="disk")
     undo = damage(files(tmp_path, "params")[0])
-    with pytest.raises(T.OffloadError, match=files(tmp_path.parent, "none")[0].name if False else "params"):
+    with pytest.raises(T.OffloadError, match="params"):
         step(state, torch.tensor(0.5))
     undo()
     step(state, torch.tensor(0.5))
@@ -182,7 +181,7 @@ def test_a_disk_that_fills_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(T.OffloadError, match="exp_avg: no room for 12288 more bytes at 24576: No space left"):
+        with pytest.raises(T.OffloadError, match="exp_avg: no room for 20480 more bytes at 40960: No space left"):
             step(kept, torch.tensor(0.5))
     assert_same(content(step, kept), before)
     del state  # its version is free again
@@ -248,13 +247,12 @@ def test_what_dead_processes_left_is_removed_and_what_live_ones_have_is_not(tmp_
 def test_bytes_on_the_disk_and_through_it(tmp_path: Path) -> None:
     """Two versions of each tensor, in whole pages a piece; an update reads one and writes the other."""
     step, state = made(tmp_path)
-    pages = {3000: 3 * 4096, 70: 4096}  # pieces of 682 elements or so, each in a page of its own; 70 elements are less
     sizes = [path.stat().st_size for path in files(tmp_path)]
     assert len(sizes) == 4  # a file a leaf and moment
     once = sum(sizes) // 2
-    assert once >= 2 * sum(pages.values())
+    assert once == 2 * (5 + 1) * 4096  # 3000 elements come in five pieces, 70 in one; each has a page of its own
     before = traffic(state).read, traffic(state).written
-    step(state, torch.tensor(0.5))
+    state, _ = step(state, torch.tensor(0.5))
     assert (traffic(state).read - before[0], traffic(state).written - before[1]) == (once, once)
     with pytest.raises(ValueError, match="this state has no files"):
         traffic(fds.train_step(lambda p, x: p["w"].sum(), fds.sgd(0.1)).init({"w": torch.ones(2)}))

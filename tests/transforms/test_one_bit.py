@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -58,6 +58,7 @@ def close(found: Any, expected: Any, tolerance: float = 2e-5) -> None:
 
 @pytest.mark.law(19)
 @given(n=st.sampled_from((1, 2, 3, 4)), decay=st.sampled_from((None, "w$")), which=st.sampled_from((0, 1)))
+@settings(max_examples=settings.default.max_examples // 2)
 def test_the_warm_up_is_adam(n: int, decay: str | None, which: int) -> None:
     """Before the variance is frozen, and while all its rounds follow each other: AdamW on the whole batch, bitwise."""
     rule = (
@@ -76,6 +77,7 @@ def test_the_warm_up_is_adam(n: int, decay: str | None, which: int) -> None:
     k=st.sampled_from((1, 3)),
     rule=st.sampled_from(("1-bit", "0/1")),
 )
+@settings(max_examples=settings.default.max_examples // 2)
 def test_exact_momenta_are_the_single_device_step(name: str, n: int, k: int, rule: str) -> None:
     """Without a codec, n ranks are one rank with the whole batch, in the warm-up and after it, for any micro-batches."""
     # Where a variance is next to nothing, rounding turns into anything: eps is large.
@@ -151,6 +153,7 @@ def test_meetings_are_never_further_apart_than_said(start: int, longest: int, ti
 
 @pytest.mark.law(38)
 @given(n=st.sampled_from((2, 3, 4)), which=st.sampled_from((0, 1, 2)))
+@settings(max_examples=settings.default.max_examples // 3)
 def test_ranks_have_the_same_bits_whenever_they_met(n: int, which: int) -> None:
     """After each meeting params, momenta and variances are the same on all ranks; between meetings, params are not."""
     rules = (
@@ -218,6 +221,7 @@ def test_local_steps_are_the_formula() -> None:
 
 
 @given(n=st.sampled_from((2, 3, 4)), sizes=st.lists(st.integers(0, 5000), min_size=1, max_size=3))
+@settings(max_examples=settings.default.max_examples // 3)
 def test_bytes_are_as_predicted(n: int, sizes: list[int]) -> None:
     """2 (n - 1) (⌈m/8⌉ + 4 ⌈m/2048⌉) for each leaf, m = ⌈numel/n⌉; in the warm-up an all-reduce of fp32; and scalars."""
 
@@ -281,6 +285,7 @@ def test_error_feedback_loses_nothing(n: int, codec: comm.Codec, steps: int, wei
 @pytest.mark.law(25)
 @pytest.mark.parametrize("rule", ["1-bit", "0/1", "feedback"])
 @given(n=st.sampled_from((1, 2, 3)), victim=st.integers(0, 2), inside=st.booleans())
+@settings(max_examples=settings.default.max_examples // 4)
 def test_overflow_on_one_rank_skips_on_all(rule: str, n: int, victim: int, inside: bool) -> None:
     """Params, optimizer and what is owed stay bitwise the same on all ranks, and the next step goes on from there."""
     optimizer = {"1-bit": fds.one_bit_adam(0.1, warmup=2), "0/1": fds.zero_one_adam(0.1, freeze=2, local=2, longest=2)}
@@ -388,14 +393,14 @@ def test_bad_input() -> None:
 
 
 class TinyGPT(nn.Module):
-    """Two blocks of causal attention over 32 tokens."""
+    """A block of causal attention over 32 tokens."""
 
     def __init__(self, vocabulary: int = 16, width: int = 32) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
         self.place = nn.Embedding(8, width)
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, 2, 64, dropout=0.0, batch_first=True, norm_first=True) for _ in range(2)
+            nn.TransformerEncoderLayer(width, 2, 64, dropout=0.0, batch_first=True, norm_first=True) for _ in range(1)
         )
         self.head = nn.Linear(width, vocabulary)
 
@@ -431,24 +436,25 @@ def gpt_loss(optimizer: Any, data: Callable[[], fds.Transform], steps: int) -> t
 
 @cache
 def adams_loss() -> tuple[float, int]:
-    losses, sent = comm.simulate(gpt_loss, fds.adam(3e-3), lambda: T.zero(0), 120, world_size=2)[0]
+    losses, sent = comm.simulate(gpt_loss, fds.adam(3e-3), lambda: T.zero(0), 70, world_size=2)[0]
     return sum(losses[-10:]) / 10, sent
 
 
 @pytest.mark.parametrize("rule", ["1-bit", "0/1", "feedback"])
 def test_a_gpt_learns_as_with_adam(rule: str) -> None:
-    """After 120 steps the loss is within a few percent of Adam's, with a fraction of its bytes."""
+    """After 70 steps the loss is within a few percent of Adam's, with a fraction of its bytes."""
     expected, bytes_of_adam = adams_loss()
     assert expected < 1.8  # it has learned: log 16 = 2.77
     optimizer = {
-        "1-bit": fds.one_bit_adam(3e-3, warmup=40),
-        "0/1": fds.zero_one_adam(3e-3, freeze=60, each=8, local=32, longest=2),
+        "1-bit": fds.one_bit_adam(3e-3, warmup=25),
+        "0/1": fds.zero_one_adam(3e-3, freeze=35, each=8, local=16, longest=2),
         "feedback": fds.adam(3e-3),
     }[rule]
     data = (lambda: T.feedback(comm.OneBit(256))) if rule == "feedback" else T.local
-    losses, sent = comm.simulate(gpt_loss, optimizer, data, 120, world_size=2)[0]
+    losses, sent = comm.simulate(gpt_loss, optimizer, data, 70, world_size=2)[0]
     found = sum(losses[-10:]) / 10
-    assert found < 1.1 * expected
+    print(rule, found, expected, sent / bytes_of_adam)
+    assert found < 1.04 * expected
     assert sent < {"1-bit": 0.45, "0/1": 0.45, "feedback": 0.15}[rule] * bytes_of_adam
 
 

@@ -23,7 +23,7 @@ class Ahead:
     handles: "weakref.WeakValueDictionary[str, Any]" = attrs.field(factory=weakref.WeakValueDictionary)
     _follows: dict[tuple[str, str], str] = attrs.field(factory=dict)
     _last: tuple[str, str] = ("", "")
-    _begun: tuple[Any, Any] | None = None
+    _begun: "tuple[weakref.ref[Any], Any] | None" = None  # weak, as a handle leads here, too
     _streams: dict[torch.device, Any] = attrs.field(factory=dict)
 
     def know(self, handle: Any) -> None:
@@ -34,7 +34,7 @@ class Ahead:
     def fetch(self, handle: Any) -> Tensor:
         """The handle's tensor."""
         begun, self._begun = self._begun, None
-        started = begun[1] if begun is not None and begun[0] is handle else handle.begin()
+        started = begun[1] if begun is not None and begun[0]() is handle else handle.begin()
         self._guess(handle.name)
         found: Tensor = handle.end(started)
         return found
@@ -50,4 +50,4 @@ class Ahead:
         self._last = (self._last[1], name)
         ahead = self.handles.get(self._follows.get(self._last, ""))
         if ahead is not None:
-            self._begun = (ahead, ahead.begin())
+            self._begun = (weakref.ref(ahead), ahead.begin())

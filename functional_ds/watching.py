@@ -137,7 +137,7 @@ class Recorder(TorchDispatchMode):
             if (made := self._maker(tensor)) is not None:
                 made.changed = True
         self._note(operation, given, out)
-        if operation is not None and func in MATMULS and self._keeps(self._saving.matmuls):
+        if operation is not None and func in MATMULS:
             self._keep_all(operation, _signature(given), out)
         return out
 
@@ -166,11 +166,11 @@ class Recorder(TorchDispatchMode):
 
     def name(self, tensor: Tensor, name: str) -> None:
         """``checkpoint_name`` was called."""
-        made, how = self._maker(tensor), self._saving.names.get(name)
+        made, how = self._maker(tensor), self._saving.names.get(name, Keep.RECOMPUTE)
         if made is None:
             return  # it is from elsewhere, and whoever made it keeps it
         made.name = name
-        if self._saving.rest is not Keep.RECOMPUTE or not self._keeps(how):
+        if self._keeper is None or how is Keep.RECOMPUTE or self._saving.rest is not Keep.RECOMPUTE:
             return
         if made.changed or made.operation is None:
             reason = "it was changed in place after it was made" if made.changed else "no differentiated operation made it"
@@ -178,14 +178,11 @@ class Recorder(TorchDispatchMode):
                 f"checkpoint_name: {name!r} cannot be kept: {reason}; name the first output of an operation, before anything "
                 "writes into it"
             )
-        assert how is not None and self._keeper is not None
         value = tensor.detach().as_strided(made.shape, made.stride, made.offset)
-        outputs = (self._keeper.keep(value, how), *(made.others or ()))
+        others = (other.detach() if isinstance(other, Tensor) else other for other in made.others or ())
+        outputs = (self._keeper.keep(value, how), *others)
         self.results[made.operation] = _Result(made.given, outputs, made.others is None)
         self.names[made.operation] = name
-
-    def _keeps(self, how: Keep | None) -> bool:
-        return self._keeper is not None and how is not None and how is not Keep.RECOMPUTE
 
     def _maker(self, tensor: Tensor) -> _Made | None:
         storage = tensor.untyped_storage()
@@ -204,13 +201,14 @@ class Recorder(TorchDispatchMode):
                     _signature(given),
                     tuple(value.shape),
                     value.stride(),
-                    value.storage_offset(),
+                    int(value.storage_offset()),
                     tuple(out[1:]) if first and isinstance(out, (tuple, list)) else None,
                 )
 
     def _keep_all(self, operation: _Operation, given: _Given, out: Any) -> None:
         how, keeper = self._saving.matmuls, self._keeper
-        assert how is not None and keeper is not None
+        if keeper is None or how is None or how is Keep.RECOMPUTE:
+            return
         if how is Keep.SAVE:
             self._outputs.append((operation, given, out))  # with its graph, which an alias made here would not see
             return

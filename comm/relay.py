@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from functional_ds import comm
+from .pending import Pending
 
 __all__ = ["relay"]
 
@@ -15,8 +15,8 @@ __all__ = ["relay"]
 class _Relay:
     """A chain under way. A hop starts when the one before it is over and somebody looks, in ``poll`` or in ``wait``."""
 
-    now: "comm.Pending[Any]"
-    rest: list[Callable[[Any], "comm.Pending[Any]"]]
+    now: Pending[Any]
+    rest: list[Callable[[Any], Pending[Any]]]
 
     def wait(self) -> Any:
         while self.rest:
@@ -36,20 +36,21 @@ class _Relay:
         self.now = self.rest.pop(0)(value)
 
 
-def relay(first: "comm.Pending[Any]", *rest: Callable[[Any], "comm.Pending[Any]"]) -> "comm.Pending[Any]":
+def relay(first: Pending[Any], *rest: Callable[[Any], Pending[Any]]) -> Pending[Any]:
     """The result of a chain of collectives, each a function from what the one before gave to what is pending.
 
     All ranks must look at such chains in one order: the later hops of two chains start in the order in which somebody looks.
 
+    >>> import torch
+    >>> from functional_ds import comm
     >>> def program():
     ...     rank = torch.tensor([float(comm.world().rank)])
     ...     chain = relay(comm.all_reduce(rank, async_op=True), lambda total: comm.all_gather(total + rank, async_op=True))
     ...     return chain.wait().tolist()
-    >>> import torch
     >>> comm.simulate(program, world_size=2)
     [[1.0, 2.0], [1.0, 2.0]]
     """
     if not rest:
         return first
     chain = _Relay(first, list(rest))
-    return comm.Pending(chain.wait, chain.poll, lambda: repr(chain.now))
+    return Pending(chain.wait, chain.poll, lambda: repr(chain.now))

@@ -1,0 +1,61 @@
+"""Data files: what is wanted of them comes back, and a wrong bit in it does not."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from functional_ds.checkpointing import DamagedError, blocks, manifest
+from functional_ds.checkpointing.manifest import BLOCK
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 8 bytes, writes of 32: all that happens with megabytes happens with a few dozen bytes."""
+    monkeypatch.setattr(blocks, "BLOCK", 8)
+    monkeypatch.setattr(manifest, "BLOCK", 8)
+    monkeypatch.setattr(blocks, "_WRITE", 32)
+    monkeypatch.setattr(blocks, "_SMALL", 4)
+
+
+@given(
+    pieces=st.lists(st.binary(max_size=80), max_size=8),
+    places=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 100)), max_size=5),
+    flip=st.none() | st.integers(0, 10_000),
+)
+def test_reading_gives_what_was_written(
+    tmp_path_factory: pytest.TempPathFactory, pieces: list[bytes], places: list[tuple[int, int]], flip: int | None
+) -> None:
+    """Any stretches of a file, overlapping or not, are what was written, and a flipped bit in a block of theirs is found."""
+    folder, data = tmp_path_factory.mktemp("f"), b"".join(pieces)
+    file = blocks.write(folder / "00000.bin", (memoryview(piece) for piece in pieces))
+    assert file.size == len(data)
+    assert len(file.checks) == -(-len(data) // 8)
+    blocks.check_file(folder, file)
+    found = [(min(p, len(data)), min(p + n, len(data))) for p, n in places]
+    room = [bytearray(high - low) for low, high in found]
+    wants = [blocks.Want(low, memoryview(into)) for (low, _), into in zip(found, room, strict=True)]
+    blocks.read(folder, file, wants)
+    assert [bytes(into) for into in room] == [data[low:high] for low, high in found]
+    if flip is not None and data:
+        place = flip // 8 % len(data)
+        spoilt = bytearray(data)
+        spoilt[place] ^= 1 << flip % 8
+        (folder / "00000.bin").write_bytes(spoilt)
+        touched = any(low // 8 * 8 <= place < -(-high // 8) * 8 for low, high in found if high > low)
+        if touched:
+            with pytest.raises(DamagedError, match="is damaged in the block"):
+                blocks.read(folder, file, wants)
+        else:
+            blocks.read(folder, file, wants)
+        with pytest.raises(DamagedError):
+            blocks.check_file(folder, file)
+
+
+def test_no_file_is_overwritten(tmp_path: Path) -> None:
+    blocks.write(tmp_path / "a", [memoryview(b"one")])
+    with pytest.raises(FileExistsError):
+        blocks.write(tmp_path / "a", [memoryview(b"two")])
+    assert (tmp_path / "a").read_bytes() == b"one"
+    assert BLOCK % 4096 == 0
