@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input -
 
 .PHONY: help
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 .PHONY: train
 train: $(VENV)/.extra-train  ## train a GPT on two local ranks, into out/
@@ -39,6 +39,10 @@ bench-comm: $(VENV)/.extra-train  ## compare collectives with torch.distributed
 .PHONY: bench-gpu
 bench-gpu: $(VENV)/.extra-train  ## measure one GPU against plain PyTorch
 	@$(BIN)/python benchmarks/gpu.py $(ARGS)
+
+.PHONY: bench-offload
+bench-offload: $(VENV)/.extra-train  ## measure optimizer states on a disk against dd
+	@$(BIN)/python benchmarks/offload.py $(ARGS)
 
 .PHONY: lint
 lint: $(VENV)/.extra-lint  ## ruff's checks and format, then the types

@@ -55,10 +55,13 @@ class Away:
         whole: bytes of the value.
         held: bytes that keeping it takes on this rank, or its host.
         uses: how often it was asked to be kept.
+        memory: where it was.
     """
 
-    def __init__(self, keep: Keep, place: Hosted | Divided, form: Form, whole: int) -> None:
-        self.keep, self.place, self.form = keep, place, form
+    def __init__(
+        self, keep: Keep, place: Hosted | Divided, form: Form, whole: int, memory: "weakref.ref[torch.UntypedStorage]"
+    ) -> None:
+        self.keep, self.place, self.form, self.memory = keep, place, form, memory
         self.whole, self.held = whole, place.held
         self.uses = 0
         self._left, self._here, self._version = 0, None, 0
@@ -108,8 +111,8 @@ class Keeper:
     account: Account = attrs.field(factory=Account)
 
     @staticmethod
-    def current(group: comm.Group | None) -> "Keeper":
-        """The open tape's keeper for this group; outside of one a new keeper."""
+    def current(group: comm.Group | None, *, settles: bool = True) -> "Keeper":
+        """The open tape's keeper for this group, outside of one a new keeper; ``settles``: ranks agree as the forward ends."""
         tape = current_tape()
         if tape is None:
             return Keeper(group)
@@ -118,7 +121,8 @@ class Keeper:
             if keeper.group is group:
                 return keeper
         keepers.append(Keeper(group))
-        tape.at_forward_end(keepers[-1].agree)
+        if settles:
+            tape.at_forward_end(keepers[-1].agree)
         return keepers[-1]
 
     def keep(self, tensor: Tensor, how: Keep) -> Here | Away:
@@ -138,7 +142,13 @@ class Keeper:
 
     def _send(self, tensor: Tensor, how: Keep) -> Away:
         flat, form = compact(tensor)
-        return Away(how, self._host(flat) if how is Keep.OFFLOAD else self._divide(flat), form, flat.nbytes)
+        return Away(
+            how,
+            self._host(flat) if how is Keep.OFFLOAD else self._divide(flat),
+            form,
+            flat.nbytes,
+            weakref.ref(tensor.untyped_storage()),
+        )
 
     def _host(self, flat: Tensor) -> Hosted:
         if flat.device not in self._lanes:

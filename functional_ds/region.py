@@ -160,7 +160,7 @@ class Region:
         if self._recorder is not None:
             self._recorder.end()
             for what, kept in self._recorder.kept() if self.report is not None else ():
-                self.report.note_kept(self.part, what, None, kept)  # type: ignore[union-attr]
+                self.report.note_kept(self.part, what, kept)  # type: ignore[union-attr]
 
     @contextmanager
     def _as_before(self) -> Iterator[None]:
@@ -236,7 +236,7 @@ class Region:
             return Here(tensor)
         kept = self.keeper.keep(tensor, how)
         if self.report is not None:
-            self.report.note_kept(self.part, what, tensor, kept)
+            self.report.note_kept(self.part, what, kept)
         return kept
 
     def _unpack(self, kept: "Here | Away | _Left") -> Tensor:

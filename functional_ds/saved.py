@@ -45,7 +45,6 @@ class _Entry:
     what: str
     bytes: int
     saved: bool = False
-    away: bool = False
 
 
 @attrs.define(eq=False)
@@ -68,6 +67,7 @@ class RematReport:
     _entries: list[_Entry] = attrs.field(factory=list)
     _at: dict[int, _Entry] = attrs.field(factory=dict)  # by address
     _away: dict[tuple[str, str, Keep], list[int]] = attrs.field(factory=dict)
+    _gone: "dict[int, weakref.ref[torch.UntypedStorage]]" = attrs.field(factory=dict)  # the memory of what is away, by id
     _known: "weakref.WeakSet[Away]" = attrs.field(factory=weakref.WeakSet)
 
     @property
@@ -75,7 +75,7 @@ class RematReport:
         """One for each part, kind of value and fate."""
         totals: dict[tuple[str, str, Keep], list[int]] = {}
         for entry in self._entries:
-            if entry.saved or not entry.away:
+            if entry.saved or id(entry.memory) not in self._gone:
                 keep = Keep.SAVE if entry.saved else Keep.RECOMPUTE
                 _add(
                     totals.setdefault((entry.part, entry.what, keep), [0, 0, 0]), entry.bytes, entry.bytes if entry.saved else 0
@@ -119,13 +119,12 @@ class RematReport:
         if saved and not entry.saved:
             entry.part, entry.what, entry.saved = part, what, True
 
-    def note_kept(self, part: str, what: str, tensor: Tensor | None, kept: Here | Away) -> None:
+    def note_kept(self, part: str, what: str, kept: Here | Away) -> None:
         """A value was kept."""
         if isinstance(kept, Here):
             self.note(part, what, kept.tensor, saved=True)
             return
-        if tensor is not None:
-            self._entry(part, what, tensor).away = True
+        self._gone[id(kept.memory)] = kept.memory  # a piece of memory has one weak reference, which outlives it
         if kept not in self._known:
             self._known.add(kept)
             _add(self._away.setdefault((part, what, kept.keep), [0, 0, 0]), kept.whole, kept.held)

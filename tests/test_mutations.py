@@ -1,21 +1,13 @@
 """A law that no bug breaks is no law: each bug below is planted alone, and a law must break.
 
-A bug is data: a text in a module's source and what stands there instead. Planting compiles the changed source and swaps
-the code of the functions that differ, so classes, records and names imported elsewhere stay the objects that they are.
 The laws are checked on a few fixed cases; each must hold in the library as it is and break with its bug planted.
 """
 
-import gc
-import importlib
-import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import pairwise
-from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-import attrs
 import pytest
 import torch
 from torch import Tensor
@@ -27,86 +19,15 @@ from functional_ds.key import Key
 from functional_ds.layout import Layout, shard, unshard
 from functional_ds.owning import Owners
 from functional_ds.parts import Parts
+from functional_ds.transforms.carriage import Carriage
 from functional_ds.transforms.convoy import Route, plan_fetches
 from functional_ds.transforms.gathering import Gatherer
 from functional_ds.transforms.rounding import round_stochastically
+from tests.planting import Bug, planted
 from tests.transforms.models import CASES, Blocks, Case, Tied, own_rows, run
 from tests.transforms.rules import assert_close, fresh, linear, trained
 
 pytestmark = pytest.mark.timeout(60)
-
-# -- planting ---------------------------------------------------------------------------------------------------------
-
-
-@attrs.frozen
-class Bug:
-    """One bug.
-
-    Attributes:
-        name: what is wrong.
-        module: where, within functional_ds.
-        old: a text that the module's source has exactly once.
-        new: what stands there instead.
-        shows: how a law breaks: it does not hold, or there is an error that says so.
-    """
-
-    name: str
-    module: str
-    old: str
-    new: str
-    shows: type[Exception] = AssertionError
-
-
-def _codes(code: CodeType) -> list[CodeType]:
-    """The code of a module's functions and methods, in order; functions inside of functions belong to those."""
-    found = []
-    for const in code.co_consts:
-        if isinstance(const, CodeType):
-            found += [const] if const.co_flags & inspect.CO_OPTIMIZED else _codes(const)  # else a class body
-    return found
-
-
-def _changes(bug: Bug, module: ModuleType) -> dict[CodeType, CodeType]:
-    source = inspect.getsource(module)
-    if source.count(bug.old) != 1:
-        raise LookupError(f"{bug.name}: {module.__name__} has {source.count(bug.old)} times {bug.old!r}; once is needed")
-    texts = source, source.replace(bug.old, bug.new)
-    before, after = (_codes(compile(text, str(module.__file__), "exec", dont_inherit=True)) for text in texts)
-    return {a: b for a, b in zip(before, after, strict=True) if a != b}
-
-
-@cache
-def _functions() -> list[FunctionType]:
-    """All functions of the library, those made while it was imported."""
-    found = [f for f in gc.get_objects() if type(f) is FunctionType]
-    return [f for f in found if str(f.__module__).partition(".")[0] == "functional_ds"]
-
-
-@contextmanager
-def planted(bug: Bug) -> Iterator[None]:
-    """The library with a bug.
-
-    Raises:
-        LookupError: the module's source does not have the text once, or none of its functions runs that text.
-    """
-    module = importlib.import_module(f"functional_ds.{bug.module}")
-    changes = _changes(bug, module)
-    swaps = {f: f.__code__ for f in _functions() if f.__code__ in changes}
-    if not swaps:
-        raise LookupError(f"{bug.name}: no function of {module.__name__} has the code to change")
-    caches = [value for value in vars(module).values() if hasattr(value, "cache_clear")]
-    try:
-        for function, code in swaps.items():
-            function.__code__ = changes[code]
-        for found in caches:
-            found.cache_clear()
-        yield
-    finally:
-        for function, code in swaps.items():
-            function.__code__ = code
-        for found in caches:
-            found.cache_clear()
-
 
 # -- sharding and collectives -----------------------------------------------------------------------------------------
 
@@ -426,7 +347,7 @@ def any_rank_touches_any_units() -> None:
     passes = [[(0, 1)] * 3, [(0, 1)] * 3, [(0, 1, 2, 0), (0, 1, 2, 3), (0, 1, 2, 4)], [(1, 0), (0,), ()]]
 
     def program() -> list[Any]:
-        source = Gatherer(layout, shard(params, layout, rank()), comm.world())
+        source = Gatherer(layout, shard(params, layout, rank()), Carriage.plain(comm.world()))
         routes, found = (Route(), Route()), []
         for i, touches in enumerate(passes):
             source.begin(routes[i % 2])
@@ -981,8 +902,13 @@ def a_compressed_gather_is_for_the_loss(stage: int) -> None:
 BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, and the law's case
     # sharding and collectives
     (sharding_is_a_bijection,): [
-        Bug("shards are rounded down", "layout", "-(-end // n)", "end // n", RuntimeError),
-        Bug("shards begin one element late", "layout", "flat.detach()[rank", "flat.detach().roll(-1)[rank"),
+        Bug("shards are rounded down", "layout", "-(-size // n)", "size // n", RuntimeError),
+        Bug(
+            "shards begin one element late",
+            "layout",
+            "piece(leaf, low - slot.offset,",
+            "piece(leaf.roll(-1), low - slot.offset,",
+        ),
     ],
     (collectives_are_dense_programs,): [
         Bug("all_gather joins in reverse", "comm.tiling", "torch.cat(list(pieces)", "torch.cat(list(pieces)[::-1]"),
@@ -1098,7 +1024,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "metrics are each rank's own",
             "transforms.zero",
-            "comm.all_reduce(inner(step, state, scalars), self.ranks())",
+            "self.ranks().total(inner(step, state, scalars))",
             "inner(step, state, scalars)",
         ),
     ],
@@ -1110,13 +1036,13 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug("the norm is the sum's, not the mean's", "transforms.clip", "grads.sum) / grads.weight", "grads.sum)"),
     ],
     (norms_are_of_the_whole_gradient, 0): [
-        Bug("stage 0 counts replicas", "transforms.zero", "self.finite} if self.stage else", "self.finite} if True else"),
+        Bug("stage 0 counts replicas", "transforms.zero", "self.finite} if stage else", "self.finite} if True else"),
     ],
     (norms_are_of_the_whole_gradient, 2): [
         Bug(
             "each rank clips by its own shards",
             "transforms.zero",
-            "comm.all_reduce(inner(step, state, grads) ** 2, self.ranks())",
+            "comm.all_reduce(inner(step, state, grads) ** 2, self.ranks().group)",
             "(inner(step, state, grads) ** 2)",
         ),
     ],
@@ -1124,7 +1050,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug("one rank's finite gradients suffice", "transforms.zero", 'op="min"', 'op="max"'),
     ],
     (draws_depend_on_the_position,): [
-        Bug("every rank draws as rank 0", "transforms.zero", "index * group.size + group.rank,", "index * group.size,"),
+        Bug("every rank draws as rank 0", "transforms.zero", "index * places + place,", "index * places,"),
         Bug("micro-batches draw alike", "transforms.accumulate", "rows=i * rows", "rows=0"),
         Bug("steps draw alike", "key", "self.step.to(device) * _GOLDEN", "0"),
         Bug("names draw alike", "key", " + salt", ""),
@@ -1143,13 +1069,13 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug("the carry is dropped in stage 2", "transforms.zero", "sums=carry if each else {}", "sums={}"),
         Bug(
             "ranks get each other's rows",
-            "transforms.reducing",
-            "view(self.group.size, -1)",
-            "view(self.group.size, -1).flip(0)",
+            "transforms.carriage",
+            "flat.view(level.size, -1) for",
+            "flat.view(level.size, -1).flip(0) for",
         ),
     ],
     (traffic_is_exact, 1, 2): [
-        Bug("stage 1 reduces each micro-batch", "transforms.zero", "each = self.stage >= 2", "each = True"),
+        Bug("stage 1 reduces each micro-batch", "transforms.zero", "each = self.knobs.stage >= 2", "each = True"),
     ],
     (zero_is_one_device, 3, "several passes"): [
         Bug("a second use overwrites", "transforms.reducing", "_copy_ if fresh else torch._foreach_add_", "_copy_"),
@@ -1180,13 +1106,13 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     ],
     # ZeRO: what is gathered
     (rank_0_gives_the_params, 0): [
-        Bug("each rank keeps its own params", "transforms.zero", "params = _of_rank_0(params, group)", "pass"),
+        Bug("each rank keeps its own params", "transforms.zero", "lambda leaf: _of_rank_0(leaf, ranks)", "lambda leaf: leaf"),
     ],
     (zero_is_one_device, 1, "mlp"): [
         Bug(
             "other ranks' params stay old",
             "transforms.zero",
-            " moved = [i for i, segment in enumerate(layout.segments) if segment.trainable]",
+            " moved = [i for i in whole if layout.segments[i].trainable]",
             " moved = []",
         ),
     ],
@@ -1252,7 +1178,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "an optimizer in shards takes leaves for whole",
             "transforms.zero",
-            "group if self.stage else None",
+            "ranks.shards if self.knobs.stage else None",
             "None",
             RuntimeError,
         ),
@@ -1353,8 +1279,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug("there is no maximum", "transforms.loss_scale", ".clamp(max=self.maximum)", ""),
     ],
     (exceptions_keep_their_dtype,): [
-        Bug("exceptions share a segment", "layout", "is_trainable(leaf), stored_in(leaf))", "is_trainable(leaf), None)"),
-        Bug("marks get lost", "trainable", "return marked if dtype is None else mark_stored(marked, dtype)", "return marked"),
+        Bug("exceptions share a segment", "layout", "stored_in(leaf), persistent(leaf)", "None, persistent(leaf)"),
+        Bug("marks get lost", "trainable", "return _marked(marked, marks) if marks else marked", "return marked"),
         Bug(
             "the last rule counts",
             "transforms.policy",
@@ -1406,17 +1332,17 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug("what was told is owed", "comm.feedback", "[value - other for", "[other - value for"),
     ],
     (a_compressed_gather_is_for_the_loss, 1): [
-        Bug("quantised params are updated", "transforms.zero", "own = partition.exact or layout", "own = layout"),
-        Bug("exact params stay old", "transforms.zero", "tree.replace(partition, exact=state.params)", "partition"),
+        Bug("quantised params are updated", "transforms.zero", "own = _either(partition.exact, shards)", "own = shards"),
+        Bug("exact params stay old", "transforms.zero", "exact=self._exact(state.params, whole, ranks)", "exact=partition.exact"),
         Bug(
             "the loss sees exact params",
             "transforms.zero",
-            "_gather(self.means.all_gather, group, stored, moved)",
-            "_gather(comm.all_gather, group, stored, moved)",
+            "self.carriage().gather_all",
+            "Carriage(ranks, attrs.evolve(self.knobs, all_gather=comm.all_gather)).gather_all",
         ),
     ],
     (a_compressed_gather_is_for_the_loss, 3): [
-        Bug("stage 3 gathers in fp32", "transforms.gathering", "= self.all_gather(shards,", "= comm.all_gather(shards,"),
+        Bug("stage 3 gathers in fp32", "transforms.zero", "Carriage(self.ranks(), knobs,", "Carriage(self.ranks(), Knobs(stage=3),"),
     ],
 }
 

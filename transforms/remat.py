@@ -87,15 +87,22 @@ class _Remat:
         tape = current_tape()
         if tape is None or not tape.records:
             return inner(step, state, function, batch)
-        if self.group is not None:  # on every rank, as they compare what they divided, at first also its values
-            Keeper.current(self.group).account.looks |= not self._looked
-            self._looked = True
+        keeper = Keeper.current(self.group, settles=False)
+        keeper.account.looks |= not self._looked
+        self._looked = True
         if open_report() is not None:
             function = self._part(function, "elsewhere", saving.everything, _ignore)
-        if self.blocks == "":
+        found = self._run(inner, step, state, function, batch)
+        keeper.agree()  # on every rank, also where nothing was divided
+        return found
+
+    def _run(self, inner: Any, step: Step, state: State, function: Callable[[Any], Any], batch: Any) -> Any:
+        tape = current_tape()
+        if self.blocks == "" or tape is None:
             check = functools.partial(check_names, self.saving)
             return inner(step, state, self._part(function, "loss", self.saving, check), batch)
-        before, tape.calls = tape.calls, (self._calls, *tape.calls)  # whoever is composed later runs first, and is outside
+        # Whoever is composed later runs first, and is outside.
+        before, tape.calls = tape.calls, (self._calls, *tape.calls)
         try:
             found = inner(step, state, function, batch)
         finally:

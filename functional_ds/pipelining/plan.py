@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from typing import Any
 
@@ -17,7 +17,7 @@ from functional_ds.key import Key
 from .chain import called, first_input
 from .cutting import Begin
 from .moulds import Hole, Mould, mould
-from .program import Ambience, Part, Program, ambience
+from .program import Part, Program, ambience
 from .recording import record
 from .slicing import cut_program
 from .stages import Params
@@ -32,23 +32,28 @@ class Arguments:
     """What a module is called with.
 
     Attributes:
-        mould: of (args, kwargs), with the tensors counted.
-        tensors: those.
+        args, kwargs: as given.
+        tensors: those in them, in order.
+        form: all else about them, to compare: their mould, or, where they are tensors and nothing else, how many and the names.
     """
 
-    mould: Mould
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
     tensors: tuple[Tensor, ...]
+    form: Any
 
     @staticmethod
-    def of(args: Any, kwargs: Any) -> "Arguments":
+    def of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "Arguments":
         """Arguments taken apart."""
-        tensors: list[Tensor] = []
+        values = (*args, *kwargs.values())
+        if all(type(each) is Tensor for each in values):  # this is asked for at each action of a pipeline
+            return Arguments(args, kwargs, values, (len(args), tuple(kwargs)))
+        made, tensors = _taken_apart(args, kwargs)
+        return Arguments(args, kwargs, tensors, made)
 
-        def take(tensor: Tensor) -> Mould:
-            tensors.append(tensor)
-            return Hole(len(tensors) - 1)
-
-        return Arguments(mould((tuple(args), dict(kwargs)), take), tuple(tensors))
+    def replaced(self, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
+        """The same (args, kwargs) with other tensors."""
+        return _taken_apart(self.args, self.kwargs)[0].fill(dict(enumerate(tensors)))  # type: ignore[no-any-return]
 
     def device(self, params: Params) -> torch.device:
         """Where the module runs."""
@@ -57,16 +62,14 @@ class Arguments:
             return found or next((tensor.device for tensor in self.tensors), torch.device("cpu"))
 
 
-@attrs.frozen
-class _Signature:
-    """What a program depends on."""
+def _taken_apart(args: Any, kwargs: Any) -> tuple[Mould, tuple[Tensor, ...]]:
+    tensors: list[Tensor] = []
 
-    mould: Mould
-    shapes: tuple[Any, ...]
-    dtypes: tuple[torch.dtype, ...]
-    device: torch.device
-    training: bool
-    ambience: Ambience
+    def take(tensor: Tensor) -> Mould:
+        tensors.append(tensor)
+        return Hole(len(tensors) - 1)
+
+    return mould((tuple(args), dict(kwargs)), take), tuple(tensors)
 
 
 @attrs.define(eq=False)
@@ -84,7 +87,7 @@ class Plan:
     inputs: Callable[..., Any] | None
     opened: frozenset[str]
     begins: tuple[Begin, ...] = ()
-    _made: dict[_Signature, tuple[Part, ...]] = attrs.field(factory=dict, init=False)
+    _made: dict[Any, tuple[Part, ...]] = attrs.field(factory=dict, init=False)
 
     def arguments(self, batch: Any, key: Key | None) -> Arguments:
         """What the module is called with."""
@@ -139,15 +142,16 @@ class Plan:
                 return torch.empty_like(buffer, device=device)
 
         module = self.apply.dressed(own, empty)
-        args, kwargs = arguments.mould.fill(dict(enumerate(tensors)))
+        args, kwargs = arguments.replaced(tensors)
         return record(module, args, kwargs, mode=mode, opened=self.opened, constants=constants)
 
-    @contextmanager
-    def trial(self, params: Params, arguments: Arguments) -> Iterator[None]:
+    def trial(self, params: Params, arguments: Arguments) -> AbstractContextManager[None]:
         """Leaves buffers as they were, if what runs inside is only tried out, on tensors without values."""
-        if not any(isinstance(each, FakeTensor) for each in (*arguments.tensors[:1], *islice(params.values(), 1))):
-            yield
-            return
+        some = (*arguments.tensors[:1], *islice(params.values(), 1))
+        return self._kept() if any(isinstance(each, FakeTensor) for each in some) else nullcontext()
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
         with unset_fake_temporarily():
             before = {name: (buffer, buffer.clone()) for name, buffer in self.apply.buffers.items()}
         try:
@@ -157,13 +161,13 @@ class Plan:
                 for buffer, kept in before.values():
                     buffer.copy_(kept)
 
-    def _signature(self, params: Params, arguments: Arguments) -> _Signature:
-        shapes = tuple((each.shape, each.stride(), each.dtype, each.device) for each in arguments.tensors)
+    def _signature(self, params: Params, arguments: Arguments) -> Any:
+        """What a program depends on."""
+        shapes = tuple([(each.shape, each.stride(), each.dtype, each.device) for each in arguments.tensors])
         with torch._C.DisableTorchFunctionSubclass():
-            dtypes = tuple(leaf.dtype for leaf in params.values())
+            dtypes = tuple([leaf.dtype for leaf in params.values()])
         device = arguments.device(params)
-        training = self.apply.module.training
-        return _Signature(arguments.mould, shapes, dtypes, device, training, ambience(device.type))
+        return arguments.form, shapes, dtypes, device, self.apply.module.training, ambience(device.type)
 
 
 def _without_values(bare: Mapping[str, nn.Parameter], params: Params, device: torch.device) -> dict[str, Tensor]:

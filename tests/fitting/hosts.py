@@ -22,7 +22,7 @@ def why_not() -> str | None:
     except (OSError, subprocess.CalledProcessError) as error:
         return f"no network namespaces here: {getattr(error, 'stderr', None) or error}".strip()
     try:
-        _run("ip", "-n", name, "link", "add", "a", "type", "veth", "peer", "name", "b")
+        _run("ip", "-n", name, "link", "add", "name", "fds0", "type", "veth", "peer", "name", "fds1")
     except subprocess.CalledProcessError as error:
         return f"no cables between network namespaces here: {error.stderr.strip()}"
     finally:
@@ -60,7 +60,7 @@ def joined() -> Iterator[Hosts]:
             _run("ip", "netns", "add", name)
             made.append(name)
         first, second = hosts.names
-        _run("ip", "-n", first, "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", second)
+        _run("ip", "-n", first, "link", "add", "name", "cable", "type", "veth", "peer", "name", "cable", "netns", second)
         for name, address in zip(hosts.names, hosts.addresses, strict=True):
             _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", "cable")
             for device in ("lo", "cable"):

@@ -66,7 +66,7 @@ def fitted(folder: str) -> None:
 STEPS, EVERY = 40, 3
 
 
-def trained(folder: str, milliseconds: int = 0) -> None:
+def trained(folder: str, milliseconds: int = 0, seconds: float = 20) -> None:
     """A run that is long enough to be killed in; leaves the params it came to."""
     step, state = models.build()
 
@@ -74,7 +74,7 @@ def trained(folder: str, milliseconds: int = 0) -> None:
         time.sleep(milliseconds / 1000)
         return models.batch(index)
 
-    path, timeout = Path(folder, "checkpoints"), timedelta(seconds=20)
+    path, timeout = Path(folder, "checkpoints"), timedelta(seconds=seconds)
     state = fds.fit(step, state, batch, steps=STEPS, path=path, every=EVERY, keep_last=2, timeout=timeout)
     params = step.params(state)
     if comm.world().rank == 0:

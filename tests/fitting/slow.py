@@ -11,5 +11,5 @@ from tests.fitting import programs
 
 if __name__ == "__main__":
     comm.init_distributed("gloo", timeout=timedelta(seconds=60))
-    programs.trained(sys.argv[1], int(sys.argv[2]))
+    programs.trained(sys.argv[1], int(sys.argv[2]), seconds=10)
     comm.destroy_process_group()

@@ -453,7 +453,6 @@ def test_a_gpt_learns_as_with_adam(rule: str) -> None:
     data = (lambda: T.feedback(comm.OneBit(256))) if rule == "feedback" else T.local
     losses, sent = comm.simulate(gpt_loss, optimizer, data, 70, world_size=2)[0]
     found = sum(losses[-10:]) / 10
-    print(rule, found, expected, sent / bytes_of_adam)
     assert found < 1.04 * expected
     assert sent < {"1-bit": 0.45, "0/1": 0.45, "feedback": 0.15}[rule] * bytes_of_adam
 

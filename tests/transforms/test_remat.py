@@ -9,13 +9,14 @@ import attrs
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import functional_ds as fds
 from functional_ds import comm
+from functional_ds import pipelining as pp
 from functional_ds import transforms as T
 from functional_ds.saving import Keep
 from functional_ds.testing import assert_same
@@ -126,6 +127,7 @@ def without(n: int, tp: int, seed: int, stage: int | None, kind: str) -> Any:
 
 
 @pytest.mark.law(28)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(
     policy=st.sampled_from(POLICIES),
     stage=st.sampled_from(STAGES),
@@ -141,6 +143,7 @@ def test_no_policy_changes_a_bit(policy: str, stage: int | None, n: int, kind: s
 
 
 @pytest.mark.law(28)
+@settings(max_examples=settings.default.max_examples // 3)
 @given(
     inner=st.sampled_from(POLICIES),
     outer=st.sampled_from(POLICIES),
@@ -176,6 +179,7 @@ def test_every_model(name: str, stage: int) -> None:
 
 
 @pytest.mark.law(29)
+@settings(max_examples=settings.default.max_examples // 6)
 @given(policy=st.sampled_from(POLICIES), stage=st.sampled_from(STAGES[1:]))
 def test_draws_of_a_key_do_not_depend_on_n(policy: str, stage: int) -> None:
     """Dropout by ``Key`` in blocks that are recomputed, on 3 ranks = on one."""
@@ -186,6 +190,7 @@ def test_draws_of_a_key_do_not_depend_on_n(policy: str, stage: int) -> None:
 
 
 @pytest.mark.law(30)
+@settings(max_examples=settings.default.max_examples // 5)
 @given(policy=st.sampled_from(POLICIES[:3]), order=st.permutations(range(4)), stage=st.sampled_from((1, 3)))
 def test_orders_do_not_matter(policy: str, order: list[int], stage: int) -> None:
     """remat commutes with accumulate, clip and zero."""
@@ -358,6 +363,7 @@ def test_memory_is_given_back(policy: str, stage: int | None) -> None:
 
 
 @pytest.mark.law(21)
+@settings(max_examples=settings.default.max_examples // 3)
 @given(n=st.integers(1, 4), policy=st.sampled_from(("partition", "recompute,inputs=partition", "recompute,mid=partition")))
 def test_gathers_are_in_the_ledger(n: int, policy: str) -> None:
     """Each rank sends (n - 1) pieces of 1/n of each divided value, once: the report's held bytes, n - 1 times."""
@@ -378,6 +384,53 @@ def test_gathers_are_in_the_ledger(n: int, policy: str) -> None:
 
 
 # -- pipelines, steps that call no module -------------------------------------------------------------------------------
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = fds.checkpoint_name(self.inner(self.norm(x)), "mid")
+        return x + F.gelu(hidden)
+
+
+SCHEDULES = {"gpipe": pp.gpipe(2, 4), "1f1b": pp.one_f_one_b(2, 4), "zero bubble": pp.zb_h1(2, 4)}
+
+
+def piped(schedule: str, stage: int | None, *remats: fds.Transform) -> Any:
+    """Two steps of a pipeline of two stages, along the last two of the world's ranks, with ZeRO along the first."""
+    torch.manual_seed(2)
+    net = nn.Sequential(*(Residual() for _ in range(4)), nn.Linear(6, 3))
+    batch = CASES["blocks"].batch(8)
+    stages, params = pp.cut(net, 2, loss=lambda y, given: F.mse_loss(y, given[1]), example=batch, blocks="[0-3]")
+    mesh = comm.mesh(dp=comm.world().size // 2, pp=2)
+    zero = () if stage is None else (T.zero(stage, mesh["dp"]),)
+    step = fds.compose(*zero, T.pipeline(SCHEDULES[schedule], stages, mesh["pp"]), *remats)(
+        fds.train_step(stages, fds.adamw(1e-2, eps=1e-4))
+    )
+    state, losses = step.init(params), []
+    for _ in range(2):
+        state, metrics = step(state, own_rows(batch, mesh["dp"]))
+        losses.append(metrics["loss"].item())
+    return losses, step.params(state)
+
+
+@pytest.mark.law(28)
+@settings(max_examples=settings.default.max_examples // 3)
+@given(
+    policy=st.sampled_from([policy for policy in POLICIES if "partition" not in policy and "out" not in policy]),
+    blocks=st.sampled_from(("", "[0-3]", None)),
+    schedule=st.sampled_from(sorted(SCHEDULES)),
+    stage=st.sampled_from((None, 1, 3)),
+)
+def test_pipelines(policy: str, blocks: str | None, schedule: str, stage: int | None) -> None:
+    """A pipeline's stages, or the blocks in them, with split backward passes too: the pipeline without, bit for bit."""
+    policy = policy if blocks == "[0-3]" else _nameless(policy)
+    n = 2 if stage is None else 4
+    found = comm.simulate(lambda: piped(schedule, stage, T.remat(blocks, policy=policy)), world_size=n)
+    assert_same(found, comm.simulate(piped, schedule, stage, world_size=n))
 
 
 def test_the_whole_function_is_a_part() -> None:
