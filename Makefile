@@ -17,8 +17,8 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 .PHONY: train
-train: $(VENV)/.extra-train  ## train a GPT on two local ranks, into out/
-	@$(BIN)/python examples/train_gpt.py $(ARGS)
+train: $(VENV)/.extra-train  ## train a GPT on two local ranks, into out/; again: go on
+	@$(BIN)/python examples/train_gpt.py --save out/checkpoints --resume $(ARGS)
 
 .PHONY: test
 test: $(VENV)/.extra-test  ## run the tests
@@ -35,6 +35,10 @@ bench: $(VENV)/.extra-bench  ## compare with DDP, FSDP2, DeepSpeed and others
 .PHONY: bench-comm
 bench-comm: $(VENV)/.extra-train  ## compare collectives with torch.distributed
 	@$(BIN)/python benchmarks/comm.py $(ARGS)
+
+.PHONY: bench-pipeline
+bench-pipeline: $(VENV)/.extra-train  ## compare pipelines with torch.distributed.pipelining
+	@$(BIN)/python benchmarks/pipeline.py $(ARGS)
 
 .PHONY: bench-gpu
 bench-gpu: $(VENV)/.extra-train  ## measure one GPU against plain PyTorch

@@ -71,7 +71,10 @@ def dd(folder: Path, nbytes: int) -> tuple[float, float]:
     """Seconds to write and to read so many bytes in one file, past the page cache."""
     file, count = folder / "dd", max(1, nbytes // BLOCK)
     runs = []
-    for words in (["if=/dev/zero", f"of={file}", "oflag=direct", "conv=notrunc"], [f"if={file}", "of=/dev/null", "iflag=direct"]):
+    for words in (
+        ["if=/dev/zero", f"of={file}", "oflag=direct", "conv=notrunc"],
+        [f"if={file}", "of=/dev/null", "iflag=direct"],
+    ):
         began = time.perf_counter()
         subprocess.run(["dd", *words, f"bs={BLOCK}", f"count={count}"], check=True, stderr=subprocess.DEVNULL)
         runs.append((time.perf_counter() - began) * nbytes / (count * BLOCK))

@@ -1,6 +1,5 @@
 """Joining and leaving a world of processes, and asking where one is."""
 
-import itertools
 import os
 from collections.abc import Sequence
 from datetime import timedelta
@@ -8,11 +7,12 @@ from operator import index
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from .allocator import keep_freed_memory
 from .group import Group
+from .meeting import met
 from .process import DEFAULT_TIMEOUT, leave_process_world, process_world
 from .surroundings import simulated_world
 from .world import world
@@ -27,7 +27,6 @@ __all__ = [
     "new_group",
 ]
 
-_JOINS = itertools.count()  # all processes of a world have joined equally often
 _BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")
 
 
@@ -137,7 +136,7 @@ def _join(backend: str | None, rank: int, size: int, init_method: str | None, ti
     if store is None:
         # What an earlier world left in a store that outlives it must not be taken for this one's.
         store, rank, size = next(rendezvous(init_method or "env://", rank, size, timeout=timeout))
-    store = PrefixStore(f"functional_ds/join/{next(_JOINS)}", store)
+    store = met(store, rank=rank, size=size, timeout=timeout)
     dist.init_process_group(chosen, store=store, rank=rank, world_size=size, timeout=timeout)
 
 

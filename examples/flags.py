@@ -32,6 +32,9 @@ class Flags:
     steps: int
     seed: int
     out: Path
+    save: Path | None
+    resume: bool
+    every: int
     check: bool
     sample: int
     start: str  # who starts the ranks: spawn, simulate or torchrun
@@ -49,6 +52,8 @@ class Flags:
             raise ValueError(f"--seed {self.seed} must be at least 0 and below 2**63")
         if self.sample < 0:
             raise ValueError(f"--sample {self.sample} must be at least 0 bytes")
+        if self.resume and self.save is None:
+            raise ValueError("--resume: say with --save where the checkpoints are")
         if math.isinf(self.lr):
             raise ValueError("--lr inf: the learning rate must be finite")
 
@@ -60,11 +65,6 @@ class Flags:
     def model(self) -> gpt.Config:
         """The model's sizes."""
         return gpt.Config(layers=self.layers, width=self.width, heads=self.heads, context=self.context)
-
-    @property
-    def every(self) -> int:
-        """How many steps lie between two validations."""
-        return max(1, self.steps // 10)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -93,6 +93,7 @@ def parse(argv: Sequence[str] | None, *, doc: str | None) -> Flags:
     try:
         ranks = _ranks(found.pop("ranks"), found.pop("simulate"))
         wanted = found.pop("dtype")
+        found["every"] = found["every"] or max(1, found["steps"] // 10)
         flags = Flags(**found, **ranks, dtype=wanted or _dtype(ranks["device"]))
         corpus.load(flags.data, context=flags.context)
         _ = flags.model
@@ -123,6 +124,9 @@ def _parser(doc: str | None) -> argparse.ArgumentParser:
     where.add_argument("--ranks", type=_positive, metavar="N", help="local processes (default: 2; under torchrun, its)")
     where.add_argument("--simulate", type=_positive, metavar="N", help="simulated ranks, in this one process")
     flag("--out", type=Path, default=Path("out"), metavar="DIR", help="what is written (default: %(default)s)")
+    flag("--save", type=Path, metavar="DIR", help="checkpoints, every so many steps and at the end (default: none)")
+    flag("--resume", action="store_true", help="go on from the newest of them, if there is one")
+    flag("--every", type=_positive, metavar="N", help="steps between validations, and checkpoints (default: a tenth of all)")
     flag("--check", action="store_true", help="train on one device too, and print how far the losses differ")
     flag("--sample", type=int, default=500, metavar="BYTES", help="text at the end; 0 for none (default: %(default)s)")
     return parser

@@ -3,17 +3,20 @@
 import csv
 import json
 import sys
+import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 
 import attrs
 import memory
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
+import functional_ds as fds
 from functional_ds import comm
 
 FILES = {
@@ -51,17 +54,41 @@ class Moved:
         )
 
 
+@attrs.define(eq=False)
+class Measured:
+    """A step, with what its last call sent and how long it took."""
+
+    step: fds.Step
+    book: comm.Ledger = attrs.field(factory=comm.Ledger)
+    seconds: float = 0.0
+
+    def __call__(self, state: fds.State, batch: Any) -> tuple[fds.State, dict[str, Any]]:
+        begin = time.perf_counter()
+        with comm.ledger() as self.book:
+            state, metrics = self.step(state, batch)
+            metrics["loss"].item()  # waits for the device
+        self.seconds = time.perf_counter() - begin
+        return state, metrics
+
+
 @attrs.define
 class Report:
-    """What rank 0 saw, in a progress bar and in files as it comes; on other ranks (`leads` false) it keeps silent."""
+    """What rank 0 saw, in a progress bar and in files as it comes; on other ranks (`leads` false) it keeps silent.
+
+    It is a logger for `fds.fit`. With `resumes` it goes on with what the run before left.
+    """
 
     out: Path
     title: str
     expected: memory.Expected
     steps: int
+    tokens: int  # of a step, over all ranks
+    measured: Measured
     leads: bool
+    resumes: bool = False
     train: list[Moved] = attrs.field(factory=list)
     validation: dict[int, float] = attrs.field(factory=dict)
+    _earlier: list[dict[str, float]] = attrs.field(factory=list)
     _open: ExitStack = attrs.field(factory=ExitStack)
     _text: TextIO = attrs.field(init=False)
     _data: TextIO = attrs.field(init=False)
@@ -69,9 +96,13 @@ class Report:
 
     def __enter__(self) -> "Report":
         if self.leads:
+            log = self.out / "log.jsonl"
+            if self.resumes and log.exists():
+                self._earlier = [json.loads(line) for line in log.read_text(encoding="utf-8").split("\n")[:-1]]
             for name in FILES:  # none of another run's may pass for this one's
-                (self.out / name).unlink(missing_ok=True)
-            self._text = self._open.enter_context((self.out / "train.log").open("w", encoding="utf-8"))
+                if not (self.resumes and name == "train.log"):
+                    (self.out / name).unlink(missing_ok=True)
+            self._text = self._open.enter_context((self.out / "train.log").open("a", encoding="utf-8"))
             self._data = self._open.enter_context((self.out / "log.jsonl").open("w", encoding="utf-8"))
             pause = 0.1 if sys.stderr.isatty() else 10.0  # seconds; a file needs no animation
             bar = tqdm(total=self.steps, unit="step", dynamic_ncols=True, mininterval=pause)
@@ -87,6 +118,33 @@ class Report:
         if self.leads:
             self._bar.write(text)
             self._log(text)
+
+    # -- as a logger ---------------------------------------------------------------------------------------------------
+
+    def begin(self, done: int) -> None:
+        """So many steps are made; an earlier run has logged them."""
+        for row in self._earlier if done else ():
+            if row["step"] <= done:
+                self._record(row)
+                if "validation" in row:
+                    self.validation[int(row["step"])] = row["validation"]
+                else:
+                    numbers = {field.name: row[field.name] for field in attrs.fields(Moved) if field.name != "book"}
+                    self.train.append(Moved(**numbers, book=comm.Ledger()))
+        if done:
+            self.say(f"going on after step {done}")
+            self._bar.update(done)
+
+    def log(self, done: int, numbers: Mapping[str, float]) -> None:
+        """A step was made, or the validation loss was measured."""
+        if "validation" in numbers:
+            self.validated(done, numbers["validation"])
+        else:
+            loss, norm, rate = (numbers[name] for name in ("loss", "grad_norm", "rate"))
+            self.moved(Moved(done, loss, norm, rate, self.measured.seconds, self.tokens, self.measured.book))
+
+    def close(self) -> None:
+        """Nothing yet: there is more to say."""
 
     def moved(self, row: Moved) -> None:
         """A step was made."""

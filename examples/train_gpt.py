@@ -4,6 +4,7 @@
     python examples/train_gpt.py --zero 1 --ranks 4          the same losses; other memory, other messages
     python examples/train_gpt.py --simulate 8 --check        eight ranks in one process, then one device beside them
     torchrun --nproc-per-node 8 examples/train_gpt.py        wherever torchrun runs
+    python examples/train_gpt.py --save DIR --resume         run again, it goes on where it was ended
 
 What comes of it lies in out/. Ctrl-C ends a run after the step it is in, with everything written.
 """
@@ -15,21 +16,19 @@ if __name__ == "__main__":  # while there is nothing to save, an interrupt just 
 
 import math
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import corpus
 import gpt
-import interrupts
 import memory
 import torch
 from flags import Flags, parse
-from report import Moved, Report
+from report import Measured, Report
 from torch import Tensor
 from tqdm import tqdm
 
 import functional_ds as fds
-from functional_ds import comm
+from functional_ds import comm, fitting
 from functional_ds import transforms as T
 
 Batch = tuple[Tensor, Tensor]
@@ -70,15 +69,15 @@ def build(flags: Flags, transform: fds.Transform) -> tuple[fds.Apply, fds.Step, 
     return apply, step, step.init(params)
 
 
-def batches(flags: Flags, split: str, count: int, *, rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
-    """A rank's rows of each global batch, which is the same on any number of ranks."""
-    text, rows = corpus.load(flags.data, context=flags.context), flags.batch // ranks
-    for index in range(count):
-        x, y = text.batch(split, index, rows=rows, context=flags.context, seed=flags.seed, first_row=rank * rows)
-        yield x.to(flags.device), y.to(flags.device)
+def batch_of(flags: Flags, split: str, index: int) -> Batch:
+    """This rank's rows of a global batch, which is the same on any number of ranks."""
+    here = comm.world()
+    text, rows = corpus.load(flags.data, context=flags.context), flags.batch // here.size
+    x, y = text.batch(split, index, rows=rows, context=flags.context, seed=flags.seed, first_row=here.rank * rows)
+    return x.to(flags.device), y.to(flags.device)
 
 
-def train(flags: Flags, stop: interrupts.Flag) -> list[float]:
+def train(flags: Flags, stop: fitting.Flag) -> list[float]:
     """What each rank runs, wherever it is one; on rank 0, the losses of the steps."""
     world = comm.world()
     sizes = [0]  # of the gradients, in bytes
@@ -86,47 +85,48 @@ def train(flags: Flags, stop: interrupts.Flag) -> list[float]:
         apply, step, state = build(flags, fds.compose(strategy(flags), fds.memory.noted(sizes)))
         psi = sum(p.numel() for p in apply.module.parameters())
         expected = memory.Expected(flags.zero, flags.dtype, flags.accumulate, psi, world.size)
-        with Report(flags.out, str(flags), expected, flags.steps, leads=world.rank == 0) as report:
-            state = fit(flags, step, state, report, stop)
+        tokens, leads = flags.batch * flags.context, world.rank == 0
+        measured = Measured(step)
+        with Report(flags.out, str(flags), expected, flags.steps, tokens, measured, leads, flags.resume) as report:
+            state = fit(flags, measured, state, report, stop)
             memories = fds.memory.measured(state, gradients=sizes[-1]).plus(peak=fds.memory.peak()).of_all_ranks()
             params = step.params(state)
             report.finish(whole, memories)
-            if world.rank == 0:
+            if leads:
                 if flags.sample and math.isfinite(report.validation[len(report.train)]):
                     report.sampled(*sample(flags, apply, params))
                 report.say(report.summary())
             return [row.loss for row in report.train]
 
 
-def fit(flags: Flags, step: fds.Step, state: fds.State, report: Report, stop: interrupts.Flag) -> fds.State:
-    """Takes the steps, fewer if interrupted, and measures the validation loss before, ten times between, and after."""
-    here = {"rank": comm.world().rank, "ranks": comm.world().size}
-    held_out = list(batches(flags, "validation", VALIDATION_BATCHES, **here))
+def fit(flags: Flags, step: Measured, state: fds.State, report: Report, stop: fitting.Flag) -> fds.State:
+    """Takes the steps, fewer if interrupted, and measures the validation loss before, every so many steps, and after."""
+    held_out = [batch_of(flags, "validation", index) for index in range(VALIDATION_BATCHES)]
 
-    def validate(done: int) -> None:
-        report.validated(done, torch.stack([step.evaluate(state, batch) for batch in held_out]).mean().item())
+    def validation(state: fds.State) -> dict[str, Tensor]:
+        return {"validation": torch.stack([step.step.evaluate(state, batch) for batch in held_out]).mean()}
 
-    validate(0)
-    for done, batch in enumerate(batches(flags, "train", flags.steps, **here), start=1):
-        if all_stop(stop):
-            report.say(f"interrupted after step {done - 1}")
-            if (done - 1) % flags.every:
-                validate(done - 1)
-            break
-        begin = time.perf_counter()
-        with comm.ledger() as book:
-            state, metrics = step(state, batch)
-        loss, norm, rate = (metrics[name].item() for name in ("loss", "grad_norm", "rate"))
-        seconds, tokens = time.perf_counter() - begin, flags.batch * flags.context
-        report.moved(Moved(done, loss, norm, rate, seconds, tokens, book))
-        if done % flags.every == 0 or done == flags.steps:
-            validate(done)
-    return state
-
-
-def all_stop(stop: interrupts.Flag) -> bool:
-    """Whether any rank was interrupted: all get the same answer, so all stop after the same step."""
-    return bool(comm.all_reduce(torch.tensor(int(stop.is_set())), op="max"))
+    try:
+        return fds.fit(
+            step,
+            state,
+            lambda index: batch_of(flags, "train", index),
+            steps=flags.steps,
+            path=flags.save,
+            every=flags.every if flags.save else None,
+            resume=flags.resume,
+            evaluate=validation,
+            evaluate_every=flags.every,
+            loggers=[report],
+            log_every=1,
+            on_non_finite=None,
+            stop=stop,
+        )
+    except fitting.Interrupted as end:
+        report.say(f"interrupted after step {end.done}")
+        if end.done % flags.every:
+            report.validated(end.done, validation(end.state)["validation"].item())
+        return end.state
 
 
 def sample(flags: Flags, apply: fds.Apply, params: dict[str, Tensor]) -> tuple[bytes, bytes]:
@@ -142,14 +142,14 @@ def sample(flags: Flags, apply: fds.Apply, params: dict[str, Tensor]) -> tuple[b
     )
 
 
-def check(flags: Flags, losses: Sequence[float], stop: interrupts.Flag) -> None:
+def check(flags: Flags, losses: Sequence[float], stop: fitting.Flag) -> None:
     """Trains on the same global batches with the single-device step, and prints how far its losses are from ours."""
     _, step, state = build(flags, on_one_device(flags))
     gaps = []
-    for ours, batch in zip(losses, tqdm(batches(flags, "train", len(losses)), "one device", len(losses)), strict=True):
+    for index, ours in enumerate(tqdm(losses, "one device")):
         if stop.is_set():
             break
-        state, metrics = step(state, batch)
+        state, metrics = step(state, batch_of(flags, "train", index))
         gaps.append(abs(ours - metrics["loss"].item()))
     print("\nlargest difference of the losses from the single-device step's, per step:")
     for first in range(0, len(gaps), flags.every):
@@ -164,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Starts the ranks, or is one; 130 where it was interrupted."""
     flags = parse(argv, doc=__doc__)
     backend = None if flags.device == "cuda" else "gloo"
-    with interrupts.noted_for_ranks() if flags.start == "spawn" else interrupts.noted_here() as stop:
+    with fitting.noted_for_ranks() if flags.start == "spawn" else fitting.noted_here() as stop:
         try:
             if flags.start == "torchrun":
                 comm.init_distributed(backend)

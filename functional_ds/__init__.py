@@ -1,7 +1,8 @@
 """Training as functions: a step is pure, and every way of making it parallel maps steps to steps."""
 
-from . import checkpointing, comm, interchange, memory, pipelining, saving, tree
+from . import checkpointing, comm, interchange, memory, pipelining, saving, tree, units
 from .checkpointing import load, save
+from .deferring import deferred
 from .fitting import fit
 from .functional import Apply, functional
 from .interchange import export, from_deepspeed, load_params
@@ -50,6 +51,7 @@ __all__ = [
     "checkpointing",
     "comm",
     "compose",
+    "deferred",
     "export",
     "fit",
     "freeze",
@@ -75,6 +77,7 @@ __all__ = [
     "train_step",
     "transforms",
     "tree",
+    "units",
     "unshard",
     "wrap",
     "zero_one_adam",

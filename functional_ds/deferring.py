@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from .functional import Apply, functional
 from .materialise import from_source
-from .recording import Place, Recording
+from .initialising import Initialisation, Place
 
 __all__ = ["deferred"]
 
@@ -19,7 +19,7 @@ __all__ = ["deferred"]
 class _Built:
     """A source: what building the module would have given."""
 
-    recording: Recording
+    recording: Initialisation
     places: dict[str, Place]
 
     def read(self, path: str, start: int, stop: int) -> Tensor:
@@ -54,7 +54,7 @@ def deferred(build: Callable[[], nn.Module], *, device: str | torch.device = "cp
     >>> state.params["weight"].shape
     torch.Size([3, 2])
     """
-    recording = Recording()
+    recording = Initialisation()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # torch's own deepcopy does
         with FakeTensorMode(allow_non_fake_inputs=True), recording:
@@ -65,20 +65,19 @@ def deferred(build: Callable[[], nn.Module], *, device: str | torch.device = "cp
             fake = {name: x for name, x in tensors.items() if isinstance(x, FakeTensor)}
             tensors.update({name: recording.compute(recording.place(x)).to(device) for name, x in fake.items()})
     apply, params = functional(module)
-    found = {name: places[id(module.get_parameter(name))] for name in params if id(module.get_parameter(name)) in places}
-    leaves = from_source({name: params[name] for name in found}, _Built(recording, found), device=device)
+    leaves = from_source({name: params[name] for name in places}, _Built(recording, places), device=device)
     return apply, {name: leaves.get(name, x) for name, x in params.items()}
 
 
-def _bare(module: nn.Module, recording: Recording) -> dict[int, Place]:
-    """Puts parameters on the meta device into the places of fake ones; where those lie, by the new one's id."""
+def _bare(module: nn.Module, recording: Initialisation) -> dict[str, Place]:
+    """Puts parameters on the meta device into the places of fake ones; where those lie, by the name of each one's first place."""
     new: dict[int, nn.Parameter] = {}
-    places: dict[int, Place] = {}
-    for owner in module.modules():
-        for name, fake in owner._parameters.items():
+    places: dict[str, Place] = {}
+    for path, owner in module.named_modules():
+        for key, fake in owner._parameters.items():
             if isinstance(fake, FakeTensor):
                 if id(fake) not in new:
-                    bare = nn.Parameter(torch.empty(fake.shape, dtype=fake.dtype, device="meta"), fake.requires_grad)
-                    new[id(fake)], places[id(bare)] = bare, recording.place(fake)
-                owner._parameters[name] = new[id(fake)]
+                    new[id(fake)] = nn.Parameter(torch.empty(fake.shape, dtype=fake.dtype, device="meta"), fake.requires_grad)
+                    places[f"{path}.{key}" if path else key] = recording.place(fake)
+                owner._parameters[key] = new[id(fake)]
     return places

@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -43,8 +44,8 @@ def run(
     """``function(*args, **kwargs)``; its backward pass finds what it needs as the policy says. ``seen`` gets its names."""
     parent, report = current_region(), open_report()
     plain = saving.rest is Keep.SAVE and saving.inputs is None and not saving.by_operation
-    if not torch.is_grad_enabled() or (plain and (report is None or parent is not None)):
-        return function(*args, **kwargs)
+    if not torch.is_grad_enabled() or (plain and (report is None or parent is not None)) or detect_fake_mode() is not None:
+        return function(*args, **kwargs)  # nothing is to be kept; least of all where shapes alone are asked for
     replaying = parent is not None and parent.replaying
     keeper = None if replaying else Keeper.current(group)
     region = Region(saving, part, keeper, None if replaying else report, parent)

@@ -143,6 +143,9 @@ class _Offload:
             raise ValueError(f"{self}: put it after {early[0]}, so that what that keeps is offloaded, too")
         if self.options.params != "here" and not any(name.startswith("zero(3") for name in later):
             raise ValueError(f"{self}: params are whole while they are used but with zero(3), which must come after it")
+        whole = [name for name in later if "persist=" in name]
+        if self.options.params != "here" and whole:
+            raise ValueError(f"{self}: {whole[0]} keeps some params whole on the device; leave persist out")
         leaves = tree.leaves(params)
         plan = planned(inner, step, params, self.options)
         disk = make_disk(self.root, plan, threads=self.threads, direct=self.direct) if self.root else None

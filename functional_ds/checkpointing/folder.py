@@ -106,8 +106,9 @@ def open_manifest(folder: Path, tag: str) -> tuple[Path, Manifest]:
 
 def summaries(folder: Path) -> list[Summary]:
     """What can be said of the checkpoints without opening them, oldest first."""
-    found = [read_summary(place_of(folder, tag)) for tag in _names(folder)]
-    return sorted((summary for summary in found if summary is not None), key=lambda summary: summary.sequence)
+    found = [(tag, read_summary(place_of(folder, tag))) for tag in _names(folder)]
+    ours = [summary for tag, summary in found if summary is not None and summary.tag == tag]
+    return sorted(ours, key=lambda summary: summary.sequence)
 
 
 def candidates(folder: Path) -> tuple[list[str], list[str]]:
@@ -119,8 +120,10 @@ def candidates(folder: Path) -> tuple[list[str], list[str]]:
     except DamagedError as error:
         warnings.append(str(error))
         first = None
-    if first is not None:
+    if first in names:
         return [first, *(tag for tag in rest if tag != first)], warnings
+    if first is not None:
+        warnings.append(f"{folder / POINTER} names the checkpoint {first!r}, which is not there")
     warnings += [f"{folder / tag} has no manifest that can be read" for tag in sorted(names - set(rest)) if warnings]
     return rest, warnings
 
@@ -153,4 +156,12 @@ def _names(folder: Path) -> list[str]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     shown = {name for name in entries if not name.startswith(".")}
-    return sorted(shown | {tag for tag in map(replaced, entries) if tag is not None})
+    return sorted(filter(_is_tag, shown | {tag for tag in map(replaced, entries) if tag is not None}))
+
+
+def _is_tag(name: str) -> bool:
+    try:
+        check_tag(name)
+    except ValueError:
+        return False
+    return True

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from functional_ds import comm, tree
-from functional_ds.checkpointing.describing import describe
+from functional_ds.checkpointing.describing import as_tensors, describe
+from functional_ds.checkpointing.dividing import offers
 from functional_ds.comm.group import Solo
 from functional_ds.functional import Apply
 from functional_ds.state import State
+from functional_ds.trainable import part_of
 
 from .naming import Naming, checked_dtype
 from .streaming import Held, Known, agreed
@@ -48,6 +50,8 @@ def export(
 
     Law: what is read back is ``step.params(state)``, bit for bit.
 
+    Slices of ``tensor_parallel`` are refused: export ``step.params(state)`` on one rank.
+
     Memory: values come in chunks, and rank 0 writes them where they belong as they come: beside the params it has at most
     the size of two of the largest leaf, and at most 64 MiB; the others half of that. A conversion takes 16 MiB.
     Cost: each rank sends what rank 0 does not have, once.
@@ -73,7 +77,7 @@ def export(
     Raises:
         FileExistsError: ``path`` is there, or another model in the folder, and ``overwrite`` is not given.
         ValueError: names that occur twice or do not fit the module; a dtype that the format does not have (complex128);
-            leaves that no rank has.
+            leaves that no rank has, or ranks have with other values.
         TypeError: a leaf is no tensor.
         OSError: on rank 0; the others raise it too. Nothing stays behind.
 
@@ -125,14 +129,19 @@ def _refuse_twice(path: str) -> None:
 
 def _of_state(state: State, averaged: bool) -> list[Held]:
     """Everything that may stand for a leaf; what counts is settled between the ranks."""
+    if any("slices" in (part_of(leaf) or "").split(", ") for leaf in tree.leaves(state.params) if isinstance(leaf, Tensor)):
+        raise ValueError(
+            "params: slices of tensor parallelism are not put together here; export step.params(state) on one rank"
+        )
     roles = (*((_MEAN,) if averaged else ()), *_ROLES)
     found = []
-    for held in describe(state):
+    for held in describe(as_tensors(tree.replace(state, optimizer=()))):
         role, _, path = held.name.partition("/")
         if role.partition("#")[0] in roles and "#" in role:
             _refuse_twice(path)
         if role in roles and not held.shared:
-            found.append(Held(Known(path, held.shape, held.view.dtype, roles.index(role)), held.offset, held.view))
+            found.append((held, Known(path, held.shape, held.view.dtype, roles.index(role))))
     if averaged and state.slots.get("ema") is None:
         raise ValueError("averaged=True: this state keeps no mean of its params; its step needs T.ema(decay)")
-    return found
+    marks = [offer.mark for offer in offers([held for held, _ in found], compare=True)]
+    return [Held(known, held.offset, held.view, mark) for (held, known), mark in zip(found, marks, strict=True)]

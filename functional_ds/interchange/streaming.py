@@ -35,11 +35,12 @@ class Known:
 
 @attrs.frozen(eq=False)
 class Held:
-    """What a rank has of a leaf: its flattened elements from ``offset`` on."""
+    """What a rank has of a leaf: its flattened elements from ``offset`` on; ``mark`` differs where values do."""
 
     leaf: Known
     offset: int
     values: Tensor
+    mark: int = 0
 
 
 @attrs.frozen
@@ -61,17 +62,23 @@ def agreed(held: Sequence[Held], group: comm.Group) -> tuple[tuple[Known, ...], 
     Cost: each rank sends its pieces' names and sizes to all others.
 
     Raises:
-        ValueError: ranks have a leaf in two shapes or dtypes; elements that no rank has.
+        ValueError: ranks have a leaf in two shapes or dtypes, or with other values; elements that no rank has.
     """
-    mine = [(piece.leaf, piece.offset, piece.values.numel()) for piece in held]
+    mine = [(piece.leaf, piece.offset, piece.values.numel(), piece.mark) for piece in held]
     everyones = comm.all_gather_object(mine, group) if group.size > 1 else [mine]
     leaves: dict[str, Known] = {}
     pieces: dict[Known, list[Hop]] = {}
+    marks: dict[tuple[Known, int, int], int] = {}
     for rank, theirs in enumerate(everyones):
-        for leaf, offset, numel in theirs:
+        for leaf, offset, numel, mark in theirs:
             first = leaves.setdefault(leaf.path, leaf)
             if first.shape != leaf.shape or (first.place == leaf.place and first.dtype != leaf.dtype):
                 raise ValueError(f"rank {rank} of {group.name!r} has {_said(leaf)}, another rank {_said(first)}")
+            if marks.setdefault((leaf, offset, numel), mark) != mark:
+                raise ValueError(
+                    f"rank {rank} of {group.name!r} has other values of {leaf.path!r} than another rank: slices of tensor "
+                    "parallelism and ranks that step by themselves are not put together; export step.params(state) on one rank"
+                )
             leaves[leaf.path] = min(first, leaf, key=lambda known: known.place)
             pieces.setdefault(leaf, []).append(Hop(leaf, offset, numel, rank))
     ordered = sorted(leaves.values(), key=lambda leaf: _natural(leaf.path))

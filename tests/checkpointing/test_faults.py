@@ -1,9 +1,11 @@
 """Damage, crashes, full disks, foreign files and other jobs: found every time, and nothing that was there is lost."""
 
+import contextlib
 import json
 import os
 import random
 import shutil
+import signal
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -134,6 +136,7 @@ def test_missing_and_foreign_files(run: Path) -> None:
         load(run, "moved")
     (run / "notes.txt").write_text("not a checkpoint")
     (run / "stuff").mkdir()
+    (run / "no:tag").mkdir()
     with pytest.warns(UserWarning, match="'2' is passed over"):
         assert int(fds.load(run, like=STEP.init(fresh())).step) == 1
 
@@ -350,26 +353,35 @@ def test_a_full_disk_is_an_error_on_all_ranks(run: Path, monkeypatch: pytest.Mon
     assert load(run)[0] == 5
 
 
-def limited(path: Path, limit: int) -> str:
-    """Saves 4 MB where files may have ``limit`` bytes."""
-    import resource
-    import signal
-
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    step = fds.train_step(lambda p, x: p["w"].sum() * x, fds.sgd(0.1))
+@contextlib.contextmanager
+def files_of_at_most(limit: int) -> Iterator[None]:
+    """The system refuses to make a file larger."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
-        fds.save(step.init({"w": torch.ones(1 << 20)}), path, tag="big")
-    except checkpointing.CheckpointError as error:
-        return str(error)
-    return "saved"
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_the_system_refuses_a_write(run: Path) -> None:
-    """A limit of the system's on one process's files: the error comes back as text, and the folder is as it was."""
-    for told in comm.spawn(limited, run, 1 << 20, world_size=2):
-        assert "File too large" in told
-    assert checkpointing.tags(run) == ["1", "2"]
+    """A limit of the system's on files: its words come back, and the folder is as it was."""
+    step = fds.train_step(lambda p, x: p["w"].sum() * x, fds.sgd(0.1))
+    state = step.init({"w": torch.ones(1 << 20)})
+    with files_of_at_most(1 << 20), pytest.raises(checkpointing.CheckpointError, match="File too large"):
+        fds.save(state, run, tag="big")
+    assert sorted(entry.name for entry in run.iterdir()) == [".lock", "1", "2", "latest"]
+    checkpointing.verify(run)
+
+
+def test_a_pointer_to_nothing(run: Path) -> None:
+    shutil.rmtree(run / "2")
+    assert checkpointing.latest(run) == "1"
+    with pytest.warns(UserWarning, match="names the checkpoint '2', which is not there"):
+        assert int(fds.load(run, like=STEP.init(fresh())).step) == 1
 
 
 # -- several jobs -------------------------------------------------------------------------------------------------------

@@ -201,28 +201,62 @@ def test_stages_of_a_pipeline_come_and_go(folder: Path, shape: tuple[int, int], 
 RULES.setdefault("one for each, anywhere", fds.route({lambda path: path.endswith("w"): fds.lion(0.1)}, fds.adamw(0.1)))
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_processes_read_what_the_simulator_wrote(tmp_path: Path, stage: int) -> None:
-    """One capability, two worlds: two Gloo processes load what three simulated ranks saved, and the other way round."""
-    expected = comm.simulate(lambda: saved(tmp_path, make("muon", transforms.zero(stage)), tag="sim"), world_size=3)[0]
-    for found, params in comm.spawn(read_and_write, tmp_path, world_size=2):
-        assert_same_contents(found, expected[0])
-        assert_same(params, expected[1])
-    for found in comm.simulate(lambda: read(tmp_path, "proc")[0], world_size=3):
-        assert_same_contents(found, expected[0])
-    assert checkpointing.tags(tmp_path) == ["sim", "proc"]
+def test_processes_read_what_the_simulator_wrote(tmp_path: Path) -> None:
+    """One capability, two worlds: two Gloo processes load what three simulated ranks saved, and the other way round.
+
+    The processes save in the background, writers' threads beside the ranks' collectives.
+    """
+    expected = comm.simulate(lambda: saved(tmp_path, make("muon", transforms.zero(3)), tag="sim"), world_size=3)[0]
+    first, second = comm.spawn(read_and_write, tmp_path, world_size=2)
+    assert_same_contents(first[0], expected[0])
+    assert_same(second, first)
+    assert_same(first[1], expected[1])
+    assert checkpointing.tags(tmp_path) == ["sim", "4", "5"]
+    for found, params, _ in comm.simulate(lambda: read(tmp_path, "5"), world_size=3):
+        assert_same_contents(found, first[2])
+        assert_same(params, first[3])
 
 
-def read(folder: Path, tag: str) -> tuple[dict[str, Tensor], Any, fds.State]:
-    step = make("muon", transforms.zero(2))
+def read(folder: Path, tag: str, rule: str = "muon") -> tuple[dict[str, Tensor], Any, fds.State]:
+    step = make(rule, transforms.zero(2))
     state = fds.load(folder, like=step.init(fresh()), tag=tag)
     return contents(state), step.params(state), state
 
 
-def read_and_write(folder: Path) -> tuple[dict[str, Tensor], Any]:
+def read_and_write(folder: Path) -> Any:
     found, params, state = read(folder, "sim")
-    fds.save(state, folder, tag="proc")
-    return found, params
+    step = make("muon", transforms.zero(2))
+    with checkpointing.Saver(folder, keep_last=2) as saver:
+        for count in (2, 3, 4):
+            state = run(step, state, count, count + 1)
+            saver.save(state)
+    return found, params, contents(state), step.params(state)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_copies_are_written_in_parts(folder: Path, monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
+    """What several ranks have, each writes a part of; the parts meet in the leaf."""
+    monkeypatch.setattr(checkpointing.dividing, "_SPLIT", 8)
+    expected = comm.simulate(lambda: saved(folder, make("adamw", transforms.zero(stage)), tag="parts"), world_size=3)[0]
+    for found, params, _ in comm.simulate(lambda: read(folder, "parts", "adamw"), world_size=2):
+        assert_same_contents(found, expected[0])
+        assert_same(params, expected[1])
+
+
+def test_padding_is_likes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of a loaded state is whatever was in memory: at equal n it is the saved one to the last bit."""
+    room = checkpointing.loading._room_like
+    monkeypatch.setattr(
+        checkpointing.loading, "_room_like", lambda state: fds.tree.map(lambda leaf: leaf.fill_(7), room(state))
+    )
+
+    def program() -> None:
+        step = make("adagrad", transforms.zero(2))
+        state = trained(step)
+        fds.save(state, folder, tag="padded")
+        assert_same(fds.tree.leaves(fds.load(folder, like=step.init(fresh()), tag="padded")), fds.tree.leaves(state))
+
+    comm.simulate(program, world_size=4)
 
 
 # -- other precision, other structure ------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import torch
 import functional_ds as fds
 from functional_ds import checkpointing, comm, transforms
 from functional_ds.checkpointing import blocks
-from functional_ds.testing import assert_same
 
 STEP = transforms.zero(1)(fds.train_step(lambda p, x: (p["w"] * x).sum(), fds.adamw(0.1)))
 
@@ -174,22 +173,3 @@ def test_a_rank_that_dies_leaves_the_checkpoint_from_before(tmp_path: Path, monk
     assert checkpointing.tags(tmp_path) == ["whole"]
     fds.save(STEP.init(fresh()), tmp_path, tag="next")
     assert not list(tmp_path.glob(".saving*"))
-
-
-def saves(path: Path) -> Any:
-    step = transforms.zero(2)(fds.train_step(lambda p, x: (p["w"] * x).sum(), fds.adamw(0.1)))
-    state = step.init({"w": torch.arange(1000.0)})
-    with checkpointing.Saver(path, keep_last=1) as saver:
-        for _ in range(3):
-            state, _ = step(state, torch.ones(1000))
-            saver.save(state)
-    found = fds.load(path, like=step.init({"w": torch.zeros(1000)}))
-    assert_same(fds.tree.leaves(found), fds.tree.leaves(state))
-    return step.params(found)
-
-
-def test_in_processes(tmp_path: Path) -> None:
-    """The same over Gloo: writers' threads beside the ranks' collectives."""
-    first, second = comm.spawn(saves, tmp_path, world_size=2)
-    assert_same(first, second)
-    assert checkpointing.tags(tmp_path) == ["3"]

@@ -18,11 +18,13 @@ from torch import Tensor, nn
 
 import functional_ds as fds
 from functional_ds import comm
+from functional_ds import pipelining as pp
 from functional_ds import transforms as T
 from functional_ds.interchange.format import CODES, File, Spec, laid_out
 from functional_ds.interchange.writing import Writer
 from functional_ds.testing import assert_same, seeds, shapes
 from tests.transforms.models import CASES, Tied, own_rows
+from tests.transforms.staged import Staged
 
 PRECISIONS: dict[str, tuple[fds.Transform, ...]] = {
     "fp32": (),
@@ -105,6 +107,41 @@ def test_a_mean_is_exported_where_it_is_asked_for(tmp_path: Path) -> None:
     assert any(not torch.equal(found[name], params[name]) for name in params)
     with pytest.raises(ValueError, match="keeps no mean"):
         fds.export({"w": torch.ones(1)}, tmp_path / "x.safetensors", averaged=True)
+
+
+def piped(folder: Path, dp: int) -> Any:
+    mesh = comm.mesh(dp=dp, pp=2)
+    case = Staged.of(4, 8)
+    strategy = T.zero(3, mesh["dp"]), T.pipeline(pp.interleaved_one_f_one_b(2, 4, v=2), case.stages, mesh["pp"])
+    step = fds.compose(T.mixed_precision("bf16"), *strategy)(fds.train_step(case.stages, fds.adamw(0.01)))
+    state = step.init(case.params)
+    state, _ = step(state, case.batch)
+    fds.export(state, folder, overwrite=True)
+    return dict(fds.tree.named(step.params(state)))
+
+
+@pytest.mark.law(37)
+@pytest.mark.parametrize("dp", [1, 2])
+def test_a_pipelines_stages_come_together(tmp_path: Path, dp: int) -> None:
+    """read ∘ export = step.params, for pipeline × ZeRO 3."""
+    expected, *_ = comm.simulate(piped, tmp_path, dp, world_size=2 * dp)
+    assert_same(load_file(tmp_path / "model.safetensors"), expected)
+
+
+def sliced(folder: Path, marked: bool) -> None:
+    if marked:
+        step = T.tensor_parallel({"w": 0})(fds.train_step(lambda p, x: p["w"].sum(), fds.sgd(0.1)))
+        fds.export(step.init({"w": torch.ones(4)}), folder)
+    else:  # ranks that are told to be of one group and are not
+        step = fds.train_step(lambda p, x: p["w"].sum(), fds.sgd(0.1))
+        fds.export(step.init({"w": torch.ones(4) * comm.world().rank}), folder)
+
+
+@pytest.mark.parametrize(("marked", "message"), [(True, "slices of tensor parallelism"), (False, "has other values of 'w'")])
+def test_ranks_whose_values_differ_are_refused(tmp_path: Path, marked: bool, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        comm.simulate(sliced, tmp_path / "out", marked, world_size=2)
+    assert not (tmp_path / "out").exists()
 
 
 # -- the format ----------------------------------------------------------------------------------------------------------

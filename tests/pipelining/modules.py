@@ -78,7 +78,7 @@ class Masked(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).tril_()
-        mask = mask[None] & (ids != 0)[:, None, :]
+        mask = mask.expand(ids.shape[0], -1, -1) & (ids != 0)[:, None, :]
         with torch.no_grad():
             places = torch.arange(ids.shape[1], device=ids.device) / 7
         x = self.embed(ids)

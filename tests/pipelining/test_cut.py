@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -63,6 +63,7 @@ def _whole(case: Case, params: Params, batch: Any) -> tuple[Tensor, Params]:
 
 
 @pytest.mark.law(36)
+@settings(max_examples=settings.default.max_examples * 3 // 5)
 @given(name=st.sampled_from(sorted(CASES)), data=st.data())
 def test_stages_together_are_the_module(name: str, data: st.DataObject) -> None:
     """stages(params, batch) = loss(module(batch)), value and gradients, bitwise, for any cuts and batch sizes."""
@@ -70,9 +71,8 @@ def test_stages_together_are_the_module(name: str, data: st.DataObject) -> None:
     at = [path for path in case.at if data.draw(st.booleans(), label=path)]
     stages, params = pp.cut(case.built(), at, loss=case.loss, example=case.batch(2))
     assert len(stages) == len(at) + 1
-    for size in (2, 3):
-        batch = case.batch(size)
-        assert_same(_of(lambda leaves: stages(leaves, batch), params), _whole(case, params, batch))  # noqa: B023
+    batch = case.batch(data.draw(st.sampled_from([2, 3]), label="rows"))
+    assert_same(_of(lambda leaves: stages(leaves, batch), params), _whole(case, params, batch))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -115,8 +115,7 @@ def test_steps_of_stages_are_steps_of_the_module(name: str, transforms: Any) -> 
 
 
 @pytest.mark.law(36)
-@pytest.mark.parametrize("name", ["gpt", "masked", "skips", "records"])
-@pytest.mark.parametrize("policy", ["f32", "bf16"])
+@pytest.mark.parametrize(("name", "policy"), [("gpt", "f32"), ("skips", "f32"), ("records", "f32"), ("masked", "bf16")])
 def test_a_cut_model_in_a_pipeline(name: str, policy: str) -> None:
     """pipeline(cut(module)) = the single-device step of the module, skips, integers and tied leaves included."""
     case = CASES[name]

@@ -92,7 +92,11 @@ def test_a_step_with_offload_is_the_step_without(data: st.DataObject, seed: int,
     n = 1 if stage is None else data.draw(st.integers(1 if once else 2, 3))
     expected = comm.simulate(run, case, *before, *zero, *after, world_size=n, seed=seed)
     inner = data.draw(st.booleans())  # clip and its like may also stand before offload
-    chain = (*before, *after, offloaded(folder, **chosen), *zero) if inner else (*before, offloaded(folder, **chosen), *zero, *after)
+    chain = (
+        (*before, *after, offloaded(folder, **chosen), *zero)
+        if inner
+        else (*before, offloaded(folder, **chosen), *zero, *after)
+    )
     assert_same(comm.simulate(run, case, *chain, world_size=n, seed=seed), expected)
 
 

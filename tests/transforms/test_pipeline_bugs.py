@@ -47,7 +47,6 @@ def means_weigh_by_rows() -> None:
     """A plain mean over micro-batches of 3, 3 and 2 rows is the mean over the batch."""
 
     def program(schedule: pp.Schedule) -> Any:
-        from functional_ds import transforms
 
         params = [{"w": torch.tensor(1.0)} for _ in range(2)]
         model = pp.stages([lambda p, x: x * p["w"]] * 2, params, loss=lambda y, batch: y.mean())

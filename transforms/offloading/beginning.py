@@ -76,7 +76,7 @@ def planned(inner: Any, step: Step, params: Any, options: Options) -> Plan:
     slots = tuple(sorted(whole.slots))
     rests = [rest_of(state, slots) for state in alone]
     _check(whole, rests, slots)
-    away = _away(leaves, options.ratio)
+    away = _away(trained, asking.parts, options.ratio)
     named = zip(tree.named(params), alone, trained, away, strict=True)
     units = tuple(
         _unit(i, path, leaf, state, which, options if moves else attrs.evolve(options, optimizer="here"), asking.asked)
@@ -87,10 +87,11 @@ def planned(inner: Any, step: Step, params: Any, options: Options) -> Plan:
 
 def _unit(index: int, path: str, leaf: Tensor, state: State, trained: int | None, options: Options, whole: bool) -> Unit:
     kinds = kinds_of(state, tuple(leaf.shape), param=options.params, rest=options.optimizer)
-    unit = Unit(index, trained, path, tuple(leaf.shape), max(leaf.numel(), 1), kinds, flat(content(state, state.slots))[1])
+    away, spec = (options.optimizer, options.params) != ("here", "here"), flat(content(state, state.slots))[1]
+    unit = Unit(index, trained, path, tuple(leaf.shape), away, max(leaf.numel(), 1), kinds, spec)
     staged = leaf.dtype.itemsize if leaf.device.type == "cpu" else 16 + leaf.dtype.itemsize
     chunk = chunk_of(kinds, leaf.numel(), room=options.room, staged=staged)
-    return unit if whole or unit.here else attrs.evolve(unit, chunk=chunk)
+    return unit if whole or not away else attrs.evolve(unit, chunk=chunk)
 
 
 def _meta(leaf: Tensor) -> Tensor:
@@ -103,13 +104,15 @@ def _trained(leaves: list[Tensor]) -> list[int | None]:
     return [next(count) if is_trainable(leaf) else None for leaf in leaves]
 
 
-def _away(leaves: list[Tensor], ratio: float) -> list[bool]:
-    """The first leaves, until they are this part of what is trained; frozen ones, of which nothing is updated, too."""
-    wanted = ratio * sum(leaf.numel() for leaf in leaves if is_trainable(leaf))
-    found, so_far = [], 0
-    for leaf in leaves:
-        found.append(not is_trainable(leaf) or so_far < wanted)
-        so_far += leaf.numel() if is_trainable(leaf) else 0
+def _away(trained: list[int | None], parts: Parts, ratio: float) -> list[bool]:
+    """The first leaves, until they are this part of what is trained, on all ranks alike; frozen ones, too."""
+    sizes: dict[int, int] = {}
+    for piece in (piece for pieces in parts.ranks for piece in pieces):
+        sizes[piece.tensor] = sizes.get(piece.tensor, 0) + piece.numel
+    wanted, so_far, found = ratio * sum(sizes.values()), 0, []
+    for which in trained:
+        found.append(which is None or (so_far < wanted) or ratio == 1)
+        so_far += 0 if which is None else sizes.get(which, 0)
     return found
 
 
@@ -159,7 +162,7 @@ def initial(inner: Any, step: Step, params: Any, home: Home) -> State:
 
 def _piece(unit: Unit, leaf: Tensor, start: int, stop: int) -> Tensor:
     own = leaf.detach() if unit.whole else leaf.detach().reshape(-1)[start:stop]
-    return like_marked(own if unit.here else own.cpu(), leaf)
+    return like_marked(own.cpu() if unit.away else own, leaf)
 
 
 @attrs.define(eq=False)

@@ -85,14 +85,15 @@ class Home:
     def lanes(self) -> tuple[Lane, ...]:
         """The buffers."""
         if not self._lanes:
-            most = max((self.end(unit) for unit in self.plan.units if not unit.here), default=0)
+            most = max((self.end(unit) for unit in self.plan.units if unit.away), default=0)
             self._lanes = tuple(Lane(aligned(most, pinned=self.cuda), self.copies) for _ in range(self.buffers))
         return self._lanes
 
     def stages_param(self, unit: Unit) -> bool:
         """Whether an update works on a copy of the param's piece: it is on another device, or must stay as it is so far."""
         param = unit.kinds[0]
-        return param is not None and param.place != "disk" and (bool(unit.on_disk()) or (self.cuda and param.place == "here"))
+        elsewhere = self.cuda and param is not None and param.place == "here"
+        return param is not None and param.place != "disk" and (self.disk is not None or elsewhere)
 
     def regions(self, unit: Unit) -> dict[int, tuple[int, int]]:
         """Where in a buffer, from which byte to which, a unit's kinds have their room; -1 stands for its gradient.
@@ -100,7 +101,7 @@ class Home:
         What is copied from memory has room of its own in the front: it may come while the last piece is still written.
         """
         if not self._regions:
-            away = [other for other in self.plan.units if not other.here]
+            away = [other for other in self.plan.units if other.away]
             front = max((sum(map(padded, self._staged(other).values())) for other in away), default=0)
             for other in away:
                 sizes = {i: _piece_bytes(other, kind, next(other.spans())) for i, kind in other.on_disk()}

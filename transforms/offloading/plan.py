@@ -78,6 +78,7 @@ class Unit:
         trained: which of the trained ones, None where it is frozen.
         name: its path.
         shape: of the stored leaf.
+        away: whether it is updated on the host: so on every rank, though a rank may have nothing of it.
         chunk: how many of its elements an update takes at a time.
         kinds: what its content's leaves are, in order; None for what is small and stays in memory.
         spec: its content's structure.
@@ -87,6 +88,7 @@ class Unit:
     trained: int | None
     name: str
     shape: tuple[int, ...]
+    away: bool
     chunk: int
     kinds: tuple[Kind | None, ...]
     spec: optree.PyTreeSpec = attrs.field(repr=False)
@@ -95,11 +97,6 @@ class Unit:
     def numel(self) -> int:
         """How many elements the stored leaf has."""
         return math.prod(self.shape)
-
-    @property
-    def here(self) -> bool:
-        """Whether all of it is on the device."""
-        return all(kind is None or kind.place == "here" for kind in self.kinds)
 
     @property
     def whole(self) -> bool:

@@ -83,7 +83,7 @@ class Update:
         """
         began, disk = perf_counter(), self.home.disk
         trained = [unit for unit in self.home.plan.units if unit.trained is not None]
-        away, here = [u for u in trained if not u.here], [u for u in trained if u.here]
+        away, here = [u for u in trained if u.away], [u for u in trained if not u.away]
         if disk is None:
             self._move_here(here)
         try:
@@ -91,6 +91,7 @@ class Update:
         finally:
             self._settle()
         if disk is not None:
+            self._ask_alone()
             self._vote()
             self._move_here(here)
             disk.traffic.waited += self.waited
@@ -259,7 +260,7 @@ class Update:
         if unit.leaf not in self.moved:
             param = self.before[unit.leaf][0]
             param = param.host if isinstance(param, OnHost) else param.detach()
-            self.moved[unit.leaf] = self._spare(unit, param) if unit.on_disk() else param
+            self.moved[unit.leaf] = param if self.home.disk is None else self._spare(unit, param)
         return self.moved[unit.leaf]
 
     def _spare(self, unit: Unit, param: Tensor) -> Tensor:
@@ -289,6 +290,12 @@ class Update:
             for begun in reads.values():
                 begun.exception()
 
+    def _ask_alone(self) -> None:
+        """A rank that has no piece asks the others what a first piece would, before all vote."""
+        if self.first is None:
+            rest = bare(rest_of(self.state, self.home.plan.slots))
+            self._inner([], rest, [], device=self.home.device, job=None)
+
     def _vote(self) -> None:
         """All ranks that share a batch go on, or none does."""
         failed = torch.tensor(float(self.failure is not None), device=self.state.step.device)
@@ -304,7 +311,7 @@ class Update:
         for i, _ in unit.on_disk():
             leaves[i] = self.versions[unit.leaf, i].done()
         old, new = leaves[0], self.moved.get(unit.leaf)
-        if new is not None and unit.on_disk():
+        if new is not None and self.home.disk is not None:
             held = old.host if isinstance(old, OnHost) else old
             tight = new.untyped_storage().nbytes() == new.nbytes
             value = like_marked(new, held) if tight else held.detach().copy_(new)
@@ -315,8 +322,7 @@ class Update:
     def _whole(self) -> tuple[State, Metrics]:
         """The state from its units."""
         plan = self.home.plan
-        if self.first is None:
-            self._inner([], bare(rest_of(self.state, plan.slots)), [], device=self.home.device, job=None)
+        self._ask_alone()
         if self.first is None:
             raise RuntimeError("the inner update gave nothing")
         state, metrics = self.first
