@@ -28,6 +28,10 @@ test: $(VENV)/.extra-test  ## run the tests
 laws: $(VENV)/.extra-test  ## run the laws alone, with many more examples each
 	@HYPOTHESIS_PROFILE=laws $(BIN)/python -m pytest -m law --timeout=3600 $(ARGS)
 
+.PHONY: faults
+faults: $(VENV)/.extra-test  ## kill ranks fifty times under torchrun; cut off a host
+	@FUNCTIONAL_DS_KILLS=50 $(BIN)/python -m pytest --timeout=600 tests/fitting/test_killed.py tests/fitting/test_hosts.py $(ARGS)
+
 .PHONY: bench
 bench: $(VENV)/.extra-bench  ## compare with DDP, FSDP2, DeepSpeed and others
 	@$(BIN)/python benchmarks/peers.py $(ARGS)
@@ -43,6 +47,10 @@ bench-pipeline: $(VENV)/.extra-train  ## compare pipelines with torch.distribute
 .PHONY: bench-gpu
 bench-gpu: $(VENV)/.extra-train  ## measure one GPU against plain PyTorch
 	@$(BIN)/python benchmarks/gpu.py $(ARGS)
+
+.PHONY: bench-checkpoint
+bench-checkpoint: $(VENV)/.extra-train  ## measure checkpoints beside torch's and dd
+	@$(BIN)/python benchmarks/checkpoint.py $(ARGS)
 
 .PHONY: bench-offload
 bench-offload: $(VENV)/.extra-train  ## measure optimizer states on a disk against dd

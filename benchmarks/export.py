@@ -180,9 +180,8 @@ def summary(setup: Setup, ranks: list[list[dict[str, Measured]]]) -> dict[str, A
 
 
 def show(result: dict[str, Any]) -> None:
-    print(
-        f"model {result['model_mb']:.0f} MB, a rank's shard {result['shard_mb']:.0f} MB, largest leaf {result['largest_leaf_mb']:.0f} MB, medians of rounds"
-    )
+    sizes = f"model {result['model_mb']:.0f} MB, a rank's shard {result['shard_mb']:.0f} MB"
+    print(f"{sizes}, largest leaf {result['largest_leaf_mb']:.0f} MB, medians of rounds")
     print(f"{'':24}{'s':>8}{'MB/s':>8}{'x dd':>8}{'grown MB':>10}{'largest leaves':>16}")
     for name, row in result["rows"].items():
         numbers = f"{row['seconds']:8.2f}{row['mb_per_second']:8.0f}{row['times_dd']:8.2f}"

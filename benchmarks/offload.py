@@ -2,14 +2,14 @@
 
     python benchmarks/offload.py --params 400e6 --path /mnt/nvme
 
-One rank in fp32. Each round writes and reads a file with dd, past the page cache and of as many bytes as an update moves,
-then times updates. Bandwidth is bytes over seconds: of an update, what it reads and writes over all of its time; of dd, the
-same bytes over the times of its two runs together. Memory is the process's peak resident set during a step beyond what it had
-before the params were made, against params + gradients + buffers; glibc is told to keep nothing that was freed. The last two numbers of a row tell whether computing hides
-behind the disk: how long an update waited for it, and how long it did everything else.
+One rank in fp32. Each round times updates, then writes and reads a file of as many bytes with dd, past the page cache.
+Bandwidth is bytes over seconds: of an update, what it reads and writes over all of its time; of dd, the same bytes over the
+times of its two runs together. Memory is the process's peak resident set during a step beyond what it had before the params
+were made, against params + gradients + buffers; glibc is told to keep nothing that was freed. The last two numbers of a row
+tell whether computing hides behind the disk: how long an update waited for it, and how long it did everything else.
 
 Needs 16 bytes a parameter on the disk for the states' two versions, and 8 more for dd's file; in memory 12 (the model is
-copied once). 400e6 parameters: 10 GB of disk, 5 GB of memory, two minutes or so at 1 GB/s.
+copied once). 400e6 parameters: 10 GB of disk, 5 GB of memory, five minutes or so at 1 GB/s.
 """
 
 import argparse
@@ -154,9 +154,11 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def describe(row: dict[str, float]) -> str:
+    waited, computed = row["waited"], row["computed"]
+    ours, theirs = row["bandwidth"] / 1e6, row["dd_bandwidth"] / 1e6
     return (
-        f"update {row['waited'] + row['computed']:.2f} s, {row['bandwidth'] / 1e6:.0f} MB/s; dd {row['dd_bandwidth'] / 1e6:.0f} MB/s "
-        f"(write {row['dd_write']:.2f} s, read {row['dd_read']:.2f} s); waited {row['waited']:.2f} s, else {row['computed']:.2f} s"
+        f"update {waited + computed:.2f} s, {ours:.0f} MB/s; dd {theirs:.0f} MB/s (write {row['dd_write']:.2f} s, "
+        f"read {row['dd_read']:.2f} s); waited {waited:.2f} s, else {computed:.2f} s"
     )
 
 

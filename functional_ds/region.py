@@ -245,7 +245,7 @@ class Region:
 
     def _what(self, tensor: Tensor) -> str | None:
         """What a saved tensor is; None for params and whatever else is from elsewhere."""
-        if self._is_param(tensor) or tensor.layout != torch.strided:
+        if type(tensor) is not Tensor or tensor.layout != torch.strided or self._is_param(tensor):
             return None
         found = None if self.saving.rest is Keep.RECOMPUTE or self._recorder is None else self._recorder.origin(tensor)
         return found or ("inputs" if _address(tensor) in self._inputs else None)

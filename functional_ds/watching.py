@@ -39,6 +39,11 @@ def _tensors(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     return found
 
 
+def _is_plain(tensor: Tensor) -> bool:
+    """No subclass: fake tensors, on which a function may try something out the first time, are none of its own."""
+    return type(tensor) in (Tensor, nn.Parameter)
+
+
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors that an operation writes into."""
     if not func._schema.is_mutable:
@@ -58,7 +63,7 @@ class _Count:
         self._calls: Counter[Any] = Counter()
 
     def __call__(self, func: Any, given: Sequence[Tensor]) -> _Operation | None:
-        if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in given):
+        if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in given if _is_plain(tensor)):
             return None
         self._calls[func] += 1
         return func, self._calls[func]
@@ -185,15 +190,22 @@ class Recorder(TorchDispatchMode):
         self.names[made.operation] = name
 
     def _maker(self, tensor: Tensor) -> _Made | None:
+        if not _is_plain(tensor):
+            return None
         storage = tensor.untyped_storage()
         made = self._made.get(storage.data_ptr())
         return made if made is not None and made.storage() is storage else None
 
     def _note(self, operation: _Operation | None, given: Sequence[Tensor], out: Any) -> None:
-        known = {t.untyped_storage().data_ptr() for t in given if type(t) in (Tensor, nn.Parameter)}
+        known = {t.untyped_storage().data_ptr() for t in given if _is_plain(t)}
         outputs = out if isinstance(out, (tuple, list)) else (out,)
         for place, value in enumerate(outputs):
-            if isinstance(value, Tensor) and (address := value.untyped_storage().data_ptr()) and address not in known:
+            if (
+                isinstance(value, Tensor)
+                and _is_plain(value)
+                and (address := value.untyped_storage().data_ptr())
+                and address not in known
+            ):
                 first = place == 0
                 self._made[address] = _Made(
                     weakref.ref(value.untyped_storage()),

@@ -3,9 +3,11 @@
 The laws are checked on a few fixed cases; each must hold in the library as it is and break with its bug planted.
 """
 
+import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import functional_ds as fds
-from functional_ds import comm, transforms, tree
+import functional_ds.checkpointing.writing  # loaded late otherwise, and bugs are planted in what is there
+from functional_ds import checkpointing, comm, transforms, tree
 from functional_ds.key import Key
 from functional_ds.layout import Layout, shard, unshard
 from functional_ds.owning import Owners
@@ -23,6 +26,7 @@ from functional_ds.transforms.carriage import Carriage
 from functional_ds.transforms.convoy import Route, plan_fetches
 from functional_ds.transforms.gathering import Gatherer
 from functional_ds.transforms.rounding import round_stochastically
+from tests.core.test_remat import awkward, outcome
 from tests.planting import Bug, planted
 from tests.transforms.models import CASES, Blocks, Case, Tied, own_rows, run
 from tests.transforms.rules import assert_close, fresh, linear, trained
@@ -899,7 +903,81 @@ def a_compressed_gather_is_for_the_loss(stage: int) -> None:
 
 # -- the bugs ---------------------------------------------------------------------------------------------------------
 
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def checkpoints_come_back() -> None:
+    """Law 37, from three ranks to two, where a rank writes parts of what all have; a wrong bit is found."""
+
+    def program(stage: int, use: Callable[[fds.Step, fds.State], Any]) -> Any:
+        step = transforms.zero(stage)(fds.train_step(linear, fds.muon(0.1, fds.adamw(0.1))))
+        state, _ = step(step.init(fresh()), torch.arange(12).tensor_split(comm.world().size)[rank()])
+        return use(step, state)
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (saved, *_) = comm.simulate(
+            lambda: program(2, lambda step, state: (fds.save(state, folder), step.params(state))[1]), world_size=3
+        )
+        again = lambda: program(3, lambda step, state: step.params(fds.load(folder, like=state, tag="1")))  # noqa: E731
+        for found in comm.simulate(again, world_size=2):
+            same(found, saved)
+        data = (folder / "1" / "00001.bin").read_bytes()
+        (folder / "1" / "00001.bin").write_bytes(data[:7] + bytes([data[7] ^ 4]) + data[8:])
+        assert raises(checkpointing.DamagedError, lambda: comm.simulate(again, world_size=2))
+
+
+# -- activations ------------------------------------------------------------------------------------------------------
+
+
+def a_remat_is_the_function(policy: str) -> None:
+    """Law 28, on two ranks: value and gradients of a function under a policy are the function's, bit for bit."""
+
+    def program() -> Any:
+        function = fds.remat(awkward, policy=policy, group=comm.world() if "partition" in policy else None)
+        return outcome(function, dtype=torch.float32, autocast=False)
+
+    for found in comm.simulate(program, world_size=2):
+        same(found, outcome(awkward, dtype=torch.float32, autocast=False))
+
+
+# -- offload ---------------------------------------------------------------------------------------------------------------
+
+
+def offload_changes_nothing() -> None:
+    """Law 28: a step with states on the disk is the step without, a kept state can be stepped from again, damage is noticed."""
+    with tempfile.TemporaryDirectory() as folder:
+        disk = transforms.offload("disk", path=folder, buffer_bytes=1, direct=False)
+        params, batch = {"w": torch.linspace(-1, 1, 300)}, torch.tensor(0.5)
+
+        def final(*strategy: fds.Transform) -> Any:
+            step = fds.compose(transforms.mixed_precision("bf16"), *strategy, transforms.clip(1.0))(
+                fds.train_step(lambda p, x: (p["w"] * x).sin().sum(), fds.adamw(0.1))
+            )
+            kept, _ = step(step.init(params), batch)
+            results = [step.params(step(step(kept, batch, donate=False)[0], batch)[0]) for _ in range(2)]
+            return step, kept, results
+
+        _, _, expected = final()
+        step, state, found = final(disk)
+        same(found, expected)
+        assert all(torch.equal(a["w"], b["w"]) for a, b in zip(found, expected, strict=True))
+        for file in Path(folder).glob("*/*masters"):
+            file.write_bytes(bytes(byte ^ 1 for byte in file.read_bytes()))
+        assert raises(transforms.OffloadError, lambda: step(state, batch))
+
+
 BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, and the law's case
+    # activations
+    (a_remat_is_the_function, "recompute,product=save"): [
+        Bug("a product is taken for another", "watching", "return func, self._calls[func]", "return func, 1"),
+    ],
+    (a_remat_is_the_function, "recompute,inputs=partition"): [
+        Bug("all ranks keep the first piece", "dividing", "flat[group.rank * size : (group.rank + 1) * size]", "flat[:size]"),
+    ],
+    (a_remat_is_the_function, "offload"): [
+        Bug("what comes back lies otherwise", "compact", "(1,), own.storage_offset())", "(1,), own.storage_offset()).flip(0)"),
+    ],
     # sharding and collectives
     (sharding_is_a_bijection,): [
         Bug("shards are rounded down", "layout", "-(-size // n)", "size // n", RuntimeError),
@@ -1333,7 +1411,9 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     ],
     (a_compressed_gather_is_for_the_loss, 1): [
         Bug("quantised params are updated", "transforms.zero", "own = _either(partition.exact, shards)", "own = shards"),
-        Bug("exact params stay old", "transforms.zero", "exact=self._exact(state.params, whole, ranks)", "exact=partition.exact"),
+        Bug(
+            "exact params stay old", "transforms.zero", "exact=self._exact(state.params, whole, ranks)", "exact=partition.exact"
+        ),
         Bug(
             "the loss sees exact params",
             "transforms.zero",
@@ -1342,7 +1422,45 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
     ],
     (a_compressed_gather_is_for_the_loss, 3): [
-        Bug("stage 3 gathers in fp32", "transforms.zero", "Carriage(self.ranks(), knobs,", "Carriage(self.ranks(), Knobs(stage=3),"),
+        Bug(
+            "stage 3 gathers in fp32",
+            "transforms.zero",
+            "Carriage(self.ranks(), knobs,",
+            "Carriage(self.ranks(), Knobs(stage=3),",
+        ),
+    ],
+    (offload_changes_nothing,): [
+        Bug(
+            "a version is written over",
+            "transforms.offloading.folder",
+            "Extent(self, self._free.pop())",
+            "Extent(self, 0)",
+            shows=transforms.OffloadError,
+        ),
+        Bug("nobody looks at checksums", "transforms.offloading.disk", "if found != checksum:", "if False:"),
+        Bug(
+            "each piece has a norm of its own",
+            "transforms.offloading.updating",
+            'norm=lambda inner, *_: self._ask("norm", inner).to(device),',
+            "norm=lambda inner, step, state, grads: inner(step, state, grads),",
+        ),
+    ],
+    (checkpoints_come_back,): [
+        Bug(
+            "a piece is saved from the leaf's beginning",
+            "checkpointing.places",
+            "Cut(slot.leaf, first - slot.offset, first - low, last - first)",
+            "Cut(slot.leaf, 0, first - low, last - first)",
+            shows=Exception,
+        ),
+        Bug(
+            "a file is where its rank's elements are counted",
+            "checkpointing.writing",
+            "position += share.numel * offer.itemsize",
+            "position += share.numel",
+            shows=Exception,
+        ),
+        Bug("checksums are not looked at", "checkpointing.blocks", "if check != file.checks[start // BLOCK]:", "if False:"),
     ],
 }
 

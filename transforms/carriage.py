@@ -59,6 +59,9 @@ class Carriage:
         """
         if segments[0].owner is not None:
             return self._broadcast(segments, shards)
+        if not self.ranks.hops:  # one rank's are whole, wherever they are
+            found = [shard.detach() for shard in shards]
+            return comm.Pending(lambda: found, lambda patience: True, lambda: "a gather of one rank's")
         payload = self._encoded([shard.detach() for shard in shards])
         first, *rest = self.ranks.hops
         hops = [self._hop(level) for level in rest]
@@ -125,7 +128,9 @@ class Carriage:
             return self._reduce_to_owner(segments, flats)
         if self.knobs.aggregate == "all_reduce":
             return self.knobs.all_reduce(flats, self._channel(self.ranks.shards), async_op=True).then(
-                lambda sums: [total[slice(*s.cut(self.ranks.shards.rank))].clone() for total, s in zip(sums, segments, strict=True)]
+                lambda sums: [
+                    total[slice(*s.cut(self.ranks.shards.rank))].clone() for total, s in zip(sums, segments, strict=True)
+                ]
             )
         first, *rest = reversed(self.ranks.hops)
         return relay(self._scatter(flats, first), *(lambda pieces, level=level: self._scatter(pieces, level) for level in rest))

@@ -53,7 +53,8 @@ def local(group: comm.Group | None = None) -> Transform:
         raise ValueError(f"{name}: no rank has the whole gradient, so it has no norm, and clip cannot be used ({step})")
 
     def parts(inner: Any, step: Step, state: State) -> Parts:
-        return attrs.evolve(inner(step, state), unsummed=replicas.ranks())
+        found: Parts = inner(step, state)
+        return attrs.evolve(found, unsummed=replicas.ranks())
 
     wrapped = wrap(name, init=init, total=replicas.total, place=replicas.place, finite=finite, norm=norm, parts=parts)
 

@@ -273,7 +273,8 @@ class Zero:
         layout, learned, knobs = _as_stored(partition.layout, state.params), partition.learned, self.knobs
         carriage = Carriage(self.ranks(), knobs, lambda dtype: step.wire(state, dtype))
         device = state.params[0].device if state.params else torch.device("cpu")
-        lazy = knobs.stage == 3 and carriage.ranks.n > 1
+        elsewhere = any(not isinstance(shard, Tensor) for shard in state.params)  # on the host or a disk, offloaded
+        lazy = knobs.stage == 3 and (carriage.ranks.n > 1 or elsewhere)
         reducer = self.reducer(layout, learned.order, carriage, tape) if tape.records else None
         seconds: dict[int, Any] | None = {} if knobs.secondary and tape.records and len(carriage.ranks.hops) > 1 else None
         source = (

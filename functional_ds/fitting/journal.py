@@ -36,7 +36,7 @@ class Journal:
             logger.begin(done)
         self._began = done, time.perf_counter()
         if self.progress and self._bar is None:
-            from tqdm import tqdm
+            from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
             pause = 0.1 if sys.stderr.isatty() else 10.0  # seconds; a file needs no animation
             self._bar = tqdm(total=self.steps, initial=done, unit="step", dynamic_ncols=True, mininterval=pause)

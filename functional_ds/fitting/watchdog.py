@@ -85,6 +85,12 @@ def watchdog(timeout: timedelta | None) -> Iterator[Watch]:
         guard.over.set()
 
 
+def _twin(store: Store) -> Store:
+    """The same store over a connection of its own: a request that waits on the other one must not hold up beats."""
+    twin: Store = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
+    return twin
+
+
 @attrs.define(eq=False)
 class _Guard:
     """Two threads: one talks to the store, and one looks whether that one still gets answers."""
@@ -103,10 +109,8 @@ class _Guard:
     def of(watch: Watch, timeout: float) -> "_Guard":
         everyone = comm.world()
         world = everyone.world
-        store: Store = world.store.clone() if isinstance(world, ProcessWorld) else HashStore()
-        turn = store.add(
-            f"functional_ds/watchdog/{everyone.rank}", 1
-        )  # how often this rank has entered: as often as all others
+        store: Store = _twin(world.store) if isinstance(world, ProcessWorld) else HashStore()
+        turn = store.add(f"functional_ds/watchdog/{everyone.rank}", 1)  # all ranks have entered equally often
         beats = Beats(everyone.rank, everyone.size, PrefixStore(f"functional_ds/watchdog/{turn}", store), threading.get_ident())
         return _Guard(watch, beats, timeout, min(timeout / _BEATS, _SLOWEST))
 

@@ -53,7 +53,7 @@ def export(
     Slices of ``tensor_parallel`` are refused: export ``step.params(state)`` on one rank.
 
     Memory: values come in chunks, and rank 0 writes them where they belong as they come: beside the params it has at most
-    the size of two of the largest leaf, and at most 64 MiB; the others half of that. A conversion takes 16 MiB.
+    the size of two of the largest leaf, and less than 64 MiB; the others half of that. A conversion takes 16 MiB.
     Cost: each rank sends what rank 0 does not have, once.
 
     The files are complete or not there: they are written under hidden names, synced, and renamed at the end.

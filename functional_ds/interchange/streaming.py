@@ -11,7 +11,7 @@ from functional_ds import comm
 
 __all__ = ["Held", "Hop", "Known", "agreed", "chunk_bytes", "stream"]
 
-_SMALLEST_CHUNK, _LARGEST_CHUNK = 2**16, 2**24  # bytes; what is on the way at once is a few, however large the model
+_SMALLEST_CHUNK, _LARGEST_CHUNK = 2**16, 2**22  # bytes; what is on the way at once is a few, however large the model
 
 
 @attrs.frozen
@@ -109,9 +109,12 @@ def _cover(leaf: Known, pieces: Sequence[Hop]) -> Iterator[Hop]:
 
 
 def chunk_bytes(leaves: Iterable[Known]) -> int:
-    """How much travels at once: four of it are no more than two of the largest leaf, but for models of toy size."""
+    """How much travels at once: with what transports keep, a few of it, which is less than two of the largest leaf.
+
+    Models of toy size need more than that.
+    """
     largest = max((leaf.numel * leaf.dtype.itemsize for leaf in leaves), default=0)
-    return min(_LARGEST_CHUNK, max(_SMALLEST_CHUNK, largest // 2))
+    return min(_LARGEST_CHUNK, max(_SMALLEST_CHUNK, largest // 8))
 
 
 def stream(
@@ -127,7 +130,7 @@ def stream(
 
     ``cast`` says in which dtype a leaf travels. Rank 0's own pieces are handed over as they are.
 
-    Cost: ranks but 0 send what rank 0 lacks, once. Memory: on rank 0 four chunks, on others two.
+    Cost: ranks but 0 send what rank 0 lacks, once. Memory: on rank 0 about eight chunks, on others two.
     """
     own: dict[Known, list[Held]] = {}
     for piece in held:

@@ -15,7 +15,7 @@ def holdings(held: Any) -> dict[int, tuple[str, int]]:
     """Each piece of memory of a tree: by an identity, where it lies and how many bytes it has.
 
     A tensor's is its storage, whole, also where it is a view of a part. Any other leaf with ``nbytes`` counts as one piece,
-    on its ``device``: that is how what was offloaded to a disk counts.
+    on the disk or wherever its ``place`` says: that is how what was offloaded counts.
     """
     found: dict[int, tuple[str, int]] = {}
     for leaf in tree.leaves(held):
@@ -23,7 +23,7 @@ def holdings(held: Any) -> dict[int, tuple[str, int]]:
             storage = leaf.untyped_storage()
             found[storage._cdata] = (storage.device.type, storage.nbytes())
         elif hasattr(leaf, "nbytes"):
-            found[id(leaf)] = (str(getattr(leaf, "device", "disk")), int(leaf.nbytes))
+            found[id(leaf)] = (str(getattr(leaf, "place", "disk")), int(leaf.nbytes))
     return found
 
 

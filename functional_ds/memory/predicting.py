@@ -32,7 +32,8 @@ def predicted(make: Callable[[], Step], params: Any, *, world_size: int = 1, ran
 
     Gathered units count as they arrive: a compressed gather's as what is sent. Not counted: activations
     (``activations``), gradients before they are reduced (at most three units in stages 2 and 3), and what kernels need.
-    A step whose ranks differ in what they compute, as pipelines do, is asked for each rank by itself.
+    A pipeline's ranks differ, so ask for each; there gathered units are not counted, and gradients are sums over
+    micro-batches.
 
     Args:
         make: makes the step.
@@ -61,7 +62,8 @@ def predicted(make: Callable[[], Step], params: Any, *, world_size: int = 1, ran
         if not isinstance(step, Step):
             raise TypeError(f"make: it gives {step!r}, and not a step")
         state = step.init(bare)
-        grads, gathered = _gradients(step, state, tree.as_written(bare))
+        pipelined = any(name.startswith("pipeline(") for name in step.names)
+        grads, gathered = (_sums(step, state), 0) if pipelined else _gradients(step, state, tree.as_written(bare))
         return measured(state, gradients=grads).plus(gathered=gathered)
 
     found: Memory = comm.alike(program, world_size=world_size, rank=rank)
@@ -98,6 +100,16 @@ def _gradients(step: Step, state: State, order: Sequence[str]) -> tuple[int, int
     grads, _ = probe.gradients(state, batch, None, True)
     _, grads = probe.reduce(state, grads)
     return stored(grads.sum), live.peak
+
+
+def _sums(step: Step, state: State) -> int:
+    """The bytes of a pipeline's sums of gradients, as the optimizer gets them: under ZeRO in fp32 at least."""
+    partition, leaves = state.slots.get("zero"), tree.leaves(state.params)
+    if partition is None:
+        return sum(leaf.nbytes for leaf in leaves if is_trainable(leaf))
+    copies = 1 if step.parts(state).group is not None else partition.layout.n
+    pairs = [(s.shard * copies, leaf) for s, leaf in zip(partition.layout.segments, leaves, strict=True) if s.trainable]
+    return sum(size * torch.promote_types(leaf.dtype, torch.float32).itemsize for size, leaf in pairs)
 
 
 def _is_trained(state: State) -> bool:

@@ -52,11 +52,12 @@ def cut(
     Raises:
         ValueError: a cut names no module, or one that is not called, or is out of order; the forward depends on values.
 
+    >>> import torch
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 1))
     >>> split, params = cut(net, ["2"], loss=lambda y, batch: (y - batch[1]).square().mean(), example=(torch.ones(3, 4), 1.0))
     >>> print(split)
     2 stages
-    0: 0 to 1: 2 leaves, 40 parameters
+    0: 0: 2 leaves, 40 parameters
     1: 2 to 4: 4 leaves, 41 parameters
     """
     apply, params = functional(module)

@@ -35,7 +35,7 @@ def balanced(costs: Sequence[float], stages: int) -> tuple[int, ...]:
         ValueError: fewer blocks than stages, or a cost that is negative or no number.
 
     >>> balanced([1, 1, 1, 1, 4], 2), balanced([3, 1, 1, 3, 1, 1], 3)
-    ((0, 4), (0, 1, 3))
+    ((0, 4), (0, 2, 4))
     """
     _refuse(len(costs), stages)
     for place, cost in enumerate(costs):

@@ -433,6 +433,27 @@ def test_another_placement_of_the_optimizer(tmp_path: Path, places: dict[str, An
     comm.simulate(program, world_size=2)
 
 
+def test_slices_of_tensor_parallel_ranks(tmp_path: Path) -> None:
+    """Ranks with slices of their own under one name, in shards along another axis, get their own back."""
+
+    def program() -> None:
+        mesh = comm.mesh(dp=2, tp=2)
+
+        def loss(p: Any, x: Tensor) -> Tensor:
+            hidden = torch.tanh(comm.copy_to(x, mesh["tp"]) @ p["columns"])
+            return comm.reduce_from(hidden @ p["rows"], mesh["tp"]).square().sum()
+
+        strategy = [transforms.zero(3, mesh["dp"]), transforms.tensor_parallel({"columns": 1, "rows": 0}, mesh["tp"])]
+        step = fds.compose(*strategy)(fds.train_step(loss, fds.adamw(0.1)))
+        params = {"columns": torch.arange(8.0).view(2, 4) / 9, "rows": torch.arange(4.0).view(4, 1), "other": torch.ones(3)}
+        state, _ = step(step.init(params), torch.ones(1, 2) + mesh["dp"].rank)
+        fds.save(state, tmp_path)
+        found = fds.load(tmp_path, like=step.init(params))
+        assert_same(fds.tree.leaves(found), fds.tree.leaves(state))
+
+    comm.simulate(program, world_size=4)
+
+
 def test_torchs_own_loader_reads_it(tmp_path: Path) -> None:
     """The format is one of torch.distributed.checkpoint's: sharded, resharded, and without a pickle."""
     import torch.distributed.checkpoint as dcp

@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -261,6 +262,36 @@ def test_interrupt_while_starting_shows_no_traceback(flags: list[str], seconds: 
     assert "Traceback" not in shown + errors
 
 
+# -- going on ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*the newest checkpoint that is whole is taken")
+def test_a_run_that_was_ended_goes_on(flags: list[str], tmp_path: Path) -> None:
+    """Law 37, on the example: the losses and the log are an undisturbed run's, on as many ranks bit for bit."""
+    out, saved = Path(flags[-1]), tmp_path / "saved"
+    flags = [*flags[:-2], "--save", str(saved), "--resume", "--steps", "8", "--every", "2", "--dtype", "fp32", *flags[-2:]]
+    whole = train(flags, "--simulate", "2")
+    logged = without_times(out)
+    for ranks in (2, 1):
+        for tag in ("step-00000006", "step-00000008"):  # as if it had been ended before these
+            shutil.rmtree(saved / tag)
+        assert train(flags, "--simulate", str(ranks)) == (whole if ranks == 2 else pytest.approx(whole, rel=FP32_ROUNDING))
+        assert [row["step"] for row in without_times(out)] == [row["step"] for row in logged]
+        assert ranks == 1 or without_times(out) == logged
+        assert "going on after step 4" in (out / "train.log").read_text()
+    assert_complete(out)
+    assert train(flags, "--simulate", "1") == losses(out)  # all is done
+    assert len(rows(out)) == 8
+
+
+def without_times(out: Path) -> list[dict[str, float]]:
+    kept = ("step", "loss", "validation", "grad_norm", "rate")
+    return [
+        {name: row[name] for name in kept if name in row}
+        for row in map(json.loads, (out / "log.jsonl").read_text().splitlines())
+    ]
+
+
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 BAD = [
@@ -286,6 +317,8 @@ BAD = [
     ("--data {tmp}", "is not a file"),
     ("--out {tmp}/empty.txt", "empty.txt"),
     ("--unheard-of", "--unheard-of"),
+    ("--resume", "say with --save where the checkpoints are"),
+    ("--every 0", "--every"),
 ]
 
 

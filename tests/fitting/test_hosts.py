@@ -15,6 +15,7 @@ from tests.fitting import hosts, programs, slow
 
 PATIENCE = 150  # seconds
 PORT = "29611"
+FAULTS = "FUNCTIONAL_DS_KILLS" in os.environ or os.environ.get("HYPOTHESIS_PROFILE") == "laws"
 
 
 def started(pair: hosts.Hosts, host: int, folder: Path, milliseconds: int) -> subprocess.Popen[str]:
@@ -26,6 +27,7 @@ def started(pair: hosts.Hosts, host: int, folder: Path, milliseconds: int) -> su
     return subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.skipif(not FAULTS, reason="half a minute of torchrun: `make faults` and `make laws` run it")
 @pytest.mark.law(37)
 def test_a_host_that_is_cut_off(tmp_path: Path) -> None:
     """Each side is ended with a report that names the other; started again, both come to what an undisturbed run does."""

@@ -16,7 +16,14 @@ class OnDisk:
     """What an offloaded leaf may look like."""
 
     nbytes: int
-    device: str = "disk"
+
+
+@attrs.frozen
+class Elsewhere:
+    """What another kind of offloaded leaf may look like."""
+
+    nbytes: int
+    place: str
 
 
 def started(*chain: fds.Transform) -> tuple[fds.Step, fds.State]:
@@ -43,9 +50,9 @@ def test_what_is_shared_counts_once() -> None:
 
 
 def test_what_is_elsewhere() -> None:
-    """A leaf with ``nbytes`` counts where its ``device`` says; without one, on a disk."""
+    """A leaf with ``nbytes`` counts where its ``place`` says; without one, on a disk."""
     _, state = started()
-    moved = fds.tree.replace(state, optimizer=[OnDisk(1000), OnDisk(24, "host"), OnDisk(8)])
+    moved = fds.tree.replace(state, optimizer=[OnDisk(1000), Elsewhere(24, "host"), OnDisk(8)])
     found = memory.measured(moved)
     assert found.optimizer == 1032
     assert found.places == {"cpu": 400 + found.buffers, "disk": 1008, "host": 24}

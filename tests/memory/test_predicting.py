@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import functional_ds as fds
-from functional_ds import comm, memory
+from functional_ds import comm, memory, pipelining
 from functional_ds import transforms as T
 from tests.memory.cases import UNITS, Composition, compositions
 from tests.transforms.models import CASES, own_rows
@@ -115,6 +115,33 @@ def test_the_papers_formula_and_the_padding(stage: int, n: int, sizes: list[int]
         for kind in ("params", "masters", "gradients"):
             assert getattr(found, kind) == formulas[kind].bytes(psi, n)
         assert found.optimizer == formulas["optimizer"].bytes(psi, n) + 4 * len(layout.segments)
+
+
+@pytest.mark.law(20)
+@pytest.mark.parametrize("stage", [None, 0, 1, 2, 3])
+@pytest.mark.parametrize("half", [False, True])
+def test_a_pipelines_ranks_are_predicted(stage: int | None, half: bool) -> None:
+    """Each rank's own stages, in shards over another axis."""
+    params = [{"w": torch.ones(3 + i, 2), "b": torch.ones(5)} for i in range(2)]
+    layer = [lambda p, x: x * p["w"].sum() + p["b"].sum()] * 2
+    model = pipelining.stages(layer, params, loss=lambda y, batch: y.mean())
+
+    def make(*more: fds.Transform) -> fds.Step:
+        mesh = comm.mesh(pp=2, dp=comm.world().size // 2)
+        chain = [T.mixed_precision("bf16")] if half else []
+        chain += [] if stage is None else [T.zero(stage, mesh["dp"])]
+        pipeline = T.pipeline(pipelining.one_f_one_b(2, 4), model, mesh["pp"])
+        return fds.compose(*chain, pipeline, *more)(fds.train_step(model, fds.adam(0.1)))
+
+    def held() -> memory.Memory:
+        sizes: list[int] = []
+        step = make(memory.noted(sizes))
+        state, _ = step(step.init(params), (torch.arange(8.0),))
+        return memory.measured(state, gradients=sizes[0])
+
+    n = 2 if stage is None else 4
+    for rank, found in enumerate(comm.simulate(held, world_size=n)):
+        same(memory.predicted(make, params, world_size=n, rank=rank), found)
 
 
 def test_a_large_model_costs_nothing() -> None:

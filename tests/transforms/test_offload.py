@@ -1,5 +1,6 @@
 """Law 28 for offload: a step with it is the step without, bitwise; and what is in memory, donated, skipped, refused."""
 
+import gc
 import tempfile
 import weakref
 from collections.abc import Callable
@@ -258,6 +259,29 @@ def test_memory_of_an_update_does_not_grow_with_the_model(buffers: int) -> None:
     assert held == held_then <= buffers * (2**14 + 5 * 4096)
     assert large - small < 10 * 10_000 * 4 // 50  # ten leaves more; of their states less than a fiftieth
     assert small < 2 * 10_000 * 4
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_params_are_in_memory_a_few_units_at_a_time(n: int, folder: str) -> None:
+    """Of twelve units no more than four are whole at once: two in use, one on its way and one read ahead."""
+    side, seen = 62, []
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        for weight in params.values():
+            x = torch.tanh(x @ weight)
+            wholes = (leaf for leaf in gc.get_objects() if type(leaf) is Tensor and leaf.shape == (side * side,))
+            seen.append(len({leaf.data_ptr() for leaf in wholes}))
+        return x.square().mean()
+
+    def program() -> None:
+        step = fds.compose(T.offload("disk", "disk", path=folder), T.zero(3))(fds.train_step(loss, fds.adamw(0.1)))
+        state = step.init({f"blocks.{i}.w": torch.ones(side, side) for i in range(12)})
+        for _ in range(2):
+            state, _ = step(state, torch.ones(2, side))
+
+    comm.simulate(program, world_size=n)
+    assert len(seen) == 24 * n
+    assert 1 <= max(seen) <= 4 * n
 
 
 def test_files_go_with_the_last_state(tmp_path: Path) -> None:

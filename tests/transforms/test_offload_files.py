@@ -160,7 +160,7 @@ def test_a_disk_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for name in ("preadv", "pwritev"):
         with monkeypatch.context() as patch:
             patch.setattr(os, name, refuses)
-            with pytest.raises(T.OffloadError, match="exp_avg.*: Input/output error"):
+            with pytest.raises(T.OffloadError, match=r"exp_avg.*: Input/output error"):
                 step(state, torch.tensor(0.5))
         assert_same(content(step, state), before)
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: read(fd, [buffers[0][:4096]], offset))

@@ -126,8 +126,10 @@ class Unit:
 
     def file_bytes(self, kind: Kind) -> int:
         """How many bytes a version of it takes."""
-        pieces = [self.span(kind, *span) for span in self.spans()]
-        return sum(padded((high - low) * kind.dtype.itemsize) for low, high in pieces)
+        if self.whole:
+            return padded(kind.nbytes)
+        whole, left = divmod(self.numel, self.chunk)
+        return whole * padded(self.chunk * kind.each * kind.dtype.itemsize) + padded(left * kind.each * kind.dtype.itemsize)
 
 
 @attrs.frozen

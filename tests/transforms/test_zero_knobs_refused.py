@@ -1,0 +1,92 @@
+"""What zero refuses, before anything is allocated."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import functional_ds as fds
+from functional_ds import comm, transforms, units
+
+SCATTER = comm.compressed(comm.reduce_scatter, comm.Blocks(8))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"stage": 1, "aggregate": "reduce-scatter"}, "aggregate='reduce-scatter' is unknown.*nearest is 'reduce_scatter'"),
+        ({"stage": 3, "prefetch": -1}, "prefetch=-1 must be a whole number, at least 0"),
+        ({"stage": 3, "prefetch": 1.5}, "prefetch=1.5 must be a whole number"),
+        ({"stage": 3, "live": 0}, "live=0 must be a whole number, at least 1"),
+        ({"stage": 3, "persist": -5}, "persist=-5 must be"),
+        ({"stage": 2, "persist": 5}, "persist=5: stage 2 keeps all params whole"),
+        ({"stage": 1, "prefetch": 0}, "prefetch=0: stage 1 keeps all params whole"),
+        ({"stage": 2, "secondary": True}, "secondary=True: stage 2"),
+        ({"stage": 3, "secondary": True}, "say inside which ranks"),
+        ({"stage": 0, "inside": 2}, "inside=2: stage 0 has no shards"),
+        ({"stage": 0, "aggregate": "owner"}, "aggregate='owner': stage 0"),
+        ({"stage": 2, "aggregate": "owner", "inside": 2}, "one owner and travels in one hop"),
+        ({"stage": 2, "aggregate": "owner", "reduce_scatter": SCATTER}, "uses broadcast and reduce"),
+        ({"stage": 2, "aggregate": "all_reduce", "reduce_scatter": SCATTER}, "uses all_gather and all_reduce"),
+        ({"stage": 2, "predivide": 0.0}, "predivide=0.0"),
+        ({"stage": 2, "predivide": float("nan")}, "predivide=nan"),
+    ],
+)
+def test_what_makes_no_sense(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        transforms.zero(**options)
+
+
+@pytest.mark.parametrize("options", [{"inside": "intra"}, {"inside": True}, {"replicate": "replica"}, {"group": 3}])
+def test_what_is_no_group(options: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=f"{next(iter(options))}="):
+        transforms.zero(3, **options)
+
+
+def test_groups_that_do_not_factor() -> None:
+    def program() -> list[str]:
+        mesh = comm.mesh(inter=3, intra=2)
+        everyone = mesh["inter", "intra"]
+        said = []
+        for options in (
+            {"inside": 4},
+            {"inside": mesh["inter"]},
+            {"inside": comm.new_group([0, 1, 2, 3, 4, 5])},
+            {"replicate": mesh["intra"]},
+        ):
+            try:
+                transforms.zero(3, everyone, **options)
+            except ValueError as error:
+                said.append(str(error))
+        return said
+
+    block, strange, fits, replicas = [*comm.simulate(program, world_size=6)[0], "", ""][:4]
+    assert block == "inside=4: group 'inter,intra' of 6 does not factor into blocks of that; use 1, 2, 3, 6"
+    assert "name both axes, the outer one first" in strange
+    assert "may have this rank alone in common" in fits  # a block of all ranks is one
+    assert replicas == ""
+
+
+def test_replicas_that_make_no_grid() -> None:
+    """Ranks 0 and 1 cut the state, and so do 2 and 3; 0 and 2 are replicas, but 1 and 3 say that theirs is another."""
+
+    def program() -> None:
+        rank = comm.world().rank
+        shards = comm.new_group([[0, 1], [0, 1], [2, 3], [2, 3]][rank])
+        other = comm.new_group([[0, 2], [1, 0], [0, 2], [3, 2]][rank]) if rank in (0, 2) else comm.new_group([rank])
+        step = transforms.zero(3, shards, replicate=other)(fds.train_step(lambda p, x: p["w"].sum(), fds.sgd(0.1)))
+        step.init({"w": torch.ones(3)})
+
+    with pytest.raises((ValueError, comm.CommError)):
+        comm.simulate(program, world_size=4)
+
+
+def test_patterns_are_refused_with_the_nearest_path() -> None:
+    step = transforms.zero(2, unit_of=units.by_path({"lyers": "x"}))(fds.train_step(lambda p, x: x, fds.sgd(0.1)))
+    with pytest.raises(ValueError, match=r"'lyers' matches no path; the nearest is 'layers.w'"):
+        step.init({"layers.w": torch.ones(3)})
+
+
+def test_plans_that_do_not_factor() -> None:
+    with pytest.raises(ValueError, match="n=6: it does not factor into blocks of inside=4"):
+        transforms.zero(3, inside=4).plan({"w": torch.ones(3)}, n=6)
