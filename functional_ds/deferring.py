@@ -1,16 +1,17 @@
 """Modules whose parameters have no values yet: built without memory, materialised a leaf at a time."""
 
-import warnings
 from collections.abc import Callable
+from typing import Any
 
 import attrs
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from .functional import Apply, functional
-from .materialise import from_source
 from .initialising import Initialisation, Place
+from .materialise import from_source
 
 __all__ = ["deferred"]
 
@@ -25,6 +26,22 @@ class _Built:
     def read(self, path: str, start: int, stop: int) -> Tensor:
         """A stretch of one parameter, which is computed for it."""
         return self.recording.compute(self.places[path]).reshape(-1)[start:stop].clone()
+
+
+class _Copies(TorchFunctionMode):
+    """Deep copies of fake tensors by values; torch's own would copy the mode that made them, too."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not Tensor.__deepcopy__ or not isinstance(args[0], FakeTensor):
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        if id(tensor) not in memo:
+            copied = tensor.detach().clone()
+            wanted = tensor.requires_grad
+            memo[id(tensor)] = (
+                nn.Parameter(copied, wanted) if isinstance(tensor, nn.Parameter) else copied.requires_grad_(wanted)
+            )
+        return memo[id(tensor)]
 
 
 def deferred(build: Callable[[], nn.Module], *, device: str | torch.device = "cpu") -> tuple[Apply, dict[str, Tensor]]:
@@ -55,10 +72,8 @@ def deferred(build: Callable[[], nn.Module], *, device: str | torch.device = "cp
     torch.Size([3, 2])
     """
     recording = Initialisation()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # torch's own deepcopy does
-        with FakeTensorMode(allow_non_fake_inputs=True), recording:
-            module = build()
+    with FakeTensorMode(allow_non_fake_inputs=True), _Copies(), recording:
+        module = build()
     places = _bare(module, recording)
     for owner in module.modules():
         for tensors in (owner._buffers, owner.__dict__):
@@ -70,7 +85,7 @@ def deferred(build: Callable[[], nn.Module], *, device: str | torch.device = "cp
 
 
 def _bare(module: nn.Module, recording: Initialisation) -> dict[str, Place]:
-    """Puts parameters on the meta device into the places of fake ones; where those lie, by the name of each one's first place."""
+    """Puts parameters on the meta device into the places of fake ones; where those lie, by their first names."""
     new: dict[int, nn.Parameter] = {}
     places: dict[str, Place] = {}
     for path, owner in module.named_modules():

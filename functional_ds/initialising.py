@@ -10,15 +10,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import attrs
-import optree
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from . import tree
+
 __all__ = ["Initialisation", "Place"]
 
-_OVERWRITES = frozenset({"normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "exponential_", "bernoulli_", "log_normal_"})
+_OVERWRITES = frozenset(
+    {"normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "exponential_", "bernoulli_", "log_normal_"}
+)
 _LOOKS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 
 
@@ -88,12 +91,12 @@ class Initialisation(TorchDispatchMode):
         if _LOOKS & set(func.tags):
             return self._look(func, args, kwargs)
         state = self._draw(func, args, kwargs) if torch.Tag.nondeterministic_seeded in func.tags else None
-        reads = [self.place(x) for x in optree.tree_leaves((args, kwargs)) if isinstance(x, FakeTensor)]
-        arguments = optree.tree_map(self._noted, (args, {k: v for k, v in kwargs.items() if k != "generator"}))
+        reads = [self.place(x) for x in tree.leaves((args, kwargs)) if isinstance(x, FakeTensor)]
+        arguments = tree.map(self._noted, (args, {k: v for k, v in kwargs.items() if k != "generator"}))
         changed = [self.place(x) for x in _written(func, args, kwargs) if isinstance(x, FakeTensor)]
         known = len(self._kept)
         found = func(*args, **{**kwargs, **({"generator": None} if "generator" in kwargs else {})})
-        outputs = [self.place(x) if isinstance(x, FakeTensor) else None for x in optree.tree_leaves(found)]
+        outputs = [self.place(x) if isinstance(x, FakeTensor) else None for x in tree.leaves(found)]
         makes = tuple(place if place is not None and place.storage >= known else None for place in outputs)
         self._note(func, arguments, reads, changed, makes, state)
         return found
@@ -118,7 +121,9 @@ class Initialisation(TorchDispatchMode):
             for index in self._needed(place.storage):
                 self._again(self._entries[index], storages)
         if place.storage not in storages:
-            raise RuntimeError(f"a tensor of shape {list(place.shape)} was not made by torch's operations while they were recorded")
+            raise RuntimeError(
+                f"a tensor of shape {list(place.shape)} was not made by torch's operations while they were recorded"
+            )
         return place.within(storages)
 
     # -- recording -----------------------------------------------------------------------------------------------------
@@ -147,24 +152,24 @@ class Initialisation(TorchDispatchMode):
     def _draw(self, func: Any, args: Any, kwargs: Any) -> Tensor:
         """Carries a random operation out on scratch memory: the generator moves on. Returns its state before."""
         generator = kwargs.get("generator") or torch.default_generator
-        places = [self.place(x) for x in optree.tree_leaves((args, kwargs)) if isinstance(x, FakeTensor)]
+        places = [self.place(x) for x in tree.leaves((args, kwargs)) if isinstance(x, FakeTensor)]
         sizes = {place.storage: self._kept[place.storage].nbytes() for place in places}
         with unset_fake_temporarily(), torch.no_grad():
             state: Tensor = generator.get_state()
             zeros = {key: torch.zeros(size, dtype=torch.uint8).untyped_storage() for key, size in sizes.items()}
-            args, kwargs = optree.tree_map(lambda x: self._in(x, zeros), (args, kwargs))
+            args, kwargs = tree.map(lambda x: self._in(x, zeros), (args, kwargs))
             func(*args, **kwargs)
         return state
 
     def _look(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operation whose result the program, or a shape, depends on: now, and for real."""
         with unset_fake_temporarily(), torch.no_grad():
-            places = [self.place(x) for x in optree.tree_leaves((args, kwargs)) if isinstance(x, FakeTensor)]
+            places = [self.place(x) for x in tree.leaves((args, kwargs)) if isinstance(x, FakeTensor)]
             storages = {place.storage: self.compute(place).untyped_storage() for place in places}
-            args, kwargs = optree.tree_map(lambda x: self._in(x, storages), (args, kwargs))
+            args, kwargs = tree.map(lambda x: self._in(x, storages), (args, kwargs))
             found = func(*args, **kwargs)
         with self:  # what comes of it has values: it is taken in as those
-            return optree.tree_map(lambda x: torch.ops.aten.lift_fresh(x) if isinstance(x, Tensor) else x, found)
+            return tree.map(lambda x: torch.ops.aten.lift_fresh(x) if isinstance(x, Tensor) else x, found)
 
     def _in(self, value: Any, storages: Mapping[int, torch.UntypedStorage]) -> Any:
         return self.place(value).within(storages) if isinstance(value, FakeTensor) else value
@@ -193,7 +198,7 @@ class Initialisation(TorchDispatchMode):
         return sorted(needed)
 
     def _again(self, entry: _Entry, storages: dict[int, torch.UntypedStorage]) -> None:
-        args, kwargs = optree.tree_map(lambda x: x.within(storages) if isinstance(x, Place) else x, entry.arguments)
+        args, kwargs = tree.map(lambda x: x.within(storages) if isinstance(x, Place) else x, entry.arguments)
         if entry.state is None:
             found = entry.function(*args, **kwargs)
         else:
@@ -203,14 +208,14 @@ class Initialisation(TorchDispatchMode):
                 found = entry.function(*args, **kwargs)
             finally:
                 torch.default_generator.set_state(now)
-        for place, result in zip(entry.makes, optree.tree_leaves(found), strict=True):
+        for place, result in zip(entry.makes, tree.leaves(found), strict=True):
             if place is not None:
                 _check(place, result, entry.function)
                 storages[place.storage] = result.untyped_storage()
 
 
 def _refuse_devices(function: Any, arguments: Any) -> None:
-    for value in optree.tree_leaves(arguments):
+    for value in tree.leaves(arguments):
         device = value.device if isinstance(value, Tensor) else value
         if isinstance(device, torch.device) and device.type != "cpu":
             raise RuntimeError(f"{function} on {device}: only what is done on the CPU can be recorded; leave the device out")
@@ -218,7 +223,9 @@ def _refuse_devices(function: Any, arguments: Any) -> None:
 
 def _check(place: Place, result: Tensor, function: Any) -> None:
     if (result.storage_offset(), tuple(result.shape), result.stride()) != (place.offset, place.shape, place.stride):
-        raise RuntimeError(f"{function} lays a tensor of shape {list(place.shape)} out in another way than it does without values")
+        raise RuntimeError(
+            f"{function} lays a tensor of shape {list(place.shape)} out in another way than it does without values"
+        )
 
 
 def _written(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
@@ -227,4 +234,4 @@ def _written(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
     for place, argument in enumerate(function._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             found.append(args[place] if place < len(args) else kwargs.get(argument.name))
-    return [x for x in optree.tree_leaves(found) if isinstance(x, Tensor)]
+    return [x for x in tree.leaves(found) if isinstance(x, Tensor)]

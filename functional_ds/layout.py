@@ -119,9 +119,10 @@ class Layout:
         place = {path: index for index, path in enumerate(paths)}
         written = {path: leaves[place[path]] for path in tree.as_written(params)}  # as a model uses its leaves, more or less
         members: dict[tuple[str | None, str], dict[_Kind, list[int]]] = {}
-        for (path, leaf), name in zip(written.items(), unit_names(unit_of, written).values(), strict=True):
+        names = unit_names(unit_of, written)
+        for path, leaf in written.items():
             kind = leaf.dtype, is_trainable(leaf), stored_in(leaf), persistent(leaf)
-            members.setdefault((part_of(leaf), name), {}).setdefault(kind, []).append(place[path])
+            members.setdefault((part_of(leaf), names[path]), {}).setdefault(kind, []).append(place[path])
         owners = _owners([sum(leaves[i].nbytes for kind in kinds.values() for i in kind) for kinds in members.values()], n)
         units: list[Unit] = []
         segments: list[Segment] = []
@@ -130,8 +131,8 @@ class Layout:
             for (dtype, trainable, _, whole), indices in kinds.items():
                 slots, size = _slots(dtype, [(i, leaves[i]) for i in indices])
                 shard = size if owned else -(-size // n)
-                kept = {"owner": owner if owned else None, "persistent": whole}
-                segments.append(Segment(len(units), dtype, trainable, slots, shard, shard if owned else n * shard, **kept))
+                owned_by, size = (owner, size) if owned else (None, n * shard)
+                segments.append(Segment(len(units), dtype, trainable, slots, shard, size, owned_by, whole))
             units.append(Unit(name if part is None else f"{part}: {name}", tuple(range(first, len(segments)))))
         return Layout(n, tuple(units), tuple(segments), paths, tree.structure(params))
 

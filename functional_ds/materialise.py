@@ -111,11 +111,11 @@ def piece(leaf: Tensor, start: int, stop: int) -> Tensor:
     origin = _origin(leaf)
     if origin is None:
         return leaf.detach().reshape(-1)[start:stop]
-    found = origin.source.read(origin.path, start, stop)
+    found: Any = origin.source.read(origin.path, start, stop)
     if not isinstance(found, Tensor) or found.numel() != stop - start:
         gave = f"{found.numel()} elements" if isinstance(found, Tensor) else f"a {type(found).__name__}"
         raise ValueError(
-            f"source: asked for elements {start} to {stop} of {origin.path!r}, a leaf of shape {list(leaf.shape)}, it gave {gave}"
+            f"source: asked for elements {start} to {stop} of {origin.path!r}, of shape {list(leaf.shape)}, it gave {gave}"
         )
     return found.detach().reshape(-1).to(device=origin.device, dtype=leaf.dtype)
 

@@ -3,6 +3,7 @@
 The laws are checked on a few fixed cases; each must hold in the library as it is and break with its bug planted.
 """
 
+import math
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -18,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import functional_ds as fds
 import functional_ds.checkpointing.writing  # loaded late otherwise, and bugs are planted in what is there
 from functional_ds import checkpointing, comm, transforms, tree
+from functional_ds.fitting import RollBack
 from functional_ds.key import Key
 from functional_ds.layout import Layout, shard, unshard
 from functional_ds.owning import Owners
@@ -927,6 +929,23 @@ def checkpoints_come_back() -> None:
         assert raises(checkpointing.DamagedError, lambda: comm.simulate(again, world_size=2))
 
 
+def runs_go_on() -> None:
+    """Law 37: a run in two parts is the run, in the data and with losses that are not finite skipped."""
+
+    def run(folder: Path | None, steps: int, skipped: int) -> Any:
+        step = fds.train_step(linear, fds.adamw(0.1))
+        batch = lambda index: torch.arange(12) * (math.nan if index == skipped else index + 1)  # noqa: E731
+        rule = RollBack(after=1) if folder else None
+        data = batch if folder else lambda index: batch(index + 2 if index > 3 else index)
+        more = {} if folder is None else {"path": folder, "every": 2}
+        state = fds.fit(step, step.init(fresh()), data, steps=steps, log_every=1, on_non_finite=rule, **more)
+        return step.params(state)
+
+    with tempfile.TemporaryDirectory() as name:
+        run(Path(name), 3, 5)
+        same(run(Path(name), 7, 5), run(None, 7, 5))
+
+
 # -- activations ------------------------------------------------------------------------------------------------------
 
 
@@ -951,8 +970,8 @@ def offload_changes_nothing() -> None:
         params, batch = {"w": torch.linspace(-1, 1, 300)}, torch.tensor(0.5)
 
         def final(*strategy: fds.Transform) -> Any:
-            step = fds.compose(transforms.mixed_precision("bf16"), *strategy, transforms.clip(1.0))(
-                fds.train_step(lambda p, x: (p["w"] * x).sin().sum(), fds.adamw(0.1))
+            step = fds.compose(transforms.mixed_precision("bf16"), transforms.clip(1.0), *strategy)(
+                fds.train_step(lambda p, x: (p["w"] * x).sin().sum(), fds.sgd(0.1, momentum=0.9))
             )
             kept, _ = step(step.init(params), batch)
             results = [step.params(step(step(kept, batch, donate=False)[0], batch)[0]) for _ in range(2)]
@@ -1461,6 +1480,17 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
             shows=Exception,
         ),
         Bug("checksums are not looked at", "checkpointing.blocks", "if check != file.checks[start // BLOCK]:", "if False:"),
+    ],
+    (runs_go_on,): [
+        Bug("the data begin anew", "fitting.run", "None if self.place.data is None else own(self.place.data)", "None"),
+        Bug("a checkpoint is a step late", "fitting.keeper", "Place(done, gathered(data)", "Place(done + 1, gathered(data)"),
+        Bug(
+            "a loss that is not finite counts as one",
+            "fitting.health",
+            "loss.isfinite().logical_not()",
+            "loss.isfinite()",
+            shows=Exception,
+        ),
     ],
 }
 

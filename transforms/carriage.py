@@ -87,7 +87,7 @@ class Carriage:
         return whole
 
     def _broadcast(self, segments: Sequence[Segment], shards: Sequence[Tensor]) -> Any:
-        group, owner = self.ranks.shards, segments[0].owner
+        group, owner = self.ranks.shards, segments[0].owner or 0
         own = group.rank == owner
         whole = [x.detach() if own else x.new_empty(s.size) for s, x in zip(segments, shards, strict=True)]
         return comm.broadcast(whole, owner, group, async_op=True)
@@ -159,7 +159,7 @@ class Carriage:
         )
 
     def _reduce_to_owner(self, segments: Sequence[Segment], flats: Flats) -> Any:
-        group, owner = self.ranks.shards, segments[0].owner
+        group, owner = self.ranks.shards, segments[0].owner or 0
         pending = comm.reduce(flats, owner, self._channel(group), async_op=True)
         return pending.then(lambda sums: [total if group.rank == owner else total.new_empty(0) for total in sums])
 

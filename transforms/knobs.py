@@ -79,8 +79,10 @@ class Knobs:
     def _check_words(self) -> None:
         if self.aggregate not in AGGREGATIONS:
             near = difflib.get_close_matches(str(self.aggregate), AGGREGATIONS, 1, 0.0)[0]
-            raise ValueError(f"aggregate={self.aggregate!r} is unknown: use one of {', '.join(AGGREGATIONS)}; the nearest is {near!r}")
-        if not isinstance(self.predivide, int | float) or not isfinite(self.predivide) or self.predivide <= 0:
+            raise ValueError(
+                f"aggregate={self.aggregate!r} is unknown: use one of {', '.join(AGGREGATIONS)}; the nearest is {near!r}"
+            )
+        if not isfinite(self.predivide) or self.predivide <= 0:
             raise ValueError(f"predivide={self.predivide!r}: gradients are divided by a positive number")
 
     def _check_use(self) -> None:
@@ -91,13 +93,15 @@ class Knobs:
                     "it is for stage 3"
                 )
         if self.stage == 0:
-            for name, default in (("inside", None), ("aggregate", "reduce_scatter")):
-                if getattr(self, name) != default:
+            for name, usual in {"inside": None, "aggregate": "reduce_scatter"}.items():
+                if getattr(self, name) != usual:
                     raise ValueError(f"{name}={getattr(self, name)!r}: stage 0 has no shards and always uses all_reduce")
         if self.secondary and self.inside is None:
             raise ValueError("secondary=True: say inside which ranks the second shards lie: inside=mesh['intra'], or a number")
         if self.aggregate == "owner" and self.inside is not None:
-            raise ValueError(f"inside={self.inside!r}: with aggregate='owner' a unit has one owner and travels in one hop; leave it out")
+            raise ValueError(
+                f"inside={self.inside!r}: with aggregate='owner' a unit has one owner and travels in one hop; leave it out"
+            )
 
     def used(self) -> tuple[str, ...]:
         """The collectives that carry params and gradients, of those that can be given."""
@@ -124,7 +128,7 @@ class Knobs:
             params,
             n,
             self.unit_of,
-            persistent=lambda leaf: 0 < self.persist and leaf.numel() <= self.persist,
+            persistent=lambda leaf: self.persist > 0 and leaf.numel() <= self.persist,
             owned=self.aggregate == "owner",
         )
 

@@ -67,7 +67,10 @@ class Plan:
 
     def fetched(self) -> int:
         """Bytes of the units that stage 3 has whole at once, at most, those under way included; its largest ones."""
-        sizes = [sum(s.size * self._itemsize(s) for s in self._of(unit) if not s.persistent) for unit in range(len(self.layout.units))]
+        sizes = [
+            sum(s.size * self._itemsize(s) for s in self._of(unit) if not s.persistent)
+            for unit in range(len(self.layout.units))
+        ]
         most = sorted(sizes, reverse=True)[: self.knobs.live + self.knobs.prefetch]
         return sum(most) if self.knobs.stage == 3 and self.layout.n > 1 else 0
 
@@ -118,7 +121,9 @@ class Plan:
     def _payload(self, segment: Segment, elements: int) -> int:
         return _payload(self.knobs.all_gather, elements, self._dtype(segment))
 
-    def _gather(self, sent: Counter[tuple[str, str]], s: Segment, rank: int, times: int, *, across: int, inside: int = 2) -> None:
+    def _gather(
+        self, sent: Counter[tuple[str, str]], s: Segment, rank: int, times: int, *, across: int, inside: int = 2
+    ) -> None:
         if s.owner is not None:
             size = (self.layout.n - 1) * s.size * self._itemsize(s) if rank == s.owner else 0
             sent["broadcast", self.levels[0].name if self.levels else ""] += inside * times * size
@@ -175,10 +180,13 @@ class Plan:
         sizes = [sum(s.size for s in self._of(unit)) for unit in range(len(layout.units))]
         lines = [
             str(knobs),
-            f"ranks      {layout.n} shards" + "".join(f", {level.name!r} of {level.size}" for level in self.levels)
+            f"ranks      {layout.n} shards"
+            + "".join(f", {level.name!r} of {level.size}" for level in self.levels)
             + (f"; replicated over {self.replicas.name!r} of {self.replicas.size}" if self.replicas is not None else ""),
-            f"units      {len(layout.units)}: " + _listed([f"{u.name} ({size:,})" for u, size in zip(layout.units, sizes, strict=True)]),
-            f"stored     {self.held():,} bytes of params" + (f", {_elements(self.whole):,} elements whole" if self.whole else "")
+            f"units      {len(layout.units)}: "
+            + _listed([f"{u.name} ({size:,})" for u, size in zip(layout.units, sizes, strict=True)]),
+            f"stored     {self.held():,} bytes of params"
+            + (f", {_elements(self.whole):,} elements whole" if self.whole else "")
             + (f", {_elements(self.cut):,} in shards" if self.cut else ""),
         ]
         if knobs.stage == 3:
@@ -186,7 +194,11 @@ class Plan:
                 f"fetched    {knobs.live} whole and {knobs.prefetch} ahead, at most {self.fetched():,} bytes"
                 + (f"; kept for the backward pass {self.seconds():,} bytes" if knobs.secondary else "")
             )
-        how = "all_reduce" if knobs.stage == 0 else {"owner": "one reduce to each unit's owner"}.get(knobs.aggregate, knobs.aggregate)
+        how = (
+            "all_reduce"
+            if knobs.stage == 0
+            else {"owner": "one reduce to each unit's owner"}.get(knobs.aggregate, knobs.aggregate)
+        )
         lines.append(
             f"gradients  {how} of {_name(self.wire) if self.wire else 'what is computed'}"
             + (f", divided by {knobs.predivide:g} before" if knobs.predivide != 1 else "")
@@ -197,7 +209,9 @@ class Plan:
             lines.append(f"owners     {', '.join(f'rank {rank}: {owners[rank]} units' for rank in range(layout.n))}")
         found = self.sent()
         most = "up to " if knobs.stage == 3 and knobs.keep and layout.n > 1 else ""
-        shown = [f"{name} over {group!r} {most if name == 'all_gather' else ''}{size:,}" for (name, group), size in found.items()]
+        shown = [
+            f"{name} over {group!r} {most if name == 'all_gather' else ''}{size:,}" for (name, group), size in found.items()
+        ]
         lines.append(f"sends      bytes a micro-batch and rank: {', '.join(shown) or 'none'}")
         return "\n".join(lines)
 
@@ -219,7 +233,8 @@ def plan(
     """
     group = knobs.group
     count = n if n is not None else (group or comm.world()).size
-    block = inside if inside is not None else getattr(knobs.inside, "size", knobs.inside)
+    said = knobs.inside.size if isinstance(knobs.inside, comm.Group) else knobs.inside
+    block = said if inside is None else inside
     if count < 1 or (block is not None and (block < 1 or count % block)):
         raise ValueError(f"n={count}: it does not factor into blocks of inside={block} ranks")
     name = "world" if group is None else group.name

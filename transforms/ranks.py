@@ -116,8 +116,8 @@ class Ranks:
         odd = [rank for other, rank in zip(prints, ranks, strict=True) if other != prints[0]]
         if odd:
             raise ValueError(
-                f"params: ranks {odd} of group {self.group.name!r} have other leaves, shapes, dtypes or frozen leaves than rank "
-                f"{ranks[0]}; build the same model on every rank"
+                f"params: ranks {odd} of group {self.group.name!r} have other leaves, shapes, dtypes or frozen leaves than "
+                f"rank {ranks[0]}; build the same model on every rank"
             )
         if len(set(ranks)) != len(ranks) and not comm.are_alike(self.group):
             raise ValueError(
@@ -136,13 +136,16 @@ def _check_block(group: comm.Group, inside: comm.Group | int, size: int) -> None
     if isinstance(inside, int):
         if size < 1 or group.size % size:
             fits = ", ".join(str(d) for d in range(1, group.size + 1) if group.size % d == 0)
-            raise ValueError(f"inside={inside}: group {group.name!r} of {group.size} does not factor into blocks of that; use {fits}")
+            raise ValueError(
+                f"inside={inside}: group {group.name!r} of {group.size} does not factor into blocks of that; use {fits}"
+            )
         return
     blocks = [group.ranks[start : start + size] for start in range(0, group.size, size)]
     if group.size % size or inside.ranks != blocks[group.rank // size]:
         raise ValueError(
-            f"inside={inside!r}: group {group.name!r} of ranks {list(group.ranks)} does not factor into blocks of consecutive ranks "
-            "of which this is one; name both axes, the outer one first: zero(3, mesh['inter', 'intra'], inside=mesh['intra'])"
+            f"inside={inside!r}: group {group.name!r} of ranks {list(group.ranks)} does not factor into blocks of consecutive "
+            "ranks of which this is one; name both axes, the outer one first: "
+            "zero(3, mesh['inter', 'intra'], inside=mesh['intra'])"
         )
 
 
@@ -150,6 +153,6 @@ def _check_replicas(group: comm.Group, replicate: comm.Group) -> None:
     shared = set(group.ranks) & set(replicate.ranks)
     if shared != {group.ranks[group.rank]}:
         raise ValueError(
-            f"replicate={replicate!r}: it shares ranks {sorted(shared)} with group {group.name!r}, over which the state is cut; the "
-            "two may have this rank alone in common: zero(3, mesh['shard'], replicate=mesh['replica'])"
+            f"replicate={replicate!r}: it shares ranks {sorted(shared)} with group {group.name!r}, over which the state is "
+            "cut; the two may have this rank alone in common: zero(3, mesh['shard'], replicate=mesh['replica'])"
         )

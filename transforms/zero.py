@@ -15,7 +15,6 @@ from functional_ds.parts import Parts
 from functional_ds.state import State
 from functional_ds.step import Metrics, Step, wrap
 from functional_ds.tape import Tape
-from functional_ds.trainable import like_marked
 from functional_ds.training import stored_view
 from functional_ds.units import UnitOf
 from functional_ds.weighted import Weighted
@@ -354,7 +353,7 @@ def _as_stored(layout: Layout, stored: Sequence[Tensor]) -> Layout:
 
 def _of_rank_0(leaf: Tensor, ranks: Ranks) -> Tensor:
     """What the first rank has; deferred leaves are read everywhere."""
-    return leaf if is_deferred(leaf) else ranks.from_first(leaf.detach())  # type: ignore[no-any-return]
+    return leaf if is_deferred(leaf) else ranks.from_first(leaf.detach())
 
 
 def _either(exact: Sequence[Tensor | None], stored: Sequence[Tensor]) -> list[Tensor]:

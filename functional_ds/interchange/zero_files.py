@@ -254,7 +254,7 @@ def _in_pieces(
     found, at = {}, 0
     for name, shape in ((name, shape) for group in shapes for name, shape in group.items()):
         numel = prod(shape)
-        piece = max(1, numel // len(flats))
+        piece = -(-numel // len(flats))
         if at + piece > begins[-1]:
             raise ValueError(f"{name!r} ends at {at + piece} of a rank's {begins[-1]} elements")
         stretches = []

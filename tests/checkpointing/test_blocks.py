@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from functional_ds.checkpointing import DamagedError, blocks, manifest
@@ -24,6 +24,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     places=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 100)), max_size=5),
     flip=st.none() | st.integers(0, 10_000),
 )
+@example(pieces=[bytes(range(40))], places=[(0, 40), (0, 1), (33, 2)], flip=None)
 def test_reading_gives_what_was_written(
     tmp_path_factory: pytest.TempPathFactory, pieces: list[bytes], places: list[tuple[int, int]], flip: int | None
 ) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import functional_ds as fds
-from functional_ds import checkpointing, comm, transforms
+from functional_ds import checkpointing, comm, pipelining, transforms
 from functional_ds.testing import assert_same
 from tests.checkpointing.states import (
     POLICIES,
@@ -196,6 +196,37 @@ def test_stages_of_a_pipeline_come_and_go(folder: Path, shape: tuple[int, int], 
     expected = comm.simulate(lambda: first(save), world_size=n)[0]
     for found in comm.simulate(lambda: second(load), world_size=m):
         assert_same_contents(found, expected)
+
+
+def layer(params: Any, x: Tensor) -> Tensor:
+    return torch.tanh(x @ params["w"])
+
+
+@pytest.mark.parametrize("shapes", [((2, 2), (1, 1)), ((1, 3), (2, 1)), ((2, 1), (4, 1))])
+def test_a_pipeline_goes_on_as_another(tmp_path: Path, shapes: Any) -> None:
+    """A run on some stages and data-parallel ranks goes on with others, and its losses are the whole run's."""
+    params = [{"w": torch.linspace(-1, 1, 16).view(4, 4) + i / 8} for i in range(4)]
+    stages = pipelining.stages([layer] * 4, params, loss=lambda y, batch: (y - batch[1]).square().mean())
+    batch = torch.linspace(-1, 1, 96).view(24, 4), torch.linspace(1, -1, 96).view(24, 4)
+
+    def losses(shape: tuple[int, int], start: int, stop: int) -> list[float]:
+        pp, dp = shape
+        mesh = comm.mesh(pp=pp, dp=dp)
+        schedule = pipelining.interleaved_one_f_one_b(pp, 4, v=4 // pp) if 1 < pp < 4 else pipelining.one_f_one_b(pp, 4)
+        piped = [transforms.pipeline(schedule, stages, mesh["pp"])] if pp > 1 else []
+        step = fds.compose(transforms.zero(2, mesh["dp"]), *piped)(fds.train_step(stages, fds.adamw(0.1)))
+        state, found = step.init(params), []
+        if start:
+            state = fds.load(tmp_path, like=state, donate=True)
+        for _ in range(start, stop):
+            state, metrics = step(state, fds.tree.map(lambda x: x.tensor_split(dp)[mesh["dp"].rank], batch))
+            found.append(metrics["loss"].item())
+        fds.save(state, tmp_path)
+        return found
+
+    before = comm.simulate(losses, shapes[0], 0, 2, world_size=shapes[0][0] * shapes[0][1])[0]
+    after = comm.simulate(losses, shapes[1], 2, 4, world_size=shapes[1][0] * shapes[1][1])[0]
+    assert before + after == pytest.approx(comm.simulate(losses, (1, 1), 0, 4, world_size=1)[0], rel=1e-5)
 
 
 RULES.setdefault("one for each, anywhere", fds.route({lambda path: path.endswith("w"): fds.lion(0.1)}, fds.adamw(0.1)))

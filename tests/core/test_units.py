@@ -20,7 +20,8 @@ def model() -> dict[str, torch.Tensor]:
 def names(unit_of: Any) -> dict[str, list[str]]:
     layout = Layout.of(model(), 2, unit_of)
     return {
-        unit.name: [layout.paths[slot.leaf] for i in unit.segments for slot in layout.segments[i].slots] for unit in layout.units
+        unit.name: [layout.paths[slot.leaf] for i in unit.segments for slot in layout.segments[i].slots]
+        for unit in layout.units
     }
 
 
@@ -38,7 +39,7 @@ def test_by_path() -> None:
 
 @given(sizes=st.lists(st.integers(0, 20), min_size=1), limit=st.integers(1, 100))
 def test_by_bytes(sizes: list[int], limit: int) -> None:
-    """Neighbours, in order, as many as fit; a unit above the limit is one leaf; no two neighbours would have fitted together."""
+    """Neighbours, in order, as many as fit; a unit above the limit is one leaf; no leaf would have fitted before."""
     params = {f"p{i}": torch.ones(size) for i, size in enumerate(sizes)}
     found: dict[str, int] = {}
     members: dict[str, list[str]] = {}

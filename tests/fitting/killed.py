@@ -1,7 +1,7 @@
 """Run by torchrun: trains, and in some attempts one rank is killed at a random moment.
 
-killed.py FOLDER SEED ATTEMPTS SECONDS: in each of so many attempts, a rank and a moment that the seed picks, up to so many
-seconds after the training began.
+killed.py FOLDER SEED ATTEMPTS: in each of so many attempts, a rank and a moment that the seed picks: up to 30 ms after a
+batch was drawn, in a step or while a checkpoint is written.
 """
 
 import os
@@ -18,26 +18,33 @@ from functional_ds import comm
 from tests.fitting import programs
 
 
-def kill_oneself(delay: float, note: Path) -> None:
-    """SIGKILL, from a thread, whatever the main thread does then; notes before what that was."""
+def kill_oneself(delay: float, note: Path, index: int) -> None:
+    """SIGKILL, from a thread, whatever the main thread does then; notes before what was there."""
     time.sleep(delay)
     folder = note.parent / "checkpoints"
-    files = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
-    note.write_text(f"after {delay:.3f} s, with {files}\n")
+    saving = any(path.name.startswith(".saving") for path in folder.iterdir())
+    note.write_text(f"{1000 * delay:.0f} ms after batch {index}{', while saving' if saving else ''}")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main(folder: str, seed: str, attempts: str, seconds: str) -> None:
+def main(folder: str, seed: str, attempts: str) -> None:
     comm.init_distributed("gloo")
     attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), comm.world().rank
-    drawn = random.Random(f"{seed} {attempt}")
-    victim, delay = drawn.randrange(comm.world().size), drawn.uniform(0, float(seconds))
-    if attempt < int(attempts) and rank == victim:
-        words = (delay, Path(folder, f"killed-{attempt}-{rank}"))
-        threading.Thread(target=kill_oneself, args=words, daemon=True).start()
-    began = time.monotonic()
-    programs.trained(folder)
-    Path(folder, f"seconds-{attempt}-{rank}").write_text(str(time.monotonic() - began))
+    random_ = random.Random(f"{seed} {attempt}")
+    victim, moment, delay = (
+        random_.randrange(comm.world().size),
+        random_.randrange(programs.STEPS - 10),
+        random_.uniform(0, 0.03),
+    )
+    armed = [attempt < int(attempts) and rank == victim]
+
+    def drawn(index: int) -> None:
+        if armed[0] and index >= moment:
+            armed[0] = False
+            words = (delay, Path(folder, f"killed-{attempt}-{rank}"), index)
+            threading.Thread(target=kill_oneself, args=words, daemon=True).start()
+
+    programs.trained(folder, drawn=drawn)
     comm.destroy_process_group()
 
 

@@ -1,6 +1,7 @@
 """What ranks do while a watchdog watches them: each goes wrong in its own way."""
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -66,12 +67,13 @@ def fitted(folder: str) -> None:
 STEPS, EVERY = 40, 3
 
 
-def trained(folder: str, milliseconds: int = 0, seconds: float = 20) -> None:
-    """A run that is long enough to be killed in; leaves the params it came to."""
+def trained(folder: str, milliseconds: int = 0, seconds: float = 20, drawn: Callable[[int], None] = lambda index: None) -> None:
+    """A run that is long enough to be killed in; leaves the params it came to. ``drawn`` is told of each batch."""
     step, state = models.build()
 
     def batch(index: int) -> torch.Tensor:
         time.sleep(milliseconds / 1000)
+        drawn(index)
         return models.batch(index)
 
     path, timeout = Path(folder, "checkpoints"), timedelta(seconds=seconds)

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,28 @@ def test_a_disk_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     expected = content(step, step(state, torch.tensor(0.5), donate=False)[0])  # pieces of reads and writes are put together
     monkeypatch.undo()
     assert_same(content(step, step(state, torch.tensor(0.5))[0]), expected)
+
+
+@pytest.mark.parametrize("slow", ["preadv", "pwritev"])
+def test_a_slow_disk(slow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No buffer is filled again before it is written, also where units without files (scalars) come between."""
+    params = {str(i): torch.tensor(1.0) if i % 3 else torch.ones(1500) for i in range(7)}
+
+    def final(*strategy: fds.Transform) -> Any:
+        step = fds.compose(*strategy)(fds.train_step(lambda p, x: sum((w * x).sum() for w in p.values()), fds.adamw(0.1)))
+        state = step.init(params)
+        for _ in range(3):
+            state, _ = step(state, torch.tensor(0.5))
+        return step.params(state)
+
+    expected, quick = final(), getattr(os, slow)
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(0.003)
+        return quick(*args)
+
+    monkeypatch.setattr(os, slow, slowly)
+    assert_same(final(T.offload("disk", path=tmp_path, buffer_bytes=2**13)), expected)
 
 
 def test_a_disk_that_fills_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

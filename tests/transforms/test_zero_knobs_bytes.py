@@ -168,7 +168,7 @@ class Watch:
 @pytest.mark.parametrize("live", [1, 2])
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_units_that_are_there_at_once(prefetch: int, live: int, keep: bool) -> None:
-    """Never more than ``live + prefetch`` units, which is what the plan says, and exactly that many in a chain of equal ones."""
+    """Never more than ``live + prefetch`` units, as the plan says, and exactly that many in a chain of equal ones."""
 
     def program() -> tuple[int, int]:
         watch = Watch()

@@ -229,7 +229,7 @@ class Update:
 
     def _send(self, job: _Job, found: list[Any], lane: Lane, regions: dict[int, tuple[int, int]]) -> None:
         """Starts to bring a piece's results where they belong."""
-        lane.writes = ()
+        lane.writes = tuple(begun for begun in lane.writes if not begun.done())  # a unit with no files waits for none
         for i, (kind, new) in enumerate(zip(job.unit.kinds, found, strict=True)):
             if kind is None:
                 self.after[job.unit.leaf][i] = self.after[job.unit.leaf][i] if job.start else new
