@@ -62,12 +62,9 @@ def main() -> None:
         tail = max(1, args.steps // 20)
         mean, other = (sum(run["losses"][-tail:]) / tail for run in (found[name], plain))
         found[name] |= {"bytes_ratio": between / plain["between"], "loss_ratio": mean / other}
-        print(
-            f"{name:<12} between nodes {between:>12,} ({between / plain['between']:.3f})  loss {mean:.4f} ({mean / other - 1:+.2%})"
-        )
-    reached = all(
-        r["bytes_ratio"] <= GOAL_BYTES and abs(r["loss_ratio"] - 1) <= GOAL_LOSS for n, r in found.items() if n != "fp32"
-    )
+        print(f"{name:<12} across {between:>12,} ({between / plain['between']:.3f}) loss {mean:.4f} ({mean / other - 1:+.2%})")
+    narrowed = [run for name, run in found.items() if name != "fp32"]
+    reached = all(run["bytes_ratio"] <= GOAL_BYTES and abs(run["loss_ratio"] - 1) <= GOAL_LOSS for run in narrowed)
     print("goals reached" if reached else "goals missed")
     args.out.write_text(json.dumps({"sizes": {**vars(args), "out": args.out.name}, "runs": found}, indent=1) + "\n")
 

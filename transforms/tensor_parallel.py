@@ -9,6 +9,7 @@ import attrs
 from torch import Tensor
 
 from functional_ds import comm, tree
+from functional_ds.materialise import from_source, home, is_deferred, values_of
 from functional_ds.parts import Parts
 from functional_ds.state import State
 from functional_ds.step import Step, Transform, wrap
@@ -83,7 +84,12 @@ class _TensorParallel:
         return inner(step, tree.unflatten(tree.structure(params), leaves))  # type: ignore[no-any-return]
 
     def _slice(self, leaf: Tensor, dim: int, group: comm.Group) -> Tensor:
-        piece = like_marked(leaf.detach().chunk(group.size, dim)[group.rank].contiguous(), leaf)
+        def own(whole: Tensor) -> Tensor:
+            return whole.detach().chunk(group.size, dim)[group.rank].contiguous()
+
+        piece = like_marked(own(leaf), leaf)
+        if is_deferred(leaf):  # its values are read where they are stored; a slice of them are the slice's
+            piece = from_source(piece, lambda path: own(values_of(leaf)), device=home(leaf))
         return mark_part(piece, ", ".join(filter(None, (part_of(leaf), _SLICED))))
 
     def params(self, inner: Any, step: Step, state: State) -> Any:

@@ -190,7 +190,7 @@ class Zero:
         zero(3, world, prefetch=2)
         ranks      4 shards, 'world' of 4
         units      2: h.0 (32), h.1 (32)
-        stored     64 bytes of params, 64 elements in shards
+        stored     64 bytes of params, 64 in shards
         fetched    2 whole and 2 ahead, at most 256 bytes
         gradients  reduce_scatter of what is computed, each micro-batch
         sends      bytes a micro-batch and rank: all_gather over 'world' up to 384, reduce_scatter over 'world/reduce' 192

@@ -24,14 +24,17 @@ class Hang:
         """What is wrong by now: who is silent, who raised and took no one along, in whom nothing moves."""
         now = monotonic()
         there = {rank: one for rank, one in seen.items() if not one.beat.left}
-        dead = tuple(rank for rank, one in there.items() if now - one.fresh > silent)
+        stands = any(now - one.moved > timeout for one in there.values())
+        quiet = grace if stands else silent  # who is silent hangs in nothing
+        dead = tuple(rank for rank, one in there.items() if now - one.fresh > quiet)
         if dead:
-            return Hang(f"{_ranks(dead)} died, is stopped, or cannot be reached: silent for {silent:.1f} s", dead)
+            longest = max(now - there[rank].fresh for rank in dead)
+            return Hang(f"{_ranks(dead)} died, is stopped, or cannot be reached: silent for {longest:.1f} s", dead)
         raised = _raised(seen)
         gone = tuple(rank for rank in raised if there and now - seen[rank].fresh > grace)
         if gone:
             return Hang(f"{_ranks(gone)} {seen[gone[0]].beat.left}", gone)
-        if not any(now - one.moved > timeout for one in there.values()):
+        if not stands:
             return None
         # The others wait for those that are in no collective. They stopped at about the same time.
         stuck = {rank: one for rank, one in there.items() if now - one.moved > timeout / 2}

@@ -84,6 +84,22 @@ def test_three_axes_are_one_device(schedule: pp.Schedule | None, zero: int | Non
         assert_close(found[2], expected[2], TOLERANCE)
 
 
+@pytest.mark.parametrize("zero", [1, 3])
+def test_slices_of_leaves_that_are_read_later(zero: int) -> None:
+    """Deferred leaves give the slices, and the shards of slices, of the same leaves with values."""
+
+    def program() -> Any:
+        mesh = comm.mesh(dp=2, tp=2)
+        strategy = transforms.zero(zero, mesh["dp"]), transforms.tensor_parallel(DIMS, mesh["tp"])
+        step = fds.compose(*strategy)(fds.train_step(lambda p, x: p[0]["up"].sum(), fds.sgd(0.1)))
+        whole = _params()
+        deferred = fds.from_source(whole, dict(fds.tree.named(whole)).__getitem__)
+        return step.params(step.init(deferred)), whole
+
+    for found, whole in comm.simulate(program, world_size=4):
+        assert_close(found, whole, 0.0)
+
+
 def test_what_does_not_divide_or_match() -> None:
     step = fds.train_step(lambda p, x: p[0]["up"].sum(), fds.sgd(0.1))
 
