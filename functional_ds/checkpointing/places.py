@@ -152,9 +152,10 @@ def _of_layout(layout: Layout, stored: Sequence[Tensor], rank: int | None) -> tu
     leaves = tuple((path, shapes[i]) for i, path in enumerate(layout.paths))
     places = []
     for segment in layout.segments:
-        forms = [Form((layout.n * segment.shard,), tuple(_cuts(segment, 0, layout.n * segment.shard)))]
+        forms = [Form((segment.size,), tuple(_cuts(segment, 0, segment.size)))]
         if rank is not None:
-            forms.append(Form((segment.shard,), tuple(_cuts(segment, rank * segment.shard, (rank + 1) * segment.shard))))
+            low, high = segment.cut(rank)
+            forms.append(Form((high - low,), tuple(_cuts(segment, low, high))))
         members = tuple(slot.leaf for slot in segment.slots)
         places.append(Place(tuple(forms), members, segment.dtype.is_complex))
     trained = tuple(place for place, segment in zip(places, layout.segments, strict=True) if segment.trainable)

@@ -85,7 +85,7 @@ def elements_sent(stage: int, *, micro_batches: int = 1) -> int:
 
 def padding(layout: Layout) -> int:
     """The elements of all ranks' shards that belong to no leaf."""
-    return sum(layout.n * s.shard - sum(slot.numel for slot in s.slots) for s in layout.segments)
+    return sum(s.size - sum(slot.numel for slot in s.slots) for s in layout.segments)
 
 
 def padding_bound(layout: Layout) -> int:
