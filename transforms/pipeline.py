@@ -136,7 +136,7 @@ class _Pipeline:
 
     def params(self, inner: Any, step: Step, state: State) -> Any:
         """The user's tree, every leaf from the first rank that has it."""
-        return _placed(state).gathered(inner(step, state), self.ranks())
+        return _placed(state).gathered(inner(step, state), self.ranks(), state.step.device)
 
     def parts(self, inner: Any, step: Step, state: State) -> Parts:
         """This rank's leaves; the others' paths are known."""

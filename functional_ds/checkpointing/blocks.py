@@ -121,7 +121,7 @@ def read(folder: Path, file: DataFile, wants: Iterable[Want]) -> None:
     """Reads the blocks that hold what is wanted, and no others; checks each, and hands the bytes out.
 
     Raises:
-        DamagedError: the file is missing, has another size, or a block another checksum.
+        DamagedError: the file is missing or cannot be read, has another size, or a block another checksum.
     """
     stretches = _stretches(file, sorted((w for w in wants if len(w.into)), key=lambda want: want.position))
     handle = _opened(folder, file)
@@ -199,7 +199,10 @@ def _serve(handle: int, folder: Path, file: DataFile, stretch: _Stretch) -> None
 def _fill(handle: int, folder: Path, file: DataFile, data: memoryview, position: int) -> None:
     done = 0
     while done < len(data):
-        count = os.preadv(handle, [data[done:]], position + done)
+        try:
+            count = os.preadv(handle, [data[done:]], position + done)
+        except OSError as error:
+            raise DamagedError(f"{folder / file.name} cannot be read at byte {position + done}: {error.strerror}") from error
         if not count:
             raise DamagedError(f"{folder / file.name} ends at byte {position + done}, and was written with {file.size}")
         done += count

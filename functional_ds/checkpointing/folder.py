@@ -30,11 +30,13 @@ __all__ = [
     "replaced",
     "summaries",
     "tags",
+    "written",
 ]
 
 POINTER = "latest"
 LOCK = ".lock"
 _REPLACED = ".replaced-"
+_FIRST = "00000.bin"  # rank 0's data
 _LONGEST = 200  # bytes of a tag; file names have 255, and hidden names add to it
 
 
@@ -124,20 +126,27 @@ def candidates(folder: Path) -> tuple[list[str], list[str]]:
         return [first, *(tag for tag in rest if tag != first)], warnings
     if first is not None:
         warnings.append(f"{folder / POINTER} names the checkpoint {first!r}, which is not there")
-    warnings += [f"{folder / tag} has no manifest that can be read" for tag in sorted(names - set(rest)) if warnings]
+    warnings += [f"{folder / tag} has no manifest that can be read" for tag in written(folder) if tag not in rest]
     return rest, warnings
+
+
+def written(folder: Path) -> list[str]:
+    """The tags of all folders that a save has filled, whatever has become of them since."""
+    return [tag for tag in _names(folder) if any((place_of(folder, tag) / name).exists() for name in (MANIFEST, _FIRST))]
 
 
 def read_pointer(folder: Path) -> str | None:
     """The tag that ``latest`` names; None where there is no such file.
 
     Raises:
-        DamagedError: it is not as it was written.
+        DamagedError: it is not as it was written, or cannot be read.
     """
     try:
         data = (folder / POINTER).read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise DamagedError(f"{folder / POINTER} cannot be read: {error.strerror}") from error
     tag = data.decode(errors="replace").partition("\n")[0]
     if data != pointer(tag):
         raise DamagedError(f"{folder / POINTER} is damaged")

@@ -60,7 +60,7 @@ def load(
         DamagedError: a file of the tag is missing or not as it was written; without a tag, of all.
         StructureError: the checkpoint and ``like`` differ in leaves or shapes; the message lists them.
         NewerFormatError: a later version of this library wrote it.
-        ValueError: the tag is no plain name.
+        ValueError: the tag is no plain name; a pattern of ``only`` matches nothing in ``like``.
     """
     if not isinstance(like, State):
         raise TypeError(f"like={type(like).__name__}: load takes a state that a step made, as from step.init(params)")
@@ -83,6 +83,7 @@ class _Loading:
         self.folder, self.group, self.like, self.choice, self.donate = folder, group, like, choice, donate
         self.held = describe(like)
         self.known = set().union(*comm.all_gather_object({held.name for held in self.held}, group))
+        choice.check(self.known)
 
     def newest(self) -> tuple[State, Any]:
         """The first that is whole."""

@@ -56,6 +56,7 @@ class Lock:
     def release(self) -> None:
         """Lets others save."""
         if self.handle >= 0:
+            _free(self.handle)  # closing is not enough where a process that was forked meanwhile has it open, too
             os.close(self.handle)
             self.handle = -1
 
@@ -70,6 +71,13 @@ def _held(handle: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _free(handle: int) -> None:
+    with contextlib.suppress(ImportError, OSError):
+        import fcntl
+
+        fcntl.flock(handle, fcntl.LOCK_UN)
 
 
 def _owner(handle: int) -> str:

@@ -119,7 +119,7 @@ class Manifest:
             files = tuple(_file(*row) for row in body["files"])
             tensors = {name: _stored(files, *row) for name, row in body["tensors"].items()}
             return Manifest(Summary(**summary), files, tensors, body["extra"])
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise DamagedError(f"{where} is no manifest of this library's: {error}") from error
 
 
@@ -131,7 +131,7 @@ def read_summary(folder: Path) -> Summary | None:
         if _version(header.rstrip(b"\n"), str(folder)) > _VERSION:
             return None
         found = Summary(**json.loads(line))
-    except (OSError, ValueError, TypeError, DamagedError):
+    except (OSError, ValueError, TypeError, RecursionError, DamagedError):
         return None
     kinds = {"tag": str, "sequence": int, "step": int, "expires": bool, "ranks": int}
     return found if all(type(getattr(found, name)) is kind for name, kind in kinds.items()) else None
@@ -150,7 +150,7 @@ def _version(header: bytes, where: str) -> int:
     try:
         found = json.loads(header)
         form, version = found["format"], found["version"]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         form, version = None, None
     if form != _FORMAT or type(version) is not int:
         raise DamagedError(f"{where} is damaged, or no manifest of this library's")

@@ -39,6 +39,12 @@ class Choice:
         """From what ``load`` was given."""
         return Choice(None if only is None else _patterns(only), _patterns(missing), _patterns(extra))
 
+    def check(self, known: Collection[str]) -> None:
+        """Raises ValueError where a pattern of ``only`` means nothing that there is, so that it would load nothing."""
+        for pattern in self.only or ():
+            if not any(fits(name, (pattern,)) for name in known):
+                raise ValueError(f"only={pattern!r} matches nothing in like, which has {_listed(known)}")
+
     def wants(self, name: str) -> bool:
         """Whether it is to be loaded."""
         return self.only is None or fits(name, self.only)
@@ -88,12 +94,13 @@ def match(
     ``known`` are all ranks' names.
     """
     tensors, found = manifest.tensors, Differences()
-    apart = {base for base, own in map(_split, tensors) if own}
+    split = {name: _split(name) for name in tensors}
+    apart = {base for base, own in split.values() if own}
     sources = [
         _source(h, known, tensors, choice, found, rank if ranks == manifest.summary.ranks else None, apart) for h in held
     ]
     for name, stored in tensors.items():
-        base, _ = _split(name)
+        base = name if name in known else split[name][0]
         role, _, leaf = base.partition("/")
         model = tensors.get(f"params/{leaf}", stored)
         there = base in known or (role in _FORMS and f"params/{leaf}" in known)
@@ -125,7 +132,7 @@ def _source(
 ) -> str | None:
     if not choice.wants(held.name):
         return None
-    name = _form(held.name, known, tensors)
+    name = _form(held, known, tensors)
     if name not in tensors and name in apart:
         if rank is None:
             if not fits(held.name, choice.allow_missing):
@@ -148,14 +155,15 @@ def _source(
     return name
 
 
-def _form(name: str, known: Collection[str], tensors: Mapping[str, Stored]) -> str:
-    """The same leaf in the form that it is to be taken from: its own if both have the same forms, else the most exact."""
-    role, _, leaf = name.partition("/")
+def _form(held: Held, known: Collection[str], tensors: Mapping[str, Stored]) -> str:
+    """The leaf in the form that it is to be taken from: its own if both have the same forms, in one dtype; else the best."""
+    name, (role, _, leaf) = held.name, held.name.partition("/")
     if role not in _FORMS:
         return name
     here = [form for form in _FORMS if f"{form}/{leaf}" in known]
     there = [form for form in _FORMS if f"{form}/{leaf}" in tensors]
-    return name if here == there or not there else f"{there[0]}/{leaf}"
+    same = here == there and tensors[name].dtype == held.view.dtype
+    return name if same or not there else f"{there[0]}/{leaf}"
 
 
 def _idle(held: Held, tensors: Mapping[str, Stored]) -> bool:

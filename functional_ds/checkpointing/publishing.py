@@ -38,13 +38,16 @@ def publish(folder: Path, staged: Path, tag: str) -> None:
     """Makes a complete and fsynced folder the checkpoint ``tag``, and the newest.
 
     Whenever this ends, by whatever crash, each checkpoint is there whole or not at all, and ``latest`` names one that is.
+    What needs room on the disk comes first, so that a full one leaves all as it was.
     """
     place, hidden = folder / tag, hidden_place(folder, tag)
+    pointing = written_beside(folder / POINTER, pointer(tag))
     if place.exists():
         place.rename(hidden)
     staged.rename(place)
     sync_folder(folder)
-    write_whole(folder / POINTER, pointer(tag))
+    pointing.replace(folder / POINTER)
+    sync_folder(folder)
     if hidden.exists():
         shutil.rmtree(hidden, ignore_errors=True)
 
@@ -65,13 +68,22 @@ def retain(folder: Path, tag: str, keep_last: int | None, keep_every: int | None
 
 def write_whole(path: Path, data: bytes) -> None:
     """A small file, there whole or not at all, and on the disk when this returns."""
-    beside = path.with_name(f".{path.name}.new")
-    with beside.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
+    written_beside(path, data).replace(path)
     sync_folder(path.parent)
+
+
+def written_beside(path: Path, data: bytes) -> Path:
+    """A small file on the disk that is to take the place of another; none where that fails."""
+    beside = path.with_name(f".{path.name}.new")
+    try:
+        with beside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
+    return beside
 
 
 def sync_folder(path: Path) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from . import blocks
 from .errors import NoCheckpointError
-from .folder import open_manifest, read_pointer, tags
+from .folder import open_manifest, read_pointer, written
 
 __all__ = ["verify"]
 
@@ -22,7 +22,7 @@ def verify(path: str | Path, tag: str | None = None) -> None:
     folder = Path(path)
     if tag is None:
         pointed = read_pointer(folder)
-        found = tags(folder)
+        found = written(folder)
         if not found and pointed is None:
             raise NoCheckpointError(f"{folder} has no checkpoint")
         for each in dict.fromkeys([*found, *([] if pointed is None else [pointed])]):

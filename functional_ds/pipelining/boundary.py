@@ -17,7 +17,7 @@ from functional_ds.tape import Tape
 
 from .stages import Stages, Visit
 
-__all__ = ["Blank", "Boundary", "boundaries", "signature"]
+__all__ = ["Blank", "Boundary", "Crossing", "boundaries", "signature"]
 
 
 @attrs.frozen
@@ -96,6 +96,18 @@ class Boundary:
         return ", ".join(map(str, self.leaves)) or "nothing"
 
 
+@attrs.frozen(eq=False)
+class Crossing:
+    """What a micro-batch hands from stage to stage.
+
+    Attributes:
+        sums: the dtype of the loss's sum and of each metric's, by name.
+    """
+
+    boundaries: tuple[Boundary, ...]
+    sums: Mapping[str, torch.dtype]
+
+
 def signature(batch: Any, *, trains: bool) -> tuple[Any, ...]:
     """What the shapes in a pipeline depend on."""
     leaves, spec = tree.flatten(batch)
@@ -110,10 +122,11 @@ def boundaries(
     placement: Sequence[int],
     parts: Mapping[int, Sequence[State]],
     batch: Any,
+    weight: float | None,
     trains: bool,
     group: comm.Group,
-) -> tuple[list[Boundary], tuple[str, ...]]:
-    """What crosses between the stages for a micro-batch like this one, and the names of the loss function's metrics.
+) -> Crossing:
+    """What crosses between the stages for a micro-batch like this one, of which a plain mean weighs ``weight``.
 
     Each rank runs its stages on fake tensors, in the stages' order, and tells the others what came out; so all of them know,
     or raise alike, before any of them computes. Collective; a few small messages for each stage.
@@ -125,14 +138,16 @@ def boundaries(
     for index, holder in enumerate(placement):
         told: Any = None
         if group.rank == holder:
-            told = _outline(step, state, stages, index, found[-1] if found else None, parts[index], batch, trains)
+            told = _outline(
+                step, state, stages, index, found[-1] if found else None, parts[index], Visit(batch, None, weight), trains
+            )
         told = comm.broadcast_object(told, holder, group)
         if isinstance(told, str):
             raise ValueError(told)
-        if isinstance(told, tuple):
-            return found, told
+        if isinstance(told, dict):
+            return Crossing(tuple(found), told)
         found.append(told)
-    raise AssertionError("the last stage gives the metrics' names")
+    raise AssertionError("the last stage says what it sums")
 
 
 def _outline(
@@ -142,17 +157,18 @@ def _outline(
     index: int,
     before: Boundary | None,
     parts: Sequence[State],
-    batch: Any,
+    visit: Visit,
     trains: bool,
-) -> "Boundary | tuple[str, ...] | str":
+) -> "Boundary | dict[str, torch.dtype] | str":
     blanks = {path: blank for part in parts for path, blank in _params(step, part).items()}
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.set_grad_enabled(trains):
             params = {path: _fake(blank, trains) for path, blank in blanks.items()}
             x = None if before is None else before.value([_fake(blank, False) for blank in before.leaves])[0]
-            micro = tree.map(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, batch)
+            micro = tree.map(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, visit.batch)
             if index == len(stages) - 1:
-                return tuple(step.loss(state, params, Visit(micro, x))[1])
+                loss, metrics = step.loss(state, params, Visit(micro, x, visit.weight))
+                return {name: value.sum.dtype for name, value in {"loss": loss, **metrics}.items()}
             return Boundary.of(step.forward(state, lambda given: stages.run(index, params, x, given, state.key), micro))
     except Exception as error:  # whatever a user's function raises; the other ranks are to know
         taken = "a micro-batch" if before is None else str(before)

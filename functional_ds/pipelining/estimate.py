@@ -92,8 +92,7 @@ def _run(stages: Stages, index: int, own: dict[str, Tensor], before: Boundary | 
         flight.backward_inputs([torch.ones_like(output) for output in outputs], [w for w in own.values() if w.requires_grad])
     with Operations() as weights:
         flight.backward_weights()
-    operations = (counter.total for counter in (forward, back, weights))
-    return _Found(*operations, saved.bytes, after)
+    return _Found(forward.total, back.total, weights.total, saved.bytes, after)
 
 
 class Operations(TorchDispatchMode):

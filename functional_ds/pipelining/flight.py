@@ -76,23 +76,26 @@ class Sums:
 
     def add(self, grads: Sequence[Tensor | None]) -> None:
         """Adds a list. The first gradients are kept as they come: autograd may have given them to others, too."""
-        if not self.grads:
-            self.grads = [wide(g) if g is not None and self._grows(g) else g for g in grads]
-            self._owned = {i for i, g in enumerate(grads) if g is not None and self._grows(g)}
-            return
-        both = [i for i, g in enumerate(grads) if g is not None and self.grads[i] is not None]
-        for i, g in enumerate(grads):
-            if g is not None and self.grads[i] is None:
-                self.grads[i] = wide(g) if self._grows(g) else g
-        mine = [i for i in both if i in self._owned]
-        new = [i for i in both if i not in self._owned]
-        if mine:
-            torch._foreach_add_([self.grads[i] for i in mine], [grads[i] for i in mine])  # type: ignore[arg-type]
-        if new:
-            sums = torch._foreach_add([self.grads[i] for i in new], [grads[i] for i in new])  # type: ignore[arg-type]
-            for i, total in zip(new, sums, strict=True):
+        self.grads = self.grads or [None] * len(grads)
+        own: list[tuple[Tensor, Tensor]] = []
+        shared: list[tuple[int, Tensor, Tensor]] = []
+        for i, grad in enumerate(grads):
+            total = self.grads[i]
+            if grad is None:
+                continue
+            if total is None:
+                self.grads[i] = wide(grad) if self._grows(grad) else grad
+            elif i in self._owned:
+                own.append((total, grad))
+            else:
+                shared.append((i, total, grad))
+        if own:
+            torch._foreach_add_([total for total, _ in own], [grad for _, grad in own])
+        if shared:
+            sums = torch._foreach_add([total for _, total, _ in shared], [grad for _, _, grad in shared])
+            for (i, _, _), total in zip(shared, sums, strict=True):
                 self.grads[i] = total
-            self._owned.update(new)
+                self._owned.add(i)
 
     def _grows(self, grad: Tensor) -> bool:
         return self.count > 1 and grad.dtype in (torch.float16, torch.bfloat16)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import attrs
 import optree
@@ -10,10 +11,12 @@ from torch import Tensor
 
 from functional_ds import comm, tree
 from functional_ds.parts import Parts
-from functional_ds.trainable import like_marked, mark_part, part_of
+from functional_ds.step import Step
+from functional_ds.trainable import freeze, is_trainable, like_marked, mark_part, part_of
 
-from .boundary import Boundary
-from .schedule import Schedule, Step
+from .action import Action
+from .boundary import Crossing
+from .schedule import Schedule
 from .stages import Stages
 
 __all__ = ["Part", "Placed"]
@@ -35,12 +38,15 @@ class Part:
 
 @attrs.define(eq=False)
 class Known:
-    """What crosses between the stages, by what it depends on, and rows: found once, and no part of a state's structure."""
+    """What crosses between the stages, by step and what else it depends on, and rows.
 
-    crossing: dict[Any, tuple[list[Boundary], tuple[str, ...]]] = attrs.field(factory=dict)
-    rows: dict[Schedule, list[Step]] = attrs.field(factory=dict)
+    Found once, and no part of a state's structure; a pickled one comes back empty.
+    """
 
-    def row(self, schedule: Schedule, rank: int) -> list[Step]:
+    crossing: "WeakKeyDictionary[Step, dict[Any, Crossing]]" = attrs.field(factory=WeakKeyDictionary)
+    rows: dict[Schedule, list[tuple[Action, ...]]] = attrs.field(factory=dict)
+
+    def row(self, schedule: Schedule, rank: int) -> list[tuple[Action, ...]]:
         """The steps of this rank in a schedule."""
         if schedule not in self.rows:
             self.rows[schedule] = list(schedule.steps(rank))
@@ -50,6 +56,9 @@ class Known:
         return isinstance(other, Known)
 
     __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> Any:
+        return Known, ()
 
 
 @tree.record
@@ -120,17 +129,18 @@ class Placed:
         copied = {path for part in self.here(rank) if part.ranks[0] != rank for path in part.paths}
         return {p.tensor for pieces in parts.ranks for p in pieces if parts.leaves[p.leaf].path in copied}
 
-    def gathered(self, own: Mapping[str, Tensor], group: comm.Group) -> Any:
+    def gathered(self, own: Mapping[str, Tensor], group: comm.Group, device: torch.device) -> Any:
         """The user's tree, whole on every rank; sends each leaf from the first rank that has it."""
         shapes: dict[str, tuple[Any, ...]] = {}
-        for told in comm.all_gather_object({path: (list(leaf.shape), leaf.dtype) for path, leaf in own.items()}, group):
+        mine = {path: (list(leaf.shape), leaf.dtype, is_trainable(leaf)) for path, leaf in own.items()}
+        for told in comm.all_gather_object(mine, group):
             shapes.update(told)
-        device = next((leaf.device for leaf in own.values()), torch.device("cpu"))
         holder = {path: part.ranks[0] for part in self.partition for path in part.paths}
         leaves = []
         for path in self.paths:
-            shape, dtype = shapes[path]
+            shape, dtype, trained = shapes[path]
             blank = own[path] if path in own else torch.empty(shape, dtype=dtype, device=device)
+            blank = blank if trained == is_trainable(blank) else freeze(blank)
             leaves.append(like_marked(comm.broadcast(blank.detach(), holder[path], group), blank))
         return tree.unflatten(self.spec, leaves)
 

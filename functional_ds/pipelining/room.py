@@ -36,6 +36,7 @@ class Room:
     last: bool = True
     leaves: dict[str, Tensor] = attrs.field(factory=dict)
     _seen: dict[str, Tensor] = attrs.field(factory=dict)
+    _gathered: dict[int, str] = attrs.field(factory=dict)  # a leaf for each storage that the view has made
     _tape: Tape | None = None
     _gone: bool = False
 
@@ -50,9 +51,13 @@ class Room:
     def empty(self) -> None:
         """Gives back the memory of leaves that were gathered; the leaves stay what they are and can be filled again."""
         if not self._gone:
-            for leaf in self._gathered().values():
-                leaf.untyped_storage().resize_(0)
+            for path in self._gathered.values():
+                self.leaves[path].untyped_storage().resize_(0)
             self._gone = True
+
+    def lasting(self, tensor: Tensor) -> Tensor:
+        """A tensor that will be used later: a copy, if it lies in memory that comes and goes."""
+        return tensor.clone() if _storage(tensor) in self._gathered else tensor
 
     def push(self, grads: Mapping[str, Tensor]) -> None:
         """Takes the gradients by the leaves, all of them; reductions begin."""
@@ -81,21 +86,19 @@ class Room:
         self._seen = {path: leaf.view_as(leaf) for path, leaf in given.items()}  # a deferred leaf is fetched here
         tape.step_aside()
         self.leaves = {path: leaf.detach().requires_grad_(leaf.requires_grad) for path, leaf in self._seen.items()}
+        stored = {_storage(leaf) for leaf in tree.leaves(self.state.params)}
+        made = {_storage(leaf): path for path, leaf in self.leaves.items()}
+        self._gathered = {storage: path for storage, path in made.items() if storage not in stored}
 
     def _refill(self) -> None:
         with Tape(records=False) as tape:
             given = self.step.view(self.state, tape)
-            for path, leaf in self._gathered().items():
-                fresh = given[path].detach().untyped_storage()
+            for path in self._gathered.values():
+                leaf, fresh = self.leaves[path], given[path].detach().untyped_storage()
                 leaf.untyped_storage().resize_(fresh.nbytes())
                 leaf.untyped_storage().copy_(fresh, non_blocking=False)
 
-    def _gathered(self) -> dict[str, Tensor]:
-        """A leaf for each storage that the view has made."""
-        stored = {_storage(leaf) for leaf in tree.leaves(self.state.params)}
-        made = {_storage(leaf): path for path, leaf in self.leaves.items()}
-        return {path: self.leaves[path] for storage, path in made.items() if storage not in stored}
-
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    address: int = tensor.untyped_storage()._cdata
+    return address

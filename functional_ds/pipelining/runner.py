@@ -14,7 +14,7 @@ from functional_ds.step import Step
 from functional_ds.weighted import Weighted
 
 from .action import ALL, MESSAGES, Action, Kind
-from .boundary import Boundary
+from .boundary import Boundary, Crossing
 from .flight import Flight, Sums
 from .recorder import Recorder
 from .room import Room
@@ -30,13 +30,12 @@ class Micro:
     Attributes:
         state: the step's, its key at this micro-batch's rows.
         weight: what a plain mean of it weighs; None for one.
-        boundaries: what crosses between the stages for it.
     """
 
     batch: Any
     state: State
     weight: float | None
-    boundaries: Sequence[Boundary]
+    crossing: Crossing
 
 
 @attrs.define(eq=False)
@@ -95,13 +94,13 @@ class Runner:
     def forward(self, stage: int, j: int) -> None:
         """A stage's outputs, or at the end the loss."""
         micro, params = self.micros[j], self.params(stage)
-        x, inputs = (None, []) if not stage else micro.boundaries[stage - 1].value(self._arrived(Kind.F, stage, j))
+        x, inputs = (None, []) if not stage else micro.crossing.boundaries[stage - 1].value(self._arrived(Kind.F, stage, j))
         if stage == len(self.stages) - 1:
             loss, metrics = self.step.loss(micro.state, params, Visit(micro.batch, x, micro.weight))
             outputs = [loss.sum] if loss.sum.requires_grad else []
-            self.losses[j] = tree.map(torch.detach, (loss, metrics))
+            self.losses[j] = tree.map(lambda x: self._lasting(stage, x.detach()), (loss, metrics))
         else:
-            key, function, boundary = micro.state.key, self.stages[stage].run, micro.boundaries[stage]
+            key, function, boundary = micro.state.key, self.stages[stage].run, micro.crossing.boundaries[stage]
             y = self.step.forward(micro.state, lambda batch: function(params, x, batch, key), micro.batch)
             tensors = self._checked(boundary, y, stage)
             outputs = boundary.smooth(tensors)
@@ -174,7 +173,7 @@ class Runner:
                 self._message(kind, stage, j)
 
     def _message(self, kind: Kind, stage: int, j: int) -> None:
-        boundaries, place = self.micros[j].boundaries, self.placement
+        boundaries, place = self.micros[j].crossing.boundaries, self.placement
         if kind is Kind.SEND_F:
             self._sent.append(comm.isend(self._leaving.pop((Kind.F, stage, j)), place[stage + 1], self.group))
         elif kind is Kind.SEND_B:
@@ -188,10 +187,17 @@ class Runner:
 
     def _give(self, kind: Kind, stage: int, to: int, j: int, values: list[Tensor]) -> None:
         if 0 <= to < len(self.stages):
+            values = [self._lasting(stage, value) for value in values]
             if self.placement[to] == self.placement[stage]:
                 self._here[kind, to, j] = values
             else:
                 self._leaving[kind, stage, j] = values
+
+    def _lasting(self, stage: int, value: Tensor) -> Tensor:
+        """A stage may hand on a param, whose memory is given back when it is let go."""
+        for name in self.parts[stage]:
+            value = self.rooms[name].lasting(value)
+        return value
 
     def _arrived(self, kind: Kind, stage: int, j: int) -> list[Tensor]:
         key = kind, stage, j

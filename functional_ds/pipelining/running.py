@@ -12,10 +12,10 @@ from functional_ds import comm, tree
 from functional_ds.rows import rows_of, split
 from functional_ds.state import State
 from functional_ds.step import Step
-from functional_ds.tape import Tape
+from functional_ds.tape import Tape, wide
 from functional_ds.weighted import Weighted
 
-from .boundary import Boundary, boundaries, signature
+from .boundary import Crossing, boundaries, signature
 from .placing import Part, Placed
 from .recorder import Recorder
 from .room import Room
@@ -61,7 +61,7 @@ def gradients(
         for room in rooms.values():
             for place, grad in zip(room.places, room.collect(), strict=True):
                 grads[place] = grad
-        metrics = _metrics(runner, placed, state)
+        metrics = _metrics(runner, state)
     weight = metrics["loss"].weight if carry is None else carry.weight + metrics["loss"].weight
     return Weighted(grads, weight), metrics
 
@@ -79,7 +79,7 @@ def measure(traffic: Traffic, step: Step, state: State, batch: Any) -> dict[str,
         stack.enter_context(Tape(records=False))
         runner = _runner(traffic, step, state, batch, rooms, records=False)
         runner.run(placed.known.row(traffic.schedule, traffic.group.rank))
-        return _metrics(runner, placed, state)
+        return _metrics(runner, state)
 
 
 def _runner(traffic: Traffic, step: Step, state: State, batch: Any, rooms: dict[str, Room], *, records: bool) -> Runner:
@@ -87,15 +87,16 @@ def _runner(traffic: Traffic, step: Step, state: State, batch: Any, rooms: dict[
     parts = {stage: [part.name for part in placed.parts_of(stage)] for stage in traffic.schedule.stages_of(traffic.group.rank)}
     batches = split(batch, traffic.schedule.microbatches, uneven=True)
     sizes = [rows_of(each) for each in batches]
+    equal = len(set(sizes)) == 1
+    weights = {rows: None if equal else rows * len(sizes) / sum(sizes) for rows in sizes}  # one on average
     crossing = {
-        rows: _crossing(traffic, step, state, micro, rooms, parts, records=records)
+        rows: _crossing(traffic, step, state, micro, weights[rows], rooms, parts, records=records)
         for rows, micro in dict(zip(sizes, batches, strict=True)).items()
     }
     micros, first = [], 0
     for micro, rows in zip(batches, sizes, strict=True):
         key = None if state.key is None else state.key.at(step=state.key.step, rows=first)
-        weight = None if len(crossing) == 1 else rows / sizes[0]
-        micros.append(Micro(micro, tree.replace(state, key=key), weight, crossing[rows][0]))
+        micros.append(Micro(micro, tree.replace(state, key=key), weights[rows], crossing[rows]))
         first += rows
     return Runner(
         step, traffic.stages, traffic.schedule.placement, traffic.group, micros, rooms, parts, records, traffic.recorder
@@ -107,26 +108,29 @@ def _crossing(
     step: Step,
     state: State,
     micro: Any,
+    weight: float | None,
     rooms: dict[str, Room],
     parts: dict[int, list[str]],
     *,
     records: bool,
-) -> tuple[list[Boundary], tuple[str, ...]]:
-    """What crosses between the stages, and the metrics' names: as it was found the first time."""
+) -> Crossing:
+    """What crosses between the stages: as it was found the first time."""
     placed: Placed = state.slots["pipeline"]
-    kind = signature(micro, trains=records)
-    if kind not in placed.known.crossing:
-        placed.known.crossing[kind] = boundaries(
+    known, apply = placed.known.crossing.setdefault(step, {}), traffic.stages.apply
+    kind = weight is None, apply is None or apply.module.training, signature(micro, trains=records)
+    if kind not in known:
+        known[kind] = boundaries(
             step,
             state,
             traffic.stages,
             placement=traffic.schedule.placement,
             parts={stage: [rooms[name].state for name in names] for stage, names in parts.items()},
             batch=micro,
+            weight=weight,
             trains=records,
             group=traffic.group,
         )
-    return placed.known.crossing[kind]
+    return known[kind]
 
 
 def _push_shared(runner: Runner, placed: Placed) -> None:
@@ -136,18 +140,16 @@ def _push_shared(runner: Runner, placed: Placed) -> None:
         if len(part.stages) > 1:
             room = runner.rooms[part.name]
             room.fill()
-            sums = [
-                _sum(room, path, [runner.grads(stage) for stage in part.stages if stage in runner.parts]) for path in part.paths
-            ]
+            found = [runner.grads(stage) for stage in part.stages if stage in runner.parts]
+            sums = [_sum(runner, room.leaves[path], [grads[path] for grads in found if path in grads]) for path in part.paths]
             trained = [(path, total) for path, total in zip(part.paths, sums, strict=True) if room.leaves[path].requires_grad]
             totals = _exchanged([total for _, total in trained], part, runner.group)
             room.push({path: total for (path, _), total in zip(trained, totals, strict=True)})
 
 
-def _sum(room: Room, path: str, found: Sequence[dict[str, Tensor]]) -> Tensor:
-    grads = [each[path] for each in found if path in each]
-    if not grads:
-        return torch.zeros_like(room.leaves[path])
+def _sum(runner: Runner, leaf: Tensor, grads: Sequence[Tensor]) -> Tensor:
+    if not grads:  # of the dtype in which others send theirs
+        return wide(torch.zeros_like(leaf)) if len(runner.micros) > 1 else torch.zeros_like(leaf)
     total = grads[0]
     for grad in grads[1:]:
         total = total + grad
@@ -160,7 +162,7 @@ def _exchanged(own: list[Tensor], part: Part, group: comm.Group) -> list[Tensor]
     if not others or not own:
         return own
     ops = [op for rank in others for op in (comm.Send(own, rank), comm.Recv(own, rank))]
-    arrived = dict(zip(others, comm.batch_p2p(ops, group)[1::2], strict=True))
+    arrived: dict[int, list[Tensor]] = dict(zip(others, comm.batch_p2p(ops, group)[1::2], strict=True))
     arrived[group.rank] = own
     totals = arrived[part.ranks[0]]
     for rank in part.ranks[1:]:
@@ -168,14 +170,13 @@ def _exchanged(own: list[Tensor], part: Part, group: comm.Group) -> list[Tensor]
     return totals
 
 
-def _metrics(runner: Runner, placed: Placed, state: State) -> dict[str, Weighted]:
+def _metrics(runner: Runner, state: State) -> dict[str, Weighted]:
     """The loss and metrics of all micro-batches; zeros where the last stage is not."""
-    names = placed.known.crossing[signature(runner.micros[0].batch, trains=runner.records)][1]
     if runner.losses:
         found = [runner.losses[j] for j in sorted(runner.losses)]
         totals = {"loss": found[0][0], **found[0][1]}
         for loss, metrics in found[1:]:
             totals = tree.map(torch.add, totals, {"loss": loss, **metrics})
         return totals
-    zero = torch.zeros((), device=state.step.device)
-    return {name: Weighted(zero, zero) for name in ("loss", *names)}
+    zero, sums = torch.zeros((), device=state.step.device), runner.micros[0].crossing.sums
+    return {name: Weighted(zero.to(dtype), zero) for name, dtype in sums.items()}

@@ -87,7 +87,7 @@ def backward_inputs(
     now = [i for i in range(len(weights)) if i not in beside]
     rest = Rest(weights, [None] * len(weights), junctions=junctions)
     handles = [
-        junction.node.register_prehook(lambda grads, place=place: rest._arrived.update({place: grads}))  # type: ignore[misc]
+        junction.node.register_prehook(lambda grads, place=place: rest._arrived.update({place: grads}))
         for place, junction in enumerate(junctions)
     ]
     try:

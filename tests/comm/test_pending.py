@@ -40,7 +40,9 @@ def test_reading_it_early_says_to_wait() -> None:
             )
 
 
-@pytest.mark.parametrize("use", [lambda p: p + 1, lambda p: p[0], len, float, lambda p: torch.ones(1) + p, torch.sum], ids=str)
+@pytest.mark.parametrize(
+    "use", [lambda p: p + 1, lambda p: p[0], len, float, lambda p: torch.ones(1) + p, torch.sum], ids=range(6)
+)
 def test_computing_with_it_early_fails(use: Any) -> None:
     """It is no tensor, and no function of torch takes it for one."""
 

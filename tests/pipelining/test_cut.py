@@ -99,7 +99,11 @@ def _steps(loss: Any, params: Params, batch: Any, *transforms: fds.Transform) ->
 
 
 @pytest.mark.parametrize("name", ["gpt", "masked", "skips"])
-@pytest.mark.parametrize("transforms", [(T.mixed_precision("bf16"),), (T.zero(3),), (T.accumulate(2), T.zero(2))], ids=str)
+@pytest.mark.parametrize(
+    "transforms",
+    [(T.mixed_precision("bf16"),), (T.zero(3),), (T.accumulate(2), T.zero(2))],
+    ids=["bf16", "zero 3", "accumulated"],
+)
 def test_steps_of_stages_are_steps_of_the_module(name: str, transforms: Any) -> None:
     """train_step(stages) = train_step(loss of the module), cast and in shards."""
     case = CASES[name]

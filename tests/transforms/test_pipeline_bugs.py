@@ -81,8 +81,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
         Bug(
             "only the first micro-batch counts",
             "pipelining.flight",
-            "for i, total in zip(new, sums",
-            "for i, total in zip((), ()",
+            "for (i, _, _), total in zip(shared, sums",
+            "for (i, _, _), total in zip((), ()",
         ),
         Bug(
             "the last stage's loss is one micro-batch's",
@@ -120,16 +120,16 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
         Bug(
             "means weigh alike",
             "pipelining.running",
-            "weight = None if len(crossing) == 1 else rows / sizes[0]",
-            "weight = None",
+            "None if equal else rows * len(sizes) / sum(sizes)",
+            "None",
         ),
     ],
     (sums_write_to_their_own,): [
         Bug(
             "gradients are written into what autograd gave",
             "pipelining.flight",
-            "mine = [i for i in both if i in self._owned]",
-            "mine = both",
+            "elif i in self._owned:",
+            "elif True:",
         ),
     ],
     (two_parts_are_the_whole,): [
