@@ -6,6 +6,8 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+# A process for each core, each with one thread: ranks are many already.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt
 
 .DEFAULT_GOAL := help
@@ -22,11 +24,11 @@ train: $(VENV)/.extra-train  ## train a GPT on two local ranks, into out/; again
 
 .PHONY: test
 test: $(VENV)/.extra-test  ## run the tests
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(PYTEST) $(ARGS)
 
 .PHONY: laws
 laws: $(VENV)/.extra-test  ## run the laws alone, with many more examples each
-	@HYPOTHESIS_PROFILE=laws $(BIN)/python -m pytest -m law --timeout=3600 $(ARGS)
+	@HYPOTHESIS_PROFILE=laws $(PYTEST) -m law --timeout=3600 $(ARGS)
 
 .PHONY: faults
 faults: $(VENV)/.extra-test  ## kill ranks fifty times under torchrun; cut off a host
