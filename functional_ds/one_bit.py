@@ -192,6 +192,11 @@ class _Rule:
         """The optimizer; ``Parts`` says over which ranks it is to sum."""
 
         def make(parts: Parts) -> Optimizer:
+            if parts.group is not None and parts.group.size > 1 and self.codec is not None:
+                raise ValueError(
+                    f"optimizer: {name} compresses whole tensors, and group {parts.group.name!r} of {parts.group.size} cuts "
+                    "them, so that its result would depend on the cuts; use it with T.local(group) in the place of zero"
+                )
             group = parts.unsummed or Solo().group((0,), "alone")
             return _At(self, group).optimizer(name)
 

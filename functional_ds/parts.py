@@ -129,7 +129,7 @@ class Parts:
         number = {leaf: i for i, leaf in enumerate(chosen)}
         found = [_runs(pieces, number) for pieces in self.ranks]
         ranks = tuple(pieces for _, pieces in found)
-        return found[self.rank][0], Parts(tuple(self.leaves[i] for i in chosen), ranks, self.group, self.rank, self.unsummed)
+        return found[self.rank][0], attrs.evolve(self, leaves=tuple(self.leaves[i] for i in chosen), ranks=ranks)
 
 
 def _runs(pieces: Sequence[Piece], number: dict[int, int]) -> tuple[tuple[Run, ...], tuple[Piece, ...]]:

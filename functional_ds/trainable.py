@@ -8,7 +8,19 @@ from torch import Tensor, nn
 
 from . import tree
 
-__all__ = ["ORIGIN", "freeze", "is_trainable", "like_marked", "mark_part", "mark_stored", "part_of", "stored_in", "trainable"]
+__all__ = [
+    "ORIGIN",
+    "freeze",
+    "is_trainable",
+    "like_marked",
+    "mark_part",
+    "mark_slice",
+    "mark_stored",
+    "part_of",
+    "slice_of",
+    "stored_in",
+    "trainable",
+]
 
 
 def is_trainable(leaf: Tensor) -> bool:
@@ -26,7 +38,7 @@ def like_marked(value: Tensor, model: Tensor) -> Tensor:
     """``value``, marked as ``model`` is."""
     frozen = isinstance(model, nn.Parameter) and not model.requires_grad
     marked = nn.Parameter(value, requires_grad=False) if frozen else value
-    names = (_STORED_IN, _PART, ORIGIN) if value.is_meta else (_STORED_IN, _PART)  # values need no origin
+    names = (_STORED_IN, _PART, _SLICE, *((ORIGIN,) if value.is_meta else ()))  # values need no origin
     marks = {name: getattr(model, name) for name in names if getattr(model, name, None) is not None}
     return _marked(marked, marks) if marks else marked
 
@@ -54,8 +66,18 @@ def part_of(leaf: Tensor) -> str | None:
     return getattr(leaf, _PART, None)
 
 
+def mark_slice(leaf: Tensor, index: int, count: int) -> Tensor:
+    """The leaf's values in a new tensor, marked to be one of ``count`` slices of the whole leaf."""
+    return _marked(like_marked(leaf.detach(), leaf), {_SLICE: (index, count)})
+
+
+def slice_of(leaf: Tensor) -> tuple[int, int] | None:
+    """Which slice of how many a leaf is marked to be."""
+    return getattr(leaf, _SLICE, None)
+
+
 # Marks are attributes of a tensor's own, as pytrees have no place for them.
-_STORED_IN, _PART = "_fds_stored_in", "_fds_part"
+_STORED_IN, _PART, _SLICE = "_fds_stored_in", "_fds_part", "_fds_slice"
 ORIGIN = "_fds_origin"  # what ``materialise`` marks leaves with that have no values yet
 
 

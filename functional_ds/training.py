@@ -138,10 +138,14 @@ class Autograd:
 def _finite(step: Step, state: State, grads: list[Tensor]) -> Tensor:
     reals = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads if grad.numel()]
     ends = [end for grad in reals for end in torch.aminmax(grad)]  # one pass, which NaN survives
-    return torch.stack(ends).isfinite().all() if ends else torch.ones((), dtype=torch.bool)
+    return torch.stack(ends).isfinite().all() if ends else torch.ones((), dtype=torch.bool, device=state.step.device)
 
 
 def _norm(step: Step, state: State, grads: list[Tensor]) -> Tensor:
     reals = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads]
     wide = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in reals]
-    return torch.linalg.vector_norm(torch.stack([w.float() for w in wide])) if wide else torch.zeros(())
+    return (
+        torch.linalg.vector_norm(torch.stack([w.float() for w in wide]))
+        if wide
+        else state.step.new_zeros((), dtype=torch.float32)
+    )

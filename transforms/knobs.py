@@ -33,7 +33,7 @@ class Knobs:
 
     Raises:
         ValueError: a value that is out of range, unknown, or would change nothing in this stage.
-        TypeError: a group that is no group.
+        TypeError: a group that is no group, a collective that is no function.
     """
 
     stage: int
@@ -53,10 +53,11 @@ class Knobs:
     all_reduce: Callable[..., Any] = comm.all_reduce
 
     def __attrs_post_init__(self) -> None:
-        if self.stage not in (0, 1, 2, 3):
+        if type(self.stage) is not int or self.stage not in (0, 1, 2, 3):
             raise ValueError(f"stage={self.stage!r}: ZeRO has the stages 0, 1, 2 and 3")
         self._check_groups()
         self._check_words()
+        self._check_means()
         self._check_use()
         for name in self.given():
             if name not in self.used():
@@ -82,8 +83,20 @@ class Knobs:
             raise ValueError(
                 f"aggregate={self.aggregate!r} is unknown: use one of {', '.join(AGGREGATIONS)}; the nearest is {near!r}"
             )
-        if not isfinite(self.predivide) or self.predivide <= 0:
+        divisor: Any = self.predivide
+        if not isinstance(divisor, int | float) or not isfinite(divisor) or divisor <= 0:
             raise ValueError(f"predivide={self.predivide!r}: gradients are divided by a positive number")
+
+    def _check_means(self) -> None:
+        for name in _MEANS:
+            value = getattr(self, name)
+            if not callable(value):
+                raise TypeError(
+                    f"{name}={value!r} is no collective: pass comm.{name}, comm.compressed(comm.{name}, ...) or the like"
+                )
+            others = [other for other in _MEANS if other != name and value is getattr(comm, other)]
+            if others:
+                raise ValueError(f"{name}=comm.{others[0]}: it does something else; pass it as {others[0]}=, or leave it out")
 
     def _check_use(self) -> None:
         for name, default in _OF_STAGE_3.items():

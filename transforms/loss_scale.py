@@ -1,5 +1,6 @@
 """Loss scales: what the loss is multiplied by, so that fp16 gradients do not vanish."""
 
+import math
 from typing import Any, Protocol, TypeVar
 
 import attrs
@@ -80,13 +81,14 @@ class StaticScale(_Scaling):
     """One scale for all steps; those that overflow are skipped.
 
     Raises:
-        ValueError: the value is not positive.
+        ValueError: the value is not positive, or infinite.
     """
 
     value: float = tree.static()
 
     def __attrs_post_init__(self) -> None:
         _positive(StaticScale, value=self.value)
+        _finite(StaticScale, value=self.value)
 
     @property
     def now(self) -> float:
@@ -150,6 +152,10 @@ class DynamicScale(_Scaling):
 
     def __attrs_post_init__(self) -> None:
         _positive(DynamicScale, window=self.window, hysteresis=self.hysteresis, minimum=self.minimum)
+        _finite(DynamicScale, initial=self.initial, factor=self.factor)
+        for name in ("window", "hysteresis"):
+            if not isinstance(getattr(self, name), int):
+                raise ValueError(f"DynamicScale: {name}={getattr(self, name)!r} counts steps: it must be a whole number")
         if not self.factor > 1:
             raise ValueError(f"DynamicScale: factor={self.factor} must be more than 1")
         if not self.minimum <= self.initial <= self.maximum:
@@ -177,3 +183,9 @@ def _positive(kind: type, **numbers: float) -> None:
     for name, number in numbers.items():
         if not number > 0:
             raise ValueError(f"{kind.__name__}: {name}={number} must be positive")
+
+
+def _finite(kind: type, **numbers: float) -> None:
+    for name, number in numbers.items():
+        if not math.isfinite(number):
+            raise ValueError(f"{kind.__name__}: {name}={number} must be finite")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from functional_ds import tree
+from functional_ds.materialise import home as home_of
 from functional_ds.state import State
 from functional_ds.step import Metrics, Step, Transform, wrap
 from functional_ds.training import stored_view
@@ -94,13 +95,14 @@ def offload(
         raise ValueError("offload: optimizer=None and params=None offload nothing; use 'cpu' or 'disk' for one of them")
     if _PLACES.index(places["params"]) > _PLACES.index(places["optimizer"]):
         raise ValueError(f"params={params!r} needs optimizer={params!r}, too: where they are updated, its state must be")
-    if not 0 <= ratio <= 1:
+    part: Any = ratio
+    if not isinstance(part, int | float) or not 0 <= part <= 1:
         raise ValueError(f"ratio={ratio!r} must lie in 0..1: it is the part of the optimizer's state that is offloaded")
     if ratio != 1 and params is not None:
         raise ValueError(f"ratio={ratio} keeps a part of the optimizer's state on the device, which params={params!r} leave")
     for name, number in (("buffers", buffers), ("buffer_bytes", buffer_bytes), ("threads", threads)):
-        if number < 1:
-            raise ValueError(f"{name}={number} must be at least 1")
+        if type(number) is not int or number < 1:
+            raise ValueError(f"{name}={number!r} must be at least 1, and whole")
     if (path is None) == ("disk" in places.values()):
         raise ValueError(f"path={path!r}: 'disk' needs a folder, and nothing else does")
     root = None if path is None else check_folder(path)
@@ -148,8 +150,10 @@ class _Offload:
             raise ValueError(f"{self}: {whole[0]} keeps some params whole on the device; leave persist out")
         leaves = tree.leaves(params)
         plan = planned(inner, step, params, self.options)
-        disk = make_disk(self.root, plan, threads=self.threads, direct=self.direct) if self.root else None
-        home = Home(plan, leaves[0].device if leaves else torch.device("cpu"), disk, self.buffers)
+        device = home_of(leaves[0]) if leaves else torch.device("cpu")
+        there = self.root is not None and device.type != "meta"  # without values nothing is stored
+        disk = make_disk(self.root, plan, threads=self.threads, direct=self.direct) if there else None
+        home = Home(plan, device, disk, self.buffers)
         return initial(inner, step, params, home)
 
     def update(self, inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:

@@ -11,6 +11,7 @@ from functional_ds.parts import Parts
 from functional_ds.pipelining import Recorder, Schedule, Stages, lower, validate
 from functional_ds.pipelining.placing import Placed
 from functional_ds.pipelining.running import Traffic, gradients, measure
+from functional_ds.rows import rows_of
 from functional_ds.state import State
 from functional_ds.step import Step, Transform, wrap
 from functional_ds.training import Autograd
@@ -152,8 +153,10 @@ class _Pipeline:
         return gradients(self._traffic(self.schedule), step, state, batch, carry, last)
 
     def measure(self, inner: Any, step: Step, state: State, batch: Any) -> dict[str, Weighted]:
-        """Its forwards alone."""
-        return measure(self._traffic(self.inference), step, state, batch)
+        """Its forwards alone; a batch with fewer rows than micro-batches makes as many as it has rows."""
+        count = max(1, min(rows_of(batch), self.schedule.microbatches))
+        few = count < self.schedule.microbatches
+        return measure(self._traffic(self.inference.first(count) if few else self.inference), step, state, batch)
 
     def _traffic(self, schedule: Schedule) -> Traffic:
         return Traffic(schedule, self.stages, self.ranks(), self.recorder)

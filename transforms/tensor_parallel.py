@@ -13,7 +13,7 @@ from functional_ds.materialise import from_source, home, is_deferred, values_of
 from functional_ds.parts import Parts
 from functional_ds.state import State
 from functional_ds.step import Step, Transform, wrap
-from functional_ds.trainable import like_marked, mark_part, part_of
+from functional_ds.trainable import like_marked, mark_part, mark_slice, part_of
 
 __all__ = ["tensor_parallel"]
 
@@ -90,7 +90,8 @@ class _TensorParallel:
         piece = like_marked(own(leaf), leaf)
         if is_deferred(leaf):  # its values are read where they are stored; a slice of them are the slice's
             piece = from_source(piece, lambda path: own(values_of(leaf)), device=home(leaf))
-        return mark_part(piece, ", ".join(filter(None, (part_of(leaf), _SLICED))))
+        marked = mark_part(piece, ", ".join(filter(None, (part_of(leaf), _SLICED))))
+        return mark_slice(marked, group.rank, group.size)
 
     def params(self, inner: Any, step: Step, state: State) -> Any:
         """The user's tree, slices put together."""

@@ -79,7 +79,8 @@ def zero(
         keep: stage 3 keeps what the end of the forward pass leaves whole, which the backward pass needs first, instead of
             gathering it again.
         prefetch: how many units stage 3 fetches ahead.
-        live: how many units are whole at once in stage 3 beside those: at most ``live + prefetch`` units are there.
+        live: how many units are whole at once in stage 3 beside those: at most ``live + prefetch`` units are there, and
+            more only where one operation takes leaves of more.
         persist: stage 3 keeps leaves of at most that many elements whole; they are gathered after the update, as in stage 2.
         secondary: stage 3 keeps what comes across for the forward pass until the end of the backward, which then gathers
             inside alone: ZeRO++'s hpZ. It costs 1/inside of the params.
@@ -213,7 +214,9 @@ class Zero:
         layout = self.knobs.layout(params, ranks.n)
         ranks.agree(zlib.crc32(repr((layout.paths, layout.segments, layout.units)).encode()))
         parts = Parts.of_layout(layout, ranks.shards if self.knobs.stage else None)
-        known = step.wrapped("layout", parts=lambda *_: parts)  # the state does not hold it yet
+        learned = Learned.fresh(layout, attrs.evolve(parts, group=None))
+        new = Partition(layout, learned, ())
+        known = step.wrapped("layout", parts=lambda inner, step, state: inner(step, state.put(zero=new)))  # it has none yet
         leaves = tree.leaves(params)
         own = [
             layout.stretch(leaves, index, *self._cut(segment, ranks), lambda leaf: _of_rank_0(leaf, ranks))
@@ -225,7 +228,7 @@ class Zero:
         if whole:
             exact = self._exact(state.params, whole, ranks)
             state = tree.replace(state, params=carriage.gather_all(layout.segments, state.params, whole))
-        return state.put(zero=Partition(layout, Learned.fresh(layout, attrs.evolve(parts, group=None)), exact))
+        return state.put(zero=Partition(layout, learned, exact))
 
     def _cut(self, segment: Segment, ranks: Ranks) -> tuple[int, int]:
         return segment.cut(ranks.shards.rank) if self.knobs.stage else (0, segment.size)

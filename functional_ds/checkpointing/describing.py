@@ -138,7 +138,7 @@ class _Walk:
         for child, place in zip(children, frame.places, strict=True):
             if child is None:
                 continue
-            names = {leaf: self.unique(role, frame.leaves[leaf][0]) for leaf in place.members}
+            names = {leaf: self.unique(role, self.places.name(frame.leaves[leaf][0])) for leaf in place.members}
             found = place.form_of(child)
             if found is None:
                 self.found += [Held(names[leaf], (), 0, child.detach().view(1), shared=True) for leaf in place.members]

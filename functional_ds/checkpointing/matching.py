@@ -1,5 +1,6 @@
 """What of a checkpoint comes where in a state, and where the two differ."""
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 
@@ -17,12 +18,14 @@ __all__ = ["Choice", "Differences", "match"]
 _FORMS = ("slots.masters", "slots.zero.exact", "params")
 _POLICY = ("slots.loss_scale.*",)  # comes and goes with the precision
 _SHOWN = 8
+_SLICE = re.compile(r"\[\d+ of \d+\]$")  # of a leaf that tensor parallelism has cut
 
 
 def fits(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a name, or what is before its slash, matches; masters are params."""
+    """Whether a name, or what is before its slash, matches; masters are params, and a leaf's name stands for its slices."""
     role, _, leaf = name.partition("/")
     names = {name, role} | ({"params", f"params/{leaf}"} if role in _FORMS else set())
+    names |= {_SLICE.sub("", each) for each in names}
     return any(fnmatchcase(each, pattern) for each in names for pattern in patterns)
 
 

@@ -1,7 +1,7 @@
 """Which elements of which leaves lie where in the tensors that a state keeps: data and index arithmetic."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -11,7 +11,7 @@ from functional_ds import tree
 from functional_ds.layout import Layout, Segment
 from functional_ds.parts import Parts, Run
 from functional_ds.state import State
-from functional_ds.trainable import is_trainable
+from functional_ds.trainable import is_trainable, slice_of
 
 __all__ = ["Cut", "Form", "Frame", "Place", "Places"]
 
@@ -101,12 +101,19 @@ class Places:
         trained: those that are trained.
         parts: what the optimizer knows of the trained ones.
         spec: the structure of the params.
+        slices: which slice of how many a leaf is, by path, where tensor parallelism has cut it.
     """
 
     stored: Frame
     trained: Frame
     parts: Parts
     spec: Any = attrs.field(repr=False)
+    slices: Mapping[str, tuple[int, int]] = attrs.field(factory=dict)
+
+    def name(self, path: str) -> str:
+        """What a leaf is called in a checkpoint: its path, and a slice of it with its number, as slices have one path."""
+        cut = self.slices.get(path)
+        return path if cut is None else f"{path}[{cut[0]} of {cut[1]}]"
 
     @staticmethod
     def of(state: State) -> "Places":
@@ -120,10 +127,19 @@ class Places:
         partition = next((slot for slot in state.slots.values() if isinstance(getattr(slot, "layout", None), Layout)), None)
         spec = tree.structure(state.params)
         if partition is None:
-            return Places(*_alone(state.params), Parts.of(state.params), spec)
+            return Places(*_alone(state.params), Parts.of(state.params), spec, _slices(tree.named(state.params)))
         parts: Parts = partition.learned.parts
         stored, trained = _of_layout(partition.layout, state.params, parts.rank if len(parts.ranks) > 1 else None)
-        return Places(stored, trained, parts, spec)
+        members = [
+            (stored.leaves[leaf][0], flat)
+            for place, flat in zip(stored.places, tree.leaves(state.params), strict=True)
+            for leaf in place.members
+        ]
+        return Places(stored, trained, parts, spec, _slices(members))
+
+
+def _slices(named: Sequence[tuple[str, Tensor]]) -> dict[str, tuple[int, int]]:
+    return {path: cut for path, leaf in named if (cut := slice_of(leaf)) is not None}
 
 
 def of_runs(parts: Parts, runs: Sequence[Run]) -> Frame:

@@ -85,7 +85,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self.close()
-        self._writer = SummaryWriter(str(self.folder), purge_step=done + 1)
+        self._writer = SummaryWriter(str(self.folder), purge_step=done + 1 if done else 0)
 
     def log(self, done: int, numbers: Mapping[str, float]) -> None:
         """A point on each number's curve."""

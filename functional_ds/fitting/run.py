@@ -199,6 +199,9 @@ class Run:
         self.place = attrs.evolve(before, rollbacks=self.place.rollbacks + 1)
         self.health = Health()
         self.journal.begin(self.place.done)
+        if not self.place.done:  # the log begins anew, with what comes before the first step
+            self.evaluated = None
+            self._evaluate()
 
     def _story(self, verdict: Verdict, rule: Any) -> str:
         last = (

@@ -77,8 +77,8 @@ def export(
     Raises:
         FileExistsError: ``path`` is there, or another model in the folder, and ``overwrite`` is not given.
         ValueError: names that occur twice or do not fit the module; a dtype that the format does not have (complex128);
-            leaves that no rank has, or ranks have with other values.
-        TypeError: a leaf is no tensor.
+            leaves that no rank has, or ranks have with other values, or that have no values yet.
+        TypeError: a leaf is no tensor; ``metadata`` holds something else than strings.
         OSError: on rank 0; the others raise it too. Nothing stays behind.
 
     >>> import tempfile
@@ -92,6 +92,8 @@ def export(
         raise ValueError(f"tied={tied!r} can be 'first' or 'all'")
     if shard_bytes is not None and shard_bytes < 1:
         raise ValueError(f"shard_bytes={shard_bytes} must be positive")
+    if not all(isinstance(text, str) for pair in (metadata or {}).items() for text in pair):
+        raise TypeError(f"metadata={metadata!r}: a header holds strings under strings alone")
     ranks = (group or comm.world()) if isinstance(params, State) else _alone()
     held = _of_state(params, averaged) if isinstance(params, State) else _of_tree(params, averaged)
     leaves, hops = agreed(held, ranks)
@@ -120,6 +122,9 @@ def _of_tree(params: Any, averaged: bool) -> list[Held]:
     named = tree.named(params)
     for path in [path for path, times in Counter(path for path, _ in named).items() if times > 1]:
         _refuse_twice(path)
+    for path, leaf in named:
+        if leaf.is_meta:
+            raise ValueError(f"params: {path!r} has no values yet; export the state that step.init(params) makes")
     return [Held(Known(path, tuple(leaf.shape), leaf.dtype), 0, leaf.detach()) for path, leaf in named]
 
 

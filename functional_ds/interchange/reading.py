@@ -109,7 +109,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     try:
         where = json.loads(index.read_bytes())["weight_map"]
         wrong = not all(isinstance(name, str) and isinstance(file, str) for name, file in where.items())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"path: {index} is damaged, or no index: {error!r}") from error
     if wrong:
         raise ValueError(f"path: {index} is damaged, or no index: its weight_map does not go from names to files")

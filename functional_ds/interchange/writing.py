@@ -128,8 +128,8 @@ def refuse_existing(paths: Sequence[Path]) -> None:
 
 
 def _created(folder: Path, file: File) -> _Open:
-    temporary, descriptor = _fresh(folder, file.name)
     header = file.header
+    temporary, descriptor = _fresh(folder, file.name)
     try:
         size = file.nbytes
         if hasattr(os, "posix_fallocate"):

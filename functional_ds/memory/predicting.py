@@ -18,6 +18,7 @@ from .counting import Live, stored
 __all__ = ["predicted", "without_values"]
 
 _ROWS = 720_720  # of a batch without values: any number of micro-batches up to 16 divides it
+_PASSES = 2  # the first learns in which order units are used, and fetches nothing ahead
 
 
 def predicted(make: Callable[[], Step], params: Any, *, world_size: int = 1, rank: int = 0) -> Memory:
@@ -26,7 +27,7 @@ def predicted(make: Callable[[], Step], params: Any, *, world_size: int = 1, ran
     ``make`` is a program that makes the step, meshes and all, as on a real rank. It runs as one rank of a world whose other
     ranks do the same (``comm.alike``), and ``step.init`` gets params without values, so any model on any number of ranks
     costs neither memory nor time worth speaking of. Then gradients of a loss that uses every leaf, in the order in which
-    the tree was filled, go through the step's own phases.
+    the tree was filled, go through the step's own phases, twice: only later passes fetch units ahead.
 
     Law 20: these are ``measured``'s bytes, exactly. On a GPU the allocator rounds each tensor up to 512 bytes.
 
@@ -94,10 +95,12 @@ def _gradients(step: Step, state: State, order: Sequence[str]) -> tuple[int, int
         ]
         return weigh(sum(used), "the loss"), {}
 
-    world.observe = observe  # type: ignore[attr-defined]  # alike's
     probe = wrap("probe", loss=loss)(step)
     batch = torch.empty(_ROWS, device="meta")
-    grads, _ = probe.gradients(state, batch, None, True)
+    world.observe, silent = observe, world.observe  # type: ignore[attr-defined]  # alike's
+    for _ in range(_PASSES):
+        grads, _ = probe.gradients(state, batch, None, True)
+    world.observe = silent  # type: ignore[attr-defined]
     _, grads = probe.reduce(state, grads)
     return stored(grads.sum), live.peak
 
@@ -114,4 +117,7 @@ def _sums(step: Step, state: State) -> int:
 
 def _is_trained(state: State) -> bool:
     """Whether there is anything to take gradients of."""
+    partition = state.slots.get("zero")
+    if partition is not None:
+        return any(segment.trainable for segment in partition.layout.segments)
     return any(isinstance(leaf, Tensor) and is_trainable(leaf) for leaf in tree.leaves(state.params))

@@ -176,7 +176,7 @@ def _outline(
 
 
 def _params(step: Step, part: State) -> dict[str, Blank]:
-    with Tape() as tape:
+    with Tape() as tape, torch._C.DisableTorchFunctionSubclass():  # a deferred leaf need not be fetched for this
         return {path: Blank.of(leaf) for path, leaf in step.view(part, tape).items()}
 
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import attrs
 import numpy as np
 
-from .action import COMPUTE, MESSAGES, Action, Codes, Kind, kinds, packed, unpack
+from .action import COMPUTE, MESSAGES, Action, Codes, Kind, kinds, microbatches, packed, unpack
 
 __all__ = ["Schedule", "ScheduleError", "Step", "stage_to_rank"]
 
@@ -170,6 +170,15 @@ class Schedule:
         (0F0, 0F1)
         """
         return attrs.evolve(self, codes=[row[kinds(row) == Kind.F] for row in self.codes])
+
+    def first(self, count: int) -> "Schedule":
+        """The first micro-batches alone, with all gathers, evictions and reductions.
+
+        >>> Schedule.of(["0F0 0F1 0F2"]).first(2)[0]
+        (0F0, 0F1)
+        """
+        rows = [row[microbatches(row) < count] for row in self.codes]
+        return attrs.evolve(self, codes=rows, microbatches=count)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Schedule):

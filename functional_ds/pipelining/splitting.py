@@ -65,9 +65,9 @@ def backward_inputs(
 ) -> tuple[list[Tensor | None], Rest]:
     """The inputs' gradients, and what will give the weights'.
 
-    Law: both together are ``torch.autograd.grad(outputs, (*inputs, *weights), seeds)``, no product computed twice. A weight
-    that comes in at several places, or is not beside the way to an input, gets its gradient with the inputs. Without inputs
-    everything is left.
+    Law: both together are ``torch.autograd.grad(outputs, (*inputs, *weights), seeds)``, no product computed twice, but for what
+    checkpoints recompute. A weight that comes in at several places, or is not beside the way to an input, gets its gradient
+    with the inputs. Without inputs everything is left.
 
     Args:
         outputs: tensors or gradient edges.

@@ -141,6 +141,70 @@ def test_missing_and_foreign_files(run: Path) -> None:
         assert int(fds.load(run, like=STEP.init(fresh())).step) == 1
 
 
+@pytest.mark.parametrize("where", ["header", "summary", "body"])
+def test_a_manifest_of_brackets(run: Path, where: str) -> None:
+    """Nested deeper than Python counts is damage like any other."""
+    from functional_ds.checkpointing import manifest
+
+    path, deep = run / "2" / MANIFEST, b"[" * 50_000 + b"\n"
+    _, summary, body = path.read_bytes().split(b"\n")[:3]
+    rest = (deep if where == "summary" else summary + b"\n") + (deep if where == "body" else body + b"\n")
+    path.write_bytes(deep if where == "header" else manifest._header(rest, 1) + rest)
+    with pytest.raises(checkpointing.DamagedError, match="no manifest of this library's"):
+        load(run, "2")
+    with pytest.warns(UserWarning, match="'2' is passed over"):
+        assert load(run)[0] == 1
+
+
+def test_verify_reads_older_checkpoints_too(run: Path) -> None:
+    """Also one whose manifest says nothing any more, so that it is not among the tags."""
+    for file, data in ((MANIFEST, b""), (MANIFEST, None), ("00000.bin", None)):
+        before = (run / "1" / file).read_bytes()
+        if data is None:
+            (run / "1" / file).unlink()
+        else:
+            (run / "1" / file).write_bytes(data)
+        with pytest.raises(checkpointing.DamagedError, match=file):
+            checkpointing.verify(run)
+        (run / "1" / file).write_bytes(before)
+    (run / "stuff").mkdir()  # somebody's, and no checkpoint
+    checkpointing.verify(run)
+
+
+def test_a_pointer_that_cannot_be_read(run: Path) -> None:
+    (run / "latest").unlink()
+    (run / "latest").mkdir()
+    with pytest.warns(UserWarning, match="latest cannot be read: Is a directory"):
+        assert load(run)[0] == 2
+    with pytest.raises(checkpointing.NoCheckpointError):
+        load(run / "1" / MANIFEST)  # a file where there should be a folder
+
+
+def test_without_a_pointer_what_is_passed_over_is_told(run: Path) -> None:
+    (run / "latest").unlink()
+    assert load(run)[0] == 2
+    (run / "2" / MANIFEST).write_bytes(b"")
+    with pytest.warns(UserWarning, match="2 has no manifest that can be read"):
+        assert load(run)[0] == 1
+
+
+def test_a_disk_that_cannot_be_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sector that is gone is damage, so the one before is taken."""
+    real = os.preadv
+    bad = (run / "2" / "00000.bin").stat().st_ino
+
+    def failing(handle: int, *args: Any) -> int:
+        if os.fstat(handle).st_ino == bad:
+            raise OSError(5, "Input/output error")
+        return real(handle, *args)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    with pytest.raises(checkpointing.DamagedError, match="cannot be read at byte 0: Input/output error"):
+        load(run, "2")
+    with pytest.warns(UserWarning, match="'2' is passed over"):
+        assert load(run)[0] == 1
+
+
 def test_nothing_whole_is_left(run: Path) -> None:
     for tag in ("1", "2"):
         (run / tag / "00000.bin").write_bytes(b"")
@@ -353,6 +417,25 @@ def test_a_full_disk_is_an_error_on_all_ranks(run: Path, monkeypatch: pytest.Mon
     assert load(run)[0] == 5
 
 
+@pytest.mark.parametrize("tag", ["2", "3"])
+def test_no_room_for_the_pointer(run: Path, monkeypatch: pytest.MonkeyPatch, tag: str) -> None:
+    """The last bytes that a save needs are refused: nothing is published, and what it would have replaced is there."""
+    real = os.fsync
+
+    def full(handle: int) -> None:
+        if Path(f"/proc/self/fd/{handle}").readlink().name == ".latest.new":
+            raise OSError(28, "No space left on device")
+        real(handle)
+
+    if not Path("/proc/self/fd").is_dir():
+        pytest.skip("this system does not say which file is open")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(checkpointing.CheckpointError, match="No space left on device"):
+        fds.save(trained(3), run, tag=tag)
+    assert sorted(entry.name for entry in run.iterdir()) == [".lock", "1", "2", "latest"]
+    assert load(run)[0] == load(run, "2")[0] == 2
+
+
 @contextlib.contextmanager
 def files_of_at_most(limit: int) -> Iterator[None]:
     """The system refuses to make a file larger."""
@@ -397,6 +480,15 @@ def test_two_jobs_saving_to_one_folder(run: Path, monkeypatch: pytest.MonkeyPatc
         assert load(run)[0] in (2, 3)  # reading is free
     assert load(run)[0] == 3
     save(run, 5)
+
+
+def test_a_child_does_not_keep_the_lock(tmp_path: Path) -> None:
+    """A process that was forked meanwhile, as a loader's workers are, has the lock's file open for longer."""
+    first = locking.Lock.take(tmp_path)
+    child = os.dup(first.handle)
+    first.release()
+    locking.Lock.take(tmp_path, 0.2).release()
+    os.close(child)
 
 
 def test_all_ranks_hear_of_a_busy_folder(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -314,6 +314,26 @@ def test_another_precision_takes_what_is_most_exact(tmp_path: Path, stage: int) 
     comm.simulate(program, world_size=1 if stage == 0 else 2)
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_another_half_precision_is_rounded_once(tmp_path: Path, stage: int) -> None:
+    """From bf16 with masters to fp16 with masters: fp16 params are the masters', not the bf16 ones'."""
+
+    def program() -> None:
+        half, fp16 = (make("adamw", *precision(policy), transforms.zero(stage)) for policy in ("bf16", "fp16"))
+        state = trained(half)
+        fds.save(state, tmp_path)
+        found = fds.load(tmp_path, like=fp16.init(fresh()))
+        assert_same(found.params, fp16.init(half.params(state)).params)
+
+    comm.simulate(program, world_size=1 if stage == 0 else 2)
+
+
+def test_a_leaf_that_is_called_like_a_ranks_own(tmp_path: Path) -> None:
+    step = fds.train_step(lambda p, x: p["w@0"].sum() * x, fds.sgd(0.1))
+    fds.save(step.init({"w@0": torch.ones(2)}), tmp_path)
+    assert torch.equal(fds.load(tmp_path, like=step.init({"w@0": torch.zeros(2)})).params["w@0"], torch.ones(2))
+
+
 def test_quantised_gathers_load_into_exact_ones(tmp_path: Path) -> None:
     """The optimizer's own params count, not what was gathered for the loss."""
     gather = comm.compressed(comm.all_gather, comm.Blocks(8))
@@ -369,6 +389,8 @@ def test_partial_loads_are_asked_for_by_name(tmp_path: Path, stage: int | None) 
         assert_same(sgd.params(found), {"a": params["a"], "ccc": torch.full((3,), 3.0)})
         found = fds.load(tmp_path, like=adam.init(tree("a", "ccc")), only=("params/a", "step"))
         assert_same(adam.params(found), {"a": params["a"], "ccc": torch.full((3,), 3.0)})
+        with pytest.raises(ValueError, match=r"only='parms' matches nothing in like, which has .*params/bb"):
+            fds.load(tmp_path, like=sgd.init(tree("a", "bb")), only=("step", "parms"))
 
     comm.simulate(program, world_size=1 if stage is None else 2)
 
@@ -464,25 +486,60 @@ def test_another_placement_of_the_optimizer(tmp_path: Path, places: dict[str, An
     comm.simulate(program, world_size=2)
 
 
-def test_slices_of_tensor_parallel_ranks(tmp_path: Path) -> None:
-    """Ranks with slices of their own under one name, in shards along another axis, get their own back."""
+def sliced(stage: int, axes: dict[str, int]) -> tuple[fds.Step, fds.State]:
+    """A step on slices along ``tp``, in shards along ``dp``, and its state after an update."""
+    mesh = comm.mesh(**axes)
 
-    def program() -> None:
-        mesh = comm.mesh(dp=2, tp=2)
+    def loss(p: Any, x: Tensor) -> Tensor:
+        hidden = torch.tanh(comm.copy_to(x, mesh["tp"]) @ p["columns"])
+        return comm.reduce_from(hidden @ p["rows"], mesh["tp"]).square().sum() + p["other"].sum()
 
-        def loss(p: Any, x: Tensor) -> Tensor:
-            hidden = torch.tanh(comm.copy_to(x, mesh["tp"]) @ p["columns"])
-            return comm.reduce_from(hidden @ p["rows"], mesh["tp"]).square().sum()
+    strategy = [transforms.zero(stage, mesh["dp"]), transforms.tensor_parallel({"columns": 1, "rows": 0}, mesh["tp"])]
+    step = fds.compose(*strategy)(fds.train_step(loss, fds.adamw(0.1)))
+    params = {"columns": torch.arange(8.0).view(2, 4) / 9, "rows": torch.arange(4.0).view(4, 1), "other": torch.ones(3)}
+    state, _ = step(step.init(params), torch.ones(1, 2) + mesh["dp"].rank)
+    return step, state
 
-        strategy = [transforms.zero(3, mesh["dp"]), transforms.tensor_parallel({"columns": 1, "rows": 0}, mesh["tp"])]
-        step = fds.compose(*strategy)(fds.train_step(loss, fds.adamw(0.1)))
-        params = {"columns": torch.arange(8.0).view(2, 4) / 9, "rows": torch.arange(4.0).view(4, 1), "other": torch.ones(3)}
-        state, _ = step(step.init(params), torch.ones(1, 2) + mesh["dp"].rank)
-        fds.save(state, tmp_path)
-        found = fds.load(tmp_path, like=step.init(params))
-        assert_same(fds.tree.leaves(found), fds.tree.leaves(state))
 
-    comm.simulate(program, world_size=4)
+@pytest.mark.law(37)
+@given(
+    stages=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    sizes=st.tuples(st.integers(1, 2), st.integers(1, 3)),
+    turned=st.booleans(),
+)
+def test_slices_of_tensor_parallel_ranks(folder: Path, stages: Any, sizes: Any, turned: bool) -> None:
+    """Slices have one path and names of their own: they go to other stages, other ranks along dp, and other orders of axes."""
+
+    def save() -> Any:
+        step, state = sliced(stages[0], {"dp": sizes[0], "tp": 2})
+        fds.save(state, folder, tag="slices")
+        return contents(state), step.params(state)
+
+    def load() -> Any:
+        axes = {"dp": sizes[1], "tp": 2}
+        step, like = sliced(stages[1], dict(reversed(axes.items())) if turned else axes)
+        for leaf in fds.tree.leaves(like):
+            leaf.zero_()
+        state = fds.load(folder, like=like, tag="slices")
+        found = fds.load(folder, like=like, tag="slices", only="params/rows")
+        assert_same(step.params(found)["rows"], step.params(state)["rows"])
+        return contents(state), step.params(state)
+
+    expected = comm.simulate(save, world_size=2 * sizes[0])[0]
+    for found in comm.simulate(load, world_size=2 * sizes[1]):
+        assert_same_contents(found[0], expected[0])
+        assert_same(found[1], expected[1])
+
+
+def test_slices_are_not_cut_anew(tmp_path: Path) -> None:
+    comm.simulate(lambda: fds.save(sliced(3, {"dp": 1, "tp": 2})[1], tmp_path), world_size=2)
+
+    def load() -> None:
+        like = sliced(3, {"dp": 1, "tp": 4})[1]
+        with pytest.raises(fds.checkpointing.StructureError, match=r"rows\[0 of 4\](.|\n)*not in like(.|\n)*rows\[1 of 2\]"):
+            fds.load(tmp_path, like=like)
+
+    comm.simulate(load, world_size=4)
 
 
 def test_torchs_own_loader_reads_it(tmp_path: Path) -> None:

@@ -276,6 +276,14 @@ def test_it_does_not_roll_back_for_ever(tmp_path: Path) -> None:
     assert checkpointing.latest(tmp_path) == "step-00000002"
 
 
+def test_a_roll_back_to_the_beginning_evaluates_again(tmp_path: Path) -> None:
+    """The log begins anew there, and has what comes before the first step, as an undisturbed run's has."""
+    log = CsvLog(tmp_path / "log.csv")
+    found = {"evaluate": lambda state: {"at": int(state.step)}, "loggers": [log], "log_every": 1, "steps": 2}
+    run(tmp_path / "run", batches=poisoned(0), on_non_finite=RollBack(after=1), **found)
+    assert [line for line in log.path.read_text().splitlines() if ",at," in line] == ["0,at,0.0", "2,at,2.0"]
+
+
 def test_spoiled_params_are_not_saved(tmp_path: Path) -> None:
     """The first loss is finite, its gradient is not (a square root's at zero): no checkpoint is made of what follows."""
     step = fds.train_step(lambda params, x: (params["w"] - x).abs().sqrt().sum(), fds.sgd(0.1))

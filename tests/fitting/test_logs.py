@@ -38,6 +38,8 @@ def test_tensorboard_hides_what_a_run_took_back(tmp_path: Path) -> None:
 
     board = TensorBoard(tmp_path)
     board.begin(0)
+    board.log(0, {"loss": 7.0})
+    board.begin(0)
     for done in (1, 2, 3):
         board.log(done, {"loss": float(done)})
     board.begin(1)

@@ -298,6 +298,7 @@ def test_transformers_loads_an_export(tmp_path: Path) -> None:
         ({"w": torch.ones(1)}, {"tied": "some"}, "tied='some'"),
         ({"w": torch.ones(1)}, {"shard_bytes": 0}, "shard_bytes=0"),
         ({"w": torch.ones(1)}, {"buffers": {"w": torch.ones(1)}}, "'w', which is taken"),
+        ({"w": torch.ones(1, device="meta")}, {}, "'w' has no values yet"),
         ({"weight": torch.ones(1), "wait": torch.ones(1)}, {"module": nn.Linear(1, 1)}, r"missing: 'bias'; extra: 'wait'"),
     ],
 )
@@ -314,6 +315,14 @@ def test_a_single_file_is_not_sharded_and_leaves_are_tensors(tmp_path: Path) -> 
         fds.export({"w": 1}, tmp_path)
     with pytest.raises(TypeError, match=r"neither an nn.Module nor"):
         fds.export({"w": torch.ones(1)}, tmp_path, module="gpt2")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="holds strings under strings alone"):
+        fds.export({"w": torch.ones(1)}, tmp_path, metadata={"epoch": 1})  # type: ignore[dict-item]
+
+
+def test_a_name_that_is_no_text_leaves_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(UnicodeEncodeError):
+        fds.export({"w\ud800": torch.ones(1)}, tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_nothing_is_replaced_unless_asked(tmp_path: Path) -> None:

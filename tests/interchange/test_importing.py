@@ -184,7 +184,11 @@ def test_an_index_that_does_not_fit_its_files_is_refused(tmp_path: Path) -> None
     shard.unlink()
     with pytest.raises(FileNotFoundError, match=r"names the file 'model-00002-of-00003.safetensors', which is not there"):
         fds.load_params(tmp_path, like=LIKE)
-    for text in ["", "{", "[]", '{"weight_map": []}', '{"weight_map": {"1": 2}}', "\udcff"]:
+    for text in ["", "{", "[]", "[" * 50_000, '{"weight_map": []}', '{"weight_map": {"1": 2}}', "\udcff"]:
         index.write_bytes(text.encode(errors="surrogateescape"))
         with pytest.raises(ValueError, match="is damaged, or no index"):
             fds.load_params(tmp_path, like=LIKE)
+    index.unlink()
+    index.mkdir()
+    with pytest.raises(ValueError, match="is damaged, or no index"):
+        fds.load_params(tmp_path, like=LIKE)

@@ -1,5 +1,6 @@
 """Bytes from shapes alone are the bytes that are there."""
 
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -63,31 +64,68 @@ def test_what_is_owed_is_predicted(n: int, which: str, half: bool) -> None:
 
 
 @pytest.mark.law(20)
+@pytest.mark.parametrize("stage", [None, 1, 3])
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_what_is_offloaded_is_predicted(tmp_path: Path, stage: int | None, place: Any) -> None:
+    """On the host, or on a disk, where a prediction makes no file."""
+    params = place if stage == 3 else None
+    offload = T.offload(place, params, path=tmp_path if place == "disk" else None, buffer_bytes=1024)
+
+    def make(*more: fds.Transform) -> fds.Step:
+        chain = [T.ema(0.5), T.mixed_precision("bf16"), offload, *([] if stage is None else [T.zero(stage)])]
+        return fds.compose(*chain, *more)(fds.train_step(linear, fds.adam(0.1)))
+
+    def held() -> memory.Memory:
+        sizes: list[int] = []
+        step = make(memory.noted(sizes))
+        state, _ = step(step.init(fresh()), torch.arange(2))
+        return memory.measured(state, gradients=sizes[0])
+
+    n = 1 if stage is None else 2
+    for rank, found in enumerate(comm.simulate(held, world_size=n)):
+        predicted = memory.predicted(make, fresh(), world_size=n, rank=rank)
+        same(predicted, found)
+        assert predicted.places.get("disk", 0) == found.places.get("disk", 0)
+    del found
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_feedback_gathers_is_no_unit() -> None:
+    """Gathered are stage 3's units alone."""
+    step = T.feedback(comm.TopK(0.5))(fds.train_step(linear, fds.sgd(0.1)))
+    assert memory.predicted(lambda: step, fresh(), world_size=2).gathered == 0
+
+
+@pytest.mark.law(20)
 @given(
     name=st.sampled_from(("mlp", "blocks", "several passes", "tied")),
     units=st.sampled_from(("by block", "each leaf", "all in one")),
     n=st.sampled_from((2, 3, 4)),
     half=st.booleans(),
+    live=st.sampled_from((2, 3)),  # a linear layer takes two leaves at once
+    ahead=st.sampled_from((1, 0, 2)),
 )
 @settings(max_examples=settings.default.max_examples // 2)
-def test_gathered_units_are_predicted(name: str, units: str, n: int, half: bool) -> None:
+def test_gathered_units_are_predicted(name: str, units: str, n: int, half: bool, live: int, ahead: int) -> None:
     """Stage 3's whole units, at most at one time, for a model that uses its leaves in the order in which it was built."""
     chain = [T.mixed_precision("bf16")] if half else []
+    knobs: dict[str, Any] = {"unit_of": UNITS[units], "live": live, "prefetch": ahead}
     params, loss = CASES[name].make()
 
     def make() -> fds.Step:
-        return fds.compose(*chain, T.zero(3, unit_of=UNITS[units]))(fds.train_step(loss, fds.sgd(0.1)))
+        return fds.compose(*chain, T.zero(3, **knobs))(fds.train_step(loss, fds.sgd(0.1)))
 
     def most() -> int:
         tracked = memory.Tracked()
-        zero = T.zero(3, unit_of=UNITS[units], all_gather=tracked)
+        zero = T.zero(3, **knobs, all_gather=tracked)
         step = fds.compose(*chain, zero)(fds.train_step(CASES[name].make()[1], fds.sgd(0.1)))
         state = step.init(params)
-        step(state, own_rows(CASES[name].batch(2 * n), comm.world()))
+        for _ in range(2):  # the first step learns the order, the second fetches ahead
+            state, _ = step(state, own_rows(CASES[name].batch(2 * n), comm.world()))
         return tracked.live.peak
 
     expected = memory.predicted(make, params, world_size=n).gathered
-    assert 0 < expected <= 3 * sum(x.nbytes for x in params.values()) + 4096
+    assert 0 < expected <= (live + ahead) * sum(x.nbytes for x in params.values()) + 4096
     for found in comm.simulate(most, world_size=n):
         if name == "several passes":  # each unit is used thrice, in turn
             assert found <= expected + 4096

@@ -107,7 +107,9 @@ def test_hysteresis(consecutive: bool) -> None:
     ("make", "message"),
     [
         (lambda: transforms.StaticScale(0.0), "StaticScale: value=0.0 must be positive"),
+        (lambda: transforms.StaticScale(float("inf")), "StaticScale: value=inf must be finite"),
         (lambda: transforms.DynamicScale(window=0), "window=0 must be positive"),
+        (lambda: transforms.DynamicScale(window=1.5), "window=1.5 counts steps"),  # type: ignore[arg-type]
         (lambda: transforms.DynamicScale(hysteresis=0), "hysteresis=0 must be positive"),
         (lambda: transforms.DynamicScale(factor=1.0), "factor=1.0 must be more than 1"),
         (lambda: transforms.DynamicScale(0.5), r"initial=0.5 must lie in 1.0\.\."),

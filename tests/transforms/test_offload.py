@@ -338,6 +338,23 @@ def test_params_on_the_host_are_handles() -> None:
     assert_same(fetched(state).params[0], torch.ones(3))
 
 
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+def test_deferred_leaves_are_read(where: Any, folder: str) -> None:
+    """Leaves without values yet get theirs without ZeRO, too; the plan reads none."""
+    asked: list[str] = []
+
+    def read(path: str) -> Tensor:
+        asked.append(path)
+        return torch.arange(300.0) + len(path)
+
+    bare = {name: torch.empty(300, device="meta") for name in ("w", "bias")}
+    step = offloaded(folder, optimizer=where, buffer_bytes=1024)(fds.train_step(lambda p, x: (p["w"] * x).sum(), fds.adam(0.1)))
+    state = step.init(fds.from_source(bare, read))
+    assert sorted(asked) == ["bias", "w"]
+    assert_same(step.params(state), {name: torch.arange(300.0) + len(name) for name in bare})
+    step(state, torch.ones(300))
+
+
 # -- bad input -----------------------------------------------------------------------------------------------------------
 
 
@@ -354,7 +371,9 @@ def test_params_on_the_host_are_handles() -> None:
         (lambda p: T.offload("cpu", ratio=1.5), r"ratio=1.5 must lie in 0..1"),
         (lambda p: T.offload("cpu", ratio=float("nan")), r"ratio=nan must lie"),
         (lambda p: T.offload("cpu", "cpu", ratio=0.5), r"ratio=0.5 keeps a part"),
+        (lambda p: T.offload("cpu", ratio="half"), r"ratio='half' must lie in 0..1"),  # type: ignore[arg-type]
         (lambda p: T.offload("cpu", buffers=0), r"buffers=0 must be at least 1"),
+        (lambda p: T.offload("cpu", buffers=1.5), r"buffers=1.5 must be at least 1, and whole"),  # type: ignore[arg-type]
         (lambda p: T.offload("cpu", buffer_bytes=0), r"buffer_bytes=0 must"),
         (lambda p: T.offload("cpu", threads=0), r"threads=0 must"),
     ],

@@ -382,6 +382,12 @@ def test_bad_input() -> None:
     with pytest.raises(ValueError, match="no rank has the whole gradient"):
         clipped(clipped.init(params), torch.ones(2))
 
+    def cut() -> None:
+        step(one, T.zero(1)).init(params)
+
+    with pytest.raises(ValueError, match=r"one_bit_adam.* compresses whole tensors, and group 'world' of 2 cuts them"):
+        comm.simulate(cut, world_size=2)
+
     def differing() -> None:
         step(one, T.local()).init({"w": torch.ones(2 + comm.world().rank)})
 

@@ -73,7 +73,7 @@ def exact(schedule: pp.Schedule) -> Any:
     params = [{"w": torch.arange(1.0, 4.0) - i} for i in range(stages)]
     model = pp.stages([_times] * stages, params, loss=lambda y, batch: y.sum())
     step = transforms.pipeline(schedule, model)(fds.train_step(model, fds.sgd(2.0**-3)))
-    state, metrics = step(step.init(params), (torch.arange(24.0).view(8, 3) % 5 - 2,))
+    state, metrics = step(step.init(params), (torch.arange(36.0).view(12, 3) % 5 - 2,))
     return metrics["loss"], step.params(state)
 
 

@@ -30,6 +30,9 @@ SCATTER = comm.compressed(comm.reduce_scatter, comm.Blocks(8))
         ({"stage": 2, "aggregate": "all_reduce", "reduce_scatter": SCATTER}, "uses all_gather and all_reduce"),
         ({"stage": 2, "predivide": 0.0}, "predivide=0.0"),
         ({"stage": 2, "predivide": float("nan")}, "predivide=nan"),
+        ({"stage": 2, "predivide": "2"}, "predivide='2'"),
+        ({"stage": True}, "stage=True: ZeRO has the stages"),
+        ({"stage": 3, "all_gather": comm.reduce_scatter}, "all_gather=comm.reduce_scatter: it does something else"),
     ],
 )
 def test_what_makes_no_sense(options: dict[str, Any], said: str) -> None:
@@ -41,6 +44,11 @@ def test_what_makes_no_sense(options: dict[str, Any], said: str) -> None:
 def test_what_is_no_group(options: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match=f"{next(iter(options))}="):
         transforms.zero(3, **options)
+
+
+def test_what_is_no_collective() -> None:
+    with pytest.raises(TypeError, match="all_gather=None is no collective"):
+        transforms.zero(3, all_gather=None)  # type: ignore[arg-type]
 
 
 def test_groups_that_do_not_factor() -> None:

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 from functional_ds import tree
+from functional_ds.materialise import is_deferred, values_of
 from functional_ds.parts import Parts
 from functional_ds.state import State
 from functional_ds.step import Step
-from functional_ds.trainable import is_trainable, like_marked
+from functional_ds.trainable import ORIGIN, is_trainable, like_marked
 
+from .handles import OnPaper
 from .home import Home, Offloaded, Version
 from .plan import (
     Kind,
@@ -95,7 +97,9 @@ def _unit(index: int, path: str, leaf: Tensor, state: State, trained: int | None
 
 
 def _meta(leaf: Tensor) -> Tensor:
-    return like_marked(torch.empty_like(leaf, device="meta", memory_format=torch.contiguous_format), leaf)
+    found = like_marked(torch.empty_like(leaf, device="meta", memory_format=torch.contiguous_format), leaf)
+    found.__dict__.pop(ORIGIN, None)  # a plan reads no values
+    return found
 
 
 def _trained(leaves: list[Tensor]) -> list[int | None]:
@@ -142,8 +146,9 @@ def initial(inner: Any, step: Step, params: Any, home: Home) -> State:
     contents = []
     for unit, leaf in zip(plan.units, leaves, strict=True):
         making = _Making(home, unit)
-        for start, stop in unit.spans():
-            state = inner(asking.at(step, unit.trained, start, stop), [_piece(unit, leaf, start, stop)])
+        values = like_marked(values_of(leaf), leaf) if is_deferred(leaf) else leaf
+        for start, stop in [(0, unit.numel)] if home.on_paper else unit.spans():
+            state = inner(asking.at(step, unit.trained, start, stop), [_piece(unit, values, start, stop)])
             making.add(tree.leaves(content(state, plan.slots)), start, stop)
             first = state if first is None else first
         contents.append(tree.unflatten(unit.spec, making.done()))
@@ -162,7 +167,7 @@ def initial(inner: Any, step: Step, params: Any, home: Home) -> State:
 
 def _piece(unit: Unit, leaf: Tensor, start: int, stop: int) -> Tensor:
     own = leaf.detach() if unit.whole else leaf.detach().reshape(-1)[start:stop]
-    return like_marked(own.cpu() if unit.away else own, leaf)
+    return like_marked(own.cpu() if unit.away and not own.is_meta else own, leaf)
 
 
 @attrs.define(eq=False)
@@ -178,14 +183,15 @@ class _Making:
         """The leaves of a piece's content."""
         if not self.found:
             self.found = [self._room(kind, leaf) for kind, leaf in zip(self.unit.kinds, leaves, strict=True)]
-            self.versions = {i: self.home.version(self.unit, kind) for i, kind in self.unit.on_disk()}
+            written = [] if self.home.on_paper else self.unit.on_disk()
+            self.versions = {i: self.home.version(self.unit, kind) for i, kind in written}
         for i, (kind, leaf) in enumerate(zip(self.unit.kinds, leaves, strict=True)):
             if kind is not None and kind.place != "disk" and not self.unit.whole:
                 low, high = self.unit.span(kind, start, stop)
                 self.found[i].view(-1)[low:high] = leaf.reshape(-1)
-        regions, (lane, *_) = self.home.regions(self.unit), self.home.lanes
+        regions = self.home.regions(self.unit)
         for i, version in self.versions.items():
-            version.write(leaves[i], lane.room[slice(*regions[i])])
+            version.write(leaves[i], self.home.lanes[0].room[slice(*regions[i])])
         for version in self.versions.values():
             version.begun[-1].result()
 
@@ -197,7 +203,7 @@ class _Making:
         if kind is None or kind.place == "disk":
             return leaf if kind is None else None
         pinned = kind.place == "cpu" and self.home.cuda
-        device = self.home.device if kind.place == "here" else torch.device("cpu")
+        device = self.home.device if kind.place == "here" or self.home.on_paper else torch.device("cpu")
         if self.unit.whole and not pinned:
             return like_marked(leaf.detach().to(device), leaf)
         room = torch.empty(kind.shape, dtype=kind.dtype, device=device, pin_memory=pinned)
@@ -208,6 +214,8 @@ class _Making:
     def _stands(self, i: int, kind: Kind | None, leaf: Any) -> Any:
         if kind is None or kind.place == "here" or (kind.place == "cpu" and i):
             return leaf
+        if kind.place == "disk" and self.home.on_paper:
+            return OnPaper(torch.Size(kind.shape), kind.dtype)
         handle = self.versions[i].done() if i in self.versions else self.home.on_host(self.unit, leaf)
         if i == 0:
             handle.reader.know(handle)

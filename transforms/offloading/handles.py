@@ -17,7 +17,7 @@ from .ahead import Ahead
 from .disk import Disk, aligned
 from .folder import Extent, OffloadError, padded
 
-__all__ = ["OnDisk", "OnHost", "fetched", "restored"]
+__all__ = ["OnDisk", "OnHost", "OnPaper", "fetched", "restored"]
 
 
 @attrs.frozen(eq=False)
@@ -179,6 +179,41 @@ class OnHost:
     def detach(self) -> Tensor:
         """The tensor on its device."""
         return self.reader.fetch(self)
+
+
+@attrs.frozen
+class OnPaper:
+    """What stands for a tensor on the disk in a state without values, which only says what it would hold."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    place: str = "disk"
+
+    @property
+    def device(self) -> torch.device:
+        """Where ``detach`` puts it."""
+        return torch.device("meta")
+
+    def numel(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it has."""
+        return self.numel() * self.dtype.itemsize
+
+    def is_floating_point(self) -> bool:
+        """Whether the tensor is."""
+        return self.dtype.is_floating_point
+
+    def is_complex(self) -> bool:
+        """Whether the tensor is."""
+        return self.dtype.is_complex
+
+    def detach(self) -> Tensor:
+        """The tensor, without values."""
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
 Handle = OnDisk | OnHost

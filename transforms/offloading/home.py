@@ -82,6 +82,11 @@ class Home:
         return self.copies.cuda
 
     @property
+    def on_paper(self) -> bool:
+        """Whether params have no values: then the state has none, and no files."""
+        return self.device.type == "meta"
+
+    @property
     def lanes(self) -> tuple[Lane, ...]:
         """The buffers."""
         if not self._lanes:

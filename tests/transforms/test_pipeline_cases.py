@@ -1,0 +1,188 @@
+"""Law 36 on what stages and losses bring along: dtypes, uneven rows, params that are handed on, patterns by path."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import functional_ds as fds
+from functional_ds import comm, transforms
+from functional_ds import pipelining as pp
+from functional_ds.trainable import is_trainable
+
+
+def layer(p: Any, x: Tensor) -> Tensor:
+    return torch.tanh(x @ p["w"])
+
+
+def error(y: Tensor, batch: Any) -> Tensor:
+    return (y - batch[1]).square().mean()
+
+
+def weights(count: int, dtype: torch.dtype = torch.float32) -> Any:
+    return [{"w": torch.eye(4, dtype=dtype) + i / 8} for i in range(count)]
+
+
+def rows(count: int, dtype: torch.dtype = torch.float32) -> Any:
+    both = torch.linspace(-1, 1, 8 * count, dtype=dtype).view(2, count, 4)
+    return both[0], both[1].flip(0)
+
+
+def run(model: pp.Stages, params: Any, batch: Any, schedule: pp.Schedule | None, *strategy: Any, rule: Any = None) -> Any:
+    """Metrics of two steps, those of an evaluation, and the params; ``strategy`` is made of the mesh."""
+    mesh = comm.mesh(dp=comm.world().size // (schedule.ranks if schedule else 1), pp=schedule.ranks if schedule else 1)
+    piped = [] if schedule is None else [transforms.pipeline(schedule, model, mesh["pp"], resident=1)]
+    step = fds.compose(*(make(mesh) for make in strategy), *piped)(fds.train_step(model, rule or fds.sgd(0.1)))
+    state, batch = step.init(params), fds.tree.map(lambda x: x.tensor_split(mesh["dp"].size)[mesh["dp"].rank], batch)
+    found = []
+    for _ in range(2):
+        state, metrics = step(state, batch)
+        found.append(metrics)
+    return [*found, step.measure(state, batch)], step.params(state)
+
+
+def zero(stage: int) -> Any:
+    return lambda mesh: transforms.zero(stage, mesh["dp"])
+
+
+def check(
+    model: pp.Stages, params: Any, batch: Any, schedule: pp.Schedule, *strategy: Any, dp: int = 1, **options: Any
+) -> None:
+    """The pipeline on every rank is the same without it on dp ranks."""
+    expected = comm.simulate(lambda: run(model, params, batch, None, *strategy, **options), world_size=dp)[0]
+    for found in comm.simulate(
+        lambda: run(model, params, batch, schedule, *strategy, **options), world_size=dp * schedule.ranks
+    ):
+        torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.law(36)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_losses_and_metrics_of_any_dtype(dtype: torch.dtype) -> None:
+    """A count of hits is an integer; the ranks without it send zeros of its dtype."""
+
+    def loss(y: Tensor, batch: Any) -> Any:
+        hits = (y.argmax(-1) == batch[1].argmax(-1)).sum()
+        return error(y, batch), {"accuracy": fds.Weighted(hits, len(y)), "hits": hits / len(y), "mean": y.mean()}
+
+    params = weights(2, dtype)
+    check(pp.stages([layer] * 2, params, loss=loss), params, rows(5, dtype), pp.one_f_one_b(2, 3))
+
+
+@pytest.mark.law(36)
+def test_each_rank_of_data_weighs_the_same_however_its_rows_fall_on_micro_batches() -> None:
+    """Plain means, 9 and 8 rows, in 4 micro-batches: as without a pipeline, 1/2 each."""
+    params = weights(2)
+    check(pp.stages([layer] * 2, params, loss=error), params, rows(17), pp.gpipe(2, 4), zero(1), dp=2)
+
+
+@pytest.mark.law(36)
+def test_a_param_that_is_handed_on_outlives_its_eviction() -> None:
+    """A stage gives its weight to the next one, and reports it; in stage 3 with resident=1 it is let go in between."""
+
+    def first(p: Any, x: Tensor) -> Any:
+        return layer(p, x), p["w"]
+
+    def between(p: Any, x: Any) -> Any:
+        return layer(p, x[0] @ x[1]), p["w"]
+
+    def last(p: Any, x: Any) -> Tensor:
+        return layer(p, x[0] @ x[1])
+
+    params = weights(4)
+    model = pp.stages([first, between, between, last], params, loss=error)
+    check(model, params, rows(12), pp.breadth_first(2, 3), zero(3), dp=2)
+
+
+@pytest.mark.law(36)
+def test_a_shared_leaf_without_a_gradient_on_one_of_its_ranks() -> None:
+    """In bf16, where the other rank's sum has grown in fp32."""
+    params = {"table": torch.eye(4), "a": torch.eye(4), "b": torch.eye(4)}
+    pieces = [
+        pp.Piece(lambda p, x: torch.tanh(x @ p[0] @ p[1]), uses=("table", "a")),
+        pp.Piece(lambda p, x: torch.tanh((x + p[0].detach().mean()) @ p[1]), uses=("table", "b")),
+    ]
+    model = pp.stages(pieces, params, loss=error)
+
+    def program(piped: bool) -> Any:
+        step = fds.train_step(model, fds.sgd(0.1))
+        step = fds.compose(
+            transforms.mixed_precision("bf16"), *([transforms.pipeline(pp.one_f_one_b(2, 3), model)] if piped else [])
+        )(step)
+        state, _ = step(step.init(params), rows(6))
+        return step.params(state)
+
+    for found in comm.simulate(program, True, world_size=2):
+        torch.testing.assert_close(found, program(False), rtol=0, atol=2e-3)
+
+
+def test_an_evaluation_of_fewer_rows_than_micro_batches() -> None:
+    params = weights(4)
+    model = pp.stages([layer] * 4, params, loss=error)
+
+    def program() -> list[float]:
+        step = transforms.pipeline(pp.zbv(2, 4), model)(fds.train_step(model, fds.sgd(0.1)))
+        state = step.init(params)
+        return [step.evaluate(state, rows(count)).item() for count in (5, 3, 1)]
+
+    expected = [model(params, rows(count)).item() for count in (5, 3, 1)]
+    for found in comm.simulate(program, world_size=2):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_ranks_of_data_may_evaluate_different_numbers_of_rows() -> None:
+    """Stage 3 with resident=1: they gather together, however many micro-batches each has."""
+    params = weights(4)
+    model = pp.stages([layer] * 4, params, loss=error)
+
+    def program() -> float:
+        mesh = comm.mesh(dp=2, pp=2)
+        piped = transforms.pipeline(pp.breadth_first(2, 3), model, mesh["pp"], resident=1)
+        step = fds.compose(transforms.zero(3, mesh["dp"]), piped)(fds.train_step(model, fds.sgd(0.1)))
+        mine = fds.tree.map(lambda x: x[:4] if mesh["dp"].rank else x[4:], rows(5))
+        return step.evaluate(step.init(params), mine).item()
+
+    assert comm.simulate(program, world_size=4) == [pytest.approx(_weighed(model, params), rel=1e-5)] * 4
+
+
+def _weighed(model: pp.Stages, params: Any) -> float:
+    four, one = (model(params, fds.tree.map(lambda x, cut=cut: x[cut], rows(5))).item() for cut in (slice(4), slice(4, 5)))
+    return (3 * four + one) / 4  # a plain mean weighs as many as it has micro-batches
+
+
+def test_another_step_on_the_same_state_has_metrics_of_its_own() -> None:
+    params = weights(2)
+    plain = pp.stages([layer] * 2, params, loss=error)
+    more = pp.stages([layer] * 2, params, loss=lambda y, batch: (error(y, batch), {"mean": y.mean()}))
+
+    def program() -> set[str]:
+        first, second = (
+            transforms.pipeline(pp.gpipe(2, 2), model)(fds.train_step(model, fds.sgd(0.1))) for model in (plain, more)
+        )
+        state = first.init(params)
+        first.evaluate(state, rows(4))
+        return set(second.measure(state, rows(4)))
+
+    assert comm.simulate(program, world_size=2) == [{"loss", "mean"}] * 2
+
+
+def test_frozen_leaves_come_back_as_such_on_every_rank() -> None:
+    params = fds.freeze(weights(2), r"^0")
+    model = pp.stages([layer] * 2, params, loss=error)
+
+    def program() -> list[bool]:
+        step = transforms.pipeline(pp.gpipe(2, 2), model)(fds.train_step(model, fds.sgd(0.1)))
+        return [is_trainable(leaf) for leaf in fds.tree.leaves(step.params(step.init(params)))]
+
+    assert comm.simulate(program, world_size=2) == [[False, True]] * 2
+
+
+@pytest.mark.law(36)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_pattern_that_names_leaves_of_another_rank(stage: int) -> None:
+    """In route and decay=, with ZeRO of any stage along the other axis, also inside of a route."""
+    params = weights(2)
+    inside = fds.adamw(0.01, eps=1e-3, weight_decay=0.1, decay=r"^0")
+    rule = fds.route({r"^1": fds.sgd(0.1)}, inside)
+    check(pp.stages([layer] * 2, params, loss=error), params, rows(8), pp.one_f_one_b(2, 2), zero(stage), dp=2, rule=rule)
