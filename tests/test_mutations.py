@@ -1154,7 +1154,9 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     ],
     # ZeRO: what is reduced
     (zero_is_one_device, 0, "two trees"): [
-        Bug("two trees share a skeleton", "functional", "if skeleton.identity == _identity(params) and skeleton", "if skeleton"),
+        Bug(
+            "two trees share a skeleton", "functional", "if skeleton.identity == _identity(params) and skeleton", "if skeleton"
+        ),
     ],
     (zero_is_one_device, 0, "blocks", 2, 2): [
         Bug("every micro-batch is the last", "transforms.accumulate", "last and i == k - 1", "last"),

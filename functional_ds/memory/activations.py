@@ -63,7 +63,7 @@ def activations(
 
     Law: both give the same ``kept``, exactly, where operations choose the same kernels (an LSTM on the CPU does not). The
     two peaks may differ by what kernels leave behind, and what is within a kernel is not seen. Recomputation is counted as
-    what it leaves.
+    what it leaves; but ``fds.remat`` keeps everything on fake tensors, so a loss with it must be measured, with values.
 
     Args:
         loss_fn: as ``train_step`` has it; without a key.

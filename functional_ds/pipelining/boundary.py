@@ -17,7 +17,7 @@ from functional_ds.tape import Tape
 
 from .stages import Stages, Visit
 
-__all__ = ["Blank", "Boundary", "Crossing", "boundaries", "signature"]
+__all__ = ["Blank", "Boundary", "Crossing", "boundaries", "outlined", "signature"]
 
 
 @attrs.frozen
@@ -120,7 +120,7 @@ def boundaries(
     stages: Stages,
     *,
     placement: Sequence[int],
-    parts: Mapping[int, Sequence[State]],
+    leaves: Mapping[int, Mapping[str, Blank]],
     batch: Any,
     weight: float | None,
     trains: bool,
@@ -131,6 +131,9 @@ def boundaries(
     Each rank runs its stages on fake tensors, in the stages' order, and tells the others what came out; so all of them know,
     or raise alike, before any of them computes. Collective; a few small messages for each stage.
 
+    Args:
+        leaves: what the step's view gives of this rank's stages' params.
+
     Raises:
         ValueError: a stage cannot take what the one before gives, or cannot be run on shapes alone.
     """
@@ -138,9 +141,8 @@ def boundaries(
     for index, holder in enumerate(placement):
         told: Any = None
         if group.rank == holder:
-            told = _outline(
-                step, state, stages, index, found[-1] if found else None, parts[index], Visit(batch, None, weight), trains
-            )
+            before = found[-1] if found else None
+            told = _outline(step, state, stages, index, before, leaves[index], Visit(batch, None, weight), trains)
         told = comm.broadcast_object(told, holder, group)
         if isinstance(told, str):
             raise ValueError(told)
@@ -156,14 +158,13 @@ def _outline(
     stages: Stages,
     index: int,
     before: Boundary | None,
-    parts: Sequence[State],
+    leaves: Mapping[str, Blank],
     visit: Visit,
     trains: bool,
 ) -> "Boundary | dict[str, torch.dtype] | str":
-    blanks = {path: blank for part in parts for path, blank in _params(step, part).items()}
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.set_grad_enabled(trains):
-            params = {path: _fake(blank, trains) for path, blank in blanks.items()}
+            params = {path: _fake(blank, trains) for path, blank in leaves.items()}
             x = None if before is None else before.value([_fake(blank, False) for blank in before.leaves])[0]
             micro = tree.map(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, visit.batch)
             if index == len(stages) - 1:
@@ -175,7 +176,8 @@ def _outline(
         return f"stage {index} ({stages.stages[index].name}) cannot be run on {taken}: {type(error).__name__}: {error}"
 
 
-def _params(step: Step, part: State) -> dict[str, Blank]:
+def outlined(step: Step, part: State) -> dict[str, Blank]:
+    """What the step's view gives of a part of the params; collective where a pass is, as in ZeRO stage 3."""
     with Tape() as tape, torch._C.DisableTorchFunctionSubclass():  # a deferred leaf need not be fetched for this
         return {path: Blank.of(leaf) for path, leaf in step.view(part, tape).items()}
 

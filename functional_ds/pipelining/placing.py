@@ -15,7 +15,7 @@ from functional_ds.step import Step
 from functional_ds.trainable import freeze, is_trainable, like_marked, mark_part, part_of
 
 from .action import Action
-from .boundary import Crossing
+from .boundary import Blank, Crossing
 from .schedule import Schedule
 from .stages import Stages
 
@@ -38,12 +38,13 @@ class Part:
 
 @attrs.define(eq=False)
 class Known:
-    """What crosses between the stages, by step and what else it depends on, and rows.
+    """What crosses between the stages, by step and what else it depends on; parts' leaves, by step and name; and rows.
 
     Found once, and no part of a state's structure; a pickled one comes back empty.
     """
 
     crossing: "WeakKeyDictionary[Step, dict[Any, Crossing]]" = attrs.field(factory=WeakKeyDictionary)
+    leaves: "WeakKeyDictionary[Step, dict[str, dict[str, Blank]]]" = attrs.field(factory=WeakKeyDictionary)
     rows: dict[Schedule, list[tuple[Action, ...]]] = attrs.field(factory=dict)
 
     def row(self, schedule: Schedule, rank: int) -> list[tuple[Action, ...]]:

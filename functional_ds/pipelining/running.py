@@ -15,7 +15,7 @@ from functional_ds.step import Step
 from functional_ds.tape import Tape, wide
 from functional_ds.weighted import Weighted
 
-from .boundary import Crossing, boundaries, signature
+from .boundary import Blank, Crossing, boundaries, outlined, signature
 from .placing import Part, Placed
 from .recorder import Recorder
 from .room import Room
@@ -89,8 +89,9 @@ def _runner(traffic: Traffic, step: Step, state: State, batch: Any, rooms: dict[
     sizes = [rows_of(each) for each in batches]
     equal = len(set(sizes)) == 1
     weights = {rows: None if equal else rows * len(sizes) / sum(sizes) for rows in sizes}  # one on average
+    leaves = _leaves(step, state, rooms, parts)
     crossing = {
-        rows: _crossing(traffic, step, state, micro, weights[rows], rooms, parts, records=records)
+        rows: _crossing(traffic, step, state, micro, weights[rows], leaves, records=records)
         for rows, micro in dict(zip(sizes, batches, strict=True)).items()
     }
     micros, first = [], 0
@@ -103,14 +104,26 @@ def _runner(traffic: Traffic, step: Step, state: State, batch: Any, rooms: dict[
     )
 
 
+def _leaves(step: Step, state: State, rooms: dict[str, Room], parts: dict[int, list[str]]) -> dict[int, dict[str, Blank]]:
+    """What this rank's stages see of the params. A part is looked at once, however many sizes of micro-batches there are.
+
+    So ranks that shard it, and may have other rows, do so together.
+    """
+    placed: Placed = state.slots["pipeline"]
+    known = placed.known.leaves.setdefault(step, {})
+    for name, room in rooms.items():
+        if name not in known:
+            known[name] = outlined(step, room.state)
+    return {stage: {path: leaf for name in names for path, leaf in known[name].items()} for stage, names in parts.items()}
+
+
 def _crossing(
     traffic: Traffic,
     step: Step,
     state: State,
     micro: Any,
     weight: float | None,
-    rooms: dict[str, Room],
-    parts: dict[int, list[str]],
+    leaves: dict[int, dict[str, Blank]],
     *,
     records: bool,
 ) -> Crossing:
@@ -124,7 +137,7 @@ def _crossing(
             state,
             traffic.stages,
             placement=traffic.schedule.placement,
-            parts={stage: [rooms[name].state for name in names] for stage, names in parts.items()},
+            leaves=leaves,
             batch=micro,
             weight=weight,
             trains=records,

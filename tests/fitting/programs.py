@@ -12,7 +12,7 @@ from functional_ds import comm
 from functional_ds.fitting import watchdog
 from tests.fitting import models
 
-TIMEOUT = timedelta(seconds=4)
+TIMEOUT = timedelta(seconds=8)  # more than a busy machine takes between two beats
 LONG = 300.0
 WAITING = ("signal", "signal alone")  # faults that a test sends to a rank
 
