@@ -25,7 +25,8 @@ class Gatherer:
 
     Law: any rank may touch any units in any order, or none; every rank takes part in the same gathers.
 
-    At most ``live + ahead`` units are there at once, those under way included; what is persistent comes on top.
+    At most ``live + ahead`` units are there at once, those under way included; what is persistent comes on top, and what
+    an operation still has in hand of a unit that made room.
 
     Attributes:
         stored: this rank's shards, one a segment; persistent segments are whole.

@@ -8,6 +8,7 @@ import attrs
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from functional_ds import tree
 from functional_ds.layout import Layout
@@ -127,7 +128,7 @@ class Units:
         self.layout, self.source, self.reducer, self.device = layout, source, reducer, device
         self._frees, self._keep = frees, keep
         self._leaves: dict[int, dict[int, Tensor]] = {}  # unit -> leaf index -> the real tensor
-        self._owners: dict[int, tuple[int, int]] = {}  # storage -> (unit, place in the unit)
+        self._owners: dict[int, tuple[int, int, StorageWeakRef]] = {}  # storage -> unit, place in the unit, while it lives
         self._held: Counter[int] = Counter()  # unit -> saved tensors that still refer to it
         self._in_backward = False
         self._handle: Tensor | None = None
@@ -151,9 +152,8 @@ class Units:
         return tree.unflatten(self.layout.spec, leaves)
 
     def forget(self, unit: int) -> None:
-        """The source has dropped the unit."""
+        """The source has dropped the unit; an operation that has its leaves in hand may still save them."""
         self._leaves.pop(unit, None)
-        self._owners = {ptr: owner for ptr, owner in self._owners.items() if owner[0] != unit}
 
     def completed(self, unit: int, grads: Sequence[Tensor | None]) -> None:
         """A backward node of the unit has run."""
@@ -187,7 +187,8 @@ class Units:
         for which, (index, flat) in enumerate(zip(indices, flats, strict=True)):
             segment = self.layout.segments[index]
             if self._frees and flat.numel():
-                self._owners[flat.untyped_storage().data_ptr()] = (unit, which)
+                storage = flat.untyped_storage()
+                self._owners[storage.data_ptr()] = (unit, which, StorageWeakRef(storage))
             leaves.update(zip((slot.leaf for slot in segment.slots), segment.views(flat), strict=True))
         trained = [
             slot.leaf
@@ -245,10 +246,11 @@ class Units:
         if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
             return None
         owner = self._owners.get(tensor.untyped_storage().data_ptr())
-        if owner is None:
+        if owner is None or owner[2].expired():  # other memory may lie there now
             return None
-        segment = self.layout.segments[self.layout.units[owner[0]].segments[owner[1]]]
-        return owner if segment.dtype == tensor.dtype else None
+        unit, which, _ = owner
+        segment = self.layout.segments[self.layout.units[unit].segments[which]]
+        return (unit, which) if segment.dtype == tensor.dtype else None
 
     def _unpack(self, saved: Any) -> Tensor:
         if isinstance(saved, _Kept):

@@ -127,8 +127,8 @@ def test_gathered_units_are_predicted(name: str, units: str, n: int, half: bool,
     expected = memory.predicted(make, params, world_size=n).gathered
     assert 0 < expected <= (live + ahead) * sum(x.nbytes for x in params.values()) + 4096
     for found in comm.simulate(most, world_size=n):
-        if name == "several passes":  # each unit is used thrice, in turn
-            assert found <= expected + 4096
+        if name in ("several passes", "tied"):  # units are used again: an operation may hold one that has made room
+            assert expected <= found <= expected + 2 * max(x.nbytes for x in params.values()) + 16 * n
         else:
             assert found == expected
 
