@@ -4,13 +4,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from queue import Empty, SimpleQueue
-from threading import Lock, Thread
+from threading import RLock, Thread
 from time import perf_counter
 
 import attrs
 from torch import Tensor
 
-__all__ = ["Lane", "Performed", "Queued"]
+__all__ = ["Lane", "Performed", "Posted", "Queued"]
 
 
 _IDLE = 5.0  # seconds without a job after which the thread ends; the next job starts another
@@ -54,6 +54,43 @@ class Performed:
         return True
 
 
+@attrs.define(eq=False)
+class Posted:
+    """A message that the caller's thread has posted, and the transport moves.
+
+    Whether it is over can only be found by waiting. So a look leaves that to the lane, and so does dropping it, for the
+    transport forgets messages that nobody holds.
+    """
+
+    lane: "Lane"
+    finish: Callable[[], Tensor]
+    ended: float | None = None
+    _looked: Queued | None = None
+
+    def wait(self) -> Tensor:
+        """Its result, or its error."""
+        if self._looked is not None:
+            return self._looked.wait()
+        result = self.finish()
+        self.ended = perf_counter()
+        return result
+
+    def poll(self, patience: float) -> bool:
+        """Whether it is over; waits for that at most ``patience`` seconds."""
+        if self.ended is not None:
+            return True
+        if self._looked is None:
+            self._looked = self.lane.submit(self.finish)
+        if self._looked.poll(patience):
+            self.ended = self._looked.ended
+            return True
+        return False
+
+    def __del__(self) -> None:
+        if self.ended is None and self._looked is None:
+            self.lane.submit(self.finish)
+
+
 class Lane:
     """Does what it is given one after the other.
 
@@ -62,7 +99,7 @@ class Lane:
     """
 
     def __init__(self, name: str) -> None:
-        self._lock = Lock()
+        self._lock = RLock()  # what is dropped within it may come back to it
         self._jobs: SimpleQueue[tuple[Callable[[], Tensor], Future[tuple[Tensor, float]]]] = SimpleQueue()
         self._given = self._done = 0
         self._name = name

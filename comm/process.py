@@ -18,7 +18,7 @@ from .collective import Call, Here
 from .errors import CommError
 from .exchange import EXCHANGES, Started, Wire
 from .group import Group, call_site, each, place_in
-from .lane import Lane, Performed, Queued
+from .lane import Lane, Performed, Posted, Queued
 from .ledger import Ledger
 from .native import NATIVE, message
 from .watch import Watch
@@ -26,6 +26,7 @@ from .watch import Watch
 __all__ = ["DEFAULT_TIMEOUT", "ProcessWorld", "leave_process_world", "process_world", "torch_group"]
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
+_POSTED = 2**20  # bytes of a message up to which the caller's thread posts it: sooner than another thread wakes up
 _TAGS = 2**30  # below are the tags that a program may use with torch's own messages
 
 
@@ -35,7 +36,7 @@ class _Coalesced:
 
     places: Sequence[int]
     shares: Sequence[int]
-    started: Started | Performed | Queued
+    started: Started | Performed | Posted | Queued
 
     def pieces(self) -> Sequence[Tensor]:
         result = self.started.wait()
@@ -161,9 +162,12 @@ class ProcessWorld:
 
     def _start_messages(
         self, call: Call, group: Group, payload: Tensor, agreed: Callable[[], None] | None, ahead: bool
-    ) -> Performed | Queued:
+    ) -> Performed | Posted | Queued:
         wire, lane = self._lane(group, call.collective.order(call.options))
         exchange = EXCHANGES[call.collective.primitive]
+        small = payload.numel() * payload.element_size() <= _POSTED
+        if ahead and agreed is None and small and call.collective.primitive == "transfer" and lane.idle:
+            return Posted(lane, exchange(wire, payload, call.options).wait)
 
         def job() -> Tensor:
             if agreed is not None:

@@ -149,13 +149,20 @@ class Tape:
             self._push(grads)
             self._pushed = [None] * len(self._leaves)
             return
+        places = {id(leaf): place for place, leaf in enumerate(self._leaves)}
         pairs = [(seen[path], grad) for path, grad in grads.items() if seen[path].requires_grad]
         roots = [root for root in self.roots if root.requires_grad]
+        computed = [(output, grad) for output, grad in pairs if id(output) not in places]
         self._pushed = [None] * len(self._leaves)
-        if (pairs or roots) and self._leaves:
-            outputs = [*(output for output, _ in pairs), *roots]
-            seeds = [*(grad.to(output.dtype) for output, grad in pairs), *map(torch.zeros_like, roots)]
+        if (computed or roots) and self._leaves:
+            outputs = [*(output for output, _ in computed), *roots]
+            seeds = [*(grad.to(output.dtype) for output, grad in computed), *map(torch.zeros_like, roots)]
             self._pushed = list(torch.autograd.grad(outputs, self._leaves, seeds, allow_unused=True))
+        for output, grad in pairs:
+            if id(output) in places:  # the view gives the leaf itself
+                place = places[id(output)]
+                before = self._pushed[place]
+                self._pushed[place] = grad if before is None else before + grad
 
     def collect(self) -> list[Tensor]:
         """The gradients by the watched leaves of what was pushed, plus ``carry``; nothing pushed are zeros."""
@@ -170,6 +177,10 @@ class Tape:
 
 
 def wide(grad: Tensor) -> Tensor:
-    """As something that sums of micro-batches may grow in: half precision becomes fp32, the rest a copy."""
-    half = grad.dtype in (torch.float16, torch.bfloat16)
-    return grad.float() if half else grad.clone(memory_format=torch.contiguous_format)
+    """A copy as something that sums of micro-batches may grow in."""
+    return grad.to(wide_dtype(grad.dtype), copy=True, memory_format=torch.contiguous_format)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums of micro-batches' gradients grow in: fp32 for half precision, else the same."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -9,6 +9,7 @@ from torch import Tensor
 from functional_ds import comm, tree
 from functional_ds.state import State
 from functional_ds.step import Step, wrap
+from functional_ds.tape import wide_dtype
 from functional_ds.trainable import is_trainable, like_marked
 from functional_ds.weighted import weigh
 
@@ -106,13 +107,13 @@ def _gradients(step: Step, state: State, order: Sequence[str]) -> tuple[int, int
 
 
 def _sums(step: Step, state: State) -> int:
-    """The bytes of a pipeline's sums of gradients, as the optimizer gets them: under ZeRO in fp32 at least."""
+    """The bytes of a pipeline's sums of gradients, as the optimizer gets them: in fp32 at least."""
     partition, leaves = state.slots.get("zero"), tree.leaves(state.params)
     if partition is None:
-        return sum(leaf.nbytes for leaf in leaves if is_trainable(leaf))
+        return sum(leaf.numel() * wide_dtype(leaf.dtype).itemsize for leaf in leaves if is_trainable(leaf))
     copies = 1 if step.parts(state).group is not None else partition.layout.n
     pairs = [(s.shard * copies, leaf) for s, leaf in zip(partition.layout.segments, leaves, strict=True) if s.trainable]
-    return sum(size * torch.promote_types(leaf.dtype, torch.float32).itemsize for size, leaf in pairs)
+    return sum(size * wide_dtype(leaf.dtype).itemsize for size, leaf in pairs)
 
 
 def _is_trained(state: State) -> bool:

@@ -1,4 +1,4 @@
-"""What a forward leaves for its backward, and the sums of weights' gradients."""
+"""What a forward leaves for its backward."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,16 +8,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from functional_ds.tape import wide
+from .splitting import Rest, accumulate, backward_inputs
 
-from .splitting import Rest, backward_inputs
-
-__all__ = ["Flight", "Sums"]
+__all__ = ["Flight"]
 
 
 @attrs.define(eq=False)
 class Flight:
-    """A micro-batch between a stage's forward and its backward.
+    """A micro-batch between a stage's forward and its backward, which adds the weights' gradients to their ``grad``.
 
     Attributes:
         inputs: leaves whose gradients go to the stage before.
@@ -34,68 +32,42 @@ class Flight:
         """A stage's inputs, and those of its outputs through which gradients flow."""
         return Flight(inputs, [get_gradient_edge(output) for output in outputs])
 
-    def backward(self, seeds: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
-        """The gradients of the inputs, zero where nothing depends on one, and of the weights."""
-        asked = [*self.inputs, *weights]
-        if not self.edges or not asked:
-            return self._dense([None] * len(self.inputs)), [None] * len(weights)
-        found = torch.autograd.grad(self.edges, asked, seeds, allow_unused=True)
-        count = len(self.inputs)
-        return self._dense(found[:count]), list(found[count:])
+    def backward(self, seeds: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
+        """The gradients of the inputs, zero where nothing depends on one; adds those of the weights."""
+        new = _without(weights)
+        accumulate(self.edges, seeds, [*self.inputs, *weights])
+        self._separate(new)
+        return self._back()
 
     def backward_inputs(self, seeds: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
         """The gradients of the inputs alone."""
-        if not self.edges:
-            self.rest = Rest(weights, [None] * len(weights))
-            return self._dense([None] * len(self.inputs))
-        found, self.rest = backward_inputs(self.edges, seeds, self.inputs, weights)
+        new = _without(weights)
+        self.rest = backward_inputs(self.edges, seeds, self.inputs, weights)
+        self._separate(new)
         self.edges = []  # what is left holds those that it needs
-        return self._dense(found)
+        return self._back()
 
-    def backward_weights(self) -> list[Tensor | None]:
-        """The gradients of the weights, after those of the inputs."""
+    def backward_weights(self) -> None:
+        """Adds the gradients of the weights, after those of the inputs."""
         if self.rest is None:
             raise RuntimeError("the backward for weights comes after that for inputs")
-        return self.rest.run()
+        new = _without(self.rest.weights)
+        self.rest.run()
+        self._separate(new)
 
-    def _dense(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
-        return [torch.zeros_like(x) if grad is None else grad for grad, x in zip(grads, self.inputs, strict=True)]
+    def _back(self) -> list[Tensor]:
+        return [torch.zeros_like(x) if x.grad is None else x.grad for x in self.inputs]
+
+    def _separate(self, new: Sequence[Tensor]) -> None:
+        """Gives first gradients memory of their own: later ones are added in place, and autograd may have shared it."""
+        taken = {x.grad.untyped_storage()._cdata for x in self.inputs if x.grad is not None}
+        for weight in new:
+            if weight.grad is not None:
+                if weight.grad.untyped_storage()._cdata in taken:
+                    weight.grad = weight.grad.clone()
+                taken.add(weight.grad.untyped_storage()._cdata)
 
 
-@attrs.define(eq=False)
-class Sums:
-    """Running sums of lists of gradients; sums of half-precision ones grow in fp32.
-
-    Attributes:
-        count: how many lists there will be.
-    """
-
-    count: int
-    grads: list[Tensor | None] = attrs.field(factory=list)
-    _owned: set[int] = attrs.field(factory=set)
-
-    def add(self, grads: Sequence[Tensor | None]) -> None:
-        """Adds a list. The first gradients are kept as they come: autograd may have given them to others, too."""
-        self.grads = self.grads or [None] * len(grads)
-        own: list[tuple[Tensor, Tensor]] = []
-        shared: list[tuple[int, Tensor, Tensor]] = []
-        for i, grad in enumerate(grads):
-            total = self.grads[i]
-            if grad is None:
-                continue
-            if total is None:
-                self.grads[i] = wide(grad) if self._grows(grad) else grad
-            elif i in self._owned:
-                own.append((total, grad))
-            else:
-                shared.append((i, total, grad))
-        if own:
-            torch._foreach_add_([total for total, _ in own], [grad for _, grad in own])
-        if shared:
-            sums = torch._foreach_add([total for _, total, _ in shared], [grad for _, _, grad in shared])
-            for (i, _, _), total in zip(shared, sums, strict=True):
-                self.grads[i] = total
-                self._owned.add(i)
-
-    def _grows(self, grad: Tensor) -> bool:
-        return self.count > 1 and grad.dtype in (torch.float16, torch.bfloat16)
+def _without(weights: Sequence[Tensor]) -> list[Tensor]:
+    """Those that have no gradient yet."""
+    return [weight for weight in weights if weight.grad is None]

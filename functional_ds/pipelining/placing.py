@@ -16,6 +16,7 @@ from functional_ds.trainable import freeze, is_trainable, like_marked, mark_part
 
 from .action import Action
 from .boundary import Blank, Crossing
+from .early import receives_early
 from .schedule import Schedule
 from .stages import Stages
 
@@ -45,13 +46,15 @@ class Known:
 
     crossing: "WeakKeyDictionary[Step, dict[Any, Crossing]]" = attrs.field(factory=WeakKeyDictionary)
     leaves: "WeakKeyDictionary[Step, dict[str, dict[str, Blank]]]" = attrs.field(factory=WeakKeyDictionary)
-    rows: dict[Schedule, list[tuple[Action, ...]]] = attrs.field(factory=dict)
+    rows: dict[tuple[Schedule, int], list[tuple[Action, ...]]] = attrs.field(factory=dict)
 
-    def row(self, schedule: Schedule, rank: int) -> list[tuple[Action, ...]]:
-        """The steps of this rank in a schedule."""
-        if schedule not in self.rows:
-            self.rows[schedule] = list(schedule.steps(rank))
-        return self.rows[schedule]
+    def row(self, schedule: Schedule, rank: int, *, lead: int) -> list[tuple[Action, ...]]:
+        """The steps of this rank in a schedule, receives ``lead`` compute actions early."""
+        key = schedule, lead
+        if key not in self.rows:
+            steps = list(schedule.steps(rank))
+            self.rows[key] = receives_early(steps, lead) if lead else steps
+        return self.rows[key]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Known)

@@ -83,7 +83,9 @@ class Room:
         tape = self._tape = Tape(records=self.records, carry=self.carry, last=self.last)
         tape.__enter__()
         given = self.step.view(self.state, tape)
-        self._seen = {path: leaf.view_as(leaf) for path, leaf in given.items()}  # a deferred leaf is fetched here
+        self._seen = {
+            path: leaf if type(leaf) is Tensor else leaf.view_as(leaf) for path, leaf in given.items()
+        }  # fetched here
         tape.step_aside()
         self.leaves = {path: leaf.detach().requires_grad_(leaf.requires_grad) for path, leaf in self._seen.items()}
         stored = {_storage(leaf) for leaf in tree.leaves(self.state.params)}

@@ -1,5 +1,6 @@
 """``Runner``: carries out one rank's row of a lowered schedule. It knows actions, and no schedule by name."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,16 +12,19 @@ from torch import Tensor
 from functional_ds import comm, tree
 from functional_ds.state import State
 from functional_ds.step import Step
+from functional_ds.tape import wide_dtype
 from functional_ds.weighted import Weighted
 
 from .action import ALL, MESSAGES, Action, Kind
 from .boundary import Boundary, Crossing
-from .flight import Flight, Sums
+from .flight import Flight
 from .recorder import Recorder
 from .room import Room
 from .stages import Stages, Visit
 
 __all__ = ["Micro", "Runner"]
+
+_UNDER_WAY = 8  # steps of messages whose values are kept until they are received
 
 
 @attrs.frozen(eq=False)
@@ -59,14 +63,13 @@ class Runner:
     records: bool
     recorder: Recorder | None = None
     losses: dict[int, tuple[Weighted, dict[str, Weighted]]] = attrs.field(factory=dict)
-    sums: dict[int, Sums] = attrs.field(factory=dict)
     _flights: dict[tuple[int, int], Flight] = attrs.field(factory=dict)
     _here: dict[tuple[Kind, int, int], list[Tensor]] = attrs.field(factory=dict)  # for a stage, from its neighbour on this rank
     _coming: "dict[tuple[Kind, int, int], comm.Pending[list[Tensor]]]" = attrs.field(factory=dict)
     _leaving: dict[tuple[Kind, int, int], list[Tensor]] = attrs.field(factory=dict)
-    _sent: "list[comm.Pending[Any]]" = attrs.field(factory=list)
+    _sent: "deque[list[comm.Pending[Any]]]" = attrs.field(factory=deque)
     _params: dict[int, dict[str, Tensor]] = attrs.field(factory=dict)
-    _weights: dict[int, list[str]] = attrs.field(factory=dict)
+    _weights: dict[int, list[Tensor]] = attrs.field(factory=dict)
 
     def run(self, steps: Iterable[tuple[Action, ...]]) -> None:
         """All actions in order; then every message has arrived."""
@@ -86,8 +89,8 @@ class Runner:
             else:
                 with self._noted(first):
                     acts[first.kind](first.stage, first.microbatch)
-        for pending in self._sent:
-            pending.wait()
+        while self._sent:
+            self._wait_for_sent()
 
     # -- compute -------------------------------------------------------------------------------------------------------
 
@@ -111,9 +114,8 @@ class Runner:
     def backward(self, stage: int, j: int) -> None:
         """The gradients of a stage's inputs and weights."""
         weights, flight = self.weights(stage), self._flights.pop((stage, j))
-        back, grads = flight.backward(self._seeds(stage, j, flight), weights)
+        back = flight.backward(self._seeds(stage, j, flight), weights)
         self._give(Kind.B, stage, stage - 1, j, back)
-        self._add(stage, grads)
 
     def backward_inputs(self, stage: int, j: int) -> None:
         """The gradients of a stage's inputs."""
@@ -123,24 +125,30 @@ class Runner:
 
     def backward_weights(self, stage: int, j: int) -> None:
         """The gradients of a stage's weights, after those of its inputs."""
-        self._add(stage, self._flights.pop((stage, j)).backward_weights())
+        self._flights.pop((stage, j)).backward_weights()
 
     # -- params --------------------------------------------------------------------------------------------------------
 
     def params(self, stage: int) -> dict[str, Tensor]:
-        """A stage's leaves, whole."""
+        """A stage's leaves, whole: its own, though other stages may see the same memory, so that each sums its gradients."""
         for name in self.parts[stage]:
             self.rooms[name].fill()
         if stage not in self._params:
-            held = {path: leaf for name in self.parts[stage] for path, leaf in self.rooms[name].leaves.items()}
-            self._params[stage] = held
-            self._weights[stage] = [path for path, leaf in held.items() if leaf.requires_grad]
+            held = ((path, leaf) for name in self.parts[stage] for path, leaf in self.rooms[name].leaves.items())
+            self._params[stage] = {path: self._leaf(leaf) for path, leaf in held}
+            self._weights[stage] = [leaf for leaf in self._params[stage].values() if leaf.requires_grad]
         return self._params[stage]
 
     def weights(self, stage: int) -> list[Tensor]:
         """Those of its leaves that gradients are wanted of."""
-        params = self.params(stage)
-        return [params[path] for path in self._weights[stage]]
+        self.params(stage)
+        return self._weights[stage]
+
+    def _leaf(self, leaf: Tensor) -> Tensor:
+        own = leaf.detach().requires_grad_(leaf.requires_grad)
+        if own.requires_grad and len(self.micros) > 1:
+            own.grad_dtype = wide_dtype(own.dtype)  # what sums grow in
+        return own
 
     def gather(self, stage: int, j: int = ALL) -> None:
         """Makes a stage's params whole."""
@@ -157,27 +165,32 @@ class Runner:
 
     def grads(self, stage: int) -> dict[str, Tensor]:
         """The sums of a stage's gradients by path."""
-        if stage not in self.sums:
-            return {}
-        pairs = zip(self._weights[stage], self.sums[stage].grads, strict=True)
-        return {path: grad for path, grad in pairs if grad is not None}
+        return {path: leaf.grad for path, leaf in self._params.get(stage, {}).items() if leaf.grad is not None}
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
     def exchange(self, actions: Sequence[Action]) -> None:
-        """Starts the messages of a step."""
-        while self._sent and self._sent[0].poll():
-            self._sent.pop(0).wait()
+        """Starts the messages of a step.
+
+        Waiting for those of an earlier step cannot block for ever: the schedule is proved even if each step waits.
+        """
+        if len(self._sent) == _UNDER_WAY:
+            self._wait_for_sent()
+        self._sent.append([])
         with self.group.world.together():
             for kind, stage, j in actions:
                 self._message(kind, stage, j)
 
+    def _wait_for_sent(self) -> None:
+        for pending in self._sent.popleft():
+            pending.wait()
+
     def _message(self, kind: Kind, stage: int, j: int) -> None:
         boundaries, place = self.micros[j].crossing.boundaries, self.placement
         if kind is Kind.SEND_F:
-            self._sent.append(comm.isend(self._leaving.pop((Kind.F, stage, j)), place[stage + 1], self.group))
+            self._sent[-1].append(comm.isend(self._leaving.pop((Kind.F, stage, j)), place[stage + 1], self.group))
         elif kind is Kind.SEND_B:
-            self._sent.append(comm.isend(self._leaving.pop((Kind.B, stage, j)), place[stage - 1], self.group))
+            self._sent[-1].append(comm.isend(self._leaving.pop((Kind.B, stage, j)), place[stage - 1], self.group))
         elif kind is Kind.RECV_F:
             like = boundaries[stage - 1].onward
             self._coming[Kind.F, stage, j] = comm.irecv(like, place[stage - 1], self.group)
@@ -222,11 +235,6 @@ class Runner:
             return [leaf for leaf in held if isinstance(leaf, Tensor)]
 
         return self.recorder.action(action, apart)
-
-    def _add(self, stage: int, grads: list[Tensor | None]) -> None:
-        if stage not in self.sums:
-            self.sums[stage] = Sums(len(self.micros))
-        self.sums[stage].add(grads)
 
     def _checked(self, boundary: Boundary, y: Any, stage: int) -> list[Tensor]:
         try:

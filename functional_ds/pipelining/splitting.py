@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-__all__ = ["Rest", "backward_inputs"]
+__all__ = ["Rest", "accumulate", "backward_inputs"]
 
 Grads = tuple[Tensor | None, ...]
 
@@ -31,41 +31,47 @@ class Rest:
     """What is left of a backward pass once the inputs have their gradients.
 
     Attributes:
-        weights: whose gradients are to come, in order.
-        grads: those that are there already.
+        weights: whose gradients are to come, or have come already.
     """
 
     weights: Sequence[Tensor]
-    grads: list[Tensor | None]
     _outputs: Sequence[Any] = ()
     _seeds: Sequence[Tensor | None] = ()
     _junctions: list[_Junction] = attrs.field(factory=list)
     _arrived: dict[int, Grads] = attrs.field(factory=dict)
 
-    def run(self) -> list[Tensor | None]:
-        """The weights' gradients; None where the outputs do not depend on one."""
-        if self._outputs and self.weights:
-            self.grads = list(torch.autograd.grad(self._outputs, self.weights, self._seeds, allow_unused=True))
-            self._outputs = self._seeds = ()
+    def run(self) -> None:
+        """Adds the weights' gradients, where the outputs depend on them; again does nothing."""
+        accumulate(self._outputs, self._seeds, self.weights)
+        self._outputs = self._seeds = ()
         for place, junction in enumerate(self._junctions):
             arrived = self._arrived.pop(place, ())
             pairs = [(GradientEdge(junction.node, i), grad) for i, grad in enumerate(arrived) if grad is not None]
-            if pairs:
-                chosen = [self.weights[i] for i in junction.weights]
-                edges, seeds = zip(*pairs, strict=True)
-                found = torch.autograd.grad(edges, chosen, seeds, allow_unused=True)
-                for i, grad in zip(junction.weights, found, strict=True):
-                    self.grads[i] = grad
+            edges, seeds = zip(*pairs, strict=True) if pairs else ((), ())
+            accumulate(edges, seeds, [self.weights[i] for i in junction.weights])
         self._junctions = []
-        return self.grads
+
+
+def accumulate(
+    outputs: Sequence[Any], seeds: Sequence[Tensor | None], leaves: Sequence[Tensor], *, again: bool = False
+) -> None:
+    """Adds the gradients of outputs to the ``grad`` of leaves, each as soon as it is there.
+
+    Args:
+        outputs: tensors or gradient edges.
+        seeds: their gradients; None for a scalar's one.
+        again: keeps the graph for another pass.
+    """
+    if outputs and leaves:
+        torch.autograd.backward(outputs, seeds, inputs=leaves, retain_graph=again)  # type: ignore[arg-type]
 
 
 def backward_inputs(
     outputs: Sequence[Any], seeds: Sequence[Tensor | None], inputs: Sequence[Tensor], weights: Sequence[Tensor]
-) -> tuple[list[Tensor | None], Rest]:
-    """The inputs' gradients, and what will give the weights'.
+) -> Rest:
+    """Adds the inputs' gradients, and gives what will add the weights'.
 
-    Law: both together are ``torch.autograd.grad(outputs, (*inputs, *weights), seeds)``, no product computed twice, but for what
+    Law: both together are ``accumulate(outputs, seeds, (*inputs, *weights))``, no product computed twice, but for what
     checkpoints recompute. A weight that comes in at several places, or is not beside the way to an input, gets its gradient
     with the inputs. Without inputs everything is left.
 
@@ -76,29 +82,29 @@ def backward_inputs(
         weights: leaves.
 
     >>> x, w = torch.tensor([2.0], requires_grad=True), torch.tensor([3.0], requires_grad=True)
-    >>> grads, rest = backward_inputs([x * w], [torch.ones(1)], [x], [w])
-    >>> grads[0].item(), list(rest.grads), rest.run()[0].item()
-    (3.0, [None], 2.0)
+    >>> rest = backward_inputs([x * w], [torch.ones(1)], [x], [w])
+    >>> x.grad.item(), w.grad
+    (3.0, None)
+    >>> rest.run()
+    >>> w.grad.item()
+    2.0
     """
     if not inputs:
-        return [], Rest(weights, [None] * len(weights), outputs, seeds)
+        return Rest(weights, outputs, seeds)
     junctions = _junctions([_node(output) for output in outputs], inputs, weights)
     beside = {i for junction in junctions for i in junction.weights}
-    now = [i for i in range(len(weights)) if i not in beside]
-    rest = Rest(weights, [None] * len(weights), junctions=junctions)
+    now = [weight for i, weight in enumerate(weights) if i not in beside]
+    rest = Rest(weights, junctions=junctions)
     handles = [
         junction.node.register_prehook(lambda grads, place=place: rest._arrived.update({place: grads}))
         for place, junction in enumerate(junctions)
     ]
     try:
-        asked = [*inputs, *(weights[i] for i in now)]
-        found = torch.autograd.grad(outputs, asked, seeds, retain_graph=bool(junctions), allow_unused=True) if asked else ()
+        accumulate(outputs, seeds, [*inputs, *now], again=bool(junctions))
     finally:
         for handle in handles:
             handle.remove()
-    for i, grad in zip(now, found[len(inputs) :], strict=True):
-        rest.grads[i] = grad
-    return list(found[: len(inputs)]), rest
+    return rest
 
 
 def _node(output: Any) -> Node | None:

@@ -78,6 +78,26 @@ def drops_some() -> Any:
     return comm.all_reduce(torch.tensor([comm.world().rank]))
 
 
+def messages_around() -> Any:
+    """Small and large, to the next rank from the one before; some are looked at, some waited for late, some dropped."""
+    here, found = comm.world(), []
+    after, before = (here.rank + 1) % here.size, (here.rank - 1) % here.size
+    for turn in range(24):
+        size = 300_000 if turn % 5 == 4 else 3  # large ones have another way
+        sent = comm.isend(torch.full((size,), float(10 * turn + here.rank)), after)
+        coming = comm.irecv(torch.empty(size), before)
+        if turn % 3 == here.rank % 3:
+            sent.poll(0.001)
+            coming.poll(0.001)
+        if turn % 4 == 3:
+            del coming
+        else:
+            found.append(coming)
+        if turn % 2:
+            found.append(sent)
+    return [pending.wait()[0].item() for pending in reversed(found)]
+
+
 def lazy_views() -> Any:
     """Conjugates and negatives that are not written out yet, and lone elements with any stride."""
     x = torch.tensor([1 + 2j, 3 - 1j]) * (comm.world().rank + 1)
@@ -112,6 +132,7 @@ SAME = {
         waits_in_any_order,
         mixed_trees,
         drops_some,
+        messages_around,
         lazy_views,
         gradients,
         alone_on_an_axis,

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from functional_ds.pipelining.estimate import Operations
-from functional_ds.pipelining.flight import Flight, Sums
-from functional_ds.pipelining.splitting import backward_inputs
+from functional_ds.pipelining.flight import Flight
+from functional_ds.pipelining.splitting import accumulate, backward_inputs
 
 LAYERS = ("linear", "norm", "tied", "gate", "conv", "attention", "recomputed", "beside", "plain")
 
@@ -68,11 +68,11 @@ def test_both_parts_are_the_whole(kinds: list[str], smooth: bool) -> None:
         return
     inputs = [x] if smooth else []
     expected = torch.autograd.grad([y], [*inputs, *weights], [seed], allow_unused=True)
-    found, rest = backward_inputs([run(x)], [seed], inputs, weights)
-    for ours, theirs in zip([*found, *rest.run()], expected, strict=True):
-        assert (ours is None) == (theirs is None)
-        if ours is not None and theirs is not None:
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    backward_inputs([run(x)], [seed], inputs, weights).run()
+    for leaf, theirs in zip([*inputs, *weights], expected, strict=True):
+        assert (leaf.grad is None) == (theirs is None)
+        if leaf.grad is not None and theirs is not None:
+            torch.testing.assert_close(leaf.grad, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_no_product_is_computed_twice() -> None:
@@ -89,41 +89,59 @@ def test_no_product_is_computed_twice() -> None:
         return counts
 
     y, seed = layers(x), torch.ones(4, 8)
-    whole = flops(lambda: torch.autograd.grad([layers(x)], [x, *weights], [seed]))[0] - flops(lambda: layers(x))[0]
+    whole = flops(lambda: accumulate([layers(x)], [seed], [x, *weights]))[0] - flops(lambda: layers(x))[0]
     rest: list[Any] = []
-    first = flops(lambda: rest.append(backward_inputs([y], [seed], [x], weights)[1]))[0]
+    first = flops(lambda: rest.append(backward_inputs([y], [seed], [x], weights)))[0]
     second = flops(rest[0].run)[0]
     assert (first, second) == (whole // 2, whole // 2)
 
 
 def test_without_inputs_everything_is_left_for_later() -> None:
     w = torch.ones(2, requires_grad=True)
-    found, rest = backward_inputs([w * 3], [torch.ones(2)], [], [w])
-    assert (found, rest.grads) == ([], [None])
-    assert torch.equal(rest.run()[0], torch.full((2,), 3.0))
+    rest = backward_inputs([w * 3], [torch.ones(2)], [], [w])
+    assert w.grad is None
+    rest.run()
+    rest.run()
+    assert torch.equal(w.grad, torch.full((2,), 3.0))
 
 
 def test_a_flight_gives_zeros_for_an_input_that_nothing_depends_on() -> None:
     x, y, w = (torch.ones(2, requires_grad=True) for _ in range(3))
-    back, grads = Flight.of([x, y], [x * w]).backward([torch.ones(2)], [w])
-    assert [grad.tolist() for grad in (*back, *grads)] == [[1, 1], [0, 0], [1, 1]]
+    back = Flight.of([x, y], [x * w]).backward([torch.ones(2)], [w])
+    assert [grad.tolist() for grad in (*back, w.grad)] == [[1, 1], [0, 0], [1, 1]]
     with pytest.raises(RuntimeError, match="comes after that for inputs"):
         Flight.of([], []).backward_weights()
 
 
-@given(st.lists(st.lists(st.none() | st.integers(-8, 8), min_size=2, max_size=2), min_size=1, max_size=4), st.booleans())
-def test_sums_own_what_they_write_to(lists: list[list[int | None]], half: bool) -> None:
-    """Σ of the lists; none of the gradients that were given is written to; half-precision sums grow in fp32."""
-    dtype = torch.bfloat16 if half else torch.float32
-    given_ = [[None if value is None else torch.full((3,), value, dtype=dtype) for value in each] for each in lists]
-    sums = Sums(len(lists))
-    for each in given_:
-        sums.add(each)
-    for column, total in enumerate(sums.grads):
-        values = [each[column] for each in lists if each[column] is not None]
-        assert (total is None) == (not values)
-        if total is not None:
-            assert total.tolist() == [float(sum(values))] * 3
-            assert total.dtype == (torch.float32 if half and len(lists) > 1 else dtype)
-    for each, values in zip(given_, lists, strict=True):
-        assert all(tensor is None or tensor.tolist() == [value] * 3 for tensor, value in zip(each, values, strict=True))
+JOINED = ("a", "b.view", "a + b.view", "a.expand", "b[0]", "x alone")
+
+
+@given(st.lists(st.sampled_from(JOINED), min_size=1, max_size=4), st.integers(1, 3), st.booleans())
+def test_sums_share_no_memory(kinds: list[str], microbatches: int, parts: bool) -> None:
+    """Σ over micro-batches by each weight, though autograd gives the same memory as the gradients of several leaves."""
+    a, b = torch.zeros(4, requires_grad=True), torch.zeros(2, 2, requires_grad=True)
+    given_: list[Tensor] = []
+    expected: list[list[Tensor | None]] = []
+    for j in range(microbatches):
+        x, seed = torch.zeros(4, requires_grad=True), torch.full((4,), j + 1.0)
+
+        def run(x: Tensor) -> Tensor:
+            for kind in kinds:
+                more = {"a": a, "b.view": b.view(4), "a + b.view": a + b.view(4), "a.expand": a[:1].expand(4)}
+                x = x + {**more, "b[0]": torch.cat([b[0], b[1]]), "x alone": x}[kind]
+            return x
+
+        expected.append(list(torch.autograd.grad([run(x)], [x, a, b], [seed], allow_unused=True)))
+        flight = Flight.of([x], [run(x)])
+        if parts:
+            given_ += flight.backward_inputs([seed.clone()], [a, b])
+            flight.backward_weights()
+        else:
+            given_ += flight.backward([seed.clone()], [a, b])
+    for leaf, grads in zip((a, b), list(zip(*expected, strict=True))[1:], strict=True):
+        known = [grad for grad in grads if grad is not None]
+        assert (leaf.grad is None) == (not known)
+        if leaf.grad is not None:
+            assert torch.equal(leaf.grad, torch.stack(known).sum(0))
+    for back, grads in zip(given_, expected, strict=True):  # what was sent is not written to
+        assert torch.equal(back, grads[0])  # type: ignore[arg-type]
