@@ -25,8 +25,9 @@ __all__ = [
 
 def is_trainable(leaf: Tensor) -> bool:
     """Floating and complex leaves are trained, but for an ``nn.Parameter`` that does not require grad."""
-    frozen = isinstance(leaf, nn.Parameter) and not leaf.requires_grad
-    return (leaf.is_floating_point() or leaf.is_complex()) and not frozen
+    if not (leaf.is_floating_point() or leaf.is_complex()):
+        return False
+    return type(leaf) is Tensor or leaf.requires_grad or not isinstance(leaf, nn.Parameter)  # the cheapest first
 
 
 def trainable(params: Any) -> list[Tensor]:

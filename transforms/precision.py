@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any
@@ -226,10 +227,11 @@ class _Mixed:
         moved = tree.leaves(state.params)
         masters = [None if master is None else new for master, new in zip(masters, moved, strict=True)]
         places = _trained_places(stored)
-        params = [
-            _round(old, new, draws.for_param(place, new) if draws and master is None and _rounds(old, new) else None)
+        uniforms = [
+            draws.for_param(place, new) if draws and master is None and _rounds(old, new) else None
             for old, new, master, place in zip(stored, moved, masters, places, strict=True)
         ]
+        params = _rounded(stored, moved, uniforms)
         optimizer = self._kept_states(kept, state.optimizer, draws)
         return tree.replace(state, params=tree.unflatten(spec, params), optimizer=optimizer).put(masters=masters), metrics
 
@@ -243,11 +245,12 @@ class _Mixed:
         """The state after an update in the memory of the one before."""
         if self.states is None:
             return wide
-        rounded = [
-            _round(old, new, draws.for_state(path, new) if draws and _rounds(old, new) else None)
-            for (path, old), new in zip(tree.named(kept), tree.leaves(wide), strict=True)
+        named, leaves = tree.named(kept), tree.leaves(wide)
+        uniforms = [
+            draws.for_state(path, new) if draws and _rounds(old, new) else None
+            for (path, old), new in zip(named, leaves, strict=True)
         ]
-        return tree.unflatten(tree.structure(kept), rounded)
+        return tree.unflatten(tree.structure(kept), _rounded([old for _, old in named], leaves, uniforms))
 
 
 def _with(params: Any, masters: list[Tensor | None]) -> Any:
@@ -274,9 +277,15 @@ def _rounds(old: Any, new: Any) -> bool:
     return isinstance(old, Tensor) and (old.dtype, new.dtype) == (torch.bfloat16, torch.float32)
 
 
-def _round(old: Any, new: Any, uniform: Tensor | None) -> Any:
-    """Rounds what is wide into what is stored, which the update owns."""
-    if not isinstance(old, Tensor) or new.dtype == old.dtype:
-        return new
+def _rounded(stored: Sequence[Any], moved: Sequence[Any], uniforms: Sequence[Tensor | None]) -> list[Any]:
+    """Rounds what is wide into what is stored, which the update owns; what goes to the nearest in one call."""
+    triples = list(zip(stored, moved, uniforms, strict=True))
+    changed = [(old, new, u) for old, new, u in triples if isinstance(old, Tensor) and new.dtype != old.dtype]
+    nearest = [(old, new) for old, new, uniform in changed if uniform is None]
     with torch.no_grad():
-        return old.copy_(new if uniform is None else round_stochastically(new, uniform))
+        if nearest:
+            torch._foreach_copy_([old for old, _ in nearest], [new for _, new in nearest])
+        for old, new, uniform in changed:
+            if uniform is not None:
+                old.copy_(round_stochastically(new, uniform))
+    return [old if isinstance(old, Tensor) and new.dtype != old.dtype else new for old, new, _ in triples]

@@ -63,7 +63,7 @@ def accumulate(
         again: keeps the graph for another pass.
     """
     if outputs and leaves:
-        torch.autograd.backward(outputs, seeds, inputs=leaves, retain_graph=again)  # type: ignore[arg-type]
+        torch.autograd.backward(outputs, seeds, inputs=leaves, retain_graph=again)
 
 
 def backward_inputs(

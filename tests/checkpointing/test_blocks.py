@@ -1,24 +1,30 @@
 """Data files: what is wanted of them comes back, and a wrong bit in it does not."""
 
+import errno
+import fcntl
+import itertools
+import os
+import random
 from pathlib import Path
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from functional_ds.checkpointing import DamagedError, blocks, manifest
+from functional_ds.checkpointing import DamagedError, blocks, manifest, straight
 from functional_ds.checkpointing.manifest import BLOCK
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of 8 bytes, writes of 32: all that happens with megabytes happens with a few dozen bytes."""
+    """Blocks of 8 bytes, reads of 32, writes of 16: all that happens with megabytes happens with a few dozen bytes."""
     monkeypatch.setattr(blocks, "BLOCK", 8)
     monkeypatch.setattr(manifest, "BLOCK", 8)
-    monkeypatch.setattr(blocks, "_WRITE", 32)
-    monkeypatch.setattr(blocks, "_SMALL", 4)
+    monkeypatch.setattr(blocks, "_READ", 32)
+    monkeypatch.setattr(blocks, "_ROOM", 16)
 
 
+@pytest.mark.usefixtures("small")
 @given(
     pieces=st.lists(st.binary(max_size=80), max_size=8),
     places=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 100)), max_size=5),
@@ -52,6 +58,39 @@ def test_reading_gives_what_was_written(
             blocks.read(folder, file, wants)
         with pytest.raises(DamagedError):
             blocks.check_file(folder, file)
+
+
+@pytest.mark.parametrize("past_the_cache", [True, False])
+@pytest.mark.parametrize("more", [0, 1, 4096, 5000])
+def test_large_files_are_what_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: int, past_the_cache: bool
+) -> None:
+    """Whole pages past the cache, where there is such a way, and the rest through it."""
+    if not past_the_cache:
+        monkeypatch.setattr(straight, "_DIRECT", 0)
+    data = random.Random(more).randbytes(2 * blocks._ROOM + more)
+    cuts = [0, 3, 3, BLOCK + 1, blocks._ROOM - 1, len(data)]
+    file = blocks.write(tmp_path / "a", (memoryview(data)[low:high] for low, high in itertools.pairwise(cuts)))
+    assert (tmp_path / "a").read_bytes() == data
+    assert file.size == len(data)
+    blocks.check_file(tmp_path, file)
+
+
+def test_a_file_system_that_refuses_a_write_past_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some take the flag, and then no writes."""
+    write, refused = os.write, [0]
+
+    def picky(handle: int, data: memoryview) -> int:
+        if fcntl.fcntl(handle, fcntl.F_GETFL) & straight._DIRECT:
+            refused[0] += 1
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return write(handle, data[:1000])
+
+    monkeypatch.setattr(os, "write", picky)
+    data = bytes(range(256)) * 100
+    blocks.write(tmp_path / "a", [memoryview(data)])
+    assert (tmp_path / "a").read_bytes() == data
+    assert refused[0] <= 1
 
 
 def test_no_file_is_overwritten(tmp_path: Path) -> None:

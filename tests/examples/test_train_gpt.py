@@ -266,7 +266,7 @@ def test_interrupt_while_starting_shows_no_traceback(flags: list[str], seconds: 
 
 
 @pytest.mark.filterwarnings("ignore:.*the newest checkpoint that is whole is taken")
-def test_a_run_that_was_ended_goes_on(flags: list[str], tmp_path: Path) -> None:
+def test_a_run_that_was_ended_goes_on(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Law 37, on the example: the losses and the log are an undisturbed run's, on as many ranks bit for bit."""
     out, saved = Path(flags[-1]), tmp_path / "saved"
     flags = [*flags[:-2], "--save", str(saved), "--resume", "--steps", "8", "--every", "2", "--dtype", "fp32", *flags[-2:]]
@@ -282,6 +282,8 @@ def test_a_run_that_was_ended_goes_on(flags: list[str], tmp_path: Path) -> None:
     assert_complete(out)
     assert train(flags, "--simulate", "1") == losses(out)  # all is done
     assert len(rows(out)) == 8
+    assert train_gpt.main([*flags, "--width", "32", "--simulate", "1"]) == 2
+    assert f"--save {saved} holds another run" in capsys.readouterr().err
 
 
 def without_times(out: Path) -> list[dict[str, float]]:
