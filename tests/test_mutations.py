@@ -1338,8 +1338,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "masters are not rounded into the params",
             "transforms.precision",
-            "return old.copy_(new if uniform is None else round_stochastically(new, uniform))",
-            "return old",
+            "if nearest:",
+            "if False:",
         ),
     ],
     (an_overflow_skips_the_step, 2, None): [
