@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import RLock, Thread
 from time import perf_counter
@@ -66,11 +67,13 @@ class Posted:
     finish: Callable[[], Tensor]
     ended: float | None = None
     _looked: Queued | None = None
+    _waited: bool = False
 
     def wait(self) -> Tensor:
         """Its result, or its error."""
         if self._looked is not None:
             return self._looked.wait()
+        self._waited = True
         result = self.finish()
         self.ended = perf_counter()
         return result
@@ -87,8 +90,9 @@ class Posted:
         return False
 
     def __del__(self) -> None:
-        if self.ended is None and self._looked is None:
-            self.lane.submit(self.finish)
+        if not self._waited and self._looked is None:
+            with suppress(RuntimeError):  # at the interpreter's end no thread can be started
+                self.lane.submit(self.finish)
 
 
 class Lane:

@@ -21,11 +21,13 @@ class Flight:
         inputs: leaves whose gradients go to the stage before.
         edges: where the outputs' gradients come in; the outputs themselves may be gone.
         rest: after a backward for inputs alone, what gives the weights' gradients.
+        given: whose memory the inputs' gradients have.
     """
 
     inputs: list[Tensor]
     edges: list[Any]
     rest: Rest | None = None
+    given: set[int] = attrs.field(factory=set)
 
     @staticmethod
     def of(inputs: list[Tensor], outputs: Sequence[Tensor]) -> "Flight":
@@ -36,16 +38,18 @@ class Flight:
         """The gradients of the inputs, zero where nothing depends on one; adds those of the weights."""
         new = _without(weights)
         accumulate(self.edges, seeds, [*self.inputs, *weights])
+        back = self._back()
         self._separate(new)
-        return self._back()
+        return back
 
     def backward_inputs(self, seeds: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
         """The gradients of the inputs alone."""
         new = _without(weights)
         self.rest = backward_inputs(self.edges, seeds, self.inputs, weights)
+        back = self._back()
         self._separate(new)
-        self.edges = []  # what is left holds those that it needs
-        return self._back()
+        self.inputs, self.edges = [], []  # what is left holds those that it needs
+        return back
 
     def backward_weights(self) -> None:
         """Adds the gradients of the weights, after those of the inputs."""
@@ -56,11 +60,14 @@ class Flight:
         self._separate(new)
 
     def _back(self) -> list[Tensor]:
-        return [torch.zeros_like(x) if x.grad is None else x.grad for x in self.inputs]
+        """The inputs' gradients, whose memory is noted."""
+        back = [torch.zeros_like(x) if x.grad is None else x.grad for x in self.inputs]
+        self.given = {grad.untyped_storage()._cdata for grad in back}
+        return back
 
     def _separate(self, new: Sequence[Tensor]) -> None:
         """Gives first gradients memory of their own: later ones are added in place, and autograd may have shared it."""
-        taken = {x.grad.untyped_storage()._cdata for x in self.inputs if x.grad is not None}
+        taken = set(self.given)
         for weight in new:
             if weight.grad is not None:
                 if weight.grad.untyped_storage()._cdata in taken:
