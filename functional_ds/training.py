@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import tree
+from .kernels import reals
 from .materialise import values_of
 from .optim import as_optimizer
 from .parts import Parts
@@ -136,14 +137,17 @@ class Autograd:
 
 
 def _finite(step: Step, state: State, grads: list[Tensor]) -> Tensor:
-    reals = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads if grad.numel()]
-    ends = [end for grad in reals for end in torch.aminmax(grad)]  # one pass, which NaN survives
-    return torch.stack(ends).isfinite().all() if ends else torch.ones((), dtype=torch.bool, device=state.step.device)
+    device = grads[0].device if grads else state.step.device
+    overflow, one = torch.zeros(1, device=device), torch.ones(1, device=device)
+    if some := [grad for grad in reals(grads) if grad.numel()]:
+        with torch.no_grad():  # one kernel, which multiplies by one in place: an expanded gradient would overlap itself
+            apart = [grad.contiguous() if 0 in grad.stride() else grad for grad in some]
+            torch._amp_foreach_non_finite_check_and_unscale_(apart, overflow, one)
+    return overflow[0] == 0
 
 
 def _norm(step: Step, state: State, grads: list[Tensor]) -> Tensor:
-    reals = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads]
-    wide = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in reals]
+    wide = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in reals(grads)]
     return (
         torch.linalg.vector_norm(torch.stack([w.float() for w in wide]))
         if wide

@@ -226,11 +226,12 @@ class _Mixed:
         state, metrics = inner(step, state, grads)
         moved = tree.leaves(state.params)
         masters = [None if master is None else new for master, new in zip(masters, moved, strict=True)]
-        places = _trained_places(stored)
-        uniforms = [
-            draws.for_param(place, new) if draws and master is None and _rounds(old, new) else None
-            for old, new, master, place in zip(stored, moved, masters, places, strict=True)
-        ]
+        uniforms: list[Tensor | None] = [None] * len(stored)
+        if draws:
+            uniforms = [
+                draws.for_param(place, new) if master is None and _rounds(old, new) else None
+                for old, new, master, place in zip(stored, moved, masters, _trained_places(stored), strict=True)
+            ]
         params = _rounded(stored, moved, uniforms)
         optimizer = self._kept_states(kept, state.optimizer, draws)
         return tree.replace(state, params=tree.unflatten(spec, params), optimizer=optimizer).put(masters=masters), metrics
@@ -260,7 +261,7 @@ def _with(params: Any, masters: list[Tensor | None]) -> Any:
 
 
 def _wide(leaf: Tensor) -> Tensor:
-    half = is_trainable(leaf) and leaf.dtype in (torch.float16, torch.bfloat16)
+    half = leaf.dtype in (torch.float16, torch.bfloat16) and is_trainable(leaf)
     return leaf.float() if half else leaf
 
 

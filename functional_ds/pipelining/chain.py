@@ -93,7 +93,8 @@ def stages(
     used = {path for part in paths for path in part}
     paths[0] = (*paths[0], *(path for path in sizes if path not in used))
     alive = _alive(pieces)
-    runs = [_Run(piece, part, alive[i], alive[i + 1]) for i, (piece, part) in enumerate(zip(pieces, chosen, strict=True))]
+    own = map(tree.flatten, chosen)
+    runs = [_Run(piece, part, alive[i], alive[i + 1]) for i, (piece, part) in enumerate(zip(pieces, own, strict=True))]
     runs[0] = attrs.evolve(runs[0], inputs=inputs or first_input)
     runs[-1] = attrs.evolve(runs[-1], loss=loss)
     titles = [piece.name or getattr(piece.function, "__name__", f"stage {i}") for i, piece in enumerate(pieces)]
@@ -105,13 +106,13 @@ class _Run:
     """A stage's ``run``.
 
     Attributes:
-        part: what the function gets of the params, with paths for leaves.
+        own: the paths of what the function gets of the params, and their tree.
         arriving, leaving: the kept values that come along with x, and that go on.
         inputs, loss: only the first and the last stage's.
     """
 
     piece: Piece
-    part: Any
+    own: tuple[list[str], optree.PyTreeSpec]
     arriving: tuple[str, ...]
     leaving: tuple[str, ...]
     inputs: Callable[..., Any] | None = None
@@ -123,7 +124,8 @@ class _Run:
             x = called(self.inputs, batch, key=key)
         elif self.arriving:
             x, kept = x
-        own = tree.map(params.__getitem__, self.part)
+        paths, spec = self.own
+        own = tree.unflatten(spec, [params[path] for path in paths])
         y = called(self.piece.function, own, x, batch=batch, key=key, **{name: kept[name] for name in self.piece.takes})
         if self.piece.keeps:
             y, new = self._unpacked(y)

@@ -57,7 +57,7 @@ class Room:
 
     def lasting(self, tensor: Tensor) -> Tensor:
         """A tensor that will be used later: a copy, if it lies in memory that comes and goes."""
-        return tensor.clone() if _storage(tensor) in self._gathered else tensor
+        return tensor.clone() if self._gathered and _storage(tensor) in self._gathered else tensor
 
     def push(self, grads: Mapping[str, Tensor]) -> None:
         """Takes the gradients by the leaves, all of them; reductions begin."""

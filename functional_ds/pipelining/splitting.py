@@ -36,7 +36,7 @@ class Rest:
 
     weights: Sequence[Tensor]
     _outputs: Sequence[Any] = ()
-    _seeds: Sequence[Tensor | None] = ()
+    _seeds: Sequence[Tensor] = ()
     _junctions: list[_Junction] = attrs.field(factory=list)
     _arrived: dict[int, Grads] = attrs.field(factory=dict)
 
@@ -52,22 +52,25 @@ class Rest:
         self._junctions = []
 
 
-def accumulate(
-    outputs: Sequence[Any], seeds: Sequence[Tensor | None], leaves: Sequence[Tensor], *, again: bool = False
-) -> None:
+def accumulate(outputs: Sequence[Any], seeds: Sequence[Tensor], leaves: Sequence[Tensor], *, again: bool = False) -> None:
     """Adds the gradients of outputs to the ``grad`` of leaves, each as soon as it is there.
+
+    It is ``torch.autograd.backward(outputs, seeds, inputs=leaves)`` without the looks at what is given, which take as long
+    as the backward of a small stage.
 
     Args:
         outputs: tensors or gradient edges.
-        seeds: their gradients; None for a scalar's one.
+        seeds: their gradients, of the same shapes and dtypes.
         again: keeps the graph for another pass.
     """
     if outputs and leaves:
-        torch.autograd.backward(outputs, seeds, inputs=leaves, retain_graph=again)
+        torch.autograd.Variable._execution_engine.run_backward(
+            tuple(outputs), tuple(seeds), again, False, tuple(leaves), allow_unreachable=True, accumulate_grad=True
+        )
 
 
 def backward_inputs(
-    outputs: Sequence[Any], seeds: Sequence[Tensor | None], inputs: Sequence[Tensor], weights: Sequence[Tensor]
+    outputs: Sequence[Any], seeds: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> Rest:
     """Adds the inputs' gradients, and gives what will add the weights'.
 
@@ -77,7 +80,7 @@ def backward_inputs(
 
     Args:
         outputs: tensors or gradient edges.
-        seeds: their gradients; None for a scalar's one.
+        seeds: their gradients, of the same shapes and dtypes.
         inputs: leaves.
         weights: leaves.
 
