@@ -108,8 +108,8 @@ def main() -> int:
         row = measure(stages, microbatches, args.width, args.rounds)
         rows.append({"stages": stages, "microbatches": microbatches, **row})
         print(
-            f"{stages} stages, {microbatches:>2} micro-batches: ours {row['ours']:6.1f} us an action, alone {row['alone']:6.1f}, "
-            f"overhead {row['overhead']:6.1f} (least {row['least']:.1f})"
+            f"{stages} stages, {microbatches:>2} micro-batches: ours {row['ours']:6.1f} us an action, "
+            f"alone {row['alone']:6.1f}, overhead {row['overhead']:6.1f} (least {row['least']:.1f})"
         )
     where = {"python": platform.python_version(), "torch": torch.__version__, "machine": platform.machine()}
     args.out.parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""How much a precision policy adds to the host's time for a step, on the GPT of the examples made so narrow that little else is left.
+"""How much a precision policy adds to the host's time for a step, on a GPT so narrow that little else is left.
 
     python benchmarks/precision.py
     python benchmarks/precision.py --stage 0 --layers 4 --rounds 50

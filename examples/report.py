@@ -88,7 +88,6 @@ class Report:
     resumes: bool = False
     train: list[Moved] = attrs.field(factory=list)
     validation: dict[int, float] = attrs.field(factory=dict)
-    _earlier: list[dict[str, float]] = attrs.field(factory=list)
     _open: ExitStack = attrs.field(factory=ExitStack)
     _text: TextIO = attrs.field(init=False)
     _data: TextIO = attrs.field(init=False)
@@ -96,18 +95,9 @@ class Report:
 
     def __enter__(self) -> "Report":
         if self.leads:
-            log = self.out / "log.jsonl"
-            if self.resumes and log.exists():
-                self._earlier = [json.loads(line) for line in log.read_text(encoding="utf-8").split("\n")[:-1]]
-            for name in FILES:  # none of another run's may pass for this one's
-                if not (self.resumes and name == "train.log"):
-                    (self.out / name).unlink(missing_ok=True)
-            self._text = self._open.enter_context((self.out / "train.log").open("a", encoding="utf-8"))
-            self._data = self._open.enter_context((self.out / "log.jsonl").open("w", encoding="utf-8"))
             pause = 0.1 if sys.stderr.isatty() else 10.0  # seconds; a file needs no animation
             bar = tqdm(total=self.steps, unit="step", dynamic_ncols=True, mininterval=pause)
             self._bar = self._open.enter_context(bar)
-            self.say(self.title)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -122,15 +112,26 @@ class Report:
     # -- as a logger ---------------------------------------------------------------------------------------------------
 
     def begin(self, done: int) -> None:
-        """So many steps are made; an earlier run has logged them."""
-        for row in self._earlier if done else ():
-            if row["step"] <= done:
-                self._record(row)
-                if "validation" in row:
-                    self.validation[int(row["step"])] = row["validation"]
-                else:
-                    numbers = {field.name: row[field.name] for field in attrs.fields(Moved) if field.name != "book"}
-                    self.train.append(Moved(**numbers, book=comm.Ledger()))
+        """So many steps are made; an earlier run has logged them. Until now the files may be another run's, and stay."""
+        log, rows = self.out / "log.jsonl", list[dict[str, float]]()
+        if done and log.exists():
+            rows = [json.loads(line) for line in log.read_text(encoding="utf-8").split("\n")[:-1]]
+        kept = [row for row in rows if row["step"] <= done]
+        beside = log.with_suffix(".new")
+        beside.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        beside.replace(log)
+        for name in FILES:  # none of another run's may pass for this one's
+            if name != log.name and not (self.resumes and name == "train.log"):
+                (self.out / name).unlink(missing_ok=True)
+        self._text = self._open.enter_context((self.out / "train.log").open("a", encoding="utf-8"))
+        self._data = self._open.enter_context(log.open("a", encoding="utf-8"))
+        for row in kept:
+            if "validation" in row:
+                self.validation[int(row["step"])] = row["validation"]
+            else:
+                numbers = {field.name: row[field.name] for field in attrs.fields(Moved) if field.name != "book"}
+                self.train.append(Moved(**numbers, book=comm.Ledger()))
+        self.say(self.title)
         if done:
             self.say(f"going on after step {done}")
             self._bar.update(done)

@@ -161,7 +161,7 @@ def check(flags: Flags, losses: Sequence[float], stop: fitting.Flag) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Starts the ranks, or is one; 130 where it was interrupted, 2 where a checkpoint is another run's."""
+    """Starts the ranks, or is one; 130 where it was interrupted, 2 where a checkpoint is another run's, or cannot be made."""
     flags = parse(argv, doc=__doc__)
     backend = None if flags.device == "cuda" else "gloo"
     with fitting.noted_for_ranks() if flags.start == "spawn" else fitting.noted_here() as stop:
@@ -180,6 +180,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 130  # interrupted again, while it was stopping
         except fds.checkpointing.StructureError as error:
             print(f"{error}\n--save {flags.save} holds another run: take its flags, or another folder", file=sys.stderr)
+            return 2
+        except fds.checkpointing.CheckpointError as error:
+            print(error, file=sys.stderr)
             return 2
         if flags.check and losses:
             check(flags, losses, stop)

@@ -3,6 +3,7 @@
 import copy
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,7 +14,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from .tape import Tape, current_tape
 
-__all__ = ["Apply", "functional"]
+__all__ = ["Apply", "functional", "with_changed_buffers"]
+
+_HERE = threading.local()  # its ``applies`` are those that have had buffers in this thread
 
 _Places = dict[str, list[tuple[str, str]]]  # a parameter's name -> (module path, attribute), more than one where tied
 
@@ -106,6 +109,37 @@ class Apply:
         self._release(skeleton)
         return dict(skeleton.module.named_buffers())
 
+    @property
+    def changed_buffers(self) -> dict[str, Tensor]:
+        """Those of them that are not as they were in the module: running statistics, not masks and tables.
+
+        Values are compared, as torch's own batch norm writes into tensors without a trace.
+        """
+        found, fresh = self.buffers, self._here.__dict__.get("fresh", {})
+        return {name: buffer for name, buffer in found.items() if name not in fresh or not torch.equal(buffer, fresh[name])}
+
+    def put_buffers(self, values: Mapping[str, Tensor]) -> None:
+        """Copies values into this thread's buffers; others stay as they are.
+
+        Raises:
+            ValueError: the module has no such buffer, or one of another shape.
+
+        >>> apply, params = functional(nn.BatchNorm1d(1))
+        >>> apply.put_buffers({"running_mean": torch.tensor([3.0])})
+        >>> apply.changed_buffers
+        {'running_mean': tensor([3.])}
+        """
+        found = self.buffers
+        for name, value in values.items():
+            if name not in found or found[name].shape != value.shape:
+                there = f"{list(found[name].shape)}" if name in found else f"among {sorted(found)}"
+                raise ValueError(
+                    f"values: {name!r} of shape {list(value.shape)} is no buffer of this module, which has {there}"
+                )
+        with torch.no_grad():
+            for name, value in values.items():
+                found[name].copy_(value)
+
     def __call__(self, params: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
         if params.keys() != self._bare.keys():
             missing, extra = sorted(self._bare.keys() - params.keys()), sorted(params.keys() - self._bare.keys())
@@ -177,15 +211,25 @@ class Apply:
 
     def _new(self) -> _Skeleton:
         buffers: dict[str, Tensor] = self._here.__dict__.setdefault("buffers", {})
+        fresh: dict[str, Tensor] = self._here.__dict__.setdefault("fresh", {})
         memo: dict[int, Any] = {id(b): buffers[name] for name, b in self.module.named_buffers() if name in buffers}
         with unset_fake_temporarily():  # buffers have values, also where somebody tries the module out without
             module = copy.deepcopy(self.module, memo)
-        buffers.update(module.named_buffers())
+        for name, buffer in module.named_buffers():
+            buffers[name] = buffer
+            if name not in fresh:
+                fresh[name] = buffer.detach().clone()
+            _HERE.__dict__.setdefault("applies", weakref.WeakSet()).add(self)
         slots = {
             name: [(module.get_submodule(path).__dict__["_parameters"], key) for path, key in places]
             for name, places in self._places.items()
         }
         return _Skeleton(module, slots, [m for m in module.modules() if isinstance(m, nn.RNNBase)])
+
+
+def with_changed_buffers() -> list[Apply]:
+    """The modules whose buffers this thread's calls have changed."""
+    return [apply for apply in _HERE.__dict__.get("applies", ()) if apply.changed_buffers]
 
 
 def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor]]:

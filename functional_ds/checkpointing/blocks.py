@@ -145,6 +145,8 @@ def _serve_all(folder: Path, file: DataFile, stretches: list[_Stretch]) -> None:
 def _opened(folder: Path, file: DataFile) -> Straight:
     path = folder / file.name
     try:
+        if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
+            raise DamagedError(f"{path} is no file")
         source = Straight.open(path)
     except OSError as error:
         raise DamagedError(f"{path} cannot be read: {error.strerror}") from error

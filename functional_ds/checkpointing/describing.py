@@ -14,10 +14,11 @@ from functional_ds.comm.pytree import NAMESPACE
 from functional_ds.parts import Parts
 from functional_ds.routing import Routed
 from functional_ds.state import State
+from functional_ds.trainable import like_marked
 
 from .places import Frame, Places, of_runs
 
-__all__ = ["Held", "as_before", "as_tensors", "describe"]
+__all__ = ["Held", "as_before", "as_tensors", "dense", "describe"]
 
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
@@ -78,6 +79,11 @@ def as_tensors(state: State) -> State:
                 f"state: the leaf at {path!r} is {type(leaf).__name__} {leaf!r}; only tensors and numbers are saved"
             )
     return tree.map(_as_tensor, state)  # type: ignore[no-any-return]
+
+
+def dense(state: State) -> State:
+    """The state with new memory for tensors whose elements lie in another order, so that ``describe`` gives all in place."""
+    return tree.map(lambda x: x if x.is_contiguous() else like_marked(x.contiguous(), x), state)  # type: ignore[no-any-return]
 
 
 def as_before(leaf: Any, value: Tensor) -> Any:

@@ -13,13 +13,15 @@ import os
 import zlib
 from pathlib import Path
 
-from .errors import DamagedError, NoCheckpointError
+from .errors import CheckpointError, DamagedError, NoCheckpointError
 from .manifest import MANIFEST, Manifest, Summary, read_summary
 
 __all__ = [
     "LOCK",
     "POINTER",
     "candidates",
+    "check_free",
+    "check_pointer",
     "check_tag",
     "hidden_place",
     "latest",
@@ -58,7 +60,10 @@ def check_tag(tag: str) -> str:
 
     Raises:
         ValueError: it is not.
+        TypeError: it is no string.
     """
+    if not isinstance(tag, str):
+        raise TypeError(f"tag={tag!r} must be a string; pass tag={str(tag)!r}")
     plain = bool(tag) and tag.isprintable() and not set(tag) & set('/\\:*?"<>|')
     if not plain or tag.startswith(".") or tag != tag.strip() or tag == POINTER or len(tag.encode()) > _LONGEST:
         raise ValueError(
@@ -66,6 +71,35 @@ def check_tag(tag: str) -> str:
             f"special characters, no dot in front, and not {POINTER!r}"
         )
     return tag
+
+
+def check_free(folder: Path, tag: str) -> None:
+    """That a checkpoint of this tag would take the place of nothing, or of a checkpoint.
+
+    Raises:
+        CheckpointError: something else has this name.
+    """
+    place = folder / tag
+    if place.is_dir() and not any(place.iterdir()):
+        return
+    if os.path.lexists(place) and not (place / _FIRST).exists() and read_summary(place) is None:
+        raise CheckpointError(f"tag={tag!r}: {place} is there and is no checkpoint; choose another tag, or move it away")
+
+
+def check_pointer(folder: Path) -> None:
+    """That the file ``latest``, if there is one, is of this library's checkpoints, and not of another's.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    try:
+        read_pointer(folder)
+    except DamagedError as error:
+        if not written(folder):
+            raise CheckpointError(
+                f"{folder / POINTER} was not written by this library, and nothing here was; if the folder is DeepSpeed's, "
+                "fds.from_deepspeed reads it; give checkpoints a folder of their own"
+            ) from error
 
 
 def place_of(folder: Path, tag: str) -> Path:

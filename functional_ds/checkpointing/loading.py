@@ -12,9 +12,9 @@ from functional_ds import comm, tree
 from functional_ds.state import State
 from functional_ds.trainable import like_marked
 
-from .describing import Held, as_before, as_tensors, describe
+from .describing import Held, as_before, as_tensors, dense, describe
 from .errors import DamagedError, NoCheckpointError
-from .folder import candidates, check_tag
+from .folder import candidates, check_pointer, check_tag
 from .matching import Choice, Differences, match
 from .together import agreed, together
 
@@ -60,6 +60,7 @@ def load(
         DamagedError: a file of the tag is missing or not as it was written; without a tag, of all.
         StructureError: the checkpoint and ``like`` differ in leaves or shapes; the message lists them.
         NewerFormatError: a later version of this library wrote it.
+        CheckpointError: the folder is another library's.
         ValueError: the tag is no plain name; a pattern of ``only`` matches nothing in ``like``.
     """
     if not isinstance(like, State):
@@ -87,7 +88,7 @@ class _Loading:
 
     def newest(self) -> tuple[State, Any]:
         """The first that is whole."""
-        found, told = agreed(self.group, lambda: candidates(self.folder))[0]
+        found, told = agreed(self.group, self.candidates)[0]
         for each in told:
             self.warn(f"{each}; the newest checkpoint that is whole is taken")
         for tag in found:
@@ -97,6 +98,11 @@ class _Loading:
                 self.warn(f"the checkpoint {tag!r} is passed over: {error}")
         kind = DamagedError if found or told else NoCheckpointError
         raise kind(f"{self.folder} has no checkpoint{' that is whole' if found or told else ''}")
+
+    def candidates(self) -> tuple[list[str], list[str]]:
+        """What there is, and what is to be said of it."""
+        check_pointer(self.folder)
+        return candidates(self.folder)
 
     def warn(self, text: str) -> None:
         """Once, not on every rank."""
@@ -122,7 +128,7 @@ class _Loading:
         from .reading import Planner
         from .spread import Spread
 
-        state = self.like if self.donate else _room_like(self.like)
+        state = dense(self.like) if self.donate else _room_like(self.like)
         held = describe(state)
         if not self.donate:
             _keep(self.like, state, [h for h, source in zip(held, sources, strict=True) if source is not None])

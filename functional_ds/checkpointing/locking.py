@@ -16,6 +16,7 @@ __all__ = ["Lock"]
 
 _PATIENCE = 10.0  # seconds: children of a job that was killed may hold its lock a little longer than itself
 _PAUSE = 0.1
+_HERE: set[tuple[int, int]] = set()  # the locks that this process has
 
 
 @attrs.define(eq=False)
@@ -24,13 +25,14 @@ class Lock:
 
     path: Path
     handle: int
+    own: tuple[int, int]
 
     @staticmethod
     def take(folder: Path, patience: float = _PATIENCE) -> "Lock":
         """The lock, once nobody else has it.
 
         Raises:
-            BusyError: somebody does; the message says who.
+            BusyError: somebody does; the message says who. If it is this process itself, waiting would not help.
             CheckpointError: the folder is not writable.
         """
         path = folder / LOCK
@@ -38,8 +40,13 @@ class Lock:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise CheckpointError(f"{folder} is not writable: {error.strerror}") from error
-        until = time.monotonic() + patience
+        until, own = time.monotonic() + patience, _identity(handle)
         while not _held(handle):
+            if own in _HERE:
+                os.close(handle)
+                raise BusyError(
+                    f"{folder}: a Saver of this process is open here, fit's perhaps; save with it, or into another folder"
+                )
             if time.monotonic() > until:
                 owner = _owner(handle)
                 os.close(handle)
@@ -51,14 +58,21 @@ class Lock:
         with contextlib.suppress(OSError):  # a note for people; a full disk is reported by what is written next
             os.ftruncate(handle, 0)
             os.pwrite(handle, note, 0)
-        return Lock(path, handle)
+        _HERE.add(own)
+        return Lock(path, handle, own)
 
     def release(self) -> None:
         """Lets others save."""
         if self.handle >= 0:
+            _HERE.discard(self.own)
             _free(self.handle)  # closing is not enough where a process that was forked meanwhile has it open, too
             os.close(self.handle)
             self.handle = -1
+
+
+def _identity(handle: int) -> tuple[int, int]:
+    found = os.fstat(handle)
+    return found.st_dev, found.st_ino
 
 
 def _held(handle: int) -> bool:

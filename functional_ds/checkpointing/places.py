@@ -139,7 +139,7 @@ class Places:
 
 
 def _slices(named: Sequence[tuple[str, Tensor]]) -> dict[str, tuple[int, int]]:
-    return {path: cut for path, leaf in named if (cut := slice_of(leaf)) is not None}
+    return {path: cut for path, leaf in named if (cut := slice_of(leaf)) is not None and cut[1] > 1}
 
 
 def of_runs(parts: Parts, runs: Sequence[Run]) -> Frame:

@@ -103,11 +103,13 @@ def made(path: str | Path) -> Path:
     """The folder, made where it is not there.
 
     Raises:
-        CheckpointError: it cannot be made.
+        CheckpointError: it cannot be made, or has a folder where the pointer belongs.
     """
     folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"path={str(path)!r} cannot be made: {error.strerror}") from error
+    if (folder / POINTER).is_dir():
+        raise CheckpointError(f"{folder / POINTER} is a folder, and has to be the file that names the newest checkpoint")
     return folder

@@ -14,9 +14,9 @@ from functional_ds import comm
 from functional_ds.state import State
 
 from .describing import Held, as_tensors, describe
-from .dividing import Offer, Share, divide, offers
+from .dividing import Offer, Share, copies, divide, marked, marks, offers
 from .errors import CheckpointError
-from .folder import check_tag, summaries
+from .folder import check_free, check_pointer, check_tag, summaries
 from .locking import Lock
 from .manifest import Summary
 from .publishing import clean, made, staging
@@ -47,8 +47,8 @@ class Saver:
 
     Raises:
         ValueError: numbers that make no sense.
-        BusyError: another job saves into this folder.
-        CheckpointError: the folder cannot be made or written into.
+        BusyError: another job, or another Saver, saves into this folder.
+        CheckpointError: the folder cannot be made or written into, or is another library's.
 
     >>> import tempfile
     >>> import functional_ds as fds
@@ -77,6 +77,7 @@ class Saver:
         self._lock: Lock | None = None
         self._writer: Writer | None = None
         self._room: Tensor | None = None
+        self._closed = False
         try:
             self.folder: Path = together(self._group, lambda: self._open(Path(path)))
         except BaseException:  # another rank's, too: the folder must not stay locked
@@ -92,7 +93,8 @@ class Saver:
         Raises:
             ValueError: a tag that is no plain name.
             TypeError: no state; an ``extra`` that JSON cannot hold; a leaf that is neither a tensor nor a number.
-            CheckpointError: the save before, or the beginning of this one, went wrong on some rank.
+            CheckpointError: the save before, or the beginning of this one, went wrong on some rank; the folder has something
+                of the tag's name that is no checkpoint; the Saver is closed.
         """
         return self._start(state, tag, extra, apart=True)
 
@@ -118,7 +120,7 @@ class Saver:
 
         Where all ranks still write what they have, the save is published; else given up after a while.
         """
-        writer, self._writer, self._room = self._writer, None, None
+        writer, self._writer, self._room, self._closed = self._writer, None, None, True
         try:
             if writer is not None:
                 writer.join()
@@ -145,6 +147,7 @@ class Saver:
         folder = path
         if self._group.rank == 0:
             folder = made(path)
+            check_pointer(folder)
             self._lock = Lock.take(folder)
             clean(folder)
         return folder
@@ -159,13 +162,15 @@ class Saver:
         from .writer import Writer
         from .writing import Image
 
+        if self._closed:
+            raise CheckpointError(f"this Saver of {self.folder} is closed; make another one")
         self.wait()
         group = self._group
         held: list[Held] = []
         asked = agreed(group, lambda: self._ask(state, tag, extra, held))
-        ranks = [found for found, _ in asked]
+        ranks = self._compared([found for found, _ in asked], held)
         shares = divide(ranks)
-        staged: Path = agreed(group, lambda: staging(self.folder) if group.rank == 0 else self.folder)[0]
+        staged: Path = agreed(group, lambda: self._staging(asked[0][1].tag) if group.rank == 0 else self.folder)[0]
 
         def image() -> Image:
             if not staged.is_dir():
@@ -184,6 +189,10 @@ class Saver:
         self._writer = Writer(self._draft(staged, asked[0][1], ranks, shares), group.rank, own)
         return asked[0][1].tag
 
+    def _staging(self, tag: str) -> Path:
+        check_free(self.folder, tag)
+        return staging(self.folder)
+
     def _ask(self, state: State, tag: str | None, extra: Any, held: list[Held]) -> tuple[list[Offer], "_Wish"]:
         """What this rank has, which it puts into ``held``, and what it was asked for."""
         if not isinstance(state, State):
@@ -191,7 +200,15 @@ class Saver:
         step = int(state.step)
         wish = _Wish(check_tag(str(step) if tag is None else tag), step, _json(extra))
         held += describe(as_tensors(state))
-        return offers(held, compare=self._group.size > 1), wish
+        return offers(held), wish
+
+    def _compared(self, ranks: Sequence[Sequence[Offer]], held: Sequence[Held]) -> Sequence[Sequence[Offer]]:
+        """The offers with marks where there are copies."""
+        indices = copies(ranks)
+        if not any(indices):
+            return ranks
+        found = agreed(self._group, lambda: marks([held[i].view for i in indices[self._group.rank]]))
+        return [marked(*each) for each in zip(ranks, indices, found, strict=True)]
 
     def _draft(
         self, staged: Path, wish: "_Wish", ranks: Sequence[Sequence[Offer]], shares: Sequence[Sequence[Share]]

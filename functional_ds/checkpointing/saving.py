@@ -42,8 +42,9 @@ def save(
     Raises:
         ValueError: a tag that is no plain name; numbers that make no sense.
         TypeError: no state; an ``extra`` that JSON cannot hold; a leaf that is neither a tensor nor a number.
-        BusyError: another job saves into this folder.
-        CheckpointError: it could not be written, on whichever rank.
+        BusyError: another job, or an open Saver, saves into this folder.
+        CheckpointError: it could not be written, on whichever rank; the folder has something of the tag's name that is no
+            checkpoint, or is another library's.
 
     Cost: each rank sends a description of what it has, some 100 bytes a tensor, n - 1 times.
 

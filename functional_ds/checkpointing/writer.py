@@ -87,9 +87,8 @@ class Writer:
     def check(self) -> None:
         """Raises the thread's error, if it has one."""
         if self.error is not None:
-            raise CheckpointError(f"the checkpoint {self.draft.summary.tag!r} could not be written: {_told(self.error)}") from (
-                self.error
-            )
+            what = f"the checkpoint {self.draft.summary.tag!r} could not be written into {self.draft.folder}"
+            raise CheckpointError(f"{what}: {_told(self.error)}") from self.error
 
     def _run(self) -> None:
         try:

@@ -9,12 +9,13 @@ from .health import NonFiniteLossError, RollBack, Stop
 from .logs import CsvLog, Logger, TensorBoard
 from .run import Interrupted
 from .signals import Flag, noted_for_ranks, noted_here
-from .source import Indexed, Reader, Replayed, Source, Stateful
+from .source import Epochs, Indexed, Reader, Replayed, Source, Stateful
 from .watchdog import EXIT_CODE, Watch, watchdog
 
 __all__ = [
     "EXIT_CODE",
     "CsvLog",
+    "Epochs",
     "Flag",
     "Indexed",
     "Interrupted",

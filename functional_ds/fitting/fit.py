@@ -1,6 +1,6 @@
 """``fit``: the loop around a step that saves, resumes, watches and reports."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -8,6 +8,7 @@ from typing import Any
 
 from functional_ds import comm
 from functional_ds.checkpointing import Saver
+from functional_ds.functional import Apply
 from functional_ds.state import State
 from functional_ds.step import Step
 
@@ -15,6 +16,7 @@ from .health import OnNonFinite, RollBack, Stop
 from .journal import Journal
 from .keeper import Keeper
 from .logs import Logger, checked
+from .outside import Outside
 from .run import Plan, Run
 from .signals import Flag, noted_here
 from .source import as_source
@@ -43,10 +45,12 @@ def fit(
     on_non_finite: OnNonFinite = Stop(after=3),  # noqa: B008  # a frozen value
     timeout: timedelta | None = timedelta(minutes=10),
     stop: Flag | None = None,
+    buffers: Apply | Sequence[Apply] = (),
 ) -> State:
     """Makes steps until ``steps`` are made in all, and returns the state; run again with the same ``path``, it goes on.
 
     Law: ``run(k + j) = run(j) ∘ resume ∘ run(k)``, bit for bit on as many ranks, wherever the first run was ended (37).
+    Evaluations leave torch's generators as they were.
 
     Every rank of the world calls it. Checkpoints are written in the background. SIGTERM and SIGINT end the run after the step
     that it is in, with a checkpoint; a second such signal ends the process at once.
@@ -56,6 +60,7 @@ def fit(
         state: of a fresh run, from ``step.init``; it is donated.
         batches: this rank's part of each: a function of the index, a sequence, a loader with ``state_dict``, a source with
             ``at(position)``. These go on where they were, without replaying; any other iterable is drawn from its beginning.
+            ``fitting.Epochs(batches)`` goes over them again and again.
         steps: how many, earlier runs included; None for as long as all ranks have batches.
         path: a folder for checkpoints that all ranks see; None saves nothing.
         every: a checkpoint each so many steps. One is made at the end, too.
@@ -72,6 +77,8 @@ def fit(
             step is logged. A checkpoint is made with finite losses and params only.
         timeout: how long a step, a save or an evaluation may take before ranks are taken to hang; None for no watchdog.
         stop: a flag of your own instead of signal handlers; needed where ranks are threads.
+        buffers: modules as ``fds.functional`` gives them, whose buffers the step changes (a BatchNorm's running statistics):
+            checkpoints keep these, each rank's own, as they keep torch's default generators.
 
     Cost: an all-reduce of two numbers a step, another of three for each step that is logged or saved.
 
@@ -88,8 +95,10 @@ def fit(
     >>> step.params(state)["w"].tolist()
     [-0.5, -0.5]
     """
-    plan = Plan(steps, evaluate, evaluate_every, on_non_finite)
-    _check(path=path, every=every, minutes=minutes, log_every=log_every, on_non_finite=on_non_finite)
+    if not isinstance(state, State):
+        raise TypeError(f"state={type(state).__name__}: fit takes a state that the step made, as from step.init(params)")
+    plan, outside = Plan(steps, evaluate, evaluate_every, on_non_finite), Outside(_several(buffers))
+    _check(path=path, every=every, minutes=minutes, log_every=log_every, on_non_finite=on_non_finite, timeout=timeout)
     source, kept = as_source(batches), checked(loggers)
     with ExitStack() as open_:
         flag = stop if stop is not None else open_.enter_context(noted_here())
@@ -98,7 +107,7 @@ def fit(
         leads = comm.world().rank == 0
         journal = Journal(kept if leads else (), log_every, progress and leads, steps)
         open_.callback(journal.close)
-        run = Run(step, plan, source, keeper, journal, watch, flag, state)
+        run = Run(step, plan, source, keeper, journal, watch, flag, outside, state)
         del state
         watch.at(0, "loading a checkpoint")
         if resume:
@@ -108,11 +117,17 @@ def fit(
         return run.go()
 
 
+def _several(buffers: Any) -> tuple[Apply, ...]:
+    return tuple(buffers) if isinstance(buffers, (list, tuple)) else (buffers,)
+
+
 def _check(**given: Any) -> None:
     for name in ("every", "log_every"):
         value = given[name]
         if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"{name}={value!r}: a number of steps is at least 1")
+            raise ValueError(f"{name}={value!r}: a number of steps is an int of at least 1")
+    if given["timeout"] is not None and not isinstance(given["timeout"], timedelta):
+        raise TypeError(f"timeout={given['timeout']!r}: pass timedelta(seconds=...), or None for no watchdog")
     if given["minutes"] is not None and not given["minutes"] > 0:
         raise ValueError(f"minutes={given['minutes']!r}: must be above 0")
     if given["path"] is None:

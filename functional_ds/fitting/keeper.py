@@ -9,6 +9,7 @@ import attrs
 from functional_ds.checkpointing import NoCheckpointError, Saver, load
 from functional_ds.state import State
 
+from .outside import Outside
 from .position import gathered
 
 __all__ = ["Keeper", "Place"]
@@ -22,11 +23,13 @@ class Place:
         done: steps made; those that were rolled back do not count.
         data: the next batch's position on all ranks, as ``gathered`` gives it; None is the beginning.
         rollbacks: how often the run was rolled back.
+        outside: what the step uses beside its state, as ``Outside.kept`` gives it.
     """
 
     done: int = 0
     data: Any = None
     rollbacks: int = 0
+    outside: Any = None
 
 
 @attrs.define(eq=False)
@@ -56,12 +59,12 @@ class Keeper:
         """Whether this step's count asks for a checkpoint."""
         return self.every is not None and done % self.every == 0
 
-    def save(self, state: State, *, done: int, data: Any, rollbacks: int) -> None:
+    def save(self, state: State, outside: Outside, *, done: int, data: Any, rollbacks: int) -> None:
         """Starts a checkpoint; waits for the one before. Collective."""
         self._last = time.monotonic()
         if self.saver is None or self.saved == done:
             return
-        place = Place(done, gathered(data), rollbacks)
+        place = Place(done, gathered(data), rollbacks, outside.kept())
         self.saver.save(state, tag=f"step-{done:08}", extra={"fit": attrs.asdict(place)})
         self.saved = done
 

@@ -5,15 +5,17 @@ from typing import Any
 
 import attrs
 import torch
+from torch import Tensor
 
-from functional_ds import comm
+from functional_ds import comm, tree
 from functional_ds.state import State
 from functional_ds.step import Metrics, Step
-from functional_ds.trainable import trainable
+from functional_ds.trainable import is_trainable
 
 from .health import Health, NonFiniteLossError, OnNonFinite, RollBack, Verdict
 from .journal import Journal
 from .keeper import Keeper, Place
+from .outside import Outside
 from .position import own
 from .signals import Flag
 from .source import Reader, Source
@@ -79,6 +81,7 @@ class Run:
     journal: Journal
     watch: Watch
     flag: Flag
+    outside: Outside
     state: State
     place: Place = attrs.field(factory=Place)
     health: Health = attrs.field(factory=Health)
@@ -92,6 +95,7 @@ class Run:
         """Makes the steps that are left."""
         self.watch.at(self.place.done, "finding the next batch")
         reader = self.source.at(None if self.place.data is None else own(self.place.data))
+        self.outside.restore(self.place.outside)  # drawing batches again has drawn numbers
         self.journal.begin(self.place.done)
         began = self.place.done
         if began == 0:
@@ -125,7 +129,7 @@ class Run:
         if found is None:
             raise ValueError(
                 f"batches: rank {comm.world().rank} has none for step {self.place.done + 1} of steps={self.plan.steps}; "
-                "pass fewer steps, or steps=None to end where the batches do"
+                "pass fewer steps, steps=None to end where the batches do, or fitting.Epochs(batches) to go over them again"
             )
         return found
 
@@ -160,7 +164,9 @@ class Run:
     def _evaluate(self) -> None:
         if self.plan.evaluate is not None and self.evaluated != self.place.done:
             self.watch.at(self.place.done, "evaluating")
-            self.journal.evaluated(self.place.done, self.plan.evaluate(self.state))
+            with self.outside.apart():
+                numbers = self.plan.evaluate(self.state)
+            self.journal.evaluated(self.place.done, numbers)
             self.evaluated = self.place.done
 
     # -- losses that are not finite ------------------------------------------------------------------------------------
@@ -171,10 +177,21 @@ class Run:
             return
         self.watch.at(self.place.done, "saving")
         if self.plan.on_non_finite is not None:
-            verdict = self.health.verdict(self.step.finite(self.state, trainable(self.state.params)))
+            verdict = self.health.verdict(self._finite())
             if verdict.streak or verdict.spoiled or verdict.worst >= self.plan.on_non_finite.after:
                 return
-        self.keeper.save(self.state, done=self.place.done, data=reader.position, rollbacks=self.place.rollbacks)
+        self.keeper.save(self.state, self.outside, done=self.place.done, data=reader.position, rollbacks=self.place.rollbacks)
+
+    def _finite(self) -> Tensor:
+        """Whether all trained params are; those that lie elsewhere are fetched one at a time."""
+        device, leaves = self.state.step.device, tree.leaves(self.state.params)
+        here = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.device == device]
+        found = self.step.finite(self.state, [leaf for leaf in here if is_trainable(leaf)])
+        for leaf in leaves:
+            away = not isinstance(leaf, Tensor) or leaf.device != device
+            if away and (leaf.is_floating_point() or leaf.is_complex()):
+                found = found & self.step.finite(self.state, [leaf.detach().to(device)])
+        return found
 
     def _judge(self) -> bool:
         """Whether the run was rolled back."""
@@ -197,6 +214,7 @@ class Run:
             raise NonFiniteLossError(f"the checkpoint to roll back to is gone from {self.keeper.path}")
         self.state, before = found
         self.place = attrs.evolve(before, rollbacks=self.place.rollbacks + 1)
+        self.outside.restore(before.outside, generators=False)
         self.health = Health()
         self.journal.begin(self.place.done)
         if not self.place.done:  # the log begins anew, with what comes before the first step

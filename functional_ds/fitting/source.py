@@ -2,11 +2,12 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
 
-__all__ = ["Indexed", "Reader", "Replayed", "Source", "Stateful", "as_source"]
+__all__ = ["Epochs", "Indexed", "Reader", "Replayed", "Source", "Stateful", "as_source"]
 
 
 class Reader(Protocol):
@@ -122,6 +123,67 @@ class Replayed:
                 "or pass a function of the index, which needs no replaying"
             )
         return _Counting(lambda index: next(drawn), behind)
+
+
+@attrs.define
+class _Turning:
+    epochs: "Epochs"
+    epoch: int
+    reader: Reader
+
+    def __next__(self) -> Any:
+        with suppress(StopIteration):
+            return next(self.reader)
+        if self.epochs.count is not None and self.epoch + 1 >= self.epochs.count:
+            raise StopIteration
+        self.epoch += 1
+        self.reader = self.epochs.begin(self.epoch, None)
+        try:
+            return next(self.reader)
+        except StopIteration:
+            raise ValueError(f"batches: epoch {self.epoch} of {self.epochs.batches!r} has no batch") from None
+
+    @property
+    def position(self) -> Any:
+        return {"epoch": self.epoch, "within": self.reader.position}
+
+
+@attrs.frozen
+class Epochs:
+    """The same batches again and again, as a ``DataLoader`` gives them: the position is the epoch and the place within it.
+
+    Each epoch begins with ``set_epoch(epoch)`` of the batches, or of their ``sampler``, if there is such a method.
+
+    >>> reader = Epochs([1, 2]).at({"epoch": 4, "within": 1})
+    >>> [next(reader) for _ in range(4)], reader.position
+    ([2, 1, 2, 1], {'epoch': 6, 'within': 1})
+
+    Attributes:
+        batches: whatever ``fit`` takes as batches, but for an iterator, which gives its batches once.
+        count: how many epochs; None for no end.
+    """
+
+    batches: Any
+    count: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        if isinstance(self.batches, Iterator):
+            raise TypeError(f"batches={self.batches!r} is an iterator, which cannot begin again; pass what it iterates over")
+        if self.count is not None and self.count < 1:
+            raise ValueError(f"count={self.count}: there is at least one epoch")
+
+    def at(self, position: Any | None) -> Reader:
+        """From that epoch and place on."""
+        epoch, within = (0, None) if position is None else (position["epoch"], position["within"])
+        return _Turning(self, epoch, self.begin(epoch, within))
+
+    def begin(self, epoch: int, within: Any | None) -> Reader:
+        """A reader of one epoch."""
+        for holder in (self.batches, getattr(self.batches, "sampler", None)):
+            set_epoch = getattr(holder, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(epoch)
+        return as_source(self.batches).at(within)
 
 
 def as_source(batches: Any) -> Source:

@@ -7,10 +7,9 @@ from typing import Any
 
 import attrs
 import torch
-from torch import Tensor
 
 from functional_ds import comm, tree
-from functional_ds.checkpointing.describing import Held, as_tensors, describe
+from functional_ds.checkpointing.describing import Held, as_before, as_tensors, dense, describe
 from functional_ds.checkpointing.matching import Choice, Differences, fits
 from functional_ds.checkpointing.together import together
 from functional_ds.state import State
@@ -71,7 +70,7 @@ def from_deepspeed(
         DamagedError: a file is damaged, or does not belong to the others.
         StructureError: the checkpoint and ``like`` differ in leaves or shapes; the message lists them.
         CheckpointError: a file holds objects that are not loaded; the model was cut by tensor or pipeline parallelism.
-        ValueError: the tag is no plain name.
+        ValueError: the tag is no plain name; a pattern of ``only`` matches nothing in ``like``.
     """
     if not isinstance(like, State):
         raise TypeError(f"like={type(like).__name__}: from_deepspeed takes a state that a step made, as from step.init(params)")
@@ -80,9 +79,9 @@ def from_deepspeed(
     choice = Choice.of(only, allow_missing, allow_extra)
     numbers = as_tensors(like)
     _Reading(files, rename or str, choice).check(describe(numbers), ranks)
-    state = numbers if donate else numbers.clone()
+    state = dense(numbers if donate else numbers.clone())
     _Reading(files, rename or str, choice).fill(state)
-    state = tree.map(lambda old, new: new if isinstance(old, Tensor) else type(old)(new.item()), like, state)
+    state = tree.map(as_before, like, state)
     return like.donate(state) if donate else state
 
 
@@ -108,10 +107,11 @@ class _Reading:
         for each in held:
             self.look(each, found)
         everyone = comm.all_gather_object(({each.name for each in held}, found), ranks)
-        total = Differences()
+        known, total = set[str]().union(*(names for names, _ in everyone)), Differences()
+        self.choice.check(known)
         for _, theirs in everyone:
             total.add(theirs)
-        total.extra |= self.extra(set().union(*(names for names, _ in everyone)))
+        total.extra |= self.extra(known)
         total.refuse(f"DeepSpeed's checkpoint {self.files.path}")
 
     def look(self, held: Held, found: Differences) -> None:

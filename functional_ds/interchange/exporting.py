@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from functional_ds import comm, tree
 from functional_ds.checkpointing.describing import as_tensors, describe
-from functional_ds.checkpointing.dividing import offers
+from functional_ds.checkpointing.dividing import marks
 from functional_ds.comm.group import Solo
 from functional_ds.functional import Apply
 from functional_ds.state import State
@@ -148,5 +148,5 @@ def _of_state(state: State, averaged: bool) -> list[Held]:
             found.append((held, Known(path, held.shape, held.view.dtype, roles.index(role))))
     if averaged and state.slots.get("ema") is None:
         raise ValueError("averaged=True: this state keeps no mean of its params; its step needs T.ema(decay)")
-    marks = [offer.mark for offer in offers([held for held, _ in found], compare=True)]
-    return [Held(known, held.offset, held.view, mark) for (held, known), mark in zip(found, marks, strict=True)]
+    numbers = marks([held.view for held, _ in found])
+    return [Held(known, held.offset, held.view, mark) for (held, known), mark in zip(found, numbers, strict=True)]

@@ -40,10 +40,12 @@ class Writer:
     folder: Path
     files: tuple[File, ...]
     overwrite: bool
+    _made: bool = False
     _open: list[_Open] = attrs.field(factory=list)
     _places: dict[str, tuple[int, Place]] = attrs.field(factory=dict)
 
     def __enter__(self) -> "Writer":
+        self._made = not self.folder.exists()
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             for number, file in enumerate(self.files):
@@ -118,6 +120,9 @@ class Writer:
                 os.close(file.descriptor)
             file.temporary.unlink(missing_ok=True)
         self._open.clear()
+        if self._made:
+            with suppress(OSError):  # it is not empty any more
+                self.folder.rmdir()
 
 
 def refuse_existing(paths: Sequence[Path]) -> None:

@@ -145,6 +145,8 @@ def _tagged(path: Path, tag: str | None) -> Path:
                 f"path: {path} has no file 'latest'; is it the folder that DeepSpeed saved to? Else pass tag="
             )
         tag = latest.read_text().strip()
+    if not isinstance(tag, str):
+        raise TypeError(f"tag={tag!r} must be a string; pass tag={str(tag)!r}")
     if not tag or Path(tag).name != tag or tag in (".", ".."):
         raise ValueError(f"tag={tag!r} is no plain name of a folder in {path}")
     if not (path / tag).is_dir():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from functional_ds.checkpointing.describing import Held
-from functional_ds.checkpointing.dividing import Offer, divide, offers, own_name
+from functional_ds.checkpointing.dividing import Offer, copies, divide, marked, marks, offers, own_name
 
 
 @st.composite
@@ -27,11 +27,18 @@ def holdings(draw: st.DrawFn) -> tuple[int, list[list[Held]]]:
     return total, found
 
 
+def offered(ranks: list[list[Held]]) -> list[list[Offer]]:
+    """What all ranks offer, with marks where there are copies."""
+    found = [offers(held) for held in ranks]
+    indices = copies(found)
+    return [marked(o, own, marks([held[i].view for i in own])) for o, own, held in zip(found, indices, ranks, strict=True)]
+
+
 @given(holdings())
 def test_every_element_is_written_once(case: tuple[int, list[list[Held]]]) -> None:
     """The shares are disjoint, together everything, and each is what its rank has."""
     total, ranks = case
-    shares = divide([offers(held, compare=True) for held in ranks])
+    shares = divide(offered(ranks))
     written = torch.full((total,), -1.0)
     for own, held in zip(shares, ranks, strict=True):
         for share in own:
@@ -59,7 +66,7 @@ def test_copies_that_differ_are_all_written() -> None:
         return [Held("same", (3,), 0, same), Held("other", (10000,), 0, torch.full((10000,), value), apart=apart)]
 
     def names(*ranks: Any) -> list[list[str]]:
-        return [[share.name for share in own] for own in divide([offers(held, compare=True) for held in ranks])]
+        return [[share.name for share in own] for own in divide(offered(list(ranks)))]
 
     both = [[own_name("other", 0)], ["same", own_name("other", 1)]]
     assert [sorted(own) for own in names(rank(0.0), rank(1.0))] in (
@@ -72,4 +79,20 @@ def test_copies_that_differ_are_all_written() -> None:
 
 def test_a_rank_without_anything() -> None:
     one: list[Tensor] = [torch.ones(2)]
-    assert divide([[], offers([Held("a", (2,), 0, one[0])], compare=True)])[0] == []
+    assert divide([[], offers([Held("a", (2,), 0, one[0])])])[0] == []
+
+
+KINDS = [torch.float32, torch.bfloat16, torch.float64, torch.complex128, torch.uint8]
+
+
+@given(st.integers(4097, 40000), st.sampled_from(KINDS), st.data())
+def test_copies_that_differ_in_one_element_differ(numel: int, dtype: torch.dtype, data: st.DataObject) -> None:
+    """Wherever it is: each rank then keeps its own."""
+    place = data.draw(st.integers(0, numel - 1))
+    one = torch.arange(numel).to(dtype)
+    other = one.clone()
+    assert marks([one]) == marks([other])
+    other[place] += 1 if dtype != torch.bfloat16 else other[place] + 1
+    assert marks([one]) != marks([other])
+    both = divide(offered([[Held("x", (numel,), 0, one)], [Held("x", (numel,), 0, other)]]))
+    assert [share.name for own in both for share in own] == [own_name("x", 0), own_name("x", 1)]

@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import signal
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -474,12 +475,93 @@ def test_two_jobs_saving_to_one_folder(run: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(locking.Lock.take, "__defaults__", (0.2,))
     with checkpointing.Saver(run) as first:
         first.save(trained(3))
+        monkeypatch.setattr(locking, "_HERE", set())  # as another process sees it
         for other in (lambda: fds.save(trained(4), run), lambda: checkpointing.Saver(run)):
             with pytest.raises(checkpointing.BusyError, match=f"another job saves here .process {os.getpid()} on"):
                 other()
         assert load(run)[0] in (2, 3)  # reading is free
     assert load(run)[0] == 3
     save(run, 5)
+
+
+def test_another_saver_of_the_same_process(run: Path) -> None:
+    """Waiting for oneself would be in vain."""
+    with checkpointing.Saver(run):
+        began = time.monotonic()
+        with pytest.raises(checkpointing.BusyError, match="a Saver of this process is open here"):
+            fds.save(trained(3), run, tag="best")
+        assert time.monotonic() - began < locking._PATIENCE / 2
+    fds.save(trained(3), run, tag="best")
+
+
+def test_a_closed_saver_saves_no_more(run: Path) -> None:
+    with checkpointing.Saver(run) as saver:
+        pass
+    with pytest.raises(checkpointing.CheckpointError, match="is closed; make another one"):
+        saver.save(trained(3))
+
+
+# -- what others have put there -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "link"])
+def test_a_tag_takes_the_place_of_checkpoints_alone(run: Path, kind: str) -> None:
+    """Of nothing else that happens to have its name."""
+    place = run / "logs"
+    if kind == "folder":
+        place.mkdir()
+        (place / "precious.txt").write_text("kept")
+    elif kind == "file":
+        place.write_text("kept")
+    else:
+        place.symlink_to("nowhere")
+    before = sorted(run.iterdir())
+    with pytest.raises(checkpointing.CheckpointError, match=r"tag='logs': .* is there and is no checkpoint"):
+        fds.save(trained(3), run, tag="logs")
+    assert sorted(run.iterdir()) == before
+    assert kind != "folder" or (place / "precious.txt").read_text() == "kept"
+    assert kind != "file" or place.read_text() == "kept"
+    assert load(run)[0] == 2
+
+
+def test_an_empty_folder_and_a_damaged_checkpoint_may_be_replaced(run: Path) -> None:
+    (run / "new").mkdir()
+    (run / "2" / MANIFEST).write_bytes(b"no manifest")
+    fds.save(trained(3), run, tag="new")
+    fds.save(trained(2), run, tag="2")
+    assert load(run, "2")[0] == 2
+    assert load(run, "new")[0] == 3
+
+
+def test_a_folder_of_another_library(tmp_path: Path) -> None:
+    """DeepSpeed, too, has a file named latest: it must still find its checkpoint."""
+    (tmp_path / "global_step10").mkdir()
+    (tmp_path / "latest").write_text("global_step10")
+    for use in (lambda: fds.save(trained(1), tmp_path), lambda: load(tmp_path), lambda: checkpointing.Saver(tmp_path)):
+        with pytest.raises(checkpointing.CheckpointError, match=r"was not written by this library.*from_deepspeed"):
+            use()
+    assert (tmp_path / "latest").read_text() == "global_step10"
+
+
+def test_the_pointer_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "latest").mkdir()
+    with pytest.raises(checkpointing.CheckpointError, match="latest is a folder"):
+        fds.save(trained(1), tmp_path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["latest"]
+
+
+def test_a_pipe_in_a_files_place(run: Path) -> None:
+    """Opening it would wait for ever."""
+    (run / "2" / "00000.bin").unlink()
+    os.mkfifo(run / "2" / "00000.bin")
+    with pytest.raises(checkpointing.DamagedError, match="is no file"):
+        load(run, "2")
+
+
+@pytest.mark.parametrize("use", [lambda run: fds.save(trained(1), run, tag=100), lambda run: load(run, 100)])
+def test_a_tag_is_a_string(run: Path, use: Callable[[Path], Any]) -> None:
+    with pytest.raises(TypeError, match="tag=100 must be a string; pass tag='100'"):
+        use(run)
 
 
 def test_a_child_does_not_keep_the_lock(tmp_path: Path) -> None:

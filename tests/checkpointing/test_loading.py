@@ -34,6 +34,68 @@ from tests.checkpointing.states import (
 STAGES = (None, 0, 1, 2, 3)
 
 
+@pytest.mark.law(37)
+@pytest.mark.parametrize("donate", [False, True])
+def test_tensors_in_any_order_of_memory(tmp_path: Path, donate: bool) -> None:
+    """Whoever makes a state may transpose what it keeps."""
+
+    def init(inner: Any, step: fds.Step, params: Any) -> fds.State:
+        state: fds.State = inner(step, params)
+        return state.put(kept=torch.zeros(4, 3).t())
+
+    step = fds.wrap("keeping", init=init)(fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(0.1)))
+    state = step.init({"w": torch.ones(2)}).put(kept=torch.arange(12.0).view(4, 3).t())
+    fds.save(state, tmp_path)
+    found = fds.load(tmp_path, like=step.init({"w": torch.ones(2)}), donate=donate)
+    assert_same(found.slots["kept"], state.slots["kept"])
+
+
+@pytest.mark.law(37)
+@pytest.mark.parametrize(("before", "after"), [(1, 0), (0, 1)])
+def test_an_axis_of_one_rank_is_no_axis(tmp_path: Path, before: int, after: int) -> None:
+    """A step with tensor parallelism over one rank saves what one without does."""
+
+    def program(parallel: int, use: Any) -> Any:
+        mesh = comm.mesh(dp=comm.world().size, tp=1)
+
+        def loss(params: Any, x: Tensor) -> Tensor:
+            return (torch.tanh(x @ params["columns"]) @ params["rows"]).square().sum()
+
+        slicing = [transforms.tensor_parallel({"columns": 1, "rows": 0}, mesh["tp"])] if parallel else []
+        step = fds.compose(transforms.zero(2, mesh["dp"]), *slicing)(fds.train_step(loss, fds.adamw(0.1)))
+        state, _ = step(step.init({"columns": torch.arange(8.0).view(2, 4), "rows": torch.ones(4, 1)}), torch.ones(1, 2))
+        return use(step, state)
+
+    def save(step: fds.Step, state: fds.State) -> Any:
+        fds.save(state, tmp_path)
+        return step.params(state)
+
+    want = comm.simulate(program, before, save, world_size=2)[0]
+    found = comm.simulate(program, after, lambda step, state: step.params(fds.load(tmp_path, like=state)), world_size=3)[0]
+    assert_same(found, want)
+
+
+@pytest.mark.law(37)
+def test_ranks_that_differ_in_few_elements_keep_their_own(tmp_path: Path) -> None:
+    """Between two meetings of 0/1 Adam a rank may have moved one row of a long table."""
+
+    def program(until: int, resumes: bool) -> Tensor:
+        loss = lambda params, rows: (params["table"][rows] - 1).square().sum()  # noqa: E731
+        rule = fds.zero_one_adam(0.01, freeze=2, each=1, local=2, longest=2, codec=None)
+        step = transforms.local()(fds.train_step(loss, rule))
+        state = step.init({"table": torch.zeros(600, 8)})
+        if resumes:
+            state = fds.load(tmp_path, like=state)
+        for index in range(int(state.step), until):
+            state, _ = step(state, torch.arange(600) if index < 2 else torch.tensor([3 + 5 * comm.world().rank]))
+            if index == 4:
+                fds.save(state, tmp_path)
+        return step.params(state)["table"]
+
+    want = comm.simulate(program, 8, False, world_size=2)
+    assert_same(comm.simulate(program, 8, True, world_size=2), want)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """One for all examples: each save replaces the one before. In memory if possible, as a save waits for the disk often."""

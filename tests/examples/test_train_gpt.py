@@ -284,6 +284,14 @@ def test_a_run_that_was_ended_goes_on(flags: list[str], tmp_path: Path, capsys: 
     assert len(rows(out)) == 8
     assert train_gpt.main([*flags, "--width", "32", "--simulate", "1"]) == 2
     assert f"--save {saved} holds another run" in capsys.readouterr().err
+    assert len(rows(out)) == 8
+    assert (out / "loss.png").exists()  # what the run before left is still there
+
+
+def test_a_file_where_checkpoints_are_to_go(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert train_gpt.main([*flags, "--save", str(tmp_path / "file"), "--simulate", "1"]) == 2
+    assert "cannot be made: File exists" in capsys.readouterr().err
 
 
 def without_times(out: Path) -> list[dict[str, float]]:

@@ -335,3 +335,28 @@ def test_bad_input_is_refused(bad: dict[str, Any], complaint: str, tmp_path: Pat
     with pytest.raises(ValueError, match=complaint):
         run(bad.pop("path", None), **bad)
     assert not [*tmp_path.iterdir()]
+
+
+def test_params_that_lie_elsewhere_are_looked_at(tmp_path: Path) -> None:
+    """A checkpoint is made of finite params only, also where these are on a disk."""
+
+    def program(steps: int) -> Tensor:
+        step = fds.compose(fds.transforms.offload("disk", "disk", path=tmp_path), fds.transforms.zero(3))(
+            fds.train_step(lambda params, x: (params["w"] * x).square().mean(), fds.adamw(0.1))
+        )
+        state = fds.fit(step, step.init({"w": torch.ones(5)}), lambda index: torch.ones(5), path=tmp_path / "run", steps=steps)
+        found: Tensor = step.params(state)["w"]
+        return found
+
+    comm.simulate(program, 2, world_size=2)
+    found = comm.simulate(program, 3, world_size=2)
+    assert checkpointing.tags(tmp_path / "run") == ["step-00000002", "step-00000003"]
+    assert_same(found[0], found[1])
+
+
+def test_what_is_no_state() -> None:
+    step, state = models.build()
+    with pytest.raises(TypeError, match="state=dict: fit takes a state"):
+        fds.fit(step, {"w": torch.ones(1)}, models.batch, steps=1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"timeout=60: pass timedelta\(seconds=...\)"):
+        fds.fit(step, state, models.batch, steps=1, timeout=60)  # type: ignore[arg-type]

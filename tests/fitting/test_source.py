@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from functional_ds import comm
-from functional_ds.fitting import Indexed, Replayed, Source, Stateful
+from functional_ds.fitting import Epochs, Indexed, Replayed, Source, Stateful
 from functional_ds.fitting.position import as_json, from_json, gathered, own
 from functional_ds.fitting.source import as_source
 from functional_ds.testing import assert_same
@@ -152,3 +152,36 @@ def test_each_rank_gets_its_own_position_back(numbers: list[int]) -> None:
     else:
         with pytest.raises(ValueError, match=f"a position for each of {len(numbers)} ranks, and this run has 5"):
             comm.simulate(own, stored, world_size=5)
+
+
+@given(st.integers(1, 4), st.integers(0, 12), st.booleans())
+def test_epochs_go_on_where_they_were(length: int, behind: int, replayed: bool) -> None:
+    """law: ``at(position)`` gives what the reader gave from there on, over the end of an epoch, too."""
+    data = list(range(length))
+    source = Epochs(dict.fromkeys(data).keys() if replayed else data)
+    reader = source.at(None)
+    assert [next(reader) for _ in range(behind)] == [index % length for index in range(behind)]
+    again = source.at(reader.position)
+    assert [next(again) for _ in range(5)] == [next(reader) for _ in range(5)]
+
+
+def test_epochs_end_and_begin() -> None:
+    class Sampled:
+        def __init__(self) -> None:
+            self.sampler, self.seen = self, list[int]()
+
+        def set_epoch(self, epoch: int) -> None:
+            self.seen.append(epoch)
+
+        def __iter__(self) -> Iterator[int]:
+            return iter([10 * self.seen[-1], 1])
+
+    batches = Sampled()
+    reader = Epochs(batches, count=2).at(None)
+    assert list(iter(lambda: next(reader, None), None)) == [0, 1, 10, 1]
+    with pytest.raises(TypeError, match="is an iterator, which cannot begin again"):
+        Epochs(iter([1]))
+    with pytest.raises(ValueError, match="count=0"):
+        Epochs([1], count=0)
+    with pytest.raises(ValueError, match=r"epoch 1 of .* has no batch"):
+        next(Epochs([]).at(None))

@@ -152,6 +152,19 @@ def test_weights_alone(tmp_path: Path) -> None:
     assert found.params["a"].tolist() == [0, 1, 2]
     assert found.step == 0
     assert found.optimizer.exp_avg[0].tolist() == [0, 0, 0]
+    with pytest.raises(ValueError, match="only='weights' matches nothing in like"):
+        fds.from_deepspeed(tmp_path, like=state, only="weights")
+
+
+@pytest.mark.parametrize("params", [None, "disk"])
+@pytest.mark.parametrize("donate", [False, True])
+def test_states_that_lie_on_a_disk(tmp_path: Path, params: Any, donate: bool) -> None:
+    values = values_of({"a": [3]})
+    Layout(3, 2, [["a"]], values).write(tmp_path)
+    step, state = begun({"a": torch.zeros(3)}, (T.offload("disk", params, path=tmp_path), T.zero(3)))
+    found = fds.from_deepspeed(tmp_path, like=state, donate=donate)
+    assert_same(step.params(found)["a"], values["a"]["master"])
+    assert found.optimizer.exp_avg[0].read().tolist()[:3] == values["a"]["exp_avg"].tolist()
 
 
 @given(history=st.lists(st.booleans(), max_size=12), following=st.lists(st.booleans(), max_size=12), window=st.integers(1, 4))
@@ -222,6 +235,11 @@ def test_a_tag_does_not_walk_out_of_the_folder(tmp_path: Path, tag: str) -> None
     (tmp_path / "run" / "latest").write_text(tag)
     with pytest.raises(ValueError, match="is no plain name"):
         fds.from_deepspeed(tmp_path / "run", like=state)
+
+
+def test_a_tag_is_a_string(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="tag=3 must be a string; pass tag='3'"):
+        fds.from_deepspeed(tmp_path, like=small(tmp_path), tag=3)  # type: ignore[arg-type]
 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:

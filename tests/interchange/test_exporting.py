@@ -430,7 +430,8 @@ def on_processes(folder: Path) -> tuple[int, list[str]]:
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # as a full disk: files can grow no further
     with pytest.raises(OSError, match=r"File too large|No space"):
         fds.export(state, folder / "full")
-    return grown, [path.name for path in (folder / "full").iterdir()]
+    comm.barrier()
+    return grown, [path.name for path in folder.iterdir()]
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's account of a process's memory")
@@ -439,6 +440,6 @@ def test_on_processes_no_rank_holds_more_than_two_of_the_largest_leaf(tmp_path: 
     found = comm.spawn(on_processes, tmp_path, world_size=2)
     for grown, left in found:
         assert grown <= 2 * LEAF * LEAF * 4 + 2**20, [g / 2**20 for g, _ in found]  # a MiB for the interpreter's own
-        assert left == []
+        assert sorted(left) == ["out.safetensors", "warm.safetensors"]
     values = load_file(tmp_path / "out.safetensors")
     assert all((values[f"blocks.{i}.w"] == i).all() for i in range(LEAVES))
