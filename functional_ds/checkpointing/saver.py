@@ -14,16 +14,15 @@ from functional_ds import comm
 from functional_ds.state import State
 
 from .describing import Held, as_tensors, describe
-from .dividing import Offer, Share, copies, divide, marked, marks, offers
+from .dividing import Offer, copies, divide, marked, marks, offers
 from .errors import CheckpointError
-from .folder import check_free, check_pointer, check_tag, summaries
+from .folder import check_free, check_pointer, check_tag
 from .locking import Lock
-from .manifest import Summary
 from .publishing import clean, made, staging
 from .together import agreed, together
 
 if TYPE_CHECKING:  # it imports torch.distributed.checkpoint, which takes a second
-    from .writer import Draft, Writer
+    from .writer import Writer
 
 __all__ = ["Saver"]
 
@@ -159,47 +158,60 @@ class Saver:
 
     def _start(self, state: State, tag: str | None, extra: Mapping[str, Any] | None, *, apart: bool) -> str:
         """A save of the state, or of a copy ``apart`` from it."""
-        from .writer import Writer
-        from .writing import Image
+        from .writer import Draft, Writer
+        from .writing import Image, stored_tensors
 
         if self._closed:
             raise CheckpointError(f"this Saver of {self.folder} is closed; make another one")
         self.wait()
-        group = self._group
-        held: list[Held] = []
-        asked = agreed(group, lambda: self._ask(state, tag, extra, held))
-        ranks = self._compared([found for found, _ in asked], held)
-        shares = divide(ranks)
-        staged: Path = agreed(group, lambda: self._staging(asked[0][1].tag) if group.rank == 0 else self.folder)[0]
-
-        def image() -> Image:
-            if not staged.is_dir():
-                raise CheckpointError(f"{staged}: rank 0 made this folder; all ranks must see the same file system at path")
-            found = Image.of(held, shares[group.rank])
-            found = found.snapshot(self._room) if apart else found
-            self._room = found.copy
-            return found
-
+        group, held, made = self._group, list[Held](), list[Path]()
         try:
+            asked = agreed(group, lambda: self._ask(state, tag, extra, held, made))
+            ranks, wish = self._compared([found for found, _ in asked], held), asked[0][1]
+            shares = divide(ranks)
+
+            def image() -> Image:
+                if not wish.staged.is_dir():
+                    raise CheckpointError(
+                        f"{wish.staged}: rank 0 made this folder; all ranks must see the same file system at path"
+                    )
+                found = Image.of(held, shares[group.rank])
+                found = found.snapshot(self._room) if apart else found
+                self._room = found.copy
+                return found
+
             own = together(group, image)
         except BaseException:
-            if group.rank == 0:
+            for staged in made:
                 shutil.rmtree(staged, ignore_errors=True)
             raise
-        self._writer = Writer(self._draft(staged, asked[0][1], ranks, shares), group.rank, own)
-        return asked[0][1].tag
+        draft = Draft(
+            self.folder,
+            wish.staged,
+            wish.tag,
+            wish.step,
+            group.size,
+            lambda: stored_tensors(ranks, shares),
+            wish.extra,
+            self._keep_last,
+            self._keep_every,
+        )
+        self._writer = Writer(draft, group.rank, own)
+        return wish.tag
 
-    def _staging(self, tag: str) -> Path:
-        check_free(self.folder, tag)
-        return staging(self.folder)
-
-    def _ask(self, state: State, tag: str | None, extra: Any, held: list[Held]) -> tuple[list[Offer], "_Wish"]:
-        """What this rank has, which it puts into ``held``, and what it was asked for."""
+    def _ask(
+        self, state: State, tag: str | None, extra: Any, held: list[Held], made: list[Path]
+    ) -> tuple[list[Offer], "_Wish"]:
+        """What this rank has, which it puts into ``held``, and what it was asked for; rank 0 makes the folder to write into."""
         if not isinstance(state, State):
             raise TypeError(f"state={type(state).__name__}: save takes the state that a step made")
         step = int(state.step)
-        wish = _Wish(check_tag(str(step) if tag is None else tag), step, _json(extra))
+        wish = _Wish(check_tag(str(step) if tag is None else tag), step, _json(extra), self.folder)
         held += describe(as_tensors(state))
+        if self._group.rank == 0:
+            check_free(self.folder, wish.tag)
+            made.append(staging(self.folder))
+            wish = attrs.evolve(wish, staged=made[0])
         return offers(held), wish
 
     def _compared(self, ranks: Sequence[Sequence[Offer]], held: Sequence[Held]) -> Sequence[Sequence[Offer]]:
@@ -210,25 +222,13 @@ class Saver:
         found = agreed(self._group, lambda: marks([held[i].view for i in indices[self._group.rank]]))
         return [marked(*each) for each in zip(ranks, indices, found, strict=True)]
 
-    def _draft(
-        self, staged: Path, wish: "_Wish", ranks: Sequence[Sequence[Offer]], shares: Sequence[Sequence[Share]]
-    ) -> "Draft":
-        from .writer import Draft
-        from .writing import stored_tensors
-
-        sequence, tensors = 0, {}
-        if self._group.rank == 0:
-            sequence = 1 + max((summary.sequence for summary in summaries(self.folder)), default=0)
-            tensors = stored_tensors(ranks, shares)
-        summary = Summary(wish.tag, sequence, wish.step, self._keep_last is not None, self._group.size)
-        return Draft(self.folder, staged, summary, tensors, wish.extra, self._keep_last, self._keep_every)
-
 
 @attrs.frozen
 class _Wish:
     tag: str
     step: int
     extra: Any
+    staged: Path
 
 
 def _json(extra: Any) -> Any:

@@ -9,7 +9,7 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import attrs
 
 from . import blocks
 from .errors import CheckpointError
+from .folder import summaries
 from .manifest import MANIFEST, DataFile, Manifest, Stored, Summary
 from .publishing import publish, retain, write_whole
 from .writing import Image
@@ -39,8 +40,10 @@ class Draft:
     Attributes:
         folder: where it is to come.
         staged: the hidden folder that it is written into.
-        summary: what it will be.
-        tensors: where each tensor's stretches will lie; known to rank 0 alone.
+        tag: its name.
+        step: the count of updates.
+        ranks: how many write.
+        tensors: makes where each tensor's stretches will lie; called on rank 0, where nothing waits for it.
         extra: the user's.
         keep_last: see ``save``.
         keep_every: see ``save``.
@@ -48,8 +51,10 @@ class Draft:
 
     folder: Path
     staged: Path
-    summary: Summary
-    tensors: Mapping[str, Stored] = attrs.field(repr=False)
+    tag: str
+    step: int
+    ranks: int
+    tensors: Callable[[], Mapping[str, Stored]] = attrs.field(repr=False)
     extra: Any
     keep_last: int | None
     keep_every: int | None
@@ -63,7 +68,7 @@ class Writer:
         self.error: BaseException | None = None
         self._image: Image | None = image
         self._written, self._given_up, self._all_written = threading.Event(), threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"checkpoint {draft.summary.tag}, rank {rank}")
+        self._thread = threading.Thread(target=self._run, name=f"checkpoint {draft.tag}, rank {rank}")
         self._thread.start()
 
     def join_write(self) -> None:
@@ -87,7 +92,7 @@ class Writer:
     def check(self) -> None:
         """Raises the thread's error, if it has one."""
         if self.error is not None:
-            what = f"the checkpoint {self.draft.summary.tag!r} could not be written into {self.draft.folder}"
+            what = f"the checkpoint {self.draft.tag!r} could not be written into {self.draft.folder}"
             raise CheckpointError(f"{what}: {_told(self.error)}") from self.error
 
     def _run(self) -> None:
@@ -121,13 +126,15 @@ class Writer:
 
     def _publish(self, own: DataFile) -> None:
         draft = self.draft
-        files = [own, *(self._receipt(rank) for rank in range(1, draft.summary.ranks))]
-        manifest = Manifest(draft.summary, tuple(files), draft.tensors, draft.extra)
+        files = [own, *(self._receipt(rank) for rank in range(1, draft.ranks))]
+        sequence = 1 + max((summary.sequence for summary in summaries(draft.folder)), default=0)
+        summary = Summary(draft.tag, sequence, draft.step, draft.keep_last is not None, draft.ranks)
+        manifest = Manifest(summary, tuple(files), draft.tensors(), draft.extra)
         write_whole(draft.staged / MANIFEST, manifest.encode())
         if self._given_up.is_set():
             raise CheckpointError("it was given up")
-        publish(draft.folder, draft.staged, draft.summary.tag)
-        retain(draft.folder, draft.summary.tag, draft.keep_last, draft.keep_every)
+        publish(draft.folder, draft.staged, draft.tag)
+        retain(draft.folder, draft.tag, draft.keep_last, draft.keep_every)
 
     def _receipt(self, rank: int) -> DataFile:
         name = data_name(rank)

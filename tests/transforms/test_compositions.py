@@ -106,7 +106,8 @@ class Composition:
     zero: int | None
     knobs: tuple[tuple[str, Any], ...]
     dp: int
-    replicas: int
+    nodes: int
+    between: str  # what is done between nodes: they replicate shards, or cut them, too, with or without hpZ
     schedule: pp.Schedule | None
     accumulate: int
     remat: str | None
@@ -118,7 +119,7 @@ class Composition:
 
     @property
     def ranks(self) -> int:
-        return self.dp * self.replicas * (1 if self.schedule is None else self.schedule.ranks)
+        return self.dp * self.nodes * (1 if self.schedule is None else self.schedule.ranks)
 
 
 KNOBS = st.fixed_dictionaries(
@@ -148,6 +149,10 @@ def compositions(draw: st.DrawFn) -> Composition:
     knobs = {} if zero is None else {k: v for k, v in draw(KNOBS).items() if k in FOR_STAGE[zero]}
     schedule = draw(st.sampled_from([None, None, *SCHEDULES]))
     several = zero is not None
+    nodes = draw(st.sampled_from([1, 1, 2])) if several and schedule is None else 1
+    between = draw(st.sampled_from(["replicate", "inside", "secondary"][: zero or 1])) if nodes > 1 else "replicate"
+    if between != "replicate" and knobs.get("aggregate") == "owner":
+        del knobs["aggregate"]  # it is refused
     return Composition(
         model=draw(st.sampled_from(sorted(MODELS))),
         rule=draw(st.sampled_from(sorted(RULES))),
@@ -155,7 +160,8 @@ def compositions(draw: st.DrawFn) -> Composition:
         zero=zero,
         knobs=tuple(sorted(knobs.items())),
         dp=draw(st.sampled_from([1, 2, 3] if schedule is None else [1, 2])) if several else 1,
-        replicas=draw(st.sampled_from([1, 1, 2])) if several and schedule is None else 1,
+        nodes=nodes,
+        between=between,
         schedule=schedule,
         accumulate=draw(st.sampled_from([1, 2])),
         remat=draw(st.sampled_from([None, None, "recompute", "offload", "recompute,inputs=offload", "recompute,matmuls=save"])),
@@ -190,7 +196,7 @@ def alone(drawn: Composition) -> list[fds.Transform]:
 
 def together(drawn: Composition, made: pp.Stages, path: str) -> tuple[list[fds.Transform], tuple[int, int]]:
     """All of it, on this rank of the mesh, and which part of the batch is its own."""
-    mesh = comm.mesh(replicas=drawn.replicas, dp=drawn.dp, pp=1 if drawn.schedule is None else drawn.schedule.ranks)
+    mesh = comm.mesh(nodes=drawn.nodes, dp=drawn.dp, pp=1 if drawn.schedule is None else drawn.schedule.ranks)
     precision = PRECISION[drawn.precision]
     fixed: list[fds.Transform] = []
     if drawn.ema:
@@ -200,8 +206,13 @@ def together(drawn: Composition, made: pp.Stages, path: str) -> tuple[list[fds.T
     if drawn.offload is not None:
         fixed.append(transforms.offload(optimizer=drawn.offload, **({"path": path} if drawn.offload == "disk" else {})))
     if drawn.zero is not None:
-        more = {"replicate": mesh["replicas"]} if drawn.replicas > 1 else {}
-        fixed.append(transforms.zero(drawn.zero, mesh["dp"], **dict(drawn.knobs), **more))
+        more: dict[str, Any] = {"group": mesh["dp"]}
+        if drawn.nodes > 1 and drawn.between == "replicate":
+            more["replicate"] = mesh["nodes"]
+        elif drawn.nodes > 1:
+            more = {"group": mesh["nodes", "dp"], "inside": mesh["dp"]}
+            more |= {"secondary": True} if drawn.between == "secondary" else {}
+        fixed.append(transforms.zero(drawn.zero, **dict(drawn.knobs), **more))
     if drawn.schedule is not None:
         fixed.append(transforms.pipeline(drawn.schedule, made, mesh["pp"]))
     if drawn.accumulate > 1:
@@ -216,8 +227,8 @@ def together(drawn: Composition, made: pp.Stages, path: str) -> tuple[list[fds.T
     first = next((i for i, _ in enumerate(fixed) if drawn.offload and i), 0)
     for transform, place in zip(free, drawn.late, strict=False):
         fixed.insert(max(first, min(place, len(fixed))), transform)
-    index = mesh["replicas"].rank * drawn.dp + mesh["dp"].rank
-    return fixed, (index, drawn.dp * drawn.replicas)
+    index = mesh["nodes"].rank * drawn.dp + mesh["dp"].rank
+    return fixed, (index, drawn.dp * drawn.nodes)
 
 
 def trained(drawn: Composition, made: pp.Stages, params: Any, batch: Any, strategy: list[fds.Transform]) -> Any:
@@ -244,6 +255,7 @@ def folder(drawn: Composition) -> Iterator[str]:
 def test_any_composition_is_the_single_device_step(drawn: Composition, seed: int) -> None:
     """ZeRO and its knobs × pipeline × accumulation × recomputation × offload, in any order that is allowed, change nothing."""
     event(f"zero {drawn.zero}, {'a pipeline' if drawn.schedule else 'no pipeline'}")
+    event(f"{drawn.nodes} nodes, {drawn.between}")
     count = 1 if drawn.schedule is None else drawn.schedule.stages
     made, params, whole = staged(drawn.model, count)
     expected = trained(drawn, made, params, whole, alone(drawn))
