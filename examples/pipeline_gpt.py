@@ -38,9 +38,11 @@ SCHEDULES = {
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", type=int, default=2, help="of the model, over all ranks of a pipeline")
-    parser.add_argument("--schedule", default="1f1b", help=f"{', '.join(SCHEDULES)}, or a CSV file as torch writes it")
-    parser.add_argument("--microbatches", type=int, default=4)
+    parser.add_argument("--stages", type=int, default=2, help="of the model, over all ranks of a pipeline; a file has its own")
+    parser.add_argument(
+        "--schedule", default="1f1b", help=f"{', '.join(SCHEDULES)}, or a CSV file as torch writes it, lowered or not"
+    )
+    parser.add_argument("--microbatches", type=int, default=4, help="of a step; a file has its own")
     parser.add_argument("--dp", type=int, default=1, help="pipelines side by side")
     parser.add_argument("--zero", type=int, default=0, choices=range(4), help="stage of ZeRO over them")
     parser.add_argument("--dtype", default="fp32", choices=["fp32", "bf16"])
@@ -91,7 +93,7 @@ def train(flags: argparse.Namespace) -> list[float]:
     if leads:
         print(f"{step}\n{stages}\n{schedule}", flush=True)
     computed = fds.tree.map(lambda p: p.to(torch.bfloat16 if flags.dtype == "bf16" else p.dtype), params)
-    costs = pp.estimated(stages, computed, fds.tree.map(lambda x: x[: rows // flags.microbatches], batch(0)))
+    costs = pp.estimated(stages, computed, fds.tree.map(lambda x: x[: -(-rows // schedule.microbatches)], batch(0)))
     for index in range(flags.steps):
         state, metrics = step(state, batch(index))
         losses.append(metrics["loss"].item())
@@ -115,9 +117,12 @@ def picture(flags: argparse.Namespace, schedule: pp.Schedule, runs: list[pp.Time
 def main(argv: Sequence[str] | None = None) -> int:
     """Starts the ranks, or is one."""
     flags = parse(argv)
-    ranks = chosen(flags).ranks * flags.dp
-    if flags.batch % flags.dp or flags.batch // flags.dp < flags.microbatches:
-        raise SystemExit(f"--batch {flags.batch} has to divide by --dp {flags.dp} and give each --microbatches a row")
+    schedule = chosen(flags)
+    ranks = schedule.ranks * flags.dp
+    if flags.batch % flags.dp or flags.batch // flags.dp < schedule.microbatches:
+        raise SystemExit(
+            f"--batch {flags.batch} has to divide by --dp {flags.dp} and give {schedule.microbatches} micro-batches rows"
+        )
     if "TORCHELASTIC_RUN_ID" in os.environ:
         comm.init_distributed("gloo")
         train(flags)

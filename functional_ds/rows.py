@@ -20,12 +20,16 @@ def rows_of(batch: Any) -> int:
 def split(batch: Any, k: int, *, uneven: bool = False) -> list[Any]:
     """A batch as k batches of equally many rows; ``uneven``: the first ones may have one more.
 
+    Leaves may have different numbers of rows, several for each of another leaf's; they are cut in proportion.
+
     Raises:
-        ValueError: a leaf has no rows, or too few, or its rows do not divide by k.
+        ValueError: a leaf has no rows, or too few, or its rows do not divide by k, or not as those of the other leaves do.
 
     >>> import torch
     >>> [part.tolist() for part in split(torch.arange(5), 2, uneven=True)]
     [[0, 1, 2], [3, 4]]
+    >>> [len(pair[1]) for pair in split((torch.arange(5), torch.arange(10)), 2, uneven=True)]
+    [6, 4]
     """
     leaves, spec = tree.flatten(batch)
     for path, leaf in tree.named(batch):
@@ -39,4 +43,13 @@ def split(batch: Any, k: int, *, uneven: bool = False) -> list[Any]:
             )
         if leaf.shape[0] < k:
             raise ValueError(f"{where} has {leaf.shape[0]} rows, too few for {k} micro-batches; use at least {k}")
-    return [tree.unflatten(spec, parts) for parts in zip(*(leaf.tensor_split(k) for leaf in leaves), strict=True)]
+    least = min((leaf.shape[0] for leaf in leaves), default=0)
+    cuts = [i * (least // k) + min(i, least % k) for i in range(1, k)]
+    for path, leaf in tree.named(batch):
+        if any(cut * leaf.shape[0] % least for cut in cuts):
+            raise ValueError(
+                f"batch: the leaf at {path!r} has {leaf.shape[0]} rows and another {least}, which cannot be cut into {k} "
+                f"micro-batches alike; use numbers of rows that divide by {k}"
+            )
+    pieces = [leaf.tensor_split([cut * leaf.shape[0] // least for cut in cuts]) for leaf in leaves]
+    return [tree.unflatten(spec, parts) for parts in zip(*pieces, strict=True)]

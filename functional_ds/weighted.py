@@ -46,6 +46,8 @@ def weigh(value: Any, what: str) -> Weighted:
     if not isinstance(found.sum, Tensor):
         raise TypeError(f"{what} must be a scalar tensor or Weighted(sum, weight), not {type(found.sum).__name__}")
     total = found.sum.reshape(())
+    if total.dtype == torch.bool:
+        total = total.float()  # sums of bools are bools
     if isinstance(found.weight, Tensor):
         return Weighted(total, found.weight.detach().to(total.device, torch.float32).reshape(()))
     return Weighted(total, torch.full((), float(found.weight), dtype=torch.float32, device=total.device))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.parts import Parts
-from functional_ds.pipelining import Recorder, Schedule, Stages, lower, validate
+from functional_ds.pipelining import Kind, Recorder, Schedule, Stages, lower, validate
 from functional_ds.pipelining.placing import Placed
 from functional_ds.pipelining.running import Traffic, gradients, measure
 from functional_ds.rows import rows_of
@@ -28,7 +28,7 @@ def pipeline(
     resident: int | None = None,
     recorder: Recorder | None = None,
 ) -> Transform:
-    """Runs the stages of a model on the ranks of ``group``, micro-batches in the order of the schedule.
+    """Runs the stages of a model on the ranks of ``group``, everything in the order of the schedule.
 
     Law 36: on any mesh, with any ZeRO stage along another axis, it is the single-device step ``train_step(stages, optimizer)``
     on the whole batch; law 34: gradients do not depend on the schedule.
@@ -46,17 +46,20 @@ def pipeline(
     leaf, its gradient to each other rank that has it; a few scalars.
 
     Args:
-        schedule: compute actions; it is proved, and messages are put in, before anything runs.
+        schedule: it is proved, and lowered, before anything runs: messages, gathers and reductions that it has itself are
+            carried out where they stand, and where it has none they are put in. An evaluation runs its forwards.
         stages: what the schedule's stages are.
         group: the pipeline's ranks, as the schedule counts them; None for the whole world.
-        resident: in ZeRO stage 3, how many of its stages' params a rank has whole at a time; None for all.
+        resident: in ZeRO stage 3, how many of its stages' params a rank has whole at a time; None for all, or what a schedule
+            with gathers says.
         recorder: takes notes of times and memory.
 
     Raises:
         ScheduleError: the schedule is wrong; it names the first offending action.
         ValueError: the schedule has another number of stages, or the group of ranks; a batch has fewer rows than micro-batches;
-            a stage cannot take what the one before gives; the step's ``gradients`` are wrapped already.
-        TypeError: ``group`` is no group, ``stages`` are no stages.
+            a stage cannot take what the one before gives; the step's ``gradients`` are wrapped already; ``resident`` for a
+            schedule with gathers.
+        TypeError: ``schedule`` is no schedule, ``group`` no group, or ``stages`` are no stages.
 
     >>> import functional_ds as fds
     >>> from functional_ds import pipelining as pp
@@ -73,12 +76,17 @@ def pipeline(
         raise TypeError(f"stages={stages!r} are no Stages; make them with pipelining.stages(...) or pipelining.cut(...)")
     if group is not None and not isinstance(group, comm.Group):
         raise TypeError(f"group={group!r} is no group: pass mesh['pp'], comm.world() or None")
+    validate(schedule)
     if len(stages) != schedule.stages:
         raise ValueError(f"schedule: it has {schedule.stages} stages, and the model {len(stages)}; cut the model into as many")
     if resident is not None and resident < 1:
         raise ValueError(f"resident={resident}: a rank has at least the stage whole that it computes")
-    training = lower(validate(schedule), gathers=resident is not None, reduces=True, resident=resident or 2)
-    inference = lower(schedule.only_forward(), gathers=resident is not None, reduces=False, resident=resident or 2)
+    gathers = schedule.has(Kind.GATHER)
+    if gathers and resident is not None:
+        raise ValueError(f"resident={resident}: the schedule says itself when params are gathered; leave out one of the two")
+    gathers = gathers or resident is not None
+    training = lower(schedule, gathers=gathers, reduces=True, resident=resident or 2)
+    inference = lower(schedule.only_forward(), gathers=gathers, reduces=False, resident=resident or 2)
     return _Pipeline(validate(training), inference, stages, group, recorder).transform()
 
 
@@ -150,16 +158,17 @@ class _Pipeline:
         self, inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
     ) -> tuple[Weighted, dict[str, Weighted]]:
         """The schedule, in place of autograd through the whole loss."""
-        return gradients(self._traffic(self.schedule), step, state, batch, carry, last)
+        return gradients(self._traffic(self.schedule, self.recorder), step, state, batch, carry, last)
 
     def measure(self, inner: Any, step: Step, state: State, batch: Any) -> dict[str, Weighted]:
         """Its forwards alone; a batch with fewer rows than micro-batches makes as many as it has rows."""
         count = max(1, min(rows_of(batch), self.schedule.microbatches))
         few = count < self.schedule.microbatches
-        return measure(self._traffic(self.inference.first(count) if few else self.inference), step, state, batch)
+        schedule = self.inference.first(count) if few else self.inference
+        return measure(self._traffic(schedule), step, state, batch)
 
-    def _traffic(self, schedule: Schedule) -> Traffic:
-        return Traffic(schedule, self.stages, self.ranks(), self.recorder)
+    def _traffic(self, schedule: Schedule, recorder: Recorder | None = None) -> Traffic:
+        return Traffic(schedule, self.stages, self.ranks(), self.schedule.microbatches, recorder)
 
     # -- what is summed over the ranks ---------------------------------------------------------------------------------
 

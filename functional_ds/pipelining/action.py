@@ -77,13 +77,18 @@ class Action(NamedTuple):
         """The action that is written as stage, kind, micro-batch: ``0F3``, ``2RECV_F0``, ``1GATHER``.
 
         Raises:
-            ValueError: the text is nothing of that form.
+            ValueError: the text is nothing of that form, or a number is larger than any schedule's.
         """
         found = _CELL.fullmatch(text)
         if found is None or (found[3] == "") == (Kind[found[2]] < Kind.GATHER):
             kinds = ", ".join(Kind.__members__)
             raise ValueError(f"{text!r} is no action: write stage, kind, micro-batch, as in 0F3 or 1GATHER; kinds are {kinds}")
-        return Action(Kind[found[2]], int(found[1]), int(found[3]) if found[3] else ALL)
+        made = Action(Kind[found[2]], int(found[1]), int(found[3]) if found[3] else ALL)
+        if made.stage >= MOST_STAGES or made.microbatch >= MOST_MICROBATCHES:
+            raise ValueError(
+                f"{text!r} is out of range: stages are 0 to {MOST_STAGES - 1}, micro-batches 0 to {MOST_MICROBATCHES - 1}"
+            )
+        return made
 
 
 # -- packed: 4 bits of kind, 20 of stage, 24 of micro-batch + 1 ----------------------------------------------------------

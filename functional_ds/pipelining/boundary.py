@@ -163,7 +163,8 @@ def _outline(
     trains: bool,
 ) -> "Boundary | dict[str, torch.dtype] | str":
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.set_grad_enabled(trains):
+        quiet = Tape(records=False)  # what is kept for a backward, and compared between ranks for it, has values
+        with quiet, FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.set_grad_enabled(trains):
             params = {path: _fake(blank, trains) for path, blank in leaves.items()}
             x = None if before is None else before.value([_fake(blank, False) for blank in before.leaves])[0]
             micro = tree.map(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, visit.batch)

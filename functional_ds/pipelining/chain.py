@@ -2,7 +2,7 @@
 
 import fnmatch
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -18,6 +18,10 @@ from .stages import Params, Stage, Stages
 __all__ = ["Piece", "called", "first_input", "stages"]
 
 
+def _several(names: str | Iterable[str]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
 @attrs.frozen
 class Piece:
     """A stage's function, with what it shares with others.
@@ -27,15 +31,15 @@ class Piece:
         uses: what it gets of the params: a path (``"blocks.0"``: that subtree), a pattern (``"blocks.0.*"``: those leaves by
             path), a tuple of such (a tuple of theirs), or a function of the whole tree that picks a part. What several
             stages use, a tied weight say, gets the sum of their gradients. By default the stage's own entry of a list.
-        keeps: names of values for later stages: the function then returns ``(y, {name: value})``.
-        takes: names of what earlier stages kept: given as keyword arguments.
+        keeps: names of values for later stages, or one name: the function then returns ``(y, {name: value})``.
+        takes: names of what earlier stages kept, or one name: given as keyword arguments.
         name: for reports; by default the function's.
     """
 
     function: Callable[..., Any]
     uses: Any = None
-    keeps: tuple[str, ...] = attrs.field(default=(), converter=tuple)
-    takes: tuple[str, ...] = attrs.field(default=(), converter=tuple)
+    keeps: tuple[str, ...] = attrs.field(default=(), converter=_several)
+    takes: tuple[str, ...] = attrs.field(default=(), converter=_several)
     name: str | None = None
 
     @staticmethod

@@ -51,6 +51,7 @@ def cut(
 
     Raises:
         ValueError: a cut names no module, or one that is not called, or is out of order; the forward depends on values.
+        TypeError: ``module`` is no module, or ``at`` neither a number nor a list.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 1))
@@ -60,6 +61,8 @@ def cut(
     0: 0: 2 leaves, 40 parameters
     1: 2 to 4: 4 leaves, 41 parameters
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module={module!r} is no nn.Module; stages(functions, params) makes stages of functions")
     apply, params = functional(module)
     begins = candidates(module, at, blocks)
     plan = Plan(apply, inputs, opened(begins))

@@ -2,7 +2,7 @@
 
 import difflib
 import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -25,8 +25,8 @@ def candidates(module: nn.Module, at: Any, blocks: str | None) -> list[list[Begi
     paths = {path for path, _ in module.named_modules(remove_duplicate=False) if path}
     if isinstance(at, int):
         return [_blocks(module, at) if blocks is None else _found(paths, blocks, "blocks")]
-    if isinstance(at, str):
-        raise TypeError(f"at={at!r} is one string; give a list of them, or a number of stages")
+    if isinstance(at, str) or not isinstance(at, Iterable):
+        raise TypeError(f"at={at!r}: give a number of stages, or a list of modules' paths")
     entries = [(each, 0) if isinstance(each, str) else each for each in at]
     return [[(path, times) for path, _ in _found(paths, name, "at")] for name, times in entries]
 
@@ -81,7 +81,9 @@ def by_name(program: Program, begins: Sequence[Sequence[Begin]]) -> tuple[Begin,
     for begin in found:
         if program.begins[begin] == 0:
             raise ValueError(f"at: nothing is computed before {begin[0]!r}; leave it out, as the first stage needs no name")
-        if found.count(begin) > 1 or program.begins[begin] < program.begins[last]:
+        if found.count(begin) > 1:
+            raise ValueError(f"at: {begin[0]!r} is there twice; a call of a module begins one stage")
+        if program.begins[begin] < program.begins[last]:
             raise ValueError(
                 f"at: {last[0]!r} stands before {begin[0]!r}, but is called after it; cuts are in the order of calls"
             )

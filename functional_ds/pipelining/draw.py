@@ -50,8 +50,9 @@ def draw(
         _memory(axes[1][column], each)
         head = f"makespan {each.makespan:.4g}, bubble {each.bubble:.1%}, peak memory {max(each.peak):.4g}"
         axes[0][column].set_title(f"{name}: {head}" if name else head, fontsize=10)
-    used = {span.action.kind for each in shown for span in each.spans(0)} & set(_COLOURS)
-    handles = [_patch(_COLOURS[kind], _NAMES[kind]) for kind in sorted(used)]
+    axes[0][0].set_xlim(0, max(each.makespan for each in shown) or 1)  # all share it
+    used = [kind for kind in _COLOURS if any(each.schedule.has(kind) for each in shown)]
+    handles = [_patch(_COLOURS[kind], _NAMES[kind]) for kind in used]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=9)
     if title:
         figure.suptitle(title)
@@ -81,7 +82,7 @@ def _gantt(axes: Any, timeline: Timeline) -> None:
                 for span in spans if numbers else ():
                     middle = (span.start + span.end) / 2
                     axes.text(middle, rank, span.action.microbatch, ha="center", va="center", fontsize=6, color="white")
-    axes.set(ylim=(schedule.ranks - 0.4, -0.6), ylabel="rank", xlim=(0, timeline.makespan or 1))
+    axes.set(ylim=(schedule.ranks - 0.4, -0.6), ylabel="rank")
     axes.set_yticks(range(0, schedule.ranks, max(1, schedule.ranks // 16)))
 
 

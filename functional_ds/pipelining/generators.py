@@ -10,6 +10,8 @@ Each function takes p ranks and m micro-batches and returns data; nothing else i
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from numbers import Integral
+from typing import Any
 
 import numpy as np
 
@@ -19,14 +21,16 @@ from .schedule import Schedule, stage_to_rank
 __all__ = ["breadth_first", "gpipe", "inference", "interleaved_one_f_one_b", "one_f_one_b", "zb_2p", "zb_h1"]
 
 
-def check(p: int, m: int, v: int = 1) -> None:
-    """Refuses sizes that no schedule has."""
+def check(p: Any, m: Any, v: Any = 1) -> None:
+    """Refuses sizes that no schedule has, and what is no number of anything."""
     for name, value, what, most in (
         ("p", p, "ranks", MOST_STAGES // max(v, 1)),
         ("m", m, "micro-batches", MOST_MICROBATCHES - 1),
         ("v", v, "chunks on each rank", MOST_STAGES),
     ):
-        if not 1 <= value <= most:
+        if not isinstance(value, Integral):
+            raise TypeError(f"{name}={value!r}: a number of {what} is an int, not a {type(value).__name__}")
+        if not 1 <= int(value) <= most:
             raise ValueError(f"{name}={value!r}: a schedule has 1 to {most} {what}")
 
 

@@ -111,7 +111,10 @@ def graph(schedule: Schedule, *, training: bool | None = None) -> Graph:
 
     Raises:
         ScheduleError: an action is wrong, missing, there twice, or too early in its row.
+        TypeError: it is no schedule.
     """
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"schedule={schedule!r} is no Schedule; make one with Schedule.of(rows), from_csv(path) or a generator")
     check_ids(schedule)
     count, m = schedule.stages, schedule.microbatches
     table = np.full((3, count + 2, m), -1, np.int64)

@@ -1,21 +1,24 @@
-"""``lower``: a schedule of compute actions with the sends, receives, gathers and reductions that it takes."""
+"""``lower``: a schedule with the sends, receives, gathers and reductions that it takes."""
 
 import attrs
 import numpy as np
 
-from .action import ALL, Codes, Kind, kinds, microbatches, pack, stages
+from .action import ALL, COMPUTE, MESSAGES, Codes, Kind, kinds, microbatches, pack, stages
 from .graph import Floats, Graph, graph, sweep, weights_done
 from .schedule import Schedule
 
 __all__ = ["lower"]
 
 # What stands between two compute actions comes in this order.
-_SEND, _RECV, _REDUCE, _EVICT, _GATHER, _COMPUTE = range(6)
+_SEND, _RECV, _WRITTEN, _REDUCE, _EVICT, _GATHER, _COMPUTE = range(7)
 _UNITS = np.array([1.0, 1.0, 1.0, 2.0])  # of F, I, W, B
 
 
 def lower(schedule: Schedule, *, gathers: bool = False, reduces: bool | None = None, resident: int = 2) -> Schedule:
     """The schedule that an executor runs: each rank's compute actions, and between them what is sent and received.
+
+    What a schedule has already stays as it is written: messages are put in where it has none at all, and so are gathers and
+    reductions.
 
     A send stands right after the action that computes its value. A receive stands before the first action of its rank that
     starts, at unit times, when the value is there or later: as early as it can be met, no earlier. Neighbouring messages are
@@ -26,17 +29,18 @@ def lower(schedule: Schedule, *, gathers: bool = False, reduces: bool | None = N
     start; so all steps are posted, and complete, in the order of these times. Between two ranks messages are received in the
     order in which they are sent.
 
-    Law: ``lower(s).compute_only() == s``.
+    Law: ``lower(s).compute_only() == s`` for compute actions alone, and ``lower(lower(s)) == lower(s)``.
 
     Args:
-        schedule: compute actions only.
+        schedule: compute actions, and what else is written by hand.
         gathers: parameters are sharded (ZeRO-3): gather a stage's before its use, evict them when others are needed earlier.
         reduces: reduce each stage's gradients after its last backward; by default as ``gathers``.
         resident: how many stages' parameters a rank may hold whole at a time; two let it fetch one ahead.
 
     Raises:
         ScheduleError: an action is wrong, missing, there twice or too early, or ranks wait for each other in a cycle.
-        ValueError: the schedule is lowered already, or ``resident`` is less than one.
+        ValueError: ``resident`` is less than one.
+        TypeError: ``schedule`` is no schedule.
 
     >>> from functional_ds.pipelining import one_f_one_b
     >>> print(lower(one_f_one_b(2, 2)))
@@ -44,31 +48,34 @@ def lower(schedule: Schedule, *, gathers: bool = False, reduces: bool | None = N
     rank 0: 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
     rank 1: 1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1
     """
-    if schedule.lowered:
-        raise ValueError(f"schedule={schedule!r} is lowered already; lower schedule.compute_only()")
     if resident < 1:
         raise ValueError(f"resident={resident}: a rank holds at least the stage that it computes")
     made = graph(schedule)
     start, end = sweep(made, np.concatenate([_UNITS[kinds(row)] for row in made.rows]))
     holder = np.array([-1, *schedule.placement, -1])
-    reduces = gathers if reduces is None else reduces
+    messages = not schedule.has(*MESSAGES)
+    reduces = (gathers if reduces is None else reduces) and not schedule.has(Kind.REDUCE)
+    gathers = gathers and not schedule.has(Kind.GATHER, Kind.EVICT)
     rows = []
-    for rank in range(schedule.ranks):
-        parts = [*_messages(made, rank, start, end, holder)]
+    for rank, row in enumerate(schedule.codes):
+        parts: list[Part] = []
+        if messages:
+            parts += _messages(made, rank, start, end, holder)
         if reduces:
             parts += _reductions(made, rank)
         if gathers:
             parts += _gathers(made.rows[rank], resident)
-        rows.append(_merged(made.rows[rank], parts))
+        rows.append(_merged(row, parts))
     return attrs.evolve(schedule, codes=rows)
 
 
-# What is put into a row: before which of its actions (or after the last), what sort it is of, and codes in their order.
-Part = tuple[Codes, int, Codes]
+# What is put into a row: before which of its compute actions (or after the last), of what sort, and codes in their order.
+Part = tuple[Codes, int | Codes, Codes]
 
 
 def _merged(row: Codes, parts: list[Part]) -> Codes:
-    parts = [*parts, (np.arange(len(row)), _COMPUTE, row)]
+    computes = kinds(row) <= max(COMPUTE)
+    parts = [*parts, (computes.cumsum() - computes, np.where(computes, _COMPUTE, _WRITTEN), row)]
     keys = np.concatenate([gaps * (_COMPUTE + 1) + sort for gaps, sort, _ in parts])
     merged: Codes = np.concatenate([codes for _, _, codes in parts])[np.argsort(keys, kind="stable")]
     return merged
@@ -94,7 +101,7 @@ def _messages(made: Graph, rank: int, start: Floats, end: Floats, holder: Codes)
 
 
 def _reductions(made: Graph, rank: int) -> list[Part]:
-    parts = []
+    parts: list[Part] = []
     for stage in made.schedule.stages_of(rank):
         last = int(weights_done(made, stage).max())
         if last >= 0:  # of forwards alone there is nothing to reduce

@@ -38,7 +38,8 @@ def check_messages(made: Graph, *, training: bool) -> None:
     the strictest way to run it. If that comes to an end, so does any way that waits less.
 
     Raises:
-        ScheduleError: a message is wrong, missing, there twice, too early or too late, or ranks wait in a cycle.
+        ScheduleError: a message is wrong, missing, there twice, too early or too late, or overtakes another; or ranks wait in a
+            cycle.
     """
     schedule = made.schedule
     boundaries, m = schedule.stages - 1, schedule.microbatches
@@ -64,6 +65,7 @@ def check_messages(made: Graph, *, training: bool) -> None:
     messages = np.append(0, np.cumsum(size))
     batches = _Batches(np.array(first), messages, np.repeat(np.arange(len(size)), size), np.concatenate(places_of))
     _rendezvous(schedule, batches, batches.of[partner])
+    _check_order(schedule, batches, np.flatnonzero(keys < half), partner)
 
 
 def _keys(made: Graph, rank: int, row: Codes, places: Codes) -> Codes:
@@ -142,12 +144,28 @@ def _rendezvous(schedule: Schedule, batches: _Batches, partner: Codes) -> None:
             active = active[head[active] < stop[active]]
 
 
-def _cycle(schedule: Schedule, batches: _Batches, partner: Codes, head: Codes, stuck: Codes) -> ScheduleError:
-    def message(index: int) -> tuple[int, int, Action]:
-        rank = int(np.searchsorted(batches.first, batches.of[index], "right")) - 1
-        place = int(batches.place[index])
-        return rank, place, unpack(schedule.codes[rank][place : place + 1])[0]
+def _check_order(schedule: Schedule, batches: _Batches, sends: Codes, partner: Codes) -> None:
+    """Refuses a receive that overtakes another between the same two ranks."""
+    rank, receives = np.searchsorted(batches.first, batches.of, "right") - 1, partner[sends]
+    order = np.lexsort((sends, rank[receives], rank[sends]))
+    sends, receives = sends[order], receives[order]
+    alike = (np.diff(rank[sends]) == 0) & (np.diff(rank[receives]) == 0)
+    early = np.flatnonzero(alike & (np.diff(receives) < 0))
+    if early.size:
+        first, second = (_message(schedule, batches, receives[early[0] + i]) for i in range(2))
+        sender = rank[sends[early[0]]]
+        why = f"comes before {first[2]}, at place {first[1]}, which rank {sender} sends first; messages keep their order"
+        raise ScheduleError(why, action=second[2], rank=second[0], place=second[1])
 
+
+def _message(schedule: Schedule, batches: _Batches, index: int) -> tuple[int, int, Action]:
+    """A message's rank, place and action."""
+    rank = int(np.searchsorted(batches.first, batches.of[index], "right")) - 1
+    place = int(batches.place[index])
+    return rank, place, unpack(schedule.codes[rank][place : place + 1])[0]
+
+
+def _cycle(schedule: Schedule, batches: _Batches, partner: Codes, head: Codes, stuck: Codes) -> ScheduleError:
     def held_up(rank: int) -> tuple[int, int]:
         """A message of the step where a rank waits, and the rank that has not come to its other end."""
         batch = head[rank]
@@ -164,9 +182,9 @@ def _cycle(schedule: Schedule, batches: _Batches, partner: Codes, head: Codes, s
     lines = []
     for waiting in path[path.index(rank) :]:
         index, other = held_up(waiting)
-        _, place, action = message(index)
+        _, place, action = _message(schedule, batches, index)
         lines.append(f"rank {waiting} at place {place}: {action} waits for its other end on rank {other}")
-    _, place, action = message(held_up(rank)[0])
+    _, place, action = _message(schedule, batches, held_up(rank)[0])
     return ScheduleError("waits in a cycle:\n  " + "\n  ".join(lines), action=action, rank=rank, place=place)
 
 
@@ -179,9 +197,7 @@ def check_parameters(made: Graph) -> None:
         ScheduleError: a gather, an evict or a reduce is missing, there twice, or at a wrong place.
     """
     schedule = made.schedule
-    present = np.unique(np.concatenate([np.unique(kinds(row)) for row in schedule.codes]))
-    gathers = bool(np.isin(present, [Kind.GATHER, Kind.EVICT]).any())
-    reduces = Kind.REDUCE in present
+    gathers, reduces = schedule.has(Kind.GATHER, Kind.EVICT), schedule.has(Kind.REDUCE)
     for rank, row in enumerate(schedule.codes if gathers or reduces else ()):
         kind, stage = kinds(row), stages(row)
         for own in schedule.stages_of(rank):

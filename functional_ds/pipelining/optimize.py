@@ -10,7 +10,7 @@ from .costs import Costs
 from .generators import check
 from .greedy import Policy, greedy
 from .named import named
-from .schedule import Schedule, ScheduleError
+from .schedule import Schedule, ScheduleError, check_placement
 from .timeline import timeline
 
 __all__ = ["optimize"]
@@ -67,6 +67,7 @@ def optimize(
     """
     check(p, m)
     placement = tuple(range(p)) if placement is None else tuple(placement)
+    check_placement(placement, p)
     limits = [float(memory_limit)] * p if isinstance(memory_limit, (int, float)) else [float(each) for each in memory_limit]
     if len(limits) != p:
         raise ValueError(f"memory_limit={memory_limit!r} has {len(limits)} limits for p={p} ranks; give one for each, or one")

@@ -74,12 +74,9 @@ class Room:
             self._tape = None
 
     def _opened(self) -> Tape:
-        self.fill()
-        if self._tape is None:
-            raise RuntimeError("a room that was filled has a tape")
-        return self._tape
+        return self._open() if self._tape is None else self._tape
 
-    def _open(self) -> None:
+    def _open(self) -> Tape:
         tape = self._tape = Tape(records=self.records, carry=self.carry, last=self.last)
         tape.__enter__()
         given = self.step.view(self.state, tape)
@@ -88,9 +85,10 @@ class Room:
         }  # fetched here
         tape.step_aside()
         self.leaves = {path: leaf.detach().requires_grad_(leaf.requires_grad) for path, leaf in self._seen.items()}
-        stored = {_storage(leaf) for leaf in tree.leaves(self.state.params)}
+        stored = {_storage(leaf) for leaf in tree.leaves(self.state.params) if isinstance(leaf, Tensor)}  # not on a disk
         made = {_storage(leaf): path for path, leaf in self.leaves.items()}
         self._gathered = {storage: path for storage, path in made.items() if storage not in stored}
+        return tape
 
     def _refill(self) -> None:
         with Tape(records=False) as tape:

@@ -159,9 +159,12 @@ class Runner:
         self.rooms[self.parts[stage][0]].empty()
 
     def reduce(self, stage: int, j: int = ALL) -> None:
-        """Starts the reduction of a stage's own gradients; those of leaves that it shares come later."""
-        own = self.rooms[self.parts[stage][0]]
-        own.push({path: grad for path, grad in self.grads(stage).items() if path in own.leaves})
+        """Starts the reduction of a stage's own gradients and lets go of them; those of leaves that it shares come later."""
+        own, grads = self.rooms[self.parts[stage][0]], dict[str, Tensor]()
+        for path, leaf in self._params.get(stage, {}).items():
+            if leaf.grad is not None and path in own.leaves:
+                grads[path], leaf.grad = leaf.grad, None
+        own.push(grads)
 
     def grads(self, stage: int) -> dict[str, Tensor]:
         """The sums of a stage's gradients by path."""

@@ -27,15 +27,21 @@ from .stages import Stages
 __all__ = ["Traffic", "gradients", "measure"]
 
 _LEAD = 2  # compute actions during which a value may travel
+_KEPT = 256  # kinds of micro-batches; a run with more looks at some of them again
 
 
 @attrs.frozen(eq=False)
 class Traffic:
-    """What runs where: a lowered schedule, the stages, and the ranks."""
+    """What runs where: a lowered schedule, the stages, and the ranks.
+
+    Attributes:
+        weight: what a plain mean over the whole batch weighs, however many micro-batches it is cut into.
+    """
 
     schedule: Schedule
     stages: Stages
     group: comm.Group
+    weight: int
     recorder: Recorder | None = None
 
 
@@ -96,8 +102,8 @@ def _runner(traffic: Traffic, step: Step, state: State, batch: Any, rooms: dict[
     parts = {stage: [part.name for part in placed.parts_of(stage)] for stage in traffic.schedule.stages_of(traffic.group.rank)}
     batches = split(batch, traffic.schedule.microbatches, uneven=True)
     sizes = [rows_of(each) for each in batches]
-    equal = len(set(sizes)) == 1
-    weights = {rows: None if equal else rows * len(sizes) / sum(sizes) for rows in sizes}  # one on average
+    shares = {rows: rows * traffic.weight / sum(sizes) for rows in sizes}
+    weights = {rows: None if share == 1 else share for rows, share in shares.items()}
     leaves = _leaves(step, state, rooms, parts)
     crossing = {
         rows: _crossing(traffic, step, state, micro, weights[rows], leaves, records=records)
@@ -141,6 +147,8 @@ def _crossing(
     known, apply = placed.known.crossing.setdefault(step, {}), traffic.stages.apply
     kind = weight is None, apply is None or apply.module.training, signature(micro, trains=records)
     if kind not in known:
+        if len(known) >= _KEPT:
+            known.clear()
         known[kind] = boundaries(
             step,
             state,

@@ -1,6 +1,7 @@
 """``Schedule``: for each rank its actions in order, and which rank holds which stage."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from numbers import Integral
 from typing import Any, Literal
 
 import attrs
@@ -44,6 +45,12 @@ def _numbers(placement: Iterable[int]) -> tuple[int, ...]:
     return tuple(int(rank) for rank in placement)
 
 
+def _count(microbatches: Any) -> int:
+    if not isinstance(microbatches, Integral):
+        raise TypeError(f"microbatches={microbatches!r}: how many there are is an int")
+    return int(microbatches)
+
+
 @attrs.frozen(eq=False, repr=False)
 class Schedule:
     """Who does what, in which order: data that can be printed, compared, checked and priced before anything runs.
@@ -66,7 +73,7 @@ class Schedule:
 
     codes: tuple[Codes, ...] = attrs.field(converter=_frozen)
     placement: tuple[int, ...] = attrs.field(converter=_numbers)
-    microbatches: int
+    microbatches: int = attrs.field(converter=_count)
 
     def __attrs_post_init__(self) -> None:
         if not self.codes or not self.placement or self.microbatches < 1:
@@ -74,9 +81,7 @@ class Schedule:
                 f"{len(self.codes)} ranks, {len(self.placement)} stages, {self.microbatches} micro-batches: a schedule has at "
                 "least one of each"
             )
-        for stage, rank in enumerate(self.placement):
-            if not 0 <= rank < len(self.codes):
-                raise ValueError(f"placement puts stage {stage} on rank {rank}; there are {len(self.codes)}, counted from 0")
+        check_placement(self.placement, len(self.codes))
 
     @staticmethod
     def of(
@@ -121,6 +126,10 @@ class Schedule:
     def lowered(self) -> bool:
         """Whether the rows have more than compute actions."""
         return any(bool((kinds(row) > max(COMPUTE)).any()) for row in self.codes)
+
+    def has(self, *some: Kind) -> bool:
+        """Whether a row has an action of one of these kinds."""
+        return any(bool(np.isin(kinds(row), some).any()) for row in self.codes)
 
     def __getitem__(self, rank: int) -> tuple[Action, ...]:
         return unpack(self.codes[rank])
@@ -217,6 +226,13 @@ def _placement(rows: Sequence[Sequence[Action]]) -> tuple[int, ...]:
         if stage not in holder:
             raise ValueError(f"stage {stage} of {count} is in no rank's row; add its actions, or say the placement")
     return tuple(holder[stage] for stage in range(count))
+
+
+def check_placement(placement: Sequence[int], ranks: int) -> None:
+    """Refuses ranks that are not there."""
+    for stage, rank in enumerate(placement):
+        if not 0 <= rank < ranks:
+            raise ValueError(f"placement puts stage {stage} on rank {rank}; there are {ranks}, counted from 0")
 
 
 def stage_to_rank(ranks: int, chunks: int = 1, style: Literal["loop", "v"] = "loop") -> tuple[int, ...]:

@@ -35,7 +35,8 @@ def from_csv(path: str | PathLike[str], *, placement: Sequence[int] | None = Non
     """Reads a schedule that ``to_csv`` or torch has written.
 
     Empty cells, which torch has for idle slots, are left out; a pair ``(0F3;3B1)OVERLAP_F_B`` is read as its two actions.
-    Nothing but the form is checked: ``validate`` does the rest.
+    Nothing but the form is checked: ``validate`` does the rest. What is lowered stays as it is, and ``pipeline`` carries it out
+    as it is written; ``from_csv(path).compute_only()`` leaves messages to ``lower``.
 
     Args:
         path: the file.
@@ -43,7 +44,7 @@ def from_csv(path: str | PathLike[str], *, placement: Sequence[int] | None = Non
         microbatches: how many; by default as many as the rows name.
 
     Raises:
-        ValueError: a cell is no action (its row and column are named, counted from 1), or the file has no rows.
+        ValueError: a cell is no action (its row and column are named, counted from 1), the file has no rows, or is no text.
 
     >>> import tempfile
     >>> with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
@@ -54,11 +55,15 @@ def from_csv(path: str | PathLike[str], *, placement: Sequence[int] | None = Non
     rank 0: 0F0 0F1 0B0 0B1
     rank 1: 1F0 1B0 1F1 1B1
     """
-    with Path(path).open(newline="", encoding="utf-8") as file:
-        rows = [
-            [action for column, cell in enumerate(cells, 1) for action in _actions(cell, path, row, column)]
-            for row, cells in enumerate(csv.reader(file), 1)
-        ]
+    with Path(path).open(newline="", encoding="utf-8-sig") as file:
+        try:
+            table = list(csv.reader(file))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is no text in UTF-8: {error}; write a CSV file with a row for each rank") from None
+    rows = [
+        [action for column, cell in enumerate(cells, 1) for action in _actions(cell, path, row, column)]
+        for row, cells in enumerate(table, 1)
+    ]
     if not rows:
         raise ValueError(f"{path} has no rows; a schedule has one for each rank")
     return Schedule.of(rows, placement, microbatches)

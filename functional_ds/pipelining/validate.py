@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .action import Codes, Kind, kinds, unpack
+from .action import MESSAGES, Codes, Kind, kinds, unpack
 from .graph import graph, sweep
 from .messages import check_messages, check_parameters
 from .schedule import Schedule, ScheduleError
@@ -19,18 +19,20 @@ def validate(schedule: Schedule, *, training: bool = True, in_flight: int | Sequ
     comes after F(s - 1, j); B(s, j) or I(s, j) after that of s + 1 and after F(s, j); W(s, j) after I(s, j); and there is
     either B or I and W. "After" is the order of one rank's row and of what ranks wait for: together they have no cycle.
 
-    Law 33, for a lowered schedule: each message that is needed is there exactly once, after what computes it or before what
-    needs it; and nobody waits forever, even if each step of messages waits for all its other ends. (A schedule of compute
-    actions that passes is one whose lowered form does.) Gathers and reductions, where there are any, fit their uses.
+    Law 33, for a schedule with messages: each one that is needed is there exactly once, after what computes it or before what
+    needs it; nobody waits forever, even if each step of messages waits for all its other ends; and between two ranks messages
+    are received in the order in which they are sent, as transports carry them. (A schedule without messages that passes is one
+    whose lowered form does.) Gathers and reductions, where there are any, fit their uses.
 
     Args:
-        schedule: of compute actions, or lowered.
+        schedule: of compute actions, or lowered, in whole or in part.
         training: whether backwards are needed; False for inference, which has none.
         in_flight: the most forwards whose backward is not complete, on each rank or on all.
 
     Raises:
         ScheduleError: names the first offending action, its rank, its place, and why; a deadlock's message is the cycle.
         ValueError: bounds for another number of ranks.
+        TypeError: ``schedule`` is no schedule.
 
     >>> validate(Schedule.of(["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"]))
     Traceback (most recent call last):
@@ -43,9 +45,9 @@ def validate(schedule: Schedule, *, training: bool = True, in_flight: int | Sequ
     sweep(made, np.ones(made.size))
     if in_flight is not None:
         _check_in_flight(schedule, in_flight)
-    if schedule.lowered:
+    if schedule.has(*MESSAGES):
         check_messages(made, training=training)
-        check_parameters(made)
+    check_parameters(made)
     return schedule
 
 

@@ -34,7 +34,7 @@ def test_any_schedule_gives_the_same_losses(flags: list[str], tmp_path: Path, ca
     assert (tmp_path / "pipeline.svg").read_text().count("predicted") >= 1
     assert losses(capsys, *flags, "--stages", "4", "--schedule", "zbv") == pytest.approx(expected, abs=2e-4)
     assert losses(capsys, *flags, "--dp", "2", "--zero", "3", "--microbatches", "2") == pytest.approx(expected, abs=2e-4)
-    pp.to_csv(pp.gpipe(2, 4), tmp_path / "mine.csv")
+    pp.to_csv(pp.lower(pp.gpipe(2, 2)), tmp_path / "mine.csv")
     assert losses(capsys, *flags, "--schedule", str(tmp_path / "mine.csv")) == pytest.approx(expected, abs=2e-4)
 
 

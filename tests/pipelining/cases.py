@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 from hypothesis import strategies as st
 
@@ -9,11 +10,13 @@ from functional_ds.pipelining import (
     Action,
     Kind,
     Schedule,
+    ScheduleError,
     breadth_first,
     dualpipe_v,
     gpipe,
     interleaved_one_f_one_b,
     one_f_one_b,
+    validate,
     zb_2p,
     zb_h1,
     zbv,
@@ -43,6 +46,20 @@ def generated(p: int = 4, m: int = 9) -> st.SearchStrategy[Schedule]:
         lambda each, p, m, v: each(p, m, v=v), st.sampled_from(LOOPED), st.integers(1, p), st.integers(1, m), st.integers(1, 3)
     )
     return single | vee | looped
+
+
+def rewritten(schedule: Schedule, chooser: random.Random, moves: int = 8) -> Schedule:
+    """A lowered schedule with messages, gathers and reductions elsewhere, as far as that is proved."""
+    for _ in range(moves):
+        rows = [list(row) for row in schedule]
+        there = [(row, place) for row in rows for place, action in enumerate(row) if action.kind > Kind.B]
+        if not there:
+            break
+        row, place = chooser.choice(there)
+        row.insert(chooser.randrange(len(row)), row.pop(place))
+        with suppress(ScheduleError):
+            schedule = validate(Schedule.of(rows, schedule.placement, schedule.microbatches))
+    return schedule
 
 
 class Mutation:

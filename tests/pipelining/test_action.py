@@ -42,6 +42,13 @@ def test_text_that_is_no_action(text: str) -> None:
     assert repr(text) in str(error.value)
 
 
+@pytest.mark.parametrize("text", ["99999999999F0", "0F99999999999", f"{MOST_STAGES}GATHER"])
+def test_text_with_numbers_that_no_code_holds(text: str) -> None:
+    """It is refused, and shown."""
+    with pytest.raises(ValueError, match=f"'{text}' is out of range: stages are 0 to 1048575, micro-batches 0 to 16777214"):
+        Action.of(text)
+
+
 @pytest.mark.parametrize(
     "action",
     [

@@ -195,7 +195,7 @@ def test_numbers_of_stages() -> None:
     [
         (["layer.1"], "'layer.1' is no module of this one; the nearest are layers"),
         (["layers.2", "layers.1"], "'layers.2' stands before 'layers.1', but is called after it"),
-        (["layers.1", "layers.1"], "cuts are in the order of calls"),
+        (["layers.1", "layers.1"], "at: 'layers.1' is there twice"),
         (["layers.0"], "nothing is computed before 'layers.0'"),
         ([("layers.1", 3)], "'layers.1' is not called 4 times"),
     ],
@@ -204,6 +204,15 @@ def test_bad_cuts_are_refused(at: Any, match: str) -> None:
     """Names that are not there, not called or out of order."""
     with pytest.raises(ValueError, match=match):
         pp.cut(CASES["twice"].built(), at, loss=mse, example=rows(2))
+
+
+def test_what_is_cut_and_where_is_of_the_right_kind() -> None:
+    """A function, a path alone and half a number are refused by name."""
+    with pytest.raises(TypeError, match=r"module=.* is no nn\.Module; stages\(functions, params\)"):
+        pp.cut(lambda x: x, 2, example=rows(2))  # type: ignore[arg-type]
+    for at in ("layers.1", 2.0):
+        with pytest.raises(TypeError, match=f"at={at!r}: give a number of stages, or a list"):
+            pp.cut(CASES["twice"].built(), at, example=rows(2))  # type: ignore[arg-type]
 
 
 class _Double(torch.autograd.Function):

@@ -8,7 +8,7 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.image import imread
 
-from functional_ds.pipelining import Kind, draw, inference, lower, observed, one_f_one_b, text, timeline, zb_h1, zbv
+from functional_ds.pipelining import Kind, Schedule, draw, inference, lower, observed, one_f_one_b, text, timeline, zb_h1, zbv
 from functional_ds.pipelining.draw import _COLOURS
 
 
@@ -41,9 +41,17 @@ def test_predicted_stands_beside_measured(tmp_path: Path) -> None:
     figure = draw(timed, tmp_path / "both.svg", beside=run, title="1F1B")
     assert [axes.get_title().split(",")[0] for axes in figure.axes[:2]] == ["predicted: makespan 15", "measured: makespan 30"]
     assert {axes.get_xlim()[1] for axes in figure.axes} == {30}
+    assert {axes.get_xlim()[1] for axes in draw(run, tmp_path / "both.svg", beside=timed).axes} == {30}
     assert ElementTree.parse(tmp_path / "both.svg").getroot().tag.endswith("svg")
     draw(timeline(zbv(2, 4)), tmp_path / "one.png")
     assert imread(tmp_path / "one.png").std() > 0.05
+
+
+def test_the_legend_has_every_ranks_kinds() -> None:
+    """Also of those that the first rank does not do."""
+    figure = draw(timeline(Schedule.of(["0F0 0B0", "1F0 1I0 1W0"])))
+    labels = [label.get_text() for label in figure.legends[0].get_texts()]
+    assert labels == ["forward", "backward for inputs", "backward for weights", "backward"]
 
 
 def test_many_ranks_and_forwards_alone(tmp_path: Path) -> None:

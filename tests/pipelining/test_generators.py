@@ -1,5 +1,6 @@
 """Law 32 for every generator, and what bounds what is in flight."""
 
+import numpy as np
 import pytest
 
 from functional_ds.pipelining import (
@@ -93,6 +94,16 @@ def test_sizes_that_no_schedule_has(generator, p: int, m: int, message: str) -> 
     """They are refused by name."""
     with pytest.raises(ValueError, match=message):
         generator(p, m)
+
+
+@pytest.mark.parametrize("generator", [inference, gpipe, one_f_one_b, interleaved_one_f_one_b, zb_h1, zb_2p, zbv, dualpipe_v])
+def test_sizes_are_ints(generator) -> None:
+    """What comes of a division is refused by name; numpy's are as good as Python's."""
+    with pytest.raises(TypeError, match=r"m=4\.0: a number of micro-batches is an int, not a float"):
+        generator(2, 8 / 2)
+    with pytest.raises(TypeError, match=r"p=2\.5: a number of ranks is an int"):
+        generator(2.5, 4)
+    assert generator(np.int64(2), np.int64(4)) == generator(2, 4)
 
 
 def test_too_few_microbatches() -> None:

@@ -104,12 +104,22 @@ def test_one_stage_at_a_time() -> None:
     assert "REDUCE" not in str(lower(one_f_one_b(1, 2), gathers=True, reduces=False))
 
 
+@given(schedules() | generated(), st.integers(1, 3))
+def test_what_is_written_stays(schedule: Schedule, resident: int) -> None:
+    """Messages first and gathers later, or the other way round, are both at once; lowering again changes nothing."""
+    both = lower(schedule, gathers=True, resident=resident)
+    assert lower(lower(schedule), gathers=True, resident=resident) == both
+    rows = [[action for action in row if action.kind <= Kind.B or action.kind >= Kind.GATHER] for row in both]
+    assert lower(Schedule.of(rows, schedule.placement, schedule.microbatches)) == both
+    assert lower(both, gathers=True) == both
+
+
 def test_refusals() -> None:
-    """What is lowered already, and less than one resident stage."""
-    with pytest.raises(ValueError, match="is lowered already"):
-        lower(lower(one_f_one_b(2, 2)))
+    """Less than one resident stage, and rows that are no schedule."""
     with pytest.raises(ValueError, match="resident=0"):
         lower(one_f_one_b(2, 2), resident=0)
+    with pytest.raises(TypeError, match=r"schedule=\['0F0'\] is no Schedule; make one with Schedule\.of"):
+        lower(["0F0"])  # type: ignore[arg-type]
 
 
 def test_a_rank_without_stages() -> None:

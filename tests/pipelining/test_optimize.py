@@ -67,3 +67,5 @@ def test_limits_that_nothing_keeps() -> None:
         optimize(2, 2, Costs(), memory_limit=[1])
     with pytest.raises(ValueError, match="m=0"):
         optimize(2, 0, Costs())
+    with pytest.raises(ValueError, match="placement puts stage 1 on rank 5; there are 2"):
+        optimize(2, 2, Costs(), placement=(0, 5))

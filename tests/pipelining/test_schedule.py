@@ -51,6 +51,8 @@ def test_refusals() -> None:
         Schedule.of(["0F0", "1F0"], placement=(0, 2))
     with pytest.raises(ValueError, match="0 ranks"):
         Schedule.of([], placement=(0,))
+    with pytest.raises(TypeError, match=r"microbatches=4\.0: how many there are is an int"):
+        Schedule.of(["0F0"], microbatches=8 / 2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="style='x'"):
         stage_to_rank(2, 2, "x")
     with pytest.raises(ValueError, match="ranks=0"):

@@ -73,8 +73,8 @@ def test_kept_values_go_over_stages_in_between() -> None:
         [
             pp.Piece(lambda p, x: (x * p["w"], {"early": x + p["w"], "count": torch.tensor(2)}), keeps=("early", "count")),
             lambda p, x: torch.tanh(x * p["w"]),
-            pp.Piece(lambda p, x, early: x * p["w"] + early, takes=("early",)),
-            pp.Piece(lambda p, x, count: x * p["w"] * count, takes=("count",)),
+            pp.Piece(lambda p, x, early: x * p["w"] + early, takes="early"),
+            pp.Piece(lambda p, x, count: x * p["w"] * count, takes=["count"]),
         ],
         [{"w": torch.tensor(float(index + 1))} for index in range(4)],
         loss=_loss,

@@ -80,6 +80,23 @@ def test_a_bad_cell_is_named(folder: Path, cell: str) -> None:
         from_csv(folder / "bad.csv")
 
 
+@pytest.mark.parametrize("cell", ["0F99999999999", "9999999999F0"])
+def test_a_number_out_of_range_is_named(folder: Path, cell: str) -> None:
+    """With its row, its column and its text."""
+    (folder / "large.csv").write_text(f"0F0,0F1\n{cell}\n")
+    with pytest.raises(ValueError, match=rf"large.csv, row 2, column 1: '{cell}' is out of range"):
+        from_csv(folder / "large.csv")
+
+
+def test_files_that_are_no_text(folder: Path) -> None:
+    """They are refused by name; a mark at the beginning, as spreadsheets write it, is none of the first cell."""
+    (folder / "picture.csv").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match=r"picture.csv is no text in UTF-8: .*can't decode byte 0xff"):
+        from_csv(folder / "picture.csv")
+    (folder / "marked.csv").write_text("0F0,0B0\n", encoding="utf-8-sig")
+    assert from_csv(folder / "marked.csv") == Schedule.of(["0F0 0B0"])
+
+
 def test_an_empty_file(folder: Path) -> None:
     """It is refused."""
     (folder / "empty.csv").write_text("")

@@ -4,6 +4,7 @@ import random
 import re
 from collections.abc import Sequence
 
+import attrs
 import pytest
 import torch
 from hypothesis import assume, given
@@ -92,17 +93,19 @@ MESSAGES = (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
 OTHERS = (*MESSAGES, Kind.GATHER, Kind.EVICT, Kind.REDUCE)
 
 
-def run(schedule: Schedule) -> None:
-    """The messages of a lowered schedule, sent by the simulator, whose messages are rendezvous."""
+def run(schedule: Schedule, *, tags: bool = False) -> bool:
+    """Sends the messages of a lowered schedule in the simulator, as rendezvous; whether each value came where it belongs."""
 
-    def program() -> None:
-        here = comm.world()
+    def program() -> bool:
+        here, right = comm.world(), True
         for step in schedule.steps(here.rank):
             batch = [_message(schedule, *action) for action in step if Kind.SEND_F <= action.kind <= Kind.RECV_B]
-            for op, value in zip(batch, comm.batch_p2p(batch), strict=True):
-                assert not isinstance(op, comm.Recv) or value.item() == op.tag
+            ops = [attrs.evolve(op, tag=op.tag if tags else 0) for op in batch]
+            for op, value in zip(batch, comm.batch_p2p(ops), strict=True):
+                right &= not isinstance(op, comm.Recv) or value.item() == op.tag
+        return right
 
-    comm.simulate(program, world_size=schedule.ranks)
+    return all(comm.simulate(program, world_size=schedule.ranks))
 
 
 def _message(schedule: Schedule, kind: Kind, stage: int, microbatch: int) -> comm.Send | comm.Recv:
@@ -132,9 +135,12 @@ def shuffled(rows: Sequence[Sequence], chooser: random.Random) -> list[list]:
 @pytest.mark.law(33)
 @given(schedules(microbatches=3), seeds())
 def test_deadlocks_are_the_simulators(schedule: Schedule, seed: int) -> None:
-    """Law 33: validate refuses a cycle if and only if the simulator, sending the messages, comes to a deadlock."""
+    """Law 33: validate refuses a cycle if and only if the simulator, sending the messages, comes to a deadlock.
+
+    Without a cycle it refuses what overtakes, which tags alone would bring where it belongs.
+    """
     lowered = lower(schedule)
-    run(lowered)
+    assert run(lowered)
     rows = shuffled(lowered.actions, random.Random(seed))
     moved = Schedule.of(rows, schedule.placement, schedule.microbatches)
     try:
@@ -142,12 +148,15 @@ def test_deadlocks_are_the_simulators(schedule: Schedule, seed: int) -> None:
         why = ""
     except ScheduleError as error:
         why = str(error)
-    if why:
-        assert "waits in a cycle" in why
+    if "waits in a cycle" in why:
         with pytest.raises(comm.DeadlockError):
-            run(moved)
+            run(moved, tags=True)
+    elif why:
+        assert "messages keep their order" in why
+        assert run(moved, tags=True)
+        assert not run(moved)
     else:
-        run(moved)
+        assert run(moved)
 
 
 def test_a_cycle_of_compute_actions_is_printed() -> None:
@@ -176,6 +185,32 @@ def test_a_cycle_of_messages_is_printed() -> None:
         "  rank 0 at place 1: 0SEND_F0 waits for its other end on rank 1\n"
         "  rank 1 at place 0: 1RECV_F1 waits for its other end on rank 0"
     )
+
+
+def test_messages_overtake_no_others() -> None:
+    """A receive before that of what the same rank sends first, as transports without tags would mix them up."""
+    rows = ["0F0 0F1 0SEND_F0 0SEND_F1 0B0 0B1", "1RECV_F1 1F1 1RECV_F0 1F0 1B0 1SEND_B0 1B1 1SEND_B1"]
+    rows[0] = rows[0].replace("0B0", "0RECV_B0 0B0 0RECV_B1")
+    with pytest.raises(ScheduleError) as error:
+        validate(Schedule.of(rows))
+    assert str(error.value) == (
+        "rank 1, place 0: 1RECV_F1 comes before 1RECV_F0, at place 2, which rank 0 sends first; messages keep their order"
+    )
+    validate(Schedule.of([rows[0].replace("0SEND_F0 0SEND_F1", "0SEND_F1 0SEND_F0"), rows[1]]))
+
+
+def test_messages_are_demanded_where_there_are_some() -> None:
+    """Gathers and reductions may stand alone; with one message all others must be there."""
+    rows = ["0GATHER 0F0 0B0 0REDUCE 0EVICT", "1GATHER 1F0 1B0 1REDUCE 1EVICT"]
+    validate(Schedule.of(rows))
+    with pytest.raises(ScheduleError, match="0SEND_F0 is missing"):
+        validate(Schedule.of([rows[0], "1GATHER 1RECV_F0 1F0 1B0 1REDUCE 1EVICT"]))
+
+
+def test_rows_are_no_schedule() -> None:
+    """They are refused as such."""
+    with pytest.raises(TypeError, match=r"schedule=\[\['0F0', '0B0'\]\] is no Schedule"):
+        validate([["0F0", "0B0"]])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

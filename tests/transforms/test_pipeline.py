@@ -1,6 +1,7 @@
 """Laws 25, 34, 36: a pipeline of any schedule, on any mesh, is the single-device step."""
 
 from functools import cache, partial
+from random import Random
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ import functional_ds as fds
 from functional_ds import comm, transforms
 from functional_ds import pipelining as pp
 from functional_ds.pipelining.boundary import Blank
-from tests.pipelining.cases import generated
+from functional_ds.pipelining.runner import Runner
+from tests.pipelining.cases import generated, rewritten
 from tests.transforms.staged import Staged, on_mesh, trained
 
 TOLERANCE = 2e-5  # a few hundred fp32 additions in other orders, through two AdamW updates with eps = 1e-4
@@ -82,9 +84,14 @@ def _times(p: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.law(34)
-@given(schedule=SMALL, seed=st.integers(0, 99))
-def test_gradients_do_not_depend_on_the_schedule(schedule: pp.Schedule, seed: int) -> None:
-    """Bitwise, for any two schedules of the same stages and micro-batches; what was not filled is NaN and never shows."""
+@given(schedule=SMALL, seed=st.integers(0, 99), written=st.booleans())
+def test_gradients_do_not_depend_on_the_schedule(schedule: pp.Schedule, seed: int, written: bool) -> None:
+    """Bitwise, for any two schedules of the same stages and micro-batches; what was not filled is NaN and never shows.
+
+    Messages may be written into the schedule, anywhere that is proved.
+    """
+    if written:
+        schedule = rewritten(pp.lower(schedule, reduces=seed % 2 == 0), Random(seed))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Blank, "like", _poisoned)
         found = comm.simulate(exact, schedule, world_size=schedule.ranks, seed=seed)
@@ -96,6 +103,38 @@ def test_gradients_do_not_depend_on_the_schedule(schedule: pp.Schedule, seed: in
 def _poisoned(blank: Blank) -> Tensor:
     value = float("nan") if blank.dtype.is_floating_point else -1
     return torch.full(blank.shape, value, dtype=blank.dtype)
+
+
+@pytest.mark.law(36)
+def test_what_is_written_is_carried_out_where_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sends, gathers, evictions and reductions of each rank; receives may be posted early."""
+    lowered = pp.lower(pp.breadth_first(2, 2), gathers=True, resident=1)
+    schedule = rewritten(lowered, Random(5), moves=40)
+    assert [[*map(str, row)] for row in schedule] != [[*map(str, row)] for row in lowered]
+    done: list[list[pp.Action]] = [[] for _ in range(4)]
+
+    def noted(name: str, *kind: pp.Kind) -> None:
+        plain = getattr(Runner, name)
+
+        def run(self: Runner, *rest: Any) -> None:
+            if self.records:
+                done[comm.world().rank].append(pp.Action(*kind, *rest))
+            plain(self, *rest)
+
+        monkeypatch.setattr(Runner, name, run)
+
+    noted("_message")
+    for kind in (pp.Kind.GATHER, pp.Kind.EVICT, pp.Kind.REDUCE):
+        noted(kind.name.lower(), kind)
+    for found in comm.simulate(partial(on_mesh, zero=3, dp=2), schedule, 24, world_size=4):
+        assert_same(found, alone(4, 24))
+    for rank, actions in enumerate(done):
+        row = [action for action in schedule[rank % 2] if action.kind > pp.Kind.B] * 2  # two steps
+        assert [each for each in actions if each.kind not in RECEIVES] == [each for each in row if each.kind not in RECEIVES]
+        assert [each for each in actions if each.kind in RECEIVES] == [each for each in row if each.kind in RECEIVES]
+
+
+RECEIVES = (pp.Kind.RECV_F, pp.Kind.RECV_B)
 
 
 # -- law 25 -------------------------------------------------------------------------------------------------------------

@@ -119,7 +119,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
         Bug(
             "means weigh alike",
             "pipelining.running",
-            "None if equal else rows * len(sizes) / sum(sizes)",
+            "None if share == 1 else share",
             "None",
         ),
     ],

@@ -1,15 +1,23 @@
 """Law 36 on what stages and losses bring along: dtypes, uneven rows, params that are handed on, patterns by path."""
 
+import csv
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.pipelining.schedules import ScheduleGPipe
 
 import functional_ds as fds
 from functional_ds import comm, transforms
 from functional_ds import pipelining as pp
+from functional_ds.pipelining.runner import Runner
 from functional_ds.trainable import is_trainable
+from tests.pipelining.test_tables import Theirs
+from tests.transforms.staged import on_mesh
 
 
 def layer(p: Any, x: Tensor) -> Tensor:
@@ -32,7 +40,8 @@ def rows(count: int, dtype: torch.dtype = torch.float32) -> Any:
 def run(model: pp.Stages, params: Any, batch: Any, schedule: pp.Schedule | None, *strategy: Any, rule: Any = None) -> Any:
     """Metrics of two steps, those of an evaluation, and the params; ``strategy`` is made of the mesh."""
     mesh = comm.mesh(dp=comm.world().size // (schedule.ranks if schedule else 1), pp=schedule.ranks if schedule else 1)
-    piped = [] if schedule is None else [transforms.pipeline(schedule, model, mesh["pp"], resident=1)]
+    resident = None if schedule is None or schedule.has(pp.Kind.GATHER) else 1
+    piped = [] if schedule is None else [transforms.pipeline(schedule, model, mesh["pp"], resident=resident)]
     step = fds.compose(*(make(mesh) for make in strategy), *piped)(fds.train_step(model, rule or fds.sgd(0.1)))
     state, batch = step.init(params), fds.tree.map(lambda x: x.tensor_split(mesh["dp"].size)[mesh["dp"].rank], batch)
     found = []
@@ -64,10 +73,125 @@ def test_losses_and_metrics_of_any_dtype(dtype: torch.dtype) -> None:
 
     def loss(y: Tensor, batch: Any) -> Any:
         hits = (y.argmax(-1) == batch[1].argmax(-1)).sum()
-        return error(y, batch), {"accuracy": fds.Weighted(hits, len(y)), "hits": hits / len(y), "mean": y.mean()}
+        return error(y, batch), {
+            "accuracy": fds.Weighted(hits, len(y)),
+            "hits": hits / len(y),
+            "mean": y.mean(),
+            "finite": y.isfinite().all(),
+        }
 
     params = weights(2, dtype)
     check(pp.stages([layer] * 2, params, loss=loss), params, rows(5, dtype), pp.one_f_one_b(2, 3))
+
+
+@pytest.mark.law(36)
+@pytest.mark.parametrize("stored", [None, "cpu", "disk"])
+def test_params_on_the_host_or_a_disk(tmp_path: Path, stored: str | None) -> None:
+    """In stage 3, gathered and let go of one stage at a time."""
+
+    def offload(mesh: Any) -> fds.Transform:
+        folder = tmp_path / f"{mesh['pp'].size} stages"
+        folder.mkdir(exist_ok=True)
+        return transforms.offload("disk", stored, path=folder)
+
+    params = weights(4)
+    model = pp.stages([layer] * 4, params, loss=error)
+    check(model, params, rows(8), pp.breadth_first(2, 2), offload, zero(3), dp=2, rule=fds.adamw(0.1, eps=1e-3))
+
+
+@pytest.mark.law(28)
+@pytest.mark.parametrize("schedule", [pp.gpipe(2, 2), pp.zb_h1(2, 2)], ids=["whole", "split"])
+@pytest.mark.parametrize("blocks", ["*", ""])
+def test_activations_divided_over_another_axis(schedule: pp.Schedule, blocks: str) -> None:
+    """Shapes alone have no values to divide or to compare; the blocks in a run have, and the step stays the same."""
+    torch.manual_seed(3)
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
+    model, params = pp.cut(net, 2, example=rows(4), loss=error)
+
+    def program(policy: str) -> Any:
+        mesh = comm.mesh(tp=2, pp=2)
+        remat = transforms.remat(blocks, policy=policy, group=mesh["tp"] if policy == "partition" else None)
+        step = fds.compose(transforms.pipeline(schedule, model, mesh["pp"]), remat)(fds.train_step(model, fds.sgd(0.1)))
+        state = step.init(params)
+        with fds.remat_report() as report:
+            state, metrics = step(state, rows(4))
+        return metrics["loss"], step.params(state), report.partitioned
+
+    for found, plain in zip(*(comm.simulate(program, policy, world_size=4) for policy in ("partition", "save")), strict=True):
+        assert all(map(torch.equal, fds.tree.leaves(found[:2]), fds.tree.leaves(plain[:2])))
+        assert found[2] > 0
+
+
+@pytest.mark.law(36)
+def test_tables_that_torch_has_lowered(tmp_path: Path) -> None:
+    """Its own sends, receives, gathers and reductions, or reductions alone: the step is the same."""
+    params = weights(4)
+    model = pp.stages([layer] * 4, params, loss=error)
+    for schedule in (pp.interleaved_one_f_one_b(2, 4), pp.zbv(2, 4)):
+        pp.to_csv(schedule, tmp_path / "mine.csv")
+        theirs = Theirs(schedule)
+        theirs._load_csv(str(tmp_path / "mine.csv"))
+        theirs._dump_csv(str(tmp_path / "theirs.csv"), format="compute_comms")
+        check(model, params, rows(8), pp.from_csv(tmp_path / "theirs.csv"), zero(3), dp=2)
+    bare = SimpleNamespace(_num_stages=4, _n_microbatches=3)
+    with (tmp_path / "bare.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(ScheduleGPipe._get_pipeline_order(bare).values())
+    check(model, params, rows(6), pp.from_csv(tmp_path / "bare.csv"))
+
+
+def test_gathers_are_the_schedules_own() -> None:
+    """Of each stage as often as it is there, and none at the end; a second word about it is refused."""
+    params = weights(4)
+    model = pp.stages([layer] * 4, params, loss=error)
+    lowered = pp.lower(pp.breadth_first(2, 2), gathers=True, resident=1)
+
+    def program(schedule: pp.Schedule, resident: int | None) -> int:
+        mesh = comm.mesh(dp=2, pp=2)
+        piped = transforms.pipeline(schedule, model, mesh["pp"], resident=resident)
+        step = fds.compose(transforms.zero(3, mesh["dp"]), piped)(fds.train_step(model, fds.sgd(0.1)))
+        state, _ = step(step.init(params), rows(4))
+        with comm.ledger() as book:
+            step(state, rows(4))
+        return sum(row.calls for row in book.rows if (row.collective, row.group) == ("all_gather", "dp"))
+
+    expected = [[action.kind for action in lowered[rank]].count(pp.Kind.GATHER) for rank in (0, 1, 0, 1)]
+    assert comm.simulate(program, pp.breadth_first(2, 2), 1, world_size=4) == expected
+    assert comm.simulate(program, lowered, None, world_size=4) == expected
+    with pytest.raises(ValueError, match="resident=1: the schedule says itself when params are gathered"):
+        transforms.pipeline(lowered, model, resident=1)
+
+
+@pytest.mark.parametrize("stage", [None, 2, 3])
+def test_a_stages_gradients_are_let_go_when_they_are_reduced(monkeypatch: pytest.MonkeyPatch, stage: int | None) -> None:
+    """But for those of leaves that other stages use, whose sum is not complete."""
+    plain, held = Runner.reduce, []
+
+    def reduce(self: Runner, stage: int, j: int = -1) -> None:
+        before = set(self.grads(stage))
+        plain(self, stage, j)
+        held.append((before, set(self.grads(stage))))
+
+    monkeypatch.setattr(Runner, "reduce", reduce)
+    comm.simulate(partial(on_mesh, zero=stage, dp=1), pp.zbv(2, 2), 4, world_size=2)
+    assert any("embed" in before for before, _ in held)
+    assert all(before > after == before & {"embed"} for before, after in held)
+
+
+def test_a_recorder_notes_no_evaluations() -> None:
+    """Times and bytes stay those of the last step."""
+    params = weights(2)
+    model = pp.stages([layer] * 2, params, loss=error)
+
+    def program() -> bool:
+        recorder = pp.Recorder()
+        step = transforms.pipeline(pp.one_f_one_b(2, 4), model, recorder=recorder)(fds.train_step(model, fds.sgd(0.1)))
+        state, _ = step(step.init(params), rows(8))
+        before = list(recorder.times), dict(recorder.saved), recorder.peak
+        step.evaluate(state, rows(8))
+        same = before == (recorder.times, recorder.saved, recorder.peak)
+        return same and min(recorder.saved.values()) > 0 and recorder.run(pp.one_f_one_b(2, 4), comm.world()).makespan > 0
+
+    assert comm.simulate(program, world_size=2) == [True, True]
 
 
 @pytest.mark.law(36)
@@ -148,7 +272,41 @@ def test_ranks_of_data_may_evaluate_different_numbers_of_rows() -> None:
 
 def _weighed(model: pp.Stages, params: Any) -> float:
     four, one = (model(params, fds.tree.map(lambda x, cut=cut: x[cut], rows(5))).item() for cut in (slice(4), slice(4, 5)))
-    return (3 * four + one) / 4  # a plain mean weighs as many as it has micro-batches
+    return (four + one) / 2  # plain means of ranks weigh alike
+
+
+def test_shapes_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run whose batches have ever new shapes looks at them again rather than to keep them all."""
+    monkeypatch.setattr("functional_ds.pipelining.running._KEPT", 3)
+    params = weights(2)
+    model = pp.stages([layer] * 2, params, loss=error)
+
+    def program() -> tuple[list[float], int]:
+        step = transforms.pipeline(pp.gpipe(2, 1), model)(fds.train_step(model, fds.sgd(0.1)))
+        state = step.init(params)
+        found = [step.evaluate(state, rows(count)).item() for count in (1, 2, 3, 4, 5, 1, 5)]
+        return found, max(map(len, state.slots["pipeline"].known.crossing.values()))
+
+    expected = [model(params, rows(count)).item() for count in (1, 2, 3, 4, 5, 1, 5)]
+    for found, most in comm.simulate(program, world_size=2):
+        assert found == pytest.approx(expected, rel=1e-5)
+        assert most <= 3
+
+
+@pytest.mark.law(36)
+def test_leaves_with_several_rows_for_each_of_another() -> None:
+    """They are cut where the others are; numbers that do not fit are refused by name."""
+
+    def loss(y: Tensor, batch: Any) -> Any:
+        return fds.Weighted((y.repeat_interleave(2, 0) - batch[1]).square().sum(), batch[1].numel())
+
+    params = weights(2)
+    model = pp.stages([layer] * 2, params, loss=loss)
+    check(model, params, (rows(5)[0], rows(10)[1]), pp.gpipe(2, 2))
+    with pytest.raises(
+        ValueError, match=r"leaf at '1' has 6 rows and another 4, which cannot be cut into 3 micro-batches alike"
+    ):
+        comm.simulate(lambda: run(model, params, (rows(4)[0], rows(6)[1]), pp.gpipe(2, 3)), world_size=2)
 
 
 def test_another_step_on_the_same_state_has_metrics_of_its_own() -> None:
