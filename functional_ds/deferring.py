@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from .functional import Apply, functional
@@ -28,10 +28,22 @@ class _Built:
         return self.recording.compute(self.places[path]).reshape(-1)[start:stop].clone()
 
 
+class _Unremembered(FakeTensorConverter):
+    """Makes fake tensors without a weak reference to them, with which torch's modules could not be cast or moved."""
+
+    def set_tensor_memo(self, t: Tensor, v: FakeTensor) -> None:
+        """Nothing: what is made from no real tensor is never asked for again."""
+
+
 class _Copies(TorchFunctionMode):
     """Deep copies of fake tensors by values; torch's own would copy the mode that made them, too."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.numpy and isinstance(args[0], FakeTensor):
+            raise RuntimeError(
+                f"build: .numpy() of a tensor of shape {list(args[0].shape)}, whose values are computed later; use torch's "
+                "operations, which are recorded: .tolist() to look at values, .copy_(torch.from_numpy(...)) to set them"
+            )
         if func is not Tensor.__deepcopy__ or not isinstance(args[0], FakeTensor):
             return func(*args, **(kwargs or {}))
         tensor, memo = args
@@ -61,7 +73,7 @@ def deferred(build: Callable[[], nn.Module], *, device: str | torch.device = "cp
         device: where parameters and buffers shall lie. Their values are the CPU's.
 
     Raises:
-        RuntimeError: ``build`` names another device.
+        RuntimeError: ``build`` names another device, or takes a parameter's memory out of torch (``.numpy()``).
 
     >>> import functional_ds as fds
     >>> apply, params = deferred(lambda: nn.Linear(2, 3))
@@ -72,7 +84,9 @@ def deferred(build: Callable[[], nn.Module], *, device: str | torch.device = "cp
     torch.Size([3, 2])
     """
     recording = Initialisation()
-    with FakeTensorMode(allow_non_fake_inputs=True), _Copies(), recording:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.fake_tensor_converter = _Unremembered()
+    with mode, _Copies(), recording:
         module = build()
     places = _bare(module, recording)
     for owner in module.modules():

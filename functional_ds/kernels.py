@@ -1,11 +1,14 @@
 """What the optimizers share: tensors as torch's kernels want them, and checks of numbers."""
 
+import math
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
 from .weighted import Weighted
 
-__all__ = ["check", "check_betas", "gradients", "means", "reals", "zeros"]
+__all__ = ["check", "check_betas", "divided", "gradients", "means", "reals", "widened", "zeros"]
 
 
 def reals(tensors: list[Tensor]) -> list[Tensor]:
@@ -18,11 +21,33 @@ def gradients(grads: Weighted, params: list[Tensor]) -> list[Tensor]:
     return reals([grad.to(p.dtype).contiguous() for grad, p in zip(grads.sum, params, strict=True)])
 
 
+def divided(grads: Weighted, params: list[Tensor]) -> list[Tensor]:
+    """The gradients divided by their weight, in the parameters' dtype; the weight may be larger than half precision holds."""
+    wides = [torch.promote_types(p.dtype, torch.float32) for p in params]
+    rows = zip(grads.sum, wides, params, strict=True)
+    return [(grad.to(wide) / grads.weight.to(wide)).to(p.dtype) for grad, wide, p in rows]
+
+
 def means(grads: Weighted, params: list[Tensor]) -> list[Tensor]:
     """The gradients divided by their weight, for kernels that do not divide."""
-    return reals(
-        [(grad.to(p.dtype) / grads.weight.to(p.dtype)).contiguous() for grad, p in zip(grads.sum, params, strict=True)]
-    )
+    return reals([mean.contiguous() for mean in divided(grads, params)])
+
+
+def widened(kernel: Callable[..., None], *rows: Sequence[Tensor | None]) -> None:
+    """``kernel(*rows)``, which writes into tensors; half precision on a CPU as fp32 copies, which are copied back.
+
+    Torch's fused SGD leaves whole vectors of such numbers as they are.
+    """
+    wide = [[t.float() if t is not None and _half_on_cpu(t) else t for t in row] for row in rows]
+    kernel(*wide)
+    for row, other in zip(rows, wide, strict=True):
+        for tensor, moved in zip(row, other, strict=True):
+            if tensor is not None and moved is not None and moved is not tensor:
+                tensor.copy_(moved)
+
+
+def _half_on_cpu(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.dtype in (torch.float16, torch.bfloat16)
 
 
 def zeros(params: list[Tensor]) -> list[Tensor]:
@@ -31,10 +56,10 @@ def zeros(params: list[Tensor]) -> list[Tensor]:
 
 
 def check(**numbers: float) -> None:
-    """Refuses negative numbers, and NaN."""
+    """Refuses negative numbers, infinity and NaN."""
     for name, value in numbers.items():
-        if not value >= 0:
-            raise ValueError(f"{name}={value} must not be negative")
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name}={value} must be finite and not negative")
 
 
 def check_betas(betas: tuple[float, float]) -> None:

@@ -44,7 +44,7 @@ def lamb(
         decay: a regular expression or a function of a path: which leaves decay; None for all.
 
     Raises:
-        ValueError: a number out of range.
+        ValueError: a number out of range; at ``init``: a leaf is cut by ``tensor_parallel``.
 
     >>> import functional_ds as fds
     >>> step = fds.train_step(lambda params, x: (params["w"] * x).sum(), lamb(0.5))
@@ -72,6 +72,8 @@ def lamb(
         return (mean / (1 - betas[0] ** count)).div_(root).add_(p, alpha=weight_decay)
 
     def make(parts: Parts) -> Optimizer:
+        parts.refuse_slices("lamb")
+
         def update(params: list[Tensor], grads: Weighted, state: AdamState, rate: Rate) -> tuple[list[Tensor], AdamState]:
             rows = zip(reals(params), means(grads, params), state.steps, state.exp_avg, state.exp_avg_sq, strict=True)
             changes = [direction(*row).view(p.dtype).view_as(p) for row, p in zip(rows, params, strict=True)]

@@ -66,7 +66,8 @@ def muon(
         dtype: in which the iteration computes.
 
     Raises:
-        ValueError: a number out of range, an unknown ``adjust``; at ``init``: ``matrices`` matches nothing.
+        ValueError: a number out of range, an unknown ``adjust``; at ``init``: ``matrices`` matches nothing, or a matrix is cut
+            by ``tensor_parallel``.
 
     >>> import functional_ds as fds
     >>> step = fds.train_step(lambda params, x: (x @ params["w"] + params["b"]).sum(), muon(0.1, fds.sgd(0.1)))
@@ -92,6 +93,7 @@ def muon(
         return float(max(1, rows / columns) ** 0.5 if adjust == "original" else 0.2 * max(rows, columns) ** 0.5)
 
     def make(parts: Parts) -> Optimizer:
+        parts.refuse_slices("muon")
         owners = Owners.choose(parts)
 
         def update(params: list[Tensor], grads: Weighted, state: MuonState, rate: Rate) -> tuple[list[Tensor], MuonState]:

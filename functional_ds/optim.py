@@ -1,5 +1,6 @@
 """Optimizers: pure pairs over lists of tensors, on torch's own fused kernels."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ from torch.optim.adamw import adamw as torch_adamw
 from torch.optim.sgd import sgd as torch_sgd
 
 from . import tree
-from .kernels import check, check_betas, gradients, reals, zeros
+from .kernels import check, check_betas, divided, gradients, reals, widened, zeros
 from .routing import ByLeaf, Where, by_decay
 from .skipping import found_inf
 from .weighted import Weighted
@@ -132,10 +133,8 @@ def sgd(
         return SGDState(zeros(params) if momentum else [])
 
     def update(params: list[Tensor], grads: Weighted, state: SGDState, rate: Rate) -> tuple[list[Tensor], SGDState]:
-        torch_sgd(
-            reals(params),
-            gradients(grads, params),
-            [*state.momentum] if momentum else [None] * len(params),
+        kernel = functools.partial(
+            torch_sgd,
             fused=True,
             grad_scale=grads.weight,
             found_inf=found_inf(grads),
@@ -146,6 +145,7 @@ def sgd(
             nesterov=nesterov,
             maximize=False,
         )
+        widened(kernel, reals(params), gradients(grads, params), state.momentum or [None] * len(params))
         return params, state
 
     return Optimizer(
@@ -157,7 +157,9 @@ def as_optimizer(pair: Any) -> Optimizer | ByLeaf:
     """An ``Optimizer`` as it is; an optax-shaped pair (``init(params)``, ``update(grads, state, params=...)``) adapted.
 
     Such a pair returns additive updates. ``rate`` scales them, which for a learning rate that enters linearly (optax's and
-    TorchOpt's do) is the same as scaling the learning rate.
+    TorchOpt's do) is the same as scaling the learning rate. It must move every element alike: in stages 1 to 3 of ``zero`` it
+    gets shards with pieces of many leaves, so a norm that it takes (clipping, LARS, Adafactor) is a shard's, and nothing can
+    tell. Clip with ``T.clip``; write what sees leaves as a ``ByLeaf``.
 
     Raises:
         TypeError: it is neither.
@@ -169,8 +171,7 @@ def as_optimizer(pair: Any) -> Optimizer | ByLeaf:
     keep = {"inplace": False} if "inplace" in inspect.signature(pair.update).parameters else {}
 
     def update(params: list[Tensor], grads: Weighted, state: Any, rate: Rate) -> tuple[list[Tensor], Any]:
-        means = [grad.to(p.dtype) / grads.weight.to(p.dtype) for grad, p in zip(grads.sum, params, strict=True)]
-        updates, state = pair.update(means, state, params=params, **keep)
+        updates, state = pair.update(divided(grads, params), state, params=params, **keep)
         for p, change in zip(params, updates, strict=True):
             p.add_(change * rate)
         return params, state

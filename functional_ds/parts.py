@@ -22,12 +22,17 @@ __all__ = ["Leaf", "Parts", "Piece", "Run", "find"]
 
 @attrs.frozen
 class Leaf:
-    """A trained leaf of the user's tree, of the dtype that the user gave it."""
+    """A trained leaf of the user's tree, of the dtype that the user gave it.
+
+    Attributes:
+        slices: how many ranks have one of its slices, of this shape, for good.
+    """
 
     path: str
     shape: tuple[int, ...]
     numel: int
     dtype: torch.dtype
+    slices: int = 1
 
 
 @attrs.frozen
@@ -64,7 +69,7 @@ class Parts:
         group: the ranks over which leaves are cut; None where each leaf is whole here.
         rank: this one, in the group.
         unsummed: the ranks that each have gradients of their own, which the optimizer is to sum; None where they are summed.
-        elsewhere: paths of trained leaves that only other ranks have: those of other stages of a pipeline.
+        elsewhere: paths of further trained leaves: what another rule moves, or only another stage of a pipeline has.
     """
 
     leaves: tuple[Leaf, ...]
@@ -116,6 +121,19 @@ class Parts:
                     ranks[rank].append(Piece(leaf, low - slot.offset, tensor, low - start, high - low))
         return Parts(leaves, tuple(map(tuple, ranks)), group, group.rank)
 
+    def refuse_slices(self, what: str) -> None:
+        """For optimizers that look at whole leaves.
+
+        Raises:
+            ValueError: some leaf is a slice of one.
+        """
+        for leaf in self.leaves:
+            if leaf.slices > 1:
+                raise ValueError(
+                    f"{what}: {leaf.path!r} is one of {leaf.slices} slices, but {what} looks at whole leaves; fds.route sends "
+                    "such leaves to an optimizer that moves every element alike, adamw say"
+                )
+
     def views(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """This rank's pieces, as flat views of its tensors."""
         return [tensors[p.tensor].view(-1)[p.start : p.start + p.numel] for p in self.pieces]
@@ -129,7 +147,9 @@ class Parts:
         number = {leaf: i for i, leaf in enumerate(chosen)}
         found = [_runs(pieces, number) for pieces in self.ranks]
         ranks = tuple(pieces for _, pieces in found)
-        return found[self.rank][0], attrs.evolve(self, leaves=tuple(self.leaves[i] for i in chosen), ranks=ranks)
+        others = tuple(leaf.path for i, leaf in enumerate(self.leaves) if i not in number)
+        own = tuple(self.leaves[i] for i in chosen)
+        return found[self.rank][0], attrs.evolve(self, leaves=own, ranks=ranks, elsewhere=self.elsewhere + others)
 
 
 def _runs(pieces: Sequence[Piece], number: dict[int, int]) -> tuple[tuple[Run, ...], tuple[Piece, ...]]:
@@ -153,13 +173,17 @@ def find(parts: Parts, where: str | Callable[[str], bool], what: str) -> set[int
     """The leaves whose path matches a regular expression, or satisfies a function.
 
     Raises:
-        ValueError: the regular expression matches no path; the message names the nearest.
+        ValueError: it is no regular expression, or matches no path; the message names the nearest.
     """
     if callable(where):
         return {i for i, leaf in enumerate(parts.leaves) if where(leaf.path)}
-    hits = {i for i, leaf in enumerate(parts.leaves) if re.search(where, leaf.path)}
+    try:
+        pattern = re.compile(where)
+    except re.error as error:
+        raise ValueError(f"{what}={where!r} is no regular expression: {error}") from None
+    hits = {i for i, leaf in enumerate(parts.leaves) if pattern.search(leaf.path)}
     paths = [*(leaf.path for leaf in parts.leaves), *parts.elsewhere]
-    if not any(re.search(where, path) for path in paths):
+    if not any(map(pattern.search, paths)):
         near = difflib.get_close_matches(where, paths, 1, 0.0)
         raise ValueError(f"{what}={where!r} matches no trained leaf; the nearest path is {near[0] if near else 'none'!r}")
     return hits

@@ -2,12 +2,12 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import attrs
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -15,12 +15,13 @@ from torch.utils.checkpoint import checkpoint
 from . import comm, tree
 from .hooks import Hooks
 from .keeping import Away, Here, Keeper
+from .rewinding import Rewind
 from .saved import RematReport, open_report
 from .saving import Keep, Saving
 from .tape import Tape, current_tape
 from .watching import Recorder, Replayer
 
-__all__ = ["Region", "current_region", "run"]
+__all__ = ["Region", "called", "current_region", "run"]
 
 _HERE = threading.local()  # the regions that this thread is in
 
@@ -29,6 +30,18 @@ def current_region() -> "Region | None":
     """The innermost region that this thread runs."""
     regions = getattr(_HERE, "regions", None)
     return regions[-1] if regions else None
+
+
+def called(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A module's call: what it writes into its buffers is written once, however often the regions around it run again."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for region in getattr(_HERE, "regions", ()):
+                stack.enter_context(region.rewinding(module))
+            return forward(*args, **kwargs)
+
+    return call
 
 
 def run(
@@ -88,6 +101,8 @@ class Region:
     _tape: Tape | None = attrs.field(factory=current_tape)
     _calls: tuple[Any, ...] = attrs.field(init=False)
     _recorder: Recorder | None = None
+    _rewinds: list[Rewind] = attrs.field(factory=list)  # of the calls of modules
+    _left: Iterator[Rewind] = attrs.field(factory=lambda: iter(()))  # of them, those that this run has not come to yet
     _inputs: set[int] = attrs.field(factory=set)  # addresses of what may be kept elsewhere
     _runs: int = 0
 
@@ -152,6 +167,7 @@ class Region:
     def _running(self) -> Iterator[None]:
         """The first run, or a further one, in which the tape and the region are as they were."""
         self._runs += 1
+        self._left = iter(self._rewinds)
         if self._runs > 1:
             with self._as_before(), self._entered(again=True):
                 yield
@@ -162,6 +178,16 @@ class Region:
             self._recorder.end()
             for what, kept in self._recorder.kept() if self.report is not None else ():
                 self.report.note_kept(self.part, what, kept)  # type: ignore[union-attr]
+
+    def rewinding(self, module: nn.Module) -> AbstractContextManager[None]:
+        """A call of a module inside of the function: a further run finds the buffers that the first one found."""
+        if self.saving.rest is not Keep.RECOMPUTE:
+            return nullcontext()
+        if self._runs == 1:
+            self._rewinds.append(Rewind.of(module))
+            return self._rewinds[-1].once()
+        found = next(self._left, None)
+        return nullcontext() if found is None else found.again()
 
     @contextmanager
     def _as_before(self) -> Iterator[None]:

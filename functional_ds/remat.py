@@ -5,10 +5,10 @@ import functools
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import comm
-from .region import current_region, run
+from .region import called, current_region, run
 from .saving import Saving
 
 __all__ = ["check_group", "check_names", "checkpoint_name", "remat"]
@@ -23,7 +23,8 @@ def remat(
 
     Law 28: value and gradients are the function's, dropout included: torch's random state and autocast are as they were when it
     runs again. It must do the same then, as ``torch.utils.checkpoint`` asks, and what it reads beside its arguments must not
-    have changed. Remats nest: what is saved inside an inner one is its own affair, its inputs are the outer one's.
+    have changed. What it writes there is written again, but for the buffers of a module that it is, or a method of. Remats
+    nest: what is saved inside an inner one is its own affair, its inputs are the outer one's.
 
     Tensors in its arguments, nested or by keyword, are its inputs. Leaves that require grad (params) stay where they are.
 
@@ -55,12 +56,12 @@ def remat(
     saving = Saving.parse(policy)
     check_group(saving, group)
     part = name or str(getattr(function, "__name__", type(function).__name__))
+    owner = getattr(function, "__self__", function)
+    inside = called(owner, function) if isinstance(owner, nn.Module) else function
 
     @functools.wraps(function, updated=())
     def rematted(*args: Any, **kwargs: Any) -> R:
-        found: R = run(
-            function, args, kwargs, saving=saving, group=group, part=part, seen=functools.partial(check_names, saving)
-        )
+        found: R = run(inside, args, kwargs, saving=saving, group=group, part=part, seen=functools.partial(check_names, saving))
         return found
 
     return rematted

@@ -12,6 +12,7 @@ from .parts import Parts
 from .rows import rows_of
 from .state import State, UpdateError
 from .tape import Tape
+from .trainable import trainable
 from .weighted import Weighted
 
 __all__ = ["Metrics", "Phase", "Step", "Transform", "compose", "wrap"]
@@ -73,7 +74,7 @@ class Step:
         give the same result (law 31).
 
         Raises:
-            ValueError: the batch has another structure than the last, or the loss is no scalar.
+            ValueError: the batch has another structure than the last, the loss is no scalar, or the params have no values.
             UpdateError: the update failed and changed nothing; the state is as it was.
         """
         state = self._accept(state, batch)
@@ -178,10 +179,23 @@ class Step:
     def _accept(self, state: State, batch: Any) -> State:
         found = tree.structure(batch)
         if state.batch is None:
+            self._refuse_bare(state, batch)
             object.__setattr__(state, "batch", found)  # known from here on, also to whoever keeps this state
         elif state.batch != found:
             raise ValueError(f"batch: its structure is {found}, but the batches so far had {state.batch}")
         return state
+
+    def _refuse_bare(self, state: State, batch: Any) -> None:
+        """Params without values are for predictions, whose batches have none either."""
+        if not _on_meta(state.params) or all(map(_on_meta, tree.leaves(batch))):
+            return
+        tensors, parts = trainable(state.params), self.parts(state)
+        trained = [parts.leaves[piece.leaf].path for piece in parts.pieces if _on_meta(tensors[piece.tensor])]
+        path = next(iter(trained), None) or next(path for path, leaf in tree.named(state.params) if _on_meta(leaf))
+        raise ValueError(
+            f"state: the leaf {path!r} of its params is on the device 'meta', without values, but the batch has some; a module "
+            "without memory is built by fds.deferred(build), and fds.from_source(params, source) says where values are read"
+        )
 
     def _placed(self, state: State, batch: Any) -> State:
         """The state as the gradients see it: its key at this step and at this rank's rows."""
@@ -193,6 +207,10 @@ class Step:
 
 def _bind(outer: Callable[..., Any], inner: Phase) -> Phase:
     return lambda step, *args: outer(inner, step, *args)
+
+
+def _on_meta(values: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree.leaves(values))
 
 
 def _means(metrics: dict[str, Weighted]) -> Metrics:

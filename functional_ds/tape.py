@@ -172,8 +172,22 @@ class Tape:
     def _add(self, grads: list[Tensor | None]) -> list[Tensor]:
         found = [torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads, self._leaves, strict=True)]
         if self.carry is None:
-            return found if self.last else [wide(grad) for grad in found]
+            return _apart(found) if self.last else [wide(grad) for grad in found]
         return [total.add_(grad) for total, grad in zip(self.carry, found, strict=True)]
+
+
+def _apart(grads: list[Tensor]) -> list[Tensor]:
+    """Each dense and in memory of its own, because updates write into gradients.
+
+    Autograd gives two leaves that are added one tensor, and one that is summed an expanded scalar.
+    """
+    known: set[int] = set()
+    found = []
+    for grad in grads:
+        shared = grad.untyped_storage()._cdata in known or 0 in grad.stride()
+        found.append(grad.clone(memory_format=torch.contiguous_format) if shared else grad)
+        known.add(found[-1].untyped_storage()._cdata)
+    return found
 
 
 def wide(grad: Tensor) -> Tensor:

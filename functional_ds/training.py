@@ -38,7 +38,8 @@ def train_step(loss_fn: Callable[..., Any], optimizer: Any, *, seed: int = 0) ->
         loss_fn: pure; returns a scalar mean, or ``Weighted(sum, weight)`` where batches differ in weight, or a pair of that
             and a dict of further such metrics. If it has a parameter ``key``, it gets a ``Key`` for its random draws
             (None while evaluating).
-        optimizer: ``fds.adamw(...)``, ``fds.sgd(...)`` or any optax-shaped pair.
+        optimizer: ``fds.adamw(...)``, ``fds.sgd(...)`` or an optax-shaped pair, which under ``zero`` 1 to 3 must move every
+            element alike.
         seed: of the key.
 
     >>> import functional_ds as fds

@@ -105,11 +105,6 @@ class _Result:
     outputs: tuple[Any, ...]
     single: bool
 
-    @property
-    def stale(self) -> bool:
-        """Whether a tensor was written into, so that it is not what the operation gave."""
-        return any(isinstance(kept, Here) and kept.changed for kept in self.outputs)
-
     def again(self) -> Any:
         """What the operation gave."""
         found = tuple(kept.get() if isinstance(kept, (Here, Away)) else kept for kept in self.outputs)
@@ -153,7 +148,7 @@ class Recorder(TorchDispatchMode):
             if operation not in self.results and all(not isinstance(v, Tensor) or v._version == 0 for v in values):
                 self._put(operation, given, [Here(v) if isinstance(v, Tensor) else v for v in values], out, "matmuls")
         self._outputs.clear()
-        self.results = {operation: result for operation, result in self.results.items() if not result.stale}
+        self.results = {key: result for key, result in self.results.items() if not any(map(self._is_changed, result.outputs))}
         self._made.clear()
 
     def kept(self) -> "list[tuple[str, Here | Away]]":
@@ -195,6 +190,12 @@ class Recorder(TorchDispatchMode):
         storage = tensor.untyped_storage()
         made = self._made.get(storage.data_ptr())
         return made if made is not None and made.storage() is storage else None
+
+    def _is_changed(self, kept: Any) -> bool:
+        """Whether a value that stays where it is was written into; views such as GRUs cut have versions of their own."""
+        tensor = kept.tensor if isinstance(kept, Here) else kept
+        made = self._maker(tensor) if isinstance(tensor, Tensor) else None
+        return (made is not None and made.changed) or (isinstance(kept, Here) and kept.changed)
 
     def _note(self, operation: _Operation | None, given: Sequence[Tensor], out: Any) -> None:
         known = {t.untyped_storage().data_ptr() for t in given if _is_plain(t)}

@@ -1351,7 +1351,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
         Bug("kernels do not hear of it", "skipping", "else grads.skip.float()", "else None"),
         Bug("skipped steps count", "training", "1 if state.skip is None else state.skip.logical_not()", "1"),
-        Bug("NaN is finite", "training", "torch.stack(ends).isfinite()", "(~torch.stack(ends).isinf())"),
+        Bug("NaN is finite", "training", "return overflow[0] == 0", "return ~torch.cat(grads).isinf().any()"),
         Bug("a scale is never adjusted", "transforms.precision", "scale.adjust(finite)", "scale"),
     ],
     (an_overflow_skips_the_step, 1, plain_momentum): [

@@ -120,7 +120,7 @@ class DynamicScale(_Scaling):
         hysteresis: how many overflows it takes to shrink.
         consecutive: whether these must follow each other.
         minimum: the scale never shrinks below; a loss that sums over many tokens may need less than one.
-        maximum: the scale never grows beyond.
+        maximum: the scale never grows beyond; from about 2^60 on, norms of scaled gradients overflow, which are fp32.
         value: the scale now, an fp32 scalar.
         run: steps since the last overflow or growth, int32.
         patience: overflows until it shrinks, int32.
@@ -143,7 +143,7 @@ class DynamicScale(_Scaling):
     hysteresis: int = tree.static(default=2)
     consecutive: bool = tree.static(default=False)
     minimum: float = tree.static(default=1.0)
-    maximum: float = tree.static(default=2.0**64)
+    maximum: float = tree.static(default=2.0**32)
     value: Tensor = attrs.field(default=attrs.Factory(lambda self: torch.tensor(float(self.initial)), takes_self=True))
     run: Tensor = attrs.field(factory=lambda: torch.zeros((), dtype=torch.int32))
     patience: Tensor = attrs.field(
@@ -152,7 +152,7 @@ class DynamicScale(_Scaling):
 
     def __attrs_post_init__(self) -> None:
         _positive(DynamicScale, window=self.window, hysteresis=self.hysteresis, minimum=self.minimum)
-        _finite(DynamicScale, initial=self.initial, factor=self.factor)
+        _finite(DynamicScale, initial=self.initial, factor=self.factor, maximum=self.maximum)
         for name in ("window", "hysteresis"):
             if not isinstance(getattr(self, name), int):
                 raise ValueError(f"DynamicScale: {name}={getattr(self, name)!r} counts steps: it must be a whole number")

@@ -127,6 +127,8 @@ class _Offload:
                 raise ValueError(f"{self}: put it before zero, so that each rank offloads its own shards ({step})")
             if any(name.startswith("offload(") for name in step.names):
                 raise ValueError(f"{self}: this step is offloaded already ({step})")
+            if any(name.startswith("feedback(") for name in step.names):
+                raise ValueError(f"{self}: put it before feedback, which needs what it owes on the device ({step})")
             return wrapped(step)
 
         return transform

@@ -45,7 +45,7 @@ def mixed_precision(
     the metric ``skipped`` 1.0. The metric ``loss_scale`` is what the step used. Nothing is read back from the device.
 
     Put it before ``zero``: what is stored, then what is gathered. Integer and complex leaves stay as they are, and so does
-    a frozen leaf that has the stored dtype already.
+    a frozen leaf that has the stored dtype already. Buffers keep their dtype: name batch norms as exceptions ("*bn*=f32").
 
     Args:
         policy: a ``Policy``, or the words of one.
@@ -87,9 +87,9 @@ def _scale(given: Any, policy: Policy) -> LossScale:
     scale = StaticScale(float(given)) if isinstance(given, int | float) else given
     if not all(hasattr(scale, name) for name in ("scale", "unscale", "adjust")):
         raise TypeError(f"loss_scale={given!r} is no loss scale; use DynamicScale(...), StaticScale(...), NoScale() or 2.0**k")
-    for name in ("value", "initial", "factor"):
+    for name in ("value", "initial", "factor", "minimum", "maximum"):
         number = getattr(scale, name, None)
-        if isinstance(number, float) and math.frexp(number)[0] != 0.5:
+        if isinstance(number, int | float) and math.frexp(number)[0] != 0.5:
             warnings.warn(f"loss_scale: {name}={number} is no power of two, so scaling rounds gradients", stacklevel=3)
     return scale
 
@@ -219,8 +219,8 @@ class _Mixed:
         """The inner update of what is wide, rounded into what is stored."""
         stored, spec = tree.flatten(state.params)
         masters, kept = state.slots["masters"], state.optimizer
-        wide = tree.map(_wide, _with(state.params, masters))
-        state = tree.replace(state, params=wide, optimizer=self._wide_states(kept))
+        wide = [_wide(leaf) if master is None else master for leaf, master in zip(stored, masters, strict=True)]
+        state = tree.replace(state, params=tree.unflatten(spec, wide), optimizer=self._wide_states(kept))
         key = state.key if self.stochastic else None
         draws = None if key is None else Draws.of(step.parts(state), key, state.step)
         state, metrics = inner(step, state, grads)
@@ -280,13 +280,18 @@ def _rounds(old: Any, new: Any) -> bool:
 
 def _rounded(stored: Sequence[Any], moved: Sequence[Any], uniforms: Sequence[Tensor | None]) -> list[Any]:
     """Rounds what is wide into what is stored, which the update owns; what goes to the nearest in one call."""
-    triples = list(zip(stored, moved, uniforms, strict=True))
-    changed = [(old, new, u) for old, new, u in triples if isinstance(old, Tensor) and new.dtype != old.dtype]
-    nearest = [(old, new) for old, new, uniform in changed if uniform is None]
+    rounded, into, values = [], list[Tensor](), list[Tensor]()
     with torch.no_grad():
-        if nearest:
-            torch._foreach_copy_([old for old, _ in nearest], [new for _, new in nearest])
-        for old, new, uniform in changed:
-            if uniform is not None:
+        for old, new, uniform in zip(stored, moved, uniforms, strict=True):
+            if not isinstance(old, Tensor) or new.dtype == old.dtype:
+                rounded.append(new)
+                continue
+            rounded.append(old)
+            if uniform is None:
+                into.append(old)
+                values.append(new)
+            else:
                 old.copy_(round_stochastically(new, uniform))
-    return [old if isinstance(old, Tensor) and new.dtype != old.dtype else new for old, new, _ in triples]
+        if into:
+            torch._foreach_copy_(into, values)
+    return rounded

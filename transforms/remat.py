@@ -11,13 +11,13 @@ from torch import nn
 
 from functional_ds import comm, saving, tree
 from functional_ds.keeping import Keeper
-from functional_ds.region import run
+from functional_ds.region import called, run
 from functional_ds.remat import check_group, check_names
 from functional_ds.saved import open_report
 from functional_ds.saving import Saving
 from functional_ds.state import State
 from functional_ds.step import Step, Transform, wrap
-from functional_ds.tape import current_tape
+from functional_ds.tape import Tape, current_tape
 
 __all__ = ["remat"]
 
@@ -92,26 +92,39 @@ class _Remat:
         self._looked = True
         if open_report() is not None:
             function = self._part(function, "elsewhere", saving.everything, _ignore)
-        found = self._run(inner, step, state, function, batch)
+        found = self._run(inner, step, state, function, batch, tape)
         keeper.agree()  # on every rank, also where nothing was divided
         return found
 
-    def _run(self, inner: Any, step: Step, state: State, function: Callable[[Any], Any], batch: Any) -> Any:
-        tape = current_tape()
-        if self.blocks == "" or tape is None:
-            check = functools.partial(check_names, self.saving)
-            return inner(step, state, self._part(function, "loss", self.saving, check), batch)
+    def _run(self, inner: Any, step: Step, state: State, function: Callable[[Any], Any], batch: Any, tape: Tape) -> Any:
+        whole = self.blocks == ""
+        if whole:
+            function = self._part(function, "loss", self.saving, functools.partial(check_names, self.saving))
         # Whoever is composed later runs first, and is outside.
-        before, tape.calls = tape.calls, (self._calls, *tape.calls)
+        before, tape.calls = tape.calls, (_Whole() if whole else self._calls, *tape.calls)
         try:
             found = inner(step, state, function, batch)
         finally:
             tape.calls = before
-        self._calls.check(whole=not any(name.startswith("pipeline") for name in step.names))
+        if not whole:
+            self._calls.check(whole=not any(name.startswith("pipeline") for name in step.names))
         return found
 
     def _part(self, function: Callable[[Any], Any], part: str, policy: Saving, seen: Any) -> Callable[[Any], Any]:
         return lambda batch: run(function, (batch,), {}, saving=policy, group=self.group, part=part, seen=seen)
+
+
+@attrs.frozen
+class _Whole:
+    """Runs whole modules inside of the part that the loss function is."""
+
+    def chosen(self, module: nn.Module) -> list[str]:
+        """The module itself."""
+        return [""]
+
+    def run(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The module's call."""
+        return _known(forward)(*args, **kwargs)
 
 
 def _ignore(names: set[str]) -> None:
@@ -146,7 +159,7 @@ class _Calls:
 
     def run(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A module's call."""
-        return run(forward, args, kwargs, saving=self.saving, group=self.group, part=path, seen=self._seen)
+        return run(_known(forward), args, kwargs, saving=self.saving, group=self.group, part=path, seen=self._seen)
 
     def check(self, *, whole: bool) -> None:
         """Refuses a policy that changed nothing: no module was chosen, or no value is named so. ``whole``: all of it ran."""
@@ -164,6 +177,15 @@ class _Calls:
         self.names = names if self.names is None else self.names | names
 
 
+def _known(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A module's forward, through the calls that run it, as the call of that module."""
+    own: Any = forward
+    while isinstance(own, functools.partial):
+        own = own.args[-1]
+    owner = getattr(own, "__self__", None)
+    return called(owner, forward) if isinstance(owner, nn.Module) else forward
+
+
 def _above(path: str) -> list[str]:
     """The paths of the modules that hold a leaf, also as seen from inside of others: of ``a.b.w``, a, a.b and b."""
     parts = path.split(".")[:-1]
@@ -171,11 +193,12 @@ def _above(path: str) -> list[str]:
 
 
 def _fits(path: str, blocks: str | None) -> bool:
+    """Whether the path of a module fits; the whole module's, which is empty, fits none."""
     parts = path.split(".")
     if blocks is None:
         return parts[-1].isdecimal() and not any(part.isdecimal() for part in parts[:-1])
     wanted = blocks.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
+    return bool(path) and len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
 
 
 def _nothing(blocks: str | None, paths: Iterable[str]) -> ValueError:

@@ -11,7 +11,7 @@ from functional_ds.state import State
 from functional_ds.step import Metrics, Step, Transform, wrap
 from functional_ds.weighted import Weighted
 
-from .schedules import Factor
+from .schedules import Factor, check_floor
 
 __all__ = ["schedule", "warmup_cosine"]
 
@@ -41,12 +41,16 @@ def warmup_cosine(warmup: int, total: int, floor: float = 0.0) -> Factor:
 
     The first update already moves: update i (from 0) of the warm-up has the factor (i + 1) / warmup.
 
+    Raises:
+        ValueError: a number out of range.
+
     >>> fn = warmup_cosine(2, 6)
     >>> [round(fn(i).item(), 3) for i in range(7)]
     [0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]
     """
     if not 0 <= warmup <= total:
         raise ValueError(f"warmup={warmup} must lie in 0..total={total}")
+    check_floor(floor)
 
     def factor(count: int | Tensor) -> Tensor:
         done = torch.as_tensor(count).to(torch.float32)

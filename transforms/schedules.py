@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["Factor", "one_cycle", "range_test", "warmup", "warmup_decay"]
+__all__ = ["Factor", "check_floor", "one_cycle", "range_test", "warmup", "warmup_decay"]
 
 Factor = Callable[[int | Tensor], Tensor]
 
@@ -30,7 +30,7 @@ def warmup(steps: int, *, floor: float = 0.0, shape: Literal["linear", "log"] = 
     >>> [round(warmup(4, shape="log")(i).item(), 2) for i in range(5)]
     [0.0, 0.5, 0.79, 1.0, 1.0]
     """
-    _check(floor=floor)
+    check_floor(floor)
     if steps < 0:
         raise ValueError(f"steps={steps} must not be negative")
     if shape not in ("linear", "log"):
@@ -55,7 +55,7 @@ def warmup_decay(steps: int, total: int, *, floor: float = 0.0, shape: Literal["
     >>> [round(warmup_decay(2, 6)(i).item(), 2) for i in range(8)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
     """
-    _check(floor=floor)
+    check_floor(floor)
     if not 0 <= steps <= total:
         raise ValueError(f"steps={steps} must lie in 0..total={total}")
     up = warmup(steps, shape=shape)
@@ -85,7 +85,7 @@ def one_cycle(up: int, down: int | None = None, *, floor: float = 0.1, decay: fl
     [0.75, 1.0, 0.75, 0.5, 0.25, 0.167]
     """
     fall = up if down is None else down
-    _check(floor=floor)
+    check_floor(floor)
     if up < 1 or fall < 1 or decay_steps < 1:
         raise ValueError(f"up={up}, down={fall} and decay_steps={decay_steps} must be at least 1")
     if not decay >= 0:
@@ -122,7 +122,8 @@ def range_test(steps: int, *, rate: float = 1.0, staircase: bool = False) -> Fac
     return _named(f"range_test({steps}, rate={rate}, staircase={staircase})", factor)
 
 
-def _check(*, floor: float) -> None:
+def check_floor(floor: float) -> None:
+    """Refuses what is no part of the whole rate."""
     if not 0 <= floor <= 1:
         raise ValueError(f"floor={floor} must lie in 0..1")
 

@@ -30,7 +30,7 @@ def tensor_parallel(dims: Mapping[str, int], group: comm.Group | None = None) ->
     and other leaves once.
 
     Sends nothing in a step, beyond what the loss does, but a few scalars. Put it after ``zero`` and ``pipeline``, whose ranks
-    lie along other axes. Optimizers that look at whole leaves (``lamb``, ``muon``) see slices.
+    lie along other axes. Optimizers that look at whole leaves (``lamb``, ``muon``) refuse slices.
 
     Args:
         dims: from a regular expression for paths to the dim that is cut.
@@ -70,7 +70,7 @@ class _TensorParallel:
         """The phases that it wraps."""
         where = "world" if self.group is None else f"{self.group.name!r} of {self.group.size}"
         name = f"tensor_parallel({dict(self.dims)}, {where})"
-        return wrap(name, init=self.init, params=self.params, norm=self.norm, finite=self.finite)
+        return wrap(name, init=self.init, params=self.params, norm=self.norm, finite=self.finite, parts=self.parts)
 
     def ranks(self) -> comm.Group:
         """The group; the default is wherever the program runs."""
@@ -113,6 +113,13 @@ class _TensorParallel:
     def finite(self, inner: Any, step: Step, state: State, grads: list[Tensor]) -> Tensor:
         """Finite in every slice."""
         return comm.all_reduce(inner(step, state, grads), self.ranks(), op="min")  # type: ignore[no-any-return]
+
+    def parts(self, inner: Any, step: Step, state: State) -> Parts:
+        """Which of the leaves are slices."""
+        found: Parts = inner(step, state)
+        ways = [self.ranks().size if _dim(leaf.path, self.dims) is not None else 1 for leaf in found.leaves]
+        leaves = (attrs.evolve(leaf, slices=leaf.slices * n) for leaf, n in zip(found.leaves, ways, strict=True))
+        return attrs.evolve(found, leaves=tuple(leaves))
 
 
 def _dim(path: str, dims: Mapping[str, int]) -> int | None:

@@ -1,12 +1,13 @@
 """What a forward pass keeps for the backward pass: measured, or predicted without values."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from functional_ds import tree
@@ -21,7 +22,7 @@ __all__ = ["Activations", "activations"]
 
 @attrs.frozen
 class Activations:
-    """Bytes beside params and batch.
+    """Bytes beside params, batch and what is still there after the backward pass, as a module's buffers are.
 
     Attributes:
         kept: what is alive when the forward pass has ended: what the backward pass needs.
@@ -40,12 +41,25 @@ class _Allocations(TorchDispatchMode):
     def __init__(self, known: Any) -> None:
         super().__init__()
         self.live, self._known = Live(), holdings(known)
+        self._standing: dict[int, Tensor] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._take_in((args, kwargs))
         found = function(*args, **(kwargs or {}))
         results = [x for x in tree.leaves(found) if isinstance(x, Tensor) and not x.is_meta]  # a module's bare copy is
         self.live.note(x for x in results if x.untyped_storage()._cdata not in self._known)
         return found
+
+    def _take_in(self, given: Any) -> None:
+        """Among fake tensors, those that stand for tensors with values were there before."""
+        with unset_fake_temporarily() as fakes:
+            if not isinstance(fakes, FakeTensorMode):
+                return
+            for x in tree.leaves(given):
+                if isinstance(x, Tensor) and not isinstance(x, FakeTensor) and not x.is_meta:
+                    fake = fakes.from_tensor(x)
+                    self._standing[id(fake)] = fake
+                    self._known.update(holdings(fake))
 
 
 def activations(
@@ -101,9 +115,12 @@ def _run(
             outputs = holdings(found)
             del found
             tape.end_forward()
-            kept = sum(size for key, size in mode.live.holds().items() if key not in outputs)
+            held = {key: size for key, size in mode.live.holds().items() if key not in outputs}
             forward, mode.live.peak = mode.live.peak, 0
             del outputs
             tape.backward(loss)
             del loss
-    return Activations(kept, forward, mode.live.peak)
+    gc.collect()  # a graph may be in a cycle
+    lasting = mode.live.holds()
+    kept, lasts = sum(size for key, size in held.items() if key not in lasting), sum(lasting.values())
+    return Activations(kept, forward - lasts, max(mode.live.peak - lasts, 0))

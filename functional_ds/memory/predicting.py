@@ -1,5 +1,7 @@
 """What a rank will hold, from shapes alone."""
 
+import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +20,7 @@ from .counting import Live, stored
 
 __all__ = ["predicted", "without_values"]
 
-_ROWS = 720_720  # of a batch without values: any number of micro-batches up to 16 divides it
+_ROWS = 720_720  # of a micro-batch without values: a step's own transforms may cut it into any number up to 16
 _PASSES = 2  # the first learns in which order units are used, and fetches nothing ahead
 
 
@@ -97,7 +99,8 @@ def _gradients(step: Step, state: State, order: Sequence[str]) -> tuple[int, int
         return weigh(sum(used), "the loss"), {}
 
     probe = wrap("probe", loss=loss)(step)
-    batch = torch.empty(_ROWS, device="meta")
+    micro_batches = math.prod(int(k) for name in step.names for k in re.findall(r"^accumulate\((\d+)\)$", name))
+    batch = torch.empty(_ROWS * micro_batches, device="meta")
     world.observe, silent = observe, world.observe  # type: ignore[attr-defined]  # alike's
     for _ in range(_PASSES):
         grads, _ = probe.gradients(state, batch, None, True)

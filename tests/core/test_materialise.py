@@ -54,7 +54,15 @@ class Drawn(nn.Module):
         self.lstm = nn.LSTM(3, 4)
 
 
-BUILDS: dict[str, Callable[[], nn.Module]] = {"scaled": Scaled, "drawn": Drawn, "blocks": Blocks, "tied": Tied}
+def cast() -> nn.Module:
+    """Cast and moved after it was built, in part and as a whole, then drawn anew."""
+    module = nn.Sequential(nn.Linear(4, 3).half().requires_grad_(False), nn.BatchNorm1d(3).to("cpu"), Tied().double())
+    module.to(torch.bfloat16).float()[1].to(torch.bfloat16)
+    init.normal_(module[1].weight)
+    return module.cpu()
+
+
+BUILDS: dict[str, Callable[[], nn.Module]] = {"scaled": Scaled, "drawn": Drawn, "blocks": Blocks, "tied": Tied, "cast": cast}
 
 
 def whole(build: Callable[[], nn.Module]) -> tuple[dict[str, Tensor], Any]:
@@ -213,6 +221,11 @@ def test_a_source_that_gives_something_else_is_named(given: Any) -> None:
 def test_other_devices_are_refused() -> None:
     with pytest.raises(RuntimeError, match="leave the device out"):
         fds.deferred(lambda: nn.Linear(2, 2, device="meta"))
+
+
+def test_memory_that_leaves_torch_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"build: \.numpy\(\) of a tensor of shape \[2, 4\]"):
+        fds.deferred(lambda: nn.Linear(4, 2) if nn.Linear(4, 2).weight.detach().numpy().any() else nn.Identity())
 
 
 def test_marks_stay_with_deferred_leaves() -> None:

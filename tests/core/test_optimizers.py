@@ -107,6 +107,58 @@ def test_torchs_kernels_give_torchs_bits(name: str) -> None:
         assert torch.equal(found[path], value), path
 
 
+UNFUSED: dict[str, tuple[Any, Callable[[list[Tensor]], torch.optim.Optimizer]]] = {
+    "adamw": (fds.adamw(0.1), lambda p: torch.optim.AdamW(p, 0.1, foreach=False)),
+    "adam": (fds.adam(0.1), lambda p: torch.optim.Adam(p, 0.1, foreach=False)),
+    "sgd": (fds.sgd(0.5, weight_decay=0.25), lambda p: torch.optim.SGD(p, 0.5, weight_decay=0.25, foreach=False)),
+    "sgd with momentum": (fds.sgd(0.5, momentum=0.5), lambda p: torch.optim.SGD(p, 0.5, 0.5, foreach=False)),
+    "adagrad": (fds.adagrad(0.1), lambda p: torch.optim.Adagrad(p, 0.1, foreach=False)),
+}
+
+
+@pytest.mark.parametrize("name", sorted(UNFUSED))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_moves(name: str, dtype: torch.dtype) -> None:
+    """As with torch's class that is not fused, but for roundings, in tensors of whole vectors and some more, and of fewer."""
+    ours, theirs = UNFUSED[name]
+    start = {"long": torch.linspace(0.5, 2, 67).to(dtype), "short": torch.ones(3, dtype=dtype), "wide": torch.ones(40)}
+    step = fds.train_step(lambda params, x: sum((p.float() * p.float()).sum() for p in params.values()), ours)
+    state = step.init(start)
+    expected = {path: p.clone().requires_grad_() for path, p in start.items()}
+    optimizer = theirs(list(expected.values()))
+    for _ in range(2):
+        state, _ = step(state, torch.ones(1))
+        optimizer.zero_grad()
+        torch.stack([(p.float() * p.float()).sum() for p in expected.values()]).sum().backward()
+        optimizer.step()
+    for path, p in step.params(state).items():
+        torch.testing.assert_close(p, expected[path].detach(), rtol=0.02, atol=0.01)
+        assert (p != start[path]).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["lion", "lamb", "muon", "pair"])
+def test_weights_that_half_precision_does_not_hold(name: str, dtype: torch.dtype) -> None:
+    """``Weighted(70000 x, 70000)`` moves as ``Weighted(x, 1)`` does."""
+
+    class Plain:
+        def init(self, params: list[Tensor]) -> tuple[()]:
+            return ()
+
+        def update(self, grads: list[Tensor], state: Any, params: Any = None) -> Any:
+            return [-0.5 * grad for grad in grads], state
+
+    rules = {"lion": fds.lion(0.25), "lamb": fds.lamb(0.25), "muon": fds.muon(0.25, fds.lion(0.25)), "pair": Plain()}
+
+    def moved(weight: float) -> Any:
+        step = fds.train_step(lambda p, x: fds.Weighted((p["w"].float() * x).sum() * weight, weight), rules[name])
+        state, _ = step(step.init({"w": torch.ones(2, 2, dtype=dtype)}), torch.tensor([[0.5, -0.25], [0.125, 0.5]]))
+        return step.params(state)["w"]
+
+    torch.testing.assert_close(moved(70000.0), moved(1.0), rtol=0.01, atol=0)
+    assert (moved(70000.0) != 1).all()
+
+
 @pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_muon_is_torchs(adjust: Any, nesterov: bool) -> None:
@@ -194,10 +246,23 @@ def test_complex_leaves() -> None:
         torch.testing.assert_close(both, apart, rtol=LATER, atol=LATER)
 
 
+def test_decay_may_name_what_another_rule_moves() -> None:
+    """A mask for the whole model: those of its leaves that are matrices decay as Muon has it, or as another rule does."""
+    plain, decaying = fds.lion(0.1), fds.lion(0.1, weight_decay=0.5, decay="w$|^head")
+    for rule in (lambda rest: fds.muon(0.1, rest), lambda rest: fds.route({"w$|^head": fds.sgd(0.1)}, rest)):
+        found, expected = trained(rule(decaying)), trained(rule(plain))
+        for path, value in expected.items():
+            assert torch.equal(found[path], value), path
+    with pytest.raises(ValueError, match="decay='weigh' matches no trained leaf; the nearest path is"):
+        trained(fds.muon(0.1, fds.lion(0.1, weight_decay=0.5, decay="weigh")))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: fds.adam(-1), "lr=-1"),
+        (lambda: fds.adamw(float("inf")), "lr=inf must be finite"),
+        (lambda: trained(fds.adamw(1, decay="(")), r"decay='\(' is no regular expression"),
         (lambda: fds.adam(1, betas=(0.9, 1.0)), "betas"),
         (lambda: fds.adagrad(1, initial=-1), "initial=-1"),
         (lambda: fds.lion(1, betas=(1.0, 0.9)), "betas"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import functional_ds as fds
@@ -229,6 +229,42 @@ def test_a_kept_value_that_was_changed_in_place() -> None:
         fds.remat(lambda x: fds.checkpoint_name((x @ w).add_(1), "a").exp(), policy="recompute,a=save")(x)
     with pytest.raises(ValueError, match=r"'a' cannot be kept: no differentiated operation made it"):
         fds.remat(lambda x: fds.checkpoint_name(x.sin(), "a") @ w, policy="recompute,a=save")(x)
+
+
+@pytest.mark.law(28)
+@pytest.mark.parametrize("how", ["save", "offload"])
+@pytest.mark.parametrize("what", ["matmuls", "a"])
+def test_a_kept_value_that_was_changed_through_a_view_with_its_own_version(what: str, how: str) -> None:
+    """As torch's own GRUs do on a CPU: gradients of the values that the function saw."""
+    w = torch.randn(3, 6, requires_grad=True)
+    cell = nn.GRUCell(3, 3)
+
+    def block(x: Tensor) -> Tensor:
+        low, high = fds.checkpoint_name(x @ w, "a").unsafe_chunk(2, 1)
+        return cell(low.sigmoid_() * high.tanh_())
+
+    def grads(function: Any) -> Any:
+        return torch.autograd.grad(function(x).square().sum(), [w, *cell.parameters()])
+
+    x = torch.randn(2, 3)
+    assert_same(grads(fds.remat(block, policy=f"recompute,{what}={how}")), grads(block))
+
+
+def test_a_further_result_that_was_changed_in_place() -> None:
+    """The operation is run again, though what was named is as it was."""
+    w = torch.randn(4, 4, requires_grad=True)
+
+    def block(x: Tensor) -> Tensor:
+        spread, mean = torch.std_mean(x @ w, -1)
+        both = fds.checkpoint_name(spread, "a") * mean.exp()
+        mean.add_(1)
+        return both
+
+    def grads(function: Any) -> Any:
+        return torch.autograd.grad(function(x).square().sum(), w)
+
+    x = torch.randn(3, 4)
+    assert_same(grads(fds.remat(block, policy="recompute,a=save")), grads(block))
 
 
 @pytest.mark.parametrize("policy", ["recompute", "recompute,inputs=offload", "offload"])

@@ -1,5 +1,7 @@
 """Steps: donation, evaluation, order of transforms, records, bad input."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +13,10 @@ from torch import Tensor, nn
 
 import functional_ds as fds
 from functional_ds import comm, transforms
+from functional_ds import pipelining as pp
 from functional_ds.key import Key
 from functional_ds.optim import AdamState, SGDState
+from functional_ds.testing import assert_same
 from tests.transforms.models import CASES, own_rows, run
 
 
@@ -198,20 +202,23 @@ def test_evaluate_is_the_loss_without_the_update(stage: int | None) -> None:
 
 
 def test_metrics_of_the_loss_function() -> None:
-    """A loss function may return further metrics; they are averaged with their weights over ranks and micro-batches."""
+    """A loss function may return further metrics; they are averaged with their weights over ranks and micro-batches.
+
+    A bool is one or zero: its mean says how often it holds.
+    """
 
     def loss(params: Any, batch: Tensor) -> Any:
         hits = fds.Weighted((batch > 1).float().sum(), float(batch.numel()))
-        return ((batch * params["w"]) ** 2).mean(), {"above": hits}
+        return ((batch * params["w"]) ** 2).mean(), {"above": hits, "small": (batch < 4).all()}
 
-    def program() -> tuple[float, float]:
+    def program() -> list[float]:
         step = fds.compose(transforms.zero(2), transforms.accumulate(2))(fds.train_step(loss, fds.sgd(0.1)))
         state = step.init({"w": torch.ones(1)})
         batch = own_rows(torch.arange(8.0), comm.world())
-        measured = step.measure(state, batch)["above"].item()
-        return measured, step(state, batch)[1]["above"].item()
+        found = step.measure(state, batch), step(state, batch)[1]
+        return [metrics[name].item() for metrics in found for name in ("above", "small")]
 
-    assert comm.simulate(program, world_size=2) == [(0.75, 0.75)] * 2
+    assert comm.simulate(program, world_size=2) == [[0.75, 0.5] * 2] * 2
 
 
 def test_params_are_copied_and_never_changed() -> None:
@@ -224,10 +231,66 @@ def test_params_are_copied_and_never_changed() -> None:
     assert step.params(state)["w"].abs().sum() > 0
 
 
+@pytest.mark.parametrize("stage", [None, 0, 1, 2, 3])
+@pytest.mark.parametrize("rule", [fds.sgd(0.5), fds.sgd(0.5, momentum=0.5), fds.adagrad(0.5), fds.lion(0.5)])
+def test_leaves_that_autograd_gives_one_gradient(stage: int | None, rule: Any) -> None:
+    """Those that are added, in whole or in part, and one that is summed: kernels write into gradients; each has its own."""
+
+    def loss(p: Any, x: Tensor, *, apart: bool = False) -> fds.Weighted:
+        both = [(p[name] * x).sum() for name in "ab"] if apart else [((p["a"] + p["b"]) * x).sum()]
+        part = F.pad(p["c"], (0, 2)) + F.pad(p["d"], (2, 0))
+        return fds.Weighted(torch.stack([*both, p["sum"].sum(), (part * x).sum()]).sum(), 4.0)
+
+    sizes = {"a": 8, "b": 8, "c": 6, "d": 6, "sum": 5}
+
+    def moved(loss: Any, *strategy: fds.Transform) -> Any:
+        step = fds.compose(*strategy, transforms.clip(1e9))(fds.train_step(loss, rule))
+        state = step.init({name: torch.ones(size) for name, size in sizes.items()})
+        for x in torch.arange(1.0, 17.0).view(2, 8):
+            state, _ = step(state, x)
+        return step.params(state)
+
+    found = moved(loss, *([] if stage is None else [transforms.zero(stage)]))
+    assert_same(found, moved(lambda p, x: loss({name: 1 * leaf for name, leaf in p.items()}, x, apart=True)))
+    assert torch.equal(found["a"], found["b"])
+    assert torch.equal(found["a"][:6], found["c"])
+    assert torch.equal(found["a"][2:], found["d"])
+
+
 def test_a_printed_step_says_what_it_is() -> None:
     step, _, _ = started(transforms.zero(3), transforms.clip(1.0))
     assert str(step).startswith("train_step(square, adamw(lr=0.1")
     assert str(step).endswith("-> zero(3, world) -> clip(1.0)")
+
+
+def test_the_docs_say_who_wraps_what() -> None:
+    """The table of phases in docs/steps.md names, for each phase, the transforms that wrap it, and no others."""
+    model = pp.stages([lambda p, x: x], [{"w": torch.ones(1)}], loss=lambda y, batch: y.sum())
+    base = fds.train_step(square, fds.sgd(0.1))
+    made = [
+        *(transforms.zero(stage) for stage in range(4)),
+        transforms.zero(0, predivide=2.0),
+        transforms.mixed_precision("fp16"),
+        transforms.accumulate(2),
+        transforms.clip(1.0),
+        transforms.schedule(lambda done: done),
+        transforms.ema(0.9),
+        transforms.remat(""),
+        transforms.offload("cpu", "cpu"),
+        transforms.tensor_parallel({"w": 0}),
+        transforms.pipeline(pp.gpipe(1, 1), model),
+        transforms.local(),
+        transforms.feedback(comm.Blocks(8)),
+    ]
+    wraps: dict[str, set[str]] = {phase: set() for phase in base.phases}
+    for step in (transform(base) for transform in made):
+        for phase in base.phases:
+            if step.phases[phase] is not base.phases[phase]:
+                wraps[phase].add(step.names[-1].split("(")[0])
+    names = set().union(*wraps.values())
+    page = Path(__file__).parents[2] / "docs/steps.md"
+    rows = re.findall(r"^\| `(\w+)` \|.*\| ([^|]*) \|$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert {phase: set(re.findall(r"\w+", who)) & names for phase, who in rows if phase in wraps} == wraps
 
 
 # -- bad input ----------------------------------------------------------------------------------------------------------
@@ -255,6 +318,22 @@ def test_refuses_a_batch_of_another_structure() -> None:
     with pytest.raises(ValueError, match="batch: its structure is"):
         step(state, (batch, batch))
     step(state, torch.ones(2, 3))  # another number of rows is fine, and the refusal lost nothing
+
+
+@pytest.mark.parametrize("stage", [None, 0, 1, 3])
+def test_refuses_params_without_values(stage: int | None) -> None:
+    """But for a batch without values: the step's shapes."""
+    bare, some = torch.ones(3, 2, device="meta"), torch.ones(4, 3)
+    step = fds.compose(*([] if stage is None else [transforms.zero(stage)]))(fds.train_step(square, fds.lion(0.1)))
+    with pytest.raises(ValueError, match=r"the leaf 'w' of its params is on the device 'meta'.*fds.deferred\(build\)"):
+        step(step.init({"w": bare}), some)
+    partly = fds.train_step(lambda p, x: (x @ p["w"] @ p["v"]).sum(), fds.sgd(0.1))
+    frozen = torch.nn.Parameter(torch.ones(2, 2, device="meta"), requires_grad=False)
+    with pytest.raises(ValueError, match=r"the leaf 'v' of its params"):
+        partly(partly.init({"w": torch.ones(3, 2), "v": frozen}), some)
+    if stage is None:
+        _, metrics = step(step.init({"w": bare}), torch.ones(4, 3, device="meta"))
+        assert metrics["loss"].is_meta
 
 
 def test_refuses_unknown_phases_and_what_is_no_transform() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import functional_ds as fds
@@ -40,6 +40,28 @@ def test_each_layer_keeps_what_its_derivative_needs() -> None:
     assert (
         activations(lambda params, batch: F.linear(batch, params["a"]).sum(), {"a": w}, x).kept == 0
     )  # a view of w is no more
+
+
+@pytest.mark.law(20)
+@pytest.mark.parametrize("order", ["first measured", "first predicted"])
+def test_buffers_are_no_activations(order: str) -> None:
+    """Whether a module copies them in this pass, reads a view of them, or writes them."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(4, 10), nn.BatchNorm1d(10)
+            self.register_buffer("mask", torch.ones(100, 100))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.norm(self.linear(x))) * self.mask[0, :10]
+
+    apply, params = fds.functional(Masked())
+    held = {"measured": (params, torch.randn(8, 4)), "predicted": without_values((params, torch.randn(8, 4)))}
+    ways = ["measured", "predicted", "measured", "predicted"][order == "first predicted" :]
+    found = [activations(lambda p, x: apply(p, x).sum(), *held[way]) for way in ways]
+    assert [one.kept for one in found] == [2 * 8 * 10 * 4 + 2 * 10 * 4] * len(ways)  # two results, and what the norm keeps
+    assert all(one.kept <= one.forward < 4 * 100 * 100 and 0 < one.backward < 4 * 100 * 100 for one in found)
 
 
 def test_recomputation_counts_as_what_it_leaves() -> None:

@@ -40,6 +40,22 @@ def test_predicted_is_measured_on_one_device(composition: Composition) -> None:
 
 
 @pytest.mark.law(20)
+@pytest.mark.parametrize("strategy", [(), (T.zero(0),), (T.mixed_precision("bf16"),), (T.accumulate(2),)])
+def test_gradients_that_share_memory_count_as_their_own(strategy: Any) -> None:
+    """One that autograd expands, and one that it gives to two leaves."""
+
+    def make() -> fds.Step:
+        loss = lambda p, x: (p["a"] + p["b"]).square().sum() + p["sum"].sum() * x.sum()  # noqa: E731
+        return fds.compose(*strategy)(fds.train_step(loss, fds.adam(0.1)))
+
+    params = {"a": torch.ones(6), "b": torch.ones(6), "sum": torch.ones(5), "none": torch.ones(0)}
+    sizes: list[int] = []
+    step = memory.noted(sizes)(make())
+    step(step.init(params), torch.ones(2))
+    assert sizes == [memory.predicted(make, params).gradients]
+
+
+@pytest.mark.law(20)
 @given(n=st.sampled_from((1, 2, 3)), which=st.sampled_from(("1-bit", "0/1", "feedback")), half=st.booleans())
 @settings(max_examples=settings.default.max_examples // 3)
 def test_what_is_owed_is_predicted(n: int, which: str, half: bool) -> None:
@@ -206,6 +222,17 @@ def test_a_large_model_costs_nothing() -> None:
         wanted = sum(formula.bytes(psi, 64) for formula in expected.values())
         assert wanted <= found.total - found.gathered <= 1.0001 * wanted
         assert (found.gathered > 0) == (stage == 3)
+
+
+@pytest.mark.parametrize("ks", [(17,), (2, 19)])
+def test_any_number_of_micro_batches(ks: tuple[int, ...]) -> None:
+    """Their gradients are the same bytes."""
+
+    def make(ks: tuple[int, ...]) -> fds.Step:
+        return fds.compose(T.zero(2), *map(T.accumulate, ks))(fds.train_step(linear, fds.adam(0.1)))
+
+    found, expected = (memory.predicted(lambda ks=ks: make(ks), fresh(), world_size=2) for ks in (ks, (2,)))
+    assert found == expected
 
 
 def test_bad_input() -> None:

@@ -113,6 +113,7 @@ def test_hysteresis(consecutive: bool) -> None:
         (lambda: transforms.DynamicScale(hysteresis=0), "hysteresis=0 must be positive"),
         (lambda: transforms.DynamicScale(factor=1.0), "factor=1.0 must be more than 1"),
         (lambda: transforms.DynamicScale(0.5), r"initial=0.5 must lie in 1.0\.\."),
+        (lambda: transforms.DynamicScale(maximum=float("inf")), "maximum=inf must be finite"),
         (lambda: transforms.DynamicScale(minimum=-1.0), "minimum=-1.0 must be positive"),
     ],
 )
@@ -121,13 +122,27 @@ def test_bad_input(make: Callable[[], Any], message: str) -> None:
         make()
 
 
-@pytest.mark.parametrize("scale", [3.0, 1000, transforms.DynamicScale(48.0), transforms.DynamicScale(factor=1.5)])
+@pytest.mark.parametrize(
+    "scale",
+    [
+        3.0,
+        1000,
+        transforms.StaticScale(1000),
+        transforms.DynamicScale(48.0),
+        transforms.DynamicScale(1000),
+        transforms.DynamicScale(factor=1.5),
+        transforms.DynamicScale(factor=3),
+        transforms.DynamicScale(minimum=3.0),
+        transforms.DynamicScale(maximum=2**20 - 1),
+    ],
+)
 def test_warns_of_scales_that_round(scale: Any) -> None:
     with pytest.warns(UserWarning, match="no power of two"):
         transforms.mixed_precision("fp16", scale)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         transforms.mixed_precision("fp16", 2.0**-3)
+        transforms.mixed_precision("fp16", transforms.DynamicScale(1024, factor=4, minimum=1, maximum=2**20))
 
 
 def test_refuses_what_is_no_scale() -> None:

@@ -1,5 +1,6 @@
 """What goes wrong with files: a clear error that names the file, and the last state as it was; what dead runs leave."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -120,6 +121,19 @@ def test_params_that_cannot_be_read(damage: Any, tmp_path: Path) -> None:
         step(state, torch.tensor(0.5))
     undo()
     step(state, torch.tensor(0.5))
+
+
+def test_a_relative_folder_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the process goes elsewhere; its files go with the state."""
+    (tmp_path / "files").mkdir()
+    monkeypatch.chdir(tmp_path)
+    step, state = made(Path("files"))
+    monkeypatch.chdir("/")
+    state, _ = step(state, torch.tensor(0.5))
+    assert files(tmp_path / "files")
+    del state
+    gc.collect()
+    assert not files(tmp_path / "files")
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])

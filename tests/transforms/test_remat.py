@@ -178,6 +178,97 @@ def test_every_model(name: str, stage: int) -> None:
         assert_same(found, comm.simulate(lambda: run(CASES[name], (T.zero(stage),)), world_size=2))
 
 
+class Counting(nn.Module):
+    """A block that writes its buffers, each in another way, and computes with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner = (
+            nn.BatchNorm1d(4),
+            nn.Sequential(nn.Linear(4, 4), nn.InstanceNorm1d(3, track_running_stats=True)),
+        )
+        self.narrow = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("mask", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.5 * self.mean + 0.5 * x.detach().mean((0, 1))
+        x = self.norm(x.transpose(1, 2)).transpose(1, 2) * self.mask + self.mean
+        return torch.tanh(self.narrow(self.inner(x)))
+
+
+class Stack(nn.Module):
+    """Two such blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Counting() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[1](self.blocks[0](x))
+
+
+@pytest.mark.law(28)
+@settings(max_examples=settings.default.max_examples // 6)
+@given(
+    policy=st.sampled_from(("recompute", "recompute,matmuls=save", "offload")),
+    around=st.none() | st.sampled_from(("recompute", "save")),
+    where=st.sampled_from(("blocks", "blocks.*.inner", "*", "")),
+    stage=st.sampled_from((None, 3)),
+)
+def test_buffers_are_written_once(policy: str, around: str | None, where: str, stage: int | None) -> None:
+    """However often blocks run again, inside of others too: losses, an evaluation, params and buffers of the step without."""
+
+    def program(*remats: fds.Transform) -> Any:
+        torch.manual_seed(2)
+        apply, params = fds.functional(Stack())
+        zero = () if stage is None else (T.zero(stage),)
+        step = fds.compose(*zero, T.accumulate(2), *remats)(
+            fds.train_step(lambda p, x: apply(p, x).square().mean(), fds.sgd(0.1))
+        )
+        state, losses = step.init(params), []
+        for x in torch.randn(2, 6, 3, 4):
+            state, metrics = step(state, x)
+            losses.append(metrics["loss"])
+        apply.module.eval()
+        return losses, step.evaluate(state, x), step.params(state), apply.buffers
+
+    def compare() -> None:
+        outer = () if around is None else (T.remat("", policy=around),)
+        assert_same(program(T.remat(where, policy=policy), *outer), program())
+
+    comm.simulate(compare, world_size=1)
+
+
+def test_a_modules_own_buffers_are_written_once() -> None:
+    """``fds.remat(module)``, or of a method."""
+    x = torch.randn(5, 3, 4)
+    for again in (fds.remat, lambda module: fds.remat(module.forward)):
+        torch.manual_seed(0)
+        ours, theirs = Counting(), Counting()
+        theirs.load_state_dict(ours.state_dict())
+        for function in (again(ours), theirs):
+            for _ in range(2):
+                function(x).square().sum().backward()
+        assert_same(dict(ours.named_buffers()), dict(theirs.named_buffers()))
+        assert_same([p.grad for p in ours.parameters()], [p.grad for p in theirs.parameters()])
+
+
+def test_a_star_is_no_whole_module() -> None:
+    """Which ``""`` stands for: each block runs twice, not three times."""
+    ran: list[int] = []
+
+    class Told(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            ran.append(self.out_features)
+            return super().forward(x)
+
+    apply, params = fds.functional(nn.Sequential(Told(4, 3), Told(3, 1)))
+    step = T.remat("*")(fds.train_step(lambda p, x: apply(p, x).sum(), fds.sgd(0.1)))
+    step(step.init(params), torch.ones(2, 4))
+    assert sorted(ran) == [1, 1, 3, 3]
+
+
 @pytest.mark.law(29)
 @settings(max_examples=settings.default.max_examples // 8)
 @given(policy=st.sampled_from(POLICIES), stage=st.sampled_from(STAGES[1:]))

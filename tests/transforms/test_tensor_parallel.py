@@ -100,6 +100,21 @@ def test_slices_of_leaves_that_are_read_later(zero: int) -> None:
         assert_close(found, whole, 0.0)
 
 
+@pytest.mark.parametrize("zero", [None, 1])
+def test_optimizers_that_look_at_whole_leaves_refuse_slices(zero: int | None) -> None:
+    """Alone or in shards; what is routed elsewhere is no matter."""
+
+    def begin(rule: Any) -> None:
+        mesh = comm.mesh(dp=2, tp=2)
+        chain = [*([] if zero is None else [transforms.zero(zero, mesh["dp"])]), transforms.tensor_parallel(DIMS, mesh["tp"])]
+        fds.compose(*chain)(fds.train_step(lambda p, x: p[0]["up"].sum(), rule)).init(_params())
+
+    for name, rule in (("lamb", fds.lamb(0.1)), ("muon", fds.muon(0.1, fds.adamw(0.1)))):
+        with pytest.raises(ValueError, match=rf"{name}: '0.\w+' is one of 2 slices, but {name} looks at whole leaves"):
+            comm.simulate(lambda rule=rule: begin(rule), world_size=4)
+        comm.simulate(lambda rule=rule: begin(fds.route(dict.fromkeys(DIMS, fds.adamw(0.1)), rule)), world_size=4)
+
+
 def test_what_does_not_divide_or_match() -> None:
     step = fds.train_step(lambda p, x: p[0]["up"].sum(), fds.sgd(0.1))
 

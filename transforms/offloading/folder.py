@@ -142,7 +142,7 @@ class Folder:
 
 
 def check_folder(path: str | os.PathLike[str]) -> Path:
-    """An existing folder that files can be made in.
+    """An existing folder that files can be made in, wherever the process goes later.
 
     Raises:
         ValueError: it is none.
@@ -152,7 +152,7 @@ def check_folder(path: str | os.PathLike[str]) -> Path:
         raise ValueError(f"path={str(root)!r} is no folder: name one that exists, on a local disk with room for the states")
     if not os.access(root, os.W_OK | os.X_OK):
         raise ValueError(f"path={str(root)!r} is not writable for this process")
-    return root
+    return root.resolve()
 
 
 def _check_space(root: Path, needed: int) -> None:
