@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from .region import called
 from .tape import Tape, current_tape
 
 __all__ = ["Apply", "functional", "with_changed_buffers"]
@@ -158,7 +159,7 @@ class Apply:
         if skeleton.module.training != self.module.training:
             skeleton.module.train(self.module.training)
         try:
-            return function(skeleton.module)
+            return called(skeleton.module, function)(skeleton.module)
         finally:
             if temporary:
                 self._release(skeleton)

@@ -23,8 +23,9 @@ def remat(
 
     Law 28: value and gradients are the function's, dropout included: torch's random state and autocast are as they were when it
     runs again. It must do the same then, as ``torch.utils.checkpoint`` asks, and what it reads beside its arguments must not
-    have changed. What it writes there is written again, but for the buffers of a module that it is, or a method of. Remats
-    nest: what is saved inside an inner one is its own affair, its inputs are the outer one's.
+    have changed. What it writes there is written again, but for the buffers of a module that it is, or a method of, or calls
+    by ``fds.functional``'s ``apply``. Remats nest: what is saved inside an inner one is its own affair, its inputs are the
+    outer one's.
 
     Tensors in its arguments, nested or by keyword, are its inputs. Leaves that require grad (params) stay where they are.
 

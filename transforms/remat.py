@@ -97,34 +97,20 @@ class _Remat:
         return found
 
     def _run(self, inner: Any, step: Step, state: State, function: Callable[[Any], Any], batch: Any, tape: Tape) -> Any:
-        whole = self.blocks == ""
-        if whole:
-            function = self._part(function, "loss", self.saving, functools.partial(check_names, self.saving))
+        if self.blocks == "":
+            check = functools.partial(check_names, self.saving)
+            return inner(step, state, self._part(function, "loss", self.saving, check), batch)
         # Whoever is composed later runs first, and is outside.
-        before, tape.calls = tape.calls, (_Whole() if whole else self._calls, *tape.calls)
+        before, tape.calls = tape.calls, (self._calls, *tape.calls)
         try:
             found = inner(step, state, function, batch)
         finally:
             tape.calls = before
-        if not whole:
-            self._calls.check(whole=not any(name.startswith("pipeline") for name in step.names))
+        self._calls.check(whole=not any(name.startswith("pipeline") for name in step.names))
         return found
 
     def _part(self, function: Callable[[Any], Any], part: str, policy: Saving, seen: Any) -> Callable[[Any], Any]:
         return lambda batch: run(function, (batch,), {}, saving=policy, group=self.group, part=part, seen=seen)
-
-
-@attrs.frozen
-class _Whole:
-    """Runs whole modules inside of the part that the loss function is."""
-
-    def chosen(self, module: nn.Module) -> list[str]:
-        """The module itself."""
-        return [""]
-
-    def run(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The module's call."""
-        return _known(forward)(*args, **kwargs)
 
 
 def _ignore(names: set[str]) -> None:

@@ -254,6 +254,21 @@ def test_a_modules_own_buffers_are_written_once() -> None:
         assert_same([p.grad for p in ours.parameters()], [p.grad for p in theirs.parameters()])
 
 
+def test_buffers_of_an_apply_are_written_once() -> None:
+    """Also where the function that runs again is the user's own, and calls the module."""
+
+    def program(again: Any) -> Any:
+        torch.manual_seed(2)
+        apply, params = fds.functional(Stack())
+        step = fds.train_step(lambda p, x: again(lambda x: apply(p, x).tanh())(x).square().mean(), fds.sgd(0.1))
+        state = step.init(params)
+        for x in torch.randn(2, 6, 3, 4):
+            state, _ = step(state, x)
+        return step.params(state), apply.buffers
+
+    assert_same(program(fds.remat), program(lambda function: function))
+
+
 def test_a_star_is_no_whole_module() -> None:
     """Which ``""`` stands for: each block runs twice, not three times."""
     ran: list[int] = []
