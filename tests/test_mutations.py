@@ -1334,11 +1334,16 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     ],
     # mixed precision
     (masters_move_by_less_than_bf16_shows, 2): [
-        Bug("rounded params are updated", "transforms.precision", "_with(state.params, masters))", "state.params)"),
+        Bug(
+            "rounded params are updated",
+            "transforms.precision",
+            "_wide(leaf) if master is None else master for",
+            "_wide(leaf) for",
+        ),
         Bug(
             "masters are not rounded into the params",
             "transforms.precision",
-            "if nearest:",
+            "if into:",
             "if False:",
         ),
     ],
