@@ -39,7 +39,7 @@ class _Copies(TorchFunctionMode):
     """Deep copies of fake tensors by values; torch's own would copy the mode that made them, too."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.numpy and isinstance(args[0], FakeTensor):
+        if func in (Tensor.numpy, Tensor.__array__) and isinstance(args[0], FakeTensor):
             raise RuntimeError(
                 f"build: .numpy() of a tensor of shape {list(args[0].shape)}, whose values are computed later; use torch's "
                 "operations, which are recorded: .tolist() to look at values, .copy_(torch.from_numpy(...)) to set them"

@@ -10,15 +10,17 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from .region import called
 from .tape import Tape, current_tape
 
-__all__ = ["Apply", "functional", "with_changed_buffers"]
+__all__ = ["Apply", "alike", "functional", "with_changed_buffers"]
 
 _HERE = threading.local()  # its ``applies`` are those that have had buffers in this thread
 
+_Buffers = dict[tuple[str, str], Tensor | None]  # by a module's path and the attribute
 _Places = dict[str, list[tuple[str, str]]]  # a parameter's name -> (module path, attribute), more than one where tied
 
 
@@ -43,6 +45,8 @@ class _Skeleton:
     module: nn.Module
     slots: dict[str, list[tuple[dict[str, Any], str]]]
     rnns: list[nn.RNNBase]
+    owners: dict[str, dict[str, Tensor | None]]  # the buffers of each module in it, by its path
+    tried: bool = False  # whether it ran without values, which may have left some of what it computed
     identity: tuple[int, ...] = ()
     calls: tuple[Any, ...] = ()
     _plain: list[tuple[nn.Module, Any]] = attrs.field(factory=list)  # the modules that ``calls`` run, and their own forward
@@ -57,6 +61,27 @@ class _Skeleton:
             rnn._flat_weights = [getattr(rnn, name) for name in rnn._flat_weights_names]
         self.bound = params
         self.identity = _identity(params)
+
+    def put(self, buffers: "_Buffers") -> None:
+        """Lets the modules have these buffers."""
+        for (path, key), buffer in buffers.items():
+            owner = self.owners.get(path)
+            if owner is not None and owner.get(key, self) is not buffer:
+                owner[key] = buffer
+
+    def note(self, buffers: "_Buffers") -> None:
+        """Takes over what calls have set anew; takes back what they have where there are shapes alone."""
+        for path, owner in self.owners.items():
+            for key, buffer in [*owner.items()]:
+                before = buffers.get((path, key), self)
+                if before is buffer:
+                    continue
+                if not isinstance(buffer, FakeTensor):
+                    buffers[path, key] = buffer
+                elif before is self:
+                    del owner[key]
+                else:
+                    owner[key] = buffers[path, key]
 
     def divert(self, calls: tuple[Any, ...]) -> None:
         """Lets each of ``calls`` run the modules that it chooses, the last outermost. They are this copy's, not the user's."""
@@ -84,6 +109,21 @@ def _identity(params: Mapping[str, Tensor]) -> tuple[int, ...]:
     return tuple(map(id, params.values()))
 
 
+@attrs.define(eq=False)
+class _Own:
+    """What a thread has of a module.
+
+    Attributes:
+        pool: skeletons that nobody uses.
+        leased: those that a tape uses, by its id.
+        buffers: what all of them share, also when a call sets one anew.
+    """
+
+    pool: list[_Skeleton] = attrs.field(factory=list)
+    leased: dict[int, list[_Skeleton]] = attrs.field(factory=dict)
+    buffers: _Buffers = attrs.field(factory=dict)
+
+
 class Apply:
     """``apply(params, *args, **kwargs)`` is ``module(*args, **kwargs)`` with these parameters.
 
@@ -106,8 +146,9 @@ class Apply:
     @property
     def buffers(self) -> dict[str, Tensor]:
         """This thread's buffers, as its calls have left them, by name; no part of a step's state."""
-        skeleton = self._free()
-        self._release(skeleton)
+        own = self._own()
+        skeleton = self._free(own)
+        own.pool.append(skeleton)
         return dict(skeleton.module.named_buffers())
 
     @property
@@ -116,30 +157,33 @@ class Apply:
 
         Values are compared, as torch's own batch norm writes into tensors without a trace.
         """
-        found, fresh = self.buffers, self._here.__dict__.get("fresh", {})
-        return {name: buffer for name, buffer in found.items() if name not in fresh or not torch.equal(buffer, fresh[name])}
+        first = dict(self.module.named_buffers())
+        return {name: b for name, b in self.buffers.items() if name not in first or not alike(b, first[name])}
 
     def put_buffers(self, values: Mapping[str, Tensor]) -> None:
-        """Copies values into this thread's buffers; others stay as they are.
+        """Gives this thread's buffers values; others stay as they are. One that calls make as they go may be new here.
 
         Raises:
-            ValueError: the module has no such buffer, or one of another shape.
+            ValueError: there is no module that a name says.
 
         >>> apply, params = functional(nn.BatchNorm1d(1))
         >>> apply.put_buffers({"running_mean": torch.tensor([3.0])})
         >>> apply.changed_buffers
         {'running_mean': tensor([3.])}
         """
-        found = self.buffers
+        own, there = self._own(), {path for path, _ in self.module.named_modules()}
+        for name in values:
+            if name.rpartition(".")[0] not in there:
+                raise ValueError(f"values: {name!r} is a buffer of no module here; the modules are {sorted(there)}")
+        own.pool.append(self._free(own))  # so that all that there are are known
         for name, value in values.items():
-            if name not in found or found[name].shape != value.shape:
-                there = f"{list(found[name].shape)}" if name in found else f"among {sorted(found)}"
-                raise ValueError(
-                    f"values: {name!r} of shape {list(value.shape)} is no buffer of this module, which has {there}"
-                )
-        with torch.no_grad():
-            for name, value in values.items():
-                found[name].copy_(value)
+            path, _, key = name.rpartition(".")
+            now = own.buffers.get((path, key))
+            if now is not None and (now.shape, now.dtype) == (value.shape, value.dtype):
+                with torch.no_grad():
+                    now.copy_(value)
+            else:
+                own.buffers[path, key] = value.detach().clone()
 
     def __call__(self, params: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
         if params.keys() != self._bare.keys():
@@ -155,14 +199,18 @@ class Apply:
         >>> apply.within(first, lambda module: module[0](torch.ones(4, 2))).shape
         torch.Size([4, 3])
         """
-        skeleton, temporary = self._lease(params)
+        own = self._own()
+        skeleton, temporary = self._lease(own, params)
         if skeleton.module.training != self.module.training:
             skeleton.module.train(self.module.training)
+        skeleton.put(own.buffers)  # another one of this thread's may have run
+        skeleton.tried |= detect_fake_mode() is not None
         try:
             return called(skeleton.module, function)(skeleton.module)
         finally:
+            skeleton.note(own.buffers)
             if temporary:
-                self._release(skeleton)
+                self._release(own, skeleton)
 
     def dressed(self, params: Mapping[str, Tensor], dress: Callable[[Tensor], Tensor]) -> nn.Module:
         """A new copy of the module, with all parameters given and ``dress(buffer)`` for each of its buffers."""
@@ -175,57 +223,71 @@ class Apply:
         """The parameters without values, by name, on the device "meta"."""
         return self._bare
 
-    def _lease(self, params: Mapping[str, Tensor]) -> tuple[_Skeleton, bool]:
+    def _own(self) -> "_Own":
+        """What this thread has; in a backward pass with a thread of its own, what the thread has that opened the tape."""
+        home: _Own = self._here.__dict__.setdefault("own", _Own())
+        tape = current_tape()
+        return home if tape is None else tape.homes.setdefault(self, home)
+
+    def _lease(self, own: "_Own", params: Mapping[str, Tensor]) -> tuple[_Skeleton, bool]:
         """A skeleton with these parameters in place, and whether it is to be given back after the call."""
         tape = current_tape()
         if tape is not None:
-            return self._of_tape(tape, params), False
+            return self._of_tape(tape, own, params), False
         # Outside a step nobody says when the backward is over: such a skeleton lives as long as the graph needs it.
         wants_grad = torch.is_grad_enabled() and any(p.requires_grad for p in params.values())
-        skeleton = self._new() if wants_grad else self._free()
+        skeleton = self._new(own) if wants_grad else self._free(own)
         skeleton.bind(params)
         skeleton.divert(())
         return skeleton, not wants_grad
 
-    def _of_tape(self, tape: Tape, params: Mapping[str, Tensor]) -> _Skeleton:
-        leased: dict[int, list[_Skeleton]] = self._here.__dict__.setdefault("leased", {})
-        if id(tape) not in leased:
-            leased[id(tape)] = []
-            tape.at_end(lambda: self._release(*leased.pop(id(tape))))
-        for skeleton in leased[id(tape)]:
+    def _of_tape(self, tape: Tape, own: "_Own", params: Mapping[str, Tensor]) -> _Skeleton:
+        if id(tape) not in own.leased:
+            own.leased[id(tape)] = []
+            tape.at_end(lambda: self._release(own, *own.leased.pop(id(tape))))
+        for skeleton in own.leased[id(tape)]:
             if skeleton.identity == _identity(params) and skeleton.calls == tape.calls:
                 return skeleton
-        skeleton = self._free()
+        skeleton = self._free(own)
         skeleton.bind(params)
         skeleton.divert(tape.calls)
-        leased[id(tape)].append(skeleton)
+        own.leased[id(tape)].append(skeleton)
         return skeleton
 
-    def _free(self) -> _Skeleton:
-        pool: list[_Skeleton] = self._here.__dict__.setdefault("pool", [])
-        return pool.pop() if pool else self._new()
+    def _free(self, own: "_Own") -> _Skeleton:
+        skeleton = own.pool.pop() if own.pool else self._new(own)
+        skeleton.put(own.buffers)
+        return skeleton
 
-    def _release(self, *skeletons: _Skeleton) -> None:
+    def _release(self, own: "_Own", *skeletons: _Skeleton) -> None:
         for skeleton in skeletons:
             skeleton.bind({name: self._bare[name] for name in skeleton.bound})
-        self._here.__dict__.setdefault("pool", []).extend(skeletons)
+        own.pool.extend(skeleton for skeleton in skeletons if not skeleton.tried)
 
-    def _new(self) -> _Skeleton:
-        buffers: dict[str, Tensor] = self._here.__dict__.setdefault("buffers", {})
-        fresh: dict[str, Tensor] = self._here.__dict__.setdefault("fresh", {})
-        memo: dict[int, Any] = {id(b): buffers[name] for name, b in self.module.named_buffers() if name in buffers}
-        with unset_fake_temporarily():  # buffers have values, also where somebody tries the module out without
+    def _new(self, own: "_Own") -> _Skeleton:
+        """One more copy, which shares the buffers that there are."""
+        given = {f"{path}.{key}" if path else key: buffer for (path, key), buffer in own.buffers.items()}
+        memo: dict[int, Any] = {id(b): given[name] for name, b in self.module.named_buffers() if name in given}
+        with unset_fake_temporarily(), torch.inference_mode(False):  # buffers are plain tensors, whoever calls first
             module = copy.deepcopy(self.module, memo)
-        for name, buffer in module.named_buffers():
-            buffers[name] = buffer
-            if name not in fresh:
-                fresh[name] = buffer.detach().clone()
-            _HERE.__dict__.setdefault("applies", weakref.WeakSet()).add(self)
         slots = {
             name: [(module.get_submodule(path).__dict__["_parameters"], key) for path, key in places]
             for name, places in self._places.items()
         }
-        return _Skeleton(module, slots, [m for m in module.modules() if isinstance(m, nn.RNNBase)])
+        owners = {path: each._buffers for path, each in module.named_modules()}
+        skeleton = _Skeleton(module, slots, [m for m in module.modules() if isinstance(m, nn.RNNBase)], owners)
+        skeleton.put(own.buffers)
+        skeleton.note(own.buffers)
+        if own.buffers:
+            _HERE.__dict__.setdefault("applies", weakref.WeakSet()).add(self)
+        return skeleton
+
+
+def alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same bits."""
+    if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
+        return False
+    return one.is_meta or torch.equal(*(x.contiguous().reshape(-1).view(torch.uint8) for x in (one, other)))
 
 
 def with_changed_buffers() -> list[Apply]:

@@ -76,7 +76,7 @@ def lamb(
 
         def update(params: list[Tensor], grads: Weighted, state: AdamState, rate: Rate) -> tuple[list[Tensor], AdamState]:
             rows = zip(reals(params), means(grads, params), state.steps, state.exp_avg, state.exp_avg_sq, strict=True)
-            changes = [direction(*row).view(p.dtype).view_as(p) for row, p in zip(rows, params, strict=True)]
+            changes = [_shaped(direction(*row), p) for row, p in zip(rows, params, strict=True)]
             before, along = parts.views(params), parts.views(changes)
             own, length = _norms(parts, before, along)
             ratio = torch.where((own > 0) & (length > 0), (own / length).clamp(*trust), torch.ones_like(own))
@@ -87,6 +87,11 @@ def lamb(
         return Optimizer(init, update)
 
     return ByLeaf(make, f"lamb(lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}, trust={trust})")
+
+
+def _shaped(change: Tensor, p: Tensor) -> Tensor:
+    """The parameter's shape and dtype; a scalar of half precision was promoted by the count."""
+    return torch.view_as_complex(change) if p.is_complex() else change.to(p.dtype).view_as(p)
 
 
 def _norms(parts: Parts, *pieces: Sequence[Tensor]) -> Tensor:

@@ -33,7 +33,7 @@ def current_region() -> "Region | None":
 
 
 def called(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A module's call: what it writes into its buffers is written once, however often the regions around it run again."""
+    """A module's call: what it writes into its buffers and plain attributes is written once, however often it runs again."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
@@ -103,6 +103,7 @@ class Region:
     _recorder: Recorder | None = None
     _rewinds: list[Rewind] = attrs.field(factory=list)  # of the calls of modules
     _left: Iterator[Rewind] = attrs.field(factory=lambda: iter(()))  # of them, those that this run has not come to yet
+    _rewound: frozenset[nn.Module] = frozenset()  # those that are being called, and what is in them
     _inputs: set[int] = attrs.field(factory=set)  # addresses of what may be kept elsewhere
     _runs: int = 0
 
@@ -179,15 +180,25 @@ class Region:
             for what, kept in self._recorder.kept() if self.report is not None else ():
                 self.report.note_kept(self.part, what, kept)  # type: ignore[union-attr]
 
-    def rewinding(self, module: nn.Module) -> AbstractContextManager[None]:
-        """A call of a module inside of the function: a further run finds the buffers that the first one found."""
-        if self.saving.rest is not Keep.RECOMPUTE:
-            return nullcontext()
+    @contextmanager
+    def rewinding(self, module: nn.Module) -> Iterator[None]:
+        """A call of a module inside of the function: a further run finds in it what the first one found."""
+        if self.saving.rest is not Keep.RECOMPUTE or module in self._rewound:
+            yield
+            return
+        before, self._rewound = self._rewound, self._rewound.union(module.modules())
+        try:
+            with self._rewinding(module):
+                yield
+        finally:
+            self._rewound = before
+
+    def _rewinding(self, module: nn.Module) -> AbstractContextManager[None]:
         if self._runs == 1:
-            self._rewinds.append(Rewind.of(module))
-            return self._rewinds[-1].once()
+            self._rewinds.append(Rewind())
+            return self._rewinds[-1].once(module)
         found = next(self._left, None)
-        return nullcontext() if found is None else found.again()
+        return nullcontext() if found is None else found.again(module)
 
     @contextmanager
     def _as_before(self) -> Iterator[None]:

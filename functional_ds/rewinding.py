@@ -1,58 +1,112 @@
-"""A module's buffers as they were before a call, for when it runs again."""
+"""A module as it was before a call, for when it runs again."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = ["Rewind"]
 
-_Place = tuple[dict[str, Any], str]  # the buffers of a module, and a name in them
+_SMALL = 1 << 16  # bytes of a buffer whose copy stays without a look at what was written, which would wait for a device
+_PLAIN = (type(None), bool, int, float, complex, str)  # attributes by which modules tell what their buffers hold
+_ABSENT = object()
+
+
+@attrs.frozen(eq=False)
+class _Had:
+    """What one module had: buffers, and the plain attributes that the call replaced. ``_ABSENT`` stands for what it made."""
+
+    buffers: Mapping[str, Any]
+    attributes: Mapping[str, Any]
 
 
 @attrs.define(eq=False)
 class Rewind:
-    """Copies of the buffers that a module's call may write into, made before it."""
+    """What a module and those in it, by path, had before a call."""
 
-    _before: list[tuple[_Place, Tensor]]
-
-    @staticmethod
-    def of(module: nn.Module) -> "Rewind":
-        """Of all buffers; one in two places is one."""
-        places = [((m._buffers, name), b) for m in module.modules() for name, b in m._buffers.items() if b is not None]
-        copies = _copies([buffer for _, buffer in places])
-        return Rewind([(place, copies[id(buffer)]) for place, buffer in places])
+    _had: dict[str, _Had] = attrs.field(factory=dict)
+    _copies: list[Tensor] = attrs.field(factory=list)  # those of its buffers that are no longer the modules' own
 
     @contextmanager
-    def once(self) -> Iterator[None]:
-        """The call itself; afterwards only what it wrote is remembered.
+    def once(self, module: nn.Module) -> Iterator[None]:
+        """The call itself. Afterwards there are copies of small buffers, and of large ones that it wrote into.
 
-        That is all buffers of a module in which one was replaced or has another version: a batch norm's kernel writes its
-        statistics without a new one, but it counts its calls with one.
+        Those have another version or other bits: ``x.data`` and the kernels of norms leave no version.
         """
-        found = [(owner, name, owner[name], owner[name]._version) for (owner, name), _ in self._before]
-        yield
-        writers = {id(o) for o, name, buffer, version in found if buffer._version != version or o.get(name) is not buffer}
-        self._before = [(place, copy) for place, copy in self._before if id(place[0]) in writers]
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """The call once more: on further copies. Then the module has its own buffers again, untouched."""
-        copies = _copies([copy for _, copy in self._before])
-        now = [(owner, name, owner[name]) for (owner, name), _ in self._before]
-        for (owner, name), copy in self._before:
-            owner[name] = copies[id(copy)]
+        owners = [
+            (path, owner, dict(owner._buffers), set(vars(owner)), _plain(owner)) for path, owner in module.named_modules()
+        ]
+        every = {id(b): b for _, _, buffers, _, _ in owners for b in buffers.values() if b is not None}
+        copies, versions = _copies(every.values()), {key: b._version for key, b in every.items()}
         try:
             yield
         finally:
-            for owner, name, buffer in now:
-                owner[name] = buffer
+            written = {key for key, b in every.items() if _is_small(b) or b._version != versions[key]}
+            written |= _other_bits([(b, copies[key]) for key, b in every.items() if key not in written])
+            self._copies = [copies[key] for key in written]
+            for path, owner, buffers, names, plain in owners:
+                had = {name: copies[id(b)] if id(b) in written else b for name, b in buffers.items()}
+                made = dict.fromkeys((name for name in owner._buffers if name not in buffers), _ABSENT)
+                replaced = {name: value for name, value in plain.items() if vars(owner).get(name) is not value}
+                self._had[path] = _Had({**had, **made}, {**replaced, **dict.fromkeys(set(vars(owner)) - names, _ABSENT)})
+
+    @contextmanager
+    def again(self, module: nn.Module) -> Iterator[None]:
+        """The call once more, maybe of another copy of the module. Then it has again what it has now, untouched."""
+        further, inner = _copies(self._copies), dict(module.named_modules())
+        owners = [(inner[path], had) for path, had in self._had.items() if path in inner]
+        now = []
+        for owner, had in owners:
+            buffers = {name: further.get(id(buffer), buffer) for name, buffer in had.buffers.items()}
+            now.append((owner, _put(owner._buffers, buffers), _put(owner.__dict__, had.attributes)))
+        try:
+            yield
+        finally:
+            for owner, buffers, attributes in now:
+                _put(owner._buffers, buffers)
+                _put(owner.__dict__, attributes)
 
 
-def _copies(tensors: list[Tensor]) -> dict[int, Tensor]:
+def _put(into: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Puts values into a module's own dict; gives what was there."""
+    before = {name: into.get(name, _ABSENT) for name in values}
+    for name, value in values.items():
+        if value is _ABSENT:
+            into.pop(name, None)
+        else:
+            into[name] = value
+    return before
+
+
+def _plain(owner: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(owner).items() if type(value) in _PLAIN}
+
+
+def _is_small(buffer: Tensor) -> bool:
+    return buffer.nbytes <= _SMALL and not buffer.requires_grad  # a copy would not be a part of the graph
+
+
+def _copies(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
     """By id; no recorder takes them for what the function computes."""
     with _disable_current_modes():
         return {id(tensor): tensor.detach().clone() for tensor in tensors}
+
+
+def _other_bits(pairs: Iterable[tuple[Tensor, Tensor]]) -> set[int]:
+    """The ids of tensors that have other bits than their copies; all are compared before the first answer is awaited."""
+    with _disable_current_modes():
+        answers = [(id(tensor), _differs(tensor.detach(), copy)) for tensor, copy in pairs]
+        return {key for key, answer in answers if answer}
+
+
+def _differs(tensor: Tensor, copy: Tensor) -> Tensor | bool:
+    if tensor.shape != copy.shape or tensor.dtype != copy.dtype:
+        return True
+    if tensor.layout != torch.strided or tensor.is_meta:
+        return False  # their versions tell
+    one, other = (x.reshape(-1).view(torch.uint8) for x in (tensor, copy))
+    return (one != other).any()

@@ -6,15 +6,17 @@ from torch import Tensor
 
 from . import tree
 
-__all__ = ["rows_of", "split"]
+__all__ = ["least_rows", "rows_of", "split"]
 
 
 def rows_of(batch: Any) -> int:
-    """How many rows a batch has: dim 0 of its first tensor that has dims, else one."""
-    for leaf in tree.leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.dim():
-            return leaf.shape[0]
-    return 1
+    """How many rows a batch has: those of its leaf with the fewest, more than one; what has one goes with every row."""
+    return min((count for count in _counts(batch) if count > 1), default=least_rows(batch))
+
+
+def least_rows(batch: Any) -> int:
+    """The fewest rows that a leaf of a batch has, one if none has dims: into as many micro-batches it can be cut."""
+    return min(_counts(batch), default=1)
 
 
 def split(batch: Any, k: int, *, uneven: bool = False) -> list[Any]:
@@ -43,7 +45,7 @@ def split(batch: Any, k: int, *, uneven: bool = False) -> list[Any]:
             )
         if leaf.shape[0] < k:
             raise ValueError(f"{where} has {leaf.shape[0]} rows, too few for {k} micro-batches; use at least {k}")
-    least = min((leaf.shape[0] for leaf in leaves), default=0)
+    least = least_rows(batch)
     cuts = [i * (least // k) + min(i, least % k) for i in range(1, k)]
     for path, leaf in tree.named(batch):
         if any(cut * leaf.shape[0] % least for cut in cuts):
@@ -53,3 +55,8 @@ def split(batch: Any, k: int, *, uneven: bool = False) -> list[Any]:
             )
     pieces = [leaf.tensor_split([cut * leaf.shape[0] // least for cut in cuts]) for leaf in leaves]
     return [tree.unflatten(spec, parts) for parts in zip(*pieces, strict=True)]
+
+
+def _counts(batch: Any) -> list[int]:
+    """Dim 0 of its tensors that have dims."""
+    return [leaf.shape[0] for leaf in tree.leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]

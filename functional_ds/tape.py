@@ -34,10 +34,11 @@ class Tape:
         carry: gradients so far, in earlier micro-batches; consumed.
         last: whether this is the last micro-batch of the optimizer step.
         roots: further tensors to begin the backward pass at, with gradient zero, so that their nodes run in any case.
-        placeholders: paths of the tensors that only stand for a parameter, by id.
+        placeholders: paths of the tensors that only stand for a parameter, by id; what is fetched together is in a row.
         claims: functions that know a param, or a view of one, whose memory comes and goes.
         calls: who runs modules inside of a module, the outermost last.
         slots: what transforms keep for this pass, by name.
+        homes: what the thread that opened it keeps for modules; a device's backward has a thread of its own.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Tape:
         self.claims: list[Callable[[Tensor], bool]] = []
         self.calls: tuple[Any, ...] = ()
         self.slots: dict[str, Any] = {}
+        self.homes: dict[Any, Any] = {}
         self._inspects = inspects
         self._leaves: list[Tensor] = []
         self._collect: Callable[[list[Tensor | None]], list[Tensor]] = self._add
@@ -139,13 +141,22 @@ class Tape:
             grads = list(torch.autograd.grad(roots, self._leaves, seeds, allow_unused=True))
         return self._collect(grads)
 
-    def push(self, seen: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> None:
+    def takes(self, given: Mapping[str, Tensor]) -> bool:
+        """Whether ``push_with``'s function takes the gradients of what a view gave: nothing was computed from its own."""
+        return self._push is not None and all(
+            type(leaf) is not Tensor and self.placeholders.get(id(leaf)) == path for path, leaf in given.items()
+        )
+
+    def push(self, seen: Mapping[str, Tensor], grads: Mapping[str, Tensor], *, through: bool) -> None:
         """Takes the gradients of what the loss has ``seen`` of the view, once: the transpose of the view begins.
 
         Reductions that it starts go on meanwhile; ``collect`` waits for them.
+
+        Args:
+            through: whether autograd takes them back to the leaves, whatever ``push_with`` was told.
         """
         self.end_forward()
-        if self._push is not None:
+        if self._push is not None and not through:
             self._push(grads)
             self._pushed = [None] * len(self._leaves)
             return
@@ -170,10 +181,26 @@ class Tape:
         return self._collect([None] * len(self._leaves) if pushed is None else pushed)
 
     def _add(self, grads: list[Tensor | None]) -> list[Tensor]:
-        found = [torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads, self._leaves, strict=True)]
+        found = [
+            torch.zeros_like(leaf) if grad is None else dense(grad) for grad, leaf in zip(grads, self._leaves, strict=True)
+        ]
         if self.carry is None:
             return _apart(found) if self.last else [wide(grad) for grad in found]
         return [total.add_(grad) for total, grad in zip(self.carry, found, strict=True)]
+
+
+def dense(grad: Tensor) -> Tensor:
+    """A gradient, which must not be sparse.
+
+    Raises:
+        ValueError: it is.
+    """
+    if grad.layout != torch.strided:
+        raise ValueError(
+            f"the gradient of a leaf of shape {list(grad.shape)} is sparse, and updates are dense: build the embedding with "
+            "sparse=False"
+        )
+    return grad
 
 
 def _apart(grads: list[Tensor]) -> list[Tensor]:

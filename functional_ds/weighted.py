@@ -46,8 +46,9 @@ def weigh(value: Any, what: str) -> Weighted:
     if not isinstance(found.sum, Tensor):
         raise TypeError(f"{what} must be a scalar tensor or Weighted(sum, weight), not {type(found.sum).__name__}")
     total = found.sum.reshape(())
-    if total.dtype == torch.bool:
-        total = total.float()  # sums of bools are bools
+    whole = not (total.is_floating_point() or total.is_complex())
+    if total.dtype == torch.bool or (whole and found is not value):
+        total = total.to(torch.get_default_dtype())  # sums of bools are bools; means are weighed, on other ranks if not here
     if isinstance(found.weight, Tensor):
         return Weighted(total, found.weight.detach().to(total.device, torch.float32).reshape(()))
     return Weighted(total, torch.full((), float(found.weight), dtype=torch.float32, device=total.device))

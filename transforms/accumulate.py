@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from functional_ds import tree
-from functional_ds.rows import rows_of, split
+from functional_ds.rows import least_rows, split
 from functional_ds.state import State
 from functional_ds.step import Step, Transform, wrap
 from functional_ds.weighted import Weighted
@@ -36,7 +36,7 @@ def accumulate(k: int) -> Transform:
         inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
     ) -> tuple[Weighted, dict[str, Weighted]]:
         micro_batches = split(batch, k)
-        rows = rows_of(micro_batches[0])
+        rows = least_rows(micro_batches[0])
         metrics: dict[str, Weighted] = {}
         for i, micro in enumerate(micro_batches):
             key = None if state.key is None else state.key.at(step=state.key.step, rows=i * rows)

@@ -1,8 +1,10 @@
 """zero's slot in the state: how the params lie in shards, and what the ranks have learned about the order of things."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
+import torch
 from torch import Tensor
 
 from functional_ds import tree
@@ -24,6 +26,7 @@ class Learned:
     forward: Route = attrs.field(factory=Route)
     backward: Route = attrs.field(factory=Route)
     of_parts: "dict[frozenset[str], SomeLeaves]" = attrs.field(factory=dict)
+    by_dtypes: dict[tuple[torch.dtype, ...], Layout] = attrs.field(factory=dict)
 
     @staticmethod
     def fresh(layout: Layout, parts: Parts) -> "Learned":
@@ -67,3 +70,11 @@ class Partition:
     layout: Layout = tree.static()
     learned: Learned = tree.static()
     exact: Sequence[Tensor | None] = ()
+
+    def as_stored(self, stored: Sequence[Any]) -> Layout:
+        """The layout with the dtypes that are stored: mixed precision stores others than it was given."""
+        dtypes, known = tuple(flat.dtype for flat in stored), self.learned.by_dtypes
+        if dtypes not in known:
+            pairs = zip(self.layout.segments, dtypes, strict=True)
+            known[dtypes] = attrs.evolve(self.layout, segments=tuple(attrs.evolve(s, dtype=dtype) for s, dtype in pairs))
+        return known[dtypes]

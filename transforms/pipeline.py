@@ -11,7 +11,7 @@ from functional_ds.parts import Parts
 from functional_ds.pipelining import Kind, Recorder, Schedule, Stages, lower, validate
 from functional_ds.pipelining.placing import Placed
 from functional_ds.pipelining.running import Traffic, gradients, measure
-from functional_ds.rows import rows_of
+from functional_ds.rows import least_rows
 from functional_ds.state import State
 from functional_ds.step import Step, Transform, wrap
 from functional_ds.training import Autograd
@@ -162,7 +162,7 @@ class _Pipeline:
 
     def measure(self, inner: Any, step: Step, state: State, batch: Any) -> dict[str, Weighted]:
         """Its forwards alone; a batch with fewer rows than micro-batches makes as many as it has rows."""
-        count = max(1, min(rows_of(batch), self.schedule.microbatches))
+        count = max(1, min(least_rows(batch), self.schedule.microbatches))
         few = count < self.schedule.microbatches
         schedule = self.inference.first(count) if few else self.inference
         return measure(self._traffic(schedule), step, state, batch)

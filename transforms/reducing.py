@@ -9,7 +9,7 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.comm.relay import relay
 from functional_ds.layout import Layout
-from functional_ds.tape import wide
+from functional_ds.tape import dense, wide
 
 from .carriage import Carriage
 
@@ -85,7 +85,7 @@ class Reducer:
         if fresh:
             self.local[index] = self._room(index, leaves, device)
         pairs = zip(segment.views(self.local[index]), leaves, strict=True)
-        found = [(view, grad) for view, grad in pairs if grad is not None and grad.numel()]
+        found = [(view, dense(grad)) for view, grad in pairs if grad is not None and grad.numel()]
         if found:
             move = torch._foreach_copy_ if fresh else torch._foreach_add_
             move([view for view, _ in found], [grad for _, grad in found])

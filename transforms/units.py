@@ -148,7 +148,8 @@ class Units:
                 tape.during_forward(saved_tensors_hooks(self._pack, self._unpack))
                 tape.claims.append(lambda tensor: self._owner(tensor) is not None)
         leaves = self._deferred(tape.records)
-        tape.placeholders.update(zip(map(id, leaves), self.layout.paths, strict=True))
+        slots = (s for unit in self.layout.units for index in unit.segments for s in self.layout.segments[index].slots)
+        tape.placeholders.update({id(leaves[slot.leaf]): self.layout.paths[slot.leaf] for slot in slots})
         return tree.unflatten(self.layout.spec, leaves)
 
     def forget(self, unit: int) -> None:
@@ -267,7 +268,8 @@ class Units:
         """Gradients that were summed elsewhere, unit by unit as a backward pass would complete them."""
         for unit in reversed(range(len(self.layout.units))):
             trained = [] if self.reducer is None else self.reducer.trained(unit)
-            if trained:
+            if trained and self.reducer is not None:
+                self.reducer.waiting[unit] = 1  # however many nodes have been made, which nobody walks
                 slots = (slot for index in trained for slot in self.layout.segments[index].slots)
                 self.completed(unit, [grads.get(self.layout.paths[slot.leaf]) for slot in slots])
 

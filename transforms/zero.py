@@ -272,7 +272,7 @@ class Zero:
     def view(self, inner: Any, step: Step, state: State, tape: Tape) -> Any:
         """Deferred leaves: of whole units in stages 0 to 2, of units that are gathered when touched in stage 3."""
         partition: Partition = state.slots["zero"]
-        layout, learned, knobs = _as_stored(partition.layout, state.params), partition.learned, self.knobs
+        layout, learned, knobs = partition.as_stored(state.params), partition.learned, self.knobs
         carriage = Carriage(self.ranks(), knobs, lambda dtype: step.wire(state, dtype))
         device = state.params[0].device if state.params else torch.device("cpu")
         elsewhere = any(not isinstance(shard, Tensor) for shard in state.params)  # on the host or a disk, offloaded
@@ -344,14 +344,6 @@ class Zero:
         slot = Partition(known.layout, known.learned)
         alone = tree.replace(state, params=[state.params[i] for i in known.segments]).put(zero=slot)
         return alone, tuple(place for place, i in enumerate(trained) if i in known.segments)
-
-
-def _as_stored(layout: Layout, stored: Sequence[Tensor]) -> Layout:
-    """The layout with the dtypes that are stored: mixed precision stores others than it was given."""
-    pairs = list(zip(layout.segments, stored, strict=True))
-    if all(segment.dtype == flat.dtype for segment, flat in pairs):
-        return layout
-    return attrs.evolve(layout, segments=tuple(attrs.evolve(segment, dtype=flat.dtype) for segment, flat in pairs))
 
 
 def _of_rank_0(leaf: Tensor, ranks: Ranks) -> Tensor:

@@ -82,8 +82,12 @@ def check_free(folder: Path, tag: str) -> None:
     place = folder / tag
     if place.is_dir() and not any(place.iterdir()):
         return
-    if os.path.lexists(place) and not (place / _FIRST).exists() and read_summary(place) is None:
-        raise CheckpointError(f"tag={tag!r}: {place} is there and is no checkpoint; choose another tag, or move it away")
+    summary = read_summary(place)
+    ours = summary.tag == tag if summary is not None else (place / _FIRST).exists()
+    if os.path.lexists(place) and not ours:
+        raise CheckpointError(
+            f"tag={tag!r}: {place} is there and is no checkpoint of this tag; choose another tag, or move it away"
+        )
 
 
 def check_pointer(folder: Path) -> None:

@@ -16,7 +16,6 @@ __all__ = ["Lock"]
 
 _PATIENCE = 10.0  # seconds: children of a job that was killed may hold its lock a little longer than itself
 _PAUSE = 0.1
-_HERE: set[tuple[int, int]] = set()  # the locks that this process has
 
 
 @attrs.define(eq=False)
@@ -25,7 +24,6 @@ class Lock:
 
     path: Path
     handle: int
-    own: tuple[int, int]
 
     @staticmethod
     def take(folder: Path, patience: float = _PATIENCE) -> "Lock":
@@ -40,9 +38,9 @@ class Lock:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise CheckpointError(f"{folder} is not writable: {error.strerror}") from error
-        until, own = time.monotonic() + patience, _identity(handle)
+        until, own = time.monotonic() + patience, _note()
         while not _held(handle):
-            if own in _HERE:
+            if os.pread(handle, 4096, 0) == own:
                 os.close(handle)
                 raise BusyError(
                     f"{folder}: a Saver of this process is open here, fit's perhaps; save with it, or into another folder"
@@ -54,25 +52,24 @@ class Lock:
                     f"{folder}: another job saves here ({owner}); give each job a folder of its own, or end the other one"
                 )
             time.sleep(_PAUSE)
-        note = json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode()
         with contextlib.suppress(OSError):  # a note for people; a full disk is reported by what is written next
             os.ftruncate(handle, 0)
-            os.pwrite(handle, note, 0)
-        _HERE.add(own)
-        return Lock(path, handle, own)
+            os.pwrite(handle, own, 0)
+        return Lock(path, handle)
 
     def release(self) -> None:
         """Lets others save."""
         if self.handle >= 0:
-            _HERE.discard(self.own)
+            with contextlib.suppress(OSError):
+                os.ftruncate(self.handle, 0)
             _free(self.handle)  # closing is not enough where a process that was forked meanwhile has it open, too
             os.close(self.handle)
             self.handle = -1
 
 
-def _identity(handle: int) -> tuple[int, int]:
-    found = os.fstat(handle)
-    return found.st_dev, found.st_ino
+def _note() -> bytes:
+    """Who this process is."""
+    return json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode()
 
 
 def _held(handle: int) -> bool:

@@ -206,12 +206,13 @@ class Saver:
         if not isinstance(state, State):
             raise TypeError(f"state={type(state).__name__}: save takes the state that a step made")
         step = int(state.step)
-        wish = _Wish(check_tag(str(step) if tag is None else tag), step, _json(extra), self.folder)
+        kept = _json(extra)
+        wish = _Wish(check_tag(str(step) if tag is None else tag), step, None, self.folder)
         held += describe(as_tensors(state))
         if self._group.rank == 0:
             check_free(self.folder, wish.tag)
             made.append(staging(self.folder))
-            wish = attrs.evolve(wish, staged=made[0])
+            wish = attrs.evolve(wish, staged=made[0], extra=kept)
         return offers(held), wish
 
     def _compared(self, ranks: Sequence[Sequence[Offer]], held: Sequence[Held]) -> Sequence[Sequence[Offer]]:

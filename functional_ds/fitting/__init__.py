@@ -4,9 +4,9 @@
 one's own.
 """
 
-from .fit import fit
 from .health import NonFiniteLossError, RollBack, Stop
 from .logs import CsvLog, Logger, TensorBoard
+from .loop import fit
 from .run import Interrupted
 from .signals import Flag, noted_for_ranks, noted_here
 from .source import Epochs, Indexed, Reader, Replayed, Source, Stateful

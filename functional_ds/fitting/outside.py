@@ -7,11 +7,12 @@ from typing import Any
 
 import attrs
 import torch
+from torch import Tensor
 
 from functional_ds import comm
-from functional_ds.functional import Apply, with_changed_buffers
+from functional_ds.functional import Apply, alike, with_changed_buffers
 
-from .position import as_json, from_json
+from .position import from_json, gathered
 
 __all__ = ["Outside"]
 
@@ -28,46 +29,57 @@ class Outside:
 
     applies: Sequence[Apply] = ()
     _told: bool = False
+    _before: dict[Apply, dict[str, Tensor]] = attrs.field(factory=dict)  # what other modules have come with
 
     def __attrs_post_init__(self) -> None:
         for apply in self.applies:
             if not isinstance(apply, Apply):
                 raise TypeError(f"buffers={apply!r}: pass the function of a module that fds.functional gives, or several")
+        for apply in with_changed_buffers():
+            self._before[apply] = {name: buffer.clone() for name, buffer in apply.changed_buffers.items()}
 
     def kept(self) -> Any:
         """All ranks' values as JSON. Collective."""
-        self._look()
         generators, device = {"cpu": torch.get_rng_state()}, self._device()
         if device is not None:
             generators["cuda"] = torch.cuda.get_rng_state(device)
         own = {"generators": generators, "buffers": [dict(apply.changed_buffers) for apply in self.applies]}
-        return comm.all_gather_object(as_json(own))
+        found = {"count": comm.world().size, **gathered(own)}
+        self._look()
+        return found
 
     def restore(self, kept: Any, *, generators: bool = True) -> None:
         """Puts this rank's values back.
 
-        On another number of ranks each takes the buffers of one that there was, and generators stay as they are. After a
-        roll-back they stay, too, as the data do.
+        A buffer that this rank did not have, or of which there were other ranks, is the first rank's that had it; one that had
+        not changed is as the module has it. On another number of ranks generators stay as they are. After a roll-back they
+        stay, too, as the data do.
 
         Raises:
             ValueError: the modules are others than those that were saved.
         """
         if kept is None:  # an older checkpoint
             return
-        world = comm.world()
-        own = from_json(kept[world.rank % len(kept)])
-        if len(own["buffers"]) != len(self.applies):
+        world, same = comm.world(), comm.world().size == kept["count"]
+        ranks = from_json([kept["all"]] * kept["count"] if "all" in kept else kept["ranks"])
+        saved = len(ranks[0]["buffers"])
+        if saved == len(self.applies):
+            for index, apply in enumerate(self.applies):
+                held = [each["buffers"][index] for each in reversed(ranks)]
+                mine = ranks[world.rank]["buffers"][index] if same else {}
+                apply.put_buffers({k: v for one in (dict(apply.module.named_buffers()), *held, mine) for k, v in one.items()})
+        elif saved:
             raise ValueError(
-                f"buffers: the checkpoint has those of {len(own['buffers'])} modules, and fit was given {len(self.applies)}; "
+                f"buffers: the checkpoint has those of {saved} modules, and fit was given {len(self.applies)}; "
                 "pass the modules of the run that saved it"
             )
-        for apply, buffers in zip(self.applies, own["buffers"], strict=True):
-            apply.put_buffers(buffers)
-        if generators and world.size == len(kept):
-            device = self._device()
-            torch.set_rng_state(own["generators"]["cpu"])
-            if device is not None and "cuda" in own["generators"]:
-                torch.cuda.set_rng_state(own["generators"]["cuda"], device)
+        elif world.rank == 0:
+            warnings.warn("buffers: the checkpoint has none, so modules begin with their own", stacklevel=2)
+        if generators and same:
+            mine, device = ranks[world.rank]["generators"], self._device()
+            torch.set_rng_state(mine["cpu"])
+            if device is not None and "cuda" in mine:
+                torch.cuda.set_rng_state(mine["cuda"], device)
 
     def apart(self) -> AbstractContextManager[None]:
         """Inside, draws leave the generators as they were: an evaluation is no part of the training."""
@@ -79,11 +91,19 @@ class Outside:
         return device if device.type == "cuda" else None
 
     def _look(self) -> None:
-        if not self._told and set(with_changed_buffers()) - set(self.applies):
-            self._told = True
-            if comm.world().rank == 0:
-                warnings.warn(
-                    "the step changes buffers of a module (running statistics, say), which are in no checkpoint: pass "
-                    "fit(..., buffers=apply), where apply is what fds.functional gave for it",
-                    stacklevel=2,
-                )
+        if self._told or not any(map(self._forgets, with_changed_buffers())):
+            return
+        self._told = True
+        if comm.world().rank == 0:
+            warnings.warn(
+                "the step changes buffers of a module (running statistics, say), which are in no checkpoint: pass "
+                "fit(..., buffers=apply), where apply is what fds.functional gave for it",
+                stacklevel=2,
+            )
+
+    def _forgets(self, apply: Apply) -> bool:
+        before = self._before.get(apply, {})
+        changes = apply not in self.applies and any(
+            name not in before or not alike(buffer, before[name]) for name, buffer in apply.changed_buffers.items()
+        )
+        return changes

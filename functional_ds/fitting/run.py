@@ -183,15 +183,15 @@ class Run:
         self.keeper.save(self.state, self.outside, done=self.place.done, data=reader.position, rollbacks=self.place.rollbacks)
 
     def _finite(self) -> Tensor:
-        """Whether all trained params are; those that lie elsewhere are fetched one at a time."""
+        """Whether all trained params are; those that lie elsewhere are fetched one at a time. Collective, once."""
         device, leaves = self.state.step.device, tree.leaves(self.state.params)
-        here = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.device == device]
-        found = self.step.finite(self.state, [leaf for leaf in here if is_trainable(leaf)])
+        here = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.device == device and is_trainable(leaf)]
+        whole = torch.zeros((), device=device)  # stands for all that lies elsewhere, of which ranks have different numbers
         for leaf in leaves:
             away = not isinstance(leaf, Tensor) or leaf.device != device
             if away and (leaf.is_floating_point() or leaf.is_complex()):
-                found = found & self.step.finite(self.state, [leaf.detach().to(device)])
-        return found
+                whole = torch.where(leaf.detach().to(device).isfinite().all(), whole, torch.nan)
+        return self.step.finite(self.state, [*here, whole])
 
     def _judge(self) -> bool:
         """Whether the run was rolled back."""

@@ -2,10 +2,12 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
+import torch
+from torch import Tensor
 
 __all__ = ["Epochs", "Indexed", "Reader", "Replayed", "Source", "Stateful", "as_source"]
 
@@ -126,45 +128,97 @@ class Replayed:
 
 
 @attrs.define
+class _Aside:
+    """What an epoch's beginning draws, beside torch's default generator."""
+
+    state: Tensor
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Inside, the default generator goes on from here; afterwards it is as it was."""
+        before = torch.get_rng_state()
+        torch.set_rng_state(self.state)
+        try:
+            yield
+        finally:
+            self.state = torch.get_rng_state()
+            torch.set_rng_state(before)
+
+
+@attrs.define
 class _Turning:
+    """A reader of epoch after epoch.
+
+    Attributes:
+        drawn: how many batches of this epoch lie behind it.
+    """
+
     epochs: "Epochs"
     epoch: int
+    drawn: int
+    aside: _Aside
     reader: Reader
+
+    @staticmethod
+    def begin(epochs: "Epochs", epoch: int, drawn: int = 0, within: Any | None = None) -> "_Turning":
+        """In an epoch, from a place on; behind the last one there is nothing."""
+        source = as_source(epochs.batches)
+        if epoch == epochs.count:
+            drawn, within, source = 0, None, Indexed(lambda index: None, 0)
+        else:
+            epochs.tell(epoch)
+        seed = torch.initial_seed() if epochs.seed is None else epochs.seed
+        aside = _Aside(torch.Generator().manual_seed((seed * 0x9E3779B1 + epoch) % 2**32).get_state())
+        with aside.drawing():
+            reader = source.at(within)
+        return _Turning(epochs, epoch, drawn, aside, reader)
 
     def __next__(self) -> Any:
         with suppress(StopIteration):
-            return next(self.reader)
-        if self.epochs.count is not None and self.epoch + 1 >= self.epochs.count:
+            return self._next()
+        if self.epoch == self.epochs.count:
             raise StopIteration
-        self.epoch += 1
-        self.reader = self.epochs.begin(self.epoch, None)
+        following = _Turning.begin(self.epochs, self.epoch + 1)
+        self.epoch, self.drawn, self.aside, self.reader = following.epoch, 0, following.aside, following.reader
+        if self.epoch == self.epochs.count:
+            raise StopIteration
         try:
-            return next(self.reader)
+            return self._next()
         except StopIteration:
             raise ValueError(f"batches: epoch {self.epoch} of {self.epochs.batches!r} has no batch") from None
 
+    def _next(self) -> Any:
+        with nullcontext() if self.drawn else self.aside.drawing():  # many a shuffle is drawn with the first batch
+            found = next(self.reader)
+        self.drawn += 1
+        return found
+
     @property
     def position(self) -> Any:
-        return {"epoch": self.epoch, "within": self.reader.position}
+        return {"epoch": self.epoch, "drawn": self.drawn, "within": self.reader.position}
 
 
 @attrs.frozen
 class Epochs:
     """The same batches again and again, as a ``DataLoader`` gives them: the position is the epoch and the place within it.
 
-    Each epoch begins with ``set_epoch(epoch)`` of the batches, or of their ``sampler``, if there is such a method.
+    Each epoch begins with ``set_epoch(epoch)`` of whatever has such a method: the batches, their ``dataset``, ``sampler`` or
+    ``batch_sampler``. What is drawn from torch's default generator when it begins, first batch included, depends on ``seed``
+    and the epoch alone: so a ``DataLoader`` shuffles after a resume as it would have done, whatever the step draws.
 
-    >>> reader = Epochs([1, 2]).at({"epoch": 4, "within": 1})
+    >>> reader = Epochs([1, 2]).at({"epoch": 4, "drawn": 1, "within": 1})
     >>> [next(reader) for _ in range(4)], reader.position
-    ([2, 1, 2, 1], {'epoch': 6, 'within': 1})
+    ([2, 1, 2, 1], {'epoch': 6, 'drawn': 1, 'within': 1})
 
     Attributes:
         batches: whatever ``fit`` takes as batches, but for an iterator, which gives its batches once.
         count: how many epochs; None for no end.
+        seed: of the shuffles; None for what this rank's generator was seeded with.
     """
 
     batches: Any
     count: int | None = None
+    seed: int | None = None
 
     def __attrs_post_init__(self) -> None:
         if isinstance(self.batches, Iterator):
@@ -174,16 +228,26 @@ class Epochs:
 
     def at(self, position: Any | None) -> Reader:
         """From that epoch and place on."""
-        epoch, within = (0, None) if position is None else (position["epoch"], position["within"])
-        return _Turning(self, epoch, self.begin(epoch, within))
+        epoch, drawn, within = (0, 0, None) if position is None else (position[k] for k in ("epoch", "drawn", "within"))
+        if drawn and drawn == self._length():  # many a loader takes its state at an epoch's end for a beginning
+            epoch, drawn, within = epoch + 1, 0, None
+        return _Turning.begin(self, epoch, drawn, within if drawn else None)
 
-    def begin(self, epoch: int, within: Any | None) -> Reader:
-        """A reader of one epoch."""
-        for holder in (self.batches, getattr(self.batches, "sampler", None)):
+    def tell(self, epoch: int) -> None:
+        """Calls ``set_epoch``."""
+        batch_sampler = getattr(self.batches, "batch_sampler", None)
+        parts = [getattr(self.batches, name, None) for name in ("dataset", "sampler")]
+        holders = (self.batches, *parts, batch_sampler, getattr(batch_sampler, "sampler", None))
+        for holder in {id(each): each for each in holders}.values():
             set_epoch = getattr(holder, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(epoch)
-        return as_source(self.batches).at(within)
+
+    def _length(self) -> int | None:
+        try:
+            return len(self.batches)
+        except TypeError:
+            return None
 
 
 def as_source(batches: Any) -> Source:

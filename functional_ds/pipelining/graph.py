@@ -14,7 +14,7 @@ import numpy.typing as npt
 from .action import COMPUTE, Action, Codes, Kind, kinds, microbatches, stages, unpack
 from .schedule import Schedule, ScheduleError
 
-__all__ = ["Floats", "Graph", "graph", "sweep"]
+__all__ = ["Floats", "Graph", "as_sent", "graph", "sweep"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -189,6 +189,19 @@ def _check_order(made: Graph) -> None:
             _, later, needed = made.where(int(needs))
             why = f"needs {needed}, which comes after it, at place {later}"
             raise ScheduleError(why, action=action, rank=rank, place=place)
+
+
+def as_sent(made: Graph) -> Graph:
+    """The graph in which who receives a value waits for what stands before its send, where the schedule has sends."""
+    before = np.append(made.before, made.size)  # the last for what goes nowhere
+    for rank, row in enumerate(made.schedule.codes):
+        kind = kinds(row)
+        places = np.flatnonzero((kind == Kind.SEND_F) | (kind == Kind.SEND_B))
+        slot, onward = np.where(kind[places] == Kind.SEND_F, [[_FORWARD], [1]], [[_INPUT], [-1]])
+        to = made.table[slot, stages(row)[places] + 1 + onward, microbatches(row)[places]]
+        done = made.first[rank] + (kind <= max(COMPUTE)).cumsum()[places] - 1
+        before[to] = np.maximum(before[to], done)
+    return attrs.evolve(made, before=before[:-1])
 
 
 # -- going through it ---------------------------------------------------------------------------------------------------

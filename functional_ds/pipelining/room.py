@@ -39,6 +39,7 @@ class Room:
     _gathered: dict[int, str] = attrs.field(factory=dict)  # a leaf for each storage that the view has made
     _tape: Tape | None = None
     _gone: bool = False
+    _through: bool = True  # whether autograd has a part in the view
 
     def fill(self) -> None:
         """Makes the leaves whole; collective where they are sharded. Again does nothing."""
@@ -61,7 +62,12 @@ class Room:
 
     def push(self, grads: Mapping[str, Tensor]) -> None:
         """Takes the gradients by the leaves, all of them; reductions begin."""
-        self._opened().push(self._seen, grads)
+        tape, gone = self._opened(), self._gone
+        if self._through:
+            self.fill()  # what autograd has saved of the view may lie in the leaves' memory
+        tape.push(self._seen, grads, through=self._through)
+        if gone:
+            self.empty()
 
     def collect(self) -> list[Tensor]:
         """The gradients of the stored params."""
@@ -80,9 +86,9 @@ class Room:
         tape = self._tape = Tape(records=self.records, carry=self.carry, last=self.last)
         tape.__enter__()
         given = self.step.view(self.state, tape)
-        self._seen = {
-            path: leaf if type(leaf) is Tensor else leaf.view_as(leaf) for path, leaf in given.items()
-        }  # fetched here
+        self._through = not tape.takes(given)
+        order = dict.fromkeys((*tape.placeholders.values(), *given))  # each unit is fetched once, here
+        self._seen = {path: _fetched(given[path]) for path in order if path in given}
         tape.step_aside()
         self.leaves = {path: leaf.detach().requires_grad_(leaf.requires_grad) for path, leaf in self._seen.items()}
         stored = {_storage(leaf) for leaf in tree.leaves(self.state.params) if isinstance(leaf, Tensor)}  # not on a disk
@@ -97,6 +103,10 @@ class Room:
                 leaf, fresh = self.leaves[path], given[path].detach().untyped_storage()
                 leaf.untyped_storage().resize_(fresh.nbytes())
                 leaf.untyped_storage().copy_(fresh, non_blocking=False)
+
+
+def _fetched(leaf: Tensor) -> Tensor:
+    return leaf if type(leaf) is Tensor else leaf.view_as(leaf)
 
 
 def _storage(tensor: Tensor) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from functional_ds import comm, tree
-from functional_ds.rows import rows_of, split
+from functional_ds.rows import least_rows, split
 from functional_ds.state import State
 from functional_ds.step import Step
 from functional_ds.tape import Tape, wide
@@ -101,7 +101,7 @@ def _runner(traffic: Traffic, step: Step, state: State, batch: Any, rooms: dict[
     placed: Placed = state.slots["pipeline"]
     parts = {stage: [part.name for part in placed.parts_of(stage)] for stage in traffic.schedule.stages_of(traffic.group.rank)}
     batches = split(batch, traffic.schedule.microbatches, uneven=True)
-    sizes = [rows_of(each) for each in batches]
+    sizes = [least_rows(each) for each in batches]
     shares = {rows: rows * traffic.weight / sum(sizes) for rows in sizes}
     weights = {rows: None if share == 1 else share for rows, share in shares.items()}
     leaves = _leaves(step, state, rooms, parts)

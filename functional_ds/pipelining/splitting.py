@@ -46,9 +46,13 @@ class Rest:
         self._outputs = self._seeds = ()
         for place, junction in enumerate(self._junctions):
             arrived = self._arrived.pop(place, ())
-            pairs = [(GradientEdge(junction.node, i), grad) for i, grad in enumerate(arrived) if grad is not None]
+            pairs = [(GradientEdge(junction.node, i), _zeros(grad)) for i, grad in enumerate(arrived) if grad is not None]
             edges, seeds = zip(*pairs, strict=True) if pairs else ((), ())
-            accumulate(edges, seeds, [self.weights[i] for i in junction.weights])
+            handle = junction.node.register_prehook(lambda grads, arrived=arrived: arrived)  # after all hooks of others
+            try:
+                accumulate(edges, seeds, [self.weights[i] for i in junction.weights])
+            finally:
+                handle.remove()
         self._junctions = []
 
 
@@ -77,6 +81,9 @@ def backward_inputs(
     Law: both together are ``accumulate(outputs, seeds, (*inputs, *weights))``, no product computed twice, but for what
     checkpoints recompute. A weight that comes in at several places, or is not beside the way to an input, gets its gradient
     with the inputs. Without inputs everything is left.
+
+    Hooks on a tensor or a node where weights come in have changed what is kept there; they are called again in the second
+    part, with zeros, and what they give then is not used.
 
     Args:
         outputs: tensors or gradient edges.
@@ -108,6 +115,13 @@ def backward_inputs(
         for handle in handles:
             handle.remove()
     return rest
+
+
+def _zeros(grad: Tensor) -> Tensor:
+    """Zeros like it; those of a plain tensor take no memory."""
+    if type(grad) is not Tensor or grad.layout != torch.strided:
+        return torch.zeros_like(grad)
+    return torch.zeros((), dtype=grad.dtype, device=grad.device).expand(grad.shape)
 
 
 def _node(output: Any) -> Node | None:

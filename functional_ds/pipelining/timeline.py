@@ -9,7 +9,7 @@ import numpy as np
 
 from .action import Action, Codes, Kind, kinds, stages, unpack
 from .costs import Costs
-from .graph import Floats, Graph, graph, sweep
+from .graph import Floats, Graph, as_sent, graph, sweep
 from .schedule import Schedule
 
 __all__ = ["Span", "Timeline", "measured", "observed", "timeline"]
@@ -95,11 +95,12 @@ class Timeline:
         if kind in (Kind.GATHER, Kind.REDUCE, Kind.EVICT):
             name = {Kind.GATHER: "gather", Kind.REDUCE: "reduce"}.get(kind)
             return begun + (float(self.costs.of(name, self.schedule.stages)[stage]) if name else 0.0)
-        sender = stage if kind in (Kind.SEND_F, Kind.SEND_B) else stage + (1 if kind is Kind.RECV_B else -1)
-        forward = kind in (Kind.SEND_F, Kind.RECV_F)
-        nodes = self._graph.forwards(sender) if forward else self._graph.backwards(sender)
-        crossing = self.costs.crossing(self.schedule.stages)[sender if forward else sender - 1]
-        return float(self._end[nodes[microbatch]] + crossing)
+        onward = kind in (Kind.SEND_F, Kind.RECV_B)  # between this stage and the next
+        crossing = float(self.costs.crossing(self.schedule.stages)[stage if onward else stage - 1])
+        if kind in (Kind.SEND_F, Kind.SEND_B):
+            return begun + crossing
+        nodes = self._graph.forwards(stage) if kind is Kind.RECV_F else self._graph.backwards(stage)
+        return float(self._end[self._graph.before[nodes[microbatch]]]) + crossing
 
     def memory(self, rank: int) -> tuple[Floats, Floats]:
         """Bytes of activations over time: ``bytes[i]`` from ``times[i]`` to ``times[i + 1]``."""
@@ -153,8 +154,9 @@ def timeline(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """When each action starts and ends if every rank takes its row in order, each action as soon as it can.
 
     A compute action starts when the one before it on its rank is over and what it needs has come: end + α + bytes β for a
-    value from another rank. Messages go on beside the computing, and links are not shared; a gather, where the schedule has
-    them, holds up only the actions that use what it gathers.
+    value from another rank, the end of the last action before its send, where the schedule has sends. Messages go on beside
+    the computing, and links are not shared; a gather, where the schedule has them, holds up only the actions that use what
+    it gathers.
 
     Args:
         schedule: of compute actions, or lowered.
@@ -172,7 +174,7 @@ def timeline(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     41.0
     """
     costs = costs or Costs()
-    made = graph(schedule)
+    made = as_sent(graph(schedule))
     seconds = costs.seconds(schedule.stages)
     duration = np.concatenate([seconds[stages(row), kinds(row)] for row in made.rows])
     crossing = costs.crossing(schedule.stages)

@@ -3,13 +3,14 @@
 from itertools import chain, pairwise
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from functional_ds.checkpointing.describing import Held
-from functional_ds.checkpointing.dividing import Offer, copies, divide, marked, marks, offers, own_name
+from functional_ds.checkpointing.dividing import Offer, _folded, copies, divide, marked, marks, offers, own_name
 
 
 @st.composite
@@ -92,7 +93,22 @@ def test_copies_that_differ_in_one_element_differ(numel: int, dtype: torch.dtype
     one = torch.arange(numel).to(dtype)
     other = one.clone()
     assert marks([one]) == marks([other])
+    assert torch.equal(_folded(one), _folded(other))
     other[place] += 1 if dtype != torch.bfloat16 else other[place] + 1
     assert marks([one]) != marks([other])
+    assert not torch.equal(_folded(one), _folded(other))
     both = divide(offered([[Held("x", (numel,), 0, one)], [Held("x", (numel,), 0, other)]]))
     assert [share.name for own in both for share in own] == [own_name("x", 0), own_name("x", 1)]
+
+
+@pytest.mark.parametrize("change", [lambda x: -x, lambda x: 2 * x, lambda x: x.flip(0), lambda x: x.roll(512), lambda x: 0 * x])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+@pytest.mark.parametrize("random", [False, True])
+def test_copies_that_differ_in_every_element_differ(change: Any, dtype: torch.dtype, random: bool) -> None:
+    """Also where differences of bits cancel out in plain sums."""
+    generator = torch.Generator().manual_seed(0)
+    one = torch.randn(1 << 18, generator=generator).to(dtype) if random else torch.full((1 << 18,), 0.5, dtype=dtype)
+    if torch.equal(change(one), one):
+        return
+    assert marks([one]) != marks([change(one)])
+    assert not torch.equal(_folded(one), _folded(change(one)))

@@ -136,6 +136,20 @@ def test_half_precision_moves(name: str, dtype: torch.dtype) -> None:
         assert (p != start[path]).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64])
+@pytest.mark.parametrize("rule", [fds.sgd(0.25), fds.adamw(0.25), fds.adagrad(0.25), fds.lion(0.25), fds.lamb(0.25)], ids=str)
+def test_scalars_move(rule: Any, dtype: torch.dtype) -> None:
+    """A leaf of no dimension, which torch promotes less than others."""
+    step = fds.train_step(lambda p, x: sum((leaf * leaf.conj()).real.float().sum() for leaf in p.values()), rule)
+    state = step.init({"s": torch.ones((), dtype=dtype), "v": torch.ones(1, dtype=dtype)})
+    for _ in range(2):
+        state, _ = step(state, torch.ones(1))
+    found = step.params(state)
+    assert found["s"].dtype == dtype
+    torch.testing.assert_close(found["s"], found["v"][0])
+    assert found["s"] != 1
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["lion", "lamb", "muon", "pair"])
 def test_weights_that_half_precision_does_not_hold(name: str, dtype: torch.dtype) -> None:

@@ -336,6 +336,15 @@ def test_refuses_params_without_values(stage: int | None) -> None:
         assert metrics["loss"].is_meta
 
 
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("zero", [(), (transforms.zero(0),), (transforms.zero(3),)])
+def test_refuses_sparse_gradients(k: int, zero: Any) -> None:
+    apply, params = fds.functional(torch.nn.Embedding(5, 3, sparse=True))
+    step = fds.compose(*zero, transforms.accumulate(k))(fds.train_step(lambda p, x: apply(p, x).sum(), fds.sgd(0.1)))
+    with pytest.raises(ValueError, match=r"the gradient of a leaf of shape \[5, 3\] is sparse.*sparse=False"):
+        step(step.init(params), torch.tensor([1, 2]))
+
+
 def test_refuses_unknown_phases_and_what_is_no_transform() -> None:
     with pytest.raises(ValueError, match=r"wraps \['updat'\], which are no phases"):
         fds.wrap("typo", updat=lambda inner, step: None)(fds.train_step(square, fds.sgd(0.1)))

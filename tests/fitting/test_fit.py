@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import functional_ds as fds
-from functional_ds import checkpointing, comm
+from functional_ds import checkpointing, comm, pipelining
 from functional_ds.fitting import CsvLog, Interrupted, NonFiniteLossError, RollBack, Stop
 from functional_ds.testing import assert_same
 from tests.fitting import models
@@ -352,6 +352,26 @@ def test_params_that_lie_elsewhere_are_looked_at(tmp_path: Path) -> None:
     found = comm.simulate(program, 3, world_size=2)
     assert checkpointing.tags(tmp_path / "run") == ["step-00000002", "step-00000003"]
     assert_same(found[0], found[1])
+
+
+def test_stages_with_other_numbers_of_params_on_a_disk(tmp_path: Path) -> None:
+    """Ranks look at their params together, however many tensors each has."""
+    params = [{"w": torch.eye(4)}, {"a": torch.eye(4), "c": torch.ones(4, dtype=torch.float64)}]
+    stages = pipelining.stages(
+        [lambda p, x: x @ p["w"], lambda p, x: x @ p["a"] + p["c"].float()], params, loss=lambda y, b: y.square().mean()
+    )
+
+    def program() -> int:
+        mesh = comm.mesh(dp=1, pp=2)
+        step = fds.compose(
+            fds.transforms.offload("disk", "disk", path=tmp_path),
+            fds.transforms.zero(3, mesh["dp"]),
+            fds.transforms.pipeline(pipelining.gpipe(2, 2), stages, mesh["pp"]),
+        )(fds.train_step(stages, fds.sgd(0.1)))
+        state = fds.fit(step, step.init(params), lambda index: (torch.ones(4, 4),), steps=2, path=tmp_path / "run", every=1)
+        return int(state.step)
+
+    assert comm.simulate(program, world_size=2) == [2, 2]
 
 
 def test_what_is_no_state() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import functional_ds as fds
 from functional_ds import comm, fitting
+from functional_ds import pipelining as pp
 from functional_ds.testing import assert_same
 
 
@@ -68,14 +69,65 @@ def test_batches_that_are_drawn_again(tmp_path: Path) -> None:
     assert_same(go(tmp_path / "parts", 4), want)
 
 
-def test_on_other_ranks_buffers_come_and_generators_stay(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("saved", "found"), [(3, 2), (1, 2)])
+def test_on_other_ranks_buffers_come_from_the_first(tmp_path: Path, saved: int, found: int) -> None:
     norm = lambda: nn.BatchNorm1d(4)  # noqa: E731
-    saved = comm.simulate(run, tmp_path / "run", 2, norm, world_size=3)
-    found = comm.simulate(run, tmp_path / "run", 2, norm, world_size=2)  # makes no more steps
-    assert_same([buffers for _, buffers in found], [buffers for _, buffers in saved[:2]])
+    before = comm.simulate(run, tmp_path / "run", 2, norm, world_size=saved)
+    after = comm.simulate(run, tmp_path / "run", 2, norm, world_size=found)  # makes no more steps
+    assert_same([buffers for _, buffers in after], [before[0][1]] * found)
 
 
-def test_a_roll_back_takes_back_statistics(tmp_path: Path) -> None:
+def test_buffers_of_a_pipeline_come_to_their_stages(tmp_path: Path) -> None:
+    """Whichever rank has a stage now."""
+
+    def go(dp: int, steps: int) -> dict[str, Tensor]:
+        mesh = comm.mesh(dp=dp, pp=2)
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+        stages, params = pp.cut(net, ["2"], loss=lambda y, batch: y.square().mean(), example=(torch.ones(4, 3),))
+        step = fds.compose(fds.transforms.zero(1, mesh["dp"]), fds.transforms.pipeline(pp.gpipe(2, 2), stages, mesh["pp"]))(
+            fds.train_step(stages, fds.sgd(0.1))
+        )
+        rows = lambda index: (torch.randn(8, 3, generator=torch.Generator().manual_seed(index))[4 * mesh["dp"].rank :][:4],)  # noqa: E731
+        assert stages.apply is not None
+        fds.fit(step, step.init(params), rows, steps=steps, path=tmp_path / "run", buffers=stages.apply)
+        return dict(stages.apply.buffers)
+
+    before = comm.simulate(go, 2, 2, world_size=4)  # rank 0 has stage 0, rank 1 stage 1
+    for rank, buffers in enumerate(comm.simulate(go, 1, 2, world_size=2)):
+        own = "1." if rank == 0 else "3."
+        assert_same(
+            {k: v for k, v in buffers.items() if k.startswith(own)},
+            {k: v for k, v in before[rank].items() if k.startswith(own)},
+        )
+
+
+class Lazy(nn.Module):
+    """Makes a buffer as it goes, sets one that was none, and lets one grow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", None)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "table"):
+            self.register_buffer("table", torch.zeros(2))
+        self.table = self.table + x.detach().sum()
+        self.mean = x.detach().mean(0) if self.mean is None else 0.5 * (self.mean + x.detach().mean(0))
+        self.seen = torch.cat([self.seen, x.detach().sum().view(1)])
+        return x * self.mean + self.seen.sum() + self.table.sum()
+
+
+@pytest.mark.law(37)
+def test_buffers_that_are_made_as_a_module_goes(tmp_path: Path) -> None:
+    want = run(tmp_path / "whole", 6, Lazy)
+    run(tmp_path / "parts", 4, Lazy)
+    assert_same(run(tmp_path / "parts", 6, Lazy), want)
+
+
+@pytest.mark.parametrize("bad", [0, 3])
+def test_a_roll_back_takes_back_statistics(tmp_path: Path, bad: int) -> None:
     """They, too, have seen the batch that spoilt the run."""
 
     def go() -> dict[str, Tensor]:
@@ -83,7 +135,7 @@ def test_a_roll_back_takes_back_statistics(tmp_path: Path) -> None:
         fds.fit(
             step,
             state,
-            lambda index: batch(index) * (float("nan") if index == 3 else 1),
+            lambda index: batch(index) * (float("nan") if index == bad else 1),
             steps=6,
             path=tmp_path / "run",
             every=1,
@@ -116,6 +168,28 @@ def test_buffers_that_never_change_are_not_kept(tmp_path: Path) -> None:
         warnings.simplefilter("error")
         fds.fit(step, state, batch, steps=1, path=tmp_path / "run")
     assert not apply.changed_buffers
+
+
+def test_modules_that_others_trained_are_no_concern(tmp_path: Path) -> None:
+    """Their buffers changed before."""
+    apply, params = fds.functional(nn.BatchNorm1d(3))
+    apply(params, torch.randn(4, 3))
+    assert apply.changed_buffers
+    _, step, state = build()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fds.fit(step, state, batch, steps=1, path=tmp_path / "run")
+
+
+def test_after_a_run_that_saved_none(tmp_path: Path) -> None:
+    """Whoever was told of it can go on."""
+    apply, step, state = build(nn.BatchNorm1d(4))
+    with pytest.warns(UserWarning, match="pass fit"):
+        fds.fit(step, state, batch, steps=1, path=tmp_path / "run")
+    apply, step, state = build(nn.BatchNorm1d(4))
+    with pytest.warns(UserWarning, match="the checkpoint has none, so modules begin with their own"):
+        fds.fit(step, state, batch, steps=2, path=tmp_path / "run", buffers=apply)
+    assert apply.buffers["1.num_batches_tracked"] == 1
 
 
 def test_other_modules_than_were_saved(tmp_path: Path) -> None:

@@ -185,3 +185,81 @@ def test_epochs_end_and_begin() -> None:
         Epochs([1], count=0)
     with pytest.raises(ValueError, match=r"epoch 1 of .* has no batch"):
         next(Epochs([]).at(None))
+
+
+def test_a_shuffle_goes_on_in_any_epoch() -> None:
+    """Whatever else draws from torch's generator meanwhile, and in a process that begins with another seed."""
+    loader = torch.utils.data.DataLoader(torch.arange(7), batch_size=2, shuffle=True)
+    torch.manual_seed(1)
+    reader, whole, places = Epochs(loader, seed=5).at(None), [], []
+    for _ in range(13):
+        places.append(reader.position)
+        whole.append(next(reader).tolist())
+        torch.rand(3)
+    assert [sorted(itertools.chain(*whole[i : i + 4])) for i in (0, 4, 8)] == [[*range(7)]] * 3
+    assert len({str(whole[i : i + 4]) for i in (0, 4, 8)}) == 3
+    for behind, place in enumerate(places):
+        torch.manual_seed(2 + behind)
+        again = Epochs(loader, seed=5).at(place)
+        assert [next(again).tolist() for _ in range(13 - behind)] == whole[behind:]
+    other = Epochs(loader).at(None)
+    assert [next(other).tolist() for _ in range(4)] != whole[:4]
+
+
+class Wrapping:
+    """A loader with a state that takes the end of an epoch for the beginning of another, as torchdata's does."""
+
+    def __init__(self) -> None:
+        self.dataset, self.epoch, self.done = self, 0, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.done = state["done"]
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[int]:
+        self.done %= 3
+        while self.done < 3:
+            self.done += 1
+            yield 10 * self.epoch + self.done
+
+
+def test_epochs_of_a_loader_with_a_state() -> None:
+    reader, whole, places = Epochs(Wrapping()).at(None), [], []
+    for _ in range(9):
+        places.append(reader.position)
+        whole.append(next(reader))
+    assert whole == [1, 2, 3, 11, 12, 13, 21, 22, 23]
+    for behind, place in enumerate(places):
+        again = Epochs(Wrapping()).at(place)
+        assert [next(again) for _ in range(9 - behind)] == whole[behind:]
+
+
+@pytest.mark.parametrize("batches", [[1, 2, 3], Wrapping()])
+def test_what_has_ended_stays_so(batches: Any) -> None:
+    """Whoever asks again where it ended gets nothing, however often."""
+    source = Epochs(batches, count=2)
+    reader = source.at(None)
+    for behind in range(7):
+        place = reader.position
+        assert (next(reader, None) is None) == (behind == 6)
+    for ended in (place, reader.position, source.at(reader.position).position):
+        assert next(source.at(ended), None) is None
+        assert next(source.at(ended), None) is None
+
+
+def test_set_epoch_reaches_the_sampler_of_a_batch_sampler() -> None:
+    data = torch.arange(8)
+    sampler = torch.utils.data.DistributedSampler(data, num_replicas=2, rank=0)  # type: ignore[arg-type]
+    batches = torch.utils.data.DataLoader(data, batch_sampler=torch.utils.data.BatchSampler(sampler, 2, drop_last=False))  # type: ignore[arg-type]
+    reader = Epochs(batches).at(None)
+    epochs = [[next(reader).tolist() for _ in range(2)] for _ in range(3)]
+    assert epochs[0] != epochs[1] or epochs[1] != epochs[2]
+    assert sampler.epoch == 2

@@ -14,7 +14,7 @@ from functional_ds.pipelining.estimate import Operations
 from functional_ds.pipelining.flight import Flight
 from functional_ds.pipelining.splitting import accumulate, backward_inputs
 
-LAYERS = ("linear", "norm", "tied", "gate", "conv", "attention", "recomputed", "beside", "plain")
+LAYERS = ("linear", "norm", "tied", "gate", "conv", "attention", "recomputed", "beside", "plain", "hooked", "prehooked")
 
 
 def model(kinds: list[str]) -> tuple[list[Tensor], Any]:
@@ -45,6 +45,10 @@ def model(kinds: list[str]) -> tuple[list[Tensor], Any]:
             steps.append(lambda x, w=w: checkpoint(lambda y: torch.tanh(y @ w), x, use_reentrant=False))
         elif kind == "beside":
             steps.append(lambda x, w=w, b=b: x + (torch.tanh(w) @ b))  # weights alone, joined by an addition
+        elif kind == "hooked":
+            steps.append(lambda x, w=w, b=b: _tripled(F.linear(x, w, b)).sin())
+        elif kind == "prehooked":
+            steps.append(lambda x, b=b: _node_tripled(x * b).sin())
         else:
             steps.append(lambda x: x.sin())
     weights.append(tied)
@@ -55,6 +59,17 @@ def model(kinds: list[str]) -> tuple[list[Tensor], Any]:
         return x
 
     return weights, run
+
+
+def _tripled(y: Tensor) -> Tensor:
+    y.register_hook(lambda grad: grad * 3)
+    return y
+
+
+def _node_tripled(y: Tensor) -> Tensor:
+    if y.grad_fn is not None:
+        y.grad_fn.register_prehook(lambda grads: (grads[0] * 3,))
+    return y
 
 
 @given(st.lists(st.sampled_from(LAYERS), min_size=1, max_size=5), st.booleans())
@@ -111,6 +126,14 @@ def test_a_flight_gives_zeros_for_an_input_that_nothing_depends_on() -> None:
     assert [grad.tolist() for grad in (*back, w.grad)] == [[1, 1], [0, 0], [1, 1]]
     with pytest.raises(RuntimeError, match="comes after that for inputs"):
         Flight.of([], []).backward_weights()
+
+
+def test_a_gradient_that_is_retained_is_counted_once() -> None:
+    x, w = torch.tensor([2.0], requires_grad=True), torch.tensor([3.0], requires_grad=True)
+    y = x * w
+    y.retain_grad()
+    backward_inputs([y * 5], [torch.ones(1)], [x], [w]).run()
+    assert [leaf.grad.item() for leaf in (x, w, y)] == [15.0, 10.0, 5.0]  # type: ignore[union-attr]
 
 
 JOINED = ("a", "b.view", "a + b.view", "a.expand", "b[0]", "x alone")

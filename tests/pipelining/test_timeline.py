@@ -47,6 +47,27 @@ def test_makespan_and_bubble_of_gpipe_and_1f1b() -> None:
             assert timed.bubble == pytest.approx((p - 1) / (m + p - 1), abs=1e-12)
 
 
+def test_a_value_is_there_after_what_stands_before_its_send() -> None:
+    """Sends right after what computes them change nothing; those that a schedule has later hold up whoever waits."""
+    plain = one_f_one_b(2, 2)
+    assert timeline(lower(plain)).makespan == timeline(plain).makespan == 9
+    late = Schedule.of(
+        [
+            "0F0 0F1 0SEND_F0 0SEND_F1 0RECV_B0 0RECV_B1 0B0 0B1",
+            "1RECV_F0 1RECV_F1 1F0 1F1 1B0 1B1 1SEND_B0 1SEND_B1",
+        ]
+    )
+    timed = timeline(late, Costs(link=Link(0.5, 1e9)))
+    assert timed.makespan == 13
+    assert [(str(span.action), span.start, span.end) for span in timed.spans(1)[:3]] == [
+        ("1RECV_F0", 0, 2.5),
+        ("1RECV_F1", 0, 2.5),
+        ("1F0", 2.5, 3.5),
+    ]
+    assert timed.spans(0)[2].end == 2.5
+    assert [str(span.action) for span in timed.critical_path] == ["0F0", "0F1", "1F0", "1F1", "1B0", "1B1", "0B0", "0B1"]
+
+
 @pytest.mark.law(35)
 def test_makespan_of_interleaved() -> None:
     """Law 35, all p <= 16, m <= 64 that p divides, v <= 3: (m v + p - 1) (tF + tB) in chunk times; breadth-first for m >= p."""

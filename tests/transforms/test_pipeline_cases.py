@@ -344,3 +344,78 @@ def test_a_pattern_that_names_leaves_of_another_rank(stage: int) -> None:
     inside = fds.adamw(0.01, eps=1e-3, weight_decay=0.1, decay=r"^0")
     rule = fds.route({r"^1": fds.sgd(0.1)}, inside)
     check(pp.stages([layer] * 2, params, loss=error), params, rows(8), pp.one_f_one_b(2, 2), zero(stage), dp=2, rule=rule)
+
+
+def squashed(mesh: Any) -> Any:
+    def view(inner: Any, step: Any, state: Any, tape: Any) -> Any:
+        return fds.tree.map(torch.tanh, inner(step, state, tape))
+
+    return fds.wrap("squash", view=view)
+
+
+@pytest.mark.law(36)
+@pytest.mark.parametrize("stage", [None, 0, 1, 3])
+def test_a_view_of_ones_own(stage: int | None) -> None:
+    """On top of ZeRO's or alone, also where the params have been let go before their reduction, which needs them again."""
+    params = weights(4)
+    model = pp.stages([layer] * 4, params, loss=error)
+    strategy, dp = ([], 1) if stage is None else ([zero(stage)], 2)
+    plain = pp.breadth_first(2, 2)
+    for schedule in (plain, pp.lower(plain, gathers=True, resident=1, reduces=False)):
+        check(model, params, rows(8), schedule, *strategy, squashed, dp=dp)
+
+
+@pytest.mark.law(36)
+def test_units_whose_leaves_stand_apart() -> None:
+    """The names of a stage's leaves put others between them; a unit is gathered once for the passes, once more if let go."""
+    params = {f"net{i}": {"a_stem": torch.eye(4), "blocks": weights(3), "tail": torch.eye(4) / 2} for i in range(2)}
+
+    def net(p: Any, x: Tensor) -> Any:
+        for block in p["blocks"]:
+            x = layer(block, x)
+        return x @ p["a_stem"] @ p["tail"]
+
+    model = pp.stages([pp.Piece(net, uses=f"net{i}") for i in range(2)], params, loss=error)
+    check(model, params, rows(8), pp.one_f_one_b(2, 2), zero(3), dp=2)
+
+
+@pytest.mark.law(36)
+def test_whole_numbers_as_metrics() -> None:
+    """Ranks of data whose rows fall unevenly on micro-batches weigh them, others do not; a mean is floating point on all."""
+
+    def loss(y: Tensor, batch: Any) -> Any:
+        return error(y, batch), {"width": torch.tensor(y.shape[-1]), "fits": torch.tensor(True)}
+
+    params = weights(2)
+    model = pp.stages([layer] * 2, params, loss=loss)
+    check(model, params, rows(7), pp.gpipe(2, 2), zero(1), dp=2)
+
+
+@pytest.mark.law(29)
+def test_rows_are_those_of_the_leaf_with_the_fewest() -> None:
+    """Of a leaf with several rows for each of another's, named before it: draws are the same, and evaluations of few rows."""
+
+    def first(p: Any, x: Tensor, key: Any) -> Tensor:
+        return layer(p, x) if key is None else key.dropout(layer(p, x), 0.5, "layer")
+
+    def loss(y: Tensor, batch: Any) -> Tensor:
+        return (y.repeat_interleave(2, 0) - batch["a"]).square().mean()
+
+    params = weights(2)
+    model = pp.stages([first, layer], params, inputs=lambda batch: batch["x"], loss=loss)
+
+    def program(*strategy: Any, dp: int = 1) -> Any:
+        step = fds.compose(*strategy)(fds.train_step(model, fds.sgd(0.1), seed=3))
+        state = step.init(params)
+        few = step.evaluate(state, {"a": rows(2)[1], "x": rows(1)[0]})
+        batch = {"a": rows(8)[1], "x": rows(4)[0]}
+        mine = fds.tree.map(lambda x: x.tensor_split(dp)[comm.world().rank % dp], batch)
+        state, metrics = step(state, mine)
+        return few, metrics, step.params(state)
+
+    alone = program()
+    torch.testing.assert_close(program(transforms.accumulate(2)), alone)
+    for found in comm.simulate(lambda: program(transforms.zero(1), dp=2), world_size=2):
+        torch.testing.assert_close(found, alone)
+    for found in comm.simulate(lambda: program(transforms.pipeline(pp.gpipe(2, 3), model)), world_size=2):
+        torch.testing.assert_close(found, alone)

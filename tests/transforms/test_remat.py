@@ -9,7 +9,7 @@ import attrs
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -190,22 +190,34 @@ class Counting(nn.Module):
         self.narrow = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
         self.register_buffer("mean", torch.zeros(4))
         self.register_buffer("mask", torch.ones(4))
+        self.register_buffer("large", torch.zeros(40_000))
+        self.register_buffer("late", None)
+        self.register_buffer("statistics", torch.tensor([[0.0], [1.0]]).repeat(1, 4))
+        self.runs = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.mean = 0.5 * self.mean + 0.5 * x.detach().mean((0, 1))
-        x = self.norm(x.transpose(1, 2)).transpose(1, 2) * self.mask + self.mean
+        self.large.data.add_(x.detach().mean())
+        self.late = self.mean if self.late is None else 0.5 * (self.late + self.mean)
+        if self.runs == 0:
+            self.register_buffer("made", self.mean.clone())
+        self.runs += 1
+        self.made += self.runs * self.mean
+        x = self.norm(x.transpose(1, 2)).transpose(1, 2) * self.mask + self.mean + self.large[-1] + self.late * self.made
+        x = x + F.batch_norm(x.transpose(1, 2), *self.statistics, training=True).transpose(1, 2) + self.statistics[0]
         return torch.tanh(self.narrow(self.inner(x)))
 
 
 class Stack(nn.Module):
-    """Two such blocks."""
+    """Two such blocks, and a look at what they have written."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Counting() for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.blocks[1](self.blocks[0](x))
+        x = self.blocks[0](x)
+        return self.blocks[1](x * (1 + self.blocks[0].mean)) * (1 + self.blocks[1].mean)
 
 
 @pytest.mark.law(28)
@@ -216,6 +228,7 @@ class Stack(nn.Module):
     where=st.sampled_from(("blocks", "blocks.*.inner", "*", "")),
     stage=st.sampled_from((None, 3)),
 )
+@example(policy="recompute", around="recompute", where="blocks", stage=None)
 def test_buffers_are_written_once(policy: str, around: str | None, where: str, stage: int | None) -> None:
     """However often blocks run again, inside of others too: losses, an evaluation, params and buffers of the step without."""
 
@@ -264,6 +277,39 @@ def test_buffers_of_an_apply_are_written_once() -> None:
         state = step.init(params)
         for x in torch.randn(2, 6, 3, 4):
             state, _ = step(state, x)
+        return step.params(state), apply.buffers
+
+    assert_same(program(fds.remat), program(lambda function: function))
+
+
+class InPlace(nn.Module):
+    """Writes in place, which all copies of a module see, and computes with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("runs", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return torch.tanh(self.norm(x)) * self.runs + self.norm.running_mean[:, None]
+
+
+@pytest.mark.parametrize(("kind", "stepping"), [(Counting, False), (InPlace, False), (InPlace, True)])
+def test_buffers_are_written_once_where_another_copy_of_the_module_runs_again(kind: Any, stepping: bool) -> None:
+    """Outside of a step each call has its own, and in a step each tree of params."""
+    x = torch.randn(2, 6, 3, 4, generator=torch.Generator().manual_seed(1))
+
+    def program(again: Any) -> Any:
+        torch.manual_seed(2)
+        apply, params = fds.functional(kind())
+        loss = again(lambda p, x: apply({name: 1.0 * leaf for name, leaf in p.items()}, x).square().mean())
+        if not stepping:
+            return [torch.autograd.grad(loss(params, rows), list(params.values())) for rows in x], apply.buffers
+        step = fds.train_step(loss, fds.sgd(0.1))
+        state = step.init(params)
+        for rows in x:
+            state, _ = step(state, rows)
         return step.params(state), apply.buffers
 
     assert_same(program(fds.remat), program(lambda function: function))

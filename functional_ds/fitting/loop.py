@@ -118,7 +118,7 @@ def fit(
 
 
 def _several(buffers: Any) -> tuple[Apply, ...]:
-    return tuple(buffers) if isinstance(buffers, (list, tuple)) else (buffers,)
+    return tuple(buffers) if isinstance(buffers, (list, tuple)) else () if buffers is None else (buffers,)
 
 
 def _check(**given: Any) -> None:
