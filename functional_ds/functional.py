@@ -287,6 +287,8 @@ def alike(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have the same bits."""
     if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
         return False
+    if one.layout != torch.strided or other.layout != torch.strided:
+        return one.layout == other.layout and alike(one.to_dense(), other.to_dense())
     return one.is_meta or torch.equal(*(x.contiguous().reshape(-1).view(torch.uint8) for x in (one, other)))
 
 

@@ -18,7 +18,7 @@ _ABSENT = object()
 
 @attrs.frozen(eq=False)
 class _Had:
-    """What one module had: buffers, and the plain attributes that the call replaced. ``_ABSENT`` stands for what it made."""
+    """What one module had: buffers and plain attributes. ``_ABSENT`` stands for what the call made."""
 
     buffers: Mapping[str, Any]
     attributes: Mapping[str, Any]
@@ -51,8 +51,7 @@ class Rewind:
             for path, owner, buffers, names, plain in owners:
                 had = {name: copies[id(b)] if id(b) in written else b for name, b in buffers.items()}
                 made = dict.fromkeys((name for name in owner._buffers if name not in buffers), _ABSENT)
-                replaced = {name: value for name, value in plain.items() if vars(owner).get(name) is not value}
-                self._had[path] = _Had({**had, **made}, {**replaced, **dict.fromkeys(set(vars(owner)) - names, _ABSENT)})
+                self._had[path] = _Had({**had, **made}, {**plain, **dict.fromkeys(set(vars(owner)) - names, _ABSENT)})
 
     @contextmanager
     def again(self, module: nn.Module) -> Iterator[None]:
@@ -87,7 +86,9 @@ def _plain(owner: nn.Module) -> dict[str, Any]:
 
 
 def _is_small(buffer: Tensor) -> bool:
-    return buffer.nbytes <= _SMALL and not buffer.requires_grad  # a copy would not be a part of the graph
+    return (
+        buffer.layout == torch.strided and buffer.nbytes <= _SMALL and not buffer.requires_grad
+    )  # a copy would not be a part of the graph
 
 
 def _copies(tensors: Iterable[Tensor]) -> dict[int, Tensor]:

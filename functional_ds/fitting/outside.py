@@ -30,6 +30,7 @@ class Outside:
     applies: Sequence[Apply] = ()
     _told: bool = False
     _before: dict[Apply, dict[str, Tensor]] = attrs.field(factory=dict)  # what other modules have come with
+    _taken: dict[Apply, dict[str, Tensor]] = attrs.field(factory=dict)  # what other ranks had, which may go stale here
 
     def __attrs_post_init__(self) -> None:
         for apply in self.applies:
@@ -43,7 +44,13 @@ class Outside:
         generators, device = {"cpu": torch.get_rng_state()}, self._device()
         if device is not None:
             generators["cuda"] = torch.cuda.get_rng_state(device)
-        own = {"generators": generators, "buffers": [dict(apply.changed_buffers) for apply in self.applies]}
+        buffers, others = [], []
+        for apply in self.applies:
+            changed, taken = apply.changed_buffers, self._taken.get(apply, {})
+            stale = {name for name in taken if name in changed and alike(changed[name], taken[name])}
+            buffers.append({name: buffer for name, buffer in changed.items() if name not in stale})
+            others.append({name: taken[name] for name in stale})
+        own = {"generators": generators, "buffers": buffers, "others": others}
         found = {"count": comm.world().size, **gathered(own)}
         self._look()
         return found
@@ -65,9 +72,11 @@ class Outside:
         saved = len(ranks[0]["buffers"])
         if saved == len(self.applies):
             for index, apply in enumerate(self.applies):
-                held = [each["buffers"][index] for each in reversed(ranks)]
+                held = [each[kind][index] for kind in ("others", "buffers") for each in reversed(ranks)]
                 mine = ranks[world.rank]["buffers"][index] if same else {}
-                apply.put_buffers({k: v for one in (dict(apply.module.named_buffers()), *held, mine) for k, v in one.items()})
+                taken = {name: value for one in held for name, value in one.items() if name not in mine}
+                apply.put_buffers({**dict(apply.module.named_buffers()), **taken, **mine})
+                self._taken[apply] = taken
         elif saved:
             raise ValueError(
                 f"buffers: the checkpoint has those of {saved} modules, and fit was given {len(self.applies)}; "

@@ -151,6 +151,7 @@ class _Turning:
 
     Attributes:
         drawn: how many batches of this epoch lie behind it.
+        replayed: whether going on from a place draws again what lies before it, so that all of it is drawn aside.
     """
 
     epochs: "Epochs"
@@ -158,29 +159,29 @@ class _Turning:
     drawn: int
     aside: _Aside
     reader: Reader
+    replayed: bool
 
     @staticmethod
     def begin(epochs: "Epochs", epoch: int, drawn: int = 0, within: Any | None = None) -> "_Turning":
         """In an epoch, from a place on; behind the last one there is nothing."""
         source = as_source(epochs.batches)
-        if epoch == epochs.count:
+        if epochs.over(epoch):
             drawn, within, source = 0, None, Indexed(lambda index: None, 0)
         else:
             epochs.tell(epoch)
-        seed = torch.initial_seed() if epochs.seed is None else epochs.seed
-        aside = _Aside(torch.Generator().manual_seed((seed * 0x9E3779B1 + epoch) % 2**32).get_state())
+        aside = _Aside(torch.Generator().manual_seed(_mixed(epochs.seed, epoch)).get_state())
         with aside.drawing():
             reader = source.at(within)
-        return _Turning(epochs, epoch, drawn, aside, reader)
+        return _Turning(epochs, epoch, drawn, aside, reader, isinstance(source, Replayed))
 
     def __next__(self) -> Any:
         with suppress(StopIteration):
             return self._next()
-        if self.epoch == self.epochs.count:
+        if self.epochs.over(self.epoch):
             raise StopIteration
         following = _Turning.begin(self.epochs, self.epoch + 1)
         self.epoch, self.drawn, self.aside, self.reader = following.epoch, 0, following.aside, following.reader
-        if self.epoch == self.epochs.count:
+        if self.epochs.over(self.epoch):
             raise StopIteration
         try:
             return self._next()
@@ -188,7 +189,8 @@ class _Turning:
             raise ValueError(f"batches: epoch {self.epoch} of {self.epochs.batches!r} has no batch") from None
 
     def _next(self) -> Any:
-        with nullcontext() if self.drawn else self.aside.drawing():  # many a shuffle is drawn with the first batch
+        first = not self.drawn  # with which many a shuffle is drawn
+        with self.aside.drawing() if first or self.replayed else nullcontext():
             found = next(self.reader)
         self.drawn += 1
         return found
@@ -204,7 +206,8 @@ class Epochs:
 
     Each epoch begins with ``set_epoch(epoch)`` of whatever has such a method: the batches, their ``dataset``, ``sampler`` or
     ``batch_sampler``. What is drawn from torch's default generator when it begins, first batch included, depends on ``seed``
-    and the epoch alone: so a ``DataLoader`` shuffles after a resume as it would have done, whatever the step draws.
+    and the epoch alone, and so does what is drawn from a generator of their own: so a ``DataLoader`` shuffles after a resume as
+    it would have done, whatever the step draws. Of batches that are drawn again to go on, all draws do.
 
     >>> reader = Epochs([1, 2]).at({"epoch": 4, "drawn": 1, "within": 1})
     >>> [next(reader) for _ in range(4)], reader.position
@@ -213,12 +216,13 @@ class Epochs:
     Attributes:
         batches: whatever ``fit`` takes as batches, but for an iterator, which gives its batches once.
         count: how many epochs; None for no end.
-        seed: of the shuffles; None for what this rank's generator was seeded with.
+        seed: of the shuffles; None for what the program seeded torch with on this rank, which it must do alike to go on.
     """
 
     batches: Any
     count: int | None = None
     seed: int | None = None
+    _seeds: dict[int, int] = attrs.field(factory=dict, init=False, repr=False, eq=False)  # of other generators, by id
 
     def __attrs_post_init__(self) -> None:
         if isinstance(self.batches, Iterator):
@@ -233,8 +237,12 @@ class Epochs:
             epoch, drawn, within = epoch + 1, 0, None
         return _Turning.begin(self, epoch, drawn, within if drawn else None)
 
+    def over(self, epoch: int) -> bool:
+        """Whether this epoch is behind the last one."""
+        return self.count is not None and epoch >= self.count
+
     def tell(self, epoch: int) -> None:
-        """Calls ``set_epoch``."""
+        """Calls ``set_epoch``, and seeds generators that the batches have."""
         batch_sampler = getattr(self.batches, "batch_sampler", None)
         parts = [getattr(self.batches, name, None) for name in ("dataset", "sampler")]
         holders = (self.batches, *parts, batch_sampler, getattr(batch_sampler, "sampler", None))
@@ -242,12 +250,20 @@ class Epochs:
             set_epoch = getattr(holder, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(epoch)
+            generator = getattr(holder, "generator", None)
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(_mixed(self._seeds.setdefault(id(generator), generator.initial_seed()), epoch))
 
     def _length(self) -> int | None:
         try:
             return len(self.batches)
         except TypeError:
             return None
+
+
+def _mixed(seed: int | None, epoch: int) -> int:
+    """A seed for an epoch; None is that of the default generator."""
+    return ((torch.initial_seed() if seed is None else seed) * 0x9E3779B1 + epoch) % 2**32
 
 
 def as_source(batches: Any) -> Source:

@@ -111,3 +111,40 @@ def test_what_is_put_and_what_is_no_module() -> None:
     assert [*apply.changed_buffers] == ["0.running_mean"]
     with pytest.raises(ValueError, match=r"'1.running_mean' is a buffer of no module here"):
         apply.put_buffers({"1.running_mean": torch.ones(2)})
+
+
+class Graph(nn.Module):
+    """Has a sparse buffer, and a plain attribute that its caller sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.factor = 1
+        self.register_buffer("adjacency", torch.eye(4).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.adjacency @ self.inner(x) * self.factor
+        return y
+
+
+class Repeated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Graph()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for factor in (1, 2, 3):
+            self.blocks[0].factor = factor
+            x = torch.tanh(self.blocks[0](x))
+        return x
+
+
+def test_sparse_buffers_and_attributes_that_callers_set() -> None:
+    def run(*more: fds.Transform) -> Any:
+        torch.manual_seed(0)
+        apply, params = fds.functional(Repeated())
+        step = fds.compose(*more)(fds.train_step(lambda p, x: apply(p, x).sum(), fds.sgd(0.1)))
+        return step.params(fds.fit(step, step.init(params), lambda index: torch.ones(4, 3), steps=2))
+
+    assert_same(run(transforms.remat()), run())
+    assert_same(run(transforms.remat("")), run())

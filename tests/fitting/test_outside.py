@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import functional_ds as fds
 from functional_ds import comm, fitting
 from functional_ds import pipelining as pp
+from functional_ds.fitting.outside import Outside
 from functional_ds.testing import assert_same
 
 
@@ -100,6 +101,22 @@ def test_buffers_of_a_pipeline_come_to_their_stages(tmp_path: Path) -> None:
             {k: v for k, v in buffers.items() if k.startswith(own)},
             {k: v for k, v in before[rank].items() if k.startswith(own)},
         )
+
+
+def test_what_others_had_goes_stale() -> None:
+    """A rank that took a stage's statistics from another, and does not run that stage, has none to say."""
+
+    def mean(kept: Any, value: float) -> Any:
+        apply, params = fds.functional(nn.ModuleList(nn.BatchNorm1d(1, momentum=1.0) for _ in range(2)))
+        outside = Outside([apply])
+        outside.restore(kept)
+        rank = comm.world().rank
+        apply.within(params, lambda module: module[rank](torch.full((4, 1), value + rank)))
+        return outside.kept(), {name: b.item() for name, b in apply.buffers.items() if name.endswith("mean")}
+
+    kept = comm.simulate(mean, None, 10.0, world_size=2)[0][0]
+    kept = comm.simulate(mean, kept, 20.0, world_size=2)[0][0]
+    assert comm.simulate(mean, kept, 30.0, world_size=1)[0][1] == {"0.running_mean": 30.0, "1.running_mean": 21.0}
 
 
 class Lazy(nn.Module):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.fitting import Epochs, Indexed, Replayed, Source, Stateful
@@ -206,6 +207,48 @@ def test_a_shuffle_goes_on_in_any_epoch() -> None:
     assert [next(other).tolist() for _ in range(4)] != whole[:4]
 
 
+class Shards(torch.utils.data.IterableDataset[Tensor]):
+    """Draws an order for each of two shards, when it comes to it."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for shard in (0, 4):
+            yield from shard + torch.randperm(4)
+
+
+@pytest.mark.parametrize("kind", ["generator", "sampler", "shards", "augmented"])
+def test_whatever_an_epoch_draws_goes_on(kind: str) -> None:
+    """Generators of the loader's own, orders that are drawn late in an epoch, and noise on rows."""
+    data = torch.arange(7)
+
+    def noisy(rows: Any) -> Tensor:
+        return torch.stack([torch.as_tensor(row) for row in rows]) + torch.rand(())
+
+    def make() -> Any:
+        made = torch.Generator().manual_seed(3)
+        return {
+            "generator": lambda: torch.utils.data.DataLoader(data, 2, shuffle=True, generator=made),  # type: ignore[arg-type]
+            "sampler": lambda: torch.utils.data.DataLoader(
+                data,
+                2,
+                sampler=torch.utils.data.RandomSampler(data, generator=made),  # type: ignore[arg-type]
+            ),
+            "shards": lambda: torch.utils.data.DataLoader(Shards(), 2),
+            "augmented": lambda: torch.utils.data.DataLoader(data, 2, shuffle=True, collate_fn=noisy),  # type: ignore[arg-type]
+        }[kind]()
+
+    torch.manual_seed(1)
+    reader, whole, places = Epochs(make()).at(None), [], []
+    for _ in range(11):
+        places.append(reader.position)
+        whole.append(next(reader).tolist())
+        torch.rand(3)
+    assert whole[:4] != whole[4:8]
+    for behind, place in enumerate(places):
+        torch.manual_seed(1)
+        again = Epochs(make()).at(place)
+        assert [next(again).tolist() for _ in range(11 - behind)] == whole[behind:]
+
+
 class Wrapping:
     """A loader with a state that takes the end of an epoch for the beginning of another, as torchdata's does."""
 
@@ -252,7 +295,7 @@ def test_what_has_ended_stays_so(batches: Any) -> None:
         assert (next(reader, None) is None) == (behind == 6)
     for ended in (place, reader.position, source.at(reader.position).position):
         assert next(source.at(ended), None) is None
-        assert next(source.at(ended), None) is None
+        assert next(Epochs(batches, count=1).at(ended), None) is None
 
 
 def test_set_epoch_reaches_the_sampler_of_a_batch_sampler() -> None:
