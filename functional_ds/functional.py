@@ -77,7 +77,7 @@ class _Skeleton:
                 if before is buffer:
                     continue
                 if not isinstance(buffer, FakeTensor):
-                    buffers[path, key] = buffer
+                    buffers[path, key] = owner[key] = _plain(buffer)
                 elif before is self:
                     del owner[key]
                 else:
@@ -183,7 +183,8 @@ class Apply:
                 with torch.no_grad():
                     now.copy_(value)
             else:
-                own.buffers[path, key] = value.detach().clone()
+                like = next((b for b in (now, *own.buffers.values()) if b is not None), value)
+                own.buffers[path, key] = value.detach().to(like.device, copy=True)
 
     def __call__(self, params: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
         if params.keys() != self._bare.keys():
@@ -262,7 +263,8 @@ class Apply:
     def _release(self, own: "_Own", *skeletons: _Skeleton) -> None:
         for skeleton in skeletons:
             skeleton.bind({name: self._bare[name] for name in skeleton.bound})
-        own.pool.extend(skeleton for skeleton in skeletons if not skeleton.tried)
+        # The next tape's first gets what this one's first had: modules may keep more than their buffers.
+        own.pool.extend(skeleton for skeleton in reversed(skeletons) if not skeleton.tried)
 
     def _new(self, own: "_Own") -> _Skeleton:
         """One more copy, which shares the buffers that there are."""
@@ -281,6 +283,14 @@ class Apply:
         if own.buffers:
             _HERE.__dict__.setdefault("applies", weakref.WeakSet()).add(self)
         return skeleton
+
+
+def _plain(buffer: Tensor | None) -> Tensor | None:
+    """A tensor that training may use, whatever mode it was made in."""
+    if buffer is None or not buffer.is_inference():
+        return buffer
+    with torch.inference_mode(False):
+        return buffer.clone()
 
 
 def alike(one: Tensor, other: Tensor) -> bool:

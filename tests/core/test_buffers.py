@@ -77,6 +77,73 @@ def test_a_first_call_in_inference_mode_does_not_spoil_training() -> None:
     assert apply.buffers["1.num_batches_tracked"] == 2
 
 
+class Tables(nn.Module):
+    """Makes a table at its first call, and replaces a mean at each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.register_buffer("table", None)
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.cos(torch.arange(3.0))
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        y: Tensor = self.inner(x) * self.table + self.mean
+        return y
+
+
+@pytest.mark.parametrize("more", [(), (transforms.remat(""),)])
+def test_what_a_call_makes_in_inference_mode_is_plain(more: tuple[fds.Transform, ...]) -> None:
+    apply, params = fds.functional(Tables())
+    step = fds.compose(*more)(fds.train_step(lambda p, x: apply(p, x).square().mean(), fds.sgd(0.1)))
+    state = step.init(params)
+    with torch.inference_mode():
+        step.evaluate(state, torch.ones(2, 3))
+    state, _ = step(state, torch.ones(2, 3))
+    apply.put_buffers({"mean": torch.ones(3), "table": torch.zeros(4)})
+    assert_same(apply.buffers, {"table": torch.zeros(4), "mean": torch.ones(3)})
+
+
+class Ready(nn.Module):
+    """Sets itself up by the first values that it sees."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+        self.register_buffer("shift", torch.zeros(width))
+        self.ready = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        if not self.ready:
+            self.shift, self.ready = y.detach().mean(0), True
+        return torch.tanh(y - self.shift)
+
+
+def test_stages_of_a_rank_keep_their_own_copies() -> None:
+    """From step to step: what else a module keeps fits its buffers."""
+    torch.manual_seed(0)
+    net, batch = nn.Sequential(*(Ready(3) for _ in range(4))), (torch.randn(4, 3),)
+
+    def run(schedule: pp.Schedule, world_size: int) -> Any:
+        stages, params = pp.cut(net, 4, loss=lambda y, batch: y.square().mean(), example=batch)
+
+        def program() -> Any:
+            step = transforms.pipeline(schedule, stages)(fds.train_step(stages, fds.sgd(0.1)))
+            state = step.init(params)
+            for _ in range(3):
+                state, _ = step(state, batch)
+            return step.params(state)
+
+        return comm.simulate(program, world_size=world_size)[0]
+
+    found, want = run(pp.interleaved_one_f_one_b(2, 2), 2), run(pp.gpipe(4, 2), 4)
+    for path, leaf in found.items():
+        torch.testing.assert_close(leaf, want[path])
+
+
 @pytest.mark.parametrize("again", [fds.remat, lambda function: function])
 def test_a_backward_in_its_own_thread_finds_the_buffers(again: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the engine has one for each GPU: what is recomputed there reads what this thread has learned."""
