@@ -233,7 +233,8 @@ class Epochs:
     def at(self, position: Any | None) -> Reader:
         """From that epoch and place on."""
         epoch, drawn, within = (0, 0, None) if position is None else (position[k] for k in ("epoch", "drawn", "within"))
-        if drawn and drawn == self._length():  # many a loader takes its state at an epoch's end for a beginning
+        stateful = isinstance(as_source(self.batches), Stateful)
+        if stateful and drawn and drawn == self._length():  # many a loader takes its state at an epoch's end for a beginning
             epoch, drawn, within = epoch + 1, 0, None
         return _Turning.begin(self, epoch, drawn, within if drawn else None)
 
