@@ -77,7 +77,7 @@ class _Skeleton:
                 if before is buffer:
                     continue
                 if not isinstance(buffer, FakeTensor):
-                    buffers[path, key] = owner[key] = _plain(buffer)
+                    buffers[path, key] = owner[key] = _usable(buffer)
                 elif before is self:
                     del owner[key]
                 else:
@@ -285,7 +285,7 @@ class Apply:
         return skeleton
 
 
-def _plain(buffer: Tensor | None) -> Tensor | None:
+def _usable(buffer: Tensor | None) -> Tensor | None:
     """A tensor that training may use, whatever mode it was made in."""
     if buffer is None or not buffer.is_inference():
         return buffer
