@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from functional_ds.comm.cost import ALGORITHMS, Link, Network, best, predict
+from functional_ds.comm.algorithms.cost import ALGORITHMS, Link, Network, best, predict
 
 RESULTS = Path(__file__).parent / "results"
 COLOURS = dict(zip(ALGORITHMS, ("#c44e52", "#333333", "#4c72b0", "#55a868", "#8172b2", "#ccb974"), strict=True))

@@ -29,7 +29,7 @@ from peers import facts, positive, progress
 from torch import Tensor
 
 from functional_ds import comm
-from functional_ds.comm.ledger import Row
+from functional_ds.comm.record.ledger import Row
 
 RESULTS = Path(__file__).parent / "results"
 QUICK_SIZES = ("1kB", "256kB")

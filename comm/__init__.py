@@ -1,7 +1,32 @@
 """Collectives as values: groups, meshes, worlds and the ledger."""
 
-from . import algorithms, cost
-from .alike import alike, are_alike
+from functional_ds.comm.algorithms import cost
+from functional_ds.comm.compression.codecs import Blocks, Cast, Codec, OneBit, TopK
+from functional_ds.comm.compression.compressed import compressed
+from functional_ds.comm.compression.error_feedback import ErrorFeedback, Residual
+from functional_ds.comm.debug.checked import checked, monitored_barrier
+from functional_ds.comm.debug.explore import explore
+from functional_ds.comm.debug.trace import Spread, ledger, spreads, write_trace
+from functional_ds.comm.record.collective import Call, Collective, Here
+from functional_ds.comm.record.errors import (
+    CommError,
+    DeadlockError,
+    DivergenceError,
+    MismatchError,
+    RankFailedError,
+    TimedOutError,
+    UnmatchedError,
+)
+from functional_ds.comm.record.group import Group
+from functional_ds.comm.record.ledger import Ledger, Row
+from functional_ds.comm.record.pending import Pending
+from functional_ds.comm.record.permutation import Permutation
+from functional_ds.comm.record.table import TABLE
+from functional_ds.comm.worlds.current import world
+from functional_ds.comm.worlds.simulator import simulate
+from functional_ds.comm.worlds.symmetric import alike, are_alike
+
+from . import algorithms
 from .api import (
     all_gather,
     all_reduce,
@@ -15,36 +40,12 @@ from .api import (
     repeat,
     scatter,
 )
-from .booking import ledger
-from .checking import checked, monitored_barrier
-from .codecs import Blocks, Cast, Codec, OneBit, TopK
-from .collective import Call, Collective, Here
-from .compression import compressed
-from .errors import CommError, DeadlockError, DivergenceError, MismatchError, RankFailedError, TimedOutError, UnmatchedError
-from .exploring import explore
-from .feedback import ErrorFeedback, Residual
-from .group import Group
-from .ledger import Ledger, Row
-from .management import (
-    destroy_process_group,
-    get_local_rank,
-    get_rank,
-    get_world_size,
-    init_distributed,
-    is_initialized,
-    new_group,
-)
+from .megatron import copy_to, gather_from, reduce_from, scatter_to
 from .mesh import Mesh, mesh
 from .objects import all_gather_object, broadcast_object
 from .p2p import Recv, Send, batch_p2p, irecv, isend, recv, send
-from .pending import Pending
-from .permutation import Permutation
-from .simulator import simulate
-from .spawning import spawn
-from .table import TABLE
-from .tracing import Spread, spreads, write_trace
-from .variance import copy_to, gather_from, reduce_from, scatter_to
-from .world import world
+from .setup import destroy_process_group, get_local_rank, get_rank, get_world_size, init_distributed, is_initialized, new_group
+from .spawn import spawn
 
 __all__ = [
     "TABLE",

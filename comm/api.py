@@ -11,12 +11,10 @@ import optree
 import torch
 from torch import Tensor
 
-from .applying import apply, chosen, flatten, is_smooth, resolve_dim
-from .collective import Call
-from .group import Group
-from .permutation import Permutation
-from .pytree import NAMESPACE
-from .table import (
+from functional_ds.comm.record.collective import NAMESPACE, Call
+from functional_ds.comm.record.group import Group
+from functional_ds.comm.record.permutation import Permutation
+from functional_ds.comm.record.table import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
@@ -29,6 +27,8 @@ from .table import (
     REDUCE_SCATTER,
     SCATTER,
 )
+
+from .dispatch import apply, chosen, flatten, is_smooth, resolve_dim
 from .uneven import all_gather_uneven, need_values
 
 __all__ = [

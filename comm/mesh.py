@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .group import Group, World
-from .process import ProcessWorld, torch_group
-from .world import world
+from functional_ds.comm.record.group import Group, World
+from functional_ds.comm.worlds.current import world
+from functional_ds.comm.worlds.process import ProcessWorld, torch_group
 
 __all__ = ["Mesh", "mesh"]
 

@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from functional_ds.comm.record.collective import Call
+from functional_ds.comm.record.group import Group
+from functional_ds.comm.record.table import ALL_GATHER
+
 from .api import broadcast
-from .applying import apply, chosen
-from .collective import Call
-from .group import Group
-from .table import ALL_GATHER
+from .dispatch import apply, chosen
 from .uneven import need_values, sizes_along
 
 __all__ = ["all_gather_object", "broadcast_object"]

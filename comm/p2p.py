@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 
 import attrs
 
-from .applying import apply, apply_all, chosen
-from .collective import Call
-from .group import Group
-from .pending import Pending
-from .table import TRANSFER
+from functional_ds.comm.record.collective import Call
+from functional_ds.comm.record.group import Group
+from functional_ds.comm.record.pending import Pending
+from functional_ds.comm.record.table import TRANSFER
+
+from .dispatch import apply, apply_all, chosen
 
 __all__ = ["Recv", "Send", "batch_p2p", "irecv", "isend", "recv", "send"]
 

@@ -8,12 +8,13 @@ import optree
 import torch
 from torch import Tensor
 
-from .applying import apply, apply_all, flatten
-from .collective import Call
-from .errors import MismatchError
-from .group import Group
-from .pending import Pending
-from .table import ALL_GATHER
+from functional_ds.comm.record.collective import Call
+from functional_ds.comm.record.errors import MismatchError
+from functional_ds.comm.record.group import Group
+from functional_ds.comm.record.pending import Pending
+from functional_ds.comm.record.table import ALL_GATHER
+
+from .dispatch import apply, apply_all, flatten
 
 __all__ = ["all_gather_uneven", "need_values", "sizes_along"]
 

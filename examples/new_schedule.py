@@ -12,7 +12,7 @@ from torch import Tensor
 import functional_ds as fds
 from functional_ds import comm, transforms
 from functional_ds import pipelining as pp
-from functional_ds.comm.cost import Link
+from functional_ds.comm.algorithms.cost import Link
 
 
 def patient_1f1b(p: int, m: int) -> pp.Schedule:

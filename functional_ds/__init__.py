@@ -1,31 +1,35 @@
 """Training as functions: a step is pure, and every way of making it parallel maps steps to steps."""
 
-from . import checkpointing, comm, interchange, memory, pipelining, saving, tree, units
-from .checkpointing import load, save
-from .deferring import deferred
-from .fitting import fit
-from .functional import Apply, functional
-from .interchange import export, from_deepspeed, load_params
-from .key import Key
-from .lamb import lamb
-from .layout import Layout, shard, unshard
-from .materialise import from_source
-from .muon import muon
-from .one_bit import one_bit_adam, zero_one_adam
-from .optim import Optimizer, adamw, sgd
-from .optimizers import adagrad, adam, lion
-from .parts import Parts
-from .remat import checkpoint_name, remat
-from .route import route
-from .routing import ByLeaf
-from .saved import RematReport, remat_report
-from .saving import Saving
-from .state import DonatedStateError, State
-from .step import Step, Transform, compose, wrap
-from .tape import Tape
-from .trainable import freeze
-from .training import train_step
-from .weighted import Weighted
+from functional_ds.base import tree
+from functional_ds.base.marks import freeze
+from functional_ds.base.prng import Key
+from functional_ds.base.weighted import Weighted
+from functional_ds.checkpointing import load, save
+from functional_ds.fitting import fit
+from functional_ds.interchange import export, from_deepspeed, load_params
+from functional_ds.modules.deferred_init import deferred
+from functional_ds.modules.functional import Apply, functional
+from functional_ds.optim.adam_lion import adagrad, adam, lion
+from functional_ds.optim.adamw_sgd import Optimizer, adamw, sgd
+from functional_ds.optim.by_leaf import ByLeaf
+from functional_ds.optim.lamb import lamb
+from functional_ds.optim.muon import muon
+from functional_ds.optim.one_bit import one_bit_adam, zero_one_adam
+from functional_ds.optim.param_groups import route
+from functional_ds.remat import policy as saving
+from functional_ds.remat.policy import Saving
+from functional_ds.remat.remat import checkpoint_name, remat
+from functional_ds.remat.report import RematReport, remat_report
+from functional_ds.sharding import grouping as units
+from functional_ds.sharding.layout import Layout, shard, unshard
+from functional_ds.sharding.leaf_map import Parts
+from functional_ds.sharding.sources import from_source
+from functional_ds.step.state import DonatedStateError, State
+from functional_ds.step.step import Step, Transform, compose, wrap
+from functional_ds.step.tape import Tape
+from functional_ds.step.train_step import train_step
+
+from . import checkpointing, comm, interchange, memory, pipelining
 
 from . import transforms  # isort: skip  (the layer above: it imports the names above)
 

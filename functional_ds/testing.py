@@ -22,8 +22,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from . import comm, tree
-from .pipelining import Action, Kind, Schedule
+from functional_ds.base import tree
+from functional_ds.pipelining import Action, Kind, Schedule
+
+from . import comm
 
 __all__ = [
     "ADDABLE",

@@ -17,19 +17,19 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import functional_ds as fds
-import functional_ds.checkpointing.writing  # loaded late otherwise, and bugs are planted in what is there
+import functional_ds.checkpointing.writer  # loaded late otherwise, and bugs are planted in what is there
 from functional_ds import checkpointing, comm, transforms, tree
+from functional_ds.base.prng import Key
 from functional_ds.fitting import RollBack
-from functional_ds.key import Key
-from functional_ds.layout import Layout, shard, unshard
-from functional_ds.owning import Owners
-from functional_ds.parts import Parts
-from functional_ds.transforms.carriage import Carriage
-from functional_ds.transforms.convoy import Route, plan_fetches
-from functional_ds.transforms.gathering import Gatherer
-from functional_ds.transforms.rounding import round_stochastically
-from tests.core.test_remat import awkward, outcome
+from functional_ds.optim.matrix_owners import Owners
+from functional_ds.sharding.layout import Layout, shard, unshard
+from functional_ds.sharding.leaf_map import Parts
+from functional_ds.transforms.precision.stochastic_rounding import round_stochastically
+from functional_ds.transforms.zero.collectives import Carriage
+from functional_ds.transforms.zero.gather import Gatherer
+from functional_ds.transforms.zero.prefetch import Route, plan_fetches
 from tests.planting import Bug, planted
+from tests.remat.test_remat import awkward, outcome
 from tests.transforms.models import CASES, Blocks, Case, Tied, own_rows, run
 from tests.transforms.rules import assert_close, fresh, linear, trained
 
@@ -989,41 +989,59 @@ def offload_changes_nothing() -> None:
 BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, and the law's case
     # activations
     (a_remat_is_the_function, "recompute,product=save"): [
-        Bug("a product is taken for another", "watching", "return func, self._calls[func]", "return func, 1"),
+        Bug("a product is taken for another", "remat.op_cache", "return func, self._calls[func]", "return func, 1"),
     ],
     (a_remat_is_the_function, "recompute,inputs=partition"): [
-        Bug("all ranks keep the first piece", "dividing", "flat[group.rank * size : (group.rank + 1) * size]", "flat[:size]"),
+        Bug(
+            "all ranks keep the first piece",
+            "remat.partitioned",
+            "flat[group.rank * size : (group.rank + 1) * size]",
+            "flat[:size]",
+        ),
     ],
     (a_remat_is_the_function, "offload"): [
-        Bug("what comes back lies otherwise", "compact", "(1,), own.storage_offset())", "(1,), own.storage_offset()).flip(0)"),
+        Bug(
+            "what comes back lies otherwise",
+            "remat.saved_tensors",
+            "(1,), own.storage_offset())",
+            "(1,), own.storage_offset()).flip(0)",
+        ),
     ],
     # sharding and collectives
     (sharding_is_a_bijection,): [
-        Bug("shards are rounded down", "layout", "-(-size // n)", "size // n", RuntimeError),
+        Bug("shards are rounded down", "sharding.layout", "-(-size // n)", "size // n", RuntimeError),
         Bug(
             "shards begin one element late",
-            "layout",
+            "sharding.layout",
             "piece(leaf, low - slot.offset,",
             "piece(leaf.roll(-1), low - slot.offset,",
         ),
     ],
     (collectives_are_dense_programs,): [
-        Bug("all_gather joins in reverse", "comm.tiling", "torch.cat(list(pieces)", "torch.cat(list(pieces)[::-1]"),
-        Bug("max adds", "comm.fold", "binary = OPS[op]\n", "binary = OPS['sum' if op == 'max' else op]\n"),
+        Bug("all_gather joins in reverse", "comm.record.tiling", "torch.cat(list(pieces)", "torch.cat(list(pieces)[::-1]"),
+        Bug("max adds", "comm.record.reduction", "binary = OPS[op]\n", "binary = OPS['sum' if op == 'max' else op]\n"),
         Bug("a mean is over n + 1", "comm.api", "leaf / group.size", "leaf / (group.size + 1)"),
     ],
     (exchanges_are_dense_programs,): [
         Bug(
-            "all_to_all joins where it cut", "comm.table", 'in cuts], options["concat_dim"])', 'in cuts], options["split_dim"])'
+            "all_to_all joins where it cut",
+            "comm.record.table",
+            'in cuts], options["concat_dim"])',
+            'in cuts], options["split_dim"])',
         ),
         Bug(
             "rows go to the next rank",
-            "comm.table",
+            "comm.record.table",
             'pieces[rank] for pieces in cuts], options["dim"]',
             'pieces[rank - 1] for pieces in cuts], options["dim"]',
         ),
-        Bug("permute goes backwards", "comm.table", 'source = options["perm"].source\n', 'source = options["perm"].target\n'),
-        Bug("all get the whole", "comm.table", 'whole if rank == options["dst"] else', "whole if True else"),
+        Bug(
+            "permute goes backwards",
+            "comm.record.table",
+            'source = options["perm"].source\n',
+            'source = options["perm"].target\n',
+        ),
+        Bug("all get the whole", "comm.record.table", 'whole if rank == options["dst"] else', "whole if True else"),
         Bug(
             "sizes are everybody's own",
             "comm.uneven",
@@ -1033,171 +1051,193 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
     ],
     (messages_carry_gradients_back,): [
-        Bug("gradients go on, not back", "comm.table", '{**options, "src": options["dst"], "dst": options["src"]}', "options"),
+        Bug(
+            "gradients go on, not back",
+            "comm.record.table",
+            '{**options, "src": options["dst"], "dst": options["src"]}',
+            "options",
+        ),
     ],
     (what_a_value_is_decides,): [
-        Bug("copies do not add up", "comm.table", 'Call(REDUCE_FROM, {"op": "sum"})', "Call(COPY_TO, {})"),
+        Bug("copies do not add up", "comm.record.table", 'Call(REDUCE_FROM, {"op": "sum"})', "Call(COPY_TO, {})"),
         Bug(
             "sums add up again",
-            "comm.table",
+            "comm.record.table",
             "adjoint=lambda options: Call(COPY_TO, {})",
             "adjoint=lambda options: Call(REDUCE_FROM, options)",
         ),
     ],
     (nothing_is_left_over,): [
-        Bug("leftovers are forgotten", "comm.simulator", "if simulator.slots:", "if False:"),
+        Bug("leftovers are forgotten", "comm.worlds.simulator", "if simulator.slots:", "if False:"),
     ],
     (shapes_count_as_values_do,): [
-        Bug("a loop counts once", "comm.shapes", "book.multiply(before, times)", "book.multiply(before, 1)"),
+        Bug("a loop counts once", "comm.worlds.shapes", "book.multiply(before, times)", "book.multiply(before, 1)"),
     ],
     (half_precision_sums_round_once,): [
-        Bug("bf16 sums round each time", "comm.fold", "wide = torch.float32 if", "wide = dtype if"),
+        Bug("bf16 sums round each time", "comm.record.reduction", "wide = torch.float32 if", "wide = dtype if"),
     ],
     (results_have_memory_of_their_own,): [
-        Bug("all ranks get one tensor", "comm.table", "[value.clone() for", "[value for"),
+        Bug("all ranks get one tensor", "comm.record.table", "[value.clone() for", "[value for"),
     ],
     (calls_read_their_input_at_once,): [
         Bug(
             "the simulator reads inputs late",
-            "comm.simulator",
+            "comm.worlds.simulator",
             "tensor.detach().clone(memory_format=torch.contiguous_format)",
             "tensor.detach()",
         ),
     ],
     (adjoints_are_transposes,): [
-        Bug("all_gather's transpose does not add", "comm.table", '{**options, "op": "sum"}', '{**options, "op": "max"}'),
+        Bug("all_gather's transpose does not add", "comm.record.table", '{**options, "op": "sum"}', '{**options, "op": "max"}'),
         Bug(
             "all_to_all's transpose keeps its dims",
-            "comm.table",
+            "comm.record.table",
             '"split_dim": o["concat_dim"],',
             '"split_dim": o["split_dim"],',
             ValueError,
         ),
         Bug(
             "rows return as they came",
-            "comm.table",
+            "comm.record.table",
             '"input_splits": options["output_splits"],',
             '"input_splits": options["input_splits"],',
             Exception,
         ),
-        Bug("permute's transpose goes on", "comm.table", 'options["perm"].inverse', 'options["perm"]'),
+        Bug("permute's transpose goes on", "comm.record.table", 'options["perm"].inverse', 'options["perm"]'),
     ],
     (the_ledger_counts_what_is_sent,): [
-        Bug("all_gather sends to itself, too", "comm.table", "(here.n - 1) * leaf.numel(),\n", "here.n * leaf.numel(),\n"),
-        Bug("all pieces are alike", "comm.table", "(leaf.numel() - own) + (here.n - 1) * own", "2 * (here.n - 1) * own"),
-        Bug("all ranks send in a permutation", "comm.table", "target.get(here.rank, here.rank) != here.rank", "target"),
+        Bug(
+            "all_gather sends to itself, too", "comm.record.table", "(here.n - 1) * leaf.numel(),\n", "here.n * leaf.numel(),\n"
+        ),
+        Bug("all pieces are alike", "comm.record.table", "(leaf.numel() - own) + (here.n - 1) * own", "2 * (here.n - 1) * own"),
+        Bug("all ranks send in a permutation", "comm.record.table", "target.get(here.rank, here.rank) != here.rank", "target"),
     ],
     (a_mesh_is_a_grid,): [
         Bug("a mesh counts by columns", "comm.mesh", "math.prod(sizes[i + 1 :])", "math.prod(sizes[:i])"),
     ],
     (the_simulator_finds_mismatches,): [
-        Bug("nobody compares calls", "comm.simulator", "if known.agreement != slot.agreement:", "if False:"),
+        Bug("nobody compares calls", "comm.worlds.simulator", "if known.agreement != slot.agreement:", "if False:"),
     ],
     # one device
     (modules_are_functions,): [
-        Bug("a tied weight becomes two", "functional", "setdefault(id(parameter),", "setdefault((id(parameter), path),"),
+        Bug(
+            "a tied weight becomes two", "modules.functional", "setdefault(id(parameter),", "setdefault((id(parameter), path),"
+        ),
     ],
     (one_device_accumulates, 2): [
-        Bug("earlier gradients are dropped", "tape", "total.add_(grad)", "grad"),
+        Bug("earlier gradients are dropped", "step.tape", "total.add_(grad)", "grad"),
         Bug("the last micro-batch is left out", "transforms.accumulate", "(micro_batches):", "(micro_batches[:-1]):"),
     ],
     (adamw_is_torchs,): [
-        Bug("both moments decay alike", "optim", "beta2=betas[1]", "beta2=betas[0]"),
+        Bug("both moments decay alike", "optim.adamw_sgd", "beta2=betas[1]", "beta2=betas[0]"),
     ],
     (schedules_multiply_the_rate,): [
         Bug("a schedule is one update ahead", "transforms.schedule", "fn(state.step)", "fn(state.step + 1)"),
         Bug("a warm-up's first update is void", "transforms.schedule", "(done + 1) / max", "done / max"),
-        Bug("updates are not counted", "training", "step=state.step + count", "step=state.step"),
+        Bug("updates are not counted", "step.train_step", "step=state.step + count", "step=state.step"),
     ],
     (donation_changes_nothing_but_memory,): [
-        Bug("a donated state stays usable", "state", "spent.__dict__.clear()", "pass"),
-        Bug("a kept state shares memory", "state", "x.detach().clone()", "x.detach()"),
+        Bug("a donated state stays usable", "step.state", "spent.__dict__.clear()", "pass"),
+        Bug("a kept state shares memory", "step.state", "x.detach().clone()", "x.detach()"),
     ],
     # weights, clipping, draws
     (tokens_weigh_the_same, None): [
-        Bug("earlier tokens are forgotten", "training", "carry.weight + loss.weight", "loss.weight"),
+        Bug("earlier tokens are forgotten", "step.train_step", "carry.weight + loss.weight", "loss.weight"),
     ],
     (tokens_weigh_the_same, 0): [
         Bug(
             "metrics are each rank's own",
-            "transforms.zero",
+            "transforms.zero.zero",
             "self.ranks().total(inner(step, state, scalars))",
             "inner(step, state, scalars)",
         ),
     ],
     (tokens_weigh_the_same, 2): [
-        Bug("each rank divides by its own tokens", "step", "Weighted(grads.sum, weight)", "Weighted(grads.sum, grads.weight)"),
+        Bug(
+            "each rank divides by its own tokens",
+            "step.step",
+            "Weighted(grads.sum, weight)",
+            "Weighted(grads.sum, grads.weight)",
+        ),
     ],
     (norms_are_of_the_whole_gradient, None): [
         Bug("small gradients are scaled up", "transforms.clip", "torch.clamp(norm / limit, min=1.0)", "(norm / limit)"),
         Bug("the norm is the sum's, not the mean's", "transforms.clip", "grads.sum) / grads.weight", "grads.sum)"),
     ],
     (norms_are_of_the_whole_gradient, 0): [
-        Bug("stage 0 counts replicas", "transforms.zero", "self.finite} if stage else", "self.finite} if True else"),
+        Bug("stage 0 counts replicas", "transforms.zero.zero", "self.finite} if stage else", "self.finite} if True else"),
     ],
     (norms_are_of_the_whole_gradient, 2): [
         Bug(
             "each rank clips by its own shards",
-            "transforms.zero",
+            "transforms.zero.zero",
             "comm.all_reduce(inner(step, state, grads) ** 2, self.ranks().group)",
             "(inner(step, state, grads) ** 2)",
         ),
     ],
     (everybody_hears_of_an_overflow, 2): [
-        Bug("one rank's finite gradients suffice", "transforms.zero", 'op="min"', 'op="max"'),
+        Bug("one rank's finite gradients suffice", "transforms.zero.zero", 'op="min"', 'op="max"'),
     ],
     (draws_depend_on_the_position,): [
-        Bug("every rank draws as rank 0", "transforms.zero", "index * places + place,", "index * places,"),
+        Bug("every rank draws as rank 0", "transforms.zero.zero", "index * places + place,", "index * places,"),
         Bug("micro-batches draw alike", "transforms.accumulate", "rows=i * rows", "rows=0"),
-        Bug("steps draw alike", "key", "self.step.to(device) * _GOLDEN", "0"),
-        Bug("names draw alike", "key", " + salt", ""),
+        Bug("steps draw alike", "base.prng", "self.step.to(device) * _GOLDEN", "0"),
+        Bug("names draw alike", "base.prng", " + salt", ""),
     ],
     # ZeRO: what is reduced
     (zero_is_one_device, 0, "two trees"): [
         Bug(
-            "two trees share a skeleton", "functional", "if skeleton.identity == _identity(params) and skeleton", "if skeleton"
+            "two trees share a skeleton",
+            "modules.functional",
+            "if skeleton.identity == _identity(params) and skeleton",
+            "if skeleton",
         ),
     ],
     (zero_is_one_device, 0, "blocks", 2, 2): [
         Bug("every micro-batch is the last", "transforms.accumulate", "last and i == k - 1", "last"),
     ],
     (zero_is_one_device, 1, "blocks", 3, 2): [
-        Bug("the carry is dropped in stage 1", "transforms.zero", "local={} if each else carry", "local={}"),
+        Bug("the carry is dropped in stage 1", "transforms.zero.zero", "local={} if each else carry", "local={}"),
     ],
     (zero_is_one_device, 2, "blocks", 3, 2): [
-        Bug("the carry is dropped in stage 2", "transforms.zero", "sums=carry if each else {}", "sums={}"),
+        Bug("the carry is dropped in stage 2", "transforms.zero.zero", "sums=carry if each else {}", "sums={}"),
         Bug(
             "ranks get each other's rows",
-            "transforms.carriage",
+            "transforms.zero.collectives",
             "flat.view(level.size, -1) for",
             "flat.view(level.size, -1).flip(0) for",
         ),
     ],
     (traffic_is_exact, 1, 2): [
-        Bug("stage 1 reduces each micro-batch", "transforms.zero", "each = self.knobs.stage >= 2", "each = True"),
+        Bug("stage 1 reduces each micro-batch", "transforms.zero.zero", "each = self.knobs.stage >= 2", "each = True"),
     ],
     (zero_is_one_device, 3, "several passes"): [
-        Bug("a second use overwrites", "transforms.reducing", "_copy_ if fresh else torch._foreach_add_", "_copy_"),
-        Bug("a unit is reduced after one backward", "transforms.units", "waiting.get(unit, 0) + 1", "waiting.get(unit, 1)"),
+        Bug("a second use overwrites", "transforms.zero.reduce", "_copy_ if fresh else torch._foreach_add_", "_copy_"),
+        Bug(
+            "a unit is reduced after one backward",
+            "transforms.zero.lazy_params",
+            "waiting.get(unit, 0) + 1",
+            "waiting.get(unit, 1)",
+        ),
     ],
     (zero_is_one_device, 2, "branching"): [
         Bug(
             "each rank has its own order",
-            "transforms.reducing",
+            "transforms.zero.reduce",
             "turns = self.order.units",
             "turns = self.completed",
             comm.MismatchError,
         ),
         Bug(
             "each rank learns its own order",
-            "transforms.reducing",
+            "transforms.zero.reduce",
             "tuple(agreed.tolist())",
             "tuple(self.completed)",
             comm.MismatchError,
         ),
         Bug(
             "untouched units are not reduced",
-            "transforms.units",
+            "transforms.zero.lazy_params",
             "range(len(self.layout.units)):",
             "range(0):",
             comm.DeadlockError,
@@ -1205,12 +1245,17 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     ],
     # ZeRO: what is gathered
     (rank_0_gives_the_params, 0): [
-        Bug("each rank keeps its own params", "transforms.zero", "lambda leaf: _of_rank_0(leaf, ranks)", "lambda leaf: leaf"),
+        Bug(
+            "each rank keeps its own params",
+            "transforms.zero.zero",
+            "lambda leaf: _of_rank_0(leaf, ranks)",
+            "lambda leaf: leaf",
+        ),
     ],
     (zero_is_one_device, 1, "mlp"): [
         Bug(
             "other ranks' params stay old",
-            "transforms.zero",
+            "transforms.zero.zero",
             " moved = [i for i in whole if layout.segments[i].trainable]",
             " moved = []",
         ),
@@ -1218,7 +1263,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (zero_is_one_device, 3, "checkpoint"): [
         Bug(
             "recomputed leaves need no gradient",
-            "transforms.units",
+            "transforms.zero.lazy_params",
             "view.detach().requires_grad_() for",
             "view.detach() for",
             RuntimeError,
@@ -1227,14 +1272,14 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (zero_is_one_device, 3, "branching"): [
         Bug(
             "nobody asks the others",
-            "transforms.gathering",
+            "transforms.zero.gather",
             "comm.all_gather(torch.tensor([unit]), control).tolist()",
             "[unit]",
             comm.MismatchError,
         ),
         Bug(
             "a rank leaves while others need units",
-            "transforms.gathering",
+            "transforms.zero.gather",
             "while not self._ask(_DONE):\n            pass",
             "self._ask(_DONE)",
             comm.DeadlockError,
@@ -1243,74 +1288,94 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (any_rank_touches_any_units,): [
         Bug(
             "a plan that nobody kept to is kept",
-            "transforms.gathering",
+            "transforms.zero.gather",
             "if keep and not self._asked else",
             "if keep else",
             comm.DeadlockError,
         ),
     ],
     (two_whole_units_and_the_next, False, True): [
-        Bug("autograd keeps whole units", "transforms.units", "self._owners.get(tensor.untyped_storage().data_ptr())", "None"),
-        Bug("dropped units stay", "transforms.gathering", "self.whole.pop(unit, None)", "pass"),
+        Bug(
+            "autograd keeps whole units",
+            "transforms.zero.lazy_params",
+            "self._owners.get(tensor.untyped_storage().data_ptr())",
+            "None",
+        ),
+        Bug("dropped units stay", "transforms.zero.gather", "self.whole.pop(unit, None)", "pass"),
     ],
     (plans_are_the_shortest,): [
-        Bug("the next use is sought from the start", "transforms.convoy", "uses.index(unit, now)", "uses.index(unit)"),
+        Bug("the next use is sought from the start", "transforms.zero.prefetch", "uses.index(unit, now)", "uses.index(unit)"),
     ],
     (several_passes_gather_no_more_than_needed, False): [
-        Bug("the first to come makes room", "transforms.convoy", "max(there, key=lambda u: _next_use(uses, i, u))", "there[0]"),
+        Bug(
+            "the first to come makes room",
+            "transforms.zero.prefetch",
+            "max(there, key=lambda u: _next_use(uses, i, u))",
+            "there[0]",
+        ),
     ],
     (several_passes_gather_no_more_than_needed, True): [
-        Bug("a unit goes before its last use", "transforms.gathering", "and self._made >= self._plan.until.get(unit, 0)", ""),
+        Bug("a unit goes before its last use", "transforms.zero.gather", "and self._made >= self._plan.until.get(unit, 0)", ""),
     ],
     (keeping_saves_two_units,): [
-        Bug("one unit is kept", "transforms.gathering", "self._plan.end if keep", "self._plan.end[:1] if keep"),
+        Bug("one unit is kept", "transforms.zero.gather", "self._plan.end if keep", "self._plan.end[:1] if keep"),
     ],
     # optimizers
     (an_optimizer_is_that_of_one_device, "muon", 1): [
-        Bug("a shard's piece of a leaf is its first", "parts", "Piece(leaf, low - slot.offset,", "Piece(leaf, 0,"),
+        Bug("a shard's piece of a leaf is its first", "sharding.leaf_map", "Piece(leaf, low - slot.offset,", "Piece(leaf, 0,"),
         Bug(
             "pieces are put together at the start",
-            "owning",
+            "optim.matrix_owners",
             "[piece.offset : piece.offset + piece.numel] =",
             "[: piece.numel] =",
         ),
         Bug(
             "an optimizer in shards takes leaves for whole",
-            "transforms.zero",
+            "transforms.zero.zero",
             "ranks.shards if self.knobs.stage else None",
             "None",
             RuntimeError,
         ),
     ],
     (an_optimizer_is_that_of_one_device, "muon", 0): [
-        Bug("matrices of a run lie at its start", "parts", "piece.start - runs[-1].start", "0"),
+        Bug("matrices of a run lie at its start", "sharding.leaf_map", "piece.start - runs[-1].start", "0"),
     ],
     (owners_give_pieces_back,): [
-        Bug("pieces come back in the owners' order", "owning", "sorted(found, key=lambda pair: pair[0])", "found"),
+        Bug("pieces come back in the owners' order", "optim.matrix_owners", "sorted(found, key=lambda pair: pair[0])", "found"),
     ],
     (an_optimizer_is_that_of_one_device, "lamb", 3): [
-        Bug("norms are of shards", "lamb", "local if parts.group is None else comm.all_reduce(local, parts.group)", "local"),
+        Bug(
+            "norms are of shards",
+            "optim.lamb",
+            "local if parts.group is None else comm.all_reduce(local, parts.group)",
+            "local",
+        ),
     ],
     (leaves_go_their_own_ways,): [
         Bug(
             "runs go on over others' leaves",
-            "parts",
+            "sharding.leaf_map",
             "before.leaf in number and before.tensor == piece.tensor",
             "runs",
         ),
-        Bug("others decay", "routing", "0 if leaf in hits else 1", "1 if leaf in hits else 0"),
+        Bug("others decay", "optim.by_leaf", "0 if leaf in hits else 1", "1 if leaf in hits else 0"),
         Bug(
             "the last rule that names a leaf moves it",
-            "route",
+            "optim.param_groups",
             "if leaf in found), len(hits))",
             "if leaf not in found), len(hits))",
         ),
     ],
     (lion_steps_by_signs,): [
-        Bug("Lion's mean is what it steps by", "optimizers", "mean.lerp(grad, 1 - betas[0])", "mean.lerp_(grad, 1 - betas[0])"),
+        Bug(
+            "Lion's mean is what it steps by",
+            "optim.adam_lion",
+            "mean.lerp(grad, 1 - betas[0])",
+            "mean.lerp_(grad, 1 - betas[0])",
+        ),
         Bug(
             "decay comes before the sign",
-            "optimizers",
+            "optim.adam_lion",
             "sign_()\n            p.sub_(sign.add_(p, alpha=weight_decay)",
             "add_(p, alpha=weight_decay)\n            p.sub_(sign.sign_()",
         ),
@@ -1320,7 +1385,10 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     ],
     (skipped_updates_move_nothing, "muon, blocks"): [
         Bug(
-            "routes do not heed skips", "routing", "guarded(pair, views, own, old, rate)", "pair.update(views, own, old, rate)"
+            "routes do not heed skips",
+            "optim.by_leaf",
+            "guarded(pair, views, own, old, rate)",
+            "pair.update(views, own, old, rate)",
         ),
     ],
     (the_mean_is_by_hand, 2): [
@@ -1328,21 +1396,21 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug("the params are shown for the mean", "transforms.ema", "shown=True", "shown=False"),
     ],
     (factors_of_updates,): [
-        Bug("the first update has the rate of none", "transforms.schedules", ".to(torch.float32) + 1)", ".to(torch.float32))"),
-        Bug("the decay starts an update early", "transforms.schedules", "down = ((total - u + 1)", "down = ((total - u)"),
-        Bug("the cycle goes down as it went up", "transforms.schedules", "(up + fall - u) / fall", "(up + fall - u) / up"),
+        Bug("the first update has the rate of none", "transforms.schedule", ".to(torch.float32) + 1)", ".to(torch.float32))"),
+        Bug("the decay starts an update early", "transforms.schedule", "down = ((total - u + 1)", "down = ((total - u)"),
+        Bug("the cycle goes down as it went up", "transforms.schedule", "(up + fall - u) / fall", "(up + fall - u) / up"),
     ],
     # mixed precision
     (masters_move_by_less_than_bf16_shows, 2): [
         Bug(
             "rounded params are updated",
-            "transforms.precision",
+            "transforms.precision.mixed_precision",
             "_wide(leaf) if master is None else master for",
             "_wide(leaf) for",
         ),
         Bug(
             "masters are not rounded into the params",
-            "transforms.precision",
+            "transforms.precision.mixed_precision",
             "if into:",
             "if False:",
         ),
@@ -1350,22 +1418,22 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (an_overflow_skips_the_step, 2, None): [
         Bug(
             "ranks look at their own gradients",
-            "transforms.precision",
+            "transforms.precision.mixed_precision",
             "step.finite(state, grads.sum)",
             "grads.sum[0].isfinite().all()",
         ),
-        Bug("kernels do not hear of it", "skipping", "else grads.skip.float()", "else None"),
-        Bug("skipped steps count", "training", "1 if state.skip is None else state.skip.logical_not()", "1"),
-        Bug("NaN is finite", "training", "return overflow[0] == 0", "return ~torch.cat(grads).isinf().any()"),
-        Bug("a scale is never adjusted", "transforms.precision", "scale.adjust(finite)", "scale"),
+        Bug("kernels do not hear of it", "optim.kernels", "else grads.skip.float()", "else None"),
+        Bug("skipped steps count", "step.train_step", "1 if state.skip is None else state.skip.logical_not()", "1"),
+        Bug("NaN is finite", "step.train_step", "return overflow[0] == 0", "return ~torch.cat(grads).isinf().any()"),
+        Bug("a scale is never adjusted", "transforms.precision.mixed_precision", "scale.adjust(finite)", "scale"),
     ],
     (an_overflow_skips_the_step, 1, plain_momentum): [
-        Bug("what is kept for a skip is written to", "skipping", "leaf.clone() if", "leaf if"),
-        Bug("good steps are skipped", "skipping", "torch.where(skip, old, new)", "old"),
+        Bug("what is kept for a skip is written to", "optim.kernels", "leaf.clone() if", "leaf if"),
+        Bug("good steps are skipped", "optim.kernels", "torch.where(skip, old, new)", "old"),
     ],
     (scaling_by_a_power_of_two_changes_nothing,): [
-        Bug("weights are not scaled", "transforms.loss_scale", "scaled.weight * self.now", "scaled.weight"),
-        Bug("losses are not scaled", "transforms.loss_scale", "return loss * self.now", "return loss"),
+        Bug("weights are not scaled", "transforms.precision.loss_scale", "scaled.weight * self.now", "scaled.weight"),
+        Bug("losses are not scaled", "transforms.precision.loss_scale", "return loss * self.now", "return loss"),
         Bug(
             "a norm is of scaled gradients",
             "transforms.clip",
@@ -1374,75 +1442,93 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
     ],
     (dynamic_scales_follow_the_rules,): [
-        Bug("a window outlives an overflow", "transforms.loss_scale", "torch.where(finite, self.run + 1, 0)", "self.run + 1"),
-        Bug("a window goes on after growth", "transforms.loss_scale", "torch.where(grows, 0, run)", "run"),
-        Bug("the first overflow shrinks", "transforms.loss_scale", "(self.patience <= 1)", "(self.patience <= 2)"),
-        Bug("patience comes back at once", "transforms.loss_scale", "finite if self.consecutive else grows", "finite"),
-        Bug("patience comes back late", "transforms.loss_scale", "finite if self.consecutive else grows", "grows"),
-        Bug("there is no minimum", "transforms.loss_scale", ".clamp(min=self.minimum)", ""),
-        Bug("there is no maximum", "transforms.loss_scale", ".clamp(max=self.maximum)", ""),
+        Bug(
+            "a window outlives an overflow",
+            "transforms.precision.loss_scale",
+            "torch.where(finite, self.run + 1, 0)",
+            "self.run + 1",
+        ),
+        Bug("a window goes on after growth", "transforms.precision.loss_scale", "torch.where(grows, 0, run)", "run"),
+        Bug("the first overflow shrinks", "transforms.precision.loss_scale", "(self.patience <= 1)", "(self.patience <= 2)"),
+        Bug(
+            "patience comes back at once", "transforms.precision.loss_scale", "finite if self.consecutive else grows", "finite"
+        ),
+        Bug("patience comes back late", "transforms.precision.loss_scale", "finite if self.consecutive else grows", "grows"),
+        Bug("there is no minimum", "transforms.precision.loss_scale", ".clamp(min=self.minimum)", ""),
+        Bug("there is no maximum", "transforms.precision.loss_scale", ".clamp(max=self.maximum)", ""),
     ],
     (exceptions_keep_their_dtype,): [
-        Bug("exceptions share a segment", "layout", "stored_in(leaf), persistent(leaf)", "None, persistent(leaf)"),
-        Bug("marks get lost", "trainable", "return _marked(marked, marks) if marks else marked", "return marked"),
+        Bug("exceptions share a segment", "sharding.layout", "stored_in(leaf), persistent(leaf)", "None, persistent(leaf)"),
+        Bug("marks get lost", "base.marks", "return _marked(marked, marks) if marks else marked", "return marked"),
         Bug(
             "the last rule counts",
-            "transforms.policy",
+            "transforms.precision.policy",
             "in self.exceptions if _fits(where, path)), None)",
             "in self.exceptions[::-1] if _fits(where, path)), None)",
         ),
     ],
     (draws_of_rounding_depend_on_the_place,): [
-        Bug("draws begin anew in each shard", "transforms.rounding", '].path}", piece.offset)', '].path}", 0)'),
+        Bug(
+            "draws begin anew in each shard",
+            "transforms.precision.stochastic_rounding",
+            '].path}", piece.offset)',
+            '].path}", 0)',
+        ),
         Bug(
             "all steps draw alike",
-            "transforms.rounding",
+            "transforms.precision.stochastic_rounding",
             "Key(self.key.seed, self.key.step, row)",
             "Key(self.key.seed, row * 0, row)",
         ),
-        Bug("all leaves draw alike", "transforms.rounding", "of {self.parts.leaves[piece.leaf].path}", ""),
+        Bug("all leaves draw alike", "transforms.precision.stochastic_rounding", "of {self.parts.leaves[piece.leaf].path}", ""),
     ],
     (rounding_keeps_the_mean,): [
-        Bug("rounding is mostly down", "transforms.rounding", "uniform * 65536", "uniform * 32768"),
+        Bug("rounding is mostly down", "transforms.precision.stochastic_rounding", "uniform * 65536", "uniform * 32768"),
         Bug(
             "NaN becomes a number",
-            "transforms.rounding",
+            "transforms.precision.stochastic_rounding",
             "torch.where(wide.isfinite(), bits.view(torch.float32), wide)",
             "bits.view(torch.float32)",
         ),
     ],
     # compression
     (compressed_values_stay_near,): [
-        Bug("int8 rounds towards zero", "comm.codecs", "steps.round_()", "steps.trunc_()"),
+        Bug("int8 rounds towards zero", "comm.compression.codecs", "steps.round_()", "steps.trunc_()"),
         Bug(
             "a block's scale is its largest value's",
-            "comm.codecs",
+            "comm.compression.codecs",
             "torch.maximum(blocks.amax(2), -blocks.amin(2))",
             "blocks.amax(2)",
         ),
         Bug(
             "an inf is held to what is finite",
-            "comm.codecs",
+            "comm.compression.codecs",
             "torch.where(scale.isfinite(), scale.clamp",
             "torch.where(scale > 0, scale.clamp",
         ),
-        Bug("top-k keeps the largest with their sign", "comm.codecs", "rows.abs().topk", "rows.topk"),
+        Bug("top-k keeps the largest with their sign", "comm.compression.codecs", "rows.abs().topk", "rows.topk"),
     ],
     (feedback_owes_what_it_left_out,): [
         Bug(
-            "what is owed is never paid", "comm.feedback", "rows_of(leaf + e, group.size)", "rows_of(leaf + 0 * e, group.size)"
+            "what is owed is never paid",
+            "comm.compression.error_feedback",
+            "rows_of(leaf + e, group.size)",
+            "rows_of(leaf + 0 * e, group.size)",
         ),
-        Bug("a sum owes nothing", "comm.feedback", "(self._total(p, e) + e)", "(self._total(p, e) + 0 * e)"),
-        Bug("what was told is owed", "comm.feedback", "[value - other for", "[other - value for"),
+        Bug("a sum owes nothing", "comm.compression.error_feedback", "(self._total(p, e) + e)", "(self._total(p, e) + 0 * e)"),
+        Bug("what was told is owed", "comm.compression.error_feedback", "[value - other for", "[other - value for"),
     ],
     (a_compressed_gather_is_for_the_loss, 1): [
-        Bug("quantised params are updated", "transforms.zero", "own = _either(partition.exact, shards)", "own = shards"),
+        Bug("quantised params are updated", "transforms.zero.zero", "own = _either(partition.exact, shards)", "own = shards"),
         Bug(
-            "exact params stay old", "transforms.zero", "exact=self._exact(state.params, whole, ranks)", "exact=partition.exact"
+            "exact params stay old",
+            "transforms.zero.zero",
+            "exact=self._exact(state.params, whole, ranks)",
+            "exact=partition.exact",
         ),
         Bug(
             "the loss sees exact params",
-            "transforms.zero",
+            "transforms.zero.zero",
             "self.carriage().gather_all",
             "Carriage(ranks, attrs.evolve(self.knobs, all_gather=comm.all_gather)).gather_all",
         ),
@@ -1450,7 +1536,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (a_compressed_gather_is_for_the_loss, 3): [
         Bug(
             "stage 3 gathers in fp32",
-            "transforms.zero",
+            "transforms.zero.zero",
             "Carriage(self.ranks(), knobs,",
             "Carriage(self.ranks(), Knobs(stage=3),",
         ),
@@ -1458,7 +1544,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (offload_changes_nothing,): [
         Bug(
             "a version is written over",
-            "transforms.offloading.folder",
+            "transforms.offloading.files",
             "Extent(self, self._free.pop())",
             "Extent(self, 0)",
             shows=transforms.OffloadError,
@@ -1466,7 +1552,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug("nobody looks at checksums", "transforms.offloading.disk", "if found != checksum:", "if False:"),
         Bug(
             "each piece has a norm of its own",
-            "transforms.offloading.updating",
+            "transforms.offloading.update",
             'norm=lambda inner, *_: self._ask("norm", inner).to(device),',
             "norm=lambda inner, step, state, grads: inner(step, state, grads),",
         ),
@@ -1474,26 +1560,28 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (checkpoints_come_back,): [
         Bug(
             "a piece is saved from the leaf's beginning",
-            "checkpointing.places",
+            "state_dict.leaf_places",
             "Cut(slot.leaf, first - slot.offset, first - low, last - first)",
             "Cut(slot.leaf, 0, first - low, last - first)",
             shows=Exception,
         ),
         Bug(
             "a file is where its rank's elements are counted",
-            "checkpointing.writing",
+            "checkpointing.writer",
             "position += share.numel * offer.itemsize",
             "position += share.numel",
             shows=Exception,
         ),
-        Bug("checksums are not looked at", "checkpointing.blocks", "if check != file.checks[start // BLOCK]:", "if False:"),
+        Bug("checksums are not looked at", "checkpointing.storage", "if check != file.checks[start // BLOCK]:", "if False:"),
     ],
     (runs_go_on,): [
         Bug("the data begin anew", "fitting.run", "None if self.place.data is None else own(self.place.data)", "None"),
-        Bug("a checkpoint is a step late", "fitting.keeper", "Place(done, gathered(data)", "Place(done + 1, gathered(data)"),
+        Bug(
+            "a checkpoint is a step late", "fitting.checkpoints", "Place(done, gathered(data)", "Place(done + 1, gathered(data)"
+        ),
         Bug(
             "a loss that is not finite counts as one",
-            "fitting.health",
+            "fitting.non_finite",
             "loss.isfinite().logical_not()",
             "loss.isfinite()",
             shows=Exception,
@@ -1531,5 +1619,5 @@ def test_planting_is_undone(case: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize("old", ["no such text", "import", "_ALIGNMENT = 16"])
 def test_refuses_what_it_can_not_plant(old: str) -> None:
     """The text is missing, is there more than once, or is no function's."""
-    with pytest.raises(LookupError), planted(Bug("typo", "layout", old, "pass")):
+    with pytest.raises(LookupError), planted(Bug("typo", "sharding.layout", old, "pass")):
         pass

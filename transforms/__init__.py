@@ -1,22 +1,22 @@
 """Functions from steps to steps."""
 
+from functional_ds.transforms.offloading import OffloadError
+from functional_ds.transforms.precision.loss_scale import DynamicScale, LossScale, NoScale, StaticScale
+from functional_ds.transforms.precision.mixed_precision import mixed_precision
+from functional_ds.transforms.precision.policy import Policy
+from functional_ds.transforms.zero.zero import Zero, zero
+
 from . import offloading
 from .accumulate import accumulate
 from .clip import clip
+from .compressed_gradients import feedback
 from .ema import averaged, ema
-from .feedback import feedback
-from .local import local
-from .loss_scale import DynamicScale, LossScale, NoScale, StaticScale
+from .local_gradients import local
 from .offload import offload
-from .offloading import OffloadError
 from .pipeline import pipeline
-from .policy import Policy
-from .precision import mixed_precision
 from .remat import remat
-from .schedule import schedule, warmup_cosine
-from .schedules import one_cycle, range_test, warmup, warmup_decay
+from .schedule import one_cycle, range_test, schedule, warmup, warmup_cosine, warmup_decay
 from .tensor_parallel import tensor_parallel
-from .zero import Zero, zero
 
 __all__ = [
     "DynamicScale",

@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 
-from functional_ds import tree
-from functional_ds.rows import least_rows, split
-from functional_ds.state import State
-from functional_ds.step import Step, Transform, wrap
-from functional_ds.weighted import Weighted
+from functional_ds.base import tree
+from functional_ds.base.batch import least_rows, split
+from functional_ds.base.weighted import Weighted
+from functional_ds.step.state import State
+from functional_ds.step.step import Step, Transform, wrap
 
 __all__ = ["accumulate"]
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from functional_ds.state import State
-from functional_ds.step import Metrics, Step, Transform, wrap
-from functional_ds.weighted import Weighted
+from functional_ds.base.weighted import Weighted
+from functional_ds.step.state import State
+from functional_ds.step.step import Metrics, Step, Transform, wrap
 
 __all__ = ["clip"]
 

@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_ds import tree
-from functional_ds.state import State
-from functional_ds.step import Metrics, Step, Transform, wrap
-from functional_ds.trainable import is_trainable
-from functional_ds.training import stored_params
-from functional_ds.weighted import Weighted
+from functional_ds.base import tree
+from functional_ds.base.marks import is_trainable
+from functional_ds.base.weighted import Weighted
+from functional_ds.step.state import State
+from functional_ds.step.step import Metrics, Step, Transform, wrap
+from functional_ds.step.train_step import stored_params
 
 __all__ = ["averaged", "ema"]
 

@@ -8,19 +8,18 @@ import attrs
 import torch
 from torch import Tensor
 
-from functional_ds import tree
-from functional_ds.materialise import home as home_of
-from functional_ds.state import State
-from functional_ds.step import Metrics, Step, Transform, wrap
-from functional_ds.training import stored_view
-from functional_ds.weighted import Weighted
-
-from .offloading.beginning import Options, initial, planned
-from .offloading.folder import check_folder
-from .offloading.handles import fetched
-from .offloading.home import Home, Offloaded, make_disk
-from .offloading.plan import Place, rest_of
-from .offloading.updating import Update
+from functional_ds.base import tree
+from functional_ds.base.weighted import Weighted
+from functional_ds.sharding.sources import home as home_of
+from functional_ds.step.state import State
+from functional_ds.step.step import Metrics, Step, Transform, wrap
+from functional_ds.step.train_step import stored_view
+from functional_ds.transforms.offloading.files import check_folder
+from functional_ds.transforms.offloading.handles import fetched
+from functional_ds.transforms.offloading.init import Options, initial, planned
+from functional_ds.transforms.offloading.plan import Place, rest_of
+from functional_ds.transforms.offloading.storage import Home, Offloaded, make_disk
+from functional_ds.transforms.offloading.update import Update
 
 __all__ = ["offload"]
 

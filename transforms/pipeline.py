@@ -7,15 +7,15 @@ import attrs
 from torch import Tensor
 
 from functional_ds import comm
-from functional_ds.parts import Parts
+from functional_ds.base.batch import least_rows
+from functional_ds.base.weighted import Weighted
 from functional_ds.pipelining import Kind, Recorder, Schedule, Stages, lower, validate
-from functional_ds.pipelining.placing import Placed
-from functional_ds.pipelining.running import Traffic, gradients, measure
-from functional_ds.rows import least_rows
-from functional_ds.state import State
-from functional_ds.step import Step, Transform, wrap
-from functional_ds.training import Autograd
-from functional_ds.weighted import Weighted
+from functional_ds.pipelining.execution.gradients import Traffic, gradients, measure
+from functional_ds.pipelining.execution.placement import Placed
+from functional_ds.sharding.leaf_map import Parts
+from functional_ds.step.state import State
+from functional_ds.step.step import Step, Transform, wrap
+from functional_ds.step.train_step import Autograd
 
 __all__ = ["pipeline"]
 

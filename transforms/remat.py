@@ -9,15 +9,16 @@ from typing import Any
 import attrs
 from torch import nn
 
-from functional_ds import comm, saving, tree
-from functional_ds.keeping import Keeper
-from functional_ds.region import called, run
-from functional_ds.remat import check_group, check_names
-from functional_ds.saved import open_report
-from functional_ds.saving import Saving
-from functional_ds.state import State
-from functional_ds.step import Step, Transform, wrap
-from functional_ds.tape import Tape, current_tape
+from functional_ds import comm
+from functional_ds.base import tree
+from functional_ds.remat.policy import Saving, everything
+from functional_ds.remat.region import called, run
+from functional_ds.remat.remat import check_group, check_names
+from functional_ds.remat.report import open_report
+from functional_ds.remat.saved_tensors import Keeper
+from functional_ds.step.state import State
+from functional_ds.step.step import Step, Transform, wrap
+from functional_ds.step.tape import Tape, current_tape
 
 __all__ = ["remat"]
 
@@ -66,13 +67,13 @@ def remat(blocks: str | None = None, *, policy: str | Saving = "recompute", grou
 @attrs.define(eq=False)
 class _Remat:
     blocks: str | None
-    saving: Saving
+    policy: Saving
     group: comm.Group | None
     _calls: "_Calls" = attrs.field(init=False)
     _looked: bool = False
 
     def __attrs_post_init__(self) -> None:
-        self._calls = _Calls(self.blocks, self.saving, self.group)
+        self._calls = _Calls(self.blocks, self.policy, self.group)
 
     def prepare(self, inner: Any, step: Step, params: Any) -> Any:
         """Refuses a pattern that fits no path above a leaf."""
@@ -91,15 +92,15 @@ class _Remat:
         keeper.account.looks |= not self._looked
         self._looked = True
         if open_report() is not None:
-            function = self._part(function, "elsewhere", saving.everything, _ignore)
+            function = self._part(function, "elsewhere", everything, _ignore)
         found = self._run(inner, step, state, function, batch, tape)
         keeper.agree()  # on every rank, also where nothing was divided
         return found
 
     def _run(self, inner: Any, step: Step, state: State, function: Callable[[Any], Any], batch: Any, tape: Tape) -> Any:
         if self.blocks == "":
-            check = functools.partial(check_names, self.saving)
-            return inner(step, state, self._part(function, "loss", self.saving, check), batch)
+            check = functools.partial(check_names, self.policy)
+            return inner(step, state, self._part(function, "loss", self.policy, check), batch)
         # Whoever is composed later runs first, and is outside.
         before, tape.calls = tape.calls, (self._calls, *tape.calls)
         try:
@@ -127,7 +128,7 @@ class _Calls:
     """
 
     blocks: str | None
-    saving: Saving
+    policy: Saving
     group: comm.Group | None
     paths: dict[str, bool] = attrs.field(factory=dict)
     names: set[str] | None = None
@@ -145,7 +146,7 @@ class _Calls:
 
     def run(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A module's call."""
-        return run(_known(forward), args, kwargs, saving=self.saving, group=self.group, part=path, seen=self._seen)
+        return run(_known(forward), args, kwargs, saving=self.policy, group=self.group, part=path, seen=self._seen)
 
     def check(self, *, whole: bool) -> None:
         """Refuses a policy that changed nothing: no module was chosen, or no value is named so. ``whole``: all of it ran."""
@@ -157,7 +158,7 @@ class _Calls:
                 )
             raise _nothing(self.blocks, self.paths)
         if self.names is not None:
-            check_names(self.saving, self.names)
+            check_names(self.policy, self.names)
 
     def _seen(self, names: set[str]) -> None:
         self.names = names if self.names is None else self.names | names

@@ -1,19 +1,145 @@
-"""Learning-rate schedules."""
+"""Learning rates over a run, as factors: pure functions of how many updates there were.
+
+``T.schedule(fn)`` multiplies the optimizer's learning rate by them. In the formulas u = updates so far + 1 is the number of
+the update that the factor is for. The shapes are those of DeepSpeed's schedulers of like name, with rates as multiples of
+the optimizer's.
+"""
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from functional_ds.state import State
-from functional_ds.step import Metrics, Step, Transform, wrap
-from functional_ds.weighted import Weighted
+from functional_ds.base.weighted import Weighted
+from functional_ds.step.state import State
+from functional_ds.step.step import Metrics, Step, Transform, wrap
 
-from .schedules import Factor, check_floor
+__all__ = ["Factor", "check_floor", "one_cycle", "range_test", "schedule", "warmup", "warmup_cosine", "warmup_decay"]
 
-__all__ = ["schedule", "warmup_cosine"]
+Factor = Callable[[int | Tensor], Tensor]
+
+
+def warmup(steps: int, *, floor: float = 0.0, shape: Literal["linear", "log"] = "linear") -> Factor:
+    """Up from ``floor`` to 1 over ``steps`` updates, then 1.
+
+    ``floor + (1 - floor) · min(1, u / steps)``, or with ``shape="log"`` ``floor + (1 - floor) · min(1, ln u / ln steps)``.
+
+    Raises:
+        ValueError: a number out of range, or an unknown shape.
+
+    >>> [round(warmup(4)(i).item(), 2) for i in range(5)]
+    [0.25, 0.5, 0.75, 1.0, 1.0]
+    >>> [round(warmup(4, shape="log")(i).item(), 2) for i in range(5)]
+    [0.0, 0.5, 0.79, 1.0, 1.0]
+    """
+    check_floor(floor)
+    if steps < 0:
+        raise ValueError(f"steps={steps} must not be negative")
+    if shape not in ("linear", "log"):
+        raise ValueError(f"shape={shape!r} is unknown; use 'linear' or 'log'")
+
+    def part(u: Tensor) -> Tensor:
+        if shape == "linear":
+            return (u / max(steps, 1)).clamp(max=1)
+        return (u.log() / math.log(steps)).clamp(max=1) if steps > 1 else torch.ones_like(u)
+
+    return _named(f"warmup({steps}, floor={floor}, shape={shape!r})", lambda u: floor + (1 - floor) * part(u))
+
+
+def warmup_decay(steps: int, total: int, *, floor: float = 0.0, shape: Literal["linear", "log"] = "linear") -> Factor:
+    """``warmup(steps)``, then down a line that would reach ``floor`` in the update after ``total``, and ``floor`` after.
+
+    ``floor + (1 - floor) · min(warmup, max(0, (total - u + 1) / (total - steps)))``.
+
+    Raises:
+        ValueError: a number out of range, or an unknown shape.
+
+    >>> [round(warmup_decay(2, 6)(i).item(), 2) for i in range(8)]
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+    """
+    check_floor(floor)
+    if not 0 <= steps <= total:
+        raise ValueError(f"steps={steps} must lie in 0..total={total}")
+    up = warmup(steps, shape=shape)
+
+    def factor(u: Tensor) -> Tensor:
+        down = ((total - u + 1) / max(total - steps, 1)).clamp(min=0)
+        return floor + (1 - floor) * torch.minimum(up(u - 1), down)
+
+    return _named(f"warmup_decay({steps}, {total}, floor={floor}, shape={shape!r})", factor)
+
+
+def one_cycle(up: int, down: int | None = None, *, floor: float = 0.1, decay: float = 0.0, decay_steps: int = 1) -> Factor:
+    """From ``floor`` up to 1 over ``up`` updates, down again over ``down`` (None: as many), then lower still (Smith 2018).
+
+    ```
+    u <= up:          floor + (1 - floor) · u / up
+    u <= up + down:   floor + (1 - floor) · (up + down - u) / down
+    after that:       floor / (1 + decay · (u - up - down) / decay_steps)
+    ```
+
+    Momentum does not cycle.
+
+    Raises:
+        ValueError: a number out of range.
+
+    >>> [round(one_cycle(2, floor=0.5, decay=1.0)(i).item(), 3) for i in range(6)]
+    [0.75, 1.0, 0.75, 0.5, 0.25, 0.167]
+    """
+    fall = up if down is None else down
+    check_floor(floor)
+    if up < 1 or fall < 1 or decay_steps < 1:
+        raise ValueError(f"up={up}, down={fall} and decay_steps={decay_steps} must be at least 1")
+    if not decay >= 0:
+        raise ValueError(f"decay={decay} must not be negative")
+
+    def factor(u: Tensor) -> Tensor:
+        cycle = floor + (1 - floor) * torch.minimum(u / up, (up + fall - u) / fall)
+        after = floor / (1 + decay * (u - up - fall).clamp(min=0) / decay_steps)
+        return torch.where(u <= up + fall, cycle, after)
+
+    return _named(f"one_cycle({up}, {fall}, floor={floor}, decay={decay}, decay_steps={decay_steps})", factor)
+
+
+def range_test(steps: int, *, rate: float = 1.0, staircase: bool = False) -> Factor:
+    """Ever higher rates, to see which is the highest that trains (Smith 2017): ``1 + rate · u / steps``.
+
+    The optimizer's own rate is the lowest; ``staircase`` takes the whole part of ``u / steps``.
+
+    Raises:
+        ValueError: a number out of range.
+
+    >>> [range_test(2)(i).item() for i in range(4)], [range_test(2, staircase=True)(i).item() for i in range(4)]
+    ([1.5, 2.0, 2.5, 3.0], [1.0, 2.0, 2.0, 3.0])
+    """
+    if steps < 1:
+        raise ValueError(f"steps={steps} must be at least 1")
+    if not rate >= 0:
+        raise ValueError(f"rate={rate} must not be negative")
+
+    def factor(u: Tensor) -> Tensor:
+        interval = u / steps
+        return 1 + rate * (interval.floor() if staircase else interval)
+
+    return _named(f"range_test({steps}, rate={rate}, staircase={staircase})", factor)
+
+
+def check_floor(floor: float) -> None:
+    """Refuses what is no part of the whole rate."""
+    if not 0 <= floor <= 1:
+        raise ValueError(f"floor={floor} must lie in 0..1")
+
+
+def _named(name: str, factor: Callable[[Tensor], Tensor]) -> Factor:
+    """As a function of the updates so far, with a name that a step can print."""
+
+    def of(count: int | Tensor) -> Tensor:
+        return factor(torch.as_tensor(count).to(torch.float32) + 1)
+
+    of.__name__ = name
+    return of
 
 
 def schedule(fn: Callable[[Tensor], float | Tensor]) -> Transform:

@@ -8,12 +8,13 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from functional_ds import comm, tree
-from functional_ds.materialise import from_source, home, is_deferred, values_of
-from functional_ds.parts import Parts
-from functional_ds.state import State
-from functional_ds.step import Step, Transform, wrap
-from functional_ds.trainable import like_marked, mark_part, mark_slice, part_of
+from functional_ds import comm
+from functional_ds.base import tree
+from functional_ds.base.marks import like_marked, mark_part, mark_slice, part_of
+from functional_ds.sharding.leaf_map import Parts
+from functional_ds.sharding.sources import from_source, home, is_deferred, values_of
+from functional_ds.step.state import State
+from functional_ds.step.step import Step, Transform, wrap
 
 __all__ = ["tensor_parallel"]
 

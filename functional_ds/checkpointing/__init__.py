@@ -3,12 +3,10 @@
 ``fds.save`` and ``fds.load``; ``Saver`` for saves in the background.
 """
 
+from .directory import latest, tags
 from .errors import BusyError, CheckpointError, DamagedError, NewerFormatError, NoCheckpointError, StructureError
-from .folder import latest, tags
-from .loading import load
-from .saver import Saver
-from .saving import save
-from .verifying import verify
+from .load import load, verify
+from .save import Saver, save
 
 __all__ = [
     "BusyError",

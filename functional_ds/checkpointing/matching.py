@@ -7,10 +7,11 @@ from fnmatch import fnmatchcase
 import attrs
 import torch
 
-from .describing import Held
-from .dividing import own_name
+from functional_ds.state_dict.describe import Held
+
 from .errors import StructureError
 from .manifest import Manifest, Stored
+from .shard_plan import own_name
 
 __all__ = ["Choice", "Differences", "match"]
 

@@ -4,12 +4,12 @@
 one's own.
 """
 
-from .health import NonFiniteLossError, RollBack, Stop
-from .logs import CsvLog, Logger, TensorBoard
-from .loop import fit
+from .data import Epochs, Indexed, Reader, Replayed, Source, Stateful
+from .fit import fit
+from .loggers import CsvLog, Logger, TensorBoard
+from .non_finite import NonFiniteLossError, RollBack, Stop
 from .run import Interrupted
 from .signals import Flag, noted_for_ranks, noted_here
-from .source import Epochs, Indexed, Reader, Replayed, Source, Stateful
 from .watchdog import EXIT_CODE, Watch, watchdog
 
 __all__ = [

@@ -7,18 +7,18 @@ import attrs
 import torch
 from torch import Tensor
 
-from functional_ds import comm, tree
-from functional_ds.state import State
-from functional_ds.step import Metrics, Step
-from functional_ds.trainable import is_trainable
+from functional_ds import comm
+from functional_ds.base import tree
+from functional_ds.base.marks import is_trainable
+from functional_ds.step.state import State
+from functional_ds.step.step import Metrics, Step
 
-from .health import Health, NonFiniteLossError, OnNonFinite, RollBack, Verdict
-from .journal import Journal
-from .keeper import Keeper, Place
-from .outside import Outside
-from .position import own
+from .checkpoints import Keeper, Place
+from .data import Reader, Source, own
+from .loggers import Journal
+from .non_finite import Health, NonFiniteLossError, OnNonFinite, RollBack, Verdict
+from .rng_and_buffers import Outside
 from .signals import Flag
-from .source import Reader, Source
 from .watchdog import Watch
 
 __all__ = ["Interrupted", "Plan", "Run"]

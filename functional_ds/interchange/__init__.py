@@ -1,7 +1,7 @@
 """Params and states from and to other tools: safetensors files, DeepSpeed's checkpoints."""
 
 from .deepspeed import from_deepspeed
-from .exporting import export
-from .importing import load_params
+from .export import export
+from .load_params import load_params
 
 __all__ = ["export", "from_deepspeed", "load_params"]

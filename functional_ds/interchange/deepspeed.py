@@ -8,13 +8,14 @@ from typing import Any
 import attrs
 import torch
 
-from functional_ds import comm, tree
-from functional_ds.checkpointing.describing import Held, as_before, as_tensors, dense, describe
+from functional_ds import comm
+from functional_ds.base import tree
+from functional_ds.checkpointing.errors import together
 from functional_ds.checkpointing.matching import Choice, Differences, fits
-from functional_ds.checkpointing.together import together
-from functional_ds.state import State
+from functional_ds.state_dict.describe import Held, as_before, as_tensors, dense, describe
+from functional_ds.step.state import State
 
-from .zero_files import MASTER, Param, ZeroFiles
+from .deepspeed_files import MASTER, Param, ZeroFiles
 
 __all__ = ["from_deepspeed"]
 

@@ -8,10 +8,10 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from functional_ds.functional import Apply
+from functional_ds.modules.functional import Apply
 
 from .format import CODES, Spec
-from .streaming import Known
+from .gather_stream import Known
 
 __all__ = ["Named", "Naming", "nearest"]
 

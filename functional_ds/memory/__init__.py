@@ -3,10 +3,9 @@
 from .account import KINDS, Memory, measured
 from .activations import Activations, activations
 from .counting import Live, holdings, places, stored
-from .drawing import draw_compared, draw_zero
 from .formulas import EIGHTEEN, SINGLE, SIXTEEN, Convention, Formula, by_stage, elements_sent, padding, padding_bound
-from .predicting import predicted, without_values
-from .tables import compared, zero_table
+from .predict import predicted, without_values
+from .reports import compared, draw_compared, draw_zero, zero_table
 from .tracking import Tracked, noted, peak
 
 __all__ = [

@@ -7,7 +7,7 @@ import attrs
 import torch
 
 from functional_ds import comm
-from functional_ds.state import State
+from functional_ds.step.state import State
 
 from .counting import holdings
 

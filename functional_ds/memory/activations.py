@@ -10,10 +10,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from functional_ds import tree
-from functional_ds.tape import Tape
-from functional_ds.trainable import is_trainable, like_marked
-from functional_ds.weighted import weigh
+from functional_ds.base import tree
+from functional_ds.base.marks import is_trainable, like_marked
+from functional_ds.base.weighted import weigh
+from functional_ds.step.tape import Tape
 
 from .counting import Live, holdings
 

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from functional_ds import tree
+from functional_ds.base import tree
 
 __all__ = ["Live", "holdings", "places", "stored"]
 

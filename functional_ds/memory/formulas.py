@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import attrs
 
-from functional_ds.layout import Layout
+from functional_ds.sharding.layout import Layout
 
 __all__ = ["EIGHTEEN", "SINGLE", "SIXTEEN", "Convention", "Formula", "by_stage", "elements_sent", "padding", "padding_bound"]
 

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_ds import comm, tree
-from functional_ds.state import State
-from functional_ds.step import Step, Transform, wrap
-from functional_ds.weighted import Weighted
+from functional_ds import comm
+from functional_ds.base import tree
+from functional_ds.base.weighted import Weighted
+from functional_ds.step.state import State
+from functional_ds.step.step import Step, Transform, wrap
 
 from .counting import Live, stored
 

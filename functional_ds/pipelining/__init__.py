@@ -1,23 +1,30 @@
 """Pipeline schedules as data: written, proved, lowered, priced, improved and drawn before anything runs."""
 
-from .action import ALL, Action, Kind
-from .chain import Piece, stages
-from .costs import Costs
-from .cut import cut
-from .draw import draw, text
-from .estimate import estimated
-from .generators import breadth_first, gpipe, inference, interleaved_one_f_one_b, one_f_one_b, zb_2p, zb_h1
-from .lower import lower
-from .named import named
-from .optimize import optimize
-from .partition import balanced, uniformly
-from .recorder import Recorder
-from .schedule import Schedule, ScheduleError, stage_to_rank
-from .stages import Stage, Stages, Visit
-from .tables import from_csv, to_csv
-from .timeline import Span, Timeline, measured, observed, timeline
-from .validate import in_flight, validate
-from .vee import dualpipe_v, zbv
+from functional_ds.pipelining.execution.estimate import estimated
+from functional_ds.pipelining.execution.recorder import Recorder
+from functional_ds.pipelining.planning.costs import Costs
+from functional_ds.pipelining.planning.draw import draw, text
+from functional_ds.pipelining.planning.search import optimize
+from functional_ds.pipelining.planning.timeline import Span, Timeline, measured, observed, timeline
+from functional_ds.pipelining.schedules.action import ALL, Action, Kind
+from functional_ds.pipelining.schedules.csv import from_csv, to_csv
+from functional_ds.pipelining.schedules.generators import (
+    breadth_first,
+    gpipe,
+    inference,
+    interleaved_one_f_one_b,
+    one_f_one_b,
+    zb_2p,
+    zb_h1,
+)
+from functional_ds.pipelining.schedules.lower import lower
+from functional_ds.pipelining.schedules.schedule import Schedule, ScheduleError, stage_to_rank
+from functional_ds.pipelining.schedules.v_shaped import dualpipe_v, named, zbv
+from functional_ds.pipelining.schedules.validate import in_flight, validate
+from functional_ds.pipelining.stages.balance import balanced, uniformly
+from functional_ds.pipelining.stages.from_functions import Piece, stages
+from functional_ds.pipelining.stages.stages import Stage, Stages, Visit
+from functional_ds.pipelining.tracing.cut import cut
 
 __all__ = [
     "ALL",

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import functional_ds as fds
 from functional_ds import comm, transforms
-from functional_ds.checkpointing.describing import as_tensors, describe
+from functional_ds.state_dict.describe import as_tensors, describe
 from tests.transforms.rules import ROWS, RULES, fresh, linear
 
 

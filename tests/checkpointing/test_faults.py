@@ -1,6 +1,7 @@
 """Damage, crashes, full disks, foreign files and other jobs: found every time, and nothing that was there is lost."""
 
 import contextlib
+import importlib
 import json
 import os
 import random
@@ -17,7 +18,7 @@ import torch
 
 import functional_ds as fds
 from functional_ds import checkpointing, comm, transforms
-from functional_ds.checkpointing import locking, saver
+from functional_ds.checkpointing import lock
 from functional_ds.checkpointing.manifest import MANIFEST
 from functional_ds.testing import assert_same
 
@@ -472,7 +473,7 @@ def test_a_pointer_to_nothing(run: Path) -> None:
 
 
 def test_two_jobs_saving_to_one_folder(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locking.Lock.take, "__defaults__", (0.2,))
+    monkeypatch.setattr(lock.Lock.take, "__defaults__", (0.2,))
     with checkpointing.Saver(run) as first:
         first.save(trained(3))
         (run / ".lock").write_text(json.dumps({"pid": 1, "host": "elsewhere"}))  # as another process would have written it
@@ -490,15 +491,15 @@ def test_another_saver_of_the_same_process(run: Path) -> None:
         began = time.monotonic()
         with pytest.raises(checkpointing.BusyError, match="a Saver of this process is open here"):
             fds.save(trained(3), run, tag="best")
-        assert time.monotonic() - began < locking._PATIENCE / 2
+        assert time.monotonic() - began < lock._PATIENCE / 2
     fds.save(trained(3), run, tag="best")
 
 
 def test_a_closed_saver_saves_no_more(run: Path) -> None:
-    with checkpointing.Saver(run) as saver:
+    with checkpointing.Saver(run) as save:
         pass
     with pytest.raises(checkpointing.CheckpointError, match="is closed; make another one"):
-        saver.save(trained(3))
+        save.save(trained(3))
 
 
 # -- what others have put there -------------------------------------------------------------------------------------------
@@ -566,15 +567,15 @@ def test_a_tag_is_a_string(run: Path, use: Callable[[Path], Any]) -> None:
 
 def test_a_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     """A process that was forked meanwhile, as a loader's workers are, has the lock's file open for longer."""
-    first = locking.Lock.take(tmp_path)
+    first = lock.Lock.take(tmp_path)
     child = os.dup(first.handle)
     first.release()
-    locking.Lock.take(tmp_path, 0.2).release()
+    lock.Lock.take(tmp_path, 0.2).release()
     os.close(child)
 
 
 def test_all_ranks_hear_of_a_busy_folder(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locking.Lock.take, "__defaults__", (0.1,))
+    monkeypatch.setattr(lock.Lock.take, "__defaults__", (0.1,))
 
     def program() -> None:
         with pytest.raises(checkpointing.BusyError):
@@ -586,7 +587,9 @@ def test_all_ranks_hear_of_a_busy_folder(run: Path, monkeypatch: pytest.MonkeyPa
 
 def test_ranks_that_see_no_common_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On two hosts without a common file system nobody waits for files that cannot come."""
-    monkeypatch.setattr(saver, "staging", lambda folder: folder / "on another host")
+    monkeypatch.setattr(
+        importlib.import_module("functional_ds.checkpointing.save"), "staging", lambda folder: folder / "on another host"
+    )
 
     def program() -> None:
         with pytest.raises(checkpointing.CheckpointError, match="all ranks must see the same file system"):

@@ -15,16 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from functional_ds import comm, tree
-from functional_ds.testing import (
-    ADDABLE,
-    DTYPES,
-    FLOATING,
-    INTEGRAL,
-    Inputs,
-    Leaf,
-    assert_same,
-    inputs,
-)
+from functional_ds.testing import ADDABLE, DTYPES, FLOATING, INTEGRAL, Inputs, Leaf, assert_same, inputs
 from tests.comm.maps import SMOOTH, Do, dense, dot, linear, live, pull, rows, transpose, values_like
 
 REAL = (*FLOATING, *INTEGRAL)

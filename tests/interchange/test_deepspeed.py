@@ -21,7 +21,7 @@ import functional_ds as fds
 from functional_ds import comm
 from functional_ds import transforms as T
 from functional_ds.checkpointing import CheckpointError, DamagedError, NoCheckpointError, StructureError
-from functional_ds.checkpointing.describing import describe
+from functional_ds.state_dict.describe import describe
 from functional_ds.testing import assert_same
 from tests.interchange.zero_layout import DynamicLossScaler, Layout, values_of
 from tests.tools.deepspeed_checkpoint import ADAMW, STEPS, batch, loss_of, model

@@ -18,7 +18,7 @@ import functional_ds as fds
 from functional_ds import comm
 from functional_ds import pipelining as pp
 from functional_ds import transforms as T
-from functional_ds.saving import Keep
+from functional_ds.remat.policy import Keep
 from functional_ds.testing import assert_same
 from tests.transforms.models import CASES, own_rows, run
 

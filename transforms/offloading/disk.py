@@ -11,8 +11,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from .ahead import Ahead
-from .folder import PAGE, Extent, Folder, OffloadError, padded
+from .files import PAGE, Extent, Folder, OffloadError, padded
+from .prefetch import Ahead
 
 __all__ = ["Disk", "Traffic", "aligned"]
 

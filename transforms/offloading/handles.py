@@ -10,12 +10,12 @@ import optree
 import torch
 from torch import Tensor
 
-from functional_ds import tree
-from functional_ds.comm.pytree import NAMESPACE
+from functional_ds.base import tree
+from functional_ds.comm.record.collective import NAMESPACE
 
-from .ahead import Ahead
 from .disk import Disk, aligned
-from .folder import Extent, OffloadError, padded
+from .files import Extent, OffloadError, padded
+from .prefetch import Ahead
 
 __all__ = ["OnDisk", "OnHost", "OnPaper", "fetched", "restored"]
 

@@ -9,12 +9,12 @@ import optree
 import torch
 from torch import Tensor
 
-from functional_ds import tree
-from functional_ds.comm.pytree import NAMESPACE
-from functional_ds.parts import Leaf, Parts, Piece
-from functional_ds.state import State
+from functional_ds.base import tree
+from functional_ds.comm.record.collective import NAMESPACE
+from functional_ds.sharding.leaf_map import Leaf, Parts, Piece
+from functional_ds.step.state import State
 
-from .folder import padded
+from .files import padded
 from .handles import is_handle
 
 __all__ = [

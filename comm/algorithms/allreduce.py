@@ -1,0 +1,370 @@
+"""All-reduce by messages between two ranks alone: ring, trees, recursive doubling, halving-doubling, two levels.
+
+Each is ``comm.all_reduce`` but for the order in which values combine: equal where that does not matter (integers, min and
+max), within rounding elsewhere. Every result is formed once or, in recursive doubling, everywhere in the same way, so all
+ranks get the same bits. Sums (and averages) are differentiable; the transpose is the algorithm itself.
+
+Partial results are kept in the leaf's dtype. In half precision each combination therefore rounds, where ``all_reduce``
+carries fp32 and rounds once: log2 n roundings along a tree, n - 1 around a ring.
+
+The leaves of one dtype and device go as one payload of N elements. Pieces of it are padded to equal sizes, so the counts
+below are for sizes that divide. ``comm.cost`` predicts times and gives exact counts: N bytes, latency α seconds, 1/β bytes
+per second.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import optree
+import torch
+from torch import Tensor
+
+from functional_ds.comm.api import permute, repeat
+from functional_ds.comm.dispatch import chosen, flatten, is_smooth
+from functional_ds.comm.record.collective import Here
+from functional_ds.comm.record.group import Group
+from functional_ds.comm.record.permutation import Permutation
+from functional_ds.comm.record.table import ALL_REDUCE
+
+from .trees import combined, cut, in_order, joined, role_in, second, through
+
+__all__ = ["double_tree", "halving_doubling", "hierarchical", "recursive_doubling", "ring", "tree"]
+
+T = TypeVar("T")
+Total = Callable[[Tensor, str], Tensor]  # from a flat payload and an op to the ranks' values combined
+
+
+# -- trees of tensors, and gradients ----------------------------------------------------------------------------------
+
+
+def _all_reduce(name: str, x: T, total: Total, op: str, *groups: Group) -> T:
+    """``total`` on the leaves of ``x``, a payload for each dtype and device."""
+    leaves, spec = flatten(name, x)
+    plain = "sum" if op == "avg" else op
+    n = math.prod(group.size for group in groups)
+    for leaf in leaves:
+        ALL_REDUCE.check(leaf, Here({"op": plain}, 0, n))
+        if op == "avg" and not is_smooth(leaf):
+            raise ValueError(f"op='avg' of an integer or bool tensor ({leaf.dtype}): use sum, or cast it first")
+    results = _run(name, lambda flat: total(flat, plain), plain, leaves)
+    if op == "avg":
+        results = [result / n for result in results]
+    reduced: T = optree.tree_unflatten(spec, results)  # type: ignore[assignment]
+    return reduced
+
+
+class _Differentiable(torch.autograd.Function):
+    """An all-reduce as one node of the autograd graph; its backward is the same all-reduce, differentiable again."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, total: Callable[[Tensor], Tensor], op: str, *leaves: Tensor) -> tuple[Tensor, ...]:
+        ctx.name, ctx.total, ctx.op = name, total, op
+        results = _coalesced(total, leaves)
+        ctx.mark_non_differentiable(*(r for r in results if not is_smooth(r)))
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.op != "sum":
+            raise ValueError(f"{ctx.name}(op={ctx.op!r}) has no transpose, so no gradient flows through it: detach its input")
+        back = iter(_run(ctx.name, ctx.total, ctx.op, [grad for grad in grads if is_smooth(grad)]))
+        return (None, None, None, *(next(back) if is_smooth(grad) else None for grad in grads))
+
+
+def _run(name: str, total: Callable[[Tensor], Tensor], op: str, leaves: Sequence[Tensor]) -> list[Tensor]:
+    if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves):
+        return list(_Differentiable.apply(name, total, op, *leaves))
+    return _coalesced(total, leaves)
+
+
+def _coalesced(total: Callable[[Tensor], Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Law 12: a payload's total is its leaves' totals."""
+    payloads: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        payloads.setdefault((leaf.dtype, leaf.device), []).append(i)
+    results = list(leaves)
+    for places in payloads.values():
+        reduced = total(torch.cat([leaves[i].reshape(-1) for i in places]))
+        pieces = reduced.split([leaves[i].numel() for i in places])
+        for i, piece in zip(places, pieces, strict=True):
+            results[i] = (piece.clone() if len(places) > 1 else piece).reshape(leaves[i].shape)
+    return results
+
+
+# -- ring ---------------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=64)
+def _around(n: int) -> Permutation:
+    return Permutation.shift(n)
+
+
+def _reduce_around(pieces: list[Tensor], group: Group, op: str) -> int:
+    """Each piece goes once around and collects the ranks' values; which one this rank now has in full."""
+    n, rank, perm = group.size, group.rank, _around(group.size)
+
+    def step(i: int) -> None:
+        received = permute(pieces[(rank - i) % n], perm, group)
+        at = (rank - i - 1) % n
+        pieces[at] = combined(received, pieces[at], op)
+
+    repeat(n - 1, step, group)
+    return (rank + 1) % n
+
+
+def _pass_around(pieces: list[Tensor], group: Group) -> None:
+    """Each piece goes from the rank that has it in full to all others."""
+    n, rank, perm = group.size, group.rank, _around(group.size)
+
+    def step(i: int) -> None:
+        pieces[(rank - i) % n] = permute(pieces[(rank - i + 1) % n], perm, group)
+
+    repeat(n - 1, step, group)
+
+
+def ring(x: T, group: Group | None = None, *, op: str = "sum") -> T:
+    """The ranks' values combined, each n-th of them in a trip around the ring, and passed on in another.
+
+    Law: ``ring = AR``. It sends as little as can be, and its latency is linear in n.
+
+    Args:
+        x: a pytree of tensors with the same shapes and dtypes on all ranks.
+        group: who takes part; None for the whole world.
+        op: sum, avg, min, max or product.
+
+    Cost: 2 (n - 1) α + 2 (n - 1) / n N β; each rank sends 2 (n - 1) messages of N / n.
+
+    Source: Patarasuk & Yuan 2009, Bandwidth optimal all-reduce algorithms for clusters of workstations.
+
+    Raises:
+        ValueError: an unknown op, or one that the dtype does not have.
+
+    >>> from functional_ds import comm
+    >>> from functional_ds.comm import algorithms
+    >>> comm.simulate(lambda: algorithms.ring(torch.arange(4) * comm.world().rank).tolist(), world_size=3)
+    [[0, 3, 6, 9], [0, 3, 6, 9], [0, 3, 6, 9]]
+    """
+    group = chosen(group)
+
+    def total(flat: Tensor, op: str) -> Tensor:
+        pieces = cut(flat, group.size)
+        _reduce_around(pieces, group, op)
+        _pass_around(pieces, group)
+        return joined(pieces, flat)
+
+    return _all_reduce("ring", x, total, op, group)
+
+
+# -- trees --------------------------------------------------------------------------------------------------------------
+
+
+def tree(x: T, group: Group | None = None, *, op: str = "sum", chunks: int = 1) -> T:
+    """The ranks' values combined up a binary tree, and the result passed down again.
+
+    Law: ``tree = AR``, for any ``chunks``. Its latency is logarithmic in n.
+
+    Args:
+        x, group, op: as for ``ring``.
+        chunks: how many pieces follow one another, so that all levels are at work at the same time.
+
+    Cost: 2 ⌈log2 n⌉ α + 4 N β with many chunks (with one, every level takes its time for the whole value). A rank sends a
+    message of N / chunks for each neighbour and chunk; it has at most three neighbours.
+
+    Source: the binary tree of Sanders, Speck & Träff 2009, in the numbering of NCCL 2.4.
+
+    Raises:
+        ValueError: an unknown op, or one that the dtype does not have; chunks < 1.
+
+    >>> from functional_ds import comm
+    >>> from functional_ds.comm import algorithms
+    >>> comm.simulate(lambda: algorithms.tree(torch.tensor([1, comm.world().rank]), op="max").tolist(), world_size=3)
+    [[1, 2], [1, 2], [1, 2]]
+    """
+    group = chosen(group)
+    role = role_in([in_order(group.size, group.rank)])
+    return _all_reduce("tree", x, through(1, role, chunks, group), op, group)
+
+
+def double_tree(x: T, group: Group | None = None, *, op: str = "sum", chunks: int = 1) -> T:
+    """Two trees at the same time, each with half the value; a rank that has two children in one is a leaf of the other.
+
+    Law: ``double_tree = AR``, for any ``chunks``. Latency is logarithmic, and every rank sends about the same.
+
+    Args:
+        x, group, op: as for ``ring``.
+        chunks: how many pieces follow one another in each tree.
+
+    Cost: 2 ⌈log2 n⌉ α + 2 N β with many chunks. A rank sends at most 4 messages of N / (2 chunks) for each chunk.
+
+    Source: Sanders, Speck & Träff 2009, Two-tree algorithms for full bandwidth broadcast, reduction and scan.
+
+    Raises:
+        ValueError: an unknown op, or one that the dtype does not have; chunks < 1.
+
+    >>> from functional_ds import comm
+    >>> from functional_ds.comm import algorithms
+    >>> comm.simulate(lambda: algorithms.double_tree(torch.arange(4) * comm.world().rank).tolist(), world_size=3)
+    [[0, 3, 6, 9], [0, 3, 6, 9], [0, 3, 6, 9]]
+    """
+    group = chosen(group)
+    return _all_reduce("double_tree", x, _two_trees(group, chunks), op, group)
+
+
+def _two_trees(group: Group, chunks: int = 1) -> Total:
+    role = role_in([in_order(group.size, group.rank), second(group.size, group.rank)])
+    return through(2, role, chunks, group)
+
+
+# -- powers of two ------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1024)
+def _swap(n: int, bit: int) -> Permutation:
+    """Ranks whose numbers differ in one bit swap."""
+    return Permutation((rank, rank ^ bit) for rank in range(n))
+
+
+@lru_cache(maxsize=64)
+def _hand_in(n: int, p: int) -> Permutation:
+    """Ranks from p on send to those from 0 on."""
+    return Permutation((rank, rank - p) for rank in range(p, n))
+
+
+def _among_power_of_two(group: Group, core: Callable[[Tensor, int, str], Tensor]) -> Total:
+    """``core`` on the first p ranks, a power of two; the others hand in their values before and get the result after.
+
+    They call what ``core`` calls, but nobody is told to send to them nor they to others.
+    """
+    n, rank = group.size, group.rank
+    p = 1 << (n.bit_length() - 1)
+
+    def total(flat: Tensor, op: str) -> Tensor:
+        if p == n:
+            return core(flat, p, op)
+        handed = permute(flat, _hand_in(n, p), group)
+        result = core(combined(flat, handed, op) if rank < n - p else flat, p, op)
+        returned = permute(result, _hand_in(n, p).inverse, group)
+        return returned if rank >= p else result
+
+    return total
+
+
+def _bits(p: int) -> list[int]:
+    """1, 2, 4, ... below p."""
+    return [1 << level for level in range(p.bit_length() - 1)]
+
+
+def _ordered(rank: int, bit: int, mine: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
+    """This rank's and its partner's, the lower rank's first."""
+    return (theirs, mine) if rank & bit else (mine, theirs)
+
+
+def recursive_doubling(x: T, group: Group | None = None, *, op: str = "sum") -> T:
+    """The ranks' values combined in pairs, pairs of pairs, and so on: partners swap all they have.
+
+    Law: ``recursive_doubling = AR``. It has the lowest latency of all, for small values.
+
+    Cost: log2 n (α + N β); each rank sends log2 n messages of N. For n between powers of two the lower one's, and
+    2 (α + N β): the ranks beyond it hand in their values and get the result.
+
+    Source: Thakur, Rabenseifner & Gropp 2005, Optimization of collective communication operations in MPICH.
+
+    Raises:
+        ValueError: an unknown op, or one that the dtype does not have.
+
+    >>> from functional_ds import comm
+    >>> from functional_ds.comm import algorithms
+    >>> comm.simulate(lambda: algorithms.recursive_doubling(torch.tensor(comm.world().rank)).item(), world_size=4)
+    [6, 6, 6, 6]
+    """
+    group = chosen(group)
+
+    def core(mine: Tensor, p: int, op: str) -> Tensor:
+        for bit in _bits(p):
+            theirs = permute(mine, _swap(p, bit), group)
+            mine = combined(*_ordered(group.rank, bit, mine, theirs), op)
+        return mine
+
+    return _all_reduce("recursive_doubling", x, _among_power_of_two(group, core), op, group)
+
+
+def halving_doubling(x: T, group: Group | None = None, *, op: str = "sum") -> T:
+    """Partners swap halves, quarters, and so on, until each rank has its piece of the result; then back.
+
+    Law: ``halving_doubling = AR``. Logarithmic latency, and for n a power of two as few bytes as a ring.
+
+    Cost: 2 log2 n α + 2 (n - 1) / n N β; each rank sends messages of N / 2, N / 4, ..., N / n, and these again. For n between
+    powers of two the lower one's, and 2 (α + N β) as in ``recursive_doubling``.
+
+    Source: Rabenseifner's algorithm, in Thakur, Rabenseifner & Gropp 2005.
+
+    Raises:
+        ValueError: an unknown op, or one that the dtype does not have.
+
+    >>> from functional_ds import comm
+    >>> from functional_ds.comm import algorithms
+    >>> comm.simulate(lambda: algorithms.halving_doubling(torch.arange(2) + comm.world().rank).tolist(), world_size=4)
+    [[6, 10], [6, 10], [6, 10], [6, 10]]
+    """
+    group = chosen(group)
+
+    def core(whole: Tensor, p: int, op: str) -> Tensor:
+        part = torch.cat(cut(whole, p))  # [N] -> [p * m]
+        for bit in reversed(_bits(p)):  # -> [p * m / 2] -> ... -> [m]
+            low, high = part.tensor_split(2)
+            keep, give = (high, low) if group.rank & bit else (low, high)
+            part = combined(*_ordered(group.rank, bit, keep, permute(give, _swap(p, bit), group)), op)
+        for bit in _bits(p):  # and back
+            part = torch.cat(_ordered(group.rank, bit, part, permute(part, _swap(p, bit), group)))
+        return part[: whole.numel()]
+
+    return _all_reduce("halving_doubling", x, _among_power_of_two(group, core), op, group)
+
+
+# -- two levels ---------------------------------------------------------------------------------------------------------
+
+
+def hierarchical(x: T, inner: Group, outer: Group, *, op: str = "sum") -> T:
+    """Reduce-scatter inside, all-reduce of a piece across, all-gather inside: by rings in ``inner``, two trees in ``outer``.
+
+    Law: ``AG_in ∘ AR_out ∘ RS_in = AR`` over all ranks of the grid. The slower links between nodes carry only 1/m of the
+    value for each rank, with m ranks in a node.
+
+    Args:
+        x: a pytree of tensors with the same shapes and dtypes on all ranks.
+        inner: this rank's node, an axis of a mesh.
+        outer: the ranks in this one's place on all g nodes, another axis.
+        op: sum, avg, min, max or product.
+
+    Cost: 2 (m - 1) α + 2 (m - 1) / m N β inside, 2 ⌈log2 g⌉ α + 2 N / m β across.
+
+    Source: two-level rings of Jia et al. 2018, Highly scalable deep learning training system, with trees between nodes.
+
+    Raises:
+        ValueError: the groups have more in common than this rank; an unknown op, or one that the dtype does not have.
+
+    >>> from functional_ds import comm
+    >>> from functional_ds.comm import algorithms
+    >>> def program():
+    ...     mesh = comm.mesh(node=2, place=2)
+    ...     return algorithms.hierarchical(torch.arange(2) * comm.world().rank, mesh["place"], mesh["node"]).tolist()
+    >>> comm.simulate(program, world_size=4)
+    [[0, 6], [0, 6], [0, 6], [0, 6]]
+    """
+    if len(set(inner.ranks) & set(outer.ranks)) != 1:
+        raise ValueError(
+            f"inner={inner!r} and outer={outer!r} are no rows and columns of a grid, which have one rank in common; "
+            "take two axes of a mesh"
+        )
+    across = _two_trees(outer)
+
+    def total(flat: Tensor, op: str) -> Tensor:
+        pieces = cut(flat, inner.size)
+        own = _reduce_around(pieces, inner, op)
+        pieces[own] = across(pieces[own], op)
+        _pass_around(pieces, inner)
+        return joined(pieces, flat)
+
+    return _all_reduce("hierarchical", x, total, op, inner, outer)

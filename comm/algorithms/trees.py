@@ -1,0 +1,142 @@
+"""Values on their way up a binary tree of ranks and down again, in one tree or two."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from functional_ds.comm.p2p import Recv, Send, batch_p2p
+from functional_ds.comm.record.group import Group
+from functional_ds.comm.record.pending import Pending
+from functional_ds.comm.record.reduction import combine
+
+__all__ = ["Role", "combined", "cut", "in_order", "joined", "role_in", "second", "through"]
+
+
+def cut(flat: Tensor, n: int) -> list[Tensor]:
+    """n pieces of one size, [N] -> n of [m]; zeros fill the last ones up."""
+    size = -(-flat.numel() // n)
+    if missing := n * size - flat.numel():
+        flat = torch.cat([flat, flat.new_zeros(missing)])
+    return list(flat.view(n, size).unbind(0))
+
+
+def joined(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
+    """The inverse of ``cut``."""
+    if like.is_meta:  # there torch.cat takes milliseconds for a thousand pieces
+        return torch.empty_like(like)
+    return torch.cat(list(pieces))[: like.numel()]
+
+
+def combined(a: Tensor, b: Tensor, op: str) -> Tensor:
+    """Callers give all ranks the same first: 0.0 and -0.0 have two maxima, and a NaN has many bits."""
+    return a if a.is_meta else combine(a, b, op)
+
+
+Edge = tuple[int, int]  # a tree, and this rank's neighbour in it
+
+
+@attrs.frozen
+class Role:
+    """A rank's part in several trees.
+
+    Attributes:
+        leaf: its parents, in trees where it has no children.
+        inner: its parents in the other trees.
+        children: its children.
+        apex: its children in a tree whose root it is, if it is inner in another: these come after, and none is kept waiting.
+    """
+
+    leaf: list[Edge]
+    inner: list[Edge]
+    children: list[Edge]
+    apex: list[Edge]
+
+
+def in_order(n: int, rank: int) -> tuple[int | None, list[int]]:
+    """Parent and children in the tree in rank order: rank 0 above a binary tree of the others, whose leaves are odd ranks.
+
+    A rank's lowest bit is its distance from its parent, and twice that from its children (a right one beyond n gives way to a
+    nearer one).
+    """
+    bit = rank & -rank
+    up = (rank ^ bit) | (bit << 1)
+    half = (bit or 1 << (n - 1).bit_length()) >> 1
+    children = [rank - half] if rank and half else []
+    while half and rank + half >= n:
+        half >>= 1
+    return (None if rank == 0 else up if up < n else rank ^ bit), ([*children, rank + half] if half else children)
+
+
+def second(n: int, rank: int) -> tuple[int | None, list[int]]:
+    """The same tree with ranks backwards, or for odd n one further on: its leaves are inner ranks of the first."""
+    place, back = ((rank - 1) % n, lambda r: (r + 1) % n) if n % 2 else (n - 1 - rank, lambda r: n - 1 - r)
+    parent, children = in_order(n, place)
+    return (None if parent is None else back(parent)), [back(child) for child in children]
+
+
+def role_in(places: Sequence[tuple[int | None, list[int]]]) -> Role:
+    """The part of a rank that has these parents and children, one pair for each tree."""
+    ups = [(t, parent, bool(children)) for t, (parent, children) in enumerate(places) if parent is not None]
+    downs = [(t, child, parent is None) for t, (parent, children) in enumerate(places) for child in children]
+    inner = [(t, parent) for t, parent, has_children in ups if has_children]
+    return Role(
+        leaf=[(t, parent) for t, parent, has_children in ups if not has_children],
+        inner=inner,
+        children=[(t, child) for t, child, is_root in downs if not (is_root and inner)],
+        apex=[(t, child) for t, child, is_root in downs if is_root and inner],
+    )
+
+
+def _sends(parts: Sequence[Tensor], edges: Sequence[Edge]) -> list[Send]:
+    return [Send(parts[t], peer, tag=t) for t, peer in edges]
+
+
+def _recvs(parts: Sequence[Tensor], edges: Sequence[Edge]) -> list[Recv]:
+    return [Recv(parts[t], peer, tag=t) for t, peer in edges]
+
+
+def _rise(parts: list[Tensor], role: Role, group: Group, op: str) -> Pending[Any]:
+    """Part t goes up tree t: leaves send theirs, inner ranks combine it with their children's and send that."""
+
+    def collect(edges: Sequence[Edge], sends: Sequence[Send]) -> None:
+        received = batch_p2p([*_recvs(parts, edges), *sends], group)
+        for (t, _), value in zip(edges, received, strict=False):  # the results of sends come after
+            parts[t] = combined(parts[t], value, op)
+
+    collect(role.children, _sends(parts, role.leaf))
+    onwards: Pending[Any] = batch_p2p(_sends(parts, role.inner), group, async_op=True)
+    collect(role.apex, [])
+    return onwards
+
+
+def _sink(parts: list[Tensor], role: Role, group: Group) -> Pending[Any]:
+    """Part t comes down tree t: inner ranks send on what they receive, leaves receive."""
+
+    def keep(edges: Sequence[Edge], received: Sequence[Tensor]) -> None:
+        for (t, _), value in zip(edges, received, strict=False):
+            parts[t] = value
+
+    first = batch_p2p(_sends(parts, role.apex), group, async_op=True)
+    keep(role.inner, batch_p2p(_recvs(parts, role.inner), group))
+    rest = batch_p2p([*_recvs(parts, role.leaf), *_sends(parts, role.children)], group, async_op=True)
+    return Pending.all([first, rest.then(partial(keep, role.leaf))])
+
+
+def through(trees: int, role: Role, chunks: int, group: Group) -> Callable[[Tensor, str], Tensor]:
+    """Chunk after chunk up the trees and down again, each tree with its share."""
+    if chunks < 1:
+        raise ValueError(f"chunks={chunks}: a value is cut into at least one chunk")
+
+    def total(flat: Tensor, op: str) -> Tensor:
+        pieces = cut(flat, chunks * trees)
+        rows = [pieces[i : i + trees] for i in range(0, len(pieces), trees)]
+        pending = [_rise(parts, role, group, op) for parts in rows]
+        pending += [_sink(parts, role, group) for parts in rows]
+        Pending.all(pending).wait()
+        return joined([part for parts in rows for part in parts], flat)
+
+    return total

@@ -1,0 +1,248 @@
+"""Collectives that send less: a collective and a codec make one of the same signature."""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+import optree
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from functional_ds.comm.api import all_gather, all_reduce, all_to_all, reduce_scatter
+from functional_ds.comm.dispatch import chosen, flatten, is_smooth, resolve_dim
+from functional_ds.comm.record.collective import Call, Here
+from functional_ds.comm.record.group import Group
+from functional_ds.comm.record.pending import relay
+from functional_ds.comm.record.reduction import fold
+from functional_ds.comm.record.table import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from functional_ds.comm.record.tiling import pack_cut, piece_shape, unpack_joined
+
+from .codecs import Codec
+
+__all__ = [
+    "Compressed",
+    "accepted",
+    "check_avg",
+    "compressed",
+    "crop",
+    "decode_leaf",
+    "encode_leaf",
+    "rows_of",
+    "wide",
+]
+
+_Program = Callable[..., Any]
+
+
+def compressed(collective: Callable[..., Any], codec: Codec) -> "Compressed":
+    """The collective, with what is sent made smaller by a codec; it is called as the collective is.
+
+    With C for the codec, each rank's value encoded by itself:
+
+    | collective | on every rank | values pass the codec |
+    |---|---|---|
+    | all_gather | ``AG(C(x))``, this rank's own piece as the others see it, too | once |
+    | reduce_scatter | the fold of all ranks' ``C(piece)``, in rank order, by an all-to-all | once, whatever n is |
+    | all_reduce | ``AG(C(RS(C(x))))`` | twice |
+
+    All ranks get the same bits. Leaves that are not floating point go as they are, and so does everything in a group of one
+    rank, where nothing is sent. Gradients pass straight through: the transpose is that of the plain collective.
+
+    Args:
+        collective: ``comm.all_gather``, ``comm.reduce_scatter`` or ``comm.all_reduce``.
+        codec: ``Cast(dtype)``, ``Blocks(8)``, ``Blocks(4)``, or whatever has ``encode`` and ``decode``. ``OneBit`` and
+            ``TopK`` are biased: use them with ``ErrorFeedback``.
+
+    Cost: as the plain collective's, in bytes of the codec's payload. The second phase of an asynchronous all_reduce starts
+    when somebody polls or waits and the first is over, on the channel "compressed": all ranks must look at such calls in one
+    order.
+
+    Raises:
+        ValueError: another collective; whatever the collective refuses.
+
+    >>> from functional_ds import comm
+    >>> gather = comm.compressed(comm.all_gather, comm.Blocks(8))
+    >>> gather
+    compressed(all_gather, Blocks(bits=8, size=256))
+    >>> comm.simulate(lambda: gather(torch.tensor([127.0, 1.4]) * (comm.world().rank + 1)).tolist(), world_size=2)[0]
+    [127.0, 1.0, 254.0, 2.0]
+    """
+    if collective not in _PROGRAMS:
+        names = ", ".join(f"comm.{known.__name__}" for known in _PROGRAMS)
+        raise ValueError(f"collective={collective!r} has no compressed form; use one of {names}")
+    for method in ("encode", "decode"):
+        if not callable(getattr(codec, method, None)):
+            raise TypeError(f"codec={codec!r} has no {method}: use comm.Cast, comm.Blocks, or a record with encode and decode")
+    return Compressed(collective, codec)
+
+
+@attrs.frozen(repr=False)
+class Compressed:
+    """A collective with a codec; see ``compressed``."""
+
+    collective: Callable[..., Any]
+    codec: Codec
+
+    def __call__(self, x: Any, group: Group | None = None, **options: Any) -> Any:
+        group = chosen(group)
+        if group.size == 1:
+            return self.collective(x, group, **options)
+        return _PROGRAMS[self.collective](self.codec, x, group, **options)
+
+    def __repr__(self) -> str:
+        return f"compressed({self.collective.__name__}, {self.codec!r})"
+
+
+def _all_gather(codec: Codec, x: Any, group: Group, *, dim: int = 0, tiled: bool = True, async_op: bool = False) -> Any:
+    options: dict[str, Any] = {"dim": resolve_dim("all_gather", x, dim), "tiled": tiled}
+    leaves, spec = accepted(Call(ALL_GATHER, options), x, group)
+    here, kinds = Here(options, group.rank, group.size), [(leaf.shape, leaf.dtype) for leaf in leaves]
+    graft = _Graft.of(leaves, lambda grads: reduce_scatter(grads, group, **options))
+
+    def whole(payloads: Sequence[Sequence[Tensor]]) -> Any:
+        joined = []
+        for parts, (shape, dtype) in zip(payloads, kinds, strict=True):
+            rows = decode_leaf(codec, parts, shape.numel(), dtype)  # [n, m], row r from rank r
+            joined.append(unpack_joined(rows, shape, here))
+        return optree.tree_unflatten(spec, graft(joined))
+
+    sent = [encode_leaf(codec, leaf.detach().reshape(1, -1)) for leaf in leaves]
+    arrived = all_gather(sent, group, async_op=async_op)
+    return arrived.then(whole) if async_op else whole(arrived)
+
+
+def _reduce_scatter(
+    codec: Codec, x: Any, group: Group, *, dim: int = 0, op: str = "sum", tiled: bool = True, async_op: bool = False
+) -> Any:
+    place: dict[str, Any] = {"dim": resolve_dim("reduce_scatter", x, dim), "tiled": tiled}
+    options = {**place, "op": "sum" if op == "avg" else op}
+    leaves, spec = accepted(Call(REDUCE_SCATTER, options), x, group)
+    check_avg(leaves, op)
+    here = Here(options, group.rank, group.size)
+    pieces = [(torch.Size(piece_shape(leaf, here)), leaf.dtype) for leaf in leaves]
+    graft = _Graft.of(leaves, lambda grads: all_gather(grads, group, **place) if options["op"] == "sum" else _no_transpose(op))
+
+    def folded(payloads: Sequence[Sequence[Tensor]]) -> Any:
+        totals = []
+        for parts, (shape, dtype) in zip(payloads, pieces, strict=True):
+            rows = decode_leaf(codec, parts, shape.numel(), wide(dtype))  # [n, m], row r from rank r
+            totals.append(fold(rows.unbind(), options["op"]).to(dtype).reshape(shape))
+        totals = graft(totals)
+        return optree.tree_unflatten(spec, [total / group.size for total in totals] if op == "avg" else totals)
+
+    sent = [encode_leaf(codec, pack_cut(leaf.detach(), here)) for leaf in leaves]  # [n, m], row r for rank r
+    arrived = all_to_all(sent, group, async_op=async_op)
+    return arrived.then(folded) if async_op else folded(arrived)
+
+
+def _all_reduce(codec: Codec, x: Any, group: Group, *, op: str = "sum", async_op: bool = False) -> Any:
+    plain = "sum" if op == "avg" else op
+    leaves, spec = accepted(Call(ALL_REDUCE, {"op": plain}), x, group)
+    check_avg(leaves, op)
+    shapes, late = [leaf.shape for leaf in leaves], group.channel("compressed")
+
+    def whole(flats: list[Tensor]) -> Any:
+        totals = [crop(flat, shape) for flat, shape in zip(flats, shapes, strict=True)]
+        return optree.tree_unflatten(spec, [total / group.size for total in totals] if op == "avg" else totals)
+
+    rows = [rows_of(leaf, group.size) for leaf in leaves]
+    scattered = _reduce_scatter(codec, rows, group, op=plain, tiled=False, async_op=async_op)
+    if not async_op:
+        return whole(_all_gather(codec, scattered, late))
+    return relay(scattered, lambda pieces: _all_gather(codec, pieces, late, async_op=True)).then(whole)
+
+
+_PROGRAMS: Mapping[Callable[..., Any], _Program] = MappingProxyType(
+    {all_gather: _all_gather, reduce_scatter: _reduce_scatter, all_reduce: _all_reduce}
+)
+
+
+# -- leaves -----------------------------------------------------------------------------------------------------------
+
+
+def encode_leaf(codec: Codec, rows: Tensor) -> Sequence[Tensor]:
+    """The payload of rows of any dtype: what is not floating point goes as it is."""
+    return codec.encode(rows) if rows.is_floating_point() else (rows,)
+
+
+def decode_leaf(codec: Codec, parts: Sequence[Tensor], size: int, dtype: torch.dtype) -> Tensor:
+    """The rows [n, size] that a payload stands for."""
+    return codec.decode(parts, size, dtype) if dtype.is_floating_point else parts[0]
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums are carried in."""
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
+
+
+def rows_of(leaf: Tensor, n: int) -> Tensor:
+    """[n, m], zeros at the end."""
+    size = -(-leaf.numel() // n)
+    return F.pad(leaf.reshape(-1), (0, n * size - leaf.numel())).view(n, size)
+
+
+def crop(rows: Tensor, shape: torch.Size) -> Tensor:
+    """The inverse of ``rows_of``."""
+    return rows.flatten()[: shape.numel()].reshape(shape)
+
+
+def accepted(call: Call, x: Any, group: Group) -> tuple[list[Tensor], optree.PyTreeSpec]:
+    """The leaves and structure of what the plain collective would accept."""
+    leaves, spec = flatten(call.collective.name, x)
+    here = Here(call.options, group.rank, group.size)
+    try:
+        for leaf in leaves:
+            call.collective.check(leaf, here)
+    except ValueError as error:
+        raise ValueError(f"compressed {call.shown(group.rank)} on rank {group.rank} of {group.name!r}: {error}") from None
+    return leaves, spec
+
+
+def check_avg(leaves: Sequence[Tensor], op: str) -> None:
+    """Refuses means of integers, as the plain collectives do."""
+    for leaf in leaves:
+        if op == "avg" and not is_smooth(leaf):
+            raise ValueError(f"op='avg' of an integer or bool tensor ({leaf.dtype}): use sum, or cast it first")
+
+
+def _no_transpose(op: str) -> list[Tensor]:
+    raise ValueError(
+        f"compressed reduce_scatter(op={op!r}) has no transpose, so no gradient flows through it: detach its input"
+    )
+
+
+# -- gradients --------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen(eq=False)
+class _Graft:
+    """Hangs results into the graph of the leaves that they came from; ``back`` makes the leaves' gradients of the results'."""
+
+    leaves: Sequence[Tensor]
+    back: Callable[[list[Tensor]], list[Tensor]]
+
+    @staticmethod
+    def of(leaves: Sequence[Tensor], back: Callable[[list[Tensor]], list[Tensor]]) -> "_Graft":
+        wanted = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
+        return _Graft(leaves if wanted else (), back)
+
+    def __call__(self, results: list[Tensor]) -> list[Tensor]:
+        smooth = [i for i, leaf in enumerate(self.leaves) if is_smooth(leaf)]
+        if not smooth:
+            return results
+        grafted = _StraightThrough.apply(self.back, [results[i] for i in smooth], *(self.leaves[i] for i in smooth))
+        found = dict(zip(smooth, grafted, strict=True))
+        return [found.get(i, result) for i, result in enumerate(results)]
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, back: Callable[..., Any], results: Sequence[Tensor], *leaves: Tensor) -> tuple[Tensor, ...]:
+        ctx.back = back
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, *ctx.back(list(grads)))

@@ -1,0 +1,1 @@
+"""Finding faults: calls compared while they run, interleavings explored, times and traces."""

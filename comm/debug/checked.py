@@ -1,0 +1,105 @@
+"""Checked processes: ranks compare what they are about to call before they call it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+from torch._C._distributed_c10d import PrefixStore
+
+from functional_ds.comm.api import barrier
+from functional_ds.comm.dispatch import chosen
+from functional_ds.comm.record.collective import Call, Here
+from functional_ds.comm.record.group import Group
+from functional_ds.comm.record.table import BARRIER
+from functional_ds.comm.worlds.call_log import Watch
+from functional_ds.comm.worlds.current import world
+from functional_ds.comm.worlds.process import ProcessWorld
+
+__all__ = ["checked", "monitored_barrier"]
+
+
+@contextmanager
+def checked(timeout: timedelta | None = None) -> Iterator[None]:
+    """While the block runs, all ranks compare what they are about to call before it is carried out.
+
+    A call goes ahead once all its ranks have announced the same: collective, options, shapes, dtypes, group. Otherwise it
+    raises on each of them. Every rank of the world enters the block. In a simulation nothing is left to check; alone neither.
+
+    ``send`` becomes a rendezvous, as it is in a simulation, so a program that needs the transport to buffer is found, too.
+
+    Args:
+        timeout: how long to wait for a rank that does not come; by default that of ``init_distributed``.
+
+    Cost: three to four requests to the store for each call, about a millisecond where
+    ``benchmarks/comm.py`` measured it.
+    On CUDA the host waits for the other hosts at each call, asynchronous ones included.
+
+    Raises:
+        MismatchError: on all ranks of the group: what this rank called and what another did, with both call sites.
+        TimedOutError: on a rank that waited, or started something and left: for what, where, for which ranks, and what those
+            were doing.
+
+    >>> import torch
+    >>> from functional_ds import comm
+    >>> with comm.checked():
+    ...     comm.all_reduce(torch.ones(2))
+    tensor([1., 1.])
+    """
+    here = world().world
+    if not isinstance(here, ProcessWorld):
+        yield
+        return
+    seconds = _seconds(timeout, here)
+    outer, here.blocks = here.watch, here.blocks + 1
+    here.watch = Watch(here.rank, PrefixStore(f"functional_ds/checked/{here.blocks}", here.store), seconds)
+    try:
+        yield
+        here.watch.finish()
+    except BaseException as error:
+        here.watch.leave(error)
+        raise
+    else:
+        here.watch.leave(None)
+    finally:
+        here.watch = outer
+
+
+def monitored_barrier(group: Group | None = None, *, timeout: timedelta | None = None) -> None:
+    """A barrier that says who has not come: on a time-out every rank that waits raises and names the missing ones.
+
+    Simulated, missing ranks are a deadlock, which names them anyway.
+
+    Args:
+        group: who takes part; None for the whole world.
+        timeout: how long to wait; by default that of ``init_distributed``.
+
+    Cost: a few requests to the store for each rank; nothing over the connections that carry tensors.
+
+    Raises:
+        TimedOutError: some ranks had not come; which ones, and what they were doing if ``checked``.
+
+    >>> from functional_ds import comm
+    >>> comm.simulate(comm.monitored_barrier, world_size=2)
+    [None, None]
+    """
+    group = chosen(group)
+    here = group.world
+    if not isinstance(here, ProcessWorld) or group.rank < 0:
+        barrier(group)
+        return
+    watch = here.watch
+    if watch is None:
+        watch = here.doorman = here.doorman or Watch(here.rank, PrefixStore("functional_ds/barriers", here.store), 0, False)
+    seconds = watch.timeout
+    try:
+        watch.timeout = _seconds(timeout, here)
+        watch.announce(Call(BARRIER), [], group, Here({}, group.rank, group.size))()
+    finally:
+        watch.timeout = seconds
+
+
+def _seconds(timeout: timedelta | None, here: ProcessWorld) -> float:
+    seconds = (here.timeout if timeout is None else timeout).total_seconds()
+    if seconds <= 0:
+        raise ValueError(f"timeout={timeout}: how long to wait for a rank must be positive")
+    return seconds

@@ -1,0 +1,145 @@
+"""Many interleavings of one program: the first that gives another result, or none."""
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from functional_ds.comm.record.collective import NAMESPACE
+from functional_ds.comm.record.errors import DivergenceError
+from functional_ds.comm.worlds.simulator import simulate
+
+__all__ = ["explore"]
+
+
+def explore(program: Callable[..., Any], *args: Any, world_size: int, seeds: int | Iterable[int] = 100) -> list[Any]:
+    """Simulates ``program(*args)`` once for each seed and returns the ranks' results, provided that all runs agree.
+
+    Law: ``explore(program, world_size=n) = simulate(program, world_size=n, seed=s)`` for every explored ``s``, bit for bit.
+
+    Each run gets a copy of the tensors in ``args``, which its ranks share. All other leaves of ``args`` are the same objects
+    in all runs, and the program must not change them. torch's generator starts alike in each run; Python's and NumPy's go on
+    from run to run. It takes the time of one simulated run for each seed.
+
+    Args:
+        program: what each rank runs; it returns a pytree of tensors and values.
+        args: what each rank passes to it.
+        world_size: how many ranks.
+        seeds: the interleavings: those of 0 to seeds - 1, or an iterable of seeds.
+
+    Raises:
+        DivergenceError: two runs differ: their seeds, the first rank and place in its result, and both values. Tensors and
+            floats are compared by their bits, so -0.0 differs from 0.0 and a NaN is equal to itself; other values by ``==``.
+        TypeError: a result that cannot be compared.
+        Exception: whatever a run raised (DeadlockError, MismatchError, or a rank's own), with a note that names the seed.
+
+    >>> from functional_ds import comm
+    >>> explore(lambda: comm.all_reduce(torch.tensor(comm.world().rank)).item(), world_size=3, seeds=20)
+    [3, 3, 3]
+    >>> def impatient():
+    ...     here = comm.world()
+    ...     mine, theirs = (here.channel(name) for name in ("ab" if here.rank == 0 else "ba"))
+    ...     done = comm.all_reduce(torch.ones(1), mine, async_op=True).poll(1.0)  # the other rank polls first, too
+    ...     comm.all_reduce(torch.ones(1), theirs)
+    ...     return done
+    >>> explore(impatient, world_size=2)
+    Traceback (most recent call last):
+        ...
+    functional_ds.comm.record.errors.DivergenceError: the result depends on the interleaving: rank 0's ...
+    """
+    chosen = iter(range(seeds) if isinstance(seeds, int) else seeds)
+    first = next(chosen, None)
+    if first is None:
+        raise ValueError(f"seeds={seeds!r}: name at least one seed, or how many to try")
+    expected = _run(program, args, world_size, first)
+    for seed in chosen:
+        for rank, (a, b) in enumerate(zip(expected, _run(program, args, world_size, seed), strict=True)):
+            difference = _difference(a, b)
+            if difference is not None:
+                where, one, other = difference
+                raise DivergenceError(
+                    f"the result depends on the interleaving: rank {rank}'s result{where} is {one} with seed {first} and "
+                    f"{other} with seed {seed}; comm.simulate(..., world_size={world_size}, seed={seed}) gives it again"
+                )
+    return expected
+
+
+def _run(program: Callable[..., Any], args: Any, world_size: int, seed: int) -> list[Any]:
+    memo: dict[int, Any] = {}  # of one run: what is shared in args is shared in the copy
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return copy.deepcopy(leaf, memo) if leaf.is_leaf else leaf.clone()
+
+    copied: Any = optree.tree_map(own, args, none_is_leaf=True, namespace=NAMESPACE)
+    try:
+        return simulate(program, *copied, world_size=world_size, seed=seed)
+    except BaseException as error:
+        error.add_note(f"seed {seed}: run comm.simulate(..., world_size={world_size}, seed={seed}) to see it again")
+        raise
+
+
+def _difference(a: Any, b: Any) -> tuple[str, str, str] | None:
+    """Where two results first differ and what they have there, or None."""
+    paths, leaves, spec = optree.tree_flatten_with_path(a, none_is_leaf=True, namespace=NAMESPACE)
+    others, other_spec = optree.tree_flatten(b, none_is_leaf=True, namespace=NAMESPACE)
+    if spec != other_spec:
+        return "", str(spec), str(other_spec)
+    for path, x, y in zip(paths, leaves, others, strict=True):
+        where = "".join(f"[{entry!r}]" for entry in path)
+        if isinstance(x, Tensor) and isinstance(y, Tensor):
+            if (x.dtype, x.shape) != (y.dtype, y.shape):
+                return where, _kind(x), _kind(y)
+            unequal = (_bits(x, where) != _bits(y, where)).any(-1).nonzero().flatten()
+            if len(unequal):
+                place = int(unequal[0])
+                index = list(map(int, torch.unravel_index(torch.tensor(place), x.shape)))
+                at = f"{where}, element {index} of {_kind(x)}" if index else where
+                return at, *_shown(x.flatten()[place], y.flatten()[place])
+        elif not _equal(x, y, where):
+            return where, repr(x), repr(y)
+    return None
+
+
+def _kind(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+
+
+def _bits(x: Tensor, where: str) -> Tensor:
+    """The bytes of each element, [numel, itemsize]."""
+    if x.layout != torch.strided:
+        raise TypeError(f"result{where}: a tensor of layout {x.layout} cannot be compared; return it to_dense()")
+    plain = x.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return plain.view(-1, 1).view(torch.uint8)
+
+
+def _shown(x: Tensor, y: Tensor) -> tuple[str, str]:
+    """Two numbers as text; with their bytes where they look alike, as NaNs do."""
+    one, other = str(x.item()), str(y.item())
+    if one != other:
+        return one, other
+    return f"{one} ({_hex(x)})", f"{other} ({_hex(y)})"
+
+
+def _hex(x: Tensor) -> str:
+    return bytes(_bits(x, "").flatten().tolist()).hex()
+
+
+def _equal(x: Any, y: Any, where: str) -> bool:
+    if type(x) is not type(y):
+        return False
+    if isinstance(x, float | complex):
+        dtype = torch.float64 if isinstance(x, float) else torch.complex128
+        return torch.equal(*(_bits(torch.tensor(value, dtype=dtype), where) for value in (x, y)))
+    advice = "return tensors, numbers, texts, or pytrees of them"
+    equality: Any = type(x).__eq__
+    if x is not y and equality is object.__eq__:
+        raise TypeError(f"result{where}: {type(x).__name__} has no == of its own, so runs cannot be compared; {advice}")
+    try:
+        return bool(x == y)
+    except Exception as error:
+        raise TypeError(f"result{where}: two values of {type(x).__name__} cannot be compared; {advice}") from error

@@ -1,0 +1,195 @@
+"""From a row of the table to a function over pytrees that autograd sees through."""
+
+from collections.abc import Sequence
+from time import monotonic
+from typing import Any
+
+import attrs
+import optree
+import torch
+from torch import Tensor
+
+from functional_ds.comm.record.collective import NAMESPACE, Call, Handle, Here
+from functional_ds.comm.record.errors import CommError
+from functional_ds.comm.record.group import Group, Ready
+from functional_ds.comm.record.ledger import begin
+from functional_ds.comm.record.pending import Pending
+from functional_ds.comm.worlds.current import world
+
+__all__ = ["apply", "apply_all", "chosen", "flatten", "is_smooth", "resolve_dim"]
+
+
+class _Differentiable(torch.autograd.Function):
+    """Hangs calls that go on together into the autograd graph; backward, their adjoints do, differentiable again."""
+
+    @staticmethod
+    def forward(ctx: Any, started: "Sequence[_Started]", group: Group, *leaves: Tensor) -> tuple[Tensor, ...]:
+        ctx.calls, ctx.group = [(one.call, len(one.leaves)) for one in started], group
+        results = [result for one in started for result in one.handle.wait()]
+        ctx.mark_non_differentiable(*(r for r in results if not is_smooth(r)))
+        token = torch.empty(0, device=leaves[0].device)
+        ctx.save_for_backward(token)
+        return (*results, token)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        *rest, _ = grads
+        (token,), started = ctx.saved_tensors, []
+        with ctx.group.world.together():
+            for call, count in ctx.calls:
+                adjoint = call.collective.adjoint(call.options)
+                if adjoint is None:
+                    shown = call.shown(ctx.group.rank)
+                    raise ValueError(f"{shown} has no transpose, so no gradient flows through it: detach its input")
+                smooth = [_in_graph(grad, token) for grad in rest[:count] if is_smooth(grad)]
+                started.append(_start(adjoint, smooth, ctx.group, ahead=len(ctx.calls) > 1))
+                del rest[:count]
+        back = iter([result for results in _finish(started, ctx.group) for result in results])
+        return (None, None, *(next(back) if is_smooth(grad) else None for grad in grads[:-1]))
+
+
+def _in_graph(grad: Tensor, token: Tensor) -> Tensor:
+    """The gradient, for a backward pass that shall be differentiated again: then it hangs on the call that it came to.
+
+    On one rank a gradient may be a constant and on another it may not (a sender's is); a second backward pass must go through
+    this call and its transpose on both, for each needs what the other has. The token is an output without elements.
+    """
+    return grad + token.sum().to(grad.dtype) if torch.is_grad_enabled() and not grad.requires_grad else grad
+
+
+_ALONE: optree.PyTreeSpec = optree.tree_structure(0, namespace=NAMESPACE)  # type: ignore[arg-type]  # a lone tensor's
+
+
+def is_smooth(tensor: Tensor) -> bool:
+    """Whether the dtype has gradients."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+@attrs.frozen(eq=False)
+class _Started:
+    """A call, what it was called on, and its handle."""
+
+    call: Call
+    leaves: Sequence[Tensor]
+    handle: Handle
+
+    @property
+    def differentiable(self) -> bool:
+        return any(leaf.requires_grad for leaf in self.leaves)
+
+
+def _start(call: Call, leaves: Sequence[Tensor], group: Group, *, ahead: bool) -> _Started:
+    row, here = call.collective, Here(call.options, group.rank, group.size)
+    if group.rank < 0:
+        raise CommError(f"{call.shown(-1)}: rank {world().rank} is not in {group!r}; only its ranks may call its collectives")
+    try:
+        for leaf in leaves:
+            if leaf.layout is not torch.strided:
+                raise ValueError(f"a tensor of layout {leaf.layout} cannot travel: pass leaf.to_dense(), or its parts")
+            row.check(leaf, here)
+    except ValueError as error:
+        raise ValueError(f"{call.shown(group.rank)} on rank {group.rank} of {group.name!r}: {error}") from None
+    if row.alone is not None:
+        return _Started(call, leaves, Ready([row.alone(leaf.detach().contiguous(), here) for leaf in leaves]))
+    if any(map(_is_fake, leaves)):
+        return _Started(call, leaves, Ready([_outline(call, leaf, here) for leaf in leaves]))
+    began = begin(group.world.books, leaves)
+    handle = group.world.start(call, leaves, group, ahead=ahead)
+    for book in group.world.books:
+        handle = book.record(call, leaves, here, group.name, group.ranks, handle, began)
+    return _Started(call, leaves, handle)
+
+
+def _is_fake(leaf: Tensor) -> bool:
+    """Whether it is one of torch's tensors without values; asked without importing what makes them."""
+    return type(leaf).__module__ == "torch._subclasses.fake_tensor"
+
+
+def _outline(call: Call, leaf: Tensor, here: Here) -> Tensor:
+    """What this rank would get if all had the same: fake tensors do not travel."""
+    members = list(call.collective.members(here.options, here.n))
+    outputs = call.collective.denotation([leaf.detach()] * len(members), call.merged([call.private()] * len(members)))
+    return outputs[members.index(here.rank)]
+
+
+def _finish(started: Sequence[_Started], group: Group) -> list[list[Tensor]]:
+    """Each call's results; calls through which gradients flow become one node of the graph."""
+    smooth = [one for one in started if one.differentiable] if torch.is_grad_enabled() else []
+    if not smooth:
+        return [one.handle.wait() for one in started]
+    outputs = iter(_Differentiable.apply(smooth, group, *(leaf for one in smooth for leaf in one.leaves)))
+    return [[next(outputs) for _ in one.leaves] if one in smooth else one.handle.wait() for one in started]
+
+
+def chosen(group: Group | None) -> Group:
+    """The group, by default the whole world."""
+    if group is None:
+        return world()
+    if not isinstance(group, Group):
+        raise TypeError(f"group={group!r} is no group: pass mesh['dp'], comm.new_group(ranks), comm.world() or None")
+    return group
+
+
+def flatten(name: str, tree: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
+    """The leaves and the structure of a pytree of tensors."""
+    if isinstance(tree, Tensor):
+        return [tree], _ALONE
+    leaves, spec = optree.tree_flatten(tree, namespace=NAMESPACE)
+    if not all(isinstance(leaf, Tensor) for leaf in leaves):
+        paths, leaves, _ = optree.tree_flatten_with_path(tree, namespace=NAMESPACE)
+        path, leaf = next((p, x) for p, x in zip(paths, leaves, strict=True) if not isinstance(x, Tensor))
+        where = "".join(f"[{p!r}]" for p in path) or "the value itself"
+        raise TypeError(f"{name}: every leaf must be a tensor; {where} is {type(leaf).__name__} {leaf!r}")
+    return leaves, spec
+
+
+def apply(call: Call, tree: Any, group: Group | None, async_op: bool) -> Any:
+    """The call on every leaf of the tree: its result, or a ``Pending``."""
+    group = chosen(group)
+    leaves, spec = flatten(call.title(group.rank)[0], tree)
+    started = [_start(call, leaves, group, ahead=async_op)]
+    if not async_op:
+        return optree.tree_unflatten(spec, _finish(started, group)[0])
+    return Pending(
+        lambda: optree.tree_unflatten(spec, _finish(started, group)[0]),
+        started[0].handle.poll,
+        lambda: f"{call.shown(group.rank)} on {group}",
+    )
+
+
+def apply_all(calls: Sequence[tuple[Call, Any]], group: Group | None, *, ahead: bool = True) -> Pending[list[Any]]:
+    """Starts all calls, each on its tree, before it waits for any; the results in order."""
+    group = chosen(group)
+    trees = [flatten(call.title(group.rank)[0], tree) for call, tree in calls]
+    pairs = zip(calls, trees, strict=True)
+    with group.world.together():
+        started = [_start(call, leaves, group, ahead=ahead) for (call, _), (leaves, _) in pairs]
+
+    def finish() -> list[Any]:
+        results = _finish(started, group)
+        return [optree.tree_unflatten(spec, found) for (_, spec), found in zip(trees, results, strict=True)]
+
+    def poll(patience: float) -> bool:
+        deadline = monotonic() + patience
+        return all(one.handle.poll(max(0.0, deadline - monotonic())) for one in started)
+
+    def text() -> str:
+        return f"{', '.join(one.call.shown(group.rank) for one in started)} on {group}"
+
+    return Pending(finish, poll, text)
+
+
+def resolve_dim(name: str, tree: Any, dim: int) -> int:
+    """The dim counted from the start; all leaves share it."""
+    if type(dim) is not int:
+        raise TypeError(f"{name}: dim={dim!r} is {type(dim).__name__}; a dim is an int")
+    if dim >= 0:
+        return dim
+    leaves = flatten(name, tree)[0]
+    if len({leaf.dim() for leaf in leaves}) > 1:
+        dims = sorted({leaf.dim() for leaf in leaves})
+        raise ValueError(f"{name}: dim={dim} counts from the end, but the leaves have {dims} dims; use a dim >= 0")
+    for leaf in leaves:
+        if 0 < leaf.dim() < -dim:
+            raise ValueError(f"{name}: dim={dim} is out of range for a tensor of shape {list(leaf.shape)}")
+    return dim + leaves[0].dim() if leaves else 0

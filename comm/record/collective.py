@@ -1,0 +1,165 @@
+"""What a collective is: one record that says what it means, what its transpose is, what it costs and how it runs."""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Protocol
+
+import attrs
+from torch import Tensor
+
+__all__ = ["NAMESPACE", "Call", "Collective", "Handle", "Here", "Options"]
+
+NAMESPACE = "functional_ds"
+
+
+Options = Mapping[str, Any]
+
+
+class Handle(Protocol):
+    """A collective under way."""
+
+    @property
+    def ended(self) -> float | None:
+        """When it was over (``time.perf_counter``), where that is known earlier than by a wait."""
+        ...
+
+    def wait(self) -> list[Tensor]:
+        """Blocks until this rank's results are there and returns them."""
+        ...
+
+    def poll(self, patience: float) -> bool:
+        """Whether a wait would not block; waits for that, but at most ``patience`` seconds."""
+        ...
+
+
+@attrs.frozen(eq=False)
+class Here:
+    """Where a call is made: its options, this rank's place in the group, and the number of ranks."""
+
+    options: Options
+    rank: int
+    n: int
+
+    def __getitem__(self, option: str) -> Any:
+        return self.options[option]
+
+
+def _everyone(options: Options, n: int) -> Sequence[int]:
+    return range(n)
+
+
+def _in_one_order(options: Options) -> Hashable:
+    return ()
+
+
+def _flat(leaf: Tensor, here: Here) -> Tensor:
+    return leaf if leaf.dim() == 1 else leaf.reshape(-1)
+
+
+def _same_shape(piece: Tensor, leaf: Tensor, here: Here) -> Tensor:
+    return piece if piece.dim() == leaf.dim() else piece.reshape(leaf.shape)
+
+
+def _own_shape(leaf: Tensor, here: Here) -> Sequence[int]:
+    return leaf.shape
+
+
+def _no_check(leaf: Tensor, here: Here) -> None:
+    return None
+
+
+def _no_transpose(options: Options) -> "Call | None":
+    return None
+
+
+def _nothing_private(options: Options) -> None:
+    return None
+
+
+def _silent(leaf: Tensor, here: Here) -> int:
+    return 0
+
+
+@attrs.frozen(eq=False)
+class Collective:
+    """One row of the table.
+
+    Attributes:
+        name: as in ``comm.<name>``.
+        denotation: the meaning; from all members' inputs, in rank order, to all members' outputs.
+        adjoint: the call that is the transpose, or None where there is none (max, say).
+        volume: elements that this rank sends.
+        primitive: the flat exchange that carries it, a key of the backends' tables (``exchange``, ``native``, ``shapes``).
+        pack: a leaf as the payload of the primitive; payloads of several leaves concatenate along the last dim.
+        unpack: the leaf's result from its slice of the primitive's result.
+        check: raises ValueError where this rank alone can tell that the call is wrong.
+        shape: what must be the same on every rank; by default the leaf's shape.
+        alone: for a row without communication, this rank's result from its own input.
+        members: the group's ranks that take part; by default all.
+        order: names the sequence that a call belongs to; calls of one sequence come in one order on all members.
+        private: options that may differ between ranks; the denotation gets them as a list, an entry a member.
+        reconcile: raises MismatchError where the members' private options contradict each other.
+        title: the name and the options to show, as this rank wrote them; by default the row's name and all options.
+    """
+
+    name: str
+    denotation: Callable[[Sequence[Tensor], Options], list[Tensor]]
+    adjoint: Callable[[Options], "Call | None"] = _no_transpose
+    volume: Callable[[Tensor, Here], int] = _silent
+    primitive: str = ""
+    pack: Callable[[Tensor, Here], Tensor] = _flat
+    unpack: Callable[[Tensor, Tensor, Here], Tensor] = _same_shape
+    check: Callable[[Tensor, Here], None] = _no_check
+    shape: Callable[[Tensor, Here], Sequence[int | str]] = _own_shape
+    alone: Callable[[Tensor, Here], Tensor] | None = None
+    members: Callable[[Options, int], Sequence[int]] = _everyone
+    order: Callable[[Options], Hashable] = _in_one_order
+    private: tuple[str, ...] = ()
+    reconcile: Callable[[Options], None] = _nothing_private
+    title: Callable[[Options, int], tuple[str, Options]] | None = None
+
+
+def _kind(tensor: Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return dtype if tensor.device.type in ("cpu", "meta") else f"{tensor.device.type} {dtype}"
+
+
+@attrs.frozen(eq=False)
+class Call:
+    """A collective with its options: all that must agree between ranks, apart from the tensors."""
+
+    collective: Collective
+    options: Options = attrs.field(factory=dict)
+
+    def title(self, rank: int) -> tuple[str, Options]:
+        """The name and options as the program on this rank wrote them."""
+        row = self.collective
+        return (row.name, self.options) if row.title is None else row.title(self.options, rank)
+
+    def shown(self, rank: int) -> str:
+        """The call as text."""
+        name, options = self.title(rank)
+        return f"{name}({', '.join(f'{k}={v!r}' for k, v in options.items())})"
+
+    def signature(self, tensors: Sequence[Tensor], here: Here) -> str:
+        """The call and what it is called on, as text for messages."""
+        shapes = (list(self.collective.shape(t, here)) for t in tensors)
+        kinds = ", ".join(f"{_kind(t)}{shape}" for t, shape in zip(tensors, shapes, strict=True))
+        return f"{self.shown(here.rank)} of [{kinds}]".replace("'*'", "*")
+
+    def agreement(self, tensors: Sequence[Tensor], here: Here) -> tuple[Any, ...]:
+        """What must be equal on every member."""
+        row = self.collective
+        options = tuple((k, v) for k, v in self.options.items() if k not in row.private)
+        return (row.name, options, tuple((t.dtype, t.device.type, tuple(row.shape(t, here))) for t in tensors))
+
+    def private(self) -> Options:
+        """The options that may differ between ranks."""
+        return {name: self.options[name] for name in self.collective.private}
+
+    def merged(self, private: Sequence[Options]) -> Options:
+        """The options with every member's private ones, which must not contradict each other."""
+        if not self.collective.private:
+            return self.options
+        merged = {**self.options, **{name: [own[name] for own in private] for name in self.collective.private}}
+        self.collective.reconcile(merged)
+        return merged

@@ -1,0 +1,123 @@
+"""What an asynchronous call gives back: its result to come."""
+
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import Any, Generic, NoReturn, TypeVar
+
+import attrs
+
+__all__ = ["Pending", "relay"]
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class Pending(Generic[T]):
+    """A collective under way: ``wait()`` gives its result, the same one each time.
+
+    It is no tensor: reading anything else of it says so. Dropped unwaited it is still carried out, for the other ranks wait
+    for this one's part, and its result is lost.
+    """
+
+    def __init__(self, finish: Callable[[], T], poll: Callable[[float], bool], text: Callable[[], str]) -> None:
+        self._finish: Callable[[], T] | None = finish
+        self._poll = poll
+        self._text = text
+        self._result: T
+
+    def wait(self) -> T:
+        """Blocks (on CUDA: makes the current stream wait) until the result is there."""
+        if self._finish is not None:
+            self._result = self._finish()
+            self._finish = None
+        return self._result
+
+    def poll(self, patience: float = 0.0) -> bool:
+        """Whether ``wait`` would not block. Waits for that, at most ``patience`` seconds; simulated, while others can go on.
+
+        What a program makes of the answer can depend on the interleaving, as on the transport's speed.
+        """
+        return self._finish is None or self._poll(patience)
+
+    def then(self, function: Callable[[T], U]) -> "Pending[U]":
+        """What ``function`` makes of the result, once it is waited for."""
+        return Pending(lambda: function(self.wait()), self.poll, self._text)
+
+    @staticmethod
+    def all(pendings: "Sequence[Pending[Any]]") -> "Pending[list[Any]]":
+        """Several as one."""
+
+        def poll(patience: float) -> bool:
+            deadline = monotonic() + patience
+            return all(pending.poll(max(0.0, deadline - monotonic())) for pending in pendings)
+
+        def text() -> str:
+            return "; ".join(pending._text() for pending in pendings)
+
+        return Pending(lambda: [pending.wait() for pending in pendings], poll, text)
+
+    def _refuse(self, *others: object) -> NoReturn:
+        raise TypeError(f"{self!r} is a result to come, no tensor; wait() gives the result")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __matmul__ = __rmatmul__ = __pow__ = __neg__ = __getitem__ = __iter__ = __len__ = __bool__ = _refuse
+    __float__ = __int__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        raise TypeError(
+            f"torch.{getattr(function, '__name__', function)} of a Pending, a result to come; wait() gives the result"
+        )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(f"{self!r} is a result to come and has no {name!r}; wait() gives the result")
+
+    def __repr__(self) -> str:
+        return f"Pending({self._text()}, {'done' if self._finish is None else 'under way'})"
+
+
+@attrs.define(eq=False)
+class _Relay:
+    """A chain under way. A hop starts when the one before it is over and somebody looks, in ``poll`` or in ``wait``."""
+
+    now: Pending[Any]
+    rest: list[Callable[[Any], Pending[Any]]]
+
+    def wait(self) -> Any:
+        while self.rest:
+            self._go_on()
+        return self.now.wait()
+
+    def poll(self, patience: float) -> bool:
+        deadline = monotonic() + patience
+        while self.now.poll(max(0.0, deadline - monotonic())):
+            if not self.rest:
+                return True
+            self._go_on()
+        return False
+
+    def _go_on(self) -> None:
+        value = self.now.wait()
+        self.now = self.rest.pop(0)(value)
+
+
+def relay(first: Pending[Any], *rest: Callable[[Any], Pending[Any]]) -> Pending[Any]:
+    """The result of a chain of collectives, each a function from what the one before gave to what is pending.
+
+    All ranks must look at such chains in one order: the later hops of two chains start in the order in which somebody looks.
+
+    >>> import torch
+    >>> from functional_ds import comm
+    >>> def program():
+    ...     rank = torch.tensor([float(comm.world().rank)])
+    ...     chain = relay(comm.all_reduce(rank, async_op=True), lambda total: comm.all_gather(total + rank, async_op=True))
+    ...     return chain.wait().tolist()
+    >>> comm.simulate(program, world_size=2)
+    [[1.0, 2.0], [1.0, 2.0]]
+    """
+    if not rest:
+        return first
+    chain = _Relay(first, list(rest))
+    return Pending(chain.wait, chain.poll, lambda: repr(chain.now))

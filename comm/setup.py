@@ -1,0 +1,250 @@
+"""Joining and leaving a world of processes, and asking where one is."""
+
+import ctypes
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from operator import index
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from functional_ds.comm.record.group import Group
+from functional_ds.comm.worlds.current import simulated_world, world
+from functional_ds.comm.worlds.process import DEFAULT_TIMEOUT, leave_process_world, process_world
+from functional_ds.comm.worlds.rendezvous import met
+
+__all__ = [
+    "destroy_process_group",
+    "get_local_rank",
+    "get_rank",
+    "get_world_size",
+    "init_distributed",
+    "is_initialized",
+    "keep_freed_memory",
+    "new_group",
+]
+
+# Parameters of glibc's mallopt(3), and values that leave it to the next allocation to reuse what was freed.
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
+_NEVER, _CHUNK = 2**31 - 1, 64 * 2**20
+
+
+def keep_freed_memory() -> None:
+    """Tells glibc not to give freed memory back to the system.
+
+    A step allocates the same large buffers as the last. Left alone, glibc returns many of them, and the kernel zeroes every
+    page of the next ones again: tens of milliseconds a step for a model of 14 M parameters. Does nothing elsewhere.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    with suppress(OSError, AttributeError):  # musl has no mallopt
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_MMAP_THRESHOLD, 2**30)
+        mallopt(_TRIM_THRESHOLD, _NEVER)
+        mallopt(_TOP_PAD, _CHUNK)
+
+
+_BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")
+
+
+def _local_device(backend: str | None, local_rank: int, ranks_here: int) -> str:
+    """The backend to use; takes this rank's GPU where there are enough of them."""
+    if backend is not None and backend not in _BACKENDS:
+        raise ValueError(f"backend={backend!r} is unknown; use one of {', '.join(map(repr, _BACKENDS))}, or None to choose")
+    wants_gpu = torch.cuda.is_available() if backend is None else "nccl" in backend
+    if not wants_gpu:
+        return backend or "gloo"
+    gpus = torch.cuda.device_count()
+    if ranks_here > gpus:
+        raise ValueError(
+            f"{ranks_here} ranks on this host and {gpus} GPUs: NCCL needs a GPU for each rank; "
+            f"start at most {gpus} ranks here, or pass backend='gloo' to run on CPUs"
+        )
+    torch.cuda.set_device(local_rank)
+    return backend or "cpu:gloo,cuda:nccl"
+
+
+def _number(name: str, given: int | None, variable: str) -> int | None:
+    """An argument, or else what the environment says."""
+    if given is not None or variable not in os.environ:
+        return given
+    try:
+        return int(os.environ[variable])
+    except ValueError:
+        raise ValueError(
+            f"{variable}={os.environ[variable]!r} in the environment is no number; {name} is taken from it"
+        ) from None
+
+
+def _place(world_size: int | None, rank: int | None) -> tuple[int, int] | None:
+    """This process's rank and the world's size; None where nobody says that there is a world."""
+    size, place = _number("world_size", world_size, "WORLD_SIZE"), _number("rank", rank, "RANK")
+    if size is None and place is None:
+        return None
+    if size is None or place is None:
+        known, missing = ("rank", "world_size") if size is None else ("world_size", "rank")
+        raise ValueError(
+            f"{known} is given and {missing} is not: pass both, or start the program with torchrun, which sets both"
+        )
+    if size < 1:
+        raise ValueError(f"world_size={size}: a world has at least one rank")
+    if not 0 <= place < size:
+        raise ValueError(f"rank={place} is no rank of a world of {size}; its ranks are 0..{size - 1}")
+    return place, size
+
+
+def init_distributed(
+    backend: str | None = None,
+    world_size: int | None = None,
+    rank: int | None = None,
+    init_method: str | None = None,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    *,
+    store: Store | None = None,
+) -> Group:
+    """Joins a world of processes and returns it: the one that torchrun's environment describes, or that the arguments do.
+
+    Where neither does, the world is of one. Calling it again returns the same world; after ``destroy_process_group`` it joins
+    anew. In a simulation it returns the simulated world. Where there is Gloo alone, the process keeps freed memory for later
+    allocations (glibc's ``mallopt``).
+
+    Args:
+        backend: "gloo", "nccl", or "cpu:gloo,cuda:nccl"; None takes both where there are GPUs, else Gloo.
+        world_size: the number of processes; else WORLD_SIZE.
+        rank: of this process; else RANK.
+        init_method: where they meet: "tcp://host:port", "file:///path" or "env://" (MASTER_ADDR and MASTER_PORT, the default).
+        timeout: how long joining and each message may take.
+        store: a torch store to meet in, instead of ``init_method``.
+
+    Raises:
+        ValueError: a rank out of range; world_size without rank; an unknown backend; no place to meet; other numbers than those
+            of the world that the process is in already; more ranks on this host than GPUs, under NCCL.
+    """
+    if simulated_world() is None and not dist.is_initialized():
+        place = _place(world_size, rank)
+        if place is not None:
+            _join(backend, *place, init_method, timeout, store)
+    here = simulated_world() or process_world(timeout) or world()
+    for name, given, actual in (("world_size", world_size, here.size), ("rank", rank, here.rank)):
+        if given is not None and given != actual:
+            raise ValueError(
+                f"{name}={given}, and this process is rank {here.rank} of a world of {here.size} already; "
+                "call destroy_process_group() first to join another"
+            )
+    return here
+
+
+def _join(backend: str | None, rank: int, size: int, init_method: str | None, timeout: timedelta, store: Store | None) -> None:
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    chosen = _local_device(backend, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+    if init_method is not None and not init_method.startswith(("tcp://", "file://", "env://")):
+        raise ValueError(f"init_method={init_method!r} is unknown; use 'tcp://host:port', 'file:///path' or 'env://'")
+    if store is None and init_method in (None, "env://"):
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing and size == 1:
+            store, init_method = HashStore(), None
+        elif missing:
+            raise ValueError(
+                f"{' and '.join(missing)} not set: {size} processes need a place to meet; start them with torchrun, "
+                "or pass init_method='tcp://host:port'"
+            )
+    if "nccl" not in chosen:
+        keep_freed_memory()
+    if store is None:
+        # What an earlier world left in a store that outlives it must not be taken for this one's.
+        store, rank, size = next(rendezvous(init_method or "env://", rank, size, timeout=timeout))
+    store = met(store, rank=rank, size=size, timeout=timeout)
+    dist.init_process_group(chosen, store=store, rank=rank, world_size=size, timeout=timeout)
+
+
+def destroy_process_group() -> None:
+    """Leaves the world of processes; ``world()`` is of one again. Does nothing where there is none, or in a simulation.
+
+    Groups of the world that was left raise when they are used.
+
+    >>> destroy_process_group()
+    """
+    if simulated_world() is not None:
+        return
+    leave_process_world()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def is_initialized() -> bool:
+    """Whether the program is in a world of ranks, simulated or of processes; alone it is not.
+
+    >>> is_initialized()
+    False
+    """
+    return simulated_world() is not None or process_world() is not None
+
+
+def get_rank(group: Group | None = None) -> int:
+    """This rank's place in the group, by default in the world; -1 in a group that it is not in.
+
+    >>> get_rank()
+    0
+    """
+    return (group or world()).rank
+
+
+def get_world_size(group: Group | None = None) -> int:
+    """How many ranks the group has, by default the world.
+
+    >>> get_world_size()
+    1
+    """
+    return (group or world()).size
+
+
+def get_local_rank() -> int:
+    """This rank's place on its host: LOCAL_RANK under torchrun and ``spawn``; simulated, the rank; alone, 0.
+
+    >>> get_local_rank()
+    0
+    """
+    simulated = simulated_world()
+    return simulated.rank if simulated is not None else int(os.environ.get("LOCAL_RANK", get_rank()))
+
+
+def new_group(ranks: Sequence[int], name: str = "group") -> Group:
+    """A group of some of the world's ranks, in the order given.
+
+    Every rank may call it; on one that is not among ``ranks`` the group's collectives raise. It makes no connection before
+    it is used, and then only its members do. Groups with the same ranks and name share one order of collectives.
+
+    Args:
+        ranks: ranks of the world, each once.
+        name: what messages and the ledger call it.
+
+    Raises:
+        ValueError: a rank out of range or named twice; no ranks.
+
+    >>> import torch
+    >>> from functional_ds import comm
+    >>> def program():
+    ...     odd = comm.new_group([1, 3])
+    ...     return comm.all_reduce(torch.tensor(1), odd).item() if odd.rank >= 0 else None
+    >>> comm.simulate(program, world_size=4)
+    [None, 2, None, 2]
+    """
+    everyone = world()
+    try:
+        chosen = [index(rank) for rank in ranks]
+    except TypeError:
+        raise TypeError(f"ranks={ranks!r}: pass ranks of the world, like [0, 2]") from None
+    outside = [rank for rank in chosen if not 0 <= rank < everyone.size]
+    if outside or not chosen:
+        what = (
+            f"rank {outside[0]} is none of the world's, which are 0..{everyone.size - 1}" if outside else "a group needs a rank"
+        )
+        raise ValueError(f"ranks={chosen}: {what}")
+    if len(set(chosen)) < len(chosen):
+        raise ValueError(f"ranks={chosen}: a rank stands there twice")
+    return everyone.world.group(chosen, name)

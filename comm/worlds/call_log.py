@@ -1,0 +1,147 @@
+"""What ranks in processes tell each other about their calls.
+
+What the simulator knows by itself, processes have to say. Each rank writes down every call in the store through which the
+processes met, and a call goes ahead once all its members have written down the same. Nothing here talks over the
+connections that carry the tensors, so it still works when those hang.
+"""
+
+import pickle
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from time import monotonic, sleep
+from typing import Any
+
+import attrs
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from functional_ds.comm.record.collective import Call, Here, Options
+from functional_ds.comm.record.errors import CommError, MismatchError, TimedOutError
+from functional_ds.comm.record.group import Group, call_site
+
+__all__ = ["Watch"]
+
+_SOON, _SELDOM = 50e-6, 5e-3  # seconds between two looks at the store, at first and later
+_LONG = 0.2  # seconds of waiting after which a rank writes down what it waits for
+
+
+@attrs.frozen(eq=False)
+class _Entry:
+    """What one rank is about to call."""
+
+    rank: int
+    agreement: tuple[Any, ...]
+    private: Options
+    signature: str
+    site: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} called {self.signature} at {self.site}"
+
+
+@attrs.define(eq=False)
+class Watch:
+    """One rank's part in the comparing.
+
+    Attributes:
+        rank: this rank, in the world.
+        store: where the ranks write down their calls; no request to it waits for another rank.
+        timeout: seconds to wait for a rank that has not come.
+        everything: whether all calls are compared, so that a rank that does not come can be said to be in none.
+    """
+
+    rank: int
+    store: Store
+    timeout: float
+    everything: bool = True
+    _turns: dict[str, int] = attrs.field(factory=dict)
+    _open: set[str] = attrs.field(factory=set)
+    _failures: list[Exception] = attrs.field(factory=list)
+
+    def announce(self, call: Call, tensors: Sequence[Tensor], group: Group, here: Here) -> Callable[[], None]:
+        """Writes down what this rank is about to call; the result waits for the others' entries and compares them."""
+        row = call.collective
+        thread = f"{group.name} {group.ranks} {row.order(call.options)}"
+        turn = self._turns[thread] = self._turns.get(thread, -1) + 1
+        members = [group.ranks[member] for member in row.members(call.options, group.size)]
+        mine = _Entry(self.rank, call.agreement(tensors, here), call.private(), call.signature(tensors, here), call_site())
+        entry = pickle.dumps(attrs.astuple(mine, recurse=False))
+        self.store.set(f"{thread} {turn} {self.rank}", entry)  # type: ignore[arg-type]  # it takes bytes, too
+        self._open.add(f"{thread} {turn}")
+        return lambda: self._settle(call, mine, group, members, f"{thread} {turn}")
+
+    def _settle(self, call: Call, mine: _Entry, group: Group, members: Sequence[int], turn: str) -> None:
+        try:
+            self._agree(call, mine, group, members, turn)
+        except Exception as error:
+            self._failures.append(error)
+            raise
+        finally:
+            self._open.discard(turn)
+
+    def finish(self) -> None:
+        """Waits until all that was announced is settled; raises where nobody came to what is still open."""
+        known, deadline = len(self._failures), monotonic() + self.timeout + _LONG
+        while self._open and monotonic() < deadline:
+            sleep(_SOON)
+        if len(self._failures) > known:
+            raise self._failures[known]
+
+    def _agree(self, call: Call, mine: _Entry, group: Group, members: Sequence[int], turn: str) -> None:
+        keys = {member: f"{turn} {member}" for member in members}
+        self._await(mine, group, keys)
+        entries = [_Entry(*pickle.loads(self.store.get(key))) for key in keys.values()]
+        if self.store.add(f"{turn} readers", 1) == len(members):  # the last one tidies up
+            for key in (*keys.values(), f"{turn} readers"):
+                self.store.delete_key(key)
+        for theirs in entries:
+            if theirs.agreement != mine.agreement:
+                raise MismatchError(
+                    f"the ranks of group {group.name!r} {list(group.ranks)} called different collectives: {mine}, {theirs}"
+                )
+        call.merged([entry.private for entry in entries])
+
+    def _await(self, mine: _Entry, group: Group, keys: dict[int, str]) -> None:
+        """Returns once all keys are there; raises when one of their ranks has left, or time is up."""
+        began, pause, told = monotonic(), _SOON, False
+        while not self.store.check(list(keys.values())):
+            waited = monotonic() - began
+            if waited > _LONG:
+                missing = [rank for rank, key in keys.items() if not self.store.check([key])]
+                if missing and not told:
+                    self.store.set(f"waits {self.rank}", f"{mine.signature} at {mine.site} for rank {_listed(missing)}")
+                    told = True
+                gone = [rank for rank in missing if self.store.check([f"left {rank}"])]
+                if waited > self.timeout or any(not self.store.check([keys[rank]]) for rank in gone):
+                    raise self._failure(mine, group, missing, waited)
+            sleep(pause)
+            pause = min(pause * 1.5, _SELDOM)
+        if told:
+            self.store.delete_key(f"waits {self.rank}")
+
+    def _failure(self, mine: _Entry, group: Group, missing: Sequence[int], waited: float) -> CommError:
+        lines = [
+            f"rank {self.rank} waited {waited:.1f} s in {mine.signature} on group {group.name!r} at {mine.site}; "
+            f"rank {_listed(missing)} had not come"
+        ]
+        for rank in missing:
+            if self.store.check([f"waits {rank}"]):
+                what = f"waits in {self.store.get(f'waits {rank}').decode()}"
+            elif self.store.check([f"left {rank}"]):
+                what = self.store.get(f"left {rank}").decode()
+            elif self.everything:
+                what = "is in no collective: it computes, hangs elsewhere, or its process has died"
+            else:
+                what = "may be anywhere (under comm.checked() this line says where it waits)"
+            lines.append(f"  rank {rank} {what}")
+        return TimedOutError("\n".join(lines))
+
+    def leave(self, error: BaseException | None) -> None:
+        """Tells the others that this rank will call nothing any more."""
+        how = "has left the checked block" if error is None else f"has raised {type(error).__name__}: {error}"
+        with suppress(Exception):  # the store may be gone with the process that held it
+            self.store.set(f"left {self.rank}", how)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))

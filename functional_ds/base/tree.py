@@ -1,0 +1,106 @@
+"""Pytrees: thin names over optree, in the project's one namespace."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar, dataclass_transform
+
+import attrs
+import optree
+import optree.integrations.attrs
+from torch import Tensor
+
+from functional_ds.comm.record.collective import NAMESPACE
+
+__all__ = [
+    "as_written",
+    "flatten",
+    "leaves",
+    "map",
+    "named",
+    "record",
+    "replace",
+    "static",
+    "structure",
+    "tensors",
+    "unflatten",
+]
+
+C = TypeVar("C", bound=type)
+
+
+R = TypeVar("R")
+
+
+def replace(record: R, **changes: Any) -> R:
+    """The record with some fields changed."""
+    return attrs.evolve(record, **changes)  # type: ignore[misc]  # mypy does not see that ``record`` makes attrs classes
+
+
+def static(*, default: Any = attrs.NOTHING) -> Any:
+    """A record's field that belongs to the structure, not to the leaves."""
+    return optree.integrations.attrs.field(pytree_node=False, default=default)
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(attrs.field, static))
+def record(cls: C) -> C:
+    """A frozen attrs class that is a pytree: its fields are children, those made by ``static`` are structure.
+
+    >>> @record
+    ... class Point:
+    ...     x: int
+    ...     name: str = static(default="p")
+    >>> map(lambda v: v + 1, Point(1))
+    Point(x=2, name='p')
+    """
+    return optree.integrations.attrs.register_node(attrs.frozen(slots=False)(cls), namespace=NAMESPACE)
+
+
+def map(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """The tree of ``function`` of the leaves; the rest have the same structure."""
+    return optree.tree_map(function, tree, *rest, namespace=NAMESPACE)
+
+
+def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
+    """The leaves and what puts them back together."""
+    return optree.tree_flatten(tree, namespace=NAMESPACE)
+
+
+def unflatten(spec: optree.PyTreeSpec, leaves: Any) -> Any:
+    """The inverse of ``flatten``."""
+    return optree.tree_unflatten(spec, leaves)
+
+
+def leaves(tree: Any) -> list[Any]:
+    """The leaves, in order."""
+    return optree.tree_leaves(tree, namespace=NAMESPACE)
+
+
+def structure(tree: Any) -> optree.PyTreeSpec:
+    """The tree without its leaves; two trees of one structure compare equal."""
+    return optree.tree_structure(tree, namespace=NAMESPACE)
+
+
+def named(tree: Any) -> list[tuple[str, Any]]:
+    """The leaves with their paths, as in ``blocks.0.weight``."""
+    paths, found, _ = optree.tree_flatten_with_path(tree, namespace=NAMESPACE)
+    return [(".".join(str(part) for part in path), leaf) for path, leaf in zip(paths, found, strict=True)]
+
+
+def as_written(tree: Any) -> list[str]:
+    """The leaves' paths in the order in which dicts were filled; flattening sorts their keys.
+
+    >>> as_written({"b": 1, "a": 2}), [path for path, _ in named({"b": 1, "a": 2})]
+    (['b', 'a'], ['a', 'b'])
+    """
+    with optree.dict_insertion_ordered(True, namespace=NAMESPACE):
+        return [path for path, _ in named(tree)]
+
+
+def tensors(tree: Any, what: str) -> list[Tensor]:
+    """The leaves, all of which must be tensors; ``what`` names the argument in the error."""
+    for path, leaf in named(tree):
+        if not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"{what}: the leaf at {path or 'the top'!r} is {type(leaf).__name__} {leaf!r}, not a tensor; "
+                "wrap it in torch.tensor, or keep it out of the tree"
+            )
+    return leaves(tree)

@@ -1,0 +1,340 @@
+"""DeepSpeed's ZeRO checkpoints as data: which elements of which parameter lie where in which rank's file.
+
+A folder ``<tag>`` holds, for every rank, ``*zero_pp_rank_<r>_mp_rank_00_optim_states.pt`` with flat fp32 tensors and the
+optimizer's states of them, and the names and shapes in ``*mp_rank_00_model_states.pt``.
+
+    stages 1, 2   each param group is one flat vector, cut into the ranks' partitions; only its end is padded
+    stage 3       each parameter is padded and cut into the ranks' equal pieces; a rank's pieces follow one another
+"""
+
+import pickle
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch.serialization import get_unsafe_globals_in_checkpoint
+
+from functional_ds.checkpointing.errors import CheckpointError, DamagedError, NoCheckpointError
+
+__all__ = ["MASTER", "Param", "Remains", "ZeroFiles", "load_pickle"]
+
+
+class Remains:
+    """What was an object of DeepSpeed's: its attributes, and nothing that they could do."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.__dict__.update(kwargs)
+
+
+# DeepSpeed's own classes that its ZeRO checkpoints refer to, and what stands for them: an enum is its number.
+_KNOWN = (
+    (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    (Remains, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+    (Remains, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+    (Remains, "deepspeed.utils.tensor_fragment.fragment_address"),
+)
+
+
+def load_pickle(path: Path) -> Any:
+    """The file's content, its tensors in a memory map: only what is used of them is read.
+
+    Torch's ``weights_only`` loader makes tensors and plain containers, and refuses every name that it does not know.
+    DeepSpeed's few classes become ``Remains``, so DeepSpeed need not be installed. Names that a caller has put into
+    ``torch.serialization.safe_globals`` are taken as well.
+
+    Raises:
+        NoCheckpointError: there is no such file.
+        DamagedError: it is damaged, or another kind of file.
+        CheckpointError: it holds an object of another class.
+    """
+    if not path.is_file():
+        raise NoCheckpointError(f"path: there is no file {path}")
+    try:
+        with torch.serialization.safe_globals(list(_KNOWN)):
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except pickle.UnpicklingError as error:
+        what = ", ".join(_others(path)) or str(error).splitlines()[-1]
+        raise CheckpointError(f"path: {path} holds what is not loaded, as opening it could run code: {what}") from error
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError) as error:
+        raise DamagedError(f"path: {path} is damaged, or no file of torch.save: {str(error).splitlines()[0]}") from error
+
+
+def _others(path: Path) -> list[str]:
+    """The names in a file that are not taken."""
+    try:
+        return sorted(set(get_unsafe_globals_in_checkpoint(path)) - {name for _, name in _KNOWN})
+    except (pickle.UnpicklingError, RuntimeError, ValueError, KeyError):
+        return []
+
+
+MASTER = "master"  # the kind of value that every parameter has; the others are the optimizer's keys
+
+
+@attrs.frozen
+class Stretch:
+    """``numel`` elements of a flattened parameter from ``offset`` on: in a rank's flat tensor ``which``, from ``start`` on."""
+
+    offset: int
+    numel: int
+    rank: int
+    which: int
+    start: int
+
+
+@attrs.frozen
+class Param:
+    """A parameter of the checkpoint.
+
+    Attributes:
+        group: of the flat tensors that its elements begin in, the place; its count of updates is that of this one.
+        stretches: where its elements are, in order.
+        whole: a frozen one's values, a piece from each rank that has one; a trained one has none.
+    """
+
+    shape: tuple[int, ...]
+    group: int = 0
+    stretches: tuple[Stretch, ...] = ()
+    whole: tuple[Tensor, ...] = attrs.field(default=(), eq=False)
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the optimizer does not move it."""
+        return not self.stretches and prod(self.shape) > 0
+
+
+@attrs.frozen(eq=False)
+class ZeroFiles:
+    """An opened checkpoint.
+
+    Attributes:
+        params: by name.
+        aliases: further names of tied ones.
+        flats: for each rank, for each flat tensor, its values by kind.
+        updates: for each flat tensor, how many updates the optimizer made of it.
+        model: what the model's file says beside that.
+        scaler: the loss scaler's attributes.
+    """
+
+    path: Path
+    stage: int
+    params: Mapping[str, Param]
+    aliases: Mapping[str, str]
+    flats: Sequence[Sequence[Mapping[str, Tensor]]]
+    updates: Sequence[int]
+    model: Mapping[str, Any]
+    scaler: Any
+
+    @staticmethod
+    def open(path: Path, tag: str | None = None) -> "ZeroFiles":
+        """The checkpoint of a tag; by default of the one that the file ``latest`` names.
+
+        Raises:
+            NoCheckpointError: there is no such folder or file.
+            DamagedError: a damaged file; files of another kind of checkpoint, or not of all ranks.
+            CheckpointError: a model that was cut by other means, too.
+        """
+        folder = _tagged(path, tag)
+        ranks = _by_rank(folder, "_optim_states.pt")
+        optim = [_section(load_pickle(file), file) for file in ranks]
+        stage = int(optim[0].get("zero_stage", 1))
+        count = optim[0].get("partition_count", len(optim))
+        expected = max(count) if isinstance(count, list) else count
+        if expected != len(optim):
+            raise DamagedError(f"path: {folder} was written by {expected} ranks, and has the files of {len(optim)}")
+        models = [load_pickle(file) for file in _model_files(folder, stage)]
+        flats = [_flats(each, stage, file) for each, file in zip(optim, ranks, strict=True)]
+        shapes = [{name: tuple(shape) for name, shape in group.items()} for group in models[0]["param_shapes"]]
+        try:
+            trained = _in_pieces(shapes, flats) if stage == 3 else _in_groups(shapes, flats, optim[0])
+        except (IndexError, KeyError, ValueError) as error:
+            raise DamagedError(f"path: {folder}: its flat tensors do not hold the parameters that it names: {error}") from error
+        params = {**trained, **_frozen(models, trained)}
+        aliases = {alias: name for alias, name in models[0].get("shared_params", {}).items() if alias not in params}
+        scaler = optim[0].get("loss_scaler")
+        return ZeroFiles(folder, stage, params, aliases, flats, _updates(optim[0], stage), models[0], scaler)
+
+    def kinds(self) -> set[str]:
+        """The kinds of values that all trained parameters have."""
+        return set.intersection(*(set(values) for rank in self.flats for values in rank)) if self.flats[0] else {MASTER}
+
+    def find(self, name: str) -> Param | None:
+        """A parameter under any of its names."""
+        return self.params.get(name) or self.params.get(self.aliases.get(name, ""))
+
+    def read(self, param: Param, kind: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """Elements ``start`` to ``stop`` of a flattened parameter, in stretches, each with where it begins."""
+        if param.frozen:
+            at = 0
+            for piece in param.whole:
+                low, high = max(start, at), min(stop, at + piece.numel())
+                if low < high:
+                    yield low, piece.reshape(-1)[low - at : high - at]
+                at += piece.numel()
+        for each in param.stretches:
+            low, high = max(start, each.offset), min(stop, each.offset + each.numel)
+            if low < high:
+                flat = self.flats[each.rank][each.which][kind]
+                begin = each.start + low - each.offset
+                yield low, flat[begin : begin + high - low]
+
+
+# -- files ---------------------------------------------------------------------------------------------------------------
+
+
+def _tagged(path: Path, tag: str | None) -> Path:
+    if tag is None:
+        latest = path / "latest"
+        if not latest.is_file():
+            raise NoCheckpointError(
+                f"path: {path} has no file 'latest'; is it the folder that DeepSpeed saved to? Else pass tag="
+            )
+        tag = latest.read_text().strip()
+    if not isinstance(tag, str):
+        raise TypeError(f"tag={tag!r} must be a string; pass tag={str(tag)!r}")
+    if not tag or Path(tag).name != tag or tag in (".", ".."):
+        raise ValueError(f"tag={tag!r} is no plain name of a folder in {path}")
+    if not (path / tag).is_dir():
+        raise NoCheckpointError(f"path: {path} has no checkpoint {tag!r}")
+    return path / tag
+
+
+_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)")
+
+
+def _by_rank(folder: Path, suffix: str) -> list[Path]:
+    found: dict[int, Path] = {}
+    for file in folder.glob(f"*zero_pp_rank_*{suffix}"):
+        place = _RANK.search(file.name)
+        if place is None or int(place[2]):
+            raise CheckpointError(f"path: {file} belongs to a tensor or pipeline parallel model, which is not read")
+        found[int(place[1])] = file
+    if not found:
+        raise NoCheckpointError(f"path: {folder} has no files *zero_pp_rank_*{suffix}: it is no checkpoint of ZeRO")
+    if sorted(found) != list(range(len(found))):
+        raise NoCheckpointError(f"path: {folder} lacks the file *{suffix} of rank {min(set(range(len(found))) - set(found))}")
+    return [found[rank] for rank in range(len(found))]
+
+
+def _model_files(folder: Path, stage: int) -> list[Path]:
+    if stage == 3:
+        return _by_rank(folder, "_model_states.pt")
+    if len(list(folder.glob("mp_rank_*_model_states.pt"))) > 1:
+        raise CheckpointError(f"path: {folder} is of a tensor or pipeline parallel model, which is not read")
+    return [folder / "mp_rank_00_model_states.pt"]
+
+
+def _section(content: Any, file: Path) -> dict[str, Any]:
+    found = content.get("optimizer_state_dict") if isinstance(content, dict) else None
+    if not isinstance(found, dict) or not {"single_partition_of_fp32_groups", "fp32_flat_groups"} & found.keys():
+        raise DamagedError(f"path: {file} holds no states of ZeRO")
+    return found
+
+
+def _flats(section: Mapping[str, Any], stage: int, file: Path) -> list[dict[str, Tensor]]:
+    """A rank's flat tensors, each with the optimizer's states that are as long."""
+    masters: list[Tensor] = section["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"]
+    found = []
+    for master, state in zip(masters, _states(section, stage, len(masters), file), strict=True):
+        kinds = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim() == 1}
+        found.append({MASTER: master, **{key: value for key, value in kinds.items() if value.numel() >= master.numel()}})
+    return found
+
+
+def _base(section: Mapping[str, Any], stage: int) -> Any:
+    return section["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
+
+
+def _states(section: Mapping[str, Any], stage: int, count: int, file: Path) -> list[dict[str, Any]]:
+    """The optimizer's states of a rank's flat tensors, empty before the first update."""
+    base = _base(section, stage)
+    states = base if isinstance(base, list) else [base["state"].get(i, {}) for i in range(count)]  # a list: elastic_checkpoint
+    if len(states) != count:
+        raise DamagedError(f"path: {file} has {count} flat tensors, and states of {len(states)}")
+    return states
+
+
+def _updates(section: Mapping[str, Any], stage: int) -> list[int]:
+    """How many updates each flat tensor has seen: torch keeps that in its state, DeepSpeed's own optimizers in the group."""
+    count = len(section["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"])
+    base = _base(section, stage)
+    states = base if isinstance(base, list) else [base["state"].get(i, {}) for i in range(count)]
+    groups = [] if isinstance(base, list) else base["param_groups"]
+    common = max([section.get("base_optimizer_state_step", 0), *(group.get("step", 0) for group in groups)])
+    return [int(state.get("step", common)) for state in states]
+
+
+# -- what lies where -----------------------------------------------------------------------------------------------------
+
+
+def _in_groups(
+    shapes: Sequence[Mapping[str, tuple[int, ...]]], flats: Sequence[Sequence[Mapping[str, Tensor]]], section: Mapping[str, Any]
+) -> dict[str, Param]:
+    """Stages 1 and 2."""
+    found = {}
+    paddings = section.get("param_alignment_paddings")
+    for group, names in enumerate(shapes):
+        ends = [0]
+        for rank in flats:
+            ends.append(ends[-1] + rank[group][MASTER].numel())
+        at = 0
+        for place, (name, shape) in enumerate(names.items()):
+            end = at + prod(shape)
+            if end > ends[-1]:
+                raise ValueError(f"{name!r} ends at {end} of {ends[-1]} elements of group {group}")
+            stretches = tuple(
+                Stretch(max(at, low) - at, min(end, high) - max(at, low), rank, group, max(at, low) - low)
+                for rank, (low, high) in enumerate(pairwise(ends))
+                if max(at, low) < min(end, high)
+            )
+            found[name] = Param(shape, group, stretches)
+            at = end + (paddings[group][place] if paddings else 0)
+    return found
+
+
+def _in_pieces(
+    shapes: Sequence[Mapping[str, tuple[int, ...]]], flats: Sequence[Sequence[Mapping[str, Tensor]]]
+) -> dict[str, Param]:
+    """Stage 3. A piece may lie across flat tensors, which follow one another."""
+    sizes = [values[MASTER].numel() for values in flats[0]]
+    begins = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    found, at = {}, 0
+    for name, shape in ((name, shape) for group in shapes for name, shape in group.items()):
+        numel = prod(shape)
+        piece = -(-numel // len(flats))
+        if at + piece > begins[-1]:
+            raise ValueError(f"{name!r} ends at {at + piece} of a rank's {begins[-1]} elements")
+        stretches = []
+        for rank in range(len(flats)):
+            first, last = rank * piece, min(numel, (rank + 1) * piece)
+            for which, begin in enumerate(begins[:-1]):
+                low, high = max(at, begin), min(at + last - first, begins[which + 1])
+                if low < high:
+                    stretches.append(Stretch(first + low - at, high - low, rank, which, low - begin))
+        group = next((s.which for s in stretches), 0)
+        found[name] = Param(shape, group, tuple(stretches))
+        at += piece
+    return found
+
+
+def _frozen(models: Sequence[Mapping[str, Any]], trained: Mapping[str, Param]) -> dict[str, Param]:
+    """What the optimizer does not have: with a piece from each rank in stage 3, else whole; in stage 1 in the module's dict."""
+    first = models[0]
+    shapes = first.get("frozen_param_shapes") or {}
+    pieces = [model.get("frozen_param_fragments") or {} for model in models]
+    found = {}
+    for name, shape in shapes.items():
+        numel, parts = prod(shape), [each[name].reshape(-1) for each in pieces if name in each]
+        if sum(part.numel() for part in parts) >= numel:
+            found[name] = Param(tuple(shape), whole=tuple(parts))
+    tied = first.get("shared_params", {})
+    for name, value in (first.get("module") or {}).items():
+        kept = isinstance(value, Tensor) and name not in trained and name not in found and name not in tied
+        if kept and name not in first.get("buffer_names", []) and len(models) == 1:
+            found[name] = Param(tuple(value.shape), whole=(value,))
+    return found

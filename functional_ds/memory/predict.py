@@ -1,0 +1,128 @@
+"""What a rank will hold, from shapes alone."""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functional_ds import comm
+from functional_ds.base import tree
+from functional_ds.base.marks import is_trainable, like_marked
+from functional_ds.base.weighted import weigh
+from functional_ds.step.state import State
+from functional_ds.step.step import Step, wrap
+from functional_ds.step.tape import wide_dtype
+
+from .account import Memory, measured
+from .counting import Live, stored
+
+__all__ = ["predicted", "without_values"]
+
+_ROWS = 720_720  # of a micro-batch without values: a step's own transforms may cut it into any number up to 16
+_PASSES = 2  # the first learns in which order units are used, and fetches nothing ahead
+
+
+def predicted(make: Callable[[], Step], params: Any, *, world_size: int = 1, rank: int = 0) -> Memory:
+    """The bytes that a rank will hold: params, masters, optimizer, gradients, gathered units at most, buffers.
+
+    ``make`` is a program that makes the step, meshes and all, as on a real rank. It runs as one rank of a world whose other
+    ranks do the same (``comm.alike``), and ``step.init`` gets params without values, so any model on any number of ranks
+    costs neither memory nor time worth speaking of. Then gradients of a loss that uses every leaf, in the order in which
+    the tree was filled, go through the step's own phases, twice: only later passes fetch units ahead.
+
+    Law 20: these are ``measured``'s bytes, exactly. On a GPU the allocator rounds each tensor up to 512 bytes.
+
+    Gathered units count as they arrive: a compressed gather's as what is sent. Not counted: activations
+    (``activations``), gradients before they are reduced (at most three units in stages 2 and 3), and what kernels need.
+    A pipeline's ranks differ, so ask for each; there gathered units are not counted, and gradients are sums over
+    micro-batches.
+
+    Args:
+        make: makes the step.
+        params: the user's tree; values, if any, are not looked at.
+        world_size: how many ranks.
+        rank: which one.
+
+    Raises:
+        ValueError: no such rank.
+        TypeError: ``make`` gives no step.
+
+    >>> import functional_ds as fds
+    >>> from functional_ds import transforms as T
+    >>> params = {f"{i}.w": torch.empty(16384, 16384, device="meta") for i in range(24)}  # 6.4 B
+    >>> def make():
+    ...     loss = lambda params, batch: NotImplemented
+    ...     return fds.compose(T.mixed_precision("bf16"), T.zero(1))(fds.train_step(loss, fds.adam(1e-4)))
+    >>> memory = predicted(make, params, world_size=64)
+    >>> memory.params, memory.masters + memory.optimizer - 4 * 24
+    (12884901888, 1207959552)
+    """
+    bare = without_values(params)
+
+    def program() -> Memory:
+        step = make()
+        if not isinstance(step, Step):
+            raise TypeError(f"make: it gives {step!r}, and not a step")
+        state = step.init(bare)
+        pipelined = any(name.startswith("pipeline(") for name in step.names)
+        grads, gathered = (_sums(step, state), 0) if pipelined else _gradients(step, state, tree.as_written(bare))
+        return measured(state, gradients=grads).plus(gathered=gathered)
+
+    found: Memory = comm.alike(program, world_size=world_size, rank=rank)
+    return found
+
+
+def without_values(held: Any) -> Any:
+    """The tree on the meta device, its marks kept."""
+    return tree.map(lambda x: like_marked(torch.empty_like(x, device="meta"), x) if isinstance(x, Tensor) else x, held)
+
+
+def _gradients(step: Step, state: State, order: Sequence[str]) -> tuple[int, int]:
+    """The bytes of the gradients of a loss that uses all leaves, and of what was gathered for it at most."""
+    if not _is_trained(state):
+        return 0, 0
+    live, world = Live(), comm.world().world
+
+    def observe(call: comm.Call, results: Sequence[Tensor]) -> None:
+        if call.collective.name == "all_gather":
+            live.note(result for result in results if result.is_meta)
+
+    def loss(inner: Any, step: Step, state: State, params: Any, batch: Any) -> Any:
+        leaves = dict(tree.named(params))
+        used = [
+            leaves[path].abs().square().sum().float()
+            for path in order
+            if leaves[path].is_floating_point() or leaves[path].is_complex()
+        ]
+        return weigh(sum(used), "the loss"), {}
+
+    probe = wrap("probe", loss=loss)(step)
+    micro_batches = math.prod(int(k) for name in step.names for k in re.findall(r"^accumulate\((\d+)\)$", name))
+    batch = torch.empty(_ROWS * micro_batches, device="meta")
+    world.observe, silent = observe, world.observe  # type: ignore[attr-defined]  # alike's
+    for _ in range(_PASSES):
+        grads, _ = probe.gradients(state, batch, None, True)
+    world.observe = silent  # type: ignore[attr-defined]
+    _, grads = probe.reduce(state, grads)
+    return stored(grads.sum), live.peak
+
+
+def _sums(step: Step, state: State) -> int:
+    """The bytes of a pipeline's sums of gradients, as the optimizer gets them: in fp32 at least."""
+    partition, leaves = state.slots.get("zero"), tree.leaves(state.params)
+    if partition is None:
+        return sum(leaf.numel() * wide_dtype(leaf.dtype).itemsize for leaf in leaves if is_trainable(leaf))
+    copies = 1 if step.parts(state).group is not None else partition.layout.n
+    pairs = [(s.shard * copies, leaf) for s, leaf in zip(partition.layout.segments, leaves, strict=True) if s.trainable]
+    return sum(size * wide_dtype(leaf.dtype).itemsize for size, leaf in pairs)
+
+
+def _is_trained(state: State) -> bool:
+    """Whether there is anything to take gradients of."""
+    partition = state.slots.get("zero")
+    if partition is not None:
+        return any(segment.trainable for segment in partition.layout.segments)
+    return any(isinstance(leaf, Tensor) and is_trainable(leaf) for leaf in tree.leaves(state.params))

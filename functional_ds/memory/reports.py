@@ -1,0 +1,125 @@
+"""Bytes as pictures; needs matplotlib, the extra ``train``."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .account import Memory
+from .formulas import SIXTEEN, Convention, Formula, by_stage
+
+__all__ = ["compared", "draw_compared", "draw_zero", "zero_table"]
+
+_STATE = ("params", "masters", "optimizer")
+
+
+def zero_table(psi: float = 7.5e9, n: int = 64, *, convention: Convention = SIXTEEN) -> str:
+    """What each rank holds in ZeRO's stages, in GB of 10⁹ bytes; by default the figures of the paper's first picture.
+
+    >>> print(zero_table())
+    Ψ = 7.5e+09 parameters on n = 64 ranks; GB on each rank
+    16 bytes: half params and gradients, fp32 masters, Adam's two moments
+    stage     params   masters optimizer gradients     total  formula
+    0          15.00     30.00     60.00     15.00    120.00  16Ψ
+    1          15.00      0.47      0.94     15.00     31.41  4Ψ + 12Ψ/n
+    2          15.00      0.47      0.94      0.23     16.64  2Ψ + 14Ψ/n
+    3           0.23      0.47      0.94      0.23      1.88  16Ψ/n
+
+    Raises:
+        ValueError: no parameters or no ranks.
+    """
+    kinds = tuple(by_stage(0))
+    head = f"{'stage':<6}" + "".join(f"{kind:>10}" for kind in (*kinds, "total")) + "  formula"
+    lines = [f"Ψ = {psi:g} parameters on n = {n} ranks; GB on each rank", convention.name, head]
+    for stage in range(4):
+        formulas = by_stage(stage, convention)
+        whole = sum(formulas.values(), Formula())
+        cells = "".join(f"{formula.bytes(psi, n) / 1e9:>10.2f}" for formula in (*formulas.values(), whole))
+        lines.append(f"{stage:<6}{cells}  {whole}")
+    return "\n".join(lines)
+
+
+def compared(title: str, expected: Mapping[str, Formula], psi: int, ranks: Sequence[Memory]) -> str:
+    """A row for each kind: its formula, that formula's bytes, and what each rank holds.
+
+    Args:
+        title: the first line.
+        expected: by kind, ``by_stage`` for one.
+        psi: how many parameters.
+        ranks: every rank's.
+    """
+    n = len(ranks)
+    rows: list[tuple[str, tuple[str, ...]]] = [(kind, (kind,)) for kind in _STATE]
+    rows += [("state, these three", _STATE), ("gradients", ("gradients",)), ("state and gradients", (*_STATE, "gradients"))]
+    lines = [
+        f"{title}\nΨ = {psi:,} parameters on n = {n} ranks; bytes on each rank\n",
+        f"{'':<22}{'formula':>13}{'bytes':>16}" + "".join(f"{f'rank {i}':>16}" for i in range(n)),
+    ]
+    for label, kinds in rows:
+        formula = sum((expected[kind] for kind in kinds), Formula())
+        found = "".join(f"{sum(getattr(rank, kind) for kind in kinds):>16,}" for rank in ranks)
+        lines.append(f"{label:<22}{formula!s:>13}{formula.bytes(psi, n):>16,.0f}{found}")
+    if any(rank.peak for rank in ranks):
+        lines.append(f"{'peak of the process':<51}" + "".join(f"{rank.peak:>16,}" for rank in ranks))
+    return "\n".join(lines)
+
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+_COLOURS = {"params": "#4c72b0", "masters": "#55a868", "optimizer": "#c44e52", "gradients": "#ccb974"}
+
+
+def draw_zero(psi: float = 7.5e9, n: int = 64, *, convention: Convention = SIXTEEN) -> "Figure":
+    """``zero_table`` as stacked bars, a stage each."""
+    figure = _figure(7, 4.5)
+    axes = figure.subplots()
+    table = [by_stage(stage, convention) for stage in range(4)]
+    names = [f"stage {stage}" for stage in range(4)]
+    heights = {kind: [row[kind].bytes(psi, n) / 1e9 for row in table] for kind in _COLOURS}
+    tops = _stack(axes, names, heights, {kind: kind for kind in _COLOURS})
+    for place, (top, row) in enumerate(zip(tops, table, strict=True)):
+        axes.annotate(f"{top:.1f}\n{sum(row.values(), Formula())}", (place, top), ha="center", va="bottom")
+    axes.set_ylim(0, 1.2 * max(tops))
+    axes.set_ylabel("GB on each rank")
+    axes.set_title(f"Ψ = {psi:g} parameters on n = {n} ranks\n{convention.name}")
+    axes.legend(frameon=False)
+    return figure
+
+
+def draw_compared(title: str, expected: Mapping[str, Formula], psi: int, ranks: Sequence[Memory]) -> "Figure":
+    """``compared`` as stacked bars, the formula's beside each rank's; and the peaks."""
+    figure = _figure(11, 4.5)
+    left, right = figure.subplots(1, 2, width_ratios=(2, 1))
+    names = ["formula", *(f"rank {i}" for i in range(len(ranks)))]
+    heights = {
+        kind: [expected[kind].bytes(psi, len(ranks)) / 1e6, *(getattr(rank, kind) / 1e6 for rank in ranks)] for kind in _COLOURS
+    }
+    tops = _stack(left, names, heights, {kind: f"{kind} ({expected[kind]})" for kind in _COLOURS})
+    left.set_title(f"state and gradients, Ψ = {psi:,}")
+    left.set_ylim(0, 1.45 * max(tops))  # room for the legend
+    left.legend(loc="upper right", ncols=2, frameon=False)
+    right.bar(names[1:], [rank.peak / 1e6 for rank in ranks], 0.6, color="#8c9bb0")
+    right.set_title("peak of the process")
+    for axes in (left, right):
+        axes.set_ylabel("MB")
+        axes.tick_params(axis="x", rotation=0 if len(names) < 6 else 90)
+    figure.suptitle(title)
+    return figure
+
+
+def _figure(width: float, height: float) -> "Figure":
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib: pip install 'functional-ds[train]'") from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _stack(axes: Any, names: Sequence[str], heights: Mapping[str, Sequence[float]], labels: Mapping[str, str]) -> list[float]:
+    """Bars on top of each other; the heights of all."""
+    floors = [0.0] * len(names)
+    for kind, row in heights.items():
+        if any(row):
+            axes.bar(names, row, 0.6, bottom=floors, color=_COLOURS[kind], label=labels[kind])
+        floors = [floor + height for floor, height in zip(floors, row, strict=True)]
+    return floors

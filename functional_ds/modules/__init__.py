@@ -1,0 +1,1 @@
+"""Modules as pure functions, also those that have no memory yet."""

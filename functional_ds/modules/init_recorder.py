@@ -1,0 +1,237 @@
+"""What building a module computes, recorded on tensors without values, and computed again for one tensor at a time.
+
+The record is of operations below autograd, by storage: views need no entry, since a tensor is a storage and how it lies in
+it. An operation that draws random numbers is carried out once for its draws alone, and the generator's state before it is
+kept; so it draws the same again, whatever else is computed then.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from functional_ds.base import tree
+
+__all__ = ["Initialisation", "Place"]
+
+_OVERWRITES = frozenset(
+    {"normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "exponential_", "bernoulli_", "log_normal_"}
+)
+_LOOKS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+
+
+@attrs.frozen
+class Place:
+    """A tensor without values: a storage, by number, and how the tensor lies in it."""
+
+    storage: int
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def within(self, storages: Mapping[int, torch.UntypedStorage]) -> Tensor:
+        """The tensor, in a storage with values."""
+        return torch.empty(0, dtype=self.dtype).set_(storages[self.storage], self.offset, self.shape, self.stride)
+
+    @property
+    def fills(self) -> int:
+        """Bytes of its elements, where no two of them share memory."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@attrs.frozen(eq=False)
+class _Entry:
+    """One operation: its arguments with places for tensors, and the generator's state where it draws.
+
+    Attributes:
+        reads: the storages of its arguments.
+        writes: those that it changes.
+        makes: its outputs that lie in storages of their own, None for others.
+        whole: storages of which nothing of before is left.
+    """
+
+    function: Any
+    arguments: Any
+    reads: frozenset[int]
+    writes: frozenset[int]
+    makes: tuple[Place | None, ...]
+    whole: frozenset[int]
+    state: Tensor | None
+
+
+class Initialisation(TorchDispatchMode):
+    """Everything that is done to fake tensors (torch's own, which say that they are on the CPU) while this mode is on.
+
+    Law: ``compute(place)`` is what the tensor would be, bit for bit, had everything been done for real.
+
+    Random numbers come from CPU generators, which end in the state that they would have: random operations are carried out
+    on scratch memory of the size of their tensors. Where the program looks at a value, as in a loop that draws until all is
+    well, that value is computed then and there.
+
+    Raises:
+        RuntimeError: an operation names another device than the CPU.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._entries: list[_Entry] = []
+        self._numbers: dict[int, int] = {}  # a storage's address -> its number
+        self._kept: list[torch.UntypedStorage] = []  # so that no address is used twice
+        self._touched: dict[int, list[int]] = defaultdict(list)  # a storage -> the entries that make or change it
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        _refuse_devices(func, (args, kwargs))
+        if _LOOKS & set(func.tags):
+            return self._look(func, args, kwargs)
+        state = self._draw(func, args, kwargs) if torch.Tag.nondeterministic_seeded in func.tags else None
+        reads = [self.place(x) for x in tree.leaves((args, kwargs)) if isinstance(x, FakeTensor)]
+        arguments = tree.map(self._noted, (args, {k: v for k, v in kwargs.items() if k != "generator"}))
+        changed = [self.place(x) for x in _written(func, args, kwargs) if isinstance(x, FakeTensor)]
+        known = len(self._kept)
+        found = func(*args, **{**kwargs, **({"generator": None} if "generator" in kwargs else {})})
+        outputs = [self.place(x) if isinstance(x, FakeTensor) else None for x in tree.leaves(found)]
+        makes = tuple(place if place is not None and place.storage >= known else None for place in outputs)
+        self._note(func, arguments, reads, changed, makes, state)
+        return found
+
+    def place(self, tensor: Tensor) -> Place:
+        """Where a fake tensor lies."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._numbers:
+            self._numbers[storage._cdata] = len(self._kept)
+            self._kept.append(storage)
+        number = self._numbers[storage._cdata]
+        return Place(number, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
+
+    def compute(self, place: Place) -> Tensor:
+        """The values of one tensor; beside it, what it is made of is there while it is made.
+
+        Raises:
+            RuntimeError: the tensor was not made while this mode was on.
+        """
+        storages: dict[int, torch.UntypedStorage] = {}
+        with torch.no_grad():
+            for index in self._needed(place.storage):
+                self._again(self._entries[index], storages)
+        if place.storage not in storages:
+            raise RuntimeError(
+                f"a tensor of shape {list(place.shape)} was not made by torch's operations while they were recorded"
+            )
+        return place.within(storages)
+
+    # -- recording -----------------------------------------------------------------------------------------------------
+
+    def _noted(self, value: Any) -> Any:
+        """An argument as it is kept: places for fake tensors, copies of others."""
+        if not isinstance(value, Tensor):
+            return value
+        with unset_fake_temporarily():
+            return self.place(value) if isinstance(value, FakeTensor) else value.detach().clone()
+
+    def _note(
+        self, func: Any, arguments: Any, reads: list[Place], changed: list[Place], makes: tuple[Any, ...], state: Tensor | None
+    ) -> None:
+        if not changed and not any(makes):
+            return  # a view, or a question about shapes
+        whole = {place.storage for place in makes if place is not None}
+        if func._schema.name.rpartition("::")[2] in _OVERWRITES:
+            whole |= {p.storage for p in changed if p.offset == 0 and p.fills >= self._kept[p.storage].nbytes()}
+        writes = frozenset(place.storage for place in changed)
+        entry = _Entry(func, arguments, frozenset(p.storage for p in reads), writes, makes, frozenset(whole), state)
+        for storage in entry.writes | whole:
+            self._touched[storage].append(len(self._entries))
+        self._entries.append(entry)
+
+    def _draw(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        """Carries a random operation out on scratch memory: the generator moves on. Returns its state before."""
+        generator = kwargs.get("generator") or torch.default_generator
+        places = [self.place(x) for x in tree.leaves((args, kwargs)) if isinstance(x, FakeTensor)]
+        sizes = {place.storage: self._kept[place.storage].nbytes() for place in places}
+        with unset_fake_temporarily(), torch.no_grad():
+            state: Tensor = generator.get_state()
+            zeros = {key: torch.zeros(size, dtype=torch.uint8).untyped_storage() for key, size in sizes.items()}
+            args, kwargs = tree.map(lambda x: self._in(x, zeros), (args, kwargs))
+            func(*args, **kwargs)
+        return state
+
+    def _look(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operation whose result the program, or a shape, depends on: now, and for real."""
+        with unset_fake_temporarily(), torch.no_grad():
+            places = [self.place(x) for x in tree.leaves((args, kwargs)) if isinstance(x, FakeTensor)]
+            storages = {place.storage: self.compute(place).untyped_storage() for place in places}
+            args, kwargs = tree.map(lambda x: self._in(x, storages), (args, kwargs))
+            found = func(*args, **kwargs)
+        with self:  # what comes of it has values: it is taken in as those
+            return tree.map(lambda x: torch.ops.aten.lift_fresh(x) if isinstance(x, Tensor) else x, found)
+
+    def _in(self, value: Any, storages: Mapping[int, torch.UntypedStorage]) -> Any:
+        return self.place(value).within(storages) if isinstance(value, FakeTensor) else value
+
+    # -- computing -----------------------------------------------------------------------------------------------------
+
+    def _needed(self, storage: int) -> list[int]:
+        """The entries that the storage's values depend on, in order."""
+        needed: set[int] = set()
+        asked: set[tuple[int, int]] = set()
+        todo = [(storage, len(self._entries))]
+        while todo:
+            wanted, end = todo.pop()
+            if (wanted, end) in asked:
+                continue
+            asked.add((wanted, end))
+            for index in reversed([i for i in self._touched[wanted] if i < end]):
+                entry = self._entries[index]
+                needed.add(index)
+                todo += [(other, index) for other in entry.reads if other not in entry.whole]
+                if wanted in entry.whole:
+                    maker = self._touched[wanted][0]  # what is overwritten must be there to be written to
+                    needed.add(maker)
+                    todo += [(other, maker) for other in self._entries[maker].reads]
+                    break
+        return sorted(needed)
+
+    def _again(self, entry: _Entry, storages: dict[int, torch.UntypedStorage]) -> None:
+        args, kwargs = tree.map(lambda x: x.within(storages) if isinstance(x, Place) else x, entry.arguments)
+        if entry.state is None:
+            found = entry.function(*args, **kwargs)
+        else:
+            now = torch.default_generator.get_state()
+            torch.default_generator.set_state(entry.state)
+            try:
+                found = entry.function(*args, **kwargs)
+            finally:
+                torch.default_generator.set_state(now)
+        for place, result in zip(entry.makes, tree.leaves(found), strict=True):
+            if place is not None:
+                _check(place, result, entry.function)
+                storages[place.storage] = result.untyped_storage()
+
+
+def _refuse_devices(function: Any, arguments: Any) -> None:
+    for value in tree.leaves(arguments):
+        device = value.device if isinstance(value, Tensor) else value
+        if isinstance(device, torch.device) and device.type != "cpu":
+            raise RuntimeError(f"{function} on {device}: only what is done on the CPU can be recorded; leave the device out")
+
+
+def _check(place: Place, result: Tensor, function: Any) -> None:
+    if (result.storage_offset(), tuple(result.shape), result.stride()) != (place.offset, place.shape, place.stride):
+        raise RuntimeError(
+            f"{function} lays a tensor of shape {list(place.shape)} out in another way than it does without values"
+        )
+
+
+def _written(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that an operation changes."""
+    found: list[Any] = []
+    for place, argument in enumerate(function._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(args[place] if place < len(args) else kwargs.get(argument.name))
+    return [x for x in tree.leaves(found) if isinstance(x, Tensor)]

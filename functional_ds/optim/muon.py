@@ -1,0 +1,142 @@
+"""Muon: matrices move by their momentum, orthogonalised."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from functional_ds.base import tree
+from functional_ds.base.weighted import Weighted
+from functional_ds.sharding.leaf_map import Parts, find
+
+from .adamw_sgd import Optimizer, Rate, as_optimizer
+from .by_leaf import ByLeaf, Where, routed
+from .kernels import check, means, zeros
+from .matrix_owners import Owners
+
+__all__ = ["MuonState", "muon", "orthogonalize"]
+
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_EPS = 1e-7
+
+
+@tree.record
+class MuonState:
+    """Muon's state: the running mean of the gradients."""
+
+    momentum: list[Tensor]
+
+
+def muon(
+    lr: float,
+    others: Any,
+    *,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    weight_decay: float = 0.1,
+    steps: int = 5,
+    adjust: Literal["original", "match_rms_adamw"] = "original",
+    matrices: Where | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> ByLeaf:
+    """Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) for matrices, another optimizer for all else.
+
+    ```
+    m ← momentum · m + (1 - momentum) g,   u = g + momentum (m - g) with nesterov, else m
+    W ← (1 - lr · weight_decay) W - lr · factor(W) · orthogonalize(u)
+    ```
+
+    Law 19 holds in every stage: each matrix is orthogonalised whole, on one rank. The largest piece of it lies there already;
+    the other pieces of ``u`` travel there, and those of the result back, both in ``dtype`` (which changes no bit: the iteration
+    computes in it). Bytes that all ranks together send in an update of stage 1, 2 or 3: 2 · 2 · Σ over matrices of (numel -
+    the owner's piece), which is at most 4Ψ(n-1)/n; gathering all of ``u`` on all ranks would be 2Ψ(n-1). Each rank computes
+    about 1/n. In stage 0, where every rank has everything, every rank computes everything and sends nothing.
+
+    Args:
+        lr: the learning rate of the matrices.
+        others: the optimizer of all leaves that are no matrices: ``fds.adamw(3e-4)``, say.
+        momentum: the decay rate of the running mean.
+        nesterov: look ahead.
+        weight_decay: decoupled, for matrices.
+        steps: of the Newton-Schulz iteration.
+        adjust: ``"original"`` is factor(W) = √max(1, rows / columns); ``"match_rms_adamw"`` is 0.2 √max(rows, columns) (Liu
+            et al. 2025, arXiv:2502.16982), with which learning rates and decays tuned for AdamW will do.
+        matrices: a regular expression or a function of a path: which of the real two-dimensional leaves; None for all.
+            Embeddings and output layers are usually left to ``others``.
+        dtype: in which the iteration computes.
+
+    Raises:
+        ValueError: a number out of range, an unknown ``adjust``; at ``init``: ``matrices`` matches nothing, or a matrix is cut
+            by ``tensor_parallel``.
+
+    >>> import functional_ds as fds
+    >>> step = fds.train_step(lambda params, x: (x @ params["w"] + params["b"]).sum(), muon(0.1, fds.sgd(0.1)))
+    >>> state, _ = step(step.init({"w": torch.eye(2), "b": torch.zeros(2)}), torch.eye(2))
+    >>> step.params(state)["b"].tolist()
+    [-0.2..., -0.2...]
+    """
+    check(lr=lr, weight_decay=weight_decay)
+    if not 0 <= momentum < 1:
+        raise ValueError(f"momentum={momentum} must lie in [0, 1)")
+    if steps < 1:
+        raise ValueError(f"steps={steps} must be at least 1")
+    if adjust not in ("original", "match_rms_adamw"):
+        raise ValueError(f"adjust={adjust!r} is unknown; use 'original' or 'match_rms_adamw'")
+    rest = as_optimizer(others)
+
+    def choose(parts: Parts) -> list[int]:
+        named = range(len(parts.leaves)) if matrices is None else find(parts, matrices, "matrices")
+        found = {i for i in named if len(parts.leaves[i].shape) == 2 and parts.leaves[i].dtype.is_floating_point}
+        return [0 if i in found else 1 for i in range(len(parts.leaves))]
+
+    def factor(rows: int, columns: int) -> float:
+        return float(max(1, rows / columns) ** 0.5 if adjust == "original" else 0.2 * max(rows, columns) ** 0.5)
+
+    def make(parts: Parts) -> Optimizer:
+        parts.refuse_slices("muon")
+        owners = Owners.choose(parts)
+
+        def update(params: list[Tensor], grads: Weighted, state: MuonState, rate: Rate) -> tuple[list[Tensor], MuonState]:
+            ahead = [_averaged(g, m, momentum, nesterov) for g, m in zip(means(grads, params), state.momentum, strict=True)]
+            moved = _orthogonal(owners, parts.views([u.to(dtype) for u in ahead]), steps, dtype)
+            for p in params:
+                p.mul_(1 - lr * rate * weight_decay)
+            for piece, p, change in zip(parts.pieces, parts.views(params), moved, strict=True):
+                p.sub_(change.to(p.dtype).mul_(lr * rate * factor(*parts.leaves[piece.leaf].shape)))
+            return params, state
+
+        return Optimizer(lambda params: MuonState(zeros(params)), update)
+
+    name = f"muon(lr={lr}, momentum={momentum}, nesterov={nesterov}, weight_decay={weight_decay}, adjust={adjust!r}, {rest})"
+    return routed(name, choose, (ByLeaf(make, "muon"), rest))
+
+
+def _averaged(grad: Tensor, mean: Tensor, momentum: float, nesterov: bool) -> Tensor:
+    mean.lerp_(grad, 1 - momentum)
+    return grad.lerp(mean, momentum) if nesterov else mean
+
+
+def _orthogonal(owners: Owners, pieces: Sequence[Tensor], steps: int, dtype: torch.dtype) -> list[Tensor]:
+    """This rank's pieces of the matrices, orthogonalised by their owners."""
+    shapes = [leaf.shape for leaf in owners.parts.leaves]
+    whole = owners.whole(pieces, dtype).items()
+    return owners.back({i: orthogonalize(flat.view(shapes[i]), steps=steps).reshape(-1) for i, flat in whole}, dtype)
+
+
+def orthogonalize(matrix: Tensor, *, steps: int = 5) -> Tensor:
+    """U S' Vᵀ for a matrix U S Vᵀ, with singular values near 1, by a quintic Newton-Schulz iteration in its dtype.
+
+    The coefficients are those of Jordan et al. 2024, which are steepest at zero: values end up within 0.7 to 1.2 or so.
+
+    >>> values = torch.linalg.svdvals(orthogonalize(torch.tensor([[3.0, 1.0], [0.0, 2.0], [1.0, 1.0]])))
+    >>> bool((values > 0.6).all() and (values < 1.3).all())
+    True
+    """
+    a, b, c = _COEFFICIENTS
+    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x = x / x.norm().clamp(min=_EPS)  # no singular value above 1
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if matrix.shape[0] > matrix.shape[1] else x

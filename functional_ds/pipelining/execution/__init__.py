@@ -1,0 +1,1 @@
+"""Carrying a schedule out: messages, gathers, split backwards, times."""

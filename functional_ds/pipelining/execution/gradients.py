@@ -1,0 +1,213 @@
+"""One batch through a pipeline: its gradients, or its loss alone."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from functional_ds import comm
+from functional_ds.base import tree
+from functional_ds.base.batch import least_rows, split
+from functional_ds.base.weighted import Weighted
+from functional_ds.pipelining.schedules.action import Action
+from functional_ds.pipelining.schedules.schedule import Schedule
+from functional_ds.pipelining.stages.stages import Stages
+from functional_ds.step.state import State
+from functional_ds.step.step import Step
+from functional_ds.step.tape import Tape, wide
+
+from .boundary import Blank, Crossing, boundaries, outlined, signature
+from .gathered import Room
+from .placement import Part, Placed
+from .recorder import Recorder
+from .runner import Micro, Runner
+
+__all__ = ["Traffic", "gradients", "measure"]
+
+_LEAD = 2  # compute actions during which a value may travel
+_KEPT = 256  # kinds of micro-batches; a run with more looks at some of them again
+
+
+@attrs.frozen(eq=False)
+class Traffic:
+    """What runs where: a lowered schedule, the stages, and the ranks.
+
+    Attributes:
+        weight: what a plain mean over the whole batch weighs, however many micro-batches it is cut into.
+    """
+
+    schedule: Schedule
+    stages: Stages
+    group: comm.Group
+    weight: int
+    recorder: Recorder | None = None
+
+
+def gradients(
+    traffic: Traffic, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
+) -> tuple[Weighted, dict[str, Weighted]]:
+    """``carry`` plus the gradients of a batch, by the stored params of this rank, and the batch's metrics.
+
+    Weight and metrics are those of the rank that has the last stage; the other ranks have zeros.
+    """
+    placed: Placed = state.slots["pipeline"]
+    with ExitStack() as stack:
+        rooms = {}
+        for part in placed.here(traffic.group.rank):
+            alone, places = step.part(state, frozenset(part.paths))
+            own = None if carry is None else [carry.sum[place] for place in places]
+            rooms[part.name] = Room(step, alone, places, records=True, carry=own, last=last)
+            stack.callback(rooms[part.name].close)
+        stack.enter_context(Tape())
+        runner = _runner(traffic, step, state, batch, rooms, records=True)
+        if traffic.recorder is not None:
+            traffic.recorder.begin()
+        runner.run(_steps(traffic, state))
+        _push_shared(runner, placed)
+        grads: list[Any] = [None] * sum(len(room.places) for room in rooms.values())
+        for room in rooms.values():
+            for place, grad in zip(room.places, room.collect(), strict=True):
+                grads[place] = grad
+        metrics = _metrics(runner, state)
+    weight = metrics["loss"].weight if carry is None else carry.weight + metrics["loss"].weight
+    return Weighted(grads, weight), metrics
+
+
+def measure(traffic: Traffic, step: Step, state: State, batch: Any) -> dict[str, Weighted]:
+    """The loss of a batch and its metrics, without gradients."""
+    placed: Placed = state.slots["pipeline"]
+    with ExitStack() as stack:
+        rooms = {}
+        for part in placed.here(traffic.group.rank):
+            alone, places = step.part(state, frozenset(part.paths))
+            rooms[part.name] = Room(step, alone, places, records=False)
+            stack.callback(rooms[part.name].close)
+        state = tree.replace(state, key=None)
+        stack.enter_context(Tape(records=False))
+        runner = _runner(traffic, step, state, batch, rooms, records=False)
+        runner.run(_steps(traffic, state))
+        return _metrics(runner, state)
+
+
+def _steps(traffic: Traffic, state: State) -> list[tuple[Action, ...]]:
+    """This rank's row. On GPUs messages go in the order in which they are posted, so there receives must not be early."""
+    placed: Placed = state.slots["pipeline"]
+    return placed.known.row(traffic.schedule, traffic.group.rank, lead=_LEAD if state.step.device.type == "cpu" else 0)
+
+
+def _runner(traffic: Traffic, step: Step, state: State, batch: Any, rooms: dict[str, Room], *, records: bool) -> Runner:
+    placed: Placed = state.slots["pipeline"]
+    parts = {stage: [part.name for part in placed.parts_of(stage)] for stage in traffic.schedule.stages_of(traffic.group.rank)}
+    batches = split(batch, traffic.schedule.microbatches, uneven=True)
+    sizes = [least_rows(each) for each in batches]
+    shares = {rows: rows * traffic.weight / sum(sizes) for rows in sizes}
+    weights = {rows: None if share == 1 else share for rows, share in shares.items()}
+    leaves = _leaves(step, state, rooms, parts)
+    crossing = {
+        rows: _crossing(traffic, step, state, micro, weights[rows], leaves, records=records)
+        for rows, micro in dict(zip(sizes, batches, strict=True)).items()
+    }
+    micros, first = [], 0
+    for micro, rows in zip(batches, sizes, strict=True):
+        key = None if state.key is None else state.key.at(step=state.key.step, rows=first)
+        micros.append(Micro(micro, tree.replace(state, key=key), weights[rows], crossing[rows]))
+        first += rows
+    return Runner(
+        step, traffic.stages, traffic.schedule.placement, traffic.group, micros, rooms, parts, records, traffic.recorder
+    )
+
+
+def _leaves(step: Step, state: State, rooms: dict[str, Room], parts: dict[int, list[str]]) -> dict[int, dict[str, Blank]]:
+    """What this rank's stages see of the params. A part is looked at once, however many sizes of micro-batches there are.
+
+    So ranks that shard it, and may have other rows, do so together.
+    """
+    placed: Placed = state.slots["pipeline"]
+    known = placed.known.leaves.setdefault(step, {})
+    for name, room in rooms.items():
+        if name not in known:
+            known[name] = outlined(step, room.state)
+    return {stage: {path: leaf for name in names for path, leaf in known[name].items()} for stage, names in parts.items()}
+
+
+def _crossing(
+    traffic: Traffic,
+    step: Step,
+    state: State,
+    micro: Any,
+    weight: float | None,
+    leaves: dict[int, dict[str, Blank]],
+    *,
+    records: bool,
+) -> Crossing:
+    """What crosses between the stages: as it was found the first time."""
+    placed: Placed = state.slots["pipeline"]
+    known, apply = placed.known.crossing.setdefault(step, {}), traffic.stages.apply
+    kind = weight is None, apply is None or apply.module.training, signature(micro, trains=records)
+    if kind not in known:
+        if len(known) >= _KEPT:
+            known.clear()
+        known[kind] = boundaries(
+            step,
+            state,
+            traffic.stages,
+            placement=traffic.schedule.placement,
+            leaves=leaves,
+            batch=micro,
+            weight=weight,
+            trains=records,
+            group=traffic.group,
+        )
+    return known[kind]
+
+
+def _push_shared(runner: Runner, placed: Placed) -> None:
+    """The gradients of leaves that several stages use: summed here, then over the ranks that have them."""
+    here = runner.group.rank
+    for part in placed.here(here):
+        if len(part.stages) > 1:
+            room = runner.rooms[part.name]
+            room.fill()
+            found = [runner.grads(stage) for stage in part.stages if stage in runner.parts]
+            sums = [_sum(runner, room.leaves[path], [grads[path] for grads in found if path in grads]) for path in part.paths]
+            trained = [(path, total) for path, total in zip(part.paths, sums, strict=True) if room.leaves[path].requires_grad]
+            totals = _exchanged([total for _, total in trained], part, runner.group)
+            room.push({path: total for (path, _), total in zip(trained, totals, strict=True)})
+
+
+def _sum(runner: Runner, leaf: Tensor, grads: Sequence[Tensor]) -> Tensor:
+    if not grads:  # of the dtype in which others send theirs
+        return wide(torch.zeros_like(leaf)) if len(runner.micros) > 1 else torch.zeros_like(leaf)
+    total = grads[0]
+    for grad in grads[1:]:
+        total = total + grad
+    return total
+
+
+def _exchanged(own: list[Tensor], part: Part, group: comm.Group) -> list[Tensor]:
+    """The sums over the part's ranks, added up in their order, so that all have the same bits."""
+    others = [rank for rank in part.ranks if rank != group.rank]
+    if not others or not own:
+        return own
+    ops = [op for rank in others for op in (comm.Send(own, rank), comm.Recv(own, rank))]
+    arrived: dict[int, list[Tensor]] = dict(zip(others, comm.batch_p2p(ops, group)[1::2], strict=True))
+    arrived[group.rank] = own
+    totals = arrived[part.ranks[0]]
+    for rank in part.ranks[1:]:
+        totals = [total + more for total, more in zip(totals, arrived[rank], strict=True)]
+    return totals
+
+
+def _metrics(runner: Runner, state: State) -> dict[str, Weighted]:
+    """The loss and metrics of all micro-batches; zeros where the last stage is not."""
+    if runner.losses:
+        found = [runner.losses[j] for j in sorted(runner.losses)]
+        totals = {"loss": found[0][0], **found[0][1]}
+        for loss, metrics in found[1:]:
+            totals = tree.map(torch.add, totals, {"loss": loss, **metrics})
+        return totals
+    zero, sums = torch.zeros((), device=state.step.device), runner.micros[0].crossing.sums
+    return {name: Weighted(zero.to(dtype), zero) for name, dtype in sums.items()}

@@ -1,0 +1,1 @@
+"""Stages as functions, their shapes, and how layers are divided among them."""

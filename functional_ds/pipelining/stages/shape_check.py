@@ -1,0 +1,91 @@
+"""Stages run on tensors without values, to see whether each takes what the one before gives."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
+
+from functional_ds.base import tree
+from functional_ds.base.prng import Key
+from functional_ds.base.weighted import weigh
+
+__all__ = ["NEEDS_VALUES", "rehearse", "shown"]
+
+Run = Callable[[Mapping[str, Tensor], Any, Any, Key | None], Any]
+NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
+
+
+def rehearse(stages: Sequence[tuple[str, Run]], params: Mapping[str, Tensor], batch: Any) -> tuple[Any, ...]:
+    """What each stage hands to the next, as tensors on the device "meta"."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    faked = [_mapped(mode.from_tensor, each) for each in (dict(params), batch, Key.of(0))]
+    try:
+        with mode:
+            handed = _chain(stages, *faked)
+    except NEEDS_VALUES:
+        with torch.no_grad():
+            handed = _chain(stages, params, batch, Key.of(0))
+    return tuple(_mapped(_meta, x) for x in handed)
+
+
+def _mapped(function: Callable[[Tensor], Any], value: Any) -> Any:
+    return tree.map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)
+
+
+def _chain(stages: Sequence[tuple[str, Run]], params: Mapping[str, Tensor], batch: Any, key: Key) -> tuple[Any, ...]:
+    x, handed = None, []
+    for index, (name, run) in enumerate(stages):
+        last = index == len(stages) - 1
+        try:
+            y = run(params, x, batch, key)
+            if last:
+                weigh(y[0] if isinstance(y, tuple) else y, "the loss")
+            else:
+                _tensors(y)
+        except NEEDS_VALUES:
+            raise
+        except Exception as error:
+            source = f"the batch, {shown(batch)}" if index == 0 else f"what stage {index - 1} gives, {shown(x)}"
+            raise ValueError(f"stage {index} ({name}) cannot take {source}: {type(error).__name__}: {error}") from error
+        if not last:
+            x = y
+            handed.append(x)
+    return tuple(handed)
+
+
+def _meta(leaf: Tensor) -> Tensor:
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+
+
+def _tensors(x: Any) -> None:
+    for path, leaf in tree.named(x):
+        if not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"it gives {type(leaf).__name__} {leaf!r} at {path or 'the top'!r} to the next; only tensors are sent"
+            )
+
+
+def shown(value: Any) -> str:
+    """A tree with each tensor as its dtype and shape.
+
+    >>> shown((torch.zeros(2, 3), {"ids": torch.zeros(4, dtype=torch.int64)}))
+    "(float32[2, 3], {'ids': int64[4]})"
+    """
+    return str(tree.map(_Shown, value))
+
+
+class _Shown:
+    def __init__(self, leaf: Any) -> None:
+        self.leaf = leaf
+
+    def __repr__(self) -> str:
+        if isinstance(self.leaf, Tensor):
+            return f"{str(self.leaf.dtype).removeprefix('torch.')}{list(self.leaf.shape)}"
+        return repr(self.leaf)

@@ -1,0 +1,1 @@
+"""Cutting any module into stages: its graph, where to cut, and what each part runs."""

@@ -1,0 +1,1 @@
+"""Recomputation: what is saved, where it is kept, and what runs again."""

@@ -1,0 +1,1 @@
+"""How leaves become segments of shards, and where a leaf's values come from."""

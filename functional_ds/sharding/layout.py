@@ -1,0 +1,250 @@
+"""How a tree of tensors lies in equal shards: data and index arithmetic, no communication.
+
+Leaves are grouped into *units* (what is gathered together), and within a unit into *segments* (what lies in one flat
+tensor: leaves of one dtype that are marked alike, all trained or all frozen for one). A segment is padded to a multiple
+of n and cut into n contiguous shards.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import attrs
+import optree
+import torch
+from torch import Tensor
+
+from functional_ds.base import tree
+from functional_ds.base.marks import is_trainable, like_marked, part_of, stored_in
+
+from .grouping import UnitOf, block_of, unit_names
+from .sources import home, piece
+
+__all__ = ["Layout", "Segment", "Slot", "Unit", "block_of", "shard", "unshard"]
+
+_ALIGNMENT = 16  # bytes; every leaf of a flat tensor starts at a multiple of this, as vector loads want it
+
+
+@attrs.frozen
+class Slot:
+    """Where a leaf lies in its segment."""
+
+    leaf: int
+    offset: int
+    shape: tuple[int, ...]
+    numel: int
+
+
+@attrs.frozen
+class Segment:
+    """Leaves of one unit and dtype, marked alike, in one flat tensor.
+
+    Attributes:
+        unit: which one.
+        dtype: of the leaves.
+        trainable: whether they are trained.
+        slots: where they lie.
+        shard: elements of a rank's shard; where one rank owns the segment, of that rank's.
+        size: elements of the flat tensor: ``n * shard``, or ``shard`` where one rank owns all.
+        owner: the rank that has all of it; None where every rank has a shard.
+        persistent: whether its params stay whole on every rank where others are gathered when they are touched.
+    """
+
+    unit: int
+    dtype: torch.dtype
+    trainable: bool
+    slots: tuple[Slot, ...]
+    shard: int
+    size: int
+    owner: int | None = None
+    persistent: bool = False
+
+    def cut(self, rank: int) -> tuple[int, int]:
+        """Where rank ``rank``'s shard begins and ends in the flat tensor."""
+        if self.owner is None:
+            return rank * self.shard, (rank + 1) * self.shard
+        return (0, self.size) if rank == self.owner else (0, 0)
+
+    def own(self, flat: Tensor, rank: int) -> Tensor:
+        """Rank ``rank``'s shard, as a view of the flat tensor."""
+        start, stop = self.cut(rank)
+        return like_marked(flat.detach()[start:stop], flat)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The leaves, as views of the flat tensor."""
+        return [flat[s.offset : s.offset + s.numel].view(s.shape) for s in self.slots]
+
+
+@attrs.frozen
+class Unit:
+    """Leaves that are gathered together."""
+
+    name: str
+    segments: tuple[int, ...]
+
+
+@attrs.frozen
+class Layout:
+    """A tree's units and segments for shards of n ranks.
+
+    Attributes:
+        n: how many shards.
+        units: in the order in which the tree first names them.
+        segments: all units' segments; shards and flat tensors are lists in this order.
+        paths: the leaves' paths.
+        spec: the tree's structure.
+    """
+
+    n: int
+    units: tuple[Unit, ...]
+    segments: tuple[Segment, ...]
+    paths: tuple[str, ...]
+    spec: optree.PyTreeSpec = attrs.field(repr=False)
+
+    @staticmethod
+    def of(
+        params: Any,
+        n: int,
+        unit_of: UnitOf | None = None,
+        *,
+        persistent: Callable[[Tensor], bool] = lambda leaf: False,
+        owned: bool = False,
+    ) -> "Layout":
+        """The layout of a tree; ``unit_of`` names the unit of a path, by default its block (``block_of``).
+
+        Leaves that are marked to belong to different parts of the model lie in different units. ``persistent`` says which
+        leaves stay whole; they get segments of their own. ``owned`` gives each unit to one rank, the largest first, always to
+        the rank with least so far.
+        """
+        leaves = tree.tensors(params, "params")
+        paths = tuple(path for path, _ in tree.named(params))
+        place = {path: index for index, path in enumerate(paths)}
+        written = {path: leaves[place[path]] for path in tree.as_written(params)}  # as a model uses its leaves, more or less
+        members: dict[tuple[str | None, str], dict[_Kind, list[int]]] = {}
+        names = unit_names(unit_of, written)
+        for path, leaf in written.items():
+            kind = leaf.dtype, is_trainable(leaf), stored_in(leaf), persistent(leaf)
+            members.setdefault((part_of(leaf), names[path]), {}).setdefault(kind, []).append(place[path])
+        owners = _owners([sum(leaves[i].nbytes for kind in kinds.values() for i in kind) for kinds in members.values()], n)
+        units: list[Unit] = []
+        segments: list[Segment] = []
+        for ((part, name), kinds), owner in zip(members.items(), owners, strict=True):
+            first = len(segments)
+            for (dtype, trainable, _, whole), indices in kinds.items():
+                slots, size = _slots(dtype, [(i, leaves[i]) for i in indices])
+                shard = size if owned else -(-size // n)
+                owned_by, size = (owner, size) if owned else (None, n * shard)
+                segments.append(Segment(len(units), dtype, trainable, slots, shard, size, owned_by, whole))
+            units.append(Unit(name if part is None else f"{part}: {name}", tuple(range(first, len(segments)))))
+        return Layout(n, tuple(units), tuple(segments), paths, tree.structure(params))
+
+    def restrict(self, paths: Collection[str]) -> tuple["Layout", tuple[int, ...]]:
+        """The layout of these leaves alone, as a dict by path, and which segments they lie in.
+
+        Raises:
+            ValueError: a segment holds some of them and others, too.
+
+        >>> layout = Layout.of({"0.w": torch.ones(4), "1.w": torch.ones(6)}, 2)
+        >>> part, places = layout.restrict(["1.w"])
+        >>> part.paths, [unit.name for unit in part.units], places
+        (('1.w',), ['1'], (1,))
+        """
+        chosen = [i for i, s in enumerate(self.segments) if any(self.paths[slot.leaf] in paths for slot in s.slots)]
+        names = sorted(self.paths[slot.leaf] for i in chosen for slot in self.segments[i].slots)
+        beyond = [name for name in names if name not in paths]
+        if beyond:
+            raise ValueError(f"paths: {', '.join(beyond)} lie in one segment with some of them; mark the parts before")
+        place = {name: index for index, name in enumerate(names)}
+        units: list[Unit] = []
+        segments: list[Segment] = []
+        for unit in self.units:
+            kept = [self.segments[i] for i in unit.segments if i in chosen]
+            if kept:
+                first = len(segments)
+                for segment in kept:
+                    slots = tuple(attrs.evolve(slot, leaf=place[self.paths[slot.leaf]]) for slot in segment.slots)
+                    segments.append(attrs.evolve(segment, unit=len(units), slots=slots))
+                units.append(Unit(unit.name, tuple(range(first, len(segments)))))
+        spec = tree.structure(dict.fromkeys(names, 0))
+        return Layout(self.n, tuple(units), tuple(segments), tuple(names), spec), tuple(chosen)
+
+    def flatten(self, params: Any) -> list[Tensor]:
+        """The tree as one flat tensor a segment, padding zeroed."""
+        leaves = tree.leaves(params)
+        return [self.stretch(leaves, index, 0, segment.size) for index, segment in enumerate(self.segments)]
+
+    def stretch(
+        self, leaves: Sequence[Tensor], index: int, start: int, stop: int, bring: Callable[[Tensor], Tensor] = lambda leaf: leaf
+    ) -> Tensor:
+        """Elements ``start`` to ``stop`` of a segment's flat tensor, one leaf after the other; deferred leaves are read.
+
+        ``bring`` is called on each leaf first, whether or not any of it is within, so that it may communicate.
+        """
+        segment = self.segments[index]
+        like = leaves[segment.slots[0].leaf]
+        flat = torch.zeros(stop - start, dtype=segment.dtype, device=home(like))
+        for slot in segment.slots:
+            leaf = bring(leaves[slot.leaf])
+            low, high = max(slot.offset, start), min(slot.offset + slot.numel, stop)
+            if high > low:
+                flat[low - start : high - start] = piece(leaf, low - slot.offset, high - slot.offset)
+        return like_marked(flat, like)
+
+    def unflatten(self, flats: Sequence[Tensor]) -> Any:
+        """The inverse of ``flatten``: leaves of their own, padding cropped."""
+        leaves: list[Tensor | None] = [None] * len(self.paths)
+        for segment, flat in zip(self.segments, flats, strict=True):
+            for slot, view in zip(segment.slots, segment.views(flat.detach()), strict=True):
+                leaves[slot.leaf] = like_marked(view.clone(), flat)
+        return tree.unflatten(self.spec, leaves)
+
+    def own(self, flats: Sequence[Tensor], rank: int) -> list[Tensor]:
+        """Rank ``rank``'s shards, as views of the flat tensors."""
+        return [segment.own(flat, rank) for segment, flat in zip(self.segments, flats, strict=True)]
+
+
+_Kind = tuple[torch.dtype, bool, torch.dtype | None, bool]  # leaves of one kind share a segment
+
+
+def _slots(dtype: torch.dtype, members: list[tuple[int, Tensor]]) -> tuple[tuple[Slot, ...], int]:
+    """Leaves one after the other, each at an aligned place, and where the last one ends."""
+    step = max(1, _ALIGNMENT // dtype.itemsize)
+    slots, end = [], 0
+    for index, leaf in members:
+        start = -(-end // step) * step
+        end = start + leaf.numel()
+        slots.append(Slot(index, start, tuple(leaf.shape), leaf.numel()))
+    return tuple(slots), end
+
+
+def _owners(sizes: Sequence[int], n: int) -> list[int]:
+    """A rank for each size: the largest first, always to the rank with least so far."""
+    load, owners = [0] * n, [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        owners[index] = load.index(min(load))
+        load[owners[index]] += sizes[index]
+    return owners
+
+
+def shard(params: Any, layout: Layout, rank: int) -> list[Tensor]:
+    """Rank ``rank``'s shard of each segment.
+
+    Law: ``unshard([shard(t, layout, r) for r in range(n)], layout) = t``, bitwise.
+
+    >>> params = {"w": torch.arange(5.0)}
+    >>> layout = Layout.of(params, 2)
+    >>> [shard(params, layout, rank)[0].tolist() for rank in range(2)]
+    [[0.0, 1.0, 2.0], [3.0, 4.0, 0.0]]
+    """
+    if not 0 <= rank < layout.n:
+        raise ValueError(f"rank={rank} is out of range: the layout has {layout.n} shards")
+    leaves = tree.leaves(params)
+    return [layout.stretch(leaves, index, *segment.cut(rank)) for index, segment in enumerate(layout.segments)]
+
+
+def unshard(shards: Sequence[Sequence[Tensor]], layout: Layout) -> Any:
+    """The tree, from all ranks' shards in rank order."""
+    if len(shards) != layout.n:
+        raise ValueError(f"shards: {len(shards)} ranks' shards for a layout of {layout.n}")
+    return layout.unflatten(
+        [like_marked(torch.cat([p.detach() for p in pieces]), pieces[0]) for pieces in zip(*shards, strict=True)]
+    )

@@ -1,0 +1,1 @@
+"""A state as named tensors: how it is described, and where each leaf's elements lie."""

@@ -1,0 +1,190 @@
+"""Which elements of which leaves lie where in the tensors that a state keeps: data and index arithmetic."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+from torch import Tensor
+
+from functional_ds.base import tree
+from functional_ds.base.marks import is_trainable, slice_of
+from functional_ds.sharding.layout import Layout, Segment
+from functional_ds.sharding.leaf_map import Parts, Run
+from functional_ds.step.state import State
+
+__all__ = ["Cut", "Form", "Frame", "Place", "Places"]
+
+Shape = tuple[int, ...]
+
+
+@attrs.frozen
+class Cut:
+    """``numel`` neighbouring elements of a leaf: from ``offset`` on in the flattened leaf, from ``start`` on in a tensor."""
+
+    leaf: int
+    offset: int
+    start: int
+    numel: int
+
+
+@attrs.frozen
+class Form:
+    """A tensor's shape, and what lies in it."""
+
+    shape: Shape
+    cuts: tuple[Cut, ...]
+
+    def lanes(self, tensor: Tensor) -> int | None:
+        """How many of the tensor's elements there are for each of the leaf's; None where it does not have this form.
+
+        Complex leaves have states of pairs of reals, along one dim more.
+        """
+        shape = tuple(tensor.shape)
+        if shape == self.shape:
+            return 1
+        return 2 if shape == (*self.shape, 2) and not tensor.is_complex() else None
+
+
+@attrs.frozen
+class Place:
+    """A stored tensor.
+
+    Attributes:
+        forms: whole, and this rank's shard of it, where it is cut.
+        members: all leaves of which it has something, on any rank.
+        complex: whether they are complex.
+    """
+
+    forms: tuple[Form, ...]
+    members: tuple[int, ...]
+    complex: bool
+
+    def form_of(self, tensor: Tensor) -> tuple[Form, int] | None:
+        """The form that a tensor has, and its lanes."""
+        for form in self.forms:
+            lanes = form.lanes(tensor)
+            if lanes == 1 or (lanes == 2 and self.complex):
+                return form, lanes
+        return None
+
+
+@attrs.frozen
+class Frame:
+    """What the tensors of a list hold; optimizers' and transforms' states are lists like the params'.
+
+    Attributes:
+        leaves: their paths and shapes.
+        places: one for each tensor.
+    """
+
+    leaves: tuple[tuple[str, Shape], ...]
+    places: tuple[Place, ...]
+
+    def fits(self, children: Sequence[Any]) -> bool:
+        """Whether these are such a list: None, a scalar, or a tensor of a form that its place has."""
+        if len(children) != len(self.places) or not any(isinstance(child, Tensor) for child in children):
+            return False
+        return all(_fits(child, place) for child, place in zip(children, self.places, strict=True))
+
+
+def _fits(child: Any, place: Place) -> bool:
+    return child is None or (isinstance(child, Tensor) and (not child.dim() or place.form_of(child) is not None))
+
+
+@attrs.frozen
+class Places:
+    """Where a state's leaves are.
+
+    Attributes:
+        stored: the tensors that are stored as params.
+        trained: those that are trained.
+        parts: what the optimizer knows of the trained ones.
+        spec: the structure of the params.
+        slices: which slice of how many a leaf is, by path, where tensor parallelism has cut it.
+    """
+
+    stored: Frame
+    trained: Frame
+    parts: Parts
+    spec: Any = attrs.field(repr=False)
+    slices: Mapping[str, tuple[int, int]] = attrs.field(factory=dict)
+
+    def name(self, path: str) -> str:
+        """What a leaf is called in a checkpoint: its path, and a slice of it with its number, as slices have one path."""
+        cut = self.slices.get(path)
+        return path if cut is None else f"{path}[{cut[0]} of {cut[1]}]"
+
+    @staticmethod
+    def of(state: State) -> "Places":
+        """Those of a state that any transforms made.
+
+        >>> import torch
+        >>> state = State.fresh({"w": torch.ones(2, 3)}, (), 0)
+        >>> Places.of(state).stored.places[0].forms
+        (Form(shape=(2, 3), cuts=(Cut(leaf=0, offset=0, start=0, numel=6),)),)
+        """
+        partition = next((slot for slot in state.slots.values() if isinstance(getattr(slot, "layout", None), Layout)), None)
+        spec = tree.structure(state.params)
+        if partition is None:
+            return Places(*_alone(state.params), Parts.of(state.params), spec, _slices(tree.named(state.params)))
+        parts: Parts = partition.learned.parts
+        stored, trained = _of_layout(partition.layout, state.params, parts.rank if len(parts.ranks) > 1 else None)
+        members = [
+            (stored.leaves[leaf][0], flat)
+            for place, flat in zip(stored.places, tree.leaves(state.params), strict=True)
+            for leaf in place.members
+        ]
+        return Places(stored, trained, parts, spec, _slices(members))
+
+
+def _slices(named: Sequence[tuple[str, Tensor]]) -> dict[str, tuple[int, int]]:
+    return {path: cut for path, leaf in named if (cut := slice_of(leaf)) is not None and cut[1] > 1}
+
+
+def of_runs(parts: Parts, runs: Sequence[Run]) -> Frame:
+    """Runs that were selected of an optimizer's tensors; ``parts`` says what lies in them."""
+    places = []
+    for index, run in enumerate(runs):
+        cuts = tuple(Cut(p.leaf, p.offset, p.start, p.numel) for p in parts.pieces if p.tensor == index)
+        smooth = any(parts.leaves[cut.leaf].dtype.is_complex for cut in cuts)
+        places.append(Place((Form((run.stop - run.start,), cuts),), tuple(cut.leaf for cut in cuts), smooth))
+    return Frame(tuple((leaf.path, leaf.shape) for leaf in parts.leaves), tuple(places))
+
+
+def _alone(params: Any) -> tuple[Frame, Frame]:
+    named = tree.named(params)
+    leaves = tuple((path, tuple(leaf.shape)) for path, leaf in named)
+    places = [
+        Place((Form(tuple(leaf.shape), (Cut(i, 0, 0, leaf.numel()),)),), (i,), leaf.is_complex())
+        for i, (_, leaf) in enumerate(named)
+    ]
+    trained = [place for place, (_, leaf) in zip(places, named, strict=True) if is_trainable(leaf)]
+    return Frame(leaves, tuple(places)), Frame(leaves, tuple(trained))
+
+
+def _of_layout(layout: Layout, stored: Sequence[Tensor], rank: int | None) -> tuple[Frame, Frame]:
+    shapes = {slot.leaf: slot.shape for segment in layout.segments for slot in segment.slots}
+    leaves = tuple((path, shapes[i]) for i, path in enumerate(layout.paths))
+    places = []
+    for segment in layout.segments:
+        forms = [Form((segment.size,), tuple(_cuts(segment, 0, segment.size)))]
+        if rank is not None:
+            low, high = segment.cut(rank)
+            forms.append(Form((high - low,), tuple(_cuts(segment, low, high))))
+        members = tuple(slot.leaf for slot in segment.slots)
+        places.append(Place(tuple(forms), members, segment.dtype.is_complex))
+    trained = tuple(place for place, segment in zip(places, layout.segments, strict=True) if segment.trainable)
+    return Frame(leaves, tuple(places)), Frame(leaves, trained)
+
+
+def _cuts(segment: Segment, low: int, high: int) -> list[Cut]:
+    """What of the segment's leaves lies between two places; empty leaves lie everywhere."""
+    found = []
+    for slot in segment.slots:
+        first, last = max(slot.offset, low), min(slot.offset + slot.numel, high)
+        if last > first:
+            found.append(Cut(slot.leaf, first - slot.offset, first - low, last - first))
+        elif not math.prod(slot.shape):
+            found.append(Cut(slot.leaf, 0, 0, 0))
+    return found

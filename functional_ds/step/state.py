@@ -1,0 +1,80 @@
+"""Everything that a resumed run needs, as one pytree."""
+
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from functional_ds.base import tree
+from functional_ds.base.marks import like_marked
+from functional_ds.base.prng import Key
+
+__all__ = ["DonatedStateError", "State", "UpdateError"]
+
+
+class DonatedStateError(RuntimeError):
+    """A state was used after a step had taken its buffers."""
+
+
+class UpdateError(RuntimeError):
+    """An update failed and changed nothing: the state that the step was given can be used again, donated or not."""
+
+
+@tree.record
+class State:
+    """A step's state.
+
+    Attributes:
+        params: what is stored: the user's tree, or whatever a transform keeps instead.
+        optimizer: the optimizer's state.
+        step: how many updates were made, an int64 scalar.
+        key: where random draws come from; None while evaluating.
+        slots: what transforms keep, by name.
+        skip: within an update: a bool scalar, whether it is to leave params, optimizer and step as they are. None for never.
+        batch: the structure of the batches so far.
+    """
+
+    params: Any
+    optimizer: Any
+    step: Tensor
+    key: Key | None
+    slots: dict[str, Any]
+    skip: Tensor | None = None
+    batch: optree.PyTreeSpec | None = tree.static(default=None)
+
+    def donate(self, after: "State | None" = None) -> "State":
+        """The same state, or ``after``, which may share tensors with it, as a new value; neither can be used any more."""
+        heir = tree.replace(self if after is None else after)
+        for spent in (self, after):
+            if spent is not None:
+                spent.__dict__.clear()
+        return heir
+
+    def restore(self, before: "State") -> None:
+        """Undoes a donation: ``before`` is what this state was."""
+        self.__dict__.update(before.__dict__)
+
+    def clone(self) -> "State":
+        """A copy that shares no memory."""
+        return tree.map(lambda x: like_marked(x.detach().clone(), x) if isinstance(x, Tensor) else x, self)  # type: ignore[no-any-return]
+
+    def put(self, **slots: Any) -> "State":
+        """With these slots set."""
+        return tree.replace(self, slots={**self.slots, **slots})
+
+    def __getattr__(self, name: str) -> Any:
+        # Only reached for what is not there: a field's absence means that the state was donated.
+        if name in State.__annotations__:
+            raise DonatedStateError(
+                f"state.{name}: this state was donated to a step, which reuses its buffers; go on with the state that the "
+                "step returned, or call step(state, batch, donate=False) to keep both"
+            )
+        raise AttributeError(name)
+
+    @staticmethod
+    def fresh(params: Any, optimizer: Any, seed: int) -> "State":
+        """The state before the first update."""
+        found = [x for x in tree.leaves(params) if isinstance(x, Tensor)]
+        device = found[0].device if found else torch.device("cpu")
+        return State(params, optimizer, torch.zeros((), dtype=torch.int64, device=device), Key.of(seed), {})

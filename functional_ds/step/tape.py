@@ -1,0 +1,255 @@
+"""One forward pass and its backward: what must stay in place until both are over."""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Tape", "current_tape", "inspect_graph"]
+
+
+def inspect_graph(roots: Sequence[Tensor], placeholders: Mapping[int, str]) -> None:
+    """Refuses graphs that lose gradients.
+
+    Two things go past what a tape can see: reentrant checkpoints, whose inside is not part of the graph, and functions that
+    take a placeholder of a parameter (``placeholders``: paths by id) as if it were the parameter.
+
+    Raises:
+        RuntimeError: with what would do.
+    """
+    todo = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        if node.name() == "CheckpointFunctionBackward":
+            raise RuntimeError(
+                "torch.utils.checkpoint with use_reentrant=True gives no gradients to what it recomputes here; "
+                "pass use_reentrant=False"
+            )
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) in placeholders:
+            raise RuntimeError(
+                f"the parameter {placeholders[id(variable)]!r} went straight into a custom autograd.Function or a compiled "
+                "function, where its gradient would be lost; pass p.view_as(p) instead of p"
+            )
+        fresh = {following for following, _ in node.next_functions if following is not None} - seen
+        seen |= fresh
+        todo.extend(fresh)
+
+
+_HERE = threading.local()  # the tapes that this thread has open
+
+
+def current_tape() -> "Tape | None":
+    """The innermost open tape of this thread."""
+    tapes = getattr(_HERE, "tapes", None)
+    return tapes[-1] if tapes else None
+
+
+class Tape:
+    """The scope of a loss and its gradients.
+
+    A ``view`` hands the tape what it needs: leaves to differentiate by (``watch``), contexts for the forward pass, work at
+    its end, and work at the very end. Modules that were given a step's parameters keep them until the tape closes, because
+    a recomputation inside the backward pass reads them again.
+
+    Attributes:
+        records: whether gradients are wanted; evaluation opens a tape that does not record.
+        carry: gradients so far, in earlier micro-batches; consumed.
+        last: whether this is the last micro-batch of the optimizer step.
+        roots: further tensors to begin the backward pass at, with gradient zero, so that their nodes run in any case.
+        placeholders: paths of the tensors that only stand for a parameter, by id; what is fetched together is in a row.
+        claims: functions that know a param, or a view of one, whose memory comes and goes.
+        calls: who runs modules inside of a module, the outermost last.
+        slots: what transforms keep for this pass, by name.
+        homes: what the thread that opened it keeps for modules; a device's backward has a thread of its own.
+    """
+
+    def __init__(
+        self, *, records: bool = True, carry: list[Tensor] | None = None, last: bool = True, inspects: bool = False
+    ) -> None:
+        self.records = records
+        self.carry = carry
+        self.last = last
+        self.roots: list[Tensor] = []
+        self.placeholders: dict[int, str] = {}
+        self.claims: list[Callable[[Tensor], bool]] = []
+        self.calls: tuple[Any, ...] = ()
+        self.slots: dict[str, Any] = {}
+        self.homes: dict[Any, Any] = {}
+        self._inspects = inspects
+        self._leaves: list[Tensor] = []
+        self._collect: Callable[[list[Tensor | None]], list[Tensor]] = self._add
+        self._push: Callable[[Mapping[str, Tensor]], None] | None = None
+        self._pushed: list[Tensor | None] | None = None
+        self._forward = ExitStack()
+        self._whole = ExitStack()
+
+    def __enter__(self) -> "Tape":
+        if not hasattr(_HERE, "tapes"):
+            _HERE.tapes = []
+        _HERE.tapes.append(self)
+        self._forward.enter_context(torch.set_grad_enabled(self.records))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self.end_forward()
+            else:
+                self._forward.pop_all().__exit__(kind, error, trace)
+        finally:
+            if self in _HERE.tapes:
+                _HERE.tapes.remove(self)
+            self._whole.close()
+            self._leaves = []  # the tape is in a cycle, and the params' memory should not wait for the garbage collector
+
+    @contextmanager
+    def resumed(self) -> Iterator[None]:
+        """Inside, this open tape is the current one again: passes that several tapes record take turns."""
+        _HERE.__dict__.setdefault("tapes", []).append(self)
+        try:
+            yield
+        finally:
+            _HERE.tapes.pop()
+
+    def step_aside(self) -> None:
+        """Ends the forward pass and makes way for the tape before: this one stays open, but is not the current one."""
+        self.end_forward()
+        _HERE.tapes.remove(self)
+
+    # -- for views -----------------------------------------------------------------------------------------------------
+
+    def watch(self, tensor: Tensor) -> Tensor:
+        """A leaf to differentiate by; the gradients come in the order of these calls."""
+        if not self.records:
+            return tensor.detach()
+        self._leaves.append(tensor.detach().requires_grad_())
+        return self._leaves[-1]
+
+    def during_forward(self, context: AbstractContextManager[Any]) -> None:
+        """Enters a context that ends with the forward pass."""
+        self._forward.enter_context(context)
+
+    def at_forward_end(self, work: Callable[[], None]) -> None:
+        """Does ``work`` between the forward pass and the backward, unless the forward pass failed."""
+        self._forward.push(lambda kind, error, trace: work() if kind is None else None)
+
+    def at_end(self, work: Callable[[], None]) -> None:
+        """Does ``work`` when the tape closes, whatever happened."""
+        self._whole.callback(work)
+
+    def collect_with(self, collect: Callable[[list[Tensor | None]], list[Tensor]]) -> None:
+        """Says how the leaves' gradients of this pass become those of the step so far, ``carry`` included."""
+        self._collect = collect
+
+    def push_with(self, push: Callable[[Mapping[str, Tensor]], None]) -> None:
+        """Says how the gradients of what the view gave, by path, are taken; else autograd takes them back to the leaves."""
+        self._push = push
+
+    # -- for gradients -------------------------------------------------------------------------------------------------
+
+    def end_forward(self) -> None:
+        """Ends the forward pass; again does nothing."""
+        self._forward.close()
+
+    def backward(self, loss: Tensor) -> list[Tensor]:
+        """The gradients of ``loss`` by the watched leaves, plus ``carry``; a leaf that the loss does not use gets zeros."""
+        self.end_forward()
+        roots = [root for root in (loss, *self.roots) if root.requires_grad]
+        if self._inspects:
+            inspect_graph(roots, self.placeholders)
+        grads: list[Tensor | None] = [None] * len(self._leaves)
+        if roots and self._leaves:
+            seeds = [None if root is loss else torch.zeros_like(root) for root in roots]
+            grads = list(torch.autograd.grad(roots, self._leaves, seeds, allow_unused=True))
+        return self._collect(grads)
+
+    def takes(self, given: Mapping[str, Tensor]) -> bool:
+        """Whether ``push_with``'s function takes the gradients of what a view gave: nothing was computed from its own."""
+        return self._push is not None and all(
+            type(leaf) is not Tensor and self.placeholders.get(id(leaf)) == path for path, leaf in given.items()
+        )
+
+    def push(self, seen: Mapping[str, Tensor], grads: Mapping[str, Tensor], *, through: bool) -> None:
+        """Takes the gradients of what the loss has ``seen`` of the view, once: the transpose of the view begins.
+
+        Reductions that it starts go on meanwhile; ``collect`` waits for them.
+
+        Args:
+            through: whether autograd takes them back to the leaves, whatever ``push_with`` was told.
+        """
+        self.end_forward()
+        if self._push is not None and not through:
+            self._push(grads)
+            self._pushed = [None] * len(self._leaves)
+            return
+        places = {id(leaf): place for place, leaf in enumerate(self._leaves)}
+        pairs = [(seen[path], grad) for path, grad in grads.items() if seen[path].requires_grad]
+        roots = [root for root in self.roots if root.requires_grad]
+        computed = [(output, grad) for output, grad in pairs if id(output) not in places]
+        self._pushed = [None] * len(self._leaves)
+        if (computed or roots) and self._leaves:
+            outputs = [*(output for output, _ in computed), *roots]
+            seeds = [*(grad.to(output.dtype) for output, grad in computed), *map(torch.zeros_like, roots)]
+            self._pushed = list(torch.autograd.grad(outputs, self._leaves, seeds, allow_unused=True))
+        for output, grad in pairs:
+            if id(output) in places:  # the view gives the leaf itself
+                place = places[id(output)]
+                before = self._pushed[place]
+                self._pushed[place] = grad if before is None else before + grad
+
+    def collect(self) -> list[Tensor]:
+        """The gradients by the watched leaves of what was pushed, plus ``carry``; nothing pushed are zeros."""
+        pushed, self._pushed = self._pushed, None
+        return self._collect([None] * len(self._leaves) if pushed is None else pushed)
+
+    def _add(self, grads: list[Tensor | None]) -> list[Tensor]:
+        found = [
+            torch.zeros_like(leaf) if grad is None else dense(grad) for grad, leaf in zip(grads, self._leaves, strict=True)
+        ]
+        if self.carry is None:
+            return _apart(found) if self.last else [wide(grad) for grad in found]
+        return [total.add_(grad) for total, grad in zip(self.carry, found, strict=True)]
+
+
+def dense(grad: Tensor) -> Tensor:
+    """A gradient, which must not be sparse.
+
+    Raises:
+        ValueError: it is.
+    """
+    if grad.layout != torch.strided:
+        raise ValueError(
+            f"the gradient of a leaf of shape {list(grad.shape)} is sparse, and updates are dense: build the embedding with "
+            "sparse=False"
+        )
+    return grad
+
+
+def _apart(grads: list[Tensor]) -> list[Tensor]:
+    """Each dense and in memory of its own, because updates write into gradients.
+
+    Autograd gives two leaves that are added one tensor, and one that is summed an expanded scalar.
+    """
+    known: set[int] = set()
+    found = []
+    for grad in grads:
+        shared = grad.untyped_storage()._cdata in known or 0 in grad.stride()
+        found.append(grad.clone(memory_format=torch.contiguous_format) if shared else grad)
+        known.add(found[-1].untyped_storage()._cdata)
+    return found
+
+
+def wide(grad: Tensor) -> Tensor:
+    """A copy as something that sums of micro-batches may grow in."""
+    return grad.to(wide_dtype(grad.dtype), copy=True, memory_format=torch.contiguous_format)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums of micro-batches' gradients grow in: fp32 for half precision, else the same."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -1,0 +1,156 @@
+"""The single-device training step: what every transform starts from and every law compares with."""
+
+import inspect
+from collections.abc import Callable, Collection
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from functional_ds.base import tree
+from functional_ds.base.marks import is_trainable, like_marked, trainable
+from functional_ds.base.weighted import Weighted, weigh
+from functional_ds.optim.adamw_sgd import as_optimizer
+from functional_ds.optim.by_leaf import Placed
+from functional_ds.optim.kernels import guarded, reals
+from functional_ds.sharding.leaf_map import Parts
+from functional_ds.sharding.sources import values_of
+
+from .state import State
+from .step import Metrics, Phase, Step
+from .tape import Tape
+
+__all__ = ["Autograd", "stored_params", "stored_view", "train_step"]
+
+
+def _takes_key(loss_fn: Callable[..., Any]) -> bool:
+    try:
+        return "key" in inspect.signature(loss_fn).parameters
+    except (TypeError, ValueError):  # builtins have no signature
+        return False
+
+
+def train_step(loss_fn: Callable[..., Any], optimizer: Any, *, seed: int = 0) -> Step:
+    """The step that minimises ``loss_fn(params, batch)`` on one device.
+
+    Args:
+        loss_fn: pure; returns a scalar mean, or ``Weighted(sum, weight)`` where batches differ in weight, or a pair of that
+            and a dict of further such metrics. If it has a parameter ``key``, it gets a ``Key`` for its random draws
+            (None while evaluating).
+        optimizer: ``fds.adamw(...)``, ``fds.sgd(...)`` or an optax-shaped pair, which under ``zero`` 1 to 3 must move every
+            element alike.
+        seed: of the key.
+
+    >>> import functional_ds as fds
+    >>> step = fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(0.5))
+    >>> state, metrics = step(step.init({"w": torch.ones(2)}), torch.tensor([1.0, 2.0]))
+    >>> step.params(state)["w"].tolist(), metrics["loss"].item()
+    ([0.5, 0.0], 3.0)
+    """
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn={loss_fn!r} is not callable")
+    rule = Placed(as_optimizer(optimizer))
+    with_key = _takes_key(loss_fn)
+
+    def init(step: Step, params: Any) -> State:
+        own = tree.map(lambda x: like_marked(values_of(x), x), params)
+        state = State.fresh(own, (), seed)
+        return tree.replace(state, optimizer=rule.at(lambda: step.parts(state)).init(trainable(own)))
+
+    def loss(step: Step, state: State, params: Any, batch: Any) -> tuple[Weighted, dict[str, Weighted]]:
+        further = {"key": state.key} if with_key else {}
+        found = step.forward(state, lambda given: loss_fn(params, given, **further), batch)
+        value, metrics = found if isinstance(found, tuple) else (found, {})
+        return weigh(value, "the loss"), {name: weigh(m, f"the metric {name!r}") for name, m in metrics.items()}
+
+    def update(step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
+        leaves, spec = tree.flatten(state.params)
+        pair = rule.at(lambda: step.parts(state))
+        grads = tree.replace(grads, skip=state.skip)
+        moved, optimizer_state = guarded(pair, trainable(state.params), grads, state.optimizer, step.rate(state))
+        new = iter(moved)
+        params = tree.unflatten(spec, [next(new) if is_trainable(leaf) else leaf for leaf in leaves])
+        count = 1 if state.skip is None else state.skip.logical_not()
+        return tree.replace(state, params=params, optimizer=optimizer_state, step=state.step + count), {}
+
+    base: dict[str, Phase] = {
+        "prepare": lambda step, params: params,
+        "init": init,
+        "view": stored_view,
+        "loss": loss,
+        "forward": lambda step, state, function, batch: function(batch),
+        "measure": _measure,
+        "gradients": Autograd(),
+        "reduce": lambda step, state, grads: (state, grads),
+        "wire": lambda step, state, dtype: dtype,
+        "total": lambda step, state, scalars: scalars,
+        "update": update,
+        "norm": _norm,
+        "finite": _finite,
+        "rate": lambda step, state: 1.0,
+        "params": stored_params,
+        "place": lambda step, state: (0, 1),
+        "parts": lambda step, state: Parts.of(state.params),
+        "part": _part,
+    }
+    return Step(base, (f"train_step({getattr(loss_fn, '__name__', type(loss_fn).__name__)}, {rule})",))
+
+
+def stored_view(step: Step, state: State, tape: Tape) -> Any:
+    """The base of ``view``: the stored params as they are."""
+    return tree.map(lambda x: tape.watch(x) if is_trainable(x) else x.detach(), state.params)
+
+
+def stored_params(step: Step, state: State) -> Any:
+    """The base of ``params``: a copy of the stored params."""
+    return tree.map(lambda x: like_marked(x.detach().clone(), x), state.params)
+
+
+def _measure(step: Step, state: State, batch: Any) -> dict[str, Weighted]:
+    with Tape(records=False) as tape:
+        loss, metrics = step.loss(tree.replace(state, key=None), step.view(state, tape), batch)
+    return {"loss": loss, **metrics}
+
+
+def _part(step: Step, state: State, paths: Collection[str]) -> tuple[State, tuple[int, ...]]:
+    trained = [path for path, leaf in tree.named(state.params) if is_trainable(leaf)]
+    chosen = {path: leaf for path, leaf in tree.named(state.params) if path in paths}
+    return tree.replace(state, params=chosen), tuple(i for i, path in enumerate(trained) if path in paths)
+
+
+@attrs.define(eq=False)
+class Autograd:
+    """Autograd through loss ∘ view. The first graph is looked through for what would lose gradients."""
+
+    inspects: bool = True
+
+    def __call__(
+        self, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
+    ) -> tuple[Weighted, dict[str, Weighted]]:
+        with Tape(carry=None if carry is None else carry.sum, last=last, inspects=self.inspects) as tape:
+            params = step.view(state, tape)
+            loss, metrics = step.loss(state, params, batch)
+            grads = tape.backward(loss.sum)
+        self.inspects = False
+        weight = loss.weight if carry is None else carry.weight + loss.weight
+        return Weighted(grads, weight), tree.map(torch.detach, {"loss": loss, **metrics})
+
+
+def _finite(step: Step, state: State, grads: list[Tensor]) -> Tensor:
+    device = grads[0].device if grads else state.step.device
+    overflow, one = torch.zeros(1, device=device), torch.ones(1, device=device)
+    if some := [grad for grad in reals(grads) if grad.numel()]:
+        with torch.no_grad():  # one kernel, which multiplies by one in place: an expanded gradient would overlap itself
+            apart = [grad.contiguous() if 0 in grad.stride() else grad for grad in some]
+            torch._amp_foreach_non_finite_check_and_unscale_(apart, overflow, one)
+    return overflow[0] == 0
+
+
+def _norm(step: Step, state: State, grads: list[Tensor]) -> Tensor:
+    wide = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in reals(grads)]
+    return (
+        torch.linalg.vector_norm(torch.stack([w.float() for w in wide]))
+        if wide
+        else state.step.new_zeros((), dtype=torch.float32)
+    )

@@ -1,0 +1,162 @@
+"""A law that no bug breaks is no law: bugs in the pipeline's executor, each planted alone, and the law that must break."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+import functional_ds as fds
+from functional_ds import comm, transforms
+from functional_ds import pipelining as pp
+from functional_ds.pipelining.execution.in_flight import Flight
+from functional_ds.pipelining.execution.split_backward import backward_inputs
+from tests.planting import Bug, planted
+from tests.transforms.pipeline.test_pipeline import alone, assert_same
+from tests.transforms.staged import on_mesh
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def one_device(make: Callable[[], pp.Schedule], zero: int | None, resident: int | None = None, k: int = 1) -> None:
+    """Law 36, on one case."""
+    schedule, dp = make(), 1 if zero is None else 2
+    rows = 6 * dp * k
+    found = comm.simulate(
+        lambda: on_mesh(schedule, rows, zero=zero, dp=dp, resident=resident, accumulate=k), world_size=schedule.ranks * dp
+    )
+    for each in found:
+        assert_same(each, alone(schedule.stages, rows))
+        assert all(map(torch.equal, fds.tree.leaves(each[2]), fds.tree.leaves(found[0][2])))
+
+
+def plain() -> pp.Schedule:
+    return pp.one_f_one_b(2, 4)
+
+
+def vee() -> pp.Schedule:
+    return pp.zbv(2, 3)
+
+
+def looped() -> pp.Schedule:
+    return pp.interleaved_one_f_one_b(2, 2)
+
+
+def means_weigh_by_rows() -> None:
+    """A plain mean over micro-batches of 3, 3 and 2 rows is the mean over the batch."""
+
+    def program(schedule: pp.Schedule) -> Any:
+
+        params = [{"w": torch.tensor(1.0)} for _ in range(2)]
+        model = pp.stages([lambda p, x: x * p["w"]] * 2, params, loss=lambda y, batch: y.mean())
+        step = transforms.pipeline(schedule, model)(fds.train_step(model, fds.sgd(1.0)))
+        state, metrics = step(step.init(params), (torch.arange(8.0),))
+        return metrics["loss"].item(), step.params(state)[0]["w"].item()
+
+    assert comm.simulate(program, pp.gpipe(2, 3), world_size=2)[0] == pytest.approx((3.5, -2.5), rel=1e-6)
+
+
+def sums_have_memory_of_their_own() -> None:
+    """Autograd gives a tensor, and views of it, as the gradients of all that are added up."""
+    x, a, b = (torch.zeros(4, requires_grad=True) for _ in range(3))
+    back = [Flight.of([x], [(x + a.view(4) + b.view(4)) * 2]).backward([torch.ones(4)], [a, b])[0] for _ in range(2)]
+    assert [t.tolist() for t in (a.grad, b.grad)] == [[4.0] * 4] * 2  # type: ignore[union-attr]
+    assert back[0].tolist() == back[1].tolist() or back[0] is back[1]
+
+
+def two_parts_are_the_whole() -> None:
+    """A weight that comes in twice on one way, beside another."""
+    x, w, v = (torch.tensor(float(i), requires_grad=True) for i in (2, 3, 5))
+    backward_inputs([x * w * w * v], [torch.tensor(1.0)], [x], [w, v]).run()
+    assert [leaf.grad.item() for leaf in (x, w, v)] == [45.0, 60.0, 18.0]  # type: ignore[union-attr]
+
+
+BUGS: dict[tuple[Any, ...], list[Bug]] = {
+    (one_device, plain, None): [
+        Bug("shared gradients are not exchanged", "pipelining.execution.gradients", "if not others or not own:", "if True:"),
+        Bug("shared leaves count twice in norms", "pipelining.execution.placement", "part.ranks[0] != rank for", "False for"),
+        Bug("draws do not move with the rows", "pipelining.execution.gradients", "rows=first)", "rows=0)"),
+        Bug(
+            "only the first micro-batch counts",
+            "pipelining.execution.in_flight",
+            "accumulate(self.edges, seeds, [*self.inputs, *weights])",
+            "accumulate(self.edges, seeds, [*self.inputs, *new])",
+        ),
+        Bug(
+            "the last stage's loss is one micro-batch's",
+            "pipelining.execution.gradients",
+            "for loss, metrics in found[1:]:",
+            "for loss, metrics in ():",
+        ),
+    ],
+    (one_device, vee, 1): [
+        Bug(
+            "a shared leaf gets one stage's gradient",
+            "pipelining.execution.gradients",
+            "for grad in grads[1:]:",
+            "for grad in ():",
+        ),
+        Bug(
+            "a reduction leaves out what is split",
+            "pipelining.execution.runner",
+            "self._flights.pop((stage, j)).backward_weights()",
+            "self._flights.pop((stage, j))",
+        ),
+    ],
+    (one_device, looped, 3, 1): [
+        Bug(
+            "what was let go is not fetched again",
+            "pipelining.execution.gathered",
+            "leaf.untyped_storage().copy_(fresh, non_blocking=False)",
+            "leaf.untyped_storage().fill_(0)",
+        ),
+    ],
+    (one_device, looped, 2, None, 2): [
+        Bug(
+            "earlier batches' gradients are lost",
+            "pipelining.execution.gradients",
+            "own = None if carry is None else",
+            "own = None if True else",
+        ),
+    ],
+    (means_weigh_by_rows,): [
+        Bug(
+            "means weigh alike",
+            "pipelining.execution.gradients",
+            "None if share == 1 else share",
+            "None",
+        ),
+    ],
+    (sums_have_memory_of_their_own,): [
+        Bug(
+            "gradients are added into each other's memory",
+            "pipelining.execution.in_flight",
+            "if weight.grad.untyped_storage()._cdata in taken:",
+            "if False:",
+        ),
+    ],
+    (two_parts_are_the_whole,): [
+        Bug(
+            "a weight that comes in twice is counted once",
+            "pipelining.execution.split_backward",
+            "if times[i] == 1",
+            "if times[i] >= 1",
+        ),
+    ],
+}
+
+
+@cache
+def holds(law: Callable[..., None], *case: Any) -> bool:
+    """Checks a law in the library as it is, once."""
+    law(*case)
+    return True
+
+
+@pytest.mark.parametrize(("case", "bug"), [pytest.param(c, b, id=b.name) for c, bugs in BUGS.items() for b in bugs])
+def test_a_bug_breaks_its_law(case: tuple[Any, ...], bug: Bug) -> None:
+    law, *rest = case
+    assert holds(*case)
+    with planted(bug), pytest.raises((AssertionError, RuntimeError)):
+        law(*rest)

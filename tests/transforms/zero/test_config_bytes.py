@@ -1,0 +1,191 @@
+"""What zero's knobs send and hold: the ledger shows what the plan says, and the plan what the formulas say (law 21)."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import functional_ds as fds
+from functional_ds import comm, transforms, units
+from tests.transforms.zero.test_config import GRIDS, Grid, compressed, knobs, strategy
+
+WIDTH, LAYERS = 8, 4
+
+
+def chain_params() -> dict[str, Tensor]:
+    """Each unit is used once, by neighbouring operations, and needed again in the backward pass."""
+    g = torch.Generator().manual_seed(1)
+    params = {"h.0.scale": torch.ones(WIDTH)}
+    for i in range(LAYERS):
+        params[f"h.{i}.w"] = torch.randn(WIDTH, WIDTH, generator=g) / 3
+        params[f"h.{i}.b"] = torch.ones(WIDTH)
+    return params
+
+
+def chain_loss(p: Any, x: Tensor) -> Tensor:
+    x = x * p["h.0.scale"]
+    for i in range(LAYERS):
+        x = torch.tanh((x @ p[f"h.{i}.w"]) * p[f"h.{i}.b"])
+    return x.square().mean()
+
+
+def third_step(*chain: fds.Transform, k: int = 1) -> tuple[fds.State, dict[tuple[str, str], int]]:
+    """The state after three steps, and the bytes of params and gradients in the third."""
+    step = fds.compose(*chain, transforms.accumulate(k))(fds.train_step(chain_loss, fds.sgd(0.1)))
+    state, x = step.init(chain_params()), torch.ones(2 * k, WIDTH) * (comm.world().rank + 1) / 9
+    for _ in range(2):  # the order of units is known from here on
+        state, _ = step(state, x)
+    with comm.ledger() as book:
+        state, _ = step(state, x)
+    return state, {
+        (row.collective, row.group): row.bytes
+        for row in book.rows
+        if row.bytes and not row.group.endswith("/control") and (row.collective != "all_reduce" or "/" in row.group)
+    }
+
+
+POLICIES = {"f32": (None, None), "bf16": (torch.bfloat16, None), "bf16,reduce=f32": (torch.bfloat16, torch.float32)}
+
+
+@pytest.mark.law(21)
+@given(
+    grid=st.sampled_from(GRIDS),
+    chosen=knobs(),
+    k=st.sampled_from((1, 2)),
+    policy=st.sampled_from(sorted(POLICIES)),
+    narrow=st.booleans(),
+)
+def test_the_ledger_shows_what_the_plan_says(grid: Grid, chosen: dict[str, Any], k: int, policy: str, narrow: bool) -> None:
+    """Bytes by collective and group, and bytes of stored params: predicted from shapes, exactly."""
+    chosen = {**chosen, "unit_of": None if chosen["unit_of"] is units.each_leaf else chosen["unit_of"]}
+    if chosen["stage"] == 3:
+        chosen["keep"] = False
+    chosen |= compressed(chosen, comm.Blocks(8, size=16)) if narrow else {}
+    stored, wire = POLICIES[policy]
+
+    def program() -> tuple[dict[tuple[str, str], int], dict[tuple[str, str], int], int, int]:
+        zero = strategy(grid, chosen)
+        chain = () if policy == "f32" else (transforms.mixed_precision(policy),)
+        state, sent = third_step(*chain, zero, k=k)
+        ranks = zero.ranks()
+        replica = 0 if ranks.replicas is None else ranks.replicas.rank
+        plan = zero.plan(chain_params(), stored=stored, wire=wire)
+        held = sum(t.nbytes for t in (*state.params, *fds.tree.leaves(state.slots["zero"].exact)))
+        return sent, plan.sent(micro_batches=k, rank=ranks.shards.rank, replica=replica), held, plan.held(ranks.shards.rank)
+
+    for sent, predicted, held, planned in comm.simulate(program, world_size=grid.size):
+        assert sent == predicted
+        assert held == planned
+
+
+def elements(**options: Any) -> tuple[dict[tuple[str, str], int], int, int]:
+    """What rank 0's plan sends in elements, over 2 x 4 ranks or as many replicas of 4; Ψ, and Ψ of the biases."""
+    plan = transforms.zero(3, keep=False, **options).plan(chain_params(), n=options.pop("n", 8))
+    psi = sum(s.size for s in plan.layout.segments)
+    return {key: size // 4 for key, size in plan.sent().items()}, psi, sum(s.size for s in plan.whole)
+
+
+@pytest.mark.law(21)
+@pytest.mark.parametrize("secondary", [False, True])
+def test_what_crosses_blocks(secondary: bool) -> None:
+    """Of Ψ elements over a blocks of s ranks, (a-1)/a Ψ/s cross for each gather and each reduction; hpZ saves one gather."""
+    a, s = 2, 4
+    sent, psi, _ = elements(inside=s, secondary=secondary)
+    across, inside = (a - 1) * psi // (a * s), (s - 1) * psi // s
+    assert sent["all_gather", "world:across"] == (1 if secondary else 2) * across
+    assert sent["reduce_scatter", "world:across/reduce"] == across
+    assert sent["all_gather", "world:inside"] == 2 * inside
+    assert sent["reduce_scatter", "world:inside/reduce"] == inside
+    if not secondary:
+        assert sum(sent.values()) == 3 * psi * (a * s - 1) // (a * s)  # as in one hop
+
+
+@pytest.mark.law(21)
+def test_replicas_share_their_shards() -> None:
+    """HSDP and MiCS: 3Ψ(s-1)/s inside a replica, 2(Ψ/s)(r-1)/r between replicas, once a step."""
+    s, r = 4, 2
+    plan = transforms.zero(3, keep=False).plan(chain_params(), n=s, replicas=r)
+    psi = sum(segment.size for segment in plan.layout.segments)
+    for k in (1, 3):
+        sent = {key: size // 4 for key, size in plan.sent(micro_batches=k).items()}
+        assert sent["all_gather", "world"] + sent["reduce_scatter", "world/reduce"] == 3 * k * psi * (s - 1) // s
+        assert sent["all_reduce", "replicas/reduce"] == 2 * (psi // s) * (r - 1) // r
+
+
+@pytest.mark.law(21)
+def test_what_stays_whole_is_gathered_once() -> None:
+    """With Ψₚ elements in leaves of at most ``persist``: 3(Ψ - Ψₚ)(n-1)/n + 2Ψₚ(n-1)/n, and Ψₚ(n-1)/n more is stored."""
+    n = 8
+    sent, psi, whole = elements(persist=WIDTH)
+    assert whole == WIDTH * (LAYERS + 1)
+    assert sum(sent.values()) == (3 * (psi - whole) + 2 * whole) * (n - 1) // n
+    sent, psi, whole = elements(persist=10**6)
+    assert (whole, sum(sent.values())) == (psi, 2 * psi * (n - 1) // n)
+
+
+@pytest.mark.law(21)
+def test_owners_send_and_get_whole_units() -> None:
+    """All ranks together: (n-1)Ψ for a reduction to owners and for each broadcast; each unit has one owner."""
+    n = 4
+    plan = transforms.zero(2, aggregate="owner").plan(chain_params(), n=n)
+    psi = sum(segment.size for segment in plan.layout.segments)
+    sent = [plan.sent(rank=rank) for rank in range(n)]
+    assert sum(s.get(("reduce", "world/reduce"), 0) for s in sent) == 4 * (n - 1) * psi
+    assert sum(s.get(("broadcast", "world"), 0) for s in sent) == 4 * (n - 1) * psi
+    assert sorted(s.owner for s in plan.layout.segments) == [0, 1, 2, 3]
+    assert "rank 3: 1 units" in str(plan)
+
+
+class Watch:
+    """An all_gather that knows how many bytes of its results are there, those under way included."""
+
+    def __init__(self) -> None:
+        self.under_way = self.most = 0
+        self.alive: dict[StorageWeakRef, int] = {}
+
+    def __call__(self, shards: list[Tensor], group: comm.Group, *, async_op: bool) -> Any:
+        size = sum(shard.nbytes for shard in shards) * group.size
+        self.count(size)
+
+        def arrived(found: list[Tensor]) -> list[Tensor]:
+            self.alive |= {StorageWeakRef(flat.untyped_storage()): flat.nbytes for flat in found}
+            self.count(-size)
+            return found
+
+        return comm.all_gather(shards, group, async_op=async_op).then(arrived)
+
+    def count(self, size: int) -> None:
+        self.under_way += size
+        self.alive = {ref: nbytes for ref, nbytes in self.alive.items() if not ref.expired()}
+        self.most = max(self.most, self.under_way + sum(self.alive.values()))
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("live", [1, 2])
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_units_that_are_there_at_once(prefetch: int, live: int, keep: bool) -> None:
+    """Never more than ``live + prefetch`` units, as the plan says, and exactly that many in a chain of equal ones."""
+
+    def program() -> tuple[int, int]:
+        watch = Watch()
+        zero = transforms.zero(3, prefetch=prefetch, live=live, keep=keep, all_gather=watch)
+        third_step(zero)
+        return watch.most, zero.plan(chain_params()).fetched()
+
+    for most, planned in comm.simulate(program, world_size=2):
+        assert planned == min(live + prefetch, LAYERS) * 4 * WIDTH * (WIDTH + 1) + 4 * WIDTH  # h.0 has the scale, too
+        assert planned - 4 * WIDTH <= most <= planned
+
+
+def test_the_plan_says_it_all() -> None:
+    """In a few lines."""
+    zero = transforms.zero(3, inside=4, secondary=True, persist=8, predivide=2.0, prefetch=2)
+    shown = str(zero.plan(chain_params(), n=8, stored=torch.bfloat16, wire=torch.float32))
+    assert shown.startswith("zero(3, world, inside=4, prefetch=2, persist=8, secondary=True, predivide=2.0)\n")
+    for said in ("8 shards", "4: h.0 (", "in shards", "2 whole and 2 ahead", "reduce_scatter of float32, divided by 2 before"):
+        assert said in shown
+    assert len(shown.splitlines()) == 7

@@ -1,0 +1,73 @@
+"""Data parallelism with whole params on every rank: what its transforms share."""
+
+import zlib
+from typing import Any
+
+import attrs
+import torch
+
+from functional_ds import comm
+from functional_ds.base import tree
+from functional_ds.base.marks import is_trainable, like_marked
+from functional_ds.step.state import State
+from functional_ds.step.step import Step
+from functional_ds.step.train_step import stored_view
+
+__all__ = ["Replicas"]
+
+
+@attrs.frozen(eq=False)
+class Replicas:
+    """Ranks that each have all params and a part of the batch.
+
+    Raises:
+        TypeError: ``group`` is no group.
+    """
+
+    group: comm.Group | None
+
+    def __attrs_post_init__(self) -> None:
+        if self.group is not None and not isinstance(self.group, comm.Group):
+            raise TypeError(f"group={self.group!r} is no group: pass mesh['dp'], comm.world() or None")
+
+    def ranks(self) -> comm.Group:
+        """The group; the default is wherever the program runs."""
+        return self.group or comm.world()
+
+    def __str__(self) -> str:
+        return "world" if self.group is None else f"{self.group.name!r} of {self.group.size}"
+
+    def alone(self, step: Step, what: str) -> None:
+        """Refuses a step whose params another transform has spread over ranks already."""
+        if step.phases["view"] is not stored_view:
+            raise ValueError(
+                f"{what}: this step has a transform that reduces gradients already ({step}); use either, since it would "
+                "reduce them twice"
+            )
+
+    def same(self, params: Any) -> Any:
+        """Rank 0's params, on every rank.
+
+        Raises:
+            ValueError: the ranks' params differ in structure.
+        """
+        group = self.ranks()
+        shapes = [(path, tuple(leaf.shape), str(leaf.dtype), is_trainable(leaf)) for path, leaf in tree.named(params)]
+        prints = comm.all_gather(torch.tensor([zlib.crc32(repr(shapes).encode())]), group.channel("control")).tolist()
+        odd = [rank for rank, other in enumerate(prints) if other != prints[0]]
+        if odd:
+            raise ValueError(
+                f"params: ranks {odd} of group {group.name!r} have other leaves, shapes, dtypes or frozen leaves than rank 0; "
+                "build the same model on every rank"
+            )
+        return tree.map(lambda x: like_marked(comm.broadcast(x.detach(), 0, group), x), params)
+
+    def total(self, inner: Any, step: Step, state: State, scalars: Any) -> Any:
+        """Sums over the group."""
+        return comm.all_reduce(inner(step, state, scalars), self.ranks())
+
+    def place(self, inner: Any, step: Step, state: State) -> tuple[int, int]:
+        """The group's ranks share what the rank would have had."""
+        index, count = inner(step, state)
+        group = self.ranks()
+        return index * group.size + group.rank, count * group.size

@@ -1,0 +1,70 @@
+"""Data parallelism whose gradients stay where they are, for optimizers that sum them."""
+
+from typing import Any
+
+import attrs
+from torch import Tensor
+
+from functional_ds import comm
+from functional_ds.optim.by_leaf import Routed
+from functional_ds.sharding.leaf_map import Parts
+from functional_ds.step.state import State
+from functional_ds.step.step import Step, Transform, wrap
+
+from .data_parallel import Replicas
+
+__all__ = ["local"]
+
+
+def local(group: comm.Group | None = None) -> Transform:
+    """Each rank of ``group`` has its own batch and keeps its own gradients; the optimizer sums them, in its own way.
+
+    For ``fds.one_bit_adam`` and ``fds.zero_one_adam``, which learn from ``Parts.unsummed`` over which ranks. Rank 0's
+    params count at ``init``. Weights, metrics and the check for overflow are summed over the ranks as ever. There is no
+    whole gradient to take a norm of, so ``clip`` is refused.
+
+    Raises:
+        ValueError: the optimizer does not sum gradients; the ranks' params differ in structure; a norm is asked for; another
+            transform reduces gradients, such as ``zero``.
+        TypeError: ``group`` is no group.
+
+    >>> import functional_ds as fds
+    >>> str(local()(fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.one_bit_adam(0.5, warmup=10))))[-15:]
+    '-> local(world)'
+    """
+    replicas = Replicas(group)
+    name = f"local({replicas})"
+
+    def init(inner: Any, step: Step, params: Any) -> State:
+        state: State = inner(step, replicas.same(params))
+        if not _sums(state.optimizer):
+            raise ValueError(
+                f"{name}: the optimizer does not sum gradients over ranks, so params would drift apart ({step}); use "
+                "fds.one_bit_adam or fds.zero_one_adam, or T.zero(0) instead of this transform"
+            )
+        if step.parts(state).unsummed != replicas.ranks():
+            raise ValueError(f"{name}: another transform of this step sums gradients, too ({step}); use either")
+        return state
+
+    def finite(inner: Any, step: Step, state: State, grads: list[Tensor]) -> Tensor:
+        return comm.all_reduce(inner(step, state, grads), replicas.ranks(), op="min")  # type: ignore[no-any-return]
+
+    def norm(inner: Any, step: Step, state: State, grads: list[Tensor]) -> Tensor:
+        raise ValueError(f"{name}: no rank has the whole gradient, so it has no norm, and clip cannot be used ({step})")
+
+    def parts(inner: Any, step: Step, state: State) -> Parts:
+        found: Parts = inner(step, state)
+        return attrs.evolve(found, unsummed=replicas.ranks())
+
+    wrapped = wrap(name, init=init, total=replicas.total, place=replicas.place, finite=finite, norm=norm, parts=parts)
+
+    def transform(step: Step) -> Step:
+        replicas.alone(step, name)
+        return wrapped(step)
+
+    return transform
+
+
+def _sums(state: Any) -> bool:
+    """Whether this state's optimizer sums gradients; of several, each of other leaves, whether all do."""
+    return all(map(_sums, state.states)) if isinstance(state, Routed) else bool(getattr(state, "reduces", False))

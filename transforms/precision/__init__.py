@@ -1,0 +1,1 @@
+"""Mixed precision: policies, loss scales and stochastic rounding."""

@@ -1,0 +1,191 @@
+"""Loss scales: what the loss is multiplied by, so that fp16 gradients do not vanish."""
+
+import math
+from typing import Any, Protocol, TypeVar
+
+import attrs
+import torch
+from torch import Tensor
+
+from functional_ds.base import tree
+from functional_ds.base.weighted import Weighted
+
+__all__ = ["DynamicScale", "LossScale", "NoScale", "StaticScale"]
+
+S = TypeVar("S")
+
+
+class LossScale(Protocol):
+    """A pytree with the current scale, which nothing reads back from the device.
+
+    Law 24: for a power of two ``unscale(Weighted(scale(x), w)).mean() = x / w``, bitwise, unless something overflows or
+    underflows.
+    """
+
+    @property
+    def now(self) -> float | Tensor:
+        """What the loss is multiplied by."""
+        ...
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the scale."""
+        ...
+
+    def unscale(self, scaled: Weighted) -> Weighted:
+        """What has the mean that it had before scaling: the weight is multiplied, so that no sum is touched."""
+        ...
+
+    def adjust(self: S, finite: Tensor) -> S:
+        """The scale for the next step; ``finite``, a bool scalar, says whether this step's gradients were."""
+        ...
+
+
+class _Scaling:
+    """What all loss scales do alike."""
+
+    now: Any
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the scale."""
+        return loss * self.now  # type: ignore[no-any-return]
+
+    def unscale(self, scaled: Weighted) -> Weighted:
+        """The same sum with its weight multiplied."""
+        return tree.replace(scaled, weight=scaled.weight * self.now)
+
+    def adjust(self: S, finite: Tensor) -> S:
+        """The same scale."""
+        return self
+
+
+@tree.record
+class NoScale(_Scaling):
+    """Leaves the loss as it is, and steps unchecked for overflow."""
+
+    @property
+    def now(self) -> float:
+        """One."""
+        return 1.0
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss itself."""
+        return loss
+
+    def unscale(self, scaled: Weighted) -> Weighted:
+        """The same value."""
+        return scaled
+
+
+@tree.record
+class StaticScale(_Scaling):
+    """One scale for all steps; those that overflow are skipped.
+
+    Raises:
+        ValueError: the value is not positive, or infinite.
+    """
+
+    value: float = tree.static()
+
+    def __attrs_post_init__(self) -> None:
+        _positive(StaticScale, value=self.value)
+        _finite(StaticScale, value=self.value)
+
+    @property
+    def now(self) -> float:
+        """The value."""
+        return self.value
+
+
+@tree.record
+class DynamicScale(_Scaling):
+    """A scale that goes down where gradients overflow and up where they have not for a while.
+
+    ```
+    overflow:   patience > 1:  patience ← patience - 1
+                else:          scale ← max(scale / factor, minimum)
+                run ← 0
+    else:       run ← run + 1
+                run = window:  scale ← min(scale · factor, maximum);  run ← 0;  patience ← hysteresis
+                consecutive:   patience ← hysteresis
+    ```
+
+    So ``hysteresis`` overflows pass before the scale first goes down, and then each one lowers it, until patience is
+    restored: by the next growth, or, with ``consecutive``, by any step that does not overflow. These are the rules and
+    defaults of DeepSpeed's fp16 settings; the scale's upper end is this library's.
+
+    Attributes:
+        initial: the first scale.
+        window: after how many steps in a row without overflow the scale grows.
+        factor: by how much it grows and shrinks.
+        hysteresis: how many overflows it takes to shrink.
+        consecutive: whether these must follow each other.
+        minimum: the scale never shrinks below; a loss that sums over many tokens may need less than one.
+        maximum: the scale never grows beyond; from about 2^60 on, norms of scaled gradients overflow, which are fp32.
+        value: the scale now, an fp32 scalar.
+        run: steps since the last overflow or growth, int32.
+        patience: overflows until it shrinks, int32.
+
+    Raises:
+        ValueError: a number that makes no sense.
+
+    >>> scale = DynamicScale(8.0, window=2, hysteresis=1)
+    >>> for finite in (True, True, False):
+    ...     scale = scale.adjust(torch.tensor(finite))
+    ...     print(scale.value.item())
+    8.0
+    16.0
+    8.0
+    """
+
+    initial: float = tree.static(default=2.0**16)
+    window: int = tree.static(default=1000)
+    factor: float = tree.static(default=2.0)
+    hysteresis: int = tree.static(default=2)
+    consecutive: bool = tree.static(default=False)
+    minimum: float = tree.static(default=1.0)
+    maximum: float = tree.static(default=2.0**32)
+    value: Tensor = attrs.field(default=attrs.Factory(lambda self: torch.tensor(float(self.initial)), takes_self=True))
+    run: Tensor = attrs.field(factory=lambda: torch.zeros((), dtype=torch.int32))
+    patience: Tensor = attrs.field(
+        default=attrs.Factory(lambda self: torch.tensor(self.hysteresis, dtype=torch.int32), takes_self=True)
+    )
+
+    def __attrs_post_init__(self) -> None:
+        _positive(DynamicScale, window=self.window, hysteresis=self.hysteresis, minimum=self.minimum)
+        _finite(DynamicScale, initial=self.initial, factor=self.factor, maximum=self.maximum)
+        for name in ("window", "hysteresis"):
+            if not isinstance(getattr(self, name), int):
+                raise ValueError(f"DynamicScale: {name}={getattr(self, name)!r} counts steps: it must be a whole number")
+        if not self.factor > 1:
+            raise ValueError(f"DynamicScale: factor={self.factor} must be more than 1")
+        if not self.minimum <= self.initial <= self.maximum:
+            raise ValueError(f"DynamicScale: initial={self.initial} must lie in {self.minimum}..{self.maximum}")
+
+    @property
+    def now(self) -> Tensor:
+        """The scale now."""
+        return self.value
+
+    def adjust(self, finite: Tensor) -> "DynamicScale":
+        """The scale after a step."""
+        run = torch.where(finite, self.run + 1, 0)
+        grows = run == self.window
+        shrinks = ~finite & (self.patience <= 1)
+        value = torch.where(grows, (self.value * self.factor).clamp(max=self.maximum), self.value)
+        value = torch.where(shrinks, (self.value / self.factor).clamp(min=self.minimum), value)
+        restored = finite if self.consecutive else grows
+        patience = torch.where(finite, self.patience, (self.patience - 1).clamp(min=1))
+        patience = torch.where(restored, self.hysteresis, patience)
+        return tree.replace(self, value=value, run=torch.where(grows, 0, run), patience=patience)
+
+
+def _positive(kind: type, **numbers: float) -> None:
+    for name, number in numbers.items():
+        if not number > 0:
+            raise ValueError(f"{kind.__name__}: {name}={number} must be positive")
+
+
+def _finite(kind: type, **numbers: float) -> None:
+    for name, number in numbers.items():
+        if not math.isfinite(number):
+            raise ValueError(f"{kind.__name__}: {name}={number} must be finite")

@@ -1,0 +1,297 @@
+"""Mixed precision: what is stored, computed, updated and reduced in which dtype, and what happens on overflow."""
+
+import math
+import warnings
+from collections.abc import Sequence
+from contextlib import nullcontext
+from itertools import accumulate
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from functional_ds.base import tree
+from functional_ds.base.marks import is_trainable, like_marked, mark_stored, stored_in
+from functional_ds.base.weighted import Weighted
+from functional_ds.step.state import State
+from functional_ds.step.step import Metrics, Step, Transform, wrap
+from functional_ds.step.train_step import stored_view
+
+from .loss_scale import DynamicScale, LossScale, NoScale, StaticScale
+from .policy import Policy
+from .stochastic_rounding import Draws, round_stochastically
+
+__all__ = ["mixed_precision"]
+
+
+def mixed_precision(
+    policy: str | Policy = "bf16",
+    loss_scale: LossScale | float | None = None,
+    *,
+    autocast: bool = False,
+    states: torch.dtype | None = None,
+    stochastic: bool = False,
+) -> Transform:
+    """Computes in half precision and updates what is wide.
+
+    With the policy ``"bf16"`` the stored params are bf16, so the loss, the gathers and the gradients are; fp32 masters lie
+    beside the optimizer's state, in whatever shards that has. With Adam's two moments that makes 2 + 2 + 12 bytes a
+    parameter for params, gradients and optimizer (law 20). Floating leaves of a batch are cast too; a loss comes back in
+    fp32. ``step.params`` gives the masters. ``"fp16"`` is the same with fp16 and a loss scale.
+
+    With a loss scale, the loss and its weight are multiplied alike, so gradients need no unscaling (law 24). A step whose
+    gradients are not finite on any rank changes neither params nor optimizer nor the count of steps on any (law 25): it has
+    the metric ``skipped`` 1.0. The metric ``loss_scale`` is what the step used. Nothing is read back from the device.
+
+    Put it before ``zero``: what is stored, then what is gathered. Integer and complex leaves stay as they are, and so does
+    a frozen leaf that has the stored dtype already. Buffers keep their dtype: name batch norms as exceptions ("*bn*=f32").
+
+    Args:
+        policy: a ``Policy``, or the words of one.
+        loss_scale: a loss scale, or a number for a static one; by default ``DynamicScale()`` for fp16, else none.
+        autocast: the loss runs in ``torch.autocast``, which chooses the dtype of each operation; batches are not cast then.
+        states: the dtype of the optimizer's state between updates, scalars apart; None for the optimizer's own. An update
+            holds it in fp32.
+        stochastic: rounds to bf16 at random, what has no masters and ``states``, so that small changes are not lost. Draws
+            depend on seed, step and place in the tree (law 29).
+
+    Raises:
+        ValueError: an unknown policy; an autocast to fp32; ``states`` neither bf16 nor fp32; ``stochastic`` where nothing
+            is rounded to bf16, or after ``zero``; a second one.
+        TypeError: no policy or loss scale.
+
+    >>> import functional_ds as fds
+    >>> step = mixed_precision("fp16", 8.0)(fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(0.5)))
+    >>> state, metrics = step(step.init({"w": torch.ones(2)}), torch.tensor([1.0, 60000.0]))
+    >>> metrics["skipped"].item(), step.params(state)["w"].tolist(), state.step.item()
+    (1.0, [1.0, 1.0], 0)
+    """
+    found = Policy.parse(policy) if isinstance(policy, str) else policy
+    if not isinstance(found, Policy):
+        raise TypeError(f"policy={policy!r} is neither a Policy nor a string")
+    half = found.compute in (torch.float16, torch.bfloat16)
+    if autocast and not half:
+        raise ValueError(f"autocast=True: the policy {found} computes in {found.compute}; use compute=bf16 or compute=f16")
+    if states not in (None, torch.float32, torch.bfloat16):
+        raise ValueError(f"states={states}: optimizer states can be torch.bfloat16 or torch.float32")
+    rounds = states == torch.bfloat16 or (found.compute == torch.bfloat16 and not found.masters)
+    if stochastic and not rounds:
+        raise ValueError(f"stochastic=True: nothing is rounded to bf16 with the policy {found} and states={states}")
+    return _Mixed(found, _scale(loss_scale, found), autocast, states, stochastic).transform()
+
+
+def _scale(given: Any, policy: Policy) -> LossScale:
+    if given is None:
+        return DynamicScale() if policy.compute == torch.float16 else NoScale()
+    scale = StaticScale(float(given)) if isinstance(given, int | float) else given
+    if not all(hasattr(scale, name) for name in ("scale", "unscale", "adjust")):
+        raise TypeError(f"loss_scale={given!r} is no loss scale; use DynamicScale(...), StaticScale(...), NoScale() or 2.0**k")
+    for name in ("value", "initial", "factor", "minimum", "maximum"):
+        number = getattr(scale, name, None)
+        if isinstance(number, int | float) and math.frexp(number)[0] != 0.5:
+            warnings.warn(f"loss_scale: {name}={number} is no power of two, so scaling rounds gradients", stacklevel=3)
+    return scale
+
+
+@attrs.frozen(eq=False)
+class _Mixed:
+    policy: Policy
+    scale: LossScale
+    autocast: bool
+    states: torch.dtype | None
+    stochastic: bool
+
+    def transform(self) -> Transform:
+        """The phases that mixed precision wraps."""
+        mixed = wrap(
+            str(self),
+            prepare=self.prepare,
+            init=self.init,
+            loss=self.loss,
+            forward=self.forward,
+            wire=self.wire,
+            update=self.update,
+            params=self.params,
+        )
+
+        def transform(step: Step) -> Step:
+            if any(name.startswith("mixed_precision(") for name in step.names):
+                raise ValueError(f"{self}: this step has a mixed precision already ({step})")
+            if self.stochastic and step.phases["view"] is not stored_view:
+                raise ValueError(f"{self}: stochastic rounding needs the tensors that the optimizer gets; put it before zero")
+            return mixed(step)
+
+        return transform
+
+    def __str__(self) -> str:
+        options = "".join(f", {name}={value}" for name, value in self._options() if value)
+        return f"mixed_precision({str(self.policy)!r}{options})"
+
+    def _options(self) -> list[tuple[str, Any]]:
+        scale = None if isinstance(self.scale, NoScale) else self.scale
+        return [("loss_scale", scale), ("autocast", self.autocast), ("states", self.states), ("stochastic", self.stochastic)]
+
+    # -- what is stored ------------------------------------------------------------------------------------------------
+
+    def prepare(self, inner: Any, step: Step, params: Any) -> Any:
+        """Marks the exceptions while leaves have paths of their own."""
+        return inner(step, self.policy.mark(params))
+
+    def init(self, inner: Any, step: Step, params: Any) -> State:
+        """The optimizer's state of wide params, which then become masters, or go."""
+        state: State = inner(step, tree.map(self._widen, params))
+        leaves, spec = tree.flatten(state.params)
+        stored = [self._store(leaf) for leaf in leaves]
+        keeps = [self.policy.masters and new.dtype != old.dtype for old, new in zip(leaves, stored, strict=True)]
+        masters = [mark_stored(leaf, None) if kept else None for leaf, kept in zip(leaves, keeps, strict=True)]
+        scale = tree.map(lambda x: x.to(state.step.device), self.scale)
+        state = tree.replace(state, params=tree.unflatten(spec, stored), optimizer=tree.map(self._narrow, state.optimizer))
+        return state.put(masters=masters, loss_scale=scale)
+
+    def params(self, inner: Any, step: Step, state: State) -> Any:
+        """The masters."""
+        return inner(step, tree.replace(state, params=_with(state.params, state.slots["masters"])))
+
+    def _stored_dtype(self, leaf: Tensor) -> torch.dtype:
+        return stored_in(leaf) or self.policy.compute
+
+    def _widen(self, leaf: Tensor) -> Tensor:
+        """As the optimizer is to see it."""
+        stored = self._stored_dtype(leaf)
+        if not leaf.is_floating_point() or not (is_trainable(leaf) or leaf.dtype != stored):
+            return leaf
+        wide = torch.promote_types(leaf.dtype, self.policy.params) if self.policy.masters else stored
+        return like_marked(leaf.detach().to(torch.promote_types(wide, torch.float32)), leaf)
+
+    def _store(self, leaf: Tensor) -> Tensor:
+        """As the loss is to see it, without the mark."""
+        dtype = self._stored_dtype(leaf) if leaf.is_floating_point() else leaf.dtype
+        return mark_stored(like_marked(leaf.detach().to(dtype), leaf), None)
+
+    def _narrow(self, leaf: Any) -> Any:
+        """The optimizer's state as it is kept: scalars, which count, stay."""
+        narrows = self.states is not None and isinstance(leaf, Tensor) and leaf.dtype == torch.float32 and leaf.dim()
+        return leaf.to(self.states) if narrows else leaf
+
+    # -- what the loss sees --------------------------------------------------------------------------------------------
+
+    def loss(self, inner: Any, step: Step, state: State, params: Any, batch: Any) -> tuple[Weighted, dict[str, Weighted]]:
+        """The inner loss; scaled where gradients are wanted."""
+        found, further = inner(step, state, params, batch)
+        loss, metrics = self._output(found), {name: self._output(metric) for name, metric in further.items()}
+        if torch.is_grad_enabled():
+            scale: LossScale = state.slots["loss_scale"]
+            loss = scale.unscale(tree.replace(loss, sum=scale.scale(loss.sum)))
+        return loss, metrics
+
+    def forward(self, inner: Any, step: Step, state: State, function: Any, batch: Any) -> Any:
+        """The function of a cast batch, or in an autocast."""
+        with torch.autocast(state.step.device.type, self.policy.compute) if self.autocast else nullcontext():
+            return inner(step, state, function, batch if self.autocast else tree.map(self._cast, batch))
+
+    def _cast(self, leaf: Any) -> Any:
+        smooth = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return like_marked(leaf.detach().to(self.policy.compute), leaf) if smooth else leaf
+
+    def _output(self, found: Weighted) -> Weighted:
+        return Weighted(found.sum.to(self.policy.output), found.weight.float())  # in bf16, 257 tokens would be 256
+
+    # -- what moves ----------------------------------------------------------------------------------------------------
+
+    def wire(self, inner: Any, step: Step, state: State, dtype: torch.dtype) -> torch.dtype:
+        """What was computed in ``compute`` travels in ``reduce``; sums that are wider stay so."""
+        return inner(step, state, self.policy.reduce if dtype == self.policy.compute else dtype)  # type: ignore[no-any-return]
+
+    def update(self, inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
+        """The inner update, left out where gradients are not finite."""
+        scale: LossScale = state.slots["loss_scale"]
+        if isinstance(scale, NoScale):
+            return self._move(inner, step, state, grads)
+        finite = step.finite(state, grads.sum).to(state.step.device)
+        before, skip = state.skip, finite.logical_not()
+        skip = skip if before is None else skip | before
+        state, metrics = self._move(inner, step, tree.replace(state, skip=skip), grads)
+        state = tree.replace(state, skip=before).put(loss_scale=scale.adjust(finite))
+        return state, {**metrics, "loss_scale": torch.as_tensor(scale.now), "skipped": skip.float()}
+
+    def _move(self, inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
+        """The inner update of what is wide, rounded into what is stored."""
+        stored, spec = tree.flatten(state.params)
+        masters, kept = state.slots["masters"], state.optimizer
+        wide = [_wide(leaf) if master is None else master for leaf, master in zip(stored, masters, strict=True)]
+        state = tree.replace(state, params=tree.unflatten(spec, wide), optimizer=self._wide_states(kept))
+        key = state.key if self.stochastic else None
+        draws = None if key is None else Draws.of(step.parts(state), key, state.step)
+        state, metrics = inner(step, state, grads)
+        moved = tree.leaves(state.params)
+        masters = [None if master is None else new for master, new in zip(masters, moved, strict=True)]
+        uniforms: list[Tensor | None] = [None] * len(stored)
+        if draws:
+            uniforms = [
+                draws.for_param(place, new) if master is None and _rounds(old, new) else None
+                for old, new, master, place in zip(stored, moved, masters, _trained_places(stored), strict=True)
+            ]
+        params = _rounded(stored, moved, uniforms)
+        optimizer = self._kept_states(kept, state.optimizer, draws)
+        return tree.replace(state, params=tree.unflatten(spec, params), optimizer=optimizer).put(masters=masters), metrics
+
+    def _wide_states(self, kept: Any) -> Any:
+        """The optimizer's state as an update has it."""
+        if self.states is None:
+            return kept
+        return tree.map(lambda leaf: leaf.float() if _narrowed(leaf, self.states) else leaf, kept)
+
+    def _kept_states(self, kept: Any, wide: Any, draws: Draws | None) -> Any:
+        """The state after an update in the memory of the one before."""
+        if self.states is None:
+            return wide
+        named, leaves = tree.named(kept), tree.leaves(wide)
+        uniforms = [
+            draws.for_state(path, new) if draws and _rounds(old, new) else None
+            for (path, old), new in zip(named, leaves, strict=True)
+        ]
+        return tree.unflatten(tree.structure(kept), _rounded([old for _, old in named], leaves, uniforms))
+
+
+def _with(params: Any, masters: list[Tensor | None]) -> Any:
+    """The params with every master in the place of its copy."""
+    leaves, spec = tree.flatten(params)
+    return tree.unflatten(spec, [leaf if wide is None else wide for wide, leaf in zip(masters, leaves, strict=True)])
+
+
+def _wide(leaf: Tensor) -> Tensor:
+    half = leaf.dtype in (torch.float16, torch.bfloat16) and is_trainable(leaf)
+    return leaf.float() if half else leaf
+
+
+def _narrowed(leaf: Any, states: torch.dtype | None) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.dtype == states
+
+
+def _trained_places(leaves: list[Tensor]) -> list[int]:
+    """For each leaf, how many trained ones come before it."""
+    return [0, *accumulate(map(is_trainable, leaves))][:-1]
+
+
+def _rounds(old: Any, new: Any) -> bool:
+    return isinstance(old, Tensor) and (old.dtype, new.dtype) == (torch.bfloat16, torch.float32)
+
+
+def _rounded(stored: Sequence[Any], moved: Sequence[Any], uniforms: Sequence[Tensor | None]) -> list[Any]:
+    """Rounds what is wide into what is stored, which the update owns; what goes to the nearest in one call."""
+    rounded, into, values = [], list[Tensor](), list[Tensor]()
+    with torch.no_grad():
+        for old, new, uniform in zip(stored, moved, uniforms, strict=True):
+            if not isinstance(old, Tensor) or new.dtype == old.dtype:
+                rounded.append(new)
+                continue
+            rounded.append(old)
+            if uniform is None:
+                into.append(old)
+                values.append(new)
+            else:
+                old.copy_(round_stochastically(new, uniform))
+        if into:
+            torch._foreach_copy_(into, values)
+    return rounded

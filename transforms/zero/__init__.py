@@ -1,0 +1,1 @@
+"""ZeRO: what is stored, gathered and reduced in each stage."""
