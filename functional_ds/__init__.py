@@ -22,7 +22,7 @@ from functional_ds.remat.remat import checkpoint_name, remat
 from functional_ds.remat.report import RematReport, remat_report
 from functional_ds.sharding import grouping as units
 from functional_ds.sharding.layout import Layout, shard, unshard
-from functional_ds.sharding.leaf_map import Parts
+from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.sharding.sources import from_source
 from functional_ds.step.state import DonatedStateError, State
 from functional_ds.step.step import Step, Transform, compose, wrap
@@ -39,8 +39,8 @@ __all__ = [
     "DonatedStateError",
     "Key",
     "Layout",
+    "LeafMap",
     "Optimizer",
-    "Parts",
     "RematReport",
     "Saving",
     "State",

@@ -23,7 +23,7 @@ from functional_ds.base.prng import Key
 from functional_ds.fitting import RollBack
 from functional_ds.optim.matrix_owners import Owners
 from functional_ds.sharding.layout import Layout, shard, unshard
-from functional_ds.sharding.leaf_map import Parts
+from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.transforms.precision.stochastic_rounding import round_stochastically
 from functional_ds.transforms.zero.collectives import Carriage
 from functional_ds.transforms.zero.gather import Gatherer
@@ -630,7 +630,7 @@ def owners_give_pieces_back() -> None:
 
     def program() -> None:
         layout = Layout.of({f"b.{i}": torch.arange(6.0) + 10 * i for i in range(4)}, N)
-        parts = Parts.of_layout(layout, comm.world())
+        parts = LeafMap.of_layout(layout, comm.world())
         pieces = [torch.arange(2.0) + 10 * leaf + 2 * rank() for leaf in range(4)]
         owners = Owners.choose(parts)
         whole = owners.whole(pieces, torch.float32)
@@ -1322,7 +1322,12 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     ],
     # optimizers
     (an_optimizer_is_that_of_one_device, "muon", 1): [
-        Bug("a shard's piece of a leaf is its first", "sharding.leaf_map", "Piece(leaf, low - slot.offset,", "Piece(leaf, 0,"),
+        Bug(
+            "a shard's piece of a leaf is its first",
+            "sharding.leaf_map",
+            "LeafShard(leaf, low - slot.offset,",
+            "LeafShard(leaf, 0,",
+        ),
         Bug(
             "pieces are put together at the start",
             "optim.matrix_owners",

@@ -74,7 +74,7 @@ def feedback(codec: comm.Codec, group: comm.Group | None = None) -> Transform:
         shaped = [_like(flat, grad) for flat, grad in zip(total, grads.sum, strict=True)]
         return state.put(feedback=owed), tree.replace(grads, sum=shaped)
 
-    wrapped = wrap(name, init=init, reduce=reduce, total=replicas.total, place=replicas.place)
+    wrapped = wrap(name, init=init, reduce=reduce, sum_over_ranks=replicas.sum_over_ranks, batch_shard=replicas.batch_shard)
 
     def transform(step: Step) -> Step:
         replicas.alone(step, name)

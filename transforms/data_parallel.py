@@ -62,11 +62,11 @@ class Replicas:
             )
         return tree.map(lambda x: like_marked(comm.broadcast(x.detach(), 0, group), x), params)
 
-    def total(self, inner: Any, step: Step, state: State, scalars: Any) -> Any:
+    def sum_over_ranks(self, inner: Any, step: Step, state: State, scalars: Any) -> Any:
         """Sums over the group."""
         return comm.all_reduce(inner(step, state, scalars), self.ranks())
 
-    def place(self, inner: Any, step: Step, state: State) -> tuple[int, int]:
+    def batch_shard(self, inner: Any, step: Step, state: State) -> tuple[int, int]:
         """The group's ranks share what the rank would have had."""
         index, count = inner(step, state)
         group = self.ranks()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.optim.by_leaf import Routed
-from functional_ds.sharding.leaf_map import Parts
+from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.step.state import State
 from functional_ds.step.step import Step, Transform, wrap
 
@@ -19,7 +19,7 @@ __all__ = ["local"]
 def local(group: comm.Group | None = None) -> Transform:
     """Each rank of ``group`` has its own batch and keeps its own gradients; the optimizer sums them, in its own way.
 
-    For ``fds.one_bit_adam`` and ``fds.zero_one_adam``, which learn from ``Parts.unsummed`` over which ranks. Rank 0's
+    For ``fds.one_bit_adam`` and ``fds.zero_one_adam``, which learn from ``LeafMap.unsummed`` over which ranks. Rank 0's
     params count at ``init``. Weights, metrics and the check for overflow are summed over the ranks as ever. There is no
     whole gradient to take a norm of, so ``clip`` is refused.
 
@@ -42,7 +42,7 @@ def local(group: comm.Group | None = None) -> Transform:
                 f"{name}: the optimizer does not sum gradients over ranks, so params would drift apart ({step}); use "
                 "fds.one_bit_adam or fds.zero_one_adam, or T.zero(0) instead of this transform"
             )
-        if step.parts(state).unsummed != replicas.ranks():
+        if step.leaf_map(state).unsummed != replicas.ranks():
             raise ValueError(f"{name}: another transform of this step sums gradients, too ({step}); use either")
         return state
 
@@ -52,11 +52,19 @@ def local(group: comm.Group | None = None) -> Transform:
     def norm(inner: Any, step: Step, state: State, grads: list[Tensor]) -> Tensor:
         raise ValueError(f"{name}: no rank has the whole gradient, so it has no norm, and clip cannot be used ({step})")
 
-    def parts(inner: Any, step: Step, state: State) -> Parts:
-        found: Parts = inner(step, state)
+    def leaf_map(inner: Any, step: Step, state: State) -> LeafMap:
+        found: LeafMap = inner(step, state)
         return attrs.evolve(found, unsummed=replicas.ranks())
 
-    wrapped = wrap(name, init=init, total=replicas.total, place=replicas.place, finite=finite, norm=norm, parts=parts)
+    wrapped = wrap(
+        name,
+        init=init,
+        sum_over_ranks=replicas.sum_over_ranks,
+        batch_shard=replicas.batch_shard,
+        finite=finite,
+        norm=norm,
+        leaf_map=leaf_map,
+    )
 
     def transform(step: Step) -> Step:
         replicas.alone(step, name)

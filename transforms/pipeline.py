@@ -12,7 +12,7 @@ from functional_ds.base.weighted import Weighted
 from functional_ds.pipelining import Kind, Recorder, Schedule, Stages, lower, validate
 from functional_ds.pipelining.execution.gradients import Traffic, gradients, measure
 from functional_ds.pipelining.execution.placement import Placed
-from functional_ds.sharding.leaf_map import Parts
+from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.step.state import State
 from functional_ds.step.step import Step, Transform, wrap
 from functional_ds.step.train_step import Autograd
@@ -105,11 +105,11 @@ class _Pipeline:
             init=self.init,
             gradients=self.gradients,
             measure=self.measure,
-            total=self.total,
+            sum_over_ranks=self.sum_over_ranks,
             norm=self.norm,
             finite=self.finite,
             params=self.params,
-            parts=self.parts,
+            leaf_map=self.leaf_map,
         )
 
         def transform(step: Step) -> Step:
@@ -139,7 +139,7 @@ class _Pipeline:
         """The inner state of this rank's leaves."""
         group = self.ranks()
         placed = Placed.of(params, self.stages, self.schedule.placement)
-        known = step.wrapped("placed", parts=lambda inner, step, state: placed.elsewhere(inner(step, state), group.rank))
+        known = step.wrapped("placed", leaf_map=lambda inner, step, state: placed.elsewhere(inner(step, state), group.rank))
         state: State = inner(known, placed.own(params, group.rank))
         return state.put(pipeline=placed)
 
@@ -147,9 +147,9 @@ class _Pipeline:
         """The user's tree, every leaf from the first rank that has it."""
         return _placed(state).gathered(inner(step, state), self.ranks(), state.step.device)
 
-    def parts(self, inner: Any, step: Step, state: State) -> Parts:
+    def leaf_map(self, inner: Any, step: Step, state: State) -> LeafMap:
         """This rank's leaves; the others' paths are known."""
-        found: Parts = inner(step, state)
+        found: LeafMap = inner(step, state)
         return _placed(state).elsewhere(found, self.ranks().rank) if "pipeline" in state.slots else found
 
     # -- what runs -----------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ class _Pipeline:
 
     # -- what is summed over the ranks ---------------------------------------------------------------------------------
 
-    def total(self, inner: Any, step: Step, state: State, scalars: Any) -> Any:
+    def sum_over_ranks(self, inner: Any, step: Step, state: State, scalars: Any) -> Any:
         """Sums over the group: the rank of the last stage has all, the others zeros."""
         return comm.all_reduce(inner(step, state, scalars), self.ranks())
 
@@ -187,7 +187,7 @@ class _Pipeline:
         return comm.all_reduce(inner(step, state, grads), self.ranks(), op="min")  # type: ignore[no-any-return]
 
     def _counted(self, step: Step, state: State, grads: Sequence[Tensor], group: comm.Group) -> list[Tensor]:
-        copies = _placed(state).copies(step.parts(state), group.rank)
+        copies = _placed(state).copies(step.leaf_map(state), group.rank)
         return [grad.new_empty(0) if place in copies else grad for place, grad in enumerate(grads)]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.marks import like_marked, mark_part, mark_slice, part_of
-from functional_ds.sharding.leaf_map import Parts
+from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.sharding.sources import from_source, home, is_deferred, values_of
 from functional_ds.step.state import State
 from functional_ds.step.step import Step, Transform, wrap
@@ -71,7 +71,7 @@ class _TensorParallel:
         """The phases that it wraps."""
         where = "world" if self.group is None else f"{self.group.name!r} of {self.group.size}"
         name = f"tensor_parallel({dict(self.dims)}, {where})"
-        return wrap(name, init=self.init, params=self.params, norm=self.norm, finite=self.finite, parts=self.parts)
+        return wrap(name, init=self.init, params=self.params, norm=self.norm, finite=self.finite, leaf_map=self.leaf_map)
 
     def ranks(self) -> comm.Group:
         """The group; the default is wherever the program runs."""
@@ -106,7 +106,7 @@ class _TensorParallel:
 
     def norm(self, inner: Any, step: Step, state: State, grads: list[Tensor]) -> Tensor:
         """‖g‖² = AR ‖g of slices‖² + ‖g of the rest‖²."""
-        parts = step.parts(state)
+        parts = step.leaf_map(state)
         sliced = inner(step, state, _only(grads, parts, self.dims, slices=True))
         rest = inner(step, state, _only(grads, parts, self.dims, slices=False))
         return (comm.all_reduce(sliced**2, self.ranks()) + rest**2).sqrt()  # type: ignore[no-any-return]
@@ -115,9 +115,9 @@ class _TensorParallel:
         """Finite in every slice."""
         return comm.all_reduce(inner(step, state, grads), self.ranks(), op="min")  # type: ignore[no-any-return]
 
-    def parts(self, inner: Any, step: Step, state: State) -> Parts:
+    def leaf_map(self, inner: Any, step: Step, state: State) -> LeafMap:
         """Which of the leaves are slices."""
-        found: Parts = inner(step, state)
+        found: LeafMap = inner(step, state)
         ways = [self.ranks().size if _dim(leaf.path, self.dims) is not None else 1 for leaf in found.leaves]
         leaves = (attrs.evolve(leaf, slices=leaf.slices * n) for leaf, n in zip(found.leaves, ways, strict=True))
         return attrs.evolve(found, leaves=tuple(leaves))
@@ -146,7 +146,7 @@ def _matched(params: Any, dims: Mapping[str, int], group: comm.Group) -> dict[st
     return found
 
 
-def _only(grads: Sequence[Tensor], parts: Parts, dims: Mapping[str, int], *, slices: bool) -> list[Tensor]:
+def _only(grads: Sequence[Tensor], parts: LeafMap, dims: Mapping[str, int], *, slices: bool) -> list[Tensor]:
     """The gradients with those of other leaves emptied; a tensor's leaves are all slices, or none is."""
     cut = {p.tensor for pieces in parts.ranks for p in pieces if _dim(parts.leaves[p.leaf].path, dims) is not None}
     return [grad if (place in cut) == slices else grad.new_empty(0) for place, grad in enumerate(grads)]

@@ -115,7 +115,7 @@ def _sums(step: Step, state: State) -> int:
     partition, leaves = state.slots.get("zero"), tree.leaves(state.params)
     if partition is None:
         return sum(leaf.numel() * wide_dtype(leaf.dtype).itemsize for leaf in leaves if is_trainable(leaf))
-    copies = 1 if step.parts(state).group is not None else partition.layout.n
+    copies = 1 if step.leaf_map(state).group is not None else partition.layout.n
     pairs = [(s.shard * copies, leaf) for s, leaf in zip(partition.layout.segments, leaves, strict=True) if s.trainable]
     return sum(size * wide_dtype(leaf.dtype).itemsize for size, leaf in pairs)
 

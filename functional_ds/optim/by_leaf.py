@@ -1,4 +1,4 @@
-"""Optimizers that treat leaves differently: functions of ``Parts``, and other optimizers for other leaves."""
+"""Optimizers that treat leaves differently: functions of ``LeafMap``, and other optimizers for other leaves."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
-from functional_ds.sharding.leaf_map import Parts, Run, find
+from functional_ds.sharding.leaf_map import LeafMap, Run, find
 
 from .kernels import guarded
 
@@ -36,11 +36,11 @@ class ByLeaf:
     """An optimizer that must know which elements are which leaf's.
 
     Attributes:
-        make: from ``Parts`` to the pair for tensors in which the leaves lie so.
+        make: from ``LeafMap`` to the pair for tensors in which the leaves lie so.
         name: for printing.
     """
 
-    make: Callable[[Parts], Pair]
+    make: Callable[[LeafMap], Pair]
     name: str = "optimizer"
 
     def __str__(self) -> str:
@@ -52,9 +52,9 @@ class Placed:
     """An optimizer where the leaves lie: its pair, made anew only when they lie otherwise."""
 
     rule: Any
-    _last: tuple[Parts, Pair] | None = None
+    _last: tuple[LeafMap, Pair] | None = None
 
-    def at(self, parts: Callable[[], Parts]) -> Pair:
+    def at(self, parts: Callable[[], LeafMap]) -> Pair:
         """The pair for these parts."""
         if not isinstance(self.rule, ByLeaf):
             return self.rule  # type: ignore[no-any-return]
@@ -82,14 +82,14 @@ class Routed:
     leaves: tuple[tuple[str, ...], ...] = tree.static()
 
 
-def routed(name: str, choose: Callable[[Parts], Sequence[int]], rules: Sequence[Any]) -> ByLeaf:
+def routed(name: str, choose: Callable[[LeafMap], Sequence[int]], rules: Sequence[Any]) -> ByLeaf:
     """Optimizer ``rules[choose(parts)[leaf]]`` for each leaf; the state is ``Routed``, rules without leaves left out.
 
     Each rule gets views of the stored tensors, as long as neighbouring leaves allow, so that its kernels run over few large
     tensors. Nothing is sent but what the rules themselves send.
     """
 
-    def make(parts: Parts) -> Pair:
+    def make(parts: LeafMap) -> Pair:
         chosen = choose(parts)
         routes, found = [], []
         for index, rule in enumerate(rules):
@@ -105,7 +105,7 @@ def routed(name: str, choose: Callable[[Parts], Sequence[int]], rules: Sequence[
 def by_decay(rule: Callable[[float], Any], weight_decay: float, decay: Where) -> ByLeaf:
     """``rule(weight_decay)`` for the leaves that ``decay`` names, ``rule(0.0)`` for the others."""
 
-    def choose(parts: Parts) -> list[int]:
+    def choose(parts: LeafMap) -> list[int]:
         hits = find(parts, decay, "decay")
         return [0 if leaf in hits else 1 for leaf in range(len(parts.leaves))]
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base.weighted import Weighted
-from functional_ds.sharding.leaf_map import Parts
+from functional_ds.sharding.leaf_map import LeafMap
 
 from .adamw_sgd import AdamState, Optimizer, Rate
 from .by_leaf import ByLeaf, Where, by_decay
@@ -72,7 +72,7 @@ def lamb(
         root = (square / (1 - betas[1] ** count)).sqrt_().add_(eps)
         return (mean / (1 - betas[0] ** count)).div_(root).add_(p, alpha=weight_decay)
 
-    def make(parts: Parts) -> Optimizer:
+    def make(parts: LeafMap) -> Optimizer:
         parts.refuse_slices("lamb")
 
         def update(params: list[Tensor], grads: Weighted, state: AdamState, rate: Rate) -> tuple[list[Tensor], AdamState]:
@@ -95,7 +95,7 @@ def _shaped(change: Tensor, p: Tensor) -> Tensor:
     return torch.view_as_complex(change) if p.is_complex() else change.to(p.dtype).view_as(p)
 
 
-def _norms(parts: Parts, *pieces: Sequence[Tensor]) -> Tensor:
+def _norms(parts: LeafMap, *pieces: Sequence[Tensor]) -> Tensor:
     """The 2-norm of each leaf, from the squares of all ranks' pieces: a row for each sequence of pieces."""
     if not parts.leaves:
         return torch.zeros(len(pieces), 0)

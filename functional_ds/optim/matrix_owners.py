@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from functional_ds import comm
-from functional_ds.sharding.leaf_map import Parts, Piece
+from functional_ds.sharding.leaf_map import LeafMap, LeafShard
 
 __all__ = ["Owners"]
 
@@ -27,16 +27,16 @@ class Owners:
         of: each leaf's owner: the rank with most of it, and of several such the one with least to own so far.
     """
 
-    parts: Parts
+    parts: LeafMap
     of: tuple[int, ...]
 
     @staticmethod
-    def choose(parts: Parts) -> "Owners":
+    def choose(parts: LeafMap) -> "Owners":
         """The same on every rank.
 
         >>> from functional_ds import Layout
         >>> layout = Layout.of({"a": torch.ones(8), "b": torch.ones(8)}, 2)
-        >>> comm.simulate(lambda: Owners.choose(Parts.of_layout(layout, comm.world())).of, world_size=2)
+        >>> comm.simulate(lambda: Owners.choose(LeafMap.of_layout(layout, comm.world())).of, world_size=2)
         [(0, 1), (0, 1)]
         """
         held: list[dict[int, int]] = [{} for _ in parts.leaves]
@@ -79,7 +79,7 @@ class Owners:
         pieces = self.parts.pieces
         return [_total([p for p in pieces if self.of[p.leaf] == rank]) for rank in range(len(self.parts.ranks))]
 
-    def _mine(self) -> list[list[Piece]]:
+    def _mine(self) -> list[list[LeafShard]]:
         """Each rank's pieces of the leaves that this rank owns."""
         return [[p for p in pieces if self.of[p.leaf] == self.parts.rank] for pieces in self.parts.ranks]
 
@@ -93,5 +93,5 @@ class Owners:
         return found
 
 
-def _total(pieces: Sequence[Piece]) -> int:
+def _total(pieces: Sequence[LeafShard]) -> int:
     return sum(piece.numel for piece in pieces)

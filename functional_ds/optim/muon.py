@@ -8,7 +8,7 @@ from torch import Tensor
 
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
-from functional_ds.sharding.leaf_map import Parts, find
+from functional_ds.sharding.leaf_map import LeafMap, find
 
 from .adamw_sgd import Optimizer, Rate, as_optimizer
 from .by_leaf import ByLeaf, Where, routed
@@ -85,7 +85,7 @@ def muon(
         raise ValueError(f"adjust={adjust!r} is unknown; use 'original' or 'match_rms_adamw'")
     rest = as_optimizer(others)
 
-    def choose(parts: Parts) -> list[int]:
+    def choose(parts: LeafMap) -> list[int]:
         named = range(len(parts.leaves)) if matrices is None else find(parts, matrices, "matrices")
         found = {i for i in named if len(parts.leaves[i].shape) == 2 and parts.leaves[i].dtype.is_floating_point}
         return [0 if i in found else 1 for i in range(len(parts.leaves))]
@@ -93,7 +93,7 @@ def muon(
     def factor(rows: int, columns: int) -> float:
         return float(max(1, rows / columns) ** 0.5 if adjust == "original" else 0.2 * max(rows, columns) ** 0.5)
 
-    def make(parts: Parts) -> Optimizer:
+    def make(parts: LeafMap) -> Optimizer:
         parts.refuse_slices("muon")
         owners = Owners.choose(parts)
 

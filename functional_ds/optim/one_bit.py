@@ -11,7 +11,7 @@ from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
 from functional_ds.comm.record.group import Solo
-from functional_ds.sharding.leaf_map import Parts
+from functional_ds.sharding.leaf_map import LeafMap
 
 from .adamw_sgd import AdamState, Optimizer, Rate, adamw
 from .by_leaf import ByLeaf, Where, by_decay
@@ -244,9 +244,9 @@ class _Rule:
         check_betas(self.betas)
 
     def by_leaf(self, name: str) -> ByLeaf:
-        """The optimizer; ``Parts`` says over which ranks it is to sum."""
+        """The optimizer; ``LeafMap`` says over which ranks it is to sum."""
 
-        def make(parts: Parts) -> Optimizer:
+        def make(parts: LeafMap) -> Optimizer:
             if parts.group is not None and parts.group.size > 1 and self.codec is not None:
                 raise ValueError(
                     f"optimizer: {name} compresses whole tensors, and group {parts.group.name!r} of {parts.group.size} cuts "

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from functional_ds.sharding.leaf_map import Parts, find
+from functional_ds.sharding.leaf_map import LeafMap, find
 
 from .adamw_sgd import as_optimizer
 from .by_leaf import ByLeaf, Where, named, routed
@@ -34,7 +34,7 @@ def route(rules: Mapping[Where, Any], others: Any) -> ByLeaf:
     """
     wheres, pairs, rest = list(rules), [as_optimizer(rule) for rule in rules.values()], as_optimizer(others)
 
-    def choose(parts: Parts) -> list[int]:
+    def choose(parts: LeafMap) -> list[int]:
         hits = [find(parts, where, "rules") for where in wheres]
         return [next((i for i, found in enumerate(hits) if leaf in found), len(hits)) for leaf in range(len(parts.leaves))]
 

@@ -1,7 +1,7 @@
 """Which leaf's elements lie where in the tensors that an optimizer gets: data and index arithmetic, no communication.
 
 Under ZeRO an optimizer gets flat tensors, or shards of them, with many leaves in each. Most optimizers move every element
-alike and need not know. One that treats leaves differently is a function of ``Parts``.
+alike and need not know. One that treats leaves differently is a function of ``LeafMap``.
 """
 
 import difflib
@@ -19,7 +19,7 @@ from functional_ds.base.marks import is_trainable
 
 from .layout import Layout
 
-__all__ = ["Leaf", "Parts", "Piece", "Run", "find"]
+__all__ = ["Leaf", "LeafMap", "LeafShard", "Run", "find"]
 
 
 @attrs.frozen
@@ -38,7 +38,7 @@ class Leaf:
 
 
 @attrs.frozen
-class Piece:
+class LeafShard:
     """``numel`` neighbouring elements of a leaf: from ``offset`` on in the flattened leaf, from ``start`` on in a tensor."""
 
     leaf: int
@@ -62,7 +62,7 @@ class Run:
 
 
 @attrs.frozen
-class Parts:
+class LeafMap:
     """All trained leaves, and every rank's pieces of them.
 
     Attributes:
@@ -75,43 +75,43 @@ class Parts:
     """
 
     leaves: tuple[Leaf, ...]
-    ranks: tuple[tuple[Piece, ...], ...] = attrs.field(repr=False)
+    ranks: tuple[tuple[LeafShard, ...], ...] = attrs.field(repr=False)
     group: comm.Group | None = None
     rank: int = 0
     unsummed: comm.Group | None = None
     elsewhere: tuple[str, ...] = ()
 
     @property
-    def pieces(self) -> tuple[Piece, ...]:
+    def pieces(self) -> tuple[LeafShard, ...]:
         """This rank's."""
         return self.ranks[self.rank]
 
     @staticmethod
-    def of(params: Any) -> "Parts":
+    def of(params: Any) -> "LeafMap":
         """A tree whose leaves lie alone and whole.
 
-        >>> Parts.of({"w": torch.ones(2, 3)}).pieces
-        (Piece(leaf=0, offset=0, tensor=0, start=0, numel=6),)
+        >>> LeafMap.of({"w": torch.ones(2, 3)}).pieces
+        (LeafShard(leaf=0, offset=0, tensor=0, start=0, numel=6),)
         """
         trained = [(path, leaf) for path, leaf in tree.named(params) if is_trainable(leaf)]
         leaves = tuple(Leaf(path, tuple(leaf.shape), leaf.numel(), leaf.dtype) for path, leaf in trained)
-        pieces = tuple(Piece(i, 0, i, 0, leaf.numel) for i, leaf in enumerate(leaves))
-        return Parts(leaves, (pieces,))
+        pieces = tuple(LeafShard(i, 0, i, 0, leaf.numel) for i, leaf in enumerate(leaves))
+        return LeafMap(leaves, (pieces,))
 
     @staticmethod
-    def of_layout(layout: Layout, group: comm.Group | None) -> "Parts":
+    def of_layout(layout: Layout, group: comm.Group | None) -> "LeafMap":
         """The segments of a layout, whole or, with a group, this rank's shards of them.
 
         >>> layout = Layout.of({"a": torch.ones(5), "b": torch.ones(2)}, 2)
-        >>> Parts.of_layout(layout, None).pieces
-        (Piece(leaf=0, offset=0, tensor=0, start=0, numel=5), Piece(leaf=1, offset=0, tensor=0, start=8, numel=2))
+        >>> LeafMap.of_layout(layout, None).pieces
+        (LeafShard(leaf=0, offset=0, tensor=0, start=0, numel=5), LeafShard(leaf=1, offset=0, tensor=0, start=8, numel=2))
         """
         segments = [segment for segment in layout.segments if segment.trainable]
         slots = [(tensor, slot) for tensor, segment in enumerate(segments) for slot in segment.slots]
         leaves = tuple(Leaf(layout.paths[slot.leaf], slot.shape, slot.numel, segments[t].dtype) for t, slot in slots)
         if group is None:
-            return Parts(leaves, (tuple(Piece(i, 0, t, slot.offset, slot.numel) for i, (t, slot) in enumerate(slots)),))
-        ranks: list[list[Piece]] = [[] for _ in range(layout.n)]
+            return LeafMap(leaves, (tuple(LeafShard(i, 0, t, slot.offset, slot.numel) for i, (t, slot) in enumerate(slots)),))
+        ranks: list[list[LeafShard]] = [[] for _ in range(layout.n)]
         for leaf, (tensor, slot) in enumerate(slots):
             segment, end = segments[tensor], slot.offset + slot.numel
             size = max(segment.shard, 1)
@@ -120,8 +120,8 @@ class Parts:
                 start, stop = segment.cut(rank)
                 low, high = max(slot.offset, start), min(end, stop)
                 if high > low:
-                    ranks[rank].append(Piece(leaf, low - slot.offset, tensor, low - start, high - low))
-        return Parts(leaves, tuple(map(tuple, ranks)), group, group.rank)
+                    ranks[rank].append(LeafShard(leaf, low - slot.offset, tensor, low - start, high - low))
+        return LeafMap(leaves, tuple(map(tuple, ranks)), group, group.rank)
 
     def refuse_slices(self, what: str) -> None:
         """For optimizers that look at whole leaves.
@@ -140,7 +140,7 @@ class Parts:
         """This rank's pieces, as flat views of its tensors."""
         return [tensors[p.tensor].view(-1)[p.start : p.start + p.numel] for p in self.pieces]
 
-    def select(self, leaves: Iterable[int]) -> tuple[tuple[Run, ...], "Parts"]:
+    def select(self, leaves: Iterable[int]) -> tuple[tuple[Run, ...], "LeafMap"]:
         """Some of the leaves: the runs that this rank has of them, and the parts that say what lies where in those.
 
         A run is as long as can be: neighbours that are both selected are one, the padding between them included.
@@ -154,11 +154,11 @@ class Parts:
         return found[self.rank][0], attrs.evolve(self, leaves=own, ranks=ranks, elsewhere=self.elsewhere + others)
 
 
-def _runs(pieces: Sequence[Piece], number: dict[int, int]) -> tuple[tuple[Run, ...], tuple[Piece, ...]]:
+def _runs(pieces: Sequence[LeafShard], number: dict[int, int]) -> tuple[tuple[Run, ...], tuple[LeafShard, ...]]:
     """The runs of the numbered leaves, and their pieces in those."""
     runs: list[Run] = []
-    inside: list[Piece] = []
-    before: Piece | None = None
+    inside: list[LeafShard] = []
+    before: LeafShard | None = None
     for piece in pieces:
         if piece.leaf in number:
             stop = piece.start + piece.numel
@@ -166,12 +166,12 @@ def _runs(pieces: Sequence[Piece], number: dict[int, int]) -> tuple[tuple[Run, .
                 runs[-1] = attrs.evolve(runs[-1], stop=stop)
             else:
                 runs.append(Run(piece.tensor, piece.start, stop))
-            inside.append(Piece(number[piece.leaf], piece.offset, len(runs) - 1, piece.start - runs[-1].start, piece.numel))
+            inside.append(LeafShard(number[piece.leaf], piece.offset, len(runs) - 1, piece.start - runs[-1].start, piece.numel))
         before = piece
     return tuple(runs), tuple(inside)
 
 
-def find(parts: Parts, where: str | Callable[[str], bool], what: str) -> set[int]:
+def find(parts: LeafMap, where: str | Callable[[str], bool], what: str) -> set[int]:
     """The leaves whose path matches a regular expression, or satisfies a function.
 
     Raises:

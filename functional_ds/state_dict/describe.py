@@ -14,7 +14,7 @@ from functional_ds.base import tree
 from functional_ds.base.marks import like_marked
 from functional_ds.comm.record.collective import NAMESPACE
 from functional_ds.optim.by_leaf import Routed
-from functional_ds.sharding.leaf_map import Parts
+from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.step.state import State
 
 from .leaf_places import Frame, Places, of_runs
@@ -114,7 +114,7 @@ class _Walk:
     found: list[Held] = attrs.field(factory=list)
     seen: Counter[str] = attrs.field(factory=Counter)
 
-    def visit(self, path: tuple[str, ...], node: Any, frames: Sequence[Frame], parts: Parts) -> None:
+    def visit(self, path: tuple[str, ...], node: Any, frames: Sequence[Frame], parts: LeafMap) -> None:
         """One node of the state and all below it."""
         if isinstance(node, Tensor):
             self.found.append(Held(".".join(path), tuple(node.shape), 0, node.detach().reshape(-1)))
@@ -164,7 +164,7 @@ class _Walk:
         again = self.seen[name] - 1
         return f"{role}#{again}/{leaf}" if again else name
 
-    def routed(self, path: tuple[str, ...], node: Routed, parts: Parts) -> None:
+    def routed(self, path: tuple[str, ...], node: Routed, parts: LeafMap) -> None:
         """Several optimizers, each with runs of the tensors for its leaves."""
         number = {leaf.path: index for index, leaf in enumerate(parts.leaves)}
         for rule, leaves, state in zip(node.rules, node.leaves, node.states, strict=True):

@@ -10,7 +10,7 @@ from torch import Tensor
 from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable, slice_of
 from functional_ds.sharding.layout import Layout, Segment
-from functional_ds.sharding.leaf_map import Parts, Run
+from functional_ds.sharding.leaf_map import LeafMap, Run
 from functional_ds.step.state import State
 
 __all__ = ["Cut", "Form", "Frame", "Place", "Places"]
@@ -106,7 +106,7 @@ class Places:
 
     stored: Frame
     trained: Frame
-    parts: Parts
+    parts: LeafMap
     spec: Any = attrs.field(repr=False)
     slices: Mapping[str, tuple[int, int]] = attrs.field(factory=dict)
 
@@ -127,8 +127,8 @@ class Places:
         partition = next((slot for slot in state.slots.values() if isinstance(getattr(slot, "layout", None), Layout)), None)
         spec = tree.structure(state.params)
         if partition is None:
-            return Places(*_alone(state.params), Parts.of(state.params), spec, _slices(tree.named(state.params)))
-        parts: Parts = partition.learned.parts
+            return Places(*_alone(state.params), LeafMap.of(state.params), spec, _slices(tree.named(state.params)))
+        parts: LeafMap = partition.learned.parts
         stored, trained = _of_layout(partition.layout, state.params, parts.rank if len(parts.ranks) > 1 else None)
         members = [
             (stored.leaves[leaf][0], flat)
@@ -142,7 +142,7 @@ def _slices(named: Sequence[tuple[str, Tensor]]) -> dict[str, tuple[int, int]]:
     return {path: cut for path, leaf in named if (cut := slice_of(leaf)) is not None and cut[1] > 1}
 
 
-def of_runs(parts: Parts, runs: Sequence[Run]) -> Frame:
+def of_runs(parts: LeafMap, runs: Sequence[Run]) -> Frame:
     """Runs that were selected of an optimizer's tensors; ``parts`` says what lies in them."""
     places = []
     for index, run in enumerate(runs):

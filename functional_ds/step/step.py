@@ -11,7 +11,7 @@ from functional_ds.base import tree
 from functional_ds.base.batch import rows_of
 from functional_ds.base.marks import trainable
 from functional_ds.base.weighted import Weighted
-from functional_ds.sharding.leaf_map import Parts
+from functional_ds.sharding.leaf_map import LeafMap
 
 from .state import State, UpdateError
 from .tape import Tape
@@ -41,16 +41,16 @@ class Step:
     | measure | state, batch -> {name: Weighted} | loss ∘ view without gradients, this rank's share |
     | gradients | state, batch, carry, last -> Weighted list, {name: Weighted} | autograd through loss ∘ view, plus carry |
     | reduce | state, Weighted list -> State, Weighted list | identity |
-    | wire | state, dtype -> dtype | identity; in which dtype gradients of a dtype travel between ranks |
-    | total | state, tree of scalars -> tree of scalars | identity; sums over the ranks that share a batch |
+    | comm_dtype | state, dtype -> dtype | identity; in which dtype gradients of a dtype travel between ranks |
+    | sum_over_ranks | state, tree of scalars -> tree of scalars | identity; sums over the ranks that share a batch |
     | update | state, Weighted list -> State, metrics | the optimizer |
     | norm | state, list -> scalar | the 2-norm of the gradients |
     | finite | state, list -> bool scalar | whether all gradients are finite |
     | rate | state -> factor | 1; what multiplies the learning rate |
     | params | state -> the user's tree | the stored params |
-    | place | state -> (index, count) | (0, 1); which part of the global batch this rank has |
-    | parts | state -> Parts | each leaf alone and whole; what lies where in the tensors that the optimizer gets |
-    | part | state, paths -> State, places | those leaves alone, and which of the gradients are theirs |
+    | batch_shard | state -> (index, count) | (0, 1); which part of the global batch this rank has |
+    | leaf_map | state -> LeafMap | each leaf alone and whole; what lies where in the tensors that the optimizer gets |
+    | select | state, paths -> State, places | those leaves alone, and which of the gradients are theirs |
 
     Gradients are a ``Weighted`` list: a sum for each trained stored leaf, and one weight. ``gradients`` adds to ``carry``,
     the Weighted list of earlier micro-batches (or None), and ``last`` says that no further one follows.
@@ -81,7 +81,7 @@ class Step:
         state = self._accept(state, batch)
         grads, metrics = self.gradients(self._placed(state, batch), batch, None, True)
         after, grads = self.reduce(state, grads)
-        weight, metrics = self.total(after, (grads.weight, metrics))
+        weight, metrics = self.sum_over_ranks(after, (grads.weight, metrics))
         weight = torch.where(weight == 0, torch.ones_like(weight), weight)  # nothing weighed: no gradient, not 0 / 0
         before = tree.replace(state)
         own = state.donate(after) if donate else after.clone()
@@ -98,7 +98,7 @@ class Step:
 
     def measure(self, state: State, batch: Any) -> Metrics:
         """``evaluate`` with all metrics of the loss function."""
-        return _means(self.total(state, self.phases["measure"](self, state, batch)))
+        return _means(self.sum_over_ranks(state, self.phases["measure"](self, state, batch)))
 
     def params(self, state: State) -> Any:
         """The user's tree again, whole; collective where the params are sharded."""
@@ -129,13 +129,13 @@ class Step:
         """
         return self.phases["reduce"](self, state, grads)  # type: ignore[no-any-return]
 
-    def wire(self, state: State, dtype: torch.dtype) -> torch.dtype:
+    def comm_dtype(self, state: State, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of a dtype travel between ranks."""
-        return self.phases["wire"](self, state, dtype)  # type: ignore[no-any-return]
+        return self.phases["comm_dtype"](self, state, dtype)  # type: ignore[no-any-return]
 
-    def total(self, state: State, scalars: Any) -> Any:
+    def sum_over_ranks(self, state: State, scalars: Any) -> Any:
         """Scalars, summed over the ranks that share a batch."""
-        return self.phases["total"](self, state, scalars)
+        return self.phases["sum_over_ranks"](self, state, scalars)
 
     def update(self, state: State, grads: Weighted) -> tuple[State, Metrics]:
         """The state after the optimizer; owns the state that it is given."""
@@ -153,17 +153,17 @@ class Step:
         """What multiplies the learning rate in this step."""
         return self.phases["rate"](self, state)  # type: ignore[no-any-return]
 
-    def place(self, state: State) -> tuple[int, int]:
+    def batch_shard(self, state: State) -> tuple[int, int]:
         """Which of how many equal parts of the global batch this rank has."""
-        return self.phases["place"](self, state)  # type: ignore[no-any-return]
+        return self.phases["batch_shard"](self, state)  # type: ignore[no-any-return]
 
-    def parts(self, state: State) -> Parts:
+    def leaf_map(self, state: State) -> LeafMap:
         """Which leaf's elements lie where in the tensors that the optimizer gets, on every rank."""
-        return self.phases["parts"](self, state)  # type: ignore[no-any-return]
+        return self.phases["leaf_map"](self, state)  # type: ignore[no-any-return]
 
-    def part(self, state: State, paths: Collection[str]) -> tuple[State, tuple[int, ...]]:
+    def select(self, state: State, paths: Collection[str]) -> tuple[State, tuple[int, ...]]:
         """A state whose params are the leaves of these paths, as a dict of them once viewed, and their gradients' places."""
-        return self.phases["part"](self, state, paths)  # type: ignore[no-any-return]
+        return self.phases["select"](self, state, paths)  # type: ignore[no-any-return]
 
     # -- how it is put together ----------------------------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ class Step:
         """Params without values are for predictions, whose batches have none either."""
         if not _on_meta(state.params) or all(map(_on_meta, tree.leaves(batch))):
             return
-        tensors, parts = trainable(state.params), self.parts(state)
+        tensors, parts = trainable(state.params), self.leaf_map(state)
         trained = [parts.leaves[piece.leaf].path for piece in parts.pieces if _on_meta(tensors[piece.tensor])]
         path = next(iter(trained), None) or next(path for path, leaf in tree.named(state.params) if _on_meta(leaf))
         raise ValueError(
@@ -202,7 +202,7 @@ class Step:
         """The state as the gradients see it: its key at this step and at this rank's rows."""
         if state.key is None:
             return state
-        index, _ = self.place(state)
+        index, _ = self.batch_shard(state)
         return tree.replace(state, key=state.key.at(step=state.step, rows=index * rows_of(batch)))
 
 

@@ -14,7 +14,7 @@ from functional_ds.base.weighted import Weighted, weigh
 from functional_ds.optim.adamw_sgd import as_optimizer
 from functional_ds.optim.by_leaf import Placed
 from functional_ds.optim.kernels import guarded, reals
-from functional_ds.sharding.leaf_map import Parts
+from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.sharding.sources import values_of
 
 from .state import State
@@ -56,7 +56,7 @@ def train_step(loss_fn: Callable[..., Any], optimizer: Any, *, seed: int = 0) ->
     def init(step: Step, params: Any) -> State:
         own = tree.map(lambda x: like_marked(values_of(x), x), params)
         state = State.fresh(own, (), seed)
-        return tree.replace(state, optimizer=rule.at(lambda: step.parts(state)).init(trainable(own)))
+        return tree.replace(state, optimizer=rule.at(lambda: step.leaf_map(state)).init(trainable(own)))
 
     def loss(step: Step, state: State, params: Any, batch: Any) -> tuple[Weighted, dict[str, Weighted]]:
         further = {"key": state.key} if with_key else {}
@@ -66,7 +66,7 @@ def train_step(loss_fn: Callable[..., Any], optimizer: Any, *, seed: int = 0) ->
 
     def update(step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
         leaves, spec = tree.flatten(state.params)
-        pair = rule.at(lambda: step.parts(state))
+        pair = rule.at(lambda: step.leaf_map(state))
         grads = tree.replace(grads, skip=state.skip)
         moved, optimizer_state = guarded(pair, trainable(state.params), grads, state.optimizer, step.rate(state))
         new = iter(moved)
@@ -83,16 +83,16 @@ def train_step(loss_fn: Callable[..., Any], optimizer: Any, *, seed: int = 0) ->
         "measure": _measure,
         "gradients": Autograd(),
         "reduce": lambda step, state, grads: (state, grads),
-        "wire": lambda step, state, dtype: dtype,
-        "total": lambda step, state, scalars: scalars,
+        "comm_dtype": lambda step, state, dtype: dtype,
+        "sum_over_ranks": lambda step, state, scalars: scalars,
         "update": update,
         "norm": _norm,
         "finite": _finite,
         "rate": lambda step, state: 1.0,
         "params": stored_params,
-        "place": lambda step, state: (0, 1),
-        "parts": lambda step, state: Parts.of(state.params),
-        "part": _part,
+        "batch_shard": lambda step, state: (0, 1),
+        "leaf_map": lambda step, state: LeafMap.of(state.params),
+        "select": _select,
     }
     return Step(base, (f"train_step({getattr(loss_fn, '__name__', type(loss_fn).__name__)}, {rule})",))
 
@@ -113,7 +113,7 @@ def _measure(step: Step, state: State, batch: Any) -> dict[str, Weighted]:
     return {"loss": loss, **metrics}
 
 
-def _part(step: Step, state: State, paths: Collection[str]) -> tuple[State, tuple[int, ...]]:
+def _select(step: Step, state: State, paths: Collection[str]) -> tuple[State, tuple[int, ...]]:
     trained = [path for path, leaf in tree.named(state.params) if is_trainable(leaf)]
     chosen = {path: leaf for path, leaf in tree.named(state.params) if path in paths}
     return tree.replace(state, params=chosen), tuple(i for i, path in enumerate(trained) if path in paths)

@@ -14,7 +14,7 @@ from functional_ds import comm, transforms
 from functional_ds.base.marks import is_trainable
 from functional_ds.optim.matrix_owners import Owners
 from functional_ds.sharding.layout import Layout
-from functional_ds.sharding.leaf_map import Parts
+from functional_ds.sharding.leaf_map import LeafMap
 from tests.transforms.models import CASES, own_rows
 from tests.transforms.rules import RULES, assert_close, fresh, linear, trained
 
@@ -176,7 +176,7 @@ def test_parts_say_where_elements_are(n: int, chosen: set[int], unit_of: Any) ->
         here = comm.world()
         flats = layout.own(layout.flatten(numbered), here.rank)
         own = [flat for flat, segment in zip(flats, layout.segments, strict=True) if segment.trainable]
-        parts = Parts.of_layout(layout, here)
+        parts = LeafMap.of_layout(layout, here)
         assert {leaf.path for leaf in parts.leaves} == {path for path, x in wanted.items() if is_trainable(x)}
         runs, some = parts.select(i for i in range(len(parts.leaves)) if i in chosen)
         for these, tensors in ((parts, own), (some, [run.of(own) for run in runs])):
@@ -197,7 +197,7 @@ def test_owners_get_whole_leaves_and_give_pieces_back(n: int, unit_of: Any, seed
     def program() -> list[str]:
         here = comm.world()
         flats = layout.own(layout.flatten(params), here.rank)
-        parts = Parts.of_layout(layout, here)
+        parts = LeafMap.of_layout(layout, here)
         own = [flat for flat, segment in zip(flats, layout.segments, strict=True) if segment.trainable]
         owners, pieces = Owners.choose(parts), parts.views(own)
         whole = owners.whole(pieces, torch.float32)
@@ -335,9 +335,9 @@ def test_donation_changes_nothing_but_memory(rule: str, stage: int | None) -> No
 @pytest.mark.parametrize("rule", ["muon", "lamb", "adamw, matrices decay"])
 def test_what_lies_where_is_worked_out_once(rule: str) -> None:
     """A pair is made at init and not again; a state can be pickled, so that it holds no group."""
-    made: list[Parts] = []
+    made: list[LeafMap] = []
 
-    def make(parts: Parts) -> Any:
+    def make(parts: LeafMap) -> Any:
         made.append(parts)
         return RULES[rule].make(parts)
 

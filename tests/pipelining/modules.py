@@ -168,7 +168,7 @@ class Noisy(nn.Module):
 
 
 class Contexts(nn.Module):
-    """Parts under no_grad, autocast and recomputation."""
+    """LeafMap under no_grad, autocast and recomputation."""
 
     def __init__(self, *, recompute: bool) -> None:
         super().__init__()

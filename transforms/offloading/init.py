@@ -8,7 +8,7 @@ from torch import Tensor
 
 from functional_ds.base import tree
 from functional_ds.base.marks import ORIGIN, is_trainable, like_marked
-from functional_ds.sharding.leaf_map import Parts
+from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.sharding.sources import is_deferred, values_of
 from functional_ds.step.state import State
 from functional_ds.step.step import Step
@@ -34,15 +34,15 @@ class Options:
 class _Asking:
     """A step that says what lies where in one stretch, and remembers whether anybody asked."""
 
-    parts: Parts
+    parts: LeafMap
     asked: bool = False
 
     def at(self, step: Step, tensor: int | None, start: int, stop: int) -> Step:
-        def parts(*_: Any) -> Parts:
+        def parts(*_: Any) -> LeafMap:
             self.asked = True
             return cut(self.parts, tensor, start, stop)
 
-        return step.wrapped("piece", parts=parts)
+        return step.wrapped("piece", leaf_map=parts)
 
 
 def planned(inner: Any, step: Step, params: Any, options: Options) -> Plan:
@@ -51,7 +51,7 @@ def planned(inner: Any, step: Step, params: Any, options: Options) -> Plan:
     Raises:
         ValueError: what is to be offloaded cannot be taken apart by leaves.
     """
-    asking = _Asking(step.parts(State.fresh(params, (), 0)))
+    asking = _Asking(step.leaf_map(State.fresh(params, (), 0)))
     leaves, spec = tree.flatten(params)
     shapes = [_meta(leaf) for leaf in leaves]
     try:
@@ -93,7 +93,7 @@ def _trained(leaves: list[Tensor]) -> list[int | None]:
     return [next(count) if is_trainable(leaf) else None for leaf in leaves]
 
 
-def _away(trained: list[int | None], parts: Parts, ratio: float) -> list[bool]:
+def _away(trained: list[int | None], parts: LeafMap, ratio: float) -> list[bool]:
     """The first leaves, until they are this part of what is trained, on all ranks alike; frozen ones, too."""
     sizes: dict[int, int] = {}
     for piece in (piece for pieces in parts.ranks for piece in pieces):

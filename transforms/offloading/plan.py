@@ -11,7 +11,7 @@ from torch import Tensor
 
 from functional_ds.base import tree
 from functional_ds.comm.record.collective import NAMESPACE
-from functional_ds.sharding.leaf_map import Leaf, Parts, Piece
+from functional_ds.sharding.leaf_map import Leaf, LeafMap, LeafShard
 from functional_ds.step.state import State
 
 from .files import padded
@@ -143,7 +143,7 @@ class Plan:
     """
 
     units: tuple[Unit, ...]
-    parts: Parts
+    parts: LeafMap
     slots: tuple[str, ...]
     lengths: tuple[tuple[int | None, ...], ...]
 
@@ -216,7 +216,7 @@ def parted(rest: Any, rows: Sequence[Sequence[int | None]]) -> list[Any]:
     return result
 
 
-def cut(parts: Parts, tensor: int | None, start: int, stop: int) -> Parts:
+def cut(parts: LeafMap, tensor: int | None, start: int, stop: int) -> LeafMap:
     """What lies where in a stretch of one of the tensors, as the only one; leaves that are not in it are empty."""
     ranks = tuple(tuple(_cut(p, start, stop) for p in pieces if _meets(p, tensor, start, stop)) for pieces in parts.ranks)
     present = {piece.leaf for pieces in ranks for piece in pieces}
@@ -224,15 +224,15 @@ def cut(parts: Parts, tensor: int | None, start: int, stop: int) -> Parts:
     return attrs.evolve(parts, leaves=leaves, ranks=ranks)
 
 
-def _meets(piece: Piece, tensor: int | None, start: int, stop: int) -> bool:
+def _meets(piece: LeafShard, tensor: int | None, start: int, stop: int) -> bool:
     if not piece.numel:
         return piece.tensor == tensor and start <= piece.start <= stop
     return piece.tensor == tensor and piece.start < stop and piece.start + piece.numel > start
 
 
-def _cut(piece: Piece, start: int, stop: int) -> Piece:
+def _cut(piece: LeafShard, start: int, stop: int) -> LeafShard:
     low, high = max(piece.start, start), min(piece.start + piece.numel, stop)
-    return Piece(piece.leaf, piece.offset + low - piece.start, 0, low - start, high - low)
+    return LeafShard(piece.leaf, piece.offset + low - piece.start, 0, low - start, high - low)
 
 
 def _empty(leaf: Leaf) -> Leaf:

@@ -106,7 +106,7 @@ class Update:
         """The inner update of a state that has these leaves alone, on a device; its content's leaves."""
         step = self.step.wrapped(
             "piece",
-            parts=lambda *_: self._parts(job),
+            leaf_map=lambda *_: self._parts(job),
             norm=lambda inner, *_: self._ask("norm", inner).to(device),
             finite=lambda inner, *_: self._ask("finite", inner).to(device),
         )
@@ -124,7 +124,7 @@ class Update:
         return flat(content(after, self.home.plan.slots))[0]
 
     def _parts(self, job: _Job | None) -> Any:
-        parts = self.step.parts(self.state)
+        parts = self.step.leaf_map(self.state)
         return cut(parts, None, 0, 0) if job is None else cut(parts, job.unit.trained, job.start, job.stop)
 
     def _ask(self, phase: str, inner: Any) -> Tensor:
@@ -299,7 +299,7 @@ class Update:
     def _vote(self) -> None:
         """All ranks that share a batch go on, or none does."""
         failed = torch.tensor(float(self.failure is not None), device=self.state.step.device)
-        count = int(self.step.total(self.state, failed))
+        count = int(self.step.sum_over_ranks(self.state, failed))
         if self.failure is not None:
             raise self.failure
         if count:

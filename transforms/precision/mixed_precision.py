@@ -110,7 +110,7 @@ class _Mixed:
             init=self.init,
             loss=self.loss,
             forward=self.forward,
-            wire=self.wire,
+            comm_dtype=self.comm_dtype,
             update=self.update,
             params=self.params,
         )
@@ -199,7 +199,7 @@ class _Mixed:
 
     # -- what moves ----------------------------------------------------------------------------------------------------
 
-    def wire(self, inner: Any, step: Step, state: State, dtype: torch.dtype) -> torch.dtype:
+    def comm_dtype(self, inner: Any, step: Step, state: State, dtype: torch.dtype) -> torch.dtype:
         """What was computed in ``compute`` travels in ``reduce``; sums that are wider stay so."""
         return inner(step, state, self.policy.reduce if dtype == self.policy.compute else dtype)  # type: ignore[no-any-return]
 
@@ -222,7 +222,7 @@ class _Mixed:
         wide = [_wide(leaf) if master is None else master for leaf, master in zip(stored, masters, strict=True)]
         state = tree.replace(state, params=tree.unflatten(spec, wide), optimizer=self._wide_states(kept))
         key = state.key if self.stochastic else None
-        draws = None if key is None else Draws.of(step.parts(state), key, state.step)
+        draws = None if key is None else Draws.of(step.leaf_map(state), key, state.step)
         state, metrics = inner(step, state, grads)
         moved = tree.leaves(state.params)
         masters = [None if master is None else new for master, new in zip(masters, moved, strict=True)]

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from functional_ds.base.prng import Key
-from functional_ds.sharding.leaf_map import Parts
+from functional_ds.sharding.leaf_map import LeafMap
 
 __all__ = ["Draws", "round_stochastically"]
 
@@ -37,11 +37,11 @@ class Draws:
         key: the key at this step.
     """
 
-    parts: Parts
+    parts: LeafMap
     key: Key
 
     @staticmethod
-    def of(parts: Parts, key: Key, step: Tensor) -> "Draws":
+    def of(parts: LeafMap, key: Key, step: Tensor) -> "Draws":
         """The draws of a step, none of which waits for the device that ``step`` lies on."""
         seed = key.seed.to(step.device, non_blocking=True)
         return Draws(parts, Key(seed, step, torch.zeros_like(step)))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from functional_ds.base import tree
 from functional_ds.sharding.layout import Layout
-from functional_ds.sharding.leaf_map import Parts
+from functional_ds.sharding.leaf_map import LeafMap
 
 from .prefetch import Route
 from .reduce import Order
@@ -22,14 +22,14 @@ class Learned:
     """What the ranks found out together about the order of things, and what is worked out once; it changes no value."""
 
     order: Order
-    parts: Parts
+    parts: LeafMap
     forward: Route = attrs.field(factory=Route)
     backward: Route = attrs.field(factory=Route)
     of_parts: "dict[frozenset[str], SomeLeaves]" = attrs.field(factory=dict)
     by_dtypes: dict[tuple[torch.dtype, ...], Layout] = attrs.field(factory=dict)
 
     @staticmethod
-    def fresh(layout: Layout, parts: Parts) -> "Learned":
+    def fresh(layout: Layout, parts: LeafMap) -> "Learned":
         """Before anything is learned."""
         return Learned(Order(tuple(dict.fromkeys(s.unit for s in reversed(layout.segments) if s.trainable))), parts)
 
@@ -37,7 +37,7 @@ class Learned:
         """The same for some of the leaves alone, which is learned alone."""
         if paths not in self.of_parts:
             alone, segments = layout.restrict(paths)
-            self.of_parts[paths] = SomeLeaves(alone, segments, Learned.fresh(alone, Parts.of_layout(alone, None)))
+            self.of_parts[paths] = SomeLeaves(alone, segments, Learned.fresh(alone, LeafMap.of_layout(alone, None)))
         return self.of_parts[paths]
 
     def __eq__(self, other: object) -> bool:

@@ -13,7 +13,7 @@ from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
 from functional_ds.sharding.grouping import UnitOf
 from functional_ds.sharding.layout import Layout, Segment
-from functional_ds.sharding.leaf_map import Parts
+from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.sharding.sources import is_deferred
 from functional_ds.step.state import State
 from functional_ds.step.step import Metrics, Step, wrap
@@ -155,11 +155,11 @@ class Zero:
             str(self),
             init=self.init,
             view=self.view,
-            total=self.total,
+            sum_over_ranks=self.sum_over_ranks,
             params=self.params,
-            place=self.place,
-            parts=self.parts,
-            part=self.part,
+            batch_shard=self.batch_shard,
+            leaf_map=self.leaf_map,
+            select=self.select,
             **sharded,
             **scattered,
             **divided,
@@ -214,10 +214,10 @@ class Zero:
         ranks, carriage = self.ranks(), self.carriage()
         layout = self.knobs.layout(params, ranks.n)
         ranks.agree(zlib.crc32(repr((layout.paths, layout.segments, layout.units)).encode()))
-        parts = Parts.of_layout(layout, ranks.shards if self.knobs.stage else None)
+        parts = LeafMap.of_layout(layout, ranks.shards if self.knobs.stage else None)
         learned = Learned.fresh(layout, attrs.evolve(parts, group=None))
         new = Partition(layout, learned, ())
-        known = step.wrapped("layout", parts=lambda inner, step, state: inner(step, state.put(zero=new)))  # it has none yet
+        known = step.wrapped("layout", leaf_map=lambda inner, step, state: inner(step, state.put(zero=new)))  # it has none yet
         leaves = tree.leaves(params)
         own = [
             layout.stretch(leaves, index, *self._cut(segment, ranks), lambda leaf: _of_rank_0(leaf, ranks))
@@ -274,7 +274,7 @@ class Zero:
         """Deferred leaves: of whole units in stages 0 to 2, of units that are gathered when touched in stage 3."""
         partition: Partition = state.slots["zero"]
         layout, learned, knobs = partition.as_stored(state.params), partition.learned, self.knobs
-        carriage = Carriage(self.ranks(), knobs, lambda dtype: step.wire(state, dtype))
+        carriage = Carriage(self.ranks(), knobs, lambda dtype: step.comm_dtype(state, dtype))
         device = state.params[0].device if state.params else torch.device("cpu")
         elsewhere = any(not isinstance(shard, Tensor) for shard in state.params)  # on the host or a disk, offloaded
         lazy = knobs.stage == 3 and (carriage.ranks.n > 1 or elsewhere)
@@ -312,7 +312,7 @@ class Zero:
         state, grads = inner(step, state, grads)
         return state, tree.replace(grads, weight=grads.weight / self.knobs.predivide)
 
-    def total(self, inner: Any, step: Step, state: State, scalars: Any) -> Any:
+    def sum_over_ranks(self, inner: Any, step: Step, state: State, scalars: Any) -> Any:
         """Sums over all ranks."""
         return self.ranks().total(inner(step, state, scalars))
 
@@ -324,7 +324,7 @@ class Zero:
         """Finite everywhere."""
         return comm.all_reduce(inner(step, state, grads), self.ranks().group, op="min")  # type: ignore[no-any-return]
 
-    def place(self, inner: Any, step: Step, state: State) -> tuple[int, int]:
+    def batch_shard(self, inner: Any, step: Step, state: State) -> tuple[int, int]:
         """The ranks share what the rank would have had."""
         index, count = inner(step, state)
         place, places = self.ranks().place
@@ -332,12 +332,12 @@ class Zero:
 
     # -- what lies where -----------------------------------------------------------------------------------------------
 
-    def parts(self, inner: Any, step: Step, state: State) -> Parts:
+    def leaf_map(self, inner: Any, step: Step, state: State) -> LeafMap:
         """The leaves in this rank's shards, in stage 0 in whole segments."""
-        parts: Parts = state.slots["zero"].learned.parts
+        parts: LeafMap = state.slots["zero"].learned.parts
         return attrs.evolve(parts, group=self.ranks().shards) if self.knobs.stage else parts
 
-    def part(self, inner: Any, step: Step, state: State, paths: Collection[str]) -> tuple[State, tuple[int, ...]]:
+    def select(self, inner: Any, step: Step, state: State, paths: Collection[str]) -> tuple[State, tuple[int, ...]]:
         """The segments of these leaves, and what the ranks know about their order."""
         partition: Partition = state.slots["zero"]
         known = partition.learned.of_part(partition.layout, frozenset(paths))

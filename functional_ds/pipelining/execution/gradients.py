@@ -57,7 +57,7 @@ def gradients(
     with ExitStack() as stack:
         rooms = {}
         for part in placed.here(traffic.group.rank):
-            alone, places = step.part(state, frozenset(part.paths))
+            alone, places = step.select(state, frozenset(part.paths))
             own = None if carry is None else [carry.sum[place] for place in places]
             rooms[part.name] = Room(step, alone, places, records=True, carry=own, last=last)
             stack.callback(rooms[part.name].close)
@@ -82,7 +82,7 @@ def measure(traffic: Traffic, step: Step, state: State, batch: Any) -> dict[str,
     with ExitStack() as stack:
         rooms = {}
         for part in placed.here(traffic.group.rank):
-            alone, places = step.part(state, frozenset(part.paths))
+            alone, places = step.select(state, frozenset(part.paths))
             rooms[part.name] = Room(step, alone, places, records=False)
             stack.callback(rooms[part.name].close)
         state = tree.replace(state, key=None)

@@ -16,7 +16,7 @@ from functional_ds.pipelining.schedules.action import Action
 from functional_ds.pipelining.schedules.lower import receives_early
 from functional_ds.pipelining.schedules.schedule import Schedule
 from functional_ds.pipelining.stages.stages import Stages
-from functional_ds.sharding.leaf_map import Parts
+from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.step.step import Step
 
 from .boundary import Blank, Crossing
@@ -124,12 +124,12 @@ class Placed:
         own = {path: (leaves[path], part.name) for part in self.here(rank) for path in part.paths}
         return {path: mark_part(leaf, ", ".join(filter(None, (name, part_of(leaf))))) for path, (leaf, name) in own.items()}
 
-    def elsewhere(self, parts: Parts, rank: int) -> Parts:
+    def elsewhere(self, parts: LeafMap, rank: int) -> LeafMap:
         """A rank's parts, who know that there are other leaves."""
         mine = {path for part in self.here(rank) for path in part.paths}
         return attrs.evolve(parts, elsewhere=tuple(path for path in self.paths if path not in mine))
 
-    def copies(self, parts: Parts, rank: int) -> set[int]:
+    def copies(self, parts: LeafMap, rank: int) -> set[int]:
         """Which of the tensors that the optimizer gets hold leaves that count on another rank."""
         copied = {path for part in self.here(rank) if part.ranks[0] != rank for path in part.paths}
         return {p.tensor for pieces in parts.ranks for p in pieces if parts.leaves[p.leaf].path in copied}
