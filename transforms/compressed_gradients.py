@@ -11,6 +11,7 @@ from functional_ds.base.weighted import Weighted
 from functional_ds.optim.kernels import reals
 from functional_ds.step.state import State
 from functional_ds.step.step import Step, Transform, wrap
+from functional_ds.step.traits import Trait
 
 from .data_parallel import Replicas
 
@@ -74,7 +75,16 @@ def feedback(codec: comm.Codec, group: comm.Group | None = None) -> Transform:
         shaped = [_like(flat, grad) for flat, grad in zip(total, grads.sum, strict=True)]
         return state.put(feedback=owed), tree.replace(grads, sum=shaped)
 
-    wrapped = wrap(name, init=init, reduce=reduce, sum_over_ranks=replicas.sum_over_ranks, batch_shard=replicas.batch_shard)
+    wrapped = wrap(
+        name,
+        slot="feedback",
+        traits=[Trait.REDUCES_GRADIENTS, Trait.RESIDENT_SLOT],
+        init=init,
+        sync_buffers=replicas.sync_buffers,
+        reduce=reduce,
+        sum_over_ranks=replicas.sum_over_ranks,
+        batch_shard=replicas.batch_shard,
+    )
 
     def transform(step: Step) -> Step:
         replicas.alone(step, name)

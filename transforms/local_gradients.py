@@ -10,6 +10,7 @@ from functional_ds.optim.by_leaf import Routed
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.step.state import State
 from functional_ds.step.step import Step, Transform, wrap
+from functional_ds.step.traits import Trait
 
 from .data_parallel import Replicas
 
@@ -58,7 +59,9 @@ def local(group: comm.Group | None = None) -> Transform:
 
     wrapped = wrap(
         name,
+        traits=[Trait.REDUCES_GRADIENTS],
         init=init,
+        sync_buffers=replicas.sync_buffers,
         sum_over_ranks=replicas.sum_over_ranks,
         batch_shard=replicas.batch_shard,
         finite=finite,

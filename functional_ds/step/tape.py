@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .buffers import BufferScope
+
 __all__ = ["Tape", "current_tape", "inspect_graph"]
 
 
@@ -66,11 +68,18 @@ class Tape:
         claims: functions that know a param, or a view of one, whose memory comes and goes.
         calls: who runs modules inside of a module, the outermost last.
         slots: what transforms keep for this pass, by name.
-        homes: what the thread that opened it keeps for modules; a device's backward has a thread of its own.
+        buffers: what modules hold beside parameters in this pass; None where nothing that they write is to be kept.
+        modules: the copies of modules that this pass uses.
     """
 
     def __init__(
-        self, *, records: bool = True, carry: list[Tensor] | None = None, last: bool = True, inspects: bool = False
+        self,
+        *,
+        records: bool = True,
+        carry: list[Tensor] | None = None,
+        last: bool = True,
+        inspects: bool = False,
+        buffers: BufferScope | None = None,
     ) -> None:
         self.records = records
         self.carry = carry
@@ -80,7 +89,8 @@ class Tape:
         self.claims: list[Callable[[Tensor], bool]] = []
         self.calls: tuple[Any, ...] = ()
         self.slots: dict[str, Any] = {}
-        self.homes: dict[Any, Any] = {}
+        self.buffers = buffers
+        self.modules: dict[Any, list[Any]] = {}
         self._inspects = inspects
         self._leaves: list[Tensor] = []
         self._collect: Callable[[list[Tensor | None]], list[Tensor]] = self._add

@@ -15,9 +15,11 @@ from functional_ds.base.weighted import Weighted
 from functional_ds.pipelining.schedules.action import Action
 from functional_ds.pipelining.schedules.schedule import Schedule
 from functional_ds.pipelining.stages.stages import Stages
+from functional_ds.step.buffers import BUFFERS, BufferScope
 from functional_ds.step.state import State
 from functional_ds.step.step import Step
 from functional_ds.step.tape import Tape, wide
+from functional_ds.step.train_step import with_buffers
 
 from .boundary import Blank, Crossing, boundaries, outlined, signature
 from .gathered import Room
@@ -48,7 +50,7 @@ class Traffic:
 
 def gradients(
     traffic: Traffic, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
-) -> tuple[Weighted, dict[str, Weighted]]:
+) -> tuple[State, Weighted, dict[str, Weighted]]:
     """``carry`` plus the gradients of a batch, by the stored params of this rank, and the batch's metrics.
 
     Weight and metrics are those of the rank that has the last stage; the other ranks have zeros.
@@ -61,7 +63,8 @@ def gradients(
             own = None if carry is None else [carry.sum[place] for place in places]
             rooms[part.name] = Room(step, alone, places, records=True, carry=own, last=last)
             stack.callback(rooms[part.name].close)
-        stack.enter_context(Tape())
+        scope = BufferScope(state.slots.get(BUFFERS))
+        stack.enter_context(Tape(buffers=scope))
         runner = _runner(traffic, step, state, batch, rooms, records=True)
         if traffic.recorder is not None:
             traffic.recorder.begin()
@@ -73,7 +76,7 @@ def gradients(
                 grads[place] = grad
         metrics = _metrics(runner, state)
     weight = metrics["loss"].weight if carry is None else carry.weight + metrics["loss"].weight
-    return Weighted(grads, weight), metrics
+    return with_buffers(state, scope), Weighted(grads, weight), metrics
 
 
 def measure(traffic: Traffic, step: Step, state: State, batch: Any) -> dict[str, Weighted]:
@@ -86,7 +89,8 @@ def measure(traffic: Traffic, step: Step, state: State, batch: Any) -> dict[str,
             rooms[part.name] = Room(step, alone, places, records=False)
             stack.callback(rooms[part.name].close)
         state = tree.replace(state, key=None)
-        stack.enter_context(Tape(records=False))
+        scope = BufferScope(state.slots.get(BUFFERS), keeps=False)
+        stack.enter_context(Tape(records=False, buffers=scope))
         runner = _runner(traffic, step, state, batch, rooms, records=False)
         runner.run(_steps(traffic, state))
         return _metrics(runner, state)

@@ -133,8 +133,7 @@ class _Run:
         arguments = self.plan.arguments(batch, key)
         part = self.plan.parts(params, arguments)[self.index]
         device = arguments.device(params)
-        with self.plan.trial(params, arguments):
-            found = self.plan.apply.within(params, lambda module: part.run(module, params, arguments.tensors, x or (), device))
+        found = self.plan.apply.within(params, lambda module: part.run(module, params, arguments.tensors, x or (), device))
         return found if self.loss is None else called(self.loss, found, batch, key=key)
 
 
