@@ -14,10 +14,10 @@ from functional_ds.step.traits import Trait
 
 from .data_parallel import Replicas
 
-__all__ = ["local"]
+__all__ = ["local_gradients"]
 
 
-def local(group: comm.Group | None = None) -> Transform:
+def local_gradients(group: comm.Group | None = None) -> Transform:
     """Each rank of ``group`` has its own batch and keeps its own gradients; the optimizer sums them, in its own way.
 
     For ``fds.one_bit_adam`` and ``fds.zero_one_adam``, which learn from ``LeafMap.unsummed`` over which ranks. Rank 0's
@@ -30,11 +30,13 @@ def local(group: comm.Group | None = None) -> Transform:
         TypeError: ``group`` is no group.
 
     >>> import functional_ds as fds
-    >>> str(local()(fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.one_bit_adam(0.5, warmup=10))))[-15:]
-    '-> local(world)'
+    >>> str(local_gradients()(fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.one_bit_adam(0.5, warmup=10))))[
+    ...     -25:
+    ... ]
+    '-> local_gradients(world)'
     """
     replicas = Replicas(group)
-    name = f"local({replicas})"
+    name = f"local_gradients({replicas})"
 
     def init(inner: Any, step: Step, params: Any) -> State:
         state: State = inner(step, replicas.same(params))

@@ -177,7 +177,7 @@ class _Pipeline:
 
     def sync_buffers(self, inner: Any, step: Step, state: State) -> State:
         """Every rank has the buffers of all stages, each from the first rank that ran it."""
-        return synced(inner(step, state), self.ranks(), policy="first")
+        return synced(inner(step, state), self.ranks(), policy="writer")
 
     def micro_batches(self, inner: Any, step: Step, state: State) -> int:
         """As many as the schedule has."""

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from functional_ds.base import tree
 from functional_ds.base.marks import ModuleRef, mark_module
 from functional_ds.remat.region import called
-from functional_ds.step.buffers import Held
+from functional_ds.step.buffers import Held, bit_equal
 from functional_ds.step.tape import Tape, current_tape
 
 __all__ = ["Apply", "functional"]
@@ -60,6 +60,7 @@ class _Skeleton:
 
     Attributes:
         owners: the modules in it, by path.
+        tensors: the names of attributes that are tensors, or lists and the like of them, and no buffers.
         version: up to which change of ``Apply.module`` its attributes are those of that module.
         attributes: each module's own attributes when it was leased; what a call changes is taken back at the end.
         tried: whether it ran without values.
@@ -74,12 +75,14 @@ class _Skeleton:
     slots: dict[str, list[tuple[dict[str, Any], str]]]
     rnns: list[nn.RNNBase]
     version: int
+    tensors: list[str]
     attributes: list[dict[str, Any]] = attrs.field(factory=list)
     tried: bool = False
     identity: tuple[int, ...] = ()
     calls: tuple[Any, ...] = ()
     bound: Mapping[str, Tensor] = attrs.field(factory=dict)
     _plain: list[tuple[nn.Module, Any]] = attrs.field(factory=list)  # the modules that ``calls`` run, and their own forward
+    _copies: dict[str, tuple[Any, list[int]]] = attrs.field(factory=dict)  # with the versions of their tensors
     _buffers: list[dict[str, Any]] = attrs.field(init=False)
 
     @_buffers.default
@@ -97,15 +100,11 @@ class _Skeleton:
         self.identity = tuple(map(id, params.values()))
 
     def put(self, held: Held) -> None:
-        """Lets the modules have these buffers and attributes."""
+        """Lets the modules have these buffers."""
         for name, buffer in held.values.items():
             for path, key in self.places.get(name) or [_parted(name)]:
                 if path in self.owners and self.owners[path]._buffers.get(key, _ABSENT) is not buffer:
                     self.owners[path]._buffers[key] = buffer
-        for name, value in held.attributes.items():
-            path, key = _parted(name)
-            if path in self.owners:
-                self.owners[path].__dict__[key] = value
 
     def note(self, held: Held) -> None:
         """Takes over the buffers that a call has set anew."""
@@ -115,9 +114,27 @@ class _Skeleton:
                 if held.values.get(name) is not buffer:
                     held.values[name] = owner._buffers[key] = _usable(buffer)
 
-    def lease(self) -> None:
-        """Remembers the attributes that the module has by itself."""
+    def lease(self, held: Held) -> None:
+        """Remembers the attributes that the module has by itself; tensors among them may be written, and are copied."""
         self.attributes = [dict(vars(owner)) for owner in self.owners.values()]
+        self._copies = {}
+        for name in (*self.tensors, *(name for name in held.attributes if name not in self.tensors)):
+            path, key = _parted(name)
+            owner = self.owners.get(path)
+            if owner is not None:
+                value = held.attributes.get(name, vars(owner).get(key))
+                owner.__dict__[key] = copied = tree.map(_copied, value)
+                self._copies[name] = copied, [x._version for x in tree.leaves(copied) if isinstance(x, Tensor)]
+
+    def _has_written(self, name: str, value: Any, before: Any, held: Held) -> bool:
+        """Whether calls have set an attribute, or written into its tensors."""
+        copied, versions = self._copies.get(name, (None, []))
+        if name in held.attributes or value is not copied:
+            return True
+        leaves = [x for x in tree.leaves(value) if isinstance(x, Tensor)]
+        if [x._version for x in leaves] != versions:
+            return True
+        return held.looks and not all(map(bit_equal, leaves, [x for x in tree.leaves(before) if isinstance(x, Tensor)]))
 
     def settle(self, held: Held | None) -> None:
         """Takes back what calls have set: tensors and numbers go to ``held``, anything else is forgotten."""
@@ -126,8 +143,9 @@ class _Skeleton:
             if len(now) == len(before) and all(map(is_, now.values(), before.values())):
                 continue
             for key in [key for key in {**now, **before} if now.get(key, _ABSENT) is not before.get(key, _ABSENT)]:
-                if held is not None and key in now and _is_state(key, now[key]):
-                    held.attributes[_joined(path, key)] = tree.map(_usable, now[key])
+                name, value = _joined(path, key), now.get(key, _ABSENT)
+                if held is not None and _is_state(key, value) and self._has_written(name, value, before.get(key), held):
+                    held.attributes[name] = tree.map(_usable, value)
                 _put(now, key, before.get(key, _ABSENT))
         for owner, buffers in zip(self.owners.values(), self._buffers, strict=True):
             owner._buffers.clear()
@@ -162,12 +180,24 @@ def _parted(name: str) -> _Place:
 
 def _is_state(key: str, value: Any) -> bool:
     """Whether an attribute is what a state can hold: tensors and numbers, alone or in lists, tuples and dicts."""
-    if key in ("training", "forward"):
+    if value is _ABSENT or key in ("training", "forward"):
         return False
     leaves = tree.leaves(value)  # a tensor with a graph is of this pass alone
     return bool(leaves) and all(
         not leaf.requires_grad if isinstance(leaf, Tensor) else type(leaf) in _NUMBERS for leaf in leaves
     )
+
+
+def _is_tensors(value: Any) -> bool:
+    """Whether an attribute is a tensor, or a structure of tensors, that a call may write into."""
+    if not isinstance(value, (Tensor, list, tuple, dict)):
+        return False
+    leaves = tree.leaves(value)
+    return bool(leaves) and all(isinstance(x, Tensor) and not (x.requires_grad or x.is_meta) for x in leaves)
+
+
+def _copied(leaf: Any) -> Any:
+    return _usable(leaf.detach().clone()) if isinstance(leaf, Tensor) else leaf
 
 
 class Apply:
@@ -196,7 +226,7 @@ class Apply:
         self._by_name: dict[str, list[_Place]] = {}
         for place, name in self._names.items():
             self._by_name.setdefault(name, []).append(place)
-        self._looked: set[tuple[bool, ...]] = set()  # modes in which the bits of buffers were compared
+        self._written: dict[tuple[bool, ...], frozenset[str]] = {}  # by modes: the buffers that calls write
         self._seen = [dict(vars(each)) for each in self.module.modules()]
         self._changes: list[tuple[int, str, Any]] = []  # module by place, attribute, value
 
@@ -278,7 +308,7 @@ class Apply:
     def _fresh(self, given: Mapping[str, Tensor]) -> Held:
         """The module's own buffers, and those that are given, in copies."""
         with unset_fake_temporarily():
-            return Held.of({**dict(self.module.named_buffers()), **given}, {}, None)
+            return Held.of({**dict(self.module.named_buffers()), **given}, {}, self._written.get(self.modes))
 
     def _held(self, tape: Tape) -> Held:
         """What the module has in this pass: as the state has it, if the state knows the module."""
@@ -291,9 +321,13 @@ class Apply:
             found.add(name, buffer)
         return found
 
+    def _learn(self, held: Held) -> None:
+        """Large buffers that calls do not write need no copies."""
+        if held.looks:
+            self._written[self.modes] = self._written.get(self.modes, frozenset()) | held.written()
+
     def _refuse_loss(self, held: Held) -> None:
-        lost = sorted(held.written(looks=self.modes not in self._looked))
-        self._looked.add(self.modes)
+        lost = sorted(held.written())
         if lost:
             raise RuntimeError(
                 f"the module {type(self.module).__name__} wrote {lost[0]!r}, which would be lost, because the state does not "
@@ -313,6 +347,7 @@ class Apply:
         finally:
             if not trial:
                 skeleton.note(held)
+                self._learn(held)
             if temporary:
                 self._release(skeleton, held)
 
@@ -322,7 +357,7 @@ class Apply:
             return self._of_tape(tape, params, held, trial), False
         # Outside a step nobody says when the backward is over: such a skeleton lives as long as the graph needs it.
         wants_grad = torch.is_grad_enabled() and any(p.requires_grad for p in params.values())
-        skeleton = self._ready(self._new() if wants_grad else self._free(), params, ())
+        skeleton = self._ready(self._new() if wants_grad else self._free(), params, (), held)
         skeleton.tried |= trial
         return skeleton, not wants_grad
 
@@ -335,15 +370,16 @@ class Apply:
             if skeleton.identity == identity and skeleton.calls == tape.calls and skeleton.version == len(self._changes):
                 break
         else:
-            skeleton = self._ready(self._free(), params, tape.calls)
+            skeleton = self._ready(self._free(), params, tape.calls, held)
             tape.modules[self].append((skeleton, held))
         skeleton.tried |= trial
         return skeleton
 
-    def _ready(self, skeleton: _Skeleton, params: Mapping[str, Tensor], calls: tuple[Any, ...]) -> _Skeleton:
+    def _ready(self, skeleton: _Skeleton, params: Mapping[str, Tensor], calls: tuple[Any, ...], held: Held) -> _Skeleton:
         skeleton.bind(params)
         skeleton.divert(calls)
-        skeleton.lease()
+        with unset_fake_temporarily():
+            skeleton.lease(held)
         return skeleton
 
     def _release_all(self, tape: Tape) -> None:
@@ -389,7 +425,13 @@ class Apply:
             name: [(owners[path].__dict__["_parameters"], key) for path, key in places] for name, places in self._places.items()
         }
         rnns = [each for each in owners.values() if isinstance(each, nn.RNNBase)]
-        return _Skeleton(module, owners, self._names, self._by_name, slots, rnns, len(self._changes))
+        tensors = [
+            _joined(path, key)
+            for path, owner in owners.items()
+            for key, value in vars(owner).items()
+            if key not in ("_parameters", "_buffers", "_modules") and _is_tensors(value)
+        ]
+        return _Skeleton(module, owners, self._names, self._by_name, slots, rnns, len(self._changes), tensors)
 
 
 def _usable(buffer: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol
 import attrs
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from functional_ds import comm
 from functional_ds.base import tree
@@ -152,7 +153,10 @@ class Buffers:
             if key is not None:
                 plain = _NUMBERS.get(dtype) if field == "attributes" and not shape else None
                 room = torch.empty(shape, dtype=dtype) if plain is None else plain()
-                fields[field][key].setdefault(path[len(key) :].lstrip("."), room)
+                name = path[len(key) :].lstrip(".")
+                now = fields[field][key].get(name)
+                if not isinstance(now, Tensor) or tuple(now.shape) != shape:  # some grow as they go
+                    fields[field][key][name] = room
         return tree.replace(self, **fields)
 
 
@@ -163,10 +167,12 @@ class Held:
     Attributes:
         values: its buffers by name; those that may be written are copies.
         attributes: what passes have set on it beside buffers.
+        looks: whether bits are to be compared, because nothing is known yet of what the module writes.
     """
 
     values: dict[str, Any]
     attributes: dict[str, Any]
+    looks: bool
     _before: dict[str, Any] = attrs.field(factory=dict)  # as the state has them
     _versions: dict[str, int] = attrs.field(factory=dict)
 
@@ -174,7 +180,9 @@ class Held:
     def of(values: Mapping[str, Any], attributes: Mapping[str, Any], written: Collection[str] | None) -> "Held":
         """Copies of what may be written: small buffers, those in ``written``, or all where that is None."""
         own = {name: _plain(b) if written is None or name in written or _is_small(b) else b for name, b in values.items()}
-        return Held(own, dict(attributes), dict(values), {n: b._version for n, b in own.items() if b is not None})
+        return Held(
+            own, dict(attributes), written is None, dict(values), {n: b._version for n, b in own.items() if b is not None}
+        )
 
     def add(self, name: str, buffer: Tensor) -> None:
         """One more buffer, if there is none of this name."""
@@ -182,11 +190,11 @@ class Held:
             self.values[name] = self._given[name] = _plain(buffer) if _is_small(buffer) else buffer
             self._before[name], self._versions[name] = buffer, self.values[name]._version
 
-    def written(self, *, looks: bool) -> frozenset[str]:
-        """The buffers that are others now; ``looks``: by their bits, too, as the kernels of norms leave no other trace."""
+    def written(self) -> frozenset[str]:
+        """The buffers that are others now; where it ``looks``, by their bits, too: kernels of norms leave no other trace."""
         changed = {n for n, b in self.values.items() if n not in self._versions and b is not None}
         changed |= {n for n in self._versions if self._is_other(n)}
-        if looks:
+        if self.looks:
             rest = [n for n in self._versions if n not in changed and self.values[n] is not self._before[n]]
             changed |= {n for n in rest if not bit_equal(self.values[n], self._before[n])}
         return frozenset(changed)
@@ -245,11 +253,17 @@ class BufferScope:
                     f"the buffer {spoilt!r} was written in place, and was not in the first step; let the module assign a new "
                     f"tensor instead (self.{spoilt.rpartition('.')[2]} = ...), so that the state before stays as it was"
                 )
-            found = held.written(looks=key not in known.written)
-            known.written[key] = known.written.get(key, frozenset()) | found
+            found = held.written()
+            known.written[key] = known.written.get(key, frozenset()) | _with_siblings(found, held.values)
             kept = values[key].keys() | known.written[key]
             values[key], attributes[key] = {n: b for n, b in held.values.items() if n in kept}, held.attributes
         return tree.replace(self.buffers, values=values, attributes=attributes)
+
+
+def _with_siblings(written: Collection[str], values: Mapping[str, Any]) -> frozenset[str]:
+    """With the other buffers of the modules that wrote some: what was written may have the bits that it had before."""
+    owners = {name.rpartition(".")[0] for name in written}
+    return frozenset(name for name in values if name in written or name.rpartition(".")[0] in owners)
 
 
 @attrs.frozen
@@ -268,8 +282,8 @@ class Agreement:
 def synchronized(buffers: Buffers, group: comm.Group, *, policy: str | None = None) -> Buffers:
     """The buffers that the ranks of a group keep after each has run its own rows, or its own stages.
 
-    ``"first"``: each buffer is that of the first rank that writes it, as DistributedDataParallel has it. ``"mean"``: floating
-    buffers that all ranks write are the mean of theirs. ``"own"``: each rank keeps what it has.
+    ``"first"``: those of the group's first rank, as DistributedDataParallel has it. ``"mean"``: the mean of floating ones, the
+    first rank's of others. ``"own"``: each rank keeps what it has. ``"writer"``: each of the first rank that writes it.
 
     All ranks must write the same buffers in the same steps (or, in a pipeline, those of their stages).
 
@@ -283,7 +297,7 @@ def synchronized(buffers: Buffers, group: comm.Group, *, policy: str | None = No
     mine = frozenset((key, name) for key, names in known.written.items() for name in names)
     where = group.ranks, group.name
     if where not in known.agreed or known.agreed[where].written != mine:
-        known.agreed[where] = _agree(buffers, mine, group)
+        known.agreed[where] = _agree(buffers, mine, group, by_writer=policy == "writer")
     return _exchanged(buffers, known.agreed[where], group, policy)
 
 
@@ -293,13 +307,13 @@ def synced(state: State, group: comm.Group, *, policy: str | None = None) -> Sta
     return state.put(**{BUFFERS: synchronized(held, group, policy=policy)}) if isinstance(held, Buffers) else state
 
 
-def _agree(buffers: Buffers, mine: frozenset[tuple[str, str]], group: comm.Group) -> Agreement:
+def _agree(buffers: Buffers, mine: frozenset[tuple[str, str]], group: comm.Group, *, by_writer: bool) -> Agreement:
     """Every rank says what it writes."""
     told = [(key, name, tuple(b.shape), b.dtype) for key, name in sorted(mine) if (b := buffers.values[key][name]) is not None]
     givers: dict[tuple[str, str], tuple[int, tuple[int, ...], torch.dtype]] = {}
     for rank, each in enumerate(comm.all_gather_object(told, group.channel("control"))):
         for key, name, shape, dtype in each:
-            givers.setdefault((key, name), (rank, shape, dtype))
+            givers.setdefault((key, name), (rank if by_writer else 0, shape, dtype))
     return Agreement(mine, dict(sorted(givers.items())))
 
 
@@ -332,7 +346,7 @@ def _plain(buffer: Any) -> Any:
     """A copy that a pass may write into, whatever mode the buffer was made in."""
     if buffer is None:
         return None
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), _disable_current_modes():  # no recorder takes it for what the function computes
         return buffer.detach().clone()
 
 

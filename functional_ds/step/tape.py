@@ -7,24 +7,29 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .buffers import BufferScope
 
 __all__ = ["Tape", "current_tape", "inspect_graph"]
 
 
-def inspect_graph(roots: Sequence[Tensor], placeholders: Mapping[int, str]) -> None:
+def inspect_graph(roots: Sequence[Tensor], placeholders: Mapping[int, str], watched: Sequence[Tensor] = ()) -> None:
     """Refuses graphs that lose gradients.
 
-    Two things go past what a tape can see: reentrant checkpoints, whose inside is not part of the graph, and functions that
-    take a placeholder of a parameter (``placeholders``: paths by id) as if it were the parameter.
+    Three things go past what a tape can see: reentrant checkpoints, whose inside is not part of the graph; functions that
+    take a placeholder of a parameter as if it were the parameter; and parameters that are no params of the step.
+
+    Args:
+        roots: what the backward pass begins at.
+        placeholders: paths of the tensors that stand for a parameter, by id.
+        watched: the leaves that gradients are taken by.
 
     Raises:
         RuntimeError: with what would do.
     """
     todo = [root.grad_fn for root in roots if root.grad_fn is not None]
-    seen = set(todo)
+    seen, known = set(todo), set(map(id, watched))
     while todo:
         node = todo.pop()
         if node.name() == "CheckpointFunctionBackward":
@@ -37,6 +42,12 @@ def inspect_graph(roots: Sequence[Tensor], placeholders: Mapping[int, str]) -> N
             raise RuntimeError(
                 f"the parameter {placeholders[id(variable)]!r} went straight into a custom autograd.Function or a compiled "
                 "function, where its gradient would be lost; pass p.view_as(p) instead of p"
+            )
+        if isinstance(variable, nn.Parameter) and variable.requires_grad and id(variable) not in known:
+            raise RuntimeError(
+                f"the loss uses a parameter of shape {list(variable.shape)} that is none of the step's params, so it would not "
+                "be trained: with apply, params = fds.functional(module), call apply(params, ...) in the loss instead of the "
+                "module; put further parameters into params, and run what is not trained under torch.no_grad()"
             )
         fresh = {following for following, _ in node.next_functions if following is not None} - seen
         seen |= fresh
@@ -172,7 +183,7 @@ class Tape:
         self.end_forward()
         roots = [root for root in (loss, *self.roots) if root.requires_grad]
         if self._inspects:
-            inspect_graph(roots, self.placeholders)
+            inspect_graph(roots, self.placeholders, self._leaves)
         grads: list[Tensor | None] = [None] * len(self._leaves)
         if roots and self._leaves:
             seeds = [None if root is loss else torch.zeros_like(root) for root in roots]

@@ -1,6 +1,7 @@
 """The single-device training step: what every transform starts from and every law compares with."""
 
 import inspect
+import math
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -65,13 +66,15 @@ def train_step(loss_fn: Callable[..., Any], optimizer: Any, *, seed: int = 0, bu
     def loss(step: Step, state: State, params: Any, batch: Any) -> tuple[Weighted, dict[str, Weighted]]:
         further = {"key": state.key} if with_key else {}
         found = step.forward(state, lambda given: loss_fn(params, given, **further), batch)
-        value, metrics = found if isinstance(found, tuple) else (found, {})
+        value, metrics = _with_metrics(found)
         return weigh(value, "the loss"), {name: weigh(m, f"the metric {name!r}") for name, m in metrics.items()}
 
     def update(step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
         leaves, spec = tree.flatten(state.params)
         pair = rule.at(lambda: step.leaf_map(state))
-        grads = tree.replace(grads, skip=state.skip)
+        weight = torch.as_tensor(grads.weight)
+        weight = torch.where(weight == 0, math.inf, weight)  # nothing weighed: no gradient, not 0 / 0
+        grads = tree.replace(grads, weight=weight, skip=state.skip)
         moved, optimizer_state = guarded(pair, trainable(state.params), grads, state.optimizer, step.rate(state))
         new = iter(moved)
         params = tree.unflatten(spec, [next(new) if is_trainable(leaf) else leaf for leaf in leaves])
@@ -103,6 +106,18 @@ def train_step(loss_fn: Callable[..., Any], optimizer: Any, *, seed: int = 0, bu
         "select": _select,
     }
     return Step(base, f"train_step({getattr(loss_fn, '__name__', type(loss_fn).__name__)}, {rule})", buffers=buffers)
+
+
+def _with_metrics(found: Any) -> tuple[Any, dict[str, Any]]:
+    """What a loss function returned: the loss, and further metrics."""
+    if not isinstance(found, tuple):
+        return found, {}
+    if len(found) != 2 or not isinstance(found[1], dict):
+        kinds = ", ".join(type(each).__name__ for each in found)
+        raise TypeError(
+            f'the loss function returned a tuple of ({kinds}); return the loss alone, or (loss, {{"name": metric, ...}})'
+        )
+    return found
 
 
 def _view(step: Step, state: State, tape: Tape) -> Any:

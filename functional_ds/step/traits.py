@@ -12,6 +12,7 @@ class Trait(Enum):
     """
 
     SHARDS_PARAMS = auto()  # stores params in shards and gathers them while they are used: ZeRO-3
+    SHARDS_STATE = auto()  # keeps the optimizer's state in shards: ZeRO 1 to 3
     KEEPS_WHOLE = auto()  # keeps some params whole although it stores the rest in shards
     REDUCES_GRADIENTS = auto()  # sums gradients over data-parallel ranks
     COPIES_PARAMS = auto()  # keeps a copy of the params in its slot: masters, averages

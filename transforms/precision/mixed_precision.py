@@ -144,6 +144,12 @@ class _Mixed:
                 raise ValueError(f"{self}: this step has a mixed precision already ({step})")
             if self.stochastic and step.wraps("view"):
                 raise ValueError(f"{self}: stochastic rounding needs the tensors that the optimizer gets; put it before zero")
+            sharded = step.has(Trait.SHARDS_STATE)
+            if sharded:
+                raise ValueError(
+                    f"{self}: put it before {sharded}, or masters of all params would lie on every rank: "
+                    f"compose({self}, {sharded})"
+                )
             offloading = step.has(Trait.OFFLOADS)
             if offloading:
                 raise ValueError(f"{self}: put it before {offloading}, so that the masters are offloaded, too ({step})")

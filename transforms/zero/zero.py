@@ -172,6 +172,7 @@ class Zero:
 
     def _traits(self) -> list[Trait]:
         found = [Trait.REDUCES_GRADIENTS]
+        found += [Trait.SHARDS_STATE] if self.knobs.stage else []
         found += [Trait.SHARDS_PARAMS] if self.knobs.stage == 3 else []
         return found + ([Trait.KEEPS_WHOLE] if self.knobs.persist else [])
 
