@@ -191,7 +191,7 @@ class Step:
         if not _on_meta(state.params) or all(map(_on_meta, tree.leaves(batch))):
             return
         tensors, parts = trainable(state.params), self.leaf_map(state)
-        trained = [parts.leaves[piece.leaf].path for piece in parts.pieces if _on_meta(tensors[piece.tensor])]
+        trained = [parts.leaves[piece.leaf].path for piece in parts.shards if _on_meta(tensors[piece.tensor])]
         path = next(iter(trained), None) or next(path for path, leaf in tree.named(state.params) if _on_meta(leaf))
         raise ValueError(
             f"state: the leaf {path!r} of its params is on the device 'meta', without values, but the batch has some; a module "
