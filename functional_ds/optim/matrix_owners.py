@@ -81,12 +81,14 @@ class MatrixOwners:
         """This rank's shards of ``function(leaf, *matrices)``, which each leaf's owner computes.
 
         Args:
-            function: gets the leaf's number, and the leaf whole from each row; returns a tensor of the leaf's shape.
+            function: gets the leaf's number, and the leaf whole from each row; returns a tensor of the leaf's shape. It is not
+                called for leaves without elements.
             rows: this rank's shards of the same leaves, as flat tensors; each row costs a ``gather``.
             dtype: in which all of this travels.
         """
         wholes = [self.gather([shard.to(dtype) for shard in row], dtype) for row in rows]
-        return self.scatter({i: function(i, *(whole[i] for whole in wholes)) for i in self.owned}, dtype)
+        found = {i: [whole[i] for whole in wholes] for i in self.owned}
+        return self.scatter({i: function(i, *row) if row[0].numel() else row[0] for i, row in found.items()}, dtype)
 
     def _by_owner(self) -> list[int]:
         """This rank's shards in the order of their owners."""

@@ -102,7 +102,7 @@ def per_matrix(
 
         def start(params: list[Tensor]) -> MatrixStates:
             whole = owners.gather([shard.to(travels) for shard in leaf_map.views(params)], travels)
-            states = {leaves[i].path: init(matrix) for i, matrix in whole.items()}
+            states = {leaves[i].path: init(matrix) for i, matrix in whole.items() if matrix.numel()}
             return MatrixStates(torch.zeros((), dtype=torch.int64), states)
 
         def update(params: list[Tensor], grads: Weighted, state: MatrixStates, rate: Rate) -> tuple[list[Tensor], MatrixStates]:
@@ -133,7 +133,7 @@ def per_matrix(
 def on_matrices(
     make: Callable[[MatrixOwners], Optimizer], others: Any, matrices: PathFilter | None, *, kind: str, name: str
 ) -> PerParameter:
-    """``make``'s optimizer for real matrices that have elements, ``others`` for all else.
+    """``make``'s optimizer for real matrices, ``others`` for all else.
 
     Args:
         make: from the owners of the matrices to their optimizer.
@@ -147,7 +147,7 @@ def on_matrices(
     def choose(leaf_map: LeafMap) -> list[int]:
         leaves = leaf_map.leaves
         named = range(len(leaves)) if matrices is None else match_leaves(leaf_map, matrices, "matrices")
-        found = {i for i in named if len(leaves[i].shape) == 2 and leaves[i].numel and leaves[i].dtype.is_floating_point}
+        found = {i for i in named if len(leaves[i].shape) == 2 and leaves[i].dtype.is_floating_point}
         return [0 if i in found else 1 for i in range(len(leaves))]
 
     def made(leaf_map: LeafMap) -> Optimizer:

@@ -16,10 +16,10 @@ from torch import Tensor
 from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable, like_marked, part_of, stored_in
 
-from .grouping import UnitOf, block_of, unit_names
+from .grouping import UnitOf, unit_names
 from .sources import home, piece
 
-__all__ = ["Layout", "Segment", "Slot", "Unit", "block_of", "shard", "unshard"]
+__all__ = ["Layout", "Segment", "Slot", "Unit", "shard", "unshard"]
 
 _ALIGNMENT = 16  # bytes; every leaf of a flat tensor starts at a multiple of this, as vector loads want it
 
@@ -109,7 +109,7 @@ class Layout:
         persistent: Callable[[Tensor], bool] = lambda leaf: False,
         owned: bool = False,
     ) -> "Layout":
-        """The layout of a tree; ``unit_of`` names the unit of a path, by default its block (``block_of``).
+        """The layout of a tree; ``unit_of`` names the unit of a path, by default its block (``fds.units.by_block``).
 
         Leaves that are marked to belong to different parts of the model lie in different units. ``persistent`` says which
         leaves stay whole; they get segments of their own. ``owned`` gives each unit to one rank, the largest first, always to
