@@ -88,7 +88,7 @@ def grouped(name: str, choose: Callable[[LeafMap], Sequence[int]], rules: Sequen
         for index, rule in enumerate(rules):
             extents, inner = leaf_map.select(leaf for leaf, which in enumerate(chosen) if which == index)
             if inner.leaves:  # else there is nothing for it on any rank
-                groups.append((extents, bound(rule, lambda inner=inner: inner)))  # type: ignore[misc]
+                groups.append((extents, bound(rule, inner)))
                 found.append((index, tuple(leaf.path for leaf in inner.leaves)))
         made = _Groups(tuple(groups), tuple(index for index, _ in found), tuple(paths for _, paths in found))
         return Optimizer(made.init, made.update, name, skips=True)

@@ -82,6 +82,7 @@ class LeafMap:
         other_paths: paths of trained leaves that this optimizer does not get: those of other param groups, and those that only
             other pipeline stages have.
         flat: whether the tensors are flat, so that their shapes are not those of the leaves.
+        partial: whether the optimizer is called several times in an update, with some of the tensors or parts of them each.
     """
 
     leaves: tuple[Leaf, ...]
@@ -91,6 +92,7 @@ class LeafMap:
     reduce_group: comm.Group | None = None
     other_paths: tuple[str, ...] = ()
     flat: bool = False
+    partial: bool = False
 
     @property
     def shards(self) -> tuple[LeafShard, ...]:

@@ -71,20 +71,29 @@ def run(optimizer: Any, stage: int | None, n: int = 2) -> Any:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_what_looks_at_norms_is_refused_in_shards(change: Any, stage: int) -> None:
     run(Pair(change), None)
-    with pytest.raises(ValueError, match=r"Pair\(\.\.\.\) is not elementwise.*gets shards of flat tensors.*T\.clip"):
+    with pytest.raises(ValueError, match=r"Pair\(\.\.\.\) is not elementwise.*got shards of flat tensors.*T\.clip"):
         run(Pair(change), stage)
 
 
 @pytest.mark.parametrize("change", [by_leaf_norms, factored])
 @pytest.mark.parametrize(("stage", "n"), [(0, 2), (3, 1)])
 def test_what_looks_at_leaves_is_refused_in_flat_tensors(change: Any, stage: int, n: int) -> None:
-    with pytest.raises(ValueError, match=r"is not elementwise.*gets flat tensors of several leaves.*fds\.PerParameter"):
+    with pytest.raises(ValueError, match=r"is not elementwise.*got flat tensors of several leaves.*fds\.PerParameter"):
         run(Pair(change), stage, n)
 
 
 def test_a_global_norm_is_right_in_flat_tensors() -> None:
     for found in run(Pair(clipped), 0):
         assert_same(found, run(Pair(clipped), None)[0])
+
+
+def test_offload_moves_one_leaf_at_a_time() -> None:
+    """Leaves' own norms are right there, and a global one is refused."""
+    offload = transforms.offload("cpu")
+    assert_same(trained(Pair(by_leaf_norms), offload), trained(Pair(by_leaf_norms)))
+    assert_same(trained(Pair(by_signs), offload), trained(Pair(by_signs)))
+    with pytest.raises(ValueError, match=r"got one leaf at a time.*T\.clip"):
+        trained(Pair(clipped), offload)
 
 
 @pytest.mark.parametrize("change", [by_signs, at_random, communicating, of_two])
@@ -119,7 +128,7 @@ def test_in_param_groups_and_slices() -> None:
         step.init({"w": torch.ones(4, 6)})
 
     comm.simulate(program, Pair(by_signs), world_size=2)
-    with pytest.raises(ValueError, match="gets slices of leaves"):
+    with pytest.raises(ValueError, match="got slices of leaves"):
         comm.simulate(program, Pair(by_leaf_norms), world_size=2)
 
 

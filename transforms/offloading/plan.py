@@ -222,7 +222,7 @@ def cut(parts: LeafMap, tensor: int | None, start: int, stop: int) -> LeafMap:
     ranks = tuple(tuple(_cut(p, start, stop) for p in shards if _meets(p, tensor, start, stop)) for shards in found)
     present = {piece.leaf for pieces in ranks for piece in pieces}
     leaves = tuple(leaf if i in present else _empty(leaf) for i, leaf in enumerate(parts.leaves))
-    return attrs.evolve(parts, leaves=leaves, shards_by_rank=ranks)
+    return attrs.evolve(parts, leaves=leaves, shards_by_rank=ranks, partial=True)
 
 
 def _meets(piece: LeafShard, tensor: int | None, start: int, stop: int) -> bool:
