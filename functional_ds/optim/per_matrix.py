@@ -92,7 +92,7 @@ def per_matrix(
         if not callable(given):
             raise TypeError(f"per_matrix: {what}={given!r} is not callable")
     check(lr=lr, weight_decay=weight_decay)
-    shown: str = name or getattr(rule, "__name__", type(rule).__name__)
+    shown = str(name or getattr(rule, "__name__", type(rule).__name__))
     takes_param = "param" in inspect.signature(rule).parameters
 
     def make(owners: MatrixOwners) -> Optimizer:
