@@ -1,4 +1,4 @@
-"""An optimizer together with the tensors that it gets, and the trial that refuses one that these tensors would make wrong."""
+"""Binds an optimizer to the tensors that it gets, and refuses one that a trial shows to be wrong for such tensors."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,19 +14,23 @@ from .optimizer import Optimizer, PerParameter
 
 __all__ = ["BoundOptimizer", "Trial", "bound", "tried"]
 
-_SCALES = (1e4, 0.1, 1.0)  # of the trial's gradients, an update each: a clip by norm acts on the first, and shows in the others
+_SCALES = (
+    1e4,
+    0.1,
+    1.0,
+)  # of the gradients of the trial's three updates; a large one triggers clipping by norm, small ones show it
 _CUT = 7  # where the trial's 17 elements are cut, within the first leaf
-_RTOL, _ATOL = 1e-3, 1e-5  # of the largest distance that an element moves; the trial computes in fp64
+_RTOL, _ATOL = 1e-3, 1e-5  # _ATOL is relative to the largest move of an element; the trial computes in fp64
 
 
 @attrs.frozen
 class Trial:
-    """Whether an optimizer moved the leaves of a small example otherwise than all of them as they are.
+    """The result of a trial: in which forms an optimizer moves the example's leaves as it moves them in their own shapes.
 
     Attributes:
-        joined: whether it moves them alike when they are joined in one flat tensor.
-        alone: each by itself.
-        cut: when the flat tensor is cut into two.
+        joined: as one flat tensor of both leaves.
+        alone: each leaf in a call by itself.
+        cut: as two shards of the flat tensor, each in a call by itself.
     """
 
     joined: bool = True
@@ -39,14 +43,14 @@ _ELEMENTWISE = Trial()
 
 @attrs.define(eq=False)
 class BoundOptimizer:
-    """The optimizer for the tensors at hand: tried once, and made only once for each way in which the leaves lie."""
+    """An optimizer bound to the tensors of a step. The trial runs once; a ``PerParameter`` makes its pair once per leaf map."""
 
     rule: Optimizer | PerParameter
     _trial: Trial | None = None
     _last: tuple[LeafMap, Optimizer] | None = None
 
     def at(self, leaf_map: Callable[[], LeafMap]) -> Optimizer:
-        """The optimizer for tensors in which the leaves lie as ``leaf_map()`` says, which is called only if it matters.
+        """The optimizer for tensors with this leaf map; ``leaf_map`` is not called for an elementwise optimizer.
 
         Raises:
             ValueError: as the trial shows, the optimizer is not correct for these tensors.
@@ -65,7 +69,7 @@ class BoundOptimizer:
 
 
 def bound(rule: Optimizer | PerParameter, leaf_map: LeafMap) -> Optimizer:
-    """The optimizer for tensors in which the leaves lie as ``leaf_map`` says; ``BoundOptimizer`` for a single use."""
+    """The optimizer for tensors with this leaf map; raises as ``BoundOptimizer.at`` does."""
     return BoundOptimizer(rule).at(lambda: leaf_map)
 
 
@@ -83,7 +87,7 @@ def _made(rule: Optimizer | PerParameter, leaf_map: LeafMap, trial: Trial | None
 
 
 def _wrong(leaf_map: LeafMap, trial: Trial) -> str | None:
-    """What of these tensors the optimizer is wrong for."""
+    """The form of these tensors for which the trial showed the optimizer to be wrong; None if there is none."""
     if not trial.cut and any(leaf.slices > 1 for leaf in leaf_map.leaves):
         return "slices of leaves"
     if not trial.cut and leaf_map.group is not None and leaf_map.group.size > 1:
@@ -96,11 +100,11 @@ def _wrong(leaf_map: LeafMap, trial: Trial) -> str | None:
 
 
 def tried(rule: Optimizer) -> Trial:
-    """Three updates of a matrix and a vector: as they are, joined in a flat tensor, each alone, and cut into two shards.
+    """Runs three updates of a matrix and a vector in each form of ``Trial``, on the CPU in fp64, and compares the moves.
 
-    A difference is a proof, so an elementwise optimizer is never refused. Agreement is none: the trial cannot see what shows
-    only for other shapes, other gradients or later updates. It says nothing about an optimizer that fails on the example,
-    draws at random, communicates, or gives different results for equal arguments; those are taken for elementwise.
+    A difference proves that the optimizer is not elementwise. Agreement proves nothing: the trial does not see what depends on
+    other shapes, on other gradients or on later updates. An optimizer that fails on the example, draws random numbers,
+    communicates, or gives different results for equal arguments counts as elementwise.
     """
     if rule.elementwise:
         return _ELEMENTWISE
