@@ -9,13 +9,16 @@ from functional_ds.fitting import fit
 from functional_ds.interchange import export, from_deepspeed, load_params
 from functional_ds.modules.deferred_init import deferred
 from functional_ds.modules.functional import Apply, functional
-from functional_ds.optim.adam_lion import adagrad, adam, lion
-from functional_ds.optim.adamw_sgd import Optimizer, adamw, sgd
-from functional_ds.optim.by_leaf import ByLeaf
+from functional_ds.optim.adagrad import adagrad
+from functional_ds.optim.adam import adam, adamw
 from functional_ds.optim.lamb import lamb
+from functional_ds.optim.lion import lion
 from functional_ds.optim.muon import muon
 from functional_ds.optim.one_bit import one_bit_adam, zero_one_adam
-from functional_ds.optim.param_groups import route
+from functional_ds.optim.optimizer import Optimizer, PerParameter
+from functional_ds.optim.param_groups import param_groups
+from functional_ds.optim.per_matrix import per_matrix
+from functional_ds.optim.sgd import sgd
 from functional_ds.remat import policy as saving
 from functional_ds.remat.policy import Saving
 from functional_ds.remat.remat import checkpoint_name, remat
@@ -35,12 +38,12 @@ from . import transforms  # isort: skip  (the layer above: it imports the names 
 
 __all__ = [
     "Apply",
-    "ByLeaf",
     "DonatedStateError",
     "Key",
     "Layout",
     "LeafMap",
     "Optimizer",
+    "PerParameter",
     "RematReport",
     "Saving",
     "State",
@@ -72,10 +75,11 @@ __all__ = [
     "muon",
     "one_bit_adam",
     "outermost",
+    "param_groups",
+    "per_matrix",
     "pipelining",
     "remat",
     "remat_report",
-    "route",
     "save",
     "saving",
     "sgd",

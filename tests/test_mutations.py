@@ -21,7 +21,7 @@ import functional_ds.checkpointing.writer  # loaded late otherwise, and bugs are
 from functional_ds import checkpointing, comm, transforms, tree
 from functional_ds.base.prng import Key
 from functional_ds.fitting import RollBack
-from functional_ds.optim.matrix_owners import Owners
+from functional_ds.optim.matrix_owners import MatrixOwners
 from functional_ds.sharding.layout import Layout, shard, unshard
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.transforms.precision.stochastic_rounding import round_stochastically
@@ -620,7 +620,7 @@ def leaves_go_their_own_ways() -> None:
         return dict(tree.named(step.params(state)))
 
     fast, slow = fds.sgd(0.5, weight_decay=0.5), fds.sgd(0.5)
-    for both in (fds.route({"w$": fast}, slow), fds.sgd(0.5, weight_decay=0.5, decay="w$")):
+    for both in (fds.param_groups({"w$": fast}, slow), fds.sgd(0.5, weight_decay=0.5, decay="w$")):
         for path, leaf in moved(both).items():
             assert torch.equal(leaf, moved(fast if path.endswith("w") else slow)[path])
 
@@ -632,11 +632,11 @@ def owners_give_pieces_back() -> None:
         layout = Layout.of({f"b.{i}": torch.arange(6.0) + 10 * i for i in range(4)}, N)
         parts = LeafMap.of_layout(layout, comm.world())
         pieces = [torch.arange(2.0) + 10 * leaf + 2 * rank() for leaf in range(4)]
-        owners = Owners.choose(parts)
-        whole = owners.whole(pieces, torch.float32)
+        owners = MatrixOwners.choose(parts)
+        whole = owners.gather(pieces, torch.float32)
         assert {i: leaf.tolist() for i, leaf in whole.items()} == {i: [10 * i + k for k in range(6)] for i in whole}
         assert sorted(whole) == [[0, 3], [1], [2]][rank()]
-        assert all(map(torch.equal, owners.back(whole, torch.float32), pieces))
+        assert all(map(torch.equal, owners.scatter(whole, torch.float32), pieces))
 
     comm.simulate(program, world_size=N)
 
@@ -1129,7 +1129,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug("the last micro-batch is left out", "transforms.accumulate", "(micro_batches):", "(micro_batches[:-1]):"),
     ],
     (adamw_is_torchs,): [
-        Bug("both moments decay alike", "optim.adamw_sgd", "beta2=betas[1]", "beta2=betas[0]"),
+        Bug("both moments decay alike", "optim.adam", "beta2=betas[1]", "beta2=betas[0]"),
     ],
     (schedules_multiply_the_rate,): [
         Bug("a schedule is one update ahead", "transforms.schedule", "fn(state.step)", "fn(state.step + 1)"),
@@ -1331,8 +1331,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "pieces are put together at the start",
             "optim.matrix_owners",
-            "[piece.offset : piece.offset + piece.numel] =",
-            "[: piece.numel] =",
+            "[shard.offset : shard.offset + shard.numel] =",
+            "[: shard.numel] =",
         ),
         Bug(
             "an optimizer in shards takes leaves for whole",
@@ -1343,7 +1343,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
     ],
     (an_optimizer_is_that_of_one_device, "muon", 0): [
-        Bug("matrices of a run lie at its start", "sharding.leaf_map", "piece.start - runs[-1].start", "0"),
+        Bug("matrices of a run lie at its start", "sharding.leaf_map", "shard.start - extents[-1].start", "0"),
     ],
     (owners_give_pieces_back,): [
         Bug("pieces come back in the owners' order", "optim.matrix_owners", "sorted(found, key=lambda pair: pair[0])", "found"),
@@ -1352,7 +1352,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "norms are of shards",
             "optim.lamb",
-            "local if parts.group is None else comm.all_reduce(local, parts.group)",
+            "local if leaf_map.group is None else comm.all_reduce(local, leaf_map.group)",
             "local",
         ),
     ],
@@ -1360,10 +1360,10 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "runs go on over others' leaves",
             "sharding.leaf_map",
-            "before.leaf in number and before.tensor == piece.tensor",
-            "runs",
+            "before.leaf in number and before.tensor == shard.tensor",
+            "extents",
         ),
-        Bug("others decay", "optim.by_leaf", "0 if leaf in hits else 1", "1 if leaf in hits else 0"),
+        Bug("others decay", "optim.param_groups", "0 if leaf in hits else 1", "1 if leaf in hits else 0"),
         Bug(
             "the last rule that names a leaf moves it",
             "optim.param_groups",
@@ -1374,13 +1374,13 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (lion_steps_by_signs,): [
         Bug(
             "Lion's mean is what it steps by",
-            "optim.adam_lion",
+            "optim.lion",
             "mean.lerp(grad, 1 - betas[0])",
             "mean.lerp_(grad, 1 - betas[0])",
         ),
         Bug(
             "decay comes before the sign",
-            "optim.adam_lion",
+            "optim.lion",
             "sign_()\n            p.sub_(sign.add_(p, alpha=weight_decay)",
             "add_(p, alpha=weight_decay)\n            p.sub_(sign.sign_()",
         ),
@@ -1391,9 +1391,9 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (skipped_updates_move_nothing, "muon, blocks"): [
         Bug(
             "routes do not heed skips",
-            "optim.by_leaf",
-            "guarded(pair, views, own, old, rate)",
-            "pair.update(views, own, old, rate)",
+            "optim.param_groups",
+            "guarded(rule, views, own, old, rate)",
+            "rule.update(views, own, old, rate)",
         ),
     ],
     (the_mean_is_by_hand, 2): [

@@ -6,7 +6,7 @@ import attrs
 from torch import Tensor
 
 from functional_ds import comm
-from functional_ds.optim.by_leaf import Routed
+from functional_ds.optim.param_groups import GroupStates
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.step.state import State
 from functional_ds.step.step import Step, Transform, wrap
@@ -20,7 +20,7 @@ __all__ = ["local_gradients"]
 def local_gradients(group: comm.Group | None = None) -> Transform:
     """Each rank of ``group`` has its own batch and keeps its own gradients; the optimizer sums them, in its own way.
 
-    For ``fds.one_bit_adam`` and ``fds.zero_one_adam``, which learn from ``LeafMap.unsummed`` over which ranks. Rank 0's
+    For ``fds.one_bit_adam`` and ``fds.zero_one_adam``, which learn from ``LeafMap.reduce_group`` over which ranks. Rank 0's
     params count at ``init``. Weights, metrics and the check for overflow are summed over the ranks as ever. There is no
     whole gradient to take a norm of, so ``clip`` is refused.
 
@@ -45,7 +45,7 @@ def local_gradients(group: comm.Group | None = None) -> Transform:
                 f"{name}: the optimizer does not sum gradients over ranks, so params would drift apart ({step}); use "
                 "fds.one_bit_adam or fds.zero_one_adam, or T.zero(0) instead of this transform"
             )
-        if step.leaf_map(state).unsummed != replicas.ranks():
+        if step.leaf_map(state).reduce_group != replicas.ranks():
             raise ValueError(f"{name}: another transform of this step sums gradients, too ({step}); use either")
         return state
 
@@ -57,7 +57,7 @@ def local_gradients(group: comm.Group | None = None) -> Transform:
 
     def leaf_map(inner: Any, step: Step, state: State) -> LeafMap:
         found: LeafMap = inner(step, state)
-        return attrs.evolve(found, unsummed=replicas.ranks())
+        return attrs.evolve(found, reduce_group=replicas.ranks())
 
     wrapped = wrap(
         name,
@@ -80,4 +80,4 @@ def local_gradients(group: comm.Group | None = None) -> Transform:
 
 def _sums(state: Any) -> bool:
     """Whether this state's optimizer sums gradients; of several, each of other leaves, whether all do."""
-    return all(map(_sums, state.states)) if isinstance(state, Routed) else bool(getattr(state, "reduces", False))
+    return all(map(_sums, state.states)) if isinstance(state, GroupStates) else bool(getattr(state, "reduces", False))

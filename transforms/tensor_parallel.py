@@ -148,5 +148,5 @@ def _matched(params: Any, dims: Mapping[str, int], group: comm.Group) -> dict[st
 
 def _only(grads: Sequence[Tensor], parts: LeafMap, dims: Mapping[str, int], *, slices: bool) -> list[Tensor]:
     """The gradients with those of other leaves emptied; a tensor's leaves are all slices, or none is."""
-    cut = {p.tensor for pieces in parts.ranks for p in pieces if _dim(parts.leaves[p.leaf].path, dims) is not None}
+    cut = {p.tensor for pieces in parts.shards_by_rank for p in pieces if _dim(parts.leaves[p.leaf].path, dims) is not None}
     return [grad if (place in cut) == slices else grad.new_empty(0) for place, grad in enumerate(grads)]

@@ -1,4 +1,4 @@
-"""What a forward pass keeps for the backward pass: measured, or predicted without values."""
+"""The activations that a forward pass keeps for the backward pass: measured, or predicted from shapes."""
 
 import gc
 from collections.abc import Callable
@@ -8,6 +8,7 @@ import attrs
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from functional_ds.base import tree
@@ -22,12 +23,12 @@ __all__ = ["Activations", "activations"]
 
 @attrs.frozen
 class Activations:
-    """Bytes beside params, batch and what is still there after the backward pass, as a module's buffers are.
+    """Bytes of activations. Params, the batch and what outlives the backward pass (a module's buffers) do not count.
 
     Attributes:
-        kept: what is alive when the forward pass has ended: what the backward pass needs.
-        forward: the most that was alive within the forward pass.
-        backward: the most that was alive within the backward pass, whole gradients included.
+        kept: allocated at the end of the forward pass, because the backward pass needs it.
+        forward: the peak within the forward pass.
+        backward: the peak within the backward pass, whole gradients included.
     """
 
     kept: int
@@ -36,7 +37,7 @@ class Activations:
 
 
 class _Allocations(TorchDispatchMode):
-    """Notes what each operation gives."""
+    """Notes the results of each operation."""
 
     def __init__(self, known: Any) -> None:
         super().__init__()
@@ -47,11 +48,11 @@ class _Allocations(TorchDispatchMode):
         self._take_in((args, kwargs))
         found = function(*args, **(kwargs or {}))
         results = [x for x in tree.leaves(found) if isinstance(x, Tensor) and not x.is_meta]  # a module's bare copy is
-        self.live.note(x for x in results if x.untyped_storage()._cdata not in self._known)
+        self.live.note(x for x in results if StorageWeakRef(x.untyped_storage()) not in self._known)
         return found
 
     def _take_in(self, given: Any) -> None:
-        """Among fake tensors, those that stand for tensors with values were there before."""
+        """Under fake tensors: the fakes of tensors with values were allocated before, so they are known."""
         with unset_fake_temporarily() as fakes:
             if not isinstance(fakes, FakeTensorMode):
                 return
@@ -70,21 +71,22 @@ def activations(
     device: str | torch.device = "cpu",
     autocast: torch.dtype | None = None,
 ) -> Activations:
-    """What ``loss_fn(params, batch)`` holds for its gradients, on one rank.
+    """The bytes that ``loss_fn(params, batch)`` keeps for its gradients, on one rank.
 
-    Where params or batch are on the meta device, nothing is computed: the function runs on torch's fake tensors, which stand
-    for tensors on ``device``, so a model of any size will do. It must not read values, then. Else it is run and measured.
+    If params or batch are on the meta device, the function runs on torch's fake tensors, which stand for tensors on
+    ``device``. Nothing is computed, so a model of any size will do, but the function must not read values. Otherwise the
+    function is run and measured.
 
-    Law: both give the same ``kept``, exactly, where operations choose the same kernels (an LSTM on the CPU does not). The
-    two peaks may differ by what kernels leave behind, and what is within a kernel is not seen. Recomputation is counted as
-    what it leaves; but ``fds.remat`` keeps everything on fake tensors, so a loss with it must be measured, with values.
+    Law: both give the same ``kept``, exactly, where operations choose the same kernels (an LSTM on the CPU does not). The two
+    peaks may differ by temporary memory that kernels allocate, which is not seen. With recomputation only what is kept
+    counts; but ``fds.remat`` keeps everything on fake tensors, so a loss with it must be measured with values.
 
     Args:
-        loss_fn: as ``train_step`` has it; without a key.
+        loss_fn: as in ``train_step``; without a key.
         params: the user's tree, in the dtypes that the loss sees.
-        batch: what one rank has at once: a micro-batch, where those are accumulated.
-        device: what fake tensors stand for.
-        autocast: the dtype of an autocast around the loss.
+        batch: what one rank processes at once: a micro-batch, if micro-batches are accumulated.
+        device: the device that fake tensors stand for.
+        autocast: the dtype of an autocast around the loss; None for no autocast.
 
     >>> w, x = torch.empty(100, 200, device="meta"), torch.empty(8, 100, device="meta")
     >>> activations(lambda params, batch: torch.tanh(batch @ params["w"]).sum(), {"w": w}, x).kept  # tanh keeps its result

@@ -1,6 +1,6 @@
-"""Bytes of what is held: each piece of memory once, whoever shares it, and where it lies."""
+"""Bytes of tensors: each storage counts once, whoever shares it, on the device where it lies."""
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -11,19 +11,19 @@ from functional_ds.base import tree
 __all__ = ["Live", "holdings", "places", "stored"]
 
 
-def holdings(held: Any) -> dict[int, tuple[str, int]]:
-    """Each piece of memory of a tree: by an identity, where it lies and how many bytes it has.
+def holdings(held: Any) -> dict[Hashable, tuple[str, int]]:
+    """The memory of a tree: from an identity of each storage to the kind of its device and its bytes.
 
-    A tensor's is its storage, whole, also where it is a view of a part. Any other leaf with ``nbytes`` counts as one piece,
-    on the disk or wherever its ``place`` says: that is how what was offloaded counts.
+    A tensor counts with its whole storage, also where it is a view of a part. Any other leaf with ``nbytes`` counts as one
+    storage, on the disk or wherever its ``place`` says. Offloaded leaves count like this.
     """
-    found: dict[int, tuple[str, int]] = {}
+    found: dict[Hashable, tuple[str, int]] = {}
     for leaf in tree.leaves(held):
         if isinstance(leaf, Tensor):
             storage = leaf.untyped_storage()
-            found[storage._cdata] = (storage.device.type, storage.nbytes())
+            found[StorageWeakRef(storage)] = (storage.device.type, storage.nbytes())
         elif hasattr(leaf, "nbytes"):
-            found[id(leaf)] = (str(getattr(leaf, "place", "disk")), int(leaf.nbytes))
+            found["no tensor", id(leaf)] = (str(getattr(leaf, "place", "disk")), int(leaf.nbytes))
     return found
 
 
@@ -47,33 +47,31 @@ def places(held: Any) -> dict[str, int]:
 
 
 class Live:
-    """Which of the tensors that were noted still have memory; ``peak`` is the most bytes that did at any note."""
+    """The storages of noted tensors that are still allocated. ``peak`` is the most bytes that were at any note."""
 
     def __init__(self) -> None:
         self.peak = 0
-        self._sum = 0  # of all that were not yet seen to be gone
-        self._known: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._sum = 0  # of all storages that were not yet seen to be freed
+        self._known: dict[StorageWeakRef, int] = {}
 
     def note(self, tensors: Iterable[Tensor], *, ahead: int = 0) -> None:
-        """Tensors, and bytes that will come but have no tensor yet."""
+        """Adds tensors; ``ahead`` are bytes that are under way and have no tensor yet."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            key = storage._cdata
-            if key in self._known and self._known[key][0].expired():
-                self._sum -= self._known.pop(key)[1]
+            key = StorageWeakRef(storage)  # while it is held, no other storage gets this identity
             if key not in self._known:
-                self._known[key] = (StorageWeakRef(storage), storage.nbytes())
+                self._known[key] = storage.nbytes()
                 self._sum += storage.nbytes()
         if self._sum + ahead > self.peak:
             self.peak = max(self.peak, self.bytes + ahead)
 
     @property
     def bytes(self) -> int:
-        """What is alive now."""
-        for key in [key for key, (storage, _) in self._known.items() if storage.expired()]:
-            self._sum -= self._known.pop(key)[1]
+        """The bytes that are allocated now."""
+        for key in [key for key in self._known if key.expired()]:
+            self._sum -= self._known.pop(key)
         return self._sum
 
-    def holds(self) -> dict[int, int]:
-        """What is alive now: bytes by the identity that ``holdings`` has."""
-        return {key: size for key, (storage, size) in self._known.items() if not storage.expired()}
+    def holds(self) -> dict[Hashable, int]:
+        """The storages that are allocated now: bytes by the identity that ``holdings`` has."""
+        return {key: size for key, size in self._known.items() if not key.expired()}

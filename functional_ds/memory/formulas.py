@@ -1,4 +1,4 @@
-"""What ZeRO's paper says that each rank holds and sends (Rajbhandari, Rasley, Ruwase, He 2020, arXiv:1910.02054)."""
+"""The ZeRO paper's formulas for memory and traffic of each rank (Rajbhandari, Rasley, Ruwase, He 2020, arXiv:1910.02054)."""
 
 from collections.abc import Mapping
 
@@ -28,7 +28,11 @@ class Formula:
         return Formula(self.whole + other.whole, self.cut + other.cut)
 
     def bytes(self, psi: float, n: int) -> float:
-        """The bytes, before padding.
+        """The bytes, without padding.
+
+        Args:
+            psi: the number of parameters.
+            n: the number of ranks.
 
         Raises:
             ValueError: no parameters or no ranks.
@@ -40,7 +44,15 @@ class Formula:
 
 @attrs.frozen
 class Convention:
-    """Bytes a parameter."""
+    """How many bytes of each kind a parameter takes.
+
+    Attributes:
+        name: for tables and pictures.
+        params: of the stored params.
+        masters: of the fp32 copies that the optimizer updates; 0 if there are none.
+        optimizer: of the optimizer's state.
+        gradients: of the gradients.
+    """
 
     name: str
     params: int
@@ -50,7 +62,7 @@ class Convention:
 
     @property
     def total(self) -> int:
-        """Of all kinds."""
+        """The sum over all kinds."""
         return self.params + self.masters + self.optimizer + self.gradients
 
 
@@ -61,7 +73,7 @@ _FIRST = {"params": 3, "masters": 1, "optimizer": 1, "gradients": 2}  # the firs
 
 
 def by_stage(stage: int, convention: Convention = SIXTEEN) -> dict[str, Formula]:
-    """The formula of each kind at a stage; law 20's are the sums.
+    """The formula of each kind in a stage; law 20 is about their sums.
 
     >>> [str(sum(by_stage(stage).values(), Formula())) for stage in range(4)]
     ['16Ψ', '4Ψ + 12Ψ/n', '2Ψ + 14Ψ/n', '16Ψ/n']
@@ -76,22 +88,23 @@ def by_stage(stage: int, convention: Convention = SIXTEEN) -> dict[str, Formula]
 
 
 def elements_sent(stage: int, *, micro_batches: int = 1) -> int:
-    """Law 21: how many times Ψ(n-1)/n each rank sends in a step.
+    """Law 21: the elements that each rank sends in a step, in units of Ψ(n-1)/n.
 
-    Stages 0 and 1 reduce once, stage 2 in each micro-batch, stage 3 gathers there, too.
+    Stages 0 and 1 reduce once a step, stage 2 reduces in each micro-batch, and stage 3 also gathers twice in each.
     """
     return {0: 2, 1: 2, 2: 1 + micro_batches, 3: 3 * micro_batches}[stage]
 
 
 def padding(layout: Layout) -> int:
-    """The elements of all ranks' shards that belong to no leaf."""
+    """The elements of all ranks' shards that belong to no leaf, for alignment and equal shards."""
     return sum(s.size - sum(slot.numel for slot in s.slots) for s in layout.segments)
 
 
 def padding_bound(layout: Layout) -> int:
-    """The most that ``padding`` can be for leaves like these.
+    """An upper bound of ``padding`` for these leaves.
 
-    Every leaf but a segment's first may start up to 16 bytes less one element late, and the end is rounded up to n elements:
+    Aligning a leaf that is not its segment's first takes up to 16 bytes less one element, and the end of a segment is rounded
+    up to a multiple of n elements:
     ``Σ over segments of (leaves - 1) (16 / itemsize - 1) + n - 1``.
     """
     return sum((len(s.slots) - 1) * (max(1, 16 // s.dtype.itemsize) - 1) + layout.n - 1 for s in layout.segments)

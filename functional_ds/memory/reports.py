@@ -1,4 +1,4 @@
-"""Bytes as pictures; needs matplotlib, the extra ``train``."""
+"""Tables and pictures of bytes by kind. The pictures need matplotlib, which the extra ``train`` installs."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,12 @@ _STATE = ("params", "masters", "optimizer")
 
 
 def zero_table(psi: float = 7.5e9, n: int = 64, *, convention: Convention = SIXTEEN) -> str:
-    """What each rank holds in ZeRO's stages, in GB of 10⁹ bytes; by default the figures of the paper's first picture.
+    """A table of each rank's memory in ZeRO's stages, in GB of 10⁹ bytes; by default the numbers of the paper's figure 1.
+
+    Args:
+        psi: the number of parameters.
+        n: the number of ranks.
+        convention: how many bytes of each kind a parameter takes.
 
     >>> print(zero_table())
     Ψ = 7.5e+09 parameters on n = 64 ranks; GB on each rank
@@ -38,13 +43,13 @@ def zero_table(psi: float = 7.5e9, n: int = 64, *, convention: Convention = SIXT
 
 
 def compared(title: str, expected: Mapping[str, Formula], psi: int, ranks: Sequence[Memory]) -> str:
-    """A row for each kind: its formula, that formula's bytes, and what each rank holds.
+    """A table of formulas against measured memory: for each kind its formula, the formula's bytes and each rank's bytes.
 
     Args:
         title: the first line.
-        expected: by kind, ``by_stage`` for one.
-        psi: how many parameters.
-        ranks: every rank's.
+        expected: the formula of each kind, from ``by_stage`` for example.
+        psi: the number of parameters.
+        ranks: every rank's memory, from ``Memory.of_all_ranks``.
     """
     n = len(ranks)
     rows: list[tuple[str, tuple[str, ...]]] = [(kind, (kind,)) for kind in _STATE]
@@ -70,7 +75,7 @@ _COLOURS = {"params": "#4c72b0", "masters": "#55a868", "optimizer": "#c44e52", "
 
 
 def draw_zero(psi: float = 7.5e9, n: int = 64, *, convention: Convention = SIXTEEN) -> "Figure":
-    """``zero_table`` as stacked bars, a stage each."""
+    """``zero_table`` as a picture: a stacked bar for each stage. Arguments are those of ``zero_table``."""
     figure = _figure(7, 4.5)
     axes = figure.subplots()
     table = [by_stage(stage, convention) for stage in range(4)]
@@ -87,7 +92,10 @@ def draw_zero(psi: float = 7.5e9, n: int = 64, *, convention: Convention = SIXTE
 
 
 def draw_compared(title: str, expected: Mapping[str, Formula], psi: int, ranks: Sequence[Memory]) -> "Figure":
-    """``compared`` as stacked bars, the formula's beside each rank's; and the peaks."""
+    """``compared`` as a picture: stacked bars for the formula and for each rank, and each rank's peak.
+
+    Arguments are those of ``compared``.
+    """
     figure = _figure(11, 4.5)
     left, right = figure.subplots(1, 2, width_ratios=(2, 1))
     names = ["formula", *(f"rank {i}" for i in range(len(ranks)))]
@@ -116,7 +124,7 @@ def _figure(width: float, height: float) -> "Figure":
 
 
 def _stack(axes: Any, names: Sequence[str], heights: Mapping[str, Sequence[float]], labels: Mapping[str, str]) -> list[float]:
-    """Bars on top of each other; the heights of all."""
+    """Draws stacked bars and returns their total heights."""
     floors = [0.0] * len(names)
     for kind, row in heights.items():
         if any(row):

@@ -1,4 +1,4 @@
-"""What is there only within a step: gradients, whole units, and the peak of a process."""
+"""Memory that exists only within a step: gradients, gathered units, and the peak of a process."""
 
 import resource
 import sys
@@ -20,7 +20,7 @@ __all__ = ["Tracked", "noted", "peak"]
 
 
 def noted(sizes: list[int]) -> Transform:
-    """A transform that changes nothing: it appends the bytes of each step's gradients, as the optimizer gets them.
+    """A transform that appends the bytes of each step's gradients, as the optimizer gets them, and changes nothing.
 
     >>> import functional_ds as fds
     >>> sizes = []
@@ -39,9 +39,9 @@ def noted(sizes: list[int]) -> Transform:
 
 
 class Tracked:
-    """A gather that knows how many bytes of what it gathered are still there: ``zero(3, all_gather=Tracked())``.
+    """An all-gather that measures how many gathered bytes are allocated: ``zero(3, all_gather=Tracked())``.
 
-    ``live.peak`` is the most at any one time, those under way included.
+    ``live.peak`` is the peak, including gathers in flight.
     """
 
     def __init__(self, gather: Callable[..., Any] = comm.all_gather) -> None:
@@ -50,7 +50,7 @@ class Tracked:
         self._ahead = 0
 
     def __call__(self, x: Any, group: comm.Group | None = None, **options: Any) -> Any:
-        """As the gather is called."""
+        """Calls the gather and notes its result."""
         size = sum(leaf.nbytes for leaf in tree.leaves(x)) * (group or comm.world()).size
         found = self._gather(x, group, **options)
         self._ahead += size
@@ -68,7 +68,7 @@ class Tracked:
 
 
 def peak() -> int:
-    """The most bytes of this process so far: of torch's allocator where a GPU is in use, else of all its memory."""
+    """The peak bytes of this process: those of torch's allocator if a GPU is in use, else its resident memory."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

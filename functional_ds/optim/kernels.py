@@ -1,4 +1,4 @@
-"""What the optimizers share: tensors as torch's kernels want them, and checks of numbers."""
+"""What the optimizers share: tensors as torch's kernels need them, skipped updates, and checks of numbers."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,35 +10,50 @@ from torch import Tensor
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
 
-__all__ = ["check", "check_betas", "divided", "found_inf", "gradients", "guarded", "means", "reals", "widened", "zeros"]
+__all__ = [
+    "check",
+    "check_betas",
+    "counts",
+    "divided",
+    "found_inf",
+    "gradients",
+    "guarded",
+    "means",
+    "reals",
+    "widened",
+    "zeros",
+]
 
 
 def reals(tensors: list[Tensor]) -> list[Tensor]:
-    """As kernels want them: complex numbers as pairs of reals."""
+    """Complex tensors as views of pairs of reals, others as they are."""
     return [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
 
 
 def gradients(grads: Weighted, params: list[Tensor]) -> list[Tensor]:
-    """Laid out like the parameters and in their dtype, because the fused kernels walk all in step."""
+    """The sums of gradients, laid out like the parameters and in their dtype, as the fused kernels need them."""
     return reals([grad.to(p.dtype).contiguous() for grad, p in zip(grads.sum, params, strict=True)])
 
 
 def divided(grads: Weighted, params: list[Tensor]) -> list[Tensor]:
-    """The gradients divided by their weight, in the parameters' dtype; the weight may be larger than half precision holds."""
+    """The gradients divided by their weight, in the parameters' dtype.
+
+    The division is done in fp32 at least, because the weight may be larger than half precision holds.
+    """
     wides = [torch.promote_types(p.dtype, torch.float32) for p in params]
     rows = zip(grads.sum, wides, params, strict=True)
     return [(grad.to(wide) / grads.weight.to(wide)).to(p.dtype) for grad, wide, p in rows]
 
 
 def means(grads: Weighted, params: list[Tensor]) -> list[Tensor]:
-    """The gradients divided by their weight, for kernels that do not divide."""
+    """The gradients divided by their weight, as reals, for kernels that do not divide."""
     return reals([mean.contiguous() for mean in divided(grads, params)])
 
 
 def widened(kernel: Callable[..., None], *rows: Sequence[Tensor | None]) -> None:
-    """``kernel(*rows)``, which writes into tensors; half precision on a CPU as fp32 copies, which are copied back.
+    """``kernel(*rows)``, which writes into the tensors; half precision on a CPU is copied to fp32 and back.
 
-    Torch's fused SGD leaves whole vectors of such numbers as they are.
+    Torch's fused SGD leaves whole vectors of half precision numbers unchanged on a CPU.
     """
     wide = [[t.float() if t is not None and _half_on_cpu(t) else t for t in row] for row in rows]
     kernel(*wide)
@@ -53,8 +68,13 @@ def _half_on_cpu(tensor: Tensor) -> bool:
 
 
 def zeros(params: list[Tensor]) -> list[Tensor]:
-    """Zeros for each parameter, complex numbers as pairs of reals."""
+    """Zeros shaped like each parameter; for complex parameters, pairs of reals."""
     return [torch.zeros_like(p, memory_format=torch.contiguous_format) for p in reals(params)]
+
+
+def counts(params: list[Tensor]) -> list[Tensor]:
+    """A count of updates for each parameter: an fp32 scalar on its device, as torch's kernels need it."""
+    return [torch.zeros((), dtype=torch.float32, device=p.device) for p in params]
 
 
 def check(**numbers: float) -> None:
@@ -65,26 +85,26 @@ def check(**numbers: float) -> None:
 
 
 def check_betas(betas: tuple[float, float]) -> None:
-    """Refuses decay rates of running means that are no such."""
+    """Refuses decay rates of running means outside [0, 1)."""
     if not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas={betas} must lie in [0, 1)")
 
 
 def found_inf(grads: Weighted) -> Tensor | None:
-    """``grads.skip`` as torch's fused kernels want it: 1.0 makes them leave everything as it is."""
+    """``grads.skip`` as torch's fused kernels take it: where it is 1.0 they change nothing."""
     return None if grads.skip is None else grads.skip.float()
 
 
-def guarded(pair: Any, params: list[Tensor], grads: Weighted, state: Any, rate: float | Tensor) -> tuple[list[Tensor], Any]:
-    """``pair.update``, or what was there before, bit for bit, where ``grads.skip`` says so.
+def guarded(rule: Any, params: list[Tensor], grads: Weighted, state: Any, rate: float | Tensor) -> tuple[list[Tensor], Any]:
+    """``rule.update``; params and state stay the same, bit for bit, where ``grads.skip`` is true.
 
-    Nothing waits for the device. An optimizer with ``skips`` sees to it itself; for any other one the params and the state
-    are copied before the update and chosen after it.
+    The host does not wait for the device. An optimizer with ``skips`` skips by itself; for any other the params and the state
+    are copied before the update, and the old or the new values are selected after it.
     """
-    if grads.skip is None or getattr(pair, "skips", False):
-        return pair.update(params, grads, state, rate)  # type: ignore[no-any-return]
+    if grads.skip is None or getattr(rule, "skips", False):
+        return rule.update(params, grads, state, rate)  # type: ignore[no-any-return]
     before = tree.map(_copy, (params, state))
-    after = tuple(pair.update(params, grads, state, rate))
+    after = tuple(rule.update(params, grads, state, rate))
     chosen: tuple[list[Tensor], Any] = tree.map(lambda old, new: _choose(grads.skip, old, new), before, after)
     return chosen
 

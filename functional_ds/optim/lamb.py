@@ -1,4 +1,4 @@
-"""LAMB: Adam with a step as long as each leaf is large."""
+"""LAMB: Adam whose step in each leaf is scaled to the leaf's norm."""
 
 from collections.abc import Sequence
 from math import inf
@@ -10,9 +10,10 @@ from functional_ds import comm
 from functional_ds.base.weighted import Weighted
 from functional_ds.sharding.leaf_map import LeafMap
 
-from .adamw_sgd import AdamState, Optimizer, Rate
-from .by_leaf import ByLeaf, Where, by_decay
-from .kernels import check, check_betas, means, reals, zeros
+from .adam import AdamState
+from .kernels import check, check_betas, means, reals
+from .optimizer import Optimizer, PerParameter, Rate
+from .param_groups import PathFilter, by_decay
 
 __all__ = ["lamb"]
 
@@ -24,8 +25,8 @@ def lamb(
     eps: float = 1e-6,
     weight_decay: float = 0.0,
     trust: tuple[float, float] = (0.0, inf),
-    decay: Where | None = None,
-) -> ByLeaf:
+    decay: PathFilter | None = None,
+) -> PerParameter:
     """LAMB (You et al. 2020, arXiv:1904.00962).
 
     ```
@@ -58,12 +59,7 @@ def lamb(
     if not 0 <= trust[0] <= trust[1]:
         raise ValueError(f"trust={trust} must be bounds: 0 <= low <= high")
     if decay is not None:
-        rest = {"betas": betas, "eps": eps, "trust": trust}
-        return by_decay(lambda part: lamb(lr, weight_decay=part, **rest), weight_decay, decay)  # type: ignore[arg-type]
-
-    def init(params: list[Tensor]) -> AdamState:
-        steps = [torch.zeros((), dtype=torch.float32, device=p.device) for p in params]
-        return AdamState(steps, zeros(params), zeros(params))
+        return by_decay(lambda part: lamb(lr, betas=betas, eps=eps, weight_decay=part, trust=trust), weight_decay, decay)
 
     def direction(p: Tensor, grad: Tensor, count: Tensor, mean: Tensor, square: Tensor) -> Tensor:
         count.add_(1)
@@ -72,22 +68,22 @@ def lamb(
         root = (square / (1 - betas[1] ** count)).sqrt_().add_(eps)
         return (mean / (1 - betas[0] ** count)).div_(root).add_(p, alpha=weight_decay)
 
-    def make(parts: LeafMap) -> Optimizer:
-        parts.refuse_slices("lamb")
+    def make(leaf_map: LeafMap) -> Optimizer:
+        leaf_map.refuse_slices("lamb")
 
         def update(params: list[Tensor], grads: Weighted, state: AdamState, rate: Rate) -> tuple[list[Tensor], AdamState]:
             rows = zip(reals(params), means(grads, params), state.steps, state.exp_avg, state.exp_avg_sq, strict=True)
             changes = [_shaped(direction(*row), p) for row, p in zip(rows, params, strict=True)]
-            before, along = parts.views(params), parts.views(changes)
-            own, length = _norms(parts, before, along)
+            before, along = leaf_map.views(params), leaf_map.views(changes)
+            own, length = _norms(leaf_map, before, along)
             ratio = torch.where((own > 0) & (length > 0), (own / length).clamp(*trust), torch.ones_like(own))
-            for piece, p, change in zip(parts.pieces, before, along, strict=True):
-                p.sub_(change.mul_(ratio[piece.leaf] * lr * rate))
+            for shard, p, change in zip(leaf_map.shards, before, along, strict=True):
+                p.sub_(change.mul_(ratio[shard.leaf] * lr * rate))
             return params, state
 
-        return Optimizer(init, update)
+        return Optimizer(AdamState.fresh, update)
 
-    return ByLeaf(make, f"lamb(lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}, trust={trust})")
+    return PerParameter(make, f"lamb(lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}, trust={trust})")
 
 
 def _shaped(change: Tensor, p: Tensor) -> Tensor:
@@ -95,18 +91,18 @@ def _shaped(change: Tensor, p: Tensor) -> Tensor:
     return torch.view_as_complex(change) if p.is_complex() else change.to(p.dtype).view_as(p)
 
 
-def _norms(parts: LeafMap, *pieces: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of each leaf, from the squares of all ranks' pieces: a row for each sequence of pieces."""
-    if not parts.leaves:
-        return torch.zeros(len(pieces), 0)
-    device = pieces[0][0].device if pieces[0] else None if parts.group is None else parts.group.world.device
+def _norms(leaf_map: LeafMap, *rows: Sequence[Tensor]) -> Tensor:
+    """The 2-norm of each leaf from the squares of all ranks' shards, for each row of this rank's shards: [rows, leaves]."""
+    if not leaf_map.leaves:
+        return torch.zeros(len(rows), 0)
+    device = rows[0][0].device if rows[0] else None if leaf_map.group is None else leaf_map.group.world.device
     nothing = torch.zeros((), device=device)
     squares = []
-    for row in pieces:
-        held = {piece.leaf: _square(part) for piece, part in zip(parts.pieces, row, strict=True)}
-        squares.append(torch.stack([held.get(leaf, nothing) for leaf in range(len(parts.leaves))]))
+    for row in rows:
+        held = {shard.leaf: _square(part) for shard, part in zip(leaf_map.shards, row, strict=True)}
+        squares.append(torch.stack([held.get(leaf, nothing) for leaf in range(len(leaf_map.leaves))]))
     local = torch.stack(squares)  # [rows, leaves]
-    total: Tensor = local if parts.group is None else comm.all_reduce(local, parts.group)
+    total: Tensor = local if leaf_map.group is None else comm.all_reduce(local, leaf_map.group)
     return total.sqrt()
 
 

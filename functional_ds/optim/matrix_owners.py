@@ -1,6 +1,6 @@
-"""Whole leaves for optimizers that need them: each is put together on one rank, and what is made of it goes back."""
+"""Parameter owners: each leaf is gathered whole on one rank, and the result for it is scattered to the leaf's shards."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 import torch
@@ -9,89 +9,112 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.sharding.leaf_map import LeafMap, LeafShard
 
-__all__ = ["Owners"]
+__all__ = ["MatrixOwners"]
 
 
 @attrs.frozen
-class Owners:
+class MatrixOwners:
     """Which rank owns which leaf.
 
-    Law: ``back ∘ whole = id``: the pieces that ``back`` gives are those that ``whole`` was given.
+    Law: ``scatter ∘ gather = id``.
 
-    ``whole`` and ``back`` are an all-to-all each, by which every element travels once, but for those that the owner has
-    already: in elements, over all ranks, Σ over leaves of (numel - the owner's piece) each way. Leaves that no shard's edge
-    cuts are not sent; where there are no others, nothing is called.
+    ``gather`` and ``scatter`` are one all-to-all each, in which a rank sends only elements that it has and the receiver lacks:
+    over all ranks, Σ over leaves of (numel - the owner's shard) elements each way. Leaves that lie whole on one rank are not
+    sent. If no leaf is cut, there is no call.
 
     Attributes:
-        parts: which elements are where.
-        of: each leaf's owner: the rank with most of it, and of several such the one with least to own so far.
+        leaf_map: which elements are where.
+        owner: each leaf's owner: the rank with most of its elements; of several such, the one that owns least so far.
     """
 
-    parts: LeafMap
-    of: tuple[int, ...]
+    leaf_map: LeafMap
+    owner: tuple[int, ...]
 
     @staticmethod
-    def choose(parts: LeafMap) -> "Owners":
-        """The same on every rank.
+    def choose(leaf_map: LeafMap) -> "MatrixOwners":
+        """The owners, the same on every rank.
 
         >>> from functional_ds import Layout
         >>> layout = Layout.of({"a": torch.ones(8), "b": torch.ones(8)}, 2)
-        >>> comm.simulate(lambda: Owners.choose(LeafMap.of_layout(layout, comm.world())).of, world_size=2)
+        >>> comm.simulate(lambda: MatrixOwners.choose(LeafMap.of_layout(layout, comm.world())).owner, world_size=2)
         [(0, 1), (0, 1)]
         """
-        held: list[dict[int, int]] = [{} for _ in parts.leaves]
-        for rank, pieces in enumerate(parts.ranks):
-            for piece in pieces:
-                held[piece.leaf][rank] = piece.numel
-        load = [0] * len(parts.ranks)
-        of = []
-        for leaf, shares in zip(parts.leaves, held, strict=True):
-            owner = min(shares, key=lambda rank: (-shares[rank], load[rank], rank), default=0)
+        held: list[dict[int, int]] = [{} for _ in leaf_map.leaves]
+        for rank, shards in enumerate(leaf_map.shards_by_rank):
+            for shard in shards:
+                held[shard.leaf][rank] = shard.numel
+        load = [0] * len(leaf_map.shards_by_rank)
+        owners = []
+        for leaf, sizes in zip(leaf_map.leaves, held, strict=True):
+            owner = min(sizes, key=lambda rank: (-sizes[rank], load[rank], rank), default=0)
             load[owner] += leaf.numel
-            of.append(owner)
-        return Owners(parts, tuple(of))
+            owners.append(owner)
+        return MatrixOwners(leaf_map, tuple(owners))
 
-    def whole(self, pieces: Sequence[Tensor], dtype: torch.dtype) -> dict[int, Tensor]:
-        """From this rank's pieces, of one dtype on all ranks, to the leaves that it owns, flat."""
-        order, arrives = self._by_owner(), self._mine()
-        blocks = [pieces[i] for i in order]
-        flat = self._exchange(blocks, self._outward(), [_total(block) for block in arrives], dtype)
-        leaves = {i: flat.new_empty(leaf.numel) for i, leaf in enumerate(self.parts.leaves) if self.of[i] == self.parts.rank}
-        there = [piece for block in arrives for piece in block]
-        for piece, part in zip(there, flat.split([piece.numel for piece in there]), strict=True):
-            leaves[piece.leaf][piece.offset : piece.offset + piece.numel] = part
-        return leaves
+    @property
+    def owned(self) -> list[int]:
+        """The leaves that this rank owns."""
+        return [leaf for leaf, owner in enumerate(self.owner) if owner == self.leaf_map.rank]
 
-    def back(self, leaves: Mapping[int, Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """From the leaves that this rank owns, flat, to its pieces."""
-        order, leaving = self._by_owner(), self._mine()
-        blocks = [leaves[p.leaf][p.offset : p.offset + p.numel] for block in leaving for p in block]
+    def gather(self, shards: Sequence[Tensor], dtype: torch.dtype) -> dict[int, Tensor]:
+        """From this rank's shards, all of ``dtype``, to the leaves that it owns, in their shapes and in memory of their own."""
+        order, arriving = self._by_owner(), self._arriving()
+        blocks = [shards[i] for i in order]
+        flat = self._exchange(blocks, self._outward(), [_total(block) for block in arriving], dtype)
+        leaves = self.leaf_map.leaves
+        found = {i: flat.new_empty(leaves[i].numel) for i in self.owned}
+        there = [shard for block in arriving for shard in block]
+        for shard, part in zip(there, flat.split([shard.numel for shard in there]), strict=True):
+            found[shard.leaf][shard.offset : shard.offset + shard.numel] = part
+        return {i: flat.view(leaves[i].shape) for i, flat in found.items()}
+
+    def scatter(self, leaves: Mapping[int, Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """From the leaves that this rank owns, all of ``dtype``, to its shards, flat."""
+        order, leaving = self._by_owner(), self._arriving()
+        flats = {leaf: value.reshape(-1) for leaf, value in leaves.items()}
+        blocks = [flats[s.leaf][s.offset : s.offset + s.numel] for block in leaving for s in block]
         flat = self._exchange(blocks, [_total(block) for block in leaving], self._outward(), dtype)
-        found = zip(order, flat.split([self.parts.pieces[i].numel for i in order]), strict=True)
+        found = zip(order, flat.split([self.leaf_map.shards[i].numel for i in order]), strict=True)
         return [part for _, part in sorted(found, key=lambda pair: pair[0])]
 
+    def apply(self, function: Callable[..., Tensor], *rows: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """This rank's shards of ``function(leaf, *matrices)``, which each leaf's owner computes.
+
+        Args:
+            function: gets the leaf's number, and the leaf whole from each row; returns a tensor of the leaf's shape. It is not
+                called for leaves without elements.
+            rows: this rank's shards of the same leaves, as flat tensors; each row costs a ``gather``.
+            dtype: in which all of this travels.
+        """
+        wholes = [self.gather([shard.to(dtype) for shard in row], dtype) for row in rows]
+        found = {i: [whole[i] for whole in wholes] for i in self.owned}
+        return self.scatter({i: function(i, *row) if row[0].numel() else row[0] for i, row in found.items()}, dtype)
+
     def _by_owner(self) -> list[int]:
-        """This rank's pieces in the order of their owners."""
-        return sorted(range(len(self.parts.pieces)), key=lambda i: self.of[self.parts.pieces[i].leaf])
+        """This rank's shards in the order of their owners."""
+        return sorted(range(len(self.leaf_map.shards)), key=lambda i: self.owner[self.leaf_map.shards[i].leaf])
 
     def _outward(self) -> list[int]:
-        """How many elements of this rank's pieces each rank owns."""
-        pieces = self.parts.pieces
-        return [_total([p for p in pieces if self.of[p.leaf] == rank]) for rank in range(len(self.parts.ranks))]
+        """How many elements of this rank's shards each rank owns."""
+        shards = self.leaf_map.shards
+        return [_total([s for s in shards if self.owner[s.leaf] == rank]) for rank in range(len(self.leaf_map.shards_by_rank))]
 
-    def _mine(self) -> list[list[LeafShard]]:
-        """Each rank's pieces of the leaves that this rank owns."""
-        return [[p for p in pieces if self.of[p.leaf] == self.parts.rank] for pieces in self.parts.ranks]
+    def _arriving(self) -> list[list[LeafShard]]:
+        """Each rank's shards of the leaves that this rank owns."""
+        own = self.leaf_map.rank
+        return [[s for s in shards if self.owner[s.leaf] == own] for shards in self.leaf_map.shards_by_rank]
 
     def _exchange(self, blocks: list[Tensor], sends: list[int], receives: list[int], dtype: torch.dtype) -> Tensor:
-        group = self.parts.group
+        group = self.leaf_map.group
         device = group.world.device if group is not None else None
         flat = torch.cat(blocks) if blocks else torch.empty(0, dtype=dtype, device=device)
-        if group is None or all(self.of[p.leaf] == rank for rank, pieces in enumerate(self.parts.ranks) for p in pieces):
+        if group is None or all(
+            self.owner[s.leaf] == rank for rank, shards in enumerate(self.leaf_map.shards_by_rank) for s in shards
+        ):
             return flat
         found: Tensor = comm.all_to_all(flat, group, input_splits=sends, output_splits=receives)
         return found
 
 
-def _total(pieces: Sequence[LeafShard]) -> int:
-    return sum(piece.numel for piece in pieces)
+def _total(shards: Sequence[LeafShard]) -> int:
+    return sum(shard.numel for shard in shards)

@@ -1,6 +1,5 @@
-"""Muon: matrices move by their momentum, orthogonalised."""
+"""Muon: each matrix moves by its orthogonalised momentum."""
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -8,12 +7,12 @@ from torch import Tensor
 
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
-from functional_ds.sharding.leaf_map import LeafMap, find
 
-from .adamw_sgd import Optimizer, Rate, as_optimizer
-from .by_leaf import ByLeaf, Where, routed
 from .kernels import check, means, zeros
-from .matrix_owners import Owners
+from .matrix_owners import MatrixOwners
+from .optimizer import Optimizer, PerParameter, Rate
+from .param_groups import PathFilter
+from .per_matrix import descend, on_matrices
 
 __all__ = ["MuonState", "muon", "orthogonalize"]
 
@@ -37,9 +36,9 @@ def muon(
     weight_decay: float = 0.1,
     steps: int = 5,
     adjust: Literal["original", "match_rms_adamw"] = "original",
-    matrices: Where | None = None,
+    matrices: PathFilter | None = None,
     dtype: torch.dtype = torch.bfloat16,
-) -> ByLeaf:
+) -> PerParameter:
     """Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) for matrices, another optimizer for all else.
 
     ```
@@ -47,17 +46,17 @@ def muon(
     W ← (1 - lr · weight_decay) W - lr · factor(W) · orthogonalize(u)
     ```
 
-    Law 19 holds in every stage: each matrix is orthogonalised whole, on one rank. The largest piece of it lies there already;
-    the other pieces of ``u`` travel there, and those of the result back, both in ``dtype`` (which changes no bit: the iteration
-    computes in it). Bytes that all ranks together send in an update of stage 1, 2 or 3: 2 · 2 · Σ over matrices of (numel -
-    the owner's piece), which is at most 4Ψ(n-1)/n; gathering all of ``u`` on all ranks would be 2Ψ(n-1). Each rank computes
-    about 1/n. In stage 0, where every rank has everything, every rank computes everything and sends nothing.
+    Law 19 holds in every stage: each matrix is orthogonalised whole, by its owner, the rank with most of its elements. The
+    other ranks send it their parts of ``u``, and it sends back theirs of the result, both in ``dtype`` (which changes no bit:
+    the iteration computes in it). Bytes that all ranks together send in an update of stage 1, 2 or 3: 2 · 2 · Σ over matrices
+    of (numel - the owner's shard), which is at most 4Ψ(n-1)/n; gathering all of ``u`` on all ranks would be 2Ψ(n-1). Each rank
+    computes about 1/n. In stage 0 every rank computes everything and sends nothing. The momentum lies in shards as Adam's does.
 
     Args:
         lr: the learning rate of the matrices.
         others: the optimizer of all leaves that are no matrices: ``fds.adamw(3e-4)``, say.
         momentum: the decay rate of the running mean.
-        nesterov: look ahead.
+        nesterov: whether ``u`` looks ahead.
         weight_decay: decoupled, for matrices.
         steps: of the Newton-Schulz iteration.
         adjust: ``"original"`` is factor(W) = √max(1, rows / columns); ``"match_rms_adamw"`` is 0.2 √max(rows, columns) (Liu
@@ -83,45 +82,28 @@ def muon(
         raise ValueError(f"steps={steps} must be at least 1")
     if adjust not in ("original", "match_rms_adamw"):
         raise ValueError(f"adjust={adjust!r} is unknown; use 'original' or 'match_rms_adamw'")
-    rest = as_optimizer(others)
-
-    def choose(parts: LeafMap) -> list[int]:
-        named = range(len(parts.leaves)) if matrices is None else find(parts, matrices, "matrices")
-        found = {i for i in named if len(parts.leaves[i].shape) == 2 and parts.leaves[i].dtype.is_floating_point}
-        return [0 if i in found else 1 for i in range(len(parts.leaves))]
 
     def factor(rows: int, columns: int) -> float:
         return float(max(1, rows / columns) ** 0.5 if adjust == "original" else 0.2 * max(rows, columns) ** 0.5)
 
-    def make(parts: LeafMap) -> Optimizer:
-        parts.refuse_slices("muon")
-        owners = Owners.choose(parts)
+    def make(owners: MatrixOwners) -> Optimizer:
+        leaf_map = owners.leaf_map
 
         def update(params: list[Tensor], grads: Weighted, state: MuonState, rate: Rate) -> tuple[list[Tensor], MuonState]:
             ahead = [_averaged(g, m, momentum, nesterov) for g, m in zip(means(grads, params), state.momentum, strict=True)]
-            moved = _orthogonal(owners, parts.views([u.to(dtype) for u in ahead]), steps, dtype)
-            for p in params:
-                p.mul_(1 - lr * rate * weight_decay)
-            for piece, p, change in zip(parts.pieces, parts.views(params), moved, strict=True):
-                p.sub_(change.to(p.dtype).mul_(lr * rate * factor(*parts.leaves[piece.leaf].shape)))
+            changes = owners.apply(lambda leaf, u: orthogonalize(u, steps=steps), leaf_map.views(ahead), dtype=dtype)
+            descend(leaf_map, params, changes, lr=lr * rate, weight_decay=weight_decay, factor=factor)
             return params, state
 
         return Optimizer(lambda params: MuonState(zeros(params)), update)
 
-    name = f"muon(lr={lr}, momentum={momentum}, nesterov={nesterov}, weight_decay={weight_decay}, adjust={adjust!r}, {rest})"
-    return routed(name, choose, (ByLeaf(make, "muon"), rest))
+    numbers = f"lr={lr}, momentum={momentum}, nesterov={nesterov}, weight_decay={weight_decay}, adjust={adjust!r}"
+    return on_matrices(make, others, matrices, kind="muon", name=f"muon({numbers}, {{others}})")
 
 
 def _averaged(grad: Tensor, mean: Tensor, momentum: float, nesterov: bool) -> Tensor:
     mean.lerp_(grad, 1 - momentum)
     return grad.lerp(mean, momentum) if nesterov else mean
-
-
-def _orthogonal(owners: Owners, pieces: Sequence[Tensor], steps: int, dtype: torch.dtype) -> list[Tensor]:
-    """This rank's pieces of the matrices, orthogonalised by their owners."""
-    shapes = [leaf.shape for leaf in owners.parts.leaves]
-    whole = owners.whole(pieces, dtype).items()
-    return owners.back({i: orthogonalize(flat.view(shapes[i]), steps=steps).reshape(-1) for i, flat in whole}, dtype)
 
 
 def orthogonalize(matrix: Tensor, *, steps: int = 5) -> Tensor:

@@ -1,4 +1,4 @@
-"""Adam for gradients that no rank has summed: it sends one bit an element, and later what that left out."""
+"""1-bit and 0/1 Adam: local gradients, compressed momentum, error feedback."""
 
 import sys
 from typing import Any, ClassVar
@@ -13,77 +13,77 @@ from functional_ds.base.weighted import Weighted
 from functional_ds.comm.record.group import Solo
 from functional_ds.sharding.leaf_map import LeafMap
 
-from .adamw_sgd import AdamState, Optimizer, Rate, adamw
-from .by_leaf import ByLeaf, Where, by_decay
+from .adam import AdamState, adam_optimizer
 from .kernels import check, check_betas, gradients, reals, zeros
+from .optimizer import Optimizer, PerParameter, Rate
+from .param_groups import PathFilter, by_decay
 
-__all__ = ["ALWAYS", "Apart", "OneBitState", "Rounds", "one_bit_adam", "zero_one_adam"]
+__all__ = ["ALWAYS", "LocalSteps", "OneBitState", "UpdateIntervals", "one_bit_adam", "zero_one_adam"]
 
 
 @attrs.frozen
-class Rounds:
-    """Some of the updates 0, 1, 2, ..., as stretches of equal distances.
+class UpdateIntervals:
+    """Some of the updates 0, 1, 2, ..., as ranges of equal intervals.
 
     Attributes:
-        stretches: one after the other, none reaching into the next.
+        ranges: one after the other, none overlapping the next.
 
-    >>> rounds = Rounds((range(3), range(3, 9, 2)))
-    >>> [t for t in range(12) if t in rounds], rounds.before(4)
+    >>> chosen = UpdateIntervals((range(3), range(3, 9, 2)))
+    >>> [t for t in range(12) if t in chosen], chosen.before(4)
     ([0, 1, 2, 3, 5, 7], 4)
     """
 
-    stretches: tuple[range, ...]
+    ranges: tuple[range, ...]
 
     def __contains__(self, update: int) -> bool:
-        return any(update in stretch for stretch in self.stretches)
+        return any(update in each for each in self.ranges)
 
     def before(self, update: int) -> int:
         """How many of them come before an update."""
-        clipped = (range(r.start, min(update, r.stop), r.step) for r in self.stretches)
-        return sum(len(stretch) for stretch in clipped)
+        return sum(len(range(r.start, min(update, r.stop), r.step)) for r in self.ranges)
 
     @staticmethod
-    def sparser(each: int, stop: int) -> "Rounds":
-        """``each`` in a row, then as many at twice the distance, and so on, before ``stop``.
+    def doubling(each: int, stop: int) -> "UpdateIntervals":
+        """``each`` updates at interval 1, then as many at interval 2, at 4, and so on, before ``stop``.
 
-        >>> Rounds.sparser(2, 12).stretches
+        >>> UpdateIntervals.doubling(2, 12).ranges
         (range(0, 2), range(2, 6, 2), range(6, 12, 4))
         """
-        stretches, start, distance = [], 0, 1
+        ranges, start, interval = [], 0, 1
         while start < stop:
-            end = min(start + each * distance, stop)
-            stretches.append(range(start, end, distance))
-            start, distance = end, 2 * distance
-        return Rounds(tuple(stretches))
+            end = min(start + each * interval, stop)
+            ranges.append(range(start, end, interval))
+            start, interval = end, 2 * interval
+        return UpdateIntervals(tuple(ranges))
 
     @staticmethod
-    def apart(start: int, each: int, longest: int) -> "Rounds":
+    def local_steps(start: int, each: int, longest: int) -> "UpdateIntervals":
         """All up to ``start``; then the last of every one, two, four, ... up to ``longest``, for ``each`` updates of these.
 
-        >>> Rounds.apart(3, 4, 4).stretches[:3]
+        >>> UpdateIntervals.local_steps(3, 4, 4).ranges[:3]
         (range(0, 7), range(8, 11, 2), range(14, 9223372036854775807, 4))
         """
-        stretches, begin, distance = [range(start + each)], start + each, 2
-        while distance < longest:
-            stretches.append(range(begin + distance - 1, begin + each, distance))
-            begin, distance = begin + each, 2 * distance
-        return Rounds((*stretches, range(begin + longest - 1, sys.maxsize, longest)))
+        ranges, begin, interval = [range(start + each)], start + each, 2
+        while interval < longest:
+            ranges.append(range(begin + interval - 1, begin + each, interval))
+            begin, interval = begin + each, 2 * interval
+        return UpdateIntervals((*ranges, range(begin + longest - 1, sys.maxsize, longest)))
 
 
-ALWAYS = Rounds((range(sys.maxsize),))
+ALWAYS = UpdateIntervals((range(sys.maxsize),))
 
 
 @tree.record
-class Apart:
-    """What a rank did by itself since the ranks last met.
+class LocalSteps:
+    """What a rank did by itself since the ranks last synchronised.
 
     Attributes:
-        met: the parameters when they met, the same on all ranks.
+        synced: the parameters as of then, the same on all ranks.
         moved: the sum of the momenta since, each times its rate.
         rates: the sum of those rates.
     """
 
-    met: list[Tensor]
+    synced: list[Tensor]
     moved: list[Tensor]
     rates: Tensor
 
@@ -94,17 +94,17 @@ class OneBitState:
 
     Attributes:
         count: how many updates were made; on the host, which decides by it what is sent.
-        exp_avg: the momentum, the same on all ranks whenever they have met.
+        exp_avg: the momentum, the same on all ranks after each synchronisation.
         exp_avg_sq: the variance, the same on all ranks.
-        residual: what compression still owes on this rank; None without compression.
-        apart: where ranks do steps by themselves.
+        residual: this rank's compression error, which is added to what it sends next; None without compression.
+        local: the steps since the last synchronisation; None where ranks synchronise in every update.
     """
 
     count: Tensor
     exp_avg: list[Tensor]
     exp_avg_sq: list[Tensor]
     residual: comm.Residual | None
-    apart: Apart | None
+    local: LocalSteps | None
 
     reduces: ClassVar[bool] = True  # its update sums the gradients over the ranks
 
@@ -117,8 +117,8 @@ def one_bit_adam(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     codec: comm.Codec | None = comm.OneBit(2048),  # noqa: B008  # frozen
-    decay: Where | None = None,
-) -> ByLeaf:
+    decay: PathFilter | None = None,
+) -> PerParameter:
     """1-bit Adam (Tang et al. 2021, arXiv:2102.02888): Adam, then momentum in one bit an element over a frozen variance.
 
     ```
@@ -126,13 +126,14 @@ def one_bit_adam(
     t ≥ warmup:  m = EF(Σ (β₁ m + (1 - β₁) gᵢ) / n);  w ← w - lr m̂ / (√v̂ + eps)        v stays
     ```
 
-    It sums the gradients itself: use it with ``T.local_gradients(group)``, which leaves them as each rank has them. EF is error
-    feedback on both ways (``comm.ErrorFeedback``), so nothing is lost for good (law 38). Without another rank, or without a
-    codec, nothing is sent, or exactly. All ranks keep the same bits. m̂ and v̂ are corrected for their bias as Adam does. An
-    element that had no gradient in the whole warm-up has no variance to divide by, and stays where it is from then on.
+    The optimizer itself sums the gradients: use it with ``T.local_gradients(group)``, which leaves each rank's gradients on that rank.
+    EF is error feedback in both directions (``comm.ErrorFeedback``), so no error is lost for good (law 38). On one rank
+    nothing is sent, and without a codec values are sent exactly. All ranks keep the same bits. m̂ and v̂ are corrected for
+    their bias as Adam does. An element that had no gradient in the whole warm-up has no variance to divide by, and does not
+    move from then on.
 
-    Bytes that each rank sends: as an all-reduce in fp32 during the warm-up; then ``2 (n - 1) b`` for each leaf, b being
-    what the codec makes of ``m = ⌈numel / n⌉`` values: ``⌈m / 8⌉ + 4 ⌈m / 2048⌉``. So about 1/32 of it.
+    Bytes that each rank sends: during the warm-up, those of an all-reduce in fp32; then ``2 (n - 1) b`` for each leaf, b being
+    the codec's bytes for ``m = ⌈numel / n⌉`` values: ``⌈m / 8⌉ + 4 ⌈m / 2048⌉``, so about 1/32 of the all-reduce.
     With a loss scale the host waits for each step's verdict.
 
     Args:
@@ -141,7 +142,7 @@ def one_bit_adam(
         betas: the decay rates of the running means.
         eps: added to the root.
         weight_decay: decoupled.
-        codec: what momenta are compressed by; None sends them as they are.
+        codec: compresses the momenta; None sends them uncompressed.
         decay: a regular expression or a function of a path: which leaves decay; None for all.
 
     Raises:
@@ -162,8 +163,10 @@ def one_bit_adam(
         rest: dict[str, Any] = {"warmup": warmup, "betas": betas, "eps": eps, "codec": codec}
         return by_decay(lambda part: one_bit_adam(lr, weight_decay=part, **rest), weight_decay, decay)
     _at_least_one(warmup=warmup)
-    rule = _Rule(lr, betas, eps, weight_decay, codec, Rounds((range(warmup),)), ALWAYS, weighs=False)
-    return rule.by_leaf(f"one_bit_adam(lr={lr}, warmup={warmup}, betas={betas}, eps={eps}, weight_decay={weight_decay})")
+    rule = _Rule(lr, betas, eps, weight_decay, codec, UpdateIntervals((range(warmup),)), ALWAYS, weighs=False)
+    return rule.optimizer_for_leaves(
+        f"one_bit_adam(lr={lr}, warmup={warmup}, betas={betas}, eps={eps}, weight_decay={weight_decay})"
+    )
 
 
 def zero_one_adam(
@@ -177,34 +180,35 @@ def zero_one_adam(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     codec: comm.Codec | None = comm.OneBit(2048),  # noqa: B008  # frozen
-    decay: Where | None = None,
-) -> ByLeaf:
-    """0/1 Adam (Lu et al. 2022, arXiv:2202.06009): one bit an element from the start, and later not even in every step.
+    decay: PathFilter | None = None,
+) -> PerParameter:
+    """0/1 Adam (Lu et al. 2022, arXiv:2202.06009): one bit an element from the start, later not in every step.
 
     ```
     mᵢ = β₁ m + (1 - β₁) gᵢ;   wᵢ ← wᵢ - lr m̂ᵢ / (√v̂ + eps);   uᵢ ← uᵢ + ratₑ m̂ᵢ           each rank by itself
-    t in the rounds that meet:  u = EF(Σ uᵢ / n);  w = w_met - lr u / (√v̂ + eps);  m = u / Σ ratₑ;  uᵢ ← 0
-    t in the rounds of v:       exactly Adam's update, with all-reduced gradients
+    t in the synchronising updates:  u = EF(Σ uᵢ / n);  w = w_sync - lr u / (√v̂ + eps);  m = u / Σ ratₑ;  uᵢ ← 0
+    t in the updates of v:           exactly Adam's update, with all-reduced gradients
     ```
 
-    Which rounds these are is data (``functional_ds/rounds.py``). The variance is updated ``each`` times in a row, then as
-    often in every second update, in every fourth, ... until it is frozen. From then on, with ``local``, ranks meet in every
+    Which updates these are is data (``UpdateIntervals``). The variance is updated ``each`` times in a row, then as often in
+    every second update, in every fourth, ... until it is frozen. From then on, with ``local``, ranks synchronise in every
     update for ``local`` updates, then in every second one for ``local`` updates, ... at last in every ``longest``-th.
 
-    As ``one_bit_adam`` in all else. With ``local`` ranks hold different params between meetings, also in
-    ``step.params`` and ``evaluate``, and the same bits after each. Memory: two further tensors a leaf. Where a schedule's
-    rate is exactly 0 momentum begins anew.
+    Everything else is as in ``one_bit_adam``. With ``local`` ranks hold different params between synchronisations, also in
+    ``step.params`` and ``evaluate``, and the same bits after each. ``local`` takes memory for two further tensors a leaf.
+    Where a schedule's rate is exactly 0, the momentum restarts from zero.
 
     Args:
         lr: the learning rate.
-        freeze: after how many updates the variance stays.
-        each: how many updates of the variance come at one distance.
-        local: for how many updates one distance of meetings lasts, a multiple of ``longest``; None to meet in all.
-        longest: the largest distance of meetings, a power of two.
+        freeze: the number of updates after which the variance is frozen.
+        each: how many updates of the variance use one interval before it doubles.
+        local: for how many updates one interval between synchronisations is used before it doubles, a multiple of
+            ``longest``; None to synchronise in every update.
+        longest: the largest interval between synchronisations, a power of two.
         betas: the decay rates of the running means.
         eps: added to the root.
         weight_decay: decoupled.
-        codec: what is compressed by; None sends all as it is.
+        codec: compresses what is sent; None sends it uncompressed.
         decay: a regular expression or a function of a path: which leaves decay; None for all.
 
     Raises:
@@ -220,42 +224,49 @@ def zero_one_adam(
     _at_least_one(freeze=freeze, each=each, longest=longest)
     if local is not None and (longest & (longest - 1) or local < 1 or local % longest):
         raise ValueError(f"local={local}, longest={longest}: longest must be a power of two, and local a multiple of it")
-    meets = ALWAYS if local is None or longest == 1 else Rounds.apart(freeze, local, longest)
-    rule = _Rule(lr, betas, eps, weight_decay, codec, Rounds.sparser(each, freeze), meets, weighs=True)
+    syncs = ALWAYS if local is None or longest == 1 else UpdateIntervals.local_steps(freeze, local, longest)
+    rule = _Rule(lr, betas, eps, weight_decay, codec, UpdateIntervals.doubling(each, freeze), syncs, weighs=True)
     numbers = f"lr={lr}, freeze={freeze}, each={each}, local={local}, longest={longest}, betas={betas}, eps={eps}"
-    return rule.by_leaf(f"zero_one_adam({numbers}, weight_decay={weight_decay})")
+    return rule.optimizer_for_leaves(f"zero_one_adam({numbers}, weight_decay={weight_decay})")
 
 
 @attrs.frozen
 class _Rule:
-    """Either of them; ``weighs`` says whether what is compressed is momentum times its rate, as in 0/1 Adam."""
+    """Either optimizer.
+
+    Attributes:
+        exact: the updates that update the variance, with all-reduced gradients.
+        syncs: the other updates after which all ranks are equal.
+        weighs: whether momentum is multiplied by its rate before it is compressed, as in 0/1 Adam.
+    """
 
     lr: float
     betas: tuple[float, float]
     eps: float
     weight_decay: float
     codec: comm.Codec | None
-    exact: Rounds
-    meets: Rounds
+    exact: UpdateIntervals
+    syncs: UpdateIntervals
     weighs: bool
 
     def __attrs_post_init__(self) -> None:
         check(lr=self.lr, eps=self.eps, weight_decay=self.weight_decay)
         check_betas(self.betas)
 
-    def by_leaf(self, name: str) -> ByLeaf:
-        """The optimizer; ``LeafMap`` says over which ranks it is to sum."""
+    def optimizer_for_leaves(self, name: str) -> PerParameter:
+        """The optimizer, which sums over ``LeafMap.reduce_group``."""
 
-        def make(parts: LeafMap) -> Optimizer:
-            if parts.group is not None and parts.group.size > 1 and self.codec is not None:
+        def make(leaf_map: LeafMap) -> Optimizer:
+            cut = leaf_map.group
+            if cut is not None and cut.size > 1 and self.codec is not None:
                 raise ValueError(
-                    f"optimizer: {name} compresses whole tensors, and group {parts.group.name!r} of {parts.group.size} cuts "
-                    "them, so that its result would depend on the cuts; use it with T.local_gradients(group) instead of zero"
+                    f"optimizer: {name} compresses whole tensors, and group {cut.name!r} of {cut.size} cuts "
+                    "them, so that its result would depend on the cuts; use it with T.local_gradients(group) in the place of zero"
                 )
-            group = parts.unsummed or Solo().group((0,), "alone")
+            group = leaf_map.reduce_group or Solo().group((0,), "alone")
             return _At(self, group).optimizer(name)
 
-        return ByLeaf(make, name)
+        return PerParameter(make, name)
 
 
 @attrs.frozen(eq=False)
@@ -266,34 +277,35 @@ class _At:
     group: comm.Group
 
     def optimizer(self, name: str) -> Optimizer:
-        """The pair."""
+        """The pair of ``init`` and ``update``."""
         return Optimizer(self.init, self.update, name, skips=True)
 
     def init(self, params: list[Tensor]) -> OneBitState:
-        """Nothing was moved, and nothing is owed."""
+        """The state before the first update."""
         real, codec = reals(params), self.rule.codec
         residual = None if codec is None else comm.ErrorFeedback(codec).init(real, self.group)
         rates = torch.zeros((), device=params[0].device if params else None)
-        apart = None if self.rule.meets == ALWAYS else Apart([p.detach().clone() for p in real], zeros(params), rates)
-        return OneBitState(torch.zeros((), dtype=torch.int64), zeros(params), zeros(params), residual, apart)
+        local = None if self.rule.syncs == ALWAYS else LocalSteps([p.detach().clone() for p in real], zeros(params), rates)
+        return OneBitState(torch.zeros((), dtype=torch.int64), zeros(params), zeros(params), residual, local)
 
     def update(self, params: list[Tensor], grads: Weighted, state: OneBitState, rate: Rate) -> tuple[list[Tensor], OneBitState]:
-        """One update; a skipped one does and sends nothing, on any rank."""
+        """One update. A skipped one computes and sends nothing, on any rank."""
         if grads.skip is not None and bool(grads.skip):
             return params, state
         done = int(state.count)
         move = self._exactly if done in self.rule.exact else self._compressed
         return params, tree.replace(move(params, grads, state, rate, done), count=state.count + 1)
 
-    # -- in the rounds of the variance -----------------------------------------------------------------------------------
+    # -- updates of the variance -----------------------------------------------------------------------------------------
 
     def _exactly(self, params: list[Tensor], grads: Weighted, state: OneBitState, rate: Rate, done: int) -> OneBitState:
         rule, own = self.rule, reals(params)
         sums = comm.all_reduce(gradients(grads, params), self.group)
-        if rule.exact.before(done) == done:  # both means are equally old, as the kernel has it
+        if rule.exact.before(done) == done:  # both means have had equally many updates, as the kernel assumes
             steps = [torch.full((), float(done), device=p.device) for p in own]
-            adam = adamw(rule.lr, betas=rule.betas, eps=rule.eps, weight_decay=rule.weight_decay)
-            adam.update(own, Weighted(sums, grads.weight), AdamState(steps, state.exp_avg, state.exp_avg_sq), rate)  # type: ignore[union-attr]
+            numbers: dict[str, Any] = {"betas": rule.betas, "eps": rule.eps, "weight_decay": rule.weight_decay}
+            adam = adam_optimizer("adamw", rule.lr, decoupled=True, **numbers)
+            adam.update(own, Weighted(sums, grads.weight), AdamState(steps, state.exp_avg, state.exp_avg_sq), rate)
         else:
             self._decay(own, rate)
             roots = self._roots(state.exp_avg_sq, rule.exact.before(done) + 1, [total / grads.weight for total in sums])
@@ -301,12 +313,12 @@ class _At:
             for p, mean, total, root in zip(own, state.exp_avg, sums, roots, strict=True):
                 mean.lerp_(total / grads.weight, 1 - rule.betas[0])
                 p.sub_((mean / root).mul_(step))
-        if state.apart is not None:
-            for met, p in zip(state.apart.met, own, strict=True):
-                met.copy_(p)
+        if state.local is not None:
+            for synced, p in zip(state.local.synced, own, strict=True):
+                synced.copy_(p)
         return state
 
-    # -- in all others -----------------------------------------------------------------------------------------------------
+    # -- all other updates -----------------------------------------------------------------------------------------------------
 
     def _compressed(self, params: list[Tensor], grads: Weighted, state: OneBitState, rate: Rate, done: int) -> OneBitState:
         rule, own = self.rule, reals(params)
@@ -314,38 +326,41 @@ class _At:
         for mean, grad in zip(state.exp_avg, gradients(grads, params), strict=True):
             mean.lerp_(grad * share.to(grad.dtype), 1 - rule.betas[0])
         roots = self._roots(state.exp_avg_sq, rule.exact.before(done))
-        if state.apart is None:
+        if state.local is None:
             self._decay(own, rate)
             moved = [mean * gain for mean in state.exp_avg] if rule.weighs else state.exp_avg
-            return self._meet(own, own, moved, roots, state, gain)
-        self._decay(state.apart.met, rate)
-        for total, mean in zip(state.apart.moved, state.exp_avg, strict=True):
+            return self._sync(own, own, moved, roots, state, gain)
+        self._decay(state.local.synced, rate)
+        for total, mean in zip(state.local.moved, state.exp_avg, strict=True):
             total.add_(mean * gain)
-        apart = tree.replace(state.apart, rates=state.apart.rates + gain)
-        if done in rule.meets:
-            state = self._meet(own, apart.met, apart.moved, roots, state, apart.rates)
-            for met, p, total in zip(apart.met, own, apart.moved, strict=True):
-                met.copy_(p)
+        local = tree.replace(state.local, rates=state.local.rates + gain)
+        if done in rule.syncs:
+            state = self._sync(own, local.synced, local.moved, roots, state, local.rates)
+            for synced, p, total in zip(local.synced, own, local.moved, strict=True):
+                synced.copy_(p)
                 total.zero_()
-            return tree.replace(state, apart=tree.replace(apart, rates=torch.zeros_like(apart.rates)))
+            return tree.replace(state, local=tree.replace(local, rates=torch.zeros_like(local.rates)))
         self._decay(own, rate)
         for p, mean, root in zip(own, state.exp_avg, roots, strict=True):
             p.sub_((mean / root).mul_(rule.lr * gain))
-        return tree.replace(state, apart=apart)
+        return tree.replace(state, local=local)
 
-    def _meet(
+    def _sync(
         self, own: list[Tensor], since: list[Tensor], moved: list[Tensor], roots: list[Tensor], state: OneBitState, gain: Any
     ) -> OneBitState:
-        """All ranks' mean of what moved, from where they last met; ``gain`` is the sum of the rates of that."""
+        """Moves all ranks from ``since``, where they were last equal, by the mean over ranks of ``moved``.
+
+        ``gain`` is the sum of the rates that ``moved`` was multiplied by.
+        """
         rule = self.rule
         total, residual = self._mean(moved, state.residual)
         scale = torch.as_tensor(gain, dtype=torch.float32)
         step = rule.lr if rule.weighs else rule.lr * scale
-        for p, met, mean, travelled, root in zip(own, since, state.exp_avg, total, roots, strict=True):
+        for p, synced, mean, travelled, root in zip(own, since, state.exp_avg, total, roots, strict=True):
             known = torch.where(root.isfinite(), travelled, 0)
             unit = scale.to(mean.device, mean.dtype)
             mean.copy_(torch.where(unit == 0, 0, known / unit) if rule.weighs else known)
-            p.copy_(met - (known / root).mul_(step))
+            p.copy_(synced - (known / root).mul_(step))
         return tree.replace(state, residual=residual)
 
     def _mean(self, values: list[Tensor], residual: comm.Residual | None) -> tuple[list[Tensor], comm.Residual | None]:
@@ -366,7 +381,7 @@ class _At:
                 p.mul_(1 - self.rule.lr * self.rule.weight_decay * rate)
 
     def _roots(self, squares: list[Tensor], count: int, grads: list[Tensor] | None = None) -> list[Tensor]:
-        """What momenta are divided by, after gradients if there are new ones; inf where there never was one."""
+        """The divisors of the momenta, after the variance has taken in ``grads``; inf where no gradient ever was."""
         decay = self.rule.betas[1]
         for square, grad in zip(squares, grads or [], strict=False):
             square.mul_(decay).addcmul_(grad, grad, value=1 - decay)

@@ -1,24 +1,47 @@
-"""Other optimizers for other leaves."""
+"""Param groups: other optimizers, or another weight decay, for other leaves."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from functional_ds.sharding.leaf_map import LeafMap, find
+import attrs
+from torch import Tensor
 
-from .adamw_sgd import as_optimizer
-from .by_leaf import ByLeaf, Where, named, routed
+from functional_ds.base import tree
+from functional_ds.base.weighted import Weighted
+from functional_ds.sharding.leaf_map import Extent, LeafMap, match_leaves
 
-__all__ = ["route"]
+from .bind import bound
+from .kernels import guarded
+from .optimizer import Optimizer, PerParameter, Rate, as_optimizer
+
+__all__ = ["GroupStates", "PathFilter", "by_decay", "grouped", "param_groups"]
+
+PathFilter = str | Callable[[str], bool]
 
 
-def route(rules: Mapping[Where, Any], others: Any) -> ByLeaf:
-    """The first rule whose key names a leaf's path moves that leaf, ``others`` the rest: param groups.
+@tree.record
+class GroupStates:
+    """The optimizer states of several param groups.
+
+    Attributes:
+        states: those of the groups that have leaves.
+        rules: the number of each group's rule.
+        leaves: the paths of each group's leaves.
+    """
+
+    states: tuple[Any, ...]
+    rules: tuple[int, ...] = tree.static()
+    leaves: tuple[tuple[str, ...], ...] = tree.static()
+
+
+def param_groups(rules: Mapping[PathFilter, Any], others: Any) -> PerParameter:
+    """Each leaf is moved by the first rule whose key matches its path, and by ``others`` if none does.
 
     Law: each leaf moves as it would if its optimizer had all leaves. Nothing is sent but what the rules themselves send.
 
     Args:
         rules: from a regular expression, or a function of a path, to an optimizer.
-        others: the optimizer of what no rule names.
+        others: the optimizer of the leaves that no rule matches.
 
     Raises:
         TypeError: a value is no optimizer.
@@ -26,17 +49,77 @@ def route(rules: Mapping[Where, Any], others: Any) -> ByLeaf:
 
     >>> import functional_ds as fds
     >>> import torch
-    >>> slow_head = route({"^head": fds.sgd(0.1)}, fds.sgd(1.0))
+    >>> slow_head = param_groups({"^head": fds.sgd(0.1)}, fds.sgd(1.0))
     >>> step = fds.train_step(lambda params, x: (params["head"] * x).sum() + (params["body"] * x).sum(), slow_head)
     >>> state, _ = step(step.init({"body": torch.zeros(1), "head": torch.zeros(1)}), torch.ones(1))
     >>> {path: round(leaf.item(), 3) for path, leaf in step.params(state).items()}
     {'body': -1.0, 'head': -0.1}
     """
-    wheres, pairs, rest = list(rules), [as_optimizer(rule) for rule in rules.values()], as_optimizer(others)
+    filters, own, rest = list(rules), [as_optimizer(rule) for rule in rules.values()], as_optimizer(others)
 
-    def choose(parts: LeafMap) -> list[int]:
-        hits = [find(parts, where, "rules") for where in wheres]
-        return [next((i for i, found in enumerate(hits) if leaf in found), len(hits)) for leaf in range(len(parts.leaves))]
+    def choose(leaf_map: LeafMap) -> list[int]:
+        hits = [match_leaves(leaf_map, each, "rules") for each in filters]
+        return [next((i for i, found in enumerate(hits) if leaf in found), len(hits)) for leaf in range(len(leaf_map.leaves))]
 
-    names = [f"{named(where)}: {pair}" for where, pair in zip(wheres, pairs, strict=True)]
-    return routed(f"route({{{', '.join(names)}}}, {rest})", choose, (*pairs, rest))
+    names = [f"{_shown(each)}: {rule}" for each, rule in zip(filters, own, strict=True)]
+    return grouped(f"param_groups({{{', '.join(names)}}}, {rest})", choose, (*own, rest))
+
+
+def by_decay(rule: Callable[[float], Optimizer | PerParameter], weight_decay: float, decay: PathFilter) -> PerParameter:
+    """``rule(weight_decay)`` for the leaves that ``decay`` matches, ``rule(0.0)`` for the others."""
+
+    def choose(leaf_map: LeafMap) -> list[int]:
+        hits = match_leaves(leaf_map, decay, "decay")
+        return [0 if leaf in hits else 1 for leaf in range(len(leaf_map.leaves))]
+
+    return grouped(f"{rule(weight_decay)} where {_shown(decay)}", choose, (rule(weight_decay), rule(0.0)))
+
+
+def grouped(name: str, choose: Callable[[LeafMap], Sequence[int]], rules: Sequence[Optimizer | PerParameter]) -> PerParameter:
+    """Optimizer ``rules[choose(leaf_map)[leaf]]`` for each leaf. Rules without leaves are left out of the state.
+
+    Each rule gets views of the stored tensors that are as long as the order of the leaves allows, so its kernels run over
+    few large tensors. Nothing is sent but what the rules themselves send.
+    """
+
+    def make(leaf_map: LeafMap) -> Optimizer:
+        chosen = choose(leaf_map)
+        groups, found = [], []
+        for index, rule in enumerate(rules):
+            extents, inner = leaf_map.select(leaf for leaf, which in enumerate(chosen) if which == index)
+            if inner.leaves:  # else there is nothing for it on any rank
+                groups.append((extents, bound(rule, inner)))
+                found.append((index, tuple(leaf.path for leaf in inner.leaves)))
+        made = _Groups(tuple(groups), tuple(index for index, _ in found), tuple(paths for _, paths in found))
+        return Optimizer(made.init, made.update, name, skips=True)
+
+    return PerParameter(make, name)
+
+
+def _shown(where: PathFilter) -> str:
+    return getattr(where, "__name__", repr(where))
+
+
+@attrs.frozen
+class _Groups:
+    groups: tuple[tuple[tuple[Extent, ...], Optimizer], ...]
+    rules: tuple[int, ...]
+    leaves: tuple[tuple[str, ...], ...]
+
+    def init(self, params: list[Tensor]) -> GroupStates:
+        """The state of each group."""
+        states = tuple(rule.init([extent.view(params) for extent in extents]) for extents, rule in self.groups)
+        return GroupStates(states, self.rules, self.leaves)
+
+    def update(self, params: list[Tensor], grads: Weighted, state: GroupStates, rate: Rate) -> tuple[list[Tensor], GroupStates]:
+        """Each rule updates its own views. Results that it returns in other memory are copied into them."""
+        states, dense = [], [grad.contiguous() for grad in grads.sum]
+        for (extents, rule), old in zip(self.groups, state.states, strict=True):
+            views = [extent.view(params) for extent in extents]
+            own = tree.replace(grads, sum=[extent.view(dense) for extent in extents])
+            moved, new = guarded(rule, views, own, old, rate)
+            for view, other in zip(views, moved, strict=True):
+                if other.data_ptr() != view.data_ptr():
+                    view.copy_(other)
+            states.append(new)
+        return params, tree.replace(state, states=tuple(states))

@@ -1,1 +1,1 @@
-"""How leaves become segments of shards, and where a leaf's values come from."""
+"""Layouts: how leaves are grouped into units and cut into shards; and the sources of deferred leaves."""

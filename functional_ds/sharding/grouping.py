@@ -1,4 +1,4 @@
-"""Which leaves of a tree travel together: partitions into units, as functions of paths and sizes."""
+"""Policies that group leaves into units, as FSDP's wrap policies do: a unit is gathered and reduced as one."""
 
 import difflib
 import re
@@ -8,32 +8,43 @@ from typing import Protocol, runtime_checkable
 import attrs
 from torch import Tensor
 
-__all__ = ["ByBytes", "ByPath", "Partition", "UnitOf", "block_of", "by_bytes", "by_path", "each_leaf", "together", "unit_names"]
+__all__ = [
+    "ByBytes",
+    "ByPath",
+    "UnitOf",
+    "UnitPolicy",
+    "by_block",
+    "by_bytes",
+    "by_leaf",
+    "by_path",
+    "single_unit",
+    "unit_names",
+]
 
 
 @runtime_checkable
-class Partition(Protocol):
-    """A partition that looks at all leaves."""
+class UnitPolicy(Protocol):
+    """A policy that looks at all leaves at once."""
 
     def units(self, leaves: Mapping[str, Tensor]) -> Mapping[str, str]:
-        """From each leaf's path to its unit's name; the leaves come in the order in which the tree names them."""
+        """From each leaf's path to its unit's name. ``leaves`` are in the order in which the tree names them."""
         ...
 
 
-UnitOf = Callable[[str], str] | Partition
+UnitOf = Callable[[str], str] | UnitPolicy
 
 
 def unit_names(unit_of: UnitOf | None, leaves: Mapping[str, Tensor]) -> dict[str, str]:
-    """The unit of each path; None is ``block_of``.
+    """The unit of each path; None means ``by_block``.
 
     Raises:
-        TypeError: a name is no string, or ``unit_of`` neither a function nor a partition.
+        TypeError: a name is no string, or ``unit_of`` is neither a function nor a policy.
         ValueError: a pattern matches nothing.
     """
-    if isinstance(unit_of, Partition):
+    if isinstance(unit_of, UnitPolicy):
         found = dict(unit_of.units(leaves))
     elif unit_of is None or callable(unit_of):
-        found = {path: (unit_of or block_of)(path) for path in leaves}
+        found = {path: (unit_of or by_block)(path) for path in leaves}
     else:
         raise TypeError(f"unit_of={unit_of!r} is no function from a path to a name; see fds.units for ready ones")
     for path in leaves:
@@ -42,10 +53,10 @@ def unit_names(unit_of: UnitOf | None, leaves: Mapping[str, Tensor]) -> dict[str
     return found
 
 
-def block_of(path: str) -> str:
-    """The repeated block that a path lies in, up to its first number; "rest" where there is none.
+def by_block(path: str) -> str:
+    """A unit for each repeated block: the path up to its first number, or "rest" where there is none.
 
-    >>> block_of("transformer.h.3.attn.weight"), block_of("wte.weight")
+    >>> by_block("transformer.h.3.attn.weight"), by_block("wte.weight")
     ('transformer.h.3', 'rest')
     """
     parts = path.split(".")
@@ -55,13 +66,13 @@ def block_of(path: str) -> str:
     return "rest"
 
 
-def each_leaf(path: str) -> str:
-    """A unit of its own for every leaf."""
+def by_leaf(path: str) -> str:
+    """A unit for every leaf."""
     return path
 
 
-def together(path: str) -> str:
-    """One unit for all."""
+def single_unit(path: str) -> str:
+    """One unit for all leaves."""
     return "all"
 
 
@@ -72,7 +83,7 @@ class ByBytes:
     limit: int
 
     def units(self, leaves: Mapping[str, Tensor]) -> Mapping[str, str]:
-        """Neighbours, until the next one would not fit."""
+        """Adds neighbours to a unit until the next one would exceed the limit."""
         found: dict[str, str] = {}
         first, size = "", self.limit + 1
         for path, leaf in leaves.items():
@@ -85,9 +96,9 @@ class ByBytes:
 
 
 def by_bytes(limit: int) -> ByBytes:
-    """Units of neighbouring leaves, at most ``limit`` bytes each; a larger leaf is a unit of its own.
+    """Units of neighbouring leaves, at most ``limit`` bytes each. A larger leaf is a unit by itself.
 
-    Bytes are those of the params that ``init`` gets, so of fp32 where mixed precision stores less.
+    Bytes are those of the params that are given to ``init``: of fp32, where mixed precision stores less.
 
     Raises:
         ValueError: the limit is not positive.
@@ -110,7 +121,7 @@ class ByPath:
     others: UnitOf
 
     def units(self, leaves: Mapping[str, Tensor]) -> Mapping[str, str]:
-        """The first rule that matches."""
+        """The name from the first rule that matches."""
         found: dict[str, str] = {}
         used: set[str] = set()
         for path in leaves:
@@ -128,10 +139,12 @@ class ByPath:
         return {**found, **rest}
 
 
-def by_path(rules: Mapping[str, str], *, others: UnitOf = block_of) -> ByPath:
-    """Units by regular expressions, searched for in paths; the first that matches counts, ``others`` names the rest.
+def by_path(rules: Mapping[str, str], *, others: UnitOf = by_block) -> ByPath:
+    """Units by regular expressions, which are searched for in paths. The first that matches names the unit.
 
-    A name may refer to the expression's groups.
+    Args:
+        rules: from an expression to a unit's name, which may refer to the expression's groups.
+        others: names the units of the leaves that no expression matches.
 
     Raises:
         ValueError: no regular expression; one that matches no path, when the tree is known (the message names the nearest).

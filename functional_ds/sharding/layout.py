@@ -1,8 +1,8 @@
-"""How a tree of tensors lies in equal shards: data and index arithmetic, no communication.
+"""The layout of a tree of tensors in equal shards: data and index arithmetic, no communication.
 
-Leaves are grouped into *units* (what is gathered together), and within a unit into *segments* (what lies in one flat
-tensor: leaves of one dtype that are marked alike, all trained or all frozen for one). A segment is padded to a multiple
-of n and cut into n contiguous shards.
+Leaves are grouped into *units*, which are gathered as one (FSDP's units), and within a unit into *segments*. A segment is one
+flat tensor (FSDP's flat parameter): it holds leaves of one dtype with equal marks, so all are trained or all are frozen. It is
+padded to a multiple of n and cut into n contiguous shards.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -16,17 +16,24 @@ from torch import Tensor
 from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable, like_marked, part_of, stored_in
 
-from .grouping import UnitOf, block_of, unit_names
+from .grouping import UnitOf, unit_names
 from .sources import home, piece
 
-__all__ = ["Layout", "Segment", "Slot", "Unit", "block_of", "shard", "unshard"]
+__all__ = ["Layout", "Segment", "Slot", "Unit", "shard", "unshard"]
 
 _ALIGNMENT = 16  # bytes; every leaf of a flat tensor starts at a multiple of this, as vector loads want it
 
 
 @attrs.frozen
 class Slot:
-    """Where a leaf lies in its segment."""
+    """The place of a leaf in its segment.
+
+    Attributes:
+        leaf: the leaf's index in the tree.
+        offset: where it begins in the flat tensor.
+        shape: its shape.
+        numel: its number of elements.
+    """
 
     leaf: int
     offset: int
@@ -36,17 +43,17 @@ class Slot:
 
 @attrs.frozen
 class Segment:
-    """Leaves of one unit and dtype, marked alike, in one flat tensor.
+    """Leaves of one unit and dtype, with equal marks, in one flat tensor.
 
     Attributes:
-        unit: which one.
-        dtype: of the leaves.
+        unit: the index of the unit.
+        dtype: the leaves' dtype.
         trainable: whether they are trained.
-        slots: where they lie.
-        shard: elements of a rank's shard; where one rank owns the segment, of that rank's.
-        size: elements of the flat tensor: ``n * shard``, or ``shard`` where one rank owns all.
-        owner: the rank that has all of it; None where every rank has a shard.
-        persistent: whether its params stay whole on every rank where others are gathered when they are touched.
+        slots: their places.
+        shard: the elements of a rank's shard; if one rank owns the segment, of that rank's.
+        size: the elements of the flat tensor: ``n * shard``, or ``shard`` if one rank owns the segment.
+        owner: the rank that has the whole segment; None if every rank has a shard.
+        persistent: whether its params stay whole on every rank in stage 3, which gathers others at first touch.
     """
 
     unit: int
@@ -59,7 +66,7 @@ class Segment:
     persistent: bool = False
 
     def cut(self, rank: int) -> tuple[int, int]:
-        """Where rank ``rank``'s shard begins and ends in the flat tensor."""
+        """The start and stop of rank ``rank``'s shard in the flat tensor."""
         if self.owner is None:
             return rank * self.shard, (rank + 1) * self.shard
         return (0, self.size) if rank == self.owner else (0, 0)
@@ -76,7 +83,7 @@ class Segment:
 
 @attrs.frozen
 class Unit:
-    """Leaves that are gathered together."""
+    """Leaves that are gathered as one."""
 
     name: str
     segments: tuple[int, ...]
@@ -87,9 +94,9 @@ class Layout:
     """A tree's units and segments for shards of n ranks.
 
     Attributes:
-        n: how many shards.
+        n: the number of shards.
         units: in the order in which the tree first names them.
-        segments: all units' segments; shards and flat tensors are lists in this order.
+        segments: the segments of all units; lists of shards or flat tensors are in this order.
         paths: the leaves' paths.
         spec: the tree's structure.
     """
@@ -109,11 +116,14 @@ class Layout:
         persistent: Callable[[Tensor], bool] = lambda leaf: False,
         owned: bool = False,
     ) -> "Layout":
-        """The layout of a tree; ``unit_of`` names the unit of a path, by default its block (``block_of``).
+        """The layout of a tree. Leaves that are marked as different parts of the model lie in different units.
 
-        Leaves that are marked to belong to different parts of the model lie in different units. ``persistent`` says which
-        leaves stay whole; they get segments of their own. ``owned`` gives each unit to one rank, the largest first, always to
-        the rank with least so far.
+        Args:
+            params: the tree.
+            n: the number of shards.
+            unit_of: names the unit of a path, by default its block (``fds.units.by_block``).
+            persistent: tells which leaves stay whole; they get segments of their own.
+            owned: gives each whole unit to one rank: the largest unit first, each to the rank that owns least so far.
         """
         leaves = tree.tensors(params, "params")
         paths = tuple(path for path, _ in tree.named(params))
@@ -138,10 +148,10 @@ class Layout:
         return Layout(n, tuple(units), tuple(segments), paths, tree.structure(params))
 
     def restrict(self, paths: Collection[str]) -> tuple["Layout", tuple[int, ...]]:
-        """The layout of these leaves alone, as a dict by path, and which segments they lie in.
+        """The layout of some of the leaves, as a dict by path, and the indices of their segments.
 
         Raises:
-            ValueError: a segment holds some of them and others, too.
+            ValueError: a segment holds both some of these leaves and others.
 
         >>> layout = Layout.of({"0.w": torch.ones(4), "1.w": torch.ones(6)}, 2)
         >>> part, places = layout.restrict(["1.w"])
@@ -168,16 +178,21 @@ class Layout:
         return Layout(self.n, tuple(units), tuple(segments), tuple(names), spec), tuple(chosen)
 
     def flatten(self, params: Any) -> list[Tensor]:
-        """The tree as one flat tensor a segment, padding zeroed."""
+        """The tree as a list of flat tensors, one for each segment; padding is zero."""
         leaves = tree.leaves(params)
         return [self.stretch(leaves, index, 0, segment.size) for index, segment in enumerate(self.segments)]
 
     def stretch(
         self, leaves: Sequence[Tensor], index: int, start: int, stop: int, bring: Callable[[Tensor], Tensor] = lambda leaf: leaf
     ) -> Tensor:
-        """Elements ``start`` to ``stop`` of a segment's flat tensor, one leaf after the other; deferred leaves are read.
+        """Elements ``start`` to ``stop`` of a segment's flat tensor. Deferred leaves are read.
 
-        ``bring`` is called on each leaf first, whether or not any of it is within, so that it may communicate.
+        Args:
+            leaves: the tree's leaves.
+            index: the segment.
+            start: the first element.
+            stop: the element after the last.
+            bring: is called on each leaf of the segment first, also on those outside the stretch, so it may communicate.
         """
         segment = self.segments[index]
         like = leaves[segment.slots[0].leaf]
@@ -190,7 +205,7 @@ class Layout:
         return like_marked(flat, like)
 
     def unflatten(self, flats: Sequence[Tensor]) -> Any:
-        """The inverse of ``flatten``: leaves of their own, padding cropped."""
+        """The inverse of ``flatten``; the leaves share no memory with the flat tensors."""
         leaves: list[Tensor | None] = [None] * len(self.paths)
         for segment, flat in zip(self.segments, flats, strict=True):
             for slot, view in zip(segment.slots, segment.views(flat.detach()), strict=True):
@@ -206,7 +221,7 @@ _Kind = tuple[torch.dtype, bool, torch.dtype | None, bool]  # leaves of one kind
 
 
 def _slots(dtype: torch.dtype, members: list[tuple[int, Tensor]]) -> tuple[tuple[Slot, ...], int]:
-    """Leaves one after the other, each at an aligned place, and where the last one ends."""
+    """The slots of leaves in order, each at an aligned offset, and the end of the last one."""
     step = max(1, _ALIGNMENT // dtype.itemsize)
     slots, end = [], 0
     for index, leaf in members:
@@ -217,7 +232,7 @@ def _slots(dtype: torch.dtype, members: list[tuple[int, Tensor]]) -> tuple[tuple
 
 
 def _owners(sizes: Sequence[int], n: int) -> list[int]:
-    """A rank for each size: the largest first, always to the rank with least so far."""
+    """A rank for each size: the largest size first, each to the rank that owns least so far."""
     load, owners = [0] * n, [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         owners[index] = load.index(min(load))
@@ -242,7 +257,7 @@ def shard(params: Any, layout: Layout, rank: int) -> list[Tensor]:
 
 
 def unshard(shards: Sequence[Sequence[Tensor]], layout: Layout) -> Any:
-    """The tree, from all ranks' shards in rank order."""
+    """The tree, from all ranks' shards in rank order; the inverse of ``shard``."""
     if len(shards) != layout.n:
         raise ValueError(f"shards: {len(shards)} ranks' shards for a layout of {layout.n}")
     return layout.unflatten(

@@ -1,7 +1,7 @@
 """Which leaf's elements lie where in the tensors that an optimizer gets: data and index arithmetic, no communication.
 
-Under ZeRO an optimizer gets flat tensors, or shards of them, with many leaves in each. Most optimizers move every element
-alike and need not know. One that treats leaves differently is a function of ``LeafMap``.
+Under ZeRO an optimizer gets flat tensors, or shards of them, with many leaves in each. An elementwise optimizer need not know
+this. One that looks at whole leaves, or treats leaves differently, is a function of ``LeafMap`` (``fds.PerParameter``).
 """
 
 import difflib
@@ -19,7 +19,7 @@ from functional_ds.base.marks import is_trainable
 
 from .layout import Layout
 
-__all__ = ["Leaf", "LeafMap", "LeafShard", "Run", "find"]
+__all__ = ["Extent", "Leaf", "LeafMap", "LeafShard", "match_leaves"]
 
 
 @attrs.frozen
@@ -27,7 +27,7 @@ class Leaf:
     """A trained leaf of the user's tree, of the dtype that the user gave it.
 
     Attributes:
-        slices: how many ranks have one of its slices, of this shape, for good.
+        slices: over how many ranks tensor parallelism has cut the leaf; ``shape`` is that of one slice.
     """
 
     path: str
@@ -39,7 +39,15 @@ class Leaf:
 
 @attrs.frozen
 class LeafShard:
-    """``numel`` neighbouring elements of a leaf: from ``offset`` on in the flattened leaf, from ``start`` on in a tensor."""
+    """A contiguous part of a leaf on one rank.
+
+    Attributes:
+        leaf: the index of the leaf.
+        offset: where the part begins in the flattened leaf.
+        tensor: the index of the tensor that holds it.
+        start: where it begins in that flattened tensor.
+        numel: how many elements it has.
+    """
 
     leaf: int
     offset: int
@@ -49,68 +57,73 @@ class LeafShard:
 
 
 @attrs.frozen
-class Run:
-    """A stretch of a tensor."""
+class Extent:
+    """Elements ``start`` to ``stop`` of a flattened tensor."""
 
     tensor: int
     start: int
     stop: int
 
-    def of(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The stretch, as a flat view."""
+    def view(self, tensors: Sequence[Tensor]) -> Tensor:
+        """These elements, as a flat view."""
         return tensors[self.tensor].view(-1)[self.start : self.stop]
 
 
 @attrs.frozen
 class LeafMap:
-    """All trained leaves, and every rank's pieces of them.
+    """All trained leaves, and every rank's shards of them.
 
     Attributes:
         leaves: in one order on all ranks.
-        ranks: the pieces of each rank of ``group``, those of one tensor by their place in it.
-        group: the ranks over which leaves are cut; None where each leaf is whole here.
-        rank: this one, in the group.
-        unsummed: the ranks that each have gradients of their own, which the optimizer is to sum; None where they are summed.
-        elsewhere: paths of further trained leaves: what another rule moves, or only another stage of a pipeline has.
+        shards_by_rank: each rank's shards. Those in one tensor are in the order of their starts.
+        group: the ranks over which leaves are cut; None where this rank has every leaf whole.
+        rank: this rank's index in the group.
+        reduce_group: the ranks over which the optimizer itself must sum the gradients; None where they are summed already.
+        other_paths: paths of trained leaves that this optimizer does not get: those of other param groups, and those that only
+            other pipeline stages have.
+        flat: whether the tensors are flat, so that their shapes are not those of the leaves.
+        partial: whether the optimizer is called several times in an update, with some of the tensors or parts of them each.
     """
 
     leaves: tuple[Leaf, ...]
-    ranks: tuple[tuple[LeafShard, ...], ...] = attrs.field(repr=False)
+    shards_by_rank: tuple[tuple[LeafShard, ...], ...] = attrs.field(repr=False)
     group: comm.Group | None = None
     rank: int = 0
-    unsummed: comm.Group | None = None
-    elsewhere: tuple[str, ...] = ()
+    reduce_group: comm.Group | None = None
+    other_paths: tuple[str, ...] = ()
+    flat: bool = False
+    partial: bool = False
 
     @property
-    def pieces(self) -> tuple[LeafShard, ...]:
-        """This rank's."""
-        return self.ranks[self.rank]
+    def shards(self) -> tuple[LeafShard, ...]:
+        """This rank's shards."""
+        return self.shards_by_rank[self.rank]
 
     @staticmethod
     def of(params: Any) -> "LeafMap":
-        """A tree whose leaves lie alone and whole.
+        """The leaf map of a tree each of whose tensors is a leaf.
 
-        >>> LeafMap.of({"w": torch.ones(2, 3)}).pieces
+        >>> LeafMap.of({"w": torch.ones(2, 3)}).shards
         (LeafShard(leaf=0, offset=0, tensor=0, start=0, numel=6),)
         """
         trained = [(path, leaf) for path, leaf in tree.named(params) if is_trainable(leaf)]
         leaves = tuple(Leaf(path, tuple(leaf.shape), leaf.numel(), leaf.dtype) for path, leaf in trained)
-        pieces = tuple(LeafShard(i, 0, i, 0, leaf.numel) for i, leaf in enumerate(leaves))
-        return LeafMap(leaves, (pieces,))
+        return LeafMap(leaves, (tuple(LeafShard(i, 0, i, 0, leaf.numel) for i, leaf in enumerate(leaves)),))
 
     @staticmethod
     def of_layout(layout: Layout, group: comm.Group | None) -> "LeafMap":
-        """The segments of a layout, whole or, with a group, this rank's shards of them.
+        """The leaf map of a layout's flat tensors; with a group, of each rank's shards of them.
 
         >>> layout = Layout.of({"a": torch.ones(5), "b": torch.ones(2)}, 2)
-        >>> LeafMap.of_layout(layout, None).pieces
+        >>> LeafMap.of_layout(layout, None).shards
         (LeafShard(leaf=0, offset=0, tensor=0, start=0, numel=5), LeafShard(leaf=1, offset=0, tensor=0, start=8, numel=2))
         """
         segments = [segment for segment in layout.segments if segment.trainable]
         slots = [(tensor, slot) for tensor, segment in enumerate(segments) for slot in segment.slots]
         leaves = tuple(Leaf(layout.paths[slot.leaf], slot.shape, slot.numel, segments[t].dtype) for t, slot in slots)
         if group is None:
-            return LeafMap(leaves, (tuple(LeafShard(i, 0, t, slot.offset, slot.numel) for i, (t, slot) in enumerate(slots)),))
+            shards = tuple(LeafShard(i, 0, t, slot.offset, slot.numel) for i, (t, slot) in enumerate(slots))
+            return LeafMap(leaves, (shards,), flat=True)
         ranks: list[list[LeafShard]] = [[] for _ in range(layout.n)]
         for leaf, (tensor, slot) in enumerate(slots):
             segment, end = segments[tensor], slot.offset + slot.numel
@@ -121,70 +134,81 @@ class LeafMap:
                 low, high = max(slot.offset, start), min(end, stop)
                 if high > low:
                     ranks[rank].append(LeafShard(leaf, low - slot.offset, tensor, low - start, high - low))
-        return LeafMap(leaves, tuple(map(tuple, ranks)), group, group.rank)
+        return LeafMap(leaves, tuple(map(tuple, ranks)), group, group.rank, flat=True)
 
     def refuse_slices(self, what: str) -> None:
-        """For optimizers that look at whole leaves.
+        """Refuses slices of tensor parallelism, for the optimizer ``what``, which needs whole leaves.
 
         Raises:
-            ValueError: some leaf is a slice of one.
+            ValueError: some leaf is a slice.
         """
         for leaf in self.leaves:
             if leaf.slices > 1:
                 raise ValueError(
-                    f"{what}: {leaf.path!r} is one of {leaf.slices} slices, but {what} looks at whole leaves; fds.route sends "
-                    "such leaves to an optimizer that moves every element alike, adamw say"
+                    f"{what}: {leaf.path!r} is one of {leaf.slices} slices, but {what} looks at whole leaves; give "
+                    "such leaves to an elementwise optimizer such as fds.adamw with fds.param_groups"
                 )
 
     def views(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """This rank's pieces, as flat views of its tensors."""
-        return [tensors[p.tensor].view(-1)[p.start : p.start + p.numel] for p in self.pieces]
+        """This rank's shards, as flat views of its tensors."""
+        return [tensors[s.tensor].view(-1)[s.start : s.start + s.numel] for s in self.shards]
 
-    def select(self, leaves: Iterable[int]) -> tuple[tuple[Run, ...], "LeafMap"]:
-        """Some of the leaves: the runs that this rank has of them, and the parts that say what lies where in those.
+    def select(self, leaves: Iterable[int]) -> tuple[tuple[Extent, ...], "LeafMap"]:
+        """The extents of this rank's tensors that hold some of the leaves, and the leaf map of these extents.
 
-        A run is as long as can be: neighbours that are both selected are one, the padding between them included.
+        Selected neighbours, and the padding between them, are one extent.
         """
         chosen = sorted(set(leaves))
         number = {leaf: i for i, leaf in enumerate(chosen)}
-        found = [_runs(pieces, number) for pieces in self.ranks]
-        ranks = tuple(pieces for _, pieces in found)
+        found = [_extents(shards, number) for shards in self.shards_by_rank]
         others = tuple(leaf.path for i, leaf in enumerate(self.leaves) if i not in number)
-        own = tuple(self.leaves[i] for i in chosen)
-        return found[self.rank][0], attrs.evolve(self, leaves=own, ranks=ranks, elsewhere=self.elsewhere + others)
+        selected = attrs.evolve(
+            self,
+            leaves=tuple(self.leaves[i] for i in chosen),
+            shards_by_rank=tuple(shards for _, shards in found),
+            other_paths=self.other_paths + others,
+            flat=True,
+        )
+        return found[self.rank][0], selected
 
 
-def _runs(pieces: Sequence[LeafShard], number: dict[int, int]) -> tuple[tuple[Run, ...], tuple[LeafShard, ...]]:
-    """The runs of the numbered leaves, and their pieces in those."""
-    runs: list[Run] = []
+def _extents(shards: Sequence[LeafShard], number: dict[int, int]) -> tuple[tuple[Extent, ...], tuple[LeafShard, ...]]:
+    """The extents that hold the numbered leaves, and these leaves' shards in them."""
+    extents: list[Extent] = []
     inside: list[LeafShard] = []
     before: LeafShard | None = None
-    for piece in pieces:
-        if piece.leaf in number:
-            stop = piece.start + piece.numel
-            if before is not None and before.leaf in number and before.tensor == piece.tensor:
-                runs[-1] = attrs.evolve(runs[-1], stop=stop)
+    for shard in shards:
+        if shard.leaf in number:
+            stop = shard.start + shard.numel
+            if before is not None and before.leaf in number and before.tensor == shard.tensor:
+                extents[-1] = attrs.evolve(extents[-1], stop=stop)
             else:
-                runs.append(Run(piece.tensor, piece.start, stop))
-            inside.append(LeafShard(number[piece.leaf], piece.offset, len(runs) - 1, piece.start - runs[-1].start, piece.numel))
-        before = piece
-    return tuple(runs), tuple(inside)
+                extents.append(Extent(shard.tensor, shard.start, stop))
+            start = shard.start - extents[-1].start
+            inside.append(LeafShard(number[shard.leaf], shard.offset, len(extents) - 1, start, shard.numel))
+        before = shard
+    return tuple(extents), tuple(inside)
 
 
-def find(parts: LeafMap, where: str | Callable[[str], bool], what: str) -> set[int]:
+def match_leaves(leaf_map: LeafMap, where: str | Callable[[str], bool], what: str) -> set[int]:
     """The leaves whose path matches a regular expression, or satisfies a function.
 
+    Args:
+        leaf_map: the leaves.
+        where: the regular expression, which is searched for in the paths, or the function.
+        what: the name of the argument, for errors.
+
     Raises:
-        ValueError: it is no regular expression, or matches no path; the message names the nearest.
+        ValueError: it is no regular expression, or matches no path; the message names the nearest path.
     """
     if callable(where):
-        return {i for i, leaf in enumerate(parts.leaves) if where(leaf.path)}
+        return {i for i, leaf in enumerate(leaf_map.leaves) if where(leaf.path)}
     try:
         pattern = re.compile(where)
     except re.error as error:
         raise ValueError(f"{what}={where!r} is no regular expression: {error}") from None
-    hits = {i for i, leaf in enumerate(parts.leaves) if pattern.search(leaf.path)}
-    paths = [*(leaf.path for leaf in parts.leaves), *parts.elsewhere]
+    hits = {i for i, leaf in enumerate(leaf_map.leaves) if pattern.search(leaf.path)}
+    paths = [*(leaf.path for leaf in leaf_map.leaves), *leaf_map.other_paths]
     if not any(map(pattern.search, paths)):
         near = difflib.get_close_matches(where, paths, 1, 0.0)
         raise ValueError(f"{what}={where!r} matches no trained leaf; the nearest path is {near[0] if near else 'none'!r}")

@@ -1,7 +1,7 @@
-"""Leaves that have no values yet: where these come from, and how each rank gets its own part of them.
+"""Deferred leaves: their values are read from a source when the state is made, each rank reading only its own part.
 
-A leaf on the meta device that is marked with an origin is *deferred*. ``step.init`` reads deferred leaves where it stores
-them: under ``zero`` each rank reads its own shards, unit by unit, and nothing is broadcast.
+A leaf on the meta device that is marked with an origin is *deferred*. ``step.init`` reads deferred leaves into the memory that
+will store them: under ``zero`` each rank reads its own shards, unit by unit, and nothing is broadcast.
 """
 
 from collections.abc import Callable
@@ -19,27 +19,33 @@ __all__ = ["Origin", "Source", "Whole", "from_source", "home", "is_deferred", "p
 
 @runtime_checkable
 class Source(Protocol):
-    """Where values come from: the same on every rank."""
+    """Gives the values of leaves, the same on every rank."""
 
     def read(self, path: str, start: int, stop: int) -> Tensor:
-        """Elements ``start`` to ``stop`` of the flattened leaf, on any device, of any dtype that casts to the leaf's."""
+        """Elements ``start`` to ``stop`` of the flattened leaf, on any device, in any dtype that can be cast to the leaf's."""
         ...
 
 
 @attrs.frozen
 class Whole:
-    """A source that gives whole leaves: a function from paths to tensors."""
+    """A source made from a function from a path to the whole tensor."""
 
     values: Callable[[str], Tensor]
 
     def read(self, path: str, start: int, stop: int) -> Tensor:
-        """A stretch of the whole."""
+        """Elements ``start`` to ``stop`` of the flattened tensor."""
         return self.values(path).detach().reshape(-1)[start:stop]
 
 
 @attrs.frozen(eq=False)
 class Origin:
-    """A deferred leaf's: under which path its values are in which source, and where they shall lie."""
+    """The origin of a deferred leaf.
+
+    Attributes:
+        source: has the values.
+        path: names the leaf in the source.
+        device: the device that will hold the values.
+    """
 
     source: Source
     path: str
@@ -47,18 +53,18 @@ class Origin:
 
 
 def from_source(params: Any, source: Source | Callable[[str], Tensor], *, device: str | torch.device = "cpu") -> Any:
-    """The tree with every leaf deferred: a shape and a dtype, to be read from the source under its path.
+    """The tree with every leaf deferred: each has a shape and a dtype, and is read from the source under its path.
 
-    ``params`` may be on the meta device, as of a module that was built there; values that are there already are not used.
-    Each rank reads what it stores, at most one leaf at a time, so the source must be readable on all of them.
+    ``params`` may be on the meta device, for example from a module that was built there; their values are not used. Each rank
+    reads what it stores, at most one leaf at a time, so every rank must be able to read the source.
 
     Args:
-        params: shapes, dtypes, and what is frozen.
+        params: give the shapes and dtypes, and which leaves are frozen.
         source: has ``read(path, start, stop)``, or is a function from a path to the whole tensor.
-        device: where the values shall lie.
+        device: the device that will hold the values.
 
     Raises:
-        TypeError: no source. What the source gives is checked when it is read.
+        TypeError: ``source`` is no source. The tensors that it gives are checked when they are read.
 
     >>> import functional_ds as fds
     >>> params = {"w": torch.empty(2, 3, device="meta")}
@@ -92,18 +98,18 @@ def _origin(leaf: Tensor) -> Origin | None:
 
 
 def is_deferred(leaf: Tensor) -> bool:
-    """Whether the leaf's values are still to be read."""
+    """Whether the leaf's values must still be read."""
     return _origin(leaf) is not None
 
 
 def home(leaf: Tensor) -> torch.device:
-    """The device that the leaf's values shall lie on."""
+    """The device that holds the leaf's values, or will hold them."""
     origin = _origin(leaf)
     return leaf.device if origin is None else origin.device
 
 
 def piece(leaf: Tensor, start: int, stop: int) -> Tensor:
-    """Elements ``start`` to ``stop`` of a flattened leaf, read where it is deferred, else as a view if possible.
+    """Elements ``start`` to ``stop`` of a flattened leaf: read if the leaf is deferred, else a view if possible.
 
     Raises:
         ValueError: the source gives another number of elements, or no tensor.
@@ -121,7 +127,7 @@ def piece(leaf: Tensor, start: int, stop: int) -> Tensor:
 
 
 def values_of(leaf: Tensor) -> Tensor:
-    """The leaf's values as a tensor of its own: read, or copied."""
+    """The leaf's values in new memory: read if the leaf is deferred, else copied."""
     if not is_deferred(leaf):
         return leaf.detach().clone(memory_format=torch.contiguous_format)
     found = piece(leaf, 0, leaf.numel()).reshape(leaf.shape)

@@ -13,12 +13,13 @@ from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.marks import like_marked
 from functional_ds.comm.record.collective import NAMESPACE
-from functional_ds.optim.by_leaf import Routed
+from functional_ds.optim.param_groups import GroupStates
+from functional_ds.optim.per_matrix import MatrixStates
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.step.slots import Role
 from functional_ds.step.state import State
 
-from .leaf_places import Frame, Places, of_runs
+from .leaf_places import Frame, Places, of_extents
 
 __all__ = ["Held", "as_before", "as_tensors", "dense", "describe"]
 
@@ -124,8 +125,10 @@ class _Walk:
             self.found.append(Held(".".join(path), tuple(node.shape), 0, node.detach().reshape(-1)))
         elif isinstance(node, comm.Residual):
             self.residual(path, node)
-        elif isinstance(node, Routed):
-            self.routed(path, node, parts)
+        elif isinstance(node, GroupStates):
+            self.groups(path, node, parts)
+        elif isinstance(node, MatrixStates):
+            self.matrices(path, node)
         elif (known := self.match(node, frames)) is not None:
             self.list(path, *known)
         else:
@@ -186,12 +189,21 @@ class _Walk:
         again = self.seen[name] - 1
         return f"{role}#{again}/{leaf}" if again else name
 
-    def routed(self, path: tuple[str, ...], node: Routed, parts: LeafMap) -> None:
-        """Several optimizers, each with runs of the tensors for its leaves."""
+    def groups(self, path: tuple[str, ...], node: GroupStates, parts: LeafMap) -> None:
+        """The states of param groups, whose tensors are extents of the stored ones."""
         number = {leaf.path: index for index, leaf in enumerate(parts.leaves)}
         for rule, leaves, state in zip(node.rules, node.leaves, node.states, strict=True):
-            runs, inner = parts.select(number[leaf] for leaf in leaves)
-            self.visit((*path, str(rule)), state, (of_runs(inner, runs),), inner)
+            extents, inner = parts.select(number[leaf] for leaf in leaves)
+            self.visit((*path, str(rule)), state, (of_extents(inner, extents),), inner)
+
+    def matrices(self, path: tuple[str, ...], node: MatrixStates) -> None:
+        """The states of whole matrices, each on the ranks that own the matrix; tensors of any shapes."""
+        self.visit((*path, "count"), node.count, (), self.places.parts)
+        for leaf, state in node.whole.items():
+            for inside, value in tree.named(state):
+                role = ".".join(part for part in (*path, *inside.split(".")) if part and not part.isdecimal())
+                name = self.unique(role, self.places.name(leaf))
+                self.found.append(Held(name, tuple(value.shape), 0, value.detach().reshape(-1)))
 
     def residual(self, path: tuple[str, ...], node: comm.Residual) -> None:
         """What this rank owes."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable, slice_of
 from functional_ds.sharding.layout import Layout, Segment
-from functional_ds.sharding.leaf_map import LeafMap, Run
+from functional_ds.sharding.leaf_map import Extent, LeafMap
 from functional_ds.step.slots import stored_layout
 from functional_ds.step.state import State
 
@@ -130,7 +130,7 @@ class Places:
         if stored_as is None:
             return Places(*_alone(state.params), LeafMap.of(state.params), spec, _slices(tree.named(state.params)))
         parts = stored_as.leaf_map
-        stored, trained = _of_layout(stored_as.layout, state.params, parts.rank if len(parts.ranks) > 1 else None)
+        stored, trained = _of_layout(stored_as.layout, state.params, parts.rank if len(parts.shards_by_rank) > 1 else None)
         members = [
             (stored.leaves[leaf][0], flat)
             for place, flat in zip(stored.places, tree.leaves(state.params), strict=True)
@@ -143,13 +143,13 @@ def _slices(named: Sequence[tuple[str, Tensor]]) -> dict[str, tuple[int, int]]:
     return {path: cut for path, leaf in named if (cut := slice_of(leaf)) is not None and cut[1] > 1}
 
 
-def of_runs(parts: LeafMap, runs: Sequence[Run]) -> Frame:
-    """Runs that were selected of an optimizer's tensors; ``parts`` says what lies in them."""
+def of_extents(parts: LeafMap, extents: Sequence[Extent]) -> Frame:
+    """Extents that were selected of an optimizer's tensors; ``parts`` says which leaves they hold."""
     places = []
-    for index, run in enumerate(runs):
-        cuts = tuple(Cut(p.leaf, p.offset, p.start, p.numel) for p in parts.pieces if p.tensor == index)
+    for index, extent in enumerate(extents):
+        cuts = tuple(Cut(p.leaf, p.offset, p.start, p.numel) for p in parts.shards if p.tensor == index)
         smooth = any(parts.leaves[cut.leaf].dtype.is_complex for cut in cuts)
-        places.append(Place((Form((run.stop - run.start,), cuts),), tuple(cut.leaf for cut in cuts), smooth))
+        places.append(Place((Form((extent.stop - extent.start,), cuts),), tuple(cut.leaf for cut in cuts), smooth))
     return Frame(tuple((leaf.path, leaf.shape) for leaf in parts.leaves), tuple(places))
 
 

@@ -93,7 +93,7 @@ def _refuse_bare(step: "Step", state: State, batch: Any) -> None:
     if not _on_meta(state.params) or all(map(_on_meta, tree.leaves(batch))):
         return
     tensors, leaf_map = trainable(state.params), step.leaf_map(state)
-    trained = [leaf_map.leaves[piece.leaf].path for piece in leaf_map.pieces if _on_meta(tensors[piece.tensor])]
+    trained = [leaf_map.leaves[piece.leaf].path for piece in leaf_map.shards if _on_meta(tensors[piece.tensor])]
     path = next(iter(trained), None) or next(path for path, leaf in tree.named(state.params) if _on_meta(leaf))
     raise ValueError(
         f"state: the leaf {path!r} of its params is on the device 'meta', without values, but the batch has some; a module "

@@ -11,9 +11,9 @@ from torch import Tensor
 from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable, like_marked, trainable
 from functional_ds.base.weighted import Weighted, weigh
-from functional_ds.optim.adamw_sgd import as_optimizer
-from functional_ds.optim.by_leaf import Placed
+from functional_ds.optim.bind import BoundOptimizer
 from functional_ds.optim.kernels import guarded, reals
+from functional_ds.optim.optimizer import as_optimizer
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.sharding.sources import values_of
 
@@ -55,7 +55,7 @@ def train_step(loss_fn: Callable[..., Any], optimizer: Any, *, seed: int = 0, bu
         raise TypeError(f"loss_fn={loss_fn!r} is not callable")
     if buffers not in POLICIES:
         raise ValueError(f"buffers={buffers!r} is none of {', '.join(POLICIES)}")
-    rule = Placed(as_optimizer(optimizer))
+    rule = BoundOptimizer(as_optimizer(optimizer))
     with_key = _takes_key(loss_fn)
 
     def init(step: Step, params: Any) -> State:

@@ -293,7 +293,7 @@ def test_a_pipeline_goes_on_as_another(tmp_path: Path, shapes: Any) -> None:
     assert before + after == pytest.approx(comm.simulate(losses, (1, 1), 0, 4, world_size=1)[0], rel=1e-5)
 
 
-RULES.setdefault("one for each, anywhere", fds.route({lambda path: path.endswith("w"): fds.lion(0.1)}, fds.adamw(0.1)))
+RULES.setdefault("one for each, anywhere", fds.param_groups({lambda path: path.endswith("w"): fds.lion(0.1)}, fds.adamw(0.1)))
 
 
 def test_processes_read_what_the_simulator_wrote(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_ranks_may_have_other_leaves(tmp_path: Path) -> None:
     [
         (fds.lion(0.1), {"allow_extra": "optimizer.exp_avg_sq"}, {"params", "optimizer.exp_avg"}),
         (fds.sgd(0.1), {"allow_extra": "optimizer.*"}, {"params"}),
-        (fds.route({"a": fds.sgd(0.1)}, fds.adamw(0.1)), {}, {"params", "optimizer.exp_avg", "optimizer.exp_avg_sq"}),
+        (fds.param_groups({"a": fds.sgd(0.1)}, fds.adamw(0.1)), {}, {"params", "optimizer.exp_avg", "optimizer.exp_avg_sq"}),
         (fds.adamw(0.1, decay="a"), {}, {"params", "optimizer.exp_avg", "optimizer.exp_avg_sq"}),
     ],
 )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import functional_ds as fds
 from functional_ds import comm
 from functional_ds import transforms as T
-from functional_ds.optim.one_bit import Rounds
+from functional_ds.optim.one_bit import UpdateIntervals
 from functional_ds.testing import assert_same
 from tests.transforms.models import CASES, own_rows
 from tests.transforms.rules import ROWS, fresh, linear
@@ -60,7 +60,7 @@ def close(found: Any, expected: Any, tolerance: float = 2e-5) -> None:
 @given(n=st.sampled_from((1, 2, 3, 4)), decay=st.sampled_from((None, "w$")), which=st.sampled_from((0, 1)))
 @settings(max_examples=settings.default.max_examples // 2)
 def test_the_warm_up_is_adam(n: int, decay: str | None, which: int) -> None:
-    """Before the variance is frozen, and while all its rounds follow each other: AdamW on the whole batch, bitwise."""
+    """Before the variance is frozen, and while all its updates follow each other: AdamW on the whole batch, bitwise."""
     rule = (
         fds.one_bit_adam(0.1, warmup=6, weight_decay=0.1, decay=decay),
         fds.zero_one_adam(0.1, freeze=9, each=6, local=4, longest=2, weight_decay=0.1, decay=decay),
@@ -92,7 +92,7 @@ def test_exact_momenta_are_the_single_device_step(name: str, n: int, k: int, rul
 
 @given(codec=st.sampled_from((None, comm.OneBit(8))), n=st.sampled_from((2, 3)))
 def test_gradients_that_are_summed_already_count_once(codec: Any, n: int) -> None:
-    """Under zero(0) nobody's gradients are unsummed: each rank does the whole update by itself, and sends nothing for it."""
+    """Under zero(0) nobody's gradients are unreduced: each rank does the whole update by itself, and sends nothing for it."""
 
     def program() -> tuple[Any, set[str]]:
         with comm.ledger() as book:
@@ -108,10 +108,10 @@ def test_gradients_that_are_summed_already_count_once(codec: Any, n: int) -> Non
 
 
 def test_a_variance_with_gaps_is_the_formula() -> None:
-    """0/1 Adam on one rank without a codec, written down: v moves in its rounds, m in all, each with its own bias."""
+    """0/1 Adam on one rank without a codec, written down: v moves in its updates, m in all, each with its own bias."""
     lr, (b1, b2), eps, grads = 0.1, (0.9, 0.999), 1e-8, [1.0, -2.0, 3.0, 0.5, -1.0, 2.0]
-    rounds = Rounds.sparser(1, 5)
-    assert [t for t in range(6) if t in rounds] == [0, 1, 3]
+    intervals = UpdateIntervals.doubling(1, 5)
+    assert [t for t in range(6) if t in intervals] == [0, 1, 3]
     step = fds.train_step(lambda p, x: (p["w"] * x).sum(), fds.zero_one_adam(lr, freeze=5, each=1, codec=None))
     state, w, m, v, seen = step.init({"w": torch.ones(1)}), 1.0, 0.0, 0.0, 0
     for t, grad in enumerate(grads):
@@ -127,11 +127,11 @@ def test_a_variance_with_gaps_is_the_formula() -> None:
 
 
 @given(stop=st.integers(1, 300), each=st.integers(1, 20), at=st.integers(0, 400))
-def test_rounds_count_what_they_contain(stop: int, each: int, at: int) -> None:
-    """``before`` counts; the distances of the variance's rounds double after ``each`` of them."""
-    rounds = Rounds.sparser(each, stop)
-    named = [t for t in range(400) if t in rounds]
-    assert rounds.before(at) == len([t for t in named if t < at])
+def test_intervals_count_what_they_contain(stop: int, each: int, at: int) -> None:
+    """``before`` counts; the distances of the variance's updates double after ``each`` of them."""
+    intervals = UpdateIntervals.doubling(each, stop)
+    named = [t for t in range(400) if t in intervals]
+    assert intervals.before(at) == len([t for t in named if t < at])
     expected, t, count = [], 0, 0
     while t < stop:
         expected.append(t)
@@ -143,8 +143,8 @@ def test_rounds_count_what_they_contain(stop: int, each: int, at: int) -> None:
 @given(start=st.integers(1, 20), longest=st.sampled_from((1, 2, 4, 8)), times=st.integers(1, 4))
 def test_meetings_are_never_further_apart_than_said(start: int, longest: int, times: int) -> None:
     """Up to the start in every update; then at distances that grow to ``longest``, each one for ``each`` updates."""
-    rounds, each = Rounds.apart(start, longest * times, longest), longest * times
-    named = [t for t in range(600) if t in rounds]
+    intervals, each = UpdateIntervals.local_steps(start, longest * times, longest), longest * times
+    named = [t for t in range(600) if t in intervals]
     assert named[: start + each] == list(range(start + each))
     gaps = [b - a for a, b in pairwise(named)]
     assert gaps == sorted(gaps)
@@ -161,7 +161,7 @@ def test_ranks_have_the_same_bits_whenever_they_met(n: int, which: int) -> None:
         fds.zero_one_adam(0.1, freeze=3, each=1),
         fds.zero_one_adam(0.1, freeze=2, local=4, longest=4),
     )
-    meets = Rounds.apart(2, 4, 4) if which == 2 else Rounds((range(99),))
+    meets = UpdateIntervals.local_steps(2, 4, 4) if which == 2 else UpdateIntervals((range(99),))
 
     def program() -> list[list[Tensor]]:
         step, here = T.local_gradients()(fds.train_step(linear, rules[which])), comm.world()
@@ -375,7 +375,7 @@ def test_bad_input() -> None:
     with pytest.raises(ValueError, match="does not sum gradients"):
         step(fds.adamw(0.1), T.local_gradients()).init(params)
     with pytest.raises(ValueError, match="does not sum gradients"):
-        step(fds.route({"w": one}, fds.adamw(0.1)), T.local_gradients()).init({**params, "b": torch.ones(1)})
+        step(fds.param_groups({"w": one}, fds.adamw(0.1)), T.local_gradients()).init({**params, "b": torch.ones(1)})
     with pytest.raises(ValueError, match=r"reduces gradients already.*use either"):
         step(one, T.zero(1), T.local_gradients())
     with pytest.raises(ValueError, match="another transform of this step sums gradients"):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import functional_ds as fds
 from functional_ds import comm, transforms
 from functional_ds.base.marks import is_trainable
-from functional_ds.optim.matrix_owners import Owners
+from functional_ds.optim.matrix_owners import MatrixOwners
 from functional_ds.sharding.layout import Layout
 from functional_ds.sharding.leaf_map import LeafMap
 from tests.transforms.models import CASES, own_rows
@@ -179,11 +179,12 @@ def test_parts_say_where_elements_are(n: int, chosen: set[int], unit_of: Any) ->
         parts = LeafMap.of_layout(layout, here)
         assert {leaf.path for leaf in parts.leaves} == {path for path, x in wanted.items() if is_trainable(x)}
         runs, some = parts.select(i for i in range(len(parts.leaves)) if i in chosen)
-        for these, tensors in ((parts, own), (some, [run.of(own) for run in runs])):
-            for piece, view in zip(these.pieces, these.views(tensors), strict=True):
+        for these, tensors in ((parts, own), (some, [run.view(own) for run in runs])):
+            for piece, view in zip(these.shards, these.views(tensors), strict=True):
                 leaf = wanted[these.leaves[piece.leaf].path].reshape(-1)
                 assert torch.equal(view, leaf[piece.offset : piece.offset + piece.numel])
-            counts = [sum(p.numel for rank in these.ranks for p in rank if p.leaf == i) for i in range(len(these.leaves))]
+            everywhere = [shard for shards in these.shards_by_rank for shard in shards]
+            counts = [sum(shard.numel for shard in everywhere if shard.leaf == i) for i in range(len(these.leaves))]
             assert counts == [leaf.numel for leaf in these.leaves]
 
     comm.simulate(program, world_size=n)
@@ -199,11 +200,11 @@ def test_owners_get_whole_leaves_and_give_pieces_back(n: int, unit_of: Any, seed
         flats = layout.own(layout.flatten(params), here.rank)
         parts = LeafMap.of_layout(layout, here)
         own = [flat for flat, segment in zip(flats, layout.segments, strict=True) if segment.trainable]
-        owners, pieces = Owners.choose(parts), parts.views(own)
-        whole = owners.whole(pieces, torch.float32)
-        for leaf, flat in whole.items():
-            assert torch.equal(flat, params[parts.leaves[leaf].path].reshape(-1))
-        for back, piece in zip(owners.back(whole, torch.float32), pieces, strict=True):
+        owners, pieces = MatrixOwners.choose(parts), parts.views(own)
+        whole = owners.gather(pieces, torch.float32)
+        for leaf, value in whole.items():
+            assert torch.equal(value, params[parts.leaves[leaf].path])
+        for back, piece in zip(owners.scatter(whole, torch.float32), pieces, strict=True):
             assert torch.equal(back, piece)
         return [parts.leaves[leaf].path for leaf in whole]
 
@@ -343,7 +344,7 @@ def test_what_lies_where_is_worked_out_once(rule: str) -> None:
 
     def program(stage: int) -> int:
         made.clear()
-        step = transforms.zero(stage)(fds.train_step(linear, fds.ByLeaf(make)))
+        step = transforms.zero(stage)(fds.train_step(linear, fds.PerParameter(make)))
         state = step.init(fresh())
         for _ in range(3):
             state, _ = step(pickle.loads(pickle.dumps(state)), torch.arange(4))

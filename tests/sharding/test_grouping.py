@@ -34,7 +34,7 @@ def test_by_path() -> None:
         "all mlp": ["h.0.mlp.w", "h.1.mlp.w"],
         "h.11": ["h.11.attn.w"],
     }
-    assert set(names(units.by_path({"^h": "h"}, others=units.together))) == {"all", "h"}
+    assert set(names(units.by_path({"^h": "h"}, others=units.single_unit))) == {"all", "h"}
 
 
 @given(sizes=st.lists(st.integers(0, 20), min_size=1), limit=st.integers(1, 100))
@@ -53,9 +53,9 @@ def test_by_bytes(sizes: list[int], limit: int) -> None:
 
 
 def test_leaves_and_all() -> None:
-    assert names(units.each_leaf) == {path: [path] for path in PATHS}
-    assert [*names(units.together)] == ["all"]
-    assert names(None) == names(units.block_of)
+    assert names(units.by_leaf) == {path: [path] for path in PATHS}
+    assert [*names(units.single_unit)] == ["all"]
+    assert names(None) == names(units.by_block)
 
 
 def test_a_pattern_that_matches_nothing_is_refused() -> None:

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 import functional_ds as fds
 from functional_ds import comm
 from functional_ds.base.marks import is_trainable
-from functional_ds.sharding.layout import Layout, block_of, shard, unshard
+from functional_ds.sharding.grouping import by_block
+from functional_ds.sharding.layout import Layout, shard, unshard
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.int64, torch.bool, torch.uint8)
 
@@ -88,7 +89,7 @@ def test_shards_are_equal_and_padding_is_bounded(tree: dict[str, Tensor], n: int
 def test_units_are_blocks_then_the_rest() -> None:
     tree = {name: torch.ones(2) for name in ("wte", "h.0.w", "h.0.b", "h.1.w", "h.1.b", "ln_f")}
     assert [unit.name for unit in Layout.of(tree, 2).units] == ["rest", "h.0", "h.1"]
-    assert block_of("a.b") == "rest"
+    assert by_block("a.b") == "rest"
 
 
 def test_refuses_what_is_no_tensor() -> None:

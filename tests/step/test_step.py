@@ -15,7 +15,8 @@ import functional_ds as fds
 from functional_ds import comm, transforms
 from functional_ds import pipelining as pp
 from functional_ds.base.prng import Key
-from functional_ds.optim.adamw_sgd import AdamState, SGDState
+from functional_ds.optim.adam import AdamState
+from functional_ds.optim.sgd import SGDState
 from functional_ds.testing import assert_same
 from tests.transforms.models import CASES, own_rows, run
 

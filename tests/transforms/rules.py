@@ -10,6 +10,41 @@ import functional_ds as fds
 from functional_ds import comm
 
 ROWS = 12
+
+
+def galore(rank: int = 2, every: int = 2) -> Any:
+    """GaLore (Zhao et al. 2024), as a user writes it: momentum in the space of the gradient's largest singular vectors."""
+
+    def init(matrix: Tensor) -> Any:
+        kept = min(rank, *matrix.shape)
+        return {"basis": matrix.new_zeros(len(matrix), kept), "momentum": matrix.new_zeros(kept, matrix.shape[1])}
+
+    def rule(grad: Tensor, state: Any, step: int) -> tuple[Tensor, Any]:
+        renewed = step % every == 1
+        basis = torch.linalg.svd(grad)[0][:, : state["basis"].shape[1]].contiguous() if renewed else state["basis"]
+        momentum = 0.9 * state["momentum"] + basis.T @ grad
+        return basis @ momentum, {"basis": basis, "momentum": momentum}
+
+    return fds.per_matrix(init, rule, lr=0.02, others=fds.adamw(0.1), name="galore")
+
+
+def shampoo(eps: float = 0.1) -> Any:
+    """Shampoo (Gupta, Koren, Singer 2018), as a user writes it, with weight decay that looks at the matrix."""
+
+    def root(matrix: Tensor) -> Tensor:
+        values, vectors = torch.linalg.eigh(matrix)
+        return (vectors * values.clamp(min=eps) ** -0.25) @ vectors.T
+
+    def init(matrix: Tensor) -> Any:
+        return tuple(eps * torch.eye(size, dtype=matrix.dtype) for size in matrix.shape)
+
+    def rule(grad: Tensor, state: Any, step: int, param: Tensor) -> tuple[Tensor, Any]:
+        left, right = state[0] + grad @ grad.T, state[1] + grad.T @ grad
+        return root(left) @ grad @ root(right) + 0.1 * param, (left, right)
+
+    return fds.per_matrix(init, rule, lr=0.1, others=fds.lamb(0.1), matrices="^blocks", name="shampoo")
+
+
 RULES: dict[str, Any] = {
     "adam": fds.adam(0.1, weight_decay=0.1),
     "adamw": fds.adamw(0.1, weight_decay=0.1),
@@ -21,7 +56,9 @@ RULES: dict[str, Any] = {
     "lamb, matrices decay": fds.lamb(0.1, weight_decay=0.1, decay="w$"),
     "muon": fds.muon(0.1, fds.adamw(0.1)),
     "muon, blocks": fds.muon(0.1, fds.lamb(0.1), matrices="^blocks", nesterov=False, adjust="match_rms_adamw"),
-    "one for each": fds.route({"^blocks.1": fds.sgd(0.1), "scale": fds.lion(0.1)}, fds.muon(0.1, fds.adagrad(0.1))),
+    "galore": galore(),
+    "shampoo": shampoo(),
+    "one for each": fds.param_groups({"^blocks.1": fds.sgd(0.1), "scale": fds.lion(0.1)}, fds.muon(0.1, fds.adagrad(0.1))),
 }
 
 

@@ -96,7 +96,7 @@ def _trained(leaves: list[Tensor]) -> list[int | None]:
 def _away(trained: list[int | None], parts: LeafMap, ratio: float) -> list[bool]:
     """The first leaves, until they are this part of what is trained, on all ranks alike; frozen ones, too."""
     sizes: dict[int, int] = {}
-    for piece in (piece for pieces in parts.ranks for piece in pieces):
+    for piece in (piece for pieces in parts.shards_by_rank for piece in pieces):
         sizes[piece.tensor] = sizes.get(piece.tensor, 0) + piece.numel
     wanted, so_far, found = ratio * sum(sizes.values()), 0, []
     for which in trained:

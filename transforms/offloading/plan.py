@@ -218,10 +218,11 @@ def parted(rest: Any, rows: Sequence[Sequence[int | None]]) -> list[Any]:
 
 def cut(parts: LeafMap, tensor: int | None, start: int, stop: int) -> LeafMap:
     """What lies where in a stretch of one of the tensors, as the only one; leaves that are not in it are empty."""
-    ranks = tuple(tuple(_cut(p, start, stop) for p in pieces if _meets(p, tensor, start, stop)) for pieces in parts.ranks)
+    found = parts.shards_by_rank
+    ranks = tuple(tuple(_cut(p, start, stop) for p in shards if _meets(p, tensor, start, stop)) for shards in found)
     present = {piece.leaf for pieces in ranks for piece in pieces}
     leaves = tuple(leaf if i in present else _empty(leaf) for i, leaf in enumerate(parts.leaves))
-    return attrs.evolve(parts, leaves=leaves, ranks=ranks)
+    return attrs.evolve(parts, leaves=leaves, shards_by_rank=ranks, partial=True)
 
 
 def _meets(piece: LeafShard, tensor: int | None, start: int, stop: int) -> bool:

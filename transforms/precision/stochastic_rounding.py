@@ -49,7 +49,7 @@ class Draws:
     def for_param(self, which: int, like: Tensor, name: str = "param") -> Tensor:
         """For the ``which``-th tensor that the optimizer gets; zero for padding."""
         found = torch.zeros(like.shape, device=like.device)
-        for piece in self.parts.pieces:
+        for piece in self.parts.shards:
             if piece.tensor == which:
                 own = found.view(-1)[piece.start : piece.start + piece.numel]
                 self._fill(own, f"{name} of {self.parts.leaves[piece.leaf].path}", piece.offset)
@@ -68,7 +68,7 @@ class Draws:
         return found
 
     def _fits(self, which: int, like: Tensor) -> bool:
-        return all(piece.start + piece.numel <= like.numel() for piece in self.parts.pieces if piece.tensor == which)
+        return all(piece.start + piece.numel <= like.numel() for piece in self.parts.shards if piece.tensor == which)
 
     def _fill(self, own: Tensor, name: str, offset: int) -> None:
         for done in range(0, own.numel(), _CHUNK):

@@ -127,12 +127,12 @@ class Placed:
     def elsewhere(self, parts: LeafMap, rank: int) -> LeafMap:
         """A rank's parts, who know that there are other leaves."""
         mine = {path for part in self.here(rank) for path in part.paths}
-        return attrs.evolve(parts, elsewhere=tuple(path for path in self.paths if path not in mine))
+        return attrs.evolve(parts, other_paths=tuple(path for path in self.paths if path not in mine))
 
     def copies(self, parts: LeafMap, rank: int) -> set[int]:
         """Which of the tensors that the optimizer gets hold leaves that count on another rank."""
         copied = {path for part in self.here(rank) if part.ranks[0] != rank for path in part.paths}
-        return {p.tensor for pieces in parts.ranks for p in pieces if parts.leaves[p.leaf].path in copied}
+        return {p.tensor for pieces in parts.shards_by_rank for p in pieces if parts.leaves[p.leaf].path in copied}
 
     def gathered(self, own: Mapping[str, Tensor], group: comm.Group, device: torch.device) -> Any:
         """The user's tree, whole on every rank; sends each leaf from the first rank that has it."""

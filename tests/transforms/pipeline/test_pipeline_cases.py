@@ -342,7 +342,7 @@ def test_a_pattern_that_names_leaves_of_another_rank(stage: int) -> None:
     """In route and decay=, with ZeRO of any stage along the other axis, also inside of a route."""
     params = weights(2)
     inside = fds.adamw(0.01, eps=1e-3, weight_decay=0.1, decay=r"^0")
-    rule = fds.route({r"^1": fds.sgd(0.1)}, inside)
+    rule = fds.param_groups({r"^1": fds.sgd(0.1)}, inside)
     check(pp.stages([layer] * 2, params, loss=error), params, rows(8), pp.one_f_one_b(2, 2), zero(stage), dp=2, rule=rule)
 
 

@@ -42,7 +42,7 @@ class Grid:
 
 GRIDS = [Grid(r, a, i) for r in (1, 2, 3) for a in (1, 2, 3) for i in (1, 2, 3) if r * a * i <= 6]
 SMALL = [grid for grid in GRIDS if grid.size <= 4]
-UNITS = (None, units.each_leaf, units.together, units.by_bytes(300))
+UNITS = (None, units.by_leaf, units.single_unit, units.by_bytes(300))
 
 
 @st.composite

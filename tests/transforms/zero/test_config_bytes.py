@@ -61,7 +61,7 @@ POLICIES = {"f32": (None, None), "bf16": (torch.bfloat16, None), "bf16,reduce=f3
 )
 def test_the_ledger_shows_what_the_plan_says(grid: Grid, chosen: dict[str, Any], k: int, policy: str, narrow: bool) -> None:
     """Bytes by collective and group, and bytes of stored params: predicted from shapes, exactly."""
-    chosen = {**chosen, "unit_of": None if chosen["unit_of"] is units.each_leaf else chosen["unit_of"]}
+    chosen = {**chosen, "unit_of": None if chosen["unit_of"] is units.by_leaf else chosen["unit_of"]}
     if chosen["stage"] == 3:
         chosen["keep"] = False
     chosen |= compressed(chosen, comm.Blocks(8, size=16)) if narrow else {}

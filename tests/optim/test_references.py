@@ -89,7 +89,7 @@ SAME_KERNEL = {
         lambda p: [torch.optim.Adagrad(p.values(), 0.1, weight_decay=0.2, initial_accumulator_value=0.5, fused=True)],
     ),
     "one for each": (
-        fds.route({"w$": fds.adagrad(0.1), "^body": fds.sgd(0.2)}, fds.adam(0.05)),
+        fds.param_groups({"w$": fds.adagrad(0.1), "^body": fds.sgd(0.2)}, fds.adam(0.05)),
         lambda p: [
             torch.optim.Adagrad([p["body.w"]], 0.1, fused=True),
             torch.optim.SGD([p["body.b"]], 0.2, fused=True),
@@ -263,7 +263,7 @@ def test_complex_leaves() -> None:
 def test_decay_may_name_what_another_rule_moves() -> None:
     """A mask for the whole model: those of its leaves that are matrices decay as Muon has it, or as another rule does."""
     plain, decaying = fds.lion(0.1), fds.lion(0.1, weight_decay=0.5, decay="w$|^head")
-    for rule in (lambda rest: fds.muon(0.1, rest), lambda rest: fds.route({"w$|^head": fds.sgd(0.1)}, rest)):
+    for rule in (lambda rest: fds.muon(0.1, rest), lambda rest: fds.param_groups({"w$|^head": fds.sgd(0.1)}, rest)):
         found, expected = trained(rule(decaying)), trained(rule(plain))
         for path, value in expected.items():
             assert torch.equal(found[path], value), path
@@ -284,7 +284,10 @@ def test_decay_may_name_what_another_rule_moves() -> None:
         (lambda: fds.muon(1, fds.sgd(1), momentum=1.0), "momentum=1.0"),
         (lambda: fds.muon(1, fds.sgd(1), steps=0), "steps=0"),
         (lambda: fds.muon(1, fds.sgd(1), adjust="max"), "adjust='max'"),  # type: ignore[arg-type]
-        (lambda: fds.train_step(loss, fds.route({"boddy": fds.sgd(1)}, fds.sgd(1))).init(fresh()), r"nearest path is 'body"),
+        (
+            lambda: fds.train_step(loss, fds.param_groups({"boddy": fds.sgd(1)}, fds.sgd(1))).init(fresh()),
+            "nearest path is 'bod",
+        ),
         (lambda: fds.train_step(loss, fds.adamw(1, decay="weigh")).init(fresh()), "decay='weigh' matches no trained leaf"),
         (lambda: fds.train_step(loss, fds.muon(1, fds.sgd(1), matrices="x")).init(fresh()), "matrices='x'"),
     ],
@@ -298,7 +301,7 @@ def test_others_must_be_optimizers() -> None:
     with pytest.raises(TypeError, match="neither an fds optimizer"):
         fds.muon(0.1, torch.optim.AdamW)
     with pytest.raises(TypeError, match="neither an fds optimizer"):
-        fds.route({"w": 3}, fds.sgd(0.1))
+        fds.param_groups({"w": 3}, fds.sgd(0.1))
 
 
 def test_a_rule_without_leaves_does_nothing() -> None:

@@ -1,0 +1,78 @@
+"""Adagrad."""
+
+from torch import Tensor
+from torch.optim.adagrad import adagrad as torch_adagrad
+
+from functional_ds.base import tree
+from functional_ds.base.weighted import Weighted
+
+from .kernels import check, counts, found_inf, gradients, reals, zeros
+from .optimizer import Optimizer, PerParameter, Rate
+from .param_groups import PathFilter, by_decay
+
+__all__ = ["AdagradState", "adagrad"]
+
+
+@tree.record
+class AdagradState:
+    """Adagrad's state: how many updates each tensor has seen, and the sums of squares."""
+
+    steps: list[Tensor]
+    sums: list[Tensor]
+
+
+def adagrad(
+    lr: float,
+    *,
+    initial: float = 0.0,
+    eps: float = 1e-10,
+    weight_decay: float = 0.0,
+    decay: PathFilter | None = None,
+) -> Optimizer | PerParameter:
+    """Adagrad (Duchi, Hazan, Singer 2011), by torch's fused kernel.
+
+    Args:
+        lr: the learning rate.
+        initial: the value that the sums of squares start from.
+        eps: added to their roots.
+        weight_decay: this many times the parameter is added to its gradient.
+        decay: a regular expression or a function of a path: which leaves decay; None for all.
+
+    Raises:
+        ValueError: a negative number.
+
+    >>> import functional_ds as fds
+    >>> import torch
+    >>> step = fds.train_step(lambda params, x: (params["w"] * x).sum(), adagrad(0.5))
+    >>> state = step.init({"w": torch.ones(1)})
+    >>> for _ in range(2):
+    ...     state, _ = step(state, torch.ones(1))  # by lr, then by lr / √2
+    >>> round(step.params(state)["w"].item(), 4)
+    0.1464
+    """
+    check(lr=lr, initial=initial, eps=eps, weight_decay=weight_decay)
+    if decay is not None:
+        return by_decay(lambda part: adagrad(lr, initial=initial, eps=eps, weight_decay=part), weight_decay, decay)
+
+    def init(params: list[Tensor]) -> AdagradState:
+        return AdagradState(counts(params), [total.fill_(initial) for total in zeros(params)])
+
+    def update(params: list[Tensor], grads: Weighted, state: AdagradState, rate: Rate) -> tuple[list[Tensor], AdagradState]:
+        torch_adagrad(
+            reals(params),
+            gradients(grads, params),
+            state.sums,
+            state.steps,
+            fused=True,
+            grad_scale=grads.weight,
+            found_inf=found_inf(grads),
+            lr=lr * rate,  # type: ignore[arg-type]
+            weight_decay=weight_decay,
+            lr_decay=0.0,
+            eps=eps,
+            maximize=False,
+        )
+        return params, state
+
+    name = f"adagrad(lr={lr}, initial={initial}, eps={eps}, weight_decay={weight_decay})"
+    return Optimizer(init, update, name, skips=True, elementwise=True)

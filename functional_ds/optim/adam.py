@@ -1,0 +1,118 @@
+"""Adam and AdamW: one kernel, which differs in how weights decay."""
+
+from torch import Tensor
+from torch.optim.adam import adam as torch_adam
+
+from functional_ds.base import tree
+from functional_ds.base.weighted import Weighted
+
+from .kernels import check, check_betas, counts, found_inf, gradients, reals, zeros
+from .optimizer import Optimizer, PerParameter, Rate
+from .param_groups import PathFilter, by_decay
+
+__all__ = ["AdamState", "adam", "adam_optimizer", "adamw"]
+
+
+@tree.record
+class AdamState:
+    """Adam's state: how many updates each tensor has seen, and the two running moments."""
+
+    steps: list[Tensor]
+    exp_avg: list[Tensor]
+    exp_avg_sq: list[Tensor]
+
+    @staticmethod
+    def fresh(params: list[Tensor]) -> "AdamState":
+        """The state before the first update."""
+        return AdamState(counts(params), zeros(params), zeros(params))
+
+
+def adamw(
+    lr: float,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+    decay: PathFilter | None = None,
+) -> Optimizer | PerParameter:
+    """AdamW (Loshchilov and Hutter 2019), by torch's fused kernel, which also divides by the gradients' weight.
+
+    Complex tensors are treated as pairs of reals.
+
+    Args:
+        lr: the learning rate.
+        betas: the decay rates of the two running means.
+        eps: added to the root.
+        weight_decay: decoupled from the gradient.
+        decay: a regular expression or a function of a path: which leaves decay; None for all.
+
+    Raises:
+        ValueError: a negative number, or betas outside [0, 1).
+    """
+    if decay is not None:
+        return by_decay(lambda part: adamw(lr, betas=betas, eps=eps, weight_decay=part), weight_decay, decay)
+    return adam_optimizer("adamw", lr, betas=betas, eps=eps, weight_decay=weight_decay, decoupled=True)
+
+
+def adam(
+    lr: float,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decay: PathFilter | None = None,
+) -> Optimizer | PerParameter:
+    """Adam (Kingma and Ba 2015), by torch's fused kernel.
+
+    Args:
+        lr: the learning rate.
+        betas: the decay rates of the two running means.
+        eps: added to the root.
+        weight_decay: this many times the parameter is added to its gradient, as ``torch.optim.Adam`` does.
+        decay: a regular expression or a function of a path: which leaves decay; None for all.
+
+    Raises:
+        ValueError: a negative number, or betas outside [0, 1).
+
+    >>> import functional_ds as fds
+    >>> step = fds.train_step(lambda params, x: (params["w"] * x).sum(), adam(0.5))
+    >>> state, _ = step(step.init({"w": torch.ones(2)}), torch.tensor([1.0, -2.0]))
+    >>> step.params(state)["w"].round(decimals=3).tolist()  # at first by lr, whatever the gradient's size
+    [0.5, 1.5]
+    """
+    if decay is not None:
+        return by_decay(lambda part: adam(lr, betas=betas, eps=eps, weight_decay=part), weight_decay, decay)
+    return adam_optimizer("adam", lr, betas=betas, eps=eps, weight_decay=weight_decay, decoupled=False)
+
+
+def adam_optimizer(
+    name: str, lr: float, *, betas: tuple[float, float], eps: float, weight_decay: float, decoupled: bool
+) -> Optimizer:
+    """Either of them: ``decoupled`` says whether weights decay by themselves (AdamW) or through the gradient (Adam)."""
+    check(lr=lr, eps=eps, weight_decay=weight_decay)
+    check_betas(betas)
+
+    def update(params: list[Tensor], grads: Weighted, state: AdamState, rate: Rate) -> tuple[list[Tensor], AdamState]:
+        torch_adam(
+            reals(params),
+            gradients(grads, params),
+            state.exp_avg,
+            state.exp_avg_sq,
+            [],
+            state.steps,
+            fused=True,
+            grad_scale=grads.weight,
+            found_inf=found_inf(grads),
+            decoupled_weight_decay=decoupled,
+            amsgrad=False,
+            beta1=betas[0],
+            beta2=betas[1],
+            lr=lr * rate,
+            weight_decay=weight_decay,
+            eps=eps,
+            maximize=False,
+        )
+        return params, state
+
+    shown = f"{name}(lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay})"
+    return Optimizer(AdamState.fresh, update, shown, skips=True, elementwise=True)

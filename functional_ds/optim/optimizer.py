@@ -1,0 +1,86 @@
+"""What an optimizer is: a pure pair over lists of tensors, or a function from a ``LeafMap`` to such a pair."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+from torch import Tensor
+
+from functional_ds.base.weighted import Weighted
+from functional_ds.sharding.leaf_map import LeafMap
+
+from .kernels import divided
+
+__all__ = ["Optimizer", "PerParameter", "Rate", "as_optimizer"]
+
+Rate = float | Tensor
+
+
+@attrs.frozen
+class Optimizer:
+    """An ``init``/``update`` pair that need not know which leaf an element belongs to.
+
+    Attributes:
+        init: from the trained tensors to the optimizer's state.
+        update: ``(params, grads, state, rate) -> (params, state)``. It owns its arguments and may write into them. The
+            gradients are a ``Weighted`` list: the mean gradient is ``grads.sum / grads.weight``. ``rate`` multiplies the
+            learning rate.
+        name: for printing.
+        skips: whether ``update`` itself leaves everything as it is where ``grads.skip`` is true. For an optimizer that does
+            not, the library copies params and state before each update that may be skipped.
+        elementwise: whether each element moves as its own gradients say, whatever the other elements' are. Where this is
+            unknown (None), a small example is tried before the optimizer first gets tensors that ZeRO has flattened or cut,
+            and an optimizer that moves the example's pieces otherwise than the whole is refused. ``True`` turns the trial off.
+    """
+
+    init: Callable[[list[Tensor]], Any]
+    update: Callable[[list[Tensor], Weighted, Any, Rate], tuple[list[Tensor], Any]]
+    name: str = "optimizer"
+    skips: bool = False
+    elementwise: bool | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@attrs.frozen
+class PerParameter:
+    """An optimizer that must know which elements belong to which parameter.
+
+    Attributes:
+        make: from a ``LeafMap`` to the optimizer for tensors in which the leaves lie as it says.
+        name: for printing.
+    """
+
+    make: Callable[[LeafMap], Optimizer]
+    name: str = "optimizer"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def as_optimizer(rule: Any) -> Optimizer | PerParameter:
+    """An optimizer as it is; an optax-shaped pair (``init(params)``, ``update(grads, state, params=...)``) adapted.
+
+    Such a pair returns additive updates. ``rate`` scales them, which for a learning rate that enters linearly (optax's and
+    TorchOpt's do) is the same as scaling the learning rate. Under ZeRO it gets flat tensors with many leaves in each, and in
+    stages 1 to 3 shards of those, so only elementwise pairs are correct there; others are refused as far as the trial of
+    ``Optimizer.elementwise`` can tell. Clip with ``T.clip``, and write what needs leaves as a ``PerParameter``.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if isinstance(rule, Optimizer | PerParameter):
+        return rule
+    if not callable(getattr(rule, "init", None)) or not callable(getattr(rule, "update", None)):
+        raise TypeError(f"optimizer={rule!r} is neither an fds optimizer nor an optax-shaped pair of init and update")
+    keep = {"inplace": False} if "inplace" in inspect.signature(rule.update).parameters else {}
+
+    def update(params: list[Tensor], grads: Weighted, state: Any, rate: Rate) -> tuple[list[Tensor], Any]:
+        updates, state = rule.update(divided(grads, params), state, params=params, **keep)
+        for p, change in zip(params, updates, strict=True):
+            p.add_(change * rate)
+        return params, state
+
+    return Optimizer(rule.init, update, f"{type(rule).__name__}(...)")

@@ -1,0 +1,183 @@
+"""Optimizers that are written for one whole matrix at a time."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functional_ds.base import tree
+from functional_ds.base.weighted import Weighted
+from functional_ds.sharding.leaf_map import LeafMap, match_leaves
+
+from .kernels import check, means
+from .matrix_owners import MatrixOwners
+from .optimizer import Optimizer, PerParameter, Rate, as_optimizer
+from .param_groups import PathFilter, grouped
+
+__all__ = ["MatrixStates", "descend", "on_matrices", "per_matrix"]
+
+
+@tree.record
+class MatrixStates:
+    """The state of a ``per_matrix`` optimizer on one rank.
+
+    Attributes:
+        count: how many updates were made: int64, on the host.
+        whole: what the rule keeps for each matrix that this rank owns, by the matrix's path.
+    """
+
+    count: Tensor
+    whole: dict[str, Any]
+
+
+def per_matrix(
+    init: Callable[[Tensor], Any],
+    rule: Callable[..., tuple[Tensor, Any]],
+    *,
+    lr: float,
+    others: Any,
+    weight_decay: float = 0.0,
+    matrices: PathFilter | None = None,
+    dtype: torch.dtype | None = None,
+    name: str | None = None,
+) -> PerParameter:
+    """An optimizer from a rule for one whole matrix: GaLore, Shampoo, SOAP and the like, correct in every ZeRO stage.
+
+    ```
+    u, s ← rule(g, s, step)                          g = ∂L/∂W, the mean over the whole batch
+    W ← (1 - lr · weight_decay) W - lr · u           lr is multiplied by the schedule's rate
+    ```
+
+    Law 19 holds in every stage: under ZeRO 1 to 3 each matrix has an owner, the rank with most of its elements. The others
+    send it their parts of the gradient; the owner runs the rule on the whole matrix and sends back their parts of ``u``. The
+    rule's state lies on the owner alone. In stage 0 every rank runs the rule for every matrix, and nothing is sent.
+
+    Bytes that all ranks together send in an update of stage 1, 2 or 3: 2 · itemsize · M with M = Σ over matrices of (numel -
+    the owner's shard) ≤ Ψ(n-1)/n, and 3 · itemsize · M if the rule takes ``param``. ``init`` sends itemsize · M once.
+
+    Checkpoints hold the rule's state by the matrix's path, so it is loaded into any stage and number of ranks. A dynamic loss
+    scale makes the host wait for each step's verdict. Not for ``T.offload``, which refuses it.
+
+    Args:
+        init: from a matrix to the rule's first state for it: any tree of tensors.
+        rule: from gradient, state and ``step`` (an int, 1 in the first update) to ``u``, of the matrix's shape, and the new
+            state. It owns its arguments and may write into them. If it has a parameter ``param``, it gets the matrix there.
+            It must be deterministic, and must not depend on the other matrices.
+        lr: the learning rate of the matrices.
+        others: the optimizer of all leaves that are no matrices: ``fds.adamw(3e-4)``, say.
+        weight_decay: decoupled, for matrices.
+        matrices: a regular expression or a function of a path: which of the real two-dimensional leaves; None for all.
+        dtype: in which matrices, gradients and ``u`` travel and the rule gets them; None for fp32, or fp64 where a leaf is.
+        name: for printing and errors; the rule's by default.
+
+    Raises:
+        TypeError: ``init`` or ``rule`` is not callable.
+        ValueError: a negative number; at ``init``: ``matrices`` matches nothing, or a matrix is cut by ``tensor_parallel``; in
+            an update: ``u`` has another shape than the matrix.
+
+    >>> import functional_ds as fds
+    >>> def rule(grad, momentum, step):  # momentum, scaled to a norm of 1
+    ...     momentum = 0.9 * momentum + grad
+    ...     return momentum / momentum.norm(), momentum
+    >>> normalized = per_matrix(torch.zeros_like, rule, lr=0.5, others=fds.sgd(0.5))
+    >>> step = fds.train_step(lambda params, x: (x @ params["w"] + params["b"]).sum(), normalized)
+    >>> state, _ = step(step.init({"w": torch.ones(2, 2), "b": torch.ones(2)}), torch.ones(1, 2))
+    >>> step.params(state)["w"].tolist()
+    [[0.75, 0.75], [0.75, 0.75]]
+    """
+    for what, given in (("init", init), ("rule", rule)):
+        if not callable(given):
+            raise TypeError(f"per_matrix: {what}={given!r} is not callable")
+    check(lr=lr, weight_decay=weight_decay)
+    shown = str(name or getattr(rule, "__name__", type(rule).__name__))
+    takes_param = "param" in inspect.signature(rule).parameters
+
+    def make(owners: MatrixOwners) -> Optimizer:
+        leaf_map = owners.leaf_map
+        leaves = leaf_map.leaves
+        travels = dtype or functools.reduce(torch.promote_types, (leaf.dtype for leaf in leaves), torch.float32)
+
+        def start(params: list[Tensor]) -> MatrixStates:
+            whole = owners.gather([shard.to(travels) for shard in leaf_map.views(params)], travels)
+            states = {leaves[i].path: init(matrix) for i, matrix in whole.items() if matrix.numel()}
+            return MatrixStates(torch.zeros((), dtype=torch.int64), states)
+
+        def update(params: list[Tensor], grads: Weighted, state: MatrixStates, rate: Rate) -> tuple[list[Tensor], MatrixStates]:
+            if grads.skip is not None and bool(grads.skip):
+                return params, state
+            count, new = state.count + 1, {}
+
+            def ruled(leaf: int, grad: Tensor, *param: Tensor) -> Tensor:
+                path = leaves[leaf].path
+                further = {"param": param[0]} if takes_param else {}
+                found, new[path] = rule(grad, state.whole[path], int(count), **further)
+                if found.shape != grad.shape:
+                    raise ValueError(
+                        f"{shown}: for {path!r} of shape {list(grad.shape)} it returned an update of shape {list(found.shape)}"
+                    )
+                return found.to(travels)
+
+            rows = [leaf_map.views(means(grads, params)), *([leaf_map.views(params)] if takes_param else [])]
+            changes = owners.apply(ruled, *rows, dtype=travels)
+            descend(leaf_map, params, changes, lr=lr * rate, weight_decay=weight_decay)
+            return params, MatrixStates(count, new)
+
+        return Optimizer(start, update, shown, skips=True)
+
+    return on_matrices(make, others, matrices, kind=shown, name=f"{shown}(lr={lr}, weight_decay={weight_decay}, {{others}})")
+
+
+def on_matrices(
+    make: Callable[[MatrixOwners], Optimizer], others: Any, matrices: PathFilter | None, *, kind: str, name: str
+) -> PerParameter:
+    """``make``'s optimizer for real matrices, ``others`` for all else.
+
+    Args:
+        make: from the owners of the matrices to their optimizer.
+        others: the optimizer of all other leaves.
+        matrices: which of the matrices; None for all.
+        kind: the optimizer's name in errors.
+        name: for printing, with ``{others}`` where that optimizer's name goes.
+    """
+    rest = as_optimizer(others)
+
+    def choose(leaf_map: LeafMap) -> list[int]:
+        leaves = leaf_map.leaves
+        named = range(len(leaves)) if matrices is None else match_leaves(leaf_map, matrices, "matrices")
+        found = {i for i in named if len(leaves[i].shape) == 2 and leaves[i].dtype.is_floating_point}
+        return [0 if i in found else 1 for i in range(len(leaves))]
+
+    def made(leaf_map: LeafMap) -> Optimizer:
+        leaf_map.refuse_slices(kind)
+        return make(MatrixOwners.choose(leaf_map))
+
+    return grouped(name.replace("{others}", str(rest)), choose, (PerParameter(made, kind), rest))
+
+
+def descend(
+    leaf_map: LeafMap,
+    params: list[Tensor],
+    changes: list[Tensor],
+    *,
+    lr: Rate,
+    weight_decay: float,
+    factor: Callable[[int, int], float] = lambda rows, columns: 1.0,
+) -> None:
+    """``W ← (1 - lr · weight_decay) W - lr · factor(*W.shape) · change`` in place, on this rank's shards of the matrices.
+
+    Args:
+        leaf_map: where the matrices lie in ``params``.
+        params: the tensors that are changed.
+        changes: one flat tensor for each of this rank's shards.
+        lr: the learning rate of this update.
+        weight_decay: decoupled.
+        factor: from a matrix's rows and columns to the factor of its change.
+    """
+    for p in params:
+        p.mul_(1 - lr * weight_decay)
+    for shard, p, change in zip(leaf_map.shards, leaf_map.views(params), changes, strict=True):
+        rows, columns = leaf_map.leaves[shard.leaf].shape
+        p.sub_(change.to(p.dtype).mul_(lr * factor(rows, columns)))
