@@ -1,4 +1,4 @@
-"""Which elements of which leaves lie where in the tensors that a state keeps: data and index arithmetic."""
+"""Which elements of which leaves are where in the tensors of a state: data and index arithmetic."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from functional_ds.sharding.layout import Layout, Segment
 from functional_ds.sharding.leaf_map import LeafMap, Run
 from functional_ds.step.state import State
 
-__all__ = ["Cut", "Form", "Frame", "Place", "Places"]
+__all__ = ["Cut", "Form", "Frame", "StateLayout", "TensorLayout"]
 
 Shape = tuple[int, ...]
 
@@ -30,15 +30,15 @@ class Cut:
 
 @attrs.frozen
 class Form:
-    """A tensor's shape, and what lies in it."""
+    """A tensor's shape, and the elements of leaves in it."""
 
     shape: Shape
     cuts: tuple[Cut, ...]
 
     def lanes(self, tensor: Tensor) -> int | None:
-        """How many of the tensor's elements there are for each of the leaf's; None where it does not have this form.
+        """The number of the tensor's elements per element of a leaf; None if the tensor does not have this form.
 
-        Complex leaves have states of pairs of reals, along one dim more.
+        Optimizer states of complex leaves are pairs of reals, with one more dim.
         """
         shape = tuple(tensor.shape)
         if shape == self.shape:
@@ -47,13 +47,13 @@ class Form:
 
 
 @attrs.frozen
-class Place:
-    """A stored tensor.
+class TensorLayout:
+    """The leaves in a stored tensor.
 
     Attributes:
-        forms: whole, and this rank's shard of it, where it is cut.
-        members: all leaves of which it has something, on any rank.
-        complex: whether they are complex.
+        forms: of the whole tensor, and of this rank's shard of it if it is sharded.
+        members: all leaves with elements in it, on any rank.
+        complex: whether the leaves are complex.
     """
 
     forms: tuple[Form, ...]
@@ -61,7 +61,7 @@ class Place:
     complex: bool
 
     def form_of(self, tensor: Tensor) -> tuple[Form, int] | None:
-        """The form that a tensor has, and its lanes."""
+        """The form that a tensor has, with its lanes; None if it has none of them."""
         for form in self.forms:
             lanes = form.lanes(tensor)
             if lanes == 1 or (lanes == 2 and self.complex):
@@ -71,37 +71,37 @@ class Place:
 
 @attrs.frozen
 class Frame:
-    """What the tensors of a list hold; optimizers' and transforms' states are lists like the params'.
+    """The layouts of a list's tensors. Optimizers' and transforms' states contain lists like that of the params.
 
     Attributes:
-        leaves: their paths and shapes.
-        places: one for each tensor.
+        leaves: the leaves' paths and shapes.
+        places: the layout of each tensor.
     """
 
     leaves: tuple[tuple[str, Shape], ...]
-    places: tuple[Place, ...]
+    places: tuple[TensorLayout, ...]
 
     def fits(self, children: Sequence[Any]) -> bool:
-        """Whether these are such a list: None, a scalar, or a tensor of a form that its place has."""
+        """Whether these are such a list: each child is None, a scalar, or a tensor of a form that its layout has."""
         if len(children) != len(self.places) or not any(isinstance(child, Tensor) for child in children):
             return False
         return all(_fits(child, place) for child, place in zip(children, self.places, strict=True))
 
 
-def _fits(child: Any, place: Place) -> bool:
+def _fits(child: Any, place: TensorLayout) -> bool:
     return child is None or (isinstance(child, Tensor) and (not child.dim() or place.form_of(child) is not None))
 
 
 @attrs.frozen
-class Places:
+class StateLayout:
     """Where a state's leaves are.
 
     Attributes:
-        stored: the tensors that are stored as params.
-        trained: those that are trained.
-        parts: what the optimizer knows of the trained ones.
+        stored: the layouts of the tensors that are stored as params.
+        trained: those of the trained tensors.
+        parts: what the optimizer knows of the trained tensors.
         spec: the structure of the params.
-        slices: which slice of how many a leaf is, by path, where tensor parallelism has cut it.
+        slices: by path, for leaves that tensor parallelism has sliced: the slice's number, and how many there are.
     """
 
     stored: Frame
@@ -111,23 +111,23 @@ class Places:
     slices: Mapping[str, tuple[int, int]] = attrs.field(factory=dict)
 
     def name(self, path: str) -> str:
-        """What a leaf is called in a checkpoint: its path, and a slice of it with its number, as slices have one path."""
+        """A leaf's name in a checkpoint: its path, with the number of its slice, as all slices have the same path."""
         cut = self.slices.get(path)
         return path if cut is None else f"{path}[{cut[0]} of {cut[1]}]"
 
     @staticmethod
-    def of(state: State) -> "Places":
-        """Those of a state that any transforms made.
+    def of(state: State) -> "StateLayout":
+        """The layout of a state that any transforms made.
 
         >>> import torch
         >>> state = State.fresh({"w": torch.ones(2, 3)}, (), 0)
-        >>> Places.of(state).stored.places[0].forms
+        >>> StateLayout.of(state).stored.places[0].forms
         (Form(shape=(2, 3), cuts=(Cut(leaf=0, offset=0, start=0, numel=6),)),)
         """
         partition = next((slot for slot in state.slots.values() if isinstance(getattr(slot, "layout", None), Layout)), None)
         spec = tree.structure(state.params)
         if partition is None:
-            return Places(*_alone(state.params), LeafMap.of(state.params), spec, _slices(tree.named(state.params)))
+            return StateLayout(*_alone(state.params), LeafMap.of(state.params), spec, _slices(tree.named(state.params)))
         parts: LeafMap = partition.learned.parts
         stored, trained = _of_layout(partition.layout, state.params, parts.rank if len(parts.ranks) > 1 else None)
         members = [
@@ -135,7 +135,7 @@ class Places:
             for place, flat in zip(stored.places, tree.leaves(state.params), strict=True)
             for leaf in place.members
         ]
-        return Places(stored, trained, parts, spec, _slices(members))
+        return StateLayout(stored, trained, parts, spec, _slices(members))
 
 
 def _slices(named: Sequence[tuple[str, Tensor]]) -> dict[str, tuple[int, int]]:
@@ -143,12 +143,12 @@ def _slices(named: Sequence[tuple[str, Tensor]]) -> dict[str, tuple[int, int]]:
 
 
 def of_runs(parts: LeafMap, runs: Sequence[Run]) -> Frame:
-    """Runs that were selected of an optimizer's tensors; ``parts`` says what lies in them."""
+    """The layouts of runs that were selected from an optimizer's tensors; ``parts`` says which leaves are in them."""
     places = []
     for index, run in enumerate(runs):
         cuts = tuple(Cut(p.leaf, p.offset, p.start, p.numel) for p in parts.pieces if p.tensor == index)
         smooth = any(parts.leaves[cut.leaf].dtype.is_complex for cut in cuts)
-        places.append(Place((Form((run.stop - run.start,), cuts),), tuple(cut.leaf for cut in cuts), smooth))
+        places.append(TensorLayout((Form((run.stop - run.start,), cuts),), tuple(cut.leaf for cut in cuts), smooth))
     return Frame(tuple((leaf.path, leaf.shape) for leaf in parts.leaves), tuple(places))
 
 
@@ -156,7 +156,7 @@ def _alone(params: Any) -> tuple[Frame, Frame]:
     named = tree.named(params)
     leaves = tuple((path, tuple(leaf.shape)) for path, leaf in named)
     places = [
-        Place((Form(tuple(leaf.shape), (Cut(i, 0, 0, leaf.numel()),)),), (i,), leaf.is_complex())
+        TensorLayout((Form(tuple(leaf.shape), (Cut(i, 0, 0, leaf.numel()),)),), (i,), leaf.is_complex())
         for i, (_, leaf) in enumerate(named)
     ]
     trained = [place for place, (_, leaf) in zip(places, named, strict=True) if is_trainable(leaf)]
@@ -173,13 +173,13 @@ def _of_layout(layout: Layout, stored: Sequence[Tensor], rank: int | None) -> tu
             low, high = segment.cut(rank)
             forms.append(Form((high - low,), tuple(_cuts(segment, low, high))))
         members = tuple(slot.leaf for slot in segment.slots)
-        places.append(Place(tuple(forms), members, segment.dtype.is_complex))
+        places.append(TensorLayout(tuple(forms), members, segment.dtype.is_complex))
     trained = tuple(place for place, segment in zip(places, layout.segments, strict=True) if segment.trainable)
     return Frame(leaves, tuple(places)), Frame(leaves, trained)
 
 
 def _cuts(segment: Segment, low: int, high: int) -> list[Cut]:
-    """What of the segment's leaves lies between two places; empty leaves lie everywhere."""
+    """The elements of the segment's leaves between two of its elements; empty leaves are in every range."""
     found = []
     for slot in segment.slots:
         first, last = max(slot.offset, low), min(slot.offset + slot.numel, high)
