@@ -177,7 +177,8 @@ class Saver:
                 group, lambda: self._request(state, tag, extra, undo), share=lambda found: found[0]
             )
             ranks = self._fingerprinted([request.shards for request in requests], shards)
-            request, tasks = attrs.evolve(requests[0], shards=()), assign_writes(ranks)
+            request: SaveRequest = attrs.evolve(requests[0], shards=())
+            tasks = assign_writes(ranks)
             data = all_or_none(group, lambda: self._data(request, shards, tasks[group.rank], snapshot))
             undo.pop_all()
         pending = PendingCheckpoint(self.folder, request, ranks, tasks, self._retention)

@@ -24,9 +24,9 @@ def refuse_removed(given: dict[str, Any]) -> None:
         raise TypeError(f"fit() got an unexpected keyword argument {name!r}{instead}")
 
 
-def check_steps(name: str, value: Any, *, least: int = 1) -> None:
-    """Raises ValueError unless the value is None or a number of steps."""
-    if value is not None and (type(value) is not int or value < least):
+def check_steps(name: str, value: Any, *, least: int = 1, optional: bool = True) -> None:
+    """Raises ValueError unless the value is a number of steps, or None where that is allowed."""
+    if not (value is None and optional) and (type(value) is not int or value < least):
         raise ValueError(f"{name}={value!r}: a number of steps is an int of at least {least}")
 
 

@@ -1,4 +1,4 @@
-"""Batches with a place from which they go on, so that a resumed run need not draw again what it has seen."""
+"""Batches with a position, from which a resumed run continues without drawing again what it has seen."""
 
 import base64
 import itertools
@@ -28,15 +28,15 @@ __all__ = [
 
 
 class Reader(Protocol):
-    """Batches from some place on, one after the other."""
+    """Batches from some position on, one after the other."""
 
     def __next__(self) -> Any:
-        """The next batch; StopIteration where there is none."""
+        """The next batch; StopIteration if there is none."""
         ...
 
     @property
     def position(self) -> Any:
-        """Where the next batch lies: numbers, strings, tensors, bytes, and lists and dicts of these."""
+        """Where the next batch is: numbers, strings, tensors, bytes, and lists and dicts of these."""
         ...
 
 
@@ -44,7 +44,7 @@ class Reader(Protocol):
 class Source(Protocol):
     """Where batches come from.
 
-    Law: for every position that a reader of this source has had, ``at(position)`` gives what that reader gave from there on.
+    Law: for every position that a reader of this source has had, ``at(position)`` gives the batches that followed it.
     """
 
     def at(self, position: Any | None) -> Reader:
@@ -54,7 +54,7 @@ class Source(Protocol):
 
 @attrs.define
 class _Counting:
-    """A reader whose position is how many batches lie behind it."""
+    """A reader whose position is the number of batches that it has given."""
 
     draw: Callable[[int], Any]
     position: int
@@ -67,7 +67,7 @@ class _Counting:
 
 @attrs.frozen
 class Indexed:
-    """``function(index)`` is a batch: the position is the index, and going on from it costs nothing.
+    """Batches by index: the position is the index, and resuming costs nothing.
 
     >>> reader = Indexed(lambda index: 10 * index, 3).at(1)
     >>> list(iter(reader.__next__, 20)), reader.position
@@ -75,14 +75,14 @@ class Indexed:
 
     Attributes:
         function: from an index to this rank's part of that batch.
-        count: how many batches there are; None for no end.
+        count: the number of batches; None for no end.
     """
 
     function: Callable[[int], Any]
     count: int | None = None
 
     def at(self, position: int | None) -> Reader:
-        """From that index on."""
+        """The batches from that index on."""
         return _Counting(self._draw, position or 0)
 
     def _draw(self, index: int) -> Any:
@@ -106,12 +106,12 @@ class _Loading:
 
 @attrs.frozen
 class Stateful:
-    """An iterable with ``state_dict`` and ``load_state_dict``, as torchdata's loaders have them: the position is its state."""
+    """An iterable with ``state_dict`` and ``load_state_dict``, such as a loader of torchdata: the position is its state."""
 
     loader: Any
 
     def at(self, position: Any | None) -> Reader:
-        """From that state on; None takes the loader as it is."""
+        """The batches from that state on; None takes the loader as it is."""
         if position is not None:
             self.loader.load_state_dict(position)
         return _Loading(self.loader, iter(self.loader))
@@ -119,18 +119,18 @@ class Stateful:
 
 @attrs.frozen
 class Replayed:
-    """Any iterable: to go on from a position, batches are drawn from its beginning and dropped.
+    """Any iterable: to resume, batches are drawn from its beginning and dropped.
 
-    So an iterator must be handed over fresh, at the batch with which the run began, and give the same batches again.
+    So an iterator must be fresh, at the batch with which the run began, and give the same batches again.
     """
 
     batches: Iterable[Any]
 
     def at(self, position: int | None) -> Reader:
-        """Behind so many batches.
+        """The batches after so many.
 
         Raises:
-            ValueError: there are not that many.
+            ValueError: there are fewer.
         """
         drawn, behind = iter(self.batches), position or 0
         dropped = sum(1 for _ in itertools.islice(drawn, behind))
@@ -144,13 +144,13 @@ class Replayed:
 
 @attrs.define
 class _Aside:
-    """What an epoch's beginning draws, beside torch's default generator."""
+    """A state of torch's default generator that is used aside from the program's."""
 
     state: Tensor
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Inside, the default generator goes on from here; afterwards it is as it was."""
+        """Within the block the default generator has this state; afterwards the program's again."""
         before = torch.get_rng_state()
         torch.set_rng_state(self.state)
         try:
@@ -162,11 +162,15 @@ class _Aside:
 
 @attrs.define
 class _Turning:
-    """A reader of epoch after epoch.
+    """A reader of one epoch after the other.
 
     Attributes:
-        drawn: how many batches of this epoch lie behind it.
-        replayed: whether going on from a place draws again what lies before it, so that all of it is drawn aside.
+        epochs: what it reads.
+        epoch: the current epoch.
+        drawn: the number of batches that it has given in this epoch.
+        aside: the generator's state for draws of this epoch.
+        reader: of this epoch.
+        replayed: whether resuming draws earlier batches again, so that all draws of the epoch use ``aside``.
     """
 
     epochs: "Epochs"
@@ -178,12 +182,12 @@ class _Turning:
 
     @staticmethod
     def begin(epochs: "Epochs", epoch: int, drawn: int = 0, within: Any | None = None) -> "_Turning":
-        """In an epoch, from a place on; behind the last one there is nothing."""
+        """A reader from a position in an epoch on; without batches if that is after the last epoch."""
         source = as_source(epochs.batches)
         if epochs.over(epoch):
             drawn, within, source = 0, None, Indexed(lambda index: None, 0)
         else:
-            epochs.tell(epoch)
+            epochs.begin_epoch(epoch)
         aside = _Aside(torch.Generator().manual_seed(_mixed(epochs.seed, epoch)).get_state())
         with aside.drawing():
             reader = source.at(within)
@@ -204,7 +208,7 @@ class _Turning:
             raise ValueError(f"batches: epoch {self.epoch} of {self.epochs.batches!r} has no batch") from None
 
     def _next(self) -> Any:
-        first = not self.drawn  # with which many a shuffle is drawn
+        first = not self.drawn  # many loaders draw their shuffle with the first batch
         with self.aside.drawing() if first or self.replayed else nullcontext():
             found = next(self.reader)
         self.drawn += 1
@@ -217,21 +221,21 @@ class _Turning:
 
 @attrs.frozen
 class Epochs:
-    """The same batches again and again, as a ``DataLoader`` gives them: the position is the epoch and the place within it.
+    """The same batches again and again, as a ``DataLoader`` gives them. The position is the epoch, and the position within it.
 
-    Each epoch begins with ``set_epoch(epoch)`` of whatever has such a method: the batches, their ``dataset``, ``sampler`` or
-    ``batch_sampler``. What is drawn from torch's default generator when it begins, first batch included, depends on ``seed``
-    and the epoch alone, and so does what is drawn from a generator of their own: so a ``DataLoader`` shuffles after a resume as
-    it would have done, whatever the step draws. Of batches that are drawn again to go on, all draws do.
+    Each epoch begins with ``set_epoch(epoch)`` on the batches, their ``dataset``, ``sampler`` and ``batch_sampler``, where they
+    have this method. Draws from torch's default generator up to the first batch depend on ``seed`` and the epoch alone, and so
+    do draws from a generator that the batches have. So a ``DataLoader`` shuffles after a resume as it would have without,
+    whatever the step draws. If batches are replayed to resume, this holds for all draws.
 
     >>> reader = Epochs([1, 2]).at({"epoch": 4, "drawn": 1, "within": 1})
     >>> [next(reader) for _ in range(4)], reader.position
     ([2, 1, 2, 1], {'epoch': 6, 'drawn': 1, 'within': 1})
 
     Attributes:
-        batches: whatever ``fit`` takes as batches, but for an iterator, which gives its batches once.
-        count: how many epochs; None for no end.
-        seed: of the shuffles; None for what the program seeded torch with on this rank, which it must do alike to go on.
+        batches: whatever ``fit`` takes as batches, except an iterator, which gives its batches once.
+        count: the number of epochs; None for no end.
+        seed: of the shuffles; None for the seed that the program gave torch on this rank, which must be the same to resume.
     """
 
     batches: Any
@@ -246,19 +250,19 @@ class Epochs:
             raise ValueError(f"count={self.count}: there is at least one epoch")
 
     def at(self, position: Any | None) -> Reader:
-        """From that epoch and place on."""
+        """The batches from that epoch and position on."""
         epoch, drawn, within = (0, 0, None) if position is None else (position[k] for k in ("epoch", "drawn", "within"))
         stateful = isinstance(as_source(self.batches), Stateful)
-        if stateful and drawn and drawn == self._length():  # many a loader takes its state at an epoch's end for a beginning
+        if stateful and drawn and drawn == self._length():  # many loaders cannot resume at an epoch's end
             epoch, drawn, within = epoch + 1, 0, None
         return _Turning.begin(self, epoch, drawn, within if drawn else None)
 
     def over(self, epoch: int) -> bool:
-        """Whether this epoch is behind the last one."""
+        """Whether this epoch comes after the last one."""
         return self.count is not None and epoch >= self.count
 
-    def tell(self, epoch: int) -> None:
-        """Calls ``set_epoch``, and seeds generators that the batches have."""
+    def begin_epoch(self, epoch: int) -> None:
+        """Calls ``set_epoch``, and seeds the generators that the batches have."""
         batch_sampler = getattr(self.batches, "batch_sampler", None)
         parts = [getattr(self.batches, name, None) for name in ("dataset", "sampler")]
         holders = (self.batches, *parts, batch_sampler, getattr(batch_sampler, "sampler", None))
@@ -278,20 +282,20 @@ class Epochs:
 
 
 def _mixed(seed: int | None, epoch: int) -> int:
-    """A seed for an epoch; None is that of the default generator."""
+    """A seed for an epoch; None stands for the default generator's seed."""
     return ((torch.initial_seed() if seed is None else seed) * 0x9E3779B1 + epoch) % 2**32
 
 
 def as_source(batches: Any) -> Source:
     """What ``fit`` takes as batches, as a source.
 
-    | batches | position | going on |
+    | batches | position | how it resumes |
     |---|---|---|
     | a ``Source`` | its own | as it says |
-    | with ``state_dict`` and ``load_state_dict`` | that state | by ``load_state_dict`` |
+    | with ``state_dict`` and ``load_state_dict`` | that state | with ``load_state_dict`` |
     | a sequence | the index | at once |
     | a function of the index | the index | at once |
-    | any other iterable | a count | draws as many again, and drops them |
+    | any other iterable | a count | draws that many again, and drops them |
 
     Raises:
         TypeError: none of these.
@@ -319,12 +323,12 @@ _TENSOR, _BYTES = "__tensor__", "__bytes__"
 
 
 def as_json(value: Any) -> Any:
-    """Numbers, strings, None, tensors, bytes, and lists and dicts of these, as what JSON can hold.
+    """Numbers, strings, None, tensors, bytes, and lists and dicts of these, as JSON values.
 
-    Law: ``from_json ∘ as_json = id``, but for tuples, which become lists.
+    Law: ``from_json ∘ as_json = id``, except that tuples become lists.
 
     Raises:
-        TypeError: something else is in there.
+        TypeError: there is another kind of value.
 
     >>> from_json(as_json({"epoch": 2, "rows": torch.tensor([1, 2])}))
     {'epoch': 2, 'rows': tensor([1, 2])}
@@ -362,16 +366,16 @@ def from_json(value: Any) -> Any:
 
 
 def gathered(position: Any) -> Any:
-    """All ranks' positions as JSON: one where all are the same, as with a function of the index; else each rank's own."""
+    """All ranks' positions as JSON: a single one if all are equal, as with a function of the index. Collective."""
     everyone = comm.all_gather_object(as_json(position))
     return {"all": everyone[0]} if all(other == everyone[0] for other in everyone) else {"ranks": everyone}
 
 
 def own(stored: Any) -> Any:
-    """This rank's position from what ``gathered`` gave.
+    """This rank's position, from the result of ``gathered``.
 
     Raises:
-        ValueError: each rank had its own, and there are now more ranks or fewer.
+        ValueError: each rank had its own, and the number of ranks has changed.
     """
     if "all" in stored:
         return from_json(stored["all"])

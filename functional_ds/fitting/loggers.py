@@ -139,7 +139,7 @@ class Logging:
     progress: bool = attrs.field(default=False, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        check_steps("every", 0 if self.every is None else self.every)
+        check_steps("every", self.every, optional=False)
 
 
 @attrs.define(eq=False)
