@@ -46,7 +46,13 @@ class DirectFile:
 
     @staticmethod
     def open(path: Path, flags: int = os.O_RDONLY, *, direct: bool = True) -> "DirectFile":
-        """Opens a file with the flags of ``os.open``; ``direct=False`` always uses the cache."""
+        """Opens a file.
+
+        Args:
+            path: the file.
+            flags: those of ``os.open``.
+            direct: whether to bypass the page cache where possible.
+        """
         descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
         if not (direct and _DIRECT):
             return DirectFile(descriptor, direct=False)

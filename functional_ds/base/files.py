@@ -52,14 +52,26 @@ def sync_folder(path: Path) -> None:
 
 
 def write_at(descriptor: int, data: memoryview, *, position: int) -> None:
-    """Writes all of the data at a byte of an open file."""
+    """Writes all of the data at a byte of an open file.
+
+    Args:
+        descriptor: of the file.
+        data: the bytes.
+        position: the first byte's place in the file.
+    """
     done = 0
     while done < len(data):
         done += os.pwritev(descriptor, [data[done:]], position + done)
 
 
 def reserve(descriptor: int, nbytes: int, *, position: int = 0) -> None:
-    """Sets disk space aside from a byte of an open file on, so that a full disk fails here and not during later writes."""
+    """Sets disk space aside, so that a full disk fails here and not during later writes.
+
+    Args:
+        descriptor: of an open file.
+        nbytes: how much.
+        position: the first byte's place in the file.
+    """
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, position, nbytes)
     else:

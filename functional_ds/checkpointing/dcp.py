@@ -173,7 +173,7 @@ class CheckpointReader(StorageReader):
         targets: list[tuple[ReadItem, Tensor, Tensor]],
         planner: LoadPlanner,
     ) -> None:
-        storage.read(self.place, self.manifest.files[index], requests)
+        storage.read(self.place, self.manifest.files[index], requests=requests)
         for item, into, target in targets:
             if into is not target:
                 target.copy_(into)

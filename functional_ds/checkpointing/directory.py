@@ -248,11 +248,16 @@ def clean(folder: Path) -> None:
                 entry.rename(place)
 
 
-def publish(folder: Path, staged: Path, tag: str) -> None:
+def publish(folder: Path, staged: Path, *, tag: str) -> None:
     """Makes a complete and fsynced folder the checkpoint ``tag``, and the newest.
 
     After a crash at any point each checkpoint is either whole or absent, and ``latest`` names a whole one. The steps that need
     disk space come first, so a full disk changes nothing.
+
+    Args:
+        folder: the checkpoints.
+        staged: the hidden folder with the new checkpoint.
+        tag: its name.
     """
     place, hidden = folder / tag, hidden_place(folder, tag)
     new_pointer = folder / f".{POINTER}.new"

@@ -91,7 +91,7 @@ def load(
     if not isinstance(like, State):
         raise TypeError(f"like={type(like).__name__}: load takes a state that a step made, as from step.init(params)")
     group = (comm.world() if group is None else group).channel("checkpoint")
-    choice = Choice.of(only, allow_missing, allow_extra)
+    choice = Choice.of(only, missing=allow_missing, extra=allow_extra)
     loading = _Loading(Path(path), group, as_tensors(like), choice, donate)
     if tag is not None:
         check_tag(tag)

@@ -209,7 +209,7 @@ class Saver:
             return ranks
         views = [shards[i].view for i in indices[self._group.rank]]
         _, found = gather_or_none(self._group, lambda: fingerprints(views), share=lambda own: own)
-        return [with_fingerprints(own, which, new) for own, which, new in zip(ranks, indices, found, strict=True)]
+        return [with_fingerprints(own, which, found=new) for own, which, new in zip(ranks, indices, found, strict=True)]
 
     def _data(
         self, request: SaveRequest, shards: Sequence[TensorShard], tasks: Sequence[WriteTask], snapshot: bool

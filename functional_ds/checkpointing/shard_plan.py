@@ -124,7 +124,7 @@ def replicated(ranks: Sequence[Sequence[ShardMetadata]]) -> list[list[int]]:
     return found
 
 
-def with_fingerprints(own: Sequence[ShardMetadata], indices: Sequence[int], found: Sequence[int]) -> list[ShardMetadata]:
+def with_fingerprints(own: Sequence[ShardMetadata], indices: Sequence[int], *, found: Sequence[int]) -> list[ShardMetadata]:
     """A rank's shards, with the fingerprints that were computed for some of them.
 
     Args:

@@ -116,7 +116,7 @@ class _BlockRange:
     requests: tuple[ReadRequest, ...] = ()
 
 
-def read(folder: Path, file: DataFile, requests: Iterable[ReadRequest]) -> None:
+def read(folder: Path, file: DataFile, *, requests: Iterable[ReadRequest]) -> None:
     """Reads and checks the blocks that the requests touch, and no others, and copies the requested bytes.
 
     Peak memory beside the requests' own: 32 MiB.

@@ -249,7 +249,7 @@ class CheckpointWriter:
         write_atomically(pending.staged / MANIFEST, pending.manifest(files, sequence).encode())
         if self._given_up.is_set():
             raise CheckpointError("it was given up")
-        publish(pending.folder, pending.staged, pending.request.tag)
+        publish(pending.folder, pending.staged, tag=pending.request.tag)
         retain(pending.folder, pending.request.tag, retention=pending.retention)
 
     def _received(self, rank: int) -> DataFile:

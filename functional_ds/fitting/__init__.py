@@ -5,7 +5,8 @@ finite; and ``watchdog``, for loops of your own.
 """
 
 from .checkpoints import Checkpoints
-from .data import Epochs, Indexed, Reader, Replayed, Source, Stateful
+from .data import Indexed, Reader, Replayed, Source, Stateful
+from .epochs import Epochs
 from .fit import fit
 from .loggers import CsvLog, Logger, Logging, TensorBoard
 from .non_finite import NonFiniteLossError, RollBack, Stop

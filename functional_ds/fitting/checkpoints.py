@@ -10,7 +10,7 @@ from functional_ds.state_dict.errors import NoCheckpointError
 from functional_ds.step.state import State
 
 from .checks import positive_steps
-from .data import gathered
+from .positions import gathered
 from .rng_and_buffers import Outside
 
 __all__ = ["CheckpointManager", "Checkpoints", "Progress"]

@@ -25,7 +25,14 @@ def refuse_removed(given: dict[str, Any]) -> None:
 
 
 def check_steps(name: str, value: Any, *, least: int = 1, optional: bool = True) -> None:
-    """Raises ValueError unless the value is a number of steps, or None where that is allowed."""
+    """Raises ValueError unless the value is a number of steps.
+
+    Args:
+        name: the argument's, for the message.
+        value: what was given.
+        least: the smallest number.
+        optional: whether None will do, too.
+    """
     if not (value is None and optional) and (type(value) is not int or value < least):
         raise ValueError(f"{name}={value!r}: a number of steps is an int of at least {least}")
 

@@ -101,8 +101,14 @@ class Heartbeat:
     left: str = ""
 
     @staticmethod
-    def now(watch: _Watched, count: int, thread: int) -> "Heartbeat":
-        """This process's, whose main thread is ``thread``."""
+    def now(watch: _Watched, *, count: int, thread: int) -> "Heartbeat":
+        """This process's heartbeat.
+
+        Args:
+            watch: what the rank says it is doing.
+            count: the number of this heartbeat.
+            thread: the thread whose stack is read.
+        """
         host = f"process {os.getpid()} on {socket.gethostname()}"
         return Heartbeat(count, watch.turn, watch.step, watch.what, host=host, **activity(thread))
 
@@ -170,7 +176,7 @@ class Heartbeats:
 
     def mine(self, watch: _Watched) -> PeerStatus:
         """This rank's status now, without the store."""
-        return self.peers[self.rank].after(Heartbeat.now(watch, self._mine.count + 1, self.thread), monotonic())
+        return self.peers[self.rank].after(Heartbeat.now(watch, count=self._mine.count + 1, thread=self.thread), monotonic())
 
     def leave(self, how: str) -> None:
         """Sends this rank's last heartbeat."""

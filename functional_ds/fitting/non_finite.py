@@ -17,7 +17,7 @@ class NonFiniteLossError(FloatingPointError):
 
 def _positive(record: Any, field: Any, value: int) -> None:
     if type(value) is not int or value < 1:
-        raise ValueError(f"{type(record).__name__}({field.name}={value!r}): must be an int of at least 1")
+        raise ValueError(f"{type(record).__name__}({field.name}={value!r}): a number of at least 1 is needed")
 
 
 @attrs.frozen

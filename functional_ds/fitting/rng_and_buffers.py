@@ -12,7 +12,7 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.modules.functional import Apply, alike, with_changed_buffers
 
-from .data import from_json, gathered
+from .positions import from_json, gathered
 
 __all__ = ["Outside"]
 

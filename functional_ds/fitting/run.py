@@ -15,9 +15,10 @@ from functional_ds.step.step import Metrics, Step
 
 from .checkpoints import CheckpointManager, Progress
 from .checks import positive_steps
-from .data import Reader, Source, own
+from .data import Reader, Source
 from .loggers import MetricLogger
 from .non_finite import Health, NonFiniteLossError, OnNonFinite, RollBack, Verdict
+from .positions import own
 from .rng_and_buffers import Outside
 from .signals import Flag
 from .watchdog import Watch

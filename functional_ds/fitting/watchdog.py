@@ -65,7 +65,13 @@ class Failure:
 
     @staticmethod
     def behind(seen: Mapping[int, PeerStatus], rank: int, *, silent: float) -> "Failure | None":
-        """The failure of another rank that made this rank's collective fail: a rank that is silent, or else one that raised."""
+        """The failure of another rank that made this rank's collective fail: a rank that is silent, or else one that raised.
+
+        Args:
+            seen: the status of each rank.
+            rank: this rank.
+            silent: seconds without a heartbeat.
+        """
         now = monotonic()
         dead = tuple(r for r, one in seen.items() if r != rank and not one.beat.left and now - one.fresh > silent)
         if dead:
@@ -211,7 +217,7 @@ class _Guard:
                 return
 
     def _round(self, count: int) -> None:
-        self.beats.send(Heartbeat.now(self.watch, count, self.beats.thread))
+        self.beats.send(Heartbeat.now(self.watch, count=count, thread=self.beats.thread))
         self.verdict = self.beats.verdict()
         if self.verdict is None and self.beats.rank == 0:
             self.verdict = self._judged(range(self.beats.size), hangs=True)

@@ -77,7 +77,7 @@ def from_deepspeed(
         raise TypeError(f"like={type(like).__name__}: from_deepspeed takes a state that a step made, as from step.init(params)")
     ranks = comm.world() if group is None else group
     files = all_or_none(ranks, lambda: ZeroFiles.open(Path(path), tag))
-    choice = Choice.of(only, allow_missing, allow_extra)
+    choice = Choice.of(only, missing=allow_missing, extra=allow_extra)
     numbers = as_tensors(like)
     _Reading(files, rename or str, choice).check(describe(numbers), ranks)
     state = dense(numbers if donate else numbers.clone())
@@ -179,7 +179,9 @@ class _Reading:
         if source.kind is None:
             shard.view.fill_(self.files.updates[source.param.group])
             return
-        for at, values in self.files.read(source.param, source.kind, shard.offset, shard.offset + shard.view.numel()):
+        for at, values in self.files.read(
+            source.param, source.kind, start=shard.offset, stop=shard.offset + shard.view.numel()
+        ):
             shard.view[at - shard.offset : at - shard.offset + values.numel()].copy_(values)
 
     def updates(self) -> int:

@@ -101,7 +101,7 @@ class Param:
     shape: tuple[int, ...]
     group: int = 0
     ranges: tuple[FlatRange, ...] = ()
-    whole: tuple[Tensor, ...] = attrs.field(default=(), eq=False)
+    whole: tuple[Tensor, ...] = attrs.field(default=(), eq=False, repr=False)
 
     @property
     def frozen(self) -> bool:
@@ -170,7 +170,7 @@ class ZeroFiles:
         """A parameter under any of its names."""
         return self.params.get(name) or self.params.get(self.aliases.get(name, ""))
 
-    def read(self, param: Param, kind: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+    def read(self, param: Param, kind: str, *, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         """Elements of a flattened parameter, in pieces.
 
         Args:

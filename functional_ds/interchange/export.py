@@ -102,7 +102,7 @@ class Transfer:
             def end() -> None:
                 sink.raise_failure()
                 for name, value in self.buffers.items():
-                    writer.write(name, 0, value)
+                    writer.write(name, value)
                 writer.commit()
 
             self._on_rank_0(end if writes else None)
@@ -139,7 +139,7 @@ class _Sink:
         if self.failure is None:
             try:
                 for spec in self.named[send.leaf].specs:
-                    self.writer.write(spec.name, send.offset, values)
+                    self.writer.write(spec.name, values, offset=send.offset)
             except OSError as error:
                 self.failure = error
 

@@ -206,7 +206,7 @@ class _FileSource:
     found: Mapping[str, FileTensor]
 
     def read(self, path: str, start: int, stop: int) -> Tensor:
-        """Elements of a flattened leaf."""
+        """Elements ``start`` to ``stop`` of the flattened leaf ``path``."""
         return self.found[path].read(start, stop)
 
 

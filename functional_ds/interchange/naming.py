@@ -94,7 +94,7 @@ class Naming:
         chosen = [(leaf, leaf.path if rename is None else rename(leaf.path)) for leaf in leaves]
         known = {name: leaf for leaf, name in chosen if name is not None}
         if self.ties:
-            refuse_others(self.ties, known, "module", "its parameters and the leaves have not the same names")
+            refuse_others(self.ties, known, argument="module", what="its parameters and the leaves have not the same names")
             order = {name: place for place, name in enumerate(self.ties)}
             chosen.sort(key=lambda pair: -1 if pair[1] is None else order[pair[1]])
         named = [(leaf, self._specs(leaf, name, dtype, every)) for leaf, name in chosen if name is not None]
@@ -118,7 +118,7 @@ class Naming:
         return {"format": "pt", **aliases}
 
 
-def refuse_others(wanted: Collection[str], given: Collection[str], argument: str, what: str) -> None:
+def refuse_others(wanted: Collection[str], given: Collection[str], *, argument: str, what: str) -> None:
     """Raises ValueError unless the two have the same names.
 
     Args:
@@ -135,7 +135,13 @@ def refuse_others(wanted: Collection[str], given: Collection[str], argument: str
 
 
 def listed(word: str, names: Collection[str], others: Collection[str]) -> str:
-    """Up to eight names for a message, each with the most similar of the others."""
+    """Up to eight names for a message, each with the most similar of the others.
+
+    Args:
+        word: what they are, such as ``missing``.
+        names: the names; nothing is said of none.
+        others: names with which they may have been confused.
+    """
     if not names:
         return ""
     shown = [f"{name!r}{nearest(name, others)}" for name in sorted(names)[:8]]

@@ -72,13 +72,13 @@ class SafetensorsWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._discard()
 
-    def write(self, name: str, offset: int, values: Tensor) -> None:
+    def write(self, name: str, values: Tensor, *, offset: int = 0) -> None:
         """Writes elements of a tensor, cast to the file's dtype.
 
         Args:
             name: the tensor.
-            offset: the first element's place in the flattened tensor.
             values: the elements, of any shape.
+            offset: the first element's place in the flattened tensor.
         """
         number, entry = self._entries[name]
         position = self._open[number].begin + entry.start + offset * entry.spec.dtype.itemsize

@@ -37,8 +37,8 @@ class Choice:
     allow_extra: tuple[str, ...]
 
     @staticmethod
-    def of(only: str | Sequence[str] | None, missing: str | Sequence[str], extra: str | Sequence[str]) -> "Choice":
-        """From the arguments of ``load``."""
+    def of(only: str | Sequence[str] | None, *, missing: str | Sequence[str], extra: str | Sequence[str]) -> "Choice":
+        """From the arguments ``only``, ``allow_missing`` and ``allow_extra`` of ``load``."""
         return Choice(None if only is None else _patterns(only), _patterns(missing), _patterns(extra))
 
     def check(self, known: Collection[str]) -> None:

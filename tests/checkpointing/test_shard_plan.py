@@ -41,7 +41,7 @@ def offered(ranks: list[list[TensorShard]]) -> list[list[ShardMetadata]]:
     found = [metadata_of(held) for held in ranks]
     indices = replicated(found)
     return [
-        with_fingerprints(o, own, fingerprints([held[i].view for i in own]))
+        with_fingerprints(o, own, found=fingerprints([held[i].view for i in own]))
         for o, own, held in zip(found, indices, ranks, strict=True)
     ]
 

@@ -44,7 +44,7 @@ def test_reading_gives_what_was_written(
     found = [(min(p, len(data)), min(p + n, len(data))) for p, n in places]
     room = [bytearray(high - low) for low, high in found]
     wants = [storage.ReadRequest(low, memoryview(into)) for (low, _), into in zip(found, room, strict=True)]
-    storage.read(folder, file, wants)
+    storage.read(folder, file, requests=wants)
     assert [bytes(into) for into in room] == [data[low:high] for low, high in found]
     if flip is not None and data:
         place = flip // 8 % len(data)
@@ -54,9 +54,9 @@ def test_reading_gives_what_was_written(
         touched = any(low // 8 * 8 <= place < -(-high // 8) * 8 for low, high in found if high > low)
         if touched:
             with pytest.raises(DamagedError, match="is damaged in the block"):
-                storage.read(folder, file, wants)
+                storage.read(folder, file, requests=wants)
         else:
-            storage.read(folder, file, wants)
+            storage.read(folder, file, requests=wants)
         with pytest.raises(DamagedError):
             storage.check_file(folder, file)
 

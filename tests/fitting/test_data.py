@@ -12,7 +12,8 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.fitting import Epochs, Indexed, Replayed, Source, Stateful
-from functional_ds.fitting.data import as_json, as_source, from_json, gathered, own
+from functional_ds.fitting.data import as_source
+from functional_ds.fitting.positions import as_json, from_json, gathered, own
 from functional_ds.testing import assert_same
 
 COUNT = 9

@@ -172,7 +172,7 @@ def test_the_library_reads_what_was_written(
         for name, x in reversed(values.items()):
             flat = x.reshape(-1)
             for start in range(0, flat.numel(), 2):
-                writer.write(name, start, flat[start : start + 2])
+                writer.write(name, flat[start : start + 2], offset=start)
         writer.commit()
     found: dict[str, Tensor] = {}
     for file in files:
@@ -357,7 +357,7 @@ def failing(folder: Path, after: int) -> str:
     state = T.zero(3)(fds.train_step(loss, fds.adamw(1e-2))).init(params)
     calls = 0
 
-    def write(self: SafetensorsWriter, name: str, offset: int, values: Tensor) -> None:
+    def write(self: SafetensorsWriter, name: str, values: Tensor, *, offset: int = 0) -> None:
         nonlocal calls
         calls += 1
         if calls > after:
@@ -387,10 +387,10 @@ from functional_ds.interchange.safetensors_writer import SafetensorsWriter
 
 whole = SafetensorsWriter.write
 
-def write(self, name, offset, values):
+def write(self, name, values, *, offset=0):
     if name == sys.argv[2]:
         os.kill(os.getpid(), signal.SIGKILL)
-    whole(self, name, offset, values)
+    whole(self, name, values, offset=offset)
 
 SafetensorsWriter.write = write
 fds.export({f"{i}": torch.ones(64) for i in range(8)}, sys.argv[1], shard_bytes=1024, overwrite=True)

@@ -64,7 +64,13 @@ class Disk:
 
     @staticmethod
     def over(folder: ScratchFolder, *, threads: int, direct: bool) -> "Disk":
-        """With this number of threads."""
+        """Starts the threads.
+
+        Args:
+            folder: the files.
+            threads: how many read and write.
+            direct: whether accesses bypass the page cache.
+        """
         pool = ThreadPoolExecutor(threads, thread_name_prefix="offload")
         background = ThreadPoolExecutor(1, thread_name_prefix="offload")
         return Disk(folder, pool, background, direct)
