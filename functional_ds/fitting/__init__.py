@@ -5,7 +5,7 @@ finite; and ``watchdog``, for loops of your own.
 """
 
 from .checkpoints import Checkpoints
-from .data import Indexed, Reader, Replayed, Source, Stateful
+from .data import BatchReader, BatchSource, Indexed, Replayed, Stateful
 from .epochs import Epochs
 from .fit import fit
 from .loggers import CsvLog, Logger, Logging, TensorBoard
@@ -16,6 +16,8 @@ from .watchdog import EXIT_CODE, Watch, watchdog
 
 __all__ = [
     "EXIT_CODE",
+    "BatchReader",
+    "BatchSource",
     "Checkpoints",
     "CsvLog",
     "Epochs",
@@ -26,10 +28,8 @@ __all__ = [
     "Logger",
     "Logging",
     "NonFiniteLossError",
-    "Reader",
     "Replayed",
     "RollBack",
-    "Source",
     "Stateful",
     "Stop",
     "TensorBoard",

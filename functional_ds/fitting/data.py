@@ -6,10 +6,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import attrs
 
-__all__ = ["Indexed", "Reader", "Replayed", "Source", "Stateful", "as_source"]
+__all__ = ["BatchReader", "BatchSource", "Indexed", "Replayed", "Stateful", "as_source"]
 
 
-class Reader(Protocol):
+class BatchReader(Protocol):
     """Batches from some position on, one after the other."""
 
     def __next__(self) -> Any:
@@ -23,19 +23,19 @@ class Reader(Protocol):
 
 
 @runtime_checkable
-class Source(Protocol):
+class BatchSource(Protocol):
     """Where batches come from.
 
     Law: for every position that a reader of this source has had, ``at(position)`` gives the batches that followed it.
     """
 
-    def at(self, position: Any | None) -> Reader:
+    def at(self, position: Any | None) -> BatchReader:
         """The batches from a position on; None is the beginning."""
         ...
 
 
 @attrs.define
-class _Counting:
+class _CountingReader:
     """A reader whose position is the number of batches that it has given."""
 
     draw: Callable[[int], Any]
@@ -63,9 +63,9 @@ class Indexed:
     function: Callable[[int], Any]
     count: int | None = None
 
-    def at(self, position: int | None) -> Reader:
+    def at(self, position: int | None) -> BatchReader:
         """The batches from that index on."""
-        return _Counting(self._draw, position or 0)
+        return _CountingReader(self._draw, position or 0)
 
     def _draw(self, index: int) -> Any:
         if self.count is not None and index >= self.count:
@@ -74,7 +74,7 @@ class Indexed:
 
 
 @attrs.define
-class _Loading:
+class _StatefulReader:
     loader: Any
     batches: Iterator[Any]
 
@@ -92,11 +92,11 @@ class Stateful:
 
     loader: Any
 
-    def at(self, position: Any | None) -> Reader:
+    def at(self, position: Any | None) -> BatchReader:
         """The batches from that state on; None takes the loader as it is."""
         if position is not None:
             self.loader.load_state_dict(position)
-        return _Loading(self.loader, iter(self.loader))
+        return _StatefulReader(self.loader, iter(self.loader))
 
 
 @attrs.frozen
@@ -108,7 +108,7 @@ class Replayed:
 
     batches: Iterable[Any]
 
-    def at(self, position: int | None) -> Reader:
+    def at(self, position: int | None) -> BatchReader:
         """The batches after so many.
 
         Raises:
@@ -121,15 +121,15 @@ class Replayed:
                 f"batches: the run stood behind {behind} batches, and this iterable has {dropped}; hand it over fresh, "
                 "or pass a function of the index, which needs no replaying"
             )
-        return _Counting(lambda index: next(drawn), behind)
+        return _CountingReader(lambda index: next(drawn), behind)
 
 
-def as_source(batches: Any) -> Source:
+def as_source(batches: Any) -> BatchSource:
     """What ``fit`` takes as batches, as a source.
 
     | batches | position | how it resumes |
     |---|---|---|
-    | a ``Source`` | its own | as it says |
+    | a ``BatchSource`` | its own | as it says |
     | with ``state_dict`` and ``load_state_dict`` | that state | with ``load_state_dict`` |
     | a sequence | the index | at once |
     | a function of the index | the index | at once |
@@ -141,7 +141,7 @@ def as_source(batches: Any) -> Source:
     >>> [type(as_source(found)).__name__ for found in ([1, 2], lambda index: index, iter([1, 2]))]
     ['Indexed', 'Indexed', 'Replayed']
     """
-    if isinstance(batches, Source):
+    if isinstance(batches, BatchSource):
         return batches
     if hasattr(batches, "state_dict") and hasattr(batches, "load_state_dict"):
         return Stateful(batches)

@@ -8,7 +8,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from .data import Indexed, Reader, Replayed, Stateful, as_source
+from .data import BatchReader, Indexed, Replayed, Stateful, as_source
 
 __all__ = ["Epochs"]
 
@@ -32,7 +32,7 @@ class _Aside:
 
 
 @attrs.define
-class _Turning:
+class _EpochReader:
     """A reader of one epoch after the other.
 
     Attributes:
@@ -48,11 +48,11 @@ class _Turning:
     epoch: int
     drawn: int
     aside: _Aside
-    reader: Reader
+    reader: BatchReader
     replayed: bool
 
     @staticmethod
-    def begin(epochs: "Epochs", epoch: int, drawn: int = 0, within: Any | None = None) -> "_Turning":
+    def begin(epochs: "Epochs", epoch: int, drawn: int = 0, within: Any | None = None) -> "_EpochReader":
         """A reader from a position in an epoch on; without batches if that is after the last epoch."""
         source = as_source(epochs.batches)
         if epochs.over(epoch):
@@ -62,14 +62,14 @@ class _Turning:
         aside = _Aside(torch.Generator().manual_seed(_mixed(epochs.seed, epoch)).get_state())
         with aside.drawing():
             reader = source.at(within)
-        return _Turning(epochs, epoch, drawn, aside, reader, isinstance(source, Replayed))
+        return _EpochReader(epochs, epoch, drawn, aside, reader, isinstance(source, Replayed))
 
     def __next__(self) -> Any:
         with suppress(StopIteration):
             return self._next()
         if self.epochs.over(self.epoch):
             raise StopIteration
-        following = _Turning.begin(self.epochs, self.epoch + 1)
+        following = _EpochReader.begin(self.epochs, self.epoch + 1)
         self.epoch, self.drawn, self.aside, self.reader = following.epoch, 0, following.aside, following.reader
         if self.epochs.over(self.epoch):
             raise StopIteration
@@ -120,13 +120,13 @@ class Epochs:
         if self.count is not None and self.count < 1:
             raise ValueError(f"count={self.count}: there is at least one epoch")
 
-    def at(self, position: Any | None) -> Reader:
+    def at(self, position: Any | None) -> BatchReader:
         """The batches from that epoch and position on."""
         epoch, drawn, within = (0, 0, None) if position is None else (position[k] for k in ("epoch", "drawn", "within"))
         stateful = isinstance(as_source(self.batches), Stateful)
         if stateful and drawn and drawn == self._length():  # many loaders cannot resume at an epoch's end
             epoch, drawn, within = epoch + 1, 0, None
-        return _Turning.begin(self, epoch, drawn, within if drawn else None)
+        return _EpochReader.begin(self, epoch, drawn, within if drawn else None)
 
     def over(self, epoch: int) -> bool:
         """Whether this epoch comes after the last one."""

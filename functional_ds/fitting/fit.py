@@ -16,7 +16,7 @@ from .data import as_source
 from .loggers import Logging, MetricLogger
 from .non_finite import OnNonFinite, RollBack, Stop
 from .rng_and_buffers import Outside
-from .run import Evaluation, Run
+from .run import Evaluation, TrainingRun
 from .signals import Flag, stop_on_signals
 from .watchdog import watchdog
 
@@ -90,7 +90,7 @@ def fit(
         watch = open_.enter_context(watchdog(timeout))
         metrics = open_.enter_context(MetricLogger(logging, steps, active=comm.world().rank == 0))
         manager = open_.enter_context(CheckpointManager(checkpoints))
-        run = Run(
+        run = TrainingRun(
             step,
             state,
             steps=steps,

@@ -15,7 +15,7 @@ from functional_ds.step.step import Metrics, Step
 
 from .checkpoints import CheckpointManager, Progress
 from .checks import positive_steps
-from .data import Reader, Source
+from .data import BatchReader, BatchSource
 from .loggers import MetricLogger
 from .non_finite import Health, NonFiniteLossError, OnNonFinite, RollBack, Verdict
 from .positions import own
@@ -23,7 +23,7 @@ from .rng_and_buffers import Outside
 from .signals import Flag
 from .watchdog import Watch
 
-__all__ = ["Evaluation", "Interrupted", "Run"]
+__all__ = ["Evaluation", "Interrupted", "TrainingRun"]
 
 _SIGINT = 2  # for a flag that does not say which signal set it
 
@@ -65,7 +65,7 @@ class Evaluation:
 
 
 @attrs.define(eq=False)
-class Run:
+class TrainingRun:
     """A run in progress. Every rank has one, and all make the same decisions.
 
     Attributes:
@@ -90,7 +90,7 @@ class Run:
     steps: int | None = attrs.field(kw_only=True)
     evaluation: Evaluation | None = attrs.field(kw_only=True)
     on_non_finite: OnNonFinite = attrs.field(kw_only=True)
-    source: Source = attrs.field(kw_only=True)
+    source: BatchSource = attrs.field(kw_only=True)
     checkpoints: CheckpointManager = attrs.field(kw_only=True)
     metrics: MetricLogger = attrs.field(kw_only=True)
     watch: Watch = attrs.field(kw_only=True)
@@ -134,7 +134,7 @@ class Run:
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
-    def _draw(self, reader: Reader) -> tuple[Any] | None:
+    def _draw(self, reader: BatchReader) -> tuple[Any] | None:
         """The next batch; None if a rank has none left and the number of steps is open."""
         self.watch.at(self.done + 1, "drawing a batch")
         found: tuple[Any] | None
@@ -160,7 +160,7 @@ class Run:
         self.metrics.moved()
         return metrics
 
-    def _end_step(self, reader: Reader, metrics: Metrics) -> None:
+    def _end_step(self, reader: BatchReader, metrics: Metrics) -> None:
         done = self.done
         self.watch.at(done, "agreeing on what to do next")
         number, late = _agreed(_number(self.flag), comm.world().rank == 0 and self.checkpoints.late())
@@ -189,7 +189,7 @@ class Run:
 
     # -- losses that are not finite ------------------------------------------------------------------------------------
 
-    def _save(self, reader: Reader) -> None:
+    def _save(self, reader: BatchReader) -> None:
         """Makes a checkpoint, if losses and params are finite."""
         if self.checkpoints.policy is None:
             return

@@ -20,7 +20,7 @@ from functional_ds.state_dict.fingerprint import fingerprints
 from functional_ds.step.state import State
 
 from .format import INDEX, SINGLE, SafetensorsFile, TensorSpec, split_files
-from .gather_stream import LeafInfo, LocalShard, Send, chunk_bytes, plan_sends, stream
+from .gather_stream import LeafInfo, LeafSend, LocalShard, chunk_bytes, plan_sends, stream
 from .naming import NamedLeaf, Naming, checked_dtype
 from .safetensors_writer import SafetensorsWriter, refuse_existing
 
@@ -84,7 +84,7 @@ class Transfer:
     buffers: Mapping[str, Tensor]
     ranks: comm.Group
 
-    def run(self, shards: Sequence[LocalShard], sends: Sequence[Send]) -> None:
+    def run(self, shards: Sequence[LocalShard], sends: Sequence[LeafSend]) -> None:
         """Carries it out. Collective. All ranks raise an error of the writing, once no rank waits for another."""
         sends = [send for send in sends if send.leaf in self.named]
         with ExitStack() as stack:
@@ -135,7 +135,7 @@ class _Sink:
     named: Mapping[LeafInfo, NamedLeaf]
     failure: OSError | None = None
 
-    def __call__(self, send: Send, values: Tensor) -> None:
+    def __call__(self, send: LeafSend, values: Tensor) -> None:
         if self.failure is None:
             try:
                 for spec in self.named[send.leaf].specs:

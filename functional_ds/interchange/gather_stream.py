@@ -9,7 +9,7 @@ from torch import Tensor
 
 from functional_ds import comm
 
-__all__ = ["LeafInfo", "LocalShard", "Send", "chunk_bytes", "plan_sends", "stream"]
+__all__ = ["LeafInfo", "LeafSend", "LocalShard", "chunk_bytes", "plan_sends", "stream"]
 
 _SMALLEST_CHUNK, _LARGEST_CHUNK = 2**16, 2**22  # bytes; a few chunks are in flight at once, however large the model
 
@@ -47,7 +47,7 @@ class LocalShard:
 
 
 @attrs.frozen
-class Send:
+class LeafSend:
     """Rank ``src`` sends ``numel`` elements of a leaf, from its element ``offset`` on, to rank 0."""
 
     leaf: LeafInfo
@@ -56,7 +56,7 @@ class Send:
     src: int
 
 
-def plan_sends(shards: Sequence[LocalShard], group: comm.Group) -> tuple[tuple[LeafInfo, ...], tuple[Send, ...]]:
+def plan_sends(shards: Sequence[LocalShard], group: comm.Group) -> tuple[tuple[LeafInfo, ...], tuple[LeafSend, ...]]:
     """All ranks' leaves, and the sends by which rank 0 gets every element once; the same on every rank. Collective.
 
     Rank 0's own elements are preferred, then longer shards, then lower ranks. Leaves are sorted by their paths, numbers in a
@@ -70,7 +70,7 @@ def plan_sends(shards: Sequence[LocalShard], group: comm.Group) -> tuple[tuple[L
     mine = [(shard.leaf, shard.offset, shard.values.numel(), shard.fingerprint) for shard in shards]
     everyones = comm.all_gather_object(mine, group) if group.size > 1 else [mine]
     leaves: dict[str, LeafInfo] = {}
-    pieces: dict[LeafInfo, list[Send]] = {}
+    pieces: dict[LeafInfo, list[LeafSend]] = {}
     found: dict[tuple[LeafInfo, int, int], int] = {}
     for rank, theirs in enumerate(everyones):
         for leaf, offset, numel, fingerprint in theirs:
@@ -83,7 +83,7 @@ def plan_sends(shards: Sequence[LocalShard], group: comm.Group) -> tuple[tuple[L
                     "parallelism and ranks that step by themselves are not combined; export step.params(state) on one rank"
                 )
             leaves[leaf.path] = min(first, leaf, key=lambda each: each.preference)
-            pieces.setdefault(leaf, []).append(Send(leaf, offset, numel, rank))
+            pieces.setdefault(leaf, []).append(LeafSend(leaf, offset, numel, rank))
     ordered = sorted(leaves.values(), key=lambda leaf: _natural(leaf.path))
     return tuple(ordered), tuple(send for leaf in ordered for send in _cover(leaf, pieces[leaf]))
 
@@ -96,7 +96,7 @@ def _described(leaf: LeafInfo) -> str:
     return f"{leaf.path!r} of shape {list(leaf.shape)} and {leaf.dtype}"
 
 
-def _cover(leaf: LeafInfo, pieces: Sequence[Send]) -> Iterator[Send]:
+def _cover(leaf: LeafInfo, pieces: Sequence[LeafSend]) -> Iterator[LeafSend]:
     """Sends that cover each element of the leaf once."""
     done = 0
     while done < leaf.numel:
@@ -107,7 +107,7 @@ def _cover(leaf: LeafInfo, pieces: Sequence[Send]) -> Iterator[Send]:
             )
         best = min(fitting, key=lambda piece: (piece.src != 0, -(piece.offset + piece.numel), piece.src))
         end = best.offset + best.numel
-        yield Send(leaf, done, end - done, best.src)
+        yield LeafSend(leaf, done, end - done, best.src)
         done = end
 
 
@@ -121,11 +121,11 @@ def chunk_bytes(leaves: Iterable[LeafInfo]) -> int:
 
 
 def stream(
-    sends: Sequence[Send],
+    sends: Sequence[LeafSend],
     shards: Sequence[LocalShard],
     *,
     group: comm.Group,
-    take: Callable[[Send, Tensor], None],
+    take: Callable[[LeafSend, Tensor], None],
     cast: Callable[[LeafInfo], torch.dtype],
     chunk: int,
 ) -> None:
@@ -166,14 +166,14 @@ def stream(
         take(part, _mine(part, own) if pending is None else pending.wait())
 
 
-def _chunks(send: Send, numel: int) -> Iterator[Send]:
+def _chunks(send: LeafSend, numel: int) -> Iterator[LeafSend]:
     """A send in parts of at most ``numel`` elements; rank 0's own elements stay in one part."""
     size = send.numel if send.src == 0 else max(1, numel)
     for start in range(0, send.numel, max(1, size)):
-        yield Send(send.leaf, send.offset + start, min(size, send.numel - start), send.src)
+        yield LeafSend(send.leaf, send.offset + start, min(size, send.numel - start), send.src)
 
 
-def _mine(send: Send, own: dict[LeafInfo, list[LocalShard]]) -> Tensor:
+def _mine(send: LeafSend, own: dict[LeafInfo, list[LocalShard]]) -> Tensor:
     for shard in own[send.leaf]:
         start = send.offset - shard.offset
         if start >= 0 and start + send.numel <= shard.values.numel():

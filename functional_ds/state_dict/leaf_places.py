@@ -13,7 +13,7 @@ from functional_ds.sharding.layout import Layout, Segment
 from functional_ds.sharding.leaf_map import LeafMap, Run
 from functional_ds.step.state import State
 
-__all__ = ["Cut", "Form", "Frame", "StateLayout", "TensorLayout"]
+__all__ = ["Cut", "Frame", "StateLayout", "TensorForm", "TensorLayout"]
 
 Shape = tuple[int, ...]
 
@@ -29,7 +29,7 @@ class Cut:
 
 
 @attrs.frozen
-class Form:
+class TensorForm:
     """A tensor's shape, and the elements of leaves in it."""
 
     shape: Shape
@@ -56,11 +56,11 @@ class TensorLayout:
         complex: whether the leaves are complex.
     """
 
-    forms: tuple[Form, ...]
+    forms: tuple[TensorForm, ...]
     members: tuple[int, ...]
     complex: bool
 
-    def form_of(self, tensor: Tensor) -> tuple[Form, int] | None:
+    def form_of(self, tensor: Tensor) -> tuple[TensorForm, int] | None:
         """The form that a tensor has, with its lanes; None if it has none of them."""
         for form in self.forms:
             lanes = form.lanes(tensor)
@@ -122,7 +122,7 @@ class StateLayout:
         >>> import torch
         >>> state = State.fresh({"w": torch.ones(2, 3)}, (), 0)
         >>> StateLayout.of(state).stored.places[0].forms
-        (Form(shape=(2, 3), cuts=(Cut(leaf=0, offset=0, start=0, numel=6),)),)
+        (TensorForm(shape=(2, 3), cuts=(Cut(leaf=0, offset=0, start=0, numel=6),)),)
         """
         partition = next((slot for slot in state.slots.values() if isinstance(getattr(slot, "layout", None), Layout)), None)
         spec = tree.structure(state.params)
@@ -148,7 +148,7 @@ def of_runs(parts: LeafMap, runs: Sequence[Run]) -> Frame:
     for index, run in enumerate(runs):
         cuts = tuple(Cut(p.leaf, p.offset, p.start, p.numel) for p in parts.pieces if p.tensor == index)
         smooth = any(parts.leaves[cut.leaf].dtype.is_complex for cut in cuts)
-        places.append(TensorLayout((Form((run.stop - run.start,), cuts),), tuple(cut.leaf for cut in cuts), smooth))
+        places.append(TensorLayout((TensorForm((run.stop - run.start,), cuts),), tuple(cut.leaf for cut in cuts), smooth))
     return Frame(tuple((leaf.path, leaf.shape) for leaf in parts.leaves), tuple(places))
 
 
@@ -156,7 +156,7 @@ def _alone(params: Any) -> tuple[Frame, Frame]:
     named = tree.named(params)
     leaves = tuple((path, tuple(leaf.shape)) for path, leaf in named)
     places = [
-        TensorLayout((Form(tuple(leaf.shape), (Cut(i, 0, 0, leaf.numel()),)),), (i,), leaf.is_complex())
+        TensorLayout((TensorForm(tuple(leaf.shape), (Cut(i, 0, 0, leaf.numel()),)),), (i,), leaf.is_complex())
         for i, (_, leaf) in enumerate(named)
     ]
     trained = [place for place, (_, leaf) in zip(places, named, strict=True) if is_trainable(leaf)]
@@ -168,10 +168,10 @@ def _of_layout(layout: Layout, stored: Sequence[Tensor], rank: int | None) -> tu
     leaves = tuple((path, shapes[i]) for i, path in enumerate(layout.paths))
     places = []
     for segment in layout.segments:
-        forms = [Form((segment.size,), tuple(_cuts(segment, 0, segment.size)))]
+        forms = [TensorForm((segment.size,), tuple(_cuts(segment, 0, segment.size)))]
         if rank is not None:
             low, high = segment.cut(rank)
-            forms.append(Form((high - low,), tuple(_cuts(segment, low, high))))
+            forms.append(TensorForm((high - low,), tuple(_cuts(segment, low, high))))
         members = tuple(slot.leaf for slot in segment.slots)
         places.append(TensorLayout(tuple(forms), members, segment.dtype.is_complex))
     trained = tuple(place for place, segment in zip(places, layout.segments, strict=True) if segment.trainable)

@@ -15,11 +15,11 @@ from functional_ds.base.direct_io import DirectFile
 from .files import Extent, OffloadError, ScratchFolder
 from .prefetch import Ahead
 
-__all__ = ["Disk", "Traffic"]
+__all__ = ["Disk", "DiskTraffic"]
 
 
 @attrs.define(eq=False)
-class Traffic:
+class DiskTraffic:
     """What was read from and written to the disk so far, and how long updates waited for it.
 
     Attributes:
@@ -60,7 +60,7 @@ class Disk:
     background: ThreadPoolExecutor
     direct: bool
     reader: Ahead = attrs.field(factory=Ahead)
-    traffic: Traffic = attrs.field(factory=Traffic)
+    traffic: DiskTraffic = attrs.field(factory=DiskTraffic)
 
     @staticmethod
     def over(folder: ScratchFolder, *, threads: int, direct: bool) -> "Disk":

@@ -12,7 +12,7 @@ from functional_ds.base.direct_io import aligned, padded
 from functional_ds.step.state import State
 
 from .buffers import Copies, Lane, typed
-from .disk import Disk, Traffic
+from .disk import Disk, DiskTraffic
 from .files import Extent, ScratchFolder
 from .handles import OnDisk, OnHost
 from .plan import Kind, Plan, Unit
@@ -179,7 +179,7 @@ def _piece_bytes(unit: Unit, kind: Kind, span: tuple[int, int]) -> int:
     return (high - low) * kind.dtype.itemsize
 
 
-def traffic(state: State) -> Traffic:
+def traffic(state: State) -> DiskTraffic:
     """What went to the disk and back for this line of states, so far.
 
     Raises:
