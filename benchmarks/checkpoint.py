@@ -2,11 +2,11 @@
 
     python benchmarks/checkpoint.py --params 400e6 --ranks 2 --folder /where/the/disk/is
 
-All hold the same: fp32 params and two moments, 12 bytes a parameter. Each measurement has processes of its own, and the
-rounds are interleaved; figures are medians over them. A save counts until the data are on the disk, fsynced; before a load
-the files are dropped from the page cache. ``dd`` writes as many bytes with ``conv=fsync``, and reads them back.
+All save the same values: fp32 params and two moments, 12 bytes a parameter. Each measurement starts its own processes; rounds
+are interleaved, and figures are medians over them. The time of a save includes fsync. Before a load the files are dropped
+from the page cache. ``dd`` writes as many bytes with ``conv=fsync``, and reads them back.
 
-Then a save in the background: how long it keeps the step waiting, beside one copy of the same memory.
+The last measurement is a save in the background: how long the step waits for it, compared with one copy of the same memory.
 """
 
 import argparse
@@ -32,13 +32,13 @@ from functional_ds import comm
 
 RESULTS = Path(__file__).parent / "results"
 LAYERS = 24
-SAMPLING = 0.002  # seconds between looks at the resident memory
+SAMPLING = 0.002  # seconds between two samples of the resident memory
 READ = 16 << 20
 
 
 @attrs.frozen
 class Timed:
-    """Seconds of a save and a load, and how much more memory than before each needed, at most, in bytes."""
+    """Seconds of a save and a load, and the peak of additional memory of each in bytes."""
 
     save: float
     load: float
@@ -49,7 +49,7 @@ class Timed:
 
 @attrs.frozen
 class Stall:
-    """A save in the background: seconds until the step goes on, and of a copy of the same memory."""
+    """A save in the background: seconds until the step continues, and seconds of a copy of the same memory."""
 
     first: float
     next: float
@@ -61,7 +61,7 @@ class Stall:
 
 @attrs.frozen
 class Contender:
-    """What is measured: ``save`` and ``load``, in a state that was built."""
+    """A library's ``save`` and ``load`` of a state that was built before."""
 
     save: Callable[[Path], None]
     load: Callable[[Path], None]
@@ -69,12 +69,12 @@ class Contender:
 
 
 def width_for(params: float) -> int:
-    """Of square layers with about so many elements together."""
+    """The width of square layers with about this many elements in all."""
     return max(16, round((params / LAYERS) ** 0.5))
 
 
 def weights(width: int) -> dict[str, Tensor]:
-    """Pages that nobody wrote would cost nothing to copy: so random numbers."""
+    """Random numbers, as copying pages that were never written would cost nothing."""
     return {f"layers.{i}.weight": torch.randn(width, width) for i in range(LAYERS)}
 
 

@@ -1,13 +1,13 @@
-"""Export and import of a sharded model: seconds, bandwidth, and what processes take beside the params.
+"""Export and import of a sharded model: seconds, bandwidth, and memory beside the params.
 
     python benchmarks/export.py --ranks 2 --blocks 8 --width 1024 --rounds 3
     python benchmarks/export.py --blocks 24 --width 2048 --dtype bf16
 
-In each round, in turn and in the same processes: our export of a ZeRO-3 state in one file and in shards; the way without it
+Each round measures, in the same processes: our export of a ZeRO-3 state into one file and into shards; an export by hand
 (``step.params`` on every rank, then ``safetensors.torch.save_file`` on rank 0); and ``dd`` of as many zeros with ``fsync``.
-Then imports: ``load_params`` into ZeRO-3 shards, against a whole ``load_file`` on every rank and ``init``. Memory is the
-kernel's high-water mark of a rank over what it had before (imports: samples of its own memory, without the files' pages; the
-shards that stay are in it). Ratios are medians over rounds.
+Then imports: ``load_params`` into ZeRO-3 shards, and a whole ``load_file`` on every rank with ``init``. Memory is the kernel's
+high-water mark of a rank minus what it had before; for imports, samples of the rank's own memory without the files' pages, which
+include the shards that stay. Ratios are medians over rounds.
 """
 
 import argparse

@@ -112,13 +112,9 @@ def fit(flags: Flags, step: Measured, state: fds.State, report: Report, stop: fi
             state,
             lambda index: batch_of(flags, "train", index),
             steps=flags.steps,
-            path=flags.save,
-            every=flags.every if flags.save else None,
-            resume=flags.resume,
-            evaluate=validation,
-            evaluate_every=flags.every,
-            loggers=[report],
-            log_every=1,
+            checkpoints=fds.Checkpoints(flags.save, every=flags.every, resume=flags.resume) if flags.save else None,
+            evaluation=fds.Evaluation(validation, every=flags.every),
+            logging=fds.Logging([report], every=1),
             on_non_finite=None,
             stop=stop,
         )
@@ -164,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Starts the ranks, or is one; 130 where it was interrupted, 2 where a checkpoint is another run's, or cannot be made."""
     flags = parse(argv, doc=__doc__)
     backend = None if flags.device == "cuda" else "gloo"
-    with fitting.noted_for_ranks() if flags.start == "spawn" else fitting.noted_here() as stop:
+    with fitting.stop_ranks_on_signals() if flags.start == "spawn" else fitting.stop_on_signals() as stop:
         try:
             if flags.start == "torchrun":
                 comm.init_distributed(backend)

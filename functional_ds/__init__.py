@@ -5,7 +5,7 @@ from functional_ds.base.marks import freeze
 from functional_ds.base.prng import Key
 from functional_ds.base.weighted import Weighted
 from functional_ds.checkpointing import load, save
-from functional_ds.fitting import fit
+from functional_ds.fitting import Checkpoints, Evaluation, Logging, fit
 from functional_ds.interchange import export, from_deepspeed, load_params
 from functional_ds.modules.deferred_init import deferred
 from functional_ds.modules.functional import Apply, functional
@@ -38,10 +38,14 @@ from . import transforms  # isort: skip  (the layer above: it imports the names 
 
 __all__ = [
     "Apply",
+    "ByLeaf",
+    "Checkpoints",
     "DonatedStateError",
+    "Evaluation",
     "Key",
     "Layout",
     "LeafMap",
+    "Logging",
     "Optimizer",
     "PerParameter",
     "RematReport",

@@ -937,8 +937,11 @@ def runs_go_on() -> None:
         batch = lambda index: torch.arange(12) * (math.nan if index == skipped else index + 1)  # noqa: E731
         rule = RollBack(after=1) if folder else None
         data = batch if folder else lambda index: batch(index + 2 if index > 3 else index)
-        more = {} if folder is None else {"path": folder, "every": 2}
-        state = fds.fit(step, step.init(fresh()), data, steps=steps, log_every=1, on_non_finite=rule, **more)
+        checkpoints = None if folder is None else fds.Checkpoints(folder, every=2)
+        logging = fds.Logging(every=1)
+        state = fds.fit(
+            step, step.init(fresh()), data, steps=steps, checkpoints=checkpoints, logging=logging, on_non_finite=rule
+        )
         return step.params(state)
 
     with tempfile.TemporaryDirectory() as name:
@@ -1573,16 +1576,19 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "a file is where its rank's elements are counted",
             "checkpointing.writer",
-            "position += share.numel * offer.itemsize",
-            "position += share.numel",
+            "position += task.numel * shard.itemsize",
+            "position += task.numel",
             shows=Exception,
         ),
         Bug("checksums are not looked at", "checkpointing.storage", "if check != file.checks[start // BLOCK]:", "if False:"),
     ],
     (runs_go_on,): [
-        Bug("the data begin anew", "fitting.run", "None if self.place.data is None else own(self.place.data)", "None"),
+        Bug("the data begin anew", "fitting.run", "None if self.progress.data is None else own(self.progress.data)", "None"),
         Bug(
-            "a checkpoint is a step late", "fitting.checkpoints", "Place(done, gathered(data)", "Place(done + 1, gathered(data)"
+            "a checkpoint is a step late",
+            "fitting.checkpoints",
+            "Progress(done, gathered(data)",
+            "Progress(done + 1, gathered(data)",
         ),
         Bug(
             "a loss that is not finite counts as one",

@@ -107,8 +107,9 @@ def mark_module(leaf: Tensor, module: ModuleRef, name: str) -> Tensor:
 def module_of(leaf: Tensor) -> tuple[Any, str] | None:
     """The module's function that a leaf is a parameter of, and its name there."""
     found = getattr(leaf, _MODULE, None)
-    module = None if found is None else found[0].get()
-    return None if module is None else (module, found[1])
+    if found is None or found[0].get() is None:
+        return None
+    return found[0].get(), found[1]
 
 
 # Marks are attributes of a tensor's own, as pytrees have no place for them.

@@ -1,10 +1,18 @@
-"""Checkpoints: whole states in a folder, for any number of ranks, whatever happens while they are written.
+"""Checkpoints: whole states in a folder, for any number of ranks, safe against crashes while they are written.
 
 ``fds.save`` and ``fds.load``; ``Saver`` for saves in the background.
 """
 
+from functional_ds.state_dict.errors import (
+    BusyError,
+    CheckpointError,
+    DamagedError,
+    NewerFormatError,
+    NoCheckpointError,
+    StructureError,
+)
+
 from .directory import latest, tags
-from .errors import BusyError, CheckpointError, DamagedError, NewerFormatError, NoCheckpointError, StructureError
 from .load import load, verify
 from .save import Saver, save
 

@@ -1,6 +1,7 @@
 """A checkpoint's data for ``torch.distributed.checkpoint``'s planners."""
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,18 +21,19 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from functional_ds.state_dict.errors import DamagedError, StructureError
+
 from . import storage
 from .directory import open_manifest
-from .errors import DamagedError, StructureError
 from .manifest import Chunk, Manifest
 
-__all__ = ["Planner", "Reader", "Spread", "write_item"]
+__all__ = ["CheckpointReader", "FlatLoadPlanner", "FlatShards", "write_item"]
 
-_STAGED = 64 << 20  # bytes that are read beside their place at once, where they cannot be read into it
+_STAGED = 64 << 20  # bytes that are read at once into memory other than the target's, where the target cannot take them
 
 
-class Planner(DefaultLoadPlanner):
-    """torch's planner for a dict of ``Spread``; ``shared`` are scalars that several names give, which must agree."""
+class FlatLoadPlanner(DefaultLoadPlanner):
+    """torch's planner for a dict of ``FlatShards``. Several names fill each of the ``shared`` scalars, and must agree."""
 
     def __init__(self, shared: Sequence[Tensor] = ()) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -39,40 +41,38 @@ class Planner(DefaultLoadPlanner):
         self._given: dict[int, tuple[str, Tensor]] = {}
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """What is to be loaded, and what there is."""
+        """Takes what is to be loaded, and what the checkpoint holds."""
         self.state_dict = self.original_state_dict = state_dict
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
-        """Which stretches of what is stored come where.
+        """Which elements of the checkpoint fill which shard.
 
         Raises:
             DamagedError: the checkpoint does not have all of a tensor.
         """
         plan = super().create_local_plan()
-        there: dict[str, int] = {}
+        found = Counter[str]()
         for item in plan.items:
-            there[item.dest_index.fqn] = there.get(item.dest_index.fqn, 0) + item.lengths.numel()
-        for name, spread in self.state_dict.items():
-            wanted = sum(view.numel() for _, view in spread.stretches)
-            if there.get(name, 0) != wanted:
-                raise DamagedError(
-                    f"the checkpoint holds {there.get(name, 0)} of {wanted} elements of {name} that this rank needs"
-                )
+            found[item.dest_index.fqn] += item.lengths.numel()
+        for name, tensor in self.state_dict.items():
+            wanted = sum(view.numel() for _, view in tensor.shards)
+            if found[name] != wanted:
+                raise DamagedError(f"the checkpoint holds {found[name]} of {wanted} elements of {name} that this rank needs")
         return plan
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """The stretch that an item fills."""
-        spread: Spread = self.state_dict[index.fqn]
-        return spread.__get_tensor_shard__(index)
+        """The shard that an item fills."""
+        tensor: FlatShards = self.state_dict[index.fqn]
+        return tensor.__get_tensor_shard__(index)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Where an item goes; what several names give is first read beside it."""
+        """The memory that an item is read into; for a shared scalar new memory, as several items fill it."""
         place: Tensor = super().resolve_tensor(read_item)
         return torch.empty_like(place) if place.data_ptr() in self._shared else place
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """What was read is in its place."""
+        """Takes an item that was read; compares the values of a shared scalar."""
         place, name = self.lookup_tensor(read_item.dest_index), read_item.dest_index.fqn
         if place.data_ptr() in self._shared:
             before = self._given.setdefault(place.data_ptr(), (name, tensor))
@@ -85,10 +85,10 @@ class Planner(DefaultLoadPlanner):
 
 
 @attrs.define(eq=False)
-class Reader(StorageReader):
-    """A checkpoint as torch's loaders read it: ``dcp.load({"params/w": flat}, storage_reader=Reader(path, tag))``.
+class CheckpointReader(StorageReader):
+    """A checkpoint as torch's loaders read it: ``dcp.load({"params/w": flat}, storage_reader=CheckpointReader(path, tag))``.
 
-    Every tensor is flat; ``manifest.tensors[name].shape`` has its shape. What is read is checked, and nothing is unpickled.
+    Every tensor is flat; ``manifest.tensors[name].shape`` has its shape. Checksums are verified, and nothing is unpickled.
     """
 
     folder: Path = attrs.field(converter=Path)
@@ -100,10 +100,10 @@ class Reader(StorageReader):
         self.place, self.manifest = open_manifest(self.folder, self.tag)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing is kept from load to load."""
+        """Does nothing: a reader keeps no state between loads."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The manifest in torch's words."""
+        """The manifest as torch's metadata."""
         return Metadata(
             {
                 name: TensorStorageMetadata(
@@ -116,23 +116,23 @@ class Reader(StorageReader):
         )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As it is."""
+        """The plan itself."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are."""
+        """The plans themselves."""
         return plans
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it could be a folder."""
+        """Whether it is a folder."""
         return Path(checkpoint_id).is_dir()
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads all items, file by file from front to back; on the host and in the stored dtype, straight into their place."""
+        """Reads all items, file by file from front to back; directly into targets on the host that have the stored dtype."""
         by_file: dict[int, list[tuple[int, ReadItem]]] = {}
         for item in plan.items:
             found = self._chunk(item)
@@ -150,8 +150,8 @@ class Reader(StorageReader):
         return chunks[0 if index is None else index]
 
     def _read_file(self, index: int, items: list[tuple[int, ReadItem]], planner: LoadPlanner) -> None:
-        wants: list[storage.Want] = []
-        landed: list[tuple[ReadItem, Tensor, Tensor]] = []
+        requests: list[storage.ReadRequest] = []
+        targets: list[tuple[ReadItem, Tensor, Tensor]] = []
         staged = 0
         for position, item in items:
             target = planner.resolve_tensor(item).detach()
@@ -159,62 +159,66 @@ class Reader(StorageReader):
             direct = target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
             into = target if direct else torch.empty(target.shape, dtype=dtype)
             staged += 0 if direct else into.numel() * into.element_size()
-            wants.append(storage.Want(position, into.reshape(-1).view(torch.uint8).numpy().data))
-            landed.append((item, into, target))
+            requests.append(storage.ReadRequest(position, into.reshape(-1).view(torch.uint8).numpy().data))
+            targets.append((item, into, target))
             if staged > _STAGED:
-                self._land(index, wants, landed, planner)
-                wants, landed, staged = [], [], 0
-        self._land(index, wants, landed, planner)
+                self._finish(index, requests, targets, planner)
+                requests, targets, staged = [], [], 0
+        self._finish(index, requests, targets, planner)
 
-    def _land(
-        self, index: int, wants: list[storage.Want], landed: list[tuple[ReadItem, Tensor, Tensor]], planner: LoadPlanner
+    def _finish(
+        self,
+        index: int,
+        requests: list[storage.ReadRequest],
+        targets: list[tuple[ReadItem, Tensor, Tensor]],
+        planner: LoadPlanner,
     ) -> None:
-        storage.read(self.place, self.manifest.files[index], wants)
-        for item, into, target in landed:
+        storage.read(self.place, self.manifest.files[index], requests=requests)
+        for item, into, target in targets:
             if into is not target:
                 target.copy_(into)
             planner.commit_tensor(item, target)
 
 
 @attrs.frozen(eq=False)
-class Spread:
-    """A global tensor of ``numel`` elements, flat, and the stretches of it that this rank has: by their offsets, flat, too.
+class FlatShards:
+    """A flattened global tensor of ``numel`` elements, and this rank's flat shards of it with their offsets.
 
-    It is checkpointable in torch's sense. Flat, because a rank's shards are stretches of flattened leaves: whatever ranks,
-    stages and units there were and are, what must be read is where stretches overlap.
+    It implements torch's protocol for checkpointable tensors. It is flat because a rank's shards are ranges of flattened
+    leaves: whatever the ranks, stages and units were at the save and are now, a load reads where ranges overlap.
     """
 
     numel: int
-    stretches: tuple[tuple[int, Tensor], ...]
+    shards: tuple[tuple[int, Tensor], ...] = attrs.field(repr=False)
 
     def size(self) -> torch.Size:
-        """The global tensor's."""
+        """The global tensor's size."""
         return torch.Size([self.numel])
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        return [write_item(fqn, self.numel, offset, view.numel(), view.dtype) for offset, view in self.stretches]
+        return [write_item(fqn, self.numel, offset, view.numel(), view.dtype) for offset, view in self.shards]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [chunk(offset, view.numel()) for offset, view in self.stretches]
+        return [chunk(offset, view.numel()) for offset, view in self.shards]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        if index.index is not None and index.index < len(self.stretches):
-            offset, view = self.stretches[index.index]
+        if index.index is not None and index.index < len(self.shards):
+            offset, view = self.shards[index.index]
             if index.offset == torch.Size([offset]):
                 return view
-        for offset, view in self.stretches:  # the index is a hint
+        for offset, view in self.shards:  # the number in the index is a hint only
             if index.offset == torch.Size([offset]):
                 return view
-        raise KeyError(f"{index.fqn}: this rank has no stretch at {index.offset}")
+        raise KeyError(f"{index.fqn}: this rank has no shard at {index.offset}")
 
 
 def chunk(offset: int, numel: int) -> ChunkStorageMetadata:
-    """A stretch as torch describes it."""
+    """A range of elements as torch describes it."""
     return ChunkStorageMetadata(torch.Size([offset]), torch.Size([numel]))
 
 
 def write_item(name: str, total: int, offset: int, numel: int, dtype: torch.dtype) -> WriteItem:
-    """A stretch that is to be written, as torch describes it."""
+    """A range of elements to be written, as torch describes it."""
     return WriteItem(
         index=MetadataIndex(name, [offset]),
         type=WriteItemType.SHARD,

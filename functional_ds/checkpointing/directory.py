@@ -1,11 +1,11 @@
-"""A folder of checkpoints: what is in it, and which is the newest.
+"""A folder of checkpoints: its entries, and which checkpoint is the newest.
 
 ```
 folder/latest             the tag of the newest, and its checksum
 folder/1000/              a checkpoint: manifest.json and data files
-folder/.saving-…          one that is being written
-folder/.replaced-1000     the one that a checkpoint of the same tag takes the place of
-folder/.lock              held by the job that saves here
+folder/.saving-…          a checkpoint that is being written
+folder/.replaced-1000     a checkpoint that a new one of the same tag is replacing
+folder/.lock              locked by the job that saves here
 ```
 """
 
@@ -16,12 +16,16 @@ import uuid
 import zlib
 from pathlib import Path
 
-from .errors import CheckpointError, DamagedError, NoCheckpointError
+import attrs
+
+from functional_ds.base.files import sync_folder, write_synced
+from functional_ds.state_dict.errors import CheckpointError, DamagedError, NoCheckpointError
+
 from .manifest import MANIFEST, Manifest, Summary, read_summary
 
 __all__ = [
-    "LOCK",
     "POINTER",
+    "Retention",
     "candidates",
     "check_free",
     "check_pointer",
@@ -29,7 +33,7 @@ __all__ = [
     "clean",
     "hidden_place",
     "latest",
-    "made",
+    "make_folder",
     "open_manifest",
     "place_of",
     "pointer",
@@ -40,36 +44,34 @@ __all__ = [
     "staging",
     "summaries",
     "tags",
-    "write_whole",
     "written",
 ]
 
 POINTER = "latest"
-LOCK = ".lock"
 _REPLACED = ".replaced-"
 _FIRST = "00000.bin"  # rank 0's data
 _LONGEST = 200  # bytes of a tag; file names have 255, and hidden names add to it
 
 
 def tags(path: str | Path) -> list[str]:
-    """The tags of the checkpoints in a folder, oldest first; none where there is no folder.
+    """The tags of the checkpoints in a folder, oldest first; an empty list if there is no folder.
 
-    Those whose manifest cannot be read are left out; what the data are like, ``verify`` says.
+    Checkpoints without a readable manifest are left out. ``verify`` checks the data.
     """
     return [summary.tag for summary in summaries(Path(path))]
 
 
 def latest(path: str | Path) -> str | None:
-    """The tag that ``load`` tries first; None where there is no checkpoint. It asks no other rank."""
+    """The tag of the checkpoint that ``load`` tries first; None if there is none. Not collective."""
     return next(iter(candidates(Path(path))[0]), None)
 
 
 def check_tag(tag: str) -> str:
-    """The tag itself, where it is the plain name of a folder.
+    """The tag itself, if it is a plain name for a folder.
 
     Raises:
-        ValueError: it is not.
-        TypeError: it is no string.
+        ValueError: it is not a plain name.
+        TypeError: it is not a string.
     """
     if not isinstance(tag, str):
         raise TypeError(f"tag={tag!r} must be a string; pass tag={str(tag)!r}")
@@ -83,10 +85,10 @@ def check_tag(tag: str) -> str:
 
 
 def check_free(folder: Path, tag: str) -> None:
-    """That a checkpoint of this tag would take the place of nothing, or of a checkpoint.
+    """Checks that nothing has this tag's name but a checkpoint of the tag, which may be replaced.
 
     Raises:
-        CheckpointError: something else has this name.
+        CheckpointError: something else has the name.
     """
     place = folder / tag
     if place.is_dir() and not any(place.iterdir()):
@@ -100,10 +102,10 @@ def check_free(folder: Path, tag: str) -> None:
 
 
 def check_pointer(folder: Path) -> None:
-    """That the file ``latest``, if there is one, is of this library's checkpoints, and not of another's.
+    """Checks that this library wrote the file ``latest``, if there is one.
 
     Raises:
-        CheckpointError: it is not.
+        CheckpointError: another library wrote it.
     """
     try:
         read_pointer(folder)
@@ -116,26 +118,26 @@ def check_pointer(folder: Path) -> None:
 
 
 def place_of(folder: Path, tag: str) -> Path:
-    """Where a checkpoint lies; a save that died while it replaced one left it under a hidden name."""
+    """A checkpoint's folder. A save that died while it replaced a checkpoint left that under its hidden name."""
     place, hidden = folder / check_tag(tag), hidden_place(folder, tag)
     return hidden if hidden.is_dir() and not place.exists() else place
 
 
 def hidden_place(folder: Path, tag: str) -> Path:
-    """Where a checkpoint waits while another of its tag takes its place."""
+    """The name of a checkpoint while another one of its tag replaces it."""
     return folder / f"{_REPLACED}{tag}"
 
 
 def replaced(name: str) -> str | None:
-    """The tag of the checkpoint that waits under a hidden name; None for any other name."""
+    """The tag of the checkpoint under a hidden name; None for any other name."""
     return name.removeprefix(_REPLACED) if name.startswith(_REPLACED) else None
 
 
 def open_manifest(folder: Path, tag: str) -> tuple[Path, Manifest]:
-    """Where a checkpoint lies and what is in it.
+    """A checkpoint's folder and its manifest.
 
     Raises:
-        NoCheckpointError: there is none of this tag.
+        NoCheckpointError: there is no checkpoint of this tag.
         DamagedError: its manifest is missing or damaged.
         NewerFormatError: a later version wrote it.
     """
@@ -154,14 +156,14 @@ def open_manifest(folder: Path, tag: str) -> tuple[Path, Manifest]:
 
 
 def summaries(folder: Path) -> list[Summary]:
-    """What can be said of the checkpoints without opening them, oldest first."""
+    """The summaries of all checkpoints, oldest first."""
     found = [(tag, read_summary(place_of(folder, tag))) for tag in _names(folder)]
     ours = [summary for tag, summary in found if summary is not None and summary.tag == tag]
     return sorted(ours, key=lambda summary: summary.sequence)
 
 
 def candidates(folder: Path) -> tuple[list[str], list[str]]:
-    """The tags in the order in which ``load`` tries them, and what it must warn of."""
+    """The tags in the order in which ``load`` tries them, and warnings for the user."""
     rest, warnings = [summary.tag for summary in reversed(summaries(folder))], []
     names = set(_names(folder))
     try:
@@ -178,15 +180,15 @@ def candidates(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def written(folder: Path) -> list[str]:
-    """The tags of all folders that a save has filled, whatever has become of them since."""
+    """The tags of all folders that a save has filled, even if they were damaged since."""
     return [tag for tag in _names(folder) if any((place_of(folder, tag) / name).exists() for name in (MANIFEST, _FIRST))]
 
 
 def read_pointer(folder: Path) -> str | None:
-    """The tag that ``latest`` names; None where there is no such file.
+    """The tag in the file ``latest``; None if there is no such file.
 
     Raises:
-        DamagedError: it is not as it was written, or cannot be read.
+        DamagedError: it was altered, or cannot be read.
     """
     try:
         data = (folder / POINTER).read_bytes()
@@ -201,12 +203,12 @@ def read_pointer(folder: Path) -> str | None:
 
 
 def pointer(tag: str) -> bytes:
-    """What ``latest`` holds."""
+    """The content of ``latest``."""
     return f"{tag}\n{zlib.crc32(tag.encode(errors='replace')):08x}\n".encode(errors="replace")
 
 
 def _names(folder: Path) -> list[str]:
-    """The tags that there may be."""
+    """All names that could be checkpoints."""
     try:
         entries = [entry.name for entry in os.scandir(folder) if entry.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
@@ -227,14 +229,14 @@ _SAVING, _DELETING = ".saving-", ".deleting-"
 
 
 def staging(folder: Path) -> Path:
-    """A new hidden folder to write a checkpoint into."""
+    """A new hidden folder, into which a checkpoint is written."""
     place = folder / f"{_SAVING}{uuid.uuid4().hex[:12]}"
     place.mkdir()
     return place
 
 
 def clean(folder: Path) -> None:
-    """Clears away what saves that died have left, and puts back what they were replacing."""
+    """Removes what dead saves left, and restores checkpoints that they were replacing."""
     for entry in sorted(folder.iterdir()):
         if entry.name.startswith((_SAVING, _DELETING)):
             shutil.rmtree(entry, ignore_errors=True)
@@ -246,76 +248,77 @@ def clean(folder: Path) -> None:
                 entry.rename(place)
 
 
-def publish(folder: Path, staged: Path, tag: str) -> None:
+def publish(folder: Path, staged: Path, *, tag: str) -> None:
     """Makes a complete and fsynced folder the checkpoint ``tag``, and the newest.
 
-    Whenever this ends, by whatever crash, each checkpoint is there whole or not at all, and ``latest`` names one that is.
-    What needs room on the disk comes first, so that a full one leaves all as it was.
+    After a crash at any point each checkpoint is either whole or absent, and ``latest`` names a whole one. The steps that need
+    disk space come first, so a full disk changes nothing.
+
+    Args:
+        folder: the checkpoints.
+        staged: the hidden folder with the new checkpoint.
+        tag: its name.
     """
     place, hidden = folder / tag, hidden_place(folder, tag)
-    pointing = written_beside(folder / POINTER, pointer(tag))
+    new_pointer = folder / f".{POINTER}.new"
+    write_synced(new_pointer, pointer(tag))
     if place.exists():
         place.rename(hidden)
     staged.rename(place)
     sync_folder(folder)
-    pointing.replace(folder / POINTER)
+    new_pointer.replace(folder / POINTER)
     sync_folder(folder)
     if hidden.exists():
         shutil.rmtree(hidden, ignore_errors=True)
 
 
-def retain(folder: Path, tag: str, keep_last: int | None, keep_every: int | None) -> None:
-    """Deletes what is too old of the checkpoints that may expire; never ``tag``, nor the one that ``latest`` names."""
-    if keep_last is None:
+@attrs.frozen
+class Retention:
+    """Which checkpoints stay.
+
+    Attributes:
+        keep_last: this many of the newest that were saved with ``keep_last``; None deletes nothing.
+        keep_every: also those whose number of updates is a multiple of this.
+    """
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        for name, number in (("keep_last", self.keep_last), ("keep_every", self.keep_every)):
+            if number is not None and (type(number) is not int or number < 1):
+                raise ValueError(f"{name}={number!r} must be a whole number of at least 1, or None")
+        if self.keep_every is not None and self.keep_last is None:
+            raise ValueError(
+                f"keep_every={self.keep_every} without keep_last: nothing is deleted then; say how many of the newest stay"
+            )
+
+
+def retain(folder: Path, tag: str, *, retention: Retention) -> None:
+    """Deletes old checkpoints.
+
+    Args:
+        folder: the checkpoints.
+        tag: the one that was just written. It stays, and so does the one that ``latest`` names.
+        retention: which others stay.
+    """
+    if retention.keep_last is None:
         return
     with contextlib.suppress(DamagedError):
         safe = {tag, read_pointer(folder)}
         expiring = [summary for summary in summaries(folder) if summary.expires]
-        for old in expiring[: max(0, len(expiring) - keep_last)]:
-            if old.tag not in safe and not (keep_every and old.step % keep_every == 0):
+        for old in expiring[: max(0, len(expiring) - retention.keep_last)]:
+            if old.tag not in safe and not (retention.keep_every and old.step % retention.keep_every == 0):
                 gone = folder / f"{_DELETING}{uuid.uuid4().hex[:12]}"
-                place_of(folder, old.tag).rename(gone)  # so that no half of it is ever seen
+                place_of(folder, old.tag).rename(gone)  # first, so that nobody sees a half-deleted checkpoint
                 shutil.rmtree(gone, ignore_errors=True)
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """A small file, there whole or not at all, and on the disk when this returns."""
-    written_beside(path, data).replace(path)
-    sync_folder(path.parent)
-
-
-def written_beside(path: Path, data: bytes) -> Path:
-    """A small file on the disk that is to take the place of another; none where that fails."""
-    beside = path.with_name(f".{path.name}.new")
-    try:
-        with beside.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError:
-        beside.unlink(missing_ok=True)
-        raise
-    return beside
-
-
-def sync_folder(path: Path) -> None:
-    """Names in a folder are on the disk when this returns; where folders cannot be synced, sooner or later."""
-    try:
-        handle = os.open(path, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        with contextlib.suppress(OSError):
-            os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def made(path: str | Path) -> Path:
-    """The folder, made where it is not there.
+def make_folder(path: str | Path) -> Path:
+    """The folder, which is created if missing.
 
     Raises:
-        CheckpointError: it cannot be made, or has a folder where the pointer belongs.
+        CheckpointError: it cannot be created, or contains a folder named ``latest``.
     """
     folder = Path(path)
     try:

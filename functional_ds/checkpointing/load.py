@@ -1,4 +1,4 @@
-"""``load``: a checkpoint into a state, straight into shards."""
+"""``load``: reads a checkpoint directly into a state's shards."""
 
 import warnings
 from collections.abc import Sequence
@@ -11,27 +11,28 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.marks import like_marked
-from functional_ds.state_dict.describe import Held, as_before, as_tensors, dense, describe
+from functional_ds.state_dict.all_or_none import all_or_none, gather_or_none
+from functional_ds.state_dict.describe import TensorShard, as_before, as_tensors, dense, describe
+from functional_ds.state_dict.errors import DamagedError, NoCheckpointError
+from functional_ds.state_dict.matching import Choice, Differences, match
 from functional_ds.step.slots import with_room
 from functional_ds.step.state import State
 
 from . import storage
 from .directory import candidates, check_pointer, check_tag, open_manifest, read_pointer, written
-from .errors import DamagedError, NoCheckpointError, agreed, together
-from .matching import Choice, Differences, match
 
 __all__ = ["load", "verify"]
 
 
 def verify(path: str | Path, tag: str | None = None) -> None:
-    """Reads every byte of a checkpoint; with ``tag=None``, of all in the folder, and what says which is the newest.
+    """Reads and checks every byte of a checkpoint; with ``tag=None``, of all in the folder, and the file ``latest``.
 
-    It asks no other rank. A load checks what it reads, too.
+    Not collective. ``load`` also checks what it reads.
 
     Raises:
-        DamagedError: a file is missing, shortened, altered or not the checkpoint's; the message names it.
+        DamagedError: a file is missing, truncated, altered, or belongs to something else; the message names it.
         NewerFormatError: a later version of this library wrote it.
-        NoCheckpointError: there is none.
+        NoCheckpointError: there is no checkpoint.
     """
     folder = Path(path)
     if tag is None:
@@ -59,41 +60,40 @@ def load(
     with_extra: bool = False,
     donate: bool = False,
 ) -> Any:
-    """The state that was saved, as a value of ``like``'s structure: its ranks, stage, units, precision and devices.
+    """The saved state as a value of ``like``'s structure: with its ranks, stage, units, precision and devices.
 
     Law 37: ``load_M ∘ save_N = id``, bitwise; ``run(k + j) = run(j) ∘ load ∘ save ∘ run(k)``, bitwise at equal n.
 
-    Collective over ``group``. Each rank reads the blocks of 1 MiB that its own stretches lie in, straight into them, and
-    checks each; nothing is unpickled. Where the precision is another one, a leaf comes from the most exact form that it was
-    saved in, and floating tensors are cast.
+    Collective over ``group``. Each rank reads and checks the blocks of 1 MiB that contain its own elements; nothing is
+    unpickled. If the precision differs, a leaf is read from the most exact form that was saved, and floating tensors are cast.
 
-    Names are ``params/<leaf>``, ``optimizer.exp_avg/<leaf>``, ``averages/<leaf>``, ``step``, and so on; patterns are
-    ``fnmatch``'s, on a whole name or on what is before its slash. Masters count as ``params``.
+    Names are ``params/<leaf>``, ``optimizer.exp_avg/<leaf>``, ``averages/<leaf>``, ``step``, and so on. Patterns are
+    those of ``fnmatch``, and match a whole name or the part before its slash. Masters count as ``params``.
 
     Args:
         path: the folder.
         like: a state from ``step.init``; it is not changed.
-        tag: which checkpoint; None for the newest that is whole: damaged ones are passed over, with a warning.
+        tag: which checkpoint; None for the newest whole one: damaged ones are skipped, with a warning.
         group: the ranks that ``like`` is spread over; None for the whole world.
-        only: what to load; ``like``'s values stay for all else. ``only="params"`` loads weights alone.
-        allow_missing: what ``like`` has may be missing in the checkpoint if it matches; ``like``'s values stay.
-        allow_extra: what the checkpoint has may be missing in ``like`` if it matches.
-        with_extra: return the pair of the state and the ``extra`` that was saved beside it.
-        donate: write into ``like``'s memory and take it, as a step does; an error may leave it half written.
+        only: patterns of what to load; all else keeps ``like``'s values. ``only="params"`` loads the weights alone.
+        allow_missing: patterns of what may be missing in the checkpoint; it keeps ``like``'s values.
+        allow_extra: patterns of what the checkpoint may have and ``like`` may lack.
+        with_extra: return a pair, the state and the ``extra`` that was saved beside it.
+        donate: write into ``like``'s memory and invalidate it, as a step does; an error may leave it half written.
 
     Raises:
-        NoCheckpointError: there is none, or none of this tag.
-        DamagedError: a file of the tag is missing or not as it was written; without a tag, of all.
+        NoCheckpointError: there is no checkpoint, or none of this tag.
+        DamagedError: a file of this checkpoint is missing or damaged; without a tag, of every checkpoint.
         StructureError: the checkpoint and ``like`` differ in leaves or shapes; the message lists them.
         NewerFormatError: a later version of this library wrote it.
-        CheckpointError: the folder is another library's.
-        ValueError: the tag is no plain name; a pattern of ``only`` matches nothing in ``like``.
+        CheckpointError: the folder belongs to another library.
+        ValueError: the tag is not a plain name; a pattern of ``only`` matches nothing in ``like``.
     """
     if not isinstance(like, State):
         raise TypeError(f"like={type(like).__name__}: load takes a state that a step made, as from step.init(params)")
     group = (comm.world() if group is None else group).channel("checkpoint")
-    choice = Choice.of(only, allow_missing, allow_extra)
-    loading = _Loading(Path(path), group, like, choice, donate)
+    choice = Choice.of(only, missing=allow_missing, extra=allow_extra)
+    loading = _Load(Path(path), group, like, choice, donate)
     if tag is not None:
         check_tag(tag)
         state, extra = loading.attempt(tag)
@@ -104,96 +104,101 @@ def load(
     return (state, extra) if with_extra else state
 
 
-class _Loading:
+class _Load:
     def __init__(self, folder: Path, group: comm.Group, like: State, choice: Choice, donate: bool) -> None:
         self.folder, self.group, self.like, self.choice, self.donate = folder, group, like, choice, donate
         self._describe(like)
         choice.check(self.known)
 
     def _describe(self, like: State) -> None:
-        """What is to be filled."""
+        """Finds the shards to fill."""
         self.room, self.tensors = like, as_tensors(like)
-        self.held = describe(self.tensors)
-        self.known = set().union(*comm.all_gather_object({held.name for held in self.held}, self.group))
+        self.shards = describe(self.tensors)
+        self.known = set().union(*comm.all_gather_object({shard.name for shard in self.shards}, self.group))
 
     def newest(self) -> tuple[State, Any]:
-        """The first that is whole."""
-        found, told = agreed(self.group, self.candidates)[0]
-        for each in told:
+        """The state of the newest whole checkpoint."""
+        _, everyone = gather_or_none(self.group, self.candidates, share=lambda found: found)
+        found, warned = everyone[0]
+        for each in warned:
             self.warn(f"{each}; the newest checkpoint that is whole is taken")
         for tag in found:
             try:
                 return self.attempt(tag)
             except (DamagedError, NoCheckpointError) as error:
                 self.warn(f"the checkpoint {tag!r} is passed over: {error}")
-        kind = DamagedError if found or told else NoCheckpointError
-        raise kind(f"{self.folder} has no checkpoint{' that is whole' if found or told else ''}")
+        kind = DamagedError if found or warned else NoCheckpointError
+        raise kind(f"{self.folder} has no checkpoint{' that is whole' if found or warned else ''}")
 
     def candidates(self) -> tuple[list[str], list[str]]:
-        """What there is, and what is to be said of it."""
+        """The tags to try, and warnings about the folder."""
         check_pointer(self.folder)
         return candidates(self.folder)
 
     def warn(self, text: str) -> None:
-        """Once, not on every rank."""
+        """Warns on rank 0 alone."""
         if self.group.rank == 0:
             warnings.warn(text, stacklevel=4)
 
     def attempt(self, tag: str) -> tuple[State, Any]:
-        """A state from this checkpoint."""
-        from .dcp import Reader
+        """The state of this checkpoint, and its ``extra``."""
+        from .dcp import CheckpointReader
 
         group = self.group
-        reader = together(group, lambda: Reader(self.folder, tag))
-        there = {name: (each.shape, each.dtype) for name, each in reader.manifest.tensors.items() if self.choice.wants(name)}
+        reader = all_or_none(group, lambda: CheckpointReader(self.folder, tag))
+        manifest = reader.manifest
+        rank = group.rank if group.size == manifest.summary.ranks else None
+        there = {name: (each.shape, each.dtype) for name, each in manifest.tensors.items() if self.choice.wants(name)}
         self._describe(with_room(self.like, there))
-        sources, found = match(self.held, self.known, reader.manifest, self.choice, group.rank, group.size)
-        everyone = Differences()
+        sources, found = match(self.shards, self.known, stored=manifest.tensors, choice=self.choice, rank=rank)
+        total = Differences()
         for each in comm.all_gather_object(found, group):
-            everyone.add(each)
-        everyone.refuse(f"the checkpoint {tag!r} in {self.folder}")
-        state = together(group, lambda: self.filled(reader, sources))
-        return tree.map(as_before, self.room, state), reader.manifest.extra
+            total.add(each)
+        total.refuse(f"the checkpoint {tag!r} in {self.folder}")
+        state = all_or_none(group, lambda: self.filled(reader, sources))
+        return tree.map(as_before, self.room, state), manifest.extra
 
     def filled(self, reader: Any, sources: Sequence[str | None]) -> State:
-        """A new state, or like's own memory, with what these names give."""
-        from .dcp import Planner, Spread
+        """A new state, or one in like's memory, whose shards are read from the tensors of these names."""
+        from .dcp import FlatLoadPlanner, FlatShards
 
-        state = dense(self.tensors) if self.donate else _room_like(self.tensors)
-        held = describe(state)
+        state = dense(self.tensors) if self.donate else _empty_like(self.tensors)
+        shards = describe(state)
         if not self.donate:
-            _keep(self.tensors, state, [h for h, source in zip(held, sources, strict=True) if source is not None])
-        stretches: dict[str, list[tuple[int, Tensor]]] = {}
-        for h, source in zip(held, sources, strict=True):
+            _copy_rest(
+                self.tensors, state, [shard for shard, source in zip(shards, sources, strict=True) if source is not None]
+            )
+        found: dict[str, list[tuple[int, Tensor]]] = {}
+        for shard, source in zip(shards, sources, strict=True):
             if source is not None:
-                stretches.setdefault(source, []).append((h.offset, h.view))
-        totals = {name: reader.manifest.tensors[name].numel for name in stretches}
-        planner = Planner([h.view for h in held if h.shared])
-        planner.set_up_planner({n: Spread(totals[n], tuple(found)) for n, found in stretches.items()}, reader.read_metadata())
+                found.setdefault(source, []).append((shard.offset, shard.view))
+        flat = {name: FlatShards(reader.manifest.tensors[name].numel, tuple(own)) for name, own in found.items()}
+        planner = FlatLoadPlanner([shard.view for shard in shards if shard.shared])
+        planner.set_up_planner(flat, reader.read_metadata())
         reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
         return state
 
 
-def _room_like(state: State) -> State:
-    """New memory for every tensor, marked alike."""
+def _empty_like(state: State) -> State:
+    """A state with new, uninitialised memory for every tensor, and the same marks."""
 
-    def room(leaf: Tensor) -> Tensor:
+    def empty(leaf: Tensor) -> Tensor:
         pinned = leaf.device.type == "cpu" and torch.cuda.is_available() and leaf.is_pinned()
         return like_marked(torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device, pin_memory=pinned), leaf)
 
-    return tree.map(room, state)  # type: ignore[no-any-return]
+    return tree.map(empty, state)  # type: ignore[no-any-return]
 
 
-def _keep(like: State, state: State, filled: Sequence[Held]) -> None:
-    """Copies what will not be filled: what is not loaded, and the padding between leaves."""
+def _copy_rest(like: State, state: State, filled: Sequence[TensorShard]) -> None:
+    """Copies the elements of like that no read fills: what is not loaded, and the padding between leaves."""
     covered: dict[int, list[tuple[int, int]]] = {}
-    for h in filled:
-        start = int(h.view.storage_offset())
-        covered.setdefault(h.view.untyped_storage().data_ptr(), []).append((start, start + h.view.numel()))
+    for shard in filled:
+        start = int(shard.view.storage_offset())
+        covered.setdefault(shard.view.untyped_storage().data_ptr(), []).append((start, start + shard.view.numel()))
     for old, new in zip(tree.leaves(like), tree.leaves(state), strict=True):
-        place = 0
+        done = 0
         source, target = old.detach().reshape(-1), new.detach().reshape(-1)
         for low, high in [*sorted(covered.get(new.untyped_storage().data_ptr(), [])), (target.numel(),) * 2]:
-            if low > place:
-                target[place:low].copy_(source[place:low])
-            place = max(place, high)
+            if low > done:
+                target[done:low].copy_(source[done:low])
+            done = max(done, high)

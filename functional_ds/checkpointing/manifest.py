@@ -1,4 +1,4 @@
-"""What is in a checkpoint: one JSON file beside its data, which says all that a reader must know."""
+"""The manifest: one JSON file in a checkpoint that describes its tensors and data files."""
 
 import hashlib
 import json
@@ -10,12 +10,12 @@ from typing import Any
 import attrs
 import torch
 
-from .errors import DamagedError, NewerFormatError
+from functional_ds.state_dict.errors import DamagedError, NewerFormatError
 
-__all__ = ["BLOCK", "DTYPES", "MANIFEST", "Chunk", "DataFile", "Manifest", "Stored", "Summary", "read_summary"]
+__all__ = ["BLOCK", "DTYPES", "MANIFEST", "Chunk", "DataFile", "Manifest", "StoredTensor", "Summary", "read_summary"]
 
 MANIFEST = "manifest.json"
-BLOCK = 1 << 20  # bytes of a data file under one checksum
+BLOCK = 1 << 20  # bytes of a data file that share one checksum
 _FORMAT, _VERSION = "functional_ds checkpoint", 1
 _NAMES = (
     "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex32 complex64 complex128 "
@@ -26,7 +26,7 @@ DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in _NAM
 
 @attrs.frozen
 class Chunk:
-    """``numel`` elements of a flattened tensor, from ``offset`` on, at a byte of one of the data files."""
+    """``numel`` elements of a flattened tensor, from ``offset`` on: in data file ``file``, from byte ``position`` on."""
 
     offset: int
     numel: int
@@ -35,7 +35,7 @@ class Chunk:
 
 
 @attrs.frozen
-class Stored:
+class StoredTensor:
     """A tensor in a checkpoint."""
 
     shape: tuple[int, ...]
@@ -44,13 +44,13 @@ class Stored:
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """The number of elements."""
         return math.prod(self.shape)
 
 
 @attrs.frozen
 class DataFile:
-    """A file of tensors' bytes, and the CRC-32 of each block of it."""
+    """A file of tensors' bytes, with the CRC-32 of each block."""
 
     name: str
     size: int
@@ -59,14 +59,14 @@ class DataFile:
 
 @attrs.frozen
 class Summary:
-    """What can be said of a checkpoint without opening it.
+    """What a folder's listing needs to know of a checkpoint.
 
     Attributes:
         tag: its name.
-        sequence: of two checkpoints of a folder, the later has the larger.
-        step: how many updates were made.
+        sequence: grows from checkpoint to checkpoint in a folder.
+        step: the number of updates.
         expires: whether retention may delete it.
-        ranks: how many ranks wrote it.
+        ranks: the number of ranks that wrote it.
     """
 
     tag: str
@@ -78,15 +78,22 @@ class Summary:
 
 @attrs.frozen
 class Manifest:
-    """All of it; ``extra`` is the user's."""
+    """A whole manifest.
+
+    Attributes:
+        summary: see ``Summary``.
+        files: one per rank, in rank order.
+        tensors: by name.
+        extra: the user's JSON values.
+    """
 
     summary: Summary
     files: tuple[DataFile, ...]
-    tensors: Mapping[str, Stored] = attrs.field(repr=False)
+    tensors: Mapping[str, StoredTensor] = attrs.field(repr=False)
     extra: Any = None
 
     def encode(self) -> bytes:
-        """As bytes: a line with the format and a checksum of all the rest, one with the summary, and one with everything."""
+        """Three lines of JSON: the format with a checksum of the other lines, the summary, and the rest."""
         body = {
             "files": [[file.name, file.size, "".join(f"{check:08x}" for check in file.checks)] for file in self.files],
             "tensors": {
@@ -100,11 +107,11 @@ class Manifest:
 
     @staticmethod
     def decode(data: bytes, where: str) -> "Manifest":
-        """The inverse; ``where`` names the file in errors.
+        """The inverse of ``encode``; errors name the file as ``where``.
 
         Raises:
             NewerFormatError: a later version wrote it.
-            DamagedError: it is no manifest, or not as it was written.
+            DamagedError: it is no manifest, or was altered.
         """
         header, _, rest = data.partition(b"\n")
         version = _version(header, where)
@@ -117,14 +124,14 @@ class Manifest:
         try:
             summary, body = (json.loads(line) for line in rest.splitlines())
             files = tuple(_file(*row) for row in body["files"])
-            tensors = {name: _stored(files, *row) for name, row in body["tensors"].items()}
+            tensors = {name: _tensor(files, *row) for name, row in body["tensors"].items()}
             return Manifest(Summary(**summary), files, tensors, body["extra"])
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise DamagedError(f"{where} is no manifest of this library's: {error}") from error
 
 
 def read_summary(folder: Path) -> Summary | None:
-    """The summary of a checkpoint's folder, unchecked; None where there is none to read."""
+    """The summary of a checkpoint's folder, without its checksum being checked; None if it cannot be read."""
     try:
         with (folder / MANIFEST).open("rb") as file:
             header, line = file.readline(1 << 12), file.readline(1 << 16)
@@ -172,8 +179,8 @@ def _file(name: Any, size: Any, checks: Any) -> DataFile:
     return DataFile(name, size, found)
 
 
-def _stored(files: tuple[DataFile, ...], dtype: Any, shape: Any, chunks: Any) -> Stored:
-    found = Stored(
+def _tensor(files: tuple[DataFile, ...], dtype: Any, shape: Any, chunks: Any) -> StoredTensor:
+    found = StoredTensor(
         tuple(_whole(side, "a side") for side in shape),
         DTYPES[dtype],
         tuple(Chunk(*(_whole(number, "a place") for number in chunk)) for chunk in chunks),

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -11,41 +12,44 @@ import attrs
 from torch import Tensor
 
 from functional_ds import comm
-from functional_ds.state_dict.describe import Held, as_tensors, describe
+from functional_ds.base.files import FileLock
+from functional_ds.state_dict.all_or_none import all_or_none, gather_or_none
+from functional_ds.state_dict.describe import TensorShard, as_tensors, describe
+from functional_ds.state_dict.errors import CheckpointError
+from functional_ds.state_dict.fingerprint import fingerprints
 from functional_ds.step.state import State
 
-from .directory import check_free, check_pointer, check_tag, clean, made, staging
-from .errors import CheckpointError, agreed, together
-from .lock import Lock
-from .shard_plan import Offer, copies, divide, marked, marks, offers
+from .directory import Retention, check_free, check_pointer, check_tag, clean, make_folder, staging
+from .lock import take_lock
+from .shard_plan import SaveRequest, ShardMetadata, WriteTask, assign_writes, metadata_of, replicated, with_fingerprints
 
 __all__ = ["Saver", "save"]
 
 if TYPE_CHECKING:  # it imports torch.distributed.checkpoint, which takes a second
-    from .writer import Writer
+    from .writer import CheckpointWriter, WriteData
 
 
 class Saver:
-    """Saves into one folder in the background; no other job can save there while it is open.
+    """Saves into one folder in the background. No other job can save there while it is open.
 
-    ``save`` copies what this rank is to write and returns; a thread of each rank writes the copy, and the checkpoint is
-    published as soon as all have. There is at most one copy, whose memory is kept for the next save: ``save`` first waits
-    for the save before. An error of any rank's writer is raised on every rank by the next ``save`` or ``wait``; checkpoints
-    from before are as they were.
+    ``save`` copies what this rank is to write and returns. A thread of each rank writes the copy, and rank 0 publishes the
+    checkpoint as soon as all have written. There is at most one copy, whose memory the next save uses again: ``save`` first
+    waits for the save before it. The next ``save`` or ``wait`` raises an error of any rank's writer on every rank; earlier
+    checkpoints are as they were.
 
-    ``save`` and ``wait`` are collective over ``group``, and so are making a Saver and leaving its ``with`` block without an
-    error, which waits. With an error, or by ``close``, a save under way is finished if this rank can finish it.
+    ``save`` and ``wait`` are collective over ``group``. So are making a Saver, and leaving its ``with`` block without an error,
+    which waits. With an error, or by ``close``, a pending save is finished if this rank can finish it alone.
 
     Args:
-        path: a folder that all ranks see; made where it is not there.
+        path: a folder that all ranks see; created if missing.
         group: the ranks that states are spread over; None for the whole world.
-        keep_last: of the checkpoints that were saved with ``keep_last``, only so many of the newest stay.
-        keep_every: those whose count of updates is a multiple of this stay, too.
+        keep_last: how many of the newest checkpoints that were saved with ``keep_last`` stay; None for all.
+        keep_every: those whose number of updates is a multiple of this stay, too.
 
     Raises:
-        ValueError: numbers that make no sense.
+        ValueError: ``keep_last`` or ``keep_every`` is out of range.
         BusyError: another job, or another Saver, saves into this folder.
-        CheckpointError: the folder cannot be made or written into, or is another library's.
+        CheckpointError: the folder cannot be created or written, or belongs to another library.
 
     >>> import tempfile
     >>> import functional_ds as fds
@@ -68,56 +72,62 @@ class Saver:
         keep_last: int | None = None,
         keep_every: int | None = None,
     ) -> None:
-        _check_retention(keep_last, keep_every)
+        self._retention = Retention(keep_last, keep_every)
         self._group = (comm.world() if group is None else group).channel("checkpoint")
-        self._keep_last, self._keep_every = keep_last, keep_every
-        self._lock: Lock | None = None
-        self._writer: Writer | None = None
-        self._room: Tensor | None = None
+        self._lock: FileLock | None = None
+        self._writer: CheckpointWriter | None = None
+        self._buffer: Tensor | None = None  # of the last snapshot
         self._closed = False
         try:
-            self.folder: Path = together(self._group, lambda: self._open(Path(path)))
-        except BaseException:  # another rank's, too: the folder must not stay locked
+            self.folder: Path = all_or_none(self._group, lambda: self._open(Path(path)))
+        except BaseException:  # another rank's error leaves the folder unlocked, too
             self._release()
             raise
 
-    def save(self, state: State, *, tag: str | None = None, extra: Mapping[str, Any] | None = None) -> str:
-        """Starts a save of the state as it is now, and returns its tag; the step may then take the state's memory.
+    def __repr__(self) -> str:
+        return f"Saver({str(self.folder)!r}{', closed' if self._closed else ''})"
 
-        Collective. It stalls for as long as one copy of what this rank writes takes, if the save before is over.
-        ``tag`` is by default the count of updates, and ``extra`` holds JSON values to keep beside the state; rank 0's count.
+    def save(self, state: State, *, tag: str | None = None, extra: Mapping[str, Any] | None = None) -> str:
+        """Starts a save of the state as it is now, and returns its tag. The step may take the state's memory afterwards.
+
+        Collective. It takes as long as one copy of what this rank writes, if the save before is over.
+
+        Args:
+            state: any state that a step made.
+            tag: the checkpoint's name; by default the number of updates.
+            extra: JSON values to keep beside the state; rank 0's count.
 
         Raises:
-            ValueError: a tag that is no plain name.
-            TypeError: no state; an ``extra`` that JSON cannot hold; a leaf that is neither a tensor nor a number.
-            CheckpointError: the save before, or the beginning of this one, went wrong on some rank; the folder has something
-                of the tag's name that is no checkpoint; the Saver is closed.
+            ValueError: the tag is not a plain name.
+            TypeError: ``state`` is not a state; ``extra`` is not JSON; a leaf is neither a tensor nor a number.
+            CheckpointError: the save before, or the beginning of this one, failed on some rank; the folder has an entry of the
+                tag's name that is no checkpoint; the Saver is closed.
         """
-        return self._start(state, tag, extra, apart=True)
+        return self._start(state, tag=tag, extra=extra, snapshot=True)
 
     def wait(self) -> None:
-        """Returns once the last save is published; raises what went wrong with it. Collective."""
+        """Returns once the last save is published; raises its error if it failed. Collective."""
         writer, self._writer = self._writer, None
         if writer is None:
             return
         try:
-            together(self._group, writer.join_write)
-            together(self._group, writer.join)
+            all_or_none(self._group, writer.join_write)
+            all_or_none(self._group, writer.join)
         except BaseException:
             writer.give_up()
             raise
 
     def check(self) -> None:
-        """Raises this rank's writer's error, if it has one by now. It waits for nothing, and asks no other rank."""
+        """Raises the error of this rank's writer, if it has failed by now. Neither waits nor asks other ranks."""
         if self._writer is not None:
             self._writer.check()
 
     def close(self) -> None:
-        """Ends the save under way, if there is one, without the other ranks, and lets others save into the folder.
+        """Ends the pending save, if there is one, without the other ranks, and unlocks the folder.
 
-        Where all ranks still write what they have, the save is published; else given up after a while.
+        The save is published if all ranks finish writing, and else given up after a while.
         """
-        writer, self._writer, self._room, self._closed = self._writer, None, None, True
+        writer, self._writer, self._buffer, self._closed = self._writer, None, None, True
         try:
             if writer is not None:
                 writer.join()
@@ -143,9 +153,9 @@ class Saver:
     def _open(self, path: Path) -> Path:
         folder = path
         if self._group.rank == 0:
-            folder = made(path)
+            folder = make_folder(path)
             check_pointer(folder)
-            self._lock = Lock.take(folder)
+            self._lock = take_lock(folder)
             clean(folder)
         return folder
 
@@ -154,95 +164,73 @@ class Saver:
             self._lock.release()
             self._lock = None
 
-    def _start(self, state: State, tag: str | None, extra: Mapping[str, Any] | None, *, apart: bool) -> str:
-        """A save of the state, or of a copy ``apart`` from it."""
-        from .writer import Draft, Image, Writer, stored_tensors
+    def _start(self, state: State, *, tag: str | None, extra: Mapping[str, Any] | None, snapshot: bool) -> str:
+        """Starts a writer of the state's own memory, or of a snapshot of it."""
+        from .writer import CheckpointWriter, PendingCheckpoint
 
         if self._closed:
             raise CheckpointError(f"this Saver of {self.folder} is closed; make another one")
         self.wait()
-        group, held, made = self._group, list[Held](), list[Path]()
-        try:
-            asked = agreed(group, lambda: self._ask(state, tag, extra, held, made))
-            ranks, wish = self._compared([found for found, _ in asked], held), asked[0][1]
-            shares = divide(ranks)
+        group = self._group
+        with ExitStack() as undo:
+            (_, shards), requests = gather_or_none(
+                group, lambda: self._request(state, tag, extra, undo), share=lambda found: found[0]
+            )
+            ranks = self._fingerprinted([request.shards for request in requests], shards)
+            request: SaveRequest = attrs.evolve(requests[0], shards=())
+            tasks = assign_writes(ranks)
+            data = all_or_none(group, lambda: self._data(request, shards, tasks[group.rank], snapshot))
+            undo.pop_all()
+        pending = PendingCheckpoint(self.folder, request, ranks, tasks, self._retention)
+        self._writer = CheckpointWriter(pending, group.rank, data)
+        return request.tag
 
-            def image() -> Image:
-                if not wish.staged.is_dir():
-                    raise CheckpointError(
-                        f"{wish.staged}: rank 0 made this folder; all ranks must see the same file system at path"
-                    )
-                found = Image.of(held, shares[group.rank])
-                found = found.snapshot(self._room) if apart else found
-                self._room = found.copy
-                return found
-
-            own = together(group, image)
-        except BaseException:
-            for staged in made:
-                shutil.rmtree(staged, ignore_errors=True)
-            raise
-        draft = Draft(
-            self.folder,
-            wish.staged,
-            wish.tag,
-            wish.step,
-            group.size,
-            lambda: stored_tensors(ranks, shares),
-            wish.extra,
-            self._keep_last,
-            self._keep_every,
-        )
-        self._writer = Writer(draft, group.rank, own)
-        return wish.tag
-
-    def _ask(
-        self, state: State, tag: str | None, extra: Any, held: list[Held], made: list[Path]
-    ) -> tuple[list[Offer], "_Wish"]:
-        """What this rank has, which it puts into ``held``, and what it was asked for; rank 0 makes the folder to write into."""
+    def _request(self, state: State, tag: str | None, extra: Any, undo: ExitStack) -> tuple[SaveRequest, list[TensorShard]]:
+        """What is to be saved, and this rank's shards of it. Rank 0 also makes the folder to write into."""
         if not isinstance(state, State):
             raise TypeError(f"state={type(state).__name__}: save takes the state that a step made")
-        step = int(state.step)
-        kept = _json(extra)
-        wish = _Wish(check_tag(str(step) if tag is None else tag), step, None, self.folder)
-        held += describe(as_tensors(state))
+        step, values = int(state.step), _json(extra)
+        tag = check_tag(str(step) if tag is None else tag)
+        shards = describe(as_tensors(state))
+        request = SaveRequest(tag, step, tuple(metadata_of(shards)))
         if self._group.rank == 0:
-            check_free(self.folder, wish.tag)
-            made.append(staging(self.folder))
-            wish = attrs.evolve(wish, staged=made[0], extra=kept)
-        return offers(held), wish
+            check_free(self.folder, tag)
+            staged = staging(self.folder)
+            undo.callback(shutil.rmtree, staged, ignore_errors=True)
+            request = attrs.evolve(request, extra=values, staged=staged)
+        return request, shards
 
-    def _compared(self, ranks: Sequence[Sequence[Offer]], held: Sequence[Held]) -> Sequence[Sequence[Offer]]:
-        """The offers with marks where there are copies."""
-        indices = copies(ranks)
+    def _fingerprinted(
+        self, ranks: Sequence[Sequence[ShardMetadata]], shards: Sequence[TensorShard]
+    ) -> Sequence[Sequence[ShardMetadata]]:
+        """All ranks' metadata, with fingerprints of the shards that several ranks have."""
+        indices = replicated(ranks)
         if not any(indices):
             return ranks
-        found = agreed(self._group, lambda: marks([held[i].view for i in indices[self._group.rank]]))
-        return [marked(*each) for each in zip(ranks, indices, found, strict=True)]
+        views = [shards[i].view for i in indices[self._group.rank]]
+        _, found = gather_or_none(self._group, lambda: fingerprints(views), share=lambda own: own)
+        return [with_fingerprints(own, which, found=new) for own, which, new in zip(ranks, indices, found, strict=True)]
 
+    def _data(
+        self, request: SaveRequest, shards: Sequence[TensorShard], tasks: Sequence[WriteTask], snapshot: bool
+    ) -> "WriteData":
+        from .writer import WriteData
 
-@attrs.frozen
-class _Wish:
-    tag: str
-    step: int
-    extra: Any
-    staged: Path
+        if not request.staged.is_dir():
+            raise CheckpointError(f"{request.staged}: rank 0 made this folder; all ranks must see the same file system at path")
+        data = WriteData.of(shards, tasks)
+        if snapshot:
+            data = data.snapshot(self._buffer)
+            self._buffer = data.buffer
+        return data
 
 
 def _json(extra: Any) -> Any:
-    """A copy, which may change no more."""
+    """A copy of JSON values, which later changes do not reach."""
     try:
         return json.loads(json.dumps({} if extra is None else dict(extra)))
     except (TypeError, ValueError) as error:
         raise TypeError(f"extra={extra!r} must be a dict of JSON values: {error}") from error
-
-
-def _check_retention(keep_last: int | None, keep_every: int | None) -> None:
-    for name, number in (("keep_last", keep_last), ("keep_every", keep_every)):
-        if number is not None and (type(number) is not int or number < 1):
-            raise ValueError(f"{name}={number!r} must be a whole number of at least 1, or None")
-    if keep_every is not None and keep_last is None:
-        raise ValueError(f"keep_every={keep_every} without keep_last: nothing is deleted then; say how many of the newest stay")
 
 
 def save(
@@ -259,25 +247,24 @@ def save(
 
     Law 37: ``load_M ∘ save_N = id``, bitwise, for any numbers of ranks N and M, stages, units and meshes.
 
-    Collective over ``group``. Every element is written once, by one of the ranks that have it, straight from the state's
-    memory: beside it a rank needs a few MB. A checkpoint of the same tag is replaced. Whatever happens meanwhile, the
-    checkpoints from before can be loaded.
+    Collective over ``group``. One of the ranks that have an element writes it, straight from the state's memory; beside that a
+    rank needs a few MB. A checkpoint of the same tag is replaced. Whatever fails meanwhile, earlier checkpoints can be loaded.
 
     Args:
         state: any state that a step made; it is not changed.
-        path: a folder that all ranks see; made where it is not there.
-        tag: the checkpoint's name; by default the count of updates.
+        path: a folder that all ranks see; created if missing.
+        tag: the checkpoint's name; by default the number of updates.
         group: the ranks that the state is spread over; None for the whole world.
-        keep_last: of the checkpoints that were saved with ``keep_last``, only so many of the newest stay.
-        keep_every: those whose count of updates is a multiple of this stay, too.
+        keep_last: how many of the newest checkpoints that were saved with ``keep_last`` stay; None for all.
+        keep_every: those whose number of updates is a multiple of this stay, too.
         extra: JSON values to keep beside the state (the data's position, say); rank 0's count.
 
     Raises:
-        ValueError: a tag that is no plain name; numbers that make no sense.
-        TypeError: no state; an ``extra`` that JSON cannot hold; a leaf that is neither a tensor nor a number.
+        ValueError: the tag is not a plain name; ``keep_last`` or ``keep_every`` is out of range.
+        TypeError: ``state`` is not a state; ``extra`` is not JSON; a leaf is neither a tensor nor a number.
         BusyError: another job, or an open Saver, saves into this folder.
-        CheckpointError: it could not be written, on whichever rank; the folder has something of the tag's name that is no
-            checkpoint, or is another library's.
+        CheckpointError: a rank could not write; the folder has an entry of the tag's name that is no checkpoint, or belongs to
+            another library.
 
     Cost: each rank sends a description of what it has, some 100 bytes a tensor, n - 1 times.
 
@@ -296,6 +283,5 @@ def save(
     >>> loaded == [program(0, lambda step, state: step.params(state)["w"].tolist())] * 2
     True
     """
-    saver = Saver(path, group=group, keep_last=keep_last, keep_every=keep_every)
-    with saver:
-        return saver._start(state, tag, extra, apart=False)
+    with Saver(path, group=group, keep_last=keep_last, keep_every=keep_every) as saver:
+        return saver._start(state, tag=tag, extra=extra, snapshot=False)

@@ -1,28 +1,26 @@
-"""Who writes what: every element of every tensor once, by one of the ranks that have it."""
+"""Which rank writes what: every element of every tensor once, by one of the ranks that have it."""
 
-import zlib
+import math
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import attrs
-import torch
-from torch import Tensor
 
-from functional_ds.state_dict.describe import Held
+from functional_ds.state_dict.describe import TensorShard
+from functional_ds.state_dict.errors import CheckpointError
+from functional_ds.state_dict.fingerprint import SHORT, fingerprints
+from functional_ds.state_dict.matching import per_rank_name
 
-from .errors import CheckpointError
+__all__ = ["SaveRequest", "ShardMetadata", "WriteTask", "assign_writes", "metadata_of", "replicated", "with_fingerprints"]
 
-__all__ = ["Offer", "Share", "copies", "divide", "marked", "marks", "offers", "own_name"]
-
-_SHORT = 4096  # elements; of a longer stretch it is first asked whether there are copies
-_WIDE, _ROWS = 512, 16384  # elements of a row; rows that are widened at once
-_BITS = {1: torch.uint8, 2: torch.int16}  # by the size of an element; larger ones as several of int32
-_SPLIT = 4 << 20  # bytes; copies of at least so much are cut up among the ranks that have them
+_SPLIT = 4 << 20  # bytes; larger copies are split among the ranks that have them
 
 
 @attrs.frozen
-class Offer:
-    """What a rank could write: a ``Held`` without its values; ``mark`` differs where copies' values do."""
+class ShardMetadata:
+    """A ``TensorShard`` without its values, as the other ranks see it; ``fingerprint`` tells copies with other values apart."""
 
     name: str
     shape: tuple[int, ...]
@@ -30,8 +28,8 @@ class Offer:
     itemsize: int
     offset: int
     numel: int
-    apart: bool
-    mark: int
+    per_rank: bool
+    fingerprint: int
 
     @property
     def stop(self) -> int:
@@ -40,8 +38,27 @@ class Offer:
 
 
 @attrs.frozen
-class Share:
-    """What a rank writes: ``numel`` elements of its offer ``index``, as elements of ``name`` from ``offset`` on."""
+class SaveRequest:
+    """What a rank asks to save; rank 0's counts.
+
+    Attributes:
+        tag: the checkpoint's name.
+        step: the number of updates.
+        shards: what the rank has.
+        extra: the user's JSON values.
+        staged: the hidden folder that the checkpoint is written into.
+    """
+
+    tag: str
+    step: int
+    shards: tuple[ShardMetadata, ...] = attrs.field(repr=False)
+    extra: Any = None
+    staged: Path = Path()
+
+
+@attrs.frozen
+class WriteTask:
+    """What a rank writes: ``numel`` elements of its shard ``index``, as elements of ``name`` from ``offset`` on."""
 
     name: str
     index: int
@@ -49,158 +66,172 @@ class Share:
     numel: int
 
 
-def own_name(name: str, rank: int) -> str:
-    """The name of a rank's own value, where ranks have different ones."""
-    return f"{name}@{rank}"
+@attrs.frozen
+class _Holder:
+    """A rank that has a shard, as its shard ``index``."""
+
+    rank: int
+    index: int
+    shard: ShardMetadata
 
 
-def offers(held: Sequence[Held]) -> list[Offer]:
-    """What this rank could write. Longer ones have no mark yet: it takes a look at every element, and few have copies."""
-    short = [i for i, h in enumerate(held) if h.view.numel() <= _SHORT]
-    found = dict(zip(short, marks([held[i].view for i in short]), strict=True))
+@attrs.frozen
+class _Range:
+    """Elements ``low`` to ``high`` of a flattened tensor, and the ranks that have them."""
+
+    low: int
+    high: int
+    holders: tuple[_Holder, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return (self.high - self.low) * self.holders[0].shard.itemsize
+
+
+def metadata_of(shards: Sequence[TensorShard]) -> list[ShardMetadata]:
+    """What the other ranks need to know of this rank's shards.
+
+    Long shards get no fingerprint yet: it reads every element, and few shards have copies.
+    """
+    short = [i for i, shard in enumerate(shards) if shard.view.numel() <= SHORT]
+    known = dict(zip(short, fingerprints([shards[i].view for i in short]), strict=True))
     return [
-        Offer(h.name, h.shape, str(h.view.dtype).removeprefix("torch."), h.view.element_size(), h.offset, n, h.apart, mark)
-        for i, h in enumerate(held)
-        for n, mark in ((h.view.numel(), found.get(i, 0)),)
+        ShardMetadata(
+            shard.name,
+            shard.shape,
+            str(shard.view.dtype).removeprefix("torch."),
+            shard.view.element_size(),
+            shard.offset,
+            shard.view.numel(),
+            shard.per_rank,
+            known.get(i, 0),
+        )
+        for i, shard in enumerate(shards)
     ]
 
 
-def copies(ranks: Sequence[Sequence[Offer]]) -> list[list[int]]:
-    """Of each rank's offers those without a mark that another rank has as well."""
+def replicated(ranks: Sequence[Sequence[ShardMetadata]]) -> list[list[int]]:
+    """For each rank the indices of its shards that have no fingerprint yet and that another rank has as well."""
     having: dict[tuple[str, int, int], list[tuple[int, int]]] = {}
     for rank, own in enumerate(ranks):
-        for index, offer in enumerate(own):
-            if offer.numel > _SHORT and not offer.apart:
-                having.setdefault((offer.name, offer.offset, offer.numel), []).append((rank, index))
+        for index, shard in enumerate(own):
+            if shard.numel > SHORT and not shard.per_rank:
+                having.setdefault((shard.name, shard.offset, shard.numel), []).append((rank, index))
     found: list[list[int]] = [[] for _ in ranks]
     for rank, index in (pair for pairs in having.values() if len(pairs) > 1 for pair in pairs):
         found[rank].append(index)
     return found
 
 
-def marked(own: Sequence[Offer], indices: Sequence[int], found: Sequence[int]) -> list[Offer]:
-    """A rank's offers with the marks that were found for some of them."""
-    new = dict(zip(indices, found, strict=True))
-    return [attrs.evolve(offer, mark=new[i]) if i in new else offer for i, offer in enumerate(own)]
+def with_fingerprints(own: Sequence[ShardMetadata], indices: Sequence[int], *, found: Sequence[int]) -> list[ShardMetadata]:
+    """A rank's shards, with the fingerprints that were computed for some of them.
 
-
-def marks(views: Sequence[Tensor]) -> list[int]:
-    """Checksums of all elements; of what lies on a device, of sums that are made there."""
-    packed = [(view if view.device.type == "cpu" else _folded(view)).contiguous().view(torch.uint8) for view in views]
-    far = [i for i, folded in enumerate(packed) if folded.device.type != "cpu"]
-    if far:  # one copy from the device instead of one for each
-        there = torch.cat([packed[i] for i in far]).cpu().split([packed[i].numel() for i in far])
-        for i, folded in zip(far, there, strict=True):
-            packed[i] = folded
-    return [zlib.crc32(folded.numpy().data) for folded in packed]
-
-
-def _folded(view: Tensor) -> Tensor:
-    """Sums of a long flat tensor's rows of bits, as integers with odd weights drawn at random; a short one as it is.
-
-    Two rows that differ have the same sum about as likely as two numbers of 32 bits are the same.
+    Args:
+        own: the rank's shards.
+        indices: those of them that have new fingerprints.
+        found: these fingerprints.
     """
-    if view.numel() <= _SHORT:
-        return view
-    bits = view.view(_BITS.get(view.element_size(), torch.int32))
-    whole = bits.numel() // _WIDE * _WIDE
-    weights = torch.randint(0, 1 << 62, (_WIDE,), generator=torch.Generator().manual_seed(1)) * 2 + 1
-    weights = weights.to(view.device)
-    rows = [(part.to(torch.int64) * weights).sum(1) for part in bits[:whole].view(-1, _WIDE).split(_ROWS)]
-    return torch.cat([*rows, bits[whole:].to(torch.int64)])
+    new = dict(zip(indices, found, strict=True))
+    return [attrs.evolve(shard, fingerprint=new[i]) if i in new else shard for i, shard in enumerate(own)]
 
 
-def divide(ranks: Sequence[Sequence[Offer]]) -> list[list[Share]]:
-    """What each rank writes, the same on all of them.
+def assign_writes(ranks: Sequence[Sequence[ShardMetadata]]) -> list[list[WriteTask]]:
+    """What each rank writes. Every rank computes the same from the same metadata.
 
-    Laws: the shares of a tensor are disjoint and together all of it; a rank writes only what it has. Copies are shared out
-    so that all ranks write about equally much. Where copies differ (error feedback, ranks that do steps by themselves), each
-    rank writes its own, under a name of its own.
+    Laws: the tasks for a tensor are disjoint and cover it; a rank writes only what it has. Copies are assigned so that all
+    ranks write about equally much. Where copies differ (error feedback, ranks that make steps of their own), each rank writes
+    its copy under a name of its own.
 
     Raises:
-        CheckpointError: ranks have tensors of one name and other shapes or dtypes; nobody has some elements.
+        CheckpointError: ranks have tensors of one name with other shapes or dtypes; no rank has some of the elements.
 
-    >>> from functional_ds.checkpointing.shard_plan import Offer, divide
-    >>> both, left = Offer("a", (4,), "uint8", 1, 0, 4, False, 7), Offer("b", (2,), "uint8", 1, 0, 2, False, 7)
-    >>> [[share.name for share in shares] for shares in divide([[both, left], [both]])]
+    >>> from functional_ds.checkpointing.shard_plan import ShardMetadata, assign_writes
+    >>> both = ShardMetadata("a", (4,), "uint8", 1, 0, 4, False, 7)
+    >>> one = ShardMetadata("b", (2,), "uint8", 1, 0, 2, False, 7)
+    >>> [[task.name for task in tasks] for tasks in assign_writes([[both, one], [both]])]
     [['b'], ['a']]
     """
-    found: dict[str, list[tuple[int, int, Offer]]] = {}
+    tensors: dict[str, list[_Holder]] = {}
     for rank, own in enumerate(ranks):
-        for index, offer in enumerate(own):
-            found.setdefault(offer.name, []).append((rank, index, offer))
-    shares: list[list[Share]] = [[] for _ in ranks]
-    load = [0] * len(ranks)
-    copies: list[tuple[int, int, list[tuple[int, int, Offer]]]] = []
-    for name, holders in found.items():
-        _agree(name, holders)
+        for index, shard in enumerate(own):
+            tensors.setdefault(shard.name, []).append(_Holder(rank, index, shard))
+    writes = _Writes([[] for _ in ranks], [0] * len(ranks))
+    copied: list[_Range] = []
+    for name, holders in tensors.items():
+        _check_agreement(name, holders)
         if _differ(holders):
-            for rank, index, offer in holders:
-                shares[rank].append(Share(own_name(name, rank), index, offer.offset, offer.numel))
-                load[rank] += offer.numel * offer.itemsize
+            for holder in holders:
+                writes.add(holder, holder.shard.offset, holder.shard.stop, name=per_rank_name(name, holder.rank))
             continue
-        for low, high, having in _cover(name, holders):
-            if len(having) == 1:
-                rank, index, offer = having[0]
-                shares[rank].append(Share(name, index, low, high - low))
-                load[rank] += (high - low) * offer.itemsize
+        for each in _ranges(name, holders):
+            if len(each.holders) == 1:
+                writes.add(each.holders[0], each.low, each.high)
             else:
-                copies.append((low, high, having))
-    for low, high, having in sorted(copies, key=lambda copy: (copy[0] - copy[1]) * copy[2][0][2].itemsize):
-        for first, last, (rank, index, offer) in _dealt(low, high, having, load):
-            shares[rank].append(Share(offer.name, index, first, last - first))
-            load[rank] += (last - first) * offer.itemsize
-    return [sorted(own, key=lambda share: (share.index, share.offset)) for own in shares]
+                copied.append(each)
+    for each in sorted(copied, key=lambda each: -each.nbytes):
+        writes.share(each)
+    return [sorted(own, key=lambda task: (task.index, task.offset)) for own in writes.tasks]
 
 
-def _agree(name: str, holders: Sequence[tuple[int, int, Offer]]) -> None:
-    first_rank, _, first = holders[0]
-    for rank, _, offer in holders:
-        if (offer.shape, offer.dtype) != (first.shape, first.dtype):
+@attrs.frozen
+class _Writes:
+    """The tasks that are assigned so far, and each rank's bytes."""
+
+    tasks: list[list[WriteTask]]
+    nbytes: list[int]
+
+    def add(self, holder: _Holder, low: int, high: int, *, name: str | None = None) -> None:
+        """A rank writes elements of a tensor, perhaps under another name."""
+        self.tasks[holder.rank].append(WriteTask(name or holder.shard.name, holder.index, low, high - low))
+        self.nbytes[holder.rank] += (high - low) * holder.shard.itemsize
+
+    def share(self, each: _Range) -> None:
+        """Assigns copies: large ones in equal parts to all that have them, else to the rank with the fewest bytes."""
+        if each.nbytes < _SPLIT:
+            self.add(min(each.holders, key=lambda holder: (self.nbytes[holder.rank], holder.rank)), each.low, each.high)
+            return
+        part = -(-(each.high - each.low) // len(each.holders))
+        for i, holder in enumerate(each.holders):
+            low, high = each.low + i * part, min(each.high, each.low + (i + 1) * part)
+            if low < high:
+                self.add(holder, low, high)
+
+
+def _check_agreement(name: str, holders: Sequence[_Holder]) -> None:
+    first = holders[0]
+    for holder in holders:
+        one, other = holder.shard, first.shard
+        if (one.shape, one.dtype) != (other.shape, other.dtype):
             raise CheckpointError(
-                f"{name} is {offer.dtype}{list(offer.shape)} on rank {rank} and {first.dtype}{list(first.shape)} on rank "
-                f"{first_rank}; is this the state of one step on all ranks?"
+                f"{name} is {one.dtype}{list(one.shape)} on rank {holder.rank} and {other.dtype}{list(other.shape)} on rank "
+                f"{first.rank}; is this the state of one step on all ranks?"
             )
 
 
-def _differ(holders: Sequence[tuple[int, int, Offer]]) -> bool:
-    marks: dict[tuple[int, int], int] = {}
+def _differ(holders: Sequence[_Holder]) -> bool:
+    """Whether ranks have other values for the same elements."""
+    found: dict[tuple[int, int], int] = {}
     return any(
-        offer.apart or marks.setdefault((offer.offset, offer.numel), offer.mark) != offer.mark for _, _, offer in holders
+        shard.per_rank or found.setdefault((shard.offset, shard.numel), shard.fingerprint) != shard.fingerprint
+        for shard in (holder.shard for holder in holders)
     )
 
 
-def _cover(name: str, holders: Sequence[tuple[int, int, Offer]]) -> list[tuple[int, int, list[tuple[int, int, Offer]]]]:
-    """Neighbouring stretches from the tensor's beginning to its end, each with those who have it."""
-    total = 1
-    for side in holders[0][2].shape:
-        total *= side
+def _ranges(name: str, holders: Sequence[_Holder]) -> list[_Range]:
+    """Neighbouring ranges from the tensor's beginning to its end, each with the ranks that have it."""
+    total = math.prod(holders[0].shard.shape)
     if not total:
-        return [(0, 0, list(holders))]
-    edges = sorted({edge for _, _, offer in holders if offer.numel for edge in (offer.offset, offer.stop)} | {0, total})
-    if len(edges) == 2:
-        return [(0, total, [h for h in holders if h[2].numel])]
-    found = []
-    waiting = sorted((h for h in holders if h[2].numel), key=lambda h: h[2].offset)
-    active: list[tuple[int, int, Offer]] = []
-    place = 0
+        return [_Range(0, 0, tuple(holders))]
+    waiting = sorted((holder for holder in holders if holder.shard.numel), key=lambda holder: holder.shard.offset)
+    edges = sorted({edge for holder in waiting for edge in (holder.shard.offset, holder.shard.stop)} | {0, total})
+    found, active, next_ = [], list[_Holder](), 0
     for low, high in pairwise(edges):
-        while place < len(waiting) and waiting[place][2].offset <= low:
-            active.append(waiting[place])
-            place += 1
-        active = [h for h in active if h[2].stop > low]
+        while next_ < len(waiting) and waiting[next_].shard.offset <= low:
+            active.append(waiting[next_])
+            next_ += 1
+        active = [holder for holder in active if holder.shard.stop > low]
         if not active:
             raise CheckpointError(f"no rank has the elements {low} to {high} of {name}; call save on all ranks of the state")
-        found.append((low, high, list(active)))
+        found.append(_Range(low, high, tuple(active)))
     return found
-
-
-def _dealt(
-    low: int, high: int, having: list[tuple[int, int, Offer]], load: list[int]
-) -> list[tuple[int, int, tuple[int, int, Offer]]]:
-    """A stretch among those who have it: much of it in equal pieces, else to the one with least to write."""
-    if (high - low) * having[0][2].itemsize < _SPLIT:
-        return [(low, high, min(having, key=lambda h: (load[h[0]], h[0])))]
-    piece = -(-(high - low) // len(having))
-    cuts = [(low + i * piece, min(high, low + (i + 1) * piece)) for i in range(len(having))]
-    return [(first, last, h) for (first, last), h in zip(cuts, having, strict=True) if last > first]

@@ -1,11 +1,8 @@
-"""Data files: bytes in large writes, a CRC-32 of each block, and reads that check it.
+"""Data files: large writes, a CRC-32 of each block, and reads that check it.
 
-CRC-32 as zlib has it ran at 3.7 GB/s where this was written, SHA-256 at 1.6, BLAKE2b at 0.8: a disk is slower.
+zlib's CRC-32 ran at 3.7 GB/s where this was written, SHA-256 at 1.6, BLAKE2b at 0.8. Disks are slower than CRC-32.
 """
 
-import errno
-import fcntl
-import mmap
 import os
 import zlib
 from bisect import bisect_right
@@ -18,161 +15,88 @@ from queue import SimpleQueue
 import attrs
 import numpy as np
 
-from .errors import DamagedError
+from functional_ds.base.direct_io import DirectFile, aligned, padded
+from functional_ds.state_dict.errors import DamagedError
+
 from .manifest import BLOCK, DataFile
 
-__all__ = ["PAGE", "Straight", "Want", "check_file", "read", "room", "write"]
+__all__ = ["ReadRequest", "check_file", "read", "write"]
 
-PAGE = mmap.PAGESIZE
-_DIRECT = getattr(os, "O_DIRECT", 0)
-
-
-def room(nbytes: int) -> memoryview:
-    """Memory in whole pages, as direct reads and writes want it."""
-    return memoryview(mmap.mmap(-1, nbytes))
-
-
-@attrs.define(eq=False)
-class Straight:
-    """A file that grows by what it is given, or is read.
-
-    A checkpoint is not used again soon, and what goes through the page cache is copied into pages that must be found first:
-    slower than many a disk, and memory taken from others. Whole pages from page-aligned memory go straight to the disk; what
-    cannot, such as the last bytes of the file, and all after it, go through the cache.
-    """
-
-    handle: int
-    direct: bool
-
-    @staticmethod
-    def create(path: Path) -> "Straight":
-        """A new file; a file system without direct access gives one without."""
-        return Straight._of(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
-
-    @staticmethod
-    def open(path: Path) -> "Straight":
-        """A file to read."""
-        return Straight._of(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-
-    @staticmethod
-    def _of(handle: int) -> "Straight":
-        if _DIRECT:
-            try:
-                fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) | _DIRECT)
-            except OSError:  # tmpfs before Linux 6.6, some network file systems
-                return Straight(handle, direct=False)
-        return Straight(handle, direct=bool(_DIRECT))
-
-    def write(self, data: memoryview) -> int:
-        """All of it; how many bytes that was."""
-        done = 0
-        while done < len(data):
-            pages = (len(data) - done) // PAGE * PAGE
-            if self.direct and not pages:
-                self._through_the_cache()
-            direct = self.direct
-            try:
-                done += os.write(self.handle, data[done : done + pages] if direct else data[done:])
-            except OSError as error:
-                self._refused(error, direct)
-        return done
-
-    def read(self, into: memoryview, position: int) -> int:
-        """Some bytes from there on, at most as many as there is room for; how many: none at the end of the file."""
-        while True:
-            direct = self.direct
-            try:
-                return os.preadv(self.handle, [into], position)
-            except OSError as error:
-                self._refused(error, direct)
-
-    def close(self) -> None:
-        """Gives the handle back."""
-        os.close(self.handle)
-
-    def _refused(self, error: OSError, direct: bool) -> None:
-        """What went past the cache may go through it."""
-        if not direct or error.errno != errno.EINVAL:
-            raise error
-        self._through_the_cache()
-
-    def _through_the_cache(self) -> None:
-        fcntl.fcntl(self.handle, fcntl.F_SETFL, fcntl.fcntl(self.handle, fcntl.F_GETFL) & ~_DIRECT)
-        self.direct = False
-
-
-_READ = 16 << 20  # bytes that are read at once; large enough that neither the system nor Python notices each call
-_ROOM = 8 << 20  # bytes that are written at once, in whole pages
+_READ_SIZE = 16 << 20  # bytes of one read; large enough to hide the cost of a system call and of Python
+_WRITE_SIZE = 8 << 20  # bytes of one write, in whole pages
 _READERS = 2
 
 
 def write(path: Path, pieces: Iterable[memoryview]) -> DataFile:
-    """A new file of these bytes, which are on the disk when this returns.
+    """Writes a new file and returns once the disk has it.
 
-    They are copied and their checksums computed while the system writes those before; peak memory beside the pieces is 16 MiB.
+    The system writes one part while the next is copied and its checksums are computed. Peak memory beside the pieces: 16 MiB.
     """
-    checks, size = _Checks(), 0
-    file = Straight.create(path)
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            writes: deque[Future[int]] = deque()
-            for part in _packed(pieces, (room(_ROOM), room(_ROOM))):
-                writes.append(pool.submit(file.write, part))
-                checks.feed(part)
-                if len(writes) == 2:  # the next part comes into the memory of the one before this
-                    size += writes.popleft().result()
-            size += sum(write.result() for write in writes)
-        os.fsync(file.handle)
-    finally:
-        file.close()
+    checks, size = _BlockChecksums(), 0
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    with DirectFile.open(path, flags) as file, ThreadPoolExecutor(1) as pool:
+        writes: deque[Future[None]] = deque()
+        for part in _packed(pieces, (_buffer(_WRITE_SIZE), _buffer(_WRITE_SIZE))):
+            writes.append(pool.submit(file.write, part, position=size))
+            size += len(part)
+            checks.update(part)
+            if len(writes) == 2:  # the next part overwrites the buffer of the first
+                writes.popleft().result()
+        for pending in writes:
+            pending.result()
+        file.sync()
     return DataFile(path.name, size, checks.finish())
 
 
-def _packed(pieces: Iterable[memoryview], rooms: tuple[memoryview, memoryview]) -> Iterator[memoryview]:
-    """The same bytes, in parts that fill two rooms in turn; the last is shorter."""
+def _buffer(nbytes: int) -> memoryview:
+    return aligned(nbytes).numpy().data
+
+
+def _packed(pieces: Iterable[memoryview], buffers: tuple[memoryview, memoryview]) -> Iterator[memoryview]:
+    """The pieces' bytes in parts that fill two buffers in turn; the last part may be shorter."""
     filled, turn = 0, 0
     for piece in pieces:
-        source, place = np.frombuffer(piece, np.uint8), 0
-        while place < len(source):
-            count = min(len(source) - place, _ROOM - filled)
-            into = np.frombuffer(rooms[turn], np.uint8)[filled : filled + count]
-            np.copyto(into, source[place : place + count])  # other threads go on meanwhile
-            filled, place = filled + count, place + count
-            if filled == _ROOM:
-                yield rooms[turn]
+        source, done = np.frombuffer(piece, np.uint8), 0
+        while done < len(source):
+            count = min(len(source) - done, _WRITE_SIZE - filled)
+            into = np.frombuffer(buffers[turn], np.uint8)[filled : filled + count]
+            np.copyto(into, source[done : done + count])  # NumPy lets other threads run meanwhile
+            filled, done = filled + count, done + count
+            if filled == _WRITE_SIZE:
+                yield buffers[turn][:filled]
                 filled, turn = 0, 1 - turn
     if filled:
-        yield rooms[turn][:filled]
+        yield buffers[turn][:filled]
 
 
 @attrs.define
-class _Checks:
-    """Checksums of blocks of a stream."""
+class _BlockChecksums:
+    """The CRC-32 of each block of a stream."""
 
     done: list[int] = attrs.field(factory=list)
-    now: int = 0
+    current: int = 0
     filled: int = 0
 
-    def feed(self, data: memoryview) -> None:
-        """Further bytes."""
-        place = 0
-        while place < len(data):
-            part = data[place : place + BLOCK - self.filled]
-            self.now = zlib.crc32(part, self.now)
+    def update(self, data: memoryview) -> None:
+        """Takes the stream's next bytes."""
+        start = 0
+        while start < len(data):
+            part = data[start : start + BLOCK - self.filled]
+            self.current = zlib.crc32(part, self.current)
             self.filled += len(part)
-            place += len(part)
+            start += len(part)
             if self.filled == BLOCK:
-                self.done.append(self.now)
-                self.now, self.filled = 0, 0
+                self.done.append(self.current)
+                self.current, self.filled = 0, 0
 
     def finish(self) -> tuple[int, ...]:
-        """All of them."""
-        return (*self.done, self.now) if self.filled else tuple(self.done)
+        """All checksums, that of a last, shorter block included."""
+        return (*self.done, self.current) if self.filled else tuple(self.done)
 
 
 @attrs.frozen(eq=False)
-class Want:
-    """Bytes of a file, from ``position`` on, that are to be put into ``into``."""
+class ReadRequest:
+    """Bytes of a file, from ``position`` on, to read into ``into``."""
 
     position: int
     into: memoryview
@@ -184,103 +108,103 @@ class Want:
 
 
 @attrs.frozen
-class _Stretch:
-    """Some neighbouring blocks, and who wants bytes of them."""
+class _BlockRange:
+    """Neighbouring blocks, from byte ``low`` to ``high``, and the requests for bytes in them."""
 
     low: int
     high: int
-    wants: tuple[Want, ...]
+    requests: tuple[ReadRequest, ...] = ()
 
 
-def read(folder: Path, file: DataFile, wants: Iterable[Want]) -> None:
-    """Reads the blocks that hold what is wanted, and no others; checks each, and hands the bytes out.
+def read(folder: Path, file: DataFile, *, requests: Iterable[ReadRequest]) -> None:
+    """Reads and checks the blocks that the requests touch, and no others, and copies the requested bytes.
 
-    Peak memory beside what is wanted is 32 MiB.
+    Peak memory beside the requests' own: 32 MiB.
+
+    Args:
+        folder: of the checkpoint.
+        file: what the manifest says about the file.
+        requests: which bytes go where, in any order.
 
     Raises:
-        DamagedError: the file is missing or cannot be read, has another size, or a block another checksum.
+        DamagedError: the file is missing, cannot be read or has another size, or a block has another checksum.
     """
-    stretches = _stretches(file, sorted((w for w in wants if len(w.into)), key=lambda want: want.position))
-    _serve_all(folder, file, stretches)
+    ordered = sorted((request for request in requests if len(request.into)), key=lambda request: request.position)
+    _read_ranges(folder / file.name, file, _ranges(file, ordered))
 
 
 def check_file(folder: Path, file: DataFile) -> None:
-    """Reads all of a file and checks it; raises as ``read`` does."""
-    _serve_all(folder, file, [_Stretch(low, min(low + _READ, file.size), ()) for low in range(0, file.size, _READ)])
+    """Reads and checks a whole file; raises as ``read`` does."""
+    starts = range(0, file.size, _READ_SIZE)
+    _read_ranges(folder / file.name, file, [_BlockRange(low, min(low + _READ_SIZE, file.size)) for low in starts])
 
 
-def _serve_all(folder: Path, file: DataFile, stretches: list[_Stretch]) -> None:
-    source, rooms = _opened(folder, file), SimpleQueue[memoryview]()
-    readers = min(_READERS, len(stretches))
+def _read_ranges(path: Path, file: DataFile, ranges: list[_BlockRange]) -> None:
+    readers, buffers = min(_READERS, len(ranges)), SimpleQueue[memoryview]()
     for _ in range(readers):
-        rooms.put(room(-(-_READ // PAGE) * PAGE))
-    try:
-        with ThreadPoolExecutor(max(1, readers)) as pool:
-            for done in [pool.submit(_serve, source, folder, file, stretch, rooms) for stretch in stretches]:
-                done.result()
-    finally:
-        source.close()
+        buffers.put(_buffer(_READ_SIZE))
+    with _opened(path, file) as source, ThreadPoolExecutor(max(1, readers)) as pool:
+        for done in [pool.submit(_read_range, source, path, file, each, buffers) for each in ranges]:
+            done.result()
 
 
-def _opened(folder: Path, file: DataFile) -> Straight:
-    path = folder / file.name
+def _opened(path: Path, file: DataFile) -> DirectFile:
     try:
         if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
             raise DamagedError(f"{path} is no file")
-        source = Straight.open(path)
+        source = DirectFile.open(path)
     except OSError as error:
         raise DamagedError(f"{path} cannot be read: {error.strerror}") from error
-    size = os.fstat(source.handle).st_size
-    if size != file.size:
+    if source.size != file.size:
+        size = source.size
         source.close()
         raise DamagedError(f"{path} is damaged: it has {size} bytes, and was written with {file.size}")
     return source
 
 
-def _stretches(file: DataFile, wants: list[Want]) -> list[_Stretch]:
-    """Runs of neighbouring blocks, none longer than a read is to be; the wants are in the order of their positions."""
+def _ranges(file: DataFile, requests: list[ReadRequest]) -> list[_BlockRange]:
+    """The blocks that the requests touch, in runs that one read can take. Requests come in the order of their positions."""
     runs: list[tuple[int, int]] = []
-    for want in wants:
-        low, high = want.position // BLOCK * BLOCK, min(file.size, -(-want.stop // BLOCK) * BLOCK)
+    for request in requests:
+        low, high = request.position // BLOCK * BLOCK, min(file.size, -(-request.stop // BLOCK) * BLOCK)
         if runs and low <= runs[-1][1]:
             runs[-1] = (runs[-1][0], max(high, runs[-1][1]))
         else:
             runs.append((low, high))
-    parts = [(start, min(start + _READ, high)) for low, high in runs for start in range(low, high, _READ)]
+    parts = [(start, min(start + _READ_SIZE, high)) for low, high in runs for start in range(low, high, _READ_SIZE)]
     starts = [low for low, _ in parts]
-    sharers: list[list[Want]] = [[] for _ in parts]
-    for want in wants:
-        place = bisect_right(starts, want.position) - 1
-        while place < len(parts) and starts[place] < want.stop:
-            sharers[place].append(want)
-            place += 1
-    return [_Stretch(low, high, tuple(own)) for (low, high), own in zip(parts, sharers, strict=True)]
+    touching: list[list[ReadRequest]] = [[] for _ in parts]
+    for request in requests:
+        index = bisect_right(starts, request.position) - 1
+        while index < len(parts) and starts[index] < request.stop:
+            touching[index].append(request)
+            index += 1
+    return [_BlockRange(low, high, tuple(own)) for (low, high), own in zip(parts, touching, strict=True)]
 
 
-def _serve(source: Straight, folder: Path, file: DataFile, stretch: _Stretch, rooms: "SimpleQueue[memoryview]") -> None:
-    low, high, data = stretch.low, stretch.high, rooms.get()
+def _read_range(
+    source: DirectFile, path: Path, file: DataFile, blocks: _BlockRange, buffers: "SimpleQueue[memoryview]"
+) -> None:
+    low, high, data = blocks.low, blocks.high, buffers.get()
     try:
-        _fill(source, folder, file, data, low, high)
+        _fill(source, path, file, data, low, high)
         for start in range(low, high, BLOCK):
             check = zlib.crc32(data[start - low : min(start + BLOCK, high) - low])
             if check != file.checks[start // BLOCK]:
-                raise DamagedError(f"{folder / file.name} is damaged in the block of {BLOCK} bytes at {start}")
-        bytes_there = np.frombuffer(data, np.uint8)
-        for want in stretch.wants:
-            first, last = max(low, want.position), min(high, want.stop)
-            into = np.frombuffer(want.into, np.uint8)[first - want.position : last - want.position]
-            np.copyto(into, bytes_there[first - low : last - low])
+                raise DamagedError(f"{path} is damaged in the block of {BLOCK} bytes at {start}")
+        found = np.frombuffer(data, np.uint8)
+        for request in blocks.requests:
+            first, last = max(low, request.position), min(high, request.stop)
+            into = np.frombuffer(request.into, np.uint8)[first - request.position : last - request.position]
+            np.copyto(into, found[first - low : last - low])
     finally:
-        rooms.put(data)
+        buffers.put(data)
 
 
-def _fill(source: Straight, folder: Path, file: DataFile, data: memoryview, low: int, high: int) -> None:
-    done, pages = 0, -(-(high - low) // PAGE) * PAGE
-    while done < high - low:
-        try:
-            count = source.read(data[done:pages], low + done)
-        except OSError as error:
-            raise DamagedError(f"{folder / file.name} cannot be read at byte {low + done}: {error.strerror}") from error
-        if not count:
-            raise DamagedError(f"{folder / file.name} ends at byte {low + done}, and was written with {file.size}")
-        done += count
+def _fill(source: DirectFile, path: Path, file: DataFile, data: memoryview, low: int, high: int) -> None:
+    try:
+        count = source.read(data[: padded(high - low)], position=low, nbytes=high - low)
+    except OSError as error:
+        raise DamagedError(f"{path} cannot be read at byte {low}: {error.strerror}") from error
+    if count < high - low:
+        raise DamagedError(f"{path} ends at byte {low + count}, and was written with {file.size}")

@@ -1,7 +1,7 @@
-"""One save under way: a thread of each rank writes, and rank 0's publishes when all have written.
+"""One save in progress: a thread of each rank writes, and rank 0's publishes once all have written.
 
-The threads talk by files alone: each rank that is through leaves a receipt in the hidden folder. So a checkpoint is
-published as soon as it is complete, whatever the ranks' own threads do meanwhile, and no collective runs beside theirs.
+The threads communicate through files alone: each rank leaves a receipt in the hidden folder when its data file is written. So a
+checkpoint is published as soon as it is complete, whatever the ranks' main threads do, and no collective runs beside theirs.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import math
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,113 +21,118 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, cre
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from functional_ds.state_dict.describe import Held
+from functional_ds.base.files import write_atomically
+from functional_ds.state_dict.describe import TensorShard
+from functional_ds.state_dict.errors import CheckpointError
 
 from . import storage
-from .dcp import Spread, write_item
-from .directory import publish, retain, summaries, write_whole
-from .errors import CheckpointError
-from .manifest import DTYPES, MANIFEST, Chunk, DataFile, Manifest, Stored, Summary
-from .shard_plan import Offer, Share
+from .dcp import FlatShards, write_item
+from .directory import Retention, publish, retain, summaries
+from .manifest import DTYPES, MANIFEST, Chunk, DataFile, Manifest, StoredTensor, Summary
+from .shard_plan import SaveRequest, ShardMetadata, WriteTask
 
-__all__ = ["Draft", "Image", "Planner", "Writer", "data_name", "stored_tensors"]
+__all__ = ["CheckpointWriter", "FlatSavePlanner", "PendingCheckpoint", "WriteData", "data_name", "stored_tensors"]
 
-_STAGED = 16 << 20  # bytes that are copied from a device at once
+_CHUNK = 16 << 20  # bytes that are copied from a device at once
 
 
-class Planner(DefaultSavePlanner):
-    """torch's planner for a dict of ``Spread``."""
+class FlatSavePlanner(DefaultSavePlanner):
+    """torch's planner for a dict of ``FlatShards``."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """The stretch that an item writes."""
+        """The shard that an item writes."""
         return self.state_dict[index.fqn].__get_tensor_shard__(index)
 
 
-def stored_tensors(ranks: Sequence[Sequence[Offer]], shares: Sequence[Sequence[Share]]) -> dict[str, Stored]:
-    """What the manifest says of all tensors: torch's global plan, with the place of each stretch in its rank's file.
+def stored_tensors(ranks: Sequence[Sequence[ShardMetadata]], tasks: Sequence[Sequence[WriteTask]]) -> dict[str, StoredTensor]:
+    """The manifest's entries: torch's global plan, with the position of each chunk in its rank's file.
 
-    A rank's file is its shares, one after the other.
+    A rank's file holds the elements of its tasks, one task after the other.
     """
-    plans, places = [], {}
+    plans, positions = [], {}
     shapes: dict[str, tuple[int, ...]] = {}
-    for rank, (offers, own) in enumerate(zip(ranks, shares, strict=True)):
+    for rank, (shards, own) in enumerate(zip(ranks, tasks, strict=True)):
         items, position = [], 0
-        for share in own:
-            offer = offers[share.index]
-            shapes[share.name] = offer.shape
-            items.append(write_item(share.name, math.prod(offer.shape), share.offset, share.numel, DTYPES[offer.dtype]))
-            places[share.name, share.offset] = (rank, position)
-            position += share.numel * offer.itemsize
+        for task in own:
+            shard = shards[task.index]
+            shapes[task.name] = shard.shape
+            items.append(write_item(task.name, math.prod(shard.shape), task.offset, task.numel, DTYPES[shard.dtype]))
+            positions[task.name, task.offset] = (rank, position)
+            position += task.numel * shard.itemsize
         plans.append(SavePlan(items))
     _, metadata = create_default_global_save_plan(plans)
-    return {name: _stored(name, shapes[name], metadata, places) for name in metadata.state_dict_metadata}
+    return {name: _stored(name, shapes[name], metadata, positions) for name in metadata.state_dict_metadata}
 
 
-def _stored(name: str, shape: tuple[int, ...], metadata: Metadata, places: dict[tuple[str, int], tuple[int, int]]) -> Stored:
+def _stored(
+    name: str, shape: tuple[int, ...], metadata: Metadata, positions: Mapping[tuple[str, int], tuple[int, int]]
+) -> StoredTensor:
     found = metadata.state_dict_metadata[name]
     if not isinstance(found, TensorStorageMetadata):
         raise TypeError(f"{name} was planned as bytes")
     chunks = sorted((chunk.offsets[0], chunk.sizes[0]) for chunk in found.chunks)
-    return Stored(shape, found.properties.dtype, tuple(Chunk(o, n, *places[name, o]) for o, n in chunks))
+    return StoredTensor(
+        shape, found.properties.dtype, tuple(Chunk(offset, n, *positions[name, offset]) for offset, n in chunks)
+    )
 
 
-@attrs.define(eq=False)
-class Image:
-    """What this rank writes: stretches of its state, or a snapshot of them, in the order in which they lie in its file."""
+@attrs.frozen(eq=False)
+class WriteData:
+    """What this rank writes, in the order of its file: views of the state's memory, or one buffer with a copy of them."""
 
-    views: list[Tensor]
-    copy: Tensor | None = None
+    views: tuple[Tensor, ...] = attrs.field(repr=False)
+    buffer: Tensor | None = attrs.field(default=None, repr=False)
 
     @staticmethod
-    def of(held: Sequence[Held], shares: Sequence[Share]) -> "Image":
-        """This rank's shares, through torch's plan of them."""
-        stretches: dict[str, list[tuple[int, Tensor]]] = {}
+    def of(shards: Sequence[TensorShard], tasks: Sequence[WriteTask]) -> "WriteData":
+        """The elements that the tasks name, through torch's planner."""
+        flat: dict[str, list[tuple[int, Tensor]]] = {}
         totals: dict[str, int] = {}
-        for share in shares:
-            whole = held[share.index]
-            start = share.offset - whole.offset
-            stretches.setdefault(share.name, []).append((share.offset, whole.view[start : start + share.numel]))
-            totals[share.name] = math.prod(whole.shape)
-        planner = Planner()
-        planner.set_up_planner({name: Spread(totals[name], tuple(found)) for name, found in stretches.items()})
+        for task in tasks:
+            shard = shards[task.index]
+            start = task.offset - shard.offset
+            flat.setdefault(task.name, []).append((task.offset, shard.view[start : start + task.numel]))
+            totals[task.name] = math.prod(shard.shape)
+        planner = FlatSavePlanner()
+        planner.set_up_planner({name: FlatShards(totals[name], tuple(found)) for name, found in flat.items()})
         items = {(item.index.fqn, item.index.offset): item for item in planner.finish_plan(planner.create_local_plan()).items}
-        ordered = [items[share.name, torch.Size([share.offset])] for share in shares]
-        return Image([found for found in map(planner.resolve_data, ordered) if isinstance(found, Tensor)])
+        ordered = [items[task.name, torch.Size([task.offset])] for task in tasks]
+        return WriteData(tuple(found for found in map(planner.resolve_data, ordered) if isinstance(found, Tensor)))
 
     @property
-    def size(self) -> int:
-        """In bytes."""
+    def nbytes(self) -> int:
+        """The size in bytes."""
         return sum(view.numel() * view.element_size() for view in self.views)
 
-    def snapshot(self, into: Tensor | None) -> "Image":
-        """A copy in the host's memory, in ``into`` if that fits; the state may change from then on."""
-        size = self.size
-        if into is None or into.numel() != size:
-            into = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-        place, devices = 0, set()
+    def snapshot(self, buffer: Tensor | None) -> "WriteData":
+        """A copy on the host, which later changes of the state do not reach; in ``buffer`` if it has the right size."""
+        nbytes = self.nbytes
+        if buffer is None or buffer.numel() != nbytes:
+            buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        start, devices = 0, set()
         for view in self.views:
             data = _bytes(view)
-            into[place : place + data.numel()].copy_(data, non_blocking=True)
-            place += data.numel()
+            buffer[start : start + data.numel()].copy_(data, non_blocking=True)
+            start += data.numel()
             devices.add(view.device)
         for device in devices:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
-        return Image([], into)
+        return WriteData((), buffer)
 
     def pieces(self) -> Iterator[memoryview]:
-        """The bytes; what lies on a device is copied a little at a time."""
-        if self.copy is not None:
-            yield self.copy.numpy().data
+        """The bytes; tensors on a device are copied in chunks."""
+        if self.buffer is not None:
+            yield self.buffer.numpy().data
         for view in self.views:
             data = _bytes(view)
             if data.device.type == "cpu":
                 yield data.numpy().data
             else:
-                for part in data.split(_STAGED):
+                for part in data.split(_CHUNK):
                     yield part.cpu().numpy().data
 
 
@@ -135,136 +140,140 @@ def _bytes(view: Tensor) -> Tensor:
     return view.contiguous().view(torch.uint8)
 
 
-_PAUSE = 0.02  # seconds between looks for receipts
-_GRACE = 10.0  # seconds for the others once the program ends, or once they say that they are through
+_PAUSE = 0.02  # seconds between two looks for a receipt
+_GRACE = 10.0  # seconds that rank 0 waits for receipts after the program has ended, or after all ranks said they have written
 
 
 def data_name(rank: int) -> str:
-    """A rank's data file."""
+    """The name of a rank's data file."""
     return f"{rank:05d}.bin"
 
 
 @attrs.frozen
-class Draft:
-    """A checkpoint that is to be.
+class PendingCheckpoint:
+    """A checkpoint that is being written.
 
     Attributes:
-        folder: where it is to come.
-        staged: the hidden folder that it is written into.
-        tag: its name.
-        step: the count of updates.
-        ranks: how many write.
-        tensors: makes where each tensor's stretches will lie; called on rank 0, where nothing waits for it.
-        extra: the user's.
-        keep_last: see ``save``.
-        keep_every: see ``save``.
+        folder: the folder of checkpoints.
+        request: rank 0's: tag, step, the user's values, and the hidden folder.
+        ranks: what each rank has.
+        tasks: what each rank writes.
+        retention: which checkpoints stay afterwards.
     """
 
     folder: Path
-    staged: Path
-    tag: str
-    step: int
-    ranks: int
-    tensors: Callable[[], Mapping[str, Stored]] = attrs.field(repr=False)
-    extra: Any
-    keep_last: int | None
-    keep_every: int | None
+    request: SaveRequest
+    ranks: Sequence[Sequence[ShardMetadata]] = attrs.field(repr=False)
+    tasks: Sequence[Sequence[WriteTask]] = attrs.field(repr=False)
+    retention: Retention
+
+    @property
+    def staged(self) -> Path:
+        """The hidden folder."""
+        return self.request.staged
+
+    def manifest(self, files: Sequence[DataFile], sequence: int) -> Manifest:
+        """The manifest, once all data files are written."""
+        request = self.request
+        summary = Summary(request.tag, sequence, request.step, self.retention.keep_last is not None, len(files))
+        return Manifest(summary, tuple(files), stored_tensors(self.ranks, self.tasks), request.extra)
 
 
-class Writer:
-    """Writes this rank's image; on rank 0 it then publishes."""
+class CheckpointWriter:
+    """Writes this rank's data in a thread. Rank 0's thread then publishes the checkpoint."""
 
-    def __init__(self, draft: Draft, rank: int, image: Image) -> None:
-        self.draft, self.rank = draft, rank
+    def __init__(self, pending: PendingCheckpoint, rank: int, data: WriteData) -> None:
+        self.pending, self.rank = pending, rank
         self.error: BaseException | None = None
-        self._image: Image | None = image
+        self._data: WriteData | None = data
         self._written, self._given_up, self._all_written = threading.Event(), threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"checkpoint {draft.tag}, rank {rank}")
+        self._thread = threading.Thread(target=self._run, name=f"checkpoint {pending.request.tag}, rank {rank}")
         self._thread.start()
 
     def join_write(self) -> None:
-        """Returns once this rank's file is on the disk; raises what went wrong with it."""
+        """Returns once this rank's file is on the disk; raises the error if that failed."""
         self._written.wait()
         self.check()
 
     def join(self) -> None:
-        """Returns once the thread is over, on rank 0 hence once the checkpoint is published; all ranks have written."""
+        """Returns once the thread has ended, which on rank 0 publishes the checkpoint. Call it once all ranks have written."""
         self._all_written.set()
         self._thread.join()
         self.check()
 
     def give_up(self) -> None:
-        """Ends the thread, whatever is missing; the checkpoint is not published, unless it is already."""
+        """Ends the thread. The checkpoint is not published, unless it already was."""
         self._given_up.set()
         self._thread.join()
         if self.rank == 0:
-            shutil.rmtree(self.draft.staged, ignore_errors=True)
+            shutil.rmtree(self.pending.staged, ignore_errors=True)
 
     def check(self) -> None:
         """Raises the thread's error, if it has one."""
         if self.error is not None:
-            what = f"the checkpoint {self.draft.tag!r} could not be written into {self.draft.folder}"
-            raise CheckpointError(f"{what}: {_told(self.error)}") from self.error
+            what = f"the checkpoint {self.pending.request.tag!r} could not be written into {self.pending.folder}"
+            raise CheckpointError(f"{what}: {_message(self.error)}") from self.error
 
     def _run(self) -> None:
         try:
             file = self._write()
-            self._image = None
+            self._data = None
             self._written.set()
             if self.rank == 0:
                 self._publish(file)
-        except BaseException as error:  # whatever it is, the rank's own thread must hear of it
+        except BaseException as error:  # the main thread raises it, whatever it is
             self.error = error
         finally:
-            self._image = None
+            self._data = None
             self._written.set()
 
     def _write(self) -> DataFile:
-        staged, path = self.draft.staged, self.draft.staged / data_name(self.rank)
-        image = self._image
-        if image is None:
-            raise RuntimeError("this image was written already")
+        path, data = self.pending.staged / data_name(self.rank), self._data
+        if data is None:
+            raise RuntimeError("this data was written already")
         try:
-            file = storage.write(path, _until(image.pieces(), self._given_up))
+            file = storage.write(path, _until(data.pieces(), self._given_up))
         except BaseException:
             with contextlib.suppress(OSError):
-                path.unlink()  # on a full disk others may need the room
+                path.unlink()  # other ranks may need the space on a full disk
             raise
         if self.rank:
-            note = {"size": file.size, "checks": "".join(f"{check:08x}" for check in file.checks)}
-            write_whole(staged / f"{file.name}.receipt", json.dumps(note).encode())
+            receipt = {"size": file.size, "checks": "".join(f"{check:08x}" for check in file.checks)}
+            write_atomically(_receipt(self.pending.staged, self.rank), json.dumps(receipt).encode())
         return file
 
     def _publish(self, own: DataFile) -> None:
-        draft = self.draft
-        files = [own, *(self._receipt(rank) for rank in range(1, draft.ranks))]
-        sequence = 1 + max((summary.sequence for summary in summaries(draft.folder)), default=0)
-        summary = Summary(draft.tag, sequence, draft.step, draft.keep_last is not None, draft.ranks)
-        manifest = Manifest(summary, tuple(files), draft.tensors(), draft.extra)
-        write_whole(draft.staged / MANIFEST, manifest.encode())
+        pending = self.pending
+        files = [own, *(self._received(rank) for rank in range(1, len(pending.ranks)))]
+        sequence = 1 + max((summary.sequence for summary in summaries(pending.folder)), default=0)
+        write_atomically(pending.staged / MANIFEST, pending.manifest(files, sequence).encode())
         if self._given_up.is_set():
             raise CheckpointError("it was given up")
-        publish(draft.folder, draft.staged, draft.tag)
-        retain(draft.folder, draft.tag, draft.keep_last, draft.keep_every)
+        publish(pending.folder, pending.staged, tag=pending.request.tag)
+        retain(pending.folder, pending.request.tag, retention=pending.retention)
 
-    def _receipt(self, rank: int) -> DataFile:
-        name = data_name(rank)
-        path = self.draft.staged / f"{name}.receipt"
+    def _received(self, rank: int) -> DataFile:
+        """Another rank's file, from its receipt."""
+        path = _receipt(self.pending.staged, rank)
         self._wait_for(path, rank)
-        note = json.loads(path.read_bytes())
+        receipt = json.loads(path.read_bytes())
         path.unlink()
-        checks = note["checks"]
-        return DataFile(name, note["size"], tuple(int(checks[i : i + 8], 16) for i in range(0, len(checks), 8)))
+        checks = receipt["checks"]
+        return DataFile(data_name(rank), receipt["size"], tuple(int(checks[i : i + 8], 16) for i in range(0, len(checks), 8)))
 
     def _wait_for(self, path: Path, rank: int) -> None:
-        until: float | None = None
+        deadline: float | None = None
         while not path.exists():
-            if until is None and (self._all_written.is_set() or not threading.main_thread().is_alive()):
-                until = time.monotonic() + _GRACE
-            if until is not None and time.monotonic() > until:
+            if deadline is None and (self._all_written.is_set() or not threading.main_thread().is_alive()):
+                deadline = time.monotonic() + _GRACE
+            if deadline is not None and time.monotonic() > deadline:
                 raise CheckpointError(f"rank 0 sees no receipt of rank {rank} at {path}; do all ranks see one file system?")
             if self._given_up.wait(_PAUSE):
                 raise CheckpointError("it was given up")
+
+
+def _receipt(staged: Path, rank: int) -> Path:
+    return staged / f"{data_name(rank)}.receipt"
 
 
 def _until(pieces: Iterator[memoryview], given_up: threading.Event) -> Iterator[memoryview]:
@@ -274,7 +283,7 @@ def _until(pieces: Iterator[memoryview], given_up: threading.Event) -> Iterator[
         yield piece
 
 
-def _told(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
     return str(error) or type(error).__name__

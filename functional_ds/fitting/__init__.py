@@ -1,36 +1,41 @@
-"""The loop that lives on: ``fit`` saves, resumes, watches and reports.
+"""The training loop ``fit``, which saves, resumes, watches and reports.
 
-``fds.fit``; what it takes: sources of batches, loggers, what to do when losses are not finite; and ``watchdog``, for loops of
-one's own.
+With the records that it takes: checkpoints, evaluation, logging, sources of batches, what to do about losses that are not
+finite; and ``watchdog``, for loops of your own.
 """
 
-from .data import Epochs, Indexed, Reader, Replayed, Source, Stateful
+from .checkpoints import Checkpoints
+from .data import BatchReader, BatchSource, Indexed, Replayed, Stateful
+from .epochs import Epochs
 from .fit import fit
-from .loggers import CsvLog, Logger, TensorBoard
+from .loggers import CsvLog, Logger, Logging, TensorBoard
 from .non_finite import NonFiniteLossError, RollBack, Stop
-from .run import Interrupted
-from .signals import Flag, noted_for_ranks, noted_here
+from .run import Evaluation, Interrupted
+from .signals import Flag, stop_on_signals, stop_ranks_on_signals
 from .watchdog import EXIT_CODE, Watch, watchdog
 
 __all__ = [
     "EXIT_CODE",
+    "BatchReader",
+    "BatchSource",
+    "Checkpoints",
     "CsvLog",
     "Epochs",
+    "Evaluation",
     "Flag",
     "Indexed",
     "Interrupted",
     "Logger",
+    "Logging",
     "NonFiniteLossError",
-    "Reader",
     "Replayed",
     "RollBack",
-    "Source",
     "Stateful",
     "Stop",
     "TensorBoard",
     "Watch",
     "fit",
-    "noted_for_ranks",
-    "noted_here",
+    "stop_on_signals",
+    "stop_ranks_on_signals",
     "watchdog",
 ]

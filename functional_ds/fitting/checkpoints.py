@@ -1,22 +1,63 @@
-"""When a run is saved, what is kept beside its state, and how it goes on from there."""
+"""When a run is saved, what its checkpoints keep beside the state, and how it resumes."""
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from functional_ds.checkpointing import NoCheckpointError, Saver, load
+from functional_ds.state_dict.errors import NoCheckpointError
 from functional_ds.step.state import State
 
-from .data import gathered
+from .checks import positive_steps
+from .positions import gathered
 from .rng import Generators
 
-__all__ = ["Keeper", "Place"]
+__all__ = ["CheckpointManager", "Checkpoints", "Progress"]
+
+if TYPE_CHECKING:
+    from functional_ds.checkpointing.save import Saver
+
+
+def _positive(record: Any, field: Any, value: float | None) -> None:
+    if value is not None and not value > 0:
+        raise ValueError(f"{field.name}={value!r}: must be above 0")
 
 
 @attrs.frozen
-class Place:
+class Checkpoints:
+    """When ``fit`` saves, and which checkpoints stay. One more checkpoint is made at the end of a run.
+
+    Attributes:
+        path: a folder that all ranks see; created if missing.
+        every: steps between two checkpoints; None for none by count.
+        minutes: between two checkpoints, by rank 0's clock; None for none by time.
+        keep_last: how many checkpoints stay; None for all.
+        keep_every: those whose number of updates is a multiple of this stay, too.
+        resume: whether to continue from the newest checkpoint in ``path``; False starts anew.
+
+    >>> Checkpoints("run", every=1000)
+    Checkpoints('run', every=1000)
+    """
+
+    path: Path = attrs.field(converter=Path)
+    every: int | None = attrs.field(default=None, kw_only=True, validator=positive_steps)
+    minutes: float | None = attrs.field(default=None, kw_only=True, validator=_positive)
+    keep_last: int | None = attrs.field(default=3, kw_only=True)
+    keep_every: int | None = attrs.field(default=None, kw_only=True)
+    resume: bool = attrs.field(default=True, kw_only=True)
+
+    def __repr__(self) -> str:
+        options = {field.name: getattr(self, field.name) for field in attrs.fields(Checkpoints)[1:]}
+        changed = [f", {name}={options[name]!r}" for name in options if options[name] != _DEFAULTS[name]]
+        return f"Checkpoints({str(self.path)!r}{''.join(changed)})"
+
+
+_DEFAULTS = {field.name: field.default for field in attrs.fields(Checkpoints)}
+
+
+@attrs.frozen
+class Progress:
     """Where a run stands, beside its state.
 
     Attributes:
@@ -27,74 +68,95 @@ class Place:
     """
 
     done: int = 0
-    data: Any = None
+    data: Any = attrs.field(default=None, repr=False)
     rollbacks: int = 0
-    generators: Any = None
+    generators: Any = attrs.field(default=None, repr=False)
 
 
 @attrs.define(eq=False)
-class Keeper:
-    """Saves a run into its folder; without a folder it saves nothing.
+class CheckpointManager:
+    """Saves a run into its folder, and loads it from there. Without a policy it does nothing.
 
     Attributes:
-        path: the folder, or None.
-        every: steps between two checkpoints, None for none by count.
-        minutes: between two checkpoints, None for none by time.
-        saver: what writes.
-        saved: after how many steps the last checkpoint was made.
+        policy: where and when to save.
+        saved: the number of steps at the last checkpoint; None if there is none.
     """
 
-    path: Path | None
-    every: int | None = None
-    minutes: float | None = None
-    saver: Saver | None = None
+    policy: Checkpoints | None
     saved: int | None = None
+    _saver: "Saver | None" = None
     _last: float = attrs.field(factory=time.monotonic)
 
-    def late(self) -> bool:
-        """Whether the last checkpoint is so many minutes old, by this rank's clock."""
-        return self.minutes is not None and time.monotonic() - self._last >= 60 * self.minutes
+    def open(self) -> None:
+        """Locks the folder. Collective."""
+        if self.policy is not None:
+            from functional_ds.checkpointing.save import Saver
+
+            self._saver = Saver(self.policy.path, keep_last=self.policy.keep_last, keep_every=self.policy.keep_every)
+
+    def __enter__(self) -> "CheckpointManager":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._saver is not None:
+            self._saver.__exit__(*error)
 
     def due(self, done: int) -> bool:
-        """Whether this step's count asks for a checkpoint."""
-        return self.every is not None and done % self.every == 0
+        """Whether the number of steps asks for a checkpoint."""
+        return self.policy is not None and self.policy.every is not None and done % self.policy.every == 0
+
+    def late(self) -> bool:
+        """Whether the time since the last checkpoint asks for one, by this rank's clock."""
+        minutes = None if self.policy is None else self.policy.minutes
+        return minutes is not None and time.monotonic() - self._last >= 60 * minutes
 
     def save(self, state: State, generators: Generators, *, done: int, data: Any, rollbacks: int) -> None:
-        """Starts a checkpoint; waits for the one before. Collective."""
+        """Starts to save; waits for the checkpoint before. Collective.
+
+        Args:
+            state: the run's.
+            generators: torch's default generators.
+            done: the number of steps made.
+            data: the next batch's position on this rank.
+            rollbacks: how often the run was rolled back.
+        """
         self._last = time.monotonic()
-        if self.saver is None or self.saved == done:
+        if self._saver is None or self.saved == done:
             return
-        place = Place(done, gathered(data), rollbacks, generators.kept())
-        self.saver.save(state, tag=f"step-{done:08}", extra={"fit": attrs.asdict(place)})
+        progress = Progress(done, gathered(data), rollbacks, generators.kept())
+        self._saver.save(state, tag=f"step-{done:08}", extra={"fit": attrs.asdict(progress)})
         self.saved = done
 
     def check(self) -> None:
-        """Raises what went wrong with a checkpoint on this rank, if anything has by now."""
-        if self.saver is not None:
-            self.saver.check()
+        """Raises an error of this rank's writer, if it has failed by now."""
+        if self._saver is not None:
+            self._saver.check()
 
     def wait(self) -> None:
         """Returns once the last checkpoint is published. Collective."""
-        if self.saver is not None:
-            self.saver.wait()
+        if self._saver is not None:
+            self._saver.wait()
 
-    def newest(self, like: State, *, donate: bool = False) -> tuple[State, Place] | None:
-        """The newest checkpoint that is whole, None where the folder has none. Collective.
+    def newest(self, like: State, *, donate: bool = False) -> tuple[State, Progress] | None:
+        """The newest whole checkpoint; None if there is none. Collective.
 
         Raises:
-            ValueError: it was not made by ``fit``.
+            ValueError: ``fit`` did not make it.
         """
-        if self.path is None:
+        if self.policy is None:
             return None
+        from functional_ds.checkpointing.load import load
+
+        path = self.policy.path
         try:
-            state, extra = load(self.path, like=like, with_extra=True, donate=donate)
+            state, extra = load(path, like=like, with_extra=True, donate=donate)
         except NoCheckpointError:
             return None
         if "fit" not in (extra or {}):
             raise ValueError(
-                f"path={str(self.path)!r}: its newest checkpoint was not made by fit, so nothing says where the data stand; "
+                f"path={str(path)!r}: its newest checkpoint was not made by fit, so nothing says where the data stand; "
                 "pass fds.load(path, like=state) as the state, and another folder as path"
             )
-        place = Place(**extra["fit"])
-        self.saved = place.done
-        return state, place
+        progress = Progress(**extra["fit"])
+        self.saved = progress.done
+        return state, progress

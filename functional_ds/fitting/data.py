@@ -1,60 +1,42 @@
-"""Batches with a place from which they go on, so that a resumed run need not draw again what it has seen."""
+"""Batches with a position, from which a resumed run continues without drawing again what it has seen."""
 
-import base64
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
-import torch
-from torch import Tensor
 
-from functional_ds import comm
-
-__all__ = [
-    "Epochs",
-    "Indexed",
-    "Reader",
-    "Replayed",
-    "Source",
-    "Stateful",
-    "as_json",
-    "as_source",
-    "from_json",
-    "gathered",
-    "own",
-]
+__all__ = ["BatchReader", "BatchSource", "Indexed", "Replayed", "Stateful", "as_source"]
 
 
-class Reader(Protocol):
-    """Batches from some place on, one after the other."""
+class BatchReader(Protocol):
+    """Batches from some position on, one after the other."""
 
     def __next__(self) -> Any:
-        """The next batch; StopIteration where there is none."""
+        """The next batch; StopIteration if there is none."""
         ...
 
     @property
     def position(self) -> Any:
-        """Where the next batch lies: numbers, strings, tensors, bytes, and lists and dicts of these."""
+        """Where the next batch is: numbers, strings, tensors, bytes, and lists and dicts of these."""
         ...
 
 
 @runtime_checkable
-class Source(Protocol):
+class BatchSource(Protocol):
     """Where batches come from.
 
-    Law: for every position that a reader of this source has had, ``at(position)`` gives what that reader gave from there on.
+    Law: for every position that a reader of this source has had, ``at(position)`` gives the batches that followed it.
     """
 
-    def at(self, position: Any | None) -> Reader:
+    def at(self, position: Any | None) -> BatchReader:
         """The batches from a position on; None is the beginning."""
         ...
 
 
 @attrs.define
-class _Counting:
-    """A reader whose position is how many batches lie behind it."""
+class _CountingReader:
+    """A reader whose position is the number of batches that it has given."""
 
     draw: Callable[[int], Any]
     position: int
@@ -67,7 +49,7 @@ class _Counting:
 
 @attrs.frozen
 class Indexed:
-    """``function(index)`` is a batch: the position is the index, and going on from it costs nothing.
+    """Batches by index: the position is the index, and resuming costs nothing.
 
     >>> reader = Indexed(lambda index: 10 * index, 3).at(1)
     >>> list(iter(reader.__next__, 20)), reader.position
@@ -75,15 +57,15 @@ class Indexed:
 
     Attributes:
         function: from an index to this rank's part of that batch.
-        count: how many batches there are; None for no end.
+        count: the number of batches; None for no end.
     """
 
     function: Callable[[int], Any]
     count: int | None = None
 
-    def at(self, position: int | None) -> Reader:
-        """From that index on."""
-        return _Counting(self._draw, position or 0)
+    def at(self, position: int | None) -> BatchReader:
+        """The batches from that index on."""
+        return _CountingReader(self._draw, position or 0)
 
     def _draw(self, index: int) -> Any:
         if self.count is not None and index >= self.count:
@@ -92,7 +74,7 @@ class Indexed:
 
 
 @attrs.define
-class _Loading:
+class _StatefulReader:
     loader: Any
     batches: Iterator[Any]
 
@@ -106,31 +88,31 @@ class _Loading:
 
 @attrs.frozen
 class Stateful:
-    """An iterable with ``state_dict`` and ``load_state_dict``, as torchdata's loaders have them: the position is its state."""
+    """An iterable with ``state_dict`` and ``load_state_dict``, such as a loader of torchdata: the position is its state."""
 
     loader: Any
 
-    def at(self, position: Any | None) -> Reader:
-        """From that state on; None takes the loader as it is."""
+    def at(self, position: Any | None) -> BatchReader:
+        """The batches from that state on; None takes the loader as it is."""
         if position is not None:
             self.loader.load_state_dict(position)
-        return _Loading(self.loader, iter(self.loader))
+        return _StatefulReader(self.loader, iter(self.loader))
 
 
 @attrs.frozen
 class Replayed:
-    """Any iterable: to go on from a position, batches are drawn from its beginning and dropped.
+    """Any iterable: to resume, batches are drawn from its beginning and dropped.
 
-    So an iterator must be handed over fresh, at the batch with which the run began, and give the same batches again.
+    So an iterator must be fresh, at the batch with which the run began, and give the same batches again.
     """
 
     batches: Iterable[Any]
 
-    def at(self, position: int | None) -> Reader:
-        """Behind so many batches.
+    def at(self, position: int | None) -> BatchReader:
+        """The batches after so many.
 
         Raises:
-            ValueError: there are not that many.
+            ValueError: there are fewer.
         """
         drawn, behind = iter(self.batches), position or 0
         dropped = sum(1 for _ in itertools.islice(drawn, behind))
@@ -139,159 +121,19 @@ class Replayed:
                 f"batches: the run stood behind {behind} batches, and this iterable has {dropped}; hand it over fresh, "
                 "or pass a function of the index, which needs no replaying"
             )
-        return _Counting(lambda index: next(drawn), behind)
+        return _CountingReader(lambda index: next(drawn), behind)
 
 
-@attrs.define
-class _Aside:
-    """What an epoch's beginning draws, beside torch's default generator."""
-
-    state: Tensor
-
-    @contextmanager
-    def drawing(self) -> Iterator[None]:
-        """Inside, the default generator goes on from here; afterwards it is as it was."""
-        before = torch.get_rng_state()
-        torch.set_rng_state(self.state)
-        try:
-            yield
-        finally:
-            self.state = torch.get_rng_state()
-            torch.set_rng_state(before)
-
-
-@attrs.define
-class _Turning:
-    """A reader of epoch after epoch.
-
-    Attributes:
-        drawn: how many batches of this epoch lie behind it.
-        replayed: whether going on from a place draws again what lies before it, so that all of it is drawn aside.
-    """
-
-    epochs: "Epochs"
-    epoch: int
-    drawn: int
-    aside: _Aside
-    reader: Reader
-    replayed: bool
-
-    @staticmethod
-    def begin(epochs: "Epochs", epoch: int, drawn: int = 0, within: Any | None = None) -> "_Turning":
-        """In an epoch, from a place on; behind the last one there is nothing."""
-        source = as_source(epochs.batches)
-        if epochs.over(epoch):
-            drawn, within, source = 0, None, Indexed(lambda index: None, 0)
-        else:
-            epochs.tell(epoch)
-        aside = _Aside(torch.Generator().manual_seed(_mixed(epochs.seed, epoch)).get_state())
-        with aside.drawing():
-            reader = source.at(within)
-        return _Turning(epochs, epoch, drawn, aside, reader, isinstance(source, Replayed))
-
-    def __next__(self) -> Any:
-        with suppress(StopIteration):
-            return self._next()
-        if self.epochs.over(self.epoch):
-            raise StopIteration
-        following = _Turning.begin(self.epochs, self.epoch + 1)
-        self.epoch, self.drawn, self.aside, self.reader = following.epoch, 0, following.aside, following.reader
-        if self.epochs.over(self.epoch):
-            raise StopIteration
-        try:
-            return self._next()
-        except StopIteration:
-            raise ValueError(f"batches: epoch {self.epoch} of {self.epochs.batches!r} has no batch") from None
-
-    def _next(self) -> Any:
-        first = not self.drawn  # with which many a shuffle is drawn
-        with self.aside.drawing() if first or self.replayed else nullcontext():
-            found = next(self.reader)
-        self.drawn += 1
-        return found
-
-    @property
-    def position(self) -> Any:
-        return {"epoch": self.epoch, "drawn": self.drawn, "within": self.reader.position}
-
-
-@attrs.frozen
-class Epochs:
-    """The same batches again and again, as a ``DataLoader`` gives them: the position is the epoch and the place within it.
-
-    Each epoch begins with ``set_epoch(epoch)`` of whatever has such a method: the batches, their ``dataset``, ``sampler`` or
-    ``batch_sampler``. What is drawn from torch's default generator when it begins, first batch included, depends on ``seed``
-    and the epoch alone, and so does what is drawn from a generator of their own: so a ``DataLoader`` shuffles after a resume as
-    it would have done, whatever the step draws. Of batches that are drawn again to go on, all draws do.
-
-    >>> reader = Epochs([1, 2]).at({"epoch": 4, "drawn": 1, "within": 1})
-    >>> [next(reader) for _ in range(4)], reader.position
-    ([2, 1, 2, 1], {'epoch': 6, 'drawn': 1, 'within': 1})
-
-    Attributes:
-        batches: whatever ``fit`` takes as batches, but for an iterator, which gives its batches once.
-        count: how many epochs; None for no end.
-        seed: of the shuffles; None for what the program seeded torch with on this rank, which it must do alike to go on.
-    """
-
-    batches: Any
-    count: int | None = None
-    seed: int | None = None
-    _seeds: dict[int, int] = attrs.field(factory=dict, init=False, repr=False, eq=False)  # of other generators, by id
-
-    def __attrs_post_init__(self) -> None:
-        if isinstance(self.batches, Iterator):
-            raise TypeError(f"batches={self.batches!r} is an iterator, which cannot begin again; pass what it iterates over")
-        if self.count is not None and self.count < 1:
-            raise ValueError(f"count={self.count}: there is at least one epoch")
-
-    def at(self, position: Any | None) -> Reader:
-        """From that epoch and place on."""
-        epoch, drawn, within = (0, 0, None) if position is None else (position[k] for k in ("epoch", "drawn", "within"))
-        stateful = isinstance(as_source(self.batches), Stateful)
-        if stateful and drawn and drawn == self._length():  # many a loader takes its state at an epoch's end for a beginning
-            epoch, drawn, within = epoch + 1, 0, None
-        return _Turning.begin(self, epoch, drawn, within if drawn else None)
-
-    def over(self, epoch: int) -> bool:
-        """Whether this epoch is behind the last one."""
-        return self.count is not None and epoch >= self.count
-
-    def tell(self, epoch: int) -> None:
-        """Calls ``set_epoch``, and seeds generators that the batches have."""
-        batch_sampler = getattr(self.batches, "batch_sampler", None)
-        parts = [getattr(self.batches, name, None) for name in ("dataset", "sampler")]
-        holders = (self.batches, *parts, batch_sampler, getattr(batch_sampler, "sampler", None))
-        for holder in {id(each): each for each in holders}.values():
-            set_epoch = getattr(holder, "set_epoch", None)
-            if callable(set_epoch):
-                set_epoch(epoch)
-            generator = getattr(holder, "generator", None)
-            if isinstance(generator, torch.Generator):
-                generator.manual_seed(_mixed(self._seeds.setdefault(id(generator), generator.initial_seed()), epoch))
-
-    def _length(self) -> int | None:
-        try:
-            return len(self.batches)
-        except TypeError:
-            return None
-
-
-def _mixed(seed: int | None, epoch: int) -> int:
-    """A seed for an epoch; None is that of the default generator."""
-    return ((torch.initial_seed() if seed is None else seed) * 0x9E3779B1 + epoch) % 2**32
-
-
-def as_source(batches: Any) -> Source:
+def as_source(batches: Any) -> BatchSource:
     """What ``fit`` takes as batches, as a source.
 
-    | batches | position | going on |
+    | batches | position | how it resumes |
     |---|---|---|
-    | a ``Source`` | its own | as it says |
-    | with ``state_dict`` and ``load_state_dict`` | that state | by ``load_state_dict`` |
+    | a ``BatchSource`` | its own | as it says |
+    | with ``state_dict`` and ``load_state_dict`` | that state | with ``load_state_dict`` |
     | a sequence | the index | at once |
     | a function of the index | the index | at once |
-    | any other iterable | a count | draws as many again, and drops them |
+    | any other iterable | a count | draws that many again, and drops them |
 
     Raises:
         TypeError: none of these.
@@ -299,7 +141,7 @@ def as_source(batches: Any) -> Source:
     >>> [type(as_source(found)).__name__ for found in ([1, 2], lambda index: index, iter([1, 2]))]
     ['Indexed', 'Indexed', 'Replayed']
     """
-    if isinstance(batches, Source):
+    if isinstance(batches, BatchSource):
         return batches
     if hasattr(batches, "state_dict") and hasattr(batches, "load_state_dict"):
         return Stateful(batches)
@@ -313,72 +155,3 @@ def as_source(batches: Any) -> Source:
         f"batches={batches!r}: pass a function from an index to a batch, a sequence of batches, an iterable, "
         "or a source (an object with at(position))"
     )
-
-
-_TENSOR, _BYTES = "__tensor__", "__bytes__"
-
-
-def as_json(value: Any) -> Any:
-    """Numbers, strings, None, tensors, bytes, and lists and dicts of these, as what JSON can hold.
-
-    Law: ``from_json ∘ as_json = id``, but for tuples, which become lists.
-
-    Raises:
-        TypeError: something else is in there.
-
-    >>> from_json(as_json({"epoch": 2, "rows": torch.tensor([1, 2])}))
-    {'epoch': 2, 'rows': tensor([1, 2])}
-    """
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, bytes):
-        return {_BYTES: base64.b64encode(value).decode()}
-    if isinstance(value, Tensor):
-        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return {_TENSOR: str(value.dtype).removeprefix("torch."), "shape": list(value.shape), **as_json(raw)}
-    if isinstance(value, list | tuple):
-        return [as_json(part) for part in value]
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: as_json(part) for key, part in value.items()}
-    raise TypeError(
-        f"the data's position holds {type(value).__name__} {value!r}, which a checkpoint does not keep; use numbers, "
-        "strings, tensors, bytes, and lists and dicts (with strings as keys) of these"
-    )
-
-
-def from_json(value: Any) -> Any:
-    """The inverse of ``as_json``."""
-    if isinstance(value, list):
-        return [from_json(part) for part in value]
-    if not isinstance(value, dict):
-        return value
-    if _TENSOR in value:
-        raw, dtype = bytearray(base64.b64decode(value[_BYTES])), getattr(torch, value[_TENSOR])
-        flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
-        return flat.view(value["shape"])
-    if _BYTES in value:
-        return base64.b64decode(value[_BYTES])
-    return {key: from_json(part) for key, part in value.items()}
-
-
-def gathered(position: Any) -> Any:
-    """All ranks' positions as JSON: one where all are the same, as with a function of the index; else each rank's own."""
-    everyone = comm.all_gather_object(as_json(position))
-    return {"all": everyone[0]} if all(other == everyone[0] for other in everyone) else {"ranks": everyone}
-
-
-def own(stored: Any) -> Any:
-    """This rank's position from what ``gathered`` gave.
-
-    Raises:
-        ValueError: each rank had its own, and there are now more ranks or fewer.
-    """
-    if "all" in stored:
-        return from_json(stored["all"])
-    here, ranks = comm.world(), stored["ranks"]
-    if len(ranks) != here.size:
-        raise ValueError(
-            f"batches: the checkpoint keeps a position for each of {len(ranks)} ranks, and this run has {here.size}; resume on "
-            f"{len(ranks)}, or pass batches with a position that all ranks share, such as a function of the index"
-        )
-    return from_json(ranks[here.rank])

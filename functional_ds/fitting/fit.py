@@ -1,23 +1,21 @@
 """``fit``: the loop around a step that saves, resumes, watches and reports."""
 
-from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 from functional_ds import comm
-from functional_ds.checkpointing import Saver
 from functional_ds.step.state import State
 from functional_ds.step.step import Step
 
-from .checkpoints import Keeper
+from .checkpoints import CheckpointManager, Checkpoints
+from .checks import check_steps, refuse_removed
 from .data import as_source
-from .loggers import Journal, Logger, checked
+from .loggers import Logging, MetricLogger
 from .non_finite import OnNonFinite, RollBack, Stop
 from .rng import Generators
-from .run import Plan, Run
-from .signals import Flag, noted_here
+from .run import Evaluation, TrainingRun
+from .signals import Flag, stop_on_signals
 from .watchdog import watchdog
 
 __all__ = ["fit"]
@@ -29,50 +27,35 @@ def fit(
     batches: Any,
     *,
     steps: int | None = None,
-    path: str | Path | None = None,
-    every: int | None = None,
-    minutes: float | None = None,
-    keep_last: int | None = 3,
-    keep_every: int | None = None,
-    resume: bool = True,
-    evaluate: Callable[[State], Mapping[str, Any]] | None = None,
-    evaluate_every: int | None = None,
-    loggers: Iterable[Logger] = (),
-    log_every: int = 10,
-    progress: bool = False,
-    on_non_finite: OnNonFinite = Stop(after=3),  # noqa: B008  # a frozen value
+    checkpoints: Checkpoints | None = None,
+    evaluation: Evaluation | None = None,
+    logging: Logging = Logging(),  # noqa: B008  # a frozen value
+    on_non_finite: OnNonFinite = Stop(after=3),  # noqa: B008
     timeout: timedelta | None = timedelta(minutes=10),
     stop: Flag | None = None,
+    **removed: Never,
 ) -> State:
-    """Makes steps until ``steps`` are made in all, and returns the state; run again with the same ``path``, it goes on.
+    """Makes steps until ``steps`` are made in all, and returns the state. Called again with the same folder, it resumes.
 
     Law: ``run(k + j) = run(j) ∘ resume ∘ run(k)``, bit for bit on as many ranks, wherever the first run was ended (37).
     Evaluations leave torch's generators as they were.
 
-    Every rank of the world calls it. Checkpoints are written in the background. SIGTERM and SIGINT end the run after the step
-    that it is in, with a checkpoint; a second such signal ends the process at once.
+    Every rank of the world calls it. Checkpoints are written in the background. SIGTERM and SIGINT end the run after the
+    current step, with a checkpoint; a second such signal ends the process at once.
 
     Args:
         step: what ``fds.train_step`` and transforms make.
-        state: of a fresh run, from ``step.init``; it is donated.
-        batches: this rank's part of each: a function of the index, a sequence, a loader with ``state_dict``, a source with
-            ``at(position)``. These go on where they were, without replaying; any other iterable is drawn from its beginning.
-            ``fitting.Epochs(batches)`` goes over them again and again.
-        steps: how many, earlier runs included; None for as long as all ranks have batches.
-        path: a folder for checkpoints that all ranks see; None saves nothing.
-        every: a checkpoint each so many steps. One is made at the end, too.
-        minutes: a checkpoint each so many minutes, by rank 0's clock.
-        keep_last: how many checkpoints stay; None for all.
-        keep_every: those whose number of updates is a multiple of this stay as well.
-        resume: whether to go on from the newest checkpoint in ``path``; False starts anew.
-        evaluate: from a state to numbers, called on all ranks; it must not step.
-        evaluate_every: after each so many steps; before the first and after the last it is called, too.
-        loggers: ``CsvLog(path)``, ``TensorBoard(folder)`` or alike; used on rank 0.
-        log_every: how many steps lie between two whose numbers are read and logged. Between them nothing waits for the device.
-        progress: a bar on rank 0; needs the extra ``fit``.
-        on_non_finite: ``Stop(after)`` or ``RollBack(after)`` for losses that are not finite; None for neither. Judged when a
-            step is logged. A checkpoint is made with finite losses and params only.
-        timeout: how long a step, a save or an evaluation may take before ranks are taken to hang; None for no watchdog.
+        state: a fresh run's, from ``step.init``; it is donated.
+        batches: this rank's part of each batch: a function of the index, a sequence, a loader with ``state_dict``, a source
+            with ``at(position)``. These resume without replaying; any other iterable is drawn again from its beginning.
+            ``fitting.Epochs(batches)`` repeats them.
+        steps: the number of steps, earlier runs included; None for as long as all ranks have batches.
+        checkpoints: ``Checkpoints(path, every=1000)``: where and when to save; None saves nothing, and starts anew.
+        evaluation: ``Evaluation(function, every=1000)``: from a state to numbers, which are logged.
+        logging: ``Logging(loggers, every=10, progress=True)``: where numbers go, and how often.
+        on_non_finite: ``Stop(after)`` or ``RollBack(after)`` for losses that are not finite; None ignores them. Checked when a
+            step is logged. Checkpoints are made only while losses and params are finite.
+        timeout: the longest that a step, a save or an evaluation may take; then ranks are taken to hang. None for no watchdog.
         stop: a flag of your own instead of signal handlers; needed where ranks are threads.
 
     Cost: an all-reduce of two numbers a step, another of three for each step that is logged or saved.
@@ -80,8 +63,8 @@ def fit(
     Raises:
         Interrupted: a SystemExit with code 128 + the signal's number, once all is written; it has ``state`` and ``done``.
         NonFiniteLossError: as ``on_non_finite`` says.
-        ValueError: the batches end before ``steps``; numbers that make no sense; a checkpoint that ``fit`` did not make.
-        CheckpointError: what is wrong with a checkpoint.
+        ValueError: the batches end before ``steps``; a number is out of range; ``fit`` did not make the newest checkpoint.
+        CheckpointError: a checkpoint cannot be written or read.
         RankFailedError, TimedOutError: other ranks have died, or nothing moves.
 
     >>> import functional_ds as fds
@@ -90,42 +73,48 @@ def fit(
     >>> step.params(state)["w"].tolist()
     [-0.5, -0.5]
     """
+    refuse_removed(removed)
     if not isinstance(state, State):
         raise TypeError(f"state={type(state).__name__}: fit takes a state that the step made, as from step.init(params)")
-    plan, generators = Plan(steps, evaluate, evaluate_every, on_non_finite), Generators()
-    _check(path=path, every=every, minutes=minutes, log_every=log_every, on_non_finite=on_non_finite, timeout=timeout)
-    source, kept = as_source(batches), checked(loggers)
+    _check(steps, checkpoints=checkpoints, evaluation=evaluation, logging=logging, timeout=timeout)
+    if checkpoints is None and isinstance(on_non_finite, RollBack):
+        raise ValueError(f"on_non_finite={on_non_finite!r} goes back to a checkpoint; pass checkpoints=fds.Checkpoints(path)")
+    source = as_source(batches)
     with ExitStack() as open_:
-        flag = stop if stop is not None else open_.enter_context(noted_here())
+        flag = stop if stop is not None else open_.enter_context(stop_on_signals())
         watch = open_.enter_context(watchdog(timeout))
-        keeper = Keeper(None if path is None else Path(path), every, minutes)
-        leads = comm.world().rank == 0
-        journal = Journal(kept if leads else (), log_every, progress and leads, steps)
-        open_.callback(journal.close)
-        run = Run(step, plan, source, keeper, journal, watch, flag, generators, state)
+        metrics = open_.enter_context(MetricLogger(logging, steps, active=comm.world().rank == 0))
+        manager = open_.enter_context(CheckpointManager(checkpoints))
+        run = TrainingRun(
+            step,
+            state,
+            steps=steps,
+            evaluation=evaluation,
+            on_non_finite=on_non_finite,
+            source=source,
+            checkpoints=manager,
+            metrics=metrics,
+            watch=watch,
+            flag=flag,
+            generators=Generators(),
+        )
         del state
         watch.at(0, "loading a checkpoint")
-        if resume:
+        if checkpoints is not None and checkpoints.resume:
             run.resume()
-        if path is not None:
-            keeper.saver = open_.enter_context(Saver(path, keep_last=keep_last, keep_every=keep_every))
+        manager.open()
         return run.go()
 
 
-def _check(**given: Any) -> None:
-    for name in ("every", "log_every"):
+def _check(steps: Any, **given: Any) -> None:
+    check_steps("steps", steps, least=0)
+    kinds = {
+        "checkpoints": (Checkpoints, "fds.Checkpoints(path), or None to save nothing"),
+        "evaluation": (Evaluation, "fds.Evaluation(function), or None"),
+        "logging": (Logging, "fds.Logging(loggers)"),
+        "timeout": (timedelta, "timedelta(seconds=...), or None for no watchdog"),
+    }
+    for name, (kind, instead) in kinds.items():
         value = given[name]
-        if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"{name}={value!r}: a number of steps is an int of at least 1")
-    if given["timeout"] is not None and not isinstance(given["timeout"], timedelta):
-        raise TypeError(f"timeout={given['timeout']!r}: pass timedelta(seconds=...), or None for no watchdog")
-    if given["minutes"] is not None and not given["minutes"] > 0:
-        raise ValueError(f"minutes={given['minutes']!r}: must be above 0")
-    if given["path"] is None:
-        for name in ("every", "minutes"):
-            if given[name] is not None:
-                raise ValueError(f"{name}={given[name]!r} asks for checkpoints; pass path, the folder for them")
-        if isinstance(given["on_non_finite"], RollBack):
-            raise ValueError(
-                f"on_non_finite={given['on_non_finite']!r} goes back to a checkpoint; pass path, the folder for them"
-            )
+        if not isinstance(value, kind) and not (value is None and name != "logging"):
+            raise TypeError(f"{name}={value!r}: pass {instead}")

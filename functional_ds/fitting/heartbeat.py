@@ -1,4 +1,4 @@
-"""What ranks tell each other about themselves, through the store in which they met."""
+"""What ranks tell each other about themselves, through the store by which their process group was made."""
 
 import json
 import os
@@ -13,20 +13,20 @@ import attrs
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from functional_ds.comm.record.collective import Call
+from functional_ds.step.step import Step
 
-__all__ = ["Beat", "Beats", "Seen", "activity"]
+__all__ = ["Heartbeat", "Heartbeats", "PeerStatus", "activity"]
 
 _LIBRARIES = ("functional_ds", "torch", "optree")
 _PYTHON = os.path.dirname(os.__file__) + os.sep  # noqa: PTH120  # compared as text
-_COMM, _STEP = "functional_ds.comm.", "functional_ds.step"
+_COMM, _STEP = "functional_ds.comm.", Step.__module__
 
 
 def activity(thread: int) -> dict[str, str]:
-    """Where a thread is.
+    """What a thread is doing, read from its stack.
 
-    ``phase``: the step's phase that it is in; ``call``: the collective that it is in, with its options and shapes where they
-    can be seen; ``site``: the file and line of the innermost code that is not this library's, torch's or Python's. What does
-    not apply is left out.
+    ``phase``: the step's phase; ``call``: the collective, with its options and shapes if they are known; ``site``: the file
+    and line of the innermost code that is not this library's, torch's or Python's. Entries that do not apply are left out.
 
     >>> import threading
     >>> isinstance(activity(threading.get_ident()), dict)
@@ -47,12 +47,12 @@ def activity(thread: int) -> dict[str, str]:
 
 
 def _is_pythons(file: str) -> bool:
-    """Whether this is Python's own library, which is where waiting often ends up."""
+    """Whether this is Python's own library, in whose functions threads often wait."""
     return file.startswith(("<frozen", _PYTHON)) and "site-packages" not in file
 
 
 def _note_call(frame: FrameType, found: dict[str, str]) -> None:
-    """The call as the world carries it out, which knows its shapes; else the name of the outermost function of comm."""
+    """Notes the call with its shapes, if the world's frame is on the stack; else the name of comm's outermost function."""
     if "[" in found.get("call", ""):
         return
     local = frame.f_locals
@@ -77,16 +77,16 @@ class _Watched(Protocol):
 
 
 @attrs.frozen
-class Beat:
-    """What a rank says of itself.
+class Heartbeat:
+    """What a rank says about itself.
 
     Attributes:
-        count: grows with each beat.
-        turn: grows as the rank goes on.
-        step: where it is.
-        what: it does.
-        phase, call, site: of the step, the collective and the code that its main thread is in; empty where there is none.
-        host: where it runs, and in which process.
+        count: grows with each heartbeat.
+        turn: grows whenever the rank makes progress.
+        step: the training step.
+        what: what the rank is doing.
+        phase, call, site: what its main thread is in, see ``activity``; empty if unknown.
+        host: its process and host.
         left: how it left; empty before.
     """
 
@@ -101,10 +101,16 @@ class Beat:
     left: str = ""
 
     @staticmethod
-    def now(watch: _Watched, count: int, thread: int) -> "Beat":
-        """Of this process, whose main thread is this one."""
+    def now(watch: _Watched, *, count: int, thread: int) -> "Heartbeat":
+        """This process's heartbeat.
+
+        Args:
+            watch: what the rank says it is doing.
+            count: the number of this heartbeat.
+            thread: the thread whose stack is read.
+        """
         host = f"process {os.getpid()} on {socket.gethostname()}"
-        return Beat(count, watch.turn, watch.step, watch.what, host=host, **activity(thread))
+        return Heartbeat(count, watch.turn, watch.step, watch.what, host=host, **activity(thread))
 
     def __str__(self) -> str:
         parts = [self.left or f"step {self.step}: {self.what}"]
@@ -117,81 +123,81 @@ class Beat:
 
 
 @attrs.frozen
-class Seen:
-    """A rank's last beat, and when by our clock it was new, and its turn."""
+class PeerStatus:
+    """A rank's last heartbeat, and by this process's clock when it arrived and when the rank last made progress."""
 
-    beat: Beat
+    beat: Heartbeat
     fresh: float
     moved: float
 
-    def after(self, beat: Beat, now: float) -> "Seen":
-        """With what was read now."""
+    def after(self, beat: Heartbeat, now: float) -> "PeerStatus":
+        """The status after reading a heartbeat."""
         fresh = now if beat != self.beat else self.fresh
-        return Seen(beat, fresh, now if (beat.turn, beat.left) != (self.beat.turn, self.beat.left) else self.moved)
+        return PeerStatus(beat, fresh, now if (beat.turn, beat.left) != (self.beat.turn, self.beat.left) else self.moved)
 
 
 @attrs.define(eq=False)
-class Beats:
-    """One rank's view of all.
+class Heartbeats:
+    """This rank's view of all ranks' heartbeats.
 
     Attributes:
-        rank: this one.
-        size: how many there are.
-        store: no request to it waits for another rank.
+        rank: this rank.
+        size: the number of ranks.
+        store: where heartbeats are; no request to it waits for another rank.
         thread: the thread that is watched.
-        seen: what was last heard of each rank.
+        peers: the status of each rank.
     """
 
     rank: int
     size: int
     store: PrefixStore
     thread: int
-    seen: dict[int, Seen] = attrs.field(init=False)
-    _mine: Beat = Beat()
+    peers: dict[int, PeerStatus] = attrs.field(init=False)
+    _mine: Heartbeat = Heartbeat()
 
     def __attrs_post_init__(self) -> None:
         now = monotonic()
-        self.seen = {rank: Seen(Beat(), now, now) for rank in range(self.size)}
+        self.peers = {rank: PeerStatus(Heartbeat(), now, now) for rank in range(self.size)}
 
-    def send(self, beat: Beat) -> None:
-        """Writes this rank's beat down."""
+    def send(self, beat: Heartbeat) -> None:
+        """Writes this rank's heartbeat into the store."""
         if not self._mine.left:
             self._mine = beat
-            self.seen[self.rank] = self.seen[self.rank].after(beat, monotonic())
+            self.peers[self.rank] = self.peers[self.rank].after(beat, monotonic())
             self.store.set(f"beat {self.rank}", json.dumps(attrs.asdict(beat)))
 
-    def look(self, ranks: Iterable[int]) -> None:
-        """Reads the beats of some ranks."""
+    def read(self, ranks: Iterable[int]) -> None:
+        """Reads the heartbeats of some ranks."""
         for rank in ranks:
             key = f"beat {rank}"
             if self.store.check([key]):
-                beat = Beat(**json.loads(self.store.get(key)))
-                self.seen[rank] = self.seen[rank].after(beat, monotonic())
+                beat = Heartbeat(**json.loads(self.store.get(key)))
+                self.peers[rank] = self.peers[rank].after(beat, monotonic())
 
-    def mine(self, watch: _Watched) -> Seen:
-        """What would be sent now."""
-        return self.seen[self.rank].after(Beat.now(watch, self._mine.count + 1, self.thread), monotonic())
+    def mine(self, watch: _Watched) -> PeerStatus:
+        """This rank's status now, without the store."""
+        return self.peers[self.rank].after(Heartbeat.now(watch, count=self._mine.count + 1, thread=self.thread), monotonic())
 
     def leave(self, how: str) -> None:
-        """This rank's last beat."""
+        """Sends this rank's last heartbeat."""
         self._mine = attrs.evolve(self._mine, count=self._mine.count + 1, left=how)
         self.store.set(f"beat {self.rank}", json.dumps(attrs.asdict(self._mine)))
         self.count("left", 1)
 
     def count(self, what: str, more: int) -> int:
-        """How many ranks have done it, after so many more."""
+        """Adds to the number of ranks that have done something; returns the sum."""
         return self.store.add(what, more)
 
     def judge(self, verdict: str) -> None:
-        """Writes down that all are to end, and why."""
+        """Tells all ranks to end, and why."""
         self.store.set("verdict", verdict)
 
     def verdict(self) -> str | None:
-        """Why all are to end; None while they are not."""
+        """Why all ranks must end; None while they need not."""
         return self.store.get("verdict").decode() if self.store.check(["verdict"]) else None
 
-    def place(self) -> str:
-        """Who holds the store, and where."""
+    def store_holder(self) -> str:
+        """Which process holds the store, and where."""
         store: Store = self.store
         while isinstance(store, PrefixStore):
             store = store.underlying_store

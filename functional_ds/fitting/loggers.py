@@ -1,6 +1,7 @@
-"""Where a run's numbers go: CSV files, TensorBoard, or whatever has these three methods."""
+"""Where a run's numbers go: CSV files, TensorBoard, or any object with the methods of ``Logger``."""
 
 import csv
+import io
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,28 +10,32 @@ from typing import Any, Protocol
 
 import attrs
 
-__all__ = ["CsvLog", "Journal", "Logger", "TensorBoard"]
+from functional_ds.base.files import write_atomically
+
+from .checks import check_steps
+
+__all__ = ["CsvLog", "Logger", "Logging", "MetricLogger", "TensorBoard", "checked"]
 
 
 class Logger(Protocol):
-    """Takes numbers on rank 0. A run that was resumed or rolled back makes some steps again, and ``begin`` says so."""
+    """Takes numbers on rank 0. A run that was resumed or rolled back repeats steps, which ``begin`` announces."""
 
     def begin(self, done: int) -> None:
-        """What comes are steps after ``done``; what was logged for such before is void. 0 begins a new log."""
+        """Steps after ``done`` follow; what was logged for such steps before is void. 0 begins a new log."""
         ...
 
     def log(self, done: int, numbers: Mapping[str, float]) -> None:
-        """Numbers after so many steps."""
+        """Takes numbers after ``done`` steps."""
         ...
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """Ends the log."""
         ...
 
 
 @attrs.define(eq=False)
 class CsvLog:
-    """A CSV file with a line for each number: step, name, value. Every line is in the file once it is logged.
+    """A CSV file with a line for each number: step, name, value. Each line is in the file as soon as it is logged.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -50,14 +55,13 @@ class CsvLog:
         self.close()
         kept = list(self._kept(done)) if done and self.path.exists() else []
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        beside = self.path.with_name(f"{self.path.name}.new")
-        with beside.open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([("step", "name", "value"), *kept])
-        beside.replace(self.path)
+        text = io.StringIO(newline="")
+        csv.writer(text).writerows([("step", "name", "value"), *kept])
+        write_atomically(self.path, text.getvalue().encode())
         self._file = self.path.open("a", newline="", encoding="utf-8")
 
     def log(self, done: int, numbers: Mapping[str, float]) -> None:
-        """A line for each number."""
+        """Writes a line for each number."""
         csv.writer(self._file).writerows([done, name, value] for name, value in numbers.items())
         self._file.flush()
 
@@ -68,7 +72,7 @@ class CsvLog:
             self._file = None
 
     def _kept(self, done: int) -> Iterator[list[str]]:
-        """Whole lines up to a step; the last may have been cut off with the run."""
+        """Whole lines up to a step; the last line may be incomplete if the run was killed."""
         whole = self.path.read_text(encoding="utf-8").rpartition("\n")[0]
         for row in csv.reader(whole.splitlines()):
             if len(row) == 3 and row[0].isdigit() and int(row[0]) <= done:
@@ -77,35 +81,35 @@ class CsvLog:
 
 @attrs.define(eq=False)
 class TensorBoard:
-    """Event files in a folder for TensorBoard; needs the extra ``fit``. TensorBoard hides what ``begin`` makes void."""
+    """Event files for TensorBoard in a folder; needs the extra ``fit``. TensorBoard hides what ``begin`` makes void."""
 
     folder: Path = attrs.field(converter=Path)
     _writer: Any = None
 
     def begin(self, done: int) -> None:
-        """A new event file."""
+        """Begins a new event file."""
         from torch.utils.tensorboard import SummaryWriter
 
         self.close()
         self._writer = SummaryWriter(str(self.folder), purge_step=done + 1 if done else 0)
 
     def log(self, done: int, numbers: Mapping[str, float]) -> None:
-        """A point on each number's curve."""
+        """Adds a point to each number's curve."""
         for name, value in numbers.items():
             self._writer.add_scalar(name, value, done)
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Writes what is buffered."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
 
 
 def checked(loggers: Iterable[Any]) -> tuple[Logger, ...]:
-    """The loggers, each of which has the three methods.
+    """The loggers, if each has the three methods.
 
     Raises:
-        TypeError: one has not.
+        TypeError: one lacks a method.
     """
     found = tuple(loggers)
     for logger in found:
@@ -117,30 +121,60 @@ def checked(loggers: Iterable[Any]) -> tuple[Logger, ...]:
     return found
 
 
-@attrs.define(eq=False)
-class Journal:
-    """The loggers and the bar of one run; on ranks that do not lead there are none.
+@attrs.frozen
+class Logging:
+    """Where ``fit`` sends numbers, and how often.
 
     Attributes:
-        loggers: where numbers go.
-        every: how many steps lie between two logged ones.
-        progress: whether there is a bar.
-        steps: how many steps are to be made; None where nobody knows.
+        loggers: ``CsvLog(path)``, ``TensorBoard(folder)``, or objects of your own; used on rank 0.
+        every: the steps between two whose metrics are read and logged. Between them nothing waits for the device.
+        progress: whether rank 0 shows a bar; needs the extra ``fit``.
+
+    >>> Logging(every=100).every
+    100
     """
 
-    loggers: tuple[Logger, ...]
-    every: int
-    progress: bool
+    loggers: tuple[Logger, ...] = attrs.field(default=(), converter=checked)
+    every: int = attrs.field(default=10, kw_only=True)
+    progress: bool = attrs.field(default=False, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        check_steps("every", self.every, optional=False)
+
+
+@attrs.define(eq=False)
+class MetricLogger:
+    """The loggers and the bar of one run.
+
+    Attributes:
+        policy: which, and how often.
+        steps: the number of steps in all; None if it is open.
+        active: whether this rank logs.
+    """
+
+    policy: Logging
     steps: int | None
+    active: bool = attrs.field(kw_only=True)
     _bar: Any = None
-    _began: tuple[int, float] = (0, 0.0)
+    _last: tuple[int, float] = (0, 0.0)  # the number of steps at the last log, and when that was
+
+    @property
+    def loggers(self) -> tuple[Logger, ...]:
+        """Those of this rank."""
+        return self.policy.loggers if self.active else ()
+
+    def __enter__(self) -> "MetricLogger":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def begin(self, done: int) -> None:
-        """Steps after this one come."""
+        """Steps after ``done`` follow."""
         for logger in self.loggers:
             logger.begin(done)
-        self._began = done, time.perf_counter()
-        if self.progress and self._bar is None:
+        self._last = done, time.perf_counter()
+        if self.policy.progress and self.active and self._bar is None:
             from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
             pause = 0.1 if sys.stderr.isatty() else 10.0  # seconds; a file needs no animation
@@ -150,28 +184,28 @@ class Journal:
             self._bar.refresh()
 
     def due(self, done: int) -> bool:
-        """Whether this step is logged, on every rank alike: each ``every``-th, and the last."""
-        return done % self.every == 0 or done == self.steps
+        """Whether this step is logged, the same on every rank: each ``every``-th, and the last."""
+        return done % self.policy.every == 0 or done == self.steps
 
     def moved(self) -> None:
-        """A step was made."""
+        """Counts a step."""
         if self._bar is not None:
             self._bar.update()
 
     def log(self, done: int, metrics: Mapping[str, Any]) -> None:
-        """Reads a step's metrics, which waits for the device, and passes them on with the seconds that a step took."""
+        """Logs a step's metrics, and the seconds that a step took. Reading the metrics waits for the device."""
         if not self.loggers and self._bar is None:
             return
-        before, began = self._began
+        before, then = self._last
         now = time.perf_counter()
-        self._began = done, now
+        self._last = done, now
         numbers = {name: float(value) for name, value in metrics.items()}
-        self._pass_on(done, {**numbers, "seconds_per_step": (now - began) / max(done - before, 1)})
+        self._pass_on(done, {**numbers, "seconds_per_step": (now - then) / max(done - before, 1)})
         if self._bar is not None:
             self._bar.set_postfix_str(f"loss {numbers.get('loss', float('nan')):.4g}", refresh=False)
 
     def evaluated(self, done: int, found: Mapping[str, Any]) -> None:
-        """Passes on what an evaluation found."""
+        """Logs an evaluation's numbers."""
         if self.loggers:
             self._pass_on(done, {name: float(value) for name, value in found.items()})
 

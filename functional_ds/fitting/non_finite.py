@@ -1,4 +1,4 @@
-"""Losses that are not finite: counted on the device, judged now and then."""
+"""Losses that are not finite: counted on the device, read now and then."""
 
 from typing import Any
 
@@ -12,30 +12,30 @@ __all__ = ["Health", "NonFiniteLossError", "OnNonFinite", "RollBack", "Stop", "V
 
 
 class NonFiniteLossError(FloatingPointError):
-    """The loss was not finite for as many steps in a row as ``fit`` was told to bear."""
+    """The loss was not finite for too many steps in a row, as ``on_non_finite`` says."""
 
 
 def _positive(record: Any, field: Any, value: int) -> None:
     if type(value) is not int or value < 1:
-        raise ValueError(f"{type(record).__name__}({field.name}={value!r}): a number of at least 1 is meant")
+        raise ValueError(f"{type(record).__name__}({field.name}={value!r}): a number of at least 1 is needed")
 
 
 @attrs.frozen
 class Stop:
-    """After so many losses in a row that are not finite, raise NonFiniteLossError."""
+    """Raise NonFiniteLossError after this many losses in a row that are not finite."""
 
     after: int = attrs.field(default=3, validator=_positive)
 
 
 @attrs.frozen
 class RollBack:
-    """After so many losses in a row that are not finite, go on from the last checkpoint.
+    """Continue from the last checkpoint after this many losses in a row that are not finite.
 
-    The data do not go back: batches since that checkpoint are skipped, as the same ones would lead to the same place.
+    The data do not go back: batches since that checkpoint are skipped, as the same batches would give the same losses.
 
     Attributes:
-        after: how many in a row.
-        times: how often in all, restarts included; then NonFiniteLossError.
+        after: the number of losses in a row.
+        times: how often in all, restarts included; then NonFiniteLossError is raised.
     """
 
     after: int = attrs.field(default=3, validator=_positive)
@@ -47,7 +47,13 @@ OnNonFinite = Stop | RollBack | None
 
 @attrs.frozen
 class Verdict:
-    """What all ranks agree on: losses in a row that are not finite, now and at worst, and whether the params are finite."""
+    """What all ranks agree on.
+
+    Attributes:
+        streak: the losses in a row that are not finite, up to now.
+        worst: the most of them in a row since the last verdict.
+        spoiled: whether a param is not finite.
+    """
 
     streak: int = 0
     worst: int = 0
@@ -56,7 +62,7 @@ class Verdict:
 
 @attrs.frozen(eq=False)
 class Health:
-    """How many losses in a row were not finite, as tensors where the losses are: noting one waits for nothing.
+    """The number of losses in a row that were not finite, as tensors on the losses' device, so counting never waits.
 
     >>> health = Health()
     >>> for loss in (1.0, float("nan"), float("inf"), 2.0, float("nan")):
@@ -69,7 +75,7 @@ class Health:
     worst: Tensor | None = None
 
     def after(self, loss: Tensor) -> "Health":
-        """With one more loss."""
+        """The count with one more loss."""
         loss = loss.detach()
         bad = loss.isfinite().logical_not()
         if self.streak is None or self.worst is None:
@@ -78,11 +84,11 @@ class Health:
         return Health(streak, torch.maximum(self.worst, streak))
 
     def judged(self) -> "Health":
-        """The same after a verdict: the worst is behind it."""
+        """The count after a verdict, from which ``worst`` starts again."""
         return attrs.evolve(self, worst=self.streak)
 
     def verdict(self, finite: Tensor | None = None) -> Verdict:
-        """The worst over all ranks; reads three numbers and makes one all-reduce of them."""
+        """The largest counts of all ranks. Reads three numbers from the device, and makes one all-reduce."""
         if self.streak is None or self.worst is None:
             return Verdict()
         mine = [int(self.streak), int(self.worst), 0 if finite is None else int(not finite)]

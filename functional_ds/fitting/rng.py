@@ -7,7 +7,7 @@ import torch
 
 from functional_ds import comm
 
-from .data import from_json, gathered
+from .positions import from_json, gathered
 
 __all__ = ["Generators"]
 

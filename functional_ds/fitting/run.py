@@ -13,25 +13,27 @@ from functional_ds.base.marks import is_trainable
 from functional_ds.step.state import State
 from functional_ds.step.step import Metrics, Step
 
-from .checkpoints import Keeper, Place
-from .data import Reader, Source, own
-from .loggers import Journal
+from .checkpoints import CheckpointManager, Progress
+from .checks import positive_steps
+from .data import BatchReader, BatchSource
+from .loggers import MetricLogger
 from .non_finite import Health, NonFiniteLossError, OnNonFinite, RollBack, Verdict
+from .positions import own
 from .rng import Generators
 from .signals import Flag
 from .watchdog import Watch
 
-__all__ = ["Interrupted", "Plan", "Run"]
+__all__ = ["Evaluation", "Interrupted", "TrainingRun"]
 
-_SIGINT = 2  # what a flag that does not say which signal set it counts as
+_SIGINT = 2  # for a flag that does not say which signal set it
 
 
 class Interrupted(SystemExit):
     """A run was asked to end and did, with everything written.
 
     Attributes:
-        done: how many steps are made.
-        state: after these; None where the exception came from another process.
+        done: the number of steps made.
+        state: after these steps; None if the exception came from another process.
     """
 
     def __init__(self, number: int, done: int, state: State | None = None) -> None:
@@ -46,191 +48,207 @@ class Interrupted(SystemExit):
 
 
 @attrs.frozen
-class Plan:
-    """What is to be done.
+class Evaluation:
+    """What ``fit`` computes before the first step, after each ``every`` steps, and after the last.
 
     Attributes:
-        steps: how many in all; None for as long as there are batches.
-        evaluate: from a state to numbers.
-        evaluate_every: after each so many steps.
-        on_non_finite: what to do when losses are not finite.
+        function: from a state to numbers, which are logged. All ranks call it; it must not make steps.
+        every: the number of steps; None for the first and the last alone.
     """
 
-    steps: int | None
-    evaluate: Callable[[State], Mapping[str, Any]] | None
-    evaluate_every: int | None
-    on_non_finite: OnNonFinite
+    function: Callable[[State], Mapping[str, Any]]
+    every: int | None = attrs.field(default=None, kw_only=True, validator=positive_steps)
 
-    def __attrs_post_init__(self) -> None:
-        for name, least in (("steps", 0), ("evaluate_every", 1)):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < least):
-                raise ValueError(f"{name}={value!r}: a number of steps is at least {least}")
-        if self.evaluate_every is not None and self.evaluate is None:
-            raise ValueError(f"evaluate_every={self.evaluate_every}: pass evaluate, what to do then")
+    def due(self, done: int) -> bool:
+        """Whether to evaluate after this many steps."""
+        return self.every is not None and done % self.every == 0
 
 
 @attrs.define(eq=False)
-class Run:
-    """A run under way; every rank has one, and all decide alike."""
+class TrainingRun:
+    """A run in progress. Every rank has one, and all make the same decisions.
+
+    Attributes:
+        step: the training step.
+        state: the current state.
+        steps: the number of steps in all; None for as long as there are batches.
+        evaluation: what is computed from time to time.
+        on_non_finite: what to do about losses that are not finite.
+        source: the batches.
+        checkpoints: saves and loads.
+        metrics: logs.
+        watch: tells the watchdog what this rank is doing.
+        flag: asks the run to end.
+        generators: torch's default generators.
+        progress: the number of steps made, and what belongs to it.
+        health: which losses were not finite.
+        evaluated: the number of steps at the last evaluation.
+    """
 
     step: Step
-    plan: Plan
-    source: Source
-    keeper: Keeper
-    journal: Journal
-    watch: Watch
-    flag: Flag
-    generators: Generators
-    state: State
-    place: Place = attrs.field(factory=Place)
-    health: Health = attrs.field(factory=Health)
-    evaluated: int | None = None
+    state: State = attrs.field(repr=False)
+    steps: int | None = attrs.field(kw_only=True)
+    evaluation: Evaluation | None = attrs.field(kw_only=True)
+    on_non_finite: OnNonFinite = attrs.field(kw_only=True)
+    source: BatchSource = attrs.field(kw_only=True)
+    checkpoints: CheckpointManager = attrs.field(kw_only=True)
+    metrics: MetricLogger = attrs.field(kw_only=True)
+    watch: Watch = attrs.field(kw_only=True)
+    flag: Flag = attrs.field(kw_only=True)
+    generators: Generators = attrs.field(kw_only=True)
+    progress: Progress = attrs.field(factory=Progress, kw_only=True)
+    health: Health = attrs.field(factory=Health, kw_only=True)
+    evaluated: int | None = attrs.field(default=None, kw_only=True)
+
+    @property
+    def done(self) -> int:
+        """The number of steps made."""
+        return self.progress.done
 
     def resume(self) -> None:
-        """Goes on from the newest checkpoint, where there is one."""
-        self.state, self.place = self.keeper.newest(self.state, donate=True) or (self.state, self.place)
+        """Continues from the newest checkpoint, if there is one."""
+        self.state, self.progress = self.checkpoints.newest(self.state, donate=True) or (self.state, self.progress)
 
     def go(self) -> State:
-        """Makes the steps that are left."""
-        self.watch.at(self.place.done, "finding the next batch")
-        reader = self.source.at(None if self.place.data is None else own(self.place.data))
-        self.generators.restore(self.place.generators)  # drawing batches again has drawn numbers
-        self.journal.begin(self.place.done)
-        began = self.place.done
+        """Makes the remaining steps, and returns the state."""
+        self.watch.at(self.done, "finding the next batch")
+        reader = self.source.at(None if self.progress.data is None else own(self.progress.data))
+        self.generators.restore(self.progress.generators)  # replaying batches may have used the generators
+        self.metrics.begin(self.done)
+        began = self.done
         if began == 0:
-            if isinstance(self.plan.on_non_finite, RollBack):
+            if isinstance(self.on_non_finite, RollBack):
                 self._save(reader)
             self._evaluate()
-        while self.plan.steps is None or self.place.done < self.plan.steps:
+        while self.steps is None or self.done < self.steps:
             batch = self._draw(reader)
             if batch is None:
                 break
             self._end_step(reader, self._move(batch[0]))
-        if self.place.done > began:
+        if self.done > began:
             self._evaluate()
         self._save(reader)
-        self.watch.at(self.place.done, "waiting for the checkpoint to be written")
-        self.keeper.wait()
+        self.watch.at(self.done, "waiting for the checkpoint to be written")
+        self.checkpoints.wait()
         return self.state
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
-    def _draw(self, reader: Reader) -> tuple[Any] | None:
-        """The next batch; None where a rank has none left and none are owed."""
-        self.watch.at(self.place.done + 1, "drawing a batch")
+    def _draw(self, reader: BatchReader) -> tuple[Any] | None:
+        """The next batch; None if a rank has none left and the number of steps is open."""
+        self.watch.at(self.done + 1, "drawing a batch")
         found: tuple[Any] | None
         try:
             found = (next(reader),)
         except StopIteration:
             found = None
-        if self.plan.steps is None:
+        if self.steps is None:
             return None if _agreed(found is None)[0] else found
         if found is None:
             raise ValueError(
-                f"batches: rank {comm.world().rank} has none for step {self.place.done + 1} of steps={self.plan.steps}; "
+                f"batches: rank {comm.world().rank} has none for step {self.done + 1} of steps={self.steps}; "
                 "pass fewer steps, steps=None to end where the batches do, or fitting.Epochs(batches) to go over them again"
             )
         return found
 
     def _move(self, batch: Any) -> Metrics:
-        self.watch.at(self.place.done + 1, "in the step")
+        self.watch.at(self.done + 1, "in the step")
         self.state, metrics = self.step(self.state, batch)
-        self.place = attrs.evolve(self.place, done=self.place.done + 1)
-        if self.plan.on_non_finite is not None:
+        self.progress = attrs.evolve(self.progress, done=self.done + 1)
+        if self.on_non_finite is not None:
             self.health = self.health.after(metrics["loss"])
-        self.journal.moved()
+        self.metrics.moved()
         return metrics
 
-    def _end_step(self, reader: Reader, metrics: Metrics) -> None:
-        done = self.place.done
-        self.watch.at(done, "agreeing on what is next")
-        number, late = _agreed(_number(self.flag), comm.world().rank == 0 and self.keeper.late())
-        self.keeper.check()
-        if self.journal.due(done):
+    def _end_step(self, reader: BatchReader, metrics: Metrics) -> None:
+        done = self.done
+        self.watch.at(done, "agreeing on what to do next")
+        number, late = _agreed(_number(self.flag), comm.world().rank == 0 and self.checkpoints.late())
+        self.checkpoints.check()
+        if self.metrics.due(done):
             self.watch.at(done, "logging")
-            self.journal.log(done, metrics)
+            self.metrics.log(done, metrics)
             if self._judge():
                 return
-        if self.plan.evaluate_every is not None and done % self.plan.evaluate_every == 0:
-            self._evaluate()  # before the checkpoint, or a run that ends between them would never have evaluated
-        if number or late or self.keeper.due(done):
+        if self.evaluation is not None and self.evaluation.due(done):
+            self._evaluate()  # before the checkpoint, or a run that is killed between them would never evaluate
+        if number or late or self.checkpoints.due(done):
             self._save(reader)
         if number:
             self.watch.at(done, "waiting for the checkpoint to be written")
-            self.keeper.wait()
+            self.checkpoints.wait()
             raise Interrupted(number, done, self.state)
 
     def _evaluate(self) -> None:
-        if self.plan.evaluate is not None and self.evaluated != self.place.done:
-            self.watch.at(self.place.done, "evaluating")
+        if self.evaluation is not None and self.evaluated != self.done:
+            self.watch.at(self.done, "evaluating")
             with self.generators.apart():
-                numbers = self.plan.evaluate(self.state)
-            self.journal.evaluated(self.place.done, numbers)
-            self.evaluated = self.place.done
+                numbers = self.evaluation.function(self.state)
+            self.metrics.evaluated(self.done, numbers)
+            self.evaluated = self.done
 
     # -- losses that are not finite ------------------------------------------------------------------------------------
 
-    def _save(self, reader: Reader) -> None:
-        """Makes a checkpoint, if all is finite."""
-        if self.keeper.path is None:
+    def _save(self, reader: BatchReader) -> None:
+        """Makes a checkpoint, if losses and params are finite."""
+        if self.checkpoints.policy is None:
             return
-        self.watch.at(self.place.done, "saving")
-        if self.plan.on_non_finite is not None:
+        self.watch.at(self.done, "saving")
+        if self.on_non_finite is not None:
             verdict = self.health.verdict(self._finite())
-            if verdict.streak or verdict.spoiled or verdict.worst >= self.plan.on_non_finite.after:
+            if verdict.streak or verdict.spoiled or verdict.worst >= self.on_non_finite.after:
                 return
-        self.keeper.save(
-            self.state, self.generators, done=self.place.done, data=reader.position, rollbacks=self.place.rollbacks
+        self.checkpoints.save(
+            self.state, self.generators, done=self.done, data=reader.position, rollbacks=self.progress.rollbacks
         )
 
     def _finite(self) -> Tensor:
-        """Whether all trained params are; those that lie elsewhere are fetched one at a time. Collective, once."""
+        """Whether all trained params are finite. Offloaded ones are fetched one at a time. One collective."""
         device, leaves = self.state.step.device, tree.leaves(self.state.params)
         here = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.device == device and is_trainable(leaf)]
-        whole = torch.zeros((), device=device)  # stands for all that lies elsewhere, of which ranks have different numbers
+        offloaded = torch.zeros((), device=device)  # stands for all offloaded params, of which ranks have different numbers
         for leaf in leaves:
             away = not isinstance(leaf, Tensor) or leaf.device != device
             if away and (leaf.is_floating_point() or leaf.is_complex()):
-                whole = torch.where(leaf.detach().to(device).isfinite().all(), whole, torch.nan)
-        return self.step.finite(self.state, [*here, whole])
+                offloaded = torch.where(leaf.detach().to(device).isfinite().all(), offloaded, torch.nan)
+        return self.step.finite(self.state, [*here, offloaded])
 
     def _judge(self) -> bool:
-        """Whether the run was rolled back."""
-        rule = self.plan.on_non_finite
+        """Checks the losses since the last check; returns whether the run was rolled back."""
+        rule = self.on_non_finite
         if rule is None:
             return False
         verdict, self.health = self.health.verdict(), self.health.judged()
         if verdict.worst < rule.after:
             return False
-        if not isinstance(rule, RollBack) or self.place.rollbacks >= rule.times:
-            raise NonFiniteLossError(self._story(verdict, rule))
+        if not isinstance(rule, RollBack) or self.progress.rollbacks >= rule.times:
+            raise NonFiniteLossError(self._report(verdict, rule))
         self._roll_back()
         return True
 
     def _roll_back(self) -> None:
-        self.watch.at(self.place.done, "rolling back")
-        self.keeper.wait()
-        found = self.keeper.newest(self.state, donate=True)
+        self.watch.at(self.done, "rolling back")
+        self.checkpoints.wait()
+        found = self.checkpoints.newest(self.state, donate=True)
         if found is None:
-            raise NonFiniteLossError(f"the checkpoint to roll back to is gone from {self.keeper.path}")
+            raise NonFiniteLossError(f"the checkpoint to roll back to is gone from {self.checkpoints.policy}")
         self.state, before = found
-        self.place = attrs.evolve(before, rollbacks=self.place.rollbacks + 1)
+        self.progress = attrs.evolve(before, rollbacks=self.progress.rollbacks + 1)
         self.health = Health()
-        self.journal.begin(self.place.done)
-        if not self.place.done:  # the log begins anew, with what comes before the first step
+        self.metrics.begin(self.done)
+        if not self.done:  # the log begins anew, with what comes before the first step
             self.evaluated = None
             self._evaluate()
 
-    def _story(self, verdict: Verdict, rule: Any) -> str:
+    def _report(self, verdict: Verdict, rule: Any) -> str:
         last = (
             "no checkpoint was made"
-            if self.keeper.saved is None
-            else f"the last checkpoint is that of step {self.keeper.saved}"
+            if self.checkpoints.saved is None
+            else f"the last checkpoint is that of step {self.checkpoints.saved}"
         )
-        times = f", after {self.place.rollbacks} roll-backs" if self.place.rollbacks else ""
+        times = f", after {self.progress.rollbacks} roll-backs" if self.progress.rollbacks else ""
         return (
-            f"by step {self.place.done} the loss was not finite {verdict.worst} times in a row{times} (on_non_finite={rule}); "
+            f"by step {self.done} the loss was not finite {verdict.worst} times in a row{times} (on_non_finite={rule}); "
             f"{last}. Look at the learning rate, the data and the loss scale"
         )
 

@@ -1,4 +1,4 @@
-"""Signals as a flag that a training loop asks for, so that its ranks can agree after which step they stop."""
+"""Signals set a flag that a training loop reads, so that its ranks can agree after which step they stop."""
 
 import os
 import signal
@@ -11,19 +11,19 @@ from typing import Protocol
 
 import attrs
 
-__all__ = ["Flag", "noted_for_ranks", "noted_here"]
+__all__ = ["Flag", "stop_on_signals", "stop_ranks_on_signals"]
 
-_NOTED = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Flag(Protocol):
-    """What a loop sees: an event, of this process or shared by several. ``number``, if it has one, says which signal."""
+    """An event of this process, or one that several share. ``number``, if it has one, says which signal set it."""
 
     def is_set(self) -> bool: ...
 
 
 @attrs.define(eq=False)
-class _Noted:
+class _SignalFlag:
     """A flag with the number of the signal that set it."""
 
     number: int = 0
@@ -33,12 +33,12 @@ class _Noted:
 
 
 @contextmanager
-def noted_here() -> Iterator[Flag]:
-    """In this process the first SIGINT or SIGTERM sets the flag, and a second of its kind ends the process.
+def stop_on_signals() -> Iterator[Flag]:
+    """Within the block the first SIGINT or SIGTERM sets the flag, and a second of its kind ends the process.
 
-    Signals reach the main thread alone. On another one nothing is noted.
+    Only the main thread can handle signals; on other threads the flag is never set.
     """
-    flag = _Noted()
+    flag = _SignalFlag()
     if threading.current_thread() is not threading.main_thread():
         yield flag
         return
@@ -47,7 +47,7 @@ def noted_here() -> Iterator[Flag]:
         flag.number = flag.number or number
         signal.signal(number, signal.SIG_DFL)
 
-    before = {number: signal.signal(number, note) for number in _NOTED}
+    before = {number: signal.signal(number, note) for number in _SIGNALS}
     try:
         yield flag
     finally:
@@ -56,21 +56,21 @@ def noted_here() -> Iterator[Flag]:
 
 
 @contextmanager
-def noted_for_ranks() -> Iterator[Flag]:
-    """For the processes started within: the first interrupt sets the flag for all of them, a second ends them.
+def stop_ranks_on_signals() -> Iterator[Flag]:
+    """For processes that are started within the block: the first interrupt sets the flag in all of them, a second ends them.
 
-    A terminal sends SIGINT to this process and to every rank at once, whatever each is doing: starting Python, say, where
-    no handler stands yet. So this thread blocks it, which the processes that it starts inherit. Another thread of this
-    process, which does not, learns of it through a pipe. SIGTERM to this process counts as an interrupt, too.
+    A terminal sends SIGINT to this process and to every rank at once, perhaps while a rank starts Python and has no handler
+    yet. So this thread blocks SIGINT, and the processes that it starts inherit that. Another thread of this process does not
+    block it, and learns of it through a pipe. SIGTERM to this process counts as an interrupt, too.
     """
-    # Made first: its semaphore starts multiprocessing's resource tracker, and that start would unblock the signal.
+    # Comes first: its semaphore starts multiprocessing's resource tracker, and that start would unblock the signal.
     flag = get_context("spawn").Event()
     arrived, arrives = os.pipe()
     os.set_blocking(arrives, False)
 
     def watch() -> None:
         while number := os.read(arrived, 1):
-            if number[0] not in _NOTED:
+            if number[0] not in _SIGNALS:
                 continue
             for rank in active_children() if flag.is_set() else ():
                 rank.terminate()
@@ -78,8 +78,8 @@ def noted_for_ranks() -> Iterator[Flag]:
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
-    # The pipe is written to where a handler stands.
-    handlers = {number: signal.signal(number, lambda number, frame: None) for number in _NOTED}
+    # Python writes to the pipe only for signals that have a handler.
+    handlers = {number: signal.signal(number, lambda number, frame: None) for number in _SIGNALS}
     pipe = signal.set_wakeup_fd(arrives)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

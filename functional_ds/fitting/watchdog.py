@@ -1,4 +1,4 @@
-"""``watchdog``: ranks that hang or die end the others, with a report that names them."""
+"""``watchdog``: ends all ranks when one hangs or dies, with a report that names it."""
 
 import itertools
 import math
@@ -18,65 +18,78 @@ from functional_ds import comm
 from functional_ds.comm.worlds.current import simulated_world
 from functional_ds.comm.worlds.process import ProcessWorld
 
-from .heartbeat import Beat, Beats, Seen
+from .heartbeat import Heartbeat, Heartbeats, PeerStatus
 
-__all__ = ["EXIT_CODE", "Hang", "Watch", "report", "watchdog"]
+__all__ = ["EXIT_CODE", "Failure", "Watch", "report", "watchdog"]
 
 _FINISHED = "finished"
 
 
 @attrs.frozen
-class Hang:
-    """What is wrong, in words, and with which ranks."""
+class Failure:
+    """What is wrong, and with which ranks."""
 
-    story: str
+    message: str
     ranks: tuple[int, ...]
 
     @staticmethod
-    def found(seen: Mapping[int, Seen], timeout: float, *, silent: float, grace: float) -> "Hang | None":
-        """What is wrong by now: who is silent, who raised and took no one along, in whom nothing moves."""
+    def found(seen: Mapping[int, PeerStatus], timeout: float, *, silent: float, grace: float) -> "Failure | None":
+        """The failure of a rank that is silent, that raised while others run, or that makes no progress; None if there is none.
+
+        Args:
+            seen: the status of each rank.
+            timeout: seconds without progress.
+            silent: seconds without a heartbeat.
+            grace: the same for ranks of which one makes no progress, or that have raised.
+        """
         now = monotonic()
         there = {rank: one for rank, one in seen.items() if not one.beat.left}
         stands = any(now - one.moved > timeout for one in there.values())
-        quiet = grace if stands else silent  # who is silent hangs in nothing
+        quiet = grace if stands else silent  # a rank without heartbeats is dead, not hung
         dead = tuple(rank for rank, one in there.items() if now - one.fresh > quiet)
         if dead:
             longest = max(now - there[rank].fresh for rank in dead)
-            return Hang(f"{_ranks(dead)} died, is stopped, or cannot be reached: silent for {longest:.1f} s", dead)
+            return Failure(f"{_ranks(dead)} died, is stopped, or cannot be reached: silent for {longest:.1f} s", dead)
         raised = _raised(seen)
         gone = tuple(rank for rank in raised if there and now - seen[rank].fresh > grace)
         if gone:
-            return Hang(f"{_ranks(gone)} {seen[gone[0]].beat.left}", gone)
+            return Failure(f"{_ranks(gone)} {seen[gone[0]].beat.left}", gone)
         if not stands:
             return None
-        # The others wait for those that are in no collective. They stopped at about the same time.
+        # Ranks in a collective wait for those that are in none. All stopped at about the same time.
         stuck = {rank: one for rank, one in there.items() if now - one.moved > timeout / 2}
         elsewhere = tuple(rank for rank, one in stuck.items() if not one.beat.call)
-        return Hang(
+        return Failure(
             f"{_ranks(elsewhere or tuple(stuck))} hangs: nothing has moved for {timeout:.1f} s", elsewhere or tuple(stuck)
         )
 
     @staticmethod
-    def blamed(seen: Mapping[int, Seen], rank: int, *, silent: float) -> "Hang | None":
-        """Over whom this rank's collective has failed: who has been silent so long, or else raised something of its own."""
+    def behind(seen: Mapping[int, PeerStatus], rank: int, *, silent: float) -> "Failure | None":
+        """The failure of another rank that made this rank's collective fail: a rank that is silent, or else one that raised.
+
+        Args:
+            seen: the status of each rank.
+            rank: this rank.
+            silent: seconds without a heartbeat.
+        """
         now = monotonic()
         dead = tuple(r for r, one in seen.items() if r != rank and not one.beat.left and now - one.fresh > silent)
         if dead:
-            return Hang(f"{_ranks(dead)} died, is stopped, or cannot be reached", dead)
+            return Failure(f"{_ranks(dead)} died, is stopped, or cannot be reached", dead)
         raised = tuple(r for r in _raised(seen) if r != rank)
-        return Hang(f"{_ranks(raised)} {seen[raised[0]].beat.left}", raised) if raised else None
+        return Failure(f"{_ranks(raised)} {seen[raised[0]].beat.left}", raised) if raised else None
 
 
-def _raised(seen: Mapping[int, Seen]) -> tuple[int, ...]:
+def _raised(seen: Mapping[int, PeerStatus]) -> tuple[int, ...]:
     return tuple(rank for rank, one in seen.items() if one.beat.left not in ("", _FINISHED))
 
 
-def report(hang: Hang, seen: Mapping[int, Seen]) -> str:
-    """The story, and a line for each rank."""
+def report(failure: Failure, seen: Mapping[int, PeerStatus]) -> str:
+    """The message, and a line for each rank."""
     now = monotonic()
-    lines = [hang.story]
+    lines = [failure.message]
     for rank, one in sorted(seen.items()):
-        mark = "* " if rank in hang.ranks else "  "
+        mark = "* " if rank in failure.ranks else "  "
         lines.append(f"{mark}rank {rank}, for {now - one.moved:.1f} s: {one.beat}; heard {now - one.fresh:.1f} s ago")
     return "\n".join(lines)
 
@@ -85,44 +98,51 @@ def _ranks(ranks: tuple[int, ...]) -> str:
     return f"rank {', '.join(map(str, ranks))}"
 
 
-EXIT_CODE = 75  # sysexits' EX_TEMPFAIL: try again; what a process that a watchdog ends exits with
-_BEATS = 10  # within the time-out
-_SLOWEST = 0.5  # seconds between two beats
-_SILENT = 4  # beats without which a rank that others failed over is taken for dead
+EXIT_CODE = 75  # of a process that a watchdog ends: EX_TEMPFAIL of sysexits, which means try again
+_BEATS = 10  # heartbeats within the time-out
+_SLOWEST = 0.5  # seconds between two heartbeats
+_SILENT = 4  # missing heartbeats after which a rank is taken for dead if another rank's collective failed
 
 
 @attrs.define(eq=False)
 class Watch:
-    """What a rank says of itself: call ``at`` more often than the time-out."""
+    """How a rank reports progress: call ``at`` more often than the time-out.
+
+    Attributes:
+        step: the training step.
+        what: what the rank is doing.
+        turn: the number of reports.
+    """
 
     step: int = 0
     what: str = "starting"
     turn: int = 0
 
     def at(self, step: int, what: str) -> None:
-        """This rank is at a step and does something. Costs nothing worth counting: a thread reads it now and then."""
+        """Reports progress. It costs an assignment: a thread reads it now and then."""
         self.step, self.what, self.turn = step, what, self.turn + 1
 
 
 @contextmanager
 def watchdog(timeout: timedelta | None) -> Iterator[Watch]:
-    """While the block runs, a rank that dies, or in which nothing moves for ``timeout``, ends all the others within it.
+    """Within the block, a rank that dies, or makes no progress for ``timeout``, makes all other ranks end.
 
-    Every rank of the world enters the block, and calls ``watch.at(step, what)`` as it goes on. A thread of each rank writes
-    beats into the store through which the processes met; nothing is sent over the connections that carry tensors. Rank 0's
-    judges all ranks, and every other's judges rank 0. A process that is ended prints what all ranks were doing, and exits with
-    code 75, so that torchrun starts all anew. Where a collective fails because a rank died, the error says which.
+    Every rank of the world enters the block, and calls ``watch.at(step, what)`` as it makes progress. A thread of each rank
+    writes heartbeats into the store by which the process group was made; nothing is sent over the connections that carry
+    tensors. Rank 0's thread checks all ranks, and every other rank's checks rank 0. A process that is ended prints what all
+    ranks were doing, and exits with code 75, so that torchrun restarts all. If a collective fails because a rank died, the
+    error says which.
 
-    A simulation needs none, for it finds deadlocks at once. None for ``timeout`` watches nothing.
+    A simulation needs no watchdog, as it finds deadlocks at once.
 
     Args:
-        timeout: longer than anything that goes on between two calls of ``watch.at``.
+        timeout: longer than the longest time between two calls of ``watch.at``; None watches nothing.
 
     Cost: some six requests a second to the store from each rank; from rank 0 four a second and rank.
 
     Raises:
-        RankFailedError: a collective failed, and other ranks are silent or have raised; which, and what all were doing.
-        ValueError: a timeout that is not positive.
+        RankFailedError: a collective failed, and other ranks are silent or have raised; it says which, and what all were doing.
+        ValueError: the timeout is not positive.
 
     >>> with watchdog(timedelta(seconds=60)) as watch:
     ...     for step in range(3):
@@ -147,18 +167,18 @@ def watchdog(timeout: timedelta | None) -> Iterator[Watch]:
         guard.over.set()
 
 
-def _twin(store: Store) -> Store:
-    """The same store over a connection of its own: a request that waits on the other one must not hold up beats."""
-    twin: Store = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
-    return twin
+def _reconnected(store: Store) -> Store:
+    """The same store over another connection, so that a request that waits on the first one does not delay heartbeats."""
+    clone: Store = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
+    return clone
 
 
 @attrs.define(eq=False)
 class _Guard:
-    """Two threads: one talks to the store, and one looks whether that one still gets answers."""
+    """Two threads: one talks to the store, and the other checks that the first still gets answers."""
 
     watch: Watch
-    beats: Beats
+    beats: Heartbeats
     timeout: float
     pause: float
     over: threading.Event = attrs.field(factory=threading.Event)
@@ -171,9 +191,11 @@ class _Guard:
     def of(watch: Watch, timeout: float) -> "_Guard":
         everyone = comm.world()
         world = everyone.world
-        store: Store = _twin(world.store) if isinstance(world, ProcessWorld) else HashStore()
+        store: Store = _reconnected(world.store) if isinstance(world, ProcessWorld) else HashStore()
         turn = store.add(f"functional_ds/watchdog/{everyone.rank}", 1)  # all ranks have entered equally often
-        beats = Beats(everyone.rank, everyone.size, PrefixStore(f"functional_ds/watchdog/{turn}", store), threading.get_ident())
+        beats = Heartbeats(
+            everyone.rank, everyone.size, PrefixStore(f"functional_ds/watchdog/{turn}", store), threading.get_ident()
+        )
         return _Guard(watch, beats, timeout, min(timeout / _BEATS, _SLOWEST))
 
     def start(self) -> None:
@@ -195,7 +217,7 @@ class _Guard:
                 return
 
     def _round(self, count: int) -> None:
-        self.beats.send(Beat.now(self.watch, count, self.beats.thread))
+        self.beats.send(Heartbeat.now(self.watch, count=count, thread=self.beats.thread))
         self.verdict = self.beats.verdict()
         if self.verdict is None and self.beats.rank == 0:
             self.verdict = self._judged(range(self.beats.size), hangs=True)
@@ -208,19 +230,19 @@ class _Guard:
             self._end(self.verdict)
 
     def _judged(self, ranks: range | tuple[int, ...], *, hangs: bool) -> str | None:
-        """A report, if one of the ranks has died or failed, or moves no more."""
-        self.beats.look(ranks)
-        seen = {rank: self.beats.seen[rank] for rank in ranks}
-        hang = Hang.found(
+        """A report, if one of the ranks has died or raised, or makes no progress."""
+        self.beats.read(ranks)
+        seen = {rank: self.beats.peers[rank] for rank in ranks}
+        failure = Failure.found(
             seen, self.timeout if hangs else math.inf, silent=self.timeout, grace=min(self.timeout, 5 * self.pause)
         )
-        if hang is None:
+        if failure is None:
             return None
-        self.beats.look(range(self.beats.size))
-        return report(hang, self.beats.seen)
+        self.beats.read(range(self.beats.size))
+        return report(failure, self.beats.peers)
 
     def _listen(self) -> None:
-        """Ends this process when the store does not answer: then the talking thread cannot."""
+        """Ends this process when the store does not answer, as the talking thread cannot."""
         while not self.over.wait(self.pause):
             quiet = monotonic() - self.heard
             if quiet > self.timeout or (self.lost is not None and quiet > 5 * self.pause):
@@ -228,17 +250,17 @@ class _Guard:
 
     def _cut_off(self, quiet: float) -> str:
         why = f": {str(self.lost).splitlines()[0]}" if self.lost else ""
-        self.beats.seen[self.beats.rank] = self.beats.mine(self.watch)
-        story = f"the store that {self.beats.place()} has not answered for {quiet:.1f} s{why}"
-        return report(Hang(story, ()), self.beats.seen)
+        self.beats.peers[self.beats.rank] = self.beats.mine(self.watch)
+        message = f"the store that {self.beats.store_holder()} has not answered for {quiet:.1f} s{why}"
+        return report(Failure(message, ()), self.beats.peers)
 
-    def _end(self, story: str) -> None:
-        """Ends the process: its main thread may be anywhere, and need not come back."""
+    def _end(self, message: str) -> None:
+        """Ends the process, whatever its main thread waits for."""
         if self.over.is_set():
             return
-        error = comm.TimedOutError(f"rank {self.beats.rank} is ended by its watchdog: {story}")
+        error = comm.TimedOutError(f"rank {self.beats.rank} is ended by its watchdog: {message}")
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)  # noqa: T201
-        with suppress(Exception):  # torchrun shows it in its summary
+        with suppress(Exception):  # for torchrun's summary
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
             get_error_handler().record_exception(error)
@@ -247,15 +269,15 @@ class _Guard:
     # -- the end of the block ------------------------------------------------------------------------------------------
 
     def finished(self) -> None:
-        """Waits until all ranks have, for the store may go with the first of them. The threads watch meanwhile."""
+        """Waits until all ranks have finished, as the store may end with the first of them. The threads watch meanwhile."""
         self.watch.at(self.watch.step, "waiting for the other ranks to finish")
-        with suppress(RuntimeError):  # it has gone: so had all finished
+        with suppress(RuntimeError):  # the store has ended, so all had finished
             self.beats.leave("finished")
             self._wait_for("left", self.beats.size, math.inf)
             self.over.set()
             self.talker.join(self.pause)
             self.beats.count("gone", 1)  # this rank's last request
-            if self.beats.rank == 0:  # which may hold the store
+            if self.beats.rank == 0:  # its process may hold the store
                 self._wait_for("gone", self.beats.size, 5 * self.pause)
 
     def _wait_for(self, what: str, ranks: int, patience: float) -> None:
@@ -264,30 +286,30 @@ class _Guard:
             sleep(min(self.pause, 0.01))
 
     def failed(self, error: BaseException) -> None:
-        """Tells the others; where this rank failed over others, raises who they are."""
+        """Tells the other ranks; if one of them made this rank fail, raises an error that says which."""
         self.watch.at(
-            self.watch.step, f"looking for what {type(error).__name__} is due to, which it raised while {self.watch.what}"
+            self.watch.step, f"looking for the cause of {type(error).__name__}, which it raised while {self.watch.what}"
         )
-        story = self.verdict
-        if story is None and isinstance(error, comm.CommError | dist.DistError):
-            story = self._blamed()
-        if story is not None:
+        message = self.verdict
+        if message is None and isinstance(error, comm.CommError | dist.DistError):
+            message = self._cause()
+        if message is not None:
             self.over.set()
-            raise comm.RankFailedError(f"rank {self.beats.rank} failed over others: {story}") from error
+            raise comm.RankFailedError(f"rank {self.beats.rank} failed because of others: {message}") from error
         with suppress(Exception):
             self.beats.leave(f"raised {type(error).__name__}: {error}".splitlines()[0])
 
-    def _blamed(self) -> str | None:
-        """Who has died or raised, if somebody has; looks twice, some beats apart."""
+    def _cause(self) -> str | None:
+        """A report of ranks that have died or raised, if there are any; reads several heartbeats first."""
         everyone = range(self.beats.size)
         try:
-            self.beats.look(everyone)
+            self.beats.read(everyone)
             deadline = monotonic() + _SILENT * self.pause
             while monotonic() < deadline:
                 sleep(self.pause / 2)
-                self.beats.look(everyone)
+                self.beats.read(everyone)
         except Exception as error:
             self.lost = error
             return self._cut_off(monotonic() - self.heard)
-        hang = Hang.blamed(self.beats.seen, self.beats.rank, silent=(_SILENT - 1) * self.pause)
-        return None if hang is None else report(hang, self.beats.seen)
+        failure = Failure.behind(self.beats.peers, self.beats.rank, silent=(_SILENT - 1) * self.pause)
+        return None if failure is None else report(failure, self.beats.peers)

@@ -1,10 +1,10 @@
-"""DeepSpeed's ZeRO checkpoints as data: which elements of which parameter lie where in which rank's file.
+"""DeepSpeed's ZeRO checkpoints as data: which elements of which parameter are where in which rank's file.
 
-A folder ``<tag>`` holds, for every rank, ``*zero_pp_rank_<r>_mp_rank_00_optim_states.pt`` with flat fp32 tensors and the
-optimizer's states of them, and the names and shapes in ``*mp_rank_00_model_states.pt``.
+A folder ``<tag>`` has, for every rank, ``*zero_pp_rank_<r>_mp_rank_00_optim_states.pt`` with flat fp32 tensors and the
+optimizer's states of them. ``*mp_rank_00_model_states.pt`` has the parameters' names and shapes.
 
-    stages 1, 2   each param group is one flat vector, cut into the ranks' partitions; only its end is padded
-    stage 3       each parameter is padded and cut into the ranks' equal pieces; a rank's pieces follow one another
+    stages 1, 2   each param group is one flat vector, split into the ranks' partitions; only its end is padded
+    stage 3       each parameter is padded and split into equal pieces for the ranks; a rank's pieces are concatenated
 """
 
 import pickle
@@ -20,38 +20,38 @@ import torch
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from functional_ds.checkpointing.errors import CheckpointError, DamagedError, NoCheckpointError
+from functional_ds.state_dict.errors import CheckpointError, DamagedError, NoCheckpointError
 
-__all__ = ["MASTER", "Param", "Remains", "ZeroFiles", "load_pickle"]
+__all__ = ["MASTER", "Param", "PlainAttributes", "ZeroFiles", "load_pickle"]
 
 
-class Remains:
-    """What was an object of DeepSpeed's: its attributes, and nothing that they could do."""
+class PlainAttributes:
+    """The attributes of an object of one of DeepSpeed's classes, without its methods."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.__dict__.update(kwargs)
 
 
-# DeepSpeed's own classes that its ZeRO checkpoints refer to, and what stands for them: an enum is its number.
+# DeepSpeed's own classes in its ZeRO checkpoints, and what replaces them: an enum becomes its number.
 _KNOWN = (
     (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
-    (Remains, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
-    (Remains, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
-    (Remains, "deepspeed.utils.tensor_fragment.fragment_address"),
+    (PlainAttributes, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+    (PlainAttributes, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+    (PlainAttributes, "deepspeed.utils.tensor_fragment.fragment_address"),
 )
 
 
 def load_pickle(path: Path) -> Any:
-    """The file's content, its tensors in a memory map: only what is used of them is read.
+    """The file's content, with memory-mapped tensors, of which only the parts that are used are read.
 
-    Torch's ``weights_only`` loader makes tensors and plain containers, and refuses every name that it does not know.
-    DeepSpeed's few classes become ``Remains``, so DeepSpeed need not be installed. Names that a caller has put into
-    ``torch.serialization.safe_globals`` are taken as well.
+    Torch's ``weights_only`` loader makes tensors and plain containers, and refuses every class that it does not know.
+    DeepSpeed's few classes become ``PlainAttributes``, so DeepSpeed need not be installed. Classes in
+    ``torch.serialization.safe_globals`` are accepted as well.
 
     Raises:
         NoCheckpointError: there is no such file.
-        DamagedError: it is damaged, or another kind of file.
-        CheckpointError: it holds an object of another class.
+        DamagedError: it is damaged, or a file of another kind.
+        CheckpointError: it holds an object of an unknown class.
     """
     if not path.is_file():
         raise NoCheckpointError(f"path: there is no file {path}")
@@ -66,7 +66,7 @@ def load_pickle(path: Path) -> Any:
 
 
 def _others(path: Path) -> list[str]:
-    """The names in a file that are not taken."""
+    """The classes in a file that are not accepted."""
     try:
         return sorted(set(get_unsafe_globals_in_checkpoint(path)) - {name for _, name in _KNOWN})
     except (pickle.UnpicklingError, RuntimeError, ValueError, KeyError):
@@ -77,7 +77,7 @@ MASTER = "master"  # the kind of value that every parameter has; the others are 
 
 
 @attrs.frozen
-class Stretch:
+class FlatRange:
     """``numel`` elements of a flattened parameter from ``offset`` on: in a rank's flat tensor ``which``, from ``start`` on."""
 
     offset: int
@@ -92,20 +92,21 @@ class Param:
     """A parameter of the checkpoint.
 
     Attributes:
-        group: of the flat tensors that its elements begin in, the place; its count of updates is that of this one.
-        stretches: where its elements are, in order.
-        whole: a frozen one's values, a piece from each rank that has one; a trained one has none.
+        shape: its shape.
+        group: the number of the flat tensor in which its elements begin, and whose number of updates counts for it.
+        ranges: where its elements are, in order.
+        whole: a frozen parameter's values, one piece from each rank that has one; empty for a trained parameter.
     """
 
     shape: tuple[int, ...]
     group: int = 0
-    stretches: tuple[Stretch, ...] = ()
-    whole: tuple[Tensor, ...] = attrs.field(default=(), eq=False)
+    ranges: tuple[FlatRange, ...] = ()
+    whole: tuple[Tensor, ...] = attrs.field(default=(), eq=False, repr=False)
 
     @property
     def frozen(self) -> bool:
-        """Whether the optimizer does not move it."""
-        return not self.stretches and prod(self.shape) > 0
+        """Whether the optimizer does not update it."""
+        return not self.ranges and prod(self.shape) > 0
 
 
 @attrs.frozen(eq=False)
@@ -113,11 +114,13 @@ class ZeroFiles:
     """An opened checkpoint.
 
     Attributes:
+        path: its folder.
+        stage: of ZeRO.
         params: by name.
-        aliases: further names of tied ones.
-        flats: for each rank, for each flat tensor, its values by kind.
-        updates: for each flat tensor, how many updates the optimizer made of it.
-        model: what the model's file says beside that.
+        aliases: from further names of tied parameters to their names in ``params``.
+        flats: for each rank and each flat tensor, its values by kind.
+        updates: for each flat tensor, the number of updates.
+        model: the rest of the model's file.
         scaler: the loss scaler's attributes.
     """
 
@@ -132,12 +135,12 @@ class ZeroFiles:
 
     @staticmethod
     def open(path: Path, tag: str | None = None) -> "ZeroFiles":
-        """The checkpoint of a tag; by default of the one that the file ``latest`` names.
+        """Opens the checkpoint of a tag; by default the one that the file ``latest`` names.
 
         Raises:
             NoCheckpointError: there is no such folder or file.
-            DamagedError: a damaged file; files of another kind of checkpoint, or not of all ranks.
-            CheckpointError: a model that was cut by other means, too.
+            DamagedError: a file is damaged or of another kind, or a rank's files are missing.
+            CheckpointError: the model was also split by tensor or pipeline parallelism.
         """
         folder = _tagged(path, tag)
         ranks = _by_rank(folder, "_optim_states.pt")
@@ -160,15 +163,25 @@ class ZeroFiles:
         return ZeroFiles(folder, stage, params, aliases, flats, _updates(optim[0], stage), models[0], scaler)
 
     def kinds(self) -> set[str]:
-        """The kinds of values that all trained parameters have."""
+        """The kinds of values that every trained parameter has."""
         return set.intersection(*(set(values) for rank in self.flats for values in rank)) if self.flats[0] else {MASTER}
 
     def find(self, name: str) -> Param | None:
         """A parameter under any of its names."""
         return self.params.get(name) or self.params.get(self.aliases.get(name, ""))
 
-    def read(self, param: Param, kind: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """Elements ``start`` to ``stop`` of a flattened parameter, in stretches, each with where it begins."""
+    def read(self, param: Param, kind: str, *, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """Elements of a flattened parameter, in pieces.
+
+        Args:
+            param: the parameter.
+            kind: ``MASTER``, or a key of the optimizer's state.
+            start: the first element.
+            stop: the element after the last.
+
+        Yields:
+            The first element's offset in the parameter, and the elements.
+        """
         if param.frozen:
             at = 0
             for piece in param.whole:
@@ -176,7 +189,7 @@ class ZeroFiles:
                 if low < high:
                     yield low, piece.reshape(-1)[low - at : high - at]
                 at += piece.numel()
-        for each in param.stretches:
+        for each in param.ranges:
             low, high = max(start, each.offset), min(stop, each.offset + each.numel)
             if low < high:
                 flat = self.flats[each.rank][each.which][kind]
@@ -237,7 +250,7 @@ def _section(content: Any, file: Path) -> dict[str, Any]:
 
 
 def _flats(section: Mapping[str, Any], stage: int, file: Path) -> list[dict[str, Tensor]]:
-    """A rank's flat tensors, each with the optimizer's states that are as long."""
+    """A rank's flat tensors, each with the optimizer's states of its length."""
     masters: list[Tensor] = section["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"]
     found = []
     for master, state in zip(masters, _states(section, stage, len(masters), file), strict=True):
@@ -260,7 +273,7 @@ def _states(section: Mapping[str, Any], stage: int, count: int, file: Path) -> l
 
 
 def _updates(section: Mapping[str, Any], stage: int) -> list[int]:
-    """How many updates each flat tensor has seen: torch keeps that in its state, DeepSpeed's own optimizers in the group."""
+    """The number of updates of each flat tensor: torch keeps it in the state, DeepSpeed's own optimizers in the group."""
     count = len(section["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"])
     base = _base(section, stage)
     states = base if isinstance(base, list) else [base["state"].get(i, {}) for i in range(count)]
@@ -269,7 +282,7 @@ def _updates(section: Mapping[str, Any], stage: int) -> list[int]:
     return [int(state.get("step", common)) for state in states]
 
 
-# -- what lies where -----------------------------------------------------------------------------------------------------
+# -- which elements are where ----------------------------------------------------------------------------------------------
 
 
 def _in_groups(
@@ -287,12 +300,12 @@ def _in_groups(
             end = at + prod(shape)
             if end > ends[-1]:
                 raise ValueError(f"{name!r} ends at {end} of {ends[-1]} elements of group {group}")
-            stretches = tuple(
-                Stretch(max(at, low) - at, min(end, high) - max(at, low), rank, group, max(at, low) - low)
+            ranges = tuple(
+                FlatRange(max(at, low) - at, min(end, high) - max(at, low), rank, group, max(at, low) - low)
                 for rank, (low, high) in enumerate(pairwise(ends))
                 if max(at, low) < min(end, high)
             )
-            found[name] = Param(shape, group, stretches)
+            found[name] = Param(shape, group, ranges)
             at = end + (paddings[group][place] if paddings else 0)
     return found
 
@@ -300,7 +313,7 @@ def _in_groups(
 def _in_pieces(
     shapes: Sequence[Mapping[str, tuple[int, ...]]], flats: Sequence[Sequence[Mapping[str, Tensor]]]
 ) -> dict[str, Param]:
-    """Stage 3. A piece may lie across flat tensors, which follow one another."""
+    """Stage 3. The flat tensors are concatenated, and a piece may span several."""
     sizes = [values[MASTER].numel() for values in flats[0]]
     begins = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
     found, at = {}, 0
@@ -309,21 +322,21 @@ def _in_pieces(
         piece = -(-numel // len(flats))
         if at + piece > begins[-1]:
             raise ValueError(f"{name!r} ends at {at + piece} of a rank's {begins[-1]} elements")
-        stretches = []
+        ranges = []
         for rank in range(len(flats)):
             first, last = rank * piece, min(numel, (rank + 1) * piece)
             for which, begin in enumerate(begins[:-1]):
                 low, high = max(at, begin), min(at + last - first, begins[which + 1])
                 if low < high:
-                    stretches.append(Stretch(first + low - at, high - low, rank, which, low - begin))
-        group = next((s.which for s in stretches), 0)
-        found[name] = Param(shape, group, tuple(stretches))
+                    ranges.append(FlatRange(first + low - at, high - low, rank, which, low - begin))
+        group = next((found_in.which for found_in in ranges), 0)
+        found[name] = Param(shape, group, tuple(ranges))
         at += piece
     return found
 
 
 def _frozen(models: Sequence[Mapping[str, Any]], trained: Mapping[str, Param]) -> dict[str, Param]:
-    """What the optimizer does not have: with a piece from each rank in stage 3, else whole; in stage 1 in the module's dict."""
+    """The frozen parameters: in stage 3 a piece from each rank, else whole; in stage 1 in the module's dict."""
     first = models[0]
     shapes = first.get("frozen_param_shapes") or {}
     pieces = [model.get("frozen_param_fragments") or {} for model in models]

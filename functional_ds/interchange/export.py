@@ -1,4 +1,4 @@
-"""``export``: params as safetensors files, without any rank holding the whole model."""
+"""``export``: writes params as safetensors files, without any rank holding the whole model."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -13,40 +13,56 @@ from torch import Tensor, nn
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.marks import part_of
-from functional_ds.checkpointing.shard_plan import marks
 from functional_ds.comm.record.group import Solo
 from functional_ds.modules.functional import Apply
 from functional_ds.state_dict.describe import as_tensors, describe
+from functional_ds.state_dict.fingerprint import fingerprints
 from functional_ds.step.slots import Role, fields_of_role
 from functional_ds.step.state import State
 
-from .format import INDEX, SINGLE, File, Spec, laid_out
-from .gather_stream import Held, Hop, Known, agreed, chunk_bytes, stream
-from .naming import Named, Naming, checked_dtype
-from .safetensors_writer import Writer, refuse_existing
+from .format import INDEX, SINGLE, SafetensorsFile, TensorSpec, split_files
+from .gather_stream import LeafInfo, LeafSend, LocalShard, chunk_bytes, plan_sends, stream
+from .naming import NamedLeaf, Naming, checked_dtype
+from .safetensors_writer import SafetensorsWriter, refuse_existing
 
-__all__ = ["Plan", "Transfer", "export"]
+__all__ = ["Destination", "Transfer", "export"]
 
 
 @attrs.frozen
-class Plan:
-    """Which files, and where."""
+class Destination:
+    """Which files an export writes.
+
+    Attributes:
+        folder: where.
+        files: what they will contain.
+        overwrite: whether existing files are replaced.
+    """
 
     folder: Path
-    files: tuple[File, ...]
+    files: tuple[SafetensorsFile, ...]
     overwrite: bool
 
     @staticmethod
-    def of(path: Path, *, specs: Sequence[Spec], limit: int | None, metadata: Mapping[str, str], overwrite: bool) -> "Plan":
-        """A file if the path ends with ``.safetensors``, else a folder."""
+    def of(
+        path: Path, *, specs: Sequence[TensorSpec], limit: int | None, metadata: Mapping[str, str], overwrite: bool
+    ) -> "Destination":
+        """One file if the path ends with ``.safetensors``, else a folder.
+
+        Args:
+            path: of the file or the folder.
+            specs: the tensors.
+            limit: bytes of a file's tensors; None for one file.
+            metadata: strings for each header.
+            overwrite: whether existing files are replaced.
+        """
         if path.suffix != ".safetensors":
-            return Plan(path, laid_out(specs, limit=limit, metadata=metadata), overwrite)
+            return Destination(path, split_files(specs, limit=limit, metadata=metadata), overwrite)
         if limit is not None:
             raise ValueError(f"shard_bytes={limit}: path={str(path)!r} is a single file; name a folder")
-        return Plan(path.parent, (File.of(path.name, specs, metadata),), overwrite)
+        return Destination(path.parent, (SafetensorsFile.of(path.name, specs, metadata),), overwrite)
 
     def check(self) -> None:
-        """Refuses to replace anything that it was not told to replace."""
+        """Raises FileExistsError if a file or a model exists that must not be replaced."""
         names = [file.name for file in self.files]
         model = len(names) > 1 or names == [SINGLE]
         if not self.overwrite:
@@ -55,43 +71,50 @@ class Plan:
 
 @attrs.frozen(eq=False)
 class Transfer:
-    """Leaves and buffers, and the files that they go into."""
+    """Leaves and buffers on their way into files.
 
-    plan: Plan
-    named: Mapping[Known, Named]
+    Attributes:
+        destination: the files.
+        named: the leaves, with their names in the files.
+        buffers: tensors that rank 0 writes beside them.
+        ranks: the group that has the leaves.
+    """
+
+    destination: Destination
+    named: Mapping[LeafInfo, NamedLeaf]
     buffers: Mapping[str, Tensor]
     ranks: comm.Group
 
-    def run(self, held: Sequence[Held], hops: Sequence[Hop]) -> None:
-        """All ranks together; what goes wrong in writing is raised on every rank, once nobody waits for anybody."""
-        hops = [hop for hop in hops if hop.leaf in self.named]
+    def run(self, shards: Sequence[LocalShard], sends: Sequence[LeafSend]) -> None:
+        """Carries it out. Collective. All ranks raise an error of the writing, once no rank waits for another."""
+        sends = [send for send in sends if send.leaf in self.named]
         with ExitStack() as stack:
-            writer = Writer(self.plan.folder, self.plan.files, self.plan.overwrite)
+            writer = SafetensorsWriter(self.destination.folder, self.destination.files, self.destination.overwrite)
             writes = self.ranks.rank == 0
 
             def begin() -> None:
-                self.plan.check()
+                self.destination.check()
                 stack.enter_context(writer)
 
-            self._together(begin if writes else None)
-            taking = _Taking(writer, self.named)
-            stream(hops, held, group=self.ranks, take=taking, cast=self._cast, chunk=chunk_bytes(self.named))
+            self._on_rank_0(begin if writes else None)
+            sink = _Sink(writer, self.named)
+            stream(sends, shards, group=self.ranks, take=sink, cast=self._cast, chunk=chunk_bytes(self.named))
 
             def end() -> None:
-                taking.raise_failure()
+                sink.raise_failure()
                 for name, value in self.buffers.items():
-                    writer.write(name, 0, value)
+                    writer.write(name, value)
                 writer.commit()
 
-            self._together(end if writes else None)
+            self._on_rank_0(end if writes else None)
 
-    def _cast(self, leaf: Known) -> torch.dtype:
-        """In which dtype values travel: narrowed already, but widened only where they are written."""
+    def _cast(self, leaf: LeafInfo) -> torch.dtype:
+        """The dtype in which a leaf is sent: casts to narrower dtypes come before it, others after it."""
         there = self.named[leaf].dtype
         return there if there.itemsize < leaf.dtype.itemsize else leaf.dtype
 
-    def _together(self, work: Callable[[], None] | None) -> None:
-        """Rank 0 works; if it fails, all fail."""
+    def _on_rank_0(self, work: Callable[[], None] | None) -> None:
+        """Rank 0 works; if it fails, all ranks raise its error."""
         failure: Exception | None = None
         try:
             if work is not None:
@@ -106,28 +129,28 @@ class Transfer:
 
 
 @attrs.define(eq=False)
-class _Taking:
-    """Writes what arrives. After a failure it goes on taking, as the others are sending."""
+class _Sink:
+    """Writes what rank 0 receives. After a failure it goes on receiving, as the other ranks are sending."""
 
-    writer: Writer
-    named: Mapping[Known, Named]
+    writer: SafetensorsWriter
+    named: Mapping[LeafInfo, NamedLeaf]
     failure: OSError | None = None
 
-    def __call__(self, hop: Hop, values: Tensor) -> None:
+    def __call__(self, send: LeafSend, values: Tensor) -> None:
         if self.failure is None:
             try:
-                for spec in self.named[hop.leaf].specs:
-                    self.writer.write(spec.name, hop.offset, values)
+                for spec in self.named[send.leaf].specs:
+                    self.writer.write(spec.name, values, offset=send.offset)
             except OSError as error:
                 self.failure = error
 
     def raise_failure(self) -> None:
-        """What went wrong, if anything did."""
+        """Raises the error, if there was one."""
         if self.failure is not None:
             raise self.failure
 
 
-# Where the values of a leaf are, the best first: masters, the exact shards of a compressed gather, what the loss sees.
+# Roles that hold a leaf's values, the most exact first: masters, exact shards of a compressed gather, the loss's params.
 _ROLES = (Role.MASTER.value, Role.EXACT.value, "params")
 _MEAN = Role.AVERAGE.value
 
@@ -147,43 +170,44 @@ def export(
     overwrite: bool = False,
     group: comm.Group | None = None,
 ) -> None:
-    """Writes params as safetensors: a file if ``path`` ends with ``.safetensors``, else a folder as ``transformers`` loads it.
+    """Writes params as safetensors: one file if ``path`` ends with ``.safetensors``, else a folder for ``transformers``.
 
-    ``params`` is a tree of tensors, or a ``State`` of any step, whatever it shards, on which axes. A state is exported
-    collectively over ``group``; a tree by whoever calls. A leaf's name is its path (``blocks.0.weight``).
+    ``params`` is a tree of tensors, or the ``State`` of any step, however it is sharded. Exporting a state is collective over
+    ``group``; a tree is written by the calling rank alone. A leaf's name is its path (``blocks.0.weight``).
 
-    Law: what is read back is ``step.params(state)``, bit for bit.
+    Law: the tensors in the files are those of ``step.params(state)``, bit for bit.
 
     Slices of ``tensor_parallel`` are refused: export ``step.params(state)`` on one rank.
 
-    Memory: values come in chunks, and rank 0 writes them where they belong as they come: beside the params it has at most
-    the size of two of the largest leaf, and less than 64 MiB; the others half of that. A conversion takes 16 MiB.
+    Memory: rank 0 receives values in chunks and writes each at once. Beside the params it needs at most the size of two of the
+    largest leaf, and less than 64 MiB; other ranks need half of that. A conversion takes 16 MiB.
     Cost: each rank sends what rank 0 does not have, once.
 
-    The files are complete or not there: they are written under hidden names, synced, and renamed at the end.
+    The files appear when they are complete: they are written under hidden names, synced, and renamed at the end.
 
     Args:
-        params: a ``State``, or a tree of tensors. A state's masters count where it has them.
-        path: a file, or a folder, which is made where it is not there.
-        module: whose names, dtypes and buffers the file gets, so that it can be loaded into such a module: an ``nn.Module``,
-            or the ``apply`` of ``fds.functional``. Without it, leaves have the dtypes in which ``step.params`` gives them.
-        averaged: the mean that ``T.ema`` keeps, instead of the params.
-        dtype: of floating leaves, buffers apart.
+        params: a ``State``, or a tree of tensors. Of a state with masters, these are written.
+        path: a file, or a folder, which is created if missing.
+        module: the files get its names, dtypes and buffers, so that such a module can load them: an ``nn.Module``, or the
+            ``apply`` of ``fds.functional``. Without it, leaves have the dtypes of ``step.params``.
+        averaged: write the mean that ``T.ema`` keeps instead of the params.
+        dtype: for floating leaves, but not for buffers.
         rename: from a leaf's path to its name in the file; None leaves the leaf out.
-        tied: a parameter that ``module`` ties stands under its first name, as ``transformers`` expects, with the others in
-            the metadata for ``safetensors.torch.load_model``; or under ``"all"`` its names, for ``module.load_state_dict``.
+        tied: ``"first"`` writes a tied parameter of ``module`` under its first name, as ``transformers`` expects, with the
+            others in the metadata for ``safetensors.torch.load_model``; ``"all"`` writes it under each name, for
+            ``module.load_state_dict``.
         buffers: tensors to write beside the params; rank 0's count.
-        shard_bytes: in a folder, a file holds no more; an index says which tensor is where.
+        shard_bytes: the most bytes of a file in a folder; an index says which tensor is in which file.
         metadata: strings to put into the header.
-        overwrite: replace what is there.
+        overwrite: replace existing files.
         group: the ranks that the state is spread over; None for the whole world.
 
     Raises:
-        FileExistsError: ``path`` is there, or another model in the folder, and ``overwrite`` is not given.
-        ValueError: names that occur twice or do not fit the module; a dtype that the format does not have (complex128);
-            leaves that no rank has, or ranks have with other values, or that have no values yet.
-        TypeError: a leaf is no tensor; ``metadata`` holds something else than strings.
-        OSError: on rank 0; the others raise it too. Nothing stays behind.
+        FileExistsError: ``path``, or another model in the folder, exists, and ``overwrite`` is False.
+        ValueError: names occur twice or do not fit the module; the format does not have a dtype (complex128); a leaf has no
+            values yet, is on no rank, or differs between ranks.
+        TypeError: a leaf is not a tensor; ``metadata`` holds something else than strings.
+        OSError: rank 0 cannot write; all ranks raise it, and no files stay.
 
     >>> import tempfile
     >>> from safetensors.torch import load_file
@@ -199,27 +223,27 @@ def export(
     if not all(isinstance(text, str) for pair in (metadata or {}).items() for text in pair):
         raise TypeError(f"metadata={metadata!r}: a header holds strings under strings alone")
     ranks = (group or comm.world()) if isinstance(params, State) else _alone()
-    held = _of_state(params, averaged) if isinstance(params, State) else _of_tree(params, averaged)
-    leaves, hops = agreed(held, ranks)
+    shards = _of_state(params, averaged) if isinstance(params, State) else _of_tree(params, averaged)
+    leaves, sends = plan_sends(shards, ranks)
     naming = Naming.of(module, params)
     naming = attrs.evolve(naming, buffers={**naming.buffers, **(buffers or {})})
     named = naming.name(leaves, rename=rename, dtype=checked_dtype(dtype), every=tied == "all")
-    plan = Plan.of(
+    destination = Destination.of(
         Path(path),
         specs=[spec for one in named for spec in one.specs] + naming.buffer_specs,
         limit=shard_bytes,
         metadata={**naming.metadata(every=tied == "all"), **(metadata or {})},
         overwrite=overwrite,
     )
-    Transfer(plan, {one.leaf: one for one in named}, naming.buffers, ranks).run(held, hops)
+    Transfer(destination, {one.leaf: one for one in named}, naming.buffers, ranks).run(shards, sends)
 
 
 def _alone() -> comm.Group:
-    """A world of one: who exports a tree asks nobody."""
+    """A world of one: a tree is exported without other ranks."""
     return comm.Group((0,), 0, "alone", Solo())
 
 
-def _of_tree(params: Any, averaged: bool) -> list[Held]:
+def _of_tree(params: Any, averaged: bool) -> list[LocalShard]:
     if averaged:
         raise ValueError("averaged=True: params is a tree, which keeps no mean; pass the state of a step that has T.ema")
     tree.tensors(params, "params")
@@ -229,28 +253,26 @@ def _of_tree(params: Any, averaged: bool) -> list[Held]:
     for path, leaf in named:
         if leaf.is_meta:
             raise ValueError(f"params: {path!r} has no values yet; export the state that step.init(params) makes")
-    return [Held(Known(path, tuple(leaf.shape), leaf.dtype), 0, leaf.detach()) for path, leaf in named]
+    return [LocalShard(LeafInfo(path, tuple(leaf.shape), leaf.dtype), 0, leaf.detach()) for path, leaf in named]
 
 
 def _refuse_twice(path: str) -> None:
     raise ValueError(f"params: two leaves have the path {path!r}; keys with dots in them make such paths")
 
 
-def _of_state(state: State, averaged: bool) -> list[Held]:
-    """Everything that may stand for a leaf; what counts is settled between the ranks."""
+def _of_state(state: State, averaged: bool) -> list[LocalShard]:
+    """All of this rank's values of leaves; ``plan_sends`` chooses between several values of a leaf."""
     if any("slices" in (part_of(leaf) or "").split(", ") for leaf in tree.leaves(state.params) if isinstance(leaf, Tensor)):
-        raise ValueError(
-            "params: slices of tensor parallelism are not put together here; export step.params(state) on one rank"
-        )
+        raise ValueError("params: slices of tensor parallelism are not combined here; export step.params(state) on one rank")
     roles = (*((_MEAN,) if averaged else ()), *_ROLES)
     found = []
-    for held in describe(as_tensors(tree.replace(state, optimizer=()))):
-        role, _, path = held.name.partition("/")
+    for shard in describe(as_tensors(tree.replace(state, optimizer=()))):
+        role, _, path = shard.name.partition("/")
         if role.partition("#")[0] in roles and "#" in role:
             _refuse_twice(path)
-        if role in roles and not held.shared:
-            found.append((held, Known(path, held.shape, held.view.dtype, roles.index(role))))
+        if role in roles and not shard.shared:
+            found.append((shard, LeafInfo(path, shard.shape, shard.view.dtype, roles.index(role))))
     if averaged and not any(True for _ in fields_of_role(state, Role.AVERAGE)):
         raise ValueError("averaged=True: this state keeps no mean of its params; its step needs T.ema(decay)")
-    numbers = marks([held.view for held, _ in found])
-    return [Held(known, held.offset, held.view, mark) for (held, known), mark in zip(found, numbers, strict=True)]
+    numbers = fingerprints([shard.view for shard, _ in found])
+    return [LocalShard(leaf, shard.offset, shard.view, n) for (shard, leaf), n in zip(found, numbers, strict=True)]

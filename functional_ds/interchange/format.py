@@ -1,7 +1,7 @@
-"""The safetensors format as data: which tensor lies where in which file, and the header that says so.
+"""The safetensors format as data: which tensor is at which bytes of which file, and the header that says so.
 
 A file is 8 bytes with the header's length, the header as JSON, and the tensors' bytes, one after another without holes.
-All offsets are known from shapes and dtypes alone, so tensors can be written in any order, each as it comes.
+Shapes and dtypes determine all offsets, so tensors can be written in any order.
 Source: the specification in the README of huggingface/safetensors.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 import torch
 
-__all__ = ["CODES", "INDEX", "SINGLE", "File", "Place", "Spec", "index_of", "laid_out"]
+__all__ = ["CODES", "INDEX", "SINGLE", "HeaderEntry", "SafetensorsFile", "TensorSpec", "index_of", "split_files"]
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -42,8 +42,8 @@ CODES: Mapping[torch.dtype, str] = MappingProxyType(
 
 
 @attrs.frozen
-class Spec:
-    """A tensor of a file without its values."""
+class TensorSpec:
+    """A tensor without its values."""
 
     name: str
     shape: tuple[int, ...]
@@ -51,51 +51,56 @@ class Spec:
 
     @property
     def nbytes(self) -> int:
-        """What it takes in a file."""
+        """Its size in a file, in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 @attrs.frozen
-class Place:
-    """Where a tensor lies: from byte ``start`` on, counted from the end of the header."""
+class HeaderEntry:
+    """A tensor's place in a file: from byte ``start`` after the header on."""
 
-    spec: Spec
+    spec: TensorSpec
     start: int
 
 
 @attrs.frozen
-class File:
+class SafetensorsFile:
     """A safetensors file without its values.
 
-    Larger element types come first, so that every tensor starts at a multiple of its element's size: a reader that maps the
-    file must not copy.
+    Larger element types come first, so every tensor starts at a multiple of its element's size, and a reader that maps the file
+    need not copy.
     """
 
     name: str
-    places: tuple[Place, ...]
+    entries: tuple[HeaderEntry, ...]
     metadata: Mapping[str, str]
 
     @staticmethod
-    def of(name: str, specs: Iterable[Spec], metadata: Mapping[str, str]) -> "File":
+    def of(name: str, specs: Iterable[TensorSpec], metadata: Mapping[str, str]) -> "SafetensorsFile":
         """A file with these tensors.
 
-        >>> file = File.of("x", [Spec("a", (3,), torch.int8), Spec("b", (2,), torch.float32)], {})
-        >>> [(place.spec.name, place.start) for place in file.places]
+        Args:
+            name: the file's.
+            specs: the tensors.
+            metadata: strings for the header.
+
+        >>> file = SafetensorsFile.of("x", [TensorSpec("a", (3,), torch.int8), TensorSpec("b", (2,), torch.float32)], {})
+        >>> [(entry.spec.name, entry.start) for entry in file.entries]
         [('b', 0), ('a', 8)]
         """
-        places, end = [], 0
+        entries, end = [], 0
         for spec in sorted(specs, key=lambda spec: -spec.dtype.itemsize):
-            places.append(Place(spec, end))
+            entries.append(HeaderEntry(spec, end))
             end += spec.nbytes
-        return File(name, tuple(places), metadata)
+        return SafetensorsFile(name, tuple(entries), metadata)
 
     @property
     def header(self) -> bytes:
         """The file's first bytes; the data begins at a multiple of 8."""
         entries: dict[str, Any] = {"__metadata__": dict(self.metadata)} if self.metadata else {}
-        for place in self.places:
-            spec = place.spec
-            span = [place.start, place.start + spec.nbytes]
+        for entry in self.entries:
+            spec = entry.spec
+            span = [entry.start, entry.start + spec.nbytes]
             entries[spec.name] = {"dtype": CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": span}
         text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
@@ -104,21 +109,27 @@ class File:
     @property
     def nbytes(self) -> int:
         """The whole file's size."""
-        return len(self.header) + sum(place.spec.nbytes for place in self.places)
+        return len(self.header) + sum(entry.spec.nbytes for entry in self.entries)
 
 
-def laid_out(
-    specs: Sequence[Spec], *, limit: int | None, metadata: Mapping[str, str], single: str = SINGLE
-) -> tuple[File, ...]:
-    """The files for these tensors, in their order: one, or as many as it takes for none to hold more than ``limit`` bytes.
+def split_files(
+    specs: Sequence[TensorSpec], *, limit: int | None, metadata: Mapping[str, str], single: str = SINGLE
+) -> tuple[SafetensorsFile, ...]:
+    """The files for these tensors, in their order: one, or several of at most ``limit`` bytes each.
 
-    A tensor that is larger than the limit gets a file of its own. Files are named as the ``transformers`` loader wants them.
+    A tensor that is larger than the limit gets a file of its own. Names are those that the ``transformers`` loader expects.
 
-    >>> halves = [Spec(name, (4,), torch.float32) for name in "abc"]
-    >>> [file.name for file in laid_out(halves, limit=32, metadata={})]
+    Args:
+        specs: the tensors.
+        limit: bytes of a file's tensors; None for one file.
+        metadata: strings for each header.
+        single: the name if there is one file.
+
+    >>> halves = [TensorSpec(name, (4,), torch.float32) for name in "abc"]
+    >>> [file.name for file in split_files(halves, limit=32, metadata={})]
     ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors']
     """
-    shards: list[list[Spec]] = [[]]
+    shards: list[list[TensorSpec]] = [[]]
     filled = 0
     for spec in specs:
         if limit is not None and shards[-1] and filled + spec.nbytes > limit:
@@ -127,16 +138,16 @@ def laid_out(
         shards[-1].append(spec)
         filled += spec.nbytes
     if len(shards) == 1:
-        return (File.of(single, shards[0], metadata),)
+        return (SafetensorsFile.of(single, shards[0], metadata),)
     names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    return tuple(File.of(name, shard, metadata) for name, shard in zip(names, shards, strict=True))
+    return tuple(SafetensorsFile.of(name, shard, metadata) for name, shard in zip(names, shards, strict=True))
 
 
-def index_of(files: Sequence[File]) -> bytes:
-    """The index of several files, as JSON: which tensor is in which."""
-    places = [(place.spec, file.name) for file in files for place in file.places]
-    total = sum(spec.nbytes for spec, _ in places)
-    numbers = sum(prod(spec.shape) for spec, _ in places)
+def index_of(files: Sequence[SafetensorsFile]) -> bytes:
+    """The JSON index of several files: which tensor is in which file."""
+    entries = [(entry.spec, file.name) for file in files for entry in file.entries]
+    total = sum(spec.nbytes for spec, _ in entries)
+    numbers = sum(prod(spec.shape) for spec, _ in entries)
     metadata = {"total_size": total, "total_parameters": numbers}
-    where = {spec.name: name for spec, name in sorted(places, key=lambda pair: pair[0].name)}
+    where = {spec.name: name for spec, name in sorted(entries, key=lambda pair: pair[0].name)}
     return (json.dumps({"metadata": metadata, "weight_map": where}, indent=2) + "\n").encode()

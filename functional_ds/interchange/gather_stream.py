@@ -1,4 +1,4 @@
-"""Leaves that lie in pieces on many ranks, brought to one rank a chunk at a time."""
+"""Gathers sharded leaves on rank 0, one chunk at a time."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
@@ -9,133 +9,142 @@ from torch import Tensor
 
 from functional_ds import comm
 
-__all__ = ["Held", "Hop", "Known", "agreed", "chunk_bytes", "stream"]
+__all__ = ["LeafInfo", "LeafSend", "LocalShard", "chunk_bytes", "plan_sends", "stream"]
 
-_SMALLEST_CHUNK, _LARGEST_CHUNK = 2**16, 2**22  # bytes; what is on the way at once is a few, however large the model
+_SMALLEST_CHUNK, _LARGEST_CHUNK = 2**16, 2**22  # bytes; a few chunks are in flight at once, however large the model
 
 
 @attrs.frozen
-class Known:
+class LeafInfo:
     """A leaf of the whole tree without its values.
 
     Attributes:
-        place: where there are several values for a leaf, as masters beside what the loss sees: the lowest counts.
+        path: its path in the tree.
+        shape: the whole leaf's.
+        dtype: of its values.
+        preference: of several values for a leaf, such as masters beside the loss's params, the lowest counts.
     """
 
     path: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    place: int = 0
+    preference: int = 0
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """The number of elements."""
         return prod(self.shape)
 
 
 @attrs.frozen(eq=False)
-class Held:
-    """What a rank has of a leaf: its flattened elements from ``offset`` on; ``mark`` differs where values do."""
+class LocalShard:
+    """This rank's part of a leaf: flattened elements from ``offset`` on. Copies with other values differ in ``fingerprint``."""
 
-    leaf: Known
+    leaf: LeafInfo
     offset: int
-    values: Tensor
-    mark: int = 0
+    values: Tensor = attrs.field(repr=False)
+    fingerprint: int = 0
 
 
 @attrs.frozen
-class Hop:
-    """``numel`` elements of a leaf, from its element ``offset`` on, that rank ``src`` gives."""
+class LeafSend:
+    """Rank ``src`` sends ``numel`` elements of a leaf, from its element ``offset`` on, to rank 0."""
 
-    leaf: Known
+    leaf: LeafInfo
     offset: int
     numel: int
     src: int
 
 
-def agreed(held: Sequence[Held], group: comm.Group) -> tuple[tuple[Known, ...], tuple[Hop, ...]]:
-    """All ranks' leaves, and who gives what so that rank 0 gets every element once; the same on every rank.
+def plan_sends(shards: Sequence[LocalShard], group: comm.Group) -> tuple[tuple[LeafInfo, ...], tuple[LeafSend, ...]]:
+    """All ranks' leaves, and the sends by which rank 0 gets every element once; the same on every rank. Collective.
 
-    Rank 0's own pieces come first, then longer ones, then lower ranks'. Leaves stand in the order of their paths, numbers by
-    size, which does not depend on the ranks.
+    Rank 0's own elements are preferred, then longer shards, then lower ranks. Leaves are sorted by their paths, numbers in a
+    path by value, so the order does not depend on the ranks.
 
-    Cost: each rank sends its pieces' names and sizes to all others.
+    Cost: each rank sends its shards' names and sizes to all others.
 
     Raises:
         ValueError: ranks have a leaf in two shapes or dtypes, or with other values; elements that no rank has.
     """
-    mine = [(piece.leaf, piece.offset, piece.values.numel(), piece.mark) for piece in held]
+    mine = [(shard.leaf, shard.offset, shard.values.numel(), shard.fingerprint) for shard in shards]
     everyones = comm.all_gather_object(mine, group) if group.size > 1 else [mine]
-    leaves: dict[str, Known] = {}
-    pieces: dict[Known, list[Hop]] = {}
-    marks: dict[tuple[Known, int, int], int] = {}
+    leaves: dict[str, LeafInfo] = {}
+    pieces: dict[LeafInfo, list[LeafSend]] = {}
+    found: dict[tuple[LeafInfo, int, int], int] = {}
     for rank, theirs in enumerate(everyones):
-        for leaf, offset, numel, mark in theirs:
+        for leaf, offset, numel, fingerprint in theirs:
             first = leaves.setdefault(leaf.path, leaf)
-            if first.shape != leaf.shape or (first.place == leaf.place and first.dtype != leaf.dtype):
-                raise ValueError(f"rank {rank} of {group.name!r} has {_said(leaf)}, another rank {_said(first)}")
-            if marks.setdefault((leaf, offset, numel), mark) != mark:
+            if first.shape != leaf.shape or (first.preference == leaf.preference and first.dtype != leaf.dtype):
+                raise ValueError(f"rank {rank} of {group.name!r} has {_described(leaf)}, another rank {_described(first)}")
+            if found.setdefault((leaf, offset, numel), fingerprint) != fingerprint:
                 raise ValueError(
                     f"rank {rank} of {group.name!r} has other values of {leaf.path!r} than another rank: slices of tensor "
-                    "parallelism and ranks that step by themselves are not put together; export step.params(state) on one rank"
+                    "parallelism and ranks that step by themselves are not combined; export step.params(state) on one rank"
                 )
-            leaves[leaf.path] = min(first, leaf, key=lambda known: known.place)
-            pieces.setdefault(leaf, []).append(Hop(leaf, offset, numel, rank))
+            leaves[leaf.path] = min(first, leaf, key=lambda each: each.preference)
+            pieces.setdefault(leaf, []).append(LeafSend(leaf, offset, numel, rank))
     ordered = sorted(leaves.values(), key=lambda leaf: _natural(leaf.path))
-    return tuple(ordered), tuple(hop for leaf in ordered for hop in _cover(leaf, pieces[leaf]))
+    return tuple(ordered), tuple(send for leaf in ordered for send in _cover(leaf, pieces[leaf]))
 
 
 def _natural(path: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in path.split(".")]
 
 
-def _said(leaf: Known) -> str:
+def _described(leaf: LeafInfo) -> str:
     return f"{leaf.path!r} of shape {list(leaf.shape)} and {leaf.dtype}"
 
 
-def _cover(leaf: Known, pieces: Sequence[Hop]) -> Iterator[Hop]:
-    """Each element of the leaf once."""
+def _cover(leaf: LeafInfo, pieces: Sequence[LeafSend]) -> Iterator[LeafSend]:
+    """Sends that cover each element of the leaf once."""
     done = 0
     while done < leaf.numel:
         fitting = [piece for piece in pieces if piece.offset <= done < piece.offset + piece.numel]
         if not fitting:
             raise ValueError(
-                f"no rank has element {done} of {_said(leaf)}: is the group the one that the state is spread over?"
+                f"no rank has element {done} of {_described(leaf)}: is the group the one that the state is spread over?"
             )
         best = min(fitting, key=lambda piece: (piece.src != 0, -(piece.offset + piece.numel), piece.src))
         end = best.offset + best.numel
-        yield Hop(leaf, done, end - done, best.src)
+        yield LeafSend(leaf, done, end - done, best.src)
         done = end
 
 
-def chunk_bytes(leaves: Iterable[Known]) -> int:
-    """How much travels at once: with what transports keep, a few of it, which is less than two of the largest leaf.
+def chunk_bytes(leaves: Iterable[LeafInfo]) -> int:
+    """The bytes of one message. A few chunks, with transports' buffers, are less than two of the largest leaf.
 
-    Models of toy size need more than that.
+    Tiny models are an exception.
     """
     largest = max((leaf.numel * leaf.dtype.itemsize for leaf in leaves), default=0)
     return min(_LARGEST_CHUNK, max(_SMALLEST_CHUNK, largest // 8))
 
 
 def stream(
-    hops: Sequence[Hop],
-    held: Sequence[Held],
+    sends: Sequence[LeafSend],
+    shards: Sequence[LocalShard],
     *,
     group: comm.Group,
-    take: Callable[[Hop, Tensor], None],
-    cast: Callable[[Known], torch.dtype],
+    take: Callable[[LeafSend, Tensor], None],
+    cast: Callable[[LeafInfo], torch.dtype],
     chunk: int,
 ) -> None:
-    """Hands rank 0 every hop's values by ``take``, in order; the next one is on its way meanwhile.
+    """Carries out the sends; rank 0 takes their values in order, while it receives the next. Collective.
 
-    ``cast`` says in which dtype a leaf travels. Rank 0's own pieces are handed over as they are.
+    Args:
+        sends: all of them, as ``plan_sends`` gives them.
+        shards: this rank's.
+        group: the ranks.
+        take: called on rank 0 with each send and its values, its own elements in their own dtype.
+        cast: the dtype in which a leaf is sent.
+        chunk: bytes of a message.
 
-    Cost: ranks but 0 send what rank 0 lacks, once. Memory: on rank 0 about eight chunks, on others two.
+    Cost: ranks other than 0 send what rank 0 lacks, once. Memory: about eight chunks on rank 0, two on others.
     """
-    own: dict[Known, list[Held]] = {}
-    for piece in held:
-        own.setdefault(piece.leaf, []).append(piece)
-    parts = [part for hop in hops for part in _cut(hop, chunk // cast(hop.leaf).itemsize)]
+    own: dict[LeafInfo, list[LocalShard]] = {}
+    for shard in shards:
+        own.setdefault(shard.leaf, []).append(shard)
+    parts = [part for send in sends for part in _chunks(send, chunk // cast(send.leaf).itemsize)]
     if group.rank:
         for part in parts:
             if part.src == group.rank:
@@ -143,30 +152,30 @@ def stream(
                 comm.send(values.to(group.world.device), 0, group)
         return
 
-    def asked(place: int) -> comm.Pending[Tensor] | None:
-        """The values of a part that another rank has, under way."""
-        if place >= len(parts) or parts[place].src == 0:
+    def receive(index: int) -> comm.Pending[Tensor] | None:
+        """Starts to receive a part; None for rank 0's own."""
+        if index >= len(parts) or parts[index].src == 0:
             return None
-        part = parts[place]
+        part = parts[index]
         template = torch.zeros((), dtype=cast(part.leaf), device=group.world.device).expand(part.numel)
         return comm.irecv(template, part.src, group)
 
-    ahead = asked(0)
-    for place, part in enumerate(parts):
-        coming, ahead = ahead, asked(place + 1)
-        take(part, _mine(part, own) if coming is None else coming.wait())
+    following = receive(0)
+    for index, part in enumerate(parts):
+        pending, following = following, receive(index + 1)
+        take(part, _mine(part, own) if pending is None else pending.wait())
 
 
-def _cut(hop: Hop, numel: int) -> Iterator[Hop]:
-    """A hop in parts; those that rank 0 has need no cutting, as they do not travel."""
-    size = hop.numel if hop.src == 0 else max(1, numel)
-    for start in range(0, hop.numel, max(1, size)):
-        yield Hop(hop.leaf, hop.offset + start, min(size, hop.numel - start), hop.src)
+def _chunks(send: LeafSend, numel: int) -> Iterator[LeafSend]:
+    """A send in parts of at most ``numel`` elements; rank 0's own elements stay in one part."""
+    size = send.numel if send.src == 0 else max(1, numel)
+    for start in range(0, send.numel, max(1, size)):
+        yield LeafSend(send.leaf, send.offset + start, min(size, send.numel - start), send.src)
 
 
-def _mine(hop: Hop, own: dict[Known, list[Held]]) -> Tensor:
-    for piece in own[hop.leaf]:
-        start = hop.offset - piece.offset
-        if start >= 0 and start + hop.numel <= piece.values.numel():
-            return piece.values.reshape(-1)[start : start + hop.numel]
-    raise ValueError(f"this rank does not have elements {hop.offset} to {hop.offset + hop.numel} of {hop.leaf.path!r}")
+def _mine(send: LeafSend, own: dict[LeafInfo, list[LocalShard]]) -> Tensor:
+    for shard in own[send.leaf]:
+        start = send.offset - shard.offset
+        if start >= 0 and start + send.numel <= shard.values.numel():
+            return shard.values.reshape(-1)[start : start + send.numel]
+    raise ValueError(f"this rank does not have elements {send.offset} to {send.offset + send.numel} of {send.leaf.path!r}")

@@ -1,4 +1,4 @@
-"""``load_params``: safetensors files as params that each rank reads its own part of."""
+"""``load_params``: params from safetensors files, of which each rank reads its own part."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -18,46 +18,53 @@ from functional_ds.sharding.sources import from_source
 from .format import CODES, INDEX, SINGLE
 from .naming import Naming, Rename, listed
 
-__all__ = ["Stored", "load_params", "opened"]
+__all__ = ["FileTensor", "SafetensorsFiles", "load_params", "open_files"]
 
 _DTYPES: Mapping[str, torch.dtype] = MappingProxyType({code: dtype for dtype, code in CODES.items()})
 
 
 @attrs.frozen
-class Stored:
-    """A tensor in a file."""
+class FileTensor:
+    """A tensor in a file.
+
+    Attributes:
+        shape: its shape.
+        dtype: its dtype in the file.
+        file: the safetensors library's open file.
+        name: its name there.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    file: Any = attrs.field(repr=False)  # the library's open file
+    file: Any = attrs.field(repr=False)
     name: str = ""
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Elements of the flattened tensor, in the file's memory map: only pages that are used are read."""
+        """Elements of the flattened tensor, as a view of the memory-mapped file, which reads only the pages that are used."""
         whole: Tensor = self.file.get_tensor(self.name)
         return whole.reshape(-1)[start:stop]
 
 
 @attrs.frozen(eq=False)
-class Opened:
-    """Files that are open.
+class SafetensorsFiles:
+    """Open files.
 
     Attributes:
         tensors: by name.
-        aliases: names that stand for another's values, from the files' metadata.
+        aliases: from further names to the names of tensors, from the files' metadata.
     """
 
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, FileTensor]
     aliases: Mapping[str, str]
 
 
-def opened(path: Path) -> Opened:
-    """A file; or a folder with ``model.safetensors.index.json``, or with ``model.safetensors``.
+def open_files(path: Path) -> SafetensorsFiles:
+    """Opens a file, or a folder with ``model.safetensors.index.json``, or ``model.safetensors``.
 
     Raises:
-        FileNotFoundError: there is no such file; the index names one that is not there.
-        ValueError: a file is damaged or another kind of file; the index is, or names a file outside of the folder, or
-            tensors that the files do not have.
+        FileNotFoundError: a file is missing, perhaps one that the index names.
+        ValueError: a file or the index is damaged or of another kind; the index names a file outside of the folder, or tensors
+            that the files do not have.
     """
     if path.is_dir():
         if (path / INDEX).exists() and not (path / SINGLE).exists():
@@ -72,22 +79,22 @@ def opened(path: Path) -> Opened:
     return _file(path)
 
 
-def _file(path: Path) -> Opened:
+def _file(path: Path) -> SafetensorsFiles:
     safe_open, SafetensorError = _library()
     try:
         file = safe_open(path, framework="pt")
         tensors = {}
-        for name in file.keys():  # noqa: SIM118  # the library's file is no mapping
+        for name in file.keys():  # noqa: SIM118  # the library's file is not a mapping
             piece = file.get_slice(name)
             code = piece.get_dtype()
             if code not in _DTYPES:
                 raise ValueError(f"path: {path} has {name!r} as {code}, which torch tensors cannot be read as here")
-            tensors[name] = Stored(tuple(piece.get_shape()), _DTYPES[code], file, name)
+            tensors[name] = FileTensor(tuple(piece.get_shape()), _DTYPES[code], file, name)
     except (SafetensorError, OSError, RuntimeError) as error:
         raise ValueError(f"path: {path} is damaged, or no safetensors file: {error}") from error
     notes = file.metadata() or {}
     aliases = {alias: name for alias, name in notes.items() if name in tensors and alias not in tensors}
-    return Opened(tensors, aliases)
+    return SafetensorsFiles(tensors, aliases)
 
 
 def _library() -> tuple[Any, type[Exception]]:
@@ -98,7 +105,7 @@ def _library() -> tuple[Any, type[Exception]]:
     return safe_open, SafetensorError
 
 
-def _indexed(folder: Path, index: str = INDEX) -> Opened:
+def _indexed(folder: Path, index: str = INDEX) -> SafetensorsFiles:
     where = _weight_map(folder / index)
     files = {name: _file(folder / name) for name in sorted(set(where.values()))}
     absent = [name for name, file in where.items() if name not in files[file].tensors]
@@ -107,7 +114,7 @@ def _indexed(folder: Path, index: str = INDEX) -> Opened:
         raise ValueError(f"path: {folder / index} names tensors that its files do not have{listed('missing', absent, found)}")
     tensors = {name: files[file].tensors[name] for name, file in where.items()}
     aliases = {alias: name for file in files.values() for alias, name in file.aliases.items() if alias not in tensors}
-    return Opened(tensors, aliases)
+    return SafetensorsFiles(tensors, aliases)
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -142,32 +149,32 @@ def load_params(
     allow_extra: str | Sequence[str] = (),
     device: str | torch.device = "cpu",
 ) -> Any:
-    """The params of a file, in ``like``'s structure, for ``step.init``: each rank reads what it stores, and nothing more.
+    """The params of a file, in ``like``'s structure, for ``step.init``: each rank reads only what it stores.
 
-    The leaves are deferred (``fds.from_source``): they have shapes, dtypes and marks, and their values are read from the mapped
-    file when ``init`` stores them, a leaf at a time. So no rank ever holds the whole model where the step does not, nothing is
-    broadcast, and ``like`` may be on the meta device. All ranks must see the files, unchanged until then.
+    The leaves are deferred (``fds.from_source``): they have shapes, dtypes and marks, and ``init`` reads their values from the
+    memory-mapped file, one leaf at a time. So no rank holds the whole model unless the step does, nothing is broadcast, and
+    ``like`` may be on the meta device. All ranks must see the files, which must not change until then.
 
     Law: ``step.params(step.init(load_params(path, like=params))) = step.params(state)`` for ``export(state, path)``, bit for
     bit, whatever either of the steps shards.
 
-    Dtypes are ``like``'s: floating values are cast to it, which rounds where it is narrower. Nothing else is cast.
+    Dtypes are ``like``'s. Floating values are cast, which rounds if the dtype is narrower; other values are not.
 
     Args:
         path: a file; a folder with ``model.safetensors`` or with an index, as ``export`` and ``transformers`` write them; or
             an index.
-        like: a tree of tensors, of the names, shapes, dtypes and frozen leaves that are wanted.
-        module: whose parameters they are: of a tied one any of its names will do, and buffers are no extra names.
+        like: a tree of tensors with the names, shapes and dtypes that are wanted, and with frozen leaves marked.
+        module: whose parameters they are: a tied parameter is found under any of its names, and buffers do not count as extra.
         rename: from a leaf's path to its name in the file.
-        allow_missing: patterns (``fnmatch``'s) for leaves that the file need not have: those keep ``like``'s values.
-        allow_extra: patterns for names that the file may have without a leaf.
-        device: where the values shall lie.
+        allow_missing: patterns (``fnmatch``'s) of leaves that the file may lack: those keep ``like``'s values.
+        allow_extra: patterns of names in the file that need no leaf.
+        device: where the values will be.
 
     Raises:
-        FileNotFoundError: there is no such file, or one that the index names is not there.
-        ValueError: names are missing or extra, shapes differ, or dtypes that are not floating; a file is damaged; an index
+        FileNotFoundError: a file is missing, perhaps one that the index names.
+        ValueError: names are missing or extra; shapes, or dtypes that are not floating, differ; a file is damaged; an index
             names files outside of its folder.
-        TypeError: a leaf of ``like`` is no tensor.
+        TypeError: a leaf of ``like`` is not a tensor.
 
     >>> import tempfile
     >>> import functional_ds as fds
@@ -181,24 +188,25 @@ def load_params(
     """
     tree.tensors(like, "like")
     named = dict(tree.named(like))
-    files = opened(Path(path))
+    files = open_files(Path(path))
     found = _found(files, named, Naming.of(module), rename)
-    lacking = [leaf for leaf in named if leaf not in found]
-    _check_names(files, found, lacking, Naming.of(module), _patterns(allow_missing), _patterns(allow_extra), rename)
+    absent = [leaf for leaf in named if leaf not in found]
+    allowed = _patterns(allow_missing), _patterns(allow_extra)
+    _check_names(files, found, absent=absent, naming=Naming.of(module), rename=rename, allowed=allowed)
     _check_kinds(named, found)
-    deferred = from_source(like, _Reader(found), device=device)
+    deferred = from_source(like, _FileSource(found), device=device)
     leaves = [new if leaf in found else named[leaf] for leaf, new in tree.named(deferred)]
     return tree.unflatten(tree.structure(like), leaves)
 
 
 @attrs.frozen(eq=False)
-class _Reader:
-    """A source: leaves of a tree under their paths."""
+class _FileSource:
+    """A source for ``from_source``: leaves by their paths."""
 
-    found: Mapping[str, Stored]
+    found: Mapping[str, FileTensor]
 
     def read(self, path: str, start: int, stop: int) -> Tensor:
-        """A stretch of a leaf."""
+        """Elements ``start`` to ``stop`` of the flattened leaf ``path``."""
         return self.found[path].read(start, stop)
 
 
@@ -206,8 +214,8 @@ def _patterns(given: str | Sequence[str]) -> tuple[str, ...]:
     return (given,) if isinstance(given, str) else tuple(given)
 
 
-def _found(files: Opened, named: Mapping[str, Any], naming: Naming, rename: Rename | None) -> dict[str, Stored]:
-    """The leaves that the files have, under whichever of their names."""
+def _found(files: SafetensorsFiles, named: Mapping[str, Any], naming: Naming, rename: Rename | None) -> dict[str, FileTensor]:
+    """The leaves that the files have under any of their names."""
     found = {}
     for leaf in named:
         name = leaf if rename is None else rename(leaf) or ""
@@ -220,21 +228,22 @@ def _found(files: Opened, named: Mapping[str, Any], naming: Naming, rename: Rena
 
 
 def _check_names(
-    files: Opened,
-    found: Mapping[str, Stored],
-    lacking: Sequence[str],
+    files: SafetensorsFiles,
+    found: Mapping[str, FileTensor],
+    *,
+    absent: Sequence[str],
     naming: Naming,
-    may_lack: Sequence[str],
-    may_have: Sequence[str],
     rename: Rename | None,
+    allowed: tuple[Sequence[str], Sequence[str]],
 ) -> None:
-    wanted = [leaf if rename is None else rename(leaf) or leaf for leaf in (*found, *lacking)]
+    """Raises ValueError unless the leaves and the files have the same names, but for those that are allowed to differ."""
+    wanted = [leaf if rename is None else rename(leaf) or leaf for leaf in (*found, *absent)]
     known = {*wanted, *naming.buffers, *(alias for names in naming.ties.values() for alias in names)}
     used = {stored.name for stored in found.values()}
-    missing = [leaf for leaf in lacking if not _matches(leaf, may_lack)]
-    extra = [name for name in files.tensors if name not in known | used and not _matches(name, may_have)]
+    missing = [leaf for leaf in absent if not _matches(leaf, allowed[0])]
+    extra = [name for name in files.tensors if name not in known | used and not _matches(name, allowed[1])]
     if missing or extra:
-        what = listed("missing", missing, extra or list(files.tensors)) + listed("extra", extra, lacking or wanted)
+        what = listed("missing", missing, extra or list(files.tensors)) + listed("extra", extra, absent or wanted)
         raise ValueError(
             f"like: its leaves and the file have not the same names{what}; see rename=, allow_missing=, allow_extra="
         )
@@ -244,7 +253,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _check_kinds(named: Mapping[str, Tensor], found: Mapping[str, Stored]) -> None:
+def _check_kinds(named: Mapping[str, Tensor], found: Mapping[str, FileTensor]) -> None:
     wrong = []
     for leaf, stored in found.items():
         like = named[leaf]

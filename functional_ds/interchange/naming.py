@@ -1,4 +1,4 @@
-"""What leaves are called in a file, and in which dtype they stand there."""
+"""Names and dtypes of leaves in a file."""
 
 import difflib
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -12,28 +12,29 @@ from functional_ds.modules.functional import Apply
 from functional_ds.step.buffers import BUFFERS, Buffers
 from functional_ds.step.state import State
 
-from .format import CODES, Spec
-from .gather_stream import Known
+from .format import CODES, TensorSpec
+from .gather_stream import LeafInfo
 
-__all__ = ["Named", "Naming", "nearest"]
+__all__ = ["NamedLeaf", "Naming", "nearest"]
 
 Rename = Callable[[str], str | None]
 
 
 @attrs.frozen
-class Named:
-    """A leaf, or a buffer, with what it is to be in a file.
+class NamedLeaf:
+    """A leaf and its tensors in a file.
 
     Attributes:
-        specs: under each of its names; the same values stand under all of them.
+        leaf: the leaf.
+        specs: one for each of its names; all get the leaf's values.
     """
 
-    leaf: Known
-    specs: tuple[Spec, ...]
+    leaf: LeafInfo
+    specs: tuple[TensorSpec, ...]
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it is in the file."""
+        """Its dtype in the file."""
         return self.specs[0].dtype
 
 
@@ -42,9 +43,9 @@ class Naming:
     """A module's own names.
 
     Attributes:
-        ties: from a parameter's first name to all its names; a parameter that is not tied has one.
-        dtypes: of the parameters, under their first names.
-        buffers: those that the module's ``state_dict`` has, as they are now.
+        ties: from each parameter's first name to all its names; a parameter that is not tied has one.
+        dtypes: the parameters', under their first names.
+        buffers: the current values of those that are in the module's ``state_dict``.
     """
 
     ties: Mapping[str, tuple[str, ...]] = attrs.field(factory=dict)
@@ -83,41 +84,56 @@ class Naming:
         ties = {name: tuple(names[id(x)]) for name, x in params.items()}
         return Naming(ties, {name: x.dtype for name, x in params.items()}, buffers)
 
-    def name(self, leaves: Iterable[Known], *, rename: Rename | None, dtype: torch.dtype | None, every: bool) -> list[Named]:
-        """Each leaf with its names and dtype in the file, in the module's order; ``every`` name of a tied one, or its first.
+    def name(
+        self, leaves: Iterable[LeafInfo], *, rename: Rename | None, dtype: torch.dtype | None, every: bool
+    ) -> list[NamedLeaf]:
+        """Each leaf with its names and dtype in the file, in the module's order.
+
+        Args:
+            leaves: the leaves.
+            rename: from a leaf's path to its name; None leaves the leaf out.
+            dtype: for floating leaves; None for the module's, or the leaf's own.
+            every: whether a tied parameter stands under each of its names, or under its first alone.
 
         Raises:
-            ValueError: the module has other parameters; two leaves get one name; a dtype that the format does not have.
+            ValueError: the module has other parameters; two leaves get one name; the format does not have a dtype.
         """
         chosen = [(leaf, leaf.path if rename is None else rename(leaf.path)) for leaf in leaves]
         known = {name: leaf for leaf, name in chosen if name is not None}
         if self.ties:
-            refuse_others(self.ties, known, "module", "its parameters and the leaves have not the same names")
+            refuse_others(self.ties, known, argument="module", what="its parameters and the leaves have not the same names")
             order = {name: place for place, name in enumerate(self.ties)}
             chosen.sort(key=lambda pair: -1 if pair[1] is None else order[pair[1]])
         named = [(leaf, self._specs(leaf, name, dtype, every)) for leaf, name in chosen if name is not None]
         _check_names([spec for _, specs in named for spec in specs] + self.buffer_specs)
-        return [Named(leaf, specs) for leaf, specs in named]
+        return [NamedLeaf(leaf, specs) for leaf, specs in named]
 
-    def _specs(self, leaf: Known, name: str, dtype: torch.dtype | None, every: bool) -> tuple[Spec, ...]:
+    def _specs(self, leaf: LeafInfo, name: str, dtype: torch.dtype | None, every: bool) -> tuple[TensorSpec, ...]:
         kept = self.dtypes.get(name, leaf.dtype)
         cast = dtype if dtype is not None and leaf.dtype.is_floating_point else kept
         names = self.ties.get(name, (name,)) if every else (name,)
-        return tuple(Spec(each, leaf.shape, cast) for each in names)
+        return tuple(TensorSpec(each, leaf.shape, cast) for each in names)
 
     @property
-    def buffer_specs(self) -> list[Spec]:
-        """The buffers without their values."""
-        return [Spec(name, tuple(x.shape), x.dtype) for name, x in self.buffers.items()]
+    def buffer_specs(self) -> list[TensorSpec]:
+        """The buffers' names, shapes and dtypes."""
+        return [TensorSpec(name, tuple(x.shape), x.dtype) for name, x in self.buffers.items()]
 
     def metadata(self, *, every: bool) -> dict[str, str]:
-        """What readers want to know: which framework's it is, and which names stand for another's values."""
+        """The header's metadata: the framework, and which names are aliases of others."""
         aliases = {} if every else {alias: names[0] for names in self.ties.values() for alias in names[1:]}
         return {"format": "pt", **aliases}
 
 
-def refuse_others(wanted: Collection[str], given: Collection[str], argument: str, what: str) -> None:
-    """Raises ValueError where the two are not the same names."""
+def refuse_others(wanted: Collection[str], given: Collection[str], *, argument: str, what: str) -> None:
+    """Raises ValueError unless the two have the same names.
+
+    Args:
+        wanted: the names that are needed.
+        given: the names that there are.
+        argument: whose fault it is, for the message.
+        what: the message.
+    """
     missing, extra = [n for n in wanted if n not in given], [n for n in given if n not in wanted]
     if missing or extra:
         raise ValueError(
@@ -126,7 +142,13 @@ def refuse_others(wanted: Collection[str], given: Collection[str], argument: str
 
 
 def listed(word: str, names: Collection[str], others: Collection[str]) -> str:
-    """Some of the names for a message, each with the nearest of the others."""
+    """Up to eight names for a message, each with the most similar of the others.
+
+    Args:
+        word: what they are, such as ``missing``.
+        names: the names; nothing is said of none.
+        others: names with which they may have been confused.
+    """
     if not names:
         return ""
     shown = [f"{name!r}{nearest(name, others)}" for name in sorted(names)[:8]]
@@ -135,12 +157,12 @@ def listed(word: str, names: Collection[str], others: Collection[str]) -> str:
 
 
 def nearest(name: str, others: Collection[str]) -> str:
-    """The nearest of the others, in brackets, for a message."""
+    """The most similar of the others, in brackets, for a message."""
     found = difflib.get_close_matches(name, list(others), 1, 0.6)
     return f" (nearest: {found[0]!r})" if found else ""
 
 
-def _check_names(specs: Collection[Spec]) -> None:
+def _check_names(specs: Collection[TensorSpec]) -> None:
     seen: set[str] = set()
     for spec in specs:
         if spec.name in seen or spec.name in ("", "__metadata__"):
@@ -152,10 +174,10 @@ def _check_names(specs: Collection[Spec]) -> None:
 
 
 def checked_dtype(dtype: Any) -> torch.dtype | None:
-    """A floating dtype that files have, or None.
+    """The dtype, if it is None or a floating dtype of the format.
 
     Raises:
-        ValueError: any other.
+        ValueError: any other value.
     """
     if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype not in CODES):
         raise ValueError(f"dtype={dtype!r}: floating leaves can be {', '.join(str(d) for d in CODES if d.is_floating_point)}")

@@ -1,4 +1,4 @@
-"""Writing safetensors files piece by piece: under temporary names first, under their own once all is there."""
+"""Writes safetensors files piece by piece, under temporary names until all are complete."""
 
 import os
 import uuid
@@ -11,46 +11,59 @@ import attrs
 import torch
 from torch import Tensor
 
-from .format import INDEX, SINGLE, File, Place, index_of
+from functional_ds.base.files import reserve, sync_folder, write_at, write_synced
 
-__all__ = ["Writer", "refuse_existing"]
+from .format import INDEX, SINGLE, HeaderEntry, SafetensorsFile, index_of
 
-_BLOCK = 16 * 2**20  # bytes of a piece that are converted or brought to the host at once
+__all__ = ["SafetensorsWriter", "refuse_existing"]
+
+_BLOCK = 16 * 2**20  # bytes of a tensor that are converted or copied to the host at once
 
 
 @attrs.define(eq=False)
 class _Open:
-    """A file that is being written."""
+    """A file that is being written.
+
+    Attributes:
+        descriptor: of the open file; -1 once it is closed.
+        temporary: its name until ``commit``.
+        begin: the byte after the header.
+    """
 
     descriptor: int
     temporary: Path
-    begin: int  # where the data begins
+    begin: int
 
 
 @attrs.define(eq=False)
-class Writer:
-    """Files in a folder, of which nothing is seen until ``commit``; left without it, nothing stays.
+class SafetensorsWriter:
+    """Writes files into a folder. They appear with ``commit``; if the block is left without it, nothing stays.
 
-    The whole size is set aside at once, so that a disk that is too small says so before the first tensor is gathered.
+    Space for all files is reserved at the beginning, so a disk that is too small fails before the first tensor is gathered.
+
+    Attributes:
+        folder: created if missing.
+        files: what they will contain.
+        overwrite: whether files of these names, and another model in the folder, are replaced.
 
     Raises:
-        OSError: the disk is full, the folder cannot be written.
+        OSError: the disk is full, or the folder cannot be written.
     """
 
     folder: Path
-    files: tuple[File, ...]
+    files: tuple[SafetensorsFile, ...]
     overwrite: bool
     _made: bool = False
     _open: list[_Open] = attrs.field(factory=list)
-    _places: dict[str, tuple[int, Place]] = attrs.field(factory=dict)
+    _entries: dict[str, tuple[int, HeaderEntry]] = attrs.field(factory=dict)
 
-    def __enter__(self) -> "Writer":
+    def __enter__(self) -> "SafetensorsWriter":
         self._made = not self.folder.exists()
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             for number, file in enumerate(self.files):
                 self._open.append(_created(self.folder, file))
-                self._places.update({place.spec.name: (number, place) for place in file.places})
+                self._entries.update({entry.spec.name: (number, entry) for entry in file.entries})
         except BaseException:
             self._discard()
             raise
@@ -59,18 +72,24 @@ class Writer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._discard()
 
-    def write(self, name: str, offset: int, values: Tensor) -> None:
-        """Elements of a tensor, from its flattened element ``offset`` on, cast to the dtype that the file has it in."""
-        number, place = self._places[name]
-        at = self._open[number].begin + place.start + offset * place.spec.dtype.itemsize
-        for block in _blocks(values, place.spec.dtype):
-            _write_all(self._open[number].descriptor, block, at)
-            at += len(block)
+    def write(self, name: str, values: Tensor, *, offset: int = 0) -> None:
+        """Writes elements of a tensor, cast to the file's dtype.
+
+        Args:
+            name: the tensor.
+            values: the elements, of any shape.
+            offset: the first element's place in the flattened tensor.
+        """
+        number, entry = self._entries[name]
+        position = self._open[number].begin + entry.start + offset * entry.spec.dtype.itemsize
+        for block in _blocks(values, entry.spec.dtype):
+            write_at(self._open[number].descriptor, block, position=position)
+            position += len(block)
 
     def commit(self) -> None:
-        """Publishes the files, the index last: without it, or without ``model.safetensors``, a folder is no model.
+        """Publishes the files, the index last: a folder without an index or ``model.safetensors`` is not a model.
 
-        A former model in the folder loses those first, so that no moment shows a mixture.
+        Those of a former model in the folder are removed first, so no reader sees a mixture.
         """
         for file in self._open:
             os.fsync(file.descriptor)
@@ -80,21 +99,26 @@ class Writer:
             self._publish(self._open[0].temporary, self.files[0].name)
         else:
             self._commit_model()
-        _sync(self.folder)
+        sync_folder(self.folder)
         self._open.clear()
 
     def _commit_model(self) -> None:
         before = _shards(self.folder)
         several = len(self.files) > 1
         if self.overwrite:
-            for entrance in (INDEX, SINGLE) if several else (INDEX,):
-                (self.folder / entrance).unlink(missing_ok=True)
-            _sync(self.folder)
+            for name in (INDEX, SINGLE) if several else (INDEX,):
+                (self.folder / name).unlink(missing_ok=True)
+            sync_folder(self.folder)
         for file, done in zip(self.files, self._open, strict=True):
             self._publish(done.temporary, file.name)
         if several:
-            _sync(self.folder)
-            self._publish(_written(self.folder, index_of(self.files)), INDEX)
+            sync_folder(self.folder)
+            index = _temporary(self.folder, INDEX)
+            write_synced(index, index_of(self.files))
+            try:
+                self._publish(index, INDEX)
+            finally:
+                index.unlink(missing_ok=True)
         if self.overwrite:
             for old in before - {file.name for file in self.files}:
                 (self.folder / old).unlink(missing_ok=True)
@@ -105,10 +129,10 @@ class Writer:
             temporary.replace(final)
             return
         try:
-            os.link(temporary, final)  # unlike a renaming, this never replaces
+            os.link(temporary, final)  # unlike a rename, this never replaces a file
         except FileExistsError:
             raise FileExistsError(f"path: {final} is there now; another export was faster") from None
-        except OSError:  # a file system without links
+        except OSError:  # a file system without hard links
             refuse_existing([final])
             temporary.replace(final)
         else:
@@ -121,27 +145,23 @@ class Writer:
             file.temporary.unlink(missing_ok=True)
         self._open.clear()
         if self._made:
-            with suppress(OSError):  # it is not empty any more
+            with suppress(OSError):  # somebody else put a file there
                 self.folder.rmdir()
 
 
 def refuse_existing(paths: Sequence[Path]) -> None:
-    """Raises FileExistsError where one of the files is there."""
+    """Raises FileExistsError if one of the files exists."""
     there = [str(path) for path in paths if path.exists() or path.is_symlink()]
     if there:
         raise FileExistsError(f"path: {', '.join(there)} exists; pass overwrite=True to replace it")
 
 
-def _created(folder: Path, file: File) -> _Open:
-    header = file.header
-    temporary, descriptor = _fresh(folder, file.name)
+def _created(folder: Path, file: SafetensorsFile) -> _Open:
+    header, temporary = file.header, _temporary(folder, file.name)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        size = file.nbytes
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(descriptor, 0, size)
-        else:
-            os.truncate(descriptor, size)
-        _write_all(descriptor, memoryview(header), 0)
+        reserve(descriptor, file.nbytes)
+        write_at(descriptor, memoryview(header), position=0)
     except BaseException:
         os.close(descriptor)
         temporary.unlink(missing_ok=True)
@@ -149,33 +169,13 @@ def _created(folder: Path, file: File) -> _Open:
     return _Open(descriptor, temporary, len(header))
 
 
-def _fresh(folder: Path, name: str) -> tuple[Path, int]:
-    """A new file beside the one of this name, with the permissions that the user's mask leaves."""
-    temporary = folder / f".{name}.{uuid.uuid4().hex}.tmp"
-    return temporary, os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-
-
-def _written(folder: Path, data: bytes) -> Path:
-    temporary, descriptor = _fresh(folder, INDEX)
-    try:
-        _write_all(descriptor, memoryview(data), 0)
-        os.fsync(descriptor)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(descriptor)
-    return temporary
-
-
-def _write_all(descriptor: int, data: memoryview, at: int) -> None:
-    done = 0
-    while done < len(data):
-        done += os.pwrite(descriptor, data[done:], at + done)
+def _temporary(folder: Path, name: str) -> Path:
+    """A new hidden name beside a file."""
+    return folder / f".{name}.{uuid.uuid4().hex}.tmp"
 
 
 def _blocks(values: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
-    """The values' bytes as the file has them; what needs no conversion is not copied."""
+    """The values' bytes in the file's dtype; not copied if they need no conversion."""
     flat = values.detach().reshape(-1)
     if flat.dtype == dtype and flat.device.type == "cpu":
         yield _bytes(flat)
@@ -191,13 +191,3 @@ def _bytes(flat: Tensor) -> memoryview:
 
 def _shards(folder: Path) -> set[str]:
     return {path.name for path in folder.glob("model-?????-of-?????.safetensors")}
-
-
-def _sync(folder: Path) -> None:
-    """Makes renamings last."""
-    with suppress(OSError):  # not every system opens folders
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -1,6 +1,6 @@
 """What a rank holds, by kind: measured on its tensors."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import attrs
@@ -92,7 +92,7 @@ def measured(state: State, *, gradients: int = 0) -> Memory:
         "optimizer": state.optimizer,
         "buffers": (state.step, state.key, state.slots, state.skip),
     }
-    seen: dict[int, tuple[str, int]] = {}
+    seen: dict[Hashable, tuple[str, int]] = {}
     sizes: dict[str, int] = {}
     for kind, held in groups.items():
         fresh = {key: value for key, value in holdings(held).items() if key not in seen}

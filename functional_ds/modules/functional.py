@@ -314,8 +314,10 @@ class Apply:
         """What the module has in this pass: as the state has it, if the state knows the module."""
         found = None if tape.buffers is None else tape.buffers.of(self)
         if found is None:
-            held: Held = tape.slots.setdefault(("buffers", id(self)), None) or self._fresh({})
-            tape.slots["buffers", id(self)] = held
+            unknown = tape.slots.setdefault("unknown modules", {})
+            if self not in unknown:
+                unknown[self] = self._fresh({})
+            held: Held = unknown[self]
             return held
         for name, buffer in self.module.named_buffers():  # what ``state_dict`` leaves out
             found.add(name, buffer)
@@ -366,6 +368,7 @@ class Apply:
             tape.modules[self] = []
             tape.at_end(lambda: self._release_all(tape))
         identity = tuple(map(id, params.values()))
+        skeleton: _Skeleton
         for skeleton, _ in tape.modules[self]:
             if skeleton.identity == identity and skeleton.calls == tape.calls and skeleton.version == len(self._changes):
                 break

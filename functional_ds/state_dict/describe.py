@@ -1,4 +1,4 @@
-"""A state as stretches of global tensors with names that no rank, mesh, stage or unit partition changes."""
+"""A state as shards of global tensors, with names that do not depend on ranks, mesh, stage or units."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -19,50 +19,49 @@ from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.step.slots import Role
 from functional_ds.step.state import State
 
-from .leaf_places import Frame, Places, of_extents
+from .leaf_places import Frame, StateLayout, of_extents
 
-__all__ = ["Held", "as_before", "as_tensors", "dense", "describe"]
+__all__ = ["TensorShard", "as_before", "as_tensors", "dense", "describe"]
 
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
 
 @attrs.frozen(eq=False)
-class Held:
-    """A stretch of a global tensor, as this rank has it.
+class TensorShard:
+    """This rank's shard of a global tensor: a range of its flattened elements.
 
     Attributes:
         name: ``role/leaf`` where the tensor belongs to a leaf of the model, else a path in the state.
         shape: the global tensor's.
-        offset: where the stretch begins in the flattened global tensor.
-        view: its elements, flat, in the state's own memory.
-        shared: whether ``view`` stands for several names: a scalar for each tensor, as Adam's counts are.
-        apart: whether each rank has a value of its own, whatever the others' are.
+        offset: the first element's place in the flattened global tensor.
+        view: the elements, flat, in the state's own memory.
+        shared: whether one scalar stands for several names, as Adam's counts do.
+        per_rank: whether each rank has a value of its own.
     """
 
     name: str
     shape: tuple[int, ...]
     offset: int
-    view: Tensor
+    view: Tensor = attrs.field(repr=False)
     shared: bool = False
-    apart: bool = False
+    per_rank: bool = False
 
 
-def describe(state: State) -> list[Held]:
-    """Everything in a state, all of whose leaves are tensors.
+def describe(state: State) -> list[TensorShard]:
+    """All shards of a state whose leaves are all tensors.
 
-    A list in it whose tensors fit those that are stored, or those that are trained, holds for each leaf of the model what
-    its place in the list says: so a new optimizer or transform needs no registration. A scalar in such a list counts for
-    each leaf of its place. All else is one value, on all ranks alike, named by its path.
+    If the tensors of a list have the layouts of the stored params, or of the trained ones, the list holds values for the
+    model's leaves in the same order. So a new optimizer or transform needs no registration. A scalar in such a list counts for
+    each leaf at its place. All other tensors are one value that is equal on all ranks, named by its path.
 
-    Names leave out the numbers in a path (an optimizer's place in a chain or a route), as every leaf has its own; a second
-    one of the same name gets ``#1``.
+    Names leave out the numbers in a path (an optimizer's place in a chain or a route); a second shard of a name gets ``#1``.
 
     >>> import functional_ds as fds
     >>> state = fds.train_step(lambda params, x: params["w"].sum(), fds.adamw(0.1)).init({"w": torch.ones(3)})
-    >>> [held.name for held in describe(state)][:4]
+    >>> [shard.name for shard in describe(state)][:4]
     ['params/w', 'optimizer.steps/w', 'optimizer.exp_avg/w', 'optimizer.exp_avg_sq/w']
     """
-    places = Places.of(state)
+    places = StateLayout.of(state)
     walk = _Walk(places)
     walk.list(("params",), tree.leaves(state.params), places.stored)
     frames = (places.stored, places.trained)
@@ -74,10 +73,10 @@ def describe(state: State) -> list[Held]:
 
 
 def as_tensors(state: State) -> State:
-    """The state with its Python numbers as scalar tensors, and what lies on a disk in memory.
+    """The state with its Python numbers as scalar tensors, and offloaded tensors in memory.
 
     Raises:
-        TypeError: a leaf is neither a number nor a tensor, nor stands for one.
+        TypeError: a leaf is neither a number, a tensor nor an offloaded tensor.
     """
     for path, leaf in tree.named(state):
         if not isinstance(leaf, Tensor) and type(leaf) not in _NUMBERS and not _is_elsewhere(leaf):
@@ -88,12 +87,12 @@ def as_tensors(state: State) -> State:
 
 
 def dense(state: State) -> State:
-    """The state with new memory for tensors whose elements lie in another order, so that ``describe`` gives all in place."""
+    """The state with contiguous copies of tensors that are not contiguous, so that ``describe`` gives views of all memory."""
     return tree.map(lambda x: x if x.is_contiguous() else like_marked(x.contiguous(), x), state)  # type: ignore[no-any-return]
 
 
 def as_before(leaf: Any, value: Tensor) -> Any:
-    """A tensor as what stood in the place of ``leaf``: a tensor, a number, or values on the same disk."""
+    """A tensor as the kind of leaf that ``leaf`` is: a tensor, a number, or values on the same disk."""
     if isinstance(leaf, Tensor):
         return value
     return leaf.written([value.reshape(-1)]) if _is_elsewhere(leaf) else type(leaf)(value.item())
@@ -109,20 +108,20 @@ def _as_tensor(leaf: Any) -> Tensor:
 
 
 def _is_elsewhere(leaf: Any) -> bool:
-    """Whether it stands for a tensor whose values are in a file: it can read them, and write others."""
+    """Whether it stands for an offloaded tensor: it can read values from its file, and write others."""
     return callable(getattr(leaf, "read", None)) and callable(getattr(leaf, "written", None))
 
 
 @attrs.define(eq=False)
 class _Walk:
-    places: Places
-    found: list[Held] = attrs.field(factory=list)
+    places: StateLayout
+    found: list[TensorShard] = attrs.field(factory=list)
     seen: Counter[str] = attrs.field(factory=Counter)
 
     def visit(self, path: tuple[str, ...], node: Any, frames: Sequence[Frame], parts: LeafMap) -> None:
-        """One node of the state and all below it."""
+        """Describes a node of the state and all below it."""
         if isinstance(node, Tensor):
-            self.found.append(Held(".".join(path), tuple(node.shape), 0, node.detach().reshape(-1)))
+            self.found.append(TensorShard(".".join(path), tuple(node.shape), 0, node.detach().reshape(-1)))
         elif isinstance(node, comm.Residual):
             self.residual(path, node)
         elif isinstance(node, GroupStates):
@@ -145,7 +144,7 @@ class _Walk:
             before = len(self.found)
             self.visit(path, getattr(slot, field), frames, parts)
             if field in apart:
-                self.found[before:] = [attrs.evolve(held, apart=True) for held in self.found[before:]]
+                self.found[before:] = [attrs.evolve(shard, per_rank=True) for shard in self.found[before:]]
         rest = ("slots", name)
         if not fields:
             self.visit(rest, slot, frames, parts)
@@ -155,7 +154,7 @@ class _Walk:
                 self.visit((*rest, field.name), getattr(slot, field.name), frames, parts)
 
     def match(self, node: Any, frames: Sequence[Frame]) -> tuple[list[Any], Frame] | None:
-        """The node's children with the frame that they fit."""
+        """The node's children, with the frame that they fit."""
         if type(node) in (list, tuple):
             frame = next((frame for frame in frames if frame.fits(node)), None)
             return None if frame is None else (list(node), frame)
@@ -165,7 +164,7 @@ class _Walk:
         return (children, frames[0]) if frames[0].fits(children) else None
 
     def list(self, path: tuple[str, ...], children: Sequence[Any], frame: Frame) -> None:
-        """A list whose tensors hold leaves."""
+        """Describes a list whose tensors hold leaves."""
         role = ".".join(part for part in path if not part.isdecimal())
         for child, place in zip(children, frame.places, strict=True):
             if child is None:
@@ -173,24 +172,24 @@ class _Walk:
             names = {leaf: self.unique(role, self.places.name(frame.leaves[leaf][0])) for leaf in place.members}
             found = place.form_of(child)
             if found is None:
-                self.found += [Held(names[leaf], (), 0, child.detach().view(1), shared=True) for leaf in place.members]
+                self.found += [TensorShard(names[leaf], (), 0, child.detach().view(1), shared=True) for leaf in place.members]
                 continue
             form, lanes = found
             flat = child.detach().reshape(-1)
             for cut in form.cuts:
                 shape = frame.leaves[cut.leaf][1] + ((2,) if lanes == 2 else ())
                 view = flat[cut.start * lanes : (cut.start + cut.numel) * lanes]
-                self.found.append(Held(names[cut.leaf], shape, cut.offset * lanes, view))
+                self.found.append(TensorShard(names[cut.leaf], shape, cut.offset * lanes, view))
 
     def unique(self, role: str, leaf: str) -> str:
-        """A name that this rank has not given yet, the same on all ranks that have the leaf."""
+        """A name that this rank has not used yet, the same on all ranks that have the leaf."""
         name = f"{role}/{leaf}"
         self.seen[name] += 1
         again = self.seen[name] - 1
         return f"{role}#{again}/{leaf}" if again else name
 
     def groups(self, path: tuple[str, ...], node: GroupStates, parts: LeafMap) -> None:
-        """The states of param groups, whose tensors are extents of the stored ones."""
+        """Describes the states of param groups, whose tensors are extents of the stored ones."""
         number = {leaf.path: index for index, leaf in enumerate(parts.leaves)}
         for rule, leaves, state in zip(node.rules, node.leaves, node.states, strict=True):
             extents, inner = parts.select(number[leaf] for leaf in leaves)
@@ -203,9 +202,11 @@ class _Walk:
             for inside, value in tree.named(state):
                 role = ".".join(part for part in (*path, *inside.split(".")) if part and not part.isdecimal())
                 name = self.unique(role, self.places.name(leaf))
-                self.found.append(Held(name, tuple(value.shape), 0, value.detach().reshape(-1)))
+                self.found.append(TensorShard(name, tuple(value.shape), 0, value.detach().reshape(-1)))
 
     def residual(self, path: tuple[str, ...], node: comm.Residual) -> None:
-        """What this rank owes."""
+        """Describes error feedback, which differs between ranks."""
         for where, leaf in tree.named(node):
-            self.found.append(Held(f"{'.'.join(path)}.{where}", tuple(leaf.shape), 0, leaf.detach().reshape(-1), apart=True))
+            self.found.append(
+                TensorShard(f"{'.'.join(path)}.{where}", tuple(leaf.shape), 0, leaf.detach().reshape(-1), per_rank=True)
+            )

@@ -1,4 +1,4 @@
-"""Which elements of which leaves lie where in the tensors that a state keeps: data and index arithmetic."""
+"""Which elements of which leaves are where in the tensors of a state: data and index arithmetic."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from functional_ds.sharding.leaf_map import Extent, LeafMap
 from functional_ds.step.slots import stored_layout
 from functional_ds.step.state import State
 
-__all__ = ["Cut", "Form", "Frame", "Place", "Places"]
+__all__ = ["Cut", "Frame", "StateLayout", "TensorForm", "TensorLayout"]
 
 Shape = tuple[int, ...]
 
@@ -30,16 +30,16 @@ class Cut:
 
 
 @attrs.frozen
-class Form:
-    """A tensor's shape, and what lies in it."""
+class TensorForm:
+    """A tensor's shape, and the elements of leaves in it."""
 
     shape: Shape
     cuts: tuple[Cut, ...]
 
     def lanes(self, tensor: Tensor) -> int | None:
-        """How many of the tensor's elements there are for each of the leaf's; None where it does not have this form.
+        """The number of the tensor's elements per element of a leaf; None if the tensor does not have this form.
 
-        Complex leaves have states of pairs of reals, along one dim more.
+        Optimizer states of complex leaves are pairs of reals, with one more dim.
         """
         shape = tuple(tensor.shape)
         if shape == self.shape:
@@ -48,21 +48,21 @@ class Form:
 
 
 @attrs.frozen
-class Place:
-    """A stored tensor.
+class TensorLayout:
+    """The leaves in a stored tensor.
 
     Attributes:
-        forms: whole, and this rank's shard of it, where it is cut.
-        members: all leaves of which it has something, on any rank.
-        complex: whether they are complex.
+        forms: of the whole tensor, and of this rank's shard of it if it is sharded.
+        members: all leaves with elements in it, on any rank.
+        complex: whether the leaves are complex.
     """
 
-    forms: tuple[Form, ...]
+    forms: tuple[TensorForm, ...]
     members: tuple[int, ...]
     complex: bool
 
-    def form_of(self, tensor: Tensor) -> tuple[Form, int] | None:
-        """The form that a tensor has, and its lanes."""
+    def form_of(self, tensor: Tensor) -> tuple[TensorForm, int] | None:
+        """The form that a tensor has, with its lanes; None if it has none of them."""
         for form in self.forms:
             lanes = form.lanes(tensor)
             if lanes == 1 or (lanes == 2 and self.complex):
@@ -72,37 +72,37 @@ class Place:
 
 @attrs.frozen
 class Frame:
-    """What the tensors of a list hold; optimizers' and transforms' states are lists like the params'.
+    """The layouts of a list's tensors. Optimizers' and transforms' states contain lists like that of the params.
 
     Attributes:
-        leaves: their paths and shapes.
-        places: one for each tensor.
+        leaves: the leaves' paths and shapes.
+        places: the layout of each tensor.
     """
 
     leaves: tuple[tuple[str, Shape], ...]
-    places: tuple[Place, ...]
+    places: tuple[TensorLayout, ...]
 
     def fits(self, children: Sequence[Any]) -> bool:
-        """Whether these are such a list: None, a scalar, or a tensor of a form that its place has."""
+        """Whether these are such a list: each child is None, a scalar, or a tensor of a form that its layout has."""
         if len(children) != len(self.places) or not any(isinstance(child, Tensor) for child in children):
             return False
         return all(_fits(child, place) for child, place in zip(children, self.places, strict=True))
 
 
-def _fits(child: Any, place: Place) -> bool:
+def _fits(child: Any, place: TensorLayout) -> bool:
     return child is None or (isinstance(child, Tensor) and (not child.dim() or place.form_of(child) is not None))
 
 
 @attrs.frozen
-class Places:
+class StateLayout:
     """Where a state's leaves are.
 
     Attributes:
-        stored: the tensors that are stored as params.
-        trained: those that are trained.
-        parts: what the optimizer knows of the trained ones.
+        stored: the layouts of the tensors that are stored as params.
+        trained: those of the trained tensors.
+        parts: what the optimizer knows of the trained tensors.
         spec: the structure of the params.
-        slices: which slice of how many a leaf is, by path, where tensor parallelism has cut it.
+        slices: by path, for leaves that tensor parallelism has sliced: the slice's number, and how many there are.
     """
 
     stored: Frame
@@ -112,23 +112,23 @@ class Places:
     slices: Mapping[str, tuple[int, int]] = attrs.field(factory=dict)
 
     def name(self, path: str) -> str:
-        """What a leaf is called in a checkpoint: its path, and a slice of it with its number, as slices have one path."""
+        """A leaf's name in a checkpoint: its path, with the number of its slice, as all slices have the same path."""
         cut = self.slices.get(path)
         return path if cut is None else f"{path}[{cut[0]} of {cut[1]}]"
 
     @staticmethod
-    def of(state: State) -> "Places":
-        """Those of a state that any transforms made.
+    def of(state: State) -> "StateLayout":
+        """The layout of a state that any transforms made.
 
         >>> import torch
         >>> state = State.fresh({"w": torch.ones(2, 3)}, (), 0)
-        >>> Places.of(state).stored.places[0].forms
-        (Form(shape=(2, 3), cuts=(Cut(leaf=0, offset=0, start=0, numel=6),)),)
+        >>> StateLayout.of(state).stored.places[0].forms
+        (TensorForm(shape=(2, 3), cuts=(Cut(leaf=0, offset=0, start=0, numel=6),)),)
         """
         stored_as = stored_layout(state)
         spec = tree.structure(state.params)
         if stored_as is None:
-            return Places(*_alone(state.params), LeafMap.of(state.params), spec, _slices(tree.named(state.params)))
+            return StateLayout(*_alone(state.params), LeafMap.of(state.params), spec, _slices(tree.named(state.params)))
         parts = stored_as.leaf_map
         stored, trained = _of_layout(stored_as.layout, state.params, parts.rank if len(parts.shards_by_rank) > 1 else None)
         members = [
@@ -136,7 +136,7 @@ class Places:
             for place, flat in zip(stored.places, tree.leaves(state.params), strict=True)
             for leaf in place.members
         ]
-        return Places(stored, trained, parts, spec, _slices(members))
+        return StateLayout(stored, trained, parts, spec, _slices(members))
 
 
 def _slices(named: Sequence[tuple[str, Tensor]]) -> dict[str, tuple[int, int]]:
@@ -144,12 +144,12 @@ def _slices(named: Sequence[tuple[str, Tensor]]) -> dict[str, tuple[int, int]]:
 
 
 def of_extents(parts: LeafMap, extents: Sequence[Extent]) -> Frame:
-    """Extents that were selected of an optimizer's tensors; ``parts`` says which leaves they hold."""
+    """The layouts of extents that were selected from an optimizer's tensors; ``parts`` says which leaves they hold."""
     places = []
     for index, extent in enumerate(extents):
         cuts = tuple(Cut(p.leaf, p.offset, p.start, p.numel) for p in parts.shards if p.tensor == index)
         smooth = any(parts.leaves[cut.leaf].dtype.is_complex for cut in cuts)
-        places.append(Place((Form((extent.stop - extent.start,), cuts),), tuple(cut.leaf for cut in cuts), smooth))
+        places.append(TensorLayout((TensorForm((extent.stop - extent.start,), cuts),), tuple(cut.leaf for cut in cuts), smooth))
     return Frame(tuple((leaf.path, leaf.shape) for leaf in parts.leaves), tuple(places))
 
 
@@ -157,7 +157,7 @@ def _alone(params: Any) -> tuple[Frame, Frame]:
     named = tree.named(params)
     leaves = tuple((path, tuple(leaf.shape)) for path, leaf in named)
     places = [
-        Place((Form(tuple(leaf.shape), (Cut(i, 0, 0, leaf.numel()),)),), (i,), leaf.is_complex())
+        TensorLayout((TensorForm(tuple(leaf.shape), (Cut(i, 0, 0, leaf.numel()),)),), (i,), leaf.is_complex())
         for i, (_, leaf) in enumerate(named)
     ]
     trained = [place for place, (_, leaf) in zip(places, named, strict=True) if is_trainable(leaf)]
@@ -169,18 +169,18 @@ def _of_layout(layout: Layout, stored: Sequence[Tensor], rank: int | None) -> tu
     leaves = tuple((path, shapes[i]) for i, path in enumerate(layout.paths))
     places = []
     for segment in layout.segments:
-        forms = [Form((segment.size,), tuple(_cuts(segment, 0, segment.size)))]
+        forms = [TensorForm((segment.size,), tuple(_cuts(segment, 0, segment.size)))]
         if rank is not None:
             low, high = segment.cut(rank)
-            forms.append(Form((high - low,), tuple(_cuts(segment, low, high))))
+            forms.append(TensorForm((high - low,), tuple(_cuts(segment, low, high))))
         members = tuple(slot.leaf for slot in segment.slots)
-        places.append(Place(tuple(forms), members, segment.dtype.is_complex))
+        places.append(TensorLayout(tuple(forms), members, segment.dtype.is_complex))
     trained = tuple(place for place, segment in zip(places, layout.segments, strict=True) if segment.trainable)
     return Frame(leaves, tuple(places)), Frame(leaves, trained)
 
 
 def _cuts(segment: Segment, low: int, high: int) -> list[Cut]:
-    """What of the segment's leaves lies between two places; empty leaves lie everywhere."""
+    """The elements of the segment's leaves between two of its elements; empty leaves are in every range."""
     found = []
     for slot in segment.slots:
         first, last = max(slot.offset, low), min(slot.offset + slot.numel, high)

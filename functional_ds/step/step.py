@@ -60,7 +60,7 @@ class _Layer:
     """What one transform added to a step."""
 
     name: str
-    phases: Mapping[str, Phase]
+    phases: Mapping[str, Any]  # functions, alone or with their place
     traits: frozenset[Trait]
     slot: str | None
 

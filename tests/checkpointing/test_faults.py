@@ -339,7 +339,7 @@ def crashing_at(monkeypatch: pytest.MonkeyPatch, place: int) -> list[str]:
 
     for name in ("rename", "replace", "mkdir", "unlink"):
         counted(Path, name)
-    for name in ("write", "fsync"):
+    for name in ("pwritev", "fsync"):
         counted(os, name)
     counted(shutil, "rmtree")
     return done
@@ -383,20 +383,20 @@ class Full:
     """A disk that takes so many bytes more."""
 
     def __init__(self, room: int) -> None:
-        self.room, self.write = room, os.write
+        self.room, self.write = room, os.pwritev
 
-    def __call__(self, handle: int, data: Any) -> int:
+    def __call__(self, handle: int, data: list[Any], position: int) -> int:
         if self.room <= 0:
             raise OSError(28, "No space left on device")
-        part = memoryview(data)[: max(1, self.room)]
+        part = memoryview(data[0])[: max(1, self.room)]
         self.room -= len(part)
-        return self.write(handle, part)
+        return self.write(handle, [part], position)
 
 
 @pytest.mark.parametrize("room", [0, 30, 100])
 @pytest.mark.parametrize("background", [False, True])
 def test_a_full_disk_is_an_error_on_all_ranks(run: Path, monkeypatch: pytest.MonkeyPatch, room: int, background: bool) -> None:
-    monkeypatch.setattr(os, "write", Full(room))
+    monkeypatch.setattr(os, "pwritev", Full(room))
 
     def saves() -> None:
         if not background:
@@ -473,7 +473,7 @@ def test_a_pointer_to_nothing(run: Path) -> None:
 
 
 def test_two_jobs_saving_to_one_folder(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock.Lock.take, "__defaults__", (0.2,))
+    monkeypatch.setattr(lock, "_PATIENCE", 0.2)
     with checkpointing.Saver(run) as first:
         first.save(trained(3))
         (run / ".lock").write_text(json.dumps({"pid": 1, "host": "elsewhere"}))  # as another process would have written it
@@ -567,15 +567,15 @@ def test_a_tag_is_a_string(run: Path, use: Callable[[Path], Any]) -> None:
 
 def test_a_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     """A process that was forked meanwhile, as a loader's workers are, has the lock's file open for longer."""
-    first = lock.Lock.take(tmp_path)
-    child = os.dup(first.handle)
+    first = lock.take_lock(tmp_path)
+    child = os.dup(first.descriptor)
     first.release()
-    lock.Lock.take(tmp_path, 0.2).release()
+    lock.take_lock(tmp_path).release()
     os.close(child)
 
 
 def test_all_ranks_hear_of_a_busy_folder(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock.Lock.take, "__defaults__", (0.1,))
+    monkeypatch.setattr(lock, "_PATIENCE", 0.1)
 
     def program() -> None:
         with pytest.raises(checkpointing.BusyError):

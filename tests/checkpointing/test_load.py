@@ -341,8 +341,8 @@ def test_copies_are_written_in_parts(folder: Path, monkeypatch: pytest.MonkeyPat
 def test_padding_is_likes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of a loaded state is whatever was in memory: at equal n it is the saved one to the last bit."""
     module = importlib.import_module("functional_ds.checkpointing.load")  # the package's own ``load`` is the function
-    room = module._room_like
-    monkeypatch.setattr(module, "_room_like", lambda state: fds.tree.map(lambda leaf: leaf.fill_(7), room(state)))
+    room = module._empty_like
+    monkeypatch.setattr(module, "_empty_like", lambda state: fds.tree.map(lambda leaf: leaf.fill_(7), room(state)))
 
     def program() -> None:
         step = make("adagrad", transforms.zero(2))
@@ -609,12 +609,12 @@ def test_torchs_own_loader_reads_it(tmp_path: Path) -> None:
     """The format is one of torch.distributed.checkpoint's: sharded, resharded, and without a pickle."""
     import torch.distributed.checkpoint as dcp
 
-    from functional_ds.checkpointing.dcp import Reader
+    from functional_ds.checkpointing.dcp import CheckpointReader
 
     expected = comm.simulate(lambda: saved(tmp_path, make("adamw", transforms.zero(3))), world_size=2)[0][1]
     flat = torch.zeros(33)
     with pytest.warns(UserWarning, match="single process"):
-        dcp.load({"params/embed.w": flat}, storage_reader=Reader(tmp_path, "2"))
+        dcp.load({"params/embed.w": flat}, storage_reader=CheckpointReader(tmp_path, "2"))
     assert torch.equal(flat.view(11, 3), expected["embed.w"])
 
 

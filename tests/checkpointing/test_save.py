@@ -77,7 +77,7 @@ def test_one_copy_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             for _ in range(4):
                 state, _ = STEP(state, torch.ones(6))
                 saver.save(state)
-                rooms.add(saver._room.data_ptr())
+                rooms.add(saver._buffer.data_ptr())
         return len(rooms)
 
     assert comm.simulate(program, world_size=1) == [1]

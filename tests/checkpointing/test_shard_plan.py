@@ -9,12 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from functional_ds.checkpointing.shard_plan import Offer, _folded, copies, divide, marked, marks, offers, own_name
-from functional_ds.state_dict.describe import Held
+from functional_ds.checkpointing.shard_plan import (
+    ShardMetadata,
+    assign_writes,
+    metadata_of,
+    replicated,
+    with_fingerprints,
+)
+from functional_ds.state_dict.describe import TensorShard
+from functional_ds.state_dict.fingerprint import _row_sums, fingerprints
+from functional_ds.state_dict.matching import per_rank_name
 
 
 @st.composite
-def holdings(draw: st.DrawFn) -> tuple[int, list[list[Held]]]:
+def holdings(draw: st.DrawFn) -> tuple[int, list[list[TensorShard]]]:
     """A flat tensor, and on each rank any stretches of it, overlapping or not, which together are all of it."""
     total, ranks = draw(st.integers(0, 30)), draw(st.integers(1, 4))
     cuts = sorted({0, total, *draw(st.lists(st.integers(0, total), max_size=5))})
@@ -22,24 +30,27 @@ def holdings(draw: st.DrawFn) -> tuple[int, list[list[Held]]]:
     pieces += [(*sorted(draw(st.tuples(st.integers(0, total), st.integers(0, total)))), draw(st.integers(0, ranks - 1)))
                for _ in range(draw(st.integers(0, 4)))]  # fmt: skip
     values = torch.arange(float(total))
-    found: list[list[Held]] = [[] for _ in range(ranks)]
+    found: list[list[TensorShard]] = [[] for _ in range(ranks)]
     for low, high, rank in pieces or [(0, 0, 0)]:
-        found[rank].append(Held("x", (total,), low, values[low:high]))
+        found[rank].append(TensorShard("x", (total,), low, values[low:high]))
     return total, found
 
 
-def offered(ranks: list[list[Held]]) -> list[list[Offer]]:
+def offered(ranks: list[list[TensorShard]]) -> list[list[ShardMetadata]]:
     """What all ranks offer, with marks where there are copies."""
-    found = [offers(held) for held in ranks]
-    indices = copies(found)
-    return [marked(o, own, marks([held[i].view for i in own])) for o, own, held in zip(found, indices, ranks, strict=True)]
+    found = [metadata_of(held) for held in ranks]
+    indices = replicated(found)
+    return [
+        with_fingerprints(o, own, found=fingerprints([held[i].view for i in own]))
+        for o, own, held in zip(found, indices, ranks, strict=True)
+    ]
 
 
 @given(holdings())
-def test_every_element_is_written_once(case: tuple[int, list[list[Held]]]) -> None:
+def test_every_element_is_written_once(case: tuple[int, list[list[TensorShard]]]) -> None:
     """The shares are disjoint, together everything, and each is what its rank has."""
     total, ranks = case
-    shares = divide(offered(ranks))
+    shares = assign_writes(offered(ranks))
     written = torch.full((total,), -1.0)
     for own, held in zip(shares, ranks, strict=True):
         for share in own:
@@ -55,32 +66,35 @@ def test_every_element_is_written_once(case: tuple[int, list[list[Held]]]) -> No
 @given(st.lists(st.integers(1, 1 << 22), min_size=8, max_size=30), st.integers(2, 4))
 def test_copies_are_shared_out_evenly(sizes: list[int], ranks: int) -> None:
     """Where all ranks have everything, no rank writes more than its part and one of the pieces that are not cut up."""
-    own = [Offer(f"t{i}", (n,), "float32", 4, 0, n, False, 0) for i, n in enumerate(sizes)]
-    load = [sum(4 * share.numel for share in shares) for shares in divide([own] * ranks)]
+    own = [ShardMetadata(f"t{i}", (n,), "float32", 4, 0, n, False, 0) for i, n in enumerate(sizes)]
+    load = [sum(4 * share.numel for share in shares) for shares in assign_writes([own] * ranks)]
     assert sum(load) == 4 * sum(sizes)
     assert max(load) <= 4 * sum(sizes) / ranks + (4 << 20) + 4 * ranks * len(sizes)
 
 
 def test_copies_that_differ_are_all_written() -> None:
-    def rank(value: float, *, apart: bool = False) -> list[Held]:
+    def rank(value: float, *, per_rank: bool = False) -> list[TensorShard]:
         same = torch.arange(3.0)
-        return [Held("same", (3,), 0, same), Held("other", (10000,), 0, torch.full((10000,), value), apart=apart)]
+        return [
+            TensorShard("same", (3,), 0, same),
+            TensorShard("other", (10000,), 0, torch.full((10000,), value), per_rank=per_rank),
+        ]
 
     def names(*ranks: Any) -> list[list[str]]:
-        return [[share.name for share in own] for own in divide(offered(list(ranks)))]
+        return [[share.name for share in own] for own in assign_writes(offered(list(ranks)))]
 
-    both = [[own_name("other", 0)], ["same", own_name("other", 1)]]
+    both = [[per_rank_name("other", 0)], ["same", per_rank_name("other", 1)]]
     assert [sorted(own) for own in names(rank(0.0), rank(1.0))] in (
         [sorted(own) for own in both],
         [["other@0", "same"], ["other@1"]],
     )
     assert sorted(chain(*names(rank(1.0), rank(1.0)))) == ["other", "same"]
-    assert sorted(chain(*names(rank(1.0, apart=True), rank(1.0, apart=True)))) == ["other@0", "other@1", "same"]
+    assert sorted(chain(*names(rank(1.0, per_rank=True), rank(1.0, per_rank=True)))) == ["other@0", "other@1", "same"]
 
 
 def test_a_rank_without_anything() -> None:
     one: list[Tensor] = [torch.ones(2)]
-    assert divide([[], offers([Held("a", (2,), 0, one[0])])])[0] == []
+    assert assign_writes([[], metadata_of([TensorShard("a", (2,), 0, one[0])])])[0] == []
 
 
 KINDS = [torch.float32, torch.bfloat16, torch.float64, torch.complex128, torch.uint8]
@@ -92,13 +106,13 @@ def test_copies_that_differ_in_one_element_differ(numel: int, dtype: torch.dtype
     place = data.draw(st.integers(0, numel - 1))
     one = torch.arange(numel).to(dtype)
     other = one.clone()
-    assert marks([one]) == marks([other])
-    assert torch.equal(_folded(one), _folded(other))
+    assert fingerprints([one]) == fingerprints([other])
+    assert torch.equal(_row_sums(one), _row_sums(other))
     other[place] += 1 if dtype != torch.bfloat16 else other[place] + 1
-    assert marks([one]) != marks([other])
-    assert not torch.equal(_folded(one), _folded(other))
-    both = divide(offered([[Held("x", (numel,), 0, one)], [Held("x", (numel,), 0, other)]]))
-    assert [share.name for own in both for share in own] == [own_name("x", 0), own_name("x", 1)]
+    assert fingerprints([one]) != fingerprints([other])
+    assert not torch.equal(_row_sums(one), _row_sums(other))
+    both = assign_writes(offered([[TensorShard("x", (numel,), 0, one)], [TensorShard("x", (numel,), 0, other)]]))
+    assert [share.name for own in both for share in own] == [per_rank_name("x", 0), per_rank_name("x", 1)]
 
 
 @pytest.mark.parametrize("change", [lambda x: -x, lambda x: 2 * x, lambda x: x.flip(0), lambda x: x.roll(512), lambda x: 0 * x])
@@ -110,5 +124,5 @@ def test_copies_that_differ_in_every_element_differ(change: Any, dtype: torch.dt
     one = torch.randn(1 << 18, generator=generator).to(dtype) if random else torch.full((1 << 18,), 0.5, dtype=dtype)
     if torch.equal(change(one), one):
         return
-    assert marks([one]) != marks([change(one)])
-    assert not torch.equal(_folded(one), _folded(change(one)))
+    assert fingerprints([one]) != fingerprints([change(one)])
+    assert not torch.equal(_row_sums(one), _row_sums(change(one)))

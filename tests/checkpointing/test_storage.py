@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from functional_ds.base import direct_io
 from functional_ds.checkpointing import DamagedError, manifest, storage
 from functional_ds.checkpointing.manifest import BLOCK
 
@@ -20,8 +21,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 8 bytes, reads of 32, writes of 16: all that happens with megabytes happens with a few dozen bytes."""
     monkeypatch.setattr(storage, "BLOCK", 8)
     monkeypatch.setattr(manifest, "BLOCK", 8)
-    monkeypatch.setattr(storage, "_READ", 32)
-    monkeypatch.setattr(storage, "_ROOM", 16)
+    monkeypatch.setattr(storage, "_READ_SIZE", 32)
+    monkeypatch.setattr(storage, "_WRITE_SIZE", 16)
 
 
 @pytest.mark.usefixtures("small")
@@ -42,8 +43,8 @@ def test_reading_gives_what_was_written(
     storage.check_file(folder, file)
     found = [(min(p, len(data)), min(p + n, len(data))) for p, n in places]
     room = [bytearray(high - low) for low, high in found]
-    wants = [storage.Want(low, memoryview(into)) for (low, _), into in zip(found, room, strict=True)]
-    storage.read(folder, file, wants)
+    wants = [storage.ReadRequest(low, memoryview(into)) for (low, _), into in zip(found, room, strict=True)]
+    storage.read(folder, file, requests=wants)
     assert [bytes(into) for into in room] == [data[low:high] for low, high in found]
     if flip is not None and data:
         place = flip // 8 % len(data)
@@ -53,9 +54,9 @@ def test_reading_gives_what_was_written(
         touched = any(low // 8 * 8 <= place < -(-high // 8) * 8 for low, high in found if high > low)
         if touched:
             with pytest.raises(DamagedError, match="is damaged in the block"):
-                storage.read(folder, file, wants)
+                storage.read(folder, file, requests=wants)
         else:
-            storage.read(folder, file, wants)
+            storage.read(folder, file, requests=wants)
         with pytest.raises(DamagedError):
             storage.check_file(folder, file)
 
@@ -67,9 +68,9 @@ def test_large_files_are_what_was_written(
 ) -> None:
     """Whole pages past the cache, where there is such a way, and the rest through it."""
     if not past_the_cache:
-        monkeypatch.setattr(storage, "_DIRECT", 0)
-    data = random.Random(more).randbytes(2 * storage._ROOM + more)
-    cuts = [0, 3, 3, BLOCK + 1, storage._ROOM - 1, len(data)]
+        monkeypatch.setattr(direct_io, "_DIRECT", 0)
+    data = random.Random(more).randbytes(2 * storage._WRITE_SIZE + more)
+    cuts = [0, 3, 3, BLOCK + 1, storage._WRITE_SIZE - 1, len(data)]
     file = storage.write(tmp_path / "a", (memoryview(data)[low:high] for low, high in itertools.pairwise(cuts)))
     assert (tmp_path / "a").read_bytes() == data
     assert file.size == len(data)
@@ -78,15 +79,15 @@ def test_large_files_are_what_was_written(
 
 def test_a_file_system_that_refuses_a_write_past_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some take the flag, and then no writes."""
-    write, refused = os.write, [0]
+    write, refused = os.pwritev, [0]
 
-    def picky(handle: int, data: memoryview) -> int:
-        if fcntl.fcntl(handle, fcntl.F_GETFL) & storage._DIRECT:
+    def picky(handle: int, data: list[memoryview], position: int) -> int:
+        if fcntl.fcntl(handle, fcntl.F_GETFL) & direct_io._DIRECT:
             refused[0] += 1
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return write(handle, data[:1000])
+        return write(handle, [data[0][:1000]], position)
 
-    monkeypatch.setattr(os, "write", picky)
+    monkeypatch.setattr(os, "pwritev", picky)
     data = bytes(range(256)) * 100
     storage.write(tmp_path / "a", [memoryview(data)])
     assert (tmp_path / "a").read_bytes() == data

@@ -61,7 +61,7 @@ def fitted(folder: str) -> None:
         return models.batch(index)
 
     step, state = models.build()
-    fds.fit(step, state, batch, steps=6, path=Path(folder, "checkpoints"), timeout=TIMEOUT)
+    fds.fit(step, state, batch, steps=6, checkpoints=fds.Checkpoints(Path(folder, "checkpoints")), timeout=TIMEOUT)
 
 
 STEPS, EVERY = 40, 3
@@ -76,8 +76,8 @@ def trained(folder: str, milliseconds: int = 0, seconds: float = 20, drawn: Call
         drawn(index)
         return models.batch(index)
 
-    path, timeout = Path(folder, "checkpoints"), timedelta(seconds=seconds)
-    state = fds.fit(step, state, batch, steps=STEPS, path=path, every=EVERY, keep_last=2, timeout=timeout)
+    checkpoints = fds.Checkpoints(Path(folder, "checkpoints"), every=EVERY, keep_last=2)
+    state = fds.fit(step, state, batch, steps=STEPS, checkpoints=checkpoints, timeout=timedelta(seconds=seconds))
     params = step.params(state)
     if comm.world().rank == 0:
         torch.save(params, Path(folder, "params.new"))

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from functional_ds import comm
-from functional_ds.fitting import Epochs, Indexed, Replayed, Source, Stateful
-from functional_ds.fitting.data import as_json, as_source, from_json, gathered, own
+from functional_ds.fitting import BatchSource, Epochs, Indexed, Replayed, Stateful
+from functional_ds.fitting.data import as_source
+from functional_ds.fitting.positions import as_json, from_json, gathered, own
 from functional_ds.testing import assert_same
 
 COUNT = 9
@@ -86,7 +87,7 @@ def test_what_counts_as_which_source() -> None:
     assert isinstance(as_source(Loader()), Stateful)
     assert isinstance(as_source(range(3)), Indexed)
     assert isinstance(as_source(itertools.count()), Replayed)
-    assert isinstance(as_source(lambda index: index), Source)
+    assert isinstance(as_source(lambda index: index), BatchSource)
     with pytest.raises(TypeError, match="batches=3: pass a function"):
         as_source(3)
 

@@ -19,6 +19,7 @@ from functional_ds.fitting import CsvLog, Interrupted, NonFiniteLossError, RollB
 from functional_ds.testing import assert_same
 from tests.fitting import models
 
+EACH = fds.Logging(every=1)
 FEW = settings(max_examples=max(4, settings().max_examples // 6))  # each draws whole runs
 
 
@@ -37,6 +38,9 @@ class Asked:
         return self.asked >= self.after
 
 
+POLICY = ("every", "minutes", "keep_last", "keep_every", "resume")  # of checkpoints
+
+
 def run(path: Path | None, *, stage: int = 3, steps: int | None = 8, pulled: int | None = None, **more: Any) -> Any:
     """The params after a run, which loses its data when the plug is pulled."""
 
@@ -46,7 +50,9 @@ def run(path: Path | None, *, stage: int = 3, steps: int | None = 8, pulled: int
         return models.batch(index)
 
     step, state = models.build(stage)
-    state = fds.fit(step, state, more.pop("batches", batch), steps=steps, path=path, **more)
+    options = {name: more.pop(name) for name in POLICY if name in more}
+    checkpoints = None if path is None else fds.Checkpoints(path, **options)
+    state = fds.fit(step, state, more.pop("batches", batch), steps=steps, checkpoints=checkpoints, **more)
     return step.params(state), fds.transforms.averaged(step, state), state.step, state.key
 
 
@@ -176,11 +182,12 @@ def test_logs_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
     def logged(name: str, **more: Any) -> list[tuple[str, ...]]:
         step = models.build()[0]
         log = CsvLog(tmp_path / f"{name}.csv")
-        more = {"evaluate": lambda state: {"validation": step.evaluate(state, models.batch(99))}, "evaluate_every": 3, **more}
+        more["evaluation"] = fds.Evaluation(lambda state: {"validation": step.evaluate(state, models.batch(99))}, every=3)
+        more["logging"] = fds.Logging([log], every=2)
         for pulled in more.pop("ends", ()):
             with pytest.raises(PulledError):
-                run(tmp_path / name, loggers=[log], log_every=2, every=2, pulled=pulled, **more)
-        run(tmp_path / name, loggers=[log], log_every=2, every=2, **more)
+                run(tmp_path / name, every=2, pulled=pulled, **more)
+        run(tmp_path / name, every=2, **more)
         rows = [tuple(line.split(",")) for line in log.path.read_text().splitlines()]
         return [row for row in rows if row[1] != "seconds_per_step"]
 
@@ -211,13 +218,13 @@ class Counting:
 def test_nothing_is_read_between_logged_steps(tmp_path: Path) -> None:
     step, state = models.build()
     counting = Counting(step)
-    fds.fit(counting, state, models.batch, steps=20, log_every=7, loggers=[CsvLog(tmp_path / "log.csv")])
+    fds.fit(counting, state, models.batch, steps=20, logging=fds.Logging([CsvLog(tmp_path / "log.csv")], every=7))
     assert counting.read == 3  # 7, 14 and the last
 
 
 def test_progress_is_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     run(tmp_path, steps=3)
-    comm.simulate(lambda: run(tmp_path, steps=8, progress=True, resume=False), world_size=2)
+    comm.simulate(lambda: run(tmp_path, steps=8, logging=fds.Logging(progress=True), resume=False), world_size=2)
     shown = capsys.readouterr().err
     assert "8/8" in shown
     assert "loss" in shown
@@ -239,7 +246,7 @@ def test_it_stops(tmp_path: Path) -> None:
 
     def program() -> None:
         with pytest.raises(NonFiniteLossError, match=r"by step 6 the loss was not finite 3 times in a row.*that of step 3"):
-            run(tmp_path, every=1, log_every=1, batches=poisoned(3, 4, 5), on_non_finite=Stop(3))
+            run(tmp_path, every=1, logging=EACH, batches=poisoned(3, 4, 5), on_non_finite=Stop(3))
 
     comm.simulate(program, world_size=2)
     assert checkpointing.latest(tmp_path) == "step-00000003"
@@ -253,7 +260,7 @@ def test_it_rolls_back_and_skips(tmp_path: Path) -> None:
 
     def rolling(path: Path, **more: Any) -> Any:
         rule = RollBack(after=2, times=1)
-        return run(path, every=4, log_every=2, batches=poisoned(5, 6, 7), on_non_finite=rule, **more)
+        return run(path, every=4, logging=fds.Logging(every=2), batches=poisoned(5, 6, 7), on_non_finite=rule, **more)
 
     def skipping() -> Any:
         return run(None, batches=lambda index: models.batch(index if index < 4 else index + 4))
@@ -272,23 +279,24 @@ def test_it_rolls_back_and_skips(tmp_path: Path) -> None:
 def test_it_does_not_roll_back_for_ever(tmp_path: Path) -> None:
     rule = RollBack(after=1, times=2)
     with pytest.raises(NonFiniteLossError, match="after 2 roll-backs"):
-        run(tmp_path, log_every=1, every=1, batches=poisoned(*range(2, 100)), on_non_finite=rule)
+        run(tmp_path, logging=EACH, every=1, batches=poisoned(*range(2, 100)), on_non_finite=rule)
     assert checkpointing.latest(tmp_path) == "step-00000002"
 
 
 def test_a_roll_back_to_the_beginning_evaluates_again(tmp_path: Path) -> None:
     """The log begins anew there, and has what comes before the first step, as an undisturbed run's has."""
     log = CsvLog(tmp_path / "log.csv")
-    found = {"evaluate": lambda state: {"at": int(state.step)}, "loggers": [log], "log_every": 1, "steps": 2}
-    run(tmp_path / "run", batches=poisoned(0), on_non_finite=RollBack(after=1), **found)
+    evaluation, logging = fds.Evaluation(lambda state: {"at": int(state.step)}), fds.Logging([log], every=1)
+    run(tmp_path / "run", steps=2, batches=poisoned(0), on_non_finite=RollBack(after=1), evaluation=evaluation, logging=logging)
     assert [line for line in log.path.read_text().splitlines() if ",at," in line] == ["0,at,0.0", "2,at,2.0"]
 
 
 def test_spoiled_params_are_not_saved(tmp_path: Path) -> None:
     """The first loss is finite, its gradient is not (a square root's at zero): no checkpoint is made of what follows."""
     step = fds.train_step(lambda params, x: (params["w"] - x).abs().sqrt().sum(), fds.sgd(0.1))
+    checkpoints = fds.Checkpoints(tmp_path, every=1)
     with pytest.raises(NonFiniteLossError, match="no checkpoint was made"):
-        fds.fit(step, step.init({"w": torch.ones(2)}), [torch.ones(2)] * 9, path=tmp_path, every=1, log_every=1)
+        fds.fit(step, step.init({"w": torch.ones(2)}), [torch.ones(2)] * 9, checkpoints=checkpoints, logging=EACH)
     assert checkpointing.latest(tmp_path) is None
 
 
@@ -323,11 +331,8 @@ def test_processes_save_on_sigterm_and_go_on(tmp_path: Path) -> None:
     [
         ({"steps": -1}, "steps=-1"),
         ({"every": 0, "path": "x"}, "every=0"),
-        ({"every": 2}, "every=2 asks for checkpoints; pass path"),
         ({"minutes": 0.0, "path": "x"}, "minutes=0.0"),
-        ({"log_every": 0}, "log_every=0"),
-        ({"evaluate_every": 2}, "pass evaluate"),
-        ({"on_non_finite": RollBack()}, "goes back to a checkpoint; pass path"),
+        ({"on_non_finite": RollBack()}, r"goes back to a checkpoint; pass checkpoints=fds.Checkpoints\(path\)"),
     ],
 )
 def test_bad_input_is_refused(bad: dict[str, Any], complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,7 +349,13 @@ def test_params_that_lie_elsewhere_are_looked_at(tmp_path: Path) -> None:
         step = fds.compose(fds.transforms.offload("disk", "disk", path=tmp_path), fds.transforms.zero(3))(
             fds.train_step(lambda params, x: (params["w"] * x).square().mean(), fds.adamw(0.1))
         )
-        state = fds.fit(step, step.init({"w": torch.ones(5)}), lambda index: torch.ones(5), path=tmp_path / "run", steps=steps)
+        state = fds.fit(
+            step,
+            step.init({"w": torch.ones(5)}),
+            lambda index: torch.ones(5),
+            checkpoints=fds.Checkpoints(tmp_path / "run"),
+            steps=steps,
+        )
         found: Tensor = step.params(state)["w"]
         return found
 
@@ -368,7 +379,8 @@ def test_stages_with_other_numbers_of_params_on_a_disk(tmp_path: Path) -> None:
             fds.transforms.zero(3, mesh["dp"]),
             fds.transforms.pipeline(pipelining.gpipe(2, 2), stages, mesh["pp"]),
         )(fds.train_step(stages, fds.sgd(0.1)))
-        state = fds.fit(step, step.init(params), lambda index: (torch.ones(4, 4),), steps=2, path=tmp_path / "run", every=1)
+        checkpoints = fds.Checkpoints(tmp_path / "run", every=1)
+        state = fds.fit(step, step.init(params), lambda index: (torch.ones(4, 4),), steps=2, checkpoints=checkpoints)
         return int(state.step)
 
     assert comm.simulate(program, world_size=2) == [2, 2]
@@ -380,3 +392,40 @@ def test_what_is_no_state() -> None:
         fds.fit(step, {"w": torch.ones(1)}, models.batch, steps=1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"timeout=60: pass timedelta\(seconds=...\)"):
         fds.fit(step, state, models.batch, steps=1, timeout=60)  # type: ignore[arg-type]
+
+
+def test_records_refuse_bad_numbers() -> None:
+    for make, complaint in (
+        (lambda: fds.Logging(every=0), "every=0: a number of steps"),
+        (lambda: fds.Logging(every=None), "every=None: a number of steps"),  # type: ignore[arg-type]
+        (lambda: fds.Evaluation(dict, every=0), "every=0: a number of steps"),
+        (lambda: fds.Checkpoints("x", every=1.5), r"every=1\.5: a number of steps"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            make()
+
+
+@pytest.mark.parametrize(
+    ("keyword", "instead"),
+    [
+        ("path", r"pass checkpoints=fds.Checkpoints\(path"),
+        ("every", r"pass checkpoints=fds.Checkpoints\(path"),
+        ("keep_last", r"pass checkpoints=fds.Checkpoints\(path"),
+        ("evaluate", r"pass evaluation=fds.Evaluation\(function"),
+        ("loggers", r"pass logging=fds.Logging\(loggers"),
+        ("log_every", r"pass logging=fds.Logging\(loggers"),
+        ("setps", "unexpected keyword argument 'setps'$"),
+    ],
+)
+def test_keywords_of_before_say_what_took_their_place(keyword: str, instead: str) -> None:
+    step, state = models.build()
+    with pytest.raises(TypeError, match=instead):
+        fds.fit(step, state, models.batch, steps=1, **{keyword: 1})
+
+
+def test_what_is_no_record_is_refused() -> None:
+    step, state = models.build()
+    with pytest.raises(TypeError, match=r"checkpoints='run': pass fds.Checkpoints\(path\)"):
+        fds.fit(step, state, models.batch, steps=1, checkpoints="run")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"logging=None: pass fds.Logging\(loggers\)"):
+        fds.fit(step, state, models.batch, steps=1, logging=None)  # type: ignore[arg-type]

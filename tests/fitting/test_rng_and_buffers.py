@@ -35,7 +35,9 @@ def build(*layers: nn.Module) -> tuple[Any, fds.Step, fds.State]:
 def run(path: Path, steps: int, *layers: Any, **options: Any) -> tuple[Any, dict[str, Tensor]]:
     """The params and buffers after so many steps."""
     apply, step, state = build(*(layer() for layer in layers))
-    state = fds.fit(step, state, batch, steps=steps, path=path, every=2, buffers=apply, **options)
+    state = fds.fit(
+        step, state, batch, steps=steps, checkpoints=path and fds.Checkpoints(path, every=2), buffers=apply, **options
+    )
     return step.params(state), apply.buffers
 
 
@@ -52,7 +54,7 @@ def test_dropout_and_running_statistics_go_on(tmp_path: Path, ranks: int) -> Non
 def test_evaluations_draw_nothing_from_the_training(tmp_path: Path) -> None:
     dropout = lambda: nn.Dropout(0.5)  # noqa: E731
     want = run(tmp_path / "plain", 6, dropout)
-    drawing = {"evaluate": lambda state: {"drawn": torch.rand(3).sum()}, "evaluate_every": 1}
+    drawing = {"evaluation": fds.Evaluation(lambda state: {"drawn": torch.rand(3).sum()}, every=1)}
     assert_same(run(tmp_path / "evaluated", 6, dropout, **drawing), want)
 
 
@@ -62,7 +64,7 @@ def test_batches_that_are_drawn_again(tmp_path: Path) -> None:
     def go(path: Path, steps: int) -> Any:
         _, step, state = build(nn.Dropout(0.5))
         loader = torch.utils.data.DataLoader(batch(0), batch_size=2, shuffle=True)
-        state = fds.fit(step, state, fitting.Epochs(loader, 3), steps=steps, path=path)
+        state = fds.fit(step, state, fitting.Epochs(loader, 3), steps=steps, checkpoints=path and fds.Checkpoints(path))
         return step.params(state)
 
     want = go(tmp_path / "whole", 4)
@@ -91,7 +93,7 @@ def test_buffers_of_a_pipeline_come_to_their_stages(tmp_path: Path) -> None:
         )
         rows = lambda index: (torch.randn(8, 3, generator=torch.Generator().manual_seed(index))[4 * mesh["dp"].rank :][:4],)  # noqa: E731
         assert stages.apply is not None
-        fds.fit(step, step.init(params), rows, steps=steps, path=tmp_path / "run", buffers=stages.apply)
+        fds.fit(step, step.init(params), rows, steps=steps, checkpoints=fds.Checkpoints(tmp_path / "run"), buffers=stages.apply)
         return dict(stages.apply.buffers)
 
     before = comm.simulate(go, 2, 2, world_size=4)  # rank 0 has stage 0, rank 1 stage 1
@@ -154,9 +156,8 @@ def test_a_roll_back_takes_back_statistics(tmp_path: Path, bad: int) -> None:
             state,
             lambda index: batch(index) * (float("nan") if index == bad else 1),
             steps=6,
-            path=tmp_path / "run",
-            every=1,
-            log_every=1,
+            checkpoints=fds.Checkpoints(tmp_path / "run", every=1),
+            logging=fds.Logging(every=1),
             on_non_finite=fitting.RollBack(after=1),
             buffers=apply,
         )
@@ -168,7 +169,7 @@ def test_a_roll_back_takes_back_statistics(tmp_path: Path, bad: int) -> None:
 def test_buffers_that_nobody_saves_are_told(tmp_path: Path) -> None:
     _, step, state = build(nn.BatchNorm1d(4))
     with pytest.warns(UserWarning, match=r"pass fit\(..., buffers=apply\)"):
-        fds.fit(step, state, batch, steps=1, path=tmp_path / "run")
+        fds.fit(step, state, batch, steps=1, checkpoints=fds.Checkpoints(tmp_path / "run"))
 
 
 def test_buffers_that_never_change_are_not_kept(tmp_path: Path) -> None:
@@ -183,7 +184,7 @@ def test_buffers_that_never_change_are_not_kept(tmp_path: Path) -> None:
     apply, step, state = build(Masked())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        fds.fit(step, state, batch, steps=1, path=tmp_path / "run")
+        fds.fit(step, state, batch, steps=1, checkpoints=fds.Checkpoints(tmp_path / "run"))
     assert not apply.changed_buffers
 
 
@@ -195,17 +196,17 @@ def test_modules_that_others_trained_are_no_concern(tmp_path: Path) -> None:
     _, step, state = build()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        fds.fit(step, state, batch, steps=1, path=tmp_path / "run")
+        fds.fit(step, state, batch, steps=1, checkpoints=fds.Checkpoints(tmp_path / "run"))
 
 
 def test_after_a_run_that_saved_none(tmp_path: Path) -> None:
     """Whoever was told of it can go on."""
     apply, step, state = build(nn.BatchNorm1d(4))
     with pytest.warns(UserWarning, match="pass fit"):
-        fds.fit(step, state, batch, steps=1, path=tmp_path / "run")
+        fds.fit(step, state, batch, steps=1, checkpoints=fds.Checkpoints(tmp_path / "run"))
     apply, step, state = build(nn.BatchNorm1d(4))
     with pytest.warns(UserWarning, match="the checkpoint has none, so modules begin with their own"):
-        fds.fit(step, state, batch, steps=2, path=tmp_path / "run", buffers=apply)
+        fds.fit(step, state, batch, steps=2, checkpoints=fds.Checkpoints(tmp_path / "run"), buffers=apply)
     assert apply.buffers["1.num_batches_tracked"] == 1
 
 
@@ -213,6 +214,6 @@ def test_other_modules_than_were_saved(tmp_path: Path) -> None:
     run(tmp_path / "run", 1, lambda: nn.BatchNorm1d(4))
     _, step, state = build(nn.BatchNorm1d(4))
     with pytest.raises(ValueError, match="has those of 1 modules, and fit was given 0"):
-        fds.fit(step, state, batch, steps=2, path=tmp_path / "run")
+        fds.fit(step, state, batch, steps=2, checkpoints=fds.Checkpoints(tmp_path / "run"))
     with pytest.raises(TypeError, match=r"buffers=.* pass the function of a module that fds.functional gives"):
         fds.fit(step, state, batch, steps=2, buffers=nn.BatchNorm1d(4))

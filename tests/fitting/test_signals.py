@@ -7,7 +7,7 @@ import sys
 import threading
 from pathlib import Path
 
-from functional_ds.fitting import noted_here
+from functional_ds.fitting import stop_on_signals
 
 PROGRAM = """
 import os, time
@@ -25,7 +25,7 @@ def stubborn(flag):
 
 
 if __name__ == "__main__":
-    with signals.noted_for_ranks() as flag:
+    with signals.stop_ranks_on_signals() as flag:
         try:
             comm.spawn(stubborn, flag, world_size=2)
         except comm.RankFailedError:
@@ -53,7 +53,7 @@ def test_first_interrupt_asks_and_second_ends_the_ranks(tmp_path: Path) -> None:
 def test_a_signal_is_noted_once_and_then_meant(tmp_path: Path) -> None:
     """The flag says which; handlers are put back."""
     before = signal.getsignal(signal.SIGTERM)
-    with noted_here() as flag:
+    with stop_on_signals() as flag:
         assert not flag.is_set()
         os.kill(os.getpid(), signal.SIGTERM)
         assert flag.is_set()
@@ -66,7 +66,7 @@ def test_a_signal_is_noted_once_and_then_meant(tmp_path: Path) -> None:
 
 def test_other_threads_note_nothing() -> None:
     def elsewhere() -> None:
-        with noted_here() as flag:
+        with stop_on_signals() as flag:
             found.append(flag.is_set())
 
     found: list[bool] = []

@@ -2,14 +2,17 @@
 
 import re
 import signal
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
 import torch
 
+import functional_ds as fds
 from functional_ds import comm
 from functional_ds.fitting import EXIT_CODE, watchdog
+from functional_ds.fitting.heartbeat import activity
 from tests.fitting import programs
 from tests.fitting.ranks import Ranks
 
@@ -57,7 +60,7 @@ def test_both_end_and_name_it(found: dict[str, Ranks], fault: str, says: list[st
     """In code of one's own, in collectives that never meet, after an error, within ``fit``."""
     for rank in (0,) if fault == "raise" else (0, 1):
         assert found[fault].code(rank) in (EXIT_CODE, 1)  # 1: its collective failed before, as the other one had ended
-        assert re.search(f"rank {rank} (is ended by its watchdog|failed over others)", found[fault].said(rank))
+        assert re.search(f"rank {rank} (is ended by its watchdog|failed because of others)", found[fault].said(rank))
         for expected in says:
             assert expected in found[fault].said(rank)
 
@@ -74,7 +77,7 @@ def test_a_rank_that_is_stopped_ends_the_other(found: dict[str, Ranks]) -> None:
 def test_a_rank_that_is_killed_is_named(found: dict[str, Ranks]) -> None:
     """Where a collective fails the error says over whom; where none is under way the watchdog ends the process."""
     assert found["killed"].code(0) == 1
-    assert "RankFailedError: rank 0 failed over others: rank 1 died" in found["killed"].said(0)
+    assert "RankFailedError: rank 0 failed because of others: rank 1 died" in found["killed"].said(0)
     assert "* rank 1" in found["killed"].said(0)
     assert found["killed alone"].code(0) == EXIT_CODE
     assert "rank 1 died, is stopped, or cannot be reached" in found["killed alone"].said(0)
@@ -96,3 +99,17 @@ def test_a_timeout_is_positive() -> None:
         pass
     with watchdog(None) as watch:
         watch.at(1, "nothing")
+
+
+def test_activity_names_the_phase_and_the_site() -> None:
+    """What a heartbeat says of a step is read off the stack of the thread that makes it."""
+    found: list[dict[str, str]] = []
+
+    def loss(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        found.append(activity(threading.get_ident()))
+        return (params["w"] * x).sum()
+
+    step = fds.train_step(loss, fds.sgd(0.1))
+    step(step.init({"w": torch.ones(2)}), torch.ones(2))
+    assert found[-1]["phase"]
+    assert found[-1]["site"].startswith("test_watchdog.py:")

@@ -20,8 +20,8 @@ import functional_ds as fds
 from functional_ds import comm
 from functional_ds import pipelining as pp
 from functional_ds import transforms as T
-from functional_ds.interchange.format import CODES, File, Spec, laid_out
-from functional_ds.interchange.safetensors_writer import Writer
+from functional_ds.interchange.format import CODES, SafetensorsFile, TensorSpec, split_files
+from functional_ds.interchange.safetensors_writer import SafetensorsWriter
 from functional_ds.testing import assert_same, seeds, shapes
 from tests.transforms.models import CASES, Tied, own_rows
 from tests.transforms.staged import Staged
@@ -163,14 +163,16 @@ def test_the_library_reads_what_was_written(
         f"leaf.{i}": torch.randint(0, 2, (*shape, dtype.itemsize), dtype=torch.uint8).view(dtype).reshape(shape)
         for i, (shape, dtype) in enumerate(kinds)
     }
-    files = laid_out(
-        [Spec(name, tuple(x.shape), x.dtype) for name, x in values.items()], limit=limit, metadata={"format": "pt", "a": "é"}
+    files = split_files(
+        [TensorSpec(name, tuple(x.shape), x.dtype) for name, x in values.items()],
+        limit=limit,
+        metadata={"format": "pt", "a": "é"},
     )
-    with Writer(folder, files, False) as writer:
+    with SafetensorsWriter(folder, files, False) as writer:
         for name, x in reversed(values.items()):
             flat = x.reshape(-1)
             for start in range(0, flat.numel(), 2):
-                writer.write(name, start, flat[start : start + 2])
+                writer.write(name, flat[start : start + 2], offset=start)
         writer.commit()
     found: dict[str, Tensor] = {}
     for file in files:
@@ -181,13 +183,15 @@ def test_the_library_reads_what_was_written(
     assert_same(found, values)
     if limit is not None and len(files) > 1:
         for file in files:
-            assert len(file.places) == 1 or sum(place.spec.nbytes for place in file.places) <= limit
+            assert len(file.entries) == 1 or sum(entry.spec.nbytes for entry in file.entries) <= limit
 
 
 def test_tensors_start_at_multiples_of_their_element_size() -> None:
-    specs = [Spec(str(i), (3,), dtype) for i, dtype in enumerate([torch.int8, torch.bfloat16, torch.float64, torch.float32])]
-    for place in File.of("x", specs, {}).places:
-        assert place.start % place.spec.dtype.itemsize == 0
+    specs = [
+        TensorSpec(str(i), (3,), dtype) for i, dtype in enumerate([torch.int8, torch.bfloat16, torch.float64, torch.float32])
+    ]
+    for entry in SafetensorsFile.of("x", specs, {}).entries:
+        assert entry.start % entry.spec.dtype.itemsize == 0
 
 
 # -- names, dtypes, buffers ----------------------------------------------------------------------------------------------
@@ -353,7 +357,7 @@ def failing(folder: Path, after: int) -> str:
     state = T.zero(3)(fds.train_step(loss, fds.adamw(1e-2))).init(params)
     calls = 0
 
-    def write(self: Writer, name: str, offset: int, values: Tensor) -> None:
+    def write(self: SafetensorsWriter, name: str, values: Tensor, *, offset: int = 0) -> None:
         nonlocal calls
         calls += 1
         if calls > after:
@@ -361,7 +365,7 @@ def failing(folder: Path, after: int) -> str:
 
     with pytest.MonkeyPatch.context() as patch:
         if comm.world().rank == 0:
-            patch.setattr(Writer, "write", write)
+            patch.setattr(SafetensorsWriter, "write", write)
         with pytest.raises(OSError, match="No space left") as caught:
             fds.export(state, folder, overwrite=True)
     return str(caught.value)
@@ -379,16 +383,16 @@ def test_a_write_that_fails_is_raised_on_every_rank_and_leaves_nothing(tmp_path:
 KILLED = """
 import os, signal, sys, torch
 import functional_ds as fds
-from functional_ds.interchange.safetensors_writer import Writer
+from functional_ds.interchange.safetensors_writer import SafetensorsWriter
 
-whole = Writer.write
+whole = SafetensorsWriter.write
 
-def write(self, name, offset, values):
+def write(self, name, values, *, offset=0):
     if name == sys.argv[2]:
         os.kill(os.getpid(), signal.SIGKILL)
-    whole(self, name, offset, values)
+    whole(self, name, values, offset=offset)
 
-Writer.write = write
+SafetensorsWriter.write = write
 fds.export({f"{i}": torch.ones(64) for i in range(8)}, sys.argv[1], shard_bytes=1024, overwrite=True)
 """
 

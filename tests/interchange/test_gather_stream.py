@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from functional_ds import comm
-from functional_ds.interchange.gather_stream import Held, Known, agreed, stream
+from functional_ds.interchange.gather_stream import LeafInfo, LocalShard, plan_sends, stream
 
 
 def streamed(edges: list[list[int]], chunk: int) -> list[list[int]]:
@@ -14,16 +14,16 @@ def streamed(edges: list[list[int]], chunk: int) -> list[list[int]]:
     here = comm.world()
     held = []
     for number, cuts in enumerate(edges):
-        leaf, low = Known(f"{number}", (10,), torch.float32), cuts[here.rank]
+        leaf, low = LeafInfo(f"{number}", (10,), torch.float32), cuts[here.rank]
         high = 10 if here.rank == here.size - 1 else min(10, cuts[here.rank + 1] + 2)
-        held.append(Held(leaf, low, torch.arange(float(low), float(high))))
-    _, hops = agreed(held, here)
+        held.append(LocalShard(leaf, low, torch.arange(float(low), float(high))))
+    _, sends = plan_sends(held, here)
     found = [torch.full((10,), -1.0) for _ in edges]
 
     def take(hop: object, values: torch.Tensor) -> None:
         found[int(hop.leaf.path)][hop.offset : hop.offset + values.numel()] = values  # type: ignore[attr-defined]
 
-    stream(hops, held, group=here, take=take, cast=lambda leaf: leaf.dtype, chunk=chunk)
+    stream(sends, held, group=here, take=take, cast=lambda leaf: leaf.dtype, chunk=chunk)
     return [x.int().tolist() for x in found]
 
 

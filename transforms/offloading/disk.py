@@ -1,4 +1,4 @@
-"""Asynchronous reads and writes of tensors' bytes, checked against their checksums."""
+"""Asynchronous reads and writes of tensors' bytes, with checksums."""
 
 import os
 import zlib
@@ -8,24 +8,25 @@ from contextlib import contextmanager
 from threading import Lock
 
 import attrs
-import torch
 from torch import Tensor
 
-from .files import PAGE, Extent, Folder, OffloadError, padded
+from functional_ds.base.direct_io import DirectFile
+
+from .files import Extent, OffloadError, ScratchFolder
 from .prefetch import Ahead
 
-__all__ = ["Disk", "Traffic", "aligned"]
+__all__ = ["Disk", "DiskTraffic"]
 
 
 @attrs.define(eq=False)
-class Traffic:
-    """What went between memory and disk so far, and who waited for it.
+class DiskTraffic:
+    """What was read from and written to the disk so far, and how long updates waited for it.
 
     Attributes:
         read: bytes.
         written: bytes.
-        waited: seconds in which updates waited for the disk.
-        computed: seconds in which they did something else.
+        waited: seconds for which updates waited for the disk.
+        computed: seconds for which updates did other work.
     """
 
     read: int = 0
@@ -35,113 +36,106 @@ class Traffic:
     _lock: Lock = attrs.field(factory=Lock, repr=False)
 
     def add(self, *, read: int = 0, written: int = 0) -> None:
-        """Counts bytes, from any thread."""
+        """Adds to the bytes; any thread may call it."""
         with self._lock:
             self.read += read
             self.written += written
 
 
-def aligned(nbytes: int, *, pinned: bool = False) -> Tensor:
-    """Uninitialised bytes in whole pages, as direct reads and writes want them."""
-    room = torch.empty(padded(nbytes) + PAGE, dtype=torch.uint8, pin_memory=pinned)
-    start = -room.data_ptr() % PAGE
-    return room[start : start + padded(nbytes)]
-
-
 @attrs.define(eq=False)
 class Disk:
-    """A folder's files and the threads that read and write them.
+    """A folder's files, and the threads that read and write them.
 
-    Bytes go past the page cache (O_DIRECT) where the file system can; else through it.
+    Attributes:
+        folder: the files.
+        pool: reads and writes.
+        background: runs work that waits for the pool.
+        direct: whether accesses bypass the page cache (O_DIRECT) where the file system can.
+        reader: predicts which tensor is asked for next.
+        traffic: what was read and written so far.
     """
 
-    folder: Folder
+    folder: ScratchFolder
     pool: ThreadPoolExecutor
-    background: ThreadPoolExecutor  # for what waits for the pool itself
+    background: ThreadPoolExecutor
     direct: bool
     reader: Ahead = attrs.field(factory=Ahead)
-    traffic: Traffic = attrs.field(factory=Traffic)
+    traffic: DiskTraffic = attrs.field(factory=DiskTraffic)
 
     @staticmethod
-    def over(folder: Folder, *, threads: int, direct: bool) -> "Disk":
-        """With so many threads."""
+    def over(folder: ScratchFolder, *, threads: int, direct: bool) -> "Disk":
+        """Starts the threads.
+
+        Args:
+            folder: the files.
+            threads: how many read and write.
+            direct: whether accesses bypass the page cache.
+        """
         pool = ThreadPoolExecutor(threads, thread_name_prefix="offload")
         background = ThreadPoolExecutor(1, thread_name_prefix="offload")
-        return Disk(folder, pool, background, direct and _goes_direct(folder))
+        return Disk(folder, pool, background, direct)
 
     def read(
         self, extent: Extent, offset: int, *, into: Tensor, nbytes: int, checksum: int, after: "Sequence[Future[int]]" = ()
     ) -> "Future[int]":
-        """Starts to fill ``into``, whole pages of memory, once ``after`` is done.
+        """Starts a read. Its future raises OffloadError, which names the file, if the bytes are not those that were written.
 
-        The future raises OffloadError, which names the file, where its bytes are not those that were written.
+        Args:
+            extent: the version to read.
+            offset: the first byte in it, a multiple of a page.
+            into: ``uint8`` memory in whole pages, all of which is filled.
+            nbytes: how many of these bytes the checksum covers.
+            checksum: their CRC-32.
+            after: earlier reads and writes of this disk that must be over first.
         """
         return self.pool.submit(self._read, extent, offset, _bytes(into), nbytes, checksum, after)
 
     def write(self, extent: Extent, offset: int, *, data: Tensor, nbytes: int) -> "Future[int]":
-        """Starts to write whole pages of memory; the future is the checksum of the first ``nbytes``."""
+        """Starts a write. Its future is the checksum of the first ``nbytes``.
+
+        Args:
+            extent: the version to write.
+            offset: the first byte in it, a multiple of a page.
+            data: ``uint8`` memory in whole pages, all of which is written.
+            nbytes: how many of these bytes the checksum covers.
+        """
         return self.pool.submit(self._write, extent, offset, _bytes(data), nbytes)
 
     def _read(
-        self, extent: Extent, offset: int, room: memoryview, nbytes: int, checksum: int, after: "Sequence[Future[int]]"
+        self, extent: Extent, offset: int, into: memoryview, nbytes: int, checksum: int, after: "Sequence[Future[int]]"
     ) -> int:
-        for earlier in after:  # it was submitted before this, so it is under way
+        for earlier in after:  # submitted before this one, so a thread has it
             earlier.exception()
-        with self._opened(extent, os.O_RDONLY) as fd:
-            done = 0
-            while done < len(room):
-                got = os.preadv(fd, [room[done:]], extent.offset + offset + done)
-                if not got:
-                    raise OffloadError(f"{extent.file.path}: it ends {len(room) - done} bytes before the end of what was read")
-                done += got
-        found = zlib.crc32(room[:nbytes])
+        with self._opened(extent, os.O_RDONLY) as file:
+            missing = len(into) - file.read(into, position=extent.offset + offset)
+            if missing:
+                raise OffloadError(f"{extent.file.path}: it ends {missing} bytes before the end of what was read")
+        found = zlib.crc32(into[:nbytes])
         if found != checksum:
             raise OffloadError(
                 f"{extent.file.path}: the {nbytes} bytes at {extent.offset + offset} are not those that were written "
                 f"(checksum {found:08x}, not {checksum:08x})"
             )
-        self.traffic.add(read=len(room))
+        self.traffic.add(read=len(into))
         return found
 
     def _write(self, extent: Extent, offset: int, data: memoryview, nbytes: int) -> int:
         found = zlib.crc32(data[:nbytes])
-        with self._opened(extent, os.O_WRONLY) as fd:
-            done = 0
-            while done < len(data):
-                done += os.pwritev(fd, [data[done:]], extent.offset + offset + done)
+        with self._opened(extent, os.O_WRONLY) as file:
+            file.write(data, position=extent.offset + offset)
         self.traffic.add(written=len(data))
         return found
 
     @contextmanager
-    def _opened(self, extent: Extent, flags: int) -> Iterator[int]:
+    def _opened(self, extent: Extent, flags: int) -> Iterator[DirectFile]:
         path = extent.file.path
         try:
-            fd = os.open(path, flags | os.O_CLOEXEC | (os.O_DIRECT if self.direct else 0))
-            try:
-                extent.file.check(fd)
-                yield fd
-            finally:
-                os.close(fd)
+            with DirectFile.open(path, flags, direct=self.direct) as file:
+                extent.file.check(file)
+                yield file
         except OSError as error:
             raise OffloadError(f"{path}: {error.strerror}") from error
 
 
-def _bytes(room: Tensor) -> memoryview:
-    return room.numpy().data
-
-
-def _goes_direct(folder: Folder) -> bool:
-    """Whether the file system takes O_DIRECT; tmpfs and some network file systems do not."""
-    if not hasattr(os, "O_DIRECT"):
-        return False
-    probe = folder.path / "probe"
-    try:
-        fd = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o600)
-        try:
-            return os.pwritev(fd, [_bytes(aligned(PAGE).zero_())], 0) == PAGE
-        finally:
-            os.close(fd)
-    except OSError:
-        return False
-    finally:
-        probe.unlink(missing_ok=True)
+def _bytes(memory: Tensor) -> memoryview:
+    return memory.numpy().data

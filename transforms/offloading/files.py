@@ -1,77 +1,74 @@
-"""A run's scratch folder: locked while its process lives, gone when nothing needs it any more."""
+"""A scratch folder for offloaded tensors: locked while its process lives, deleted when no value in it is needed."""
 
-import fcntl
-import json
 import os
 import shutil
-import socket
 import uuid
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from threading import Lock
 
 import attrs
 
+from functional_ds.base.direct_io import DirectFile, padded
+from functional_ds.base.files import FileLock, lock_folder, process_note, reserve
 from functional_ds.step.state import UpdateError
 
-__all__ = ["PAGE", "Extent", "File", "Folder", "OffloadError", "check_folder", "padded"]
+__all__ = ["Extent", "OffloadError", "ScratchFolder", "VersionedFile", "check_folder"]
 
-PAGE = 4096  # what direct reads and writes come in
 _PREFIX = "fds-offload-"
-_MANIFEST = "manifest.json"
+_LOCK = "manifest.json"
 
 
 class OffloadError(UpdateError):
-    """A file of an offloaded state cannot be read or written. An update that raises it has changed nothing."""
-
-
-def padded(nbytes: int) -> int:
-    """In whole pages."""
-    return -(-nbytes // PAGE) * PAGE
+    """A file of an offloaded state cannot be read or written. An update that raises it leaves the state as it was."""
 
 
 @attrs.define(eq=False)
-class File:
-    """Versions of one tensor, one behind the other; those that no ``Extent`` refers to are free for the next."""
+class VersionedFile:
+    """Versions of one tensor in one file, one after the other. The next version takes the space of one that no ``Extent`` uses.
+
+    Attributes:
+        path: the file.
+        nbytes: the size of one version, in whole pages.
+    """
 
     path: Path
-    nbytes: int  # of one version, in whole pages
+    nbytes: int
     _versions: int = 0
     _free: list[int] = attrs.field(factory=list)
     _lock: Lock = attrs.field(factory=Lock)
 
-    def check(self, fd: int) -> None:
-        """Refuses a file whose length is not what it should be.
+    def check(self, file: DirectFile) -> None:
+        """Checks the length of the open file.
 
         Raises:
-            OffloadError: something else changed it.
+            OffloadError: another program changed it.
         """
-        with self._lock:  # else it may be growing
-            found, expected = os.fstat(fd).st_size, self._versions * self.nbytes
+        with self._lock:  # otherwise another thread may be growing it
+            found, expected = file.size, self._versions * self.nbytes
         if found != expected:
             raise OffloadError(f"{self.path}: it is {found} bytes long, but was {expected}: something else changed it")
 
     def reserve(self, versions: int) -> None:
-        """Makes room on the disk for so many more versions.
+        """Reserves disk space for more versions.
 
         Raises:
-            OffloadError: there is none; the file stays as it was.
+            OffloadError: the disk is full; the file stays as it was.
         """
         with self._lock:
             self._grow(versions)
 
     def take(self) -> "Extent":
-        """Room for a version that nobody refers to yet; the file grows where there is none left."""
+        """Space for a new version; the file grows if it has none left."""
         with self._lock:
             if not self._free:
                 self._grow(1)
             return Extent(self, self._free.pop())
 
     def give(self, index: int) -> None:
-        """Takes back a version's room."""
+        """Frees a version's space."""
         self._free.append(index)
 
     def _grow(self, versions: int) -> None:
@@ -79,7 +76,7 @@ class File:
         try:
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
-                os.posix_fallocate(fd, before, more)
+                reserve(fd, more, position=before)
             finally:
                 os.close(fd)
         except OSError as error:
@@ -90,14 +87,14 @@ class File:
 
 @attrs.frozen(eq=False)
 class Extent:
-    """Where one version of a tensor lies; given back when nobody refers to it."""
+    """The space of one version of a tensor, which is freed with the last reference to this object."""
 
-    file: File
+    file: VersionedFile
     index: int
 
     @property
     def offset(self) -> int:
-        """In the file, in bytes."""
+        """Where it begins in the file, in bytes."""
         return self.index * self.file.nbytes
 
     def __del__(self) -> None:
@@ -105,36 +102,41 @@ class Extent:
 
 
 @attrs.define(eq=False)
-class Folder:
-    """The files of one state's line on one rank; they go when the last value in them does, or with the process.
+class ScratchFolder:
+    """One rank's files for a state and its successors. They are deleted with the last value in them, or with the process.
 
     Attributes:
-        path: a folder of its own, within the one that the user named.
+        path: a new folder within the one that the user named.
         files: by name.
     """
 
     path: Path
-    files: dict[str, File]
+    files: dict[str, VersionedFile]
 
     @staticmethod
-    def create(root: Path, sizes: Mapping[str, int], *, versions: int = 2) -> "Folder":
-        """A new folder with room for ``versions`` versions of files of these sizes in bytes.
+    def create(root: Path, sizes: Mapping[str, int], *, versions: int = 2) -> "ScratchFolder":
+        """A new folder with reserved space.
 
-        Folders that dead processes of this host left behind are removed first, with a warning.
+        Folders that dead processes of this host left are removed first, with a warning.
+
+        Args:
+            root: the folder that the user named.
+            sizes: for each file's name the size of one version in bytes.
+            versions: how many versions of each file space is reserved for.
 
         Raises:
             OffloadError: the disk is too small, or a file cannot be made.
         """
-        with _locked(root):  # so that several ranks share a disk's free space, and none takes a new folder for a dead one
-            _clean(root)
+        with lock_folder(root):  # ranks share the disk's free space, and must not take a folder without a lock for a dead one
+            _remove_dead(root)
             _check_space(root, versions * sum(map(padded, sizes.values())))
             path = root / f"{_PREFIX}{uuid.uuid4().hex[:12]}"
             try:
                 path.mkdir(mode=0o700)
             except OSError as error:
                 raise OffloadError(f"{path}: {error.strerror}") from error
-            lock = _claim(path)
-            folder = Folder(path, {name: File(path / name, padded(size)) for name, size in sizes.items()})
+            lock = FileLock.take(path / _LOCK)
+            folder = ScratchFolder(path, {name: VersionedFile(path / name, padded(size)) for name, size in sizes.items()})
             weakref.finalize(folder, _remove, path, lock, os.getpid())
             for file in folder.files.values():
                 file.reserve(versions)
@@ -142,10 +144,10 @@ class Folder:
 
 
 def check_folder(path: str | os.PathLike[str]) -> Path:
-    """An existing folder that files can be made in, wherever the process goes later.
+    """The absolute path of an existing folder that this process can write to.
 
     Raises:
-        ValueError: it is none.
+        ValueError: there is no such folder, or it is not writable.
     """
     root = Path(path)
     if not root.is_dir():
@@ -165,33 +167,14 @@ def _check_space(root: Path, needed: int) -> None:
         )
 
 
-@contextmanager
-def _locked(root: Path) -> Iterator[None]:
-    fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
-
-
-def _claim(path: Path) -> int:
-    """Writes the manifest and locks it for as long as this process lives."""
-    fd = os.open(path / _MANIFEST, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(fd, fcntl.LOCK_EX)
-    os.write(
-        fd, json.dumps({"run": path.name.removeprefix(_PREFIX), "pid": os.getpid(), "host": socket.gethostname()}).encode()
-    )
-    return fd
-
-
-def _remove(path: Path, lock: int, pid: int) -> None:
-    if os.getpid() == pid:  # a forked child has no say
+def _remove(path: Path, lock: FileLock | None, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child shares the parent's files
         shutil.rmtree(path, ignore_errors=True)
-        os.close(lock)
+        if lock is not None:
+            lock.release()
 
 
-def _clean(root: Path) -> None:
+def _remove_dead(root: Path) -> None:
     dead = [path for path in root.glob(f"{_PREFIX}*") if _is_dead(path)]
     for path in dead:
         shutil.rmtree(path, ignore_errors=True)
@@ -201,10 +184,14 @@ def _clean(root: Path) -> None:
 
 
 def _is_dead(path: Path) -> bool:
-    """Whether a process of this host made it whose lock is free; of other hosts' folders nothing is known."""
-    try:
-        with (path / _MANIFEST).open("rb") as manifest:
-            fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return bool(json.load(manifest)["host"] == socket.gethostname())
-    except (OSError, ValueError, KeyError, TypeError):
+    """Whether a process of this host made the folder and has ended. Locks of other hosts' processes may not be visible here."""
+    owner = FileLock.owner(path / _LOCK)
+    if owner is None or owner["host"] != process_note()["host"]:
         return False
+    try:
+        lock = FileLock.take(path / _LOCK)
+    except OSError:
+        return False
+    if lock is not None:
+        os.close(lock.descriptor)
+    return lock is not None

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from functional_ds.base import tree
+from functional_ds.base.direct_io import aligned, padded
 from functional_ds.comm.record.collective import NAMESPACE
 
-from .disk import Disk, aligned
-from .files import Extent, OffloadError, padded
+from .disk import Disk
+from .files import Extent, OffloadError
 from .prefetch import Ahead
 
 __all__ = ["OnDisk", "OnHost", "OnPaper", "fetched", "restored"]

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from functional_ds.base import tree
+from functional_ds.base.direct_io import padded
 from functional_ds.comm.record.collective import NAMESPACE
 from functional_ds.sharding.leaf_map import Leaf, LeafMap, LeafShard
 from functional_ds.step.state import State
 
-from .files import padded
 from .handles import is_handle
 
 __all__ = [

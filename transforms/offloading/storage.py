@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from functional_ds.base import tree
+from functional_ds.base.direct_io import aligned, padded
 from functional_ds.step.state import State
 
 from .buffers import Copies, Lane, typed
-from .disk import Disk, Traffic, aligned
-from .files import Extent, Folder, padded
+from .disk import Disk, DiskTraffic
+from .files import Extent, ScratchFolder
 from .handles import OnDisk, OnHost
 from .plan import Kind, Plan, Unit
 from .prefetch import Ahead
@@ -162,7 +163,7 @@ def make_disk(root: Any, plan: Plan, *, threads: int, direct: bool) -> Disk:
         OffloadError: the disk is too small.
     """
     sizes = {unit.file(kind): unit.file_bytes(kind) for unit in plan.units for _, kind in unit.on_disk()}
-    return Disk.over(Folder.create(root, sizes), threads=threads, direct=direct)
+    return Disk.over(ScratchFolder.create(root, sizes), threads=threads, direct=direct)
 
 
 def _behind_each_other(sizes: dict[int, int], start: int) -> dict[int, tuple[int, int]]:
@@ -178,7 +179,7 @@ def _piece_bytes(unit: Unit, kind: Kind, span: tuple[int, int]) -> int:
     return (high - low) * kind.dtype.itemsize
 
 
-def traffic(state: State) -> Traffic:
+def traffic(state: State) -> DiskTraffic:
     """What went to the disk and back for this line of states, so far.
 
     Raises:

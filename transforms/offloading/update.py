@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from functional_ds.base import tree
+from functional_ds.base.direct_io import padded
 from functional_ds.base.marks import like_marked
 from functional_ds.base.weighted import Weighted
 from functional_ds.step.state import State
 from functional_ds.step.step import Metrics, Step
 
 from .buffers import Lane, typed
-from .files import OffloadError, padded
+from .files import OffloadError
 from .handles import OnHost
 from .plan import Kind, Unit, bare, content, cut, flat, joined, parted, rest_of
 from .storage import Home, Version

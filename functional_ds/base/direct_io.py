@@ -1,0 +1,123 @@
+"""Reads and writes past the page cache (``O_DIRECT``), for files that are too large to be worth caching."""
+
+import errno
+import fcntl
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import attrs
+import torch
+from torch import Tensor
+
+__all__ = ["PAGE", "DirectFile", "aligned", "padded"]
+
+PAGE = 4096  # bytes; direct reads and writes need addresses, offsets and sizes that are multiples of it
+_DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+def padded(nbytes: int) -> int:
+    """The number of bytes in whole pages.
+
+    >>> padded(1), padded(4096)
+    (4096, 4096)
+    """
+    return -(-nbytes // PAGE) * PAGE
+
+
+def aligned(nbytes: int, *, pinned: bool = False) -> Tensor:
+    """Uninitialised memory for direct reads and writes: ``uint8[padded(nbytes)]``, at the address of a page."""
+    memory = torch.empty(padded(nbytes) + PAGE, dtype=torch.uint8, pin_memory=pinned)
+    start = -memory.data_ptr() % PAGE
+    return memory[start : start + padded(nbytes)]
+
+
+@attrs.define(eq=False)
+class DirectFile:
+    """An open file whose reads and writes bypass the page cache where they can.
+
+    Large files that are not read again soon gain nothing from the cache: it costs one more copy, and takes memory from others.
+    Whole pages from page-aligned memory go directly to the disk. Other accesses, such as that to the last bytes of a file, go
+    through the cache, and so do all accesses after them. File systems without direct access always use the cache.
+    """
+
+    descriptor: int
+    direct: bool
+
+    @staticmethod
+    def open(path: Path, flags: int = os.O_RDONLY, *, direct: bool = True) -> "DirectFile":
+        """Opens a file.
+
+        Args:
+            path: the file.
+            flags: those of ``os.open``.
+            direct: whether to bypass the page cache where possible.
+        """
+        descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
+        if not (direct and _DIRECT):
+            return DirectFile(descriptor, direct=False)
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | _DIRECT)
+        except OSError:  # tmpfs before Linux 6.6, some network file systems
+            return DirectFile(descriptor, direct=False)
+        return DirectFile(descriptor, direct=True)
+
+    def write(self, data: memoryview, *, position: int) -> None:
+        """Writes all of the data at a byte of the file."""
+        done = 0
+        while done < len(data):
+            pages = (len(data) - done) // PAGE * PAGE
+            if self.direct and not pages:
+                self._use_cache()
+            part = data[done : done + pages] if self.direct else data[done:]
+            done += self._transfer(os.pwritev, part, position + done)
+
+    def read(self, into: memoryview, *, position: int, nbytes: int | None = None) -> int:
+        """Reads from a byte of the file on, and returns how many bytes there were.
+
+        Args:
+            into: memory, in whole pages for a direct read.
+            position: the first byte.
+            nbytes: how many are needed; None for as many as ``into`` takes. Fewer come only at the end of the file.
+        """
+        done, needed = 0, len(into) if nbytes is None else nbytes
+        while done < needed:
+            count = self._transfer(os.preadv, into[done:], position + done)
+            if not count:
+                break
+            done += count
+        return done
+
+    def sync(self) -> None:
+        """Returns once the disk has everything that was written."""
+        os.fsync(self.descriptor)
+
+    @property
+    def size(self) -> int:
+        """The file's size in bytes."""
+        return os.fstat(self.descriptor).st_size
+
+    def close(self) -> None:
+        """Closes the file."""
+        os.close(self.descriptor)
+
+    def __enter__(self) -> "DirectFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _transfer(self, call: Callable[[int, list[memoryview], int], int], data: memoryview, position: int) -> int:
+        """One system call, made again through the cache where a direct one is refused."""
+        direct = self.direct
+        try:
+            return call(self.descriptor, [data], position)
+        except OSError as error:
+            if not direct or error.errno != errno.EINVAL:
+                raise
+        self._use_cache()
+        return call(self.descriptor, [data], position)
+
+    def _use_cache(self) -> None:
+        fcntl.fcntl(self.descriptor, fcntl.F_SETFL, fcntl.fcntl(self.descriptor, fcntl.F_GETFL) & ~_DIRECT)
+        self.direct = False

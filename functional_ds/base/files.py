@@ -1,0 +1,143 @@
+"""Files that survive a crash: atomic replacement, fsync, writes at an offset, reserved space, and locks between processes."""
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+__all__ = ["FileLock", "lock_folder", "process_note", "reserve", "sync_folder", "write_at", "write_atomically", "write_synced"]
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Writes a small file. After a crash the path holds all of the data, or what it held before.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_atomically(Path(folder, "a"), b"data")
+    ...     Path(folder, "a").read_bytes(), len(os.listdir(folder))
+    (b'data', 1)
+    """
+    temporary = path.with_name(f".{path.name}.new")
+    write_synced(temporary, data)
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Writes a small file and returns once the disk has it; a write that fails leaves no file."""
+    try:
+        with path.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def sync_folder(path: Path) -> None:
+    """Returns once the disk has the folder's entries. Does nothing on systems that cannot sync folders."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def write_at(descriptor: int, data: memoryview, *, position: int) -> None:
+    """Writes all of the data at a byte of an open file.
+
+    Args:
+        descriptor: of the file.
+        data: the bytes.
+        position: the first byte's place in the file.
+    """
+    done = 0
+    while done < len(data):
+        done += os.pwritev(descriptor, [data[done:]], position + done)
+
+
+def reserve(descriptor: int, nbytes: int, *, position: int = 0) -> None:
+    """Sets disk space aside, so that a full disk fails here and not during later writes.
+
+    Args:
+        descriptor: of an open file.
+        nbytes: how much.
+        position: the first byte's place in the file.
+    """
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, position, nbytes)
+    else:
+        os.truncate(descriptor, position + nbytes)
+
+
+# -- locks -------------------------------------------------------------------------------------------------------------
+
+
+def process_note() -> dict[str, Any]:
+    """This process's host and number, as a lock file states them."""
+    return {"host": socket.gethostname(), "pid": os.getpid()}
+
+
+@attrs.define(eq=False)
+class FileLock:
+    """An exclusive lock on a file, which states its owner. The kernel releases it when the process ends."""
+
+    path: Path
+    descriptor: int
+
+    @staticmethod
+    def take(path: Path) -> "FileLock | None":
+        """The lock, on a file that is created if missing; None if somebody has it.
+
+        Raises:
+            OSError: the file cannot be opened for writing.
+        """
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            if isinstance(error, BlockingIOError):
+                return None
+            raise
+        with contextlib.suppress(OSError):  # the note is for people; the next write reports a full disk
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(process_note()).encode(), 0)
+        return FileLock(path, descriptor)
+
+    @staticmethod
+    def owner(path: Path) -> dict[str, Any] | None:
+        """The ``process_note`` of the process that has or last had the lock; None if the file does not say."""
+        try:
+            found = json.loads(path.read_bytes())
+            return {"host": found["host"], "pid": found["pid"]}
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def release(self) -> None:
+        """Lets others take the lock."""
+        if self.descriptor >= 0:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self.descriptor, 0)
+                fcntl.flock(self.descriptor, fcntl.LOCK_UN)  # a forked process may hold a copy of the descriptor
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+@contextlib.contextmanager
+def lock_folder(path: Path) -> Iterator[None]:
+    """Waits for an exclusive lock on a folder itself, and holds it for the block."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
