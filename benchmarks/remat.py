@@ -172,7 +172,7 @@ def _said(contender: Contender, report: fds.RematReport) -> dict[str, Any]:
         return {}
     blocks: dict[str, int] = {}
     for row in report.rows:
-        if row.keep is fds.saving.Keep.RECOMPUTE:
+        if row.keep is fds.remat_policies.Keep.RECOMPUTE:
             blocks[row.part] = blocks.get(row.part, 0) + row.whole
     totals = {name: getattr(report, name) for name in ("saved", "recomputed", "offloaded", "partitioned")}
     return {**totals, "largest block again": max(blocks.values(), default=0)}

@@ -16,8 +16,8 @@ from functional_ds.optim.lamb import lamb
 from functional_ds.optim.muon import muon
 from functional_ds.optim.one_bit import one_bit_adam, zero_one_adam
 from functional_ds.optim.param_groups import route
-from functional_ds.remat import policy as saving
-from functional_ds.remat.policy import Saving
+from functional_ds.remat import policy as remat_policies
+from functional_ds.remat.policy import RematPolicy
 from functional_ds.remat.remat import checkpoint_name, remat
 from functional_ds.remat.report import RematReport, remat_report
 from functional_ds.sharding import grouping as units
@@ -41,8 +41,8 @@ __all__ = [
     "Layout",
     "LeafMap",
     "Optimizer",
+    "RematPolicy",
     "RematReport",
-    "Saving",
     "State",
     "Step",
     "Tape",
@@ -72,10 +72,10 @@ __all__ = [
     "one_bit_adam",
     "pipelining",
     "remat",
+    "remat_policies",
     "remat_report",
     "route",
     "save",
-    "saving",
     "sgd",
     "shard",
     "train_step",

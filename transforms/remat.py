@@ -11,11 +11,11 @@ from torch import nn
 
 from functional_ds import comm
 from functional_ds.base import tree
-from functional_ds.remat.policy import Saving, everything
+from functional_ds.remat.policy import RematPolicy, everything
 from functional_ds.remat.region import called, run
 from functional_ds.remat.remat import check_group, check_names
 from functional_ds.remat.report import open_report
-from functional_ds.remat.saved_tensors import Keeper
+from functional_ds.remat.saved_tensors import TensorStore
 from functional_ds.step.state import State
 from functional_ds.step.step import Step, Transform, wrap
 from functional_ds.step.tape import Tape, current_tape
@@ -23,7 +23,7 @@ from functional_ds.step.tape import Tape, current_tape
 __all__ = ["remat"]
 
 
-def remat(blocks: str | None = None, *, policy: str | Saving = "recompute", group: comm.Group | None = None) -> Transform:
+def remat(blocks: str | None = None, *, policy: str | RematPolicy = "recompute", group: comm.Group | None = None) -> Transform:
     """Calls of a module's blocks keep what their backward pass needs as the policy says; nothing else changes.
 
     Law 28: the step is the same, dropout included, for every policy, in every stage of ZeRO; it commutes with what wraps other
@@ -55,7 +55,7 @@ def remat(blocks: str | None = None, *, policy: str | Saving = "recompute", grou
     >>> step = remat(policy="recompute")(fds.train_step(lambda p, x: apply(p, x).sum(), fds.sgd(0.1)))
     >>> state, metrics = step(step.init(params), torch.ones(3, 2))
     """
-    found = Saving.parse(policy)
+    found = RematPolicy.parse(policy)
     check_group(found, group)
     if blocks is not None and not isinstance(blocks, str):
         raise TypeError(f"blocks={blocks!r} is no path: give a pattern such as 'blocks.*', None, or '' for the whole function")
@@ -67,7 +67,7 @@ def remat(blocks: str | None = None, *, policy: str | Saving = "recompute", grou
 @attrs.define(eq=False)
 class _Remat:
     blocks: str | None
-    policy: Saving
+    policy: RematPolicy
     group: comm.Group | None
     _calls: "_Calls" = attrs.field(init=False)
     _looked: bool = False
@@ -88,13 +88,13 @@ class _Remat:
         tape = current_tape()
         if tape is None or not tape.records:
             return inner(step, state, function, batch)
-        keeper = Keeper.current(self.group, settles=False)
-        keeper.account.looks |= not self._looked
+        store = TensorStore.current(self.group, compares=False)
+        store.log.compares_values |= not self._looked
         self._looked = True
         if open_report() is not None:
             function = self._part(function, "elsewhere", everything, _ignore)
         found = self._run(inner, step, state, function, batch, tape)
-        keeper.agree()  # on every rank, also where nothing was divided
+        store.compare()  # on every rank, also where nothing was partitioned
         return found
 
     def _run(self, inner: Any, step: Step, state: State, function: Callable[[Any], Any], batch: Any, tape: Tape) -> Any:
@@ -110,8 +110,8 @@ class _Remat:
         self._calls.check(whole=not any(name.startswith("pipeline") for name in step.names))
         return found
 
-    def _part(self, function: Callable[[Any], Any], part: str, policy: Saving, seen: Any) -> Callable[[Any], Any]:
-        return lambda batch: run(function, (batch,), {}, saving=policy, group=self.group, part=part, seen=seen)
+    def _part(self, function: Callable[[Any], Any], part: str, policy: RematPolicy, seen: Any) -> Callable[[Any], Any]:
+        return lambda batch: run(function, (batch,), {}, policy=policy, group=self.group, part=part, seen=seen)
 
 
 def _ignore(names: set[str]) -> None:
@@ -128,7 +128,7 @@ class _Calls:
     """
 
     blocks: str | None
-    policy: Saving
+    policy: RematPolicy
     group: comm.Group | None
     paths: dict[str, bool] = attrs.field(factory=dict)
     names: set[str] | None = None
@@ -146,7 +146,7 @@ class _Calls:
 
     def run(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A module's call."""
-        return run(_known(forward), args, kwargs, saving=self.policy, group=self.group, part=path, seen=self._seen)
+        return run(_known(forward), args, kwargs, policy=self.policy, group=self.group, part=path, seen=self._seen)
 
     def check(self, *, whole: bool) -> None:
         """Refuses a policy that changed nothing: no module was chosen, or no value is named so. ``whole``: all of it ran."""
