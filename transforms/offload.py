@@ -6,19 +6,19 @@ from typing import Any, Literal, get_args
 
 import attrs
 import torch
-from torch import Tensor
 
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
-from functional_ds.sharding.sources import home as home_of
+from functional_ds.sharding.sources import home
 from functional_ds.step.state import State
 from functional_ds.step.step import Metrics, Step, Transform, wrap
 from functional_ds.step.train_step import stored_view
 from functional_ds.transforms.offloading.files import check_folder
 from functional_ds.transforms.offloading.handles import fetched
-from functional_ds.transforms.offloading.init import Options, initial, planned
-from functional_ds.transforms.offloading.plan import Place, rest_of
-from functional_ds.transforms.offloading.storage import Home, Offloaded, make_disk
+from functional_ds.transforms.offloading.init import Options, initial_state, plan_of
+from functional_ds.transforms.offloading.leaf_states import beside_params, on_device
+from functional_ds.transforms.offloading.plan import Place
+from functional_ds.transforms.offloading.storage import OffloadSlot, Storage, make_disk
 from functional_ds.transforms.offloading.update import Update
 
 __all__ = ["offload"]
@@ -89,7 +89,7 @@ def offload(
     for name, word in (("optimizer", optimizer), ("params", params)):
         if word not in ("cpu", "disk", None):
             raise ValueError(f"{name}={word!r} is unknown: use 'cpu', 'disk' or None")
-        places[name] = word or "here"
+        places[name] = word or "device"
     if optimizer is None and params is None:
         raise ValueError("offload: optimizer=None and params=None offload nothing; use 'cpu' or 'disk' for one of them")
     if _PLACES.index(places["params"]) > _PLACES.index(places["optimizer"]):
@@ -134,7 +134,7 @@ class _Offload:
 
     def __str__(self) -> str:
         given = [("optimizer", self.options.optimizer), ("params", self.options.params)]
-        words = [f"{name}={word!r}" for name, word in given if word != "here"]
+        words = [f"{name}={word!r}" for name, word in given if word != "device"]
         words += [f"path={str(self.root)!r}"] if self.root else []
         return f"offload({', '.join(words + [f'ratio={self.options.ratio}'] * (self.options.ratio != 1))})"
 
@@ -144,26 +144,25 @@ class _Offload:
         early = [name for name in later if name.startswith(("mixed_precision(", "ema("))]
         if early:
             raise ValueError(f"{self}: put it after {early[0]}, so that what that keeps is offloaded, too")
-        if self.options.params != "here" and not any(name.startswith("zero(3") for name in later):
+        if self.options.params != "device" and not any(name.startswith("zero(3") for name in later):
             raise ValueError(f"{self}: params are whole while they are used but with zero(3), which must come after it")
         whole = [name for name in later if "persist=" in name]
-        if self.options.params != "here" and whole:
+        if self.options.params != "device" and whole:
             raise ValueError(f"{self}: {whole[0]} keeps some params whole on the device; leave persist out")
         leaves = tree.leaves(params)
-        plan = planned(inner, step, params, self.options)
-        device = home_of(leaves[0]) if leaves else torch.device("cpu")
-        there = self.root is not None and device.type != "meta"  # without values nothing is stored
-        disk = make_disk(self.root, plan, threads=self.threads, direct=self.direct) if there else None
-        home = Home(plan, device, disk, self.buffers)
-        return initial(inner, step, params, home)
+        plan = plan_of(inner, step, params, self.options)
+        device = home(leaves[0]) if leaves else torch.device("cpu")
+        disk = None
+        if self.root is not None and device.type != "meta":  # without values nothing is stored
+            disk = make_disk(self.root, plan, threads=self.threads, direct=self.direct)
+        return initial_state(inner, step, params, Storage(plan, device, disk, self.buffers))
 
     def update(self, inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
         """The inner update, piece by piece."""
-        slot: Offloaded = state.slots["offload"]
-        return Update(slot.home, inner, step, state, grads).run()
+        slot: OffloadSlot = state.slots["offload"]
+        return Update.of(slot.storage, inner, step, state, grads).run()
 
     def params(self, inner: Any, step: Step, state: State) -> Any:
-        """The user's tree, of what is fetched for it; the optimizer's own state is not."""
-        slots = fetched(rest_of(state, state.slots)["slots"])
-        slots = tree.map(lambda leaf: leaf.to(state.step.device) if isinstance(leaf, Tensor) else leaf, slots)
+        """The user's tree. Fetches params and slots for it, but not the optimizer's own state."""
+        slots = on_device(fetched(beside_params(state, state.slots)["slots"]), state.step.device)
         return inner(step, tree.replace(state, params=fetched(state.params), slots=slots))

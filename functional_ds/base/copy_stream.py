@@ -88,7 +88,10 @@ class CopyStream:
             return self._stream.record_event()
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """A copy in the host's memory; on CUDA it is complete when the copies that follow on this stream begin."""
+        """A copy in the host's memory; on CUDA it is complete when the copies that follow on this stream begin.
+
+        On CUDA the tensor must not be written into until ``hold_device`` was called.
+        """
         if not self.overlaps:
             return tensor.to("cpu", copy=True)
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -54,16 +54,9 @@ def run(
     part: str,
     seen: Callable[[set[str]], None],
 ) -> Any:
-    """``function(*args, **kwargs)``, whose backward pass finds what it needs as the policy says.
+    """``function(*args, **kwargs)`` under a policy.
 
-    Args:
-        function: any.
-        args: its positional arguments.
-        kwargs: its arguments by name.
-        policy: which of the tensors that autograd saves are kept where.
-        group: the ranks that partition.
-        part: the call's name in reports.
-        seen: gets the names that ``checkpoint_name`` gave inside.
+    ``part`` names the call in reports; ``seen`` is called with the names that ``checkpoint_name`` gave inside.
     """
     parent, report = current_region(), open_report()
     plain = policy.saves_everything and (report is None or parent is not None)
@@ -188,14 +181,14 @@ class Region:
 
     def _count_dropped(self) -> AbstractContextManager[Any]:
         """Notes what torch's checkpoint is given to drop."""
-        recorder, inner = self._recorder, SavedTensorHooks.in_force()
-        if recorder is None or self.notes.report is None:
+        recorder, report, inner = self._recorder, self.notes.report, SavedTensorHooks.in_force()
+        if recorder is None or report is None:
             return nullcontext()
 
         def pack(tensor: Tensor) -> Any:
             what = None if self._tape.claims(tensor) else recorder.origin(tensor)
             if what is not None:
-                self.notes.dropped(what, tensor)
+                report.note(self.notes.part, what, tensor, saved=False)
             return inner.pack(tensor)
 
         return saved_tensors_hooks(pack, inner.unpack)

@@ -168,11 +168,6 @@ class Notes:
         if self.report is not None and not self.recomputed_outside:
             self.report.note(self.part, what, tensor, saved=True)
 
-    def dropped(self, what: str, tensor: Tensor) -> None:
-        """The tensor is dropped, and computed again."""
-        if self.report is not None:
-            self.report.note(self.part, what, tensor, saved=False)
-
     def kept(self, what: str, kept: Resident | Offloaded) -> None:
         """The tensor was stored."""
         if self.report is not None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from .files import PAGE, Extent, Folder, OffloadError, padded
-from .prefetch import Ahead
 
 __all__ = ["Disk", "Traffic", "aligned"]
 
@@ -59,7 +58,6 @@ class Disk:
     pool: ThreadPoolExecutor
     background: ThreadPoolExecutor  # for what waits for the pool itself
     direct: bool
-    reader: Ahead = attrs.field(factory=Ahead)
     traffic: Traffic = attrs.field(factory=Traffic)
 
     @staticmethod

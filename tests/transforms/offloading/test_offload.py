@@ -246,7 +246,7 @@ def peak_of_an_update(folder: str, leaves: int, buffers: int) -> tuple[int, int]
     grads = fds.Weighted([torch.ones(10_000) for _ in range(leaves)], torch.tensor(1.0))
     with _Live() as live:
         step.update(state, grads)
-    return live.peak, sum(lane.room.untyped_storage().nbytes() for lane in state.slots["offload"].home.lanes)
+    return live.peak, sum(buffer.memory.untyped_storage().nbytes() for buffer in state.slots["offload"].storage.buffers)
 
 
 @pytest.mark.law(28)
