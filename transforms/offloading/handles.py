@@ -15,10 +15,10 @@ from functional_ds.base.copy_stream import Arrival
 from functional_ds.comm.record.collective import NAMESPACE
 
 from .disk import Disk, aligned
-from .files import Extent, OffloadError, padded
+from .files import Extent, File, OffloadError, padded
 from .prefetch import Prefetcher
 
-__all__ = ["OnDisk", "OnHost", "OnPaper", "fetched", "is_handle", "restored", "typed"]
+__all__ = ["OnDisk", "OnHost", "OnPaper", "Version", "fetched", "is_handle", "restored", "typed"]
 
 
 class _Handle:
@@ -120,14 +120,20 @@ class OnDisk(_Handle):
         return self.prefetcher.fetch(self)
 
     def written(self, pieces: Iterable[Tensor]) -> "OnDisk":
-        """The same tensor with other values, on the same disk: its flattened elements in order, in pieces of any size."""
-        extent, sums, flat = self.extent.file.take(), [], _rechunked(pieces, self.chunk)
-        for index, piece in zip(range(len(self.sums)), flat, strict=True):
-            room = aligned(piece.numel() * self.dtype.itemsize)
-            typed(room, self.dtype, [piece.numel()]).copy_(piece)
-            begun = self.disk.write(extent, index * self._stride, data=room, nbytes=piece.numel() * self.dtype.itemsize)
-            sums.append(begun.result())
-        return attrs.evolve(self, extent=extent, sums=tuple(sums))
+        """The same tensor with other values, on the same disk: its flattened elements in order, in pieces of any size.
+
+        Raises:
+            OffloadError: the disk has no room, or cannot be written.
+            ValueError: there are more or fewer elements.
+        """
+        version, count = Version(self.shape, self.dtype, self.chunk, self.extent.file, self.disk, self.prefetcher), 0
+        for piece in _rechunked(pieces, self.chunk):
+            count += piece.numel()
+            if count <= self.numel():
+                version.write(piece, aligned(piece.numel() * self.dtype.itemsize)).result()
+        if count != self.numel():
+            raise ValueError(f"pieces: they have {count} elements, and {self!r} has {self.numel()}")
+        return version.done()
 
     @property
     def _stride(self) -> int:
@@ -140,6 +146,46 @@ class OnDisk(_Handle):
 
     def __reduce__(self) -> Any:
         raise OffloadError(f"{self.extent.file.path} belongs to this process: use offloading.fetched(state) before you send it")
+
+
+@attrs.define(eq=False, repr=False)
+class Version:
+    """The next version of a tensor on the disk, which is written piece by piece.
+
+    Raises:
+        OffloadError: when it is made: the disk has no room.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    chunk: int
+    file: File
+    disk: Disk
+    prefetcher: Prefetcher
+    writes: "list[Future[int]]" = attrs.field(factory=list)
+    _extent: Extent = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._extent = self.file.take()
+
+    def write(self, values: Tensor, room: Tensor) -> "Future[int]":
+        """Starts to write the next piece, which lies in ``room``, whole pages of memory, or is copied there."""
+        nbytes = values.numel() * self.dtype.itemsize
+        own = typed(room, self.dtype, values.shape)
+        if own.data_ptr() != values.data_ptr():
+            own.copy_(values)
+        offset = len(self.writes) * padded(self.chunk * self.dtype.itemsize)
+        self.writes.append(self.disk.write(self._extent, offset, data=room[: padded(nbytes)], nbytes=nbytes))
+        return self.writes[-1]
+
+    def done(self) -> OnDisk:
+        """The handle of it, once all is written.
+
+        Raises:
+            OffloadError: it could not be written.
+        """
+        sums = tuple(write.result() for write in self.writes)
+        return OnDisk(self.shape, self.dtype, self.chunk, sums, self._extent, self.disk, self.prefetcher)
 
 
 @tree.record
@@ -244,19 +290,13 @@ def _stored(value: Any, model: Any) -> Any:
 
 def _rechunked(pieces: Iterable[Tensor], size: int) -> Iterator[Tensor]:
     """The same elements in pieces of ``size``, the last one shorter."""
-    held: list[Tensor] = []
-    count = 0
+    rest = torch.empty(0)
     for piece in pieces:
-        flat = piece.reshape(-1)
-        while flat.numel():
-            part, flat = flat[: size - count], flat[size - count :]
-            held.append(part)
-            count += part.numel()
-            if count == size:
-                yield torch.cat(held)
-                held, count = [], 0
-    if held:
-        yield torch.cat(held)
+        flat = torch.cat([rest, piece.reshape(-1)]) if rest.numel() else piece.reshape(-1)
+        *whole, rest = flat.split(size)
+        yield from whole
+    if rest.numel():
+        yield rest
 
 
 def typed(memory: Tensor, dtype: torch.dtype, shape: Iterable[int]) -> Tensor:

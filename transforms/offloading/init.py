@@ -14,10 +14,10 @@ from functional_ds.step.state import State
 from functional_ds.step.step import Step
 
 from .buffers import GRAD_BYTES, PARAM
-from .handles import OnPaper
+from .handles import OnPaper, Version
 from .leaf_states import assembled, beside_params, content, flat, joined, list_lengths, shared
 from .plan import OffloadPlan, Piece, Place, TensorSpec, Unit, chunk_of, cut, tensor_specs
-from .storage import OffloadSlot, Storage, Version
+from .storage import OffloadSlot, Storage
 
 __all__ = ["Options", "initial_state", "plan_of"]
 

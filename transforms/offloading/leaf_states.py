@@ -113,7 +113,7 @@ def assembled(
 ) -> State:
     """The state of all leaves: ``base`` with their contents, and with the step and the shared values of ``first``.
 
-    ``params`` is the structure of the params, ``slots`` names the slots that were taken apart; what is shared goes to ``device``.
+    ``params`` is the structure of the params, ``slots`` names the slots that were taken apart, ``device`` gets what is shared.
     """
     rest = joined([found["rest"] for found in contents], on_device(without_leaves(beside_params(first, slots)), device))
     return tree.replace(

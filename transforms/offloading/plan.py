@@ -180,7 +180,7 @@ def _empty(leaf: Leaf) -> Leaf:
 
 
 def tensor_specs(state: State, shape: tuple[int, ...], *, param: Place, rest: Place) -> tuple[TensorSpec | None, ...]:
-    """The tensors of the state of a single leaf of this shape; ``param`` and ``rest`` are the places of the leaf and the others."""
+    """The tensors of the state of a single leaf of this shape; ``param`` is the leaf's place, ``rest`` the others'."""
     common = {id(node) for node in shared(beside_params(state, state.slots))}
     found = tree.named(content(state, state.slots))
     return tuple(

@@ -1,6 +1,5 @@
 """Where an offloaded state is stored: its plan, its disk, and the buffers that updates go through."""
 
-from concurrent.futures import Future
 from pathlib import Path
 
 import attrs
@@ -13,44 +12,12 @@ from functional_ds.step.state import State
 
 from .buffers import Buffer, regions_of
 from .disk import Disk, Traffic, aligned
-from .files import Extent, Folder, padded
-from .handles import OnDisk, OnHost, typed
+from .files import Folder
+from .handles import OnHost, Version
 from .plan import OffloadPlan, TensorSpec, Unit
 from .prefetch import Prefetcher
 
-__all__ = ["OffloadSlot", "Storage", "Version", "make_disk", "traffic"]
-
-
-@attrs.define(eq=False)
-class Version:
-    """The next version of a tensor on the disk, which is written piece by piece."""
-
-    tensor: TensorSpec
-    chunk: int
-    extent: Extent
-    disk: Disk
-    prefetcher: Prefetcher
-    writes: "list[Future[int]]" = attrs.field(factory=list)
-
-    def write(self, values: Tensor, room: Tensor) -> "Future[int]":
-        """Starts to write the next piece, which lies in ``room`` or is copied there."""
-        nbytes = values.numel() * self.tensor.dtype.itemsize
-        own = typed(room, self.tensor.dtype, values.shape)
-        if own.data_ptr() != values.data_ptr():
-            own.copy_(values)
-        offset = len(self.writes) * padded(self.chunk * self.tensor.dtype.itemsize)
-        self.writes.append(self.disk.write(self.extent, offset, data=room[: padded(nbytes)], nbytes=nbytes))
-        return self.writes[-1]
-
-    def done(self) -> OnDisk:
-        """The handle of it, once all is written.
-
-        Raises:
-            OffloadError: it could not be written.
-        """
-        sums = tuple(write.result() for write in self.writes)
-        shape = torch.Size(self.tensor.shape)
-        return OnDisk(shape, self.tensor.dtype, self.chunk, sums, self.extent, self.disk, self.prefetcher)
+__all__ = ["OffloadSlot", "Storage", "make_disk", "traffic"]
 
 
 @attrs.define(eq=False, repr=False)
@@ -112,7 +79,8 @@ class Storage:
         if self.disk is None:
             raise RuntimeError(f"{tensor.path} of {unit.name}: this state has no files")
         chunk = max(tensor.numel, 1) if unit.whole else unit.chunk * tensor.each
-        return Version(tensor, chunk, self.disk.folder.files[unit.file(tensor)].take(), self.disk, self.prefetcher)
+        file = self.disk.folder.files[unit.file(tensor)]
+        return Version(torch.Size(tensor.shape), tensor.dtype, chunk, file, self.disk, self.prefetcher)
 
     def on_host(self, unit: Unit, values: Tensor) -> OnHost:
         """The handle of a param in the host's memory."""

@@ -14,10 +14,10 @@ from functional_ds.step.state import State
 
 from .buffers import PARAM, Buffer
 from .files import OffloadError
-from .handles import OnHost, is_handle, typed
+from .handles import OnHost, Version, is_handle, typed
 from .leaf_states import beside_params, flat, parted
-from .plan import Piece, Unit
-from .storage import Storage, Version
+from .plan import Piece, TensorSpec, Unit
+from .storage import Storage
 
 __all__ = ["Transaction"]
 
@@ -71,12 +71,9 @@ class Transaction:
         found = self.grads[piece.unit.leaf]
         return found if piece.unit.whole else found.view(-1)[piece.start : piece.stop]
 
-    def in_memory(self, piece: Piece, i: int) -> Tensor:
-        """The piece's stretch of a tensor that is in memory."""
-        tensor, leaf = piece.unit.tensors[i], self.old[piece.unit.leaf][i]
-        if tensor is None:
-            raise RuntimeError(f"leaf {i} of {piece.unit.name} has no pieces")
-        return piece.of(tensor, _values(leaf))
+    def in_memory(self, piece: Piece, i: int, tensor: TensorSpec) -> Tensor:
+        """The piece's stretch of a tensor in memory, leaf ``i`` of the content."""
+        return piece.of(tensor, _values(self.old[piece.unit.leaf][i]))
 
     def put(self, piece: Piece, found: list[Any], buffer: Buffer) -> None:
         """Starts to bring the new values of a piece, which may lie in the buffer, where they belong."""
@@ -87,20 +84,18 @@ class Transaction:
                 self.new[unit.leaf][i] = self.new[unit.leaf][i] if piece.start else value
             elif tensor.place == "disk":
                 with self.noting_errors():
-                    self._write(unit, i, value, buffer)
+                    if self.error is None:
+                        write = self._version(unit, i, tensor).write(value, buffer.memory[regions[i]])
+                        buffer.writes = (*buffer.writes, write)
             elif i in regions:
                 buffer.copy_out(regions[i], value, piece.of(tensor, self._param(unit)))
-            elif (own := self.in_memory(piece, i)).data_ptr() != value.data_ptr():
+            elif (own := self.in_memory(piece, i, tensor)).data_ptr() != value.data_ptr():
                 own.copy_(value)
 
-    def _write(self, unit: Unit, i: int, value: Tensor, buffer: Buffer) -> None:
-        tensor = unit.tensors[i]
-        if self.error is not None or tensor is None:
-            return
+    def _version(self, unit: Unit, i: int, tensor: TensorSpec) -> Version:
         if (unit.leaf, i) not in self._versions:
             self._versions[unit.leaf, i] = self.storage.version(unit, tensor)
-        write = self._versions[unit.leaf, i].write(value, buffer.memory[self.storage.regions[unit.leaf][i]])
-        buffer.writes = (*buffer.writes, write)
+        return self._versions[unit.leaf, i]
 
     def _param(self, unit: Unit) -> Tensor:
         """Where the new values of a param in memory are written."""

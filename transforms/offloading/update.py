@@ -117,9 +117,9 @@ class Update:
         for i, tensor in piece.unit.on_disk():
             index = piece.span(tensor)[0] // old[i].chunk
             reads[i] = old[i].read_piece(index, into=buffer.memory[regions[i]], after=buffer.writes)
-        staged = []
-        if PARAM in regions and PARAM not in reads:
-            staged.append((regions[PARAM], self.changes.in_memory(piece, PARAM)))
+        staged, param = [], piece.unit.tensors[PARAM]
+        if param is not None and PARAM in regions and PARAM not in reads:
+            staged.append((regions[PARAM], self.changes.in_memory(piece, PARAM, param)))
         if GRAD in regions:
             staged.append((regions[GRAD], self.changes.grad(piece)))
         buffer.copy_in(staged)
@@ -151,7 +151,7 @@ class Update:
             return leaf.detach().to(_HOST, copy=True) if isinstance(leaf, Tensor) else leaf
         if i in regions:
             return buffer.tensor(regions[i], tensor.dtype, piece.shape(tensor))
-        return self.changes.in_memory(piece, i)
+        return self.changes.in_memory(piece, i, tensor)
 
     def _vote(self) -> None:
         """All ranks that share a batch go on, or none does.

@@ -162,6 +162,9 @@ def test_handles_are_read_and_written_piece_by_piece(numel: int, low: int, high:
 
 def test_restoring_refuses_what_does_not_fit(folder: str) -> None:
     _, state = example(folder)
+    for numel in (299, 301, 700):
+        with pytest.raises(ValueError, match=rf"pieces: they have {numel} elements, and OnDisk.* has 300"):
+            state.optimizer.exp_avg[0].written([torch.ones(numel)])
     with pytest.raises(ValueError, match="values: their structure"):
         restored({"w": torch.ones(2)}, state)
     with pytest.raises(ValueError, match=r"values: torch.float64\[300\] in the place of a handle of torch.float32\[300\]"):
