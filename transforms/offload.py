@@ -37,36 +37,36 @@ def offload(
     threads: int = 4,
     direct: bool = True,
 ) -> Transform:
-    """Keeps the optimizer's state, masters included, and the params on the host or on a disk.
+    """Stores the optimizer's state, with masters, and the params on the host or on a disk.
 
     Law 28: a step with it is the step without, bitwise on CPUs, in every stage of ZeRO; offload then fetch = id.
 
-    With ``optimizer="cpu"`` the state lies in the host's memory, pinned beside a GPU, and the update runs there; gradients
-    come and params go while other pieces are computed. Without a GPU that is where it lies anyway: all stays in its place,
-    and the same code runs. With ``optimizer="disk"`` it lies in files under ``path``, two versions of each, and the update
-    goes through ``buffers`` buffers of about ``buffer_bytes``: whatever the model's size, no more of it is in memory. While
-    a piece is computed, the next is read and the last one written. Every read is checked against a checksum.
+    With ``optimizer="cpu"`` the state is in the host's memory, pinned beside a GPU, and the update runs on the host; gradients
+    and params are copied while other pieces are computed. Without a GPU nothing moves, and the same code runs. With
+    ``optimizer="disk"`` the state is in files under ``path``, with two versions of each tensor. The update goes through
+    ``buffers`` buffers of about ``buffer_bytes``, so its memory does not grow with the model: while it computes one piece, it
+    reads the next and writes the last one. It checks every read against a checksum.
 
-    ``params`` needs ``zero(3)``, on one rank too: shards are then fetched before units are gathered, the next one ahead.
+    ``params`` needs ``zero(3)``, on one rank too. Shards are then fetched before units are gathered, the next unit's ahead.
 
-    A file that goes wrong raises ``offloading.OffloadError``, which names it, on all ranks, and the state that the step was
-    given stays as it was. Files go with the last state that needs them; those of dead processes with the next run.
+    When a file goes wrong, all ranks raise ``offloading.OffloadError``, which names the file, and the state that the step was
+    given stays as it was. Files are deleted with the last state that needs them, those of dead processes by the next run.
 
-    Put it after ``mixed_precision`` and ``ema`` and before ``zero``. What is before it must treat elements alike, but for
-    what it asks of ``step.norm``, ``step.finite`` and ``step.parts``. Bytes on the disk: two versions of 8Ψ/n for Adam, of
-    12Ψ/n with masters. Nothing is sent but one number for each update, with which ranks agree that no disk failed.
+    Put it after ``mixed_precision`` and ``ema`` and before ``zero``. The transforms before it, and the optimizer, must be
+    elementwise, except for what they ask of ``step.norm``, ``step.finite`` and ``step.leaf_map``. Bytes on the disk: two
+    versions of 8Ψ/n for Adam, of 12Ψ/n with masters. An update sends one number, by which ranks agree that no disk failed.
 
     Args:
-        optimizer: where its state, masters and ``ema``'s means are: ``"cpu"``, ``"disk"`` or None for the device.
-        params: where the stored params are between uses; no nearer to the device than the optimizer's state is far.
+        optimizer: the place of its state, of masters and of ``ema``'s means: ``"cpu"``, ``"disk"`` or None for the device.
+        params: the place of the stored params between uses; at most as far from the device as the optimizer's state.
         path: an existing folder, for ``"disk"``.
-        ratio: which part of the trained elements the optimizer's place is for, the first leaves; the rest stays and is
+        ratio: the fraction of the trained elements, the first leaves, whose optimizer state is offloaded; the others are
             updated on the device.
-        buffers: how many; with one nothing is overlapped.
-        buffer_bytes: of one. An optimizer that sees leaves (``lamb``, ``muon``, ``route``, ``decay=``) takes whole leaves (in
-            ZeRO segments), and buffers are then as large as the largest.
-        threads: that read and write.
-        direct: past the page cache, where the file system can.
+        buffers: how many; with one, nothing overlaps.
+        buffer_bytes: bytes of each buffer. An optimizer that sees leaves (``lamb``, ``muon``, ``route``, ``decay=``) takes
+            whole leaves (in ZeRO segments), and buffers are then as large as the largest.
+        threads: how many read and write.
+        direct: whether reads and writes go past the page cache, where the file system supports it.
 
     Raises:
         ValueError: an unknown word; a ratio outside 0..1; a path that is missing, not writable or not used; a wrong place
@@ -118,7 +118,7 @@ class _Offload:
     direct: bool
 
     def transform(self) -> Transform:
-        """The phases that offload wraps."""
+        """Wraps init, update and params, once the step is known to allow it."""
         wrapped = wrap(str(self), init=self.init, update=self.update, params=self.params)
 
         def transform(step: Step) -> Step:
@@ -139,7 +139,7 @@ class _Offload:
         return f"offload({', '.join(words + [f'ratio={self.options.ratio}'] * (self.options.ratio != 1))})"
 
     def init(self, inner: Any, step: Step, params: Any) -> State:
-        """A plan from shapes alone, then the files, then the state, a piece at a time."""
+        """Plans from shapes alone, makes the files, then the state, a piece at a time."""
         later = step.names[step.names.index(str(self)) + 1 :]
         early = [name for name in later if name.startswith(("mixed_precision(", "ema("))]
         if early:

@@ -127,11 +127,13 @@ class _Result:
 
 
 class Recorder(TorchDispatchMode):
-    """While a function runs for the first time: notes which operation made which memory, and keeps outputs.
+    """While a function runs for the first time: notes which operation made which memory, and keeps outputs for a second run.
+
+    What is being copied to the host is not written into: such an operation waits for the copies.
 
     Args:
         policy: which outputs are kept where.
-        store: keeps them; None to keep nothing.
+        store: of the region; None if the region stores nothing.
     """
 
     def __init__(self, policy: RematPolicy, store: TensorStore | None) -> None:
@@ -144,10 +146,13 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        written = _written(func, args, kwargs)
+        if written and self._store is not None:
+            self._store.hold_device()
         out = func(*args, **kwargs)
         given = _tensors((*args, *kwargs.values()))
         operation = self._index(func, given)
-        for tensor in _written(func, args, kwargs):
+        for tensor in written:
             if (memory := self._find(tensor)) is not None:
                 memory.changed = True
         self._note(operation, given, out)
@@ -223,7 +228,7 @@ class Recorder(TorchDispatchMode):
 
     def _keep_matmul(self, operation: _Operation, signature: _Signature, out: Any) -> None:
         how, store = self._policy.matmuls, self._store
-        if store is None or how is None or how is Keep.RECOMPUTE:
+        if store is None or how is None or how is Keep.RECOMPUTE or not self._policy.recomputes:
             return
         if how is Keep.SAVE:
             self._matmuls.append((operation, signature, out))  # with its graph, which an alias made here would not see

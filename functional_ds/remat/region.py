@@ -123,7 +123,8 @@ class Region:
                 again, more = first.pop() if first else rebuilt(given)
                 return function(*again, **more)
 
-        if self.store is not None and (self.policy.by_operation or self.notes.report is not None):
+        watched = self.policy.by_operation or self.policy.of("inputs") is Keep.OFFLOAD or self.notes.report is not None
+        if self.store is not None and watched:
             self._recorder = Recorder(self.policy, self.store)
         if self.policy.of("inputs") is Keep.SAVE:
             for value in values:
@@ -136,7 +137,7 @@ class Region:
 
     def store_saved(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs the function under hooks that store what its operations save."""
-        self._recorder = recorder = Recorder(self.policy, None)
+        self._recorder = recorder = Recorder(self.policy, self.store)
         with self._store_hooks(tree.leaves((args, kwargs)), recorder.origin), recorder, self._entered():
             found = function(*args, **kwargs)
         recorder.end()
@@ -176,6 +177,8 @@ class Region:
         finally:
             regions.pop()
             self.replaying = before
+            if self.store is not None and not again:
+                self.store.hold_device()  # what follows may write into what is being copied
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 

@@ -210,6 +210,11 @@ class TensorStore:
         kept.uses += 1
         return kept
 
+    def hold_device(self) -> None:
+        """Orders what the devices do from now on, writes in place for example, after the copies to the host so far."""
+        for stream in self._streams.values():
+            stream.hold_device()
+
     def compare(self) -> None:
         """Checks, before the backward pass, that all ranks of the group partitioned the same tensors.
 

@@ -4,6 +4,7 @@ import threading
 import weakref
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from hypothesis import given
@@ -13,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import functional_ds as fds
 from functional_ds import comm, remat_policies
+from functional_ds.base.copy_stream import Arrival, CopyStream
+from functional_ds.remat import saved_tensors
 from functional_ds.remat.policy import Keep, RematPolicy
 from functional_ds.remat.saved_tensors import TensorStore, compact
 from functional_ds.testing import DTYPES, Inputs, Leaf, assert_same, inputs, leaves, seeds, world_sizes
@@ -284,6 +287,66 @@ def test_inputs_that_are_changed_in_place(policy: str) -> None:
         (found,) = torch.autograd.grad(y, w)
         again = (w * 2).exp() * (w * 2)
         assert_same(found, torch.autograd.grad(again.sum(), w)[0])
+
+
+@attrs.define(eq=False)
+class LateCopies(CopyStream):
+    """Copies to the host that are made as late as a GPU's stream may make them."""
+
+    pending: list[tuple[Tensor, Tensor]] = attrs.field(factory=list)
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        self.pending.append((torch.full_like(tensor, 7), tensor))
+        return self.pending[-1][0]
+
+    def hold_device(self) -> None:
+        pending, self.pending = self.pending, []
+        for host, tensor in pending:
+            host.copy_(tensor)
+
+    def to_device(self, host: Tensor) -> Arrival:
+        self.hold_device()
+        return super().to_device(host.clone())
+
+
+@pytest.mark.law(28)
+@pytest.mark.parametrize(
+    ("policy", "written"),
+    [
+        ("offload", "xhy"),
+        ("save,product=offload", "h"),
+        ("recompute,inputs=offload", "xh"),
+        ("recompute,product=offload", "h"),
+        ("recompute,matmuls=offload", "h"),
+    ],
+)
+def test_what_is_being_copied_to_the_host_is_not_written_into(
+    policy: str, written: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither in the function nor after it: the gradients are those without any write."""
+    monkeypatch.setattr(saved_tensors, "CopyStream", LateCopies)
+
+    def smooth(x: Tensor) -> Tensor:
+        return 2 * x if "recompute" in policy else x.sin()  # what a second run saves must not be written into
+
+    def block(x: Tensor, *, w: Tensor, written: str) -> Tensor:
+        h = fds.checkpoint_name(smooth(x) @ w, "product")
+        y = smooth(h)
+        with torch.no_grad():
+            for name, tensor in (("x", x), ("h", h)):
+                if name in written:
+                    tensor.add_(1)
+        return (y @ w).exp()
+
+    def grads(function: Any, written: str) -> Any:
+        w, x = (torch.linspace(0.1, 1, n).view(-1, 3).requires_grad_() for n in (9, 6))
+        y = function(x * 1, w=w, written=written)
+        if "y" in written:
+            with torch.no_grad():
+                y.zero_()
+        return torch.autograd.grad(y, (w, x), torch.ones(2, 3))
+
+    assert_same(grads(fds.remat(block, policy=policy), written), grads(block, ""))
 
 
 def test_the_graph_holds_what_it_says_and_dies() -> None:
