@@ -53,7 +53,7 @@ class Checkpointed(gpt.GPT):
 
 
 class Living(TorchDispatchMode):
-    """The memory that operations made."""
+    """The storages that operations allocated, and that are alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ def _close(found: list[float], expected: list[float]) -> bool:
 
 
 def judge(rows: dict[str, dict[str, Any]]) -> dict[str, bool]:
-    """What was promised."""
+    """The claims, and whether they hold."""
     alone, again = rows["alone"], rows["recompute"]
     block = again["largest block again"]
     return {

@@ -44,9 +44,9 @@ def _frozen(names: Mapping[str, Keep]) -> Mapping[str, Keep]:
     return MappingProxyType(dict(names))
 
 
-@attrs.frozen
+@attrs.frozen(repr=False)
 class RematPolicy:
-    """Which tensors are saved where.
+    """Which of the tensors that a backward pass needs are kept where.
 
     Its text is a word for the default, then ``what=word`` for exceptions. Law: ``parse(str(policy)) = policy``.
 
@@ -133,6 +133,9 @@ class RematPolicy:
     def by_operation(self) -> bool:
         """Whether the outputs of single operations are exceptions, which needs a dispatch mode to see them."""
         return bool(self.names) or self.matmuls is not None
+
+    def __repr__(self) -> str:
+        return f"RematPolicy.parse({str(self)!r})"
 
     def __str__(self) -> str:
         given = {_INPUTS: self.inputs, _MATMULS: self.matmuls, **self.names}

@@ -71,7 +71,7 @@ def run(
     return found
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, repr=False)
 class Region:
     """One call.
 

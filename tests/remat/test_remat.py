@@ -1,4 +1,4 @@
-"""Law 28 for functions: policies as data, values that go away and come back, recomputation that leaves operations out."""
+"""Law 28 for functions: policies as data, offload and partition, recomputation that skips operations."""
 
 import threading
 import weakref
@@ -25,7 +25,7 @@ KEPT = (Keep.SAVE, Keep.OFFLOAD, Keep.PARTITION)
 
 @st.composite
 def policies(draw: st.DrawFn) -> RematPolicy:
-    """Any policy that is none too many."""
+    """Any policy that is not refused."""
     rest = draw(st.sampled_from(Keep))
     fates = st.sampled_from(Keep if rest is Keep.RECOMPUTE else KEPT)
     names = draw(st.dictionaries(st.sampled_from(("attn_out", "mlp.out", "h")), fates))
@@ -38,6 +38,7 @@ def test_a_policy_is_its_text(policy: RematPolicy) -> None:
     assert RematPolicy.parse(str(policy)) == policy
     assert hash(RematPolicy.parse(str(policy))) == hash(policy)
     assert RematPolicy.parse(policy) is policy
+    assert repr(policy) == f"RematPolicy.parse('{policy}')"
 
 
 def test_policies_by_function() -> None:
@@ -78,7 +79,7 @@ def test_flat_and_back_is_the_tensor(leaf: Leaf, seed: int, expands: bool) -> No
 @pytest.mark.law(28)
 @given(case=inputs(sizes=world_sizes(4), dtypes=DTYPES))
 def test_away_and_back_is_the_value(case: Inputs) -> None:
-    """Offload then fetch = id, divide then gather = id, bitwise; a rank holds 1/n and padding."""
+    """Offload then fetch = id, partition then gather = id, bitwise; a rank holds 1/n and padding."""
 
     def program(_: Any) -> None:
         store = TensorStore(comm.world())

@@ -20,7 +20,7 @@ PARAM, GRAD = 0, -1  # the indices of a unit's param among its tensors, and of i
 GRAD_BYTES = 16  # an element's, of whatever dtype
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, repr=False)
 class Buffer:
     """What an update needs of one piece, on its way in or out.
 
