@@ -53,7 +53,8 @@ class CopyStream:
 
     @property
     def _stream(self) -> Any:
-        self._cuda = self._cuda or torch.cuda.Stream(self.device)  # made at the first copy, not before CUDA is needed
+        if self._cuda is None:  # made at the first copy, not before CUDA is needed
+            self._cuda = torch.cuda.Stream(self.device)
         return self._cuda
 
     def wait_for_device(self) -> None:

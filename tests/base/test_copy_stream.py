@@ -1,5 +1,9 @@
 """Copies between a device and the host: the same values, in memory of their own."""
 
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given
@@ -39,3 +43,33 @@ def test_copies_are_ordered(device: str) -> None:
         value += back  # doubles
     assert first.overlaps == (device == "cuda")
     assert (value == 14).all()
+
+
+def test_cuda_streams_wait_for_each_other() -> None:
+    """Which stream waits for what, told by stand-ins for CUDA's streams; the values are copied in the order of the pairs."""
+    events: list[str] = []
+
+    class Stream:
+        def __init__(self, name: Any) -> None:
+            self.name = "copies" if isinstance(name, torch.device) else name
+
+        def wait_stream(self, other: "Stream") -> None:
+            events.append(f"{self.name} waits for {other.name}")
+
+        def wait_event(self, event: str) -> None:
+            events.append(f"{self.name} waits for {event}")
+
+        def record_event(self) -> str:
+            events.append(f"{self.name} records")
+            return "the copies"
+
+    value, first, second = torch.ones(2), torch.zeros(2), torch.zeros(2)
+    fakes = {"Stream": Stream, "current_stream": lambda device: Stream("the device"), "stream": nullcontext}
+    with mock.patch.multiple(torch.cuda, **fakes):
+        stream = CopyStream(torch.device("cuda"))
+        stream.wait_for_device()
+        assert stream.copy([(first, value), (second, first)], after="an event") == "the copies"
+        stream.hold_device()
+    assert_same([first, second], [value, value])
+    expected = ["copies waits for the device", "copies waits for an event", "copies records", "the device waits for copies"]
+    assert events == expected
