@@ -135,7 +135,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         state, row = round_of(step, state, x, folder, args.steps)
         rows.append(row)
         print(describe(row), flush=True)
-    held = sum(lane.room.untyped_storage().nbytes() for lane in state.slots["offload"].home.lanes)
+    held = sum(buffer.memory.untyped_storage().nbytes() for buffer in state.slots["offload"].storage.buffers)
     bound = 2 * 4 * count + held
     peak = statistics.median(row["peak"] for row in rows) - base
     median = {name: statistics.median(row[name] for row in rows) for name in rows[0]}

@@ -53,7 +53,7 @@ class Checkpointed(gpt.GPT):
 
 
 class Living(TorchDispatchMode):
-    """The memory that operations made."""
+    """The storages that operations allocated, and that are alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ def _said(contender: Contender, report: fds.RematReport) -> dict[str, Any]:
         return {}
     blocks: dict[str, int] = {}
     for row in report.rows:
-        if row.keep is fds.saving.Keep.RECOMPUTE:
+        if row.keep is fds.remat_policies.Keep.RECOMPUTE:
             blocks[row.part] = blocks.get(row.part, 0) + row.whole
     totals = {name: getattr(report, name) for name in ("saved", "recomputed", "offloaded", "partitioned")}
     return {**totals, "largest block again": max(blocks.values(), default=0)}
@@ -183,7 +183,7 @@ def _close(found: list[float], expected: list[float]) -> bool:
 
 
 def judge(rows: dict[str, dict[str, Any]]) -> dict[str, bool]:
-    """What was promised."""
+    """The claims, and whether they hold."""
     alone, again = rows["alone"], rows["recompute"]
     block = again["largest block again"]
     return {

@@ -19,8 +19,8 @@ from functional_ds.optim.optimizer import Optimizer, PerParameter
 from functional_ds.optim.param_groups import param_groups
 from functional_ds.optim.per_matrix import per_matrix
 from functional_ds.optim.sgd import sgd
-from functional_ds.remat import policy as saving
-from functional_ds.remat.policy import Saving
+from functional_ds.remat import policy as remat_policies
+from functional_ds.remat.policy import RematPolicy
 from functional_ds.remat.remat import checkpoint_name, remat
 from functional_ds.remat.report import RematReport, remat_report
 from functional_ds.sharding import grouping as units
@@ -38,7 +38,6 @@ from . import transforms  # isort: skip  (the layer above: it imports the names 
 
 __all__ = [
     "Apply",
-    "ByLeaf",
     "Checkpoints",
     "DonatedStateError",
     "Evaluation",
@@ -48,8 +47,8 @@ __all__ = [
     "Logging",
     "Optimizer",
     "PerParameter",
+    "RematPolicy",
     "RematReport",
-    "Saving",
     "State",
     "Step",
     "Tape",
@@ -83,9 +82,9 @@ __all__ = [
     "per_matrix",
     "pipelining",
     "remat",
+    "remat_policies",
     "remat_report",
     "save",
-    "saving",
     "sgd",
     "shard",
     "train_step",

@@ -1560,7 +1560,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug("nobody looks at checksums", "transforms.offloading.disk", "if found != checksum:", "if False:"),
         Bug(
             "each piece has a norm of its own",
-            "transforms.offloading.update",
+            "transforms.offloading.piece_update",
             'norm=lambda inner, *_: self._ask("norm", inner).to(device),',
             "norm=lambda inner, step, state, grads: inner(step, state, grads),",
         ),

@@ -6,19 +6,19 @@ from typing import Any, Literal, get_args
 
 import attrs
 import torch
-from torch import Tensor
 
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
-from functional_ds.sharding.sources import home as home_of
+from functional_ds.sharding.sources import home
 from functional_ds.step.state import State
 from functional_ds.step.step import Metrics, Step, Transform, wrap
 from functional_ds.step.traits import Trait
 from functional_ds.transforms.offloading.files import check_folder
 from functional_ds.transforms.offloading.handles import fetched
-from functional_ds.transforms.offloading.init import Options, initial, planned
-from functional_ds.transforms.offloading.plan import Place, rest_of
-from functional_ds.transforms.offloading.storage import Home, Offloaded, make_disk
+from functional_ds.transforms.offloading.init import Options, initial_state, plan_of
+from functional_ds.transforms.offloading.leaf_states import beside_params, on_device
+from functional_ds.transforms.offloading.plan import Place
+from functional_ds.transforms.offloading.storage import OffloadSlot, Storage, make_disk
 from functional_ds.transforms.offloading.update import Update
 
 __all__ = ["offload"]
@@ -37,36 +37,36 @@ def offload(
     threads: int = 4,
     direct: bool = True,
 ) -> Transform:
-    """Keeps the optimizer's state, masters included, and the params on the host or on a disk.
+    """Stores the optimizer's state, with masters, and the params on the host or on a disk.
 
     Law 28: a step with it is the step without, bitwise on CPUs, in every stage of ZeRO; offload then fetch = id.
 
-    With ``optimizer="cpu"`` the state lies in the host's memory, pinned beside a GPU, and the update runs there; gradients
-    come and params go while other pieces are computed. Without a GPU that is where it lies anyway: all stays in its place,
-    and the same code runs. With ``optimizer="disk"`` it lies in files under ``path``, two versions of each, and the update
-    goes through ``buffers`` buffers of about ``buffer_bytes``: whatever the model's size, no more of it is in memory. While
-    a piece is computed, the next is read and the last one written. Every read is checked against a checksum.
+    With ``optimizer="cpu"`` the state is in the host's memory, pinned beside a GPU, and the update runs on the host; gradients
+    and params are copied while other pieces are computed. Without a GPU nothing moves, and the same code runs. With
+    ``optimizer="disk"`` the state is in files under ``path``, with two versions of each tensor. The update goes through
+    ``buffers`` buffers of about ``buffer_bytes``, so its memory does not grow with the model: while it computes one piece, it
+    reads the next and writes the last one. It checks every read against a checksum.
 
-    ``params`` needs ``zero(3)``, on one rank too: shards are then fetched before units are gathered, the next one ahead.
+    ``params`` needs ``zero(3)``, on one rank too. Shards are then fetched before units are gathered, the next unit's ahead.
 
-    A file that goes wrong raises ``offloading.OffloadError``, which names it, on all ranks, and the state that the step was
-    given stays as it was. Files go with the last state that needs them; those of dead processes with the next run.
+    When a file goes wrong, all ranks raise ``offloading.OffloadError``, which names the file, and the state that the step was
+    given stays as it was. Files are deleted with the last state that needs them, those of dead processes by the next run.
 
-    Put it after ``mixed_precision`` and ``ema`` and before ``zero``. What is before it must treat elements alike, but for
-    what it asks of ``step.norm``, ``step.finite`` and ``step.parts``. Bytes on the disk: two versions of 8Ψ/n for Adam, of
-    12Ψ/n with masters. Nothing is sent but one number for each update, with which ranks agree that no disk failed.
+    Put it after ``mixed_precision`` and ``ema`` and before ``zero``. The transforms before it, and the optimizer, must be
+    elementwise, except for what they ask of ``step.norm``, ``step.finite`` and ``step.leaf_map``. Bytes on the disk: two
+    versions of 8Ψ/n for Adam, of 12Ψ/n with masters. An update sends one number, by which ranks agree that no disk failed.
 
     Args:
-        optimizer: where its state, masters and ``ema``'s means are: ``"cpu"``, ``"disk"`` or None for the device.
-        params: where the stored params are between uses; no nearer to the device than the optimizer's state is far.
+        optimizer: the place of its state, of masters and of ``ema``'s means: ``"cpu"``, ``"disk"`` or None for the device.
+        params: the place of the stored params between uses; at most as far from the device as the optimizer's state.
         path: an existing folder, for ``"disk"``.
-        ratio: which part of the trained elements the optimizer's place is for, the first leaves; the rest stays and is
+        ratio: the fraction of the trained elements, the first leaves, whose optimizer state is offloaded; the others are
             updated on the device.
-        buffers: how many; with one nothing is overlapped.
-        buffer_bytes: of one. An optimizer that sees leaves (``lamb``, ``muon``, ``route``, ``decay=``) takes whole leaves (in
-            ZeRO segments), and buffers are then as large as the largest.
-        threads: that read and write.
-        direct: past the page cache, where the file system can.
+        buffers: how many; with one, nothing overlaps.
+        buffer_bytes: bytes of each buffer. An optimizer that sees leaves (``lamb``, ``muon``, ``route``, ``decay=``) takes
+            whole leaves (in ZeRO segments), and buffers are then as large as the largest.
+        threads: how many read and write.
+        direct: whether reads and writes go past the page cache, where the file system supports it.
 
     Raises:
         ValueError: an unknown word; a ratio outside 0..1; a path that is missing, not writable or not used; a wrong place
@@ -89,7 +89,7 @@ def offload(
     for name, word in (("optimizer", optimizer), ("params", params)):
         if word not in ("cpu", "disk", None):
             raise ValueError(f"{name}={word!r} is unknown: use 'cpu', 'disk' or None")
-        places[name] = word or "here"
+        places[name] = word or "device"
     if optimizer is None and params is None:
         raise ValueError("offload: optimizer=None and params=None offload nothing; use 'cpu' or 'disk' for one of them")
     if _PLACES.index(places["params"]) > _PLACES.index(places["optimizer"]):
@@ -142,7 +142,7 @@ class _Offload:
 
     def __str__(self) -> str:
         given = [("optimizer", self.options.optimizer), ("params", self.options.params)]
-        words = [f"{name}={word!r}" for name, word in given if word != "here"]
+        words = [f"{name}={word!r}" for name, word in given if word != "device"]
         words += [f"path={str(self.root)!r}"] if self.root else []
         return f"offload({', '.join(words + [f'ratio={self.options.ratio}'] * (self.options.ratio != 1))})"
 
@@ -152,26 +152,25 @@ class _Offload:
         copies = step.has(Trait.COPIES_PARAMS, after=name)
         if copies:
             raise ValueError(f"{self}: put it after {copies}, so that what that keeps is offloaded, too")
-        if self.options.params != "here" and not step.has(Trait.SHARDS_PARAMS, after=name):
+        if self.options.params != "device" and not step.has(Trait.SHARDS_PARAMS, after=name):
             raise ValueError(f"{self}: params are whole while they are used but with zero(3), which must come after it")
         whole = step.has(Trait.KEEPS_WHOLE, after=name)
-        if self.options.params != "here" and whole:
+        if self.options.params != "device" and whole:
             raise ValueError(f"{self}: {whole} keeps some params whole on the device; leave persist out")
         leaves = tree.leaves(params)
-        plan = planned(inner, step, params, self.options)
-        device = home_of(leaves[0]) if leaves else torch.device("cpu")
-        there = self.root is not None and device.type != "meta"  # without values nothing is stored
-        disk = make_disk(self.root, plan, threads=self.threads, direct=self.direct) if there else None
-        home = Home(plan, device, disk, self.buffers)
-        return initial(inner, step, params, home)
+        plan = plan_of(inner, step, params, self.options)
+        device = home(leaves[0]) if leaves else torch.device("cpu")
+        disk = None
+        if self.root is not None and device.type != "meta":  # without values nothing is stored
+            disk = make_disk(self.root, plan, threads=self.threads, direct=self.direct)
+        return initial_state(inner, step, params, Storage(plan, device, disk, self.buffers))
 
     def update(self, inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
         """The inner update, piece by piece."""
-        slot: Offloaded = state.slots["offload"]
-        return Update(slot.home, inner, step, state, grads).run()
+        slot: OffloadSlot = state.slots["offload"]
+        return Update.of(slot.storage, inner, step, state, grads).run()
 
     def params(self, inner: Any, step: Step, state: State) -> Any:
-        """The user's tree, of what is fetched for it; the optimizer's own state is not."""
-        slots = fetched(rest_of(state, state.slots)["slots"])
-        slots = tree.map(lambda leaf: leaf.to(state.step.device) if isinstance(leaf, Tensor) else leaf, slots)
+        """The user's tree. Fetches params and slots for it, but not the optimizer's own state."""
+        slots = on_device(fetched(beside_params(state, state.slots)["slots"]), state.step.device)
         return inner(step, tree.replace(state, params=fetched(state.params), slots=slots))

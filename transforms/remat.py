@@ -1,4 +1,4 @@
-"""Recomputing, offloading or partitioning activations, block by block."""
+"""Rematerialisation: activations recomputed, offloaded or partitioned, block by block (Chen et al. 2016)."""
 
 import difflib
 import fnmatch
@@ -11,11 +11,11 @@ from torch import nn
 
 from functional_ds import comm
 from functional_ds.base import tree
-from functional_ds.remat.policy import Saving, everything
+from functional_ds.remat.policy import RematPolicy, everything
 from functional_ds.remat.region import called, run
 from functional_ds.remat.remat import check_group, check_names
 from functional_ds.remat.report import open_report
-from functional_ds.remat.saved_tensors import Keeper
+from functional_ds.remat.saved_tensors import TensorStore
 from functional_ds.step.state import State
 from functional_ds.step.step import Step, Transform, wrap
 from functional_ds.step.tape import Tape, current_tape
@@ -24,39 +24,40 @@ from functional_ds.step.traits import Trait
 __all__ = ["remat"]
 
 
-def remat(blocks: str | None = None, *, policy: str | Saving = "recompute", group: comm.Group | None = None) -> Transform:
-    """Calls of a module's blocks keep what their backward pass needs as the policy says; nothing else changes.
+def remat(blocks: str | None = None, *, policy: str | RematPolicy = "recompute", group: comm.Group | None = None) -> Transform:
+    """Recomputes, offloads or partitions the activations of a module's blocks; nothing else changes.
 
-    Law 28: the step is the same, dropout included, for every policy, in every stage of ZeRO; it commutes with what wraps other
-    phases. It wraps ``prepare``, to check the blocks' paths, and ``forward``.
+    Law 28: the step is the same, dropout included, for every policy, in every stage of ZeRO. The transform commutes with those
+    that wrap other phases. It wraps ``prepare``, to check the blocks' paths, and ``forward``.
 
     | policy | between forward and backward |
     |---|---|
-    | "recompute" | a block's inputs stay, the rest is computed again; "recompute,inputs=offload": they wait on the host |
-    | "save" | everything stays, as without this transform |
-    | "offload" | what autograd would save in the block waits on the host |
-    | "partition" | of that, each rank of ``group`` keeps 1/n; the backward pass gathers |
-    | "recompute,matmuls=save,attn_out=offload" | exceptions for matrix products and for named values |
+    | "recompute" | a block's inputs stay on the device, all else is computed again |
+    | "recompute,inputs=offload" | a block's inputs are in the host's memory |
+    | "save" | everything stays on the device, as without this transform |
+    | "offload" | what autograd saves in the block is in the host's memory |
+    | "partition" | each rank of ``group`` keeps 1/n of what autograd saves; the backward pass all-gathers it |
+    | "recompute,matmuls=save,attn_out=offload" | exceptions for matrix products and for named tensors |
 
-    Bytes sent by each rank: (n - 1) / n of what is partitioned, once it is needed again.
+    Bytes sent by each rank: (n - 1) / n of what is partitioned, when the backward pass needs it.
 
     Args:
         blocks: which modules of an ``fds.functional`` module: a path in which each name may be a pattern ("blocks.*",
-            "decoder.layers.[0-3].mlp"); a list of modules ("blocks") stands for its members. None for the repeated blocks:
-            those that end with a path's first number. "" for the whole loss function as one part.
+            "decoder.layers.[0-3].mlp"); a list of modules ("blocks") stands for its members. None stands for the repeated
+            blocks: modules whose path ends with its first number. "" stands for the whole loss function as one part.
         policy: as for ``fds.remat``.
         group: for "partition": ranks with the same activations.
 
     Raises:
         ValueError: a word of the policy is unknown; ``init`` finds no params at such a path; the loss function runs no such
-            module; the policy names values that no block names; it partitions without a group.
+            module; the policy names tensors that no block names; the policy partitions and there is no group.
 
     >>> import torch, functional_ds as fds
     >>> apply, params = fds.functional(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1)))
     >>> step = remat(policy="recompute")(fds.train_step(lambda p, x: apply(p, x).sum(), fds.sgd(0.1)))
     >>> state, metrics = step(step.init(params), torch.ones(3, 2))
     """
-    found = Saving.parse(policy)
+    found = RematPolicy.parse(policy)
     check_group(found, group)
     if blocks is not None and not isinstance(blocks, str):
         raise TypeError(f"blocks={blocks!r} is no path: give a pattern such as 'blocks.*', None, or '' for the whole function")
@@ -68,7 +69,7 @@ def remat(blocks: str | None = None, *, policy: str | Saving = "recompute", grou
 @attrs.define(eq=False)
 class _Remat:
     blocks: str | None
-    policy: Saving
+    policy: RematPolicy
     group: comm.Group | None
     _calls: "_Calls" = attrs.field(init=False)
     _looked: bool = False
@@ -77,7 +78,7 @@ class _Remat:
         self._calls = _Calls(self.blocks, self.policy, self.group)
 
     def prepare(self, inner: Any, step: Step, params: Any) -> Any:
-        """Refuses a pattern that fits no path above a leaf."""
+        """Refuses a pattern that matches no module with params."""
         if self.blocks != "":
             paths = dict.fromkeys(tail for path, _ in tree.named(params) for tail in _above(path))
             if not any(_fits(path, self.blocks) for path in paths):
@@ -85,17 +86,17 @@ class _Remat:
         return inner(step, params)
 
     def forward(self, inner: Any, step: Step, state: State, function: Callable[[Any], Any], batch: Any) -> Any:
-        """The inner forward; blocks that it runs are parts."""
+        """The inner forward, with the blocks that it runs under the policy."""
         tape = current_tape()
         if tape is None or not tape.records:
             return inner(step, state, function, batch)
-        keeper = Keeper.current(self.group, settles=False)
-        keeper.account.looks |= not self._looked
+        store = TensorStore.current(self.group, compares=False)
+        store.log.compares_values |= not self._looked
         self._looked = True
         if open_report() is not None:
             function = self._part(function, "elsewhere", everything, _ignore)
         found = self._run(inner, step, state, function, batch, tape)
-        keeper.agree()  # on every rank, also where nothing was divided
+        store.compare()  # on every rank, also where nothing was partitioned
         return found
 
     def _run(self, inner: Any, step: Step, state: State, function: Callable[[Any], Any], batch: Any, tape: Tape) -> Any:
@@ -111,31 +112,31 @@ class _Remat:
         self._calls.check(whole=not step.has(Trait.PIPELINES))
         return found
 
-    def _part(self, function: Callable[[Any], Any], part: str, policy: Saving, seen: Any) -> Callable[[Any], Any]:
-        return lambda batch: run(function, (batch,), {}, saving=policy, group=self.group, part=part, seen=seen)
+    def _part(self, function: Callable[[Any], Any], part: str, policy: RematPolicy, seen: Any) -> Callable[[Any], Any]:
+        return lambda batch: run(function, (batch,), {}, policy=policy, group=self.group, part=part, seen=seen)
 
 
 def _ignore(names: set[str]) -> None:
-    """No policy speaks of names there."""
+    """That part's policy has no names."""
 
 
 @attrs.define(eq=False)
 class _Calls:
-    """Runs the chosen modules of a module.
+    """Runs the chosen submodules of a module under the policy.
 
     Attributes:
-        paths: of all modules that were seen, and whether it was chosen.
-        names: of values, in the blocks that ran; None before the first.
+        paths: of all modules that were seen, and whether each was chosen.
+        names: that ``checkpoint_name`` gave in the blocks that ran; None before the first block.
     """
 
     blocks: str | None
-    policy: Saving
+    policy: RematPolicy
     group: comm.Group | None
     paths: dict[str, bool] = attrs.field(factory=dict)
     names: set[str] | None = None
 
     def chosen(self, module: nn.Module) -> list[str]:
-        """The paths of the modules to be run here."""
+        """The paths of the submodules to run under the policy."""
         found: list[str] = []
         for path, inner in module.named_modules():
             self.paths.setdefault(path, False)
@@ -146,11 +147,11 @@ class _Calls:
         return list(dict.fromkeys(found))
 
     def run(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A module's call."""
-        return run(_known(forward), args, kwargs, saving=self.policy, group=self.group, part=path, seen=self._seen)
+        """Calls a submodule."""
+        return run(_known(forward), args, kwargs, policy=self.policy, group=self.group, part=path, seen=self._seen)
 
     def check(self, *, whole: bool) -> None:
-        """Refuses a policy that changed nothing: no module was chosen, or no value is named so. ``whole``: all of it ran."""
+        """Refuses a policy without effect: no module was chosen, or no tensor has its names. ``whole``: all modules ran."""
         if whole and not any(self.paths.values()):
             if not self.paths:
                 raise ValueError(
@@ -166,7 +167,7 @@ class _Calls:
 
 
 def _known(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A module's forward, through the calls that run it, as the call of that module."""
+    """A module's forward, maybe wrapped by other calls that run it, as the call of that module."""
     own: Any = forward
     while isinstance(own, functools.partial):
         own = own.args[-1]
@@ -175,13 +176,13 @@ def _known(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _above(path: str) -> list[str]:
-    """The paths of the modules that hold a leaf, also as seen from inside of others: of ``a.b.w``, a, a.b and b."""
+    """The paths of the modules that hold a leaf, also relative to others: for ``a.b.w`` a, a.b and b."""
     parts = path.split(".")[:-1]
     return [".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1)]
 
 
 def _fits(path: str, blocks: str | None) -> bool:
-    """Whether the path of a module fits; the whole module's, which is empty, fits none."""
+    """Whether a module's path matches; the whole module's path, which is empty, never does."""
     parts = path.split(".")
     if blocks is None:
         return parts[-1].isdecimal() and not any(part.isdecimal() for part in parts[:-1])

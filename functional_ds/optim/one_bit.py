@@ -126,8 +126,8 @@ def one_bit_adam(
     t ≥ warmup:  m = EF(Σ (β₁ m + (1 - β₁) gᵢ) / n);  w ← w - lr m̂ / (√v̂ + eps)        v stays
     ```
 
-    The optimizer itself sums the gradients: use it with ``T.local_gradients(group)``, which leaves each rank's gradients on that
-    rank. EF is error feedback in both directions (``comm.ErrorFeedback``), so no error is lost for good (law 38). On one rank
+    The optimizer itself sums the gradients: use it with ``T.local_gradients(group)``, which leaves them on each rank.
+    EF is error feedback in both directions (``comm.ErrorFeedback``), so no error is lost for good (law 38). On one rank
     nothing is sent, and without a codec values are sent exactly. All ranks keep the same bits. m̂ and v̂ are corrected for
     their bias as Adam does. An element that had no gradient in the whole warm-up has no variance to divide by, and does not
     move from then on.

@@ -1,8 +1,8 @@
-"""Watching a function's operations: what they make, and giving it again instead of running them again."""
+"""Which operation of a function made which memory, and outputs that are kept so that a second run skips their operations."""
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .policy import Keep, Saving
-from .saved_tensors import Away, Here, Keeper
+from .policy import Keep, RematPolicy
+from .saved_tensors import Offloaded, Resident, TensorStore
 
 __all__ = ["MATMULS", "Recorder", "Replayer"]
 
@@ -28,19 +28,18 @@ MATMULS = _operations(
     *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
 )
 
-_Operation = tuple[Any, int]  # which, and its how manieth call
-_Given = tuple[tuple[torch.Size, torch.dtype], ...]
+_Operation = tuple[Any, int]  # (operator, call index)
+_Signature = tuple[tuple[torch.Size, torch.dtype], ...]  # of the tensors that an operation was given
 
 
-def _tensors(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    found = []
-    for value in (*args, *kwargs.values()):
-        found += [v for v in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(v, Tensor)]
-    return found
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors among an operation's arguments, also within lists."""
+    flat = (v for value in values for v in (value if isinstance(value, (list, tuple)) else (value,)))
+    return [value for value in flat if isinstance(value, Tensor)]
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """No subclass: fake tensors, on which a function may try something out the first time, are none of its own."""
+    """Whether it is no subclass: a function may try something on fake tensors the first time, which are not its own."""
     return type(tensor) in (Tensor, nn.Parameter)
 
 
@@ -49,14 +48,23 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
     if not func._schema.is_mutable:
         return []
     places = enumerate(func._schema.arguments)
-    given = [(a, args[i] if i < len(args) else kwargs.get(a.name)) for i, a in places if a.alias_info and a.alias_info.is_write]
-    return _tensors([value for _, value in given], {})
+    return _tensors(
+        args[i] if i < len(args) else kwargs.get(a.name) for i, a in places if a.alias_info and a.alias_info.is_write
+    )
 
 
-class _Count:
-    """Numbers the operations of a function, alike when it is run again.
+def _signature(given: Sequence[Tensor]) -> _Signature:
+    return tuple((tensor.shape, tensor.dtype) for tensor in given)
 
-    Only what is differentiated counts: gathers of params and the insides of collectives come and go, and are not.
+
+def _outputs(out: Any) -> tuple[Any, ...]:
+    return tuple(out) if isinstance(out, (tuple, list)) else (out,)
+
+
+class _CallIndex:
+    """Numbers a function's operations; the second run gets the same numbers.
+
+    Only differentiated operations count: gathers of params and the inside of collectives, which come and go, are not.
     """
 
     def __init__(self) -> None:
@@ -70,195 +78,189 @@ class _Count:
 
 
 @attrs.define(eq=False)
-class _Made:
-    """Memory that an operation has given out.
+class _Memory:
+    """A storage that an operation allocated.
 
     Attributes:
-        storage: the memory, while it is there.
-        operation: which one; None where it cannot be told again.
-        shape, stride, offset: of the tensor that came out of it.
-        others: what else came out.
-        name: what ``checkpoint_name`` called it.
+        storage: alive as long as somebody else uses it.
+        operation: None where the second run could not tell it.
+        signature: of what the operation was given.
+        view: shape, strides and offset of the output that lies in it.
+        others: the operation's further outputs, if it has several.
+        name: by ``checkpoint_name``.
         changed: whether an operation has written into it since.
     """
 
     storage: "weakref.ref[torch.UntypedStorage]"
     operation: _Operation | None
-    given: _Given
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    others: tuple[Any, ...] | None = None
+    signature: _Signature
+    view: tuple[tuple[int, ...], tuple[int, ...], int]
+    others: tuple[Any, ...] | None
     name: str | None = None
     changed: bool = False
 
 
 @attrs.frozen(eq=False)
 class _Result:
-    """What an operation gave, kept.
+    """The outputs of an operation, kept.
 
     Attributes:
-        outputs: kept tensors and other values; a list of one that stands alone where ``single``.
+        signature: of what the operation was given.
+        outputs: stored tensors, and other values as they are.
+        single: whether the operation returns the one output alone, in no tuple.
+        what: "matmuls", or a name, for reports.
     """
 
-    given: _Given
+    signature: _Signature
     outputs: tuple[Any, ...]
     single: bool
+    what: str
 
-    def again(self) -> Any:
-        """What the operation gave."""
-        found = tuple(kept.get() if isinstance(kept, (Here, Away)) else kept for kept in self.outputs)
+    def stored(self) -> list[Resident | Offloaded]:
+        """The stored tensors."""
+        return [value for value in self.outputs if isinstance(value, (Resident, Offloaded))]
+
+    def get(self) -> Any:
+        """What the operation returned."""
+        found = tuple(value.get() if isinstance(value, (Resident, Offloaded)) else value for value in self.outputs)
         return found[0] if self.single else found
 
 
 class Recorder(TorchDispatchMode):
-    """While a function runs: which memory its operations made, and what of that is to be kept.
+    """While a function runs for the first time: notes which operation made which memory, and keeps outputs for a second run.
+
+    What is being copied to the host is not written into: such an operation waits for the copies.
 
     Args:
-        saving: the policy.
-        keeper: where values are kept; None to keep nothing.
+        policy: which outputs are kept where.
+        store: of the region; None if the region stores nothing.
     """
 
-    def __init__(self, saving: Saving, keeper: Keeper | None) -> None:
+    def __init__(self, policy: RematPolicy, store: TensorStore | None) -> None:
         super().__init__()
         self.results: dict[_Operation, _Result] = {}
-        self.names: dict[_Operation, str] = {}  # what the results are of, for reports
-        self._saving, self._keeper = saving, keeper
-        self._count = _Count()
-        self._made: dict[int, _Made] = {}  # by address
-        self._outputs: list[tuple[_Operation, _Given, Any]] = []  # to be kept where they are, when the function has ended
+        self._policy, self._store = policy, store
+        self._index = _CallIndex()
+        self._memory: dict[int, _Memory] = {}  # by address
+        self._matmuls: list[tuple[_Operation, _Signature, Any]] = []  # outputs that stay; stored when the function has ended
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        written = _written(func, args, kwargs)
+        if written and self._store is not None:
+            self._store.hold_device()
         out = func(*args, **kwargs)
-        given = _tensors(args, kwargs)
-        operation = self._count(func, given)
-        for tensor in _written(func, args, kwargs):
-            if (made := self._maker(tensor)) is not None:
-                made.changed = True
+        given = _tensors((*args, *kwargs.values()))
+        operation = self._index(func, given)
+        for tensor in written:
+            if (memory := self._find(tensor)) is not None:
+                memory.changed = True
         self._note(operation, given, out)
         if operation is not None and func in MATMULS:
-            self._keep_all(operation, _signature(given), out)
+            self._keep_matmul(operation, _signature(given), out)
         return out
 
     def end(self) -> None:
-        """The function has ended: what was changed in place since it was made is let go, and is computed again."""
-        for operation, given, out in self._outputs:
-            values = out if isinstance(out, (tuple, list)) else (out,)
+        """Ends the first run. Outputs that were changed in place since they were made are dropped, and computed again."""
+        for operation, signature, out in self._matmuls:
+            values = _outputs(out)
             if operation not in self.results and all(not isinstance(v, Tensor) or v._version == 0 for v in values):
-                self._put(operation, given, [Here(v) if isinstance(v, Tensor) else v for v in values], out, "matmuls")
-        self._outputs.clear()
+                self._put(operation, signature, out, Resident)
+        self._matmuls.clear()
         self.results = {key: result for key, result in self.results.items() if not any(map(self._is_changed, result.outputs))}
-        self._made.clear()
-
-    def kept(self) -> "list[tuple[str, Here | Away]]":
-        """What is kept, and what of."""
-        pairs = ((self.names[operation], result.outputs) for operation, result in self.results.items())
-        return [(name, kept) for name, outputs in pairs for kept in outputs if isinstance(kept, (Here, Away))]
+        self._memory.clear()
 
     def origin(self, tensor: Tensor) -> str | None:
-        """Where a tensor's memory is from: a name, "matmuls", "inside" for any other operation; None from elsewhere."""
-        made = self._maker(tensor)
-        if made is None:
+        """What made a tensor's memory: a name, "matmuls", or "inside" for any other operation; None if nothing here did."""
+        memory = self._find(tensor)
+        if memory is None:
             return None
-        matmul = made.operation is not None and made.operation[0] in MATMULS
-        return made.name or ("matmuls" if matmul else "inside")
+        matmul = memory.operation is not None and memory.operation[0] in MATMULS
+        return memory.name or ("matmuls" if matmul else "inside")
 
     def name(self, tensor: Tensor, name: str) -> None:
-        """``checkpoint_name`` was called."""
-        made, how = self._maker(tensor), self._saving.names.get(name, Keep.RECOMPUTE)
-        if made is None:
-            return  # it is from elsewhere, and whoever made it keeps it
-        made.name = name
-        if self._keeper is None or how is Keep.RECOMPUTE or self._saving.rest is not Keep.RECOMPUTE:
+        """Names the operation that made the tensor's memory, and keeps its output if the policy says so.
+
+        Raises:
+            ValueError: the output is to be kept and cannot be.
+        """
+        memory, how = self._find(tensor), self._policy.names.get(name, Keep.RECOMPUTE)
+        if memory is None:
+            return  # it was made outside, and is kept there
+        memory.name = name
+        if self._store is None or how is Keep.RECOMPUTE or not self._policy.recomputes:
             return
-        if made.changed or made.operation is None:
-            reason = "it was changed in place after it was made" if made.changed else "no differentiated operation made it"
+        if memory.changed or memory.operation is None:
+            reason = "it was changed in place after it was made" if memory.changed else "no differentiated operation made it"
             raise ValueError(
                 f"checkpoint_name: {name!r} cannot be kept: {reason}; name the first output of an operation, before anything "
                 "writes into it"
             )
-        value = tensor.detach().as_strided(made.shape, made.stride, made.offset)
-        others = (other.detach() if isinstance(other, Tensor) else other for other in made.others or ())
-        outputs = (self._keeper.keep(value, how), *others)
-        self.results[made.operation] = _Result(made.given, outputs, made.others is None)
-        self.names[made.operation] = name
+        output = self._store.keep(tensor.detach().as_strided(*memory.view), how)
+        others = (other.detach() if isinstance(other, Tensor) else other for other in memory.others or ())
+        self.results[memory.operation] = _Result(memory.signature, (output, *others), memory.others is None, name)
 
-    def _maker(self, tensor: Tensor) -> _Made | None:
+    def _find(self, tensor: Tensor) -> _Memory | None:
         if not _is_plain(tensor):
             return None
         storage = tensor.untyped_storage()
-        made = self._made.get(storage.data_ptr())
-        return made if made is not None and made.storage() is storage else None
+        memory = self._memory.get(storage.data_ptr())
+        return memory if memory is not None and memory.storage() is storage else None
 
-    def _is_changed(self, kept: Any) -> bool:
-        """Whether a value that stays where it is was written into; views such as GRUs cut have versions of their own."""
-        tensor = kept.tensor if isinstance(kept, Here) else kept
-        made = self._maker(tensor) if isinstance(tensor, Tensor) else None
-        return (made is not None and made.changed) or (isinstance(kept, Here) and kept.changed)
+    def _is_changed(self, output: Any) -> bool:
+        """Whether an output that stays was written into, maybe by way of another view, which has a version of its own."""
+        tensor = output.tensor if isinstance(output, Resident) else output
+        memory = self._find(tensor) if isinstance(tensor, Tensor) else None
+        return (memory is not None and memory.changed) or (isinstance(output, Resident) and output.changed)
 
     def _note(self, operation: _Operation | None, given: Sequence[Tensor], out: Any) -> None:
+        """Notes the memory that an operation allocated."""
         known = {t.untyped_storage().data_ptr() for t in given if _is_plain(t)}
-        outputs = out if isinstance(out, (tuple, list)) else (out,)
-        for place, value in enumerate(outputs):
-            if (
-                isinstance(value, Tensor)
-                and _is_plain(value)
-                and (address := value.untyped_storage().data_ptr())
-                and address not in known
-            ):
-                first = place == 0
-                self._made[address] = _Made(
-                    weakref.ref(value.untyped_storage()),
-                    operation if first else None,
-                    _signature(given),
-                    tuple(value.shape),
-                    value.stride(),
-                    int(value.storage_offset()),
-                    tuple(out[1:]) if first and isinstance(out, (tuple, list)) else None,
-                )
+        values = _outputs(out)
+        for place, value in enumerate(values):
+            if not isinstance(value, Tensor) or not _is_plain(value):
+                continue
+            storage = value.untyped_storage()
+            if (address := storage.data_ptr()) and address not in known:
+                view = (tuple(value.shape), value.stride(), int(value.storage_offset()))
+                maker, others = (None, None) if place else (operation, None if out is value else values[1:])
+                self._memory[address] = _Memory(weakref.ref(storage), maker, _signature(given), view, others)
 
-    def _keep_all(self, operation: _Operation, given: _Given, out: Any) -> None:
-        how, keeper = self._saving.matmuls, self._keeper
-        if keeper is None or how is None or how is Keep.RECOMPUTE:
+    def _keep_matmul(self, operation: _Operation, signature: _Signature, out: Any) -> None:
+        how, store = self._policy.matmuls, self._store
+        if store is None or how is None or how is Keep.RECOMPUTE or not self._policy.recomputes:
             return
         if how is Keep.SAVE:
-            self._outputs.append((operation, given, out))  # with its graph, which an alias made here would not see
-            return
-        values = out if isinstance(out, (tuple, list)) else (out,)
-        self._put(operation, given, [keeper.keep(v, how) if isinstance(v, Tensor) else v for v in values], out, "matmuls")
+            self._matmuls.append((operation, signature, out))  # with its graph, which an alias made here would not see
+        else:
+            self._put(operation, signature, out, lambda tensor: store.keep(tensor, how))
 
-    def _put(self, operation: _Operation, given: _Given, outputs: list[Any], out: Any, name: str) -> None:
-        self.results[operation] = _Result(given, tuple(outputs), not isinstance(out, (tuple, list)))
-        self.names[operation] = name
-
-
-def _signature(given: Sequence[Tensor]) -> _Given:
-    return tuple((tensor.shape, tensor.dtype) for tensor in given)
+    def _put(self, operation: _Operation, signature: _Signature, out: Any, keep: Callable[[Tensor], Any]) -> None:
+        stored = tuple(keep(value) if isinstance(value, Tensor) else value for value in _outputs(out))
+        self.results[operation] = _Result(signature, stored, not isinstance(out, (tuple, list)), "matmuls")
 
 
 class Replayer(TorchDispatchMode):
-    """While the function runs again: operations whose results were kept are not run."""
+    """While the function runs again: skips the operations whose outputs were kept."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder
-        self._count = _Count()
 
     def __enter__(self) -> Any:
-        self._count = _Count()  # each backward pass begins at the first operation
+        self._index = _CallIndex()  # each backward pass begins at the first operation
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = _tensors(args, kwargs)
-        operation = self._count(func, given)
+        given = _tensors((*args, *kwargs.values()))
+        operation = self._index(func, given)
         result = None if operation is None else self._recorder.results.get(operation)
         if result is None:
             return func(*args, **kwargs)
-        if result.given != _signature(given):
+        if result.signature != _signature(given):
             raise RuntimeError(
-                f"remat: {func} was kept for inputs {result.given} but got {_signature(given)} when the function ran again; "
-                "a recomputed function must do the same each time"
+                f"remat: {func} was kept for inputs {result.signature} but got {_signature(given)} when the function ran "
+                "again; a recomputed function must do the same each time"
             )
-        return result.again()
+        return result.get()

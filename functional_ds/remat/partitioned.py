@@ -1,4 +1,4 @@
-"""Values of which each rank of a group keeps a piece."""
+"""Partitioned activations: each rank of a group keeps 1/n of a saved tensor (ZeRO-R's P_a, Rajbhandari et al. 2020)."""
 
 import zlib
 
@@ -8,18 +8,18 @@ from torch import Tensor
 
 from functional_ds import comm
 
-__all__ = ["Account", "Divided", "divide"]
+__all__ = ["PartitionLog", "PartitionedTensor", "partition"]
 
-_CHANNEL = "remat"  # gathers keep an order of their own, apart from what else the group does
+_CHANNEL = "remat"  # gathers are ordered apart from the group's other collectives
 
 
 @attrs.define(eq=False)
-class Divided:
-    """A flat tensor in n equal pieces, of which this rank has its own.
+class PartitionedTensor:
+    """A flat tensor of which this rank keeps one of n equal pieces.
 
     Attributes:
-        piece: ``ceil(numel / n)`` elements, the last ranks' padded with zeros.
-        numel: elements of the whole.
+        piece: ``ceil(numel / n)`` elements; the last ranks' pieces are padded with zeros.
+        numel: elements of the whole tensor.
     """
 
     piece: Tensor
@@ -32,46 +32,46 @@ class Divided:
         return self.piece.nbytes
 
     def fetch(self) -> Tensor:
-        """The whole, gathered: all ranks of the group must come here in one order."""
+        """All-gathers the whole tensor; all ranks of the group must fetch in one order."""
         with torch.no_grad():
             whole: Tensor = comm.all_gather(self.piece, self.group.channel(_CHANNEL))
         return whole[: self.numel]
 
 
-def divide(flat: Tensor, group: comm.Group) -> Divided:
-    """This rank's piece of a flat tensor that every rank of the group has. Law: ``divide(x, g).fetch() = x``, bitwise."""
+def partition(flat: Tensor, group: comm.Group) -> PartitionedTensor:
+    """This rank's piece of a flat tensor that every rank of the group has. Law: ``partition(x, g).fetch() = x``, bitwise."""
     size = -(-flat.numel() // group.size)
     piece = flat.new_zeros(size)
     own = flat[group.rank * size : (group.rank + 1) * size]
     piece[: own.numel()].copy_(own)
-    return Divided(piece, flat.numel(), group)
+    return PartitionedTensor(piece, flat.numel(), group)
 
 
 @attrs.define(eq=False)
-class Account:
-    """What a rank has divided in a pass.
+class PartitionLog:
+    """Records what a rank partitions in a forward pass, so that ranks can compare it before the backward pass.
 
     Attributes:
-        values: dtype and size of each, in order.
-        sums: of their bytes, where they are looked at.
-        looks: whether they are.
+        values: dtype and size of each tensor, in order.
+        sums: the sum of each tensor's bytes, where values are compared.
+        compares_values: whether values are compared, beside dtypes and sizes.
     """
 
     values: list[str] = attrs.field(factory=list)
     sums: list[Tensor] = attrs.field(factory=list)
-    looks: bool = False
+    compares_values: bool = False
 
     def add(self, flat: Tensor) -> None:
-        """A value was divided."""
+        """Records a tensor."""
         self.values.append(f"{flat.dtype}[{flat.numel()}]")
-        if self.looks:
+        if self.compares_values:
             self.sums.append(flat.view(torch.uint8).sum() if flat.numel() else flat.new_zeros((), dtype=torch.int64))
 
-    def settle(self, group: comm.Group) -> None:
-        """Refuses to go on where the ranks divided different values: their gathers would not meet, or give a mixture.
+    def compare(self, group: comm.Group) -> None:
+        """Compares the ranks' logs and clears them. Ranks that differ would gather in vain for each other, or a mixture.
 
         Raises:
-            RuntimeError: on all ranks, naming those that differ from rank 0.
+            RuntimeError: on all ranks; it names those that differ from rank 0.
         """
         channel = group.channel(f"{_CHANNEL}/control")
         counts = (len(self.values), len(self.sums))
@@ -79,10 +79,9 @@ class Account:
         prints = comm.all_gather(print_, channel, tiled=False).tolist()
         odd = [rank for rank, other in enumerate(prints) if other[:2] != prints[0][:2]]
         if odd:
-            raise _differ(
-                group, odd, f"numbers of activations: {[other[1] for other in prints]}; here they begin {self.values[:1]}"
-            )
-        if all(looked == count and looked for _, count, looked in prints):
+            numbers = [other[1] for other in prints]
+            raise _differ(group, odd, f"numbers of activations: {numbers}; here they begin {self.values[:1]}")
+        if all(summed == count and summed for _, count, summed in prints):
             sums = comm.all_gather(torch.stack(self.sums).cpu(), channel, tiled=False)
             odd = [rank for rank in range(group.size) if not torch.equal(sums[rank], sums[0])]
             if odd:
@@ -93,6 +92,6 @@ class Account:
 
 def _differ(group: comm.Group, odd: list[int], how: str) -> RuntimeError:
     return RuntimeError(
-        f"remat: the ranks of group {group.name!r} divided other activations: ranks {odd} differ from rank 0 ({how}); "
+        f"remat: the ranks of group {group.name!r} partitioned other activations: ranks {odd} differ from rank 0 ({how}); "
         "partition takes a group along which activations are replicated, random draws included, and equal control flow on it"
     )

@@ -1,4 +1,4 @@
-"""What becomes of the values that a backward pass needs, as data."""
+"""Rematerialisation policies as data: which of the tensors that a backward pass needs are saved, and where."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -9,7 +9,7 @@ import attrs
 
 __all__ = [
     "Keep",
-    "Saving",
+    "RematPolicy",
     "everything",
     "nothing",
     "offload_names",
@@ -20,14 +20,14 @@ __all__ = [
 
 
 class Keep(Enum):
-    """What becomes of a value between the forward pass and the backward.
+    """Where a tensor is between the forward pass and the backward pass.
 
     | word | meaning |
     |---|---|
-    | save | it stays where it is |
-    | recompute | it is dropped, and computed again |
-    | offload | it goes to the host's memory, and comes back |
-    | partition | each rank of a group keeps 1/n of it, and it is gathered |
+    | save | on its device |
+    | recompute | nowhere: it is dropped and computed again |
+    | offload | in the host's memory |
+    | partition | on the ranks of a group, 1/n on each, all-gathered for the backward pass |
     """
 
     SAVE = "save"
@@ -36,7 +36,7 @@ class Keep(Enum):
     PARTITION = "partition"
 
 
-_REST = {"nothing": Keep.RECOMPUTE, "everything": Keep.SAVE, **{keep.value: keep for keep in Keep}}
+_DEFAULTS = {"nothing": Keep.RECOMPUTE, "everything": Keep.SAVE, **{keep.value: keep for keep in Keep}}
 _INPUTS, _MATMULS = "inputs", "matmuls"
 
 
@@ -44,24 +44,24 @@ def _frozen(names: Mapping[str, Keep]) -> Mapping[str, Keep]:
     return MappingProxyType(dict(names))
 
 
-@attrs.frozen
-class Saving:
-    """A policy: what becomes of which values.
+@attrs.frozen(repr=False)
+class RematPolicy:
+    """Which of the tensors that a backward pass needs are kept where.
 
-    Its text has a word for the rest, then ``what=word`` for exceptions; parsing it gives the policy again.
+    Its text is a word for the default, then ``what=word`` for exceptions. Law: ``parse(str(policy)) = policy``.
 
     Attributes:
-        rest: what becomes of values that nothing below speaks of.
-        inputs: of what the function is given; None for as the rest, where a recomputed function's are saved.
-        matmuls: of what matrix products, convolutions and attention give; None for as the rest.
-        names: of values that ``checkpoint_name`` named.
+        default: for tensors that no exception covers.
+        inputs: for the function's inputs. None is the default, except that a recomputed function's inputs are saved.
+        matmuls: for the outputs of matrix products, convolutions and attention. None is the default.
+        names: for tensors that ``checkpoint_name`` named.
 
-    >>> policy = Saving.parse("recompute,inputs=offload,attn_out=save")
-    >>> policy.rest, policy.names["attn_out"], str(policy)
+    >>> policy = RematPolicy.parse("recompute,inputs=offload,attn_out=save")
+    >>> policy.default, policy.names["attn_out"], str(policy)
     (<Keep.RECOMPUTE: 'recompute'>, <Keep.SAVE: 'save'>, 'recompute,inputs=offload,attn_out=save')
     """
 
-    rest: Keep = Keep.RECOMPUTE
+    default: Keep = Keep.RECOMPUTE
     inputs: Keep | None = None
     matmuls: Keep | None = None
     names: Mapping[str, Keep] = attrs.field(default=MappingProxyType({}), converter=_frozen, hash=False)
@@ -73,57 +73,73 @@ class Saving:
             )
         named = {_MATMULS: self.matmuls, **self.names} if self.matmuls else self.names
         for what, keep in named.items():
-            if keep is Keep.RECOMPUTE and self.rest is not Keep.RECOMPUTE:
+            if keep is Keep.RECOMPUTE and self.default is not Keep.RECOMPUTE:
                 raise ValueError(
-                    f"{what}=recompute where the rest is {self.rest.value}: nothing is run again there; let the rest be "
+                    f"{what}=recompute where the rest is {self.default.value}: nothing is run again there; let the rest be "
                     "recompute, and say what is to be kept"
                 )
-        for reserved in (_INPUTS, _MATMULS, *_REST):
+        for reserved in (_INPUTS, _MATMULS, *_DEFAULTS):
             if reserved in self.names:
                 raise ValueError(f"names: {reserved!r} is a word of policies; choose another name for the value")
 
     @staticmethod
-    def parse(text: "str | Saving") -> "Saving":
-        """The policy of a text; a policy is its own.
+    def parse(text: "str | RematPolicy") -> "RematPolicy":
+        """The policy of a text; a policy is returned as it is.
 
         Raises:
-            ValueError: a word is unknown; the nearest one is named.
-            TypeError: it is neither text nor a policy.
+            ValueError: a word is unknown; the message names the nearest one.
+            TypeError: ``text`` is neither text nor a policy.
         """
-        if isinstance(text, Saving):
+        if isinstance(text, RematPolicy):
             return text
         if not isinstance(text, str):
-            raise TypeError(f"policy={text!r} is neither a Saving nor text such as 'recompute,attn_out=offload'")
-        rest, exceptions = Keep.RECOMPUTE, {}
+            raise TypeError(f"policy={text!r} is neither a RematPolicy nor text such as 'recompute,attn_out=offload'")
+        default, exceptions = Keep.RECOMPUTE, {}
         for place, word in enumerate(part.strip() for part in text.split(",")):
             what, equals, value = word.partition("=")
             if equals:
                 exceptions[what.strip()] = _word(value.strip(), {keep.value: keep for keep in Keep}, text)
             elif place == 0:
-                rest = _word(word, _REST, text)
+                default = _word(word, _DEFAULTS, text)
             else:
                 raise ValueError(f"policy={text!r}: {word!r} is not what=word; only the first word stands alone, for the rest")
         inputs, matmuls = exceptions.pop(_INPUTS, None), exceptions.pop(_MATMULS, None)
-        return Saving(rest, inputs, matmuls, exceptions)
+        return RematPolicy(default, inputs, matmuls, exceptions)
+
+    def of(self, what: str) -> Keep:
+        """Where tensors of a kind are saved: "inputs", "matmuls", a name, or anything else for the default."""
+        if what == _INPUTS:
+            return self.inputs or (Keep.SAVE if self.recomputes else self.default)
+        if what == _MATMULS:
+            return self.matmuls or self.default
+        return self.names.get(what, self.default)
 
     @property
-    def of_inputs(self) -> Keep:
-        """What becomes of what the function is given."""
-        return self.inputs or (Keep.SAVE if self.rest is Keep.RECOMPUTE else self.rest)
+    def recomputes(self) -> bool:
+        """Whether the function runs again."""
+        return self.default is Keep.RECOMPUTE
+
+    @property
+    def saves_everything(self) -> bool:
+        """Whether autograd's own way is the policy's."""
+        return self.default is Keep.SAVE and self.inputs is None and not self.by_operation
 
     @property
     def partitions(self) -> bool:
-        """Whether anything is partitioned, which takes a group."""
-        return Keep.PARTITION in (self.rest, self.inputs, self.matmuls, *self.names.values())
+        """Whether anything is partitioned, which needs a group."""
+        return Keep.PARTITION in (self.default, self.inputs, self.matmuls, *self.names.values())
 
     @property
     def by_operation(self) -> bool:
-        """Whether single operations' values are treated in their own way, which takes watching them."""
+        """Whether the outputs of single operations are exceptions, which needs a dispatch mode to see them."""
         return bool(self.names) or self.matmuls is not None
+
+    def __repr__(self) -> str:
+        return f"RematPolicy.parse({str(self)!r})"
 
     def __str__(self) -> str:
         given = {_INPUTS: self.inputs, _MATMULS: self.matmuls, **self.names}
-        return ",".join([self.rest.value, *(f"{what}={keep.value}" for what, keep in given.items() if keep)])
+        return ",".join([self.default.value, *(f"{what}={keep.value}" for what, keep in given.items() if keep)])
 
 
 def _word(word: str, known: Mapping[str, Keep], text: str) -> Keep:
@@ -134,13 +150,13 @@ def _word(word: str, known: Mapping[str, Keep], text: str) -> Keep:
     raise ValueError(f"policy={text!r}: the word {word!r} is unknown; {meant}the words are {', '.join(known)}")
 
 
-everything = Saving(Keep.SAVE)
-nothing = Saving(Keep.RECOMPUTE)
-save_matmuls = Saving(Keep.RECOMPUTE, matmuls=Keep.SAVE)
+everything = RematPolicy(Keep.SAVE)
+nothing = RematPolicy(Keep.RECOMPUTE)
+save_matmuls = RematPolicy(Keep.RECOMPUTE, matmuls=Keep.SAVE)
 
 
-def save_only_names(*names: str) -> Saving:
-    """Values of these names stay; the rest is recomputed.
+def save_only_names(*names: str) -> RematPolicy:
+    """Saves the tensors of these names on the device; recomputes all others.
 
     >>> print(save_only_names("attn_out", "mlp_out"))
     recompute,attn_out=save,mlp_out=save
@@ -148,8 +164,8 @@ def save_only_names(*names: str) -> Saving:
     return _only(names, Keep.SAVE)
 
 
-def offload_names(*names: str) -> Saving:
-    """Values of these names go to the host's memory; the rest is recomputed.
+def offload_names(*names: str) -> RematPolicy:
+    """Offloads the tensors of these names to the host; recomputes all others.
 
     >>> print(offload_names("attn_out"))
     recompute,attn_out=offload
@@ -157,8 +173,8 @@ def offload_names(*names: str) -> Saving:
     return _only(names, Keep.OFFLOAD)
 
 
-def partition_names(*names: str) -> Saving:
-    """Of values of these names each rank keeps 1/n; the rest is recomputed.
+def partition_names(*names: str) -> RematPolicy:
+    """Partitions the tensors of these names over the group; recomputes all others.
 
     >>> print(partition_names("attn_out"))
     recompute,attn_out=partition
@@ -166,8 +182,8 @@ def partition_names(*names: str) -> Saving:
     return _only(names, Keep.PARTITION)
 
 
-def _only(names: Iterable[str], keep: Keep) -> Saving:
+def _only(names: Iterable[str], keep: Keep) -> RematPolicy:
     found = tuple(names)
     if not found:
         raise ValueError(f"{keep.value} which names? none is given; to keep nothing, use the policy 'nothing'")
-    return Saving(names=dict.fromkeys(found, keep))
+    return RematPolicy(names=dict.fromkeys(found, keep))

@@ -1,7 +1,7 @@
-"""A call of a function under a policy: what autograd saves in it is kept as the policy says."""
+"""A call of a function under a policy: what autograd saves in it is dropped and recomputed, or stored, as the policy says."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -14,13 +14,12 @@ from torch.utils.checkpoint import checkpoint
 
 from functional_ds import comm
 from functional_ds.base import tree
-from functional_ds.step.tape import Tape, current_tape
 
-from .buffer_snapshot import Rewind
 from .op_cache import Recorder, Replayer
-from .policy import Keep, Saving
-from .report import RematReport, open_report
-from .saved_tensors import Away, Here, Hooks, Keeper
+from .policy import Keep, RematPolicy
+from .report import Notes, open_report
+from .rerun import ModuleCalls, TapeNow
+from .saved_tensors import Offloaded, Resident, SavedTensorHooks, TensorStore
 
 __all__ = ["Region", "called", "current_region", "run"]
 
@@ -34,12 +33,12 @@ def current_region() -> "Region | None":
 
 
 def called(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A module's call: what it writes into its buffers and plain attributes is written once, however often it runs again."""
+    """``forward`` as a call of the module: it writes the module's buffers and plain attributes once, however often it runs."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
             for region in getattr(_HERE, "regions", ()):
-                stack.enter_context(region.rewinding(module))
+                stack.enter_context(region.modules.calling(module))
             return forward(*args, **kwargs)
 
     return call
@@ -50,169 +49,123 @@ def run(
     args: Any,
     kwargs: Any,
     *,
-    saving: Saving,
+    policy: RematPolicy,
     group: comm.Group | None,
     part: str,
     seen: Callable[[set[str]], None],
 ) -> Any:
-    """``function(*args, **kwargs)``; its backward pass finds what it needs as the policy says. ``seen`` gets its names."""
+    """``function(*args, **kwargs)`` under a policy.
+
+    ``part`` names the call in reports; ``seen`` is called with the names that ``checkpoint_name`` gave inside.
+    """
     parent, report = current_region(), open_report()
-    plain = saving.rest is Keep.SAVE and saving.inputs is None and not saving.by_operation
-    if not torch.is_grad_enabled() or (plain and (report is None or parent is not None)) or detect_fake_mode() is not None:
-        return function(*args, **kwargs)  # nothing is to be kept; least of all where shapes alone are asked for
+    plain = policy.saves_everything and (report is None or parent is not None)
+    if plain or not torch.is_grad_enabled() or detect_fake_mode() is not None:  # fake tensors ask for shapes alone
+        return function(*args, **kwargs)
     replaying = parent is not None and parent.replaying
-    keeper = None if replaying else Keeper.current(group)
-    region = Region(saving, part, keeper, None if replaying else report, parent)
-    way = region.recompute if saving.rest is Keep.RECOMPUTE else region.keep
-    found = way(function, args, kwargs)
+    notes = Notes(None if replaying else report, part, parent is not None and parent.recomputed)
+    region = Region(policy, None if replaying else TensorStore.current(group), notes, parent)
+    found = (region.recompute if policy.recomputes else region.store_saved)(function, args, kwargs)
     if not replaying:
-        seen(region.seen)
+        seen(region.names)
     return found
 
 
-@attrs.frozen(eq=False)
-class _Left:
-    """What other hooks keep instead of a tensor."""
-
-    kept: Any
-
-
-@attrs.define(eq=False)
+@attrs.define(eq=False, repr=False)
 class Region:
     """One call.
 
-    Hooks and checkpoints nest by torch's rule: what is saved inside an inner region is the inner one's, and an inner one's
-    inputs are saved in the outer one. A region inside of one that is just run again keeps nothing: its twin of the first run
-    did.
+    Hooks and checkpoints nest by torch's rule: what is saved inside an inner region belongs to the inner one, and the inner
+    one's inputs are saved in the outer one. When an outer region reruns, its inner regions store nothing, because those of the
+    first run did.
 
     Attributes:
-        keeper: None in a region that keeps nothing.
-        report: where bytes are noted; None for nowhere.
-        replaying: whether the function is just run again.
+        store: None in a region that stores nothing.
+        replaying: whether the function is running again.
+        names: that ``checkpoint_name`` gave inside.
+        modules: the calls of modules inside.
     """
 
-    saving: Saving
-    part: str
-    keeper: Keeper | None
-    report: RematReport | None
+    policy: RematPolicy
+    store: TensorStore | None
+    notes: Notes
     parent: "Region | None"
     replaying: bool = False
-    seen: set[str] = attrs.field(factory=set)
-    _outer: Hooks = attrs.field(factory=Hooks.in_force)
-    _tape: Tape | None = attrs.field(factory=current_tape)
-    _calls: tuple[Any, ...] = attrs.field(init=False)
+    names: set[str] = attrs.field(factory=set)
+    modules: ModuleCalls = attrs.field(init=False)
     _recorder: Recorder | None = None
-    _rewinds: list[Rewind] = attrs.field(factory=list)  # of the calls of modules
-    _left: Iterator[Rewind] = attrs.field(factory=lambda: iter(()))  # of them, those that this run has not come to yet
-    _rewound: frozenset[nn.Module] = frozenset()  # those that are being called, and what is in them
-    _inputs: set[int] = attrs.field(factory=set)  # addresses of what may be kept elsewhere
-    _runs: int = 0
+    _outer: SavedTensorHooks = attrs.field(factory=SavedTensorHooks.in_force)
+    _tape: TapeNow = attrs.field(factory=TapeNow.now)
 
-    @_calls.default
-    def _calls_now(self) -> tuple[Any, ...]:
-        return () if self._tape is None else self._tape.calls
+    def __attrs_post_init__(self) -> None:
+        self.modules = ModuleCalls(reruns=self.policy.recomputes)
+
+    @property
+    def recomputed(self) -> bool:
+        """Whether this region, or one around it, runs again."""
+        return self.policy.recomputes or (self.parent is not None and self.parent.recomputed)
+
+    def name(self, tensor: Tensor, name: str) -> None:
+        """``checkpoint_name`` was called inside."""
+        self.names.add(name)
+        if self._recorder is not None and not self.replaying:
+            self._recorder.name(tensor, name)
+
+    # -- the two ways --------------------------------------------------------------------------------------------------
 
     def recompute(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The function's value; its backward pass runs it again."""
-        leaves, spec = tree.flatten((args, kwargs))
-        values = list({id(leaf): leaf for leaf in leaves if _is_value(leaf)}.values())
-        number = {id(value): i for i, value in enumerate(values)}
-        places = [(place, number[id(leaf)]) for place, leaf in enumerate(leaves) if _is_value(leaf)]  # one may be given twice
-        rest = [None if _is_value(leaf) else leaf for leaf in leaves]  # the checkpoint alone holds the values
-        first = [(args, kwargs)]  # the caller's own containers, which the function may write into, once
+        """Runs the function under torch's checkpoint: its backward pass runs it again, without the operations kept."""
+        values, rebuilt = _separated(args, kwargs)
+        first = [(args, kwargs)]  # the caller's own containers, into which the function may write, once
 
         def body(*given: Tensor) -> Any:
-            if first:
-                args, kwargs = first.pop()
-                with self._running():
-                    return function(*args, **kwargs)
-            found = list(rest)
-            for place, which in places:
-                found[place] = given[which]
-            again, more = tree.unflatten(spec, found)
-            with self._running():
+            with self._first_run() if first else self._second_run():
+                again, more = first.pop() if first else rebuilt(given)
                 return function(*again, **more)
 
-        self._recorder = self._watch(self.saving.by_operation)
-        self._note_inputs(values)
-        with self._input_hooks(values):
-            return checkpoint(body, *values, use_reentrant=False, context_fn=self._contexts)
+        watched = self.policy.by_operation or self.policy.of("inputs") is Keep.OFFLOAD or self.notes.report is not None
+        if self.store is not None and watched:
+            self._recorder = Recorder(self.policy, self.store)
+        if self.policy.of("inputs") is Keep.SAVE:
+            for value in values:
+                self.notes.saved("inputs", value)
+            inputs_hooks: AbstractContextManager[Any] = nullcontext()
+        else:  # while the checkpoint takes its inputs; inside of it its own hooks are in force
+            inputs_hooks = self._store_hooks(values, lambda tensor: None)
+        with inputs_hooks:
+            return checkpoint(body, *values, use_reentrant=False, context_fn=self._dispatch_modes)
 
-    def keep(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The function's value; what its operations save is kept as the policy says."""
-        self._recorder = recorder = Recorder(self.saving, None)
-        self._inputs = {_address(leaf) for leaf in tree.leaves((args, kwargs)) if _is_movable(leaf)}
-        with saved_tensors_hooks(self._pack, self._unpack), recorder, self._entered():
+    def store_saved(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs the function under hooks that store what its operations save."""
+        self._recorder = recorder = Recorder(self.policy, self.store)
+        with self._store_hooks(tree.leaves((args, kwargs)), recorder.origin), recorder, self._entered():
             found = function(*args, **kwargs)
         recorder.end()
         return found
 
-    def name(self, tensor: Tensor, name: str) -> None:
-        """``checkpoint_name`` was called inside."""
-        self.seen.add(name)
-        if self._recorder is not None and not self.replaying:
-            self._recorder.name(tensor, name)
+    # -- runs ----------------------------------------------------------------------------------------------------------
 
-    # -- running again -------------------------------------------------------------------------------------------------
-
-    def _watch(self, by_operation: bool) -> Recorder | None:
-        if self.keeper is None or not (by_operation or self.report is not None):
-            return None
-        return Recorder(self.saving, self.keeper)
-
-    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    def _dispatch_modes(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """For the first run and for further ones."""
         if self._recorder is None:
             return nullcontext(), nullcontext()
-        return self._recorder, Replayer(self._recorder) if self.saving.by_operation else nullcontext()
+        return self._recorder, Replayer(self._recorder) if self.policy.by_operation else nullcontext()
 
     @contextmanager
-    def _running(self) -> Iterator[None]:
-        """The first run, or a further one, in which the tape and the region are as they were."""
-        self._runs += 1
-        self._left = iter(self._rewinds)
-        if self._runs > 1:
-            with self._as_before(), self._entered(again=True):
-                yield
-            return
-        with self._counting(), self._entered():
+    def _first_run(self) -> Iterator[None]:
+        with self._count_dropped(), self._entered():
             yield
         if self._recorder is not None:
             self._recorder.end()
-            for what, kept in self._recorder.kept() if self.report is not None else ():
-                self.report.note_kept(self.part, what, kept)  # type: ignore[union-attr]
+            for result in self._recorder.results.values():
+                for kept in result.stored():
+                    self.notes.kept(result.what, kept)
 
     @contextmanager
-    def rewinding(self, module: nn.Module) -> Iterator[None]:
-        """A call of a module inside of the function: a further run finds in it what the first one found."""
-        if self.saving.rest is not Keep.RECOMPUTE or module in self._rewound:
+    def _second_run(self) -> Iterator[None]:
+        self.modules.rewind()
+        with self._tape.restored(), self._entered(again=True):
             yield
-            return
-        before, self._rewound = self._rewound, self._rewound.union(module.modules())
-        try:
-            with self._rewinding(module):
-                yield
-        finally:
-            self._rewound = before
-
-    def _rewinding(self, module: nn.Module) -> AbstractContextManager[None]:
-        if self._runs == 1:
-            self._rewinds.append(Rewind())
-            return self._rewinds[-1].once(module)
-        found = next(self._left, None)
-        return nullcontext() if found is None else found.again(module)
-
-    @contextmanager
-    def _as_before(self) -> Iterator[None]:
-        tape = self._tape
-        if tape is None:
-            yield
-            return
-        now, tape.calls = tape.calls, self._calls
-        try:
-            with nullcontext() if current_tape() is tape else tape.resumed():  # a device's backward has its own thread
-                yield
-        finally:
-            tape.calls = now
 
     @contextmanager
     def _entered(self, *, again: bool = False) -> Iterator[None]:
@@ -224,83 +177,74 @@ class Region:
         finally:
             regions.pop()
             self.replaying = before
+            if self.store is not None and not again:
+                self.store.hold_device()  # what follows may write into what is being copied
 
-    def _counting(self) -> AbstractContextManager[Any]:
+    # -- hooks ---------------------------------------------------------------------------------------------------------
+
+    def _count_dropped(self) -> AbstractContextManager[Any]:
         """Notes what torch's checkpoint is given to drop."""
-        report, recorder, inner = self.report, self._recorder, Hooks.in_force()
-        if report is None or recorder is None:
+        recorder, report, inner = self._recorder, self.notes.report, SavedTensorHooks.in_force()
+        if recorder is None or report is None:
             return nullcontext()
 
         def pack(tensor: Tensor) -> Any:
-            what = None if self._is_param(tensor) else recorder.origin(tensor)
+            what = None if self._tape.claims(tensor) else recorder.origin(tensor)
             if what is not None:
-                report.note(self.part, what, tensor, saved=False)
+                report.note(self.notes.part, what, tensor, saved=False)
             return inner.pack(tensor)
 
         return saved_tensors_hooks(pack, inner.unpack)
 
-    # -- inputs --------------------------------------------------------------------------------------------------------
+    def _store_hooks(self, inputs: Sequence[Any], origin: Callable[[Tensor], str | None]) -> AbstractContextManager[Any]:
+        """Stores what autograd saves: the inputs, and tensors that ``origin`` knows. Any other is left to the outer hooks."""
+        addresses = {_address(value) for value in inputs if _is_movable(value)}
 
-    def _note_inputs(self, values: list[Tensor]) -> None:
-        if self.report is None or self.saving.of_inputs is not Keep.SAVE or self._recomputed_by_another():
-            return
-        for value in values:
-            self.report.note(self.part, "inputs", value, saved=True)
+        def pack(tensor: Tensor) -> Resident | Offloaded | _Outer:
+            what = None
+            if type(tensor) is Tensor and tensor.layout == torch.strided and not self._tape.claims(tensor):
+                what = origin(tensor) or ("inputs" if _address(tensor) in addresses else None)
+            how = Keep.SAVE if what is None else self.policy.of(what)
+            if what is None or how is Keep.SAVE:
+                if what is not None:
+                    self.notes.saved(what, tensor)
+                return _Outer(self._outer.pack(tensor))
+            if self.store is None:
+                return Resident(tensor)
+            kept = self.store.keep(tensor, how)
+            self.notes.kept(what, kept)
+            return kept
 
-    def _recomputed_by_another(self) -> bool:
-        region = self.parent
-        while region is not None:
-            if region.saving.rest is Keep.RECOMPUTE:
-                return True
-            region = region.parent
-        return False
+        def unpack(kept: Resident | Offloaded | _Outer) -> Tensor:
+            return self._outer.unpack(kept.packed) if isinstance(kept, _Outer) else kept.get()
 
-    def _input_hooks(self, values: list[Tensor]) -> AbstractContextManager[Any]:
-        """While the checkpoint takes its inputs; inside of it its own hooks are in force."""
-        if self.saving.of_inputs is Keep.SAVE:
-            return nullcontext()
-        self._inputs = {_address(value) for value in values if _is_movable(value)}
-        return saved_tensors_hooks(self._pack, self._unpack)
+        return saved_tensors_hooks(pack, unpack)
 
-    # -- what autograd saves -------------------------------------------------------------------------------------------
 
-    def _pack(self, tensor: Tensor) -> "Here | Away | _Left":
-        what = self._what(tensor)
-        how = Keep.SAVE if what is None else self._how(what)
-        if how is Keep.SAVE or what is None:
-            if what is not None and self.report is not None and not self._recomputed_by_another():
-                self.report.note(self.part, what, tensor, saved=True)
-            return _Left(self._outer.pack(tensor))
-        if self.keeper is None:
-            return Here(tensor)
-        kept = self.keeper.keep(tensor, how)
-        if self.report is not None:
-            self.report.note_kept(self.part, what, kept)
-        return kept
+@attrs.frozen(eq=False)
+class _Outer:
+    """What the outer hooks save instead of a tensor."""
 
-    def _unpack(self, kept: "Here | Away | _Left") -> Tensor:
-        return self._outer.unpack(kept.kept) if isinstance(kept, _Left) else kept.get()
+    packed: Any
 
-    def _what(self, tensor: Tensor) -> str | None:
-        """What a saved tensor is; None for params and whatever else is from elsewhere."""
-        if type(tensor) is not Tensor or tensor.layout != torch.strided or self._is_param(tensor):
-            return None
-        found = None if self.saving.rest is Keep.RECOMPUTE or self._recorder is None else self._recorder.origin(tensor)
-        return found or ("inputs" if _address(tensor) in self._inputs else None)
 
-    def _how(self, what: str) -> Keep:
-        if what == "inputs":
-            return self.saving.of_inputs
-        if what == "matmuls":
-            return self.saving.matmuls or self.saving.rest
-        return self.saving.names.get(what, self.saving.rest)
+def _separated(args: Any, kwargs: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
+    """The tensors among arguments, each once, and what puts others in their places; the latter holds none of them."""
+    leaves, spec = tree.flatten((args, kwargs))
+    values = list({id(leaf): leaf for leaf in leaves if _is_value(leaf)}.values())
+    number = {id(value): i for i, value in enumerate(values)}
+    places = [number[id(leaf)] if _is_value(leaf) else None for leaf in leaves]
+    others = [None if _is_value(leaf) else leaf for leaf in leaves]
 
-    def _is_param(self, tensor: Tensor) -> bool:
-        return self._tape is not None and any(claim(tensor) for claim in self._tape.claims)
+    def rebuilt(given: Sequence[Tensor]) -> Any:
+        found = (other if which is None else given[which] for which, other in zip(places, others, strict=True))
+        return tree.unflatten(spec, found)
+
+    return values, rebuilt
 
 
 def _is_value(leaf: Any) -> bool:
-    """A tensor that a computation gave: no parameter, which is there anyway, and nothing that stands for one."""
+    """Whether it is a computed tensor: no parameter, which stays anyway, and nothing that stands for one."""
     return type(leaf) is Tensor and not (leaf.is_leaf and leaf.requires_grad)
 
 

@@ -1,4 +1,4 @@
-"""Recomputation, offload and partition of what a function's backward pass needs."""
+"""Functions whose saved tensors are recomputed, offloaded or partitioned."""
 
 import difflib
 import functools
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from functional_ds import comm
 
-from .policy import Saving
+from .policy import RematPolicy
 from .region import called, current_region, run
 
 __all__ = ["check_group", "check_names", "checkpoint_name", "remat"]
@@ -18,31 +18,35 @@ R = TypeVar("R")
 
 
 def remat(
-    function: Callable[..., R], *, policy: str | Saving = "recompute", group: comm.Group | None = None, name: str | None = None
+    function: Callable[..., R],
+    *,
+    policy: str | RematPolicy = "recompute",
+    group: comm.Group | None = None,
+    name: str | None = None,
 ) -> Callable[..., R]:
-    """``function``, whose backward pass finds what it needs as the policy says.
+    """``function``, with the tensors that its backward pass needs kept as the policy says.
 
-    Law 28: value and gradients are the function's, dropout included: torch's random state and autocast are as they were when it
-    runs again. It must do the same then, as ``torch.utils.checkpoint`` asks, and what it reads beside its arguments must not
-    have changed. What it writes there is written again, but for the buffers of a module that it is, or a method of, or calls
-    by ``fds.functional``'s ``apply``. Remats nest: what is saved inside an inner one is its own affair, its inputs are the
-    outer one's.
+    Law 28: value and gradients are the function's, dropout included: a second run has the random state of torch and the
+    autocast of the first. The function must compute the same each time, as ``torch.utils.checkpoint`` asks, and what it reads
+    beside its arguments must not have changed. What it writes beside its result, every run writes, except for the buffers of a
+    module: a module that the function is, is a method of, or calls by ``fds.functional``'s ``apply``. Remats nest: the tensors
+    saved inside an inner one are kept as the inner one says, and its inputs as the outer one says.
 
-    Tensors in its arguments, nested or by keyword, are its inputs. Leaves that require grad (params) stay where they are.
+    The function's inputs are the tensors in its arguments, nested or by keyword. Leaves that require grad (params) stay where
+    they are.
 
     Args:
         function: any; it may return any tree.
-        policy: a ``Saving``, or its text: "recompute", "save", "offload" or "partition", then exceptions, as in
-            "recompute,inputs=offload,attn_out=save". A named value that is kept is not computed again: the operation that gave
-            it is left out of the second run.
-        group: for "partition": ranks on which the function computes the same, a tensor-parallel group say. Each keeps 1/n of a
-            value, plus padding; the backward pass gathers it. All its ranks must come to their gathers in one order; within a
-            step they compare, before the backward pass, what they have divided, and an error on all says where they differ.
+        policy: a ``RematPolicy``, or its text: "recompute", "save", "offload" or "partition", then exceptions, as in
+            "recompute,inputs=offload,attn_out=save". The second run skips the operation that made a named tensor which is kept.
+        group: for "partition": ranks on which the function computes the same, for example a tensor-parallel group. Each rank
+            keeps 1/n of a tensor, plus padding, and the backward pass all-gathers it. All ranks of the group must gather in one
+            order. Within a step they compare, before the backward pass, what they partitioned; where they differ, all raise.
         name: for reports; by default the function's.
 
     Raises:
-        ValueError: a word of the policy is unknown; it partitions and there is no group, or the other way round; when called,
-            it speaks of a name that no value got.
+        ValueError: a word of the policy is unknown; the policy partitions and there is no group, or the other way round; when
+            called: the policy names a tensor that ``checkpoint_name`` did not name.
 
     >>> import torch
     >>> w, x = torch.ones(3, 3, requires_grad=True), torch.ones(2, 3)
@@ -55,29 +59,29 @@ def remat(
     """
     if not callable(function):
         raise TypeError(f"function={function!r} is not callable")
-    saving = Saving.parse(policy)
-    check_group(saving, group)
+    parsed = RematPolicy.parse(policy)
+    check_group(parsed, group)
     part = name or str(getattr(function, "__name__", type(function).__name__))
     owner = getattr(function, "__self__", function)
     inside = called(owner, function) if isinstance(owner, nn.Module) else function
 
     @functools.wraps(function, updated=())
     def rematted(*args: Any, **kwargs: Any) -> R:
-        found: R = run(inside, args, kwargs, saving=saving, group=group, part=part, seen=functools.partial(check_names, saving))
+        found: R = run(inside, args, kwargs, policy=parsed, group=group, part=part, seen=functools.partial(check_names, parsed))
         return found
 
     return rematted
 
 
 def checkpoint_name(value: Tensor, name: str) -> Tensor:
-    """The value; inside of a ``remat``, policies may speak of it by this name.
+    """The value, which policies of the ``remat`` around it may now refer to by this name.
 
-    Outside it does nothing. A name speaks of the operation that made the value: with "save", "offload" or "partition" a
-    recomputation does not run it again.
+    The name stands for the operation that made the value: where it is saved, offloaded or partitioned, a second run skips the
+    operation. Outside a ``remat`` the function does nothing.
 
     Raises:
-        ValueError: a policy is to keep it where the rest is recomputed, and nothing differentiated made it, or something wrote
-            into it since.
+        ValueError: the policy keeps the value while it recomputes others, and no differentiated operation made the value, or
+            one wrote into it since.
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"checkpoint_name: value={value!r} is no tensor; name tensors, one by one")
@@ -87,21 +91,21 @@ def checkpoint_name(value: Tensor, name: str) -> Tensor:
     return value
 
 
-def check_group(saving: Saving, group: comm.Group | None) -> None:
-    """Refuses a partition without a group, and a group without one."""
+def check_group(policy: RematPolicy, group: comm.Group | None) -> None:
+    """Refuses a policy that partitions without a group, and a group that no policy uses."""
     if group is not None and not isinstance(group, comm.Group):
         raise TypeError(f"group={group!r} is no group: pass mesh['tp'], say")
-    if saving.partitions and group is None:
-        raise ValueError(f"policy='{saving}' partitions, so it needs group=: ranks with the same activations, mesh['tp'] say")
-    if group is not None and not saving.partitions:
-        raise ValueError(f"group={group.name!r} would change nothing: policy='{saving}' partitions nothing")
+    if policy.partitions and group is None:
+        raise ValueError(f"policy='{policy}' partitions, so it needs group=: ranks with the same activations, mesh['tp'] say")
+    if group is not None and not policy.partitions:
+        raise ValueError(f"group={group.name!r} would change nothing: policy='{policy}' partitions nothing")
 
 
-def check_names(saving: Saving, seen: Collection[str]) -> None:
-    """Refuses a policy that speaks of a name that no value got."""
-    for name in saving.names:
+def check_names(policy: RematPolicy, seen: Collection[str]) -> None:
+    """Refuses a policy with a name that no value got."""
+    for name in policy.names:
         if name not in seen:
             near = difflib.get_close_matches(name, seen, n=1)
             meant = f"did you mean {near[0]!r}? " if near else ""
             named = ", ".join(sorted(seen)) or "none at all"
-            raise ValueError(f"policy='{saving}': no value is named {name!r}; {meant}the names are: {named}")
+            raise ValueError(f"policy='{policy}': no value is named {name!r}; {meant}the names are: {named}")

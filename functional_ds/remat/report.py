@@ -1,4 +1,4 @@
-"""The books of what backward passes need: bytes saved, recomputed, offloaded and partitioned."""
+"""Reports of what backward passes need: bytes saved, recomputed, offloaded and partitioned."""
 
 import threading
 import weakref
@@ -10,22 +10,22 @@ import torch
 from torch import Tensor
 
 from .policy import Keep
-from .saved_tensors import Away, Here
+from .saved_tensors import Offloaded, Resident
 
-__all__ = ["RematReport", "Row", "open_report", "remat_report"]
+__all__ = ["Notes", "RematReport", "Row", "open_report", "remat_report"]
 
 _HERE = threading.local()  # the reports that this thread has open
 
 
 @attrs.frozen
 class Row:
-    """What became of some values.
+    """The tensors of one part, of one kind, that are kept in one way.
 
     Attributes:
-        part: of the module or function: a path, or a name.
-        what: the value's name, "inputs", "matmuls", or "inside" for any other.
-        keep: what became of it.
-        tensors: how many; pieces of memory, for those that are saved or recomputed.
+        part: the path of a module, or the name of a function.
+        what: the tensors' name, "inputs", "matmuls", or "inside" for any other.
+        keep: where they are kept.
+        tensors: how many; storages, for those that are saved or recomputed.
         whole: their bytes.
         held: bytes that this rank, or its host, holds for them.
     """
@@ -47,44 +47,42 @@ class _Entry:
     saved: bool = False
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, repr=False)
 class RematReport:
-    """What became of the activations of the forward passes that ran while the report was open, to the byte.
+    """The activations of the forward passes that ran while the report was open, to the byte.
 
-    A piece of memory counts once, under the first part that spoke of it; params do not count, and neither does what the
-    autograd graph holds outside of any part, unless ``T.remat`` is among the step's transforms.
+    Each storage counts once, under the first part that noted it. Params do not count. What the autograd graph holds outside of
+    any part counts only if ``T.remat`` is among the step's transforms.
 
     Law: saved + recomputed, plus the wholes of offloaded and partitioned, is what autograd alone would hold, plus inputs that
-    only a second run needs, plus named values that only it is spared, plus what is held in two places.
+    only a second run needs, plus named tensors that only a second run is spared, plus what is held in two places.
 
     Attributes:
-        saved: bytes held where they are.
+        saved: bytes held on the device.
         recomputed: bytes not held, because the backward pass computes them again.
         offloaded: bytes held on the host.
-        partitioned: bytes held in pieces on this rank.
+        partitioned: bytes of partitioned tensors that this rank holds.
     """
 
     _entries: list[_Entry] = attrs.field(factory=list)
     _at: dict[int, _Entry] = attrs.field(factory=dict)  # by address
-    _away: dict[tuple[str, str, Keep], list[int]] = attrs.field(factory=dict)
-    _gone: "dict[int, weakref.ref[torch.UntypedStorage]]" = attrs.field(factory=dict)  # the memory of what is away, by id
-    _known: "weakref.WeakSet[Away]" = attrs.field(factory=weakref.WeakSet)
+    _offloaded: dict[tuple[str, str, Keep], list[int]] = attrs.field(factory=dict)
+    _gone: "dict[int, weakref.ref[torch.UntypedStorage]]" = attrs.field(factory=dict)  # of what was offloaded, by id
+    _known: "weakref.WeakSet[Offloaded]" = attrs.field(factory=weakref.WeakSet)
 
     @property
     def rows(self) -> list[Row]:
-        """One for each part, kind of value and fate."""
+        """One for each part, kind of tensor and way to keep it."""
         totals: dict[tuple[str, str, Keep], list[int]] = {}
         for entry in self._entries:
             if entry.saved or id(entry.memory) not in self._gone:
-                keep = Keep.SAVE if entry.saved else Keep.RECOMPUTE
-                _add(
-                    totals.setdefault((entry.part, entry.what, keep), [0, 0, 0]), entry.bytes, entry.bytes if entry.saved else 0
-                )
-        return [Row(*key, *numbers) for key, numbers in [*totals.items(), *self._away.items()]]
+                key = (entry.part, entry.what, Keep.SAVE if entry.saved else Keep.RECOMPUTE)
+                _add(totals.setdefault(key, [0, 0, 0]), entry.bytes, entry.bytes * entry.saved)
+        return [Row(*key, *numbers) for key, numbers in [*totals.items(), *self._offloaded.items()]]
 
     @property
     def saved(self) -> int:
-        """Bytes held where they are."""
+        """Bytes held on the device."""
         return self._held(Keep.SAVE)
 
     @property
@@ -99,7 +97,7 @@ class RematReport:
 
     @property
     def partitioned(self) -> int:
-        """Bytes held in pieces on this rank."""
+        """Bytes of partitioned tensors that this rank holds."""
         return self._held(Keep.PARTITION)
 
     def __str__(self) -> str:
@@ -108,26 +106,31 @@ class RematReport:
             lines.append(
                 f"{row.part:<24} {row.what:<12} {row.keep.value:<12} {row.tensors:>8,} {row.whole:>14,} {row.held:>14,}"
             )
-        totals = ("saved", "recomputed", "offloaded", "partitioned")
-        return "\n".join([*lines, ", ".join(f"{name} {getattr(self, name):,}" for name in totals)])
+        return "\n".join([*lines, self._totals()])
 
-    # -- for whoever keeps ---------------------------------------------------------------------------------------------
+    def __repr__(self) -> str:
+        return f"RematReport({self._totals()})"
+
+    def _totals(self) -> str:
+        return ", ".join(f"{name} {getattr(self, name):,}" for name in ("saved", "recomputed", "offloaded", "partitioned"))
+
+    # -- for regions ---------------------------------------------------------------------------------------------------
 
     def note(self, part: str, what: str, tensor: Tensor, *, saved: bool) -> None:
-        """The backward pass needs this tensor's memory, which is held, or will be there again."""
+        """The backward pass needs this tensor's memory, which is held, or will be computed again."""
         entry = self._entry(part, what, tensor)
         if saved and not entry.saved:
             entry.part, entry.what, entry.saved = part, what, True
 
-    def note_kept(self, part: str, what: str, kept: Here | Away) -> None:
-        """A value was kept."""
-        if isinstance(kept, Here):
+    def note_kept(self, part: str, what: str, kept: Resident | Offloaded) -> None:
+        """A tensor was stored."""
+        if isinstance(kept, Resident):
             self.note(part, what, kept.tensor, saved=True)
             return
-        self._gone[id(kept.memory)] = kept.memory  # a piece of memory has one weak reference, which outlives it
+        self._gone[id(kept.memory)] = kept.memory  # a storage has one weak reference, which outlives it
         if kept not in self._known:
             self._known.add(kept)
-            _add(self._away.setdefault((part, what, kept.keep), [0, 0, 0]), kept.whole, kept.held)
+            _add(self._offloaded.setdefault((part, what, kept.keep), [0, 0, 0]), kept.whole, kept.held)
 
     def _entry(self, part: str, what: str, tensor: Tensor) -> _Entry:
         storage = tensor.untyped_storage()
@@ -146,16 +149,41 @@ def _add(numbers: list[int], whole: int, held: int) -> None:
         numbers[place] += more
 
 
+@attrs.frozen
+class Notes:
+    """What one part notes in a report, if one is open.
+
+    Attributes:
+        report: None for nowhere.
+        part: the part's name.
+        recomputed_outside: whether a part around this one recomputes: what this one leaves to autograd is then dropped.
+    """
+
+    report: RematReport | None
+    part: str
+    recomputed_outside: bool
+
+    def saved(self, what: str, tensor: Tensor) -> None:
+        """Autograd saves the tensor."""
+        if self.report is not None and not self.recomputed_outside:
+            self.report.note(self.part, what, tensor, saved=True)
+
+    def kept(self, what: str, kept: Resident | Offloaded) -> None:
+        """The tensor was stored."""
+        if self.report is not None:
+            self.report.note_kept(self.part, what, kept)
+
+
 @contextmanager
 def remat_report() -> Iterator[RematReport]:
-    """Counts what becomes of activations while the block runs, in this thread; counting takes time.
+    """Counts what becomes of activations while the block runs, in this thread. Counting slows a step down.
 
     >>> import functional_ds as fds
     >>> x = torch.ones(4, requires_grad=True)
     >>> with remat_report() as report:
     ...     y = fds.remat(lambda x: (x * 2).exp().exp(), policy="recompute")(x * 1)
-    >>> report.saved, report.recomputed
-    (16, 32)
+    >>> report
+    RematReport(saved 16, recomputed 32, offloaded 0, partitioned 0)
     """
     reports = _HERE.__dict__.setdefault("reports", [])
     reports.append(RematReport())

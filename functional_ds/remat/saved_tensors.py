@@ -1,4 +1,4 @@
-"""Where values lie between the forward pass and the backward, and the way back."""
+"""Tensors that a backward pass needs, stored as a policy says: resident, on the host, or partitioned."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -9,41 +9,27 @@ import torch
 from torch import Tensor
 
 from functional_ds import comm
+from functional_ds.base.copy_stream import CopyStream
 from functional_ds.step.tape import current_tape
 
-from .cpu_offload import Hosted, Lane
-from .partitioned import Account, Divided, divide
+from .cpu_offload import HostTensor
+from .partitioned import PartitionedTensor, PartitionLog, partition
 from .policy import Keep
 
-__all__ = ["Away", "Form", "Here", "Hooks", "Keeper", "compact"]
+__all__ = ["Offloaded", "Resident", "SavedTensorHooks", "TensorStore", "compact"]
 
 
-@attrs.frozen(eq=False)
-class Hooks:
-    """What autograd keeps instead of a tensor, and the tensor from it.
-
-    ``torch.autograd.graph.saved_tensors_hooks`` nest, but torch applies the innermost alone.
-    """
-
-    pack: Callable[[Tensor], Any]
-    unpack: Callable[[Any], Tensor]
-
-    @staticmethod
-    def in_force() -> "Hooks":
-        """Those of this thread; where there are none, the tensor stays as it is, and a change in place is refused."""
-        # Torch has no public name for this; dynamo and AOTAutograd ask in the same way.
-        found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        return Hooks(*found) if found else Hooks(Here, lambda kept: kept.get())
+# -- flat and back -------------------------------------------------------------------------------------------------------
 
 
 @attrs.frozen
-class Form:
+class _Strides:
     """How a tensor lay in memory.
 
     Attributes:
         shape: its sizes.
-        sizes: those of its elements that have memory of their own; 1 along axes that repeat them.
-        stride: how the flat piece is to be seen.
+        sizes: the sizes of the elements that have memory of their own; 1 along expanded dims.
+        stride: the strides of these elements.
     """
 
     shape: tuple[int, ...]
@@ -51,34 +37,34 @@ class Form:
     stride: tuple[int, ...]
 
     def restore(self, flat: Tensor) -> Tensor:
-        """The tensor of a flat piece that ``compact`` gave: the same values, shape and order in memory."""
+        """The tensor of a flat tensor that ``compact`` returned: the same values, shape and order in memory."""
         return flat.as_strided(self.sizes, self.stride).expand(self.shape)
 
 
-def compact(tensor: Tensor) -> tuple[Tensor, Form]:
-    """The elements that have memory of their own, flat in the order of memory, and the form that undoes it.
+def compact(tensor: Tensor) -> tuple[Tensor, _Strides]:
+    """The elements that have memory of their own, flat in the order of memory, and the strides that undo it.
 
-    It is a view where the elements lie densely, else a copy. Law: ``form.restore(flat)`` is the tensor, bit for bit, and
-    with its strides where it was dense.
+    The flat tensor is a view where the elements are dense, else a copy. Law: ``strides.restore(flat)`` is the tensor, bit for
+    bit, and has its strides where it was dense.
 
     >>> import torch
-    >>> flat, form = compact(torch.arange(6).view(2, 3).t().expand(4, 3, 2))
-    >>> flat.tolist(), form.restore(flat).shape
+    >>> flat, strides = compact(torch.arange(6).view(2, 3).t().expand(4, 3, 2))
+    >>> flat.tolist(), strides.restore(flat).shape
     ([0, 1, 2, 3, 4, 5], torch.Size([4, 3, 2]))
     """
     tensor = tensor.detach().resolve_conj().resolve_neg()
     own = tensor
-    for axis, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if stride == 0 and size > 1:
-            own = own.narrow(axis, 0, 1)
+            own = own.narrow(dim, 0, 1)
     if not _dense(own.shape, own.stride()):
         own = own.contiguous()
     flat = own.as_strided((own.numel(),), (1,), own.storage_offset())
-    return flat, Form(tuple(tensor.shape), tuple(own.shape), tuple(own.stride()))
+    return flat, _Strides(tuple(tensor.shape), tuple(own.shape), tuple(own.stride()))
 
 
 def _dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether the elements fill one piece of memory, each its own place."""
+    """Whether the elements fill one stretch of memory without overlap."""
     following = 1
     for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size != 1):
         if step != following:
@@ -87,25 +73,28 @@ def _dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
-class Here:
-    """A value that stays where it is.
+# -- stored tensors ------------------------------------------------------------------------------------------------------
+
+
+class Resident:
+    """A saved tensor that stays on its device.
 
     Attributes:
         whole: bytes of its memory.
-        held: bytes that keeping it takes on this rank.
+        held: bytes that this rank holds for it.
     """
 
     keep = Keep.SAVE
 
     def __init__(self, tensor: Tensor) -> None:
-        # The tensor itself would hold on to the graph that it is in.
+        # The tensor itself would keep alive the graph that it belongs to.
         self.tensor = tensor.detach() if tensor.grad_fn is not None else tensor
         self.version = tensor._version
         self.whole = self.held = tensor.untyped_storage().nbytes()
 
     @property
     def changed(self) -> bool:
-        """Whether somebody has written into it since."""
+        """Whether an operation has written into it since."""
         return self.tensor._version != self.version
 
     def get(self) -> Tensor:
@@ -114,128 +103,156 @@ class Here:
         Raises:
             RuntimeError: it was changed in place.
         """
-        if self.changed:
-            raise _changed(self.tensor, self.version)
+        _check_version(self.tensor, self.version)
         return self.tensor.detach()
 
 
-class Away:
-    """A value that is elsewhere, whole or in pieces; it comes back once for all its uses.
+@attrs.define(eq=False)
+class Offloaded:
+    """A saved tensor that left the device, whole or but for this rank's piece. It is fetched once for all its uses.
 
     Attributes:
-        whole: bytes of the value.
-        held: bytes that keeping it takes on this rank, or its host.
-        uses: how often it was asked to be kept.
-        memory: where it was.
+        keep: OFFLOAD or PARTITION.
+        place: where its elements are.
+        whole: bytes of the tensor.
+        memory: the storage that it had on the device.
+        uses: how often it was saved.
     """
 
-    def __init__(
-        self, keep: Keep, place: Hosted | Divided, form: Form, whole: int, memory: "weakref.ref[torch.UntypedStorage]"
-    ) -> None:
-        self.keep, self.place, self.form, self.memory = keep, place, form, memory
-        self.whole, self.held = whole, place.held
-        self.uses = 0
-        self._left, self._here, self._version = 0, None, 0
+    keep: Keep
+    place: HostTensor | PartitionedTensor
+    whole: int
+    memory: "weakref.ref[torch.UntypedStorage]"
+    uses: int = 0
+    _strides: _Strides = attrs.field(kw_only=True)
+    _left: int = 0
+    _fetched: Tensor | None = None
+    _version: int = 0
 
-    _here: Tensor | None
+    @property
+    def held(self) -> int:
+        """Bytes that this rank, or its host, holds for it."""
+        return self.place.held
 
     def get(self) -> Tensor:
-        """The value; a copy that all uses share.
+        """The tensor, a copy that all uses share.
 
         Raises:
             RuntimeError: a use has changed it in place.
         """
-        if self._here is None:
-            self._here, self._left = self.place.fetch(), max(self.uses, 1)
-            self._version = self._here._version
-        flat, self._left = self._here, self._left - 1
-        if flat._version != self._version:
-            raise _changed(flat, self._version)
+        if self._fetched is None:
+            self._fetched, self._left = self.place.fetch(), max(self.uses, 1)
+            self._version = self._fetched._version
+        flat, self._left = self._fetched, self._left - 1
+        _check_version(flat, self._version)
         if not self._left:
-            self._here = None
-        return self.form.restore(flat)
+            self._fetched = None
+        return self._strides.restore(flat)
 
 
-def _changed(tensor: Tensor, version: int) -> RuntimeError:
-    return RuntimeError(
-        f"a tensor of shape {list(tensor.shape)} that the backward pass needs has been modified by an inplace operation: it is "
-        f"at version {tensor._version}, expected {version}; use the out-of-place one"
-    )
-
-
-_Place = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype, int, Keep]
+def _check_version(tensor: Tensor, version: int) -> None:
+    if tensor._version != version:
+        raise RuntimeError(
+            f"a tensor of shape {list(tensor.shape)} that the backward pass needs has been modified by an inplace operation: "
+            f"it is at version {tensor._version}, expected {version}; use the out-of-place one"
+        )
 
 
 @attrs.define(eq=False)
-class Keeper:
-    """Keeps values; one that is asked for twice is kept once.
+class TensorStore:
+    """Stores saved tensors; one that is saved twice is stored once.
 
     Attributes:
-        group: the ranks that divide values.
-        account: of what was divided since the ranks last compared it.
+        group: the ranks that partition tensors.
+        log: the tensors that were partitioned since the ranks last compared them.
     """
 
     group: comm.Group | None = None
-    _known: "dict[_Place, tuple[weakref.ref[torch.UntypedStorage], weakref.ref[Away]]]" = attrs.field(factory=dict)
-    _lanes: dict[torch.device, Lane] = attrs.field(factory=dict)
-    _last: "weakref.ref[Hosted] | None" = None
-    account: Account = attrs.field(factory=Account)
+    log: PartitionLog = attrs.field(factory=PartitionLog)
+    _known: "dict[Any, tuple[weakref.ref[torch.UntypedStorage], weakref.ref[Offloaded]]]" = attrs.field(factory=dict)
+    _streams: dict[torch.device, CopyStream] = attrs.field(factory=dict)
+    _last: "weakref.ref[HostTensor] | None" = None
 
     @staticmethod
-    def current(group: comm.Group | None, *, settles: bool = True) -> "Keeper":
-        """The open tape's keeper for this group, outside of one a new keeper; ``settles``: ranks agree as the forward ends."""
+    def current(group: comm.Group | None, *, compares: bool = True) -> "TensorStore":
+        """The open tape's store for this group; outside a tape a new one.
+
+        Args:
+            group: the ranks that partition.
+            compares: whether a store that is new to the tape compares the ranks' logs when the forward pass ends.
+        """
         tape = current_tape()
         if tape is None:
-            return Keeper(group)
-        keepers: list[Keeper] = tape.slots.setdefault("keepers", [])
-        for keeper in keepers:
-            if keeper.group is group:
-                return keeper
-        keepers.append(Keeper(group))
-        if settles:
-            tape.at_forward_end(keepers[-1].agree)
-        return keepers[-1]
+            return TensorStore(group)
+        stores: list[TensorStore] = tape.slots.setdefault("tensor_stores", [])
+        found = next((store for store in stores if store.group is group), None)
+        if found is None:
+            found = TensorStore(group)
+            stores.append(found)
+            if compares:
+                tape.at_forward_end(found.compare)
+        return found
 
-    def keep(self, tensor: Tensor, how: Keep) -> Here | Away:
-        """The value, kept so that it can come back."""
+    def keep(self, tensor: Tensor, how: Keep) -> Resident | Offloaded:
+        """Stores a tensor for the backward pass."""
         if how is Keep.SAVE:
-            return Here(tensor)
+            return Resident(tensor)
         storage = tensor.untyped_storage()
-        where = (storage.data_ptr(), int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        place: _Place = (*where, tensor._version, how)
-        known = self._known.get(place)
+        view = (int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        key = (storage.data_ptr(), view, tensor._version, how)
+        known = self._known.get(key)
         kept = known[1]() if known is not None and known[0]() is storage else None
         if kept is None:
-            kept = self._send(tensor, how)
-            self._known[place] = weakref.ref(storage), weakref.ref(kept)
+            flat, strides = compact(tensor)
+            place = self._to_host(flat) if how is Keep.OFFLOAD else self._partition(flat)
+            kept = Offloaded(how, place, flat.nbytes, weakref.ref(storage), strides=strides)
+            self._known[key] = kept.memory, weakref.ref(kept)
         kept.uses += 1
         return kept
 
-    def _send(self, tensor: Tensor, how: Keep) -> Away:
-        flat, form = compact(tensor)
-        return Away(
-            how,
-            self._host(flat) if how is Keep.OFFLOAD else self._divide(flat),
-            form,
-            flat.nbytes,
-            weakref.ref(tensor.untyped_storage()),
-        )
+    def hold_device(self) -> None:
+        """Orders what the devices do from now on, writes in place for example, after the copies to the host so far."""
+        for stream in self._streams.values():
+            stream.hold_device()
 
-    def _host(self, flat: Tensor) -> Hosted:
-        if flat.device not in self._lanes:
-            self._lanes[flat.device] = Lane(flat.device)
-        lane = self._lanes[flat.device]
-        hosted = Hosted(lane.away(flat), lane, self._last)
-        self._last = weakref.ref(hosted)
-        return hosted
+    def compare(self) -> None:
+        """Checks, before the backward pass, that all ranks of the group partitioned the same tensors.
 
-    def _divide(self, flat: Tensor) -> Divided:
-        if self.group is None:
-            raise ValueError("partition: no group is given to divide activations over; pass group=mesh['tp'], say")
-        self.account.add(flat)
-        return divide(flat, self.group)
-
-    def agree(self) -> None:
-        """Before the backward pass: all ranks of the group divided the same values, or an error on all."""
+        Raises:
+            RuntimeError: on all ranks, if they did not.
+        """
         if self.group is not None and self.group.size > 1:
-            self.account.settle(self.group)
+            self.log.compare(self.group)
+
+    def _to_host(self, flat: Tensor) -> HostTensor:
+        stream = self._streams.setdefault(flat.device, CopyStream(flat.device))
+        found = HostTensor(stream.to_host(flat), stream, self._last)
+        self._last = weakref.ref(found)
+        return found
+
+    def _partition(self, flat: Tensor) -> PartitionedTensor:
+        if self.group is None:
+            raise ValueError("partition: no group is given to partition activations over; pass group=mesh['tp'], say")
+        self.log.add(flat)
+        return partition(flat, self.group)
+
+
+# -- hooks ---------------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen(eq=False)
+class SavedTensorHooks:
+    """What autograd saves instead of a tensor, and the tensor from it.
+
+    ``torch.autograd.graph.saved_tensors_hooks`` nest, but torch applies the innermost only.
+    """
+
+    pack: Callable[[Tensor], Any]
+    unpack: Callable[[Any], Tensor]
+
+    @staticmethod
+    def in_force() -> "SavedTensorHooks":
+        """This thread's hooks. Where there are none, the tensor stays, and a change in place is refused."""
+        # Torch has no public name for this; dynamo and AOTAutograd ask in the same way.
+        found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        return SavedTensorHooks(*found) if found else SavedTensorHooks(Resident, lambda kept: kept.get())

@@ -1,9 +1,10 @@
-"""Law 28 for functions: policies as data, values that go away and come back, recomputation that leaves operations out."""
+"""Law 28 for functions: policies as data, offload and partition, recomputation that skips operations."""
 
 import threading
 import weakref
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from hypothesis import given
@@ -12,47 +13,53 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import functional_ds as fds
-from functional_ds import comm, saving
-from functional_ds.remat.policy import Keep, Saving
-from functional_ds.remat.saved_tensors import Keeper, compact
+from functional_ds import comm, remat_policies
+from functional_ds.base.copy_stream import Arrival, CopyStream
+from functional_ds.remat import saved_tensors
+from functional_ds.remat.policy import Keep, RematPolicy
+from functional_ds.remat.saved_tensors import TensorStore, compact
 from functional_ds.testing import DTYPES, Inputs, Leaf, assert_same, inputs, leaves, seeds, world_sizes
 
 KEPT = (Keep.SAVE, Keep.OFFLOAD, Keep.PARTITION)
 
 
 @st.composite
-def policies(draw: st.DrawFn) -> Saving:
-    """Any policy that is none too many."""
+def policies(draw: st.DrawFn) -> RematPolicy:
+    """Any policy that is not refused."""
     rest = draw(st.sampled_from(Keep))
     fates = st.sampled_from(Keep if rest is Keep.RECOMPUTE else KEPT)
     names = draw(st.dictionaries(st.sampled_from(("attn_out", "mlp.out", "h")), fates))
-    return Saving(rest, draw(st.none() | st.sampled_from(KEPT)), draw(st.none() | fates), names)
+    return RematPolicy(rest, draw(st.none() | st.sampled_from(KEPT)), draw(st.none() | fates), names)
 
 
 @given(policies())
-def test_a_policy_is_its_text(policy: Saving) -> None:
+def test_a_policy_is_its_text(policy: RematPolicy) -> None:
     """``parse ∘ str = id``, and equal policies hash alike."""
-    assert Saving.parse(str(policy)) == policy
-    assert hash(Saving.parse(str(policy))) == hash(policy)
-    assert Saving.parse(policy) is policy
+    assert RematPolicy.parse(str(policy)) == policy
+    assert hash(RematPolicy.parse(str(policy))) == hash(policy)
+    assert RematPolicy.parse(policy) is policy
+    assert repr(policy) == f"RematPolicy.parse('{policy}')"
 
 
 def test_policies_by_function() -> None:
-    assert str(saving.save_only_names("a", "b")) == "recompute,a=save,b=save"
-    assert str(saving.offload_names("a")) == "recompute,a=offload"
-    assert str(saving.partition_names("a")) == "recompute,a=partition"
-    assert [str(p) for p in (saving.nothing, saving.everything, saving.save_matmuls)] == [
+    assert str(remat_policies.save_only_names("a", "b")) == "recompute,a=save,b=save"
+    assert str(remat_policies.offload_names("a")) == "recompute,a=offload"
+    assert str(remat_policies.partition_names("a")) == "recompute,a=partition"
+    assert [str(p) for p in (remat_policies.nothing, remat_policies.everything, remat_policies.save_matmuls)] == [
         "recompute",
         "save",
         "recompute,matmuls=save",
     ]
-    assert [Saving.parse(word) for word in ("nothing", "everything")] == [saving.nothing, saving.everything]
+    assert [RematPolicy.parse(word) for word in ("nothing", "everything")] == [
+        remat_policies.nothing,
+        remat_policies.everything,
+    ]
     with pytest.raises(ValueError, match="none is given"):
-        saving.save_only_names()
+        remat_policies.save_only_names()
     with pytest.raises(ValueError, match="'inputs' is a word of policies"):
-        saving.save_only_names("inputs")
-    with pytest.raises(TypeError, match="neither a Saving nor text"):
-        Saving.parse(3)  # type: ignore[arg-type]
+        remat_policies.save_only_names("inputs")
+    with pytest.raises(TypeError, match="neither a RematPolicy nor text"):
+        RematPolicy.parse(3)  # type: ignore[arg-type]
 
 
 @pytest.mark.law(28)
@@ -72,14 +79,14 @@ def test_flat_and_back_is_the_tensor(leaf: Leaf, seed: int, expands: bool) -> No
 @pytest.mark.law(28)
 @given(case=inputs(sizes=world_sizes(4), dtypes=DTYPES))
 def test_away_and_back_is_the_value(case: Inputs) -> None:
-    """Offload then fetch = id, divide then gather = id, bitwise; a rank holds 1/n and padding."""
+    """Offload then fetch = id, partition then gather = id, bitwise; a rank holds 1/n and padding."""
 
     def program(_: Any) -> None:
-        keeper = Keeper(comm.world())
+        store = TensorStore(comm.world())
         for leaf in fds.tree.leaves(case.of(0)):
             for how in KEPT:
-                kept = keeper.keep(leaf, how)
-                assert keeper.keep(leaf, how) is kept or how is Keep.SAVE  # one that is kept twice is kept once
+                kept = store.keep(leaf, how)
+                assert store.keep(leaf, how) is kept or how is Keep.SAVE  # one that is kept twice is kept once
                 assert_same([kept.get(), kept.get()], [leaf, leaf])
                 elements = compact(leaf)[0].numel()
                 if how is Keep.PARTITION:
@@ -126,17 +133,17 @@ def outcome(function: Any, *, dtype: torch.dtype, autocast: bool, wanted: int = 
     nested=st.none() | policies(),
 )
 def test_remat_is_the_function(
-    policy: Saving, n: int, dtype: torch.dtype, autocast: bool, wanted: int, nested: Saving | None
+    policy: RematPolicy, n: int, dtype: torch.dtype, autocast: bool, wanted: int, nested: RematPolicy | None
 ) -> None:
     """Value, gradients (twice where asked) and the generator's state are the function's, bit for bit; also remat of remat."""
     names = dict(zip(("product", "norm"), policy.names.values(), strict=False))
-    policy = Saving(policy.rest, policy.inputs, policy.matmuls, names)
+    policy = RematPolicy(policy.default, policy.inputs, policy.matmuls, names)
 
     def program() -> Any:
         group = comm.world()
         function = fds.remat(awkward, policy=policy, group=group if policy.partitions else None)
         if nested is not None:
-            outer = Saving(nested.rest, nested.inputs, nested.matmuls)
+            outer = RematPolicy(nested.default, nested.inputs, nested.matmuls)
             function = fds.remat(function, policy=outer, group=group if outer.partitions else None)
         return outcome(function, dtype=dtype, autocast=autocast, wanted=wanted)
 
@@ -281,6 +288,66 @@ def test_inputs_that_are_changed_in_place(policy: str) -> None:
         (found,) = torch.autograd.grad(y, w)
         again = (w * 2).exp() * (w * 2)
         assert_same(found, torch.autograd.grad(again.sum(), w)[0])
+
+
+@attrs.define(eq=False)
+class LateCopies(CopyStream):
+    """Copies to the host that are made as late as a GPU's stream may make them."""
+
+    pending: list[tuple[Tensor, Tensor]] = attrs.field(factory=list)
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        self.pending.append((torch.full_like(tensor, 7), tensor))
+        return self.pending[-1][0]
+
+    def hold_device(self) -> None:
+        pending, self.pending = self.pending, []
+        for host, tensor in pending:
+            host.copy_(tensor)
+
+    def to_device(self, host: Tensor) -> Arrival:
+        self.hold_device()
+        return super().to_device(host.clone())
+
+
+@pytest.mark.law(28)
+@pytest.mark.parametrize(
+    ("policy", "written"),
+    [
+        ("offload", "xhy"),
+        ("save,product=offload", "h"),
+        ("recompute,inputs=offload", "xh"),
+        ("recompute,product=offload", "h"),
+        ("recompute,matmuls=offload", "h"),
+    ],
+)
+def test_what_is_being_copied_to_the_host_is_not_written_into(
+    policy: str, written: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither in the function nor after it: the gradients are those without any write."""
+    monkeypatch.setattr(saved_tensors, "CopyStream", LateCopies)
+
+    def smooth(x: Tensor) -> Tensor:
+        return 2 * x if "recompute" in policy else x.sin()  # what a second run saves must not be written into
+
+    def block(x: Tensor, *, w: Tensor, written: str) -> Tensor:
+        h = fds.checkpoint_name(smooth(x) @ w, "product")
+        y = smooth(h)
+        with torch.no_grad():
+            for name, tensor in (("x", x), ("h", h)):
+                if name in written:
+                    tensor.add_(1)
+        return (y @ w).exp()
+
+    def grads(function: Any, written: str) -> Any:
+        w, x = (torch.linspace(0.1, 1, n).view(-1, 3).requires_grad_() for n in (9, 6))
+        y = function(x * 1, w=w, written=written)
+        if "y" in written:
+            with torch.no_grad():
+                y.zero_()
+        return torch.autograd.grad(y, (w, x), torch.ones(2, 3))
+
+    assert_same(grads(fds.remat(block, policy=policy), written), grads(block, ""))
 
 
 def test_the_graph_holds_what_it_says_and_dies() -> None:

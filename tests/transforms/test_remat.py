@@ -674,5 +674,5 @@ def test_refuses_activations_that_are_not_replicated(differ: str) -> None:
         rows = torch.ones(2 + (differ == "shapes") * rank, 3) * (1 + (differ == "values") * rank)
         step(step.init(params), rows)
 
-    with pytest.raises(RuntimeError, match=r"divided other activations: ranks \[1\] differ from rank 0"):
+    with pytest.raises(RuntimeError, match=r"partitioned other activations: ranks \[1\] differ from rank 0"):
         comm.simulate(program, world_size=2)

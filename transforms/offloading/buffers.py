@@ -1,6 +1,6 @@
-"""Buffers that pieces go through, between a device, the host and the disk."""
+"""The buffers that an update's pieces go through, between a device, the host and the disk."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -8,87 +8,95 @@ import attrs
 import torch
 from torch import Tensor
 
-__all__ = ["Copies", "Lane", "typed"]
+from functional_ds.base.copy_stream import CopyStream
+from functional_ds.base.direct_io import padded
+
+from .handles import typed
+from .plan import Unit
+
+__all__ = ["GRAD", "GRAD_BYTES", "PARAM", "Buffer", "regions_of"]
+
+PARAM, GRAD = 0, -1  # the indices of a unit's param among its tensors, and of its gradient, which is none of them
+GRAD_BYTES = 16  # an element's, of whatever dtype
 
 
-@attrs.define(eq=False)
-class Copies:
-    """Copies between host and device: on CUDA on two streams of their own, else at once."""
-
-    device: torch.device
-    _streams: tuple[Any, ...] = ()
-
-    @property
-    def cuda(self) -> bool:
-        """Whether host and device are two."""
-        return self.device.type == "cuda"
-
-    def begin(self) -> None:
-        """What was queued on the device so far comes before the copies."""
-        if self.cuda:
-            self._streams = self._streams or (torch.cuda.Stream(self.device), torch.cuda.Stream(self.device))
-            for stream in self._streams:
-                stream.wait_stream(torch.cuda.current_stream(self.device))
-
-    def end(self) -> None:
-        """What is queued on the device from now on comes after the copies."""
-        for stream in self._streams:
-            torch.cuda.current_stream(self.device).wait_stream(stream)
-
-    def copy(self, pairs: Iterable[tuple[Tensor, Tensor]], *, back: bool, after: Any = None) -> Any:
-        """Copies the second of each pair to the first; on CUDA the event that says when it is done."""
-        if not self.cuda:
-            for target, source in pairs:
-                target.copy_(source)
-            return None
-        stream = self._streams[back]
-        with torch.cuda.stream(stream):
-            if after is not None:
-                stream.wait_event(after)
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
-            return stream.record_event()
-
-
-@attrs.define(eq=False)
-class Lane:
-    """One buffer: what an update needs of one piece of a unit, on its way in or out.
+@attrs.define(eq=False, repr=False)
+class Buffer:
+    """What an update needs of one piece, on its way in or out.
 
     Attributes:
-        room: its memory.
-        writes: what must be written before the buffer can be filled again.
-        arrived: on CUDA, when the copies from the device are there.
-        left: on CUDA, when the copies to the device are through.
+        memory: bytes on the host.
+        incoming: copies from the device.
+        outgoing: copies to the device.
+        writes: to the disk, which must end before the buffer is filled again.
     """
 
-    room: Tensor
-    copies: Copies
+    memory: Tensor
+    incoming: CopyStream
+    outgoing: CopyStream
     writes: "tuple[Future[int], ...]" = ()
-    arrived: Any = None
-    left: Any = None
+    _arrived: Any = None  # on CUDA the event after the copies from the device
+    _left: Any = None  # on CUDA the event after the copies to the device
 
-    def copy_in(self, staged: list[tuple[int, Tensor]]) -> None:
-        """Starts to copy tensors to bytes of the buffer."""
+    def tensor(self, region: slice, dtype: torch.dtype, shape: Iterable[int]) -> Tensor:
+        """A region as a tensor of this dtype and shape."""
+        return typed(self.memory[region], dtype, shape)
+
+    def copy_in(self, staged: Sequence[tuple[slice, Tensor]]) -> None:
+        """Starts to copy tensors into regions."""
         if staged:
-            pairs = [(typed(self.room[start:], source.dtype, source.shape), source) for start, source in staged]
-            self.arrived = self.copies.copy(pairs, back=False, after=self.left)
+            pairs = [(self.tensor(region, source.dtype, source.shape), source) for region, source in staged]
+            self._arrived = self.incoming.copy(pairs, after=self._left)
 
-    def wait_in(self) -> None:
-        """Until they are there."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-            self.arrived = None
+    def wait(self) -> None:
+        """Waits until they are there."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+            self._arrived = None
 
-    def copy_out(self, start: int, value: Tensor, target: Tensor) -> None:
-        """Starts to copy a value, which lies at a byte of the buffer or is put there, to memory that is not the buffer's."""
-        own = typed(self.room[start:], value.dtype, value.shape)
-        if self.copies.cuda and own.data_ptr() != value.data_ptr():
-            own.copy_(value)
-            value = own
-        self.left = self.copies.copy([(target.view(value.shape), value)], back=True)
+    def copy_out(self, region: slice, value: Tensor, target: Tensor) -> None:
+        """Starts to copy a value, by way of the region if it lies elsewhere, to a target outside the buffer."""
+        own = self.tensor(region, value.dtype, value.shape)
+        if self.outgoing.overlaps and own.data_ptr() != value.data_ptr():
+            value = own.copy_(value)
+        self._left = self.outgoing.copy([(target.view(value.shape), value)])
 
 
-def typed(room: Tensor, dtype: torch.dtype, shape: Iterable[int]) -> Tensor:
-    """The first bytes as a tensor."""
-    size = torch.Size(shape)
-    return room[: size.numel() * dtype.itemsize].view(dtype).view(size)
+def regions_of(units: Iterable[Unit], *, files: bool, cuda: bool) -> dict[int, dict[int, slice]]:
+    """For each unit, by its leaf, the bytes of a buffer that each of its tensors takes.
+
+    What is copied from memory lies in the front, and what is read from the disk behind it: so a copy may begin while the last
+    piece is still being written.
+
+    Args:
+        units: those that go through buffers.
+        files: whether there are files: params must then stay as they are until the update is complete.
+        cuda: whether host and device are two.
+    """
+    units = list(units)
+    staged = [_staged_bytes(unit, files=files, cuda=cuda) for unit in units]
+    front = max((sum(map(padded, sizes.values())) for sizes in staged), default=0)
+    return {
+        unit.leaf: {
+            **_consecutive(sizes, 0),
+            **_consecutive({i: next(unit.pieces()).nbytes(tensor) for i, tensor in unit.on_disk()}, front),
+        }
+        for unit, sizes in zip(units, staged, strict=True)
+    }
+
+
+def _staged_bytes(unit: Unit, *, files: bool, cuda: bool) -> dict[int, int]:
+    first, param, sizes = next(unit.pieces()), unit.tensors[PARAM], {}
+    if param is not None and param.place != "disk" and (files or (cuda and param.place == "device")):
+        sizes[PARAM] = first.nbytes(param)
+    if cuda and unit.trained is not None:
+        sizes[GRAD] = (first.stop - first.start) * GRAD_BYTES
+    return sizes
+
+
+def _consecutive(sizes: Mapping[int, int], start: int) -> dict[int, slice]:
+    found = {}
+    for i, size in sizes.items():
+        found[i] = slice(start, start + padded(size))
+        start += padded(size)
+    return found

@@ -13,7 +13,6 @@ from torch import Tensor
 from functional_ds.base.direct_io import DirectFile
 
 from .files import Extent, OffloadError, ScratchFolder
-from .prefetch import Ahead
 
 __all__ = ["Disk", "DiskTraffic"]
 
@@ -59,7 +58,6 @@ class Disk:
     pool: ThreadPoolExecutor
     background: ThreadPoolExecutor
     direct: bool
-    reader: Ahead = attrs.field(factory=Ahead)
     traffic: DiskTraffic = attrs.field(factory=DiskTraffic)
 
     @staticmethod

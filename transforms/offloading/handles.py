@@ -1,7 +1,7 @@
-"""Leaves of a state that are not in the device's memory: what they are, and how to get at their values."""
+"""Leaves of a state that are not in the device's memory, and how to get their values."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -11,90 +11,102 @@ import torch
 from torch import Tensor
 
 from functional_ds.base import tree
+from functional_ds.base.copy_stream import Arrival
 from functional_ds.base.direct_io import aligned, padded
 from functional_ds.comm.record.collective import NAMESPACE
 
 from .disk import Disk
 from .files import Extent, OffloadError
-from .prefetch import Ahead
+from .prefetch import Prefetcher
 
-__all__ = ["OnDisk", "OnHost", "OnPaper", "fetched", "restored"]
+__all__ = ["OnDisk", "OnHost", "OnPaper", "Version", "fetched", "is_handle", "restored", "typed"]
 
 
-@attrs.frozen(eq=False)
-class OnDisk:
-    """A tensor's values in a file: an immutable value, whose room on the disk is free again when nobody refers to it.
+class _Handle:
+    """What a leaf with a ``shape`` and a ``dtype`` answers without its values."""
 
-    So a copy of a state may share it: an update writes its new values elsewhere. Where a tensor is wanted, ``detach()`` gives
-    one, which is all that a view of shards asks of its leaves.
+    def numel(self: Any) -> int:
+        """Elements of the tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self: Any) -> int:
+        """Bytes of the tensor."""
+        return int(self.numel() * self.dtype.itemsize)
+
+    def is_floating_point(self: Any) -> bool:
+        """Whether the tensor is."""
+        return bool(self.dtype.is_floating_point)
+
+    def is_complex(self: Any) -> bool:
+        """Whether the tensor is."""
+        return bool(self.dtype.is_complex)
+
+
+@attrs.frozen(eq=False, repr=False)
+class OnDisk(_Handle):
+    """A tensor in a file: an immutable value, whose room on the disk is free again when nobody refers to it.
+
+    Copies of a state may share it, because an update writes new values elsewhere. ``detach()`` returns the tensor on its
+    device, which is all that a view of shards asks of its leaves.
 
     Attributes:
         shape: of the tensor.
         dtype: of the tensor.
-        device: where ``detach`` puts it.
         chunk: how many elements are read, written and checked together; each such piece begins a page of the file.
         sums: the checksums (CRC-32) of these pieces.
-        extent: where it lies.
-        disk: what reads it.
+        extent: its bytes in the file.
+        disk: reads it.
+        prefetcher: fetches it to its device.
     """
 
     shape: torch.Size
     dtype: torch.dtype
-    device: torch.device
     chunk: int
     sums: tuple[int, ...]
     extent: Extent
     disk: Disk
+    prefetcher: Prefetcher
 
-    def numel(self) -> int:
-        """How many elements it has."""
-        return math.prod(self.shape)
+    def __repr__(self) -> str:
+        return f"OnDisk({self.dtype}{list(self.shape)}, {str(self.extent.file.path)!r})"
 
     @property
-    def nbytes(self) -> int:
-        """How many bytes the tensor has."""
-        return self.numel() * self.dtype.itemsize
+    def device(self) -> torch.device:
+        """Where ``detach`` puts it."""
+        return self.prefetcher.copies.device
 
     @property
     def name(self) -> str:
-        """What tells it from the others of its folder, from update to update."""
+        """What distinguishes it from the others of its folder, the same from update to update."""
         return self.extent.file.path.name
-
-    @property
-    def reader(self) -> Ahead:
-        """What fetches it."""
-        return self.disk.reader
-
-    @property
-    def stride(self) -> int:
-        """How many bytes of the file a piece takes."""
-        return padded(self.chunk * self.dtype.itemsize)
-
-    def is_floating_point(self) -> bool:
-        """Whether the tensor is."""
-        return self.dtype.is_floating_point
-
-    def is_complex(self) -> bool:
-        """Whether the tensor is."""
-        return self.dtype.is_complex
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
         """The elements ``start..stop`` of the flattened tensor, in host memory.
 
-        Whole pieces are read and checked, and no more than one is held beside the result.
+        It reads and checks whole pieces, and holds one at a time beside the result.
 
         Raises:
             OffloadError: the file is not as it was written; the message names it.
         """
         stop = self.numel() if stop is None else min(stop, self.numel())
         found = torch.empty(max(stop - start, 0), dtype=self.dtype)
-        room = aligned(min(self.stride, padded(self.nbytes)))
+        room = aligned(min(self._stride, padded(self.nbytes)))
         for index in range(start // self.chunk, -(-stop // self.chunk)):
             first = index * self.chunk
-            piece = self._piece(index, room)
+            self.read_piece(index, into=room).result()
+            piece = typed(room, self.dtype, [self._count(index)])
             low, high = max(start, first), min(stop, first + len(piece))
             found[low - start : high - start] = piece[low - first : high - first]
         return found
+
+    def read_piece(self, index: int, *, into: Tensor, after: "Sequence[Future[int]]" = ()) -> "Future[int]":
+        """Starts to read a piece into the first whole pages of ``into``, once ``after`` is done."""
+        nbytes = self._count(index) * self.dtype.itemsize
+        room = into[: padded(nbytes)]
+        return self.disk.read(
+            self.extent, index * self._stride, into=room, nbytes=nbytes, checksum=self.sums[index], after=after
+        )
 
     def begin(self) -> "Future[Tensor]":
         """Starts to read all of it."""
@@ -106,37 +118,90 @@ class OnDisk:
 
     def detach(self) -> Tensor:
         """The tensor on its device."""
-        return self.reader.fetch(self)
+        return self.prefetcher.fetch(self)
 
     def written(self, pieces: Iterable[Tensor]) -> "OnDisk":
-        """The same tensor with other values, its flattened elements in order, in pieces of any size; on the same disk."""
-        extent, sums, flat = self.extent.file.take(), [], _rechunked(pieces, self.chunk)
-        for index, piece in zip(range(len(self.sums)), flat, strict=True):
-            room = aligned(piece.numel() * self.dtype.itemsize)
-            _typed(room, self.dtype, piece.numel()).copy_(piece)
-            begun = self.disk.write(extent, index * self.stride, data=room, nbytes=piece.numel() * self.dtype.itemsize)
-            sums.append(begun.result())
-        return attrs.evolve(self, extent=extent, sums=tuple(sums))
+        """The same tensor with other values, on the same disk: its flattened elements in order, in pieces of any size.
 
-    def _piece(self, index: int, room: Tensor) -> Tensor:
-        count = min(self.chunk, self.numel() - index * self.chunk)
-        nbytes = count * self.dtype.itemsize
-        own = room[: padded(nbytes)]
-        self.disk.read(self.extent, index * self.stride, into=own, nbytes=nbytes, checksum=self.sums[index]).result()
-        return _typed(own, self.dtype, count)
+        Raises:
+            OffloadError: the disk has no room, or cannot be written.
+            ValueError: there are more or fewer elements.
+        """
+        version, count = Version(self.shape, self.dtype, self.chunk, self.extent.file, self.disk, self.prefetcher), 0
+        for piece in _rechunked(pieces, self.chunk):
+            count += piece.numel()
+            if count <= self.numel():
+                version.write(piece, aligned(piece.numel() * self.dtype.itemsize)).result()
+        if count != self.numel():
+            raise ValueError(f"pieces: they have {count} elements, and {self!r} has {self.numel()}")
+        return version.done()
+
+    @property
+    def _stride(self) -> int:
+        """Bytes of the file from piece to piece."""
+        return padded(self.chunk * self.dtype.itemsize)
+
+    def _count(self, index: int) -> int:
+        """Elements of a piece."""
+        return min(self.chunk, self.numel() - index * self.chunk)
 
     def __reduce__(self) -> Any:
         raise OffloadError(f"{self.extent.file.path} belongs to this process: use offloading.fetched(state) before you send it")
 
 
+@attrs.define(eq=False, repr=False)
+class Version:
+    """The next version of a tensor on the disk, which is written piece by piece.
+
+    Raises:
+        OffloadError: when it is made: the disk has no room.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    chunk: int
+    file: DirectFile
+    disk: Disk
+    prefetcher: Prefetcher
+    writes: "list[Future[int]]" = attrs.field(factory=list)
+    _extent: Extent = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._extent = self.file.take()
+
+    def write(self, values: Tensor, room: Tensor) -> "Future[int]":
+        """Starts to write the next piece, which lies in ``room``, whole pages of memory, or is copied there."""
+        nbytes = values.numel() * self.dtype.itemsize
+        own = typed(room, self.dtype, values.shape)
+        if own.data_ptr() != values.data_ptr():
+            own.copy_(values)
+        offset = len(self.writes) * padded(self.chunk * self.dtype.itemsize)
+        self.writes.append(self.disk.write(self._extent, offset, data=room[: padded(nbytes)], nbytes=nbytes))
+        return self.writes[-1]
+
+    def done(self) -> OnDisk:
+        """The handle of it, once all is written.
+
+        Raises:
+            OffloadError: it could not be written.
+        """
+        sums = tuple(write.result() for write in self.writes)
+        return OnDisk(self.shape, self.dtype, self.chunk, sums, self._extent, self.disk, self.prefetcher)
+
+
 @tree.record
-class OnHost:
-    """A tensor in the host's memory that is wanted on a device; ``detach()`` gives it there."""
+class OnHost(_Handle):
+    """A tensor in the host's memory that is used on a device; ``detach()`` returns it there.
+
+    Attributes:
+        host: the values.
+        name: what distinguishes it from the others of its state, the same from update to update.
+        prefetcher: fetches it to its device.
+    """
 
     host: Tensor
     name: str = tree.static()
-    device: torch.device = tree.static()
-    reader: Ahead = tree.static()
+    prefetcher: Prefetcher = tree.static()
 
     @property
     def shape(self) -> torch.Size:
@@ -148,43 +213,27 @@ class OnHost:
         """Of the tensor."""
         return self.host.dtype
 
-    def numel(self) -> int:
-        """How many elements it has."""
-        return self.host.numel()
+    @property
+    def device(self) -> torch.device:
+        """Where ``detach`` puts it."""
+        return self.prefetcher.copies.device
 
-    def is_floating_point(self) -> bool:
-        """Whether the tensor is."""
-        return self.host.is_floating_point()
+    def begin(self) -> Arrival:
+        """Starts the copy, beside the device's computation."""
+        return self.prefetcher.copies.to_device(self.host.detach())
 
-    def is_complex(self) -> bool:
-        """Whether the tensor is."""
-        return self.host.is_complex()
-
-    def begin(self) -> tuple[Tensor, Any]:
-        """Starts the copy, beside what the device does."""
-        if self.device.type != "cuda":
-            return self.host.detach().to(self.device), None
-        stream = self.reader.stream(self.device)
-        with torch.cuda.stream(stream):
-            found = self.host.detach().to(self.device, non_blocking=True)
-        found.record_stream(torch.cuda.current_stream(self.device))
-        return found, stream.record_event()
-
-    def end(self, begun: tuple[Tensor, Any]) -> Tensor:
-        """The tensor on its device; what uses it there comes after the copy."""
-        found, copied = begun
-        if copied is not None:
-            torch.cuda.current_stream(self.device).wait_event(copied)
-        return found
+    def end(self, begun: Arrival) -> Tensor:
+        """The tensor on its device."""
+        return begun.wait()
 
     def detach(self) -> Tensor:
         """The tensor on its device."""
-        return self.reader.fetch(self)
+        return self.prefetcher.fetch(self)
 
 
 @attrs.frozen
-class OnPaper:
-    """What stands for a tensor on the disk in a state without values, which only says what it would hold."""
+class OnPaper(_Handle):
+    """A tensor on the disk in a state without values, which only says how many bytes it would have."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -195,29 +244,9 @@ class OnPaper:
         """Where ``detach`` puts it."""
         return torch.device("meta")
 
-    def numel(self) -> int:
-        """How many elements it has."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """How many bytes it has."""
-        return self.numel() * self.dtype.itemsize
-
-    def is_floating_point(self) -> bool:
-        """Whether the tensor is."""
-        return self.dtype.is_floating_point
-
-    def is_complex(self) -> bool:
-        """Whether the tensor is."""
-        return self.dtype.is_complex
-
     def detach(self) -> Tensor:
         """The tensor, without values."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
-
-
-Handle = OnDisk | OnHost
 
 
 def is_handle(leaf: Any) -> bool:
@@ -226,7 +255,7 @@ def is_handle(leaf: Any) -> bool:
 
 
 def fetched(state: Any) -> Any:
-    """The tree with a tensor in the place of every handle: for a checkpoint, say.
+    """The tree with a tensor in the place of every handle, for example for a checkpoint.
 
     Law 28: ``restored(fetched(s), s) = s``, and ``fetched`` of an offloaded run's state is the other run's, both bitwise.
     """
@@ -236,7 +265,7 @@ def fetched(state: Any) -> Any:
 
 
 def restored(values: Any, like: Any) -> Any:
-    """A tree of tensors with handles where ``like``, a tree of the same structure, has them.
+    """The tree with handles in the place of tensors, as ``like``, a tree of the same structure, has them.
 
     Raises:
         ValueError: the trees differ in structure, or a tensor in shape or dtype from its handle.
@@ -262,20 +291,16 @@ def _stored(value: Any, model: Any) -> Any:
 
 def _rechunked(pieces: Iterable[Tensor], size: int) -> Iterator[Tensor]:
     """The same elements in pieces of ``size``, the last one shorter."""
-    held: list[Tensor] = []
-    count = 0
+    rest = torch.empty(0)
     for piece in pieces:
-        flat = piece.reshape(-1)
-        while flat.numel():
-            part, flat = flat[: size - count], flat[size - count :]
-            held.append(part)
-            count += part.numel()
-            if count == size:
-                yield torch.cat(held)
-                held, count = [], 0
-    if held:
-        yield torch.cat(held)
+        flat = torch.cat([rest, piece.reshape(-1)]) if rest.numel() else piece.reshape(-1)
+        *whole, rest = flat.split(size)
+        yield from whole
+    if rest.numel():
+        yield rest
 
 
-def _typed(room: Tensor, dtype: torch.dtype, count: int) -> Tensor:
-    return room[: count * dtype.itemsize].view(dtype)
+def typed(memory: Tensor, dtype: torch.dtype, shape: Iterable[int]) -> Tensor:
+    """The first bytes of memory as a tensor."""
+    size = torch.Size(shape)
+    return memory[: size.numel() * dtype.itemsize].view(dtype).view(size)

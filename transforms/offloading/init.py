@@ -1,4 +1,4 @@
-"""The plan of an offloaded state, from shapes alone, and the state itself, piece by piece."""
+"""The plan of an offloaded state, from shapes alone, and the first state, piece by piece."""
 
 from typing import Any
 
@@ -13,72 +13,69 @@ from functional_ds.sharding.sources import is_deferred, values_of
 from functional_ds.step.state import State
 from functional_ds.step.step import Step
 
-from .handles import OnPaper
-from .plan import Kind, Place, Plan, Unit, bare, chunk_of, content, cut, flat, joined, kinds_of, lengths, rest_of, shared
-from .storage import Home, Offloaded, Version
+from .buffers import GRAD_BYTES, PARAM
+from .handles import OnPaper, Version
+from .leaf_states import assembled, beside_params, content, flat, joined, list_lengths, shared
+from .plan import OffloadPlan, Piece, Place, TensorSpec, Unit, chunk_of, cut, tensor_specs
+from .storage import OffloadSlot, Storage
 
-__all__ = ["Options", "initial", "planned"]
+__all__ = ["Options", "initial_state", "plan_of"]
 
 
 @attrs.frozen
 class Options:
-    """What the user asked for."""
+    """What the user asked for: places, the part of the elements that is offloaded, bytes of a buffer."""
 
     optimizer: Place
     params: Place
     ratio: float
-    room: int
+    buffer_bytes: int
 
 
-@attrs.define
-class _Asking:
-    """A step that says what lies where in one stretch, and remembers whether anybody asked."""
-
-    parts: LeafMap
-    asked: bool = False
-
-    def at(self, step: Step, tensor: int | None, start: int, stop: int) -> Step:
-        def parts(*_: Any) -> LeafMap:
-            self.asked = True
-            return cut(self.parts, tensor, start, stop)
-
-        return step.wrapped("piece", leaf_map=parts)
+# -- the plan ------------------------------------------------------------------------------------------------------------
 
 
-def planned(inner: Any, step: Step, params: Any, options: Options) -> Plan:
-    """Runs the inner init on shapes, leaf by leaf.
+def plan_of(inner: Any, step: Step, params: Any, options: Options) -> OffloadPlan:
+    """Runs the inner init on shapes, for the whole tree and for each leaf alone.
 
     Raises:
-        ValueError: what is to be offloaded cannot be taken apart by leaves.
+        ValueError: the state cannot be taken apart by leaves.
     """
-    asking = _Asking(step.leaf_map(State.fresh(params, (), 0)))
+    parts, asked = step.leaf_map(State.fresh(params, (), 0)), []  # who asks for the leaf map sees leaves, and gets whole ones
+
+    def alone(leaf: Tensor, trained: int | None) -> State:
+        def leaf_map(*_: Any) -> LeafMap:
+            asked.append(trained)
+            return cut(parts, trained, 0, leaf.numel())
+
+        found: State = inner(step.wrapped("piece", leaf_map=leaf_map), [leaf])
+        return found
+
     leaves, spec = tree.flatten(params)
-    shapes = [_meta(leaf) for leaf in leaves]
+    shapes, trained = [_meta(leaf) for leaf in leaves], _trained(leaves)
     try:
         whole = inner(step, tree.unflatten(spec, shapes))
-        trained = _trained(leaves)
-        alone = [inner(asking.at(step, which, 0, leaf.numel()), [leaf]) for leaf, which in zip(shapes, trained, strict=True)]
+        states = list(map(alone, shapes, trained))
     except (NotImplementedError, RuntimeError) as error:
         raise ValueError(f"offload: the state of {step} cannot be planned from shapes alone: {error}") from error
     slots = tuple(sorted(whole.slots))
-    rests = [rest_of(state, slots) for state in alone]
-    _check(whole, rests, slots)
-    away = _away(trained, asking.parts, options.ratio)
-    named = zip(tree.named(params), alone, trained, away, strict=True)
-    units = tuple(
-        _unit(i, path, leaf, state, which, options if moves else attrs.evolve(options, optimizer="here"), asking.asked)
-        for i, ((path, leaf), state, which, moves) in enumerate(named)
-    )
-    return Plan(units, asking.parts, slots, tuple(map(lengths, rests)))
+    rests = [beside_params(state, slots) for state in states]
+    _check(beside_params(whole, slots), rests)
+    resident = attrs.evolve(options, optimizer="device")
+    offloaded = [options if moves else resident for moves in _offloaded(trained, parts, options.ratio)]
+    rows = zip(tree.named(params), states, trained, offloaded, strict=True)
+    units = (_unit(i, path, leaf, s, which, own, bool(asked)) for i, ((path, leaf), s, which, own) in enumerate(rows))
+    return OffloadPlan(tuple(units), parts, slots, tuple(map(list_lengths, rests)))
 
 
 def _unit(index: int, path: str, leaf: Tensor, state: State, trained: int | None, options: Options, whole: bool) -> Unit:
-    kinds = kinds_of(state, tuple(leaf.shape), param=options.params, rest=options.optimizer)
-    away, spec = (options.optimizer, options.params) != ("here", "here"), flat(content(state, state.slots))[1]
-    unit = Unit(index, trained, path, tuple(leaf.shape), away, max(leaf.numel(), 1), kinds, spec)
-    staged = leaf.dtype.itemsize if leaf.device.type == "cpu" else 16 + leaf.dtype.itemsize
-    chunk = chunk_of(kinds, leaf.numel(), room=options.room, staged=staged)
-    return unit if whole or not away else attrs.evolve(unit, chunk=chunk)
+    shape, numel = tuple(leaf.shape), leaf.numel()
+    tensors = tensor_specs(state, shape, param=options.params, rest=options.optimizer)
+    offloaded, chunk = (options.optimizer, options.params) != ("device", "device"), max(numel, 1)
+    if offloaded and not whole:
+        staged = leaf.dtype.itemsize + (0 if leaf.device.type == "cpu" else GRAD_BYTES)
+        chunk = chunk_of(tensors, numel, room=options.buffer_bytes, staged=staged)
+    return Unit(index, trained, path, shape, offloaded, chunk, tensors, flat(content(state, state.slots))[1])
 
 
 def _meta(leaf: Tensor) -> Tensor:
@@ -88,13 +85,13 @@ def _meta(leaf: Tensor) -> Tensor:
 
 
 def _trained(leaves: list[Tensor]) -> list[int | None]:
-    """Which of the trained ones each leaf is."""
+    """Each leaf's index among the trained ones."""
     count = iter(range(len(leaves)))
     return [next(count) if is_trainable(leaf) else None for leaf in leaves]
 
 
-def _away(trained: list[int | None], parts: LeafMap, ratio: float) -> list[bool]:
-    """The first leaves, until they are this part of what is trained, on all ranks alike; frozen ones, too."""
+def _offloaded(trained: list[int | None], parts: LeafMap, ratio: float) -> list[bool]:
+    """The first leaves, up to this part of the trained elements of all ranks, and the frozen ones."""
     sizes: dict[int, int] = {}
     for piece in (piece for pieces in parts.shards_by_rank for piece in pieces):
         sizes[piece.tensor] = sizes.get(piece.tensor, 0) + piece.numel
@@ -105,11 +102,11 @@ def _away(trained: list[int | None], parts: LeafMap, ratio: float) -> list[bool]
     return found
 
 
-def _check(whole: State, rests: list[Any], slots: tuple[str, ...]) -> None:
-    rest = rest_of(whole, slots)
-    large = [node for node in shared(rest) if isinstance(node, Tensor) and node.numel() > 1]
+def _check(whole: Any, rests: list[Any]) -> None:
+    """Refuses a state that is not the states of its leaves."""
+    large = [node for node in shared(whole) if isinstance(node, Tensor) and node.numel() > 1]
     try:
-        same = tree.structure(joined(rests, rest)) == tree.structure(rest)
+        same = tree.structure(joined(rests, whole)) == tree.structure(whole)
     except ValueError:
         same = False
     if large or not same:
@@ -120,88 +117,81 @@ def _check(whole: State, rests: list[Any], slots: tuple[str, ...]) -> None:
         )
 
 
-# -- the state ---------------------------------------------------------------------------------------------------------
+# -- the state -----------------------------------------------------------------------------------------------------------
 
 
-def initial(inner: Any, step: Step, params: Any, home: Home) -> State:
-    """The state of params, of which no more than a buffer's worth lies in memory beside what stays there."""
+def initial_state(inner: Any, step: Step, params: Any, storage: Storage) -> State:
+    """The first state. Beside what stays in memory, no more than a buffer's worth of it is there at once."""
     leaves, spec = tree.flatten(params)
-    asking, plan = _Asking(home.plan.parts), home.plan
+    plan, contents = storage.plan, []
     first: State | None = None
-    contents = []
     for unit, leaf in zip(plan.units, leaves, strict=True):
-        making = _Making(home, unit)
+        own = _UnitState(storage, unit)
         values = like_marked(values_of(leaf), leaf) if is_deferred(leaf) else leaf
-        for start, stop in [(0, unit.numel)] if home.on_paper else unit.spans():
-            state = inner(asking.at(step, unit.trained, start, stop), [_piece(unit, values, start, stop)])
-            making.add(tree.leaves(content(state, plan.slots)), start, stop)
+        for piece in [Piece(unit, 0, unit.numel)] if storage.on_paper else unit.pieces():
+            seen = step.wrapped("piece", leaf_map=lambda *_, piece=piece: piece.leaf_map(plan.parts))
+            state = inner(seen, [_values(piece, values)])
+            own.put(piece, tree.leaves(content(state, plan.slots)))
             first = state if first is None else first
-        contents.append(tree.unflatten(unit.spec, making.done()))
+        contents.append(tree.unflatten(unit.spec, own.done()))
     first = inner(step, params) if first is None else first
-    common = tree.map(lambda leaf: leaf.to(home.device) if isinstance(leaf, Tensor) else leaf, bare(rest_of(first, plan.slots)))
-    rest = joined([found["rest"] for found in contents], common)
-    state = tree.replace(
-        first,
-        params=tree.unflatten(spec, [found["params"][0] for found in contents]),
-        optimizer=rest["optimizer"],
-        step=first.step.to(home.device),
-        slots=rest["slots"],
-    )
-    return state.put(offload=Offloaded(home))
+    state = assembled(first, first, contents, params=spec, slots=plan.slots, device=storage.device)
+    return state.put(offload=OffloadSlot(storage))
 
 
-def _piece(unit: Unit, leaf: Tensor, start: int, stop: int) -> Tensor:
-    own = leaf.detach() if unit.whole else leaf.detach().reshape(-1)[start:stop]
-    return like_marked(own.cpu() if unit.away and not own.is_meta else own, leaf)
+def _values(piece: Piece, leaf: Tensor) -> Tensor:
+    own = leaf.detach() if piece.unit.whole else leaf.detach().reshape(-1)[piece.start : piece.stop]
+    return like_marked(own.cpu() if piece.unit.offloaded and not own.is_meta else own, leaf)
 
 
 @attrs.define(eq=False)
-class _Making:
-    """A unit's content, from the states of its pieces."""
+class _UnitState:
+    """A unit's content, collected from its pieces."""
 
-    home: Home
+    storage: Storage
     unit: Unit
-    found: list[Any] = attrs.field(factory=list)
+    leaves: list[Any] = attrs.field(factory=list)
     versions: dict[int, Version] = attrs.field(factory=dict)
 
-    def add(self, leaves: list[Any], start: int, stop: int) -> None:
-        """The leaves of a piece's content."""
-        if not self.found:
-            self.found = [self._room(kind, leaf) for kind, leaf in zip(self.unit.kinds, leaves, strict=True)]
-            written = [] if self.home.on_paper else self.unit.on_disk()
-            self.versions = {i: self.home.version(self.unit, kind) for i, kind in written}
-        for i, (kind, leaf) in enumerate(zip(self.unit.kinds, leaves, strict=True)):
-            if kind is not None and kind.place != "disk" and not self.unit.whole:
-                low, high = self.unit.span(kind, start, stop)
-                self.found[i].view(-1)[low:high] = leaf.reshape(-1)
-        regions = self.home.regions(self.unit)
+    def put(self, piece: Piece, leaves: list[Any]) -> None:
+        """Stores the leaves of a piece's content, and waits for the disk."""
+        if not self.leaves:
+            self.leaves = list(map(self._allocated, self.unit.tensors, leaves))
+            written = [] if self.storage.on_paper else self.unit.on_disk()
+            self.versions = {i: self.storage.version(self.unit, tensor) for i, tensor in written}
+        for own, tensor, leaf in zip(self.leaves, self.unit.tensors, leaves, strict=True):
+            if tensor is not None and tensor.place != "disk" and not self.unit.whole:
+                piece.of(tensor, own).copy_(leaf)
+        writes = []
         for i, version in self.versions.items():
-            version.write(leaves[i], self.home.lanes[0].room[slice(*regions[i])])
-        for version in self.versions.values():
-            version.begun[-1].result()
+            room = self.storage.buffers[0].memory[self.storage.regions[self.unit.leaf][i]]
+            writes.append(version.write(leaves[i], room))
+        for write in writes:
+            write.result()
 
     def done(self) -> list[Any]:
-        """What stands for it in the state."""
-        return [self._stands(i, kind, leaf) for i, (kind, leaf) in enumerate(zip(self.unit.kinds, self.found, strict=True))]
+        """The leaves of the state, with handles for what is elsewhere."""
+        return [
+            self._handle(i, tensor, leaf) for i, (tensor, leaf) in enumerate(zip(self.unit.tensors, self.leaves, strict=True))
+        ]
 
-    def _room(self, kind: Kind | None, leaf: Any) -> Any:
-        if kind is None or kind.place == "disk":
-            return leaf if kind is None else None
-        pinned = kind.place == "cpu" and self.home.cuda
-        device = self.home.device if kind.place == "here" or self.home.on_paper else torch.device("cpu")
+    def _allocated(self, tensor: TensorSpec | None, leaf: Any) -> Any:
+        """What stays in memory: of a whole unit its value, else room for it."""
+        if tensor is None or tensor.place == "disk":
+            return leaf if tensor is None else None
+        pinned = tensor.place == "cpu" and self.storage.cuda
+        device = self.storage.device if tensor.place == "device" or self.storage.on_paper else torch.device("cpu")
         if self.unit.whole and not pinned:
             return like_marked(leaf.detach().to(device), leaf)
-        room = torch.empty(kind.shape, dtype=kind.dtype, device=device, pin_memory=pinned)
-        if self.unit.whole:
-            room.copy_(leaf)
-        return like_marked(room, leaf)
+        room = torch.empty(tensor.shape, dtype=tensor.dtype, device=device, pin_memory=pinned)
+        return like_marked(room.copy_(leaf) if self.unit.whole else room, leaf)
 
-    def _stands(self, i: int, kind: Kind | None, leaf: Any) -> Any:
-        if kind is None or kind.place == "here" or (kind.place == "cpu" and i):
+    def _handle(self, i: int, tensor: TensorSpec | None, leaf: Any) -> Any:
+        if tensor is None or tensor.place == "device" or (tensor.place == "cpu" and i != PARAM):
             return leaf
-        if kind.place == "disk" and self.home.on_paper:
-            return OnPaper(torch.Size(kind.shape), kind.dtype)
-        handle = self.versions[i].done() if i in self.versions else self.home.on_host(self.unit, leaf)
-        if i == 0:
-            handle.reader.know(handle)
+        if tensor.place == "disk" and self.storage.on_paper:
+            return OnPaper(torch.Size(tensor.shape), tensor.dtype)
+        handle = self.versions[i].done() if i in self.versions else self.storage.on_host(self.unit, leaf)
+        if i == PARAM:
+            self.storage.prefetcher.know(handle)
         return handle

@@ -150,7 +150,7 @@ class Zero:
             )
         stage = self.knobs.stage
         published = stage in (1, 2) or bool(self.knobs.persist)
-        sharded = {"scatter": self.scatter, "update": self.update, "publish": self.publish} if published else {}
+        sharded: dict[str, Any] = {"scatter": self.scatter, "update": self.update, "publish": self.publish} if published else {}
         scattered = {"norm": self.norm, "finite": self.finite} if stage else {}
         divided = {"reduce": self.reduce} if self.knobs.predivide != 1 else {}
         return wrap(

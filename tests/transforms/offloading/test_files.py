@@ -20,7 +20,7 @@ from functional_ds import comm
 from functional_ds import transforms as T
 from functional_ds.testing import assert_same
 from functional_ds.transforms.offloading import fetched, traffic
-from functional_ds.transforms.offloading.plan import bare, joined, lengths, parted
+from functional_ds.transforms.offloading.leaf_states import joined, list_lengths, parted, without_leaves
 
 Undo = Callable[[], None]
 
@@ -308,5 +308,5 @@ def test_parted_is_the_inverse_of_joined(rows: list[list[list[int]]], scalar: in
     rests = [{"a": (row[0], scalar), "b": row[1]} for row in rows]
     whole = joined(rests, {"a": ([], scalar), "b": []})
     assert whole == {"a": ([x for row in rows for x in row[0]], scalar), "b": [x for row in rows for x in row[1]]}
-    assert parted(whole, [lengths(rest) for rest in rests]) == rests
-    assert bare(whole) == {"a": ([], scalar), "b": []}
+    assert parted(whole, [list_lengths(rest) for rest in rests]) == rests
+    assert without_leaves(whole) == {"a": ([], scalar), "b": []}

@@ -171,6 +171,9 @@ def test_handles_are_read_and_written_piece_by_piece(numel: int, low: int, high:
 
 def test_restoring_refuses_what_does_not_fit(folder: str) -> None:
     _, state = example(folder)
+    for numel in (299, 301, 700):
+        with pytest.raises(ValueError, match=rf"pieces: they have {numel} elements, and OnDisk.* has 300"):
+            state.optimizer.exp_avg[0].written([torch.ones(numel)])
     with pytest.raises(ValueError, match="values: their structure"):
         restored({"w": torch.ones(2)}, state)
     with pytest.raises(ValueError, match=r"values: torch.float64\[300\] in the place of a handle of torch.float32\[300\]"):
@@ -255,7 +258,7 @@ def peak_of_an_update(folder: str, leaves: int, buffers: int) -> tuple[int, int]
     grads = fds.Weighted([torch.ones(10_000) for _ in range(leaves)], torch.tensor(1.0))
     with _Live() as live:
         step.update(state, grads)
-    return live.peak, sum(lane.room.untyped_storage().nbytes() for lane in state.slots["offload"].home.lanes)
+    return live.peak, sum(buffer.memory.untyped_storage().nbytes() for buffer in state.slots["offload"].storage.buffers)
 
 
 @pytest.mark.law(28)
