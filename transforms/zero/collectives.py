@@ -52,26 +52,25 @@ class Carriage:
 
     # -- params --------------------------------------------------------------------------------------------------------
 
-    def gather(self, segments: Sequence[Segment], shards: Sequence[Tensor], keep: Callable[[Any], None] | None = None) -> Any:
+    def gather(self, segments: Sequence[Segment], shards: Sequence[Tensor], across: "comm.Pending[Any] | None" = None) -> Any:
         """A pending list of flat tensors, from this rank's shards of them.
 
-        ``keep`` is given what came across, for ``gather_inside``.
+        Args:
+            segments: how the tensors lie; all of one unit.
+            shards: this rank's shard of each, ``[segment.shard]``.
+            across: what ``gather_across`` gave for them, not to send that again.
         """
         if segments[0].owner is not None:
             return self._broadcast(segments, shards)
         if not self.ranks.hops:  # one rank's are whole, wherever they are
             found = [shard.detach() for shard in shards]
             return comm.Pending(lambda: found, lambda patience: True, lambda: "a gather of one rank's")
-        payload = self._encoded([shard.detach() for shard in shards])
-        first, *rest = self.ranks.hops
-        hops = [self._hop(level) for level in rest]
-        if keep is not None and hops:
-            hops[0] = _noting(keep, hops[0])
-        return relay(self._gathered(payload, first), *hops).then(lambda found: self._decoded(found, segments, shards))
+        first = self.gather_across(shards) if across is None else across
+        return relay(first, *map(self._hop, self.ranks.hops[1:])).then(lambda found: self._decoded(found, segments, shards))
 
-    def gather_inside(self, segments: Sequence[Segment], payload: Any, like: Sequence[Tensor]) -> Any:
-        """The same from what came across before."""
-        return self._gathered(payload, self.ranks.hops[-1]).then(lambda found: self._decoded(found, segments, like))
+    def gather_across(self, shards: Sequence[Tensor]) -> "comm.Pending[Any]":
+        """The first hop alone; one such result serves any number of gathers."""
+        return self._gathered(self._encoded([shard.detach() for shard in shards]), self.ranks.hops[0])  # type: ignore[no-any-return]
 
     def gather_all(self, segments: Sequence[Segment], stored: Sequence[Tensor], which: Sequence[int]) -> Flats:
         """The stored tensors with those in ``which`` whole again; the next are under way while one is waited for."""
@@ -177,11 +176,3 @@ class Carriage:
         if self.knobs.predivide != 1:
             flat = flat.to(torch.promote_types(flat.dtype, dtype)) / self.knobs.predivide
         return flat.to(dtype)
-
-
-def _noting(keep: Callable[[Any], None], hop: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def noted(payload: Any) -> Any:
-        keep(payload)
-        return hop(payload)
-
-    return noted

@@ -40,7 +40,7 @@ class Gatherer:
     carriage: Carriage
     live: int = 2
     ahead: int = 1
-    seconds: dict[int, Any] | None = None
+    seconds: "dict[int, comm.Pending[Any]] | None" = None
     whole: dict[int, list[Tensor]] = attrs.field(factory=dict)
     _route: Route = attrs.field(factory=Route)
     _plan: Plan = attrs.field(factory=lambda: Plan((), {}))
@@ -105,11 +105,9 @@ class Gatherer:
         indices = self.layout.units[unit].segments
         cut, seconds = self._cut(unit), self.seconds
         segments, shards = [self.layout.segments[i] for i in cut], [self.stored[i] for i in cut]
-        if seconds is not None and unit in seconds:
-            pending = self.carriage.gather_inside(segments, seconds[unit], shards)
-        else:
-            keep = None if seconds is None else lambda payload: seconds.__setitem__(unit, payload)
-            pending = self.carriage.gather(segments, shards, keep)
+        if seconds is not None and unit not in seconds:
+            seconds[unit] = self.carriage.gather_across(shards)
+        pending = self.carriage.gather(segments, shards, None if seconds is None else seconds[unit])
         if len(cut) == len(indices):
             return pending  # type: ignore[no-any-return]
 
