@@ -146,9 +146,9 @@ class _Offload:
             raise ValueError(f"{self}: put it after {early[0]}, so that what that keeps is offloaded, too")
         if self.options.params != "here" and not any(name.startswith("zero(3") for name in later):
             raise ValueError(f"{self}: params are whole while they are used but with zero(3), which must come after it")
-        whole = [name for name in later if "persist=" in name]
+        whole = [name for name in later if "persistence_threshold=" in name]
         if self.options.params != "here" and whole:
-            raise ValueError(f"{self}: {whole[0]} keeps some params whole on the device; leave persist out")
+            raise ValueError(f"{self}: {whole[0]} keeps some params whole on the device; leave persistence_threshold out")
         leaves = tree.leaves(params)
         plan = planned(inner, step, params, self.options)
         device = home_of(leaves[0]) if leaves else torch.device("cpu")

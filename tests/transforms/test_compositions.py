@@ -127,18 +127,21 @@ KNOBS = st.fixed_dictionaries(
     optional={
         "unit_of": st.sampled_from([lambda path: path, lambda path: "all"]),
         "prefetch": st.integers(0, 2),
-        "live": st.integers(1, 3),
-        "persist": st.sampled_from([0, 9]),
+        "max_live_units": st.integers(1, 3),
+        "persistence_threshold": st.sampled_from([0, 9]),
         "aggregate": st.sampled_from(["reduce_scatter", "all_reduce", "owner"]),
-        "predivide": st.sampled_from([1.0, 4.0]),
-        "keep": st.booleans(),
+        "gradient_predivide_factor": st.sampled_from([1.0, 4.0]),
+        "reshard_last_units": st.booleans(),
     },
 )
 FOR_STAGE = {
-    0: {"unit_of", "predivide"},
-    1: {"unit_of", "aggregate", "predivide"},
-    2: {"unit_of", "aggregate", "predivide"},
-    3: {"unit_of", "prefetch", "live", "persist", "aggregate", "predivide", "keep"},
+    0: {"unit_of", "gradient_predivide_factor"},
+    1: {"unit_of", "aggregate", "gradient_predivide_factor"},
+    2: {"unit_of", "aggregate", "gradient_predivide_factor"},
+    3: {
+        *("unit_of", "prefetch", "max_live_units", "persistence_threshold", "aggregate"),
+        *("gradient_predivide_factor", "reshard_last_units"),
+    },
 }
 SCHEDULES = [pp.one_f_one_b(2, 2), pp.gpipe(3, 3), pp.interleaved_one_f_one_b(2, 3), pp.zbv(2, 2), pp.zb_h1(2, 3)]
 
@@ -150,7 +153,7 @@ def compositions(draw: st.DrawFn) -> Composition:
     schedule = draw(st.sampled_from([None, None, *SCHEDULES]))
     several = zero is not None
     nodes = draw(st.sampled_from([1, 1, 2])) if several and schedule is None else 1
-    between = draw(st.sampled_from(["replicate", "inside", "secondary"][: zero or 1])) if nodes > 1 else "replicate"
+    between = draw(st.sampled_from(["replicate", "intra_node", "hpz"][: zero or 1])) if nodes > 1 else "replicate"
     if between != "replicate" and knobs.get("aggregate") == "owner":
         del knobs["aggregate"]  # it is refused
     return Composition(
@@ -210,8 +213,8 @@ def together(drawn: Composition, made: pp.Stages, path: str) -> tuple[list[fds.T
         if drawn.nodes > 1 and drawn.between == "replicate":
             more["replicate"] = mesh["nodes"]
         elif drawn.nodes > 1:
-            more = {"group": mesh["nodes", "dp"], "inside": mesh["dp"]}
-            more |= {"secondary": True} if drawn.between == "secondary" else {}
+            more = {"group": mesh["nodes", "dp"], "intra_node": mesh["dp"]}
+            more |= {"hpz": True} if drawn.between == "hpz" else {}
         fixed.append(transforms.zero(drawn.zero, **dict(drawn.knobs), **more))
     if drawn.schedule is not None:
         fixed.append(transforms.pipeline(drawn.schedule, made, mesh["pp"]))
