@@ -34,6 +34,7 @@ from tests.planting import Bug, planted
 from tests.remat.test_remat import awkward, outcome
 from tests.transforms.models import CASES, Blocks, Case, Tied, own_rows, run
 from tests.transforms.rules import assert_close, fresh, linear, trained
+from tests.transforms.zero import test_levels
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -375,46 +376,6 @@ def modules_are_functions() -> None:
         found = torch.autograd.grad(apply(params, x).square().sum(), list(params.values()))
         expected = torch.autograd.grad(module(x).square().sum(), list(module.parameters()))
         same(dict(zip(params, found, strict=True)), dict(zip(dict(module.named_parameters()), expected, strict=True)))
-
-
-def levels_of_groups_change_nothing(prefetch: int) -> None:
-    """Law 19 over two nodes of two ranks, with hpZ: the same units are fetched again and again, by ranks that differ."""
-
-    def program() -> Any:
-        mesh = comm.mesh(inter=2, intra=2)
-        more: dict[str, Any] = {"intra_node": mesh["intra"], "hpz": True, "prefetch": prefetch, "max_live_units": 1}
-        return run(CASES["branching"], (transforms.zero(3, mesh["inter", "intra"], **more),))
-
-    expected = run(CASES["branching"], ())
-    for seed in range(4):
-        for found in comm.simulate(program, world_size=4, seed=seed):
-            close(found, expected)
-
-
-def losses_may_communicate(prefetch: int) -> None:
-    """The loss function's own collectives, over a node, keep their order whenever gathers go on to the next level."""
-
-    def loss(p: Any, x: Tensor) -> Tensor:
-        for weight in p.values():
-            x = torch.tanh(x @ weight)
-            x = x + comm.all_reduce(x.detach(), comm.mesh(inter=2, intra=2)["intra"])
-        return x.square().mean()
-
-    def program(stage: int, **more: Any) -> Any:
-        mesh = comm.mesh(inter=2, intra=2)
-        if stage == 3:
-            more = {"group": mesh["inter", "intra"], "intra_node": mesh["intra"], "prefetch": prefetch}
-        step = transforms.zero(stage, **more)(fds.train_step(loss, fds.sgd(0.1)))
-        state, losses = step.init({str(i): torch.eye(4) * (i + 1) / 3 for i in range(5)}), []
-        for _ in range(3):
-            state, metrics = step(state, torch.ones(2, 4) * (rank() + 1) / 4)
-            losses.append(metrics["loss"].item())
-        return losses, step.params(state)
-
-    expected = comm.simulate(program, 0, world_size=4)[0]
-    for seed in range(4):
-        for found in comm.simulate(program, 3, world_size=4, seed=seed):
-            close(found, expected)
 
 
 def rank_0_gives_the_params(stage: int) -> None:
@@ -1328,7 +1289,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
             comm.DeadlockError,
         ),
     ],
-    (levels_of_groups_change_nothing, 1): [
+    (test_levels.test_units_that_are_fetched_again, 1, True): [
         Bug(
             "a gather that skips a level starts at once",
             "transforms.zero.collectives",
@@ -1337,7 +1298,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
             comm.MismatchError,
         ),
     ],
-    (levels_of_groups_change_nothing, 3): [
+    (test_levels.test_units_that_are_fetched_again, 3, True): [
         Bug(
             "gathers go on in the order of their arrival",
             "transforms.zero.collectives",
@@ -1346,12 +1307,21 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
             comm.MismatchError,
         ),
     ],
-    (losses_may_communicate, 1): [
+    (test_levels.test_the_loss_may_communicate_inside_nodes, 1, False): [
         Bug(
             "gathers share the channel of the loss function",
             "transforms.zero.collectives",
             'self._all_gather(payload, level.channel("gather"))',
             "self._all_gather(payload, level)",
+            comm.MismatchError,
+        ),
+    ],
+    (test_levels.test_pipelines_over_nodes, 3, "intra_node"): [
+        Bug(
+            "each pipeline stage has a queue of its own",
+            "transforms.zero.state",
+            "LeafMap.of_layout(alone, None), self.in_flight)",
+            "LeafMap.of_layout(alone, None))",
             comm.MismatchError,
         ),
     ],

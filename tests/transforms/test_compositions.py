@@ -152,7 +152,7 @@ def compositions(draw: st.DrawFn) -> Composition:
     knobs = {} if zero is None else {k: v for k, v in draw(KNOBS).items() if k in FOR_STAGE[zero]}
     schedule = draw(st.sampled_from([None, None, *SCHEDULES]))
     several = zero is not None
-    nodes = draw(st.sampled_from([1, 1, 2])) if several and schedule is None else 1
+    nodes = draw(st.sampled_from([1, 1, 2])) if several and (schedule is None or schedule.ranks == 2) else 1
     between = draw(st.sampled_from(["replicate", "intra_node", "hpz"][: zero or 1])) if nodes > 1 else "replicate"
     if between != "replicate" and knobs.get("aggregate") == "owner":
         del knobs["aggregate"]  # it is refused

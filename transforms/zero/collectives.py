@@ -30,7 +30,7 @@ class InFlight(Generic[T]):
     """A queue of hierarchical collectives in flight.
 
     The second level of such a collective starts when somebody polls or waits for it. All ranks must start these in one order,
-    so the queue polls an entry only when all earlier ones are done. Ranks must push in one order, too.
+    so the queue polls or waits for an entry only after all earlier ones. Ranks must push in one order, too.
     """
 
     _pending: "deque[comm.Pending[T]]" = attrs.field(factory=deque)
@@ -38,20 +38,37 @@ class InFlight(Generic[T]):
     def __len__(self) -> int:
         return len(self._pending)
 
-    def push(self, pending: "comm.Pending[T]") -> None:
-        """Appends a collective."""
+    def push(self, pending: "comm.Pending[T]") -> "comm.Pending[T]":
+        """Appends a collective, which from here on is polled and waited for through the queue."""
         self._pending.append(pending)
+        return pending
 
     def pop(self) -> T:
-        """Waits for the oldest one and returns its result."""
+        """Waits for the oldest one."""
         return self._pending.popleft().wait()
 
-    def poll(self, timeout_s: float = 0.0) -> bool:
-        """Whether the oldest one is done, after at most ``timeout_s`` seconds. Starts what it can of the others."""
-        if not self._pending or not self._pending[0].poll(timeout_s):
-            return False
-        all(pending.poll() for pending in self._pending)  # stops at the first that is not done
+    def wait(self, pending: "comm.Pending[T]") -> T:
+        """Waits for all up to ``pending``."""
+        while pending in self._pending:
+            self.pop()
+        return pending.wait()
+
+    def poll(self, pending: "comm.Pending[T]", timeout_s: float = 0.0) -> bool:
+        """Whether all up to ``pending`` are done, waiting for each at most ``timeout_s`` seconds; starts what levels it can."""
+        while pending in self._pending:
+            if not self._pending[0].poll(timeout_s):
+                return False
+            self._pending.popleft()
         return True
+
+    def advance(self) -> None:
+        """Starts the levels that can start."""
+        all(pending.poll() for pending in self._pending)  # stops at the first that is not done
+
+    def discard(self, pending: "comm.Pending[T]") -> None:
+        """Gives one up."""
+        if pending in self._pending:
+            self._pending.remove(pending)
 
 
 @attrs.frozen(eq=False)

@@ -103,7 +103,7 @@ class Gatherer:
         self._made += 1
         self.whole[fetch.unit] = self._in_flight.pop()
         if len(self.collectives.groups.levels) > 1:
-            self._in_flight.poll()  # starts the next level, beside the computation
+            self._in_flight.advance()  # beside the computation
 
     def _sharded(self, unit: int) -> list[int]:
         return [index for index in self.layout.units[unit].segments if not self.layout.segments[index].persistent]

@@ -1,12 +1,13 @@
 """The reduction of units' gradients: each as soon as it is complete, in one order on all ranks."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 
 import attrs
 import torch
 from torch import Tensor
 
+from functional_ds import comm
 from functional_ds.comm.record.pending import relay
 from functional_ds.sharding.layout import Layout
 from functional_ds.step.tape import dense, wide
@@ -50,6 +51,7 @@ class Reducer:
         more: whether further micro-batches will be added to the result.
         local: this rank's sums, ``[segment.size]``, by segment.
         sums: sums over the ranks, ``[segment.shard]``, by segment.
+        in_flight: the reductions of this rank, those of other reducers included: a pipeline's stages have one each.
     """
 
     layout: Layout
@@ -59,10 +61,11 @@ class Reducer:
     more: bool
     local: dict[int, Tensor]
     sums: dict[int, Tensor]
+    in_flight: InFlight[list[Tensor]] = attrs.field(factory=InFlight)
     _expected: Counter[int] = attrs.field(factory=Counter)  # unit -> backward nodes that have not run
     _completed: list[int] = attrs.field(factory=list)
     _posted: int = 0
-    _in_flight: InFlight[tuple[int, list[Tensor]]] = attrs.field(factory=InFlight)
+    _own: "deque[tuple[int, comm.Pending[list[Tensor]]]]" = attrs.field(factory=deque)  # those of them that are its own
 
     def expect(self, unit: int) -> None:
         """Announces one more backward node of the unit."""
@@ -97,11 +100,16 @@ class Reducer:
         """All gradients, one a trained segment, after the last reduction."""
         results = self.local
         if self.now:
-            while len(self._in_flight):
+            while self._own:
                 self._settle()
             self._trace_order()
             results = self.sums
         return [results[index] for index, segment in enumerate(self.layout.segments) if segment.trainable]
+
+    def close(self) -> None:
+        """Gives up the reductions that nobody has waited for, as after an error."""
+        for _, pending in self._own:
+            self.in_flight.discard(pending)
 
     # -- on this rank --------------------------------------------------------------------------------------------------
 
@@ -143,8 +151,8 @@ class Reducer:
         Where ranks touch units in different orders, the rank that has to join the oldest reduction may wait for a gather that
         this rank has not reached. After the timeout a third reduction starts, at the cost of its memory.
         """
-        while len(self._in_flight) >= _MAX_IN_FLIGHT:
-            if not self._in_flight.poll(self.order.timeout_s):
+        while len(self._own) >= _MAX_IN_FLIGHT:
+            if not self.in_flight.poll(self._own[0][1], self.order.timeout_s):
                 self.order.timeout_s = 0.0
                 return
             self._settle()
@@ -162,13 +170,13 @@ class Reducer:
             pending = relay(pending, lambda found: collectives.replicate(segments, summed(found)))
         else:
             pending = pending.then(summed)
-        self._in_flight.push(pending.then(lambda sums: (unit, sums)))
+        self._own.append((unit, self.in_flight.push(pending)))
         if collectives.reduce_levels > 1:
-            self._in_flight.poll()  # starts the next level
+            self.in_flight.advance()
 
     def _settle(self) -> None:
-        unit, sums = self._in_flight.pop()
-        self.sums.update(zip(self.trained(unit), sums, strict=True))
+        unit, pending = self._own.popleft()
+        self.sums.update(zip(self.trained(unit), self.in_flight.wait(pending), strict=True))
 
     def _with_earlier(self, index: int, value: Tensor) -> Tensor:
         """Adds the shards of earlier micro-batches."""

@@ -11,6 +11,7 @@ from functional_ds.base import tree
 from functional_ds.sharding.layout import Layout
 from functional_ds.sharding.leaf_map import LeafMap
 
+from .collectives import InFlight
 from .prefetch import FetchTrace
 from .reduce import ReduceOrder
 
@@ -24,6 +25,7 @@ class ZeroCache:
     Attributes:
         order: in which order units are reduced.
         parts: which leaf lies where in the shards.
+        in_flight: the reductions of this rank; empty between steps.
         forward: what forward passes fetched.
         backward: what backward passes fetched.
         subsets: the same for some leaves alone, by their paths.
@@ -32,22 +34,24 @@ class ZeroCache:
 
     order: ReduceOrder
     parts: LeafMap
+    in_flight: InFlight[list[Tensor]] = attrs.field(factory=InFlight)
     forward: FetchTrace = attrs.field(factory=FetchTrace)
     backward: FetchTrace = attrs.field(factory=FetchTrace)
     subsets: "dict[frozenset[str], Subset]" = attrs.field(factory=dict)
     layouts: dict[tuple[torch.dtype, ...], Layout] = attrs.field(factory=dict)
 
     @staticmethod
-    def fresh(layout: Layout, parts: LeafMap) -> "ZeroCache":
+    def fresh(layout: Layout, parts: LeafMap, in_flight: InFlight[list[Tensor]] | None = None) -> "ZeroCache":
         """Before the first step."""
         units = dict.fromkeys(s.unit for s in reversed(layout.segments) if s.trainable)
-        return ZeroCache(ReduceOrder(tuple(units)), parts)
+        return ZeroCache(ReduceOrder(tuple(units)), parts, InFlight() if in_flight is None else in_flight)
 
     def subset(self, layout: Layout, paths: frozenset[str]) -> "Subset":
-        """The leaves with these paths, with a cache of their own."""
+        """The leaves with these paths, with a cache of their own; all reductions of a rank are in one queue."""
         if paths not in self.subsets:
             alone, segments = layout.restrict(paths)
-            self.subsets[paths] = Subset(alone, segments, ZeroCache.fresh(alone, LeafMap.of_layout(alone, None)))
+            cache = ZeroCache.fresh(alone, LeafMap.of_layout(alone, None), self.in_flight)
+            self.subsets[paths] = Subset(alone, segments, cache)
         return self.subsets[paths]
 
     def __eq__(self, other: object) -> bool:

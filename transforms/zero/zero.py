@@ -25,7 +25,7 @@ from .cost_report import CostReport, cost_report
 from .gather import Gatherer
 from .lazy_params import LazyParams, Source, WholeParams
 from .process_groups import ProcessGroups
-from .reduce import ReduceOrder, Reducer
+from .reduce import Reducer
 from .state import Partition, ZeroCache
 
 __all__ = ["Zero", "zero"]
@@ -228,7 +228,7 @@ class Zero(ZeroConfig):
         layout, learned = partition.as_stored(state.params), partition.learned
         collectives = Collectives(self.process_groups(), self, lambda dtype: step.comm_dtype(state, dtype))
         device = state.params[0].device if state.params else torch.device("cpu")
-        reducer = self._reducer(layout, learned.order, collectives, tape) if tape.records else None
+        reducer = self._reducer(layout, learned, collectives, tape) if tape.records else None
         source = self._source(layout, state.params, collectives, tape)
         params = LazyParams(layout, source, reducer, device, reshard_last_units=self.reshard_last_units)
         return params.open(tape, learned.forward, learned.backward)
@@ -250,7 +250,7 @@ class Zero(ZeroConfig):
             hpz=self.hpz and tape.records and len(groups.levels) > 1,
         )
 
-    def _reducer(self, layout: Layout, order: ReduceOrder, collectives: Collectives, tape: Tape) -> Reducer:
+    def _reducer(self, layout: Layout, learned: ZeroCache, collectives: Collectives, tape: Tape) -> Reducer:
         """Stages 0 and 1 add micro-batches up and reduce the last; 2 and 3 reduce each and add the shards up."""
         each = self.stage >= 2
         trained = [i for i, segment in enumerate(layout.segments) if segment.trainable]
@@ -258,11 +258,12 @@ class Zero(ZeroConfig):
         return Reducer(
             layout,
             collectives,
-            order,
+            learned.order,
             now=each or tape.last,
             more=not tape.last,
             local={} if each else carry,
             sums=carry if each else {},
+            in_flight=learned.in_flight,
         )
 
     # -- what is summed over the ranks ---------------------------------------------------------------------------------

@@ -105,21 +105,6 @@ def agrees_with_one_device(name: str, grid: Grid, chosen: dict[str, Any], k: int
         assert_same(params, results[0][2])
 
 
-@pytest.mark.law(19)
-@pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
-@pytest.mark.parametrize("reshard", [True, False])
-def test_units_that_are_fetched_again(prefetch: int, reshard: bool) -> None:
-    """With hpZ some gathers take one level and others two: the second levels must start in one order on all ranks.
-
-    They did not, and ranks whose units have one size swapped them: another loss, without an error.
-    """
-    chosen = {"stage": 3, "blocks": True, "hpz": True, "max_live_units": 1}
-    grid = Grid(replicas=1, inter=2, intra=2)
-    more = {"prefetch": prefetch, "reshard_last_units": reshard}
-    for seed in range(5):
-        agrees_with_one_device("branching", grid, {**chosen, **more}, 1, seed)
-
-
 @pytest.mark.law(31)
 @given(grid=st.sampled_from(SMALL), chosen=arguments(), narrow=st.booleans())
 def test_donation_changes_nothing(grid: Grid, chosen: dict[str, Any], narrow: bool) -> None:
