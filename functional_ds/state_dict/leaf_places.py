@@ -128,7 +128,7 @@ class Places:
         spec = tree.structure(state.params)
         if partition is None:
             return Places(*_alone(state.params), LeafMap.of(state.params), spec, _slices(tree.named(state.params)))
-        parts: LeafMap = partition.learned.parts
+        parts: LeafMap = partition.cache.leaf_map
         stored, trained = _of_layout(partition.layout, state.params, parts.rank if len(parts.ranks) > 1 else None)
         members = [
             (stored.leaves[leaf][0], flat)

@@ -24,7 +24,7 @@ class ZeroCache:
 
     Attributes:
         order: in which order units are reduced.
-        parts: which leaf lies where in the shards.
+        leaf_map: which leaf lies where in the shards.
         in_flight: the reductions of this rank; empty between steps.
         forward: what forward passes fetched.
         backward: what backward passes fetched.
@@ -33,7 +33,7 @@ class ZeroCache:
     """
 
     order: ReduceOrder
-    parts: LeafMap
+    leaf_map: LeafMap
     in_flight: InFlight[list[Tensor]] = attrs.field(factory=InFlight)
     forward: FetchTrace = attrs.field(factory=FetchTrace)
     backward: FetchTrace = attrs.field(factory=FetchTrace)
@@ -41,10 +41,10 @@ class ZeroCache:
     layouts: dict[tuple[torch.dtype, ...], Layout] = attrs.field(factory=dict)
 
     @staticmethod
-    def fresh(layout: Layout, parts: LeafMap, in_flight: InFlight[list[Tensor]] | None = None) -> "ZeroCache":
+    def fresh(layout: Layout, leaf_map: LeafMap, in_flight: InFlight[list[Tensor]] | None = None) -> "ZeroCache":
         """Before the first step."""
         units = dict.fromkeys(s.unit for s in reversed(layout.segments) if s.trainable)
-        return ZeroCache(ReduceOrder(tuple(units)), parts, InFlight() if in_flight is None else in_flight)
+        return ZeroCache(ReduceOrder(tuple(units)), leaf_map, InFlight() if in_flight is None else in_flight)
 
     def subset(self, layout: Layout, paths: frozenset[str]) -> "Subset":
         """The leaves with these paths, with a cache of their own; all reductions of a rank are in one queue."""
@@ -67,7 +67,7 @@ class Subset:
 
     layout: Layout
     segments: tuple[int, ...]
-    learned: ZeroCache
+    cache: ZeroCache
 
 
 @tree.record
@@ -76,18 +76,18 @@ class Partition:
 
     Attributes:
         layout: where each leaf lies.
-        learned: what changes no value.
+        cache: what changes no value.
         exact: where params are whole between steps and what is gathered is compressed: this rank's shards as the optimizer
             has them, None for segments that are in shards anyway. Empty where there is nothing to keep.
     """
 
     layout: Layout = tree.static()
-    learned: ZeroCache = tree.static()
+    cache: ZeroCache = tree.static()
     exact: Sequence[Tensor | None] = ()
 
     def as_stored(self, stored: Sequence[Any]) -> Layout:
         """The layout with the dtypes of ``stored``: mixed precision stores others than ``init`` was given."""
-        dtypes, known = tuple(flat.dtype for flat in stored), self.learned.layouts
+        dtypes, known = tuple(flat.dtype for flat in stored), self.cache.layouts
         if dtypes not in known:
             pairs = zip(self.layout.segments, dtypes, strict=True)
             known[dtypes] = attrs.evolve(self.layout, segments=tuple(attrs.evolve(s, dtype=dtype) for s, dtype in pairs))

@@ -168,8 +168,8 @@ class Zero(ZeroConfig):
         layout = self.layout(params, groups.n)
         groups.check_agreement(zlib.crc32(repr((layout.paths, layout.segments, layout.units)).encode()))
         parts = LeafMap.of_layout(layout, groups.shards if self.stage else None)
-        learned = ZeroCache.fresh(layout, attrs.evolve(parts, group=None))
-        new = Partition(layout, learned, ())
+        cache = ZeroCache.fresh(layout, attrs.evolve(parts, group=None))
+        new = Partition(layout, cache, ())
         known = step.wrapped("layout", leaf_map=lambda inner, step, state: inner(step, state.put(zero=new)))  # it has none yet
         leaves = tree.leaves(params)
         own = [
@@ -182,7 +182,7 @@ class Zero(ZeroConfig):
         if whole:
             exact = self._exact(state.params, whole, groups)
             state = tree.replace(state, params=Collectives(groups, self).gather_all(layout.segments, state.params, whole))
-        return state.put(zero=Partition(layout, learned, exact))
+        return state.put(zero=Partition(layout, cache, exact))
 
     def _cut(self, segment: Segment, groups: ProcessGroups) -> tuple[int, int]:
         return segment.cut(groups.shards.rank) if self.stage else (0, segment.size)
@@ -225,13 +225,13 @@ class Zero(ZeroConfig):
     def view(self, inner: Any, step: Step, state: State, tape: Tape) -> Any:
         """Lazy leaves: of whole units in stages 0 to 2, of units that are gathered when touched in stage 3."""
         partition: Partition = state.slots["zero"]
-        layout, learned = partition.as_stored(state.params), partition.learned
+        layout, cache = partition.as_stored(state.params), partition.cache
         collectives = Collectives(self.process_groups(), self, lambda dtype: step.comm_dtype(state, dtype))
         device = state.params[0].device if state.params else torch.device("cpu")
-        reducer = self._reducer(layout, learned, collectives, tape) if tape.records else None
+        reducer = self._reducer(layout, cache, collectives, tape) if tape.records else None
         source = self._source(layout, state.params, collectives, tape)
         params = LazyParams(layout, source, reducer, device, reshard_last_units=self.reshard_last_units)
-        return params.open(tape, learned.forward, learned.backward)
+        return params.open(tape, cache.forward, cache.backward)
 
     def _source(
         self, layout: Layout, stored: Sequence[Any], collectives: Collectives, tape: Tape
@@ -250,7 +250,7 @@ class Zero(ZeroConfig):
             hpz=self.hpz and tape.records and len(groups.levels) > 1,
         )
 
-    def _reducer(self, layout: Layout, learned: ZeroCache, collectives: Collectives, tape: Tape) -> Reducer:
+    def _reducer(self, layout: Layout, cache: ZeroCache, collectives: Collectives, tape: Tape) -> Reducer:
         """Stages 0 and 1 add micro-batches up and reduce the last; 2 and 3 reduce each and add the shards up."""
         each = self.stage >= 2
         trained = [i for i, segment in enumerate(layout.segments) if segment.trainable]
@@ -258,12 +258,12 @@ class Zero(ZeroConfig):
         return Reducer(
             layout,
             collectives,
-            learned.order,
+            cache.order,
             now=each or tape.last,
             more=not tape.last,
             local={} if each else carry,
             sums=carry if each else {},
-            in_flight=learned.in_flight,
+            in_flight=cache.in_flight,
         )
 
     # -- what is summed over the ranks ---------------------------------------------------------------------------------
@@ -295,15 +295,15 @@ class Zero(ZeroConfig):
 
     def leaf_map(self, inner: Any, step: Step, state: State) -> LeafMap:
         """The leaves in this rank's shards, in stage 0 in whole segments."""
-        parts: LeafMap = state.slots["zero"].learned.parts
+        parts: LeafMap = state.slots["zero"].cache.leaf_map
         return attrs.evolve(parts, group=self.process_groups().shards) if self.stage else parts
 
     def select(self, inner: Any, step: Step, state: State, paths: Collection[str]) -> tuple[State, tuple[int, ...]]:
         """The segments of these leaves, with a cache of their own."""
         partition: Partition = state.slots["zero"]
-        known = partition.learned.subset(partition.layout, frozenset(paths))
+        known = partition.cache.subset(partition.layout, frozenset(paths))
         trained = [i for i, segment in enumerate(partition.layout.segments) if segment.trainable]
-        slot = Partition(known.layout, known.learned)
+        slot = Partition(known.layout, known.cache)
         alone = tree.replace(state, params=[state.params[i] for i in known.segments]).put(zero=slot)
         return alone, tuple(place for place, i in enumerate(trained) if i in known.segments)
 
