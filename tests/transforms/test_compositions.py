@@ -104,7 +104,7 @@ class Composition:
     rule: str
     precision: str
     zero: int | None
-    knobs: tuple[tuple[str, Any], ...]
+    options: tuple[tuple[str, Any], ...]
     dp: int
     nodes: int
     between: str  # what is done between nodes: they replicate shards, or cut them, too, with or without hpZ
@@ -122,7 +122,7 @@ class Composition:
         return self.dp * self.nodes * (1 if self.schedule is None else self.schedule.ranks)
 
 
-KNOBS = st.fixed_dictionaries(
+OPTIONS = st.fixed_dictionaries(
     {},
     optional={
         "unit_of": st.sampled_from([lambda path: path, lambda path: "all"]),
@@ -149,19 +149,19 @@ SCHEDULES = [pp.one_f_one_b(2, 2), pp.gpipe(3, 3), pp.interleaved_one_f_one_b(2,
 @st.composite
 def compositions(draw: st.DrawFn) -> Composition:
     zero = draw(st.sampled_from([None, 0, 1, 2, 3, 3]))
-    knobs = {} if zero is None else {k: v for k, v in draw(KNOBS).items() if k in FOR_STAGE[zero]}
+    options = {} if zero is None else {k: v for k, v in draw(OPTIONS).items() if k in FOR_STAGE[zero]}
     schedule = draw(st.sampled_from([None, None, *SCHEDULES]))
     several = zero is not None
     nodes = draw(st.sampled_from([1, 1, 2])) if several and (schedule is None or schedule.ranks == 2) else 1
     between = draw(st.sampled_from(["replicate", "intra_node", "hpz"][: zero or 1])) if nodes > 1 else "replicate"
-    if between != "replicate" and knobs.get("aggregate") == "owner":
-        del knobs["aggregate"]  # it is refused
+    if between != "replicate" and options.get("aggregate") == "owner":
+        del options["aggregate"]  # it is refused
     return Composition(
         model=draw(st.sampled_from(sorted(MODELS))),
         rule=draw(st.sampled_from(sorted(RULES))),
         precision=draw(st.sampled_from(["fp32", "fp32", "bf16", "fp16"])),
         zero=zero,
-        knobs=tuple(sorted(knobs.items())),
+        options=tuple(sorted(options.items())),
         dp=draw(st.sampled_from([1, 2, 3] if schedule is None else [1, 2])) if several else 1,
         nodes=nodes,
         between=between,
@@ -215,7 +215,7 @@ def together(drawn: Composition, made: pp.Stages, path: str) -> tuple[list[fds.T
         elif drawn.nodes > 1:
             more = {"group": mesh["nodes", "dp"], "intra_node": mesh["dp"]}
             more |= {"hpz": True} if drawn.between == "hpz" else {}
-        fixed.append(transforms.zero(drawn.zero, **dict(drawn.knobs), **more))
+        fixed.append(transforms.zero(drawn.zero, **dict(drawn.options), **more))
     if drawn.schedule is not None:
         fixed.append(transforms.pipeline(drawn.schedule, made, mesh["pp"]))
     if drawn.accumulate > 1:
@@ -256,7 +256,7 @@ def folder(drawn: Composition) -> Iterator[str]:
 @settings(max_examples=2000 if settings.default.max_examples > 100 else 40)
 @given(drawn=compositions(), seed=st.integers(0, 99))
 def test_any_composition_is_the_single_device_step(drawn: Composition, seed: int) -> None:
-    """ZeRO and its knobs × pipeline × accumulation × recomputation × offload, in any order that is allowed, change nothing."""
+    """ZeRO and its arguments × pipeline × accumulation × recomputation × offload, in any order that is allowed, change nothing."""
     event(f"zero {drawn.zero}, {'a pipeline' if drawn.schedule else 'no pipeline'}")
     event(f"{drawn.nodes} nodes, {drawn.between}")
     count = 1 if drawn.schedule is None else drawn.schedule.stages

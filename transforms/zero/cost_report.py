@@ -14,7 +14,7 @@ from functional_ds.sharding.layout import Layout, Segment
 
 from .config import ZeroConfig
 
-__all__ = ["CostReport", "cost_report"]
+__all__ = ["CostReport", "report_costs"]
 
 
 @attrs.frozen
@@ -222,7 +222,7 @@ class CostReport:
         return "\n".join(lines)
 
 
-def cost_report(
+def report_costs(
     config: ZeroConfig,
     params: Any,
     *,
@@ -232,10 +232,29 @@ def cost_report(
     stored_dtype: torch.dtype | None = None,
     comm_dtype: torch.dtype | None = None,
 ) -> CostReport:
-    """What ``config`` makes of ``params``; ``Zero.cost_report`` documents the arguments.
+    """The bytes that a configuration stores and sends for these params, before anything runs: print it.
+
+    Args:
+        config: ``zero(...)``, whose method this is.
+        params: a tree; shapes and dtypes are enough.
+        n: how many ranks shard the state; by default the size of the group, or of the current world.
+        intra_node: how many of them make a block; by default as given to ``zero``.
+        replicas: how many replicas there are; by default as given to ``zero``.
+        stored_dtype: the dtype in which floating params are stored, where ``mixed_precision`` changes it.
+        comm_dtype: the dtype in which their gradients are sent, likewise.
 
     Raises:
         ValueError: n does not factor into blocks of ``intra_node`` ranks.
+
+    >>> from functional_ds import transforms as T
+    >>> print(T.zero(3, prefetch=2).cost_report({"h.0.w": torch.ones(8, 4), "h.1.w": torch.ones(8, 4)}, n=4))
+    zero(3, world, prefetch=2)
+    ranks      4 shards, 'world' of 4
+    units      2: h.0 (32), h.1 (32)
+    stored     64 bytes of params, 64 in shards
+    fetched    2 whole and 2 ahead, at most 256 bytes
+    gradients  reduce_scatter of what is computed, each micro-batch
+    sends      bytes a micro-batch and rank: all_gather over 'world' up to 384, reduce_scatter over 'world/reduce' 192
     """
     group = config.group
     count = n if n is not None else (group or comm.world()).size

@@ -23,7 +23,7 @@ class Gatherer:
 
     Law: any rank may touch any units in any order, or none; every rank takes part in the same gathers.
 
-    At most ``max_units + prefetch`` units are whole or in flight at once. Persistent segments come on top, and so does what an
+    At most ``max_live_units + prefetch`` units are whole or in flight at once. Persistent segments come on top, and so does what an
     operation still holds of an evicted unit.
 
     Attributes:
@@ -31,7 +31,7 @@ class Gatherer:
         shards: this rank's shard of each segment, ``[segment.shard]``; persistent segments are whole.
         collectives: gathers a unit.
         on_drop: is called with each unit that is freed.
-        max_units: how many units are whole at once, beside those that are fetched ahead.
+        max_live_units: how many units are whole at once, beside those that are fetched ahead.
         prefetch: how many units are fetched ahead of the one that is needed.
         hpz: whether to keep the first level of each gather, over ``inter_node``, and to send it once.
         whole: the flat tensors of whole units, ``[segment.size]``, by unit.
@@ -41,7 +41,7 @@ class Gatherer:
     shards: Sequence[Tensor]
     collectives: Collectives
     on_drop: Callable[[int], None] = lambda unit: None
-    max_units: int = 2
+    max_live_units: int = 2
     prefetch: int = 1
     hpz: bool = False
     whole: dict[int, list[Tensor]] = attrs.field(factory=dict)
@@ -57,7 +57,7 @@ class Gatherer:
     def begin(self, trace: FetchTrace) -> None:
         """Starts a pass; units that are whole stay so."""
         self._trace, self._made, self._asked = trace, 0, []
-        self._plan = FetchPlan() if trace.uses is None else plan_fetches(trace.uses, self.max_units, tuple(self.whole))
+        self._plan = FetchPlan() if trace.uses is None else plan_fetches(trace.uses, self.max_live_units, tuple(self.whole))
 
     def fetch(self, unit: int) -> list[Tensor]:
         """The unit's flat tensors, one a segment."""
@@ -132,7 +132,7 @@ class Gatherer:
         control = self.collectives.groups.shards.channel("control")
         needs = set(comm.all_gather(torch.tensor([unit]), control).tolist()) - {_FINISHED}
         for need in sorted(needs):
-            for old in [old for old in self.whole if old != unit][: max(0, len(self.whole) - self.max_units + 1)]:
+            for old in [old for old in self.whole if old != unit][: max(0, len(self.whole) - self.max_live_units + 1)]:
                 self._drop(old)
             self.whole[need] = self._start(need).wait()
             self._asked.append(need)

@@ -21,7 +21,7 @@ from functional_ds.step.train_step import stored_view
 
 from .collectives import Collectives
 from .config import ZeroConfig
-from .cost_report import CostReport, cost_report
+from .cost_report import report_costs
 from .gather import Gatherer
 from .lazy_params import LazyParams, Source, WholeParams
 from .process_groups import ProcessGroups
@@ -96,6 +96,8 @@ class Zero(ZeroConfig):
     True
     """
 
+    cost_report = report_costs
+
     def __call__(self, step: Step) -> Step:
         """The step with the phases that zero wraps."""
         if step.phases["view"] is not stored_view:
@@ -120,45 +122,6 @@ class Zero(ZeroConfig):
             **scattered,
             **divided,
         )(step)
-
-    def cost_report(
-        self,
-        params: Any,
-        *,
-        n: int | None = None,
-        intra_node: int | None = None,
-        replicas: int | None = None,
-        stored_dtype: torch.dtype | None = None,
-        comm_dtype: torch.dtype | None = None,
-    ) -> CostReport:
-        """The bytes that this configuration stores and sends for these params, before anything runs: print it.
-
-        Args:
-            params: a tree; shapes and dtypes are enough.
-            n: how many ranks shard the state; by default the size of the group, or of the current world.
-            intra_node: how many of them make a block; by default as given to ``zero``.
-            replicas: how many replicas there are; by default as given to ``zero``.
-            stored_dtype: the dtype in which floating params are stored, where ``mixed_precision`` changes it.
-            comm_dtype: the dtype in which their gradients are sent, likewise.
-
-        >>> print(zero(3, prefetch=2).cost_report({"h.0.w": torch.ones(8, 4), "h.1.w": torch.ones(8, 4)}, n=4))
-        zero(3, world, prefetch=2)
-        ranks      4 shards, 'world' of 4
-        units      2: h.0 (32), h.1 (32)
-        stored     64 bytes of params, 64 in shards
-        fetched    2 whole and 2 ahead, at most 256 bytes
-        gradients  reduce_scatter of what is computed, each micro-batch
-        sends      bytes a micro-batch and rank: all_gather over 'world' up to 384, reduce_scatter over 'world/reduce' 192
-        """
-        return cost_report(
-            self,
-            params,
-            n=n,
-            intra_node=intra_node,
-            replicas=replicas,
-            stored_dtype=stored_dtype,
-            comm_dtype=comm_dtype,
-        )
 
     # -- what is stored ------------------------------------------------------------------------------------------------
 
@@ -245,7 +208,7 @@ class Zero(ZeroConfig):
             stored,
             collectives,
             on_drop,
-            max_units=self.max_live_units,
+            max_live_units=self.max_live_units,
             prefetch=self.prefetch,
             hpz=self.hpz and tape.records and len(groups.levels) > 1,
         )

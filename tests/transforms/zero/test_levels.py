@@ -69,7 +69,7 @@ def test_pipelines_over_nodes(stage: int, between: str) -> None:
         rule="sgd",
         precision="fp32",
         zero=stage,
-        knobs=(),
+        options=(),
         dp=2,
         nodes=2,
         between=between,
