@@ -30,7 +30,7 @@ def train(args: argparse.Namespace, data: torch.Tensor, options: dict[str, Any])
     """Losses, bytes between nodes a step, and bytes inside them, on this rank."""
     mesh = comm.mesh(inter=args.nodes, intra=args.ranks)
     apply, params = fds.functional(GPT(Config(layers=args.layers, width=args.width, heads=args.heads, context=args.context)))
-    zero = T.zero(3, mesh["inter", "intra"], inside=mesh["intra"], **options)
+    zero = T.zero(3, mesh["inter", "intra"], intra_node=mesh["intra"], **options)
     step = zero(fds.train_step(lambda p, x: next_token_loss(apply(p, x[:, :-1]), x[:, 1:]), fds.adamw(args.rate)))
     state, losses = step.init(params), []
     with comm.ledger() as book:
@@ -39,7 +39,7 @@ def train(args: argparse.Namespace, data: torch.Tensor, options: dict[str, Any])
             starts = torch.randint(len(data) - args.context - 1, (args.batch,), generator=generator)
             state, metrics = step(state, torch.stack([data[s : s + args.context + 1].long() for s in starts.tolist()]))
             losses.append(metrics["loss"].item())
-    between = sum(row.bytes for row in book.rows if ":across" in row.group)
+    between = sum(row.bytes for row in book.rows if ":inter_node" in row.group)
     return losses, between // args.steps, (book.bytes - between) // args.steps
 
 
@@ -55,7 +55,7 @@ def main() -> None:
     narrow = {name: comm.compressed(getattr(comm, name), comm.Blocks(8)) for name in ("all_gather", "reduce_scatter")}
     data = corpus.load(context=args.context).train
     found: dict[str, Any] = {}
-    for name, options in {"fp32": {}, "qwZ+qgZ": narrow, "qwZ+qgZ+hpZ": {**narrow, "secondary": True}}.items():
+    for name, options in {"fp32": {}, "qwZ+qgZ": narrow, "qwZ+qgZ+hpZ": {**narrow, "hpz": True}}.items():
         losses, between, inside = comm.simulate(lambda o=options: train(args, data, o), world_size=args.nodes * args.ranks)[0]
         found[name] = {"losses": losses, "between": between, "inside": inside}
         plain = found["fp32"]

@@ -25,13 +25,16 @@ from functional_ds.optim.matrix_owners import MatrixOwners
 from functional_ds.sharding.layout import Layout, shard, unshard
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.transforms.precision.stochastic_rounding import round_stochastically
-from functional_ds.transforms.zero.collectives import Carriage
+from functional_ds.transforms.zero.collectives import Collectives
+from functional_ds.transforms.zero.config import ZeroConfig
 from functional_ds.transforms.zero.gather import Gatherer
-from functional_ds.transforms.zero.prefetch import Route, plan_fetches
+from functional_ds.transforms.zero.prefetch import FetchTrace, plan_fetches
+from functional_ds.transforms.zero.process_groups import ProcessGroups
 from tests.planting import Bug, planted
 from tests.remat.test_remat import awkward, outcome
 from tests.transforms.models import CASES, Blocks, Case, Tied, own_rows, run
 from tests.transforms.rules import assert_close, fresh, linear, trained
+from tests.transforms.zero import test_levels
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -353,12 +356,13 @@ def any_rank_touches_any_units() -> None:
     passes = [[(0, 1)] * 3, [(0, 1)] * 3, [(0, 1, 2, 0), (0, 1, 2, 3), (0, 1, 2, 4)], [(1, 0), (0,), ()]]
 
     def program() -> list[Any]:
-        source = Gatherer(layout, shard(params, layout, rank()), Carriage.plain(comm.world()))
-        routes, found = (Route(), Route()), []
+        collectives = Collectives(ProcessGroups.of(comm.world()), ZeroConfig(3))
+        source = Gatherer(layout, shard(params, layout, rank()), collectives)
+        traces, found = (FetchTrace(), FetchTrace()), []
         for i, touches in enumerate(passes):
-            source.begin(routes[i % 2])
+            source.begin(traces[i % 2])
             found.append([source.fetch(unit)[0].tolist() for unit in touches[rank()]])
-            source.finish(keep=i % 2 == 0)
+            source.finish(reshard=i % 2 == 1)
         return found
 
     assert comm.simulate(program, world_size=3) == [[[[float(u)] * 6 for u in t[r]] for t in passes] for r in range(3)]
@@ -388,12 +392,12 @@ def rank_0_gives_the_params(stage: int) -> None:
 # -- traffic and memory -----------------------------------------------------------------------------------------------
 
 
-def traffic(case: Case, stage: int, n: int, k: int = 1, *, keep: bool = False) -> tuple[int, int, list[int]]:
+def traffic(case: Case, stage: int, n: int, k: int = 1, *, reshard: bool = True) -> tuple[int, int, list[int]]:
     """Calls and elements of rank 0 in the third step, scalars and control apart; and the units' padded sizes."""
 
     def program() -> tuple[int, int, list[int]]:
         params, loss = case.make()
-        strategy = transforms.zero(stage, keep=keep), transforms.accumulate(k)
+        strategy = transforms.zero(stage, reshard_last_units=reshard), transforms.accumulate(k)
         step = fds.compose(*strategy)(fds.train_step(loss, fds.sgd(0.1)))
         state, batch = step.init(params), own_rows(case.batch(n * k * 4), comm.world())
         for _ in range(2):  # the order of units is known from here on
@@ -417,8 +421,8 @@ def traffic_is_exact(stage: int, k: int) -> None:
 
 
 def keeping_saves_two_units() -> None:
-    """Law 21 with ``keep``: the first and the last unit are there when the backward pass begins."""
-    _, elements, sizes = traffic(CASES["blocks"], 3, 2, keep=True)
+    """Law 21 without ``reshard_last_units``: the first and the last unit are there when the backward pass begins."""
+    _, elements, sizes = traffic(CASES["blocks"], 3, 2, reshard=False)
     assert elements == (3 * sum(sizes) - sizes[0] - sizes[-1]) // 2
 
 
@@ -463,7 +467,7 @@ def several_passes_gather_no_more_than_needed(recompute: bool) -> None:
     assert calls == fewest(uses, 2) + fewest(uses[:0:-1], 2) + len(sizes)
 
 
-def two_whole_units_and_the_next(recompute: bool, keep: bool) -> None:
+def two_whole_units_and_the_next(recompute: bool, reshard: bool) -> None:
     """Stage 3's memory: of the units that were fetched two are alive, whoever holds them."""
     most, alive, fetch = [0], set[StorageWeakRef](), Gatherer.fetch
 
@@ -477,7 +481,7 @@ def two_whole_units_and_the_next(recompute: bool, keep: bool) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Gatherer, "fetch", watched)
-        comm.simulate(lambda: run(passes(recompute), (transforms.zero(3, keep=keep),)), world_size=2)
+        comm.simulate(lambda: run(passes(recompute), (transforms.zero(3, reshard_last_units=reshard),)), world_size=2)
     assert most == [2]
 
 
@@ -1151,7 +1155,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "metrics are each rank's own",
             "transforms.zero.zero",
-            "self.ranks().total(inner(step, state, scalars))",
+            "self.process_groups().all_reduce(inner(step, state, scalars))",
             "inner(step, state, scalars)",
         ),
     ],
@@ -1174,7 +1178,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "each rank clips by its own shards",
             "transforms.zero.zero",
-            "comm.all_reduce(inner(step, state, grads) ** 2, self.ranks().group)",
+            "comm.all_reduce(inner(step, state, grads) ** 2, self.process_groups().group)",
             "(inner(step, state, grads) ** 2)",
         ),
     ],
@@ -1212,15 +1216,15 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
     ],
     (traffic_is_exact, 1, 2): [
-        Bug("stage 1 reduces each micro-batch", "transforms.zero.zero", "each = self.knobs.stage >= 2", "each = True"),
+        Bug("stage 1 reduces each micro-batch", "transforms.zero.zero", "each = self.stage >= 2", "each = True"),
     ],
     (zero_is_one_device, 3, "several passes"): [
         Bug("a second use overwrites", "transforms.zero.reduce", "_copy_ if fresh else torch._foreach_add_", "_copy_"),
         Bug(
             "a unit is reduced after one backward",
-            "transforms.zero.lazy_params",
-            "waiting.get(unit, 0) + 1",
-            "waiting.get(unit, 1)",
+            "transforms.zero.reduce",
+            "self._expected[unit] += 1",
+            "self._expected[unit] = 1",
         ),
     ],
     (zero_is_one_device, 2, "branching"): [
@@ -1228,21 +1232,21 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
             "each rank has its own order",
             "transforms.zero.reduce",
             "turns = self.order.units",
-            "turns = self.completed",
+            "turns = self._completed",
             comm.MismatchError,
         ),
         Bug(
             "each rank learns its own order",
             "transforms.zero.reduce",
             "tuple(agreed.tolist())",
-            "tuple(self.completed)",
+            "tuple(self._completed)",
             comm.MismatchError,
         ),
         Bug(
             "untouched units are not reduced",
             "transforms.zero.lazy_params",
-            "range(len(self.layout.units)):",
-            "range(0):",
+            "in self.reducer.untouched():",
+            "in ():",
             comm.DeadlockError,
         ),
     ],
@@ -1251,7 +1255,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "each rank keeps its own params",
             "transforms.zero.zero",
-            "lambda leaf: _of_rank_0(leaf, ranks)",
+            "lambda leaf: _of_rank_0(leaf, groups)",
             "lambda leaf: leaf",
         ),
     ],
@@ -1283,25 +1287,61 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "a rank leaves while others need units",
             "transforms.zero.gather",
-            "while not self._ask(_DONE):\n            pass",
-            "self._ask(_DONE)",
+            "while not self._ask(_FINISHED):\n            pass",
+            "self._ask(_FINISHED)",
             comm.DeadlockError,
+        ),
+    ],
+    (test_levels.test_units_that_are_fetched_again, 1, True): [
+        Bug(
+            "a gather that skips a level starts at once",
+            "transforms.zero.collectives",
+            "return relay(first, *rest).then(",
+            "return (relay(first, *rest) if first._finish else rest[0](first.wait())).then(",
+            comm.MismatchError,
+        ),
+    ],
+    (test_levels.test_units_that_are_fetched_again, 3, True): [
+        Bug(
+            "gathers go on in the order of their arrival",
+            "transforms.zero.collectives",
+            "all(pending.poll() for pending in self._pending)",
+            "[pending.poll() for pending in self._pending]",
+            comm.MismatchError,
+        ),
+    ],
+    (test_levels.test_the_loss_may_communicate_inside_nodes, 1, False): [
+        Bug(
+            "gathers share the channel of the loss function",
+            "transforms.zero.collectives",
+            'self._all_gather(payload, level.channel("gather"))',
+            "self._all_gather(payload, level)",
+            comm.MismatchError,
+        ),
+    ],
+    (test_levels.test_pipelines_over_nodes, 3, "intra_node"): [
+        Bug(
+            "each pipeline stage has a queue of its own",
+            "transforms.zero.state",
+            "LeafMap.of_layout(alone, None), self.in_flight)",
+            "LeafMap.of_layout(alone, None))",
+            comm.MismatchError,
         ),
     ],
     (any_rank_touches_any_units,): [
         Bug(
             "a plan that nobody kept to is kept",
             "transforms.zero.gather",
-            "if keep and not self._asked else",
-            "if keep else",
+            "if reshard or self._asked else",
+            "if reshard else",
             comm.DeadlockError,
         ),
     ],
-    (two_whole_units_and_the_next, False, True): [
+    (two_whole_units_and_the_next, False, False): [
         Bug(
             "autograd keeps whole units",
             "transforms.zero.lazy_params",
-            "self._owners.get(tensor.untyped_storage().data_ptr())",
+            "self._homes.get(tensor.untyped_storage().data_ptr())",
             "None",
         ),
         Bug("dropped units stay", "transforms.zero.gather", "self.whole.pop(unit, None)", "pass"),
@@ -1318,10 +1358,15 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
     ],
     (several_passes_gather_no_more_than_needed, True): [
-        Bug("a unit goes before its last use", "transforms.zero.gather", "and self._made >= self._plan.until.get(unit, 0)", ""),
+        Bug(
+            "a unit goes before its last use",
+            "transforms.zero.gather",
+            "and self._made >= self._plan.last_use.get(unit, 0)",
+            "",
+        ),
     ],
     (keeping_saves_two_units,): [
-        Bug("one unit is kept", "transforms.zero.gather", "self._plan.end if keep", "self._plan.end[:1] if keep"),
+        Bug("one unit is kept", "transforms.zero.gather", "else self._plan.end", "else self._plan.end[:1]"),
     ],
     # optimizers
     (an_optimizer_is_that_of_one_device, "muon", 1): [
@@ -1340,7 +1385,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "an optimizer in shards takes leaves for whole",
             "transforms.zero.zero",
-            "ranks.shards if self.knobs.stage else None",
+            "groups.shards if self.stage else None",
             "None",
             RuntimeError,
         ),
@@ -1531,22 +1576,22 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "exact params stay old",
             "transforms.zero.zero",
-            "exact=self._exact(state.params, whole, ranks)",
+            "exact=self._exact(state.params, whole, groups)",
             "exact=partition.exact",
         ),
         Bug(
             "the loss sees exact params",
             "transforms.zero.zero",
-            "self.carriage().gather_all",
-            "Carriage(ranks, attrs.evolve(self.knobs, all_gather=comm.all_gather)).gather_all",
+            "params=Collectives(groups, self).gather_all(layout.segments, stored, moved)",
+            "params=Collectives(groups, Zero(self.stage)).gather_all(layout.segments, stored, moved)",
         ),
     ],
     (a_compressed_gather_is_for_the_loss, 3): [
         Bug(
             "stage 3 gathers in fp32",
             "transforms.zero.zero",
-            "Carriage(self.ranks(), knobs,",
-            "Carriage(self.ranks(), Knobs(stage=3),",
+            "Collectives(self.process_groups(), self,",
+            "Collectives(self.process_groups(), ZeroConfig(3),",
         ),
     ],
     (offload_changes_nothing,): [

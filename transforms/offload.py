@@ -156,7 +156,7 @@ class _Offload:
             raise ValueError(f"{self}: params are whole while they are used but with zero(3), which must come after it")
         whole = step.has(Trait.KEEPS_WHOLE, after=name)
         if self.options.params != "device" and whole:
-            raise ValueError(f"{self}: {whole} keeps some params whole on the device; leave persist out")
+            raise ValueError(f"{self}: {whole} keeps some params whole on the device; leave persistence_threshold out")
         leaves = tree.leaves(params)
         plan = plan_of(inner, step, params, self.options)
         device = home(leaves[0]) if leaves else torch.device("cpu")

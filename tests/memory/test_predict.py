@@ -125,7 +125,7 @@ def test_what_feedback_gathers_is_no_unit() -> None:
 def test_gathered_units_are_predicted(name: str, units: str, n: int, half: bool, live: int, ahead: int) -> None:
     """Stage 3's whole units, at most at one time, for a model that uses its leaves in the order in which it was built."""
     chain = [T.mixed_precision("bf16")] if half else []
-    knobs: dict[str, Any] = {"unit_of": UNITS[units], "live": live, "prefetch": ahead}
+    knobs: dict[str, Any] = {"unit_of": UNITS[units], "max_live_units": live, "prefetch": ahead}
     params, loss = CASES[name].make()
 
     def make() -> fds.Step:

@@ -270,7 +270,7 @@ def test_the_docs_say_who_wraps_what() -> None:
     base = fds.train_step(square, fds.sgd(0.1))
     made = [
         *(transforms.zero(stage) for stage in range(4)),
-        transforms.zero(0, predivide=2.0),
+        transforms.zero(0, gradient_predivide_factor=2.0),
         transforms.mixed_precision("fp16"),
         transforms.accumulate(2),
         transforms.clip(1.0),

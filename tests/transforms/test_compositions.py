@@ -104,7 +104,7 @@ class Composition:
     rule: str
     precision: str
     zero: int | None
-    knobs: tuple[tuple[str, Any], ...]
+    options: tuple[tuple[str, Any], ...]
     dp: int
     nodes: int
     between: str  # what is done between nodes: they replicate shards, or cut them, too, with or without hpZ
@@ -122,23 +122,26 @@ class Composition:
         return self.dp * self.nodes * (1 if self.schedule is None else self.schedule.ranks)
 
 
-KNOBS = st.fixed_dictionaries(
+OPTIONS = st.fixed_dictionaries(
     {},
     optional={
         "unit_of": st.sampled_from([lambda path: path, lambda path: "all"]),
         "prefetch": st.integers(0, 2),
-        "live": st.integers(1, 3),
-        "persist": st.sampled_from([0, 9]),
+        "max_live_units": st.integers(1, 3),
+        "persistence_threshold": st.sampled_from([0, 9]),
         "aggregate": st.sampled_from(["reduce_scatter", "all_reduce", "owner"]),
-        "predivide": st.sampled_from([1.0, 4.0]),
-        "keep": st.booleans(),
+        "gradient_predivide_factor": st.sampled_from([1.0, 4.0]),
+        "reshard_last_units": st.booleans(),
     },
 )
 FOR_STAGE = {
-    0: {"unit_of", "predivide"},
-    1: {"unit_of", "aggregate", "predivide"},
-    2: {"unit_of", "aggregate", "predivide"},
-    3: {"unit_of", "prefetch", "live", "persist", "aggregate", "predivide", "keep"},
+    0: {"unit_of", "gradient_predivide_factor"},
+    1: {"unit_of", "aggregate", "gradient_predivide_factor"},
+    2: {"unit_of", "aggregate", "gradient_predivide_factor"},
+    3: {
+        *("unit_of", "prefetch", "max_live_units", "persistence_threshold", "aggregate"),
+        *("gradient_predivide_factor", "reshard_last_units"),
+    },
 }
 SCHEDULES = [pp.one_f_one_b(2, 2), pp.gpipe(3, 3), pp.interleaved_one_f_one_b(2, 3), pp.zbv(2, 2), pp.zb_h1(2, 3)]
 
@@ -146,19 +149,19 @@ SCHEDULES = [pp.one_f_one_b(2, 2), pp.gpipe(3, 3), pp.interleaved_one_f_one_b(2,
 @st.composite
 def compositions(draw: st.DrawFn) -> Composition:
     zero = draw(st.sampled_from([None, 0, 1, 2, 3, 3]))
-    knobs = {} if zero is None else {k: v for k, v in draw(KNOBS).items() if k in FOR_STAGE[zero]}
+    options = {} if zero is None else {k: v for k, v in draw(OPTIONS).items() if k in FOR_STAGE[zero]}
     schedule = draw(st.sampled_from([None, None, *SCHEDULES]))
     several = zero is not None
-    nodes = draw(st.sampled_from([1, 1, 2])) if several and schedule is None else 1
-    between = draw(st.sampled_from(["replicate", "inside", "secondary"][: zero or 1])) if nodes > 1 else "replicate"
-    if between != "replicate" and knobs.get("aggregate") == "owner":
-        del knobs["aggregate"]  # it is refused
+    nodes = draw(st.sampled_from([1, 1, 2])) if several and (schedule is None or schedule.ranks == 2) else 1
+    between = draw(st.sampled_from(["replicate", "intra_node", "hpz"][: zero or 1])) if nodes > 1 else "replicate"
+    if between != "replicate" and options.get("aggregate") == "owner":
+        del options["aggregate"]  # it is refused
     return Composition(
         model=draw(st.sampled_from(sorted(MODELS))),
         rule=draw(st.sampled_from(sorted(RULES))),
         precision=draw(st.sampled_from(["fp32", "fp32", "bf16", "fp16"])),
         zero=zero,
-        knobs=tuple(sorted(knobs.items())),
+        options=tuple(sorted(options.items())),
         dp=draw(st.sampled_from([1, 2, 3] if schedule is None else [1, 2])) if several else 1,
         nodes=nodes,
         between=between,
@@ -210,9 +213,9 @@ def together(drawn: Composition, made: pp.Stages, path: str) -> tuple[list[fds.T
         if drawn.nodes > 1 and drawn.between == "replicate":
             more["replicate"] = mesh["nodes"]
         elif drawn.nodes > 1:
-            more = {"group": mesh["nodes", "dp"], "inside": mesh["dp"]}
-            more |= {"secondary": True} if drawn.between == "secondary" else {}
-        fixed.append(transforms.zero(drawn.zero, **dict(drawn.knobs), **more))
+            more = {"group": mesh["nodes", "dp"], "intra_node": mesh["dp"]}
+            more |= {"hpz": True} if drawn.between == "hpz" else {}
+        fixed.append(transforms.zero(drawn.zero, **dict(drawn.options), **more))
     if drawn.schedule is not None:
         fixed.append(transforms.pipeline(drawn.schedule, made, mesh["pp"]))
     if drawn.accumulate > 1:
@@ -253,7 +256,7 @@ def folder(drawn: Composition) -> Iterator[str]:
 @settings(max_examples=2000 if settings.default.max_examples > 100 else 40)
 @given(drawn=compositions(), seed=st.integers(0, 99))
 def test_any_composition_is_the_single_device_step(drawn: Composition, seed: int) -> None:
-    """ZeRO and its knobs × pipeline × accumulation × recomputation × offload, in any order that is allowed, change nothing."""
+    """ZeRO with any arguments × pipeline × accumulation × remat × offload, in any order that is allowed, change nothing."""
     event(f"zero {drawn.zero}, {'a pipeline' if drawn.schedule else 'no pipeline'}")
     event(f"{drawn.nodes} nodes, {drawn.between}")
     count = 1 if drawn.schedule is None else drawn.schedule.stages

@@ -16,7 +16,7 @@ from functional_ds.base.direct_io import aligned, padded
 from functional_ds.comm.record.collective import NAMESPACE
 
 from .disk import Disk
-from .files import Extent, OffloadError
+from .files import Extent, OffloadError, VersionedFile
 from .prefetch import Prefetcher
 
 __all__ = ["OnDisk", "OnHost", "OnPaper", "Version", "fetched", "is_handle", "restored", "typed"]
@@ -160,7 +160,7 @@ class Version:
     shape: torch.Size
     dtype: torch.dtype
     chunk: int
-    file: DirectFile
+    file: VersionedFile
     disk: Disk
     prefetcher: Prefetcher
     writes: "list[Future[int]]" = attrs.field(factory=list)

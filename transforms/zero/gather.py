@@ -1,8 +1,6 @@
-"""Fetching units from shards: each when first touched, some ahead, a few at a time."""
+"""Whole units from shards: each gathered when first touched, some ahead, a bounded number at a time."""
 
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import attrs
 import torch
@@ -11,121 +9,131 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.sharding.layout import Layout
 
-from .collectives import Carriage
-from .prefetch import Plan, Route, plan_fetches
+from .collectives import Collectives, InFlight
+from .prefetch import FetchPlan, FetchTrace, plan_fetches
 
 __all__ = ["Gatherer"]
 
-_DONE = -1
+_FINISHED = -1
 
 
 @attrs.define(eq=False)
 class Gatherer:
-    """Whole units of a sharded tree, for one pass after the other over them.
+    """A source of units that are stored in shards.
 
     Law: any rank may touch any units in any order, or none; every rank takes part in the same gathers.
 
-    At most ``live + ahead`` units are there at once, those under way included; what is persistent comes on top, and what
-    an operation still has in hand of a unit that made room.
+    At most ``max_live_units + prefetch`` units are whole or in flight at once. Persistent segments come on top, and so does what
+    an operation still holds of an evicted unit.
 
     Attributes:
-        stored: this rank's shards, one a segment; persistent segments are whole.
-        live: how many units are whole at once, beside those that are fetched ahead.
-        ahead: how many units are fetched ahead of the one that is needed.
-        seconds: what came across in one pass, by unit, from which the next pass gathers inside; None to gather anew.
+        layout: the units.
+        shards: this rank's shard of each segment, ``[segment.shard]``; persistent segments are whole.
+        collectives: gathers a unit.
+        on_drop: is called with each unit that is freed.
+        max_live_units: how many units are whole at once, beside those that are fetched ahead.
+        prefetch: how many units are fetched ahead of the one that is needed.
+        hpz: whether to keep the first level of each gather, over ``inter_node``, and to send it once.
+        whole: the flat tensors of whole units, ``[segment.size]``, by unit.
     """
 
     layout: Layout
-    stored: Sequence[Tensor]
-    carriage: Carriage
-    live: int = 2
-    ahead: int = 1
-    seconds: dict[int, Any] | None = None
+    shards: Sequence[Tensor]
+    collectives: Collectives
+    on_drop: Callable[[int], None] = lambda unit: None
+    max_live_units: int = 2
+    prefetch: int = 1
+    hpz: bool = False
     whole: dict[int, list[Tensor]] = attrs.field(factory=dict)
-    _route: Route = attrs.field(factory=Route)
-    _plan: Plan = attrs.field(factory=lambda: Plan((), {}))
+    _trace: FetchTrace = attrs.field(factory=FetchTrace)
+    _plan: FetchPlan = attrs.field(factory=FetchPlan)
     _made: int = 0  # fetches of the plan that were made
-    _under_way: "deque[comm.Pending[Any]]" = attrs.field(factory=deque)
+    _in_flight: InFlight[list[Tensor]] = attrs.field(factory=InFlight)
     _asked: list[int] = attrs.field(factory=list)
-    dropped: Callable[[int], None] = lambda unit: None
+    _first_levels: "dict[int, comm.Pending[object]]" = attrs.field(factory=dict)  # hpZ's secondary shards, by unit
 
-    def begin(self, route: Route) -> None:
-        """Starts a pass; what is whole already stays."""
-        self._route, self._made, self._asked = route, 0, []
-        self._plan = Plan((), {}) if route.uses is None else plan_fetches(route.uses, self.live, tuple(self.whole))
+    frees = True
+
+    def begin(self, trace: FetchTrace) -> None:
+        """Starts a pass; units that are whole stay so."""
+        self._trace, self._made, self._asked = trace, 0, []
+        self._plan = FetchPlan() if trace.uses is None else plan_fetches(trace.uses, self.max_live_units, tuple(self.whole))
 
     def fetch(self, unit: int) -> list[Tensor]:
         """The unit's flat tensors, one a segment."""
-        if not self._cut(unit):
-            return [self.stored[index].detach() for index in self.layout.units[unit].segments]
+        if unit not in self.whole and not self._sharded(unit):
+            return [self.shards[index].detach() for index in self.layout.units[unit].segments]
         while unit not in self.whole and self._made < len(self._plan.fetches):
-            self._advance()
+            self._follow_plan()
         while unit not in self.whole:
             self._ask(unit)
         return self.whole[unit]
 
-    def finish(self, *, keep: bool) -> None:
-        """Ends a pass: takes part in whatever other ranks still need. ``keep`` leaves what the next pass may begin with."""
+    def finish(self, *, reshard: bool) -> None:
+        """Ends a pass: takes part in the gathers that other ranks still need, then frees units.
+
+        Args:
+            reshard: whether to free all units, or to leave those that the next pass may begin with.
+        """
         while self._made < len(self._plan.fetches):
-            self._advance()
-        while not self._ask(_DONE):
+            self._follow_plan()
+        while not self._ask(_FINISHED):
             pass
-        kept = self._plan.end if keep and not self._asked else ()
+        kept = () if reshard or self._asked else self._plan.end
         for unit in [unit for unit in self.whole if unit not in kept]:
-            self.drop(unit)
-        self._route.learn(self._asked, len(self.layout.units))
+            self._drop(unit)
+        self._trace.extend(self._asked, len(self.layout.units))
 
-    def spent(self, unit: int) -> None:
-        """Drops a unit that nobody holds any more, unless the plan uses it again."""
-        if unit in self.whole and self._made >= self._plan.until.get(unit, 0):
-            self.drop(unit)
+    def release(self, unit: int) -> None:
+        """Frees a unit that nothing refers to any more, unless the plan uses it again."""
+        if unit in self.whole and self._made >= self._plan.last_use.get(unit, 0):
+            self._drop(unit)
 
-    def drop(self, unit: int) -> None:
-        """Forgets a whole unit."""
+    def _drop(self, unit: int) -> None:
         self.whole.pop(unit, None)
-        self.dropped(unit)
+        self.on_drop(unit)
 
-    def _advance(self) -> None:
+    def _follow_plan(self) -> None:
+        """Makes the plan's next fetch, and starts those ahead of it."""
         fetch = self._plan.fetches[self._made]
         for unit in fetch.evict:
-            self.drop(unit)
-        pending = self._under_way.popleft() if self._under_way else self._start(fetch.unit)
+            self._drop(unit)
+        for ahead in self._plan.fetches[self._made + len(self._in_flight) : self._made + 1 + self.prefetch]:
+            self._in_flight.push(self._start(ahead.unit))
         self._made += 1
-        for following in self._plan.fetches[self._made + len(self._under_way) : self._made + self.ahead]:
-            self._under_way.append(self._start(following.unit))
-        self.whole[fetch.unit] = pending.wait()
-        if self._under_way and self.carriage.ranks.levels > 1:
-            self._under_way[0].poll()  # so that its next hop goes on, beside what is computed meanwhile
+        self.whole[fetch.unit] = self._in_flight.pop()
+        if len(self.collectives.groups.levels) > 1:
+            self._in_flight.advance()  # beside the computation
 
-    def _cut(self, unit: int) -> list[int]:
-        """The unit's segments that are in shards."""
+    def _sharded(self, unit: int) -> list[int]:
         return [index for index in self.layout.units[unit].segments if not self.layout.segments[index].persistent]
 
-    def _start(self, unit: int) -> "comm.Pending[Any]":
-        indices = self.layout.units[unit].segments
-        cut, seconds = self._cut(unit), self.seconds
-        segments, shards = [self.layout.segments[i] for i in cut], [self.stored[i] for i in cut]
-        if seconds is not None and unit in seconds:
-            pending = self.carriage.gather_inside(segments, seconds[unit], shards)
-        else:
-            keep = None if seconds is None else lambda payload: seconds.__setitem__(unit, payload)
-            pending = self.carriage.gather(segments, shards, keep)
-        if len(cut) == len(indices):
-            return pending  # type: ignore[no-any-return]
+    def _start(self, unit: int) -> "comm.Pending[list[Tensor]]":
+        indices, sharded = self.layout.units[unit].segments, self._sharded(unit)
+        segments, shards = [self.layout.segments[i] for i in sharded], [self.shards[i] for i in sharded]
+        if self.hpz and unit not in self._first_levels:
+            self._first_levels[unit] = self.collectives.gather_first_level(shards)
+        pending = self.collectives.gather(segments, shards, self._first_levels.get(unit))
+        if len(sharded) == len(indices):
+            return pending
 
-        def among(found: Sequence[Tensor]) -> list[Tensor]:
-            arrived = dict(zip(cut, found, strict=True))
-            return [arrived.get(index, self.stored[index].detach()) for index in indices]
+        def with_persistent(found: Sequence[Tensor]) -> list[Tensor]:
+            gathered = dict(zip(sharded, found, strict=True))
+            return [gathered[i] if i in gathered else self.shards[i].detach() for i in indices]
 
-        return pending.then(among)  # type: ignore[no-any-return]
+        return pending.then(with_persistent)
 
     def _ask(self, unit: int) -> bool:
-        """One round of asking: all say what they need (or that they are through), and all fetch it. True when all are."""
-        control = self.carriage.ranks.shards.channel("control")
-        needs = set(comm.all_gather(torch.tensor([unit]), control).tolist()) - {_DONE}
+        """One round: each rank sends the unit that it needs, or that it has finished, and all fetch these units.
+
+        Returns:
+            Whether all ranks have finished.
+        """
+        control = self.collectives.groups.shards.channel("control")
+        needs = set(comm.all_gather(torch.tensor([unit]), control).tolist()) - {_FINISHED}
         for need in sorted(needs):
-            for old in [old for old in self.whole if old != unit][: max(0, len(self.whole) - self.live + 1)]:
-                self.drop(old)
+            for old in [old for old in self.whole if old != unit][: max(0, len(self.whole) - self.max_live_units + 1)]:
+                self._drop(old)
             self.whole[need] = self._start(need).wait()
             self._asked.append(need)
         return not needs

@@ -1,7 +1,8 @@
-"""The params that a loss sees, unit by unit: where they come from, and where their gradients go."""
+"""The params that a loss function sees: fetched unit by unit at first use, and their gradients handed to a reducer."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import attrs
@@ -14,90 +15,99 @@ from functional_ds.base import tree
 from functional_ds.sharding.layout import Layout
 from functional_ds.step.tape import Tape
 
-from .prefetch import Route
+from .lazy_tensor import LazyTensor
+from .prefetch import FetchTrace
 from .reduce import Reducer
 
-__all__ = ["Deferred", "Resident", "Source", "Units"]
+__all__ = ["LazyParams", "Source", "WholeParams"]
 
 
 class Source(Protocol):
-    """Where whole units come from."""
+    """Where whole units come from.
 
-    def begin(self, route: Route) -> None:
+    Attributes:
+        frees: whether it may free a unit and fetch it again.
+    """
+
+    @property
+    def frees(self) -> bool: ...
+
+    def begin(self, trace: FetchTrace) -> None:
         """Starts a pass over the units."""
 
     def fetch(self, unit: int) -> Sequence[Tensor]:
-        """The unit's flat tensors, one a segment."""
+        """The unit's flat tensors, ``[segment.size]``, one a segment."""
         ...
 
-    def finish(self, *, keep: bool) -> None:
-        """Ends a pass."""
+    def finish(self, *, reshard: bool) -> None:
+        """Ends a pass; ``reshard`` frees all units."""
 
-    def spent(self, unit: int) -> None:
-        """Says that nobody holds the unit."""
+    def release(self, unit: int) -> None:
+        """Says that nothing refers to the unit any more."""
 
 
 @attrs.frozen(eq=False)
-class Resident:
-    """Units that are whole all the time."""
+class WholeParams:
+    """The source of units that are whole all the time."""
 
     layout: Layout
     flats: Sequence[Tensor]
+    frees = False
 
-    def begin(self, route: Route) -> None:
-        """Nothing to do."""
+    def begin(self, trace: FetchTrace) -> None:
+        """Does nothing."""
 
     def fetch(self, unit: int) -> Sequence[Tensor]:
         """The unit's flat tensors."""
         return [self.flats[index].detach() for index in self.layout.units[unit].segments]
 
-    def finish(self, *, keep: bool) -> None:
-        """Nothing to do."""
+    def finish(self, *, reshard: bool) -> None:
+        """Does nothing."""
 
-    def spent(self, unit: int) -> None:
-        """Nothing to do."""
+    def release(self, unit: int) -> None:
+        """Does nothing."""
 
 
 class _UnitNode(torch.autograd.Function):
-    """From the tape's one differentiable leaf to a unit's trained leaves; its backward hands their gradients over.
+    """A node from the tape's one differentiable leaf to a unit's trained leaves; its backward passes on their gradients.
 
-    It is made when the unit is first touched, so that autograd, which runs later nodes first, completes a unit before it
-    goes on to what came earlier. Its first output is a token among the roots of the backward pass: so the node runs once
-    on every rank, whatever the loss used.
+    It is made when the unit is first touched. Autograd runs later nodes first, so it completes a unit before it goes on to
+    earlier ones. The first output is a token among the roots of the backward pass: so the node runs exactly once on every
+    rank, whatever the loss used.
     """
 
     @staticmethod
-    def forward(ctx: Any, units: "Units", unit: int, views: tuple[Tensor, ...], handle: Tensor) -> tuple[Tensor, ...]:
-        ctx.units, ctx.unit, ctx.device = units, unit, units.device
+    def forward(ctx: Any, params: "LazyParams", unit: int, views: tuple[Tensor, ...], handle: Tensor) -> tuple[Tensor, ...]:
+        ctx.params, ctx.unit = params, unit
         ctx.set_materialize_grads(False)
-        return (torch.zeros((), device=units.device), *views)
+        return (torch.zeros((), device=params.device), *views)
 
     @staticmethod
     def backward(ctx: Any, token: Tensor | None, *grads: Tensor | None) -> tuple[None, None, None, None]:
-        ctx.units.completed(ctx.unit, grads)
+        ctx.params.completed(ctx.unit, grads)
         return None, None, None, None
 
 
-class _Saved:
-    """What autograd keeps of a whole unit instead of the tensor: where it lies."""
+class _SavedPlace:
+    """What autograd saves in place of a tensor that lies in a unit: which unit, and where."""
 
-    __slots__ = ("offset", "release", "shape", "stride", "unit", "which")
+    __slots__ = ("offset", "release", "segment", "shape", "stride", "unit")
 
-    def __init__(self, unit: int, which: int, tensor: Tensor, release: Callable[[int], None]) -> None:
-        self.unit, self.which, self.release = unit, which, release
+    def __init__(self, unit: int, segment: int, tensor: Tensor, release: Callable[[int], None]) -> None:
+        self.unit, self.segment, self.release = unit, segment, release
         self.shape, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def __del__(self) -> None:
         self.release(self.unit)
 
 
-class _Kept:
-    """What autograd keeps of any other tensor; torch itself checks for changes only where there are no hooks."""
+class _SavedTensor:
+    """What autograd saves of any other tensor. With hooks in force torch does not check for later changes, so this does."""
 
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        # An output kept as it is would hold on to its own node.
+        # An output saved with its grad_fn would keep its own node alive.
         self.tensor = tensor.detach() if tensor.grad_fn is not None else tensor
         self.version = tensor._version
 
@@ -111,94 +121,101 @@ class _Kept:
         return self.tensor
 
 
-class Units:
-    """The units of a tree within one tape.
+class LazyParams:
+    """The params of one tape, as lazy tensors.
 
-    The loss sees deferred leaves. A touch fetches the leaf's unit from the source and, where gradients are wanted, puts a
-    node into the graph that will hand the unit's gradients to the reducer. With ``frees`` (the source can fetch again) what
-    autograd saves of a unit is replaced by its place, so that the unit can go after its forward and come back, without
-    recomputing activations, when the backward pass first needs it. With ``keep`` what is whole when the forward pass ends
-    stays for the backward, which needs it first.
+    A first touch fetches the leaf's unit from the source. Where gradients are wanted it also puts a node into the graph, which
+    will hand the unit's gradients to the reducer. If the source frees units, what autograd saves of a unit is replaced by its
+    place, so that the unit can be freed after its forward and fetched again when the backward pass first needs it, without
+    recomputing activations.
+
+    Args:
+        layout: the units.
+        source: makes the source of units, given the function that forgets a unit which the source has freed.
+        reducer: takes the gradients; None where no leaf is differentiated.
+        device: where the params lie.
+        reshard_last_units: whether the units that are whole when the forward pass ends are freed before the backward pass.
     """
 
     def __init__(
-        self, layout: Layout, source: Source, reducer: Reducer | None, device: torch.device, *, frees: bool, keep: bool
+        self,
+        layout: Layout,
+        source: Callable[[Callable[[int], None]], Source],
+        reducer: Reducer | None,
+        device: torch.device,
+        *,
+        reshard_last_units: bool,
     ) -> None:
-        self.layout, self.source, self.reducer, self.device = layout, source, reducer, device
-        self._frees, self._keep = frees, keep
-        self._leaves: dict[int, dict[int, Tensor]] = {}  # unit -> leaf index -> the real tensor
-        self._owners: dict[int, tuple[int, int, StorageWeakRef]] = {}  # storage -> unit, place in the unit, while it lives
-        self._held: Counter[int] = Counter()  # unit -> saved tensors that still refer to it
+        self.layout, self.reducer, self.device = layout, reducer, device
+        self._leaves: dict[int, dict[int, Tensor]] = {}  # unit -> leaf -> the fetched tensor
+        self._homes: dict[int, tuple[int, int, StorageWeakRef]] = {}  # data pointer -> unit, segment in it, storage
+        self._saved: Counter[int] = Counter()  # unit -> saved tensors that still refer to it
+        self._reshard = reshard_last_units
         self._in_backward = False
         self._handle: Tensor | None = None
         self._roots: list[Tensor] = []
+        self.source = source(self.forget)
 
-    def open(self, tape: Tape, forward: Route, backward: Route) -> Any:
-        """The tree of deferred leaves, whose forward pass begins here and whose backward ends with the tape's."""
+    def open(self, tape: Tape, forward: FetchTrace, backward: FetchTrace) -> Any:
+        """The tree of lazy leaves. Their forward pass begins here, and their backward pass ends with the tape's."""
         self.source.begin(forward)
-        self._backward_route = backward
         tape.at_end(self._close)
-        tape.at_forward_end(lambda: self._end_forward(tape.records))
+        tape.at_forward_end(lambda: self._end_forward(tape.records, backward))
         if tape.records:
             self._handle, self._roots = tape.watch(torch.zeros((), device=self.device)), tape.roots
             tape.collect_with(self._collect)
             tape.push_with(self._push)
-            if self._frees:
+            if self.source.frees:
                 tape.during_forward(saved_tensors_hooks(self._pack, self._unpack))
-                tape.claims.append(lambda tensor: self._owner(tensor) is not None)
-        leaves = self._deferred(tape.records)
+                tape.claims.append(lambda tensor: self._home(tensor) is not None)
+        leaves = self._lazy_leaves(tape.records)
         slots = (s for unit in self.layout.units for index in unit.segments for s in self.layout.segments[index].slots)
         tape.placeholders.update({id(leaves[slot.leaf]): self.layout.paths[slot.leaf] for slot in slots})
         return tree.unflatten(self.layout.spec, leaves)
 
     def forget(self, unit: int) -> None:
-        """The source has dropped the unit; an operation that has its leaves in hand may still save them."""
+        """Drops the leaves of a unit that the source has freed. An operation that holds them may still save them."""
         self._leaves.pop(unit, None)
 
-    def completed(self, unit: int, grads: Sequence[Tensor | None]) -> None:
-        """A backward node of the unit has run."""
+    def completed(self, unit: int, grads: Sequence[Tensor | None], *, last: bool = False) -> None:
+        """Takes the gradients of a backward node of the unit, perhaps the last whatever nodes were made."""
         if self.reducer is not None:
-            self.reducer.add(unit, grads, self.device)
-        if not self._held[unit]:
-            self.source.spent(unit)
+            self.reducer.add(unit, grads, self.device, last=last)
+        if not self._saved[unit]:
+            self.source.release(unit)
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
-    def _deferred(self, records: bool) -> list[Tensor]:
+    def _lazy_leaves(self, records: bool) -> list[Tensor]:
         leaves: list[Any] = [None] * len(self.layout.paths)
         for segment in self.layout.segments:
             for slot in segment.slots:
-                fetch = _Fetch(self, segment.unit, slot.leaf)
+                fetch = partial(self._leaf, segment.unit, slot.leaf)
                 wants_grad = records and segment.trainable
-                leaves[slot.leaf] = Deferred(slot.shape, segment.dtype, self.device, wants_grad, fetch)
+                leaves[slot.leaf] = LazyTensor(slot.shape, segment.dtype, self.device, wants_grad, fetch)
         return leaves
 
-    def leaf(self, unit: int, index: int) -> Tensor:
-        """The real tensor behind a deferred leaf."""
-        found = self._leaves.get(unit)
-        if found is None:
-            found = self._leaves[unit] = self._enter(unit)
-        return found[index]
+    def _leaf(self, unit: int, leaf: int) -> Tensor:
+        leaves = self._leaves.get(unit)
+        if leaves is None:
+            leaves = self._leaves[unit] = self._enter(unit)
+        return leaves[leaf]
 
     def _enter(self, unit: int) -> dict[int, Tensor]:
+        """Fetches a unit; its leaves, the trained ones behind a node."""
         flats = self.source.fetch(unit)
-        indices = self.layout.units[unit].segments
         leaves: dict[int, Tensor] = {}
-        for which, (index, flat) in enumerate(zip(indices, flats, strict=True)):
+        trained: list[int] = []
+        for place, (index, flat) in enumerate(zip(self.layout.units[unit].segments, flats, strict=True)):
             segment = self.layout.segments[index]
-            if self._frees and flat.numel():
+            if self.source.frees and flat.numel():
                 storage = flat.untyped_storage()
-                self._owners[storage.data_ptr()] = (unit, which, StorageWeakRef(storage))
+                self._homes[storage.data_ptr()] = (unit, place, StorageWeakRef(storage))
             leaves.update(zip((slot.leaf for slot in segment.slots), segment.views(flat), strict=True))
-        trained = [
-            slot.leaf
-            for index in indices
-            if self.layout.segments[index].trainable
-            for slot in self.layout.segments[index].slots
-        ]
+            trained += [slot.leaf for slot in segment.slots] if segment.trainable else []
         if trained and self._handle is not None:
             views = tuple(leaves[i] for i in trained)
-            leaves.update(zip(trained, self._again(views) if self._in_backward else self._node(unit, views), strict=True))
+            leaves.update(zip(trained, self._recomputed(views) if self._in_backward else self._node(unit, views), strict=True))
         return leaves
 
     def _node(self, unit: int, views: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -206,144 +223,74 @@ class Units:
             token, *outputs = _UnitNode.apply(self, unit, views, self._handle)
         self._roots.append(token)
         if self.reducer is not None:
-            self.reducer.waiting[unit] = self.reducer.waiting.get(unit, 0) + 1
+            self.reducer.expect(unit)
         return tuple(outputs)
 
-    def _again(self, views: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """For a recomputation, which checks that its leaves require grad as they did, and takes no gradients of them."""
+    def _recomputed(self, views: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Leaves for a recomputation, which checks that they require grad as before, and whose gradients are not used."""
         return tuple(view.detach().requires_grad_() for view in views)
 
-    def _end_forward(self, records: bool) -> None:
+    def _end_forward(self, records: bool, backward: FetchTrace) -> None:
         if records and self.reducer is not None:
-            for unit in range(len(self.layout.units)):  # untouched here; other ranks may have touched them
-                if self.reducer.trained(unit) and unit not in self.reducer.waiting:
-                    self._node(unit, ())
+            for unit in self.reducer.untouched():  # other ranks may have touched them
+                self._node(unit, ())
         self._leaves.clear()
-        self._owners.clear()
-        self.source.finish(keep=records and self._keep)
+        self._homes.clear()
+        self.source.finish(reshard=self._reshard or not records)
         if records:
             self._in_backward = True
-            self.source.begin(self._backward_route)
+            self.source.begin(backward)
 
     def _close(self) -> None:
-        """Lets go of everything: the graph's nodes refer to this object, and a cycle would keep the memory for a while."""
+        """Lets go of everything. The graph's nodes refer to this object, and a cycle would keep the memory for a while."""
         self._leaves.clear()
-        self._owners.clear()
+        self._homes.clear()
         self._roots.clear()
+        if self.reducer is not None:
+            self.reducer.close()
         self._handle = self.reducer = None
-        self.source = Resident(self.layout, ())
+        self.source = WholeParams(self.layout, ())
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
-    def _pack(self, tensor: Tensor) -> Any:
-        owner = self._owner(tensor)
-        if owner is None:
-            return _Kept(tensor)
-        self._held[owner[0]] += 1
-        return _Saved(*owner, tensor, self._release)
+    def _pack(self, tensor: Tensor) -> _SavedPlace | _SavedTensor:
+        home = self._home(tensor)
+        if home is None:
+            return _SavedTensor(tensor)
+        self._saved[home[0]] += 1
+        return _SavedPlace(*home, tensor, self._released)
 
-    def _owner(self, tensor: Tensor) -> tuple[int, int] | None:
+    def _home(self, tensor: Tensor) -> tuple[int, int] | None:
+        """The unit, and the segment in it, in whose memory the tensor lies."""
         if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
             return None
-        owner = self._owners.get(tensor.untyped_storage().data_ptr())
-        if owner is None or owner[2].expired():  # other memory may lie there now
+        home = self._homes.get(tensor.untyped_storage().data_ptr())
+        if home is None or home[2].expired():  # other memory may lie there now
             return None
-        unit, which, _ = owner
-        segment = self.layout.segments[self.layout.units[unit].segments[which]]
-        return (unit, which) if segment.dtype == tensor.dtype else None
+        unit, place, _ = home
+        segment = self.layout.segments[self.layout.units[unit].segments[place]]
+        return (unit, place) if segment.dtype == tensor.dtype else None
 
-    def _unpack(self, saved: Any) -> Tensor:
-        if isinstance(saved, _Kept):
+    def _unpack(self, saved: _SavedPlace | _SavedTensor) -> Tensor:
+        if isinstance(saved, _SavedTensor):
             return saved.unchanged()
-        flat = self.source.fetch(saved.unit)[saved.which]
+        flat = self.source.fetch(saved.unit)[saved.segment]
         return torch.as_strided(flat, saved.shape, saved.stride, saved.offset)
 
-    def _release(self, unit: int) -> None:
-        self._held[unit] -= 1
-        if self._in_backward and not self._held[unit]:
-            self.source.spent(unit)
+    def _released(self, unit: int) -> None:
+        self._saved[unit] -= 1
+        if self._in_backward and not self._saved[unit]:
+            self.source.release(unit)
 
     def _push(self, grads: Mapping[str, Tensor]) -> None:
-        """Gradients that were summed elsewhere, unit by unit as a backward pass would complete them."""
+        """Takes gradients by path that were summed elsewhere, unit by unit as a backward pass would complete them."""
+        if self.reducer is None:
+            return
         for unit in reversed(range(len(self.layout.units))):
-            trained = [] if self.reducer is None else self.reducer.trained(unit)
-            if trained and self.reducer is not None:
-                self.reducer.waiting[unit] = 1  # however many nodes have been made, which nobody walks
-                slots = (slot for index in trained for slot in self.layout.segments[index].slots)
-                self.completed(unit, [grads.get(self.layout.paths[slot.leaf]) for slot in slots])
+            slots = [slot for index in self.reducer.trained(unit) for slot in self.layout.segments[index].slots]
+            if slots:
+                self.completed(unit, [grads.get(self.layout.paths[slot.leaf]) for slot in slots], last=True)
 
     def _collect(self, grads: list[Tensor | None]) -> list[Tensor]:
-        self.source.finish(keep=False)
+        self.source.finish(reshard=True)
         return [] if self.reducer is None else self.reducer.finish()
-
-
-@attrs.frozen(eq=False)
-class _Fetch:
-    units: Units
-    unit: int
-    index: int
-
-    def __call__(self) -> Tensor:
-        return self.units.leaf(self.unit, self.index)
-
-
-_T = torch.Tensor
-# What can be answered from the shape, dtype and device alone, without fetching anything.
-_PROPERTIES = (
-    *("shape", "dtype", "device", "layout", "requires_grad", "ndim", "is_leaf", "is_cuda", "is_cpu", "is_meta", "is_sparse"),
-    *("is_quantized", "is_nested", "is_mkldnn", "is_xpu", "is_mps", "itemsize", "nbytes", "grad", "names"),
-)
-_METADATA: frozenset[Any] = frozenset(
-    [
-        *(getattr(_T, name).__get__ for name in _PROPERTIES if hasattr(_T, name)),
-        *(_T.size, _T.dim, _T.numel, _T.nelement, _T.ndimension, _T.stride, _T.is_contiguous, _T.element_size, _T.get_device),
-        *(_T.is_floating_point, _T.is_complex, _T.is_signed, _T.__len__, _T.__hash__, _T.type),
-        *(torch.is_floating_point, torch.is_complex, torch.numel),
-    ]
-)
-
-
-class Deferred(torch.Tensor):
-    """A leaf that the loss sees: shape, dtype and device are known, the values are fetched at first use.
-
-    Every torch function that gets one gets the real tensor instead; there are no hooks on modules, so any code that
-    computes with tensors will do.
-    """
-
-    _fetch: Callable[[], Tensor]
-
-    @staticmethod
-    def __new__(
-        cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool, fetch: Callable[[], Tensor]
-    ) -> "Deferred":
-        self: Deferred = _T._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
-        self._fetch = fetch
-        return self
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"Deferred({list(self.shape)}, {self.dtype})"
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        return func(*(_real(x) for x in args), **{name: _real(x) for name, x in (kwargs or {}).items()})
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return func(*(_real(x) for x in args), **{name: _real(x) for name, x in (kwargs or {}).items()})
-
-
-def _real(value: Any) -> Any:
-    """The value with every deferred tensor in it fetched."""
-    if isinstance(value, Deferred):
-        return value._fetch()
-    if isinstance(value, (list, tuple)) and any(isinstance(v, (Deferred, list, tuple, dict)) for v in value):
-        real = [_real(v) for v in value]
-        return type(value)(*real) if hasattr(value, "_fields") else type(value)(real)
-    if isinstance(value, dict):
-        return {k: _real(v) for k, v in value.items()}
-    return value

@@ -1,14 +1,14 @@
-"""An order of fetches that all ranks keep, whatever each of them touches.
+"""The order in which all ranks fetch units, as data.
 
-Fetching a unit is a collective, so every rank must take part, at the same place among its other fetches, also when it has
-no use for that unit. A convoy sees to that:
+Fetching a unit is a collective: every rank must take part, at the same place among its other fetches, even where it does
+not use the unit. ``gather.Gatherer`` keeps to these rules:
 
-- The first pass has no plan. Whenever a rank needs a unit it asks all (one integer from each rank), and all fetch what
-  anybody asked for. A rank that is through keeps serving until all are through.
-- What was fetched becomes the plan of later passes. There, needing a unit means going on in the plan until it is fetched:
-  nobody asks, and the next fetch is known early.
-- A need beyond the plan is no error: the rank finishes the plan and then asks; the others come to the same question at
-  the end of their pass. The plan grows by what was asked for.
+- The first pass has no plan. A rank that needs a unit asks: each rank sends one integer, and all ranks fetch every unit
+  that any rank asked for. A rank that has finished its pass keeps answering until all have finished.
+- The fetches of a pass are the plan of later passes. A rank that needs a unit follows the plan up to its fetch. Nobody
+  asks, and the next fetches are known in advance.
+- A rank may need a unit beyond the plan. It then finishes the plan and asks; the other ranks meet that question at the
+  end of their pass. The plan grows by the units that were asked for.
 """
 
 from collections.abc import Sequence
@@ -16,37 +16,42 @@ from functools import cache
 
 import attrs
 
-__all__ = ["Fetch", "Plan", "Route", "plan_fetches"]
+__all__ = ["Fetch", "FetchPlan", "FetchTrace", "plan_fetches"]
 
 
 @attrs.frozen
 class Fetch:
-    """One fetch of a plan, and which units make room for it."""
+    """One fetch of a plan, and the units that are freed before it."""
 
     unit: int
     evict: tuple[int, ...]
 
 
 @attrs.frozen
-class Plan:
-    """The fetches of a pass.
+class FetchPlan:
+    """The fetches of one pass.
 
     Attributes:
         fetches: in order.
-        until: for each unit, how many fetches have been made when it is used for the last time.
-        end: what is still there when the pass is over.
+        last_use: unit -> how many fetches have been made when the unit is used for the last time.
+        end: the units that are whole when the pass is over.
     """
 
-    fetches: tuple[Fetch, ...]
-    until: dict[int, int] = attrs.field(hash=False)
+    fetches: tuple[Fetch, ...] = ()
+    last_use: dict[int, int] = attrs.field(hash=False, factory=dict)
     end: tuple[int, ...] = ()
 
 
 @cache
-def plan_fetches(uses: tuple[int, ...], capacity: int, start: tuple[int, ...] = ()) -> Plan:
-    """The fetches that serve a sequence of uses with at most ``capacity`` units at once, ``start`` being there already.
+def plan_fetches(uses: tuple[int, ...], capacity: int, start: tuple[int, ...] = ()) -> FetchPlan:
+    """The fewest fetches that serve a sequence of uses with at most ``capacity`` whole units at once (Belady 1966).
 
-    The unit whose next use is furthest away makes room, which makes the number of fetches least (Belady 1966).
+    The unit whose next use is furthest away is evicted.
+
+    Args:
+        uses: the units that a pass uses, in order.
+        capacity: how many units may be whole.
+        start: the units that are whole before the pass.
 
     >>> plan = plan_fetches((0, 1, 2, 3, 0), 2)  # unit 0 is kept for its second use
     >>> [(fetch.unit, fetch.evict) for fetch in plan.fetches], plan.end
@@ -54,7 +59,7 @@ def plan_fetches(uses: tuple[int, ...], capacity: int, start: tuple[int, ...] = 
     """
     there = list(start)
     fetches: list[Fetch] = []
-    until: dict[int, int] = {}
+    last_use: dict[int, int] = {}
     for i, unit in enumerate(uses):
         if unit not in there:
             evicted: list[int] = []
@@ -63,8 +68,8 @@ def plan_fetches(uses: tuple[int, ...], capacity: int, start: tuple[int, ...] = 
                 there.remove(evicted[-1])
             there.append(unit)
             fetches.append(Fetch(unit, tuple(evicted)))
-        until[unit] = len(fetches)
-    return Plan(tuple(fetches), until, tuple(there))
+        last_use[unit] = len(fetches)
+    return FetchPlan(tuple(fetches), last_use, tuple(there))
 
 
 def _next_use(uses: Sequence[int], now: int, unit: int) -> int:
@@ -75,16 +80,20 @@ def _next_use(uses: Sequence[int], now: int, unit: int) -> int:
 
 
 @attrs.define
-class Route:
-    """What the ranks have agreed on so far about one kind of pass: the uses to plan for, None before the first pass."""
+class FetchTrace:
+    """What all ranks fetched in earlier passes of one kind (forward or backward): the uses to plan for.
+
+    Attributes:
+        uses: units in order; None before the first pass.
+    """
 
     uses: tuple[int, ...] | None = None
 
-    def learn(self, asked: Sequence[int], units: int) -> None:
-        """Takes in what a pass asked for beyond its plan."""
+    def extend(self, asked: Sequence[int], n_units: int) -> None:
+        """Adds the units that a pass asked for beyond its plan."""
         if self.uses is None:
             self.uses = tuple(asked)
         elif asked:
             longer = (*self.uses, *asked)
-            # A program that never asks for the same twice would make plans without end: begin anew.
-            self.uses = longer if len(longer) <= 8 * units else None
+            # A program that never asks for the same units twice would make plans without end: start again.
+            self.uses = longer if len(longer) <= 8 * n_units else None

@@ -1,4 +1,4 @@
-"""Which ranks share what: shards over one group, perhaps in two levels, and replicas of them over another."""
+"""Which ranks share what: shards over one group, perhaps in two levels, and replicas of the shards over another."""
 
 from typing import Any
 
@@ -7,72 +7,71 @@ import torch
 
 from functional_ds import comm
 
-__all__ = ["Ranks"]
+__all__ = ["ProcessGroups"]
 
 
 @attrs.frozen(eq=False)
-class Ranks:
-    """The data-parallel ranks as one of them sees them.
+class ProcessGroups:
+    """The groups of data-parallel ranks, as one rank sees them.
 
     ```
-    group      the ranks that cut a state into shards, in the order in which they share a batch
-    inside     a block of consecutive ranks of it, such as a node's
-    across     the ranks at this one's place in each block
-    shards     the group's ranks in the order of their shards: this rank has shard ``inside.rank * across.size + across.rank``
-    replicas   the ranks that have the same shard as this one
+    group        the ranks that shard a state, in the order in which they share a batch
+    intra_node   a block of consecutive ranks of the group, usually those of one node
+    inter_node   the ranks that have this rank's place in their blocks
+    shards       the group's ranks in the order of their shards: this rank has shard ``intra.rank * inter.size + inter.rank``
+    replicas     the ranks that have the same shard as this one
     ```
 
-    With that order what comes across first lies side by side: ``AG_group = AG_inside ∘ AG_across``, without a copy.
+    In that order a gather over ``inter_node`` gives neighbouring shards: ``AG_group = AG_intra ∘ AG_inter``, without a copy.
     """
 
     group: comm.Group
-    inside: comm.Group | None
-    across: comm.Group | None
+    intra_node: comm.Group | None
+    inter_node: comm.Group | None
     shards: comm.Group
     replicas: comm.Group | None
 
     @staticmethod
-    def of(group: comm.Group, inside: comm.Group | int | None = None, replicate: comm.Group | None = None) -> "Ranks":
-        """The ranks of a group.
+    def of(
+        group: comm.Group, intra_node: comm.Group | int | None = None, replicate: comm.Group | None = None
+    ) -> "ProcessGroups":
+        """The groups that follow from the arguments of ``zero``.
 
         Args:
-            group: who cuts the state into shards.
-            inside: how many consecutive ranks of it make a block, or this rank's block.
+            group: the ranks that shard the state.
+            intra_node: this rank's block, or how many consecutive ranks of the group make a block.
             replicate: the ranks that have the same shard as this one.
 
         Raises:
-            ValueError: the group does not factor into such blocks; ``replicate`` shares more than this rank with it.
+            ValueError: the group does not factor into such blocks, or ``replicate`` shares more than this rank with it.
 
         >>> def program():
-        ...     ranks = Ranks.of(comm.world(), 2)
-        ...     return ranks.inside.ranks, ranks.across.ranks, ranks.shards.ranks
+        ...     groups = ProcessGroups.of(comm.world(), 2)
+        ...     return groups.intra_node.ranks, groups.inter_node.ranks, groups.shards.ranks
         >>> comm.simulate(program, world_size=6)[3]
         ((2, 3), (1, 3, 5), (0, 2, 4, 1, 3, 5))
         """
         if replicate is not None:
             _check_replicas(group, replicate)
-        if inside is None:
-            return Ranks(group, None, None, group, replicate)
-        size = inside if isinstance(inside, int) else inside.size
-        _check_block(group, inside, size)
+        if intra_node is None:
+            return ProcessGroups(group, None, None, group, replicate)
+        size = intra_node if isinstance(intra_node, int) else intra_node.size
+        _check_block(group, intra_node, size)
         count, world = group.size // size, group.world
         first = group.rank // size * size
-        block = world.group(group.ranks[first : first + size], f"{group.name}:inside") if isinstance(inside, int) else inside
-        across = world.group(group.ranks[group.rank % size :: size], f"{group.name}:across")
+        block = intra_node
+        if isinstance(block, int):
+            block = world.group(group.ranks[first : first + size], f"{group.name}:intra_node")
+        inter_node = world.group(group.ranks[group.rank % size :: size], f"{group.name}:inter_node")
         order = tuple(group.ranks[index % count * size + index // count] for index in range(group.size))
         shards = group if order == group.ranks else world.group(order, group.name)
-        return Ranks(group, block, across, shards, replicate)
+        return ProcessGroups(group, block, inter_node, shards, replicate)
 
     @property
-    def hops(self) -> tuple[comm.Group, ...]:
-        """The groups over which a gather goes, in order; a reduction goes over them in the reverse order."""
-        levels = (self.shards,) if self.inside is None or self.across is None else (self.across, self.inside)
+    def levels(self) -> tuple[comm.Group, ...]:
+        """The groups of a hierarchical gather, in order; a reduction takes them in reverse order."""
+        levels = (self.shards,) if self.intra_node is None or self.inter_node is None else (self.inter_node, self.intra_node)
         return tuple(level for level in levels if level.size > 1)
-
-    @property
-    def levels(self) -> int:
-        """Over how many groups a gradient is reduced, one after the other."""
-        return len(self.hops) + (self.copies > 1)
 
     @property
     def n(self) -> int:
@@ -80,38 +79,38 @@ class Ranks:
         return self.group.size
 
     @property
-    def copies(self) -> int:
-        """How many replicas there are."""
+    def n_replicas(self) -> int:
+        """How many replicas there are of each shard."""
         return 1 if self.replicas is None else self.replicas.size
 
     @property
-    def place(self) -> tuple[int, int]:
-        """Which of how many equal parts of the batch this rank has."""
+    def batch_shard(self) -> tuple[int, int]:
+        """(index, count): which of how many equal parts of the batch this rank has."""
         row = 0 if self.replicas is None else self.replicas.rank
-        return row * self.n + self.group.rank, self.copies * self.n
+        return row * self.n + self.group.rank, self.n_replicas * self.n
 
-    def total(self, scalars: Any, *, op: str = "sum") -> Any:
-        """Combined over all ranks: ``AR over G × H = AR_G ∘ AR_H`` (law 13)."""
-        found = comm.all_reduce(scalars, self.group, op=op)
-        return found if self.replicas is None else comm.all_reduce(found, self.replicas, op=op)
+    def all_reduce(self, scalars: Any) -> Any:
+        """Sums over all ranks: ``AR over G × H = AR_G ∘ AR_H`` (law 13)."""
+        found = comm.all_reduce(scalars, self.group)
+        return found if self.replicas is None else comm.all_reduce(found, self.replicas)
 
-    def from_first(self, value: Any, channel: str = "") -> Any:
-        """What the first rank of the first replica has, on every rank."""
+    def broadcast(self, value: Any, channel: str = "") -> Any:
+        """The value of the first rank of the first replica, on every rank."""
         for level in (self.shards, self.replicas):
             if level is not None and level.size > 1:
                 value = comm.broadcast(value, 0, level.channel(channel) if channel else level)
         return value
 
-    def agree(self, fingerprint: int) -> None:
-        """Refuses ranks whose fingerprints differ, and groups that are no grid.
+    def check_agreement(self, fingerprint: int) -> None:
+        """Checks that all ranks have the same fingerprint and that the groups form a grid.
 
         Raises:
-            ValueError: either.
+            ValueError: they do not.
         """
         mine = torch.tensor([[fingerprint, self.group.ranks[self.group.rank]]])  # [1, 2]
         table = comm.all_gather(mine, self.group.channel("control"))  # [n, 2]
         if self.replicas is not None:
-            table = comm.all_gather(table, self.replicas.channel("control"))  # [copies * n, 2]
+            table = comm.all_gather(table, self.replicas.channel("control"))  # [n_replicas * n, 2]
         prints, ranks = table.T.tolist()
         odd = [rank for other, rank in zip(prints, ranks, strict=True) if other != prints[0]]
         if odd:
@@ -125,27 +124,21 @@ class Ranks:
                 f"together their members name the ranks {ranks}; take two axes of one mesh"
             )
 
-    def __str__(self) -> str:
-        where = f"{self.group.name!r} of {self.n}"
-        if self.inside is not None and self.across is not None:
-            where += f" ({self.inside.name!r} of {self.inside.size}, {self.across.name!r} of {self.across.size})"
-        return where + (f", replicated over {self.replicas.name!r} of {self.copies}" if self.replicas is not None else "")
 
-
-def _check_block(group: comm.Group, inside: comm.Group | int, size: int) -> None:
-    if isinstance(inside, int):
+def _check_block(group: comm.Group, intra_node: comm.Group | int, size: int) -> None:
+    if isinstance(intra_node, int):
         if size < 1 or group.size % size:
             fits = ", ".join(str(d) for d in range(1, group.size + 1) if group.size % d == 0)
             raise ValueError(
-                f"inside={inside}: group {group.name!r} of {group.size} does not factor into blocks of that; use {fits}"
+                f"intra_node={intra_node}: group {group.name!r} of {group.size} does not factor into blocks of that; use {fits}"
             )
         return
     blocks = [group.ranks[start : start + size] for start in range(0, group.size, size)]
-    if group.size % size or inside.ranks != blocks[group.rank // size]:
+    if group.size % size or intra_node.ranks != blocks[group.rank // size]:
         raise ValueError(
-            f"inside={inside!r}: group {group.name!r} of ranks {list(group.ranks)} does not factor into blocks of consecutive "
-            "ranks of which this is one; name both axes, the outer one first: "
-            "zero(3, mesh['inter', 'intra'], inside=mesh['intra'])"
+            f"intra_node={intra_node!r}: group {group.name!r} of ranks {list(group.ranks)} does not factor into blocks of "
+            "consecutive ranks of which this is one; name both axes, the outer one first: "
+            "zero(3, mesh['inter', 'intra'], intra_node=mesh['intra'])"
         )
 
 
@@ -154,5 +147,5 @@ def _check_replicas(group: comm.Group, replicate: comm.Group) -> None:
     if shared != {group.ranks[group.rank]}:
         raise ValueError(
             f"replicate={replicate!r}: it shares ranks {sorted(shared)} with group {group.name!r}, over which the state is "
-            "cut; the two may have this rank alone in common: zero(3, mesh['shard'], replicate=mesh['replica'])"
+            "sharded; the two may have this rank alone in common: zero(3, mesh['shard'], replicate=mesh['replica'])"
         )

@@ -1,5 +1,6 @@
-"""Reducing units' gradients: each as soon as it is complete, in one order on all ranks."""
+"""The reduction of units' gradients: each as soon as it is complete, in one order on all ranks."""
 
+from collections import Counter, deque
 from collections.abc import Sequence
 
 import attrs
@@ -11,87 +12,120 @@ from functional_ds.comm.record.pending import relay
 from functional_ds.sharding.layout import Layout
 from functional_ds.step.tape import dense, wide
 
-from .collectives import Carriage
+from .collectives import Collectives, InFlight
 
-__all__ = ["Order", "Reducer"]
+__all__ = ["ReduceOrder", "Reducer"]
 
-_IN_FLIGHT = 2  # reductions under way at once; each holds a whole unit's gradients
+_MAX_IN_FLIGHT = 2  # each reduction in flight holds a whole unit's gradients
 
 
 @attrs.define(eq=False)
-class Order:
-    """The order in which the ranks reduce units: at first the reverse of the layout's, then as rank 0 completed them."""
+class ReduceOrder:
+    """The order in which all ranks reduce units.
+
+    Attributes:
+        units: first the reverse of the layout's order; after the first pass, the order in which rank 0 completed them.
+        traced: whether rank 0's order is known.
+        timeout_s: how long a rank waits for a reduction before it starts a third; 0 once that was in vain.
+    """
 
     units: tuple[int, ...]
-    learned: bool = False
-    patience: float = 2.0  # seconds to wait for room; none any more once that was in vain
+    traced: bool = False
+    timeout_s: float = 2.0
 
 
 @attrs.define(eq=False)
 class Reducer:
-    """Takes the gradients of a pass's units as they are completed, and gives those of the stored leaves.
+    """Takes the gradients of units as a backward pass completes them, and returns those of the stored leaves.
 
-    Gradients of a segment are first summed locally (``local``: over its uses and, in stages 0 and 1, over earlier
-    micro-batches), then over the ranks, then onto ``sums`` (in stages 2 and 3, earlier micro-batches' shards).
+    A segment's gradients are first summed on this rank (``local``: over its uses and, in stages 0 and 1, over earlier
+    micro-batches), then over the ranks, then onto ``sums`` (in stages 2 and 3, the shards of earlier micro-batches).
 
     Law: every rank reduces every unit once, in ``order``, whenever and in whatever order it completes them.
 
     Attributes:
-        carriage: how units are reduced.
-        now: whether this pass reduces over the ranks (else the sums stay local).
-        more: whether further micro-batches will be added to what this pass gives.
-        waiting: for each unit, how many backward nodes are still to come.
+        layout: the units.
+        collectives: reduces a unit.
+        order: in which order.
+        now: whether this pass reduces over the ranks; otherwise the sums stay local.
+        more: whether further micro-batches will be added to the result.
+        local: this rank's sums, ``[segment.size]``, by segment.
+        sums: sums over the ranks, ``[segment.shard]``, by segment.
+        in_flight: the reductions of this rank, those of other reducers included: a pipeline's stages have one each.
     """
 
     layout: Layout
-    carriage: Carriage
-    order: Order
+    collectives: Collectives
+    order: ReduceOrder
     now: bool
     more: bool
     local: dict[int, Tensor]
     sums: dict[int, Tensor]
-    waiting: dict[int, int] = attrs.field(factory=dict)
-    completed: list[int] = attrs.field(factory=list)
+    in_flight: InFlight[list[Tensor]] = attrs.field(factory=InFlight)
+    _expected: Counter[int] = attrs.field(factory=Counter)  # unit -> backward nodes that have not run
+    _completed: list[int] = attrs.field(factory=list)
     _posted: int = 0
-    _under_way: "list[tuple[int, comm.Pending[list[Tensor]]]]" = attrs.field(factory=list)
+    _own: "deque[tuple[int, comm.Pending[list[Tensor]]]]" = attrs.field(factory=deque)  # those of them that are its own
+
+    def expect(self, unit: int) -> None:
+        """Announces one more backward node of the unit."""
+        self._expected[unit] += 1
+
+    def untouched(self) -> list[int]:
+        """The trained units that have no backward node."""
+        return [unit for unit in range(len(self.layout.units)) if self.trained(unit) and unit not in self._expected]
 
     def trained(self, unit: int) -> list[int]:
         """The unit's segments that get gradients."""
         return [index for index in self.layout.units[unit].segments if self.layout.segments[index].trainable]
 
-    def add(self, unit: int, grads: Sequence[Tensor | None], device: torch.device) -> None:
-        """One backward node's gradients of a unit's trained leaves, in layout order; None or none at all stand for zero."""
+    def add(self, unit: int, grads: Sequence[Tensor | None], device: torch.device, *, last: bool = False) -> None:
+        """Adds the gradients of one backward node.
+
+        Args:
+            unit: whose.
+            grads: of the unit's trained leaves, in layout order; None, or an empty list, stands for zeros.
+            device: where the sums lie.
+            last: whether no other node of the unit will run, whatever was announced.
+        """
         found = iter(grads)
         for index in self.trained(unit):
-            self._pack(index, [next(found, None) for _ in self.layout.segments[index].slots], device)
-        self.waiting[unit] -= 1
-        if not self.waiting[unit]:
-            self.completed.append(unit)
+            self._accumulate(index, [next(found, None) for _ in self.layout.segments[index].slots], device)
+        self._expected[unit] = 0 if last else self._expected[unit] - 1
+        if not self._expected[unit]:
+            self._completed.append(unit)
             self._post()
 
     def finish(self) -> list[Tensor]:
-        """All gradients, one a trained segment, once everything is reduced."""
+        """All gradients, one a trained segment, after the last reduction."""
         results = self.local
         if self.now:
-            while self._under_way:
+            while self._own:
                 self._settle()
-            self._learn()
+            self._trace_order()
             results = self.sums
         return [results[index] for index, segment in enumerate(self.layout.segments) if segment.trainable]
 
-    def _pack(self, index: int, leaves: Sequence[Tensor | None], device: torch.device) -> None:
+    def close(self) -> None:
+        """Gives up the reductions that nobody has waited for, as after an error."""
+        for _, pending in self._own:
+            self.in_flight.discard(pending)
+
+    # -- on this rank --------------------------------------------------------------------------------------------------
+
+    def _accumulate(self, index: int, leaves: Sequence[Tensor | None], device: torch.device) -> None:
         segment = self.layout.segments[index]
         fresh = index not in self.local
         if fresh:
-            self.local[index] = self._room(index, leaves, device)
+            self.local[index] = self._buffer(index, leaves, device)
         pairs = zip(segment.views(self.local[index]), leaves, strict=True)
         found = [(view, dense(grad)) for view, grad in pairs if grad is not None and grad.numel()]
         if found:
             move = torch._foreach_copy_ if fresh else torch._foreach_add_
             move([view for view, _ in found], [grad for _, grad in found])
 
-    def _room(self, index: int, leaves: Sequence[Tensor | None], device: torch.device) -> Tensor:
-        """A flat tensor for a segment, zero where no gradient comes; fp32 for half-precision sums that grow or have grown."""
+    def _buffer(self, index: int, leaves: Sequence[Tensor | None], device: torch.device) -> Tensor:
+        """A flat tensor for a segment, zero where no gradient comes; fp32 for half-precision sums over micro-batches."""
         segment = self.layout.segments[index]
         half = segment.dtype in (torch.float16, torch.bfloat16)
         grown = not self.now or any(leaf is not None and leaf.dtype == torch.float32 for leaf in leaves)
@@ -100,55 +134,58 @@ class Reducer:
         covered = sum(slot.numel for slot, leaf in zip(segment.slots, leaves, strict=True) if leaf is not None)
         return (torch.empty if covered == size else torch.zeros)(size, dtype=dtype, device=device)
 
+    # -- over the ranks ------------------------------------------------------------------------------------------------
+
     def _post(self) -> None:
-        """Starts the reductions whose turn it is."""
+        """Starts the reductions of completed units whose turn it is."""
         turns = self.order.units
-        while self.now and self._posted < len(turns) and turns[self._posted] in self.completed:
+        while self.now and self._posted < len(turns) and turns[self._posted] in self._completed:
             unit = turns[self._posted]
             self._posted += 1
-            self._make_room()
+            self._limit_in_flight()
             self._start(unit)
 
-    def _make_room(self) -> None:
-        """Waits for earlier reductions, but not for ever: whoever is to join them may need a unit from this rank first.
+    def _limit_in_flight(self) -> None:
+        """Waits until fewer than two reductions are in flight, up to a timeout, which avoids a deadlock.
 
-        That happens where ranks touch units in different orders. Then memory is given up for the sake of going on.
+        Where ranks touch units in different orders, the rank that has to join the oldest reduction may wait for a gather that
+        this rank has not reached. After the timeout a third reduction starts, at the cost of its memory.
         """
-        while len(self._under_way) >= _IN_FLIGHT:
-            if not self._under_way[0][1].poll(self.order.patience):
-                self.order.patience = 0.0
+        while len(self._own) >= _MAX_IN_FLIGHT:
+            if not self.in_flight.poll(self._own[0][1], self.order.timeout_s):
+                self.order.timeout_s = 0.0
                 return
             self._settle()
 
     def _start(self, unit: int) -> None:
-        segments = [self.layout.segments[index] for index in self.trained(unit)]
-        flats = [self.local.pop(index) for index in self.trained(unit)]
-        pending = self.carriage.reduce(segments, flats)
-        if self.carriage.ranks.copies > 1 and self.carriage.knobs.stage and not self.more:
-            # Replicas share what all micro-batches of theirs have given, once.
-            pending = relay(pending, lambda found: self.carriage.replicate(segments, self._sum(unit, found)))
-            self._under_way.append((unit, pending))
+        trained, collectives = self.trained(unit), self.collectives
+        segments = [self.layout.segments[index] for index in trained]
+        flats = [self.local.pop(index) for index in trained]
+
+        def summed(found: Sequence[Tensor]) -> list[Tensor]:
+            return [self._with_earlier(index, value) for index, value in zip(trained, found, strict=True)]
+
+        pending = collectives.reduce(segments, flats)
+        if collectives.replicates and not self.more:  # replicas sum once a step, over all micro-batches
+            pending = relay(pending, lambda found: collectives.replicate(segments, summed(found)))
         else:
-            self._under_way.append((unit, pending.then(lambda found: self._sum(unit, found))))
-        for _, earlier in self._under_way if self.carriage.ranks.levels > 1 else ():
-            if not earlier.poll():
-                break  # later hops start in one order on all ranks
+            pending = pending.then(summed)
+        self._own.append((unit, self.in_flight.push(pending)))
+        if collectives.reduce_levels > 1:
+            self.in_flight.advance()
 
     def _settle(self) -> None:
-        unit, pending = self._under_way.pop(0)
-        self.sums.update(zip(self.trained(unit), pending.wait(), strict=True))
+        unit, pending = self._own.popleft()
+        self.sums.update(zip(self.trained(unit), self.in_flight.wait(pending), strict=True))
 
-    def _sum(self, unit: int, reduced: Sequence[Tensor]) -> list[Tensor]:
-        """Together with what earlier micro-batches gave."""
-        return [self._added(index, value) for index, value in zip(self.trained(unit), reduced, strict=True)]
-
-    def _added(self, index: int, value: Tensor) -> Tensor:
+    def _with_earlier(self, index: int, value: Tensor) -> Tensor:
+        """Adds the shards of earlier micro-batches."""
         if index in self.sums:
             return self.sums[index].add_(value)
         return wide(value) if self.more and value.element_size() == 2 else value
 
-    def _learn(self) -> None:
-        """From the second pass on, the order is the one in which the first rank completed the units of the first."""
-        if not self.order.learned:
-            agreed = self.carriage.ranks.from_first(torch.tensor(self.completed, dtype=torch.int64), "control")
-            self.order.units, self.order.learned = tuple(agreed.tolist()), True
+    def _trace_order(self) -> None:
+        """From the second pass on, all ranks keep the order in which rank 0 completed the units of the first."""
+        if not self.order.traced:
+            agreed = self.collectives.groups.broadcast(torch.tensor(self._completed, dtype=torch.int64), "control")
+            self.order.units, self.order.traced = tuple(agreed.tolist()), True

@@ -1,4 +1,4 @@
-"""zero's slot in the state: how the params lie in shards, and what the ranks have learned about the order of things."""
+"""ZeRO's slot in the state: how the params lie in shards, and the orders that the ranks have agreed on."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -12,49 +12,63 @@ from functional_ds.sharding.layout import Layout
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.step.slots import Role
 
-from .prefetch import Route
-from .reduce import Order
+from .collectives import InFlight
+from .prefetch import FetchTrace
+from .reduce import ReduceOrder
 
-__all__ = ["Learned", "Partition", "SomeLeaves"]
+__all__ = ["Partition", "Subset", "ZeroCache"]
 
 
 @attrs.define(eq=False)
-class Learned:
-    """What the ranks found out together about the order of things, and what is worked out once; it changes no value."""
+class ZeroCache:
+    """The orders that the ranks agreed on in earlier steps, and what is computed once. It changes speed, never a value.
 
-    order: Order
-    parts: LeafMap
-    forward: Route = attrs.field(factory=Route)
-    backward: Route = attrs.field(factory=Route)
-    of_parts: "dict[frozenset[str], SomeLeaves]" = attrs.field(factory=dict)
-    by_dtypes: dict[tuple[torch.dtype, ...], Layout] = attrs.field(factory=dict)
+    Attributes:
+        order: in which order units are reduced.
+        leaf_map: which leaf lies where in the shards.
+        in_flight: the reductions of this rank; empty between steps.
+        forward: what forward passes fetched.
+        backward: what backward passes fetched.
+        subsets: the same for some leaves alone, by their paths.
+        layouts: the layout with other dtypes, by these.
+    """
+
+    order: ReduceOrder
+    leaf_map: LeafMap
+    in_flight: InFlight[list[Tensor]] = attrs.field(factory=InFlight)
+    forward: FetchTrace = attrs.field(factory=FetchTrace)
+    backward: FetchTrace = attrs.field(factory=FetchTrace)
+    subsets: "dict[frozenset[str], Subset]" = attrs.field(factory=dict)
+    layouts: dict[tuple[torch.dtype, ...], Layout] = attrs.field(factory=dict)
 
     @staticmethod
-    def fresh(layout: Layout, parts: LeafMap) -> "Learned":
-        """Before anything is learned."""
-        return Learned(Order(tuple(dict.fromkeys(s.unit for s in reversed(layout.segments) if s.trainable))), parts)
+    def fresh(layout: Layout, leaf_map: LeafMap, in_flight: InFlight[list[Tensor]] | None = None) -> "ZeroCache":
+        """Before the first step."""
+        units = dict.fromkeys(s.unit for s in reversed(layout.segments) if s.trainable)
+        return ZeroCache(ReduceOrder(tuple(units)), leaf_map, InFlight() if in_flight is None else in_flight)
 
-    def of_part(self, layout: Layout, paths: frozenset[str]) -> "SomeLeaves":
-        """The same for some of the leaves alone, which is learned alone."""
-        if paths not in self.of_parts:
+    def subset(self, layout: Layout, paths: frozenset[str]) -> "Subset":
+        """The leaves with these paths, with a cache of their own; all reductions of a rank are in one queue."""
+        if paths not in self.subsets:
             alone, segments = layout.restrict(paths)
-            self.of_parts[paths] = SomeLeaves(alone, segments, Learned.fresh(alone, LeafMap.of_layout(alone, None)))
-        return self.of_parts[paths]
+            cache = ZeroCache.fresh(alone, LeafMap.of_layout(alone, None), self.in_flight)
+            self.subsets[paths] = Subset(alone, segments, cache)
+        return self.subsets[paths]
 
     def __eq__(self, other: object) -> bool:
-        """Not what makes two states differ in structure."""
-        return isinstance(other, Learned)
+        """Always, since a cache makes no difference between the structures of two states."""
+        return isinstance(other, ZeroCache)
 
     __hash__ = None  # type: ignore[assignment]
 
 
 @attrs.frozen(eq=False)
-class SomeLeaves:
-    """Some of the leaves: how they lie, in which of all segments, and what is learned about them."""
+class Subset:
+    """Some of the leaves: their layout, their segments among all segments, and a cache."""
 
     layout: Layout
     segments: tuple[int, ...]
-    learned: Learned
+    cache: ZeroCache
 
 
 @tree.record
@@ -63,14 +77,14 @@ class Partition:
 
     Attributes:
         layout: where each leaf lies.
-        learned: what changes no value.
+        cache: what changes no value.
         exact: where params are whole between steps and what is gathered is compressed: this rank's shards as the optimizer
             has them, None for segments that are in shards anyway. Empty where there is nothing to keep.
         frozen: the whole frozen segments, by number, while ``scatter`` has put shards in their place.
     """
 
     layout: Layout = tree.static()
-    learned: Learned = tree.static()
+    cache: ZeroCache = tree.static()
     exact: Sequence[Tensor | None] = ()
     frozen: Mapping[int, Tensor] = attrs.field(factory=dict)
 
@@ -79,11 +93,11 @@ class Partition:
     @property
     def leaf_map(self) -> LeafMap:
         """Which leaf lies where in what the optimizer gets."""
-        return self.learned.parts
+        return self.cache.leaf_map
 
     def as_stored(self, stored: Sequence[Any]) -> Layout:
-        """The layout with the dtypes that are stored: mixed precision stores others than it was given."""
-        dtypes, known = tuple(flat.dtype for flat in stored), self.learned.by_dtypes
+        """The layout with the dtypes of ``stored``: mixed precision stores others than ``init`` was given."""
+        dtypes, known = tuple(flat.dtype for flat in stored), self.cache.layouts
         if dtypes not in known:
             pairs = zip(self.layout.segments, dtypes, strict=True)
             known[dtypes] = attrs.evolve(self.layout, segments=tuple(attrs.evolve(s, dtype=dtype) for s, dtype in pairs))

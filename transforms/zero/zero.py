@@ -1,4 +1,4 @@
-"""ZeRO: states, gradients and params in shards (Rajbhandari, Rasley, Ruwase, He 2020)."""
+"""ZeRO: optimizer states, gradients and params in shards (Rajbhandari, Rasley, Ruwase, He 2020)."""
 
 import zlib
 from collections.abc import Callable, Collection, Sequence
@@ -11,7 +11,6 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
-from functional_ds.sharding.grouping import UnitOf
 from functional_ds.sharding.layout import Layout, Segment
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.sharding.sources import is_deferred
@@ -21,37 +20,21 @@ from functional_ds.step.step import Metrics, Step, wrap
 from functional_ds.step.tape import Tape
 from functional_ds.step.traits import Trait
 
-from .collectives import Carriage
-from .config import Knobs
-from .cost_report import Plan, plan
+from .collectives import Collectives
+from .config import ZeroConfig
+from .cost_report import report_costs
 from .gather import Gatherer
-from .lazy_params import Resident, Units
-from .process_groups import Ranks
-from .reduce import Order, Reducer
-from .state import Learned, Partition
+from .lazy_params import LazyParams, Source, WholeParams
+from .process_groups import ProcessGroups
+from .reduce import Reducer
+from .state import Partition, ZeroCache
 
 __all__ = ["Zero", "zero"]
 
 
-def zero(
-    stage: int,
-    group: comm.Group | None = None,
-    *,
-    inside: comm.Group | int | None = None,
-    replicate: comm.Group | None = None,
-    unit_of: UnitOf | None = None,
-    keep: bool = True,
-    prefetch: int = 1,
-    live: int = 2,
-    persist: int = 0,
-    secondary: bool = False,
-    aggregate: str = "reduce_scatter",
-    predivide: float = 1.0,
-    all_gather: Callable[..., Any] = comm.all_gather,
-    reduce_scatter: Callable[..., Any] = comm.reduce_scatter,
-    all_reduce: Callable[..., Any] = comm.all_reduce,
-) -> "Zero":
-    """Data parallelism over ``group``, each rank with its own batch, the states in shards as the stage says.
+@attrs.frozen(eq=False, repr=False)
+class Zero(ZeroConfig):
+    """Data parallelism over ``group``: each rank has its own batch, and the stage says which states lie in shards.
 
     | stage | stored on each rank | gather | reduce |
     |---|---|---|---|
@@ -61,45 +44,48 @@ def zero(
     | 3 | 1/n of everything | each unit, when first touched | reduce-scatter, each micro-batch |
 
     Law 19: any stage, group, unit partition and choice of all below is the single-device step on the concatenated batch.
-    Params unused on some ranks, touched in other orders, or several times change nothing.
+    Ranks may leave params unused, and touch them in different orders and several times.
 
-    Bytes (law 20), mixed-precision Adam, Ψ params: 16Ψ; 4Ψ + 12Ψ/n; 2Ψ + 14Ψ/n; 16Ψ/n, plus padding. Elements each rank
-    sends in a step (law 21): 2Ψ(n-1)/n in stages 0 to 2, 3Ψ(n-1)/n in stage 3, less what ``keep`` saves there; docs/zero.md
-    has the formulas of everything else. Gradients travel in the dtype that ``mixed_precision``'s policy says. Reductions run
-    while the backward pass goes on. Rank 0's params count at ``init``, the others' are ignored; deferred ones
-    (``fds.deferred``, ``fds.from_source``) are read by every rank. ``print(zero(...).plan(params, n=8))`` says all this.
+    Bytes (law 20), mixed-precision Adam, Ψ params: 16Ψ; 4Ψ + 12Ψ/n; 2Ψ + 14Ψ/n; 16Ψ/n, plus padding. Elements that each rank
+    sends in a step (law 21): 2Ψ(n-1)/n in stages 0 to 2, 3Ψ(n-1)/n in stage 3, less what ``reshard_last_units=False`` saves
+    there; docs/zero.md has the formulas of all other arguments. Gradients are sent in the dtype that the policy
+    of ``mixed_precision`` names. Reductions overlap the backward pass. ``init`` takes rank 0's params and ignores the others';
+    every rank reads deferred ones (``fds.deferred``, ``fds.from_source``).
+    ``print(zero(...).cost_report(params, n=8))`` shows the costs.
 
     Args:
         stage: 0, 1, 2 or 3.
-        group: the ranks that cut the state into shards; None for the whole world.
-        inside: this rank's block of consecutive ranks of the group (``mesh["intra"]`` for a group ``mesh["inter", "intra"]``),
-            or how many ranks make one. Gathers go across the blocks, then inside; reductions inside, then across: so 1/inside
-            of what is gathered or reduced crosses blocks.
-        replicate: the ranks that have the same shard as this one, each with a batch of its own, too: HSDP and MiCS. Their
-            shards' gradients are summed once a step.
-        unit_of: from a leaf's path to the name of its unit, or one of ``fds.units``; by default its repeated block.
-        keep: stage 3 keeps what the end of the forward pass leaves whole, which the backward pass needs first, instead of
-            gathering it again.
+        group: the ranks that shard the state; None for the whole world.
+        intra_node: this rank's block of consecutive ranks of the group (``mesh["intra"]`` for a group
+            ``mesh["inter", "intra"]``), or how many ranks make a block. Gathers are hierarchical, first between the blocks and
+            then inside them; reductions go the other way. So 1/intra_node of the traffic crosses blocks.
+        replicate: the ranks that have the same shard as this one and batches of their own: HSDP and MiCS. They sum the
+            gradients of their shards once a step.
+        unit_of: maps a leaf's path to the name of its FSDP unit, or one of ``fds.units``; by default its repeated block.
+        reshard_last_units: whether stage 3 also frees the units that are whole at the end of the forward pass. The backward
+            pass needs these first, so by default it finds them there. All others are always freed after their forward, as
+            with FSDP2's ``reshard_after_forward=True``.
         prefetch: how many units stage 3 fetches ahead.
-        live: how many units are whole at once in stage 3 beside those: at most ``live + prefetch`` units are there, and
-            more only where one operation takes leaves of more.
-        persist: stage 3 keeps leaves of at most that many elements whole; they are gathered after the update, as in stage 2.
-        secondary: stage 3 keeps what comes across for the forward pass until the end of the backward, which then gathers
-            inside alone: ZeRO++'s hpZ. It costs 1/inside of the params.
-        aggregate: how gradients are summed in stages 1 to 3: "reduce_scatter"; "all_reduce", of which each rank takes its
-            shard; or "owner": every unit belongs to one rank, to which its gradients are reduced and which broadcasts it.
-        predivide: gradients are divided by this before they are summed, so that a sum in fp16 stays in range; the weight
-            is, too, so nothing else changes.
-        all_gather: how params travel to the loss in stages 1 to 3: ``comm.compressed(comm.all_gather, comm.Blocks(8))`` is
+        max_live_units: how many units are whole at once in stage 3 beside those: at most ``max_live_units + prefetch`` units
+            exist at once, and more only where one operation takes leaves of more units.
+        persistence_threshold: stage 3 keeps leaves of at most that many elements whole; it gathers them after the update, as in
+            stage 2.
+        hpz: whether stage 3 keeps what the forward pass gathered between blocks until the end of the backward, which then
+            gathers inside blocks alone: ZeRO++'s hpZ. It costs 1/intra_node of the params.
+        aggregate: how stages 1 to 3 sum gradients: "reduce_scatter"; "all_reduce", of which each rank keeps its shard; or
+            "owner": every unit belongs to one rank, which its gradients are reduced to and which broadcasts it.
+        gradient_predivide_factor: gradients are divided by this before they are summed, so that a sum in fp16 stays in range.
+            The weight is divided, too, so the mean does not change.
+        all_gather: carries params to the loss in stages 1 to 3: ``comm.compressed(comm.all_gather, comm.Blocks(8))`` is
             ZeRO++'s qwZ. The optimizer's params, and those of ``step.params``, stay exact.
-        reduce_scatter: how gradients travel in stages 1 to 3; compressed by blocks, with ``inside``, it is ZeRO++'s qgZ.
-        all_reduce: how gradients travel in stage 0, and with ``aggregate="all_reduce"``; with replicas, between those.
+        reduce_scatter: carries gradients in stages 1 to 3; compressed by blocks, with ``intra_node``, it is ZeRO++'s qgZ.
+        all_reduce: carries gradients in stage 0 and with ``aggregate="all_reduce"``; with replicas, between those.
 
     Raises:
-        ValueError: a stage or word that is unknown, a number out of range, something that would change nothing in this stage;
-            a group that does not factor into blocks; a pattern that matches nothing; the ranks' params differ in structure;
-            the step has a zero already, or a transform before this one wraps ``view``, which zero replaces.
-        TypeError: a group that is none.
+        ValueError: a stage or word is unknown, a number is out of range, or an argument would change nothing in this stage;
+            a group does not factor into blocks; a pattern matches no path; the ranks' params differ in structure; the step has
+            a zero already, or a transform before this one wraps ``view``, which zero replaces.
+        TypeError: a group is not a ``comm.Group``.
 
     >>> import functional_ds as fds
     >>> def program(stage):
@@ -110,49 +96,21 @@ def zero(
     >>> comm.simulate(program, 3, world_size=2) == comm.simulate(program, 0, world_size=2)
     True
     """
-    return Zero(
-        Knobs(
-            stage=stage,
-            group=group,
-            inside=inside,
-            replicate=replicate,
-            unit_of=unit_of,
-            keep=keep,
-            prefetch=prefetch,
-            live=live,
-            persist=persist,
-            secondary=secondary,
-            aggregate=aggregate,
-            predivide=predivide,
-            all_gather=all_gather,
-            reduce_scatter=reduce_scatter,
-            all_reduce=all_reduce,
-        )
-    )
 
-
-@attrs.frozen(eq=False, str=False)
-class Zero:
-    """A transform: ``zero(...)(step)``. It can also say beforehand what it will do."""
-
-    knobs: Knobs
-
-    def __attrs_post_init__(self) -> None:
-        if self.knobs.group is not None:
-            self.ranks()  # refuses groups that do not fit
+    cost_report = report_costs
 
     def __call__(self, step: Step) -> Step:
         """The step with the phases that zero wraps."""
         if step.wraps("view"):
             raise ValueError(
-                f"zero({self.knobs.stage}): this step has another view already ({step}); use one zero, and put it before "
+                f"zero({self.stage}): this step has another view already ({step}); use one zero, and put it before "
                 "transforms that wrap view"
             )
-        stage = self.knobs.stage
-        published = stage in (1, 2) or bool(self.knobs.persist)
+        stage = self.stage
+        published = stage in (1, 2) or bool(self.persistence_threshold)
         sharded: dict[str, Any] = {"scatter": self.scatter, "update": self.update, "publish": self.publish} if published else {}
-        scattered = {"norm": self.norm, "finite": self.finite} if stage else {}
-        divided = {"reduce": self.reduce} if self.knobs.predivide != 1 else {}
+        scattered: dict[str, Any] = {"norm": self.norm, "finite": self.finite} if stage else {}
+        divided: dict[str, Any] = {"reduce": self.reduce} if self.gradient_predivide_factor != 1 else {}
         return wrap(
             str(self),
             slot="zero",
@@ -172,99 +130,56 @@ class Zero:
 
     def _traits(self) -> list[Trait]:
         found = [Trait.REDUCES_GRADIENTS]
-        found += [Trait.SHARDS_STATE] if self.knobs.stage else []
-        found += [Trait.SHARDS_PARAMS] if self.knobs.stage == 3 else []
-        return found + ([Trait.KEEPS_WHOLE] if self.knobs.persist else [])
-
-    def __str__(self) -> str:
-        return str(self.knobs)
-
-    def plan(
-        self,
-        params: Any,
-        *,
-        n: int | None = None,
-        inside: int | None = None,
-        replicas: int | None = None,
-        stored: torch.dtype | None = None,
-        wire: torch.dtype | None = None,
-    ) -> Plan:
-        """What this strategy makes of these params, before anything runs: print it.
-
-        Args:
-            params: a tree; shapes and dtypes are enough.
-            n: how many ranks cut the state, by default as many as the group or the current world has.
-            inside: in blocks of how many.
-            replicas: how many have the same shard.
-            stored: the dtype in which floating params are stored, where ``mixed_precision`` changes it.
-            wire: the dtype in which their gradients travel, likewise.
-
-        >>> print(zero(3, prefetch=2).plan({"h.0.w": torch.ones(8, 4), "h.1.w": torch.ones(8, 4)}, n=4))
-        zero(3, world, prefetch=2)
-        ranks      4 shards, 'world' of 4
-        units      2: h.0 (32), h.1 (32)
-        stored     64 bytes of params, 64 in shards
-        fetched    2 whole and 2 ahead, at most 256 bytes
-        gradients  reduce_scatter of what is computed, each micro-batch
-        sends      bytes a micro-batch and rank: all_gather over 'world' up to 384, reduce_scatter over 'world/reduce' 192
-        """
-        return plan(self.knobs, params, n=n, inside=inside, replicas=replicas, stored=stored, wire=wire)
-
-    def ranks(self) -> Ranks:
-        """The ranks; the default is wherever the program runs."""
-        return Ranks.of(self.knobs.group or comm.world(), self.knobs.inside, self.knobs.replicate)
-
-    def carriage(self) -> Carriage:
-        """What moves params and gradients."""
-        return Carriage(self.ranks(), self.knobs)
+        found += [Trait.SHARDS_STATE] if self.stage else []
+        found += [Trait.SHARDS_PARAMS] if self.stage == 3 else []
+        return found + ([Trait.KEEPS_WHOLE] if self.persistence_threshold else [])
 
     # -- what is stored ------------------------------------------------------------------------------------------------
 
     def init(self, inner: Any, step: Step, params: Any) -> State:
-        """Shards (stage 0: whole flat tensors) through the inner init; what stays whole is then gathered."""
-        ranks, carriage = self.ranks(), self.carriage()
-        layout = self.knobs.layout(params, ranks.n)
-        ranks.agree(zlib.crc32(repr((layout.paths, layout.segments, layout.units)).encode()))
-        parts = LeafMap.of_layout(layout, ranks.shards if self.knobs.stage else None)
-        learned = Learned.fresh(layout, attrs.evolve(parts, group=None))
-        new = Partition(layout, learned, ())
+        """The inner init of this rank's shards (stage 0: of whole flat tensors); gathers what stays whole."""
+        groups = self.process_groups()
+        layout = self.layout(params, groups.n)
+        groups.check_agreement(zlib.crc32(repr((layout.paths, layout.segments, layout.units)).encode()))
+        parts = LeafMap.of_layout(layout, groups.shards if self.stage else None)
+        cache = ZeroCache.fresh(layout, attrs.evolve(parts, group=None))
+        new = Partition(layout, cache, ())
         known = step.wrapped("layout", leaf_map=lambda inner, step, state: inner(step, state.put(zero=new)))  # it has none yet
         leaves = tree.leaves(params)
         own = [
-            layout.stretch(leaves, index, *self._cut(segment, ranks), lambda leaf: _of_rank_0(leaf, ranks))
+            layout.stretch(leaves, index, *self._cut(segment, groups), lambda leaf: _of_rank_0(leaf, groups))
             for index, segment in enumerate(layout.segments)
         ]
         state: State = inner(known, own)
         exact: Sequence[Tensor | None] = ()
-        whole = self._whole(layout) if self.knobs.stage else []
+        whole = self._whole(layout) if self.stage else []
         if whole:
-            exact = self._exact(state.params, whole, ranks)
-            state = tree.replace(state, params=carriage.gather_all(layout.segments, state.params, whole))
-        return state.put(zero=Partition(layout, learned, exact))
+            exact = self._exact(state.params, whole, groups)
+            state = tree.replace(state, params=Collectives(groups, self).gather_all(layout.segments, state.params, whole))
+        return state.put(zero=Partition(layout, cache, exact))
 
-    def _cut(self, segment: Segment, ranks: Ranks) -> tuple[int, int]:
-        return segment.cut(ranks.shards.rank) if self.knobs.stage else (0, segment.size)
+    def _cut(self, segment: Segment, groups: ProcessGroups) -> tuple[int, int]:
+        return segment.cut(groups.shards.rank) if self.stage else (0, segment.size)
 
     def _whole(self, layout: Layout) -> list[int]:
-        """The segments whose params are whole on every rank between steps."""
-        return [i for i, segment in enumerate(layout.segments) if self.knobs.stage < 3 or segment.persistent]
+        return [i for i, segment in enumerate(layout.segments) if self.stays_whole(segment)]
 
-    def _exact(self, shards: Sequence[Tensor], whole: Sequence[int], ranks: Ranks) -> Sequence[Tensor | None]:
-        """The shards to be kept beside what is whole, where that is not exact."""
-        if ranks.n == 1 or not self.knobs.inexact:
+    def _exact(self, shards: Sequence[Tensor], whole: Sequence[int], groups: ProcessGroups) -> Sequence[Tensor | None]:
+        """The exact shards to store beside whole segments, where gathers are not exact."""
+        if groups.n == 1 or not self.inexact:
             return ()
         return [shard if index in whole else None for index, shard in enumerate(shards)]
 
     def params(self, inner: Any, step: Step, state: State) -> Any:
-        """The user's tree, from whatever is in shards."""
+        """The user's tree, gathered from the shards."""
         partition: Partition = state.slots["zero"]
-        layout, ranks = partition.layout, self.ranks()
+        layout, groups = partition.layout, self.process_groups()
         stored = inner(step, tree.replace(state, params=_either(partition.exact, state.params)))
-        exactly = Carriage(ranks, attrs.evolve(self.knobs, all_gather=comm.all_gather))
-        return layout.unflatten(exactly.gather_all(layout.segments, stored, _in_shards(layout, stored, ranks)))
+        exactly = Collectives(groups, attrs.evolve(self, all_gather=comm.all_gather))
+        return layout.unflatten(exactly.gather_all(layout.segments, stored, _in_shards(layout, stored, groups)))
 
     def update(self, inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
-        """Where params are whole: the optimizer on this rank's shards, then everybody's new shards."""
+        """Where params are whole: the inner update of this rank's shards, then a gather of all ranks' new shards."""
         state, metrics = inner(step, self._scattered(state), grads)
         return self._published(state), metrics
 
@@ -273,12 +188,12 @@ class Zero:
         return inner(step, self._scattered(state))  # type: ignore[no-any-return]
 
     def publish(self, inner: Any, step: Step, state: State) -> State:
-        """Everybody's shards, gathered."""
+        """All ranks' shards, gathered."""
         return self._published(inner(step, state))
 
     def _scattered(self, state: State) -> State:
         partition: Partition = state.slots["zero"]
-        layout, rank, flats = partition.layout, self.ranks().shards.rank, state.params
+        layout, rank, flats = partition.layout, self.process_groups().shards.rank, state.params
         whole = self._whole(layout)
         pairs = zip(layout.segments, flats, strict=True)
         shards = [s.own(flat, rank) if i in whole else flat for i, (s, flat) in enumerate(pairs)]
@@ -288,114 +203,126 @@ class Zero:
 
     def _published(self, state: State) -> State:
         partition: Partition = state.slots["zero"]
-        layout, own, frozen = partition.layout, state.params, partition.frozen
+        layout, own, groups = partition.layout, state.params, self.process_groups()
         whole = self._whole(layout)
-        exact = self._exact(own, whole, self.ranks()) if partition.exact else ()
-        stored = [frozen.get(i, new) for i, new in enumerate(own)]
+        exact = self._exact(own, whole, groups) if partition.exact else ()
+        stored = [partition.frozen.get(i, new) for i, new in enumerate(own)]
         state = tree.replace(state, params=()).put(zero=tree.replace(partition, exact=exact, frozen={}))
         del own
         moved = [i for i in whole if layout.segments[i].trainable]
-        return tree.replace(state, params=self.carriage().gather_all(layout.segments, stored, moved))
+        return tree.replace(state, params=Collectives(groups, self).gather_all(layout.segments, stored, moved))
 
     # -- what the loss sees --------------------------------------------------------------------------------------------
 
     def view(self, inner: Any, step: Step, state: State, tape: Tape) -> Any:
-        """Deferred leaves: of whole units in stages 0 to 2, of units that are gathered when touched in stage 3."""
+        """Lazy leaves: of whole units in stages 0 to 2, of units that are gathered when touched in stage 3."""
         partition: Partition = state.slots["zero"]
-        layout, learned, knobs = partition.as_stored(state.params), partition.learned, self.knobs
-        carriage = Carriage(self.ranks(), knobs, lambda dtype: step.comm_dtype(state, dtype))
+        layout, cache = partition.as_stored(state.params), partition.cache
+        collectives = Collectives(self.process_groups(), self, lambda dtype: step.comm_dtype(state, dtype))
         device = state.params[0].device if state.params else torch.device("cpu")
-        elsewhere = any(not isinstance(shard, Tensor) for shard in state.params)  # on the host or a disk, offloaded
-        lazy = knobs.stage == 3 and (carriage.ranks.n > 1 or elsewhere)
-        reducer = self.reducer(layout, learned.order, carriage, tape) if tape.records else None
-        seconds: dict[int, Any] | None = {} if knobs.secondary and tape.records and len(carriage.ranks.hops) > 1 else None
-        source = (
-            Gatherer(layout, state.params, carriage, live=knobs.live, ahead=knobs.prefetch, seconds=seconds)
-            if lazy
-            else Resident(layout, state.params)
-        )
-        units = Units(layout, source, reducer, device, frees=lazy, keep=knobs.keep)
-        if isinstance(source, Gatherer):
-            source.dropped = units.forget
-        return units.open(tape, learned.forward, learned.backward)
+        reducer = self._reducer(layout, cache, collectives, tape) if tape.records else None
+        source = self._source(layout, state.params, collectives, tape)
+        params = LazyParams(layout, source, reducer, device, reshard_last_units=self.reshard_last_units)
+        return params.open(tape, cache.forward, cache.backward)
 
-    def reducer(self, layout: Layout, order: Order, carriage: Carriage, tape: Tape) -> Reducer:
+    def _source(
+        self, layout: Layout, stored: Sequence[Any], collectives: Collectives, tape: Tape
+    ) -> Callable[[Callable[[int], None]], Source]:
+        groups = collectives.groups
+        offloaded = any(not isinstance(shard, Tensor) for shard in stored)  # on the host or a disk
+        if self.stage < 3 or (groups.n == 1 and not offloaded):
+            return lambda on_drop: WholeParams(layout, stored)
+        return lambda on_drop: Gatherer(
+            layout,
+            stored,
+            collectives,
+            on_drop,
+            max_live_units=self.max_live_units,
+            prefetch=self.prefetch,
+            hpz=self.hpz and tape.records and len(groups.levels) > 1,
+        )
+
+    def _reducer(self, layout: Layout, cache: ZeroCache, collectives: Collectives, tape: Tape) -> Reducer:
         """Stages 0 and 1 add micro-batches up and reduce the last; 2 and 3 reduce each and add the shards up."""
-        each = self.knobs.stage >= 2
+        each = self.stage >= 2
         trained = [i for i, segment in enumerate(layout.segments) if segment.trainable]
         carry = dict(zip(trained, tape.carry, strict=True)) if tape.carry is not None else {}
         return Reducer(
             layout,
-            carriage,
-            order,
+            collectives,
+            cache.order,
             now=each or tape.last,
             more=not tape.last,
             local={} if each else carry,
             sums=carry if each else {},
+            in_flight=cache.in_flight,
         )
 
     # -- what is summed over the ranks ---------------------------------------------------------------------------------
 
     def reduce(self, inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Weighted]:
-        """The sums were divided, so the weight is."""
+        """The sums were divided by ``gradient_predivide_factor``, so the weight is divided, too."""
         state, grads = inner(step, state, grads)
-        return state, tree.replace(grads, weight=grads.weight / self.knobs.predivide)
+        return state, tree.replace(grads, weight=grads.weight / self.gradient_predivide_factor)
 
     def sum_over_ranks(self, inner: Any, step: Step, state: State, scalars: Any) -> Any:
         """Sums over all ranks."""
-        return self.ranks().total(inner(step, state, scalars))
+        return self.process_groups().all_reduce(inner(step, state, scalars))
 
     def sync_buffers(self, inner: Any, step: Step, state: State) -> State:
         """The module buffers that all ranks agree on."""
-        ranks, state = self.ranks(), inner(step, state)
-        for level in (ranks.group, ranks.replicas):
+        groups, state = self.process_groups(), inner(step, state)
+        for level in (groups.group, groups.replicas):
             state = state if level is None else synced(state, level)
         return state
 
     def norm(self, inner: Any, step: Step, state: State, grads: list[Tensor]) -> Tensor:
         """‖g‖² = AR Σ ‖owned shards‖² (law 27)."""
-        return comm.all_reduce(inner(step, state, grads) ** 2, self.ranks().group).sqrt()  # type: ignore[no-any-return]
+        return comm.all_reduce(inner(step, state, grads) ** 2, self.process_groups().group).sqrt()  # type: ignore[no-any-return]
 
     def finite(self, inner: Any, step: Step, state: State, grads: list[Tensor]) -> Tensor:
-        """Finite everywhere."""
-        return comm.all_reduce(inner(step, state, grads), self.ranks().group, op="min")  # type: ignore[no-any-return]
+        """Whether the gradients are finite on all ranks."""
+        return comm.all_reduce(inner(step, state, grads), self.process_groups().group, op="min")  # type: ignore[no-any-return]
 
     def batch_shard(self, inner: Any, step: Step, state: State) -> tuple[int, int]:
-        """The ranks share what the rank would have had."""
+        """The ranks share the part of the batch that the inner step would have."""
         index, count = inner(step, state)
-        place, places = self.ranks().place
+        place, places = self.process_groups().batch_shard
         return index * places + place, count * places
 
     # -- what lies where -----------------------------------------------------------------------------------------------
 
     def leaf_map(self, inner: Any, step: Step, state: State) -> LeafMap:
         """The leaves in this rank's shards, in stage 0 in whole segments."""
-        parts: LeafMap = state.slots["zero"].learned.parts
-        return attrs.evolve(parts, group=self.ranks().shards) if self.knobs.stage else parts
+        parts: LeafMap = state.slots["zero"].cache.leaf_map
+        return attrs.evolve(parts, group=self.process_groups().shards) if self.stage else parts
 
     def select(self, inner: Any, step: Step, state: State, paths: Collection[str]) -> tuple[State, tuple[int, ...]]:
-        """The segments of these leaves, and what the ranks know about their order."""
+        """The segments of these leaves, with a cache of their own."""
         partition: Partition = state.slots["zero"]
-        known = partition.learned.of_part(partition.layout, frozenset(paths))
+        known = partition.cache.subset(partition.layout, frozenset(paths))
         trained = [i for i, segment in enumerate(partition.layout.segments) if segment.trainable]
-        slot = Partition(known.layout, known.learned)
+        slot = Partition(known.layout, known.cache)
         alone = tree.replace(state, params=[state.params[i] for i in known.segments]).put(zero=slot)
         return alone, tuple(place for place, i in enumerate(trained) if i in known.segments)
 
 
-def _of_rank_0(leaf: Tensor, ranks: Ranks) -> Tensor:
-    """What the first rank has; deferred leaves are read everywhere."""
-    return leaf if is_deferred(leaf) else ranks.from_first(leaf.detach())
+zero = Zero
+
+
+def _of_rank_0(leaf: Tensor, groups: ProcessGroups) -> Tensor:
+    """Rank 0's leaf; every rank reads deferred ones itself."""
+    return leaf if is_deferred(leaf) else groups.broadcast(leaf.detach())
 
 
 def _either(exact: Sequence[Tensor | None], stored: Sequence[Tensor]) -> list[Tensor]:
-    """The exact shards where there are some."""
+    """The exact shards where there are any."""
     return [flat if shard is None else shard for shard, flat in zip(exact, stored, strict=True)] if exact else list(stored)
 
 
-def _in_shards(layout: Layout, stored: Sequence[Tensor], ranks: Ranks) -> list[int]:
-    """The segments that are not whole here; where one rank owns a segment it can not tell, so the ranks say it together."""
+def _in_shards(layout: Layout, stored: Sequence[Tensor], groups: ProcessGroups) -> list[int]:
+    """The segments that are not whole here. The owner of a segment cannot tell, so then the ranks decide together."""
     cut = torch.tensor([flat.numel() != s.size for flat, s in zip(stored, layout.segments, strict=True)], dtype=torch.int64)
     if any(segment.owner is not None for segment in layout.segments):
-        cut = comm.all_reduce(cut, ranks.group.channel("control"), op="max")
+        cut = comm.all_reduce(cut, groups.group.channel("control"), op="max")
     return cut.nonzero().flatten().tolist()

@@ -1,4 +1,4 @@
-"""zero's knobs: whatever is chosen, it is the single-device step, and sends what the plan says, to the byte."""
+"""zero's arguments: whatever is chosen, it is the single-device step, and sends what the plan says, to the byte."""
 
 from functools import cache
 from typing import Any
@@ -19,22 +19,22 @@ TOLERANCE = 2e-5  # as in test_zero: rounding of sums in other orders
 
 @attrs.frozen
 class Grid:
-    """How the ranks of a world lie: blocks of ``inside`` ranks, ``across`` of them, ``replicas`` times."""
+    """How the ranks of a world lie: blocks of ``intra`` ranks, ``inter`` of them, ``replicas`` times."""
 
     replicas: int
-    across: int
-    inside: int
+    inter: int
+    intra: int
 
     @property
     def size(self) -> int:
-        return self.replicas * self.across * self.inside
+        return self.replicas * self.inter * self.intra
 
     def groups(self, *, blocks: bool, numbers: bool = False) -> dict[str, Any]:
         """zero's groups, in the world of this size."""
-        mesh = comm.mesh(replica=self.replicas, inter=self.across, intra=self.inside)
+        mesh = comm.mesh(replica=self.replicas, inter=self.inter, intra=self.intra)
         found: dict[str, Any] = {"group": mesh["inter", "intra"]}
         if blocks:
-            found["inside"] = self.inside if numbers else mesh["intra"]
+            found["intra_node"] = self.intra if numbers else mesh["intra"]
         if self.replicas > 1:
             found["replicate"] = mesh["replica"]
         return found
@@ -46,26 +46,26 @@ UNITS = (None, units.by_leaf, units.single_unit, units.by_bytes(300))
 
 
 @st.composite
-def knobs(draw: st.DrawFn, stages: tuple[int, ...] = (0, 1, 2, 3)) -> dict[str, Any]:
+def arguments(draw: st.DrawFn, stages: tuple[int, ...] = (0, 1, 2, 3)) -> dict[str, Any]:
     """What ``zero`` takes beside groups; ``blocks`` says whether the ranks are taken in blocks."""
     stage = draw(st.sampled_from(stages))
     found: dict[str, Any] = {"stage": stage, "blocks": False, "unit_of": draw(st.sampled_from(UNITS))}
-    found["predivide"] = draw(st.sampled_from((1.0, 4.0)))
+    found["gradient_predivide_factor"] = draw(st.sampled_from((1.0, 4.0)))
     if stage:
         found["aggregate"] = draw(st.sampled_from(("reduce_scatter", "all_reduce", "owner")))
         found["blocks"] = found["aggregate"] != "owner" and draw(st.booleans())
     if stage == 3:
-        found["keep"] = draw(st.booleans())
+        found["reshard_last_units"] = draw(st.booleans())
         found["prefetch"] = draw(st.integers(0, 3))
-        found["live"] = draw(st.integers(1, 3))
-        found["persist"] = draw(st.sampled_from((0, 8, 64, 10**6)))
-        found["secondary"] = found["blocks"] and draw(st.booleans())
+        found["max_live_units"] = draw(st.integers(1, 3))
+        found["persistence_threshold"] = draw(st.sampled_from((0, 8, 64, 10**6)))
+        found["hpz"] = found["blocks"] and draw(st.booleans())
     return found
 
 
 def strategy(grid: Grid, chosen: dict[str, Any]) -> transforms.Zero:
     """In the world of the grid's size."""
-    groups = grid.groups(blocks=chosen["blocks"], numbers=chosen.get("predivide") == 4.0)
+    groups = grid.groups(blocks=chosen["blocks"], numbers=chosen.get("gradient_predivide_factor") == 4.0)
     return transforms.zero(**{name: value for name, value in chosen.items() if name != "blocks"}, **groups)
 
 
@@ -81,12 +81,16 @@ def alone(name: str, rows: int) -> tuple[list[float], list[float], Any]:
 @given(
     name=st.sampled_from(sorted(CASES)),
     grid=st.sampled_from(GRIDS),
-    chosen=knobs(),
+    chosen=arguments(),
     k=st.sampled_from((1, 2)),
     seed=st.integers(0, 99),
 )
-def test_any_knobs_are_the_single_device_step(name: str, grid: Grid, chosen: dict[str, Any], k: int, seed: int) -> None:
-    """zero with any knobs on any grid of ranks = the step on the concatenated batch."""
+def test_any_arguments_are_the_single_device_step(name: str, grid: Grid, chosen: dict[str, Any], k: int, seed: int) -> None:
+    """zero with any arguments on any grid of ranks = the step on the concatenated batch."""
+    agrees_with_one_device(name, grid, chosen, k, seed)
+
+
+def agrees_with_one_device(name: str, grid: Grid, chosen: dict[str, Any], k: int, seed: int) -> None:
     rows = 2 * grid.size
 
     def program() -> Any:
@@ -102,7 +106,7 @@ def test_any_knobs_are_the_single_device_step(name: str, grid: Grid, chosen: dic
 
 
 @pytest.mark.law(31)
-@given(grid=st.sampled_from(SMALL), chosen=knobs(), narrow=st.booleans())
+@given(grid=st.sampled_from(SMALL), chosen=arguments(), narrow=st.booleans())
 def test_donation_changes_nothing(grid: Grid, chosen: dict[str, Any], narrow: bool) -> None:
     """With donate=False a state can be used again, and gives the same, whatever is kept in the slot."""
     chosen = {**chosen, **(compressed(chosen, comm.Blocks(8, size=16)) if narrow else {})}
@@ -125,34 +129,34 @@ def test_donation_changes_nothing(grid: Grid, chosen: dict[str, Any], narrow: bo
 
 
 def compressed(chosen: dict[str, Any], codec: comm.Codec) -> dict[str, Any]:
-    """The collectives that these knobs use, with a codec."""
-    groupless = {name: value for name, value in chosen.items() if name not in ("blocks", "secondary")}
-    return {name: comm.compressed(getattr(comm, name), codec) for name in transforms.zero(**groupless).knobs.used()}
+    """The collectives that these arguments use, with a codec."""
+    groupless = {name: value for name, value in chosen.items() if name not in ("blocks", "hpz")}
+    return {name: comm.compressed(getattr(comm, name), codec) for name in transforms.zero(**groupless).used}
 
 
 @pytest.mark.law(38)
 @given(
     name=st.sampled_from(("tied", "lora", "branching", "odd leaves")),
     grid=st.sampled_from(SMALL),
-    chosen=knobs(),
+    chosen=arguments(),
     codec=st.sampled_from((comm.Cast(torch.float64), comm.TopK(1.0))),
 )
 def test_a_lossless_codec_changes_nothing(name: str, grid: Grid, chosen: dict[str, Any], codec: comm.Codec) -> None:
-    """Any knobs with compressed(·, id) = the same knobs without, bitwise, in as many hops as there are."""
+    """Any arguments with compressed(·, id) = the same arguments without, bitwise, over as many levels as there are."""
 
     def program(**means: Any) -> Any:
         return run(CASES[name], (strategy(grid, {**chosen, **means}),), rows=grid.size, steps=2)
 
     plainly = comm.simulate(program, world_size=grid.size)
-    if chosen["stage"] == 0 and grid.replicas > 1 and grid.across * grid.inside > 1 and isinstance(codec, comm.Cast):
+    if chosen["stage"] == 0 and grid.replicas > 1 and grid.inter * grid.intra > 1 and isinstance(codec, comm.Cast):
         return  # an all-reduce between replicas rounds sums in fp64 once less
     assert_same(comm.simulate(lambda: program(**compressed(chosen, codec)), world_size=grid.size), plainly)
 
 
 @pytest.mark.law(38)
-@pytest.mark.parametrize("secondary", [False, True])
-def test_integers_lose_nothing_in_two_hops(secondary: bool) -> None:
-    """int8 is exact where absmax is 127 times a power of two, inside and then across: the same bits as in fp32."""
+@pytest.mark.parametrize("hpz", [False, True])
+def test_integers_lose_nothing_in_two_levels(hpz: bool) -> None:
+    """int8 is exact where absmax is 127 times a power of two, inside nodes and then between them: the same bits as in fp32."""
 
     def program(narrow: bool) -> Any:
         mesh = comm.mesh(inter=2, intra=2)
@@ -163,7 +167,7 @@ def test_integers_lose_nothing_in_two_hops(secondary: bool) -> None:
         codec = comm.Blocks(8, size=4)
         means = {name: comm.compressed(getattr(comm, name), codec) for name in ("all_gather", "reduce_scatter")}
         chosen = transforms.zero(
-            3, mesh["inter", "intra"], inside=mesh["intra"], secondary=secondary, keep=False, **(means if narrow else {})
+            3, mesh["inter", "intra"], intra_node=mesh["intra"], hpz=hpz, reshard_last_units=True, **(means if narrow else {})
         )
         step = chosen(fds.train_step(lambda p, x: (p["w"] * x).sum(), fds.sgd(4.0)))
         state, losses = step.init({"w": w}), []
@@ -182,9 +186,9 @@ def everything_on_processes() -> list[Any]:
     codec = comm.Blocks(8, size=16)
     narrow = {name: comm.compressed(getattr(comm, name), codec) for name in ("all_gather", "reduce_scatter")}
     strategies = [
-        transforms.zero(3, inside=1, secondary=True, prefetch=3, **narrow),
-        transforms.zero(3, inside=2, persist=8, prefetch=0, live=1),
-        transforms.zero(2, aggregate="owner", predivide=2.0),
+        transforms.zero(3, intra_node=1, hpz=True, prefetch=3, **narrow),
+        transforms.zero(3, intra_node=2, persistence_threshold=8, prefetch=0, max_live_units=1),
+        transforms.zero(2, aggregate="owner", gradient_predivide_factor=2.0),
         transforms.zero(3, aggregate="owner"),
         transforms.zero(1, aggregate="all_reduce"),
         transforms.zero(3, mesh["intra"], replicate=mesh["inter"]),
@@ -207,8 +211,8 @@ def test_processes_give_the_bits_of_the_simulator() -> None:
 def test_predivision_keeps_sums_in_range(aggregate: str) -> None:
     """Two gradients of 40,000 overflow fp16 when they are added; divided by two before, they do not, and all is as it was."""
 
-    def program(predivide: float) -> tuple[float, float]:
-        chosen = transforms.zero(2, aggregate=aggregate, predivide=predivide)
+    def program(factor: float) -> tuple[float, float]:
+        chosen = transforms.zero(2, aggregate=aggregate, gradient_predivide_factor=factor)
         step = fds.compose(transforms.mixed_precision("fp16", 1.0), chosen, transforms.clip(1e9))(
             fds.train_step(lambda p, x: (p["w"] * x).sum(), fds.sgd(2.0**-12))
         )

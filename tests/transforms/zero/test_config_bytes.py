@@ -1,4 +1,4 @@
-"""What zero's knobs send and hold: the ledger shows what the plan says, and the plan what the formulas say (law 21)."""
+"""What zero's arguments send and hold: the ledger shows what the report says, and the report what the formulas say (law 21)."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import functional_ds as fds
 from functional_ds import comm, transforms, units
-from tests.transforms.zero.test_config import GRIDS, Grid, compressed, knobs, strategy
+from tests.transforms.zero.test_config import GRIDS, Grid, arguments, compressed, strategy
 
 WIDTH, LAYERS = 8, 4
 
@@ -54,28 +54,29 @@ POLICIES = {"f32": (None, None), "bf16": (torch.bfloat16, None), "bf16,reduce=f3
 @pytest.mark.law(21)
 @given(
     grid=st.sampled_from(GRIDS),
-    chosen=knobs(),
+    chosen=arguments(),
     k=st.sampled_from((1, 2)),
     policy=st.sampled_from(sorted(POLICIES)),
     narrow=st.booleans(),
 )
-def test_the_ledger_shows_what_the_plan_says(grid: Grid, chosen: dict[str, Any], k: int, policy: str, narrow: bool) -> None:
+def test_the_ledger_shows_what_the_report_says(grid: Grid, chosen: dict[str, Any], k: int, policy: str, narrow: bool) -> None:
     """Bytes by collective and group, and bytes of stored params: predicted from shapes, exactly."""
     chosen = {**chosen, "unit_of": None if chosen["unit_of"] is units.by_leaf else chosen["unit_of"]}
     if chosen["stage"] == 3:
-        chosen["keep"] = False
+        chosen["reshard_last_units"] = True
     chosen |= compressed(chosen, comm.Blocks(8, size=16)) if narrow else {}
-    stored, wire = POLICIES[policy]
+    stored, reduced = POLICIES[policy]
 
     def program() -> tuple[dict[tuple[str, str], int], dict[tuple[str, str], int], int, int]:
         zero = strategy(grid, chosen)
         chain = () if policy == "f32" else (transforms.mixed_precision(policy),)
         state, sent = third_step(*chain, zero, k=k)
-        ranks = zero.ranks()
-        replica = 0 if ranks.replicas is None else ranks.replicas.rank
-        plan = zero.plan(chain_params(), stored=stored, wire=wire)
+        groups = zero.process_groups()
+        replica = 0 if groups.replicas is None else groups.replicas.rank
+        report = zero.cost_report(chain_params(), stored_dtype=stored, comm_dtype=reduced)
         held = sum(t.nbytes for t in (*state.params, *fds.tree.leaves(state.slots["zero"].exact)))
-        return sent, plan.sent(micro_batches=k, rank=ranks.shards.rank, replica=replica), held, plan.held(ranks.shards.rank)
+        rank = groups.shards.rank
+        return sent, report.sent(micro_batches=k, rank=rank, replica=replica), held, report.held(rank)
 
     for sent, predicted, held, planned in comm.simulate(program, world_size=grid.size):
         assert sent == predicted
@@ -83,47 +84,47 @@ def test_the_ledger_shows_what_the_plan_says(grid: Grid, chosen: dict[str, Any],
 
 
 def elements(**options: Any) -> tuple[dict[tuple[str, str], int], int, int]:
-    """What rank 0's plan sends in elements, over 2 x 4 ranks or as many replicas of 4; Ψ, and Ψ of the biases."""
-    plan = transforms.zero(3, keep=False, **options).plan(chain_params(), n=options.pop("n", 8))
-    psi = sum(s.size for s in plan.layout.segments)
-    return {key: size // 4 for key, size in plan.sent().items()}, psi, sum(s.size for s in plan.whole)
+    """What rank 0's report sends in elements, over 2 x 4 ranks or as many replicas of 4; Ψ, and Ψ of the biases."""
+    report = transforms.zero(3, reshard_last_units=True, **options).cost_report(chain_params(), n=options.pop("n", 8))
+    psi = sum(s.size for s in report.layout.segments)
+    return {key: size // 4 for key, size in report.sent().items()}, psi, sum(s.size for s in report.whole)
 
 
 @pytest.mark.law(21)
-@pytest.mark.parametrize("secondary", [False, True])
-def test_what_crosses_blocks(secondary: bool) -> None:
+@pytest.mark.parametrize("hpz", [False, True])
+def test_what_crosses_blocks(hpz: bool) -> None:
     """Of Ψ elements over a blocks of s ranks, (a-1)/a Ψ/s cross for each gather and each reduction; hpZ saves one gather."""
     a, s = 2, 4
-    sent, psi, _ = elements(inside=s, secondary=secondary)
+    sent, psi, _ = elements(intra_node=s, hpz=hpz)
     across, inside = (a - 1) * psi // (a * s), (s - 1) * psi // s
-    assert sent["all_gather", "world:across"] == (1 if secondary else 2) * across
-    assert sent["reduce_scatter", "world:across/reduce"] == across
-    assert sent["all_gather", "world:inside"] == 2 * inside
-    assert sent["reduce_scatter", "world:inside/reduce"] == inside
-    if not secondary:
-        assert sum(sent.values()) == 3 * psi * (a * s - 1) // (a * s)  # as in one hop
+    assert sent["all_gather", "world:inter_node"] == (1 if hpz else 2) * across
+    assert sent["reduce_scatter", "world:inter_node/reduce"] == across
+    assert sent["all_gather", "world:intra_node/gather"] == 2 * inside
+    assert sent["reduce_scatter", "world:intra_node/reduce"] == inside
+    if not hpz:
+        assert sum(sent.values()) == 3 * psi * (a * s - 1) // (a * s)  # as over one level
 
 
 @pytest.mark.law(21)
 def test_replicas_share_their_shards() -> None:
     """HSDP and MiCS: 3Ψ(s-1)/s inside a replica, 2(Ψ/s)(r-1)/r between replicas, once a step."""
     s, r = 4, 2
-    plan = transforms.zero(3, keep=False).plan(chain_params(), n=s, replicas=r)
-    psi = sum(segment.size for segment in plan.layout.segments)
+    report = transforms.zero(3, reshard_last_units=True).cost_report(chain_params(), n=s, replicas=r)
+    psi = sum(segment.size for segment in report.layout.segments)
     for k in (1, 3):
-        sent = {key: size // 4 for key, size in plan.sent(micro_batches=k).items()}
+        sent = {key: size // 4 for key, size in report.sent(micro_batches=k).items()}
         assert sent["all_gather", "world"] + sent["reduce_scatter", "world/reduce"] == 3 * k * psi * (s - 1) // s
         assert sent["all_reduce", "replicas/reduce"] == 2 * (psi // s) * (r - 1) // r
 
 
 @pytest.mark.law(21)
 def test_what_stays_whole_is_gathered_once() -> None:
-    """With Ψₚ elements in leaves of at most ``persist``: 3(Ψ - Ψₚ)(n-1)/n + 2Ψₚ(n-1)/n, and Ψₚ(n-1)/n more is stored."""
+    """With Ψₚ elements in leaves of at most the threshold: 3(Ψ - Ψₚ)(n-1)/n + 2Ψₚ(n-1)/n, and Ψₚ(n-1)/n more is stored."""
     n = 8
-    sent, psi, whole = elements(persist=WIDTH)
+    sent, psi, whole = elements(persistence_threshold=WIDTH)
     assert whole == WIDTH * (LAYERS + 1)
     assert sum(sent.values()) == (3 * (psi - whole) + 2 * whole) * (n - 1) // n
-    sent, psi, whole = elements(persist=10**6)
+    sent, psi, whole = elements(persistence_threshold=10**6)
     assert (whole, sum(sent.values())) == (psi, 2 * psi * (n - 1) // n)
 
 
@@ -131,13 +132,13 @@ def test_what_stays_whole_is_gathered_once() -> None:
 def test_owners_send_and_get_whole_units() -> None:
     """All ranks together: (n-1)Ψ for a reduction to owners and for each broadcast; each unit has one owner."""
     n = 4
-    plan = transforms.zero(2, aggregate="owner").plan(chain_params(), n=n)
-    psi = sum(segment.size for segment in plan.layout.segments)
-    sent = [plan.sent(rank=rank) for rank in range(n)]
+    report = transforms.zero(2, aggregate="owner").cost_report(chain_params(), n=n)
+    psi = sum(segment.size for segment in report.layout.segments)
+    sent = [report.sent(rank=rank) for rank in range(n)]
     assert sum(s.get(("reduce", "world/reduce"), 0) for s in sent) == 4 * (n - 1) * psi
     assert sum(s.get(("broadcast", "world"), 0) for s in sent) == 4 * (n - 1) * psi
-    assert sorted(s.owner for s in plan.layout.segments) == [0, 1, 2, 3]
-    assert "rank 3: 1 units" in str(plan)
+    assert sorted(s.owner for s in report.layout.segments) == [0, 1, 2, 3]
+    assert "rank 3: 1 units" in str(report)
 
 
 class Watch:
@@ -164,28 +165,30 @@ class Watch:
         self.most = max(self.most, self.under_way + sum(self.alive.values()))
 
 
-@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("live", [1, 2])
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
-def test_units_that_are_there_at_once(prefetch: int, live: int, keep: bool) -> None:
-    """Never more than ``live + prefetch`` units, as the plan says, and exactly that many in a chain of equal ones."""
+def test_units_that_are_there_at_once(prefetch: int, live: int, reshard: bool) -> None:
+    """Never more than ``max_live_units + prefetch`` units, as reported, and exactly that many in a chain of equal ones."""
 
     def program() -> tuple[int, int]:
         watch = Watch()
-        zero = transforms.zero(3, prefetch=prefetch, live=live, keep=keep, all_gather=watch)
+        zero = transforms.zero(3, prefetch=prefetch, max_live_units=live, reshard_last_units=reshard, all_gather=watch)
         third_step(zero)
-        return watch.most, zero.plan(chain_params()).fetched()
+        return watch.most, zero.cost_report(chain_params()).fetched()
 
     for most, planned in comm.simulate(program, world_size=2):
         assert planned == min(live + prefetch, LAYERS) * 4 * WIDTH * (WIDTH + 1) + 4 * WIDTH  # h.0 has the scale, too
         assert planned - 4 * WIDTH <= most <= planned
 
 
-def test_the_plan_says_it_all() -> None:
+def test_the_report_says_it_all() -> None:
     """In a few lines."""
-    zero = transforms.zero(3, inside=4, secondary=True, persist=8, predivide=2.0, prefetch=2)
-    shown = str(zero.plan(chain_params(), n=8, stored=torch.bfloat16, wire=torch.float32))
-    assert shown.startswith("zero(3, world, inside=4, prefetch=2, persist=8, secondary=True, predivide=2.0)\n")
+    zero = transforms.zero(3, intra_node=4, hpz=True, persistence_threshold=8, gradient_predivide_factor=2.0, prefetch=2)
+    shown = str(zero.cost_report(chain_params(), n=8, stored_dtype=torch.bfloat16, comm_dtype=torch.float32))
+    assert shown.startswith(
+        "zero(3, world, intra_node=4, prefetch=2, persistence_threshold=8, hpz=True, gradient_predivide_factor=2.0)\n"
+    )
     for said in ("8 shards", "4: h.0 (", "in shards", "2 whole and 2 ahead", "reduce_scatter of float32, divided by 2 before"):
         assert said in shown
     assert len(shown.splitlines()) == 7

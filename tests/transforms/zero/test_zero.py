@@ -48,15 +48,15 @@ def leaf(path: str) -> str:
     n=st.sampled_from((1, 2, 3, 4, 8)),
     k=st.sampled_from((1, 2)),
     unit_of=st.sampled_from((None, whole, leaf)),
-    keep=st.booleans(),
+    reshard=st.booleans(),
     seed=st.integers(0, 99),
 )
 def test_any_stage_is_the_single_device_step(
-    name: str, stage: int, n: int, k: int, unit_of: Any, keep: bool, seed: int
+    name: str, stage: int, n: int, k: int, unit_of: Any, reshard: bool, seed: int
 ) -> None:
     """zero(k) on n ranks = the step on the concatenated batch, for any model, unit partition, micro-batches, interleaving."""
     rows = 2 * n
-    strategy = (transforms.zero(stage, unit_of=unit_of, keep=keep), transforms.accumulate(k))
+    strategy = (transforms.zero(stage, unit_of=unit_of, reshard_last_units=reshard), transforms.accumulate(k))
     expected = alone(name, rows)
     for found in comm.simulate(lambda: run(CASES[name], strategy, rows=rows), world_size=n, seed=seed):
         assert_same(found, expected)
@@ -128,7 +128,7 @@ def test_hugging_face_llama(stage: int) -> None:
 # -- memory and traffic -------------------------------------------------------------------------------------------------
 
 
-def blocks_program(stage: int, policy: str, keep: bool, k: int = 1) -> dict[str, Any]:
+def blocks_program(stage: int, policy: str, reshard: bool, k: int = 1) -> dict[str, Any]:
     """What one step holds and sends: state bytes by kind, gradient bytes at the update, the ledger's elements."""
     torch.manual_seed(0)
     apply, params = fds.functional(Blocks())
@@ -139,7 +139,7 @@ def blocks_program(stage: int, policy: str, keep: bool, k: int = 1) -> dict[str,
         return inner(step, state, grads)
 
     chain = [transforms.mixed_precision("bf16")] if policy == "bf16" else []
-    chain += [transforms.zero(stage, keep=keep), transforms.accumulate(k), fds.wrap("weigh", update=update)]
+    chain += [transforms.zero(stage, reshard_last_units=reshard), transforms.accumulate(k), fds.wrap("weigh", update=update)]
     step = fds.compose(*chain)(
         fds.train_step(lambda p, b: F.mse_loss(apply(p, b[0]), b[1].to(p["out.bias"].dtype)), fds.adamw(1e-2))
     )
@@ -167,7 +167,7 @@ def test_bytes_on_each_rank(stage: int, n: int) -> None:
 
     Stage 1 may hold 2Ψ of gradients and hands shards to the update, because each unit is reduced as soon as it is complete.
     """
-    for held in comm.simulate(blocks_program, stage, "bf16", True, world_size=n):
+    for held in comm.simulate(blocks_program, stage, "bf16", False, world_size=n):
         psi, part = held["psi"], held["psi"] // n
         assert held["params"] == 2 * (psi if stage < 3 else part)
         assert held["masters"] == 4 * (part if stage else psi)
@@ -183,7 +183,7 @@ def test_bytes_on_each_rank(stage: int, n: int) -> None:
 @given(n=st.integers(1, 5), k=st.sampled_from((1, 2)))
 def test_elements_each_rank_sends(stage: int, n: int, k: int) -> None:
     """2Ψ(n-1)/n in stages 0, 1 and 2; 3Ψ(n-1)/n in stage 3; stages 0 and 1 reduce once whatever the micro-batches."""
-    for held in comm.simulate(blocks_program, stage, "fp32", False, k, world_size=n):
+    for held in comm.simulate(blocks_program, stage, "fp32", True, k, world_size=n):
         psi, sent = held["psi"], held["sent"]
         once = psi * (n - 1) // n
         if stage == 0:
@@ -199,8 +199,8 @@ def test_elements_each_rank_sends(stage: int, n: int, k: int) -> None:
 
 @pytest.mark.law(21)
 def test_keeping_saves_what_it_says() -> None:
-    """With ``keep`` stage 3 does not gather again what was whole at the end of the forward pass: here two units."""
-    for held in comm.simulate(blocks_program, 3, "fp32", True, world_size=2):
+    """By default stage 3 does not gather again what was whole at the end of the forward pass: here two units."""
+    for held in comm.simulate(blocks_program, 3, "fp32", False, world_size=2):
         rest, *_, last = held["unit sizes"]
         assert held["sent"]["all_gather", "world"][1] == (2 * held["psi"] - rest - last) // 2
 

@@ -1,0 +1,70 @@
+"""The tensor subclass behind a leaf whose values are fetched at first use."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["LazyTensor"]
+
+_PROPERTIES = (
+    *("shape", "dtype", "device", "layout", "requires_grad", "ndim", "is_leaf", "is_cuda", "is_cpu", "is_meta", "is_sparse"),
+    *("is_quantized", "is_nested", "is_mkldnn", "is_xpu", "is_mps", "itemsize", "nbytes", "grad", "names"),
+)
+# The functions whose results follow from shape, dtype and device alone: they fetch nothing.
+_METADATA: frozenset[Any] = frozenset(
+    [
+        *(getattr(Tensor, name).__get__ for name in _PROPERTIES if hasattr(Tensor, name)),
+        *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.ndimension, Tensor.stride, Tensor.is_contiguous),
+        *(Tensor.element_size, Tensor.get_device, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_signed),
+        *(Tensor.__len__, Tensor.__hash__, Tensor.type),
+        *(torch.is_floating_point, torch.is_complex, torch.numel),
+    ]
+)
+
+
+class LazyTensor(torch.Tensor):
+    """A leaf as the loss function sees it: shape, dtype and device are known, the values are fetched at first use.
+
+    Every torch function that is called with one is called with the fetched tensor instead. Modules need no hooks, so any
+    code that computes with tensors works.
+    """
+
+    _fetch: Callable[[], Tensor]
+
+    @staticmethod
+    def __new__(
+        cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool, fetch: Callable[[], Tensor]
+    ) -> "LazyTensor":
+        self: LazyTensor = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
+        self._fetch = fetch
+        return self
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"LazyTensor({list(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return func(*(_fetched(x) for x in args), **{name: _fetched(x) for name, x in (kwargs or {}).items()})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return func(*(_fetched(x) for x in args), **{name: _fetched(x) for name, x in (kwargs or {}).items()})
+
+
+def _fetched(value: Any) -> Any:
+    """The value with each lazy tensor in it replaced by what it fetches."""
+    if isinstance(value, LazyTensor):
+        return value._fetch()
+    if isinstance(value, (list, tuple)) and any(isinstance(v, (LazyTensor, list, tuple, dict)) for v in value):
+        fetched = [_fetched(v) for v in value]
+        return type(value)(*fetched) if hasattr(value, "_fields") else type(value)(fetched)
+    if isinstance(value, dict):
+        return {k: _fetched(v) for k, v in value.items()}
+    return value
