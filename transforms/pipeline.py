@@ -10,8 +10,8 @@ from functional_ds import comm
 from functional_ds.base.batch import least_rows
 from functional_ds.base.weighted import Weighted
 from functional_ds.pipelining import Kind, Recorder, Schedule, Stages, lower, validate
-from functional_ds.pipelining.execution.gradients import Traffic, gradients, measure
-from functional_ds.pipelining.execution.placement import Placed
+from functional_ds.pipelining.execution.gradients import PipelineSpec, gradients, measure
+from functional_ds.pipelining.execution.placement import Placement
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.step.state import State
 from functional_ds.step.step import Step, Transform, wrap
@@ -138,19 +138,21 @@ class _Pipeline:
     def init(self, inner: Any, step: Step, params: Any) -> State:
         """The inner state of this rank's leaves."""
         group = self.ranks()
-        placed = Placed.of(params, self.stages, self.schedule.placement)
-        known = step.wrapped("placed", leaf_map=lambda inner, step, state: placed.elsewhere(inner(step, state), group.rank))
-        state: State = inner(known, placed.own(params, group.rank))
-        return state.put(pipeline=placed)
+        placement = Placement.of(params, self.stages, self.schedule.placement)
+        known = step.wrapped(
+            "placement", leaf_map=lambda inner, step, state: placement.elsewhere(inner(step, state), group.rank)
+        )
+        state: State = inner(known, placement.own(params, group.rank))
+        return state.put(pipeline=placement)
 
     def params(self, inner: Any, step: Step, state: State) -> Any:
         """The user's tree, every leaf from the first rank that has it."""
-        return _placed(state).gathered(inner(step, state), self.ranks(), state.step.device)
+        return _placement(state).gathered(inner(step, state), self.ranks(), state.step.device)
 
     def leaf_map(self, inner: Any, step: Step, state: State) -> LeafMap:
         """This rank's leaves; the others' paths are known."""
         found: LeafMap = inner(step, state)
-        return _placed(state).elsewhere(found, self.ranks().rank) if "pipeline" in state.slots else found
+        return _placement(state).elsewhere(found, self.ranks().rank) if "pipeline" in state.slots else found
 
     # -- what runs -----------------------------------------------------------------------------------------------------
 
@@ -158,17 +160,17 @@ class _Pipeline:
         self, inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
     ) -> tuple[Weighted, dict[str, Weighted]]:
         """The schedule, in place of autograd through the whole loss."""
-        return gradients(self._traffic(self.schedule, self.recorder), step, state, batch, carry, last)
+        return gradients(self._spec(self.schedule, self.recorder), step, state, batch, carry, last)
 
     def measure(self, inner: Any, step: Step, state: State, batch: Any) -> dict[str, Weighted]:
         """Its forwards alone; a batch with fewer rows than micro-batches makes as many as it has rows."""
         count = max(1, min(least_rows(batch), self.schedule.microbatches))
         few = count < self.schedule.microbatches
         schedule = self.inference.first(count) if few else self.inference
-        return measure(self._traffic(schedule), step, state, batch)
+        return measure(self._spec(schedule), step, state, batch)
 
-    def _traffic(self, schedule: Schedule, recorder: Recorder | None = None) -> Traffic:
-        return Traffic(schedule, self.stages, self.ranks(), self.schedule.microbatches, recorder)
+    def _spec(self, schedule: Schedule, recorder: Recorder | None = None) -> PipelineSpec:
+        return PipelineSpec(schedule, self.stages, self.ranks(), self.schedule.microbatches, recorder)
 
     # -- what is summed over the ranks ---------------------------------------------------------------------------------
 
@@ -187,10 +189,10 @@ class _Pipeline:
         return comm.all_reduce(inner(step, state, grads), self.ranks(), op="min")  # type: ignore[no-any-return]
 
     def _counted(self, step: Step, state: State, grads: Sequence[Tensor], group: comm.Group) -> list[Tensor]:
-        copies = _placed(state).copies(step.leaf_map(state), group.rank)
+        copies = _placement(state).copies(step.leaf_map(state), group.rank)
         return [grad.new_empty(0) if place in copies else grad for place, grad in enumerate(grads)]
 
 
-def _placed(state: State) -> Placed:
-    placed: Placed = state.slots["pipeline"]
-    return placed
+def _placement(state: State) -> Placement:
+    placement: Placement = state.slots["pipeline"]
+    return placement

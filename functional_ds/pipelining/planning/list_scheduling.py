@@ -11,11 +11,11 @@ from functional_ds.pipelining.schedules.schedule import Schedule
 
 from .costs import Costs
 
-__all__ = ["Policy", "greedy"]
+__all__ = ["PriorityRule", "list_schedule"]
 
 
 @attrs.frozen
-class Policy:
+class PriorityRule:
     """What each rank prefers.
 
     Attributes:
@@ -51,8 +51,8 @@ class _Rank:
                 heapq.heappush(self.backwards, (microbatch, -stage))
 
 
-def greedy(
-    microbatches: int, costs: Costs, placement: Sequence[int], limits: Sequence[float], policy: Policy
+def list_schedule(
+    microbatches: int, costs: Costs, placement: Sequence[int], limits: Sequence[float], policy: PriorityRule
 ) -> Schedule | None:
     """The schedule that comes of the policy, or None if the limits or the policy let it come to a halt."""
     count, last = len(placement), len(placement) - 1

@@ -11,7 +11,7 @@ from functional_ds.pipelining.schedules.schedule import Schedule, ScheduleError,
 from functional_ds.pipelining.schedules.v_shaped import named
 
 from .costs import Costs
-from .list_scheduling import Policy, greedy
+from .list_scheduling import PriorityRule, list_schedule
 from .timeline import timeline
 
 __all__ = ["optimize"]
@@ -20,7 +20,7 @@ _FURTHEST = 6  # places that a move takes an action
 
 
 @attrs.frozen
-class _Found:
+class _Candidate:
     """A schedule and what it is worth: its makespan, then how early its ranks end on the whole."""
 
     schedule: Schedule
@@ -74,23 +74,23 @@ def optimize(
         raise ValueError(f"memory_limit={memory_limit!r} has {len(limits)} limits for p={p} ranks; give one for each, or one")
     chooser = random.Random(seed)
 
-    def judged(schedule: Schedule | None) -> _Found | None:
+    def judged(schedule: Schedule | None) -> _Candidate | None:
         if schedule is None:
             return None
         timed = timeline(schedule, costs)
         if any(peak > limit for peak, limit in zip(timed.peak, limits, strict=True)):
             return None
         ends = sum(float(timed.times(rank)[1].max(initial=0.0)) for rank in range(p))
-        return _Found(schedule, (timed.makespan, ends))
+        return _Candidate(schedule, (timed.makespan, ends))
 
     simplest = _one_at_a_time(p, m, placement)
     for rank, (peak, limit) in enumerate(zip(timeline(simplest, costs).peak, limits, strict=True)):
         if peak > limit:
             raise ValueError(f"memory_limit={limit:g} on rank {rank}: one micro-batch at a time already takes {peak:g}")
-    best = _Found(simplest, (float("inf"), 0.0))
-    policies: list[tuple[Policy, tuple[float, float]]] = []
+    best = _Candidate(simplest, (float("inf"), 0.0))
+    policies: list[tuple[PriorityRule, tuple[float, float]]] = []
     for policy in _policies(p, m, len(placement)):
-        found = judged(greedy(m, costs, placement, limits, policy))
+        found = judged(list_schedule(m, costs, placement, limits, policy))
         if found is not None:
             policies.append((policy, found.worth))
             best = _better(best, found)
@@ -100,7 +100,7 @@ def optimize(
         policy, worth = min(policies, key=lambda pair: pair[1])
         for _ in range(rounds):
             tried = _varied(policy, chooser)
-            found = judged(greedy(m, costs, placement, limits, tried))
+            found = judged(list_schedule(m, costs, placement, limits, tried))
             if found is not None and found.worth <= worth:
                 policy, worth = tried, found.worth
                 best = _better(best, found)
@@ -112,7 +112,7 @@ def optimize(
     return best.schedule
 
 
-def _better(best: _Found, found: _Found | None) -> _Found:
+def _better(best: _Candidate, found: _Candidate | None) -> _Candidate:
     return best if found is None or best.worth <= found.worth else found
 
 
@@ -127,17 +127,17 @@ def _one_at_a_time(p: int, m: int, placement: Sequence[int]) -> Schedule:
     return Schedule.of(rows, placement, m)
 
 
-def _policies(p: int, m: int, stages: int) -> Iterator[Policy]:
+def _policies(p: int, m: int, stages: int) -> Iterator[PriorityRule]:
     most = m * stages
     for split in (False, True):
         for ahead in sorted({min(size, most) for size in (*range(1, 2 * stages + 1), most)}):
             for behind in {0, p, most} if split else {0}:
-                yield Policy((ahead,) * p, (behind,) * p, split)
+                yield PriorityRule((ahead,) * p, (behind,) * p, split)
         staggered = tuple(min(most, -(-stages // p) * (p - rank)) for rank in range(p))
-        yield Policy(staggered, tuple(range(p)), split)
+        yield PriorityRule(staggered, tuple(range(p)), split)
 
 
-def _varied(policy: Policy, chooser: random.Random) -> Policy:
+def _varied(policy: PriorityRule, chooser: random.Random) -> PriorityRule:
     """One rank a little further ahead or behind."""
     name = chooser.choice(("ahead", "behind")) if policy.split else "ahead"
     values = list(getattr(policy, name))

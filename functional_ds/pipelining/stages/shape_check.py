@@ -16,13 +16,13 @@ from functional_ds.base import tree
 from functional_ds.base.prng import Key
 from functional_ds.base.weighted import weigh
 
-__all__ = ["NEEDS_VALUES", "rehearse", "shown"]
+__all__ = ["NEEDS_VALUES", "check_shapes", "shown"]
 
 Run = Callable[[Mapping[str, Tensor], Any, Any, Key | None], Any]
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 
 
-def rehearse(stages: Sequence[tuple[str, Run]], params: Mapping[str, Tensor], batch: Any) -> tuple[Any, ...]:
+def check_shapes(stages: Sequence[tuple[str, Run]], params: Mapping[str, Tensor], batch: Any) -> tuple[Any, ...]:
     """What each stage hands to the next, as tensors on the device "meta"."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     faked = [_mapped(mode.from_tensor, each) for each in (dict(params), batch, Key.of(0))]

@@ -11,7 +11,7 @@ from functional_ds.base.prng import Key
 from functional_ds.base.weighted import Weighted
 from functional_ds.modules.functional import Apply
 
-from .shape_check import rehearse
+from .shape_check import check_shapes
 
 __all__ = ["Stage", "Stages", "Visit"]
 
@@ -138,7 +138,7 @@ class Stages:
         Raises:
             ValueError: a stage cannot take what the one before gives; it names the stage, the shapes and the reason.
         """
-        return rehearse([(stage.name, stage.run) for stage in self.stages], self.by_path(params), batch)
+        return check_shapes([(stage.name, stage.run) for stage in self.stages], self.by_path(params), batch)
 
     def __len__(self) -> int:
         return len(self.stages)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from functional_ds.pipelining import Costs, named, optimize, stage_to_rank, timeline, validate
-from functional_ds.pipelining.planning.list_scheduling import Policy, greedy
+from functional_ds.pipelining.planning.list_scheduling import PriorityRule, list_schedule
 from tests.pipelining.planning.test_timeline import drawn
 
 
@@ -51,10 +51,10 @@ def test_a_placement_without_a_name() -> None:
 
 def test_policies_are_kept() -> None:
     """No more in flight than allowed; a policy that comes to a halt gives nothing."""
-    found = greedy(6, Costs(), (0, 1, 2), [float("inf")] * 3, Policy((2, 1, 1), (0, 0, 0), True))
+    found = list_schedule(6, Costs(), (0, 1, 2), [float("inf")] * 3, PriorityRule((2, 1, 1), (0, 0, 0), True))
     assert found is not None
     validate(found, in_flight=(2, 1, 1))
-    assert greedy(6, Costs(), (0, 1, 2), [0.5] * 3, Policy((2, 1, 1), (0, 0, 0), True)) is None
+    assert list_schedule(6, Costs(), (0, 1, 2), [0.5] * 3, PriorityRule((2, 1, 1), (0, 0, 0), True)) is None
 
 
 def test_limits_that_nothing_keeps() -> None:

@@ -285,7 +285,7 @@ def test_shapes_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
         step = transforms.pipeline(pp.gpipe(2, 1), model)(fds.train_step(model, fds.sgd(0.1)))
         state = step.init(params)
         found = [step.evaluate(state, rows(count)).item() for count in (1, 2, 3, 4, 5, 1, 5)]
-        return found, max(map(len, state.slots["pipeline"].known.crossing.values()))
+        return found, max(map(len, state.slots["pipeline"].cache.crossing.values()))
 
     expected = [model(params, rows(count)).item() for count in (1, 2, 3, 4, 5, 1, 5)]
     for found, most in comm.simulate(program, world_size=2):
