@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from functional_ds import comm
 from functional_ds.base import tree
-from functional_ds.pipelining.stages.stages import Stages, Visit
+from functional_ds.pipelining.stages.stages import LossInput, Stages
 from functional_ds.step.state import State
 from functional_ds.step.step import Step
 from functional_ds.step.tape import Tape
@@ -163,7 +163,7 @@ def boundaries(
         told: Any = None
         if group.rank == holder:
             before = found[-1] if found else None
-            told = _outgoing(step, state, stages, index, before, leaves[index], Visit(batch, None, weight), trains)
+            told = _outgoing(step, state, stages, index, before, leaves[index], LossInput(batch, None, weight), trains)
         told = comm.broadcast_object(told, holder, group)
         if isinstance(told, str):
             raise ValueError(told)
@@ -180,7 +180,7 @@ def _outgoing(
     index: int,
     before: Boundary | None,
     leaves: Mapping[str, TensorMeta],
-    visit: Visit,
+    visit: LossInput,
     trains: bool,
 ) -> "Boundary | dict[str, torch.dtype] | str":
     """What a stage sends to the next; of the last one, the dtypes of its sums; or what is wrong, as text."""
@@ -191,7 +191,7 @@ def _outgoing(
             x = None if before is None else before.value([_fake(meta, False) for meta in before.leaves])[0]
             micro = tree.map(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, visit.batch)
             if index == len(stages) - 1:
-                loss, metrics = step.loss(state, params, Visit(micro, x, visit.weight))
+                loss, metrics = step.loss(state, params, LossInput(micro, x, visit.weight))
                 return {name: value.sum.dtype for name, value in {"loss": loss, **metrics}.items()}
             return Boundary.of(step.forward(state, lambda given: stages.run(index, params, x, given, state.key), micro))
     except Exception as error:  # of the user's function; all ranks must raise it

@@ -1,4 +1,4 @@
-"""One batch through a pipeline: its gradients, or its loss alone."""
+"""``gradients``, ``measure``: one batch through a pipeline, with or without backwards."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -27,16 +27,20 @@ from .runner import MicroBatch, Runner
 
 __all__ = ["PipelineSpec", "gradients", "measure"]
 
-_LEAD = 2  # compute actions during which a value may travel
-_KEPT = 256  # kinds of micro-batches; a run with more looks at some of them again
+_LEAD = 2  # how many compute actions early receives are posted
+_CAPACITY = 256  # kinds of micro-batches; the cache is emptied when a run has more
 
 
 @attrs.frozen(eq=False)
 class PipelineSpec:
-    """What runs where: a lowered schedule, the stages, and the ranks.
+    """What a pipeline runs, and where.
 
     Attributes:
-        weight: what a plain mean over the whole batch weighs, however many micro-batches it is cut into.
+        schedule: lowered.
+        stages: the model's.
+        group: the pipeline's ranks.
+        weight: what a plain mean over the whole batch weighs, however many micro-batches the batch is cut into.
+        recorder: takes notes of times and memory.
     """
 
     schedule: Schedule
@@ -51,7 +55,15 @@ def gradients(
 ) -> tuple[Weighted, dict[str, Weighted]]:
     """``carry`` plus the gradients of a batch, by the stored params of this rank, and the batch's metrics.
 
-    Weight and metrics are those of the rank that has the last stage; the other ranks have zeros.
+    The rank of the last stage has the weight and the metrics; the other ranks have zeros.
+
+    Args:
+        spec: what runs where.
+        step: the finished step.
+        state: its state; its params are this rank's.
+        batch: the whole batch.
+        carry: gradients of earlier batches of the same optimizer step.
+        last: whether no further batch follows.
     """
     placement: Placement = state.slots["pipeline"]
     with ExitStack() as stack:
@@ -93,7 +105,7 @@ def measure(spec: PipelineSpec, step: Step, state: State, batch: Any) -> dict[st
 
 
 def _steps(spec: PipelineSpec, state: State) -> list[tuple[Action, ...]]:
-    """This rank's row. On GPUs messages go in the order in which they are posted, so there receives must not be early."""
+    """This rank's steps. GPUs carry messages in the order in which they are posted, so there receives must not be early."""
     placement: Placement = state.slots["pipeline"]
     return placement.cache.row(spec.schedule, spec.group.rank, lead=_LEAD if state.step.device.type == "cpu" else 0)
 
@@ -123,9 +135,10 @@ def _runner(
 def _leaves(
     step: Step, state: State, gathered: dict[str, GatheredParams], parts: dict[int, list[str]]
 ) -> dict[int, dict[str, TensorMeta]]:
-    """What this rank's stages see of the params. A part is looked at once, however many sizes of micro-batches there are.
+    """The leaves that the step's view gives to each stage of this rank.
 
-    So ranks that shard it, and may have other rows, do so together.
+    Each part of the params is viewed once for all sizes of micro-batches. So ranks that shard it, whose micro-batches may have
+    other sizes, view it together.
     """
     placement: Placement = state.slots["pipeline"]
     known = placement.cache.leaves.setdefault(step, {})
@@ -145,12 +158,12 @@ def _crossing(
     *,
     records: bool,
 ) -> Crossing:
-    """What crosses between the stages: as it was found the first time."""
+    """What crosses between the stages; from the cache, if such a micro-batch came before."""
     placement: Placement = state.slots["pipeline"]
     known, apply = placement.cache.crossing.setdefault(step, {}), spec.stages.apply
     kind = weight is None, apply is None or apply.module.training, signature(micro, trains=records)
     if kind not in known:
-        if len(known) >= _KEPT:
+        if len(known) >= _CAPACITY:
             known.clear()
         known[kind] = boundaries(
             step,
@@ -167,7 +180,7 @@ def _crossing(
 
 
 def _push_shared(runner: Runner, placement: Placement) -> None:
-    """The gradients of leaves that several stages use: summed here, then over the ranks that have them."""
+    """Pushes the gradients of shared leaves: summed over this rank's stages, then over the ranks that hold them."""
     here = runner.group.rank
     for part in placement.here(here):
         if len(part.stages) > 1:
@@ -181,7 +194,7 @@ def _push_shared(runner: Runner, placement: Placement) -> None:
 
 
 def _sum(runner: Runner, leaf: Tensor, grads: Sequence[Tensor]) -> Tensor:
-    if not grads:  # of the dtype in which others send theirs
+    if not grads:  # zeros of the dtype in which other ranks send theirs
         return wide(torch.zeros_like(leaf)) if len(runner.micros) > 1 else torch.zeros_like(leaf)
     total = grads[0]
     for grad in grads[1:]:
@@ -190,7 +203,7 @@ def _sum(runner: Runner, leaf: Tensor, grads: Sequence[Tensor]) -> Tensor:
 
 
 def _exchanged(own: list[Tensor], part: StageParams, group: comm.Group) -> list[Tensor]:
-    """The sums over the part's ranks, added up in their order, so that all have the same bits."""
+    """The sums over the part's ranks, added in the order of ranks, so that all ranks get the same bits."""
     others = [rank for rank in part.ranks if rank != group.rank]
     if not others or not own:
         return own
@@ -204,7 +217,7 @@ def _exchanged(own: list[Tensor], part: StageParams, group: comm.Group) -> list[
 
 
 def _metrics(runner: Runner, state: State) -> dict[str, Weighted]:
-    """The loss and metrics of all micro-batches; zeros where the last stage is not."""
+    """The sums of all micro-batches' loss and metrics; zeros on ranks without the last stage."""
     if runner.losses:
         found = [runner.losses[j] for j in sorted(runner.losses)]
         totals = {"loss": found[0][0], **found[0][1]}

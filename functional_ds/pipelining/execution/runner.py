@@ -12,7 +12,7 @@ from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
 from functional_ds.pipelining.schedules.action import ALL, MESSAGES, Action, Kind
-from functional_ds.pipelining.stages.stages import Stages, Visit
+from functional_ds.pipelining.stages.stages import LossInput, Stages
 from functional_ds.step.state import State
 from functional_ds.step.step import Step
 from functional_ds.step.tape import wide_dtype
@@ -109,7 +109,7 @@ class Runner:
         micro, params = self.micros[j], self.params(stage)
         x, inputs = (None, []) if not stage else micro.crossing.boundaries[stage - 1].value(self._mail.take(Kind.F, stage, j))
         if stage == len(self.stages) - 1:
-            loss, metrics = self.step.loss(micro.state, params, Visit(micro.batch, x, micro.weight))
+            loss, metrics = self.step.loss(micro.state, params, LossInput(micro.batch, x, micro.weight))
             outputs = [loss.sum] if loss.sum.requires_grad else []
             self.losses[j] = tree.map(lambda x: self._durable(stage, x.detach()), (loss, metrics))
         else:

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 
 from functional_ds.base.prng import Key
 from functional_ds.modules.functional import Apply
-from functional_ds.pipelining.stages.from_functions import called, first_input
+from functional_ds.pipelining.stages.from_functions import call_with, first_input
 from functional_ds.pipelining.stages.stages import Params
 
 from .arguments import Arguments
@@ -48,7 +48,7 @@ class ProgramCache:
 
     def arguments(self, batch: Any, key: Key | None) -> Arguments:
         """What the module is called with."""
-        given = first_input(batch) if self.inputs is None else called(self.inputs, batch, key=key)
+        given = first_input(batch) if self.inputs is None else call_with(self.inputs, batch, key=key)
         if isinstance(given, tuple):
             return Arguments.of(given, {})
         return Arguments.of((), given) if isinstance(given, Mapping) else Arguments.of((given,), {})

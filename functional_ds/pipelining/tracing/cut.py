@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from functional_ds.base.prng import Key
 from functional_ds.modules.functional import Apply, functional
-from functional_ds.pipelining.stages.from_functions import called
+from functional_ds.pipelining.stages.from_functions import call_with
 from functional_ds.pipelining.stages.stages import Params, Stage, Stages
 
 from .cache import ProgramCache
@@ -103,7 +103,7 @@ class _StageRun:
         device = arguments.device(params)
         with self.cache.trial(params, arguments):
             found = self.cache.apply.within(params, lambda module: part.run(module, params, arguments.tensors, x or (), device))
-        return found if self.loss is None else called(self.loss, found, batch, key=key)
+        return found if self.loss is None else call_with(self.loss, found, batch, key=key)
 
 
 def _name(part: StageProgram, program: Program) -> str:

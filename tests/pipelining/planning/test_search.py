@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from functional_ds.pipelining import Costs, named, optimize, stage_to_rank, timeline, validate
+from functional_ds.pipelining import Costs, by_name, optimize, stage_to_rank, timeline, validate
 from functional_ds.pipelining.planning.list_scheduling import PriorityRule, list_schedule
 from tests.pipelining.planning.test_timeline import drawn
 
@@ -29,7 +29,7 @@ def test_never_worse_than_the_best_named(p: int, m: int, chunks: tuple[int, str]
     timed = timeline(validate(found), costs)
     assert found.placement == placement
     assert max(timed.peak) <= limit
-    for schedule in named(p, m, placement).values():
+    for schedule in by_name(p, m, placement).values():
         other = timeline(schedule, costs)
         assert max(other.peak) > limit or timed.makespan <= other.makespan
     assert found == optimize(p, m, costs, memory_limit=limit, placement=placement, rounds=5, seed=seed)
@@ -46,7 +46,7 @@ def test_a_placement_without_a_name() -> None:
     placement = (0, 1, 0, 2, 1)
     found = optimize(3, 4, Costs(), placement=placement, rounds=5)
     assert validate(found).placement == placement
-    assert named(3, 4, placement) == {}
+    assert by_name(3, 4, placement) == {}
 
 
 def test_policies_are_kept() -> None:

@@ -108,11 +108,11 @@ def test_keys_and_batches_reach_who_asks() -> None:
 
 
 def test_a_visit_is_the_last_stage() -> None:
-    """stages(params, Visit(batch, x)) = the last stage of x; a cast leaves x alone; nobody takes a visit for a batch."""
+    """stages(params, LossInput(batch, x)) = the last stage of x; a cast leaves x alone; nobody takes a visit for a batch."""
     stages = pp.stages([_layer, _layer], _params(2), loss=_loss)
     held = stages.by_path(_params(2))
     x = stages.run(0, held, None, BATCH, None)
-    visit = pp.Visit(BATCH, x)
+    visit = pp.LossInput(BATCH, x)
     assert_same(stages(held, visit), stages(held, BATCH))
     cast = fds.tree.map(lambda leaf: leaf.double(), visit)
     assert cast.x is x

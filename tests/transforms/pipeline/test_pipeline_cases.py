@@ -277,7 +277,7 @@ def _weighed(model: pp.Stages, params: Any) -> float:
 
 def test_shapes_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run whose batches have ever new shapes looks at them again rather than to keep them all."""
-    monkeypatch.setattr("functional_ds.pipelining.execution.gradients._KEPT", 3)
+    monkeypatch.setattr("functional_ds.pipelining.execution.gradients._CAPACITY", 3)
     params = weights(2)
     model = pp.stages([layer] * 2, params, loss=error)
 
