@@ -1,4 +1,4 @@
-"""Pipelines: a model's stages on several ranks, micro-batches going through them as a schedule says."""
+"""``pipeline``: a model's stages on several ranks, micro-batches going through them as a schedule says."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,9 +9,14 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base.batch import least_rows
 from functional_ds.base.weighted import Weighted
-from functional_ds.pipelining import Kind, Recorder, Schedule, Stages, lower, validate
 from functional_ds.pipelining.execution.gradients import PipelineSpec, gradients, measure
 from functional_ds.pipelining.execution.placement import Placement
+from functional_ds.pipelining.execution.recorder import Recorder
+from functional_ds.pipelining.schedules.action import Kind
+from functional_ds.pipelining.schedules.lower import lower
+from functional_ds.pipelining.schedules.schedule import Schedule
+from functional_ds.pipelining.schedules.validate import validate
+from functional_ds.pipelining.stages.stages import Stages
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.step.state import State
 from functional_ds.step.step import Step, Transform, wrap
@@ -28,34 +33,34 @@ def pipeline(
     resident: int | None = None,
     recorder: Recorder | None = None,
 ) -> Transform:
-    """Runs the stages of a model on the ranks of ``group``, everything in the order of the schedule.
+    """Runs the stages of a model on the ranks of ``group``, every action in the order of the schedule.
 
     Law 36: on any mesh, with any ZeRO stage along another axis, it is the single-device step ``train_step(stages, optimizer)``
-    on the whole batch; law 34: gradients do not depend on the schedule.
+    on the whole batch. Law 34: gradients do not depend on the schedule.
 
-    Each rank stores the params of its stages alone, by their paths in the user's tree, with their optimizer's state. The
-    batch is the same on all ranks of the group; it is cut into the schedule's micro-batches along dim 0, the first ones a row
-    larger where they cannot be equal, and means then weigh by rows. A leaf that stages on several ranks use is on each, its
-    gradients are summed, and it counts once in norms.
+    Each rank stores the params of its stages alone, by their paths in the user's tree, with their optimizer's state. All ranks
+    of the group get the same batch. It is split along dim 0 into the schedule's micro-batches, the first ones a row larger
+    where they cannot be equal; means then weigh by rows. A leaf that stages on several ranks use is stored on each, its
+    gradients are summed, and norms count it once.
 
-    Put it after ``zero`` and before what wraps ``gradients``, as ``accumulate`` does: it replaces that phase. A stage of ZeRO
-    along another axis reduces a stage's gradients once a step, after its last backward, and in stage 3 a rank's params are
-    whole within a step, or with ``resident`` those of so many stages at a time.
+    Put it after ``zero`` and before transforms that wrap ``gradients``, such as ``accumulate``: it replaces that phase. ZeRO
+    along another axis reduces a stage's gradients once a step, after its last backward. In ZeRO stage 3 all params of a rank
+    are whole within a step, or with ``resident`` those of so many stages at a time.
 
     Sends (bytes): for each micro-batch what crosses between stages on different ranks, and its gradient back; for a shared
-    leaf, its gradient to each other rank that has it; a few scalars.
+    leaf, its gradient to each other rank that holds it; a few scalars.
 
     Args:
-        schedule: it is proved, and lowered, before anything runs: messages, gathers and reductions that it has itself are
-            carried out where they stand, and where it has none they are put in. An evaluation runs its forwards.
-        stages: what the schedule's stages are.
+        schedule: is proved and lowered before anything runs. Messages, gathers and reductions that it has are carried out
+            where they stand; where it has none, they are inserted. An evaluation runs the forwards alone.
+        stages: the model, with as many stages as the schedule.
         group: the pipeline's ranks, as the schedule counts them; None for the whole world.
-        resident: in ZeRO stage 3, how many of its stages' params a rank has whole at a time; None for all, or what a schedule
+        resident: in ZeRO stage 3, the stages whose params a rank holds whole at a time; None for all of them, or as a schedule
             with gathers says.
         recorder: takes notes of times and memory.
 
     Raises:
-        ScheduleError: the schedule is wrong; it names the first offending action.
+        ScheduleError: the schedule is wrong; names the first offending action.
         ValueError: the schedule has another number of stages, or the group of ranks; a batch has fewer rows than micro-batches;
             a stage cannot take what the one before gives; the step's ``gradients`` are wrapped already; ``resident`` for a
             schedule with gathers.
@@ -90,8 +95,18 @@ def pipeline(
     return _Pipeline(validate(training), inference, stages, group, recorder).transform()
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, repr=False)
 class _Pipeline:
+    """The phases that a pipeline wraps.
+
+    Attributes:
+        schedule: lowered, for training.
+        inference: lowered, its forwards alone.
+        stages: the model's.
+        group: the pipeline's ranks; None for the whole world.
+        recorder: takes notes of times and memory.
+    """
+
     schedule: Schedule
     inference: Schedule
     stages: Stages
@@ -99,7 +114,7 @@ class _Pipeline:
     recorder: Recorder | None
 
     def transform(self) -> Transform:
-        """The phases that a pipeline wraps."""
+        """The transform; it refuses steps whose gradients are wrapped already."""
         staged = wrap(
             str(self),
             init=self.init,
@@ -127,7 +142,7 @@ class _Pipeline:
         return f"pipeline({self.schedule.stages} stages, {self.schedule.microbatches} micro-batches, {where})"
 
     def ranks(self) -> comm.Group:
-        """The group; the default is wherever the program runs."""
+        """The group; by default the world in which the program runs."""
         group = self.group or comm.world()
         if group.size != self.schedule.ranks:
             raise ValueError(f"schedule: it is for {self.schedule.ranks} ranks, and group {group.name!r} has {group.size}")
@@ -146,11 +161,11 @@ class _Pipeline:
         return state.put(pipeline=placement)
 
     def params(self, inner: Any, step: Step, state: State) -> Any:
-        """The user's tree, every leaf from the first rank that has it."""
+        """The user's tree, each leaf from the first rank that holds it."""
         return _placement(state).gathered(inner(step, state), self.ranks(), state.step.device)
 
     def leaf_map(self, inner: Any, step: Step, state: State) -> LeafMap:
-        """This rank's leaves; the others' paths are known."""
+        """This rank's leaves, with the paths of the others'."""
         found: LeafMap = inner(step, state)
         return _placement(state).elsewhere(found, self.ranks().rank) if "pipeline" in state.slots else found
 
@@ -159,11 +174,11 @@ class _Pipeline:
     def gradients(
         self, inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
     ) -> tuple[Weighted, dict[str, Weighted]]:
-        """The schedule, in place of autograd through the whole loss."""
+        """Runs the schedule, in place of autograd through the whole loss."""
         return gradients(self._spec(self.schedule, self.recorder), step, state, batch, carry, last)
 
     def measure(self, inner: Any, step: Step, state: State, batch: Any) -> dict[str, Weighted]:
-        """Its forwards alone; a batch with fewer rows than micro-batches makes as many as it has rows."""
+        """Runs the forwards alone; a batch with few rows is split into as many micro-batches as it has rows."""
         count = max(1, min(least_rows(batch), self.schedule.microbatches))
         few = count < self.schedule.microbatches
         schedule = self.inference.first(count) if few else self.inference
@@ -175,7 +190,7 @@ class _Pipeline:
     # -- what is summed over the ranks ---------------------------------------------------------------------------------
 
     def sum_over_ranks(self, inner: Any, step: Step, state: State, scalars: Any) -> Any:
-        """Sums over the group: the rank of the last stage has all, the others zeros."""
+        """Sums over the group, where only the rank of the last stage has values that are not zero."""
         return comm.all_reduce(inner(step, state, scalars), self.ranks())
 
     def norm(self, inner: Any, step: Step, state: State, grads: list[Tensor]) -> Tensor:
@@ -185,7 +200,7 @@ class _Pipeline:
         return comm.all_reduce(inner(step, state, counted) ** 2, group).sqrt()  # type: ignore[no-any-return]
 
     def finite(self, inner: Any, step: Step, state: State, grads: list[Tensor]) -> Tensor:
-        """Finite in every stage."""
+        """Whether all stages' gradients are finite."""
         return comm.all_reduce(inner(step, state, grads), self.ranks(), op="min")  # type: ignore[no-any-return]
 
     def _counted(self, step: Step, state: State, grads: Sequence[Tensor], group: comm.Group) -> list[Tensor]:

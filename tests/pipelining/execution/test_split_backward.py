@@ -166,5 +166,5 @@ def test_sums_share_no_memory(kinds: list[str], microbatches: int, parts: bool) 
         assert (leaf.grad is None) == (not known)
         if leaf.grad is not None:
             assert torch.equal(leaf.grad, torch.stack(known).sum(0))
-    for back, grads in zip(given_, expected, strict=True):  # what was sent is not written to
+    for back, grads in zip(given_, expected, strict=True):  # gradients that were sent are not written to
         assert torch.equal(back, grads[0])  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from tests.pipelining.planning.test_timeline import drawn
     seed=st.integers(0, 1000),
     room=st.floats(1, 4),
 )
-def test_never_worse_than_the_best_named(p: int, m: int, chunks: tuple[int, str], seed: int, room: float) -> None:
+def test_never_worse_than_the_best_published(p: int, m: int, chunks: tuple[int, str], seed: int, room: float) -> None:
     """Under any limit that it can keep; what it finds is valid, keeps the limit, and is the same for the same seed."""
     placement = stage_to_rank(p, *chunks)
     costs = drawn(len(placement), seed)
@@ -49,8 +49,8 @@ def test_a_placement_without_a_name() -> None:
     assert by_name(3, 4, placement) == {}
 
 
-def test_policies_are_kept() -> None:
-    """No more in flight than allowed; a policy that comes to a halt gives nothing."""
+def test_rules_are_kept() -> None:
+    """No more in flight than allowed; a rule that comes to a halt gives None."""
     found = list_schedule(6, Costs(), (0, 1, 2), [float("inf")] * 3, PriorityRule((2, 1, 1), (0, 0, 0), True))
     assert found is not None
     validate(found, in_flight=(2, 1, 1))

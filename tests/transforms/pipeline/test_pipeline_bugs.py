@@ -1,4 +1,4 @@
-"""A law that no bug breaks is no law: bugs in the pipeline's executor, each planted alone, and the law that must break."""
+"""Bugs planted in the pipeline's executor, one at a time, and the law that each must break."""
 
 from collections.abc import Callable
 from functools import cache
@@ -58,7 +58,7 @@ def means_weigh_by_rows() -> None:
 
 
 def sums_have_memory_of_their_own() -> None:
-    """Autograd gives a tensor, and views of it, as the gradients of all that are added up."""
+    """Autograd returns one tensor, and views of it, as the gradients of all terms of a sum."""
     x, a, b = (torch.zeros(4, requires_grad=True) for _ in range(3))
     back = [InFlight.of([x], [(x + a.view(4) + b.view(4)) * 2]).backward([torch.ones(4)], [a, b])[0] for _ in range(2)]
     assert [t.tolist() for t in (a.grad, b.grad)] == [[4.0] * 4] * 2  # type: ignore[union-attr]
@@ -66,7 +66,7 @@ def sums_have_memory_of_their_own() -> None:
 
 
 def two_parts_are_the_whole() -> None:
-    """A weight that comes in twice on one way, beside another."""
+    """A weight that meets the input's path twice, beside another weight."""
     x, w, v = (torch.tensor(float(i), requires_grad=True) for i in (2, 3, 5))
     backward_inputs([x * w * w * v], [torch.tensor(1.0)], [x], [w, v]).run()
     assert [leaf.grad.item() for leaf in (x, w, v)] == [45.0, 60.0, 18.0]  # type: ignore[union-attr]
@@ -149,7 +149,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
 
 @cache
 def holds(law: Callable[..., None], *case: Any) -> bool:
-    """Checks a law in the library as it is, once."""
+    """Checks a law in the unchanged library, once."""
     law(*case)
     return True
 
