@@ -18,7 +18,7 @@ from functional_ds.pipelining.planning.costs import Costs
 from functional_ds.pipelining.stages.stages import Stages
 
 from .boundary import Boundary
-from .in_flight import InFlight
+from .in_flight import InFlightMicroBatch
 from .recorder import SavedBytes
 
 __all__ = ["FlopCounter", "estimated"]
@@ -89,7 +89,7 @@ def _run(stages: Stages, index: int, own: dict[str, Tensor], before: Boundary | 
     after = None if last else Boundary.of(y)
     given = [weigh(y[0] if isinstance(y, tuple) else y, "the loss").sum] if after is None else tree.leaves(y)
     outputs = [output for output in given if output.requires_grad]
-    in_flight = InFlight.of(inputs, outputs)
+    in_flight = InFlightMicroBatch.of(inputs, outputs)
     with FlopCounter() as back:
         in_flight.backward_inputs([torch.ones_like(output) for output in outputs], [w for w in own.values() if w.requires_grad])
     with FlopCounter() as weights:

@@ -1,4 +1,4 @@
-"""``InFlight``: what a stage's forward of a micro-batch leaves for its backward."""
+"""``InFlightMicroBatch``: what a stage's forward of a micro-batch leaves for its backward."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,11 +10,11 @@ from torch.autograd.graph import get_gradient_edge
 
 from .split_backward import WeightBackward, accumulate, backward_inputs
 
-__all__ = ["InFlight"]
+__all__ = ["InFlightMicroBatch"]
 
 
 @attrs.define(eq=False)
-class InFlight:
+class InFlightMicroBatch:
     """A micro-batch between a stage's forward and its backward. The backward adds the weights' gradients to their ``grad``.
 
     Attributes:
@@ -30,9 +30,9 @@ class InFlight:
     returned: set[int] = attrs.field(factory=set)
 
     @staticmethod
-    def of(inputs: list[Tensor], outputs: Sequence[Tensor]) -> "InFlight":
+    def of(inputs: list[Tensor], outputs: Sequence[Tensor]) -> "InFlightMicroBatch":
         """From a stage's inputs, and those of its outputs through which gradients flow."""
-        return InFlight(inputs, [get_gradient_edge(output) for output in outputs])
+        return InFlightMicroBatch(inputs, [get_gradient_edge(output) for output in outputs])
 
     def backward(self, seeds: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
         """The gradients of the inputs, zero where the outputs do not depend on one; adds the weights' gradients."""

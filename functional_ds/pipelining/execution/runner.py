@@ -19,7 +19,7 @@ from functional_ds.step.tape import wide_dtype
 
 from .boundary import Boundary, Crossing
 from .gathered import GatheredParams
-from .in_flight import InFlight
+from .in_flight import InFlightMicroBatch
 from .mailbox import Mailbox
 from .recorder import Recorder
 
@@ -71,7 +71,7 @@ class Runner:
     recorder: Recorder | None = None
     losses: dict[int, tuple[Weighted, dict[str, Weighted]]] = attrs.field(factory=dict)
     _mail: Mailbox = attrs.field(init=False)
-    _in_flight: dict[tuple[int, int], InFlight] = attrs.field(factory=dict)
+    _in_flight: dict[tuple[int, int], InFlightMicroBatch] = attrs.field(factory=dict)
     _params: dict[int, dict[str, Tensor]] = attrs.field(factory=dict)
     _weights: dict[int, list[Tensor]] = attrs.field(factory=dict)
 
@@ -119,7 +119,7 @@ class Runner:
             outputs = boundary.differentiable(tensors)
             self._give(Kind.F, stage, j, [tensor.detach() for tensor in tensors])
         if self.records:
-            self._in_flight[stage, j] = InFlight.of(inputs, outputs)
+            self._in_flight[stage, j] = InFlightMicroBatch.of(inputs, outputs)
 
     def backward(self, stage: int, j: int) -> None:
         """Computes the gradients of a stage's inputs and weights."""
@@ -135,7 +135,7 @@ class Runner:
         """Computes the gradients of a stage's weights, after those of its inputs."""
         self._in_flight.pop((stage, j)).backward_weights()
 
-    def _seeds(self, stage: int, j: int, in_flight: InFlight) -> list[Tensor]:
+    def _seeds(self, stage: int, j: int, in_flight: InFlightMicroBatch) -> list[Tensor]:
         """The gradients of a stage's outputs."""
         if stage < len(self.stages) - 1:
             return self._mail.take(Kind.B, stage, j)

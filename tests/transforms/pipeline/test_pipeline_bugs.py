@@ -10,7 +10,7 @@ import torch
 import functional_ds as fds
 from functional_ds import comm, transforms
 from functional_ds import pipelining as pp
-from functional_ds.pipelining.execution.in_flight import InFlight
+from functional_ds.pipelining.execution.in_flight import InFlightMicroBatch
 from functional_ds.pipelining.execution.split_backward import backward_inputs
 from tests.planting import Bug, planted
 from tests.transforms.pipeline.test_pipeline import alone, assert_same
@@ -60,7 +60,8 @@ def means_weigh_by_rows() -> None:
 def sums_have_memory_of_their_own() -> None:
     """Autograd returns one tensor, and views of it, as the gradients of all terms of a sum."""
     x, a, b = (torch.zeros(4, requires_grad=True) for _ in range(3))
-    back = [InFlight.of([x], [(x + a.view(4) + b.view(4)) * 2]).backward([torch.ones(4)], [a, b])[0] for _ in range(2)]
+    outputs = [(x + a.view(4) + b.view(4)) * 2 for _ in range(2)]
+    back = [InFlightMicroBatch.of([x], [output]).backward([torch.ones(4)], [a, b])[0] for output in outputs]
     assert [t.tolist() for t in (a.grad, b.grad)] == [[4.0] * 4] * 2  # type: ignore[union-attr]
     assert back[0].tolist() == back[1].tolist() or back[0] is back[1]
 
