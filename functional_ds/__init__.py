@@ -25,7 +25,7 @@ from functional_ds.sharding.layout import Layout, shard, unshard
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.sharding.sources import from_source
 from functional_ds.step.state import DonatedStateError, State
-from functional_ds.step.step import Step, Transform, compose, wrap
+from functional_ds.step.step import Step, Transform, compose, innermost, outermost, wrap
 from functional_ds.step.tape import Tape
 from functional_ds.step.train_step import train_step
 
@@ -62,6 +62,7 @@ __all__ = [
     "from_deepspeed",
     "from_source",
     "functional",
+    "innermost",
     "interchange",
     "lamb",
     "lion",
@@ -70,6 +71,7 @@ __all__ = [
     "memory",
     "muon",
     "one_bit_adam",
+    "outermost",
     "pipelining",
     "remat",
     "remat_report",

@@ -719,11 +719,11 @@ def an_overflow_skips_the_step(stage: int, optimizer: Callable[[], Any] | None) 
         )
         state, x = step.init({"w": torch.ones(4)}), torch.ones(4)
         state, _ = step(state, x)
-        before = tree.map(torch.clone, (state.params, state.optimizer, state.step, state.slots["masters"]))
+        before = tree.map(torch.clone, (state.params, state.optimizer, state.step, state.slots["mixed_precision"].masters))
         if rank() == 1:
             x[1] = value
         state, metrics = step(state, x)
-        same((state.params, state.optimizer, state.step, state.slots["masters"]), before)
+        same((state.params, state.optimizer, state.step, state.slots["mixed_precision"].masters), before)
         assert (metrics["skipped"], metrics["loss_scale"]) == (1, 4)
         state, metrics = step(state, torch.ones(4))
         assert (metrics["skipped"], metrics["loss_scale"], state.step) == (0, 2, 2)

@@ -9,12 +9,13 @@ from functional_ds.transforms.zero.zero import Zero, zero
 from . import offloading
 from .accumulate import accumulate
 from .clip import clip
-from .compressed_gradients import feedback
+from .compressed_gradients import compressed_gradients
 from .ema import averaged, ema
-from .local_gradients import local
+from .local_gradients import local_gradients
 from .offload import offload
 from .pipeline import pipeline
 from .remat import remat
+from .replicated import replicated
 from .schedule import one_cycle, range_test, schedule, warmup, warmup_cosine, warmup_decay
 from .tensor_parallel import tensor_parallel
 
@@ -29,9 +30,9 @@ __all__ = [
     "accumulate",
     "averaged",
     "clip",
+    "compressed_gradients",
     "ema",
-    "feedback",
-    "local",
+    "local_gradients",
     "mixed_precision",
     "offload",
     "offloading",
@@ -39,6 +40,7 @@ __all__ = [
     "pipeline",
     "range_test",
     "remat",
+    "replicated",
     "schedule",
     "tensor_parallel",
     "warmup",

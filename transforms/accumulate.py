@@ -34,14 +34,18 @@ def accumulate(k: int) -> Transform:
 
     def gradients(
         inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
-    ) -> tuple[Weighted, dict[str, Weighted]]:
-        micro_batches = split(batch, k)
-        rows = least_rows(micro_batches[0])
+    ) -> tuple[State, Weighted, dict[str, Weighted]]:
+        parts = split(batch, k)
+        rows = least_rows(parts[0])
         metrics: dict[str, Weighted] = {}
-        for i, micro in enumerate(micro_batches):
-            key = None if state.key is None else state.key.at(step=state.key.step, rows=i * rows)
-            carry, found = inner(step, tree.replace(state, key=key), micro, carry, last and i == k - 1)
+        first = state.key
+        for i, micro in enumerate(parts):
+            key = None if first is None else first.at(step=first.step, rows=i * rows)
+            state, carry, found = inner(step, tree.replace(state, key=key), micro, carry, last and i == k - 1)
             metrics = tree.map(torch.add, metrics, found) if metrics else found
-        return carry, metrics  # type: ignore[return-value]
+        return tree.replace(state, key=first), carry, metrics  # type: ignore[return-value]
 
-    return wrap(f"accumulate({k})", gradients=gradients)
+    def micro_batches(inner: Any, step: Step, state: State) -> int:
+        return k * inner(step, state)  # type: ignore[no-any-return]
+
+    return wrap(f"accumulate({k})", gradients=gradients, micro_batches=micro_batches)

@@ -1,26 +1,18 @@
 """Data parallelism whose gradients travel through a biased codec, with error feedback."""
 
-from typing import Any
-
-import torch
-
 from functional_ds import comm
-from functional_ds.base import tree
-from functional_ds.base.marks import trainable
-from functional_ds.base.weighted import Weighted
-from functional_ds.optim.kernels import reals
-from functional_ds.step.state import State
-from functional_ds.step.step import Step, Transform, wrap
+from functional_ds.step.step import Transform
 
 from .data_parallel import Replicas
+from .replicated import replicated
 
-__all__ = ["feedback"]
+__all__ = ["compressed_gradients"]
 
 
-def feedback(codec: comm.Codec, group: comm.Group | None = None) -> Transform:
+def compressed_gradients(codec: comm.Codec, group: comm.Group | None = None) -> Transform:
     """Each rank of ``group`` has its own batch; gradients are summed through ``codec``, and what it leaves out is sent later.
 
-    With C for the codec, gᵢ for a rank's gradient of the mean loss and e for what the slot ``feedback`` of the state keeps:
+    With C for the codec, gᵢ for a rank's gradient of the mean loss and e for the slot ``compressed_gradients`` of the state:
 
     ```
     p = gᵢ + e;  e ← p - C(p)           on the way out, on every rank
@@ -41,9 +33,10 @@ def feedback(codec: comm.Codec, group: comm.Group | None = None) -> Transform:
         ValueError: the ranks' params differ in structure; another transform reduces gradients, such as ``zero``.
         TypeError: ``group`` is no group, or ``codec`` no codec.
 
+    >>> import torch
     >>> import functional_ds as fds
     >>> def program():
-    ...     step = feedback(comm.TopK(0.5))(fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(1.0)))
+    ...     step = compressed_gradients(comm.TopK(0.5))(fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(1.0)))
     ...     state = step.init({"w": torch.zeros(2)})
     ...     for _ in range(2):
     ...         state, _ = step(state, torch.tensor([3.0, 2.0]))
@@ -54,39 +47,11 @@ def feedback(codec: comm.Codec, group: comm.Group | None = None) -> Transform:
     """
     if not all(hasattr(codec, name) for name in ("encode", "decode")):
         raise TypeError(f"codec={codec!r} is no codec; use comm.OneBit(), comm.TopK(...) or comm.Blocks(...)")
-    replicas, sums = Replicas(group), comm.ErrorFeedback(codec)
-    name = f"feedback({codec}, {replicas})"
-
-    def init(inner: Any, step: Step, params: Any) -> State:
-        state: State = inner(step, replicas.same(params))
-        return state.put(feedback=sums.init(reals(trainable(state.params)), replicas.ranks()))
-
-    def reduce(inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Weighted]:
-        state, grads = inner(step, state, grads)
-        ranks = replicas.ranks()
-        weight = comm.all_reduce(grads.weight, ranks)
-        weight = torch.where(weight == 0, torch.ones_like(weight), weight)
-        own = [_wide(grad) * (ranks.size / weight) for grad in reals(grads.sum)]
-        means, owed = sums.all_reduce(own, state.slots["feedback"], ranks, op="avg")
-        finite = torch.stack([mean.isfinite().all() for mean in means]).all() if means else torch.tensor(True)
-        owed = tree.map(lambda new, old: torch.where(finite, new, old), owed, state.slots["feedback"])
-        total = [(mean * weight).view(-1) for mean in means]
-        shaped = [_like(flat, grad) for flat, grad in zip(total, grads.sum, strict=True)]
-        return state.put(feedback=owed), tree.replace(grads, sum=shaped)
-
-    wrapped = wrap(name, init=init, reduce=reduce, sum_over_ranks=replicas.sum_over_ranks, batch_shard=replicas.batch_shard)
-
-    def transform(step: Step) -> Step:
-        replicas.alone(step, name)
-        return wrapped(step)
-
-    return transform
-
-
-def _wide(grad: torch.Tensor) -> torch.Tensor:
-    return grad.to(torch.promote_types(grad.dtype, torch.float32))
-
-
-def _like(flat: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """As the gradient is shaped, complex where that is, but as wide as the sum."""
-    return torch.view_as_complex(flat.view(*grad.shape, 2)) if grad.is_complex() else flat.view(grad.shape)
+    sums = comm.ErrorFeedback(codec)
+    return replicated(
+        group,
+        reduce=lambda means, owed, ranks: sums.all_reduce(means, owed, ranks, op="avg"),
+        init=sums.init,
+        slot="compressed_gradients",
+        name=f"compressed_gradients({codec}, {Replicas(group)})",
+    )

@@ -9,9 +9,9 @@ import torch
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable, like_marked
+from functional_ds.step.buffers import synced
 from functional_ds.step.state import State
 from functional_ds.step.step import Step
-from functional_ds.step.train_step import stored_view
 
 __all__ = ["Replicas"]
 
@@ -39,7 +39,7 @@ class Replicas:
 
     def alone(self, step: Step, what: str) -> None:
         """Refuses a step whose params another transform has spread over ranks already."""
-        if step.phases["view"] is not stored_view:
+        if step.wraps("view"):
             raise ValueError(
                 f"{what}: this step has a transform that reduces gradients already ({step}); use either, since it would "
                 "reduce them twice"
@@ -65,6 +65,10 @@ class Replicas:
     def sum_over_ranks(self, inner: Any, step: Step, state: State, scalars: Any) -> Any:
         """Sums over the group."""
         return comm.all_reduce(inner(step, state, scalars), self.ranks())
+
+    def sync_buffers(self, inner: Any, step: Step, state: State) -> State:
+        """The buffers that the ranks agree on."""
+        return synced(inner(step, state), self.ranks())
 
     def batch_shard(self, inner: Any, step: Step, state: State) -> tuple[int, int]:
         """The group's ranks share what the rank would have had."""

@@ -1,6 +1,7 @@
 """A running mean of the params."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -8,9 +9,10 @@ from torch import Tensor
 from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable
 from functional_ds.base.weighted import Weighted
+from functional_ds.step.slots import Role
 from functional_ds.step.state import State
 from functional_ds.step.step import Metrics, Step, Transform, wrap
-from functional_ds.step.train_step import stored_params
+from functional_ds.step.traits import Trait
 
 __all__ = ["averaged", "ema"]
 
@@ -26,6 +28,8 @@ class Mean:
 
     leaves: list[Tensor | None]
     shown: bool = tree.static(default=False)
+
+    roles: ClassVar[Mapping[str, Role]] = {"leaves": Role.AVERAGE}
 
 
 def ema(decay: float) -> Transform:
@@ -71,10 +75,10 @@ def ema(decay: float) -> Transform:
             state = tree.replace(state, params=tree.unflatten(spec, shown))
         return inner(step, state)
 
-    wrapped = wrap(f"ema({decay})", init=init, update=update, params=params)
+    wrapped = wrap(f"ema({decay})", slot="ema", traits=[Trait.COPIES_PARAMS], init=init, update=update, params=params)
 
     def transform(step: Step) -> Step:
-        if step.phases["params"] is not stored_params:
+        if step.wraps("params"):
             raise ValueError(
                 f"ema({decay}): this step stores params in its own way already ({step}); put ema before zero and "
                 "mixed_precision, and use one ema"

@@ -10,13 +10,14 @@ from functional_ds.optim.by_leaf import Routed
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.step.state import State
 from functional_ds.step.step import Step, Transform, wrap
+from functional_ds.step.traits import Trait
 
 from .data_parallel import Replicas
 
-__all__ = ["local"]
+__all__ = ["local_gradients"]
 
 
-def local(group: comm.Group | None = None) -> Transform:
+def local_gradients(group: comm.Group | None = None) -> Transform:
     """Each rank of ``group`` has its own batch and keeps its own gradients; the optimizer sums them, in its own way.
 
     For ``fds.one_bit_adam`` and ``fds.zero_one_adam``, which learn from ``LeafMap.unsummed`` over which ranks. Rank 0's
@@ -29,11 +30,13 @@ def local(group: comm.Group | None = None) -> Transform:
         TypeError: ``group`` is no group.
 
     >>> import functional_ds as fds
-    >>> str(local()(fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.one_bit_adam(0.5, warmup=10))))[-15:]
-    '-> local(world)'
+    >>> str(local_gradients()(fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.one_bit_adam(0.5, warmup=10))))[
+    ...     -25:
+    ... ]
+    '-> local_gradients(world)'
     """
     replicas = Replicas(group)
-    name = f"local({replicas})"
+    name = f"local_gradients({replicas})"
 
     def init(inner: Any, step: Step, params: Any) -> State:
         state: State = inner(step, replicas.same(params))
@@ -58,7 +61,9 @@ def local(group: comm.Group | None = None) -> Transform:
 
     wrapped = wrap(
         name,
+        traits=[Trait.REDUCES_GRADIENTS],
         init=init,
+        sync_buffers=replicas.sync_buffers,
         sum_over_ranks=replicas.sum_over_ranks,
         batch_shard=replicas.batch_shard,
         finite=finite,

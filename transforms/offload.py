@@ -13,7 +13,7 @@ from functional_ds.base.weighted import Weighted
 from functional_ds.sharding.sources import home as home_of
 from functional_ds.step.state import State
 from functional_ds.step.step import Metrics, Step, Transform, wrap
-from functional_ds.step.train_step import stored_view
+from functional_ds.step.traits import Trait
 from functional_ds.transforms.offloading.files import check_folder
 from functional_ds.transforms.offloading.handles import fetched
 from functional_ds.transforms.offloading.init import Options, initial, planned
@@ -119,15 +119,23 @@ class _Offload:
 
     def transform(self) -> Transform:
         """The phases that offload wraps."""
-        wrapped = wrap(str(self), init=self.init, update=self.update, params=self.params)
+        wrapped = wrap(
+            str(self),
+            slot="offload",
+            traits=[Trait.OFFLOADS],
+            init=self.init,
+            update=self.update,
+            params=self.params,
+        )
 
         def transform(step: Step) -> Step:
-            if step.phases["view"] is not stored_view:
+            if step.wraps("view"):
                 raise ValueError(f"{self}: put it before zero, so that each rank offloads its own shards ({step})")
-            if any(name.startswith("offload(") for name in step.names):
+            if step.has(Trait.OFFLOADS):
                 raise ValueError(f"{self}: this step is offloaded already ({step})")
-            if any(name.startswith("feedback(") for name in step.names):
-                raise ValueError(f"{self}: put it before feedback, which needs what it owes on the device ({step})")
+            resident = step.has(Trait.RESIDENT_SLOT)
+            if resident:
+                raise ValueError(f"{self}: put it before {resident}, whose slot must stay on the device ({step})")
             return wrapped(step)
 
         return transform
@@ -140,15 +148,15 @@ class _Offload:
 
     def init(self, inner: Any, step: Step, params: Any) -> State:
         """A plan from shapes alone, then the files, then the state, a piece at a time."""
-        later = step.names[step.names.index(str(self)) + 1 :]
-        early = [name for name in later if name.startswith(("mixed_precision(", "ema("))]
-        if early:
-            raise ValueError(f"{self}: put it after {early[0]}, so that what that keeps is offloaded, too")
-        if self.options.params != "here" and not any(name.startswith("zero(3") for name in later):
+        name = str(self)
+        copies = step.has(Trait.COPIES_PARAMS, after=name)
+        if copies:
+            raise ValueError(f"{self}: put it after {copies}, so that what that keeps is offloaded, too")
+        if self.options.params != "here" and not step.has(Trait.SHARDS_PARAMS, after=name):
             raise ValueError(f"{self}: params are whole while they are used but with zero(3), which must come after it")
-        whole = [name for name in later if "persist=" in name]
+        whole = step.has(Trait.KEEPS_WHOLE, after=name)
         if self.options.params != "here" and whole:
-            raise ValueError(f"{self}: {whole[0]} keeps some params whole on the device; leave persist out")
+            raise ValueError(f"{self}: {whole} keeps some params whole on the device; leave persist out")
         leaves = tree.leaves(params)
         plan = planned(inner, step, params, self.options)
         device = home_of(leaves[0]) if leaves else torch.device("cpu")

@@ -18,9 +18,10 @@ from functional_ds.pipelining.schedules.schedule import Schedule
 from functional_ds.pipelining.schedules.validate import validate
 from functional_ds.pipelining.stages.stages import Stages
 from functional_ds.sharding.leaf_map import LeafMap
+from functional_ds.step.buffers import synced
 from functional_ds.step.state import State
 from functional_ds.step.step import Step, Transform, wrap
-from functional_ds.step.train_step import Autograd
+from functional_ds.step.traits import Trait
 
 __all__ = ["pipeline"]
 
@@ -117,8 +118,12 @@ class _Pipeline:
         """The transform; it refuses steps whose gradients are wrapped already."""
         staged = wrap(
             str(self),
+            slot="pipeline",
+            traits=[Trait.PIPELINES],
             init=self.init,
             gradients=self.gradients,
+            sync_buffers=self.sync_buffers,
+            micro_batches=self.micro_batches,
             measure=self.measure,
             sum_over_ranks=self.sum_over_ranks,
             norm=self.norm,
@@ -128,7 +133,7 @@ class _Pipeline:
         )
 
         def transform(step: Step) -> Step:
-            if not isinstance(step.phases["gradients"], Autograd):
+            if step.wraps("gradients"):
                 raise ValueError(
                     f"{self}: it replaces the gradients, which another transform of this step wraps already ({step}); put "
                     "pipeline before it"
@@ -173,7 +178,7 @@ class _Pipeline:
 
     def gradients(
         self, inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
-    ) -> tuple[Weighted, dict[str, Weighted]]:
+    ) -> tuple[State, Weighted, dict[str, Weighted]]:
         """Runs the schedule, in place of autograd through the whole loss."""
         return gradients(self._spec(self.schedule, self.recorder), step, state, batch, carry, last)
 
@@ -186,6 +191,14 @@ class _Pipeline:
 
     def _spec(self, schedule: Schedule, recorder: Recorder | None = None) -> PipelineSpec:
         return PipelineSpec(schedule, self.stages, self.ranks(), self.schedule.microbatches, recorder)
+
+    def sync_buffers(self, inner: Any, step: Step, state: State) -> State:
+        """Every rank has the buffers of all stages, each from the first rank that ran it."""
+        return synced(inner(step, state), self.ranks(), policy="writer")
+
+    def micro_batches(self, inner: Any, step: Step, state: State) -> int:
+        """As many as the schedule has."""
+        return self.schedule.microbatches * inner(step, state)  # type: ignore[no-any-return]
 
     # -- what is summed over the ranks ---------------------------------------------------------------------------------
 

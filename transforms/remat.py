@@ -19,6 +19,7 @@ from functional_ds.remat.saved_tensors import Keeper
 from functional_ds.step.state import State
 from functional_ds.step.step import Step, Transform, wrap
 from functional_ds.step.tape import Tape, current_tape
+from functional_ds.step.traits import Trait
 
 __all__ = ["remat"]
 
@@ -107,7 +108,7 @@ class _Remat:
             found = inner(step, state, function, batch)
         finally:
             tape.calls = before
-        self._calls.check(whole=not any(name.startswith("pipeline") for name in step.names))
+        self._calls.check(whole=not step.has(Trait.PIPELINES))
         return found
 
     def _part(self, function: Callable[[Any], Any], part: str, policy: Saving, seen: Any) -> Callable[[Any], Any]:

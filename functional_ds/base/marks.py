@@ -1,6 +1,7 @@
 """What leaves are marked with: whether the optimizer moves them, in which dtype they are stored, to what they belong."""
 
 import re
+import weakref
 from typing import Any
 
 import torch
@@ -10,12 +11,15 @@ from . import tree
 
 __all__ = [
     "ORIGIN",
+    "ModuleRef",
     "freeze",
     "is_trainable",
     "like_marked",
+    "mark_module",
     "mark_part",
     "mark_slice",
     "mark_stored",
+    "module_of",
     "part_of",
     "slice_of",
     "stored_in",
@@ -39,7 +43,7 @@ def like_marked(value: Tensor, model: Tensor) -> Tensor:
     """``value``, marked as ``model`` is."""
     frozen = isinstance(model, nn.Parameter) and not model.requires_grad
     marked = nn.Parameter(value, requires_grad=False) if frozen else value
-    names = (_STORED_IN, _PART, _SLICE, *((ORIGIN,) if value.is_meta else ()))  # values need no origin
+    names = (_STORED_IN, _PART, _SLICE, _MODULE, *((ORIGIN,) if value.is_meta else ()))  # values need no origin
     marks = {name: getattr(model, name) for name in names if getattr(model, name, None) is not None}
     return _marked(marked, marks) if marks else marked
 
@@ -77,8 +81,38 @@ def slice_of(leaf: Tensor) -> tuple[int, int] | None:
     return getattr(leaf, _SLICE, None)
 
 
+class ModuleRef:
+    """A weak reference to a module as a function: a mark that neither copies nor saves the module with its params."""
+
+    def __init__(self, module: Any = None) -> None:
+        self._ref = None if module is None else weakref.ref(module)
+
+    def get(self) -> Any:
+        """The module's function; None if it is gone, or the params come from another process."""
+        return None if self._ref is None else self._ref()
+
+    def __deepcopy__(self, memo: Any) -> "ModuleRef":
+        return self
+
+    def __reduce__(self) -> Any:
+        return ModuleRef, ()
+
+
+def mark_module(leaf: Tensor, module: ModuleRef, name: str) -> Tensor:
+    """The leaf, which must be the caller's own, marked to be the parameter ``name`` of a module."""
+    leaf.__dict__[_MODULE] = (module, name)
+    return leaf
+
+
+def module_of(leaf: Tensor) -> tuple[Any, str] | None:
+    """The module's function that a leaf is a parameter of, and its name there."""
+    found = getattr(leaf, _MODULE, None)
+    module = None if found is None else found[0].get()
+    return None if module is None else (module, found[1])
+
+
 # Marks are attributes of a tensor's own, as pytrees have no place for them.
-_STORED_IN, _PART, _SLICE = "_fds_stored_in", "_fds_part", "_fds_slice"
+_STORED_IN, _PART, _SLICE, _MODULE = "_fds_stored_in", "_fds_part", "_fds_slice", "_fds_module"
 ORIGIN = "_fds_origin"  # what ``materialise`` marks leaves with that have no values yet
 
 

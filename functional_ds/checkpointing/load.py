@@ -12,6 +12,7 @@ from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.marks import like_marked
 from functional_ds.state_dict.describe import Held, as_before, as_tensors, dense, describe
+from functional_ds.step.slots import with_room
 from functional_ds.step.state import State
 
 from . import storage
@@ -66,7 +67,7 @@ def load(
     checks each; nothing is unpickled. Where the precision is another one, a leaf comes from the most exact form that it was
     saved in, and floating tensors are cast.
 
-    Names are ``params/<leaf>``, ``optimizer.exp_avg/<leaf>``, ``slots.ema.leaves/<leaf>``, ``step``, and so on; patterns are
+    Names are ``params/<leaf>``, ``optimizer.exp_avg/<leaf>``, ``averages/<leaf>``, ``step``, and so on; patterns are
     ``fnmatch``'s, on a whole name or on what is before its slash. Masters count as ``params``.
 
     Args:
@@ -92,13 +93,12 @@ def load(
         raise TypeError(f"like={type(like).__name__}: load takes a state that a step made, as from step.init(params)")
     group = (comm.world() if group is None else group).channel("checkpoint")
     choice = Choice.of(only, allow_missing, allow_extra)
-    loading = _Loading(Path(path), group, as_tensors(like), choice, donate)
+    loading = _Loading(Path(path), group, like, choice, donate)
     if tag is not None:
         check_tag(tag)
         state, extra = loading.attempt(tag)
     else:
         state, extra = loading.newest()
-    state = tree.map(as_before, like, state)
     if donate:
         state = like.donate(state)
     return (state, extra) if with_extra else state
@@ -107,9 +107,14 @@ def load(
 class _Loading:
     def __init__(self, folder: Path, group: comm.Group, like: State, choice: Choice, donate: bool) -> None:
         self.folder, self.group, self.like, self.choice, self.donate = folder, group, like, choice, donate
-        self.held = describe(like)
-        self.known = set().union(*comm.all_gather_object({held.name for held in self.held}, group))
+        self._describe(like)
         choice.check(self.known)
+
+    def _describe(self, like: State) -> None:
+        """What is to be filled."""
+        self.room, self.tensors = like, as_tensors(like)
+        self.held = describe(self.tensors)
+        self.known = set().union(*comm.all_gather_object({held.name for held in self.held}, self.group))
 
     def newest(self) -> tuple[State, Any]:
         """The first that is whole."""
@@ -140,22 +145,24 @@ class _Loading:
 
         group = self.group
         reader = together(group, lambda: Reader(self.folder, tag))
+        there = {name: (each.shape, each.dtype) for name, each in reader.manifest.tensors.items() if self.choice.wants(name)}
+        self._describe(with_room(self.like, there))
         sources, found = match(self.held, self.known, reader.manifest, self.choice, group.rank, group.size)
         everyone = Differences()
         for each in comm.all_gather_object(found, group):
             everyone.add(each)
         everyone.refuse(f"the checkpoint {tag!r} in {self.folder}")
         state = together(group, lambda: self.filled(reader, sources))
-        return state, reader.manifest.extra
+        return tree.map(as_before, self.room, state), reader.manifest.extra
 
     def filled(self, reader: Any, sources: Sequence[str | None]) -> State:
         """A new state, or like's own memory, with what these names give."""
         from .dcp import Planner, Spread
 
-        state = dense(self.like) if self.donate else _room_like(self.like)
+        state = dense(self.tensors) if self.donate else _room_like(self.tensors)
         held = describe(state)
         if not self.donate:
-            _keep(self.like, state, [h for h, source in zip(held, sources, strict=True) if source is not None])
+            _keep(self.tensors, state, [h for h, source in zip(held, sources, strict=True) if source is not None])
         stretches: dict[str, list[tuple[int, Tensor]]] = {}
         for h, source in zip(held, sources, strict=True):
             if source is not None:

@@ -8,6 +8,7 @@ import attrs
 import torch
 
 from functional_ds.state_dict.describe import Held
+from functional_ds.step.slots import Role
 
 from .errors import StructureError
 from .manifest import Manifest, Stored
@@ -16,8 +17,8 @@ from .shard_plan import own_name
 __all__ = ["Choice", "Differences", "match"]
 
 # The forms in which a leaf of the model is stored, the most exact first. A state need not have those of the checkpoint.
-_FORMS = ("slots.masters", "slots.zero.exact", "params")
-_POLICY = ("slots.loss_scale.*",)  # comes and goes with the precision
+_FORMS = (Role.MASTER.value, Role.EXACT.value, "params")  # the forms of a leaf, the best first
+_COMES_AND_GOES = (f"{Role.SETTING.value}.*",)
 _SHOWN = 8
 _SLICE = re.compile(r"\[\d+ of \d+\]$")  # of a leaf that tensor parallelism has cut
 
@@ -113,7 +114,7 @@ def match(
             and stored.numel
             and model.numel
             and choice.wants(base)
-            and not fits(base, (*choice.allow_extra, *_POLICY))
+            and not fits(base, (*choice.allow_extra, *_COMES_AND_GOES))
         ):
             found.extra.add(base)
     return sources, found
@@ -147,7 +148,7 @@ def _source(
         name = own_name(name, rank)
     stored = tensors.get(name)
     if stored is None:
-        if held.view.numel() and not fits(held.name, (*choice.allow_missing, *_POLICY)) and not _idle(held, tensors):
+        if held.view.numel() and not fits(held.name, (*choice.allow_missing, *_COMES_AND_GOES)) and not _idle(held, tensors):
             found.missing.add(held.name)
         return None
     if stored.shape != held.shape:

@@ -10,7 +10,7 @@ from functional_ds.checkpointing import NoCheckpointError, Saver, load
 from functional_ds.step.state import State
 
 from .data import gathered
-from .rng_and_buffers import Outside
+from .rng import Generators
 
 __all__ = ["Keeper", "Place"]
 
@@ -23,13 +23,13 @@ class Place:
         done: steps made; those that were rolled back do not count.
         data: the next batch's position on all ranks, as ``gathered`` gives it; None is the beginning.
         rollbacks: how often the run was rolled back.
-        outside: what the step uses beside its state, as ``Outside.kept`` gives it.
+        generators: torch's default generators, as ``Generators.kept`` gives them.
     """
 
     done: int = 0
     data: Any = None
     rollbacks: int = 0
-    outside: Any = None
+    generators: Any = None
 
 
 @attrs.define(eq=False)
@@ -59,12 +59,12 @@ class Keeper:
         """Whether this step's count asks for a checkpoint."""
         return self.every is not None and done % self.every == 0
 
-    def save(self, state: State, outside: Outside, *, done: int, data: Any, rollbacks: int) -> None:
+    def save(self, state: State, generators: Generators, *, done: int, data: Any, rollbacks: int) -> None:
         """Starts a checkpoint; waits for the one before. Collective."""
         self._last = time.monotonic()
         if self.saver is None or self.saved == done:
             return
-        place = Place(done, gathered(data), rollbacks, outside.kept())
+        place = Place(done, gathered(data), rollbacks, generators.kept())
         self.saver.save(state, tag=f"step-{done:08}", extra={"fit": attrs.asdict(place)})
         self.saved = done
 

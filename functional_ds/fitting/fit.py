@@ -1,6 +1,6 @@
 """``fit``: the loop around a step that saves, resumes, watches and reports."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -8,7 +8,6 @@ from typing import Any
 
 from functional_ds import comm
 from functional_ds.checkpointing import Saver
-from functional_ds.modules.functional import Apply
 from functional_ds.step.state import State
 from functional_ds.step.step import Step
 
@@ -16,7 +15,7 @@ from .checkpoints import Keeper
 from .data import as_source
 from .loggers import Journal, Logger, checked
 from .non_finite import OnNonFinite, RollBack, Stop
-from .rng_and_buffers import Outside
+from .rng import Generators
 from .run import Plan, Run
 from .signals import Flag, noted_here
 from .watchdog import watchdog
@@ -44,7 +43,6 @@ def fit(
     on_non_finite: OnNonFinite = Stop(after=3),  # noqa: B008  # a frozen value
     timeout: timedelta | None = timedelta(minutes=10),
     stop: Flag | None = None,
-    buffers: Apply | Sequence[Apply] = (),
 ) -> State:
     """Makes steps until ``steps`` are made in all, and returns the state; run again with the same ``path``, it goes on.
 
@@ -76,8 +74,6 @@ def fit(
             step is logged. A checkpoint is made with finite losses and params only.
         timeout: how long a step, a save or an evaluation may take before ranks are taken to hang; None for no watchdog.
         stop: a flag of your own instead of signal handlers; needed where ranks are threads.
-        buffers: modules as ``fds.functional`` gives them, whose buffers the step changes (a BatchNorm's running statistics):
-            checkpoints keep these, each rank's own, as they keep torch's default generators.
 
     Cost: an all-reduce of two numbers a step, another of three for each step that is logged or saved.
 
@@ -96,7 +92,7 @@ def fit(
     """
     if not isinstance(state, State):
         raise TypeError(f"state={type(state).__name__}: fit takes a state that the step made, as from step.init(params)")
-    plan, outside = Plan(steps, evaluate, evaluate_every, on_non_finite), Outside(_several(buffers))
+    plan, generators = Plan(steps, evaluate, evaluate_every, on_non_finite), Generators()
     _check(path=path, every=every, minutes=minutes, log_every=log_every, on_non_finite=on_non_finite, timeout=timeout)
     source, kept = as_source(batches), checked(loggers)
     with ExitStack() as open_:
@@ -106,7 +102,7 @@ def fit(
         leads = comm.world().rank == 0
         journal = Journal(kept if leads else (), log_every, progress and leads, steps)
         open_.callback(journal.close)
-        run = Run(step, plan, source, keeper, journal, watch, flag, outside, state)
+        run = Run(step, plan, source, keeper, journal, watch, flag, generators, state)
         del state
         watch.at(0, "loading a checkpoint")
         if resume:
@@ -114,10 +110,6 @@ def fit(
         if path is not None:
             keeper.saver = open_.enter_context(Saver(path, keep_last=keep_last, keep_every=keep_every))
         return run.go()
-
-
-def _several(buffers: Any) -> tuple[Apply, ...]:
-    return tuple(buffers) if isinstance(buffers, (list, tuple)) else () if buffers is None else (buffers,)
 
 
 def _check(**given: Any) -> None:

@@ -17,7 +17,7 @@ from .checkpoints import Keeper, Place
 from .data import Reader, Source, own
 from .loggers import Journal
 from .non_finite import Health, NonFiniteLossError, OnNonFinite, RollBack, Verdict
-from .rng_and_buffers import Outside
+from .rng import Generators
 from .signals import Flag
 from .watchdog import Watch
 
@@ -81,7 +81,7 @@ class Run:
     journal: Journal
     watch: Watch
     flag: Flag
-    outside: Outside
+    generators: Generators
     state: State
     place: Place = attrs.field(factory=Place)
     health: Health = attrs.field(factory=Health)
@@ -95,7 +95,7 @@ class Run:
         """Makes the steps that are left."""
         self.watch.at(self.place.done, "finding the next batch")
         reader = self.source.at(None if self.place.data is None else own(self.place.data))
-        self.outside.restore(self.place.outside)  # drawing batches again has drawn numbers
+        self.generators.restore(self.place.generators)  # drawing batches again has drawn numbers
         self.journal.begin(self.place.done)
         began = self.place.done
         if began == 0:
@@ -164,7 +164,7 @@ class Run:
     def _evaluate(self) -> None:
         if self.plan.evaluate is not None and self.evaluated != self.place.done:
             self.watch.at(self.place.done, "evaluating")
-            with self.outside.apart():
+            with self.generators.apart():
                 numbers = self.plan.evaluate(self.state)
             self.journal.evaluated(self.place.done, numbers)
             self.evaluated = self.place.done
@@ -180,7 +180,9 @@ class Run:
             verdict = self.health.verdict(self._finite())
             if verdict.streak or verdict.spoiled or verdict.worst >= self.plan.on_non_finite.after:
                 return
-        self.keeper.save(self.state, self.outside, done=self.place.done, data=reader.position, rollbacks=self.place.rollbacks)
+        self.keeper.save(
+            self.state, self.generators, done=self.place.done, data=reader.position, rollbacks=self.place.rollbacks
+        )
 
     def _finite(self) -> Tensor:
         """Whether all trained params are; those that lie elsewhere are fetched one at a time. Collective, once."""
@@ -214,7 +216,6 @@ class Run:
             raise NonFiniteLossError(f"the checkpoint to roll back to is gone from {self.keeper.path}")
         self.state, before = found
         self.place = attrs.evolve(before, rollbacks=self.place.rollbacks + 1)
-        self.outside.restore(before.outside, generators=False)
         self.health = Health()
         self.journal.begin(self.place.done)
         if not self.place.done:  # the log begins anew, with what comes before the first step

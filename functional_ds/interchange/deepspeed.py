@@ -13,6 +13,7 @@ from functional_ds.base import tree
 from functional_ds.checkpointing.errors import together
 from functional_ds.checkpointing.matching import Choice, Differences, fits
 from functional_ds.state_dict.describe import Held, as_before, as_tensors, dense, describe
+from functional_ds.step.slots import Role, fields_of_role
 from functional_ds.step.state import State
 
 from .deepspeed_files import MASTER, Param, ZeroFiles
@@ -20,12 +21,16 @@ from .deepspeed_files import MASTER, Param, ZeroFiles
 __all__ = ["from_deepspeed"]
 
 # Where a state keeps what DeepSpeed has under these names.
-_MODEL = ("params", "slots.masters", "slots.zero.exact", "slots.ema.leaves")
+_MODEL = ("params", Role.MASTER.value, Role.EXACT.value, Role.AVERAGE.value)
 _OPTIMIZER: Mapping[str, str] = MappingProxyType(
     {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum": "momentum_buffer", "sums": "sum"}
 )
 _COUNTS = "steps"
-_OURS = ("key*", "slots.loss_scale.*")  # what a state has by itself, or has already if DeepSpeed has none
+_OURS = (
+    "key*",
+    f"{Role.SETTING.value}.*",
+    f"{Role.BUFFER.value}.*",
+)  # what a state has by itself, or has already if DeepSpeed has none
 
 
 def from_deepspeed(
@@ -166,10 +171,11 @@ class _Reading:
                 self.one(held)
         if self.choice.wants("step"):
             state.step.fill_(self.updates())
-        scale, scaler = state.slots.get("loss_scale"), self.files.scaler
-        dynamic = all(hasattr(scale, name) for name in ("window", "value", "run", "patience"))
-        if dynamic and getattr(scaler, "dynamic", False) and self.choice.wants("slots.loss_scale"):
-            _fill_scale(scale, scaler)
+        scaler = self.files.scaler
+        for scale in fields_of_role(state, Role.SETTING):
+            dynamic = all(hasattr(scale, name) for name in ("window", "value", "run", "patience"))
+            if dynamic and getattr(scaler, "dynamic", False) and self.choice.wants(Role.SETTING.value):
+                _fill_scale(scale, scaler)
 
     def one(self, held: Held) -> None:
         """One stretch."""

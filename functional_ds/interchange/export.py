@@ -17,6 +17,7 @@ from functional_ds.checkpointing.shard_plan import marks
 from functional_ds.comm.record.group import Solo
 from functional_ds.modules.functional import Apply
 from functional_ds.state_dict.describe import as_tensors, describe
+from functional_ds.step.slots import Role, fields_of_role
 from functional_ds.step.state import State
 
 from .format import INDEX, SINGLE, File, Spec, laid_out
@@ -127,8 +128,8 @@ class _Taking:
 
 
 # Where the values of a leaf are, the best first: masters, the exact shards of a compressed gather, what the loss sees.
-_ROLES = ("slots.masters", "slots.zero.exact", "params")
-_MEAN = "slots.ema.leaves"
+_ROLES = (Role.MASTER.value, Role.EXACT.value, "params")
+_MEAN = Role.AVERAGE.value
 
 
 def export(
@@ -200,7 +201,7 @@ def export(
     ranks = (group or comm.world()) if isinstance(params, State) else _alone()
     held = _of_state(params, averaged) if isinstance(params, State) else _of_tree(params, averaged)
     leaves, hops = agreed(held, ranks)
-    naming = Naming.of(module)
+    naming = Naming.of(module, params)
     naming = attrs.evolve(naming, buffers={**naming.buffers, **(buffers or {})})
     named = naming.name(leaves, rename=rename, dtype=checked_dtype(dtype), every=tied == "all")
     plan = Plan.of(
@@ -249,7 +250,7 @@ def _of_state(state: State, averaged: bool) -> list[Held]:
             _refuse_twice(path)
         if role in roles and not held.shared:
             found.append((held, Known(path, held.shape, held.view.dtype, roles.index(role))))
-    if averaged and state.slots.get("ema") is None:
+    if averaged and not any(True for _ in fields_of_role(state, Role.AVERAGE)):
         raise ValueError("averaged=True: this state keeps no mean of its params; its step needs T.ema(decay)")
     numbers = marks([held.view for held, _ in found])
     return [Held(known, held.offset, held.view, mark) for (held, known), mark in zip(found, numbers, strict=True)]

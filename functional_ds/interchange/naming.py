@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from functional_ds.modules.functional import Apply
+from functional_ds.step.buffers import BUFFERS, Buffers
+from functional_ds.step.state import State
 
 from .format import CODES, Spec
 from .gather_stream import Known
@@ -50,8 +52,12 @@ class Naming:
     buffers: Mapping[str, Tensor] = attrs.field(factory=dict)
 
     @staticmethod
-    def of(module: nn.Module | Apply | None) -> "Naming":
+    def of(module: nn.Module | Apply | None, state: Any = None) -> "Naming":
         """The names that ``module.state_dict()`` gives; a tied parameter has several.
+
+        Args:
+            module: the module, or its function.
+            state: a step's state, whose buffers of the module count.
 
         Raises:
             TypeError: neither a module nor an ``apply`` of ``fds.functional``.
@@ -66,7 +72,8 @@ class Naming:
         if not isinstance(module, nn.Module | Apply):
             raise TypeError(f"module={module!r} is neither an nn.Module nor the apply of fds.functional")
         skeleton = module.module if isinstance(module, Apply) else module
-        values = module.buffers if isinstance(module, Apply) else {}
+        held = state.slots.get(BUFFERS) if isinstance(state, State) else None
+        values = held.of(module) if isinstance(held, Buffers) and isinstance(module, Apply) else {}
         names: dict[int, list[str]] = {}
         found = {name: x for name, x in skeleton.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
         for name, x in found.items():

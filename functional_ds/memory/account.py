@@ -7,6 +7,7 @@ import attrs
 import torch
 
 from functional_ds import comm
+from functional_ds.step.slots import Role, fields_of_role
 from functional_ds.step.state import State
 
 from .counting import holdings
@@ -85,14 +86,11 @@ def measured(state: State, *, gradients: int = 0) -> Memory:
     """
     if not isinstance(state, State):
         raise TypeError(f"state={state!r} is no State; pass what step.init or step(...) returns")
-    slots = dict(state.slots)
-    zero = slots.pop("zero", None)
-    rest = (state.step, state.key, slots, state.skip)
     groups: dict[str, Any] = {
         "params": state.params,
-        "masters": (slots.pop("masters", None), getattr(zero, "exact", None)),
+        "masters": [*fields_of_role(state, Role.MASTER), *fields_of_role(state, Role.EXACT)],
         "optimizer": state.optimizer,
-        "buffers": (rest, zero),
+        "buffers": (state.step, state.key, state.slots, state.skip),
     }
     seen: dict[int, tuple[str, int]] = {}
     sizes: dict[str, int] = {}

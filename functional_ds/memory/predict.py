@@ -1,7 +1,5 @@
 """What a rank will hold, from shapes alone."""
 
-import math
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,9 +10,11 @@ from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable, like_marked
 from functional_ds.base.weighted import weigh
+from functional_ds.step.slots import stored_layout
 from functional_ds.step.state import State
 from functional_ds.step.step import Step, wrap
 from functional_ds.step.tape import wide_dtype
+from functional_ds.step.traits import Trait
 
 from .account import Memory, measured
 from .counting import Live, stored
@@ -67,7 +67,7 @@ def predicted(make: Callable[[], Step], params: Any, *, world_size: int = 1, ran
         if not isinstance(step, Step):
             raise TypeError(f"make: it gives {step!r}, and not a step")
         state = step.init(bare)
-        pipelined = any(name.startswith("pipeline(") for name in step.names)
+        pipelined = step.has(Trait.PIPELINES)
         grads, gathered = (_sums(step, state), 0) if pipelined else _gradients(step, state, tree.as_written(bare))
         return measured(state, gradients=grads).plus(gathered=gathered)
 
@@ -100,11 +100,10 @@ def _gradients(step: Step, state: State, order: Sequence[str]) -> tuple[int, int
         return weigh(sum(used), "the loss"), {}
 
     probe = wrap("probe", loss=loss)(step)
-    micro_batches = math.prod(int(k) for name in step.names for k in re.findall(r"^accumulate\((\d+)\)$", name))
-    batch = torch.empty(_ROWS * micro_batches, device="meta")
+    batch = torch.empty(_ROWS * step.micro_batches(state), device="meta")
     world.observe, silent = observe, world.observe  # type: ignore[attr-defined]  # alike's
     for _ in range(_PASSES):
-        grads, _ = probe.gradients(state, batch, None, True)
+        state, grads, _ = probe.gradients(state, batch, None, True)
     world.observe = silent  # type: ignore[attr-defined]
     _, grads = probe.reduce(state, grads)
     return stored(grads.sum), live.peak
@@ -112,17 +111,17 @@ def _gradients(step: Step, state: State, order: Sequence[str]) -> tuple[int, int
 
 def _sums(step: Step, state: State) -> int:
     """The bytes of a pipeline's sums of gradients, as the optimizer gets them: in fp32 at least."""
-    partition, leaves = state.slots.get("zero"), tree.leaves(state.params)
-    if partition is None:
+    stored_as, leaves = stored_layout(state), tree.leaves(state.params)
+    if stored_as is None:
         return sum(leaf.numel() * wide_dtype(leaf.dtype).itemsize for leaf in leaves if is_trainable(leaf))
-    copies = 1 if step.leaf_map(state).group is not None else partition.layout.n
-    pairs = [(s.shard * copies, leaf) for s, leaf in zip(partition.layout.segments, leaves, strict=True) if s.trainable]
+    copies = 1 if step.leaf_map(state).group is not None else stored_as.layout.n
+    pairs = [(s.shard * copies, leaf) for s, leaf in zip(stored_as.layout.segments, leaves, strict=True) if s.trainable]
     return sum(size * wide_dtype(leaf.dtype).itemsize for size, leaf in pairs)
 
 
 def _is_trained(state: State) -> bool:
     """Whether there is anything to take gradients of."""
-    partition = state.slots.get("zero")
-    if partition is not None:
-        return any(segment.trainable for segment in partition.layout.segments)
+    stored_as = stored_layout(state)
+    if stored_as is not None:
+        return any(segment.trainable for segment in stored_as.layout.segments)
     return any(isinstance(leaf, Tensor) and is_trainable(leaf) for leaf in tree.leaves(state.params))

@@ -1,56 +1,93 @@
-"""Any module as a pure function of its parameters."""
+"""Any module as a pure function of its parameters and buffers."""
 
 import copy
 import functools
-import threading
-import weakref
 from collections.abc import Callable, Mapping
+from operator import is_
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from functional_ds.base import tree
+from functional_ds.base.marks import ModuleRef, mark_module
 from functional_ds.remat.region import called
+from functional_ds.step.buffers import Held, bit_equal
 from functional_ds.step.tape import Tape, current_tape
 
-__all__ = ["Apply", "alike", "functional", "with_changed_buffers"]
+__all__ = ["Apply", "functional"]
 
-_HERE = threading.local()  # its ``applies`` are those that have had buffers in this thread
+_Place = tuple[str, str]  # a module's path and an attribute
+_ABSENT = object()
+_NUMBERS = (bool, int, float, complex)
 
-_Buffers = dict[tuple[str, str], Tensor | None]  # by a module's path and the attribute
-_Places = dict[str, list[tuple[str, str]]]  # a parameter's name -> (module path, attribute), more than one where tied
 
-
-def _places(module: nn.Module) -> tuple[_Places, dict[str, nn.Parameter]]:
-    """Where each parameter belongs, and the parameters under the name of their first place."""
+def _places(module: nn.Module) -> tuple[dict[str, list[_Place]], dict[str, nn.Parameter]]:
+    """Where each parameter belongs, more than once where it is tied, and the parameters under the name of their first place."""
     first: dict[int, str] = {}
-    places: _Places = {}
+    places: dict[str, list[_Place]] = {}
     params: dict[str, nn.Parameter] = {}
     for path, owner in module.named_modules():
         for key, parameter in owner._parameters.items():
             if parameter is not None:
-                name = first.setdefault(id(parameter), f"{path}.{key}" if path else key)
+                name = first.setdefault(id(parameter), _joined(path, key))
                 places.setdefault(name, []).append((path, key))
                 params.setdefault(name, parameter)
     return places, params
 
 
+def _joined(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _buffer_names(module: nn.Module) -> dict[_Place, str]:
+    """What the buffer at a place is called: a buffer with several places has the name of the first."""
+    first: dict[int, str] = {}
+    return {
+        (path, key): first.setdefault(id(buffer), _joined(path, key))
+        for path, owner in module.named_modules()
+        for key, buffer in owner._buffers.items()
+        if buffer is not None
+    }
+
+
 @attrs.define(eq=False)
 class _Skeleton:
-    """A copy of the module that has no parameters of its own."""
+    """A copy of the module that has no memory of its own: calls put parameters and buffers into it.
+
+    Attributes:
+        owners: the modules in it, by path.
+        tensors: the names of attributes that are tensors, or lists and the like of them, and no buffers.
+        version: up to which change of ``Apply.module`` its attributes are those of that module.
+        attributes: each module's own attributes when it was leased; what a call changes is taken back at the end.
+        tried: whether it ran without values.
+        identity: of the parameters that it has.
+        calls: who runs the modules inside of it.
+    """
 
     module: nn.Module
+    owners: dict[str, nn.Module]
+    names: Mapping[_Place, str]
+    places: Mapping[str, list[_Place]]
     slots: dict[str, list[tuple[dict[str, Any], str]]]
     rnns: list[nn.RNNBase]
-    owners: dict[str, dict[str, Tensor | None]]  # the buffers of each module in it, by its path
-    tried: bool = False  # whether it ran without values, which may have left some of what it computed
+    version: int
+    tensors: list[str]
+    attributes: list[dict[str, Any]] = attrs.field(factory=list)
+    tried: bool = False
     identity: tuple[int, ...] = ()
     calls: tuple[Any, ...] = ()
-    _plain: list[tuple[nn.Module, Any]] = attrs.field(factory=list)  # the modules that ``calls`` run, and their own forward
     bound: Mapping[str, Tensor] = attrs.field(factory=dict)
+    _plain: list[tuple[nn.Module, Any]] = attrs.field(factory=list)  # the modules that ``calls`` run, and their own forward
+    _copies: dict[str, tuple[Any, list[int]]] = attrs.field(factory=dict)  # with the versions of their tensors
+    _buffers: list[dict[str, Any]] = attrs.field(init=False)
+
+    @_buffers.default
+    def _own_buffers(self) -> list[dict[str, Any]]:
+        return [dict(owner._buffers) for owner in self.owners.values()]
 
     def bind(self, params: Mapping[str, Tensor]) -> None:
         """Puts the parameters in place, wherever they belong."""
@@ -60,80 +97,123 @@ class _Skeleton:
         for rnn in self.rnns:  # these read their weights from a second list
             rnn._flat_weights = [getattr(rnn, name) for name in rnn._flat_weights_names]
         self.bound = params
-        self.identity = _identity(params)
+        self.identity = tuple(map(id, params.values()))
 
-    def put(self, buffers: "_Buffers") -> None:
+    def put(self, held: Held) -> None:
         """Lets the modules have these buffers."""
-        for (path, key), buffer in buffers.items():
-            owner = self.owners.get(path)
-            if owner is not None and owner.get(key, self) is not buffer:
-                owner[key] = buffer
+        for name, buffer in held.values.items():
+            for path, key in self.places.get(name) or [_parted(name)]:
+                if path in self.owners and self.owners[path]._buffers.get(key, _ABSENT) is not buffer:
+                    self.owners[path]._buffers[key] = buffer
 
-    def note(self, buffers: "_Buffers") -> None:
-        """Takes over what calls have set anew; takes back what they have where there are shapes alone."""
+    def note(self, held: Held) -> None:
+        """Takes over the buffers that a call has set anew."""
         for path, owner in self.owners.items():
-            for key, buffer in [*owner.items()]:
-                before = buffers.get((path, key), self)
-                if before is buffer:
-                    continue
-                if not isinstance(buffer, FakeTensor):
-                    buffers[path, key] = owner[key] = _usable(buffer)
-                elif before is self:
-                    del owner[key]
-                else:
-                    owner[key] = buffers[path, key]
+            for key, buffer in owner._buffers.items():
+                name = self.names.get((path, key)) or _joined(path, key)
+                if held.values.get(name) is not buffer:
+                    held.values[name] = owner._buffers[key] = _usable(buffer)
+
+    def lease(self, held: Held) -> None:
+        """Remembers the attributes that the module has by itself; tensors among them may be written, and are copied."""
+        self.attributes = [dict(vars(owner)) for owner in self.owners.values()]
+        self._copies = {}
+        for name in (*self.tensors, *(name for name in held.attributes if name not in self.tensors)):
+            path, key = _parted(name)
+            owner = self.owners.get(path)
+            if owner is not None:
+                value = held.attributes.get(name, vars(owner).get(key))
+                owner.__dict__[key] = copied = tree.map(_copied, value)
+                self._copies[name] = copied, [x._version for x in tree.leaves(copied) if isinstance(x, Tensor)]
+
+    def _has_written(self, name: str, value: Any, before: Any, held: Held) -> bool:
+        """Whether calls have set an attribute, or written into its tensors."""
+        copied, versions = self._copies.get(name, (None, []))
+        if name in held.attributes or value is not copied:
+            return True
+        leaves = [x for x in tree.leaves(value) if isinstance(x, Tensor)]
+        if [x._version for x in leaves] != versions:
+            return True
+        return held.looks and not all(map(bit_equal, leaves, [x for x in tree.leaves(before) if isinstance(x, Tensor)]))
+
+    def settle(self, held: Held | None) -> None:
+        """Takes back what calls have set: tensors and numbers go to ``held``, anything else is forgotten."""
+        for (path, owner), before in zip(self.owners.items(), self.attributes, strict=True):
+            now = vars(owner)
+            if len(now) == len(before) and all(map(is_, now.values(), before.values())):
+                continue
+            for key in [key for key in {**now, **before} if now.get(key, _ABSENT) is not before.get(key, _ABSENT)]:
+                name, value = _joined(path, key), now.get(key, _ABSENT)
+                if held is not None and _is_state(key, value) and self._has_written(name, value, before.get(key), held):
+                    held.attributes[name] = tree.map(_usable, value)
+                _put(now, key, before.get(key, _ABSENT))
+        for owner, buffers in zip(self.owners.values(), self._buffers, strict=True):
+            owner._buffers.clear()
+            owner._buffers.update(buffers)
 
     def divert(self, calls: tuple[Any, ...]) -> None:
         """Lets each of ``calls`` run the modules that it chooses, the last outermost. They are this copy's, not the user's."""
         if calls == self.calls:
             return
         for module, own in reversed(self._plain):
-            _set_forward(module, own)
+            _put(module.__dict__, "forward", own)
         self._plain, self.calls = [], calls
         for call in calls:
             for path in call.chosen(self.module):
                 module = self.module.get_submodule(path)
-                self._plain.append((module, module.__dict__.get("forward")))
-                _set_forward(module, functools.partial(call.run, path, module.forward))
+                self._plain.append((module, module.__dict__.get("forward", _ABSENT)))
+                module.__dict__["forward"] = functools.partial(call.run, path, module.forward)
 
 
-def _set_forward(module: nn.Module, forward: Any) -> None:
-    """None stands for the class's."""
-    if forward is None:
-        module.__dict__.pop("forward", None)
+def _put(into: dict[str, Any], key: str, value: Any) -> None:
+    """``_ABSENT`` takes the entry away."""
+    if value is _ABSENT:
+        into.pop(key, None)
     else:
-        module.__dict__["forward"] = forward
+        into[key] = value
 
 
-def _identity(params: Mapping[str, Tensor]) -> tuple[int, ...]:
-    return tuple(map(id, params.values()))
+def _parted(name: str) -> _Place:
+    path, _, key = name.rpartition(".")
+    return path, key
 
 
-@attrs.define(eq=False)
-class _Own:
-    """What a thread has of a module.
+def _is_state(key: str, value: Any) -> bool:
+    """Whether an attribute is what a state can hold: tensors and numbers, alone or in lists, tuples and dicts."""
+    if value is _ABSENT or key in ("training", "forward"):
+        return False
+    leaves = tree.leaves(value)  # a tensor with a graph is of this pass alone
+    return bool(leaves) and all(
+        not leaf.requires_grad if isinstance(leaf, Tensor) else type(leaf) in _NUMBERS for leaf in leaves
+    )
 
-    Attributes:
-        pool: skeletons that nobody uses.
-        leased: those that a tape uses, by its id.
-        buffers: what all of them share, also when a call sets one anew.
-    """
 
-    pool: list[_Skeleton] = attrs.field(factory=list)
-    leased: dict[int, list[_Skeleton]] = attrs.field(factory=dict)
-    buffers: _Buffers = attrs.field(factory=dict)
+def _is_tensors(value: Any) -> bool:
+    """Whether an attribute is a tensor, or a structure of tensors, that a call may write into."""
+    if not isinstance(value, (Tensor, list, tuple, dict)):
+        return False
+    leaves = tree.leaves(value)
+    return bool(leaves) and all(isinstance(x, Tensor) and not (x.requires_grad or x.is_meta) for x in leaves)
+
+
+def _copied(leaf: Any) -> Any:
+    return _usable(leaf.detach().clone()) if isinstance(leaf, Tensor) else leaf
 
 
 class Apply:
     """``apply(params, *args, **kwargs)`` is ``module(*args, **kwargs)`` with these parameters.
 
+    ``params`` may have the module's buffers, too, by their names; else they are the state's within a step, and those that
+    the module was built with outside of one. A call changes neither: what it writes goes into the state that the step
+    returns (``step.module_buffers(state)``), or is given by ``with_buffers``.
+
     The parameters must stay in place until the backward pass is over, because a recomputation reads them again. So within
     a tape (a step's forward and backward) every parameter tree is put into a skeleton of its own, a copy of the module
-    without memory for parameters; one module applied to two trees with recomputation is no special case. Skeletons belong
-    to a thread, and so do their buffers, which are no parameters: a buffer that the module writes is this rank's.
+    without memory; one module applied to two trees with recomputation is no special case.
 
     Attributes:
-        module: the module without parameters; its ``train()`` and ``eval()`` hold for the calls that follow.
+        module: the module without parameters. Modes (``train()``, ``eval()``) and other attributes that are set on it, or on
+            any module inside of it, hold from the next call on.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -141,56 +221,58 @@ class Apply:
         self._bare = {name: nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for name, p in params.items()}
         memo: dict[int, Any] = {id(p): self._bare[name] for name, p in params.items()}
         self.module = copy.deepcopy(module, memo)
-        self._here = threading.local()
+        self._pool: list[_Skeleton] = []
+        self._names = _buffer_names(self.module)
+        self._by_name: dict[str, list[_Place]] = {}
+        for place, name in self._names.items():
+            self._by_name.setdefault(name, []).append(place)
+        self._written: dict[tuple[bool, ...], frozenset[str]] = {}  # by modes: the buffers that calls write
+        self._seen = [dict(vars(each)) for each in self.module.modules()]
+        self._changes: list[tuple[int, str, Any]] = []  # module by place, attribute, value
+
+    @property
+    def bare(self) -> Mapping[str, nn.Parameter]:
+        """The parameters without values, by name, on the device "meta"."""
+        return self._bare
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """This thread's buffers, as its calls have left them, by name; no part of a step's state."""
-        own = self._own()
-        skeleton = self._free(own)
-        own.pool.append(skeleton)
-        return dict(skeleton.module.named_buffers())
+        """The buffers that the module's ``state_dict`` has, by name, as it was built."""
+        passing = {
+            _joined(path, key) for path, owner in self.module.named_modules() for key in owner._non_persistent_buffers_set
+        }
+        return {name: buffer for name, buffer in self.module.named_buffers() if name not in passing}
 
     @property
-    def changed_buffers(self) -> dict[str, Tensor]:
-        """Those of them that are not as they were in the module: running statistics, not masks and tables.
+    def modes(self) -> tuple[bool, ...]:
+        """Which of its modules are in training mode."""
+        return tuple([each.training for each in self.module.modules()])
 
-        Values are compared, as torch's own batch norm writes into tensors without a trace.
-        """
-        first = dict(self.module.named_buffers())
-        return {name: b for name, b in self.buffers.items() if name not in first or not alike(b, first[name])}
-
-    def put_buffers(self, values: Mapping[str, Tensor]) -> None:
-        """Gives this thread's buffers values; others stay as they are. One that calls make as they go may be new here.
-
-        Raises:
-            ValueError: there is no module that a name says.
-
-        >>> apply, params = functional(nn.BatchNorm1d(1))
-        >>> apply.put_buffers({"running_mean": torch.tensor([3.0])})
-        >>> apply.changed_buffers
-        {'running_mean': tensor([3.])}
-        """
-        own, there = self._own(), {path for path, _ in self.module.named_modules()}
-        for name in values:
-            if name.rpartition(".")[0] not in there:
-                raise ValueError(f"values: {name!r} is a buffer of no module here; the modules are {sorted(there)}")
-        own.pool.append(self._free(own))  # so that all that there are are known
-        for name, value in values.items():
-            path, _, key = name.rpartition(".")
-            now = own.buffers.get((path, key))
-            if now is not None and (now.shape, now.dtype) == (value.shape, value.dtype):
-                with torch.no_grad():
-                    now.copy_(value)
-            else:
-                like = next((b for b in (now, *own.buffers.values()) if b is not None), value)
-                own.buffers[path, key] = value.detach().to(like.device, copy=True)
-
-    def __call__(self, params: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-        if params.keys() != self._bare.keys():
-            missing, extra = sorted(self._bare.keys() - params.keys()), sorted(params.keys() - self._bare.keys())
-            raise ValueError(f"params do not fit the module: missing {missing}, extra {extra}")
+    def __call__(self, params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+        missing = self._bare.keys() - params.keys()
+        if missing or len(params) > len(self._bare):
+            extra = params.keys() - self._bare.keys() - self._by_name.keys()
+            if missing or extra:
+                raise ValueError(f"params do not fit the module: missing {sorted(missing)}, extra {sorted(extra)}")
         return self.within(params, lambda module: module(*args, **kwargs))
+
+    def with_buffers(self, variables: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Tensor]]:
+        """The module's value, and its buffers after the call.
+
+        Args:
+            variables: parameters, and buffers, by name; a buffer that is not there is as the module was built with it.
+            args: the module's.
+            kwargs: the module's.
+
+        >>> apply, params = functional(nn.BatchNorm1d(1, momentum=1.0))
+        >>> _, buffers = apply.with_buffers(params, torch.tensor([[1.0], [3.0]]))
+        >>> buffers["running_mean"], apply.buffers["running_mean"]
+        (tensor([2.]), tensor([0.]))
+        """
+        held = self._fresh({name: x for name, x in variables.items() if name not in self._bare})
+        params = {name: variables[name] for name in self._bare if name in variables}
+        found = self._run(held, params, lambda module: module(*args, **kwargs), None)
+        return found, {name: buffer for name, buffer in held.values.items() if buffer is not None}
 
     def within(self, params: Mapping[str, Tensor], function: Callable[[nn.Module], Any]) -> Any:
         """``function(module)``, where the module has these parameters in place; others of it may be missing.
@@ -200,18 +282,17 @@ class Apply:
         >>> apply.within(first, lambda module: module[0](torch.ones(4, 2))).shape
         torch.Size([4, 3])
         """
-        own = self._own()
-        skeleton, temporary = self._lease(own, params)
-        if skeleton.module.training != self.module.training:
-            skeleton.module.train(self.module.training)
-        skeleton.put(own.buffers)  # another one of this thread's may have run
-        skeleton.tried |= detect_fake_mode() is not None
-        try:
-            return called(skeleton.module, function)(skeleton.module)
-        finally:
-            skeleton.note(own.buffers)
-            if temporary:
-                self._release(own, skeleton)
+        given = {name: x for name, x in params.items() if name not in self._bare}
+        if given:
+            params = {name: x for name, x in params.items() if name in self._bare}
+        tape = current_tape()
+        if given or tape is None or detect_fake_mode() is not None:
+            return self._run(self._fresh(given), params, function, tape)
+        held = self._held(tape)
+        found = self._run(held, params, function, tape)
+        if tape.buffers is not None and tape.buffers.keeps and tape.buffers.of(self) is None:
+            self._refuse_loss(held)
+        return found
 
     def dressed(self, params: Mapping[str, Tensor], dress: Callable[[Tensor], Tensor]) -> nn.Module:
         """A new copy of the module, with all parameters given and ``dress(buffer)`` for each of its buffers."""
@@ -219,103 +300,160 @@ class Apply:
         memo.update((id(buffer), dress(buffer)) for _, buffer in self.module.named_buffers())
         return copy.deepcopy(self.module, memo)
 
-    @property
-    def bare(self) -> Mapping[str, nn.Parameter]:
-        """The parameters without values, by name, on the device "meta"."""
-        return self._bare
+    def __repr__(self) -> str:
+        return f"Apply({type(self.module).__name__}, {len(self._bare)} parameters, {len(self.buffers)} buffers)"
 
-    def _own(self) -> "_Own":
-        """What this thread has; in a backward pass with a thread of its own, what the thread has that opened the tape."""
-        home: _Own = self._here.__dict__.setdefault("own", _Own())
-        tape = current_tape()
-        return home if tape is None else tape.homes.setdefault(self, home)
+    # -- buffers -------------------------------------------------------------------------------------------------------
 
-    def _lease(self, own: "_Own", params: Mapping[str, Tensor]) -> tuple[_Skeleton, bool]:
+    def _fresh(self, given: Mapping[str, Tensor]) -> Held:
+        """The module's own buffers, and those that are given, in copies."""
+        with unset_fake_temporarily():
+            return Held.of({**dict(self.module.named_buffers()), **given}, {}, self._written.get(self.modes))
+
+    def _held(self, tape: Tape) -> Held:
+        """What the module has in this pass: as the state has it, if the state knows the module."""
+        found = None if tape.buffers is None else tape.buffers.of(self)
+        if found is None:
+            held: Held = tape.slots.setdefault(("buffers", id(self)), None) or self._fresh({})
+            tape.slots["buffers", id(self)] = held
+            return held
+        for name, buffer in self.module.named_buffers():  # what ``state_dict`` leaves out
+            found.add(name, buffer)
+        return found
+
+    def _learn(self, held: Held) -> None:
+        """Large buffers that calls do not write need no copies."""
+        if held.looks:
+            self._written[self.modes] = self._written.get(self.modes, frozenset()) | held.written()
+
+    def _refuse_loss(self, held: Held) -> None:
+        lost = sorted(held.written())
+        if lost:
+            raise RuntimeError(
+                f"the module {type(self.module).__name__} wrote {lost[0]!r}, which would be lost, because the state does not "
+                "have its buffers: call step.init(params, modules=apply) with the apply that fds.functional gave for it, or "
+                "apply.module.eval()"
+            )
+
+    # -- copies of the module ------------------------------------------------------------------------------------------
+
+    def _run(self, held: Held, params: Mapping[str, Tensor], function: Callable[[nn.Module], Any], tape: Tape | None) -> Any:
+        self._notice()
+        trial = detect_fake_mode() is not None
+        skeleton, temporary = self._lease(params, held, tape, trial)
+        skeleton.put(held)
+        try:
+            return called(skeleton.module, function)(skeleton.module)
+        finally:
+            if not trial:
+                skeleton.note(held)
+                self._learn(held)
+            if temporary:
+                self._release(skeleton, held)
+
+    def _lease(self, params: Mapping[str, Tensor], held: Held, tape: Tape | None, trial: bool) -> tuple[_Skeleton, bool]:
         """A skeleton with these parameters in place, and whether it is to be given back after the call."""
-        tape = current_tape()
         if tape is not None:
-            return self._of_tape(tape, own, params), False
+            return self._of_tape(tape, params, held, trial), False
         # Outside a step nobody says when the backward is over: such a skeleton lives as long as the graph needs it.
         wants_grad = torch.is_grad_enabled() and any(p.requires_grad for p in params.values())
-        skeleton = self._new(own) if wants_grad else self._free(own)
-        skeleton.bind(params)
-        skeleton.divert(())
+        skeleton = self._ready(self._new() if wants_grad else self._free(), params, (), held)
+        skeleton.tried |= trial
         return skeleton, not wants_grad
 
-    def _of_tape(self, tape: Tape, own: "_Own", params: Mapping[str, Tensor]) -> _Skeleton:
-        if id(tape) not in own.leased:
-            own.leased[id(tape)] = []
-            tape.at_end(lambda: self._release(own, *own.leased.pop(id(tape))))
-        for skeleton in own.leased[id(tape)]:
-            if skeleton.identity == _identity(params) and skeleton.calls == tape.calls:
-                return skeleton
-        skeleton = self._free(own)
+    def _of_tape(self, tape: Tape, params: Mapping[str, Tensor], held: Held, trial: bool) -> _Skeleton:
+        if self not in tape.modules:
+            tape.modules[self] = []
+            tape.at_end(lambda: self._release_all(tape))
+        identity = tuple(map(id, params.values()))
+        for skeleton, _ in tape.modules[self]:
+            if skeleton.identity == identity and skeleton.calls == tape.calls and skeleton.version == len(self._changes):
+                break
+        else:
+            skeleton = self._ready(self._free(), params, tape.calls, held)
+            tape.modules[self].append((skeleton, held))
+        skeleton.tried |= trial
+        return skeleton
+
+    def _ready(self, skeleton: _Skeleton, params: Mapping[str, Tensor], calls: tuple[Any, ...], held: Held) -> _Skeleton:
         skeleton.bind(params)
-        skeleton.divert(tape.calls)
-        own.leased[id(tape)].append(skeleton)
+        skeleton.divert(calls)
+        with unset_fake_temporarily():
+            skeleton.lease(held)
         return skeleton
 
-    def _free(self, own: "_Own") -> _Skeleton:
-        skeleton = own.pool.pop() if own.pool else self._new(own)
-        skeleton.put(own.buffers)
+    def _release_all(self, tape: Tape) -> None:
+        for skeleton, held in reversed(tape.modules.pop(self)):
+            self._release(skeleton, held)
+
+    def _release(self, skeleton: _Skeleton, held: Held) -> None:
+        skeleton.settle(None if skeleton.tried else held)
+        skeleton.bind({name: self._bare[name] for name in skeleton.bound})
+        if not skeleton.tried:
+            self._pool.append(skeleton)
+
+    def _free(self) -> _Skeleton:
+        """A copy that nobody uses, with the attributes that ``module`` has now."""
+        try:
+            skeleton = self._pool.pop()
+        except IndexError:
+            return self._new()
+        owners = [*skeleton.owners.values()]
+        for place, key, value in self._changes[skeleton.version :]:
+            _put(owners[place].__dict__, key, value)
+        skeleton.version = len(self._changes)
         return skeleton
 
-    def _release(self, own: "_Own", *skeletons: _Skeleton) -> None:
-        for skeleton in skeletons:
-            skeleton.bind({name: self._bare[name] for name in skeleton.bound})
-        # The next tape's first gets what this one's first had: modules may keep more than their buffers.
-        own.pool.extend(skeleton for skeleton in reversed(skeletons) if not skeleton.tried)
+    def _notice(self) -> None:
+        """Looks for attributes that have been set on ``module`` since the last call."""
+        for place, (each, before) in enumerate(zip(self.module.modules(), self._seen, strict=True)):
+            now = vars(each)
+            if len(now) == len(before) and all(map(is_, now.values(), before.values())):
+                continue
+            for key in {**now, **before}:
+                if now.get(key, _ABSENT) is not before.get(key, _ABSENT):
+                    self._changes.append((place, key, now.get(key, _ABSENT)))
+            self._seen[place] = dict(now)
 
-    def _new(self, own: "_Own") -> _Skeleton:
-        """One more copy, which shares the buffers that there are."""
-        given = {f"{path}.{key}" if path else key: buffer for (path, key), buffer in own.buffers.items()}
-        memo: dict[int, Any] = {id(b): given[name] for name, b in self.module.named_buffers() if name in given}
-        with unset_fake_temporarily(), torch.inference_mode(False):  # buffers are plain tensors, whoever calls first
+    def _new(self) -> _Skeleton:
+        """One more copy, which shares the module's buffers until it is given others."""
+        memo: dict[int, Any] = {id(buffer): buffer for buffer in self.module.buffers()}
+        with unset_fake_temporarily(), torch.inference_mode(False):
             module = copy.deepcopy(self.module, memo)
+        owners = dict(module.named_modules())
         slots = {
-            name: [(module.get_submodule(path).__dict__["_parameters"], key) for path, key in places]
-            for name, places in self._places.items()
+            name: [(owners[path].__dict__["_parameters"], key) for path, key in places] for name, places in self._places.items()
         }
-        owners = {path: each._buffers for path, each in module.named_modules()}
-        skeleton = _Skeleton(module, slots, [m for m in module.modules() if isinstance(m, nn.RNNBase)], owners)
-        skeleton.put(own.buffers)
-        skeleton.note(own.buffers)
-        if own.buffers:
-            _HERE.__dict__.setdefault("applies", weakref.WeakSet()).add(self)
-        return skeleton
+        rnns = [each for each in owners.values() if isinstance(each, nn.RNNBase)]
+        tensors = [
+            _joined(path, key)
+            for path, owner in owners.items()
+            for key, value in vars(owner).items()
+            if key not in ("_parameters", "_buffers", "_modules") and _is_tensors(value)
+        ]
+        return _Skeleton(module, owners, self._names, self._by_name, slots, rnns, len(self._changes), tensors)
 
 
-def _usable(buffer: Tensor | None) -> Tensor | None:
-    """A tensor that training may use, whatever mode it was made in."""
-    if buffer is None or not buffer.is_inference():
+def _usable(buffer: Any) -> Any:
+    """A tensor that training may use, whatever mode it was made in; anything else as it is."""
+    if not isinstance(buffer, Tensor) or not buffer.is_inference():
         return buffer
     with torch.inference_mode(False):
         return buffer.clone()
-
-
-def alike(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same bits."""
-    if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
-        return False
-    if one.layout != torch.strided or other.layout != torch.strided:
-        return one.layout == other.layout and alike(one.to_dense(), other.to_dense())
-    return one.is_meta or torch.equal(*(x.contiguous().reshape(-1).view(torch.uint8) for x in (one, other)))
-
-
-def with_changed_buffers() -> list[Apply]:
-    """The modules whose buffers this thread's calls have changed."""
-    return [apply for apply in _HERE.__dict__.get("applies", ()) if apply.changed_buffers]
 
 
 def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor]]:
     """A module as a pure function and its parameters, by name; a tied parameter appears once, under its first name.
 
     The parameters share the module's memory (``step.init`` copies them); those that do not require grad stay frozen in a
-    step. Nothing of the module changes, and ``apply`` does not need it any more.
+    step. Nothing of the module changes, and ``apply`` does not need it any more. ``step.init(params)`` takes the module's
+    buffers into the state.
 
     >>> apply, params = functional(nn.Linear(2, 1))
     >>> sorted(params), apply(params, torch.ones(3, 2)).shape
     (['bias', 'weight'], torch.Size([3, 1]))
     """
-    params = _places(module)[1]
-    return Apply(module), {name: nn.Parameter(p.detach(), requires_grad=p.requires_grad) for name, p in params.items()}
+    apply = Apply(module)
+    ref = ModuleRef(apply)
+    found = {name: nn.Parameter(p.detach(), requires_grad=p.requires_grad) for name, p in _places(module)[1].items()}
+    return apply, {name: mark_module(parameter, ref, name) for name, parameter in found.items()}

@@ -126,7 +126,7 @@ def one_bit_adam(
     t ≥ warmup:  m = EF(Σ (β₁ m + (1 - β₁) gᵢ) / n);  w ← w - lr m̂ / (√v̂ + eps)        v stays
     ```
 
-    It sums the gradients itself: use it with ``T.local(group)``, which leaves them as each rank has them. EF is error
+    It sums the gradients itself: use it with ``T.local_gradients(group)``, which leaves them as each rank has them. EF is error
     feedback on both ways (``comm.ErrorFeedback``), so nothing is lost for good (law 38). Without another rank, or without a
     codec, nothing is sent, or exactly. All ranks keep the same bits. m̂ and v̂ are corrected for their bias as Adam does. An
     element that had no gradient in the whole warm-up has no variance to divide by, and stays where it is from then on.
@@ -150,7 +150,7 @@ def one_bit_adam(
     >>> import functional_ds as fds
     >>> from functional_ds import transforms as T
     >>> def program():
-    ...     step = T.local()(fds.train_step(lambda params, x: (params["w"] * x).sum(), one_bit_adam(0.25, warmup=1)))
+    ...     step = T.local_gradients()(fds.train_step(lambda params, x: (params["w"] * x).sum(), one_bit_adam(0.25, warmup=1)))
     ...     state, x = step.init({"w": torch.ones(2)}), torch.tensor([1.0, -1.0]) * (1 + comm.world().rank)
     ...     for _ in range(2):
     ...         state, _ = step(state, x)
@@ -250,7 +250,7 @@ class _Rule:
             if parts.group is not None and parts.group.size > 1 and self.codec is not None:
                 raise ValueError(
                     f"optimizer: {name} compresses whole tensors, and group {parts.group.name!r} of {parts.group.size} cuts "
-                    "them, so that its result would depend on the cuts; use it with T.local(group) in the place of zero"
+                    "them, so that its result would depend on the cuts; use it with T.local_gradients(group) instead of zero"
                 )
             group = parts.unsummed or Solo().group((0,), "alone")
             return _At(self, group).optimizer(name)

@@ -15,6 +15,7 @@ from functional_ds.base.marks import like_marked
 from functional_ds.comm.record.collective import NAMESPACE
 from functional_ds.optim.by_leaf import Routed
 from functional_ds.sharding.leaf_map import LeafMap
+from functional_ds.step.slots import Role
 from functional_ds.step.state import State
 
 from .leaf_places import Frame, Places, of_runs
@@ -63,8 +64,11 @@ def describe(state: State) -> list[Held]:
     places = Places.of(state)
     walk = _Walk(places)
     walk.list(("params",), tree.leaves(state.params), places.stored)
-    for name in ("optimizer", "step", "key", "slots", "skip"):
-        walk.visit((name,), getattr(state, name), (places.stored, places.trained), places.parts)
+    frames = (places.stored, places.trained)
+    for name in ("optimizer", "step", "key", "skip"):
+        walk.visit((name,), getattr(state, name), frames, places.parts)
+    for name, slot in sorted(state.slots.items()):
+        walk.slot(name, slot, frames, places.parts)
     return walk.found
 
 
@@ -127,7 +131,25 @@ class _Walk:
         else:
             children, _, entries, _ = optree.tree_flatten_one_level(node, namespace=NAMESPACE)
             for entry, child in zip(entries, children, strict=True):
-                self.visit((*path, str(entry)), child, frames, parts)
+                self.visit((*path, *filter(None, [str(entry)])), child, frames, parts)
+
+    def slot(self, name: str, slot: Any, frames: Sequence[Frame], parts: LeafMap) -> None:
+        """A transform's slot: fields with a role are named by it, whichever transform keeps them."""
+        fields = getattr(slot, "roles", {})
+        apart = getattr(slot, "per_rank", ())
+        for field, role in fields.items():
+            path = (role.value, name, field) if role is Role.SETTING else (role.value,)
+            before = len(self.found)
+            self.visit(path, getattr(slot, field), frames, parts)
+            if field in apart:
+                self.found[before:] = [attrs.evolve(held, apart=True) for held in self.found[before:]]
+        rest = ("slots", name)
+        if not fields:
+            self.visit(rest, slot, frames, parts)
+            return
+        for field in attrs.fields(type(slot)):
+            if field.name not in fields and field.metadata.get("pytree_node", True):
+                self.visit((*rest, field.name), getattr(slot, field.name), frames, parts)
 
     def match(self, node: Any, frames: Sequence[Frame]) -> tuple[list[Any], Frame] | None:
         """The node's children with the frame that they fit."""

@@ -11,6 +11,7 @@ from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable, slice_of
 from functional_ds.sharding.layout import Layout, Segment
 from functional_ds.sharding.leaf_map import LeafMap, Run
+from functional_ds.step.slots import stored_layout
 from functional_ds.step.state import State
 
 __all__ = ["Cut", "Form", "Frame", "Place", "Places"]
@@ -124,12 +125,12 @@ class Places:
         >>> Places.of(state).stored.places[0].forms
         (Form(shape=(2, 3), cuts=(Cut(leaf=0, offset=0, start=0, numel=6),)),)
         """
-        partition = next((slot for slot in state.slots.values() if isinstance(getattr(slot, "layout", None), Layout)), None)
+        stored_as = stored_layout(state)
         spec = tree.structure(state.params)
-        if partition is None:
+        if stored_as is None:
             return Places(*_alone(state.params), LeafMap.of(state.params), spec, _slices(tree.named(state.params)))
-        parts: LeafMap = partition.learned.parts
-        stored, trained = _of_layout(partition.layout, state.params, parts.rank if len(parts.ranks) > 1 else None)
+        parts = stored_as.leaf_map
+        stored, trained = _of_layout(stored_as.layout, state.params, parts.rank if len(parts.ranks) > 1 else None)
         members = [
             (stored.leaves[leaf][0], flat)
             for place, flat in zip(stored.places, tree.leaves(state.params), strict=True)

@@ -14,7 +14,7 @@ __all__ = ["DonatedStateError", "State", "UpdateError"]
 
 
 class DonatedStateError(RuntimeError):
-    """A state was used after a step had taken its buffers."""
+    """A state was used after a step had taken its memory."""
 
 
 class UpdateError(RuntimeError):
@@ -30,9 +30,9 @@ class State:
         optimizer: the optimizer's state.
         step: how many updates were made, an int64 scalar.
         key: where random draws come from; None while evaluating.
-        slots: what transforms keep, by name.
+        slots: what each transform keeps, by the name of its slot, and ``"buffers"``: what modules hold beside parameters.
         skip: within an update: a bool scalar, whether it is to leave params, optimizer and step as they are. None for never.
-        batch: the structure of the batches so far.
+        batch: the structure of the batches so far; None before the first.
     """
 
     params: Any
@@ -44,7 +44,10 @@ class State:
     batch: optree.PyTreeSpec | None = tree.static(default=None)
 
     def donate(self, after: "State | None" = None) -> "State":
-        """The same state, or ``after``, which may share tensors with it, as a new value; neither can be used any more."""
+        """The same state, or ``after``, which may share tensors with it, as a new value; neither can be used any more.
+
+        This, and ``restore``, are the only places that change a record: what is donated must not be used again.
+        """
         heir = tree.replace(self if after is None else after)
         for spent in (self, after):
             if spent is not None:
@@ -63,11 +66,29 @@ class State:
         """With these slots set."""
         return tree.replace(self, slots={**self.slots, **slots})
 
+    def __repr__(self) -> str:
+        if not self.__dict__:
+            return "State(donated)"
+        leaves = [leaf for leaf in tree.leaves(self) if isinstance(leaf, Tensor)]
+        size = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+        count = len(tree.leaves(self.params))
+        done = "?" if self.step.is_meta else int(self.step)
+        return f"State(step={done}, {count} stored params, {size:,} bytes in all, slots: {', '.join(self.slots) or 'none'})"
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        if not self.__dict__:
+            return escape(repr(self))
+        kinds = {"params": self.params, "optimizer": self.optimizer, **{f"slots[{k!r}]": v for k, v in self.slots.items()}}
+        rows = "".join(f"<tr><td>{escape(kind)}</td>{_row(held)}</tr>" for kind, held in kinds.items())
+        return f"{escape(repr(self))}<table><tr><th></th><th>tensors</th><th>dtypes</th><th>bytes</th></tr>{rows}</table>"
+
     def __getattr__(self, name: str) -> Any:
         # Only reached for what is not there: a field's absence means that the state was donated.
         if name in State.__annotations__:
             raise DonatedStateError(
-                f"state.{name}: this state was donated to a step, which reuses its buffers; go on with the state that the "
+                f"state.{name}: this state was donated to a step, which reuses its memory; go on with the state that the "
                 "step returned, or call step(state, batch, donate=False) to keep both"
             )
         raise AttributeError(name)
@@ -78,3 +99,10 @@ class State:
         found = [x for x in tree.leaves(params) if isinstance(x, Tensor)]
         device = found[0].device if found else torch.device("cpu")
         return State(params, optimizer, torch.zeros((), dtype=torch.int64, device=device), Key.of(seed), {})
+
+
+def _row(held: Any) -> str:
+    leaves = [leaf for leaf in tree.leaves(held) if isinstance(leaf, Tensor)]
+    dtypes = ", ".join(sorted({str(leaf.dtype).removeprefix("torch.") for leaf in leaves}))
+    size = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+    return f"<td>{len(leaves)}</td><td>{dtypes}</td><td>{size:,}</td>"

@@ -1,6 +1,8 @@
 """A training step as a record of phases, and how transforms wrap them."""
 
+import inspect
 from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -13,17 +15,84 @@ from functional_ds.base.marks import trainable
 from functional_ds.base.weighted import Weighted
 from functional_ds.sharding.leaf_map import LeafMap
 
+from .buffers import BUFFERS, Buffers, Modules
+from .checks import check_batch, check_params, check_result, check_state
 from .state import State, UpdateError
 from .tape import Tape
+from .traits import Trait
 
-__all__ = ["Metrics", "Phase", "Step", "Transform", "compose", "wrap"]
+__all__ = ["PHASES", "Metrics", "Phase", "Step", "Transform", "compose", "innermost", "outermost", "wrap"]
 
 Phase = Callable[..., Any]
-Metrics = dict[str, Any]
+Metrics = dict[str, Tensor]
 Transform = Callable[["Step"], "Step"]
+
+PHASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "prepare": ("params",),
+        "init": ("params",),
+        "view": ("state", "tape"),
+        "loss": ("state", "params", "batch"),
+        "forward": ("state", "function", "batch"),
+        "measure": ("state", "batch"),
+        "gradients": ("state", "batch", "carry", "last"),
+        "sync_buffers": ("state",),
+        "reduce": ("state", "grads"),
+        "comm_dtype": ("state", "dtype"),
+        "sum_over_ranks": ("state", "scalars"),
+        "scatter": ("state",),
+        "update": ("state", "grads"),
+        "publish": ("state",),
+        "norm": ("state", "grads"),
+        "finite": ("state", "grads"),
+        "rate": ("state",),
+        "params": ("state",),
+        "batch_shard": ("state",),
+        "micro_batches": ("state",),
+        "leaf_map": ("state",),
+        "select": ("state", "paths"),
+    }
+)
 
 
 @attrs.frozen(eq=False)
+class _Layer:
+    """What one transform added to a step."""
+
+    name: str
+    phases: Mapping[str, Phase]
+    traits: frozenset[Trait]
+    slot: str | None
+
+
+@attrs.frozen(eq=False)
+class _At:
+    """A phase function with its place among all that wrap the phase."""
+
+    place: str
+    function: Phase
+
+
+def innermost(phase: Phase) -> Any:
+    """For ``wrap``: this function runs inside all others that wrap the phase, whatever is composed before it.
+
+    >>> from functional_ds import train_step, sgd
+    >>> noted = []
+    >>> def note(word):
+    ...     return lambda inner, step, state: noted.append(word) or inner(step, state)
+    >>> step = compose(wrap("a", rate=note("a")), wrap("b", rate=innermost(note("b"))))(train_step(lambda p, x: x, sgd(0.1)))
+    >>> _ = step.rate(step.init({"w": torch.ones(1)})), print(noted)
+    ['a', 'b']
+    """
+    return _At("innermost", phase)
+
+
+def outermost(phase: Phase) -> Any:
+    """For ``wrap``: this function runs around all others that wrap the phase, whatever is composed after it."""
+    return _At("outermost", phase)
+
+
+@attrs.frozen(eq=False, repr=False)
 class Step:
     """``state, metrics = step(state, batch)``: one optimizer step.
 
@@ -39,48 +108,84 @@ class Step:
     | loss | state, params, batch -> Weighted, {name: Weighted} | the user's function |
     | forward | state, function, batch -> function(batch) | how that function is run: casts, contexts, recomputation |
     | measure | state, batch -> {name: Weighted} | loss ∘ view without gradients, this rank's share |
-    | gradients | state, batch, carry, last -> Weighted list, {name: Weighted} | autograd through loss ∘ view, plus carry |
+    | gradients | state, batch, carry, last -> State, Weighted list, metrics | autograd through loss ∘ view, plus carry |
+    | sync_buffers | state -> State | identity; which rank's module buffers are kept |
     | reduce | state, Weighted list -> State, Weighted list | identity |
     | comm_dtype | state, dtype -> dtype | identity; in which dtype gradients of a dtype travel between ranks |
     | sum_over_ranks | state, tree of scalars -> tree of scalars | identity; sums over the ranks that share a batch |
+    | scatter | state -> State | identity; the stored params become those that the optimizer holds |
     | update | state, Weighted list -> State, metrics | the optimizer |
+    | publish | state -> State | identity; the inverse of scatter |
     | norm | state, list -> scalar | the 2-norm of the gradients |
     | finite | state, list -> bool scalar | whether all gradients are finite |
     | rate | state -> factor | 1; what multiplies the learning rate |
     | params | state -> the user's tree | the stored params |
     | batch_shard | state -> (index, count) | (0, 1); which part of the global batch this rank has |
+    | micro_batches | state -> count | 1; into how many parts a rank's batch is cut |
     | leaf_map | state -> LeafMap | each leaf alone and whole; what lies where in the tensors that the optimizer gets |
-    | select | state, paths -> State, places | those leaves alone, and which of the gradients are theirs |
+    | select | state, paths -> State, places | restricts a state to some leaves; returns their gradients' indices |
 
     Gradients are a ``Weighted`` list: a sum for each trained stored leaf, and one weight. ``gradients`` adds to ``carry``,
-    the Weighted list of earlier micro-batches (or None), and ``last`` says that no further one follows.
+    the Weighted list of earlier micro-batches (or None), and ``last`` says that no further one follows. The state that it
+    returns has the module buffers that the forward pass has written, and whatever else a transform keeps of a batch.
+
+    Attributes:
+        base: the phases' meaning on one device.
+        layers: what each transform added, in the order of composition.
+        buffers: which rank's module buffers data-parallel transforms keep: "first", "mean" or "own".
     """
 
-    phases: Mapping[str, Phase] = attrs.field(repr=False)
-    names: tuple[str, ...] = ()
+    base: Mapping[str, Phase]
+    name: str
+    layers: tuple[_Layer, ...] = ()
+    buffers: str = "first"
+    phases: Mapping[str, Phase] = attrs.field(init=False)
+
+    @phases.default
+    def _composed(self) -> Mapping[str, Phase]:
+        return {phase: _compose_phase(phase, function, self.layers) for phase, function in self.base.items()}
 
     # -- what users call -----------------------------------------------------------------------------------------------
 
-    def init(self, params: Any) -> State:
-        """The state before the first update. ``params`` is copied, never changed."""
-        tree.tensors(params, "params")
+    def init(self, params: Any, *, modules: Any = None) -> State:
+        """The state before the first update. ``params`` is copied, never changed.
+
+        The buffers of the modules whose parameters these are, as ``fds.functional`` gave them, become part of the state.
+
+        Args:
+            params: a tree of tensors.
+            modules: an ``apply`` of ``fds.functional``, or a dict of several by name, where ``params`` has other tensors than
+                those that ``fds.functional`` gave.
+        """
+        check_params(params)
+        held = Modules.of(params, modules)
         state: State = self.phases["init"](self, self.phases["prepare"](self, params))
-        return state
+        undeclared = state.slots.keys() - {layer.slot for layer in self.layers}
+        if undeclared:
+            raise ValueError(
+                f"init: the slots {sorted(undeclared)} belong to no transform of this step ({self}); a transform that keeps "
+                "state names its slot: wrap(name, slot=..., init=...)"
+            )
+        buffers = Buffers.fresh(held, self.buffers, state.step.device)
+        return state if buffers is None else state.put(**{BUFFERS: buffers})
 
     def __call__(self, state: State, batch: Any, *, donate: bool = True) -> tuple[State, Metrics]:
         """One update: the new state, and metrics as tensors (nothing is read back to the host).
 
-        ``donate=True`` takes the state's buffers once the gradients are there, and using it again raises
+        ``donate=True`` takes the state's memory once the gradients are there, and using it again raises
         DonatedStateError; an error before that leaves it intact. ``donate=False`` keeps it, at the price of a copy. Both
         give the same result (law 31).
 
         Raises:
-            ValueError: the batch has another structure than the last, the loss is no scalar, or the params have no values.
+            ValueError: the batch has another structure than the last, the loss is no scalar, the params have no values, or the
+                state is another strategy's.
             UpdateError: the update failed and changed nothing; the state is as it was.
         """
-        state = self._accept(state, batch)
-        grads, metrics = self.gradients(self._placed(state, batch), batch, None, True)
-        after, grads = self.reduce(state, grads)
+        check_state(self, state)
+        structure = check_batch(self, state, batch)
+        after, grads, metrics = self.gradients(self._at_rows(state, batch), batch, None, True)
+        after = self.sync_buffers(tree.replace(after, key=state.key, batch=structure))
+        after, grads = self.reduce(after, grads)
         weight, metrics = self.sum_over_ranks(after, (grads.weight, metrics))
         weight = torch.where(weight == 0, torch.ones_like(weight), weight)  # nothing weighed: no gradient, not 0 / 0
         before = tree.replace(state)
@@ -94,15 +199,32 @@ class Step:
 
     def evaluate(self, state: State, batch: Any) -> Tensor:
         """The loss over all ranks' batches, without gradients; the params are viewed as in training."""
-        return self.measure(state, batch)["loss"]  # type: ignore[no-any-return]
+        return self.measure(state, batch)["loss"]
 
     def measure(self, state: State, batch: Any) -> Metrics:
         """``evaluate`` with all metrics of the loss function."""
+        check_state(self, state)
         return _means(self.sum_over_ranks(state, self.phases["measure"](self, state, batch)))
 
     def params(self, state: State) -> Any:
         """The user's tree again, whole; collective where the params are sharded."""
+        check_state(self, state)
         return self.phases["params"](self, state)
+
+    def module_buffers(self, state: State) -> Any:
+        """The buffers of the step's modules: a dict by name, or a dict of such dicts where there are several modules.
+
+        ``apply(step.params(state) | step.module_buffers(state), x)`` runs a module as the state has it.
+        """
+        held = state.slots.get(BUFFERS)
+        return held.named() if isinstance(held, Buffers) else {}
+
+    def trained(self, state: State) -> list[Tensor]:
+        """The trained tensors as the optimizer holds them: they line up with the gradients, and have the dtype of updates.
+
+        Under ZeRO 1 to 3 they are this rank's shards; with mixed precision they are the masters.
+        """
+        return trainable(self.scatter(state).params)
 
     # -- the phases, as finally composed -------------------------------------------------------------------------------
 
@@ -118,9 +240,18 @@ class Step:
         """``function(batch)``, run as the user's function is."""
         return self.phases["forward"](self, state, function, batch)
 
-    def gradients(self, state: State, batch: Any, carry: Weighted | None, last: bool) -> tuple[Weighted, dict[str, Weighted]]:
-        """``carry`` plus the gradients of a batch, and the batch's metrics."""
+    def gradients(
+        self, state: State, batch: Any, carry: Weighted | None, last: bool
+    ) -> tuple[State, Weighted, dict[str, Weighted]]:
+        """The state after the forward and backward passes, ``carry`` plus a batch's gradients, and the batch's metrics.
+
+        The state is not donated yet: a phase puts new tensors into the one that it returns and changes none in place.
+        """
         return self.phases["gradients"](self, state, batch, carry, last)  # type: ignore[no-any-return]
+
+    def sync_buffers(self, state: State) -> State:
+        """The state with the module buffers that ranks with other rows agree on."""
+        return self.phases["sync_buffers"](self, state)  # type: ignore[no-any-return]
 
     def reduce(self, state: State, grads: Weighted) -> tuple[State, Weighted]:
         """The gradients after the last micro-batch, as the update wants them, and what this leaves behind.
@@ -137,16 +268,24 @@ class Step:
         """Scalars, summed over the ranks that share a batch."""
         return self.phases["sum_over_ranks"](self, state, scalars)
 
+    def scatter(self, state: State) -> State:
+        """The state with the params that the optimizer holds: shards in ZeRO 1 to 3, masters with mixed precision."""
+        return self.phases["scatter"](self, state)  # type: ignore[no-any-return]
+
     def update(self, state: State, grads: Weighted) -> tuple[State, Metrics]:
         """The state after the optimizer; owns the state that it is given."""
         return self.phases["update"](self, state, grads)  # type: ignore[no-any-return]
+
+    def publish(self, state: State) -> State:
+        """The inverse of ``scatter``: what is stored, made of what the optimizer holds. Collective in ZeRO 1 and 2."""
+        return self.phases["publish"](self, state)  # type: ignore[no-any-return]
 
     def norm(self, state: State, grads: list[Tensor]) -> Tensor:
         """The 2-norm of the whole gradient, replicas counted once."""
         return self.phases["norm"](self, state, grads)  # type: ignore[no-any-return]
 
     def finite(self, state: State, grads: list[Tensor]) -> Tensor:
-        """Whether the whole gradient is finite, on every rank alike."""
+        """Whether the whole gradient is finite, the same on every rank."""
         return self.phases["finite"](self, state, grads)  # type: ignore[no-any-return]
 
     def rate(self, state: State) -> float | Tensor:
@@ -157,48 +296,62 @@ class Step:
         """Which of how many equal parts of the global batch this rank has."""
         return self.phases["batch_shard"](self, state)  # type: ignore[no-any-return]
 
+    def micro_batches(self, state: State) -> int:
+        """Into how many micro-batches this step cuts a rank's batch."""
+        return self.phases["micro_batches"](self, state)  # type: ignore[no-any-return]
+
     def leaf_map(self, state: State) -> LeafMap:
         """Which leaf's elements lie where in the tensors that the optimizer gets, on every rank."""
         return self.phases["leaf_map"](self, state)  # type: ignore[no-any-return]
 
     def select(self, state: State, paths: Collection[str]) -> tuple[State, tuple[int, ...]]:
-        """A state whose params are the leaves of these paths, as a dict of them once viewed, and their gradients' places."""
+        """A state restricted to the leaves of these paths, a dict of them once viewed, and their gradients' indices."""
         return self.phases["select"](self, state, paths)  # type: ignore[no-any-return]
 
     # -- how it is put together ----------------------------------------------------------------------------------------
 
-    def wrapped(self, name: str, **phases: Callable[..., Any]) -> "Step":
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The base step and its transforms, in the order of composition."""
+        return (self.name, *(layer.name for layer in self.layers))
+
+    def has(self, trait: Trait, *, after: str | None = None) -> str | None:
+        """The name of the first transform with a trait, or None; ``after``: only of those composed after that one."""
+        layers = self.layers if after is None else self.layers[self.names.index(after) :]
+        return next((layer.name for layer in layers if trait in layer.traits), None)
+
+    def wraps(self, phase: str) -> bool:
+        """Whether a transform wraps this phase."""
+        return any(phase in layer.phases for layer in self.layers)
+
+    def wrapped(
+        self, name: str, *, slot: str | None = None, traits: Collection[Trait] = (), **phases: Callable[..., Any]
+    ) -> "Step":
         """This step with phases replaced by ``phase(inner, step, ...)``, where ``inner`` is the phase so far."""
-        unknown = phases.keys() - self.phases.keys()
-        if unknown:
-            raise ValueError(f"{name} wraps {sorted(unknown)}, which are no phases; the phases are {', '.join(self.phases)}")
-        return Step({**self.phases, **{k: _bind(outer, self.phases[k]) for k, outer in phases.items()}}, (*self.names, name))
+        owner = next((layer.name for layer in self.layers if slot is not None and layer.slot == slot), None)
+        if owner is not None or slot == BUFFERS:
+            raise ValueError(
+                f"{name}: the slot {slot!r} belongs to {owner or 'the buffers of modules'} already ({self}); use one of the "
+                "two, or give the slot another name"
+            )
+        _check_phases(name, phases)
+        return attrs.evolve(self, layers=(*self.layers, _Layer(name, phases, frozenset(traits), slot)))
 
     def __str__(self) -> str:
         return " -> ".join(self.names)
 
-    def _accept(self, state: State, batch: Any) -> State:
-        found = tree.structure(batch)
-        if state.batch is None:
-            self._refuse_bare(state, batch)
-            object.__setattr__(state, "batch", found)  # known from here on, also to whoever keeps this state
-        elif state.batch != found:
-            raise ValueError(f"batch: its structure is {found}, but the batches so far had {state.batch}")
-        return state
+    def __repr__(self) -> str:
+        return f"Step({self})"
 
-    def _refuse_bare(self, state: State, batch: Any) -> None:
-        """Params without values are for predictions, whose batches have none either."""
-        if not _on_meta(state.params) or all(map(_on_meta, tree.leaves(batch))):
-            return
-        tensors, parts = trainable(state.params), self.leaf_map(state)
-        trained = [parts.leaves[piece.leaf].path for piece in parts.pieces if _on_meta(tensors[piece.tensor])]
-        path = next(iter(trained), None) or next(path for path, leaf in tree.named(state.params) if _on_meta(leaf))
-        raise ValueError(
-            f"state: the leaf {path!r} of its params is on the device 'meta', without values, but the batch has some; a module "
-            "without memory is built by fds.deferred(build), and fds.from_source(params, source) says where values are read"
-        )
+    def _repr_html_(self) -> str:
+        from html import escape
 
-    def _placed(self, state: State, batch: Any) -> State:
+        rows = [(self.name, "all", "")]
+        rows += [(layer.name, ", ".join(layer.phases), layer.slot or "") for layer in self.layers]
+        cells = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+        return f"<table><tr><th>transform</th><th>wraps</th><th>slot</th></tr>{cells}</table>"
+
+    def _at_rows(self, state: State, batch: Any) -> State:
         """The state as the gradients see it: its key at this step and at this rank's rows."""
         if state.key is None:
             return state
@@ -206,35 +359,84 @@ class Step:
         return tree.replace(state, key=state.key.at(step=state.step, rows=index * rows_of(batch)))
 
 
-def _bind(outer: Callable[..., Any], inner: Phase) -> Phase:
-    return lambda step, *args: outer(inner, step, *args)
+def _compose_phase(phase: str, base: Phase, layers: tuple[_Layer, ...]) -> Phase:
+    """The base function inside of all that wrap it, in their order."""
+    found = [(layer.name, layer.phases[phase]) for layer in layers if phase in layer.phases]
+    places: dict[str, list[tuple[str, Phase]]] = {"innermost": [], "": [], "outermost": []}
+    for name, given in found:
+        place, function = (given.place, given.function) if isinstance(given, _At) else ("", given)
+        places[place].append((name, function))
+    composed = base
+    for name, function in (*reversed(places["innermost"]), *places[""], *places["outermost"]):
+        composed = _bind(name, phase, function, composed)
+    return composed
 
 
-def _on_meta(values: Any) -> bool:
-    return any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree.leaves(values))
+def _bind(name: str, phase: str, outer: Phase, inner: Phase) -> Phase:
+    return lambda step, *args: check_result(name, phase, outer(inner, step, *args))
 
 
-def _means(metrics: dict[str, Weighted]) -> Metrics:
+def _check_phases(name: str, phases: Mapping[str, Any]) -> None:
+    """Refuses functions that are for no phase, or take other arguments than their phase gives."""
+    unknown = phases.keys() - PHASES.keys()
+    if unknown:
+        raise ValueError(f"{name} wraps {sorted(unknown)}, which are no phases; the phases are {', '.join(PHASES)}")
+    for phase, given in phases.items():
+        function = given.function if isinstance(given, _At) else given
+        if not callable(function):
+            raise TypeError(f"{name}: its {phase} is {function!r}, not a function of (inner, step, ...)")
+        wanted = ("inner", "step", *PHASES[phase])
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):  # builtins have none
+            continue
+        try:
+            signature.bind(*wanted)
+        except TypeError:
+            raise TypeError(f"{name}: its {phase} takes {signature}, and must take ({', '.join(wanted)})") from None
+
+
+def _means(metrics: Mapping[str, Weighted]) -> Metrics:
     return {name: value.mean() for name, value in metrics.items()}
 
 
-def wrap(name: str, **phases: Callable[..., Any]) -> Transform:
-    """The transform that replaces phases: ``wrap("half", rate=lambda inner, step, state: inner(step, state) / 2)``."""
-    return lambda step: step.wrapped(name, **phases)
+def wrap(name: str, *, slot: str | None = None, traits: Collection[Trait] = (), **phases: Callable[..., Any]) -> Transform:
+    """The transform that replaces phases: ``wrap("half", rate=lambda inner, step, state: inner(step, state) / 2)``.
+
+    Each function takes ``inner``, the phase so far, the finished ``step``, and what the phase takes (the table in ``Step``).
+    Those of ``wrap``'s functions that are given to ``innermost`` or ``outermost`` first keep that place in any composition.
+
+    Args:
+        name: what the transform is called in errors and in ``print(step)``.
+        slot: the name of what it keeps in ``state.slots``; no two transforms of a step may have one name.
+        traits: what other transforms may ask the step for.
+        phases: the functions, by the phase that they wrap.
+
+    Raises:
+        ValueError: a name that is no phase; when it is applied: another transform of the step has this slot.
+        TypeError: a function takes other arguments than its phase gives; when it runs: it returns something else.
+    """
+    _check_phases(name, phases)
+    return lambda step: step.wrapped(name, slot=slot, traits=traits, **phases)
 
 
 def compose(*transforms: Transform) -> Transform:
-    """One transform from several, applied from left to right: from what is stored to what the loss sees.
+    """One transform from several, applied from left to right.
 
-    ``compose(mixed_precision("bf16"), zero(3))`` stores fp32, casts to bf16, gathers.
+    List the transforms of what is stored first, and those of the whole step last: ``compose(mixed_precision("bf16"),
+    zero(3))`` stores fp32, casts to bf16, gathers.
 
     Law: ``compose(f, g)(step) = g(f(step))``.
     """
     for transform in transforms:
+        if isinstance(transform, Step):
+            raise TypeError(f"compose: {transform} is a step; apply the transforms to it: compose(...)(step)")
         if not callable(transform):
             raise TypeError(f"compose: {transform!r} is no transform (a function from steps to steps)")
 
     def composed(step: Step) -> Step:
+        if not isinstance(step, Step):
+            raise TypeError(f"compose(...) is a transform: give it a step, as fds.train_step makes them, not {step!r}")
         for transform in transforms:
             step = transform(step)
         return step

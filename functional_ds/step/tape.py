@@ -7,22 +7,29 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from .buffers import BufferScope
 
 __all__ = ["Tape", "current_tape", "inspect_graph"]
 
 
-def inspect_graph(roots: Sequence[Tensor], placeholders: Mapping[int, str]) -> None:
+def inspect_graph(roots: Sequence[Tensor], placeholders: Mapping[int, str], watched: Sequence[Tensor] = ()) -> None:
     """Refuses graphs that lose gradients.
 
-    Two things go past what a tape can see: reentrant checkpoints, whose inside is not part of the graph, and functions that
-    take a placeholder of a parameter (``placeholders``: paths by id) as if it were the parameter.
+    Three things go past what a tape can see: reentrant checkpoints, whose inside is not part of the graph; functions that
+    take a placeholder of a parameter as if it were the parameter; and parameters that are no params of the step.
+
+    Args:
+        roots: what the backward pass begins at.
+        placeholders: paths of the tensors that stand for a parameter, by id.
+        watched: the leaves that gradients are taken by.
 
     Raises:
         RuntimeError: with what would do.
     """
     todo = [root.grad_fn for root in roots if root.grad_fn is not None]
-    seen = set(todo)
+    seen, known = set(todo), set(map(id, watched))
     while todo:
         node = todo.pop()
         if node.name() == "CheckpointFunctionBackward":
@@ -35,6 +42,12 @@ def inspect_graph(roots: Sequence[Tensor], placeholders: Mapping[int, str]) -> N
             raise RuntimeError(
                 f"the parameter {placeholders[id(variable)]!r} went straight into a custom autograd.Function or a compiled "
                 "function, where its gradient would be lost; pass p.view_as(p) instead of p"
+            )
+        if isinstance(variable, nn.Parameter) and variable.requires_grad and id(variable) not in known:
+            raise RuntimeError(
+                f"the loss uses a parameter of shape {list(variable.shape)} that is none of the step's params, so it would not "
+                "be trained: with apply, params = fds.functional(module), call apply(params, ...) in the loss instead of the "
+                "module; put further parameters into params, and run what is not trained under torch.no_grad()"
             )
         fresh = {following for following, _ in node.next_functions if following is not None} - seen
         seen |= fresh
@@ -66,11 +79,18 @@ class Tape:
         claims: functions that know a param, or a view of one, whose memory comes and goes.
         calls: who runs modules inside of a module, the outermost last.
         slots: what transforms keep for this pass, by name.
-        homes: what the thread that opened it keeps for modules; a device's backward has a thread of its own.
+        buffers: what modules hold beside parameters in this pass; None where nothing that they write is to be kept.
+        modules: the copies of modules that this pass uses.
     """
 
     def __init__(
-        self, *, records: bool = True, carry: list[Tensor] | None = None, last: bool = True, inspects: bool = False
+        self,
+        *,
+        records: bool = True,
+        carry: list[Tensor] | None = None,
+        last: bool = True,
+        inspects: bool = False,
+        buffers: BufferScope | None = None,
     ) -> None:
         self.records = records
         self.carry = carry
@@ -80,7 +100,8 @@ class Tape:
         self.claims: list[Callable[[Tensor], bool]] = []
         self.calls: tuple[Any, ...] = ()
         self.slots: dict[str, Any] = {}
-        self.homes: dict[Any, Any] = {}
+        self.buffers = buffers
+        self.modules: dict[Any, list[Any]] = {}
         self._inspects = inspects
         self._leaves: list[Tensor] = []
         self._collect: Callable[[list[Tensor | None]], list[Tensor]] = self._add
@@ -162,7 +183,7 @@ class Tape:
         self.end_forward()
         roots = [root for root in (loss, *self.roots) if root.requires_grad]
         if self._inspects:
-            inspect_graph(roots, self.placeholders)
+            inspect_graph(roots, self.placeholders, self._leaves)
         grads: list[Tensor | None] = [None] * len(self._leaves)
         if roots and self._leaves:
             seeds = [None if root is loss else torch.zeros_like(root) for root in roots]

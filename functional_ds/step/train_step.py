@@ -1,10 +1,10 @@
 """The single-device training step: what every transform starts from and every law compares with."""
 
 import inspect
+import math
 from collections.abc import Callable, Collection
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor
 
@@ -17,11 +17,12 @@ from functional_ds.optim.kernels import guarded, reals
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.sharding.sources import values_of
 
+from .buffers import BUFFERS, POLICIES, BufferScope
 from .state import State
 from .step import Metrics, Phase, Step
 from .tape import Tape
 
-__all__ = ["Autograd", "stored_params", "stored_view", "train_step"]
+__all__ = ["train_step", "with_buffers"]
 
 
 def _takes_key(loss_fn: Callable[..., Any]) -> bool:
@@ -31,7 +32,7 @@ def _takes_key(loss_fn: Callable[..., Any]) -> bool:
         return False
 
 
-def train_step(loss_fn: Callable[..., Any], optimizer: Any, *, seed: int = 0) -> Step:
+def train_step(loss_fn: Callable[..., Any], optimizer: Any, *, seed: int = 0, buffers: str = "first") -> Step:
     """The step that minimises ``loss_fn(params, batch)`` on one device.
 
     Args:
@@ -41,6 +42,8 @@ def train_step(loss_fn: Callable[..., Any], optimizer: Any, *, seed: int = 0) ->
         optimizer: ``fds.adamw(...)``, ``fds.sgd(...)`` or an optax-shaped pair, which under ``zero`` 1 to 3 must move every
             element alike.
         seed: of the key.
+        buffers: which of the buffers that modules write (running statistics, say) data-parallel ranks keep: "first", those of
+            the first rank, as DistributedDataParallel does; "mean", the mean of floating ones; "own", each rank its own.
 
     >>> import functional_ds as fds
     >>> step = fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(0.5))
@@ -50,6 +53,8 @@ def train_step(loss_fn: Callable[..., Any], optimizer: Any, *, seed: int = 0) ->
     """
     if not callable(loss_fn):
         raise TypeError(f"loss_fn={loss_fn!r} is not callable")
+    if buffers not in POLICIES:
+        raise ValueError(f"buffers={buffers!r} is none of {', '.join(POLICIES)}")
     rule = Placed(as_optimizer(optimizer))
     with_key = _takes_key(loss_fn)
 
@@ -61,13 +66,15 @@ def train_step(loss_fn: Callable[..., Any], optimizer: Any, *, seed: int = 0) ->
     def loss(step: Step, state: State, params: Any, batch: Any) -> tuple[Weighted, dict[str, Weighted]]:
         further = {"key": state.key} if with_key else {}
         found = step.forward(state, lambda given: loss_fn(params, given, **further), batch)
-        value, metrics = found if isinstance(found, tuple) else (found, {})
+        value, metrics = _with_metrics(found)
         return weigh(value, "the loss"), {name: weigh(m, f"the metric {name!r}") for name, m in metrics.items()}
 
     def update(step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
         leaves, spec = tree.flatten(state.params)
         pair = rule.at(lambda: step.leaf_map(state))
-        grads = tree.replace(grads, skip=state.skip)
+        weight = torch.as_tensor(grads.weight)
+        weight = torch.where(weight == 0, math.inf, weight)  # nothing weighed: no gradient, not 0 / 0
+        grads = tree.replace(grads, weight=weight, skip=state.skip)
         moved, optimizer_state = guarded(pair, trainable(state.params), grads, state.optimizer, step.rate(state))
         new = iter(moved)
         params = tree.unflatten(spec, [next(new) if is_trainable(leaf) else leaf for leaf in leaves])
@@ -77,38 +84,60 @@ def train_step(loss_fn: Callable[..., Any], optimizer: Any, *, seed: int = 0) ->
     base: dict[str, Phase] = {
         "prepare": lambda step, params: params,
         "init": init,
-        "view": stored_view,
+        "view": _view,
         "loss": loss,
         "forward": lambda step, state, function, batch: function(batch),
         "measure": _measure,
-        "gradients": Autograd(),
+        "gradients": autograd,
+        "sync_buffers": lambda step, state: state,
         "reduce": lambda step, state, grads: (state, grads),
         "comm_dtype": lambda step, state, dtype: dtype,
         "sum_over_ranks": lambda step, state, scalars: scalars,
+        "scatter": lambda step, state: state,
         "update": update,
+        "publish": lambda step, state: state,
         "norm": _norm,
         "finite": _finite,
         "rate": lambda step, state: 1.0,
-        "params": stored_params,
+        "params": _params,
         "batch_shard": lambda step, state: (0, 1),
+        "micro_batches": lambda step, state: 1,
         "leaf_map": lambda step, state: LeafMap.of(state.params),
         "select": _select,
     }
-    return Step(base, (f"train_step({getattr(loss_fn, '__name__', type(loss_fn).__name__)}, {rule})",))
+    return Step(base, f"train_step({getattr(loss_fn, '__name__', type(loss_fn).__name__)}, {rule})", buffers=buffers)
 
 
-def stored_view(step: Step, state: State, tape: Tape) -> Any:
+def _with_metrics(found: Any) -> tuple[Any, dict[str, Any]]:
+    """What a loss function returned: the loss, and further metrics."""
+    if not isinstance(found, tuple):
+        return found, {}
+    if len(found) != 2 or not isinstance(found[1], dict):
+        kinds = ", ".join(type(each).__name__ for each in found)
+        raise TypeError(
+            f'the loss function returned a tuple of ({kinds}); return the loss alone, or (loss, {{"name": metric, ...}})'
+        )
+    return found
+
+
+def _view(step: Step, state: State, tape: Tape) -> Any:
     """The base of ``view``: the stored params as they are."""
     return tree.map(lambda x: tape.watch(x) if is_trainable(x) else x.detach(), state.params)
 
 
-def stored_params(step: Step, state: State) -> Any:
+def _params(step: Step, state: State) -> Any:
     """The base of ``params``: a copy of the stored params."""
     return tree.map(lambda x: like_marked(x.detach().clone(), x), state.params)
 
 
+def with_buffers(state: State, scope: BufferScope) -> State:
+    """The state with the buffers that a pass has left."""
+    found = scope.collect()
+    return state if found is None else state.put(**{BUFFERS: found})
+
+
 def _measure(step: Step, state: State, batch: Any) -> dict[str, Weighted]:
-    with Tape(records=False) as tape:
+    with Tape(records=False, buffers=BufferScope(state.slots.get(BUFFERS), keeps=False)) as tape:
         loss, metrics = step.loss(tree.replace(state, key=None), step.view(state, tape), batch)
     return {"loss": loss, **metrics}
 
@@ -119,22 +148,18 @@ def _select(step: Step, state: State, paths: Collection[str]) -> tuple[State, tu
     return tree.replace(state, params=chosen), tuple(i for i, path in enumerate(trained) if path in paths)
 
 
-@attrs.define(eq=False)
-class Autograd:
-    """Autograd through loss ∘ view. The first graph is looked through for what would lose gradients."""
-
-    inspects: bool = True
-
-    def __call__(
-        self, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
-    ) -> tuple[Weighted, dict[str, Weighted]]:
-        with Tape(carry=None if carry is None else carry.sum, last=last, inspects=self.inspects) as tape:
-            params = step.view(state, tape)
-            loss, metrics = step.loss(state, params, batch)
-            grads = tape.backward(loss.sum)
-        self.inspects = False
-        weight = loss.weight if carry is None else carry.weight + loss.weight
-        return Weighted(grads, weight), tree.map(torch.detach, {"loss": loss, **metrics})
+def autograd(
+    step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
+) -> tuple[State, Weighted, dict[str, Weighted]]:
+    """Autograd through loss ∘ view. The graphs of a state's first batch are looked through for what would lose gradients."""
+    scope = BufferScope(state.slots.get(BUFFERS))
+    so_far = None if carry is None else carry.sum
+    with Tape(carry=so_far, last=last, inspects=state.batch is None, buffers=scope) as tape:
+        params = step.view(state, tape)
+        loss, metrics = step.loss(state, params, batch)
+        grads = tape.backward(loss.sum)
+    weight = loss.weight if carry is None else carry.weight + loss.weight
+    return with_buffers(state, scope), Weighted(grads, weight), tree.map(torch.detach, {"loss": loss, **metrics})
 
 
 def _finite(step: Step, state: State, grads: list[Tensor]) -> Tensor:

@@ -84,7 +84,7 @@ def test_ranks_that_differ_in_few_elements_keep_their_own(tmp_path: Path) -> Non
     def program(until: int, resumes: bool) -> Tensor:
         loss = lambda params, rows: (params["table"][rows] - 1).square().sum()  # noqa: E731
         rule = fds.zero_one_adam(0.01, freeze=2, each=1, local=2, longest=2, codec=None)
-        step = transforms.local()(fds.train_step(loss, rule))
+        step = transforms.local_gradients()(fds.train_step(loss, rule))
         state = step.init({"table": torch.zeros(600, 8)})
         if resumes:
             state = fds.load(tmp_path, like=state)

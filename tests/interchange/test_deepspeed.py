@@ -26,7 +26,7 @@ from functional_ds.testing import assert_same
 from tests.interchange.zero_layout import DynamicLossScaler, Layout, values_of
 from tests.tools.deepspeed_checkpoint import ADAMW, STEPS, batch, loss_of, model
 
-ROLES = {"params": "master", "slots.masters": "master", "optimizer.exp_avg": "exp_avg", "optimizer.exp_avg_sq": "exp_avg_sq"}
+ROLES = {"params": "master", "masters": "master", "optimizer.exp_avg": "exp_avg", "optimizer.exp_avg_sq": "exp_avg_sq"}
 
 
 def loss(params: Any, x: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ def test_a_dynamic_loss_scale_goes_on_as_deepspeeds_would(
     path = Layout(2, 1, [["a"]], values_of({"a": [1]}), scaler=scaler, dtype=torch.float16).write(tmp_path_factory.mktemp("ds"))
     scale = T.DynamicScale(2.0**10, window=window, hysteresis=1, minimum=2.0**-20)
     _, state = begun({"a": torch.zeros(1)}, (T.mixed_precision("fp16", scale),))
-    scale = fds.from_deepspeed(path, like=state).slots["loss_scale"]
+    scale = fds.from_deepspeed(path, like=state).slots["mixed_precision"].loss_scale
     for overflow in following:
         assert scale.value.item() == scaler.cur_scale
         if overflow:

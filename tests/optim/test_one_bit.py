@@ -66,7 +66,7 @@ def test_the_warm_up_is_adam(n: int, decay: str | None, which: int) -> None:
         fds.zero_one_adam(0.1, freeze=9, each=6, local=4, longest=2, weight_decay=0.1, decay=decay),
     )[which]
     expected = trained(fds.adamw(0.1, weight_decay=0.1, decay=decay))
-    for found in comm.simulate(lambda: trained(rule, T.local()), world_size=n):
+    for found in comm.simulate(lambda: trained(rule, T.local_gradients()), world_size=n):
         assert_same(found, expected)
 
 
@@ -85,8 +85,8 @@ def test_exact_momenta_are_the_single_device_step(name: str, n: int, k: int, rul
         "1-bit": fds.one_bit_adam(0.01, warmup=2, eps=1e-3, codec=None, weight_decay=0.1),
         "0/1": fds.zero_one_adam(0.01, freeze=4, each=1, eps=1e-3, codec=None, weight_decay=0.1),
     }[rule]
-    (expected,) = run(name, optimizer, T.local())
-    for found in run(name, optimizer, T.local(), T.accumulate(k if name != "weighted" else 1), n=n if k == 1 else 2):
+    (expected,) = run(name, optimizer, T.local_gradients())
+    for found in run(name, optimizer, T.local_gradients(), T.accumulate(k if name != "weighted" else 1), n=n if k == 1 else 2):
         close(found, expected)
 
 
@@ -164,7 +164,7 @@ def test_ranks_have_the_same_bits_whenever_they_met(n: int, which: int) -> None:
     meets = Rounds.apart(2, 4, 4) if which == 2 else Rounds((range(99),))
 
     def program() -> list[list[Tensor]]:
-        step, here = T.local()(fds.train_step(linear, rules[which])), comm.world()
+        step, here = T.local_gradients()(fds.train_step(linear, rules[which])), comm.world()
         state, seen = step.init(fresh()), []
         for count in range(14):
             rows = (torch.arange(ROWS) + here.rank * 3) * (count + 1)
@@ -189,7 +189,7 @@ def test_local_steps_are_the_formula() -> None:
 
     def program() -> list[float]:
         rule = fds.zero_one_adam(lr, freeze=2, local=4, longest=4, codec=None, weight_decay=decay)
-        step, seen = T.local()(fds.train_step(lambda p, x: (p["w"] * x).sum(), rule)), []
+        step, seen = T.local_gradients()(fds.train_step(lambda p, x: (p["w"] * x).sum(), rule)), []
         state = step.init({"w": torch.ones(1)})
         for row in grads:
             state, _ = step(state, torch.tensor([row[comm.world().rank]]))
@@ -226,7 +226,9 @@ def test_bytes_are_as_predicted(n: int, sizes: list[int]) -> None:
     """2 (n - 1) (⌈m/8⌉ + 4 ⌈m/2048⌉) for each leaf, m = ⌈numel/n⌉; in the warm-up an all-reduce of fp32; and scalars."""
 
     def program() -> list[dict[tuple[str, str], int]]:
-        step = T.local()(fds.train_step(lambda p, x: sum((w * x).sum() for w in p.values()), fds.one_bit_adam(0.1, warmup=1)))
+        step = T.local_gradients()(
+            fds.train_step(lambda p, x: sum((w * x).sum() for w in p.values()), fds.one_bit_adam(0.1, warmup=1))
+        )
         state, found = step.init({f"w{i}": torch.ones(size) for i, size in enumerate(sizes)}), []
         for _ in range(2):
             with comm.ledger() as book:
@@ -260,14 +262,14 @@ def test_error_feedback_loses_nothing(n: int, codec: comm.Codec, steps: int, wei
         def loss(p: Any, x: Tensor) -> fds.Weighted:
             return fds.Weighted((p["w"].flatten() * x[1:]).sum(), x[0])
 
-        step, rank = T.feedback(codec)(fds.train_step(loss, fds.sgd(1.0))), comm.world().rank
+        step, rank = T.compressed_gradients(codec)(fds.train_step(loss, fds.sgd(1.0))), comm.world().rank
         state, total = step.init({"w": torch.zeros(2, 5)}), torch.zeros(10)
         for t in range(steps):
             factors = (torch.arange(10.0) * (rank + 2 * t + 1)) % 7 - 3
             weight = 2.0 ** ((rank + t) % 2) if weights else 1.0
             state, _ = step(state, torch.cat([torch.tensor([weight]), factors]))
             total += factors / sum(2.0 ** ((r + t) % 2) if weights else 1.0 for r in range(n))
-        return step.params(state)["w"].flatten(), total, state.slots["feedback"]
+        return step.params(state)["w"].flatten(), total, state.slots["compressed_gradients"]
 
     results = comm.simulate(program, world_size=n)
     for moved, _, _ in results:
@@ -289,7 +291,7 @@ def test_error_feedback_loses_nothing(n: int, codec: comm.Codec, steps: int, wei
 def test_overflow_on_one_rank_skips_on_all(rule: str, n: int, victim: int, inside: bool) -> None:
     """Params, optimizer and what is owed stay bitwise the same on all ranks, and the next step goes on from there."""
     optimizer = {"1-bit": fds.one_bit_adam(0.1, warmup=2), "0/1": fds.zero_one_adam(0.1, freeze=2, local=2, longest=2)}
-    data = T.feedback(comm.OneBit(8)) if rule == "feedback" else T.local()
+    data = T.compressed_gradients(comm.OneBit(8)) if rule == "feedback" else T.local_gradients()
     half = T.mixed_precision("fp16", 8.0)
 
     def program() -> None:
@@ -303,7 +305,7 @@ def test_overflow_on_one_rank_skips_on_all(rule: str, n: int, victim: int, insid
         after, metrics = step(state, spiked, donate=False)
         assert metrics["skipped"] == 1
         assert_same((after.params, after.optimizer, after.step), (state.params, state.optimizer, state.step))
-        assert_same(after.slots.get("feedback"), state.slots.get("feedback"))
+        assert_same(after.slots.get("compressed_gradients"), state.slots.get("compressed_gradients"))
         again, metrics = step(after, x, donate=False)
         expected, _ = step(state, x)
         assert metrics["skipped"] == 0
@@ -317,7 +319,7 @@ def test_feedback_composes_with_clip(n: int) -> None:
     """clip gets the sum that all ranks share: a norm, and the same params everywhere; a lossless codec is zero(0)."""
     chain = (T.clip(0.05), T.accumulate(2))
     (expected,) = run("mlp", fds.adamw(0.01, eps=1e-3), T.zero(0), *chain)
-    for found in run("mlp", fds.adamw(0.01, eps=1e-3), T.feedback(comm.TopK(1.0)), *chain, n=n):
+    for found in run("mlp", fds.adamw(0.01, eps=1e-3), T.compressed_gradients(comm.TopK(1.0)), *chain, n=n):
         close(found, expected)
 
 
@@ -326,7 +328,7 @@ def test_feedback_composes_with_clip(n: int) -> None:
 def test_donation_changes_nothing(rule: str) -> None:
     """A kept state stays as it is and gives the same again, what is owed included."""
     optimizer = {"1-bit": fds.one_bit_adam(0.1, warmup=1), "0/1": fds.zero_one_adam(0.1, freeze=1, local=2, longest=2)}
-    data = T.feedback(comm.OneBit(8)) if rule == "feedback" else T.local()
+    data = T.compressed_gradients(comm.OneBit(8)) if rule == "feedback" else T.local_gradients()
 
     def program() -> None:
         step = data(fds.train_step(lambda p, x: (p["w"] * x).sum(), optimizer.get(rule, fds.adam(0.1))))
@@ -361,9 +363,9 @@ def test_bad_input() -> None:
     with pytest.raises(ValueError, match="local=3, longest=2: longest must be a power of two"):
         fds.zero_one_adam(0.1, freeze=4, local=3, longest=2)
     with pytest.raises(TypeError, match="is no codec"):
-        T.feedback(8)  # type: ignore[arg-type]
+        T.compressed_gradients(8)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="is no group"):
-        T.local("dp")  # type: ignore[arg-type]
+        T.local_gradients("dp")  # type: ignore[arg-type]
     one = fds.one_bit_adam(0.1, warmup=1)
     params = {"w": torch.ones(2)}
 
@@ -371,14 +373,14 @@ def test_bad_input() -> None:
         return fds.compose(*strategy)(fds.train_step(lambda p, x: (p["w"] * x).sum(), optimizer))
 
     with pytest.raises(ValueError, match="does not sum gradients"):
-        step(fds.adamw(0.1), T.local()).init(params)
+        step(fds.adamw(0.1), T.local_gradients()).init(params)
     with pytest.raises(ValueError, match="does not sum gradients"):
-        step(fds.route({"w": one}, fds.adamw(0.1)), T.local()).init({**params, "b": torch.ones(1)})
+        step(fds.route({"w": one}, fds.adamw(0.1)), T.local_gradients()).init({**params, "b": torch.ones(1)})
     with pytest.raises(ValueError, match=r"reduces gradients already.*use either"):
-        step(one, T.zero(1), T.local())
+        step(one, T.zero(1), T.local_gradients())
     with pytest.raises(ValueError, match="another transform of this step sums gradients"):
-        step(one, T.local(), T.zero(1)).init(params)
-    clipped = step(one, T.local(), T.clip(1.0))
+        step(one, T.local_gradients(), T.zero(1)).init(params)
+    clipped = step(one, T.local_gradients(), T.clip(1.0))
     with pytest.raises(ValueError, match="no rank has the whole gradient"):
         clipped(clipped.init(params), torch.ones(2))
 
@@ -389,7 +391,7 @@ def test_bad_input() -> None:
         comm.simulate(cut, world_size=2)
 
     def differing() -> None:
-        step(one, T.local()).init({"w": torch.ones(2 + comm.world().rank)})
+        step(one, T.local_gradients()).init({"w": torch.ones(2 + comm.world().rank)})
 
     with pytest.raises(ValueError, match=r"ranks \[1\] .* have other leaves"):
         comm.simulate(differing, world_size=2)
@@ -456,7 +458,7 @@ def test_a_gpt_learns_as_with_adam(rule: str) -> None:
         "0/1": fds.zero_one_adam(3e-3, freeze=35, each=8, local=16, longest=2),
         "feedback": fds.adam(3e-3),
     }[rule]
-    data = (lambda: T.feedback(comm.OneBit(256))) if rule == "feedback" else T.local
+    data = (lambda: T.compressed_gradients(comm.OneBit(256))) if rule == "feedback" else T.local_gradients
     losses, sent = comm.simulate(gpt_loss, optimizer, data, 70, world_size=2)[0]
     found = sum(losses[-10:]) / 10
     assert found < 1.04 * expected
@@ -469,7 +471,7 @@ def test_a_gpt_learns_as_with_adam(rule: str) -> None:
 def on_any_world() -> tuple[Any, Any]:
     rule = fds.zero_one_adam(0.1, freeze=2, each=1, local=2, longest=2, weight_decay=0.1)
     one = fds.one_bit_adam(0.1, warmup=2)
-    return trained(rule, T.local()), trained(one, T.local(), T.mixed_precision("bf16"))
+    return trained(rule, T.local_gradients()), trained(one, T.local_gradients(), T.mixed_precision("bf16"))
 
 
 def test_processes_give_the_same_bits() -> None:
@@ -485,7 +487,7 @@ def test_on_a_gpu(rule: str) -> None:
     make = {"1-bit": fds.one_bit_adam(0.1, warmup=2), "0/1": fds.zero_one_adam(0.1, freeze=2, local=2, longest=2)}[rule]
 
     def program(device: str) -> Tensor:
-        step = T.local()(fds.train_step(lambda p, x: (p["w"] * x).sum(), make))
+        step = T.local_gradients()(fds.train_step(lambda p, x: (p["w"] * x).sum(), make))
         state = step.init({"w": torch.ones(12, device=device)})
         for t in range(6):
             state, _ = step(state, (torch.arange(12.0) + t).to(device))

@@ -108,7 +108,7 @@ def test_states_begin_alike(name: str, n: int, stage: int | None, half: bool, op
             state = step.init(params)
         if deferred:
             assert not [r for r in book.rows if r.collective == "broadcast" and "owner" not in options.values()]
-        return state.params, state.optimizer, state.slots.get("masters"), step.params(state)
+        return state.params, state.optimizer, getattr(state.slots.get("mixed_precision"), "masters", None), step.params(state)
 
     assert_same(*(comm.simulate(program, deferred, world_size=n) for deferred in (True, False)))
 

@@ -91,7 +91,7 @@ def counting(fails_at: int = 99) -> fds.Transform:
         state, grads = inner(step, state, grads)
         return state.put(seen=state.slots["seen"] + 1), grads
 
-    return fds.wrap("counting", init=init, reduce=reduce)
+    return fds.wrap("counting", slot="seen", init=init, reduce=reduce)
 
 
 @pytest.mark.law(31)
@@ -279,8 +279,9 @@ def test_the_docs_say_who_wraps_what() -> None:
         transforms.offload("cpu", "cpu"),
         transforms.tensor_parallel({"w": 0}),
         transforms.pipeline(pp.gpipe(1, 1), model),
-        transforms.local(),
-        transforms.feedback(comm.Blocks(8)),
+        transforms.local_gradients(),
+        transforms.compressed_gradients(comm.Blocks(8)),
+        transforms.replicated(reduce=lambda grads, memory, group: (grads, memory)),
     ]
     wraps: dict[str, set[str]] = {phase: set() for phase in base.phases}
     for step in (transform(base) for transform in made):

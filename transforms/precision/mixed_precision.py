@@ -2,10 +2,10 @@
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import torch
@@ -14,15 +14,18 @@ from torch import Tensor
 from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable, like_marked, mark_stored, stored_in
 from functional_ds.base.weighted import Weighted
+from functional_ds.step.slots import Role
 from functional_ds.step.state import State
 from functional_ds.step.step import Metrics, Step, Transform, wrap
-from functional_ds.step.train_step import stored_view
+from functional_ds.step.traits import Trait
 
 from .loss_scale import DynamicScale, LossScale, NoScale, StaticScale
 from .policy import Policy
 from .stochastic_rounding import Draws, round_stochastically
 
-__all__ = ["mixed_precision"]
+__all__ = ["Mixed", "mixed_precision"]
+
+_SLOT = "mixed_precision"
 
 
 def mixed_precision(
@@ -94,6 +97,23 @@ def _scale(given: Any, policy: Policy) -> LossScale:
     return scale
 
 
+@tree.record
+class Mixed:
+    """mixed_precision's slot in the state.
+
+    Attributes:
+        masters: for each stored leaf the params as the optimizer has them; None where what is stored is as wide.
+        loss_scale: what the next loss is multiplied by.
+        stored: the stored params and the optimizer's state as it is kept, while ``scatter`` has put wide ones in their place.
+    """
+
+    masters: list[Tensor | None]
+    loss_scale: LossScale
+    stored: tuple[list[Tensor], Any] | None = None
+
+    roles: ClassVar[Mapping[str, Role]] = {"masters": Role.MASTER, "loss_scale": Role.SETTING}
+
+
 @attrs.frozen(eq=False)
 class _Mixed:
     policy: Policy
@@ -106,20 +126,33 @@ class _Mixed:
         """The phases that mixed precision wraps."""
         mixed = wrap(
             str(self),
+            slot=_SLOT,
+            traits=[Trait.CASTS, Trait.COPIES_PARAMS],
             prepare=self.prepare,
             init=self.init,
             loss=self.loss,
             forward=self.forward,
             comm_dtype=self.comm_dtype,
+            scatter=self.scatter,
             update=self.update,
+            publish=self.publish,
             params=self.params,
         )
 
         def transform(step: Step) -> Step:
-            if any(name.startswith("mixed_precision(") for name in step.names):
+            if step.has(Trait.CASTS):
                 raise ValueError(f"{self}: this step has a mixed precision already ({step})")
-            if self.stochastic and step.phases["view"] is not stored_view:
+            if self.stochastic and step.wraps("view"):
                 raise ValueError(f"{self}: stochastic rounding needs the tensors that the optimizer gets; put it before zero")
+            sharded = step.has(Trait.SHARDS_STATE)
+            if sharded:
+                raise ValueError(
+                    f"{self}: put it before {sharded}, or masters of all params would lie on every rank: "
+                    f"compose({self}, {sharded})"
+                )
+            offloading = step.has(Trait.OFFLOADS)
+            if offloading:
+                raise ValueError(f"{self}: put it before {offloading}, so that the masters are offloaded, too ({step})")
             return mixed(step)
 
         return transform
@@ -147,11 +180,11 @@ class _Mixed:
         masters = [mark_stored(leaf, None) if kept else None for leaf, kept in zip(leaves, keeps, strict=True)]
         scale = tree.map(lambda x: x.to(state.step.device), self.scale)
         state = tree.replace(state, params=tree.unflatten(spec, stored), optimizer=tree.map(self._narrow, state.optimizer))
-        return state.put(masters=masters, loss_scale=scale)
+        return state.put(mixed_precision=Mixed(masters, scale))
 
     def params(self, inner: Any, step: Step, state: State) -> Any:
         """The masters."""
-        return inner(step, tree.replace(state, params=_with(state.params, state.slots["masters"])))
+        return inner(step, tree.replace(state, params=_with(state.params, _slot(state).masters)))
 
     def _stored_dtype(self, leaf: Tensor) -> torch.dtype:
         return stored_in(leaf) or self.policy.compute
@@ -181,7 +214,7 @@ class _Mixed:
         found, further = inner(step, state, params, batch)
         loss, metrics = self._output(found), {name: self._output(metric) for name, metric in further.items()}
         if torch.is_grad_enabled():
-            scale: LossScale = state.slots["loss_scale"]
+            scale = _slot(state).loss_scale
             loss = scale.unscale(tree.replace(loss, sum=scale.scale(loss.sum)))
         return loss, metrics
 
@@ -205,42 +238,66 @@ class _Mixed:
 
     def update(self, inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
         """The inner update, left out where gradients are not finite."""
-        scale: LossScale = state.slots["loss_scale"]
+        scale = _slot(state).loss_scale
         if isinstance(scale, NoScale):
             return self._move(inner, step, state, grads)
         finite = step.finite(state, grads.sum).to(state.step.device)
         before, skip = state.skip, finite.logical_not()
         skip = skip if before is None else skip | before
         state, metrics = self._move(inner, step, tree.replace(state, skip=skip), grads)
-        state = tree.replace(state, skip=before).put(loss_scale=scale.adjust(finite))
+        slot = tree.replace(_slot(state), loss_scale=scale.adjust(finite))
+        state = tree.replace(state, skip=before).put(mixed_precision=slot)
         return state, {**metrics, "loss_scale": torch.as_tensor(scale.now), "skipped": skip.float()}
 
     def _move(self, inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
         """The inner update of what is wide, rounded into what is stored."""
-        stored, spec = tree.flatten(state.params)
-        masters, kept = state.slots["masters"], state.optimizer
-        wide = [_wide(leaf) if master is None else master for leaf, master in zip(stored, masters, strict=True)]
-        state = tree.replace(state, params=tree.unflatten(spec, wide), optimizer=self._wide_states(kept))
+        state = self._widened(state)
         key = state.key if self.stochastic else None
         draws = None if key is None else Draws.of(step.leaf_map(state), key, state.step)
         state, metrics = inner(step, state, grads)
-        moved = tree.leaves(state.params)
-        masters = [None if master is None else new for master, new in zip(masters, moved, strict=True)]
+        return self._narrowed(state, draws), metrics
+
+    def scatter(self, inner: Any, step: Step, state: State) -> State:
+        """The masters in the place of what is stored."""
+        return inner(step, self._widened(state))  # type: ignore[no-any-return]
+
+    def publish(self, inner: Any, step: Step, state: State) -> State:
+        """What is stored, rounded to the nearest; in new memory."""
+        state = inner(step, state)
+        slot = _slot(state)
+        if slot.stored is None:
+            raise ValueError(f"{self}: publish takes a state that scatter gave, and this one has its stored params in place")
+        fresh = tree.replace(slot, stored=tree.map(lambda x: torch.empty_like(x) if isinstance(x, Tensor) else x, slot.stored))
+        return self._narrowed(state.put(mixed_precision=fresh), None)
+
+    def _widened(self, state: State) -> State:
+        """The state as the optimizer is to see it; what is stored waits in the slot."""
+        slot, (stored, spec) = _slot(state), tree.flatten(state.params)
+        wide = [_wide(leaf) if master is None else master for leaf, master in zip(stored, slot.masters, strict=True)]
+        slot = tree.replace(slot, stored=(stored, state.optimizer))
+        widened = tree.replace(state, params=tree.unflatten(spec, wide), optimizer=self._wide_states(state.optimizer))
+        return widened.put(mixed_precision=slot)
+
+    def _narrowed(self, state: State, draws: Draws | None) -> State:
+        """The inverse, in the memory of what was stored."""
+        slot, (moved, spec) = _slot(state), tree.flatten(state.params)
+        stored, kept = slot.stored or (moved, state.optimizer)
+        masters = [None if master is None else new for master, new in zip(slot.masters, moved, strict=True)]
         uniforms: list[Tensor | None] = [None] * len(stored)
         if draws:
             uniforms = [
                 draws.for_param(place, new) if master is None and _rounds(old, new) else None
                 for old, new, master, place in zip(stored, moved, masters, _trained_places(stored), strict=True)
             ]
-        params = _rounded(stored, moved, uniforms)
-        optimizer = self._kept_states(kept, state.optimizer, draws)
-        return tree.replace(state, params=tree.unflatten(spec, params), optimizer=optimizer).put(masters=masters), metrics
+        params = tree.unflatten(spec, _rounded(stored, moved, uniforms))
+        state = tree.replace(state, params=params, optimizer=self._kept_states(kept, state.optimizer, draws))
+        return state.put(mixed_precision=tree.replace(slot, masters=masters, stored=None))
 
     def _wide_states(self, kept: Any) -> Any:
         """The optimizer's state as an update has it."""
         if self.states is None:
             return kept
-        return tree.map(lambda leaf: leaf.float() if _narrowed(leaf, self.states) else leaf, kept)
+        return tree.map(lambda leaf: leaf.float() if _is_narrow(leaf, self.states) else leaf, kept)
 
     def _kept_states(self, kept: Any, wide: Any, draws: Draws | None) -> Any:
         """The state after an update in the memory of the one before."""
@@ -254,6 +311,11 @@ class _Mixed:
         return tree.unflatten(tree.structure(kept), _rounded([old for _, old in named], leaves, uniforms))
 
 
+def _slot(state: State) -> Mixed:
+    slot: Mixed = state.slots[_SLOT]
+    return slot
+
+
 def _with(params: Any, masters: list[Tensor | None]) -> Any:
     """The params with every master in the place of its copy."""
     leaves, spec = tree.flatten(params)
@@ -265,7 +327,7 @@ def _wide(leaf: Tensor) -> Tensor:
     return leaf.float() if half else leaf
 
 
-def _narrowed(leaf: Any, states: torch.dtype | None) -> bool:
+def _is_narrow(leaf: Any, states: torch.dtype | None) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.dtype == states
 
 

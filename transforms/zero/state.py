@@ -1,7 +1,7 @@
 """zero's slot in the state: how the params lie in shards, and what the ranks have learned about the order of things."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import attrs
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from functional_ds.base import tree
 from functional_ds.sharding.layout import Layout
 from functional_ds.sharding.leaf_map import LeafMap
+from functional_ds.step.slots import Role
 
 from .prefetch import Route
 from .reduce import Order
@@ -65,11 +66,20 @@ class Partition:
         learned: what changes no value.
         exact: where params are whole between steps and what is gathered is compressed: this rank's shards as the optimizer
             has them, None for segments that are in shards anyway. Empty where there is nothing to keep.
+        frozen: the whole frozen segments, by number, while ``scatter`` has put shards in their place.
     """
 
     layout: Layout = tree.static()
     learned: Learned = tree.static()
     exact: Sequence[Tensor | None] = ()
+    frozen: Mapping[int, Tensor] = attrs.field(factory=dict)
+
+    roles: ClassVar[Mapping[str, Role]] = {"exact": Role.EXACT}
+
+    @property
+    def leaf_map(self) -> LeafMap:
+        """Which leaf lies where in what the optimizer gets."""
+        return self.learned.parts
 
     def as_stored(self, stored: Sequence[Any]) -> Layout:
         """The layout with the dtypes that are stored: mixed precision stores others than it was given."""

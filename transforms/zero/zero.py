@@ -15,10 +15,11 @@ from functional_ds.sharding.grouping import UnitOf
 from functional_ds.sharding.layout import Layout, Segment
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.sharding.sources import is_deferred
+from functional_ds.step.buffers import synced
 from functional_ds.step.state import State
 from functional_ds.step.step import Metrics, Step, wrap
 from functional_ds.step.tape import Tape
-from functional_ds.step.train_step import stored_view
+from functional_ds.step.traits import Trait
 
 from .collectives import Carriage
 from .config import Knobs
@@ -142,19 +143,23 @@ class Zero:
 
     def __call__(self, step: Step) -> Step:
         """The step with the phases that zero wraps."""
-        if step.phases["view"] is not stored_view:
+        if step.wraps("view"):
             raise ValueError(
                 f"zero({self.knobs.stage}): this step has another view already ({step}); use one zero, and put it before "
                 "transforms that wrap view"
             )
         stage = self.knobs.stage
-        sharded = {"update": self.update} if stage in (1, 2) or self.knobs.persist else {}
+        published = stage in (1, 2) or bool(self.knobs.persist)
+        sharded = {"scatter": self.scatter, "update": self.update, "publish": self.publish} if published else {}
         scattered = {"norm": self.norm, "finite": self.finite} if stage else {}
         divided = {"reduce": self.reduce} if self.knobs.predivide != 1 else {}
         return wrap(
             str(self),
+            slot="zero",
+            traits=self._traits(),
             init=self.init,
             view=self.view,
+            sync_buffers=self.sync_buffers,
             sum_over_ranks=self.sum_over_ranks,
             params=self.params,
             batch_shard=self.batch_shard,
@@ -164,6 +169,12 @@ class Zero:
             **scattered,
             **divided,
         )(step)
+
+    def _traits(self) -> list[Trait]:
+        found = [Trait.REDUCES_GRADIENTS]
+        found += [Trait.SHARDS_STATE] if self.knobs.stage else []
+        found += [Trait.SHARDS_PARAMS] if self.knobs.stage == 3 else []
+        return found + ([Trait.KEEPS_WHOLE] if self.knobs.persist else [])
 
     def __str__(self) -> str:
         return str(self.knobs)
@@ -254,19 +265,37 @@ class Zero:
 
     def update(self, inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
         """Where params are whole: the optimizer on this rank's shards, then everybody's new shards."""
+        state, metrics = inner(step, self._scattered(state), grads)
+        return self._published(state), metrics
+
+    def scatter(self, inner: Any, step: Step, state: State) -> State:
+        """This rank's shards in the place of what is whole."""
+        return inner(step, self._scattered(state))  # type: ignore[no-any-return]
+
+    def publish(self, inner: Any, step: Step, state: State) -> State:
+        """Everybody's shards, gathered."""
+        return self._published(inner(step, state))
+
+    def _scattered(self, state: State) -> State:
         partition: Partition = state.slots["zero"]
-        layout, ranks, flats = partition.layout, self.ranks(), state.params
+        layout, rank, flats = partition.layout, self.ranks().shards.rank, state.params
         whole = self._whole(layout)
         pairs = zip(layout.segments, flats, strict=True)
-        shards = [s.own(flat, ranks.shards.rank) if i in whole else flat for i, (s, flat) in enumerate(pairs)]
+        shards = [s.own(flat, rank) if i in whole else flat for i, (s, flat) in enumerate(pairs)]
         own = _either(partition.exact, shards)
-        state, metrics = inner(step, tree.replace(state, params=own), grads)
+        frozen = {i: flats[i] for i in whole if not layout.segments[i].trainable}
+        return tree.replace(state, params=own).put(zero=tree.replace(partition, frozen=frozen))
+
+    def _published(self, state: State) -> State:
+        partition: Partition = state.slots["zero"]
+        layout, own, frozen = partition.layout, state.params, partition.frozen
+        whole = self._whole(layout)
+        exact = self._exact(own, whole, self.ranks()) if partition.exact else ()
+        stored = [frozen.get(i, new) for i, new in enumerate(own)]
+        state = tree.replace(state, params=()).put(zero=tree.replace(partition, exact=exact, frozen={}))
+        del own
         moved = [i for i in whole if layout.segments[i].trainable]
-        stored = [flats[i] if i in whole and i not in moved else new for i, new in enumerate(state.params)]
-        if partition.exact:
-            state = state.put(zero=tree.replace(partition, exact=self._exact(state.params, whole, ranks)))
-        del flats, shards, own
-        return tree.replace(state, params=self.carriage().gather_all(layout.segments, stored, moved)), metrics
+        return tree.replace(state, params=self.carriage().gather_all(layout.segments, stored, moved))
 
     # -- what the loss sees --------------------------------------------------------------------------------------------
 
@@ -315,6 +344,13 @@ class Zero:
     def sum_over_ranks(self, inner: Any, step: Step, state: State, scalars: Any) -> Any:
         """Sums over all ranks."""
         return self.ranks().total(inner(step, state, scalars))
+
+    def sync_buffers(self, inner: Any, step: Step, state: State) -> State:
+        """The module buffers that all ranks agree on."""
+        ranks, state = self.ranks(), inner(step, state)
+        for level in (ranks.group, ranks.replicas):
+            state = state if level is None else synced(state, level)
+        return state
 
     def norm(self, inner: Any, step: Step, state: State, grads: list[Tensor]) -> Tensor:
         """‖g‖² = AR Σ ‖owned shards‖² (law 27)."""

@@ -15,9 +15,11 @@ from functional_ds.base.weighted import Weighted
 from functional_ds.pipelining.schedules.action import Action
 from functional_ds.pipelining.schedules.schedule import Schedule
 from functional_ds.pipelining.stages.stages import Stages
+from functional_ds.step.buffers import BUFFERS, BufferScope
 from functional_ds.step.state import State
 from functional_ds.step.step import Step
 from functional_ds.step.tape import Tape, wide
+from functional_ds.step.train_step import with_buffers
 
 from .boundary import Crossing, TensorMeta, boundaries, signature, view_metas
 from .gathered import GatheredParams
@@ -52,8 +54,8 @@ class PipelineSpec:
 
 def gradients(
     spec: PipelineSpec, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
-) -> tuple[Weighted, dict[str, Weighted]]:
-    """``carry`` plus the gradients of a batch, by the stored params of this rank, and the batch's metrics.
+) -> tuple[State, Weighted, dict[str, Weighted]]:
+    """The state with new buffers; ``carry`` plus the batch's gradients by this rank's stored params; the batch's metrics.
 
     The rank of the last stage has the weight and the metrics; the other ranks have zeros.
 
@@ -73,7 +75,8 @@ def gradients(
             own = None if carry is None else [carry.sum[place] for place in places]
             gathered[part.name] = GatheredParams(step, alone, places, records=True, carry=own, last=last)
             stack.callback(gathered[part.name].close)
-        stack.enter_context(Tape())
+        scope = BufferScope(state.slots.get(BUFFERS))
+        stack.enter_context(Tape(buffers=scope))
         runner = _runner(spec, step, state, batch, gathered, records=True)
         if spec.recorder is not None:
             spec.recorder.begin()
@@ -85,7 +88,7 @@ def gradients(
                 grads[place] = grad
         metrics = _metrics(runner, state)
     weight = metrics["loss"].weight if carry is None else carry.weight + metrics["loss"].weight
-    return Weighted(grads, weight), metrics
+    return with_buffers(state, scope), Weighted(grads, weight), metrics
 
 
 def measure(spec: PipelineSpec, step: Step, state: State, batch: Any) -> dict[str, Weighted]:
@@ -98,7 +101,8 @@ def measure(spec: PipelineSpec, step: Step, state: State, batch: Any) -> dict[st
             gathered[part.name] = GatheredParams(step, alone, places, records=False)
             stack.callback(gathered[part.name].close)
         state = tree.replace(state, key=None)
-        stack.enter_context(Tape(records=False))
+        scope = BufferScope(state.slots.get(BUFFERS), keeps=False)
+        stack.enter_context(Tape(records=False, buffers=scope))
         runner = _runner(spec, step, state, batch, gathered, records=False)
         runner.run(_steps(spec, state))
         return _metrics(runner, state)

@@ -1,15 +1,13 @@
 """``ProgramCache``: a module's programs split into stages, one for each shape of its batches."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import islice
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from functional_ds.base.prng import Key
 from functional_ds.modules.functional import Apply
@@ -101,22 +99,6 @@ class ProgramCache:
         module = self.apply.dressed(own, empty)
         args, kwargs = arguments.replaced(tensors)
         return trace_forward(module, args, kwargs, mode=mode, opened=self.opened, constants=constants)
-
-    def trial(self, params: Params, arguments: Arguments) -> AbstractContextManager[None]:
-        """A context that restores the buffers afterwards, if what runs inside runs on tensors without values."""
-        some = (*arguments.tensors[:1], *islice(params.values(), 1))
-        return self._restored() if any(isinstance(each, FakeTensor) for each in some) else nullcontext()
-
-    @contextmanager
-    def _restored(self) -> Iterator[None]:
-        with unset_fake_temporarily():
-            before = {name: (buffer, buffer.clone()) for name, buffer in self.apply.buffers.items()}
-        try:
-            yield
-        finally:
-            with unset_fake_temporarily(), torch.no_grad():
-                for buffer, kept in before.values():
-                    buffer.copy_(kept)
 
     def _signature(self, params: Params, arguments: Arguments) -> Any:
         """All that a program depends on."""

@@ -101,8 +101,7 @@ class _StageRun:
         arguments = self.cache.arguments(batch, key)
         part = self.cache.stages(params, arguments)[self.index]
         device = arguments.device(params)
-        with self.cache.trial(params, arguments):
-            found = self.cache.apply.within(params, lambda module: part.run(module, params, arguments.tensors, x or (), device))
+        found = self.cache.apply.within(params, lambda module: part.run(module, params, arguments.tensors, x or (), device))
         return found if self.loss is None else call_with(self.loss, found, batch, key=key)
 
 

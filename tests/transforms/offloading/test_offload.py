@@ -398,8 +398,8 @@ def base(optimizer: Any = None) -> fds.Step:
     [
         ((T.zero(1), T.offload("cpu")), "put it before zero"),
         ((T.offload("cpu"), T.offload("cpu")), "is offloaded already"),
-        ((T.feedback(comm.TopK(0.5)), T.offload("cpu")), "put it before feedback"),
-        ((T.offload("cpu"), T.mixed_precision("bf16")), "put it after mixed_precision"),
+        ((T.compressed_gradients(comm.TopK(0.5)), T.offload("cpu")), "put it before compressed_gradients"),
+        ((T.offload("cpu"), T.mixed_precision("bf16")), "put it before offload"),
         ((T.offload("cpu", "cpu"), T.zero(2)), r"but with zero\(3\)"),
         ((T.offload("cpu", "cpu"),), r"but with zero\(3\)"),
         ((T.offload("cpu"), T.ema(0.5)), "put ema before"),

@@ -491,7 +491,7 @@ def test_bytes_of_what_is_kept(stage: int, n: int) -> None:
             fds.train_step(lambda p, x: (p["w"] * x).sum(), fds.adamw(0.1))
         )
         state, _ = step(step.init({"w": torch.ones(64)}), torch.ones(64))
-        kinds = state.params, state.slots["masters"], (state.optimizer.exp_avg, state.optimizer.exp_avg_sq)
+        kinds = state.params, state.slots["mixed_precision"].masters, (state.optimizer.exp_avg, state.optimizer.exp_avg_sq)
         return [sum(leaf.nbytes for leaf in fds.tree.leaves(kind)) for kind in kinds]
 
     part, psi = 64 // n, 64

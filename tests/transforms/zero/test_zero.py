@@ -149,7 +149,7 @@ def blocks_program(stage: int, policy: str, keep: bool, k: int = 1) -> dict[str,
     with comm.ledger() as book:
         state, _ = step(state, batch)
     held["params"] = sum(t.nbytes for t in fds.tree.leaves(state.params))
-    held["masters"] = sum(t.nbytes for t in fds.tree.leaves(state.slots.get("masters", ())))
+    held["masters"] = sum(t.nbytes for t in fds.tree.leaves(getattr(state.slots.get("mixed_precision"), "masters", ())))
     held["moments"] = sum(t.nbytes for t in fds.tree.leaves((state.optimizer.exp_avg, state.optimizer.exp_avg_sq)))
     layout = state.slots["zero"].layout
     held["psi"] = sum(layout.n * segment.shard for segment in layout.segments)

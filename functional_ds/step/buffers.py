@@ -1,0 +1,363 @@
+"""What modules hold beside their parameters, as a part of the state: read by a forward pass and returned with what it wrote.
+
+A pass (one micro-batch's forward and backward) opens a ``BufferScope`` on the state's buffers. Modules read from it and leave
+in it what they wrote; ``collect`` gives the buffers of the next state. Nothing is written into the tensors of the state.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, ClassVar, Protocol
+
+import attrs
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from functional_ds import comm
+from functional_ds.base import tree
+from functional_ds.base.marks import module_of
+
+from .slots import Role
+from .state import State
+
+__all__ = ["BUFFERS", "POLICIES", "BufferScope", "Buffers", "Held", "Modules", "bit_equal", "synced", "synchronized"]
+
+BUFFERS = "buffers"  # the name of the slot
+POLICIES = ("first", "mean", "own")
+_NUMBERS = {torch.bool: bool, torch.int64: int, torch.float64: float, torch.complex128: complex}
+_SMALL = 1 << 16  # bytes of a buffer that each pass copies without asking whether it is ever written
+
+
+class HasBuffers(Protocol):
+    """A module as a function: ``Apply``."""
+
+    @property
+    def buffers(self) -> Mapping[str, Tensor]:
+        """The buffers that its ``state_dict`` has, as the module was built, by name."""
+
+    @property
+    def modes(self) -> tuple[bool, ...]:
+        """Which of its modules are in training mode."""
+
+
+@attrs.frozen(eq=False)
+class Modules:
+    """The modules of a step, by the place of their parameters in the params' tree: ``""`` where they are the whole tree."""
+
+    by_key: Mapping[str, HasBuffers]
+
+    @staticmethod
+    def of(params: Any, given: Any = None) -> "Modules":
+        """Those that are given, and those whose parameters ``fds.functional`` gave.
+
+        Raises:
+            TypeError: something given is no ``apply``.
+        """
+        named = {"": given} if given is not None and not isinstance(given, Mapping) else dict(given or {})
+        for name, module in named.items():
+            if not (hasattr(module, "buffers") and hasattr(module, "modes")):
+                what = f"modules[{name!r}]" if isinstance(given, Mapping) else "modules"
+                raise TypeError(f"{what}={type(module).__name__} is no apply; pass what fds.functional(module) gave first")
+        known = {id(module) for module in named.values()}
+        for path, leaf in tree.named(params):
+            found = module_of(leaf)
+            if found is not None and id(found[0]) not in known:
+                known.add(id(found[0]))
+                named.setdefault(path.removesuffix(found[1]).rstrip("."), found[0])
+        return Modules(named)
+
+
+@attrs.define(eq=False)
+class Known:
+    """What a program has found out about its modules; it changes no value, and is not saved.
+
+    Attributes:
+        keys: each module's key in ``Buffers``.
+        written: for each key, which of the module's buffers its passes write, once a pass has been looked at.
+        modes: the modes in which that was so.
+        agreed: for each group of ranks, which rank gives which buffer.
+    """
+
+    keys: dict[Any, str] = attrs.field(factory=dict)
+    written: dict[str, frozenset[str]] = attrs.field(factory=dict)
+    modes: dict[str, tuple[bool, ...]] = attrs.field(factory=dict)
+    agreed: dict[tuple[tuple[int, ...], str], "Agreement"] = attrs.field(factory=dict)
+
+    def __eq__(self, other: object) -> bool:
+        """Two states of one structure may know different things."""
+        return isinstance(other, Known)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __deepcopy__(self, memo: Any) -> "Known":
+        return self
+
+    def __reduce__(self) -> Any:
+        return Known, ()  # modules do not travel with a state
+
+
+@tree.record
+class Buffers:
+    """The slot of the modules' buffers.
+
+    Attributes:
+        values: the buffers by name, for each module by its key; None for one that its module has set to None.
+        attributes: other tensors and numbers that forward passes have set on modules, likewise.
+        known: what the program has found out about its modules.
+        policy: whose buffers data-parallel ranks keep.
+    """
+
+    values: dict[str, dict[str, Any]]
+    attributes: dict[str, dict[str, Any]]
+    known: Known = tree.static()
+    policy: str = tree.static(default="first")
+
+    roles: ClassVar[Mapping[str, Role]] = {"values": Role.BUFFER, "attributes": Role.ATTRIBUTE}
+
+    @property
+    def per_rank(self) -> frozenset[str]:
+        """The fields of which each rank has its own."""
+        return frozenset(self.roles) if self.policy == "own" else frozenset()
+
+    @staticmethod
+    def fresh(modules: Modules, policy: str, device: torch.device) -> "Buffers | None":
+        """The modules' own buffers; None where there is no module."""
+        if not modules.by_key:
+            return None
+        values = {
+            key: {name: _plain(buffer) for name, buffer in module.buffers.items()} for key, module in modules.by_key.items()
+        }
+        return Buffers(values, {key: {} for key in values}, Known({m: key for key, m in modules.by_key.items()}), policy)
+
+    def of(self, module: HasBuffers) -> Mapping[str, Any]:
+        """One module's, by name; none if the state does not know the module."""
+        key = self.known.keys.get(module)
+        return {} if key is None else self.values[key]
+
+    def named(self) -> Any:
+        """By name; for several modules by their keys first."""
+        found = {key: {**values, **self.attributes.get(key, {})} for key, values in self.values.items()}
+        return found[""] if [*found] == [""] else found
+
+    def grown(self, names: Iterable[tuple[str, str, tuple[int, ...], torch.dtype]]) -> "Buffers":
+        """With room for buffers that a checkpoint has and a fresh state lacks, as modules make some only when they run.
+
+        Args:
+            names: field, path, shape and dtype of each.
+        """
+        fields: dict[str, dict[str, dict[str, Any]]] = {
+            "values": {key: dict(held) for key, held in self.values.items()},
+            "attributes": {key: dict(held) for key, held in self.attributes.items()},
+        }
+        for field, path, shape, dtype in names:
+            key = max((key for key in fields[field] if not key or path.startswith(f"{key}.")), key=len, default=None)
+            if key is not None:
+                plain = _NUMBERS.get(dtype) if field == "attributes" and not shape else None
+                room = torch.empty(shape, dtype=dtype) if plain is None else plain()
+                name = path[len(key) :].lstrip(".")
+                now = fields[field][key].get(name)
+                if not isinstance(now, Tensor) or tuple(now.shape) != shape:  # some grow as they go
+                    fields[field][key][name] = room
+        return tree.replace(self, **fields)
+
+
+@attrs.define(eq=False)
+class Held:
+    """What one module has within a pass.
+
+    Attributes:
+        values: its buffers by name; those that may be written are copies.
+        attributes: what passes have set on it beside buffers.
+        looks: whether bits are to be compared, because nothing is known yet of what the module writes.
+    """
+
+    values: dict[str, Any]
+    attributes: dict[str, Any]
+    looks: bool
+    _before: dict[str, Any] = attrs.field(factory=dict)  # as the state has them
+    _versions: dict[str, int] = attrs.field(factory=dict)
+
+    @staticmethod
+    def of(values: Mapping[str, Any], attributes: Mapping[str, Any], written: Collection[str] | None) -> "Held":
+        """Copies of what may be written: small buffers, those in ``written``, or all where that is None."""
+        own = {name: _plain(b) if written is None or name in written or _is_small(b) else b for name, b in values.items()}
+        return Held(
+            own, dict(attributes), written is None, dict(values), {n: b._version for n, b in own.items() if b is not None}
+        )
+
+    def add(self, name: str, buffer: Tensor) -> None:
+        """One more buffer, if there is none of this name."""
+        if name not in self.values:
+            self.values[name] = self._given[name] = _plain(buffer) if _is_small(buffer) else buffer
+            self._before[name], self._versions[name] = buffer, self.values[name]._version
+
+    def written(self) -> frozenset[str]:
+        """The buffers that are others now; where it ``looks``, by their bits, too: kernels of norms leave no other trace."""
+        changed = {n for n, b in self.values.items() if n not in self._versions and b is not None}
+        changed |= {n for n in self._versions if self._is_other(n)}
+        if self.looks:
+            rest = [n for n in self._versions if n not in changed and self.values[n] is not self._before[n]]
+            changed |= {n for n in rest if not bit_equal(self.values[n], self._before[n])}
+        return frozenset(changed)
+
+    def _is_other(self, name: str) -> bool:
+        now = self.values[name]
+        return now is not self._given[name] or bool(now._version != self._versions[name])
+
+    _given: dict[str, Any] = attrs.field(init=False)
+
+    @_given.default
+    def _as_given(self) -> dict[str, Any]:
+        return dict(self.values)
+
+    def spoilt(self) -> str | None:
+        """A buffer of the state itself that was written in place, because nothing had said that it would be."""
+        shared = (n for n in self._versions if self._given[n] is self._before[n])
+        return next((n for n in shared if self._before[n]._version != self._versions[n]), None)
+
+
+@attrs.define(eq=False)
+class BufferScope:
+    """The modules' buffers within one forward pass and its backward.
+
+    Attributes:
+        buffers: those of the state that the pass was given.
+        keeps: whether what is written counts; an evaluation forgets it.
+    """
+
+    buffers: Buffers | None
+    keeps: bool = True
+    _held: dict[str, Held] = attrs.field(factory=dict)
+
+    def of(self, module: HasBuffers) -> Held | None:
+        """What a module has in this pass; None if the state does not know the module."""
+        if self.buffers is None or module not in self.buffers.known.keys:
+            return None
+        known = self.buffers.known
+        key = known.keys[module]
+        if key not in self._held:
+            if self.keeps and known.modes.get(key) != module.modes:  # others of its modules may write now
+                known.written.pop(key, None)
+                known.modes[key] = module.modes
+            self._held[key] = Held.of(self.buffers.values[key], self.buffers.attributes[key], known.written.get(key))
+        return self._held[key]
+
+    def collect(self) -> Buffers | None:
+        """The buffers after the pass."""
+        if self.buffers is None or not self.keeps:
+            return self.buffers
+        values, attributes, known = dict(self.buffers.values), dict(self.buffers.attributes), self.buffers.known
+        for key, held in self._held.items():
+            spoilt = held.spoilt()
+            if spoilt is not None:
+                raise RuntimeError(
+                    f"the buffer {spoilt!r} was written in place, and was not in the first step; let the module assign a new "
+                    f"tensor instead (self.{spoilt.rpartition('.')[2]} = ...), so that the state before stays as it was"
+                )
+            found = held.written()
+            known.written[key] = known.written.get(key, frozenset()) | _with_siblings(found, held.values)
+            kept = values[key].keys() | known.written[key]
+            values[key], attributes[key] = {n: b for n, b in held.values.items() if n in kept}, held.attributes
+        return tree.replace(self.buffers, values=values, attributes=attributes)
+
+
+def _with_siblings(written: Collection[str], values: Mapping[str, Any]) -> frozenset[str]:
+    """With the other buffers of the modules that wrote some: what was written may have the bits that it had before."""
+    owners = {name.rpartition(".")[0] for name in written}
+    return frozenset(name for name in values if name in written or name.rpartition(".")[0] in owners)
+
+
+@attrs.frozen
+class Agreement:
+    """Which rank of a group gives which buffer.
+
+    Attributes:
+        written: this rank's written buffers when the ranks agreed.
+        givers: by (key, name): the rank, the shape and the dtype. Ranks that write a buffer themselves know its shape.
+    """
+
+    written: frozenset[tuple[str, str]]
+    givers: Mapping[tuple[str, str], tuple[int, tuple[int, ...], torch.dtype]]
+
+
+def synchronized(buffers: Buffers, group: comm.Group, *, policy: str | None = None) -> Buffers:
+    """The buffers that the ranks of a group keep after each has run its own rows, or its own stages.
+
+    ``"first"``: those of the group's first rank, as DistributedDataParallel has it. ``"mean"``: the mean of floating ones, the
+    first rank's of others. ``"own"``: each rank keeps what it has. ``"writer"``: each of the first rank that writes it.
+
+    All ranks must write the same buffers in the same steps (or, in a pipeline, those of their stages).
+
+    Cost: in the first step, and when modules begin to write others, one small message; in each step a broadcast of the written
+    buffers, or an all-reduce of them for ``"mean"``. Nothing is sent where no rank writes any.
+    """
+    policy = policy or buffers.policy
+    if group.size == 1 or policy == "own":
+        return buffers
+    known = buffers.known
+    mine = frozenset((key, name) for key, names in known.written.items() for name in names)
+    where = group.ranks, group.name
+    if where not in known.agreed or known.agreed[where].written != mine:
+        known.agreed[where] = _agree(buffers, mine, group, by_writer=policy == "writer")
+    return _exchanged(buffers, known.agreed[where], group, policy)
+
+
+def synced(state: State, group: comm.Group, *, policy: str | None = None) -> State:
+    """A state with such buffers; one without modules as it is."""
+    held = state.slots.get(BUFFERS)
+    return state.put(**{BUFFERS: synchronized(held, group, policy=policy)}) if isinstance(held, Buffers) else state
+
+
+def _agree(buffers: Buffers, mine: frozenset[tuple[str, str]], group: comm.Group, *, by_writer: bool) -> Agreement:
+    """Every rank says what it writes."""
+    told = [(key, name, tuple(b.shape), b.dtype) for key, name in sorted(mine) if (b := buffers.values[key][name]) is not None]
+    givers: dict[tuple[str, str], tuple[int, tuple[int, ...], torch.dtype]] = {}
+    for rank, each in enumerate(comm.all_gather_object(told, group.channel("control"))):
+        for key, name, shape, dtype in each:
+            givers.setdefault((key, name), (rank if by_writer else 0, shape, dtype))
+    return Agreement(mine, dict(sorted(givers.items())))
+
+
+def _exchanged(buffers: Buffers, agreed: Agreement, group: comm.Group, policy: str) -> Buffers:
+    values = {key: dict(held) for key, held in buffers.values.items()}
+    means = [each for each, (_, _, dtype) in agreed.givers.items() if policy == "mean" and dtype.is_floating_point]
+    if means:
+        found = comm.all_reduce([values[key][name] for key, name in means], group, op="avg")
+        for (key, name), mean in zip(means, found, strict=True):
+            values[key][name] = mean
+    for giver in sorted({rank for rank, _, _ in agreed.givers.values()}):
+        names = [each for each, (rank, _, _) in agreed.givers.items() if rank == giver and each not in means]
+        sent = [_room(values, each, agreed, group) for each in names]
+        for (key, name), value in zip(names, comm.broadcast(sent, giver, group) if names else (), strict=True):
+            values[key][name] = value
+    return tree.replace(buffers, values=values)
+
+
+def _room(values: dict[str, dict[str, Any]], which: tuple[str, str], agreed: Agreement, group: comm.Group) -> Tensor:
+    """This rank's buffer, as large as the giver's."""
+    key, name = which
+    found = values[key].get(name)
+    _, shape, dtype = agreed.givers[which]
+    if found is not None and (which in agreed.written or (tuple(found.shape), found.dtype) == (shape, dtype)):
+        return found.detach()  # type: ignore[no-any-return]
+    return torch.empty(shape, dtype=dtype, device=group.world.device if found is None else found.device)
+
+
+def _plain(buffer: Any) -> Any:
+    """A copy that a pass may write into, whatever mode the buffer was made in."""
+    if buffer is None:
+        return None
+    with torch.inference_mode(False), _disable_current_modes():  # no recorder takes it for what the function computes
+        return buffer.detach().clone()
+
+
+def _is_small(buffer: Tensor | None) -> bool:
+    return buffer is None or buffer.layout != torch.strided or buffer.nbytes <= _SMALL
+
+
+def bit_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same bits."""
+    if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
+        return False
+    if one.layout != torch.strided or other.layout != torch.strided:
+        return one.layout == other.layout and bit_equal(one.to_dense(), other.to_dense())
+    return one.is_meta or torch.equal(*(x.contiguous().reshape(-1).view(torch.uint8) for x in (one, other)))

@@ -1,0 +1,141 @@
+"""What a step refuses at its boundary: params, batches and states of the wrong kind, and phases that return the wrong thing."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import optree
+from torch import Tensor, nn
+
+from functional_ds.base import tree
+from functional_ds.base.marks import trainable
+from functional_ds.base.weighted import Weighted
+
+from .buffers import BUFFERS
+from .state import State
+
+if TYPE_CHECKING:
+    from .step import Step
+
+__all__ = ["check_batch", "check_params", "check_result", "check_state"]
+
+_PLAIN = (bool, int, float, complex, str, bytes)  # beside tensors, a batch may have these
+
+
+def check_params(params: Any) -> None:
+    """Refuses what is no tree of tensors.
+
+    Raises:
+        TypeError: a leaf is none; ``params`` is a module.
+    """
+    if isinstance(params, nn.Module):
+        raise TypeError(
+            f"params: this is the module {type(params).__name__}; write apply, params = fds.functional(module), let the loss "
+            "call apply(params, ...), and pass params"
+        )
+    tree.tensors(params, "params")
+
+
+def check_state(step: "Step", state: Any) -> None:
+    """Refuses what is no state, and a state whose slots are not those of the step's transforms.
+
+    Raises:
+        TypeError: the former.
+        ValueError: the latter.
+    """
+    if not isinstance(state, State):
+        raise TypeError(f"state: {type(state).__name__} is no State; pass what step.init(params) or step(state, batch) gave")
+    wanted = {layer.slot: layer.name for layer in step.layers if layer.slot is not None}
+    missing, extra = wanted.keys() - state.slots.keys(), state.slots.keys() - wanted.keys() - {BUFFERS}
+    if missing or extra:
+        lacks = "".join(f"; it lacks the slot {slot!r} of {wanted[slot]}" for slot in sorted(missing))
+        has = "".join(f"; it has the slot {slot!r}, which no transform of the step keeps" for slot in sorted(extra))
+        raise ValueError(
+            f"state: it is the state of another strategy than {step}{lacks}{has}. Use the state of this step's init, or carry "
+            "the values over: fds.save(state, folder), then fds.load(folder, like=step.init(params))"
+        )
+
+
+def check_batch(step: "Step", state: State, batch: Any) -> optree.PyTreeSpec:
+    """The structure of a batch.
+
+    Raises:
+        TypeError: a leaf of the batch is neither a tensor nor a number or string.
+        ValueError: the structure is another than that of the batches before; the params have no values, and the batch has.
+    """
+    found = tree.structure(batch)
+    if state.batch is None:
+        _check_leaves(batch)
+        _refuse_bare(step, state, batch)
+    elif state.batch != found:
+        raise ValueError(f"batch: its structure is {found}, but the batches so far had {state.batch}")
+    return found
+
+
+def _check_leaves(batch: Any) -> None:
+    leaves = tree.named(batch)
+    for path, leaf in leaves:
+        if isinstance(leaf, (Tensor, *_PLAIN)):
+            continue
+        mend = "torch.as_tensor(array)" if hasattr(leaf, "__array__") else "a dict, list or tuple of its tensors"
+        if isinstance(leaf, Mapping) or (hasattr(leaf, "data") and isinstance(leaf.data, Mapping)):
+            mend = "dict(batch)"
+        where = f"the leaf at {path!r}" if path else "it"
+        raise TypeError(f"batch: {where} is a {type(leaf).__name__}, in which no tensors are found; pass {mend} instead")
+    if leaves and not any(isinstance(leaf, Tensor) for _, leaf in leaves):
+        raise TypeError(
+            f"batch: {batch!r} has no tensor, so it has no rows to divide among ranks and micro-batches; wrap numbers in "
+            "torch.tensor"
+        )
+
+
+def _refuse_bare(step: "Step", state: State, batch: Any) -> None:
+    """Params without values are for predictions, whose batches have none either."""
+    if not _on_meta(state.params) or all(map(_on_meta, tree.leaves(batch))):
+        return
+    tensors, leaf_map = trainable(state.params), step.leaf_map(state)
+    trained = [leaf_map.leaves[piece.leaf].path for piece in leaf_map.pieces if _on_meta(tensors[piece.tensor])]
+    path = next(iter(trained), None) or next(path for path, leaf in tree.named(state.params) if _on_meta(leaf))
+    raise ValueError(
+        f"state: the leaf {path!r} of its params is on the device 'meta', without values, but the batch has some; a module "
+        "without memory is built by fds.deferred(build), and fds.from_source(params, source) says where values are read"
+    )
+
+
+def _on_meta(values: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree.leaves(values))
+
+
+def _is_pair(found: Any, *types: type) -> bool:
+    return (
+        isinstance(found, tuple)
+        and len(found) == len(types)
+        and all(isinstance(value, kind) for value, kind in zip(found, types, strict=True))
+    )
+
+
+_RESULTS: dict[str, tuple[str, tuple[type, ...]]] = {
+    "init": ("a State", (State,)),
+    "loss": ("(Weighted, dict of further metrics)", (Weighted, dict)),
+    "gradients": ("(State, Weighted, dict of metrics)", (State, Weighted, dict)),
+    "measure": ("a dict of metrics", (dict,)),
+    "sync_buffers": ("a State", (State,)),
+    "reduce": ("(State, Weighted)", (State, Weighted)),
+    "scatter": ("a State", (State,)),
+    "update": ("(State, dict of metrics)", (State, dict)),
+    "publish": ("a State", (State,)),
+}
+
+
+def check_result(name: str, phase: str, found: Any) -> Any:
+    """What a transform's phase returned.
+
+    Raises:
+        TypeError: it is not what the phase returns; the message names the transform and the phase.
+    """
+    if phase in _RESULTS:
+        words, types = _RESULTS[phase]
+        fits = isinstance(found, types[0]) if len(types) == 1 else _is_pair(found, *types)
+        if not fits:
+            shown = f"({', '.join(type(x).__name__ for x in found)})" if isinstance(found, tuple) else type(found).__name__
+            raise TypeError(f"{name}: its {phase} returned {shown}, and must return {words}")
+    return found

@@ -1,0 +1,82 @@
+"""What a transform's slot in the state says of itself to those that save, count, export or reshard states."""
+
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+from functional_ds.sharding.layout import Layout
+from functional_ds.sharding.leaf_map import LeafMap
+
+if TYPE_CHECKING:
+    from .state import State
+
+__all__ = ["Role", "Stored", "fields_of_role", "role_of", "stored_layout", "with_room"]
+
+
+class Role(Enum):
+    """What a field of a slot means. The value is the prefix of its tensors' names in checkpoints.
+
+    A slot's record says so in ``roles``, a mapping from its fields' names. A field without a role belongs to its transform
+    alone: it is saved under ``slots.<slot>.<field>``, resharded like the params if it is a list of tensors like theirs, and
+    counted among the buffers.
+    """
+
+    MASTER = "masters"  # the params as the optimizer has them, where what is stored is less exact
+    EXACT = "exact"  # the stored params, where what ranks gather of them is rounded
+    AVERAGE = "averages"  # a mean of the params over time, which an export can take in their place
+    BUFFER = "buffers"  # buffers of modules
+    ATTRIBUTE = "attributes"  # what else forward passes have set on modules
+    SETTING = "settings"  # comes and goes with the strategy: a checkpoint may have it or not
+
+
+@attrs.frozen(eq=False)
+class Stored:
+    """How a state's params lie in flat segments, as the slot that cut them says.
+
+    Attributes:
+        layout: the segments.
+        leaf_map: which leaf lies where in what the optimizer gets.
+    """
+
+    layout: Layout
+    leaf_map: LeafMap
+
+
+def stored_layout(state: "State") -> Stored | None:
+    """How the params lie, by the slot that has a ``layout`` and a ``leaf_map``; None where they are the user's tree."""
+    for slot in state.slots.values():
+        if isinstance(getattr(slot, "layout", None), Layout):
+            return Stored(slot.layout, slot.leaf_map)
+    return None
+
+
+def role_of(slot: Any, field: str) -> Role | None:
+    """The role of a slot's field; None for one of its transform's own."""
+    roles: Mapping[str, Role] = getattr(slot, "roles", {})
+    return roles.get(field)
+
+
+def fields_of_role(state: "State", role: Role) -> Iterator[Any]:
+    """The fields of all slots that have this role, in the order in which transforms made the slots."""
+    for slot in state.slots.values():
+        for field in getattr(slot, "roles", {}):
+            if role_of(slot, field) is role:
+                yield getattr(slot, field)
+
+
+def with_room(state: "State", names: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> "State":
+    """The state with room in its slots for tensors of a checkpoint that a fresh state lacks, where a slot can grow.
+
+    Args:
+        names: the checkpoint's tensors by name.
+    """
+    for key, slot in state.slots.items():
+        if hasattr(slot, "grown"):
+            roles = {role.value: field for field, role in slot.roles.items()}
+            parted = ((*name.partition("."), spec) for name, spec in names.items())
+            found = [(roles[role], path, *spec) for role, _, path, spec in parted if role in roles]
+            state = state.put(**{key: slot.grown(found)})
+    return state

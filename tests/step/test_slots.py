@@ -1,0 +1,241 @@
+"""Slots answer for themselves: nothing below knows the transform that keeps them (law 60). Phases that come in pairs."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import functional_ds as fds
+from functional_ds import comm, memory, tree
+from functional_ds import transforms as T
+from functional_ds.base.marks import is_trainable
+from functional_ds.step.slots import Role
+from functional_ds.testing import assert_same
+
+
+@tree.record
+class Slow:
+    """Slow weights (Lookahead), and a count of the transform's own."""
+
+    weights: list[Tensor | None]
+    count: Tensor
+
+    roles: ClassVar[Mapping[str, Role]] = {"weights": Role.AVERAGE}
+
+
+def lookahead(every: int, alpha: float = 0.5) -> fds.Transform:
+    """Lookahead (Zhang et al. 2019) as a user writes it: no stage of ZeRO, no precision is named."""
+
+    def init(inner: Any, step: fds.Step, params: Any) -> fds.State:
+        state = inner(step, params)
+        slow = [leaf.detach().clone() if is_trainable(leaf) else None for leaf in tree.leaves(state.params)]
+        return state.put(lookahead=Slow(slow, torch.zeros((), dtype=torch.int64)))
+
+    def update(inner: Any, step: fds.Step, state: fds.State, grads: fds.Weighted) -> Any:
+        state, metrics = inner(step, state, grads)
+        slot: Slow = state.slots["lookahead"]
+        now = (slot.count + 1) % every == 0
+        fast, spec = tree.flatten(state.params)
+        slow = [None if s is None else torch.where(now, s.lerp(f, alpha), s) for s, f in zip(slot.weights, fast, strict=True)]
+        params = [f if s is None else torch.where(now, s, f) for s, f in zip(slow, fast, strict=True)]
+        state = tree.replace(state, params=tree.unflatten(spec, params))
+        return state.put(lookahead=Slow(slow, slot.count + 1)), metrics
+
+    return fds.wrap("lookahead", slot="lookahead", init=init, update=update)
+
+
+def loss(params: Any, x: Tensor) -> Tensor:
+    return ((x @ params["a"]).tanh() @ params["b"]).square().mean()
+
+
+def build(*strategy: fds.Transform) -> tuple[fds.Step, fds.State]:
+    step = fds.compose(lookahead(2), *strategy)(fds.train_step(loss, fds.adamw(0.05)))
+    generator = torch.Generator().manual_seed(0)
+    params = {"a": torch.randn(3, 5, generator=generator), "b": torch.randn(5, 1, generator=generator)}
+    return step, step.init(params)
+
+
+def batch(index: int) -> Tensor:
+    here = comm.world()
+    return torch.randn(12, 3, generator=torch.Generator().manual_seed(index)).chunk(here.size)[here.rank]
+
+
+def trained(step: fds.Step, state: fds.State, start: int, steps: int) -> fds.State:
+    for index in range(start, steps):
+        state, _ = step(state, batch(index))
+    return state
+
+
+def trained_alone(steps: int) -> fds.State:
+    step, state = build()
+    return trained(step, state, 0, steps)
+
+
+@pytest.mark.law(60)
+@pytest.mark.parametrize(("one", "other"), [((0, 1), (3, 2)), ((2, 3), (1, 2)), ((3, 2), (0, 1))])
+def test_a_new_slot_is_saved_resharded_counted_and_exported(tmp_path: Path, one: Any, other: Any) -> None:
+    """run(k + j) = run(j) ∘ load ∘ save ∘ run(k) on other ranks and stages; its bytes and its averages are found by role."""
+
+    def first() -> Any:
+        step, state = build(T.zero(one[0]))
+        state = trained(step, state, 0, 3)
+        fds.save(state, tmp_path / "run")
+        fds.export(state, tmp_path / "mean.safetensors", averaged=True)
+        return step.params(state)
+
+    def second() -> Any:
+        step, state = build(T.zero(other[0]))
+        state = fds.load(tmp_path / "run", like=state)
+        assert state.slots["lookahead"].count == 3
+        before = step.params(state)
+        return before, step.params(trained(step, state, 3, 6))
+
+    def whole() -> Any:
+        step, state = build()
+        return step.params(trained(step, state, 0, 6))
+
+    saved = comm.simulate(first, world_size=one[1])[0]
+    want = comm.simulate(whole, world_size=1)[0]
+    for before, after in comm.simulate(second, world_size=other[1]):
+        assert_same(before, saved)
+        torch.testing.assert_close(after, want)
+    slow = dict(zip("ab", trained_alone(3).slots["lookahead"].weights, strict=True))
+    torch.testing.assert_close(load_file(tmp_path / "mean.safetensors"), slow)
+
+
+@pytest.mark.law(60)
+def test_predicted_bytes_are_measured_ones() -> None:
+    def make() -> fds.Step:
+        return build(T.zero(1))[0]
+
+    def run() -> Any:
+        return memory.measured(build(T.zero(1))[1])
+
+    predicted = memory.predicted(make, {"a": torch.ones(3, 5), "b": torch.ones(5, 1)}, world_size=2)
+    found = comm.simulate(run, world_size=2)[0]
+    assert (predicted.params, predicted.masters, predicted.optimizer, predicted.buffers) == (
+        found.params,
+        found.masters,
+        found.optimizer,
+        found.buffers,
+    )
+
+
+def sam(rho: float) -> fds.Transform:
+    """Sharpness-aware minimisation (Foret et al. 2021): the gradient at params + rho g / |g|."""
+
+    def gradients(inner: Any, step: fds.Step, state: fds.State, batch: Any, carry: Any, last: bool) -> Any:
+        after, grads, metrics = inner(step, state, batch, None, True)
+        length = rho / step.norm(state, grads.sum)
+        wide = step.scatter(state)
+        leaves, spec = tree.flatten(wide.params)
+        moved = iter(grads.sum)
+        ahead = [leaf + length * next(moved) if is_trainable(leaf) else leaf for leaf in leaves]
+        there = step.publish(tree.replace(wide, params=tree.unflatten(spec, ahead)))
+        _, grads, _ = inner(step, there, batch, carry, last)
+        return after, grads, metrics
+
+    return fds.wrap("sam", gradients=gradients)
+
+
+def by_hand(steps: int) -> dict[str, Tensor]:
+    _, state = build()
+    params = {name: leaf.clone().requires_grad_() for name, leaf in state.params.items()}
+    optimizer = torch.optim.SGD(params.values(), 0.1)
+    for index in range(steps):
+        grads = torch.autograd.grad(loss(params, batch(index)), list(params.values()))
+        norm = torch.stack([grad.norm() for grad in grads]).norm()
+        ahead = {
+            name: (leaf + 0.05 * grad / norm).detach().requires_grad_()
+            for (name, leaf), grad in zip(params.items(), grads, strict=True)
+        }
+        for leaf, grad in zip(
+            params.values(), torch.autograd.grad(loss(ahead, batch(index)), list(ahead.values())), strict=True
+        ):
+            leaf.grad = grad
+        optimizer.step()
+    return {name: leaf.detach() for name, leaf in params.items()}
+
+
+@pytest.mark.law(19)
+@pytest.mark.parametrize("stage", [None, 0, 1, 2, 3])
+@pytest.mark.parametrize("n", [1, 3])
+def test_sharpness_aware_minimisation_in_any_stage(stage: int | None, n: int) -> None:
+    if stage is None and n > 1:
+        return
+    want = by_hand(3)
+
+    def program() -> Any:
+        strategy = () if stage is None else (T.zero(stage),)
+        step = fds.compose(*strategy, sam(0.05))(fds.train_step(loss, fds.sgd(0.1)))
+        _, start = build()
+        state = step.init(start.params)
+        return step.params(trained(step, state, 0, 3))
+
+    for found in comm.simulate(program, world_size=n):
+        torch.testing.assert_close(found, want)
+
+
+@pytest.mark.parametrize("stage", [None, 0, 1, 2, 3])
+@pytest.mark.parametrize("half", [False, True])
+def test_publish_is_the_inverse_of_scatter(stage: int | None, half: bool) -> None:
+    """And ``trained`` lines up with the gradients, in the dtype of updates."""
+
+    def program() -> None:
+        strategy = [T.mixed_precision("bf16")] if half else []
+        strategy += [] if stage is None else [T.zero(stage)]
+        step = fds.compose(*strategy)(fds.train_step(loss, fds.sgd(0.1)))
+        state = step.init({"a": torch.randn(3, 5), "b": torch.randn(5, 1)})
+        back = step.publish(step.scatter(state))
+        assert tree.structure(back) == tree.structure(state)
+        assert_same(back.params, state.params)
+        _, grads, _ = step.gradients(state, batch(0), None, True)
+        found = step.trained(state)
+        assert [leaf.numel() for leaf in found] == [grad.numel() for grad in grads.sum]
+        assert {leaf.dtype for leaf in found} == {torch.float32}
+        if half:
+            with pytest.raises(ValueError, match="publish takes a state that scatter gave"):
+                step.publish(state)
+
+    comm.simulate(program, world_size=2)
+
+
+def test_innermost_and_outermost_keep_their_place() -> None:
+    noted: list[str] = []
+
+    def note(word: str) -> Any:
+        def rate(inner: Any, step: fds.Step, state: fds.State) -> Any:
+            noted.append(word)
+            return inner(step, state)
+
+        return rate
+
+    made = fds.compose(
+        fds.wrap("a", rate=note("a")),
+        fds.wrap("out", rate=fds.outermost(note("out"))),
+        fds.wrap("in", rate=fds.innermost(note("in"))),
+        fds.wrap("b", rate=note("b")),
+    )(fds.train_step(loss, fds.sgd(0.1)))
+    made.rate(build()[1])
+    assert noted == ["out", "b", "a", "in"]
+
+
+def test_gradients_may_write_state() -> None:
+    """A second-order estimate needs the batch and leaves something: one phase."""
+
+    def gradients(inner: Any, step: fds.Step, state: fds.State, batch: Any, carry: Any, last: bool) -> Any:
+        state, grads, metrics = inner(step, state, batch, carry, last)
+        return state.put(seen=state.slots["seen"] + batch.square().sum()), grads, metrics
+
+    def init(inner: Any, step: fds.Step, params: Any) -> fds.State:
+        return inner(step, params).put(seen=torch.zeros(()))
+
+    strategy = (fds.wrap("curvature", slot="seen", init=init, gradients=gradients), T.accumulate(3))
+    step = fds.compose(*strategy)(fds.train_step(loss, fds.sgd(0.1)))
+    state = step.init({"a": torch.ones(3, 5), "b": torch.ones(5, 1)})
+    state, _ = step(state, batch(0))
+    torch.testing.assert_close(state.slots["seen"], batch(0).square().sum())
