@@ -15,7 +15,7 @@ Values are small integers, held in whatever dtype, so that sums are exact and la
 import random
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 import torch
@@ -23,9 +23,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from functional_ds.base import tree
-from functional_ds.pipelining import Action, Kind, Schedule
 
 from . import comm
+
+if TYPE_CHECKING:  # pipelining may be absent; only ``schedules`` needs it
+    from functional_ds.pipelining.schedules.schedule import Schedule
 
 __all__ = [
     "ADDABLE",
@@ -182,8 +184,11 @@ def inputs(
 
 
 @st.composite
-def schedules(draw: st.DrawFn, *, ranks: int = 3, stages: int = 5, microbatches: int = 4, training: bool = True) -> Schedule:
+def schedules(draw: st.DrawFn, *, ranks: int = 3, stages: int = 5, microbatches: int = 4, training: bool = True) -> "Schedule":
     """Pipeline schedules with any placement, any order in which data flows, and any backwards split; up to these sizes."""
+    from functional_ds.pipelining.schedules.action import Action, Kind
+    from functional_ds.pipelining.schedules.schedule import Schedule
+
     count = draw(st.integers(1, ranks))
     holders = draw(st.lists(st.integers(0, count - 1), max_size=stages - count))
     placement = draw(st.permutations([*range(count), *holders]))

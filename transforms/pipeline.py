@@ -1,4 +1,4 @@
-"""Pipelines: a model's stages on several ranks, micro-batches going through them as a schedule says."""
+"""``pipeline``: a model's stages on several ranks, micro-batches going through them as a schedule says."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,9 +9,14 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base.batch import least_rows
 from functional_ds.base.weighted import Weighted
-from functional_ds.pipelining import Kind, Recorder, Schedule, Stages, lower, validate
-from functional_ds.pipelining.execution.gradients import Traffic, gradients, measure
-from functional_ds.pipelining.execution.placement import Placed
+from functional_ds.pipelining.execution.gradients import PipelineSpec, gradients, measure
+from functional_ds.pipelining.execution.placement import Placement
+from functional_ds.pipelining.execution.recorder import Recorder
+from functional_ds.pipelining.schedules.action import Kind
+from functional_ds.pipelining.schedules.lower import lower
+from functional_ds.pipelining.schedules.schedule import Schedule
+from functional_ds.pipelining.schedules.validate import validate
+from functional_ds.pipelining.stages.stages import Stages
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.step.buffers import synced
 from functional_ds.step.state import State
@@ -29,34 +34,34 @@ def pipeline(
     resident: int | None = None,
     recorder: Recorder | None = None,
 ) -> Transform:
-    """Runs the stages of a model on the ranks of ``group``, everything in the order of the schedule.
+    """Runs the stages of a model on the ranks of ``group``, every action in the order of the schedule.
 
     Law 36: on any mesh, with any ZeRO stage along another axis, it is the single-device step ``train_step(stages, optimizer)``
-    on the whole batch; law 34: gradients do not depend on the schedule.
+    on the whole batch. Law 34: gradients do not depend on the schedule.
 
-    Each rank stores the params of its stages alone, by their paths in the user's tree, with their optimizer's state. The
-    batch is the same on all ranks of the group; it is cut into the schedule's micro-batches along dim 0, the first ones a row
-    larger where they cannot be equal, and means then weigh by rows. A leaf that stages on several ranks use is on each, its
-    gradients are summed, and it counts once in norms.
+    Each rank stores the params of its stages alone, by their paths in the user's tree, with their optimizer's state. All ranks
+    of the group get the same batch. It is split along dim 0 into the schedule's micro-batches, the first ones a row larger
+    where they cannot be equal; means then weigh by rows. A leaf that stages on several ranks use is stored on each, its
+    gradients are summed, and norms count it once.
 
-    Put it after ``zero`` and before what wraps ``gradients``, as ``accumulate`` does: it replaces that phase. A stage of ZeRO
-    along another axis reduces a stage's gradients once a step, after its last backward, and in stage 3 a rank's params are
-    whole within a step, or with ``resident`` those of so many stages at a time.
+    Put it after ``zero`` and before transforms that wrap ``gradients``, such as ``accumulate``: it replaces that phase. ZeRO
+    along another axis reduces a stage's gradients once a step, after its last backward. In ZeRO stage 3 all params of a rank
+    are whole within a step, or with ``resident`` those of so many stages at a time.
 
     Sends (bytes): for each micro-batch what crosses between stages on different ranks, and its gradient back; for a shared
-    leaf, its gradient to each other rank that has it; a few scalars.
+    leaf, its gradient to each other rank that holds it; a few scalars.
 
     Args:
-        schedule: it is proved, and lowered, before anything runs: messages, gathers and reductions that it has itself are
-            carried out where they stand, and where it has none they are put in. An evaluation runs its forwards.
-        stages: what the schedule's stages are.
+        schedule: is proved and lowered before anything runs. Messages, gathers and reductions that it has are carried out
+            where they stand; where it has none, they are inserted. An evaluation runs the forwards alone.
+        stages: the model, with as many stages as the schedule.
         group: the pipeline's ranks, as the schedule counts them; None for the whole world.
-        resident: in ZeRO stage 3, how many of its stages' params a rank has whole at a time; None for all, or what a schedule
+        resident: in ZeRO stage 3, the stages whose params a rank holds whole at a time; None for all of them, or as a schedule
             with gathers says.
         recorder: takes notes of times and memory.
 
     Raises:
-        ScheduleError: the schedule is wrong; it names the first offending action.
+        ScheduleError: the schedule is wrong; names the first offending action.
         ValueError: the schedule has another number of stages, or the group of ranks; a batch has fewer rows than micro-batches;
             a stage cannot take what the one before gives; the step's ``gradients`` are wrapped already; ``resident`` for a
             schedule with gathers.
@@ -91,8 +96,18 @@ def pipeline(
     return _Pipeline(validate(training), inference, stages, group, recorder).transform()
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, repr=False)
 class _Pipeline:
+    """The phases that a pipeline wraps.
+
+    Attributes:
+        schedule: lowered, for training.
+        inference: lowered, its forwards alone.
+        stages: the model's.
+        group: the pipeline's ranks; None for the whole world.
+        recorder: takes notes of times and memory.
+    """
+
     schedule: Schedule
     inference: Schedule
     stages: Stages
@@ -100,7 +115,7 @@ class _Pipeline:
     recorder: Recorder | None
 
     def transform(self) -> Transform:
-        """The phases that a pipeline wraps."""
+        """The transform; it refuses steps whose gradients are wrapped already."""
         staged = wrap(
             str(self),
             slot="pipeline",
@@ -132,7 +147,7 @@ class _Pipeline:
         return f"pipeline({self.schedule.stages} stages, {self.schedule.microbatches} micro-batches, {where})"
 
     def ranks(self) -> comm.Group:
-        """The group; the default is wherever the program runs."""
+        """The group; by default the world in which the program runs."""
         group = self.group or comm.world()
         if group.size != self.schedule.ranks:
             raise ValueError(f"schedule: it is for {self.schedule.ranks} ranks, and group {group.name!r} has {group.size}")
@@ -143,37 +158,39 @@ class _Pipeline:
     def init(self, inner: Any, step: Step, params: Any) -> State:
         """The inner state of this rank's leaves."""
         group = self.ranks()
-        placed = Placed.of(params, self.stages, self.schedule.placement)
-        known = step.wrapped("placed", leaf_map=lambda inner, step, state: placed.elsewhere(inner(step, state), group.rank))
-        state: State = inner(known, placed.own(params, group.rank))
-        return state.put(pipeline=placed)
+        placement = Placement.of(params, self.stages, self.schedule.placement)
+        known = step.wrapped(
+            "placement", leaf_map=lambda inner, step, state: placement.elsewhere(inner(step, state), group.rank)
+        )
+        state: State = inner(known, placement.own(params, group.rank))
+        return state.put(pipeline=placement)
 
     def params(self, inner: Any, step: Step, state: State) -> Any:
-        """The user's tree, every leaf from the first rank that has it."""
-        return _placed(state).gathered(inner(step, state), self.ranks(), state.step.device)
+        """The user's tree, each leaf from the first rank that holds it."""
+        return _placement(state).gathered(inner(step, state), self.ranks(), state.step.device)
 
     def leaf_map(self, inner: Any, step: Step, state: State) -> LeafMap:
-        """This rank's leaves; the others' paths are known."""
+        """This rank's leaves, with the paths of the others'."""
         found: LeafMap = inner(step, state)
-        return _placed(state).elsewhere(found, self.ranks().rank) if "pipeline" in state.slots else found
+        return _placement(state).elsewhere(found, self.ranks().rank) if "pipeline" in state.slots else found
 
     # -- what runs -----------------------------------------------------------------------------------------------------
 
     def gradients(
         self, inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
     ) -> tuple[State, Weighted, dict[str, Weighted]]:
-        """The schedule, in place of autograd through the whole loss."""
-        return gradients(self._traffic(self.schedule, self.recorder), step, state, batch, carry, last)
+        """Runs the schedule, in place of autograd through the whole loss."""
+        return gradients(self._spec(self.schedule, self.recorder), step, state, batch, carry, last)
 
     def measure(self, inner: Any, step: Step, state: State, batch: Any) -> dict[str, Weighted]:
-        """Its forwards alone; a batch with fewer rows than micro-batches makes as many as it has rows."""
+        """Runs the forwards alone; a batch with few rows is split into as many micro-batches as it has rows."""
         count = max(1, min(least_rows(batch), self.schedule.microbatches))
         few = count < self.schedule.microbatches
         schedule = self.inference.first(count) if few else self.inference
-        return measure(self._traffic(schedule), step, state, batch)
+        return measure(self._spec(schedule), step, state, batch)
 
-    def _traffic(self, schedule: Schedule, recorder: Recorder | None = None) -> Traffic:
-        return Traffic(schedule, self.stages, self.ranks(), self.schedule.microbatches, recorder)
+    def _spec(self, schedule: Schedule, recorder: Recorder | None = None) -> PipelineSpec:
+        return PipelineSpec(schedule, self.stages, self.ranks(), self.schedule.microbatches, recorder)
 
     def sync_buffers(self, inner: Any, step: Step, state: State) -> State:
         """Every rank has the buffers of all stages, each from the first rank that ran it."""
@@ -186,7 +203,7 @@ class _Pipeline:
     # -- what is summed over the ranks ---------------------------------------------------------------------------------
 
     def sum_over_ranks(self, inner: Any, step: Step, state: State, scalars: Any) -> Any:
-        """Sums over the group: the rank of the last stage has all, the others zeros."""
+        """Sums over the group, where only the rank of the last stage has values that are not zero."""
         return comm.all_reduce(inner(step, state, scalars), self.ranks())
 
     def norm(self, inner: Any, step: Step, state: State, grads: list[Tensor]) -> Tensor:
@@ -196,14 +213,14 @@ class _Pipeline:
         return comm.all_reduce(inner(step, state, counted) ** 2, group).sqrt()  # type: ignore[no-any-return]
 
     def finite(self, inner: Any, step: Step, state: State, grads: list[Tensor]) -> Tensor:
-        """Finite in every stage."""
+        """Whether all stages' gradients are finite."""
         return comm.all_reduce(inner(step, state, grads), self.ranks(), op="min")  # type: ignore[no-any-return]
 
     def _counted(self, step: Step, state: State, grads: Sequence[Tensor], group: comm.Group) -> list[Tensor]:
-        copies = _placed(state).copies(step.leaf_map(state), group.rank)
+        copies = _placement(state).copies(step.leaf_map(state), group.rank)
         return [grad.new_empty(0) if place in copies else grad for place, grad in enumerate(grads)]
 
 
-def _placed(state: State) -> Placed:
-    placed: Placed = state.slots["pipeline"]
-    return placed
+def _placement(state: State) -> Placement:
+    placement: Placement = state.slots["pipeline"]
+    return placement

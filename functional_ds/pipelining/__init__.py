@@ -19,11 +19,11 @@ from functional_ds.pipelining.schedules.generators import (
 )
 from functional_ds.pipelining.schedules.lower import lower
 from functional_ds.pipelining.schedules.schedule import Schedule, ScheduleError, stage_to_rank
-from functional_ds.pipelining.schedules.v_shaped import dualpipe_v, named, zbv
+from functional_ds.pipelining.schedules.v_shaped import by_name, dualpipe_v, zbv
 from functional_ds.pipelining.schedules.validate import in_flight, validate
 from functional_ds.pipelining.stages.balance import balanced, uniformly
 from functional_ds.pipelining.stages.from_functions import Piece, stages
-from functional_ds.pipelining.stages.stages import Stage, Stages, Visit
+from functional_ds.pipelining.stages.stages import LossInput, Stage, Stages
 from functional_ds.pipelining.tracing.cut import cut
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "Action",
     "Costs",
     "Kind",
+    "LossInput",
     "Piece",
     "Recorder",
     "Schedule",
@@ -39,9 +40,9 @@ __all__ = [
     "Stage",
     "Stages",
     "Timeline",
-    "Visit",
     "balanced",
     "breadth_first",
+    "by_name",
     "cut",
     "draw",
     "dualpipe_v",
@@ -53,7 +54,6 @@ __all__ = [
     "interleaved_one_f_one_b",
     "lower",
     "measured",
-    "named",
     "observed",
     "one_f_one_b",
     "optimize",

@@ -28,7 +28,7 @@ VEES = (zbv, dualpipe_v)
 
 
 def least(generator: Callable[..., Schedule], p: int) -> int:
-    """The fewest micro-batches that it takes."""
+    """The fewest micro-batches that a generator takes."""
     return 2 * p if generator is dualpipe_v else 1
 
 
@@ -49,7 +49,7 @@ def generated(p: int = 4, m: int = 9) -> st.SearchStrategy[Schedule]:
 
 
 def rewritten(schedule: Schedule, chooser: random.Random, moves: int = 8) -> Schedule:
-    """A lowered schedule with messages, gathers and reductions elsewhere, as far as that is proved."""
+    """A lowered schedule with messages, gathers and reductions moved to other places at which ``validate`` accepts them."""
     for _ in range(moves):
         rows = [list(row) for row in schedule]
         there = [(row, place) for row in rows for place, action in enumerate(row) if action.kind > Kind.B]

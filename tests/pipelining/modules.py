@@ -1,4 +1,4 @@
-"""Modules with every trait that a cut must survive, each with the paths that it may be cut at."""
+"""Modules with everything that a cut must preserve, each with the paths at which it may be cut."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ from examples.gpt import GPT, Config
 
 @attrs.frozen
 class Case:
-    """A module, what it may be cut at in the order of calls, a batch of some rows, and the loss of its output."""
+    """A module, the paths at which it may be cut, in the order of calls, a batch of some rows, and the loss of its output."""
 
     make: Callable[[], nn.Module]
     at: tuple[str, ...]
@@ -109,7 +109,7 @@ class InPlace(nn.Module):
 
 @attrs.frozen
 class Pair:
-    """A record that blocks hand to each other."""
+    """A record that blocks pass on."""
 
     one: Tensor
     two: Tensor
@@ -168,7 +168,7 @@ class Noisy(nn.Module):
 
 
 class Contexts(nn.Module):
-    """LeafMap under no_grad, autocast and recomputation."""
+    """Parts of the forward under no_grad, autocast and recomputation."""
 
     def __init__(self, *, recompute: bool) -> None:
         super().__init__()

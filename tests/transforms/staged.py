@@ -38,7 +38,7 @@ def _head(p: Any, x: Any, early: Tensor) -> Any:
 
 
 def _loss(logits: Tensor, batch: Any) -> Any:
-    """Tokens weigh: those with target 0 nothing."""
+    """Tokens with target 0 weigh nothing."""
     targets = batch[1].flatten()
     losses = F.cross_entropy(logits.flatten(0, 1), targets, reduction="none")
     weight = (targets > 0).float()
@@ -55,7 +55,7 @@ class Staged:
 
     @staticmethod
     def of(count: int, rows: int) -> "Staged":
-        """With ``count`` stages; from three on, the skip crosses a stage that has no use for it."""
+        """With ``count`` stages; with three or more, the skip passes a stage that does not use it."""
         generator = torch.Generator().manual_seed(11)
 
         def leaf(*shape: int) -> Tensor:
@@ -105,7 +105,7 @@ def _piece(task: list[int]) -> pp.Piece:
 def trained(
     case: Staged, *strategy: fds.Transform, part: tuple[int, int] = (0, 1), steps: int = 2, lr: float = 1e-2
 ) -> tuple[list[dict[str, float]], dict[str, float], Any]:
-    """Metrics of some steps, what is measured then, and the params at the end, of this part of the batch."""
+    """Metrics of some steps on this part of the batch, a measurement after them, and the params at the end."""
     step = fds.compose(*strategy)(fds.train_step(case.stages, fds.adamw(lr, eps=1e-4), seed=3))
     state = step.init(case.params)
     batch = fds.tree.map(lambda x: x.tensor_split(part[1])[part[0]], case.batch)

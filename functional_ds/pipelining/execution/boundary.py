@@ -1,4 +1,4 @@
-"""What stages hand each other: structures, shapes and dtypes, found without values before anything runs."""
+"""``Boundary``: structure, shapes and dtypes of what a stage sends to the next, found before anything runs."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -12,19 +12,22 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from functional_ds import comm
 from functional_ds.base import tree
-from functional_ds.pipelining.stages.stages import Stages, Visit
+from functional_ds.pipelining.stages.stages import LossInput, Stages
 from functional_ds.step.state import State
 from functional_ds.step.step import Step
 from functional_ds.step.tape import Tape
 
-__all__ = ["Blank", "Boundary", "Crossing", "boundaries", "outlined", "signature"]
+__all__ = ["Boundary", "Crossing", "TensorMeta", "boundaries", "signature", "view_metas"]
 
 
 @attrs.frozen
-class Blank:
+class TensorMeta:
     """A tensor without values.
 
     Attributes:
+        shape: its sizes.
+        dtype: its element type.
+        device: its device's type.
         grad: whether gradients flow back through it.
     """
 
@@ -34,12 +37,12 @@ class Blank:
     grad: bool
 
     @staticmethod
-    def of(tensor: Tensor) -> "Blank":
-        """A tensor's."""
-        return Blank(tuple(tensor.shape), tensor.dtype, tensor.device.type, tensor.requires_grad)
+    def of(tensor: Tensor) -> "TensorMeta":
+        """From a tensor."""
+        return TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.device.type, tensor.requires_grad)
 
     def like(self) -> Tensor:
-        """Something of that shape that takes no memory."""
+        """A tensor of that shape whose elements share one place in memory."""
         return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
 
     def __str__(self) -> str:
@@ -48,48 +51,57 @@ class Blank:
 
 @attrs.frozen(slots=False)
 class Boundary:
-    """What crosses from a stage to the next: a tree of tensors without values."""
+    """What a stage sends to the next: a tree of tensors without values.
+
+    Attributes:
+        spec: the tree's structure.
+        leaves: its tensors, in order.
+    """
 
     spec: optree.PyTreeSpec = attrs.field(repr=False)
-    leaves: tuple[Blank, ...]
+    leaves: tuple[TensorMeta, ...]
 
     @staticmethod
     def of(value: Any) -> "Boundary":
-        """A value's."""
-        return Boundary(tree.structure(value), tuple(map(Blank.of, tree.tensors(value, "what it gives"))))
+        """From a stage's result."""
+        return Boundary(tree.structure(value), tuple(map(TensorMeta.of, tree.tensors(value, "what it gives"))))
 
     def tensors(self, value: Any) -> list[Tensor]:
-        """The tensors of a value, which must be as the boundary says."""
+        """The tensors of a stage's result.
+
+        Raises:
+            ValueError: structure, shapes or dtypes are not those of the boundary.
+        """
         leaves, spec = tree.flatten(value)
         if spec != self.spec:
             raise ValueError(f"its structure is {spec}; on shapes alone it was {self.spec}")
-        for leaf, blank in zip(leaves, self.leaves, strict=True):
-            if leaf.shape != blank.shape or leaf.dtype != blank.dtype or leaf.requires_grad != blank.grad:
-                raise ValueError(f"it gives {Blank.of(leaf)}; on shapes alone it was {blank}")
+        for leaf, meta in zip(leaves, self.leaves, strict=True):
+            if leaf.shape != meta.shape or leaf.dtype != meta.dtype or leaf.requires_grad != meta.grad:
+                raise ValueError(f"it gives {TensorMeta.of(leaf)}; on shapes alone it was {meta}")
         return leaves
 
     def value(self, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
-        """The tree of what has arrived, and those of its leaves whose gradients go back."""
-        smooth = [leaf.requires_grad_() for leaf, blank in zip(tensors, self.leaves, strict=True) if blank.grad]
-        return tree.unflatten(self.spec, tensors), smooth
+        """The tree of the tensors that have arrived, and those of them whose gradients go back."""
+        inputs = [leaf.requires_grad_() for leaf in self.differentiable(tensors)]
+        return tree.unflatten(self.spec, tensors), inputs
 
-    def smooth(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Those through which gradients flow."""
-        return [tensor for tensor, blank in zip(tensors, self.leaves, strict=True) if blank.grad]
+    def differentiable(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors through which gradients flow."""
+        return [tensor for tensor, meta in zip(tensors, self.leaves, strict=True) if meta.grad]
 
     @cached_property
     def onward(self) -> list[Tensor]:
-        """Something like what is sent to the next stage."""
-        return [blank.like() for blank in self.leaves]
+        """Tensors like those that are sent to the next stage."""
+        return [meta.like() for meta in self.leaves]
 
     @cached_property
     def back(self) -> list[Tensor]:
-        """Something like the gradients that come back."""
-        return self.smooth(self.onward)
+        """Tensors like the gradients that come back."""
+        return self.differentiable(self.onward)
 
     @property
     def bytes(self) -> int:
-        """Of what is sent onward."""
+        """The bytes that are sent to the next stage."""
         return sum(like.numel() * like.itemsize for like in self.onward)
 
     def __str__(self) -> str:
@@ -98,10 +110,11 @@ class Boundary:
 
 @attrs.frozen(eq=False)
 class Crossing:
-    """What a micro-batch hands from stage to stage.
+    """What crosses between all stages for one micro-batch.
 
     Attributes:
-        sums: the dtype of the loss's sum and of each metric's, by name.
+        boundaries: after each stage but the last.
+        sums: the dtypes of the loss's sum and of each metric's, by name.
     """
 
     boundaries: tuple[Boundary, ...]
@@ -109,7 +122,7 @@ class Crossing:
 
 
 def signature(batch: Any, *, trains: bool) -> tuple[Any, ...]:
-    """What the shapes in a pipeline depend on."""
+    """All of a batch that the shapes in a pipeline depend on."""
     leaves, spec = tree.flatten(batch)
     return (trains, spec, *((tuple(leaf.shape), leaf.dtype) for leaf in leaves))
 
@@ -120,19 +133,27 @@ def boundaries(
     stages: Stages,
     *,
     placement: Sequence[int],
-    leaves: Mapping[int, Mapping[str, Blank]],
+    leaves: Mapping[int, Mapping[str, TensorMeta]],
     batch: Any,
     weight: float | None,
     trains: bool,
     group: comm.Group,
 ) -> Crossing:
-    """What crosses between the stages for a micro-batch like this one, of which a plain mean weighs ``weight``.
+    """What crosses between the stages for a micro-batch like this one.
 
-    Each rank runs its stages on fake tensors, in the stages' order, and tells the others what came out; so all of them know,
-    or raise alike, before any of them computes. Collective; a few small messages for each stage.
+    Collective, a few small messages for each stage: stage after stage, its rank runs it on fake tensors and broadcasts the
+    result's shapes, or the error. So all ranks know, or raise the same error, before any of them computes.
 
     Args:
-        leaves: what the step's view gives of this rank's stages' params.
+        step: the finished step; its phases ``forward`` and ``loss`` run the stages.
+        state: the step's state.
+        stages: the model's.
+        placement: the rank that holds each stage.
+        leaves: the leaves that the step's view gives to each stage of this rank, by path.
+        batch: the micro-batch.
+        weight: what a plain mean of it weighs; None for one.
+        trains: whether gradients are wanted.
+        group: the pipeline's ranks.
 
     Raises:
         ValueError: a stage cannot take what the one before gives, or cannot be run on shapes alone.
@@ -142,7 +163,7 @@ def boundaries(
         told: Any = None
         if group.rank == holder:
             before = found[-1] if found else None
-            told = _outline(step, state, stages, index, before, leaves[index], Visit(batch, None, weight), trains)
+            told = _outgoing(step, state, stages, index, before, leaves[index], LossInput(batch, None, weight), trains)
         told = comm.broadcast_object(told, holder, group)
         if isinstance(told, str):
             raise ValueError(told)
@@ -152,37 +173,38 @@ def boundaries(
     raise AssertionError("the last stage says what it sums")
 
 
-def _outline(
+def _outgoing(
     step: Step,
     state: State,
     stages: Stages,
     index: int,
     before: Boundary | None,
-    leaves: Mapping[str, Blank],
-    visit: Visit,
+    leaves: Mapping[str, TensorMeta],
+    visit: LossInput,
     trains: bool,
 ) -> "Boundary | dict[str, torch.dtype] | str":
+    """What a stage sends to the next; of the last one, the dtypes of its sums; or what is wrong, as text."""
     try:
-        quiet = Tape(records=False)  # what is kept for a backward, and compared between ranks for it, has values
+        quiet = Tape(records=False)  # a recording tape compares values between ranks
         with quiet, FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.set_grad_enabled(trains):
-            params = {path: _fake(blank, trains) for path, blank in leaves.items()}
-            x = None if before is None else before.value([_fake(blank, False) for blank in before.leaves])[0]
+            params = {path: _fake(meta, trains) for path, meta in leaves.items()}
+            x = None if before is None else before.value([_fake(meta, False) for meta in before.leaves])[0]
             micro = tree.map(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, visit.batch)
             if index == len(stages) - 1:
-                loss, metrics = step.loss(state, params, Visit(micro, x, visit.weight))
+                loss, metrics = step.loss(state, params, LossInput(micro, x, visit.weight))
                 return {name: value.sum.dtype for name, value in {"loss": loss, **metrics}.items()}
             return Boundary.of(step.forward(state, lambda given: stages.run(index, params, x, given, state.key), micro))
-    except Exception as error:  # whatever a user's function raises; the other ranks are to know
+    except Exception as error:  # of the user's function; all ranks must raise it
         taken = "a micro-batch" if before is None else str(before)
         return f"stage {index} ({stages.stages[index].name}) cannot be run on {taken}: {type(error).__name__}: {error}"
 
 
-def outlined(step: Step, part: State) -> dict[str, Blank]:
-    """What the step's view gives of a part of the params; collective where a pass is, as in ZeRO stage 3."""
+def view_metas(step: Step, part: State) -> dict[str, TensorMeta]:
+    """The leaves that the step's view gives for some of the params; collective in ZeRO stage 3."""
     with Tape() as tape, torch._C.DisableTorchFunctionSubclass():  # a deferred leaf need not be fetched for this
-        return {path: Blank.of(leaf) for path, leaf in step.view(part, tape).items()}
+        return {path: TensorMeta.of(leaf) for path, leaf in step.view(part, tape).items()}
 
 
-def _fake(blank: Blank, trains: bool) -> Tensor:
-    made = torch.empty(blank.shape, dtype=blank.dtype, device=blank.device)
-    return made.requires_grad_(blank.grad and trains)
+def _fake(meta: TensorMeta, trains: bool) -> Tensor:
+    made = torch.empty(meta.shape, dtype=meta.dtype, device=meta.device)
+    return made.requires_grad_(meta.grad and trains)

@@ -1,4 +1,4 @@
-"""``estimated``: what a model's stages take, from shapes alone."""
+"""``estimated``: the costs of a model's stages, from shapes alone."""
 
 from typing import Any
 
@@ -18,22 +18,24 @@ from functional_ds.pipelining.planning.costs import Costs
 from functional_ds.pipelining.stages.stages import Stages
 
 from .boundary import Boundary
-from .in_flight import Flight
-from .recorder import Saved
+from .in_flight import InFlightMicroBatch
+from .recorder import SavedBytes
 
-__all__ = ["Operations", "estimated"]
+__all__ = ["FlopCounter", "estimated"]
 
 
 def estimated(stages: Stages, params: Any, batch: Any, *, flops: float = 1e12, link: Link | None = None) -> Costs:
     """Costs of the stages for a micro-batch like ``batch``, found on tensors without values.
 
-    Law: ``activations`` is what a ``Recorder`` counts in a run, to the byte: distinct storages that autograd keeps of a
-    forward, but for params and the batch.
+    Law: ``activations`` is what a ``Recorder`` counts in a run, to the byte: the distinct storages that autograd saves in a
+    forward, without params and the batch.
 
     Args:
-        params: the user's tree; meta tensors will do. Their dtypes, and the batch's, are those that are computed in.
-        flops: floating-point operations a second. Only matrix products, convolutions and attention count as work.
-        link: between neighbouring ranks; none shared, by default, and free.
+        stages: the model's stages.
+        params: the user's tree; meta tensors will do. Stages compute in the dtypes of params and batch.
+        batch: a micro-batch; its values are not used.
+        flops: floating-point operations a second. Only matrix products, convolutions and attention count.
+        link: between neighbouring ranks, not shared; by default messages take no time.
 
     Raises:
         ValueError: a stage cannot take what the one before gives.
@@ -48,11 +50,11 @@ def estimated(stages: Stages, params: Any, batch: Any, *, flops: float = 1e12, l
     """
     held = stages.by_path(params)
     stages.check(params, batch)
-    found: list[_Found] = []
+    found: list[_StageCost] = []
     with FakeTensorMode(allow_non_fake_inputs=True):
-        micro = tree.map(_blank, batch)
+        micro = tree.map(_empty, batch)
         for index in range(len(stages)):
-            own = {path: _blank(held[path]).requires_grad_(is_trainable(held[path])) for path in stages[index].paths}
+            own = {path: _empty(held[path]).requires_grad_(is_trainable(held[path])) for path in stages[index].paths}
             found.append(_run(stages, index, own, found[-1].after if found else None, micro))
     sent = [0 if each.after is None else each.after.bytes for each in found]
     sent[-1] = sent[-2] if len(sent) > 1 else 0  # nothing is sent; a link between all stages has one size
@@ -68,8 +70,8 @@ def estimated(stages: Stages, params: Any, batch: Any, *, flops: float = 1e12, l
 
 
 @attrs.frozen
-class _Found:
-    """One stage: operations of F, I and W, bytes that are kept, and what it gives."""
+class _StageCost:
+    """One stage's operations of F, I and W, the bytes that its forward saves, and what it sends on."""
 
     forward: int
     inputs: int
@@ -78,27 +80,29 @@ class _Found:
     after: Boundary | None
 
 
-def _run(stages: Stages, index: int, own: dict[str, Tensor], before: Boundary | None, micro: Any) -> _Found:
+def _run(stages: Stages, index: int, own: dict[str, Tensor], before: Boundary | None, micro: Any) -> _StageCost:
     x, inputs = (None, []) if before is None else before.value([torch.empty_like(leaf) for leaf in before.onward])
     apart = [leaf for leaf in (*own.values(), *tree.leaves(micro)) if isinstance(leaf, Tensor)]
-    with Saved(lambda: apart) as saved, Operations() as forward:
+    with SavedBytes(lambda: apart) as saved, FlopCounter() as forward:
         y = stages.run(index, own, x, micro, Key.of(0))
     last = index == len(stages) - 1
     after = None if last else Boundary.of(y)
-    outputs = [weigh(y[0] if isinstance(y, tuple) else y, "the loss").sum] if after is None else after.smooth(tree.leaves(y))
-    outputs = [output for output in outputs if output.requires_grad]
-    flight = Flight.of(inputs, outputs)
-    with Operations() as back:
-        flight.backward_inputs([torch.ones_like(output) for output in outputs], [w for w in own.values() if w.requires_grad])
-    with Operations() as weights:
-        flight.backward_weights()
-    return _Found(forward.total, back.total, weights.total, saved.bytes, after)
+    given = [weigh(y[0] if isinstance(y, tuple) else y, "the loss").sum] if after is None else tree.leaves(y)
+    outputs = [output for output in given if output.requires_grad]
+    in_flight = InFlightMicroBatch.of(inputs, outputs)
+    with FlopCounter() as back:
+        in_flight.backward_inputs([torch.ones_like(output) for output in outputs], [w for w in own.values() if w.requires_grad])
+    with FlopCounter() as weights:
+        in_flight.backward_weights()
+    return _StageCost(forward.total, back.total, weights.total, saved.bytes, after)
 
 
-class Operations(TorchDispatchMode):
-    """Counts the floating-point operations of products inside, by torch's formulas; without torch's hooks on modules.
+class FlopCounter(TorchDispatchMode):
+    """Counts the floating-point operations of matrix products, convolutions and attention inside, by torch's formulas.
 
-    >>> with Operations() as counter:
+    Unlike ``torch.utils.flop_counter.FlopCounterMode`` it sets no hooks on modules.
+
+    >>> with FlopCounter() as counter:
     ...     _ = torch.ones(2, 3) @ torch.ones(3, 5)
     >>> counter.total
     60
@@ -117,5 +121,5 @@ class Operations(TorchDispatchMode):
         return result
 
 
-def _blank(leaf: Any) -> Any:
+def _empty(leaf: Any) -> Any:
     return torch.empty(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf

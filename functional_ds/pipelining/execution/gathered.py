@@ -1,4 +1,4 @@
-"""``Room``: a part of the params, whole and ready for use, within one optimizer step."""
+"""``GatheredParams``: some of the params as whole leaves, for all micro-batches of one optimizer step."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,22 +10,23 @@ from functional_ds.step.state import State
 from functional_ds.step.step import Step
 from functional_ds.step.tape import Tape
 
-__all__ = ["Room"]
+__all__ = ["GatheredParams"]
 
 
 @attrs.define(eq=False)
-class Room:
-    """What the step's view gives of a part of the params, as leaves that many micro-batches use.
+class GatheredParams:
+    """The leaves that the step's view makes of some of the params. Micro-batches share them.
 
-    Law: gradients by the leaves, pushed once, come out as those of the stored params: the transpose of the view.
+    Law: ``collect`` gives the gradients of the stored params by the pushed gradients of the leaves: the view's transpose.
 
     Attributes:
-        state: whose params are this part alone.
-        places: which of all gradients are theirs.
+        step: the finished step.
+        state: its params are these alone.
+        places: the places of their gradients among all gradients.
         records: whether gradients are wanted.
         carry: gradients of earlier batches of the same optimizer step.
         last: whether no further batch follows.
-        leaves: by path; empty before the room is first filled.
+        leaves: by path; an empty dict before the first ``gather``.
     """
 
     step: Step
@@ -36,45 +37,45 @@ class Room:
     last: bool = True
     leaves: dict[str, Tensor] = attrs.field(factory=dict)
     _seen: dict[str, Tensor] = attrs.field(factory=dict)
-    _gathered: dict[int, str] = attrs.field(factory=dict)  # a leaf for each storage that the view has made
+    _gathered: dict[int, str] = attrs.field(factory=dict)  # the path of a leaf in each storage that the view has made
     _tape: Tape | None = None
-    _gone: bool = False
-    _through: bool = True  # whether autograd has a part in the view
+    _freed: bool = False
+    _through: bool = True  # whether autograd records the view
 
-    def fill(self) -> None:
-        """Makes the leaves whole; collective where they are sharded. Again does nothing."""
+    def gather(self) -> None:
+        """Makes the leaves whole; collective where they are sharded. A second call does nothing."""
         if self._tape is None:
             self._open()
-        elif self._gone:
-            self._refill()
-        self._gone = False
+        elif self._freed:
+            self._regather()
+        self._freed = False
 
-    def empty(self) -> None:
-        """Gives back the memory of leaves that were gathered; the leaves stay what they are and can be filled again."""
-        if not self._gone:
+    def free(self) -> None:
+        """Frees the memory of gathered leaves. The leaves stay the same tensors, and ``gather`` fills them again."""
+        if not self._freed:
             for path in self._gathered.values():
                 self.leaves[path].untyped_storage().resize_(0)
-            self._gone = True
+            self._freed = True
 
-    def lasting(self, tensor: Tensor) -> Tensor:
-        """A tensor that will be used later: a copy, if it lies in memory that comes and goes."""
+    def durable(self, tensor: Tensor) -> Tensor:
+        """A tensor that may be used after ``free``: a clone, if it lies in a gathered leaf's memory."""
         return tensor.clone() if self._gathered and _storage(tensor) in self._gathered else tensor
 
     def push(self, grads: Mapping[str, Tensor]) -> None:
-        """Takes the gradients by the leaves, all of them; reductions begin."""
-        tape, gone = self._opened(), self._gone
+        """Takes the gradients by all leaves, by path, and starts their reductions."""
+        tape, freed = self._opened(), self._freed
         if self._through:
-            self.fill()  # what autograd has saved of the view may lie in the leaves' memory
+            self.gather()  # autograd may have saved a leaf's memory for the view's backward
         tape.push(self._seen, grads, through=self._through)
-        if gone:
-            self.empty()
+        if freed:
+            self.free()
 
     def collect(self) -> list[Tensor]:
         """The gradients of the stored params."""
         return self._opened().collect()
 
     def close(self) -> None:
-        """Lets go of everything; an error does, too."""
+        """Closes the tape, also after an error."""
         if self._tape is not None:
             self._tape.__exit__(None, None, None)
             self._tape = None
@@ -96,7 +97,7 @@ class Room:
         self._gathered = {storage: path for storage, path in made.items() if storage not in stored}
         return tape
 
-    def _refill(self) -> None:
+    def _regather(self) -> None:
         with Tape(records=False) as tape:
             given = self.step.view(self.state, tape)
             for path in self._gathered.values():

@@ -1,4 +1,4 @@
-"""One batch through a pipeline: its gradients, or its loss alone."""
+"""``gradients``, ``measure``: one batch through a pipeline, with or without backwards."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -21,24 +21,28 @@ from functional_ds.step.step import Step
 from functional_ds.step.tape import Tape, wide
 from functional_ds.step.train_step import with_buffers
 
-from .boundary import Blank, Crossing, boundaries, outlined, signature
-from .gathered import Room
-from .placement import Part, Placed
+from .boundary import Crossing, TensorMeta, boundaries, signature, view_metas
+from .gathered import GatheredParams
+from .placement import Placement, StageParams
 from .recorder import Recorder
-from .runner import Micro, Runner
+from .runner import MicroBatch, Runner
 
-__all__ = ["Traffic", "gradients", "measure"]
+__all__ = ["PipelineSpec", "gradients", "measure"]
 
-_LEAD = 2  # compute actions during which a value may travel
-_KEPT = 256  # kinds of micro-batches; a run with more looks at some of them again
+_LEAD = 2  # how many compute actions early receives are posted
+_CAPACITY = 256  # kinds of micro-batches; the cache is emptied when a run has more
 
 
 @attrs.frozen(eq=False)
-class Traffic:
-    """What runs where: a lowered schedule, the stages, and the ranks.
+class PipelineSpec:
+    """What a pipeline runs, and where.
 
     Attributes:
-        weight: what a plain mean over the whole batch weighs, however many micro-batches it is cut into.
+        schedule: lowered.
+        stages: the model's.
+        group: the pipeline's ranks.
+        weight: what a plain mean over the whole batch weighs, however many micro-batches the batch is cut into.
+        recorder: takes notes of times and memory.
     """
 
     schedule: Schedule
@@ -49,141 +53,152 @@ class Traffic:
 
 
 def gradients(
-    traffic: Traffic, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
+    spec: PipelineSpec, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
 ) -> tuple[State, Weighted, dict[str, Weighted]]:
-    """``carry`` plus the gradients of a batch, by the stored params of this rank, and the batch's metrics.
+    """The state with new buffers; ``carry`` plus the batch's gradients by this rank's stored params; the batch's metrics.
 
-    Weight and metrics are those of the rank that has the last stage; the other ranks have zeros.
+    The rank of the last stage has the weight and the metrics; the other ranks have zeros.
+
+    Args:
+        spec: what runs where.
+        step: the finished step.
+        state: its state; its params are this rank's.
+        batch: the whole batch.
+        carry: gradients of earlier batches of the same optimizer step.
+        last: whether no further batch follows.
     """
-    placed: Placed = state.slots["pipeline"]
+    placement: Placement = state.slots["pipeline"]
     with ExitStack() as stack:
-        rooms = {}
-        for part in placed.here(traffic.group.rank):
+        gathered = {}
+        for part in placement.here(spec.group.rank):
             alone, places = step.select(state, frozenset(part.paths))
             own = None if carry is None else [carry.sum[place] for place in places]
-            rooms[part.name] = Room(step, alone, places, records=True, carry=own, last=last)
-            stack.callback(rooms[part.name].close)
+            gathered[part.name] = GatheredParams(step, alone, places, records=True, carry=own, last=last)
+            stack.callback(gathered[part.name].close)
         scope = BufferScope(state.slots.get(BUFFERS))
         stack.enter_context(Tape(buffers=scope))
-        runner = _runner(traffic, step, state, batch, rooms, records=True)
-        if traffic.recorder is not None:
-            traffic.recorder.begin()
-        runner.run(_steps(traffic, state))
-        _push_shared(runner, placed)
-        grads: list[Any] = [None] * sum(len(room.places) for room in rooms.values())
-        for room in rooms.values():
-            for place, grad in zip(room.places, room.collect(), strict=True):
+        runner = _runner(spec, step, state, batch, gathered, records=True)
+        if spec.recorder is not None:
+            spec.recorder.begin()
+        runner.run(_steps(spec, state))
+        _push_shared(runner, placement)
+        grads: list[Any] = [None] * sum(len(held.places) for held in gathered.values())
+        for held in gathered.values():
+            for place, grad in zip(held.places, held.collect(), strict=True):
                 grads[place] = grad
         metrics = _metrics(runner, state)
     weight = metrics["loss"].weight if carry is None else carry.weight + metrics["loss"].weight
     return with_buffers(state, scope), Weighted(grads, weight), metrics
 
 
-def measure(traffic: Traffic, step: Step, state: State, batch: Any) -> dict[str, Weighted]:
+def measure(spec: PipelineSpec, step: Step, state: State, batch: Any) -> dict[str, Weighted]:
     """The loss of a batch and its metrics, without gradients."""
-    placed: Placed = state.slots["pipeline"]
+    placement: Placement = state.slots["pipeline"]
     with ExitStack() as stack:
-        rooms = {}
-        for part in placed.here(traffic.group.rank):
+        gathered = {}
+        for part in placement.here(spec.group.rank):
             alone, places = step.select(state, frozenset(part.paths))
-            rooms[part.name] = Room(step, alone, places, records=False)
-            stack.callback(rooms[part.name].close)
+            gathered[part.name] = GatheredParams(step, alone, places, records=False)
+            stack.callback(gathered[part.name].close)
         state = tree.replace(state, key=None)
         scope = BufferScope(state.slots.get(BUFFERS), keeps=False)
         stack.enter_context(Tape(records=False, buffers=scope))
-        runner = _runner(traffic, step, state, batch, rooms, records=False)
-        runner.run(_steps(traffic, state))
+        runner = _runner(spec, step, state, batch, gathered, records=False)
+        runner.run(_steps(spec, state))
         return _metrics(runner, state)
 
 
-def _steps(traffic: Traffic, state: State) -> list[tuple[Action, ...]]:
-    """This rank's row. On GPUs messages go in the order in which they are posted, so there receives must not be early."""
-    placed: Placed = state.slots["pipeline"]
-    return placed.known.row(traffic.schedule, traffic.group.rank, lead=_LEAD if state.step.device.type == "cpu" else 0)
+def _steps(spec: PipelineSpec, state: State) -> list[tuple[Action, ...]]:
+    """This rank's steps. GPUs carry messages in the order in which they are posted, so there receives must not be early."""
+    placement: Placement = state.slots["pipeline"]
+    return placement.cache.row(spec.schedule, spec.group.rank, lead=_LEAD if state.step.device.type == "cpu" else 0)
 
 
-def _runner(traffic: Traffic, step: Step, state: State, batch: Any, rooms: dict[str, Room], *, records: bool) -> Runner:
-    placed: Placed = state.slots["pipeline"]
-    parts = {stage: [part.name for part in placed.parts_of(stage)] for stage in traffic.schedule.stages_of(traffic.group.rank)}
-    batches = split(batch, traffic.schedule.microbatches, uneven=True)
+def _runner(
+    spec: PipelineSpec, step: Step, state: State, batch: Any, gathered: dict[str, GatheredParams], *, records: bool
+) -> Runner:
+    placement: Placement = state.slots["pipeline"]
+    parts = {stage: [part.name for part in placement.parts_of(stage)] for stage in spec.schedule.stages_of(spec.group.rank)}
+    batches = split(batch, spec.schedule.microbatches, uneven=True)
     sizes = [least_rows(each) for each in batches]
-    shares = {rows: rows * traffic.weight / sum(sizes) for rows in sizes}
+    shares = {rows: rows * spec.weight / sum(sizes) for rows in sizes}
     weights = {rows: None if share == 1 else share for rows, share in shares.items()}
-    leaves = _leaves(step, state, rooms, parts)
+    leaves = _leaves(step, state, gathered, parts)
     crossing = {
-        rows: _crossing(traffic, step, state, micro, weights[rows], leaves, records=records)
+        rows: _crossing(spec, step, state, micro, weights[rows], leaves, records=records)
         for rows, micro in dict(zip(sizes, batches, strict=True)).items()
     }
     micros, first = [], 0
     for micro, rows in zip(batches, sizes, strict=True):
         key = None if state.key is None else state.key.at(step=state.key.step, rows=first)
-        micros.append(Micro(micro, tree.replace(state, key=key), weights[rows], crossing[rows]))
+        micros.append(MicroBatch(micro, tree.replace(state, key=key), weights[rows], crossing[rows]))
         first += rows
-    return Runner(
-        step, traffic.stages, traffic.schedule.placement, traffic.group, micros, rooms, parts, records, traffic.recorder
-    )
+    return Runner(step, spec.stages, spec.schedule.placement, spec.group, micros, gathered, parts, records, spec.recorder)
 
 
-def _leaves(step: Step, state: State, rooms: dict[str, Room], parts: dict[int, list[str]]) -> dict[int, dict[str, Blank]]:
-    """What this rank's stages see of the params. A part is looked at once, however many sizes of micro-batches there are.
+def _leaves(
+    step: Step, state: State, gathered: dict[str, GatheredParams], parts: dict[int, list[str]]
+) -> dict[int, dict[str, TensorMeta]]:
+    """The leaves that the step's view gives to each stage of this rank.
 
-    So ranks that shard it, and may have other rows, do so together.
+    Each part of the params is viewed once for all sizes of micro-batches. So ranks that shard it, whose micro-batches may have
+    other sizes, view it together.
     """
-    placed: Placed = state.slots["pipeline"]
-    known = placed.known.leaves.setdefault(step, {})
-    for name, room in rooms.items():
+    placement: Placement = state.slots["pipeline"]
+    known = placement.cache.leaves.setdefault(step, {})
+    for name, held in gathered.items():
         if name not in known:
-            known[name] = outlined(step, room.state)
+            known[name] = view_metas(step, held.state)
     return {stage: {path: leaf for name in names for path, leaf in known[name].items()} for stage, names in parts.items()}
 
 
 def _crossing(
-    traffic: Traffic,
+    spec: PipelineSpec,
     step: Step,
     state: State,
     micro: Any,
     weight: float | None,
-    leaves: dict[int, dict[str, Blank]],
+    leaves: dict[int, dict[str, TensorMeta]],
     *,
     records: bool,
 ) -> Crossing:
-    """What crosses between the stages: as it was found the first time."""
-    placed: Placed = state.slots["pipeline"]
-    known, apply = placed.known.crossing.setdefault(step, {}), traffic.stages.apply
+    """What crosses between the stages; from the cache, if such a micro-batch came before."""
+    placement: Placement = state.slots["pipeline"]
+    known, apply = placement.cache.crossing.setdefault(step, {}), spec.stages.apply
     kind = weight is None, apply is None or apply.module.training, signature(micro, trains=records)
     if kind not in known:
-        if len(known) >= _KEPT:
+        if len(known) >= _CAPACITY:
             known.clear()
         known[kind] = boundaries(
             step,
             state,
-            traffic.stages,
-            placement=traffic.schedule.placement,
+            spec.stages,
+            placement=spec.schedule.placement,
             leaves=leaves,
             batch=micro,
             weight=weight,
             trains=records,
-            group=traffic.group,
+            group=spec.group,
         )
     return known[kind]
 
 
-def _push_shared(runner: Runner, placed: Placed) -> None:
-    """The gradients of leaves that several stages use: summed here, then over the ranks that have them."""
+def _push_shared(runner: Runner, placement: Placement) -> None:
+    """Pushes the gradients of shared leaves: summed over this rank's stages, then over the ranks that hold them."""
     here = runner.group.rank
-    for part in placed.here(here):
+    for part in placement.here(here):
         if len(part.stages) > 1:
-            room = runner.rooms[part.name]
-            room.fill()
+            held = runner.gathered[part.name]
+            held.gather()
             found = [runner.grads(stage) for stage in part.stages if stage in runner.parts]
-            sums = [_sum(runner, room.leaves[path], [grads[path] for grads in found if path in grads]) for path in part.paths]
-            trained = [(path, total) for path, total in zip(part.paths, sums, strict=True) if room.leaves[path].requires_grad]
+            sums = [_sum(runner, held.leaves[path], [grads[path] for grads in found if path in grads]) for path in part.paths]
+            trained = [(path, total) for path, total in zip(part.paths, sums, strict=True) if held.leaves[path].requires_grad]
             totals = _exchanged([total for _, total in trained], part, runner.group)
-            room.push({path: total for (path, _), total in zip(trained, totals, strict=True)})
+            held.push({path: total for (path, _), total in zip(trained, totals, strict=True)})
 
 
 def _sum(runner: Runner, leaf: Tensor, grads: Sequence[Tensor]) -> Tensor:
-    if not grads:  # of the dtype in which others send theirs
+    if not grads:  # zeros of the dtype in which other ranks send theirs
         return wide(torch.zeros_like(leaf)) if len(runner.micros) > 1 else torch.zeros_like(leaf)
     total = grads[0]
     for grad in grads[1:]:
@@ -191,8 +206,8 @@ def _sum(runner: Runner, leaf: Tensor, grads: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def _exchanged(own: list[Tensor], part: Part, group: comm.Group) -> list[Tensor]:
-    """The sums over the part's ranks, added up in their order, so that all have the same bits."""
+def _exchanged(own: list[Tensor], part: StageParams, group: comm.Group) -> list[Tensor]:
+    """The sums over the part's ranks, added in the order of ranks, so that all ranks get the same bits."""
     others = [rank for rank in part.ranks if rank != group.rank]
     if not others or not own:
         return own
@@ -206,7 +221,7 @@ def _exchanged(own: list[Tensor], part: Part, group: comm.Group) -> list[Tensor]
 
 
 def _metrics(runner: Runner, state: State) -> dict[str, Weighted]:
-    """The loss and metrics of all micro-batches; zeros where the last stage is not."""
+    """The sums of all micro-batches' loss and metrics; zeros on ranks without the last stage."""
     if runner.losses:
         found = [runner.losses[j] for j in sorted(runner.losses)]
         totals = {"loss": found[0][0], **found[0][1]}

@@ -1,4 +1,4 @@
-"""What a forward leaves for its backward."""
+"""``InFlightMicroBatch``: what a stage's forward of a micro-batch leaves for its backward."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,34 +8,34 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from .split_backward import Rest, accumulate, backward_inputs
+from .split_backward import WeightBackward, accumulate, backward_inputs
 
-__all__ = ["Flight"]
+__all__ = ["InFlightMicroBatch"]
 
 
 @attrs.define(eq=False)
-class Flight:
-    """A micro-batch between a stage's forward and its backward, which adds the weights' gradients to their ``grad``.
+class InFlightMicroBatch:
+    """A micro-batch between a stage's forward and its backward. The backward adds the weights' gradients to their ``grad``.
 
     Attributes:
         inputs: leaves whose gradients go to the stage before.
-        edges: where the outputs' gradients come in; the outputs themselves may be gone.
-        rest: after a backward for inputs alone, what gives the weights' gradients.
-        given: whose memory the inputs' gradients have.
+        edges: the outputs' gradient edges; the outputs themselves may have been freed.
+        rest: the backward for weights that is left after a backward for inputs alone.
+        returned: the storages of the inputs' gradients.
     """
 
     inputs: list[Tensor]
     edges: list[Any]
-    rest: Rest | None = None
-    given: set[int] = attrs.field(factory=set)
+    rest: WeightBackward | None = None
+    returned: set[int] = attrs.field(factory=set)
 
     @staticmethod
-    def of(inputs: list[Tensor], outputs: Sequence[Tensor]) -> "Flight":
-        """A stage's inputs, and those of its outputs through which gradients flow."""
-        return Flight(inputs, [get_gradient_edge(output) for output in outputs])
+    def of(inputs: list[Tensor], outputs: Sequence[Tensor]) -> "InFlightMicroBatch":
+        """From a stage's inputs, and those of its outputs through which gradients flow."""
+        return InFlightMicroBatch(inputs, [get_gradient_edge(output) for output in outputs])
 
     def backward(self, seeds: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
-        """The gradients of the inputs, zero where nothing depends on one; adds those of the weights."""
+        """The gradients of the inputs, zero where the outputs do not depend on one; adds the weights' gradients."""
         new = _without(weights)
         accumulate(self.edges, seeds, [*self.inputs, *weights])
         back = self._back()
@@ -43,16 +43,16 @@ class Flight:
         return back
 
     def backward_inputs(self, seeds: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
-        """The gradients of the inputs alone."""
+        """The gradients of the inputs; ``backward_weights`` is to follow."""
         new = _without(weights)
         self.rest = backward_inputs(self.edges, seeds, self.inputs, weights)
         back = self._back()
         self._separate(new)
-        self.inputs, self.edges = [], []  # what is left holds those that it needs
+        self.inputs, self.edges = [], []  # ``rest`` holds what it needs
         return back
 
     def backward_weights(self) -> None:
-        """Adds the gradients of the weights, after those of the inputs."""
+        """Adds the gradients of the weights, after ``backward_inputs``."""
         if self.rest is None:
             raise RuntimeError("the backward for weights comes after that for inputs")
         new = _without(self.rest.weights)
@@ -60,14 +60,14 @@ class Flight:
         self._separate(new)
 
     def _back(self) -> list[Tensor]:
-        """The inputs' gradients, whose memory is noted."""
+        """The inputs' gradients; notes their storages."""
         back = [torch.zeros_like(x) if x.grad is None else x.grad for x in self.inputs]
-        self.given = {grad.untyped_storage()._cdata for grad in back}
+        self.returned = {grad.untyped_storage()._cdata for grad in back}
         return back
 
     def _separate(self, new: Sequence[Tensor]) -> None:
-        """Gives first gradients memory of their own: later ones are added in place, and autograd may have shared it."""
-        taken = set(self.given)
+        """Clones first gradients that share memory: autograd may have shared it, and later gradients are added in place."""
+        taken = set(self.returned)
         for weight in new:
             if weight.grad is not None:
                 if weight.grad.untyped_storage()._cdata in taken:
@@ -76,5 +76,5 @@ class Flight:
 
 
 def _without(weights: Sequence[Tensor]) -> list[Tensor]:
-    """Those that have no gradient yet."""
+    """The weights that have no gradient yet."""
     return [weight for weight in weights if weight.grad is None]

@@ -1,6 +1,6 @@
-"""``Placed``: which rank of a pipeline has which leaves."""
+"""``Placement``: which rank of a pipeline holds which leaves."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,17 +19,20 @@ from functional_ds.pipelining.stages.stages import Stages
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.step.step import Step
 
-from .boundary import Blank, Crossing
+from .boundary import Crossing, TensorMeta
 
-__all__ = ["Part", "Placed"]
+__all__ = ["Placement", "StageParams"]
 
 
 @attrs.frozen
-class Part:
-    """Leaves that the same stages use.
+class StageParams:
+    """The leaves that one stage uses alone, or that the same several stages share.
 
     Attributes:
-        ranks: those that hold it, ascending; all sum its gradients, and the first one's counts.
+        name: for reports: ``stage 0``, ``stages 0, 3``.
+        stages: those that use them, ascending.
+        ranks: those that hold them, ascending. All ranks sum their gradients; norms and files take the first rank's.
+        paths: of the leaves.
     """
 
     name: str
@@ -39,18 +42,21 @@ class Part:
 
 
 @attrs.define(eq=False)
-class Known:
-    """What crosses between the stages, by step and what else it depends on; parts' leaves, by step and name; and rows.
+class PipelineCache:
+    """What a pipeline has found out about its stages. It is not compared with a state's structure, and is pickled empty.
 
-    Found once, and no part of a state's structure; a pickled one comes back empty.
+    Attributes:
+        crossing: what crosses between the stages, by step and by what else it depends on.
+        leaves: the leaves of each part of the params, without values, by step and the part's name.
+        rows: this rank's steps, by schedule and lead.
     """
 
     crossing: "WeakKeyDictionary[Step, dict[Any, Crossing]]" = attrs.field(factory=WeakKeyDictionary)
-    leaves: "WeakKeyDictionary[Step, dict[str, dict[str, Blank]]]" = attrs.field(factory=WeakKeyDictionary)
+    leaves: "WeakKeyDictionary[Step, dict[str, dict[str, TensorMeta]]]" = attrs.field(factory=WeakKeyDictionary)
     rows: dict[tuple[Schedule, int], list[tuple[Action, ...]]] = attrs.field(factory=dict)
 
     def row(self, schedule: Schedule, rank: int, *, lead: int) -> list[tuple[Action, ...]]:
-        """The steps of this rank in a schedule, receives ``lead`` compute actions early."""
+        """This rank's steps in a schedule, with receives posted ``lead`` compute actions early."""
         key = schedule, lead
         if key not in self.rows:
             steps = list(schedule.steps(rank))
@@ -58,96 +64,114 @@ class Known:
         return self.rows[key]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Known)
+        return isinstance(other, PipelineCache)
 
     __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> Any:
-        return Known, ()
+        return PipelineCache, ()
 
 
 @tree.record
-class Placed:
-    """pipeline's slot in the state: all leaves' paths, parts by the stages that use them, and the ranks that hold those.
+class Placement:
+    """The pipeline's slot in the state: which ranks and stages use which leaves.
 
     Attributes:
-        spec: of the user's tree.
-        paths: its leaves', in order.
+        spec: the structure of the user's tree.
+        paths: all its leaves, in order.
+        parts: the leaves by the stages that use them; every stage has a part of its own, which may be empty.
+        cache: what is found once.
     """
 
     spec: optree.PyTreeSpec = tree.static()
     paths: tuple[str, ...] = tree.static()
-    partition: tuple[Part, ...] = tree.static()
-    known: Known = tree.static()
+    parts: tuple[StageParams, ...] = tree.static()
+    cache: PipelineCache = tree.static()
 
     @staticmethod
-    def of(params: Any, stages: Stages, placement: Sequence[int]) -> "Placed":
-        """Leaves with the ranks whose stages use them.
+    def of(params: Any, stages: Stages, placement: Sequence[int]) -> "Placement":
+        """The placement of a tree of params.
+
+        Args:
+            params: the user's tree.
+            stages: the model's stages.
+            placement: the rank that holds each stage.
 
         Raises:
             ValueError: the stages use leaves that the params do not have, or the other way round.
         """
         paths = tuple(path for path, _ in tree.named(params))
-        users: dict[str, list[int]] = {path: [] for path in tree.as_written(params)}
-        for index, stage in enumerate(stages):
-            for path in stage.paths:
-                if path not in users:
-                    raise ValueError(
-                        f"params: stage {index} ({stage.name}) uses {path!r}, which they do not have; they have "
-                        f"{', '.join(paths[:8])}...; init takes the params of the stages: put pipeline after zero"
-                    )
-                users[path].append(index)
-        idle = [path for path, used in users.items() if not used]
-        if idle:
-            raise ValueError(f"params: no stage uses {', '.join(idle)}; init takes the params that the stages were made for")
-        groups: dict[tuple[int, ...], list[str]] = {}
+        users = _users(tree.as_written(params), paths, stages)
+        shared: dict[tuple[int, ...], list[str]] = {(index,): [] for index in range(len(stages))}
         for path, used in users.items():
-            groups.setdefault(tuple(used), []).append(path)
+            shared.setdefault(tuple(used), []).append(path)
         parts = [
-            Part(_title(used), used, tuple(sorted({placement[s] for s in used})), tuple(held)) for used, held in groups.items()
+            StageParams(_title(used), used, tuple(sorted({placement[stage] for stage in used})), tuple(held))
+            for used, held in sorted(shared.items())
         ]
-        alone = {used for used in groups if len(used) == 1}
-        empty = [Part(_title((s,)), (s,), (placement[s],), ()) for s in range(len(stages)) if (s,) not in alone]
-        return Placed(tree.structure(params), paths, tuple(sorted((*parts, *empty), key=lambda part: part.stages)), Known())
+        return Placement(tree.structure(params), paths, tuple(parts), PipelineCache())
 
-    def parts_of(self, stage: int) -> list[Part]:
-        """A stage's: first its own, then what it shares."""
-        return sorted((part for part in self.partition if stage in part.stages), key=lambda part: len(part.stages) > 1)
+    def parts_of(self, stage: int) -> list[StageParams]:
+        """A stage's parts: its own first, then those that it shares."""
+        return sorted((part for part in self.parts if stage in part.stages), key=lambda part: len(part.stages) > 1)
 
-    def here(self, rank: int) -> list[Part]:
-        """A rank's."""
-        return [part for part in self.partition if rank in part.ranks]
+    def here(self, rank: int) -> list[StageParams]:
+        """A rank's parts."""
+        return [part for part in self.parts if rank in part.ranks]
 
     def own(self, params: Any, rank: int) -> dict[str, Tensor]:
-        """A rank's leaves by path, each marked with its part."""
+        """A rank's leaves by path, each marked with its part's name."""
         leaves = dict(tree.named(params))
         own = {path: (leaves[path], part.name) for part in self.here(rank) for path in part.paths}
         return {path: mark_part(leaf, ", ".join(filter(None, (name, part_of(leaf))))) for path, (leaf, name) in own.items()}
 
-    def elsewhere(self, parts: LeafMap, rank: int) -> LeafMap:
-        """A rank's parts, who know that there are other leaves."""
+    def elsewhere(self, leaf_map: LeafMap, rank: int) -> LeafMap:
+        """A rank's leaf map, with the paths that only other ranks hold."""
         mine = {path for part in self.here(rank) for path in part.paths}
-        return attrs.evolve(parts, other_paths=tuple(path for path in self.paths if path not in mine))
+        return attrs.evolve(leaf_map, other_paths=tuple(path for path in self.paths if path not in mine))
 
-    def copies(self, parts: LeafMap, rank: int) -> set[int]:
-        """Which of the tensors that the optimizer gets hold leaves that count on another rank."""
+    def copies(self, leaf_map: LeafMap, rank: int) -> set[int]:
+        """The places of the optimizer's tensors that hold leaves which another rank counts."""
         copied = {path for part in self.here(rank) if part.ranks[0] != rank for path in part.paths}
-        return {p.tensor for pieces in parts.shards_by_rank for p in pieces if parts.leaves[p.leaf].path in copied}
+        return {p.tensor for shards in leaf_map.shards_by_rank for p in shards if leaf_map.leaves[p.leaf].path in copied}
 
     def gathered(self, own: Mapping[str, Tensor], group: comm.Group, device: torch.device) -> Any:
-        """The user's tree, whole on every rank; sends each leaf from the first rank that has it."""
+        """The user's tree, whole on every rank. Collective: the first rank that holds a leaf broadcasts it.
+
+        Args:
+            own: this rank's leaves by path.
+            group: the pipeline's ranks.
+            device: where other ranks' leaves arrive.
+        """
         shapes: dict[str, tuple[Any, ...]] = {}
         mine = {path: (list(leaf.shape), leaf.dtype, is_trainable(leaf)) for path, leaf in own.items()}
         for told in comm.all_gather_object(mine, group):
             shapes.update(told)
-        holder = {path: part.ranks[0] for part in self.partition for path in part.paths}
+        holder = {path: part.ranks[0] for part in self.parts for path in part.paths}
         leaves = []
         for path in self.paths:
             shape, dtype, trained = shapes[path]
-            blank = own[path] if path in own else torch.empty(shape, dtype=dtype, device=device)
-            blank = blank if trained == is_trainable(blank) else freeze(blank)
-            leaves.append(like_marked(comm.broadcast(blank.detach(), holder[path], group), blank))
+            leaf = own[path] if path in own else torch.empty(shape, dtype=dtype, device=device)
+            leaf = leaf if trained == is_trainable(leaf) else freeze(leaf)
+            leaves.append(like_marked(comm.broadcast(leaf.detach(), holder[path], group), leaf))
         return tree.unflatten(self.spec, leaves)
+
+
+def _users(written: Iterable[str], paths: Sequence[str], stages: Stages) -> dict[str, list[int]]:
+    """The stages that use each leaf."""
+    users: dict[str, list[int]] = {path: [] for path in written}
+    for index, stage in enumerate(stages):
+        for path in stage.paths:
+            if path not in users:
+                raise ValueError(
+                    f"params: stage {index} ({stage.name}) uses {path!r}, which they do not have; they have "
+                    f"{', '.join(paths[:8])}...; init takes the params of the stages: put pipeline after zero"
+                )
+            users[path].append(index)
+    idle = [path for path, used in users.items() if not used]
+    if idle:
+        raise ValueError(f"params: no stage uses {', '.join(idle)}; init takes the params that the stages were made for")
+    return users
 
 
 def _title(stages: Sequence[int]) -> str:

@@ -15,23 +15,29 @@ from functional_ds.pipelining.planning.timeline import Timeline, observed
 from functional_ds.pipelining.schedules.action import COMPUTE, Action, Kind
 from functional_ds.pipelining.schedules.schedule import Schedule
 
-__all__ = ["Recorder", "Saved"]
+__all__ = ["Recorder", "SavedBytes"]
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, repr=False)
 class Recorder:
-    """Takes notes while a pipeline runs: hand it to ``pipeline(..., recorder=)``; each step begins anew.
+    """Records a pipeline's last step on this rank: hand it to ``pipeline(..., recorder=)``.
 
     Attributes:
-        times: start and end of each compute action of the last step, in the row's order (``time.perf_counter``).
-        saved: bytes that each forward has left for its backward, by stage and micro-batch.
+        times: start and end of each compute action, in the row's order (seconds of ``time.perf_counter``).
+        saved: bytes that each forward left for its backward, by (stage, micro-batch).
         peak: the most bytes that were held for backwards at a time.
+
+    >>> Recorder()
+    <Recorder: 0 actions, peak 0 bytes>
     """
 
     times: list[tuple[float, float]] = attrs.field(factory=list)
     saved: dict[tuple[int, int], int] = attrs.field(factory=dict)
     peak: int = 0
     _held: int = 0
+
+    def __repr__(self) -> str:
+        return f"<Recorder: {len(self.times)} actions, peak {self.peak:,} bytes>"
 
     def begin(self) -> None:
         """Forgets the step before."""
@@ -41,10 +47,10 @@ class Recorder:
 
     @contextmanager
     def action(self, action: Action, apart: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
-        """Around each action; tensors that are held ``apart`` from activations, params and batches, count nothing."""
+        """Surrounds each action. The tensors of ``apart()`` (params, the batch) do not count as activations."""
         start = perf_counter()
         if action.kind is Kind.F:
-            with Saved(apart) as saved:
+            with SavedBytes(apart) as saved:
                 yield
             self.saved[action.stage, action.microbatch] = saved.bytes
             self._held += saved.bytes
@@ -59,17 +65,22 @@ class Recorder:
     def run(self, schedule: Schedule, group: comm.Group, *, costs: Costs | None = None) -> Timeline:
         """The last step of all ranks as a timeline; collective.
 
-        Clocks of different machines differ; ranks of one machine share theirs.
+        Ranks on one machine share a clock. Clocks of different machines differ, and are not corrected.
+
+        Args:
+            schedule: what ran.
+            group: the pipeline's ranks.
+            costs: for the timeline's memory; by default units.
         """
         return observed(schedule, comm.all_gather_object(self.times, group), costs)
 
 
-class Saved:
-    """Counts the bytes of the distinct storages that autograd keeps of what is computed inside.
+class SavedBytes:
+    """Counts the bytes of the distinct storages that autograd saves inside, without those of ``apart()``.
 
     >>> import torch
     >>> x = torch.ones(3, requires_grad=True)
-    >>> with Saved() as saved:
+    >>> with SavedBytes() as saved:
     ...     y = (x * 2).exp().sin()  # exp keeps its result, and sin its argument, which is the same
     >>> saved.bytes
     12
@@ -82,10 +93,10 @@ class Saved:
 
     @property
     def bytes(self) -> int:
-        """How many."""
+        """The bytes that were saved."""
         return sum(self._sizes.values())
 
-    def __enter__(self) -> "Saved":
+    def __enter__(self) -> "SavedBytes":
         self._hooks.__enter__()
         return self
 

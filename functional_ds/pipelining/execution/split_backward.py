@@ -1,10 +1,15 @@
-"""A backward pass in two parts: first the inputs' gradients, which others wait for, then the weights'.
+"""A backward pass in two parts: first the inputs' gradients, which other stages wait for, then the weights'.
 
-The nodes on the way from the outputs to an input make up the first part. Where a weight comes in beside that way, the node
-where the two meet keeps the gradient that arrives there; the second part goes on from there, away from the inputs. So each
-node computes each of its gradients once (the idea is zero bubble pipelines', Qi, Wan, Huang, Lin 2023).
+A graph with an input x and a weight w that meet at a node N; the arrows are the way of the gradients::
+
+    output -> ... -> N -> ... -> x      first part: the nodes that lead to an input
+                     N -> ... -> w      second part: from the junction N to its weights
+
+In the first part a hook keeps the gradient that arrives at N. The second part starts there and goes on to w alone. So each
+node computes each of its gradients once. The idea is from zero bubble pipelines (Qi, Wan, Huang, Lin 2023).
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,58 +18,66 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-__all__ = ["Rest", "accumulate", "backward_inputs"]
+__all__ = ["WeightBackward", "accumulate", "backward_inputs"]
 
 Grads = tuple[Tensor | None, ...]
+_NOTHING = frozenset[int]()
 
 
 @attrs.frozen(eq=False)
 class _Junction:
-    """A node on the way to an input where weights come in, and which of all weights."""
+    """A node that leads both to an input and to weights.
+
+    Attributes:
+        weights: places of these weights among all weights.
+    """
 
     node: Node
     weights: tuple[int, ...]
 
 
 @attrs.define(eq=False)
-class Rest:
-    """What is left of a backward pass once the inputs have their gradients.
+class WeightBackward:
+    """The second part of a backward pass, after the inputs have their gradients.
 
     Attributes:
-        weights: whose gradients are to come, or have come already.
+        weights: all weights, also those that have got their gradients in the first part.
     """
 
     weights: Sequence[Tensor]
     _outputs: Sequence[Any] = ()
     _seeds: Sequence[Tensor] = ()
     _junctions: list[_Junction] = attrs.field(factory=list)
-    _arrived: dict[int, Grads] = attrs.field(factory=dict)
+    _arrived: dict[int, Grads] = attrs.field(factory=dict)  # the gradients at each junction
 
     def run(self) -> None:
-        """Adds the weights' gradients, where the outputs depend on them; again does nothing."""
+        """Adds the remaining weights' gradients to their ``grad``. A second call does nothing."""
         accumulate(self._outputs, self._seeds, self.weights)
         self._outputs = self._seeds = ()
         for place, junction in enumerate(self._junctions):
-            arrived = self._arrived.pop(place, ())
-            pairs = [(GradientEdge(junction.node, i), _zeros(grad)) for i, grad in enumerate(arrived) if grad is not None]
-            edges, seeds = zip(*pairs, strict=True) if pairs else ((), ())
-            handle = junction.node.register_prehook(lambda grads, arrived=arrived: arrived)  # after all hooks of others
-            try:
-                accumulate(edges, seeds, [self.weights[i] for i in junction.weights])
-            finally:
-                handle.remove()
+            self._run(junction, self._arrived.pop(place, ()))
         self._junctions = []
+
+    def _run(self, junction: _Junction, arrived: Grads) -> None:
+        """Starts the engine at a junction with zeros, and replaces them by the kept gradients after everybody else's hooks."""
+        pairs = [(GradientEdge(junction.node, i), _zeros(grad)) for i, grad in enumerate(arrived) if grad is not None]
+        handle = junction.node.register_prehook(lambda grads: arrived)
+        try:
+            accumulate([edge for edge, _ in pairs], [zeros for _, zeros in pairs], [self.weights[i] for i in junction.weights])
+        finally:
+            handle.remove()
 
 
 def accumulate(outputs: Sequence[Any], seeds: Sequence[Tensor], leaves: Sequence[Tensor], *, again: bool = False) -> None:
     """Adds the gradients of outputs to the ``grad`` of leaves, each as soon as it is there.
 
-    It is ``torch.autograd.backward(outputs, seeds, inputs=leaves)`` without the looks at what is given, which take as long
+    It is ``torch.autograd.backward(outputs, seeds, inputs=leaves)`` without the checks of its arguments, which take as long
     as the backward of a small stage.
 
     Args:
         outputs: tensors or gradient edges.
         seeds: their gradients, of the same shapes and dtypes.
+        leaves: tensors that require grad.
         again: keeps the graph for another pass.
     """
     if outputs and leaves:
@@ -75,15 +88,15 @@ def accumulate(outputs: Sequence[Any], seeds: Sequence[Tensor], leaves: Sequence
 
 def backward_inputs(
     outputs: Sequence[Any], seeds: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor]
-) -> Rest:
-    """Adds the inputs' gradients, and gives what will add the weights'.
+) -> WeightBackward:
+    """Adds the inputs' gradients to their ``grad``, and returns the part that will add the weights'.
 
-    Law: both together are ``accumulate(outputs, seeds, (*inputs, *weights))``, no product computed twice, but for what
-    checkpoints recompute. A weight that comes in at several places, or is not beside the way to an input, gets its gradient
-    with the inputs. Without inputs everything is left.
+    Law: both parts together are ``accumulate(outputs, seeds, (*inputs, *weights))``, and no product is computed twice, except
+    by checkpoints. A weight that has several junctions, or none, gets its gradient in the first part. Without inputs
+    everything is left to the second part.
 
-    Hooks on a tensor or a node where weights come in have changed what is kept there; they are called again in the second
-    part, with zeros, and what they give then is not used.
+    A hook on a tensor or node at a junction has changed the gradient that is kept there. The second part calls the hook
+    again, with zeros, and ignores its result.
 
     Args:
         outputs: tensors or gradient edges.
@@ -100,11 +113,11 @@ def backward_inputs(
     2.0
     """
     if not inputs:
-        return Rest(weights, outputs, seeds)
+        return WeightBackward(weights, outputs, seeds)
     junctions = _junctions([_node(output) for output in outputs], inputs, weights)
-    beside = {i for junction in junctions for i in junction.weights}
-    now = [weight for i, weight in enumerate(weights) if i not in beside]
-    rest = Rest(weights, junctions=junctions)
+    later = {i for junction in junctions for i in junction.weights}
+    now = [weight for i, weight in enumerate(weights) if i not in later]
+    rest = WeightBackward(weights, junctions=junctions)
     handles = [
         junction.node.register_prehook(lambda grads, place=place: rest._arrived.update({place: grads}))
         for place, junction in enumerate(junctions)
@@ -118,7 +131,7 @@ def backward_inputs(
 
 
 def _zeros(grad: Tensor) -> Tensor:
-    """Zeros like it; those of a plain tensor take no memory."""
+    """Zeros of the same shape; those for a plain tensor take no memory."""
     if type(grad) is not Tensor or grad.layout != torch.strided:
         return torch.zeros_like(grad)
     return torch.zeros((), dtype=grad.dtype, device=grad.device).expand(grad.shape)
@@ -129,33 +142,40 @@ def _node(output: Any) -> Node | None:
 
 
 def _junctions(roots: Sequence[Node | None], inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> list[_Junction]:
-    """Where weights that come in at one place only do so."""
-    leaf = {id(tensor): i for i, tensor in enumerate(weights)}
-    ends = {id(tensor) for tensor in inputs}
-    order = list(_postorder([root for root in roots if root is not None]))
-    on_the_way: set[Node] = set()
-    behind: dict[Node, frozenset[int]] = {}  # weights that a node beside the way leads to
+    """The nodes that lead to an input and, by another edge, to weights that have no other junction."""
+    found = [root for root in roots if root is not None]
+    met, beside = _meetings(found, {id(tensor) for tensor in inputs}, {id(tensor): i for i, tensor in enumerate(weights)})
+    times = Counter(i for _, reached in met for i in reached)
+    for root in found:  # weights of an output that no input leads to: they get their gradients in the first part
+        times.update([*beside.get(root, _NOTHING)] * 2)
+    kept = ((node, tuple(sorted(i for i in reached if times[i] == 1))) for node, reached in met)
+    return [_Junction(node, reached) for node, reached in kept if reached]
+
+
+def _meetings(
+    roots: Sequence[Node], inputs: set[int], weights: dict[int, int]
+) -> tuple[list[tuple[Node, frozenset[int]]], dict[Node, frozenset[int]]]:
+    """The nodes that lead to an input and by another edge to weights; and the weights behind each node that leads to no input.
+
+    Args:
+        roots: the nodes of the outputs.
+        inputs: ids of the inputs.
+        weights: the place of each weight, by id.
+    """
+    to_inputs: set[Node] = set()
+    beside: dict[Node, frozenset[int]] = {}
     met: list[tuple[Node, frozenset[int]]] = []
-    for node in order:  # what it leads to comes first
-        variable = getattr(node, "variable", None)
-        following = [following for following, _ in node.next_functions if following is not None]
-        if (variable is not None and id(variable) in ends) or any(f in on_the_way for f in following):
-            on_the_way.add(node)
-            found = frozenset[int]().union(*(behind[f] for f in following if f not in on_the_way))
-            if found:
-                met.append((node, found))
+    for node in _postorder(roots):  # a node comes after all nodes that it leads to
+        leaf = id(getattr(node, "variable", None))
+        following = [each for each, _ in node.next_functions if each is not None]
+        reached = _NOTHING.union(*(beside.get(each, _NOTHING) for each in following))
+        if leaf in inputs or any(each in to_inputs for each in following):
+            to_inputs.add(node)
+            if reached:
+                met.append((node, reached))
         else:
-            own = frozenset([leaf[id(variable)]]) if variable is not None and id(variable) in leaf else frozenset[int]()
-            behind[node] = own.union(*(behind[f] for f in following))
-    times: dict[int, int] = {}
-    for _, found in met:
-        for i in found:
-            times[i] = times.get(i, 0) + 1
-    for root in roots:  # an output that hangs on no input at all
-        for i in behind.get(root, frozenset()) if root is not None else ():
-            times[i] = times.get(i, 0) + 2
-    kept = ((node, tuple(sorted(i for i in found if times[i] == 1))) for node, found in met)
-    return [_Junction(node, found) for node, found in kept if found]
+            beside[node] = reached | {weights[leaf]} if leaf in weights else reached
+    return met, beside
 
 
 def _postorder(roots: Sequence[Node]) -> Iterator[Node]:
@@ -168,4 +188,4 @@ def _postorder(roots: Sequence[Node]) -> Iterator[Node]:
         elif node not in seen:
             seen.add(node)
             stack.append((node, True))
-            stack.extend((following, False) for following, _ in node.next_functions if following is not None)
+            stack.extend((each, False) for each, _ in node.next_functions if each is not None)

@@ -1,4 +1,4 @@
-"""``Costs``: what the stages of a pipeline take, in seconds and bytes."""
+"""``Costs``: the seconds and bytes of a pipeline's stages."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ import attrs
 import numpy as np
 
 from functional_ds.comm.algorithms.cost import Link
-from functional_ds.pipelining.schedules.graph import Floats
+from functional_ds.pipelining.schedules.earliest import Floats
 
 __all__ = ["Costs", "PerStage"]
 
@@ -26,24 +26,26 @@ def _not_negative(_: Any, attribute: Any, value: Any) -> None:
             raise ValueError(f"{attribute.name}={value!r}: {each} is no cost; use finite numbers of at least 0")
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, repr=False)
 class Costs:
-    """Times and sizes, each a number for all stages or a sequence with one for each.
+    """Times and sizes: one number for all stages, or a sequence with one for each.
 
-    The defaults are the papers' units: F, I and W take one unit of time, B two, messages none, and what a forward leaves for
-    its backward is one unit of memory.
+    The defaults are the papers' units: F, I and W take one unit of time, B two, messages none; a forward leaves one unit of
+    memory for its backward.
 
     Attributes:
         forward, inputs, weights: seconds of F, I and W.
         backward: seconds of B; by default those of I and W.
-        link: between neighbouring ranks; one for each message, none shared.
-        message: bytes of what a stage sends to the next, and of the gradient that comes back.
+        link: between neighbouring ranks, not shared between messages.
+        message: bytes that a stage sends to the next, and of the gradient that comes back.
         activations: bytes that a forward leaves for its backward.
-        kept: bytes of those that W still needs after I; by default all.
+        kept: of these, the bytes that W still needs after I; by default all.
         gather, reduce: seconds of a stage's gather and reduce.
 
     >>> Costs(forward=[1, 2], weights=0.5).seconds(2).tolist()  # of F, I, W, B; a row for each stage
     [[1.0, 1.0, 0.5, 1.5], [2.0, 1.0, 0.5, 1.5]]
+    >>> Costs(forward=[1, 2], weights=0.5)
+    Costs(forward=(1.0, 2.0), weights=0.5)
     """
 
     forward: PerStage = attrs.field(default=1.0, converter=_per_stage, validator=_not_negative)
@@ -57,8 +59,12 @@ class Costs:
     gather: PerStage = attrs.field(default=0.0, converter=_per_stage, validator=_not_negative)
     reduce: PerStage = attrs.field(default=0.0, converter=_per_stage, validator=_not_negative)
 
+    def __repr__(self) -> str:
+        default, given = attrs.asdict(Costs(), recurse=False), attrs.asdict(self, recurse=False)
+        return f"Costs({', '.join(f'{name}={value!r}' for name, value in given.items() if value != default[name])})"
+
     def of(self, name: str, stages: int) -> Floats:
-        """A field's values, one for each stage.
+        """A field's values, by stage.
 
         Raises:
             ValueError: the field has another number of values.
@@ -71,17 +77,17 @@ class Costs:
         return np.broadcast_to(np.asarray(value, np.float64), (stages,))
 
     def seconds(self, stages: int) -> Floats:
-        """[stage, kind]: of F, I, W and B."""
+        """[stage, kind]: seconds of F, I, W and B."""
         forward, inputs, weights = (self.of(name, stages) for name in ("forward", "inputs", "weights"))
         backward = inputs + weights if self.backward is None else self.of("backward", stages)
         return np.stack([forward, inputs, weights, backward], axis=1)
 
     def crossing(self, stages: int) -> Floats:
-        """Seconds of a message between a stage and the next."""
+        """[stage]: seconds of a message between the stage and the next."""
         return self.link.latency + self.of("message", stages) / self.link.bandwidth
 
     def freed(self, stages: int) -> Floats:
-        """[stage, kind]: bytes that the end of F, I, W and B frees."""
+        """[stage, kind]: bytes that are freed at the end of F, I, W and B."""
         activations = self.of("activations", stages)
         kept = activations if self.kept is None else np.minimum(self.of("kept", stages), activations)
         return np.stack([np.zeros(stages), activations - kept, kept, activations], axis=1)

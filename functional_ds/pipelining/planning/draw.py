@@ -1,10 +1,8 @@
-"""Timelines as pictures: Gantt charts with memory under them, and text for a terminal."""
+"""``draw``: timelines as Gantt charts with memory under them; ``text``: for a terminal."""
 
 import math
 from os import PathLike
 from typing import Any
-
-import numpy as np
 
 from functional_ds.pipelining.schedules.action import Kind
 
@@ -15,20 +13,20 @@ __all__ = ["draw", "text"]
 # The literature's colours: blue forwards, teal and green backwards.
 _COLOURS = {Kind.F: "#4c72b0", Kind.I: "#64b5cd", Kind.W: "#55a868", Kind.B: "#2a8b8b"}
 _NAMES = {Kind.F: "forward", Kind.I: "backward for inputs", Kind.W: "backward for weights", Kind.B: "backward"}
-_LABELLED = 600  # more actions than that in a picture, and their numbers cannot be read
+_LABELLED = 600  # with more actions than this, a picture has no room for their numbers
 _MEMORY_LINES = 8
 
 
 def draw(
     timeline: Timeline, path: str | PathLike[str] | None = None, *, beside: Timeline | None = None, title: str = ""
 ) -> Any:
-    """A Gantt picture: a line for each rank, its actions in colours, and below it the ranks' memory over time.
+    """A Gantt chart: a line for each rank with its actions in colours, and below it each rank's memory over time.
 
     Args:
         timeline: what is drawn.
-        path: where to write it; the suffix says how: .svg, .png, .pdf.
-        beside: a second one on the same scale of time, a run's beside its prediction.
-        title: above it.
+        path: a file to write; the suffix is the format: .svg, .png, .pdf.
+        beside: a second timeline on the same scale, such as a run beside its prediction.
+        title: the figure's title.
 
     Returns:
         The matplotlib figure.
@@ -97,13 +95,14 @@ def _memory(axes: Any, timeline: Timeline) -> None:
 
 
 def text(timeline: Timeline, *, width: int = 100) -> str:
-    """A line for each rank, time from left to right: each action's kind and micro-batch where it fits, dots where it idles.
+    """A line for each rank, as ``str(timeline)``: time from left to right, dots where the rank is idle.
 
-    With several stages on a rank, letters of all but the first are lower case.
+    Each action shows its kind and, where they fit, its micro-batch and its length. Letters of a rank's later stages are lower
+    case.
 
     Args:
         timeline: what is shown.
-        width: columns for the makespan, at most.
+        width: the most columns for the makespan.
 
     >>> from functional_ds.pipelining import one_f_one_b, timeline
     >>> print(text(timeline(one_f_one_b(2, 3)), width=24))
@@ -111,21 +110,4 @@ def text(timeline: Timeline, *, width: int = 100) -> str:
     rank 0 |F0F1....B0--F2B1--..B2--|
     rank 1 |..F0B0--F1B1--F2B2--....|
     """
-    durations = np.concatenate([end - start for start, end in map(timeline.times, range(timeline.schedule.ranks))])
-    shortest = float(durations[durations > 0].min(initial=timeline.makespan or 1.0))
-    scale = min(width / (timeline.makespan or 1.0), 2 / shortest)
-    columns = round(timeline.makespan * scale)
-    lines = [f"makespan {timeline.makespan:g}, bubble {timeline.bubble:.1%}, peak memory {max(timeline.peak):g}"]
-    label = len(f"rank {timeline.schedule.ranks - 1}")
-    for rank in range(timeline.schedule.ranks):
-        line = ["."] * columns
-        own = timeline.schedule.stages_of(rank)
-        for span in timeline.spans(rank):
-            if span.action.kind > Kind.B:
-                continue
-            start, stop = round(span.start * scale), round(span.end * scale)
-            letter = span.action.kind.name if span.action.stage == own[0] else span.action.kind.name.lower()
-            name = f"{letter}{span.action.microbatch}"
-            line[start:stop] = (name if len(name) <= stop - start else letter)[: stop - start].ljust(stop - start, "-")
-        lines.append(f"{f'rank {rank}':<{label}} |{''.join(line)}|")
-    return "\n".join(lines)
+    return timeline.text(width=width)

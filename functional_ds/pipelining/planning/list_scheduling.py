@@ -1,7 +1,19 @@
-"""List scheduling: each rank takes the best of what is ready, within its memory."""
+"""List scheduling: a rank that is free takes the best of its ready actions that its memory and a rule allow.
+
+::
+
+    the forwards of the first stage are ready at time 0
+    for each (time, rank) at which something gets ready or a rank gets free, in the order of time:
+        if the rank is free:
+            take a W if more than ``behind`` of them wait
+            else the backward of the earliest micro-batch
+            else the forward of the deepest stage, if fewer than ``ahead`` are in flight and there is memory for it
+            else a W, or nothing
+            what depends on the action gets ready at its end, on another rank a message later
+"""
 
 import heapq
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
 
 import attrs
@@ -11,16 +23,16 @@ from functional_ds.pipelining.schedules.schedule import Schedule
 
 from .costs import Costs
 
-__all__ = ["Policy", "greedy"]
+__all__ = ["PriorityRule", "list_schedule"]
 
 
 @attrs.frozen
-class Policy:
+class PriorityRule:
     """What each rank prefers.
 
     Attributes:
-        ahead: forwards that may be in flight, for each rank.
-        behind: weights' gradients that may wait while there is other work, for each rank.
+        ahead: for each rank, how many forwards may be in flight.
+        behind: for each rank, how many backwards for weights may wait while there is other work.
         split: whether backwards are split.
     """
 
@@ -29,89 +41,129 @@ class Policy:
     split: bool
 
 
-class _Rank:
-    """What is ready on a rank, and what it holds."""
+def list_schedule(
+    microbatches: int, costs: Costs, placement: Sequence[int], limits: Sequence[float], rule: PriorityRule
+) -> Schedule | None:
+    """The schedule that follows from a rule; None if the limits or the rule bring it to a halt.
 
-    def __init__(self) -> None:
+    Args:
+        microbatches: how many.
+        costs: of each stage.
+        placement: the rank that holds each stage.
+        limits: each rank's bytes of activations.
+        rule: what each rank prefers.
+    """
+    return _ListScheduler(costs, placement, limits, rule).run(microbatches)
+
+
+class _Rank:
+    """A rank's row so far, what is ready there, and what it holds."""
+
+    def __init__(self, ahead: int, behind: int, limit: float) -> None:
+        self.ahead, self.behind, self.limit = ahead, behind, limit
         self.row: list[Action] = []
         self.free_at = 0.0
-        self.held = 0.0
+        self.held = 0.0  # bytes of activations
         self.in_flight = 0
-        self.forwards: list[tuple[int, int]] = []  # heaps of (-stage, micro-batch) and (micro-batch, -stage)
-        self.backwards: list[tuple[int, int]] = []
-        self.weights: deque[tuple[int, int]] = deque()
-        self.coming: list[tuple[float, int, int, int]] = []  # heap of (time, kind, stage, micro-batch)
+        self.arrivals: list[tuple[float, Kind, int, int]] = []  # heap of (time, kind, stage, micro-batch)
+        self.forwards: list[tuple[int, int]] = []  # heap of (-stage, micro-batch)
+        self.backwards: list[tuple[int, int]] = []  # heap of (micro-batch, -stage)
+        self.weights: deque[tuple[int, int]] = deque()  # (stage, micro-batch)
 
-    def take_in(self, now: float) -> None:
-        while self.coming and self.coming[0][0] <= now:
-            _, kind, stage, microbatch = heapq.heappop(self.coming)
-            if kind == Kind.F:
-                heapq.heappush(self.forwards, (-stage, microbatch))  # the deepest first: it is nearest to its backward
+    def admit(self, now: float) -> None:
+        """Queues what has arrived."""
+        while self.arrivals and self.arrivals[0][0] <= now:
+            _, kind, stage, microbatch = heapq.heappop(self.arrivals)
+            if kind is Kind.F:
+                heapq.heappush(self.forwards, (-stage, microbatch))
             else:
                 heapq.heappush(self.backwards, (microbatch, -stage))
 
+    def choose(self, backward: Kind, needed: Sequence[float]) -> Action | None:
+        """Takes the best action from the queues; ``needed`` is the memory that each stage's forward must find free."""
+        if len(self.weights) > self.behind:
+            return Action(Kind.W, *self.weights.popleft())
+        if self.backwards:
+            microbatch, stage = heapq.heappop(self.backwards)
+            return Action(backward, -stage, microbatch)
+        if self.forwards and self.in_flight < self.ahead and self.held + needed[-self.forwards[0][0]] <= self.limit:
+            stage, microbatch = heapq.heappop(self.forwards)
+            return Action(Kind.F, -stage, microbatch)
+        return Action(Kind.W, *self.weights.popleft()) if self.weights else None
 
-def greedy(
-    microbatches: int, costs: Costs, placement: Sequence[int], limits: Sequence[float], policy: Policy
-) -> Schedule | None:
-    """The schedule that comes of the policy, or None if the limits or the policy let it come to a halt."""
-    count, last = len(placement), len(placement) - 1
-    seconds, crossing = costs.seconds(count).tolist(), costs.crossing(count).tolist()
-    taken, freed = costs.of("activations", count).tolist(), costs.freed(count).tolist()
-    ranks = [_Rank() for _ in limits]
-    own: dict[int, list[int]] = defaultdict(list)
-    for stage, rank in enumerate(placement):
-        own[rank].append(stage)
-    room = [sum(taken[later] for later in own[rank] if later >= stage) for stage, rank in enumerate(placement)]
-    events = [(0.0, placement[0])]
 
-    def release(kind: Kind, stage: int, microbatch: int, time: float) -> None:
-        heapq.heappush(ranks[placement[stage]].coming, (time, int(kind), stage, microbatch))
-        heapq.heappush(events, (time, placement[stage]))
+class _ListScheduler:
+    """The ranks, the events to come, and the costs as lists, which are faster to index than arrays.
 
-    def choose(rank: int) -> Action | None:
-        here = ranks[rank]
-        if here.weights and len(here.weights) > policy.behind[rank]:
-            return Action(Kind.W, *here.weights.popleft())
-        if here.backwards:
-            microbatch, stage = heapq.heappop(here.backwards)
-            return Action(Kind.I if policy.split else Kind.B, -stage, microbatch)
-        if here.forwards and here.in_flight < policy.ahead[rank]:
-            stage = -here.forwards[0][0]
-            if here.held + room[stage] <= limits[rank]:  # so that this micro-batch can pass the rank's later stages too
-                return Action(Kind.F, stage, heapq.heappop(here.forwards)[1])
-        return Action(Kind.W, *here.weights.popleft()) if here.weights else None
+    Attributes:
+        needed: for each stage its activations and those of the rank's later stages, so that a micro-batch that has begun can
+            always pass all of them.
+    """
 
-    def carry_out(rank: int, action: Action, now: float) -> float:
-        here, (kind, stage, microbatch) = ranks[rank], action
-        over: float = now + seconds[stage][kind]
-        here.row.append(action)
-        here.held += (taken[stage] if kind is Kind.F else 0.0) - freed[stage][kind]
-        here.in_flight += (kind is Kind.F) - (kind in (Kind.W, Kind.B))
+    def __init__(self, costs: Costs, placement: Sequence[int], limits: Sequence[float], rule: PriorityRule) -> None:
+        count = len(placement)
+        self.placement = placement
+        self.backward = Kind.I if rule.split else Kind.B
+        self.ranks = [_Rank(*each) for each in zip(rule.ahead, rule.behind, limits, strict=True)]
+        self.events: list[tuple[float, int]] = []  # heap of (time, rank)
+        self.seconds: list[list[float]] = costs.seconds(count).tolist()
+        self.crossing: list[float] = costs.crossing(count).tolist()
+        self.taken: list[float] = costs.of("activations", count).tolist()
+        self.freed: list[list[float]] = costs.freed(count).tolist()
+        self.needed = [
+            sum(self.taken[later] for later in range(stage, count) if placement[later] == rank)
+            for stage, rank in enumerate(placement)
+        ]
+
+    def run(self, microbatches: int) -> Schedule | None:
+        """Goes through the events; None if they end before all actions are done."""
+        for microbatch in range(microbatches):
+            self._release(Kind.F, 0, microbatch, 0.0)
+        while self.events:
+            now, index = heapq.heappop(self.events)
+            rank = self.ranks[index]
+            if now < rank.free_at:
+                continue  # there is an event for the time when it is free
+            rank.admit(now)
+            action = rank.choose(self.backward, self.needed)
+            if action is not None:
+                rank.free_at = self._carry_out(rank, action, now)
+                heapq.heappush(self.events, (rank.free_at, index))
+        expected = microbatches * len(self.placement) * (3 if self.backward is Kind.I else 2)
+        if sum(len(rank.row) for rank in self.ranks) < expected:
+            return None
+        return Schedule([packed(rank.row) for rank in self.ranks], tuple(self.placement), microbatches)
+
+    def _carry_out(self, rank: _Rank, action: Action, now: float) -> float:
+        """Appends an action to a row, and releases what depends on it; the time of its end."""
+        kind, stage, microbatch = action
+        end = now + self.seconds[stage][kind]
+        rank.row.append(action)
+        rank.held -= self.freed[stage][kind]
         if kind is Kind.F:
-            to = min(stage + 1, last)
-            after = over + (crossing[stage] if placement[to] != rank else 0.0)
-            release(Kind.F if stage < last else Kind.B, to, microbatch, after)
-        elif kind is not Kind.W:
+            rank.held += self.taken[stage]
+            rank.in_flight += 1
+            if stage + 1 < len(self.placement):
+                self._release(Kind.F, stage + 1, microbatch, end + self._crossing(stage))
+            else:
+                self._release(Kind.B, stage, microbatch, end)
+        elif kind is Kind.W:
+            rank.in_flight -= 1
+        else:
             if kind is Kind.I:
-                here.weights.append((stage, microbatch))
+                rank.weights.append((stage, microbatch))
+            else:
+                rank.in_flight -= 1
             if stage:
-                release(Kind.B, stage - 1, microbatch, over + (crossing[stage - 1] if placement[stage - 1] != rank else 0.0))
-        return over
+                self._release(Kind.B, stage - 1, microbatch, end + self._crossing(stage - 1))
+        return end
 
-    for microbatch in range(microbatches):
-        release(Kind.F, 0, microbatch, 0.0)
-    while events:
-        now, rank = heapq.heappop(events)
-        here = ranks[rank]
-        if now < here.free_at:
-            continue  # there is an event for when it is free
-        here.take_in(now)
-        action = choose(rank)
-        if action is not None:
-            here.free_at = carry_out(rank, action, now)
-            heapq.heappush(events, (here.free_at, rank))
-    expected = microbatches * count * (3 if policy.split else 2)
-    if sum(len(here.row) for here in ranks) < expected:
-        return None
-    return Schedule([packed(here.row) for here in ranks], tuple(placement), microbatches)
+    def _release(self, kind: Kind, stage: int, microbatch: int, time: float) -> None:
+        """Lets an action be ready from a time on."""
+        rank = self.placement[stage]
+        heapq.heappush(self.ranks[rank].arrivals, (time, kind, stage, microbatch))
+        heapq.heappush(self.events, (time, rank))
+
+    def _crossing(self, stage: int) -> float:
+        """Seconds between a stage and the next."""
+        return self.crossing[stage] if self.placement[stage] != self.placement[stage + 1] else 0.0

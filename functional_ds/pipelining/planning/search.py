@@ -2,29 +2,22 @@
 
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import attrs
 
 from functional_ds.pipelining.schedules.generators import check
 from functional_ds.pipelining.schedules.schedule import Schedule, ScheduleError, check_placement
-from functional_ds.pipelining.schedules.v_shaped import named
+from functional_ds.pipelining.schedules.v_shaped import by_name
 
 from .costs import Costs
-from .list_scheduling import Policy, greedy
+from .list_scheduling import PriorityRule, list_schedule
 from .timeline import timeline
 
 __all__ = ["optimize"]
 
 _FURTHEST = 6  # places that a move takes an action
-
-
-@attrs.frozen
-class _Found:
-    """A schedule and what it is worth: its makespan, then how early its ranks end on the whole."""
-
-    schedule: Schedule
-    worth: tuple[float, float]
 
 
 def optimize(
@@ -39,11 +32,10 @@ def optimize(
 ) -> Schedule:
     """The schedule with the least makespan that a search has found under a limit of memory.
 
-    It starts from every named schedule that keeps the limit and from list schedules with one forward ahead, with two, and so
-    on; goes on with list schedules whose ranks differ in how far ahead and behind they are; and then moves single actions.
-    It keeps what is better, so
+    The search tries, in this order: list schedules whose ranks all prefer the same; every published schedule (``by_name``);
+    list schedules whose ranks differ; and the best schedule with single actions moved. It keeps what is better, so
 
-    Law: its makespan is at most that of the best named schedule for the same placement within the limit.
+    Law: its makespan is at most that of the best published schedule for the same placement within the limit.
 
     Args:
         p: ranks.
@@ -51,19 +43,19 @@ def optimize(
         costs: of each stage.
         memory_limit: bytes of activations for each rank, or for all.
         placement: the rank that holds each stage; by default stage s is on rank s.
-        rounds: how many policies and how many moves are tried.
+        rounds: how many rules and how many moves are tried.
         seed: equal seeds find equal schedules.
 
     Raises:
-        ValueError: sizes that do not fit, or a limit that not even one micro-batch at a time keeps: what it takes is named.
+        ValueError: sizes that do not fit, or a limit that one micro-batch at a time already exceeds; the message names both.
 
-    Cost: a timeline for each round, so milliseconds for each of the ``2 * rounds`` while p and m are small.
+    Cost: a timeline for each round: milliseconds for each of the ``2 * rounds`` while p and m are small.
 
-    >>> from functional_ds.pipelining import Costs, named, timeline
+    >>> from functional_ds.pipelining import by_name, Costs, timeline
     >>> costs = Costs(forward=[4, 1, 1, 2], inputs=[2, 1, 1, 1], weights=[1, 2, 1, 4])
     >>> timeline(optimize(4, 6, costs, memory_limit=4, rounds=20), costs).makespan
     48.0
-    >>> min(timeline(each, costs).makespan for each in named(4, 6).values())
+    >>> min(timeline(each, costs).makespan for each in by_name(4, 6).values())
     51.0
     """
     check(p, m)
@@ -72,52 +64,67 @@ def optimize(
     limits = [float(memory_limit)] * p if isinstance(memory_limit, (int, float)) else [float(each) for each in memory_limit]
     if len(limits) != p:
         raise ValueError(f"memory_limit={memory_limit!r} has {len(limits)} limits for p={p} ranks; give one for each, or one")
-    chooser = random.Random(seed)
-
-    def judged(schedule: Schedule | None) -> _Found | None:
-        if schedule is None:
-            return None
-        timed = timeline(schedule, costs)
-        if any(peak > limit for peak, limit in zip(timed.peak, limits, strict=True)):
-            return None
-        ends = sum(float(timed.times(rank)[1].max(initial=0.0)) for rank in range(p))
-        return _Found(schedule, (timed.makespan, ends))
-
     simplest = _one_at_a_time(p, m, placement)
     for rank, (peak, limit) in enumerate(zip(timeline(simplest, costs).peak, limits, strict=True)):
         if peak > limit:
             raise ValueError(f"memory_limit={limit:g} on rank {rank}: one micro-batch at a time already takes {peak:g}")
-    best = _Found(simplest, (float("inf"), 0.0))
-    policies: list[tuple[Policy, tuple[float, float]]] = []
-    for policy in _policies(p, m, len(placement)):
-        found = judged(greedy(m, costs, placement, limits, policy))
-        if found is not None:
-            policies.append((policy, found.worth))
-            best = _better(best, found)
-    for schedule in (simplest, *named(p, m, placement).values()):
-        best = _better(best, judged(schedule))
-    if policies:
-        policy, worth = min(policies, key=lambda pair: pair[1])
-        for _ in range(rounds):
-            tried = _varied(policy, chooser)
-            found = judged(greedy(m, costs, placement, limits, tried))
-            if found is not None and found.worth <= worth:
-                policy, worth = tried, found.worth
-                best = _better(best, found)
+    search = _Search(costs, limits, simplest)
+    rules = [(rule, search.offer(search.follow(rule, m))) for rule in _rules(p, m, len(placement))]
+    for schedule in (simplest, *by_name(p, m, placement).values()):
+        search.offer(schedule)
+    chooser = random.Random(seed)
+    rule, worth = min(rules, key=lambda pair: pair[1])
+    for _ in range(rounds if worth < _REFUSED else 0):
+        varied = _varied(rule, chooser)
+        found = search.offer(search.follow(varied, m))
+        if found <= worth:
+            rule, worth = varied, found
     for _ in range(rounds):
-        try:
-            best = _better(best, judged(_moved(best.schedule, chooser)))
-        except ScheduleError:
-            continue  # across a dependency
-    return best.schedule
+        with suppress(ScheduleError):  # the move was across a dependency
+            search.offer(_moved(search.best, chooser))
+    return search.best
 
 
-def _better(best: _Found, found: _Found | None) -> _Found:
-    return best if found is None or best.worth <= found.worth else found
+_Worth = tuple[float, float]  # a schedule's makespan, and the sum of the times at which its ranks end; less is better
+_REFUSED = (float("inf"), float("inf"))
+
+
+@attrs.define
+class _Search:
+    """The best schedule so far.
+
+    Attributes:
+        costs: of each stage.
+        limits: each rank's bytes of activations.
+        best: the schedule; at first one that keeps the limits.
+        worth: what it is worth.
+    """
+
+    costs: Costs
+    limits: Sequence[float]
+    best: Schedule
+    worth: _Worth = (float("inf"), 0.0)
+
+    def offer(self, schedule: Schedule | None) -> _Worth:
+        """What a schedule is worth; keeps the schedule if it is better than the best."""
+        worth = _REFUSED if schedule is None else self._judge(schedule)
+        if schedule is not None and worth < self.worth:
+            self.best, self.worth = schedule, worth
+        return worth
+
+    def follow(self, rule: PriorityRule, microbatches: int) -> Schedule | None:
+        """The list schedule of a rule."""
+        return list_schedule(microbatches, self.costs, self.best.placement, self.limits, rule)
+
+    def _judge(self, schedule: Schedule) -> _Worth:
+        timed = timeline(schedule, self.costs)
+        if any(peak > limit for peak, limit in zip(timed.peak, self.limits, strict=True)):
+            return _REFUSED
+        return timed.makespan, sum(float(timed.times(rank)[1].max(initial=0.0)) for rank in range(schedule.ranks))
 
 
 def _one_at_a_time(p: int, m: int, placement: Sequence[int]) -> Schedule:
-    """Each micro-batch forwards and backwards before the next: the least memory."""
+    """The schedule with the least memory: each micro-batch forwards and backwards before the next."""
     rows: list[list[str]] = [[] for _ in range(p)]
     for j in range(m):
         for stage, rank in enumerate(placement):
@@ -127,28 +134,28 @@ def _one_at_a_time(p: int, m: int, placement: Sequence[int]) -> Schedule:
     return Schedule.of(rows, placement, m)
 
 
-def _policies(p: int, m: int, stages: int) -> Iterator[Policy]:
+def _rules(p: int, m: int, stages: int) -> Iterator[PriorityRule]:
     most = m * stages
     for split in (False, True):
         for ahead in sorted({min(size, most) for size in (*range(1, 2 * stages + 1), most)}):
             for behind in {0, p, most} if split else {0}:
-                yield Policy((ahead,) * p, (behind,) * p, split)
+                yield PriorityRule((ahead,) * p, (behind,) * p, split)
         staggered = tuple(min(most, -(-stages // p) * (p - rank)) for rank in range(p))
-        yield Policy(staggered, tuple(range(p)), split)
+        yield PriorityRule(staggered, tuple(range(p)), split)
 
 
-def _varied(policy: Policy, chooser: random.Random) -> Policy:
-    """One rank a little further ahead or behind."""
-    name = chooser.choice(("ahead", "behind")) if policy.split else "ahead"
-    values = list(getattr(policy, name))
+def _varied(rule: PriorityRule, chooser: random.Random) -> PriorityRule:
+    """The rule with one rank a little further ahead or behind."""
+    name = chooser.choice(("ahead", "behind")) if rule.split else "ahead"
+    values = list(getattr(rule, name))
     rank, least = chooser.randrange(len(values)), 1 if name == "ahead" else 0
     values[rank] = max(least, values[rank] + chooser.choice((-2, -1, 1, 2)))
     changes: dict[str, Any] = {name: tuple(values)}
-    return attrs.evolve(policy, **changes)
+    return attrs.evolve(rule, **changes)
 
 
 def _moved(schedule: Schedule, chooser: random.Random) -> Schedule:
-    """One action of one rank some places earlier or later."""
+    """The schedule with one action of one rank some places earlier or later."""
     rank = chooser.randrange(schedule.ranks)
     row = schedule.codes[rank].tolist()
     if not row:

@@ -1,5 +1,6 @@
-"""``timeline``: when each action of a schedule starts and ends, and what memory it takes."""
+"""``timeline``: when each action of a schedule starts and ends, and how much memory each rank holds."""
 
+import html
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -8,16 +9,19 @@ import attrs
 import numpy as np
 
 from functional_ds.pipelining.schedules.action import Action, Codes, Kind, kinds, stages, unpack
-from functional_ds.pipelining.schedules.graph import Floats, Graph, as_sent, graph, sweep
+from functional_ds.pipelining.schedules.earliest import Floats, earliest_times
+from functional_ds.pipelining.schedules.graph import Graph, build_graph, sent_graph
 from functional_ds.pipelining.schedules.schedule import Schedule
 
 from .costs import Costs
 
 __all__ = ["Span", "Timeline", "measured", "observed", "timeline"]
 
+_SHOWN_RANKS = 32
+
 
 class Span(NamedTuple):
-    """An action with its time on its rank."""
+    """An action with its start and end (seconds) on its rank."""
 
     rank: int
     action: Action
@@ -30,8 +34,17 @@ class Timeline:
     """A schedule with the start and end of every action, predicted or observed.
 
     Attributes:
-        schedule: what was timed.
-        costs: what it was timed with; for memory, and for the times of messages.
+        schedule: the schedule that was timed.
+        costs: the stages' costs, for memory and for the times of messages.
+
+    >>> from functional_ds.pipelining import one_f_one_b
+    >>> timed = timeline(one_f_one_b(2, 3))
+    >>> timed
+    <Timeline: 2 ranks, 3 micro-batches, makespan 12, bubble 25.0%, peak 2>
+    >>> print(timed)
+    makespan 12, bubble 25.0%, peak memory 2
+    rank 0 |F0F1....B0--F2B1--..B2--|
+    rank 1 |..F0B0--F1B1--F2B2--....|
     """
 
     schedule: Schedule
@@ -42,7 +55,7 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> float:
-        """From time 0 to the end of the last action, reductions included."""
+        """Seconds from time 0 to the end of the last action, reductions included."""
         last = float(self._end.max(initial=0.0))
         reduces = [span.end for rank in self._with_reduces for span in self.spans(rank) if span.action.kind is Kind.REDUCE]
         return max([last, *reduces])
@@ -55,7 +68,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The part of the makespan in which a rank does not compute, on average."""
+        """The fraction of the makespan in which a rank does not compute, on average."""
         whole = self.schedule.ranks * self.makespan
         return float(1 - (self._end - self._start).sum() / whole) if whole else 0.0
 
@@ -76,22 +89,22 @@ class Timeline:
     def spans(self, rank: int) -> list[Span]:
         """A rank's actions with their times.
 
-        A message goes on beside the computing: a send from the end of what computes it until it has arrived, a receive from
-        when the rank has come to it until then. So do gathers and reductions.
+        Messages, gathers and reductions overlap with computing. Each starts at the end of the compute action before it. A
+        message ends when it has arrived.
         """
         row = self.schedule.codes[rank]
         is_compute = kinds(row) <= Kind.B
         start, end = np.empty(len(row)), np.empty(len(row))
         start[is_compute], end[is_compute] = self.times(rank)
         if not is_compute.all():
-            done = np.append(0.0, self.times(rank)[1])[is_compute.cumsum()]  # when the compute action before it was over
-            for place in np.flatnonzero(~is_compute):
-                start[place] = done[place]
+            done = np.append(0.0, self.times(rank)[1])[is_compute.cumsum()]  # the end of the compute action before each
+            start[~is_compute] = done[~is_compute]
             for place, action in zip(np.flatnonzero(~is_compute), unpack(row[~is_compute]), strict=True):
                 end[place] = max(done[place], self._until(action, done[place]))
         return [Span(rank, *each) for each in zip(unpack(row), start.tolist(), end.tolist(), strict=True)]
 
     def _until(self, action: Action, begun: float) -> float:
+        """The end of a message, gather, eviction or reduction."""
         kind, stage, microbatch = action
         if kind in (Kind.GATHER, Kind.REDUCE, Kind.EVICT):
             name = {Kind.GATHER: "gather", Kind.REDUCE: "reduce"}.get(kind)
@@ -104,19 +117,20 @@ class Timeline:
         return float(self._end[self._graph.before[nodes[microbatch]]]) + crossing
 
     def memory(self, rank: int) -> tuple[Floats, Floats]:
-        """Bytes of activations over time: ``bytes[i]`` from ``times[i]`` to ``times[i + 1]``."""
+        """A rank's activations as (times, bytes): ``bytes[i]`` from ``times[i]`` to ``times[i + 1]``."""
         start, end = self.times(rank)
         taken, freed = self._changes(rank)
-        # a rank's actions follow one another, so this is the order in time
+        # in the order of time, because a rank's actions follow one another
         times, changes = np.stack([start, end], axis=1).ravel(), np.stack([taken, -freed], axis=1).ravel()
         return np.append(0.0, times), np.append(0.0, changes.cumsum())
 
     def _changes(self, rank: int) -> tuple[Floats, Floats]:
+        """The bytes that each compute action takes at its start and frees at its end."""
         row, count = self._graph.rows[rank], self.schedule.stages
         kind, stage = kinds(row), stages(row)
         taken = np.where(kind == Kind.F, self.costs.of("activations", count)[stage], 0.0)
         if not self._trains:
-            return taken, taken  # an inference keeps nothing
+            return taken, taken  # inference keeps nothing
         return taken, self.costs.freed(count)[stage, kind]
 
     @cached_property
@@ -130,7 +144,7 @@ class Timeline:
 
     @cached_property
     def critical_path(self) -> tuple[Span, ...]:
-        """A chain of compute actions, each held up by the one before, to the last one's end: what to shorten."""
+        """The chain of compute actions that determines the makespan: each waits for the one before."""
         if not self._graph.size:
             return ()
         delay, node, path = _delays(self.schedule, self.costs, self._graph), int(self._end.argmax()), list[Span]()
@@ -150,18 +164,54 @@ class Timeline:
         size = f"{self.schedule.ranks} ranks, {self.schedule.microbatches} micro-batches"
         return f"<Timeline: {size}, makespan {self.makespan:g}, bubble {self.bubble:.1%}, peak {max(self.peak):g}>"
 
+    def text(self, *, width: int = 100, ranks: int | None = None) -> str:
+        """A line for each rank, time from left to right; see ``pipelining.text``.
+
+        Args:
+            width: the most columns for the makespan.
+            ranks: how many ranks are shown; by default all.
+        """
+        durations = self._end - self._start
+        shortest = float(durations[durations > 0].min(initial=self.makespan or 1.0))
+        scale = min(width / (self.makespan or 1.0), 2 / shortest)
+        lines = [f"makespan {self.makespan:g}, bubble {self.bubble:.1%}, peak memory {max(self.peak):g}"]
+        label = len(f"rank {self.schedule.ranks - 1}")
+        shown = min(ranks or self.schedule.ranks, self.schedule.ranks)
+        lines += [f"{f'rank {rank}':<{label}} |{self._line(rank, scale)}|" for rank in range(shown)]
+        if shown < self.schedule.ranks:
+            lines.append(f"... and {self.schedule.ranks - shown} more ranks")
+        return "\n".join(lines)
+
+    def _line(self, rank: int, scale: float) -> str:
+        line = ["."] * round(self.makespan * scale)
+        own = self.schedule.stages_of(rank)
+        for span in self.spans(rank):
+            if span.action.kind > Kind.B:
+                continue
+            start, stop = round(span.start * scale), round(span.end * scale)
+            letter = span.action.kind.name if span.action.stage == own[0] else span.action.kind.name.lower()
+            name = f"{letter}{span.action.microbatch}"
+            line[start:stop] = (name if len(name) <= stop - start else letter)[: stop - start].ljust(stop - start, "-")
+        return "".join(line)
+
+    def __str__(self) -> str:
+        return self.text(ranks=_SHOWN_RANKS)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
 
 def timeline(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """When each action starts and ends if every rank takes its row in order, each action as soon as it can.
+    """When each action starts and ends, if every rank takes its row in order and starts each action as soon as it can.
 
-    A compute action starts when the one before it on its rank is over and what it needs has come: end + α + bytes β for a
-    value from another rank, the end of the last action before its send, where the schedule has sends. Messages go on beside
-    the computing, and links are not shared; a gather, where the schedule has them, holds up only the actions that use what
-    it gathers.
+    A compute action starts when the one before it on its rank is over and the value that it needs has arrived. A value from
+    another rank arrives latency + bytes / bandwidth after its action's end (where the schedule has sends, after the end of the
+    last action before the send). Messages overlap with computing, and links are not shared. A gather holds up only the
+    actions that use its stage.
 
     Args:
         schedule: of compute actions, or lowered.
-        costs: by default units.
+        costs: of each stage; by default one unit of time for F, I and W, two for B.
 
     Raises:
         ScheduleError: an action is wrong, missing, there twice or too early, or ranks wait for each other in a cycle.
@@ -175,19 +225,22 @@ def timeline(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     41.0
     """
     costs = costs or Costs()
-    made = as_sent(graph(schedule))
+    graph = sent_graph(build_graph(schedule))
     seconds = costs.seconds(schedule.stages)
-    duration = np.concatenate([seconds[stages(row), kinds(row)] for row in made.rows])
+    duration = np.concatenate([seconds[stages(row), kinds(row)] for row in graph.rows])
     crossing = costs.crossing(schedule.stages)
-    delay = _delays(schedule, costs, made) if crossing.any() else None
-    gates = _gates(schedule, costs, made) if np.any(np.asarray(costs.gather)) else None
-    return Timeline(schedule, costs, made, *sweep(made, duration, delay, gates))
+    delay = _delays(schedule, costs, graph) if crossing.any() else None
+    gates = _gates(schedule, costs, graph) if np.any(np.asarray(costs.gather)) else None
+    return Timeline(schedule, costs, graph, *earliest_times(graph, duration, delay, gates))
 
 
 def observed(schedule: Schedule, times: Sequence[Sequence[tuple[float, float]]], costs: Costs | None = None) -> Timeline:
-    """The timeline of a run: for each rank the start and end of each of its compute actions, in their order.
+    """The timeline of a run. The earliest start becomes time 0.
 
-    The earliest start becomes time 0. ``costs`` says what memory is predicted; it has nothing to do with the times.
+    Args:
+        schedule: what was run.
+        times: for each rank the (start, end) of each of its compute actions, in their order.
+        costs: for the timeline's memory only; by default units.
 
     Raises:
         ScheduleError: as ``timeline``.
@@ -199,23 +252,23 @@ def observed(schedule: Schedule, times: Sequence[Sequence[tuple[float, float]]],
     (6.0, (1.25,), (1.75,))
     """
     schedule = schedule.compute_only()
-    made = graph(schedule)
-    counts = [len(row) for row in made.rows]
+    graph = build_graph(schedule)
+    counts = [len(row) for row in graph.rows]
     if [len(each) for each in times] != counts:
         raise ValueError(f"times have {[len(each) for each in times]} pairs for the ranks; the schedule has {counts} actions")
     flat = np.array([pair for each in times for pair in each], np.float64).reshape(-1, 2)
     flat -= flat[:, 0].min(initial=np.inf) if len(flat) else 0.0
     for rank in range(schedule.ranks):
-        order = flat[made.span(rank)].ravel()  # start, end, start, end, ...
+        order = flat[graph.span(rank)].ravel()  # start, end, start, end, ...
         back = np.diff(order) < -1e-9 * order.max(initial=0.0)
         if back.any():
             place = (int(back.argmax()) + 1) // 2
             raise ValueError(f"times[{rank}][{place}]={times[rank][place]}: {schedule[rank][place]} starts or ends too early")
-    return Timeline(schedule, costs or Costs(), made, flat[:, 0].copy(), flat[:, 1].copy())
+    return Timeline(schedule, costs or Costs(), graph, flat[:, 0].copy(), flat[:, 1].copy())
 
 
 def measured(run: Timeline, costs: Costs | None = None) -> Costs:
-    """Costs with the mean times of a run's actions; the rest is that of ``costs``, and so are kinds that did not occur."""
+    """Costs with the mean times of a run's actions; all else, and kinds that did not occur, as in ``costs`` (the run's)."""
     costs = costs or run.costs
     count = run.schedule.stages
     sums, occurrences = np.zeros((count, 4)), np.zeros((count, 4))
@@ -229,12 +282,12 @@ def measured(run: Timeline, costs: Costs | None = None) -> Costs:
     return attrs.evolve(costs, **changes)
 
 
-def _delays(schedule: Schedule, costs: Costs, made: Graph) -> Floats:
-    """Seconds between the end of what a node waits for and its start: a message, if the two are on different ranks."""
+def _delays(schedule: Schedule, costs: Costs, graph: Graph) -> Floats:
+    """For each node, the seconds that its value travels: none if it was computed on the same rank."""
     crossing = costs.crossing(schedule.stages)
     placement = np.array([-1, *schedule.placement, -1])
     parts = []
-    for rank, row in enumerate(made.rows):
+    for rank, row in enumerate(graph.rows):
         kind, stage = kinds(row), stages(row)
         source = np.where(kind == Kind.W, -1, placement[stage + 1 + np.where(kind == Kind.F, -1, 1)])
         boundary = np.where(kind == Kind.F, stage - 1, stage)
@@ -242,19 +295,19 @@ def _delays(schedule: Schedule, costs: Costs, made: Graph) -> Floats:
     return np.concatenate(parts)
 
 
-def _gates(schedule: Schedule, costs: Costs, made: Graph) -> tuple[Codes, Floats]:
-    """For the first use of each gathered stage: the node that was over when the gather began, and how long it takes."""
+def _gates(schedule: Schedule, costs: Costs, graph: Graph) -> tuple[Codes, Floats]:
+    """For each node that is the first to use a gathered stage: the node before the gather, and the gather's seconds."""
     seconds = costs.of("gather", schedule.stages)
-    gate, delay = np.full(made.size, made.size), np.zeros(made.size)
+    gate, delay = np.full(graph.size, graph.size), np.zeros(graph.size)
     for rank, row in enumerate(schedule.codes):
         compute = kinds(row) <= Kind.B
-        done, first = compute.cumsum(), int(made.first[rank])
-        own = stages(made.rows[rank])
+        done, first = compute.cumsum(), int(graph.first[rank])
+        own = stages(graph.rows[rank])
         for place in np.flatnonzero(kinds(row) == Kind.GATHER):
             stage = int(stages(row[place : place + 1])[0])
             uses = np.flatnonzero(own[done[place] :] == stage)
             if len(uses):
                 use = first + int(done[place]) + int(uses[0])
-                gate[use] = first + done[place] - 1 if done[place] else made.size
+                gate[use] = first + done[place] - 1 if done[place] else graph.size
                 delay[use] = seconds[stage]
     return gate, delay

@@ -1,7 +1,6 @@
-"""``Action``: one thing that a rank does in a pipelined step, and its packed form.
+"""``Action``: one thing that a rank does in a pipelined step; and packed actions, one 64-bit integer each.
 
-A schedule of thousands of ranks has millions of actions. They lie in arrays, one 64-bit integer each, and become records when
-somebody looks at them.
+A schedule of thousands of ranks has millions of actions, so it holds arrays of packed ones.
 """
 
 import re
@@ -16,16 +15,16 @@ __all__ = ["ALL", "COMPUTE", "MESSAGES", "Action", "Codes", "Kind"]
 
 Codes = npt.NDArray[np.int64]
 
-ALL = -1  # the micro-batch of an action that is about a stage's parameters, not about one micro-batch
+ALL = -1  # the micro-batch of actions on a stage's parameters
 
 
 class Kind(IntEnum):
-    """What an action does with its stage; ``F``, ``I``, ``W`` and ``B`` compute, the rest moves data.
+    """What an action does with its stage. ``F``, ``I``, ``W`` and ``B`` compute; the others move data.
 
     ``F``: forward. ``I``: backward for the inputs' gradients. ``W``: backward for the weights' gradients, after ``I``. ``B``:
     both in one. ``SEND_F``, ``RECV_F``: activations, to the next stage and from the one before. ``SEND_B``, ``RECV_B``:
-    gradients, to the stage before and from the next one. ``GATHER``: a stage's parameters become whole, ``EVICT``: they are
-    let go. ``REDUCE``: a stage's gradients are reduced over the ranks that share it.
+    gradients, to the stage before and from the next one. ``GATHER``: gathers a stage's sharded parameters. ``EVICT``: frees
+    them again. ``REDUCE``: reduces a stage's gradients over the ranks that share it.
     """
 
     F = 0
@@ -54,9 +53,9 @@ class Action(NamedTuple):
     """A kind of work on one stage and one micro-batch.
 
     Attributes:
-        kind: what is done.
-        stage: which stage of the model.
-        microbatch: which micro-batch; ``ALL`` (-1) for gather, evict and reduce.
+        kind: the kind of work.
+        stage: the stage's number.
+        microbatch: the micro-batch's number; ``ALL`` (-1) for gather, evict and reduce.
 
     >>> Action(Kind.F, 0, 3), Action.of("1SEND_B2") == Action(Kind.SEND_B, 1, 2)
     (0F3, True)
@@ -77,7 +76,7 @@ class Action(NamedTuple):
         """The action that is written as stage, kind, micro-batch: ``0F3``, ``2RECV_F0``, ``1GATHER``.
 
         Raises:
-            ValueError: the text is nothing of that form, or a number is larger than any schedule's.
+            ValueError: the text has another form, or a number is too large to be packed.
         """
         found = _CELL.fullmatch(text)
         if found is None or (found[3] == "") == (Kind[found[2]] < Kind.GATHER):
@@ -99,34 +98,37 @@ _KINDS = tuple(Kind)
 
 
 def pack(kind: Kind | Codes, stage: int | Codes, microbatch: int | Codes) -> Codes:
-    """Codes of actions; arrays and numbers broadcast."""
+    """Packs actions; arrays and numbers broadcast."""
     packed = (np.asarray(kind, np.int64) << _KIND) | (np.asarray(stage, np.int64) << _STAGE)
     return np.atleast_1d(packed | (np.asarray(microbatch, np.int64) + 1))
 
 
 def kinds(codes: Codes) -> Codes:
+    """The kinds of packed actions."""
     return codes >> _KIND
 
 
 def stages(codes: Codes) -> Codes:
+    """The stages of packed actions."""
     return (codes >> _STAGE) & (MOST_STAGES - 1)
 
 
 def microbatches(codes: Codes) -> Codes:
+    """The micro-batches of packed actions."""
     return (codes & MOST_MICROBATCHES) - 1
 
 
 def unpack(codes: Codes) -> tuple[Action, ...]:
-    """The actions behind codes."""
+    """Packed actions as records."""
     columns = kinds(codes).tolist(), stages(codes).tolist(), microbatches(codes).tolist()
     return tuple(Action(_KINDS[k], s, j) for k, s, j in zip(*columns, strict=True))
 
 
 def packed(actions: Sequence[Action]) -> Codes:
-    """The codes of actions.
+    """Packs records.
 
     Raises:
-        ValueError: a stage or a micro-batch that is negative or beyond what a code holds.
+        ValueError: a stage or a micro-batch is negative, or too large to be packed.
     """
     for place, (kind, stage, microbatch) in enumerate(actions):
         held = 0 <= stage < MOST_STAGES and ALL <= microbatch < MOST_MICROBATCHES

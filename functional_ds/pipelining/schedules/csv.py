@@ -20,7 +20,7 @@ _PARAMETERS = re.compile(rf"(\d+)({'|'.join(_OURS)})")
 def to_csv(schedule: Schedule, path: str | PathLike[str]) -> None:
     """Writes the schedule, lowered or not, in the cells that torch reads: ``0F0``, ``1SEND_B3``, ``0UNSHARD``.
 
-    Law: ``from_csv(path) == schedule``, once it was written.
+    Law: afterwards ``from_csv(path) == schedule``.
     """
     with Path(path).open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
@@ -34,17 +34,18 @@ def _cell(action: Action) -> str:
 def from_csv(path: str | PathLike[str], *, placement: Sequence[int] | None = None, microbatches: int | None = None) -> Schedule:
     """Reads a schedule that ``to_csv`` or torch has written.
 
-    Empty cells, which torch has for idle slots, are left out; a pair ``(0F3;3B1)OVERLAP_F_B`` is read as its two actions.
-    Nothing but the form is checked: ``validate`` does the rest. What is lowered stays as it is, and ``pipeline`` carries it out
-    as it is written; ``from_csv(path).compute_only()`` leaves messages to ``lower``.
+    Empty cells, torch's idle slots, are skipped. A pair ``(0F3;3B1)OVERLAP_F_B`` is read as its two actions. Only the form
+    of the cells is checked; ``validate`` checks the schedule. ``pipeline`` runs a lowered schedule as it is written;
+    ``from_csv(path).compute_only()`` leaves the messages to ``lower``.
 
     Args:
         path: the file.
-        placement: the rank that holds each stage; by default the one whose row computes it first.
-        microbatches: how many; by default as many as the rows name.
+        placement: the rank that holds each stage; by default the rank whose row computes the stage first.
+        microbatches: the number of micro-batches; by default as many as the rows name.
 
     Raises:
-        ValueError: a cell is no action (its row and column are named, counted from 1), the file has no rows, or is no text.
+        ValueError: a cell is no action (the message names its row and column, counted from 1), the file has no rows, or is no
+            text.
 
     >>> import tempfile
     >>> with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:

@@ -1,11 +1,11 @@
-"""Schedules with stages down the ranks, once or in a loop.
+"""Schedules whose stages go down the ranks, once or in a loop.
 
-The pictures are those of ``text(timeline(...))``: a line for each rank, two columns for each unit of time, dots where it is
-idle. F is a forward, B a backward (two units), I and W its halves, each with its micro-batch. Bubble: the idle part of the
-makespan, all stages alike and messages for free. In flight: micro-batches (with several chunks, pairs of micro-batch and
-chunk) that were forwarded on a rank and whose backward is not complete there.
+The pictures are those of ``text(timeline(...))``: a line for each rank, two columns for each unit of time, dots where the rank
+is idle. F is a forward, B a backward (two units), I and W its halves, each with its micro-batch. Bubble: the idle fraction of
+the makespan, if all stages take equally long and messages take no time. In flight: the micro-batches (with several chunks, the
+pairs of micro-batch and chunk) that a rank has forwarded and whose backward is not complete there.
 
-Each function takes p ranks and m micro-batches and returns data; nothing else in the project knows them by name.
+Each function takes p ranks and m micro-batches and returns a schedule. The executor knows none of them by name.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,13 @@ __all__ = ["breadth_first", "gpipe", "inference", "interleaved_one_f_one_b", "on
 
 
 def check(p: Any, m: Any, v: Any = 1) -> None:
-    """Refuses sizes that no schedule has, and what is no number of anything."""
+    """Refuses sizes that no schedule has.
+
+    Args:
+        p: ranks.
+        m: micro-batches.
+        v: chunks on each rank.
+    """
     for name, value, what, most in (
         ("p", p, "ranks", MOST_STAGES // max(v, 1)),
         ("m", m, "micro-batches", MOST_MICROBATCHES - 1),
@@ -35,19 +41,19 @@ def check(p: Any, m: Any, v: Any = 1) -> None:
 
 
 def weave(*columns: Codes) -> Codes:
-    """One of each in turn; columns have one length."""
+    """One of each column in turn; all columns have the same length."""
     return np.stack(columns, axis=1).ravel()
 
 
 def _single(p: int, m: int, row: Callable[[int, Callable[[Kind], Codes]], Sequence[Codes]]) -> Schedule:
-    """One stage a rank; ``row`` joins the pieces of one rank's, given the codes of a kind for all micro-batches."""
+    """A schedule with one stage a rank; ``row(rank, codes)`` gives a rank's row in pieces, ``codes(kind)`` all its actions."""
     every = np.arange(m)
     rows = [np.concatenate(row(rank, lambda kind, rank=rank: pack(kind, rank, every))) for rank in range(p)]  # type: ignore[misc]
     return Schedule(rows, range(p), m)
 
 
 def inference(p: int, m: int, *, v: int = 1) -> Schedule:
-    """Forward only, micro-batches in groups of p, each through a rank's v chunks before the next group comes.
+    """Forwards only. Micro-batches go in groups of p through all of a rank's v chunks before the next group comes.
 
     ::
 
@@ -56,6 +62,11 @@ def inference(p: int, m: int, *, v: int = 1) -> Schedule:
         |....F0F1F2F3|
 
     Makespan: (m v + p - 1) tF in chunk times, if p divides m or v = 1. Bubble: (p - 1) / (m v + p - 1).
+
+    Args:
+        p: ranks.
+        m: micro-batches.
+        v: chunks on each rank.
 
     Raises:
         ValueError: fewer than one rank, micro-batch or chunk.
@@ -95,7 +106,7 @@ def gpipe(p: int, m: int) -> Schedule:
 
 
 def one_f_one_b(p: int, m: int) -> Schedule:
-    """One forward, one backward, after as many forwards as there are stages behind this one.
+    """One forward, one backward, after a warm-up of as many forwards as there are later stages.
 
     ::
 
@@ -129,8 +140,10 @@ def one_f_one_b(p: int, m: int) -> Schedule:
 
 
 def _groups(p: int, m: int) -> list[int]:
-    """How many micro-batches go through a chunk before the rank turns to the next: p, or somewhat more where p does not
-    divide m. Fewer would not keep p ranks busy, and a short group at the end can bring ranks to wait for each other."""
+    """How many micro-batches go through a chunk before the rank turns to the next: p, or more if p does not divide m.
+
+    Fewer would not keep p ranks busy, and a short last group can deadlock.
+    """
     count = max(1, m // p)
     return [m // count + (group < m % count) for group in range(count)]
 
@@ -146,7 +159,7 @@ def _virtual(groups: Sequence[int], v: int, *, backwards: bool = False) -> tuple
 
 
 def interleaved_one_f_one_b(p: int, m: int, *, v: int = 2) -> Schedule:
-    """1F1B where each rank holds v chunks of the model, a p-th apart: the bubble is a v-th, for v times the messages.
+    """1F1B with v chunks of the model on each rank, p stages apart: a v-th of the bubble for v times the messages.
 
     Makespan, p divides m: (m v + p - 1) (tF + tB) in chunk times. Bubble: (p - 1) / (m v + p - 1). In flight on rank s, p
     divides m: min(m v, 2 (p - s - 1) + (v - 1) p + 1) chunks.
@@ -154,6 +167,11 @@ def interleaved_one_f_one_b(p: int, m: int, *, v: int = 2) -> Schedule:
     p need not divide m: then micro-batches go through the chunks in groups of almost equal sizes, at least p.
 
     Source: Narayanan et al. 2021, Efficient large-scale language model training on GPU clusters using Megatron-LM.
+
+    Args:
+        p: ranks.
+        m: micro-batches.
+        v: chunks on each rank.
 
     Raises:
         ValueError: fewer than one rank, micro-batch or chunk.
@@ -178,13 +196,18 @@ def interleaved_one_f_one_b(p: int, m: int, *, v: int = 2) -> Schedule:
 
 
 def breadth_first(p: int, m: int, *, v: int = 2) -> Schedule:
-    """All micro-batches through a rank's first chunk, then all through its second, and back the same way.
+    """All micro-batches through a rank's first chunk, then all through its second, and so on; backwards in reverse.
 
-    Each chunk's parameters are needed in two stretches only, so sharded parameters are gathered twice a step.
+    A rank uses each chunk's parameters in two stretches, so sharded parameters are gathered twice a step.
 
     Makespan, m >= p: (m v + p - 1) (tF + tB) in chunk times. Bubble: (p - 1) / (m v + p - 1). In flight: m v chunks.
 
     Source: Lamy-Poirier 2023, Breadth-first pipeline parallelism.
+
+    Args:
+        p: ranks.
+        m: micro-batches.
+        v: chunks on each rank.
 
     Raises:
         ValueError: fewer than one rank, micro-batch or chunk.
@@ -207,13 +230,13 @@ def breadth_first(p: int, m: int, *, v: int = 2) -> Schedule:
 
 
 def _zero_bubble(p: int, m: int, ahead: Callable[[int], int], behind: Callable[[int], int]) -> Schedule:
-    """Forwards, then rounds of F, I, W, where F is ``ahead`` of I and W is ``behind`` it by so many micro-batches."""
+    """A warm-up of forwards, then rounds of F, I, W: on a rank, F is ``ahead`` micro-batches before I, W ``behind`` it."""
 
     def parts(rank: int, codes: Callable[[Kind], Codes]) -> Iterator[Codes]:
         lead, lag = min(ahead(rank), m), min(behind(rank), m)
         forward, inputs, weights = codes(Kind.F), codes(Kind.I), codes(Kind.W)
         yield forward[:lead]
-        bounds = sorted({0, lag, m - lead, m, m + lag})  # which of the three are there changes only at these rounds
+        bounds = sorted({0, lag, m - lead, m, m + lag})  # between two of these rounds the same kinds of actions occur
         for start, stop in pairwise(bounds):
             columns = []
             if stop <= m - lead:
@@ -228,7 +251,7 @@ def _zero_bubble(p: int, m: int, ahead: Callable[[int], int], behind: Callable[[
 
 
 def zb_h1(p: int, m: int) -> Schedule:
-    """1F1B with backward split in two: weights' gradients fill the wait for the last inputs' gradients.
+    """1F1B with split backwards: the backwards for weights fill the wait for gradients at the end.
 
     ::
 
@@ -253,7 +276,7 @@ def zb_h1(p: int, m: int) -> Schedule:
 
 
 def zb_2p(p: int, m: int) -> Schedule:
-    """Twice the forwards of ZB-H1 ahead: no rank is idle between its first action and its last.
+    """A warm-up of twice as many forwards as ZB-H1: no rank is idle between its first action and its last.
 
     ::
 
@@ -261,7 +284,7 @@ def zb_2p(p: int, m: int) -> Schedule:
         |..F0F1F2I0F3I1F4I2W0F5I3W1F6I4W2I5W3I6W4W5W6..|
         |....F0I0F1I1F2I2F3I3F4I4W0F5I5W1F6I6W2W3W4W5W6|
 
-    Makespan, unit times, m >= 2 p - 1: 3 m + p - 1, and no gaps; the ranks end one after another, as they began. In flight:
+    Makespan, unit times, m >= 2 p - 1: 3 m + p - 1, and no gaps; the ranks end one after another, as they start. In flight:
     2 p - 1 at most. With fewer micro-batches it is valid, but no better than ZB-H1.
 
     Source: ZB-H2 and ZB-2p of Qi et al. 2023, Zero bubble pipeline parallelism.

@@ -1,8 +1,8 @@
-"""What each compute action needs, and in which order ranks get through: the arrays behind validate, lower and timeline.
+"""``Graph``: what each compute action waits for, as the arrays behind validate, lower and timeline.
 
-A node is a compute action; nodes are numbered rank by rank in the order of the rows. Apart from its row's order a node waits
-for one other at most: F(s, j) for F(s - 1, j); B(s, j) and I(s, j) for those of s + 1. All else that it needs lies on its own
-rank, and is checked beforehand.
+A node is a compute action; nodes are numbered rank by rank in the order of the rows. A node waits for the node before it in
+its row, and for at most one other: F(s, j) for F(s - 1, j); B(s, j) and I(s, j) for those of s + 1. All else that it needs
+lies on its own rank, and ``build_graph`` checks that it comes earlier in the row.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,9 @@ import numpy.typing as npt
 from .action import COMPUTE, Action, Codes, Kind, kinds, microbatches, stages, unpack
 from .schedule import Schedule, ScheduleError
 
-__all__ = ["Floats", "Graph", "as_sent", "graph", "sweep"]
+__all__ = ["Graph", "build_graph", "enter", "sent_graph", "weights_done"]
 
-Floats = npt.NDArray[np.float64]
-
-_FORWARD, _INPUT, _WEIGHT = range(3)  # the table's slots; a full backward is entered as backward for inputs
+_FORWARD, _INPUT, _WEIGHT = range(3)  # the table's slots; a full backward is in the slot of the backward for inputs
 _SLOT = np.array([_FORWARD, _INPUT, _WEIGHT, _INPUT])
 
 
@@ -27,11 +25,11 @@ class Graph:
     """A schedule's compute actions as nodes.
 
     Attributes:
-        schedule: theirs.
+        schedule: the schedule.
         rows: each rank's compute actions, packed.
-        first: the number of each rank's first node, and of all nodes.
-        table: [slot, stage + 1, micro-batch] the node of the forward, the backward for inputs, and that for weights.
-        before: the node that each waits for; the number of all nodes where there is none.
+        first: each rank's first node, and the number of all nodes.
+        table: [slot, stage + 1, micro-batch] the node of the forward, the backward for inputs, and the one for weights.
+        before: the node that each node waits for; the number of all nodes where there is none.
     """
 
     schedule: Schedule
@@ -51,7 +49,7 @@ class Graph:
         return nodes
 
     def backwards(self, stage: int) -> Codes:
-        """The nodes of its backwards for inputs (or full ones), by micro-batch."""
+        """The nodes of a stage's backwards for inputs (or full ones), by micro-batch."""
         nodes: Codes = self.table[_INPUT, stage + 1]
         return nodes
 
@@ -72,7 +70,7 @@ def _where(schedule: Schedule, rows: Sequence[Codes], first: Codes, node: int) -
 
 
 def check_ids(schedule: Schedule) -> None:
-    """Refuses actions of stages and micro-batches that are not there, and those on a wrong rank."""
+    """Refuses actions of stages and micro-batches that do not exist, and actions on a wrong rank."""
     placement = np.array(schedule.placement)
     for rank, row in enumerate(schedule.codes):
         stage, microbatch = stages(row), microbatches(row)
@@ -90,8 +88,16 @@ def check_ids(schedule: Schedule) -> None:
             raise ScheduleError(why, action=action, rank=rank, place=place)
 
 
-def entered(table: Codes, keys: Codes, values: Codes, row: Codes, places: Codes, rank: int) -> None:
-    """Writes values at keys of a table, and refuses a key that comes twice."""
+def enter(table: Codes, keys: Codes, values: Codes, row: Codes, places: Codes, rank: int) -> None:
+    """Writes values into a table, and refuses a key that comes twice.
+
+    Args:
+        table: changed in place.
+        keys, values: where to write what.
+        row: a rank's actions, packed.
+        places: in the row, of the action behind each key.
+        rank: whose row it is.
+    """
     table[keys] = values
     twice = table[keys] != values  # the last of equal keys has won
     if twice.any():
@@ -102,8 +108,8 @@ def entered(table: Codes, keys: Codes, values: Codes, row: Codes, places: Codes,
         raise ScheduleError(why, action=action, rank=rank, place=int(places[again]))
 
 
-def graph(schedule: Schedule, *, training: bool | None = None) -> Graph:
-    """The nodes of a schedule whose every action is there once, on its rank, after what it needs of the same rank.
+def build_graph(schedule: Schedule, *, training: bool | None = None) -> Graph:
+    """The graph of a schedule. Each action is there once, on its rank, after all that it needs of the same rank.
 
     Args:
         schedule: lowered or not.
@@ -123,17 +129,17 @@ def graph(schedule: Schedule, *, training: bool | None = None) -> Graph:
         places = np.flatnonzero(kinds(row) <= max(COMPUTE))
         chosen = row if len(places) == len(row) else row[places]
         keys = (_SLOT[kinds(chosen)] * (count + 2) + stages(chosen) + 1) * m + microbatches(chosen)
-        entered(flat, keys, np.arange(first[-1], first[-1] + len(chosen)), row, places, rank)
+        enter(flat, keys, np.arange(first[-1], first[-1] + len(chosen)), row, places, rank)
         rows.append(chosen)
         first.append(first[-1] + len(chosen))
     offsets = np.array(first)
     backs = bool((table[_INPUT] >= 0).any() or (table[_WEIGHT] >= 0).any())
     _check_complete(schedule, rows, offsets, table, training=backs if training is None else training)
-    table[:, (0, -1)] = offsets[-1]  # before the first stage and after the last there is nothing to wait for
+    table[:, (0, -1)] = offsets[-1]  # nodes of the first stage, or backwards of the last, wait for nothing
     before = np.concatenate([_before(table, row, offsets[-1]) for row in rows])
-    made = Graph(schedule, tuple(rows), offsets, table, before)
-    _check_order(made)
-    return made
+    graph = Graph(schedule, tuple(rows), offsets, table, before)
+    _check_order(graph)
+    return graph
 
 
 def _check_complete(schedule: Schedule, rows: Sequence[Codes], first: Codes, table: Codes, *, training: bool) -> None:
@@ -172,101 +178,39 @@ def _before(table: Codes, row: Codes, none: int) -> Codes:
     return np.where((slots == _WEIGHT) | (found < 0), none, found)
 
 
-def _check_order(made: Graph) -> None:
-    """Refuses a node that comes before one of its own rank that it needs."""
-    placement = np.array([-1, *made.schedule.placement, -1])
-    for rank, row in enumerate(made.rows):
-        span = made.span(rank)
+def _check_order(graph: Graph) -> None:
+    """Refuses a node that comes before a node of its own rank that it needs."""
+    placement = np.array([-1, *graph.schedule.placement, -1])
+    for rank, row in enumerate(graph.rows):
+        span = graph.span(rank)
         nodes, stage, slots = np.arange(span.start, span.stop), stages(row), _SLOT[kinds(row)]
-        own = made.table[np.maximum(slots - 1, 0), stage + 1, microbatches(row)]  # B and I need F, W needs I
+        own = graph.table[np.maximum(slots - 1, 0), stage + 1, microbatches(row)]  # B and I need F, W needs I
         early = (slots > _FORWARD) & (own > nodes)
         neighbour = placement[stage + 1 + np.array([-1, 1, 0])[slots]]
-        early_neighbour = (slots < _WEIGHT) & (neighbour == rank) & (made.before[span] > nodes)
+        early_neighbour = (slots < _WEIGHT) & (neighbour == rank) & (graph.before[span] > nodes)
         if (early | early_neighbour).any():
             index = int((early | early_neighbour).argmax())
-            needs = own[index] if early[index] else made.before[span][index]
-            _, place, action = made.where(int(nodes[index]))
-            _, later, needed = made.where(int(needs))
+            needs = own[index] if early[index] else graph.before[span][index]
+            _, place, action = graph.where(int(nodes[index]))
+            _, later, needed = graph.where(int(needs))
             why = f"needs {needed}, which comes after it, at place {later}"
             raise ScheduleError(why, action=action, rank=rank, place=place)
 
 
-def as_sent(made: Graph) -> Graph:
-    """The graph in which who receives a value waits for what stands before its send, where the schedule has sends."""
-    before = np.append(made.before, made.size)  # the last for what goes nowhere
-    for rank, row in enumerate(made.schedule.codes):
+def sent_graph(graph: Graph) -> Graph:
+    """The graph in which a node waits for the last node before the send of its value, where the schedule has sends."""
+    before = np.append(graph.before, graph.size)  # one more for values that no node waits for
+    for rank, row in enumerate(graph.schedule.codes):
         kind = kinds(row)
         places = np.flatnonzero((kind == Kind.SEND_F) | (kind == Kind.SEND_B))
         slot, onward = np.where(kind[places] == Kind.SEND_F, [[_FORWARD], [1]], [[_INPUT], [-1]])
-        to = made.table[slot, stages(row)[places] + 1 + onward, microbatches(row)[places]]
-        done = made.first[rank] + (kind <= max(COMPUTE)).cumsum()[places] - 1
+        to = graph.table[slot, stages(row)[places] + 1 + onward, microbatches(row)[places]]
+        done = graph.first[rank] + (kind <= max(COMPUTE)).cumsum()[places] - 1
         before[to] = np.maximum(before[to], done)
-    return attrs.evolve(made, before=before[:-1])
+    return attrs.evolve(graph, before=before[:-1])
 
 
-# -- going through it ---------------------------------------------------------------------------------------------------
-
-
-def sweep(
-    made: Graph, duration: Floats, delay: Floats | None = None, gates: tuple[Codes, Floats] | None = None
-) -> tuple[Floats, Floats]:
-    """When each node starts and ends, if each rank takes its row in order and each node starts as soon as it can.
-
-    All ranks that can go on do so together, so the work in Python is that of the longest chain, not of all nodes.
-
-    Args:
-        made: the graph.
-        duration: of each node.
-        delay: how long after the end of what it waits for a node may start: the message's time.
-        gates: a further node that each waits for, earlier in its own row, and how long after that one's end.
-
-    Raises:
-        ScheduleError: ranks wait for each other; the cycle is in the message.
-    """
-    size, before, stop = made.size, made.before, made.first[1:]
-    start, end = np.zeros(size), np.full(size + 1, np.inf)
-    end[size] = 0.0  # what is not there is over from the beginning
-    head, clock = made.first[:-1].copy(), np.zeros(len(stop))
-    active = np.flatnonzero(head < stop)
-    while active.size:
-        nodes = head[active]
-        come = end[before[nodes]]
-        if delay is not None:
-            come = come + delay[nodes]
-        begin = np.maximum(clock[active], come)
-        if gates is not None:
-            begin = np.maximum(begin, end[gates[0][nodes]] + gates[1][nodes])
-        ready = begin < np.inf
-        if not ready.all():
-            begin, nodes, go = begin[ready], nodes[ready], active[ready]
-            if not go.size:
-                raise _cycle(made, head, active)
-        else:
-            go = active
-        start[nodes] = begin
-        end[nodes] = clock[go] = begin + duration[nodes]
-        head[go] = nodes + 1
-        if (nodes + 1 == stop[go]).any():
-            active = active[head[active] < stop[active]]
-    return start, end[:size]
-
-
-def _cycle(made: Graph, head: Codes, stuck: Codes) -> ScheduleError:
-    """Follows who waits for whom until a rank comes again."""
-    rank, path = int(stuck[0]), list[int]()
-    while rank not in path:
-        path.append(rank)
-        rank = made.where(int(made.before[head[rank]]))[0]
-    lines = []
-    for waiting in path[path.index(rank) :]:
-        _, place, action = made.where(int(head[waiting]))
-        other, later, needed = made.where(int(made.before[head[waiting]]))
-        lines.append(f"rank {waiting} at place {place}: {action} waits for {needed}, at place {later} of rank {other}")
-    _, place, action = made.where(int(head[rank]))
-    return ScheduleError("waits in a cycle:\n  " + "\n  ".join(lines), action=action, rank=rank, place=place)
-
-
-def weights_done(made: Graph, stage: int) -> Codes:
-    """The nodes after which a stage's weights' gradients are there, by micro-batch: W, or B."""
-    nodes: Codes = np.maximum(made.table[_WEIGHT, stage + 1], made.backwards(stage))
+def weights_done(graph: Graph, stage: int) -> Codes:
+    """The nodes that complete the gradients of a stage's weights, by micro-batch: W, or B."""
+    nodes: Codes = np.maximum(graph.table[_WEIGHT, stage + 1], graph.backwards(stage))
     return nodes

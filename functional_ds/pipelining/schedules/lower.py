@@ -7,22 +7,22 @@ import attrs
 import numpy as np
 
 from .action import ALL, COMPUTE, MESSAGES, Action, Codes, Kind, kinds, microbatches, pack, stages
-from .graph import Floats, Graph, graph, sweep, weights_done
+from .earliest import Floats, earliest_times
+from .graph import Graph, build_graph, weights_done
 from .schedule import Schedule
 
 __all__ = ["lower", "receives_early"]
 
-Steps = list[tuple[Action, ...]]
 
+def receives_early(steps: Sequence[tuple[Action, ...]], lead: int) -> list[tuple[Action, ...]]:
+    """A rank's steps with each receive posted up to ``lead`` compute actions earlier.
 
-def receives_early(steps: Sequence[tuple[Action, ...]], lead: int) -> Steps:
-    """A rank's row with each receive posted up to ``lead`` compute actions earlier.
+    Law: all other actions keep their order, and so do the receives. If a schedule is proved even with steps that wait for all
+    their messages, it stays deadlock-free when receives do not wait. A transport that carries messages in the order in which
+    they are posted is an exception (NCCL).
 
-    Law: all else keeps its order, and so do the receives. A schedule that is proved even if each step of messages waits stays
-    so if receives do not wait; where a transport carries messages in the order in which they are posted it may not.
-
-    Where the receiver must have posted before a sender can send (Gloo), a value then travels while both compute. Each rank has
-    room for ``lead`` more values.
+    Where a send waits for the posted receive (Gloo), a value then travels while both ranks compute. Each rank needs memory for
+    ``lead`` more values.
 
     >>> from functional_ds.pipelining import lower, one_f_one_b
     >>> row = list(lower(one_f_one_b(2, 2)).steps(1))
@@ -35,44 +35,43 @@ def receives_early(steps: Sequence[tuple[Action, ...]], lead: int) -> Steps:
         earlier = bisect_left(computes, i)
         place = computes[max(0, earlier - lead)] if earlier else i
         posted.setdefault(place, []).extend(action for action in step if _receives(action))
-    made: Steps = []
+    moved: list[tuple[Action, ...]] = []
     for i, step in enumerate(steps):
         rest = tuple(action for action in step if not _receives(action))
-        made += [each for each in (tuple(posted.get(i, ())), rest) if each]
-    return made
+        moved += [each for each in (tuple(posted.get(i, ())), rest) if each]
+    return moved
 
 
 def _receives(action: Action) -> bool:
     return action.kind in (Kind.RECV_F, Kind.RECV_B)
 
 
-# What stands between two compute actions comes in this order.
+# The order of the actions between two compute actions. _WRITTEN are those that the schedule had already.
 _SEND, _RECV, _WRITTEN, _REDUCE, _EVICT, _GATHER, _COMPUTE = range(7)
 _UNITS = np.array([1.0, 1.0, 1.0, 2.0])  # of F, I, W, B
 
 
 def lower(schedule: Schedule, *, gathers: bool = False, reduces: bool | None = None, resident: int = 2) -> Schedule:
-    """The schedule that an executor runs: each rank's compute actions, and between them what is sent and received.
+    """The schedule that an executor runs: the compute actions, with sends, receives, gathers and reductions between them.
 
-    What a schedule has already stays as it is written: messages are put in where it has none at all, and so are gathers and
-    reductions.
+    If a schedule has messages already, they stay and no others are inserted; the same holds for gathers and reductions.
 
-    A send stands right after the action that computes its value. A receive stands before the first action of its rank that
-    starts, at unit times, when the value is there or later: as early as it can be met, no earlier. Neighbouring messages are
-    one step, so ranks that exchange an activation for a gradient do that at once. Stages of one rank send each other nothing.
+    A send stands right after the action that computes its value. A receive stands before the first action of its rank that, at
+    unit times, starts when the value is there or later. Neighbouring messages are one step, so two ranks exchange an
+    activation for a gradient in one step. Stages of one rank send each other nothing.
 
-    Law: the result has no deadlock even if every step of messages waits until all its other ends are there. For a step
-    between actions a and b of a rank, all its messages were ready in the unit-time run after a's start and not after b's
-    start; so all steps are posted, and complete, in the order of these times. Between two ranks messages are received in the
-    order in which they are sent.
+    Law: the result has no deadlock even if every step of messages waits until all its other ends are posted. For a step
+    between actions a and b of a rank, all its messages are ready in the unit-time run after a's start and not after b's start;
+    so all steps are posted, and complete, in the order of these times. Between two ranks messages are received in the order in
+    which they are sent.
 
     Law: ``lower(s).compute_only() == s`` for compute actions alone, and ``lower(lower(s)) == lower(s)``.
 
     Args:
-        schedule: compute actions, and what else is written by hand.
+        schedule: compute actions, and others that are written by hand.
         gathers: parameters are sharded (ZeRO-3): gather a stage's before its use, evict them when others are needed earlier.
         reduces: reduce each stage's gradients after its last backward; by default as ``gathers``.
-        resident: how many stages' parameters a rank may hold whole at a time; two let it fetch one ahead.
+        resident: the most stages whose parameters a rank holds whole at a time; two let it fetch one ahead.
 
     Raises:
         ScheduleError: an action is wrong, missing, there twice or too early, or ranks wait for each other in a cycle.
@@ -87,30 +86,31 @@ def lower(schedule: Schedule, *, gathers: bool = False, reduces: bool | None = N
     """
     if resident < 1:
         raise ValueError(f"resident={resident}: a rank holds at least the stage that it computes")
-    made = graph(schedule)
-    start, end = sweep(made, np.concatenate([_UNITS[kinds(row)] for row in made.rows]))
+    graph = build_graph(schedule)
+    start, end = earliest_times(graph, np.concatenate([_UNITS[kinds(row)] for row in graph.rows]))
     holder = np.array([-1, *schedule.placement, -1])
     messages = not schedule.has(*MESSAGES)
     reduces = (gathers if reduces is None else reduces) and not schedule.has(Kind.REDUCE)
     gathers = gathers and not schedule.has(Kind.GATHER, Kind.EVICT)
     rows = []
     for rank, row in enumerate(schedule.codes):
-        parts: list[Part] = []
+        parts: list[Insertion] = []
         if messages:
-            parts += _messages(made, rank, start, end, holder)
+            parts += _messages(graph, rank, start, end, holder)
         if reduces:
-            parts += _reductions(made, rank)
+            parts += _reductions(graph, rank)
         if gathers:
-            parts += _gathers(made.rows[rank], resident)
+            parts += _gathers(graph.rows[rank], resident)
         rows.append(_merged(row, parts))
     return attrs.evolve(schedule, codes=rows)
 
 
-# What is put into a row: before which of its compute actions (or after the last), of what sort, and codes in their order.
-Part = tuple[Codes, int | Codes, Codes]
+# Actions to insert: the place of the compute action that each comes before (or their number), the sort, and packed actions.
+Insertion = tuple[Codes, int | Codes, Codes]
 
 
-def _merged(row: Codes, parts: list[Part]) -> Codes:
+def _merged(row: Codes, parts: list[Insertion]) -> Codes:
+    """The row with all insertions, ordered by place and sort."""
     computes = kinds(row) <= max(COMPUTE)
     parts = [*parts, (computes.cumsum() - computes, np.where(computes, _COMPUTE, _WRITTEN), row)]
     keys = np.concatenate([gaps * (_COMPUTE + 1) + sort for gaps, sort, _ in parts])
@@ -118,8 +118,8 @@ def _merged(row: Codes, parts: list[Part]) -> Codes:
     return merged
 
 
-def _messages(made: Graph, rank: int, start: Floats, end: Floats, holder: Codes) -> tuple[Part, Part]:
-    row, span = made.rows[rank], made.span(rank)
+def _messages(graph: Graph, rank: int, start: Floats, end: Floats, holder: Codes) -> tuple[Insertion, Insertion]:
+    row, span = graph.rows[rank], graph.span(rank)
     stage, microbatch, forward = stages(row), microbatches(row), kinds(row) == Kind.F
     weight = kinds(row) == Kind.W
     onward = np.where(forward, 1, -1)
@@ -130,26 +130,26 @@ def _messages(made: Graph, rank: int, start: Floats, end: Floats, holder: Codes)
 
     source = np.where(weight, -1, holder[stage + 1 - onward])
     got = np.flatnonzero((source >= 0) & (source != rank))
-    producers = made.before[span][got]
+    producers = graph.before[span][got]
     got = got[np.lexsort((producers, end[producers]))]
     receives = pack(np.where(forward, Kind.RECV_F, Kind.RECV_B)[got], stage[got], microbatch[got])
-    gaps = np.searchsorted(start[span], end[made.before[span][got]])
+    gaps = np.searchsorted(start[span], end[graph.before[span][got]])
     return (sent + 1, _SEND, sends), (gaps, _RECV, receives)
 
 
-def _reductions(made: Graph, rank: int) -> list[Part]:
-    parts: list[Part] = []
-    for stage in made.schedule.stages_of(rank):
-        last = int(weights_done(made, stage).max())
-        if last >= 0:  # of forwards alone there is nothing to reduce
-            parts.append((np.array([last + 1 - made.first[rank]]), _REDUCE, pack(Kind.REDUCE, stage, ALL)))
+def _reductions(graph: Graph, rank: int) -> list[Insertion]:
+    parts: list[Insertion] = []
+    for stage in graph.schedule.stages_of(rank):
+        last = int(weights_done(graph, stage).max())
+        if last >= 0:  # inference has nothing to reduce
+            parts.append((np.array([last + 1 - graph.first[rank]]), _REDUCE, pack(Kind.REDUCE, stage, ALL)))
     return parts
 
 
-def _gathers(row: Codes, resident: int) -> list[Part]:
-    """Whole at any time: the stages that are used next, as many as may be (Belady's rule)."""
+def _gathers(row: Codes, resident: int) -> list[Insertion]:
+    """Gathers and evictions that keep the ``resident`` stages whole that are used next (Belady's rule)."""
     used = stages(row)
-    turns = np.flatnonzero(np.diff(used, prepend=-1))  # where a rank turns to another stage
+    turns = np.flatnonzero(np.diff(used, prepend=-1))  # the actions that use another stage than the one before
     own = np.unique(used)
     never = len(turns)
     uses = np.where(used[turns][:, None] == own, np.arange(never)[:, None], never)  # [turn, stage]

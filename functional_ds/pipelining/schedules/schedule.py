@@ -1,5 +1,6 @@
 """``Schedule``: for each rank its actions in order, and which rank holds which stage."""
 
+import html
 from collections.abc import Iterable, Iterator, Sequence
 from numbers import Integral
 from typing import Any, Literal
@@ -9,24 +10,23 @@ import numpy as np
 
 from .action import COMPUTE, MESSAGES, Action, Codes, Kind, kinds, microbatches, packed, unpack
 
-__all__ = ["Schedule", "ScheduleError", "Step", "stage_to_rank"]
+__all__ = ["Schedule", "ScheduleError", "stage_to_rank"]
 
-Step = tuple[Action, ...]
 _SHOWN_ROWS, _SHOWN_ACTIONS = 16, 24
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot be run.
+    """A schedule cannot be run.
 
     Attributes:
-        why: what is wrong with it.
+        why: what is wrong with the action.
         action: the first offending action.
-        rank: whose row it is, or should be, in.
-        place: where in the row; None if it is missing.
+        rank: the rank in whose row it is, or is missing.
+        place: its place in the row; None if it is missing.
     """
 
     def __init__(self, why: str, action: Action, rank: int, place: int | None = None) -> None:
-        super().__init__(why, action, rank, place)  # all of them: an error that leaves a process is made again from these
+        super().__init__(why, action, rank, place)  # unpickling calls the class with these
         self.why, self.action, self.rank, self.place = why, action, rank, place
 
     def __str__(self) -> str:
@@ -53,14 +53,14 @@ def _count(microbatches: Any) -> int:
 
 @attrs.frozen(eq=False, repr=False)
 class Schedule:
-    """Who does what, in which order: data that can be printed, compared, checked and priced before anything runs.
+    """Each rank's actions in order: data that can be printed, compared, checked and priced before anything runs.
 
     Law: two schedules are equal if their rows, placements and numbers of micro-batches are.
 
     Attributes:
-        codes: each rank's actions, packed; ``schedule[rank]`` is the actions themselves.
+        codes: each rank's actions, packed; ``schedule[rank]`` unpacks them.
         placement: the rank that holds each stage.
-        microbatches: how many.
+        microbatches: the number of micro-batches.
 
     >>> mine = Schedule.of(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"])
     >>> print(mine)
@@ -89,12 +89,12 @@ class Schedule:
         placement: Sequence[int] | None = None,
         microbatches: int | None = None,
     ) -> "Schedule":
-        """A schedule from rows written out, each a string of actions or a sequence of them.
+        """A schedule from written rows.
 
         Args:
-            rows: each rank's actions in order.
-            placement: the rank that holds each stage; by default the one whose row has its first compute action.
-            microbatches: how many; by default as many as the rows name.
+            rows: each rank's actions in order: a string such as ``"0F0 0B0"``, or a sequence of actions or strings.
+            placement: the rank that holds each stage; by default the rank with the stage's first compute action.
+            microbatches: the number of micro-batches; by default as many as the rows name.
 
         Raises:
             ValueError: a text is no action; a stage is in no row, and no placement was given.
@@ -109,22 +109,22 @@ class Schedule:
 
     @property
     def ranks(self) -> int:
-        """How many ranks."""
+        """The number of ranks."""
         return len(self.codes)
 
     @property
     def stages(self) -> int:
-        """How many stages."""
+        """The number of stages."""
         return len(self.placement)
 
     @property
     def actions(self) -> tuple[tuple[Action, ...], ...]:
-        """Every rank's actions; of a large schedule, better look at one rank's."""
+        """Every rank's actions. In a large schedule, look at single ranks instead."""
         return tuple(self[rank] for rank in range(self.ranks))
 
     @property
     def lowered(self) -> bool:
-        """Whether the rows have more than compute actions."""
+        """Whether a row has an action that is no compute action."""
         return any(bool((kinds(row) > max(COMPUTE)).any()) for row in self.codes)
 
     def has(self, *some: Kind) -> bool:
@@ -140,10 +140,10 @@ class Schedule:
     def __iter__(self) -> Iterator[tuple[Action, ...]]:
         return (self[rank] for rank in range(self.ranks))
 
-    def steps(self, rank: int) -> Iterator[Step]:
-        """The rank's actions as an executor takes them: a run of sends and receives is one step, every other action its own.
+    def steps(self, rank: int) -> Iterator[tuple[Action, ...]]:
+        """A rank's actions as an executor takes them: neighbouring sends and receives are one step, any other action is one.
 
-        The messages of a step are all started before any is waited for.
+        An executor starts all messages of a step before it waits for one.
 
         >>> lowered = Schedule.of(["0F0 0SEND_F0 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0"])
         >>> list(lowered.steps(0))
@@ -162,18 +162,18 @@ class Schedule:
             yield tuple(batch)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank holds, in their order."""
+        """The stages that a rank holds, ascending."""
         return tuple(stage for stage, holder in enumerate(self.placement) if holder == rank)
 
     def compute_only(self) -> "Schedule":
-        """The schedule without what ``lower`` added.
+        """The compute actions alone.
 
         Law: ``lower(s).compute_only() == s`` for a schedule of compute actions.
         """
         return attrs.evolve(self, codes=[row[kinds(row) <= max(COMPUTE)] for row in self.codes])
 
     def only_forward(self) -> "Schedule":
-        """Its forwards alone, in their order: what an evaluation runs.
+        """The forwards alone, as an evaluation runs them.
 
         >>> Schedule.of(["0F0 0F1 0B0 0B1"]).only_forward()[0]
         (0F0, 0F1)
@@ -181,7 +181,7 @@ class Schedule:
         return attrs.evolve(self, codes=[row[kinds(row) == Kind.F] for row in self.codes])
 
     def first(self, count: int) -> "Schedule":
-        """The first micro-batches alone, with all gathers, evictions and reductions.
+        """The actions of the first ``count`` micro-batches, and all gathers, evictions and reductions.
 
         >>> Schedule.of(["0F0 0F1 0F2"]).first(2)[0]
         (0F0, 0F1)
@@ -210,6 +210,9 @@ class Schedule:
             lines.append(f"... and {self.ranks - _SHOWN_ROWS} more ranks")
         return "\n".join(lines)
 
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
     def __repr__(self) -> str:
         count = sum(map(len, self.codes))
         return f"<Schedule: {self.stages} stages on {self.ranks} ranks, {self.microbatches} micro-batches, {count} actions>"
@@ -229,7 +232,7 @@ def _placement(rows: Sequence[Sequence[Action]]) -> tuple[int, ...]:
 
 
 def check_placement(placement: Sequence[int], ranks: int) -> None:
-    """Refuses ranks that are not there."""
+    """Refuses a placement on ranks that do not exist."""
     for stage, rank in enumerate(placement):
         if not 0 <= rank < ranks:
             raise ValueError(f"placement puts stage {stage} on rank {rank}; there are {ranks}, counted from 0")
@@ -238,8 +241,11 @@ def check_placement(placement: Sequence[int], ranks: int) -> None:
 def stage_to_rank(ranks: int, chunks: int = 1, style: Literal["loop", "v"] = "loop") -> tuple[int, ...]:
     """The rank of each of ``ranks * chunks`` stages.
 
-    ``loop``: stage s is on rank s mod ranks, as interleaved schedules want it. ``v``: down the ranks and up again, so that the
-    last rank of one way holds two neighbouring stages, and nothing is sent between them.
+    Args:
+        ranks: the number of ranks.
+        chunks: stages on each rank.
+        style: ``loop``: stage s is on rank s mod ranks, as interleaved schedules want it. ``v``: down the ranks and up again,
+            so that the last rank holds two neighbouring stages and sends nothing between them.
 
     Raises:
         ValueError: fewer than one rank or chunk, or an unknown style.

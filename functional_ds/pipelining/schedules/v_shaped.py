@@ -1,7 +1,7 @@
 """Schedules whose stages go down the ranks and up again: rank r of p holds stages r and 2 p - 1 - r.
 
-So the last rank passes activations on to itself, the first rank holds both ends of the model, and all ranks have the same
-number of micro-batches in flight.
+So the last rank sends itself nothing, the first rank holds both ends of the model, and all ranks have the same number of
+micro-batches in flight. ``by_name``: all published schedules for given sizes.
 """
 
 from collections import deque
@@ -13,11 +13,11 @@ from .action import Action, Codes, Kind, microbatches, pack, packed
 from .generators import breadth_first, check, gpipe, interleaved_one_f_one_b, one_f_one_b, weave, zb_2p, zb_h1
 from .schedule import Schedule, stage_to_rank
 
-__all__ = ["dualpipe_v", "named", "zbv"]
+__all__ = ["by_name", "dualpipe_v", "zbv"]
 
 
 def zbv(p: int, m: int) -> Schedule:
-    """Zero bubbles with 1F1B's memory: split backwards on a V of two chunks a rank.
+    """Zero bubbles with 1F1B's memory: split backwards, and two chunks a rank in a V.
 
     ::
 
@@ -67,8 +67,8 @@ def zbv(p: int, m: int) -> Schedule:
     return Schedule(rows, stage_to_rank(p, 2, "v"), m)
 
 
-class _Row:
-    """A rank's row as it grows: forwards and backwards count up their micro-batches, weights' gradients may wait."""
+class _RowBuilder:
+    """A rank's row as it grows. A stage's forwards and backwards take its next micro-batch; backwards for weights may wait."""
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
@@ -80,29 +80,31 @@ class _Row:
         return self.counts[kind, stage]
 
     def forward(self, stage: int) -> None:
+        """Appends a stage's next forward."""
         self.actions.append(Action(Kind.F, stage, self._next(Kind.F, stage)))
 
     def backward(self, stage: int, *, split: bool = False) -> None:
-        """In one, or for inputs only: the weights' then waits."""
+        """Appends a stage's next backward; with ``split`` the backward for inputs, and the one for weights waits."""
         microbatch = self._next(Kind.B, stage)
         self.actions.append(Action(Kind.I if split else Kind.B, stage, microbatch))
         if split:
             self.waiting.append(Action(Kind.W, stage, microbatch))
 
     def weights(self) -> None:
+        """Appends the backward for weights that waits longest, if any."""
         if self.waiting:
             self.actions.append(self.waiting.popleft())
 
 
 def dualpipe_v(p: int, m: int) -> Schedule:
-    """DualPipe cut in half: on the V, a forward of one chunk stands beside a backward of the other.
+    """DualPipe cut in half: two chunks a rank in a V, a forward of one beside a backward of the other.
 
-    In its main part, pairs of a forward and a full backward of different chunks follow each other; where a runtime computes
-    them at the same time, one's messages hide behind the other's arithmetic. Backwards are split only where the pipeline
+    In its main part each rank alternates a forward of one chunk and a full backward of the other. A runtime that computes both
+    at the same time hides the messages of one behind the arithmetic of the other. Backwards are split only while the pipeline
     fills and drains.
 
-    Makespan, unit times: 6 m + p - 1 in chunk times, the least there is, since the last rank starts p - 1 late; rank r has
-    gaps of p - 1 - r in all. In flight: 2 p + 1 chunks at most.
+    Makespan, unit times: 6 m + p - 1 in chunk times, the minimum, since the last rank starts p - 1 late; rank r has gaps of
+    p - 1 - r in all. In flight: 2 p + 1 chunks at most.
 
     Source: DeepSeek-AI 2024, DeepSeek-V3 technical report, and its DualPipe; cut in half: Sea AI Lab 2025.
 
@@ -120,7 +122,7 @@ def dualpipe_v(p: int, m: int) -> Schedule:
 
 
 def _dualpipe_row(p: int, m: int, rank: int) -> Codes:
-    row, down, up, below = _Row(), rank, 2 * p - 1 - rank, p - 1 - rank
+    row, down, up, below = _RowBuilder(), rank, 2 * p - 1 - rank, p - 1 - rank
     for _ in range(2 * below):
         row.forward(down)
     for _ in range(rank + 1):
@@ -146,15 +148,15 @@ def _dualpipe_row(p: int, m: int, rank: int) -> Codes:
     return packed(row.actions)
 
 
-def named(p: int, m: int, placement: Sequence[int] | None = None) -> dict[str, Schedule]:
-    """The generators' schedules that train on p ranks with m micro-batches and place stages like that.
+def by_name(p: int, m: int, placement: Sequence[int] | None = None) -> dict[str, Schedule]:
+    """The published training schedules for these sizes and this placement, by their functions' names.
 
     Args:
         p: ranks.
         m: micro-batches; schedules that need more are left out.
         placement: the rank that holds each stage; by default stage s is on rank s.
 
-    >>> sorted(named(2, 3)), sorted(named(2, 3, (0, 1, 1, 0)))
+    >>> sorted(by_name(2, 3)), sorted(by_name(2, 3, (0, 1, 1, 0)))
     (['gpipe', 'one_f_one_b', 'zb_2p', 'zb_h1'], ['zbv'])
     """
     placement = tuple(range(p)) if placement is None else tuple(placement)

@@ -1,4 +1,4 @@
-"""Where to cut a row of blocks."""
+"""``balanced``, ``uniformly``: where to cut a row of blocks into stages."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -7,9 +7,9 @@ __all__ = ["balanced", "uniformly"]
 
 
 def uniformly(blocks: int, stages: int) -> tuple[int, ...]:
-    """The first block of each stage; stages differ by at most one block, and earlier ones have fewer.
+    """The first block of each stage; stages differ by at most one block.
 
-    The last stages get the odd blocks: under 1F1B, earlier ones keep more activations.
+    Later stages get the additional blocks, because under 1F1B earlier stages hold more activations.
 
     Raises:
         ValueError: fewer blocks than stages, or no stage.
@@ -23,13 +23,13 @@ def uniformly(blocks: int, stages: int) -> tuple[int, ...]:
 
 
 def balanced(costs: Sequence[float], stages: int) -> tuple[int, ...]:
-    """The first block of each stage, such that the costliest stage costs as little as can be.
+    """The first block of each stage, such that the most expensive stage costs as little as possible.
 
-    Law: no other cut of the row has a smaller maximum. By dynamic programming, in O(stages · blocks · log blocks).
+    Law: no other cut of the row has a smaller maximum. Cost: O(stages · blocks · log blocks), by dynamic programming.
 
     Args:
-        costs: of each block, none negative.
-        stages: how many; each gets at least one block.
+        costs: each block's cost, not negative.
+        stages: their number; each gets at least one block.
 
     Raises:
         ValueError: fewer blocks than stages, or a cost that is negative or no number.
@@ -43,9 +43,9 @@ def balanced(costs: Sequence[float], stages: int) -> tuple[int, ...]:
             raise ValueError(f"costs[{place}] is {cost}; costs are finite and not negative")
     total = [0.0, *accumulate(costs)]
     count = len(costs)
-    worst = [total[count] - total[begin] for begin in range(count + 1)]  # of the blocks from each on, in one stage
+    worst = [total[count] - total[begin] for begin in range(count + 1)]  # the least maximum for the blocks from each on
     choices: list[list[int]] = []
-    for rest in range(1, stages):  # how many stages follow
+    for rest in range(1, stages):  # the number of stages that follow
         ends = [_first_end(total, worst, begin, count - rest) for begin in range(count - rest)]
         choices.append(ends)
         worst = [max(total[end] - total[begin], worst[end]) for begin, end in enumerate(ends)]
@@ -56,7 +56,7 @@ def balanced(costs: Sequence[float], stages: int) -> tuple[int, ...]:
 
 
 def _first_end(total: Sequence[float], worst: Sequence[float], begin: int, latest: int) -> int:
-    """Where a stage from ``begin`` on ends best: its cost grows with the end, what follows gets no costlier."""
+    """The best end of a stage that begins at ``begin``, by bisection: with the end its cost grows, that of the rest falls."""
     low, high = begin + 1, latest
     while low < high:
         middle = (low + high) // 2

@@ -1,4 +1,4 @@
-"""Stages from a list of functions."""
+"""``stages``: from a list of functions."""
 
 import fnmatch
 import inspect
@@ -15,25 +15,28 @@ from functional_ds.comm.record.collective import NAMESPACE
 
 from .stages import Params, Stage, Stages
 
-__all__ = ["Piece", "called", "first_input", "stages"]
+__all__ = ["Piece", "call_with", "first_input", "stages"]
 
 
 def _several(names: str | Iterable[str]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-@attrs.frozen
+@attrs.frozen(repr=False)
 class Piece:
-    """A stage's function, with what it shares with others.
+    """A stage's function, and what it shares with other stages.
 
     Attributes:
-        function: ``function(params, x)``; parameters called ``batch`` and ``key`` are given, too.
-        uses: what it gets of the params: a path (``"blocks.0"``: that subtree), a pattern (``"blocks.0.*"``: those leaves by
-            path), a tuple of such (a tuple of theirs), or a function of the whole tree that picks a part. What several
-            stages use, a tied weight say, gets the sum of their gradients. By default the stage's own entry of a list.
+        function: ``function(params, x)``; it also gets ``batch`` and ``key`` if it has parameters of these names.
+        uses: its part of the params: a path (``"blocks.0"``: that subtree), a pattern (``"blocks.0.*"``: a dict of leaves by
+            path), a tuple of such (it gets a tuple), or a function of the whole tree that picks a part. A leaf that several
+            stages use, such as a tied weight, gets the sum of their gradients. By default the stage's own entry of a list.
         keeps: names of values for later stages, or one name: the function then returns ``(y, {name: value})``.
-        takes: names of what earlier stages kept, or one name: given as keyword arguments.
+        takes: names of values that earlier stages kept, or one name: it gets them as keyword arguments.
         name: for reports; by default the function's.
+
+    >>> Piece(lambda p, x: x @ p, uses="embed", name="head")
+    <Piece 'head', uses 'embed'>
     """
 
     function: Callable[..., Any]
@@ -42,9 +45,14 @@ class Piece:
     takes: tuple[str, ...] = attrs.field(default=(), converter=_several)
     name: str | None = None
 
+    def __repr__(self) -> str:
+        title = self.name or getattr(self.function, "__name__", "?")
+        given = [(name, getattr(self, name)) for name in ("uses", "keeps", "takes")]
+        return f"<Piece {title!r}{''.join(f', {name} {value!r}' for name, value in given if value)}>"
+
     @staticmethod
     def of(function: Any) -> "Piece":
-        """A plain function as a piece that shares nothing."""
+        """From a plain function, which shares nothing."""
         if isinstance(function, Piece):
             return function
         if not callable(function):
@@ -61,16 +69,17 @@ def stages(
 ) -> Stages:
     """Stages from functions ``f(params, x) -> x``, each with its part of the params.
 
-    A leaf that no stage uses is the first one's, so that it is stored.
+    The first stage holds the leaves that no stage uses.
 
     Args:
         functions: one for each stage; a ``Piece`` where a stage shares leaves, or keeps values for later ones.
-        params: the whole tree; a list or tuple has an entry for each stage, unless pieces say what they use.
+        params: the whole tree: a list or tuple with an entry for each stage, unless pieces say what they use.
         inputs: ``inputs(batch)``, the first stage's x; by default the first entry of a tuple or list, else the batch.
         loss: ``loss(y, batch)`` of the last function's result; by default that function returns the loss.
 
     Raises:
-        ValueError: params do not fit the functions; a piece uses what is not there, or takes what nobody keeps.
+        ValueError: the params do not fit the functions; a piece uses a path that the params do not have, or takes a value that
+            no earlier piece keeps.
 
     >>> import torch
     >>> params = {"embed": torch.eye(3), "scale": torch.ones(3)}
@@ -91,14 +100,14 @@ def stages(
     if not pieces:
         raise ValueError("functions is empty: there is at least one stage")
     sizes = {path: leaf.numel() for (path, _), leaf in zip(tree.named(params), tree.tensors(params, "params"), strict=True)}
-    names = tree.unflatten(tree.structure(params), list(sizes))  # the tree with each leaf's path in its place
+    names = tree.unflatten(tree.structure(params), list(sizes))  # the tree with paths for leaves
     chosen = [_chosen(names, piece, index, len(pieces)) for index, piece in enumerate(pieces)]
     paths = [tuple(dict.fromkeys(tree.leaves(part))) for part in chosen]
     used = {path for part in paths for path in part}
     paths[0] = (*paths[0], *(path for path in sizes if path not in used))
-    alive = _alive(pieces)
+    kept = _kept_values(pieces)
     own = map(tree.flatten, chosen)
-    runs = [_Run(piece, part, alive[i], alive[i + 1]) for i, (piece, part) in enumerate(zip(pieces, own, strict=True))]
+    runs = [_StageFunction(piece, part, kept[i], kept[i + 1]) for i, (piece, part) in enumerate(zip(pieces, own, strict=True))]
     runs[0] = attrs.evolve(runs[0], inputs=inputs or first_input)
     runs[-1] = attrs.evolve(runs[-1], loss=loss)
     titles = [piece.name or getattr(piece.function, "__name__", f"stage {i}") for i, piece in enumerate(pieces)]
@@ -106,13 +115,15 @@ def stages(
 
 
 @attrs.frozen
-class _Run:
+class _StageFunction:
     """A stage's ``run``.
 
     Attributes:
-        own: the paths of what the function gets of the params, and their tree.
-        arriving, leaving: the kept values that come along with x, and that go on.
-        inputs, loss: only the first and the last stage's.
+        piece: the stage's function.
+        own: the function's part of the params: paths, and their structure.
+        arriving, leaving: names of the kept values that come with x, and of those that are sent on with y.
+        inputs: the first stage's.
+        loss: the last stage's.
     """
 
     piece: Piece
@@ -125,17 +136,17 @@ class _Run:
     def __call__(self, params: Params, x: Any, batch: Any, key: Key | None) -> Any:
         kept: dict[str, Any] = {}
         if self.inputs is not None:
-            x = called(self.inputs, batch, key=key)
+            x = call_with(self.inputs, batch, key=key)
         elif self.arriving:
             x, kept = x
         paths, spec = self.own
         own = tree.unflatten(spec, [params[path] for path in paths])
-        y = called(self.piece.function, own, x, batch=batch, key=key, **{name: kept[name] for name in self.piece.takes})
+        y = call_with(self.piece.function, own, x, batch=batch, key=key, **{name: kept[name] for name in self.piece.takes})
         if self.piece.keeps:
             y, new = self._unpacked(y)
             kept = {**kept, **new}
         if self.loss is not None:
-            return called(self.loss, y, batch, key=key)
+            return call_with(self.loss, y, batch, key=key)
         return (y, {name: kept[name] for name in self.leaving}) if self.leaving else y
 
     def _unpacked(self, y: Any) -> tuple[Any, Mapping[str, Any]]:
@@ -151,8 +162,8 @@ def first_input(batch: Any) -> Any:
     return batch[0] if isinstance(batch, (tuple, list)) else batch
 
 
-def called(function: Callable[..., Any], *args: Any, **offered: Any) -> Any:
-    """``function(*args)``, with what is offered under the names ``batch`` and ``key`` only if it has such parameters."""
+def call_with(function: Callable[..., Any], *args: Any, **offered: Any) -> Any:
+    """``function(*args, **offered)``, but without ``batch`` and ``key`` where the function has no such parameter."""
     wanted = _wanted(function, len(args))
     return function(*args, **{name: value for name, value in offered.items() if name in wanted or name not in _OPTIONAL})
 
@@ -160,9 +171,9 @@ def called(function: Callable[..., Any], *args: Any, **offered: Any) -> Any:
 _OPTIONAL = ("batch", "key")
 
 
-@lru_cache(maxsize=1024)  # looking at a signature takes longer than many a function
+@lru_cache(maxsize=1024)  # reading a signature can take longer than the function
 def _wanted(function: Callable[..., Any], given: int) -> frozenset[str]:
-    """Which of the optional arguments a function has parameters for, behind those that are given by place."""
+    """Which of the optional arguments a function has parameters for, after the ``given`` positional ones."""
     try:
         return frozenset(list(inspect.signature(function).parameters)[given:]) & frozenset(_OPTIONAL)
     except (TypeError, ValueError):  # builtins have no signature
@@ -170,7 +181,7 @@ def _wanted(function: Callable[..., Any], given: int) -> frozenset[str]:
 
 
 def _chosen(names: Any, piece: Piece, index: int, count: int) -> Any:
-    """What a piece gets of the params, with paths for leaves."""
+    """A piece's part of the params, with paths for leaves."""
     if piece.uses is not None:
         return _used(names, piece.uses)
     if not isinstance(names, (list, tuple)) or len(names) != count:
@@ -215,8 +226,8 @@ def _subtree(names: Any, path: str) -> Any:
     return None
 
 
-def _alive(pieces: Sequence[Piece]) -> list[tuple[str, ...]]:
-    """The kept values that are under way in front of each stage, and behind the last."""
+def _kept_values(pieces: Sequence[Piece]) -> list[tuple[str, ...]]:
+    """The names of the kept values that are sent along before each stage, and after the last."""
     keeper: dict[str, int] = {}
     until: dict[str, int] = {}
     for index, piece in enumerate(pieces):

@@ -1,4 +1,4 @@
-"""Stages run on tensors without values, to see whether each takes what the one before gives."""
+"""``check_shapes``: runs stages on tensors without values, to see whether each takes what the one before gives."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,55 +16,67 @@ from functional_ds.base import tree
 from functional_ds.base.prng import Key
 from functional_ds.base.weighted import weigh
 
-__all__ = ["NEEDS_VALUES", "rehearse", "shown"]
+__all__ = ["NEEDS_VALUES", "check_shapes", "shown"]
 
-Run = Callable[[Mapping[str, Tensor], Any, Any, Key | None], Any]
+StageFunction = Callable[[Mapping[str, Tensor], Any, Any, Key | None], Any]
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 
 
-def rehearse(stages: Sequence[tuple[str, Run]], params: Mapping[str, Tensor], batch: Any) -> tuple[Any, ...]:
-    """What each stage hands to the next, as tensors on the device "meta"."""
+def check_shapes(stages: Sequence[tuple[str, StageFunction]], params: Mapping[str, Tensor], batch: Any) -> tuple[Any, ...]:
+    """What each stage sends to the next, as tensors on the device "meta".
+
+    Where a stage needs values, all stages run on the real tensors.
+
+    Args:
+        stages: each stage's name and function.
+        params: all leaves by path.
+        batch: what the stages run on.
+
+    Raises:
+        ValueError: a stage cannot take what the one before gives.
+    """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     faked = [_mapped(mode.from_tensor, each) for each in (dict(params), batch, Key.of(0))]
     try:
         with mode:
-            handed = _chain(stages, *faked)
+            sent = _run_all(stages, *faked)
     except NEEDS_VALUES:
         with torch.no_grad():
-            handed = _chain(stages, params, batch, Key.of(0))
-    return tuple(_mapped(_meta, x) for x in handed)
+            sent = _run_all(stages, params, batch, Key.of(0))
+    return tuple(_mapped(_meta, x) for x in sent)
 
 
 def _mapped(function: Callable[[Tensor], Any], value: Any) -> Any:
     return tree.map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
-def _chain(stages: Sequence[tuple[str, Run]], params: Mapping[str, Tensor], batch: Any, key: Key) -> tuple[Any, ...]:
-    x, handed = None, []
+def _run_all(
+    stages: Sequence[tuple[str, StageFunction]], params: Mapping[str, Tensor], batch: Any, key: Key
+) -> tuple[Any, ...]:
+    x, sent = None, []
     for index, (name, run) in enumerate(stages):
-        last = index == len(stages) - 1
         try:
             y = run(params, x, batch, key)
-            if last:
+            if index == len(stages) - 1:
                 weigh(y[0] if isinstance(y, tuple) else y, "the loss")
             else:
-                _tensors(y)
+                _refuse_others(y)
+                sent.append(y)
         except NEEDS_VALUES:
             raise
         except Exception as error:
             source = f"the batch, {shown(batch)}" if index == 0 else f"what stage {index - 1} gives, {shown(x)}"
             raise ValueError(f"stage {index} ({name}) cannot take {source}: {type(error).__name__}: {error}") from error
-        if not last:
-            x = y
-            handed.append(x)
-    return tuple(handed)
+        x = y
+    return tuple(sent)
 
 
 def _meta(leaf: Tensor) -> Tensor:
     return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
 
 
-def _tensors(x: Any) -> None:
+def _refuse_others(x: Any) -> None:
+    """Refuses leaves that are no tensors."""
     for path, leaf in tree.named(x):
         if not isinstance(leaf, Tensor):
             raise TypeError(

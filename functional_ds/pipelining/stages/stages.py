@@ -1,4 +1,4 @@
-"""``Stages``: a model's parts as functions, whose composition is the loss function of the single-device step."""
+"""``Stages``: a model as a row of functions, whose composition is the loss function of the single-device step."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -11,38 +11,43 @@ from functional_ds.base.prng import Key
 from functional_ds.base.weighted import Weighted
 from functional_ds.modules.functional import Apply
 
-from .shape_check import rehearse
+from .shape_check import check_shapes
 
-__all__ = ["Stage", "Stages", "Visit"]
+__all__ = ["LossInput", "Stage", "Stages"]
 
 Params = Mapping[str, Tensor]
 
 
-@attrs.frozen
+@attrs.frozen(repr=False)
 class Stage:
-    """A part of a model.
+    """One stage of a model.
 
     Attributes:
-        paths: the leaves of the params that it uses; one that several stages use is in each one's.
-        run: ``run(params, x, batch, key)``, with params by path, gives the next stage's x, a pytree. The first stage takes what
-            it needs from the batch, and its x is None; the last one returns the loss as ``train_step`` wants it.
+        paths: the leaves of the params that it uses. Several stages may use the same leaf.
+        run: ``run(params, x, batch, key)``, with params by path, returns the next stage's x, a pytree of tensors. The first
+            stage takes its inputs from the batch, and its x is None. The last one returns the loss as ``train_step`` wants it.
         name: for reports and errors.
     """
 
     paths: tuple[str, ...]
-    run: Callable[[Params, Any, Any, Key | None], Any] = attrs.field(repr=False)
+    run: Callable[[Params, Any, Any, Key | None], Any]
     name: str
+
+    def __repr__(self) -> str:
+        return f"<Stage {self.name!r}: {len(self.paths)} leaves>"
 
 
 @tree.record
-class Visit:
-    """What the last stage's loss is computed from: the batch, and x as the stage before gave it.
+class LossInput:
+    """What the last stage computes the loss from: the batch, and x as the stage before gave it.
 
-    It stands for a batch where a pipeline calls a step's phase ``loss``, so that whatever is done to batches and losses is
-    done to this stage's. x is no child of it: a cast of the batch leaves activations alone.
+    A pipeline calls a step's phase ``loss`` with it in place of a batch. So transforms of batches and losses apply to the last
+    stage. x is static, no child: a cast of the batch leaves activations alone.
 
     Attributes:
-        weight: what a plain mean weighs, where micro-batches have different numbers of rows; else one.
+        batch: the micro-batch.
+        x: what the stage before has sent.
+        weight: what a plain mean weighs where micro-batches have different numbers of rows; None for one.
     """
 
     batch: Any
@@ -62,7 +67,7 @@ class Visit:
 
 
 def _weighing(found: Any, weight: float) -> Any:
-    """The loss and metrics with every plain mean weighed."""
+    """The loss and metrics, every plain mean with a weight."""
     if isinstance(found, tuple):
         return _weighing(found[0], weight), {name: _weighing(metric, weight) for name, metric in found[1].items()}
     return Weighted(found * weight, weight) if isinstance(found, Tensor) else found
@@ -75,17 +80,17 @@ def _no_batch(use: str) -> ValueError:
     )
 
 
-@attrs.frozen
+@attrs.frozen(repr=False)
 class Stages:
     """The stages of a model, in order.
 
-    Called as ``stages(params, batch, key)`` it runs all of them, one after the other: the loss function of the single-device
-    step, ``train_step(stages, optimizer)``, which a pipeline of these stages computes too.
+    ``stages(params, batch, key)`` runs all of them, one after the other: the loss function of the single-device step
+    ``train_step(stages, optimizer)``, which a pipeline of these stages computes too.
 
     Attributes:
         stages: each a ``Stage``.
-        sizes: how many elements each leaf of the params has.
-        apply: the module that was cut, if one was; ``apply.module.eval()`` holds for the calls that follow.
+        sizes: the number of elements of each leaf of the params, by path.
+        apply: the module that was cut, if one was. ``apply.module.eval()`` applies to the calls that follow.
 
     >>> import torch
     >>> from functional_ds.pipelining import stages
@@ -100,19 +105,19 @@ class Stages:
     """
 
     stages: tuple[Stage, ...]
-    sizes: Mapping[str, int] = attrs.field(factory=dict, repr=False)
-    apply: Apply | None = attrs.field(default=None, repr=False)
+    sizes: Mapping[str, int] = attrs.field(factory=dict)
+    apply: Apply | None = None
 
     def __call__(self, params: Any, batch: Any, key: Key | None = None) -> Any:
-        """The loss of a batch; of a ``Visit``, what the last stage makes of it.
+        """The loss of a batch; for a ``LossInput`` the last stage's loss alone.
 
         Args:
             params: the user's tree, or its leaves by path.
-            batch: what the first stage takes its inputs from, and the last its targets.
-            key: where random draws come from; None while evaluating.
+            batch: the first stage takes its inputs from it, the last stage its targets.
+            key: for random draws; None while evaluating.
         """
         held = self.by_path(params)
-        if isinstance(batch, Visit):
+        if isinstance(batch, LossInput):
             found = self.run(len(self) - 1, held, batch.x, batch.batch, key)
             return found if batch.weight is None else _weighing(found, batch.weight)
         x = None
@@ -121,24 +126,32 @@ class Stages:
         return x
 
     def run(self, index: int, params: Params, x: Any, batch: Any, key: Key | None) -> Any:
-        """One stage: what it gives to the next, or the loss."""
+        """Runs one stage: what it sends to the next, or the loss.
+
+        Args:
+            index: the stage's number.
+            params: its leaves by path.
+            x: what the stage before gave; None for the first.
+            batch: the micro-batch.
+            key: for random draws; None while evaluating.
+        """
         return self.stages[index].run(params, x, batch, key)
 
     def by_path(self, params: Any) -> Params:
-        """The leaves of the params by path; a dict of that form is given back as it is."""
+        """The leaves of the params by path; a dict by path is returned as it is."""
         if isinstance(params, dict) and params.keys() <= self.sizes.keys():
             return params
         return dict(tree.named(params))
 
     def check(self, params: Any, batch: Any) -> tuple[Any, ...]:
-        """Runs the stages on tensors without values, and gives what each hands to the next, on the device "meta".
+        """Runs the stages on tensors without values; what each sends to the next, on the device "meta".
 
-        Where a stage needs values (a loop over data), all of them are run on the real ones.
+        Where a stage needs values (a loop over data), all stages run on the real tensors.
 
         Raises:
-            ValueError: a stage cannot take what the one before gives; it names the stage, the shapes and the reason.
+            ValueError: a stage cannot take what the one before gives; names the stage, the shapes and the reason.
         """
-        return rehearse([(stage.name, stage.run) for stage in self.stages], self.by_path(params), batch)
+        return check_shapes([(stage.name, stage.run) for stage in self.stages], self.by_path(params), batch)
 
     def __len__(self) -> int:
         return len(self.stages)
@@ -148,6 +161,9 @@ class Stages:
 
     def __getitem__(self, index: int) -> Stage:
         return self.stages[index]
+
+    def __repr__(self) -> str:
+        return f"<Stages: {len(self)} stages, {sum(self.sizes.values()):,} parameters>"
 
     def __str__(self) -> str:
         holders: dict[str, int] = {}

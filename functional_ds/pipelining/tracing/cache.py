@@ -1,4 +1,4 @@
-"""``Plan``: a module's programs, one for each shape of its batches, cut in parts."""
+"""``ProgramCache``: a module's programs split into stages, one for each shape of its batches."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -11,121 +11,78 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from functional_ds.base.prng import Key
 from functional_ds.modules.functional import Apply
-from functional_ds.pipelining.stages.from_functions import called, first_input
+from functional_ds.pipelining.stages.from_functions import call_with, first_input
 from functional_ds.pipelining.stages.stages import Params
 
-from .program import Part, Program, ambience
-from .split import cut_program
-from .split_points import Begin
-from .templates import Hole, Mould, mould
-from .tracer import record
+from .arguments import Arguments
+from .program import ModuleCall, Program, StageProgram, torch_modes
+from .split import split_program
+from .tracer import trace_forward
 
-__all__ = ["Arguments", "Plan"]
+__all__ = ["ProgramCache"]
 
-_KEPT = 256  # programs; a run whose batches have more shapes than this records some of them again
-
-
-@attrs.frozen(eq=False)
-class Arguments:
-    """What a module is called with.
-
-    Attributes:
-        args, kwargs: as given.
-        tensors: those in them, in order.
-        form: all else about them, to compare: their mould, or, where they are tensors and nothing else, how many and the names.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    tensors: tuple[Tensor, ...]
-    form: Any
-
-    @staticmethod
-    def of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "Arguments":
-        """Arguments taken apart."""
-        values = (*args, *kwargs.values())
-        if all(type(each) is Tensor for each in values):  # this is asked for at each action of a pipeline
-            return Arguments(args, kwargs, values, (len(args), tuple(kwargs)))
-        made, tensors = _taken_apart(args, kwargs)
-        return Arguments(args, kwargs, tensors, made)
-
-    def replaced(self, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
-        """The same (args, kwargs) with other tensors."""
-        return _taken_apart(self.args, self.kwargs)[0].fill(dict(enumerate(tensors)))  # type: ignore[no-any-return]
-
-    def device(self, params: Params) -> torch.device:
-        """Where the module runs."""
-        with torch._C.DisableTorchFunctionSubclass():  # a deferred leaf need not be fetched for this
-            found = next((leaf.device for leaf in params.values()), None)
-            return found or next((tensor.device for tensor in self.tensors), torch.device("cpu"))
+_CAPACITY = 256  # programs; the cache is emptied when a run's batches have more shapes than this
 
 
-def _taken_apart(args: Any, kwargs: Any) -> tuple[Mould, tuple[Tensor, ...]]:
-    tensors: list[Tensor] = []
-
-    def take(tensor: Tensor) -> Mould:
-        tensors.append(tensor)
-        return Hole(len(tensors) - 1)
-
-    return mould((tuple(args), dict(kwargs)), take), tuple(tensors)
-
-
-@attrs.define(eq=False)
-class Plan:
-    """How a module is cut.
+@attrs.define(eq=False, repr=False)
+class ProgramCache:
+    """A module, where it is split, and the stages' programs for all arguments so far.
 
     Attributes:
         apply: the module.
         inputs: what it is called with, from a batch.
-        opened: the modules whose forward is looked into.
-        begins: the calls that begin stages, but for the first.
+        opened: the modules whose forward is traced call by call.
+        split_points: the calls that begin stages, without the first stage's.
     """
 
     apply: Apply
     inputs: Callable[..., Any] | None
     opened: frozenset[str]
-    begins: tuple[Begin, ...] = ()
-    _made: dict[Any, tuple[Part, ...]] = attrs.field(factory=dict, init=False)
+    split_points: tuple[ModuleCall, ...] = ()
+    _programs: dict[Any, tuple[StageProgram, ...]] = attrs.field(factory=dict, init=False)
+
+    def __repr__(self) -> str:
+        return f"<ProgramCache: {len(self.split_points) + 1} stages, {len(self._programs)} programs>"
 
     def arguments(self, batch: Any, key: Key | None) -> Arguments:
         """What the module is called with."""
-        given = first_input(batch) if self.inputs is None else called(self.inputs, batch, key=key)
+        given = first_input(batch) if self.inputs is None else call_with(self.inputs, batch, key=key)
         if isinstance(given, tuple):
             return Arguments.of(given, {})
         return Arguments.of((), given) if isinstance(given, Mapping) else Arguments.of((given,), {})
 
-    def parts(self, params: Params, arguments: Arguments) -> tuple[Part, ...]:
-        """The program's parts, recorded where such arguments are new.
+    def stages(self, params: Params, arguments: Arguments) -> tuple[StageProgram, ...]:
+        """The stages' programs for these arguments; traces the module where such arguments are new.
 
         Raises:
-            ValueError: with these arguments a stage's module is not called.
+            ValueError: with these arguments a module that begins a stage is not called.
         """
-        found = self._made.get(self._signature(params, arguments))
-        return self.keep(params, arguments, self.program(params, arguments)) if found is None else found
+        found = self._programs.get(self._signature(params, arguments))
+        return self.put(params, arguments, self.trace(params, arguments)) if found is None else found
 
-    def keep(self, params: Params, arguments: Arguments, program: Program) -> tuple[Part, ...]:
-        """The parts of a program, kept for the next time that such arguments come."""
-        if len(self._made) >= _KEPT:
-            self._made.clear()
-        parts = self._made[self._signature(params, arguments)] = self.cut(program, self.begins)
-        return parts
+    def put(self, params: Params, arguments: Arguments, program: Program) -> tuple[StageProgram, ...]:
+        """Splits a program, and keeps the result for the next time that such arguments come."""
+        if len(self._programs) >= _CAPACITY:
+            self._programs.clear()
+        stages = self._programs[self._signature(params, arguments)] = self.split(program, self.split_points)
+        return stages
 
-    def cut(self, program: Program, begins: Sequence[Begin]) -> tuple[Part, ...]:
-        """The parts of a program that begin with these calls."""
-        for path, times in begins:
-            if (path, times) not in program.begins:
+    def split(self, program: Program, split_points: Sequence[ModuleCall]) -> tuple[StageProgram, ...]:
+        """The stages of a program that begin with these calls."""
+        for path, times in split_points:
+            if (path, times) not in program.calls:
                 raise ValueError(f"{path!r} begins a stage, but is not called {times + 1} times with this batch")
-        return cut_program(program, [program.begins[begin] for begin in begins])
+        return split_program(program, [program.calls[each] for each in split_points])
 
-    def program(self, params: Params, arguments: Arguments) -> Program:
-        """Records the module's forward."""
+    def trace(self, params: Params, arguments: Arguments) -> Program:
+        """Traces the module's forward; with values for constants if that can be done."""
         with unset_fake_temporarily(), torch.random.fork_rng():
             try:
-                return self._record(params, arguments, constants=True)
-            except Exception:  # whatever it is, it comes again if it has nothing to do with constants
-                return self._record(params, arguments, constants=False)
+                return self._trace(params, arguments, constants=True)
+            except Exception:  # an error that has nothing to do with constants comes again
+                return self._trace(params, arguments, constants=False)
 
-    def _record(self, params: Params, arguments: Arguments, *, constants: bool) -> Program:
+    def _trace(self, params: Params, arguments: Arguments, *, constants: bool) -> Program:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         device = arguments.device(params)
         with mode:
@@ -141,19 +98,19 @@ class Plan:
 
         module = self.apply.dressed(own, empty)
         args, kwargs = arguments.replaced(tensors)
-        return record(module, args, kwargs, mode=mode, opened=self.opened, constants=constants)
+        return trace_forward(module, args, kwargs, mode=mode, opened=self.opened, constants=constants)
 
     def _signature(self, params: Params, arguments: Arguments) -> Any:
-        """What a program depends on."""
+        """All that a program depends on."""
         shapes = tuple([(each.shape, each.stride(), each.dtype, each.device) for each in arguments.tensors])
         with torch._C.DisableTorchFunctionSubclass():
             dtypes = tuple([leaf.dtype for leaf in params.values()])
         device = arguments.device(params)
-        return arguments.form, shapes, dtypes, device, self.apply.module.training, ambience(device.type)
+        return arguments.structure, shapes, dtypes, device, self.apply.module.training, torch_modes(device.type)
 
 
 def _without_values(bare: Mapping[str, nn.Parameter], params: Params, device: torch.device) -> dict[str, Tensor]:
-    """All parameters without values. Those that live on other ranks are taken to be cast as most of these are."""
+    """All parameters without values. Those of other ranks are assumed to be cast as most of this rank's are."""
     with torch._C.DisableTorchFunctionSubclass():
         known = {path: leaf.dtype for path, leaf in params.items()}
     casts = Counter((bare[path].dtype, dtype) for path, dtype in known.items() if path in bare)

@@ -11,21 +11,121 @@ from torch import Tensor, nn
 
 from functional_ds.base.prng import Key
 from functional_ds.modules.functional import Apply, functional
-from functional_ds.pipelining.stages.from_functions import called
+from functional_ds.pipelining.stages.from_functions import call_with
 from functional_ds.pipelining.stages.stages import Params, Stage, Stages
 
-from .cache import Plan
-from .program import Part, Program
-from .split_points import Begin, by_name, by_number, candidates, opened
+from .cache import ProgramCache
+from .program import ModuleCall, Program, StageProgram
+from .split_points import balanced_split, candidates, modules_around, named_split
 from .templates import tensors_in
 
 __all__ = ["cut", "seconds"]
 
 
+def cut(
+    module: nn.Module,
+    at: int | Sequence[str | ModuleCall],
+    *,
+    example: Any,
+    loss: Callable[..., Any] | None = None,
+    inputs: Callable[..., Any] | None = None,
+    by: Any = "blocks",
+    blocks: str | None = None,
+) -> tuple[Stages, dict[str, Tensor]]:
+    """Stages from a module, and its parameters by name.
+
+    The module's forward runs once on tensors without values, and its calls are recorded: modules as a whole, and what it
+    computes between them. Batches of other shapes are traced again. A stage runs the calls between two cuts. It sends on what
+    later stages use, also over several stages; what follows from the inputs alone is recomputed instead.
+
+    Law: the stages, one after the other, compute what the module does, bit for bit, with the same gradients.
+
+    Args:
+        module: not changed, and not needed any more.
+        at: the paths of modules, or the number of stages. The first call of each module begins a stage; ``(path, n)`` means
+            the call after n others. A pattern with ``*`` stands for all modules that match.
+        example: a batch. Its values are not used, unless ``by="measured"``.
+        loss: ``loss(output, batch)``, where the module does not return the loss itself.
+        inputs: ``inputs(batch)``: a tuple of arguments, a dict of keyword arguments, or the only one. By default a dict itself,
+            the first entry of a tuple or list, else the batch.
+        by: what a number of stages share equally: ``"blocks"``, ``"parameters"``, ``"measured"`` seconds of forward and
+            backward, a list with a cost for each block, or a function of a block's (path, module) that gives its cost.
+        blocks: a pattern of the blocks' paths; by default the entries of the largest ModuleList or Sequential.
+
+    Raises:
+        ValueError: an entry of ``at`` names no module, or one that is not called, or is out of order; the forward's calls
+            depend on values.
+        TypeError: ``module`` is no module, or ``at`` is neither a number nor a list.
+
+    >>> import torch
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 1))
+    >>> split, params = cut(net, ["2"], loss=lambda y, batch: (y - batch[1]).square().mean(), example=(torch.ones(3, 4), 1.0))
+    >>> print(split)
+    2 stages
+    0: 0: 2 leaves, 40 parameters
+    1: 2 to 4: 4 leaves, 41 parameters
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module={module!r} is no nn.Module; stages(functions, params) makes stages of functions")
+    apply, params = functional(module)
+    starts = candidates(module, at, blocks)
+    cache = ProgramCache(apply, inputs, modules_around(starts))
+    arguments = cache.arguments(example, None)
+    program = cache.trace(params, arguments)
+    if isinstance(at, int):
+
+        def timed(calls: Sequence[ModuleCall]) -> list[float]:
+            return seconds(Apply(module), params, cache.split(program, calls[1:]), arguments.tensors)
+
+        cache.split_points = balanced_split(program, module, starts[0], stages=at, by=by, timed=timed)
+    else:
+        cache.split_points = named_split(program, starts)
+    programs = cache.put(params, arguments, program)
+    paths = [tuple(dict.fromkeys(path for each in part.instructions for path in program.params(each))) for part in programs]
+    used = {path for each in paths for path in each}
+    paths[0] = (*paths[0], *(path for path in params if path not in used))
+    runs = [_StageRun(cache, index, loss if index == len(programs) - 1 else None) for index in range(len(programs))]
+    stages = tuple(Stage(*each) for each in zip(paths, runs, (_name(part, program) for part in programs), strict=True))
+    return Stages(stages, {path: parameter.numel() for path, parameter in params.items()}, apply), params
+
+
+@attrs.frozen
+class _StageRun:
+    """A stage's ``run``."""
+
+    cache: ProgramCache
+    index: int
+    loss: Callable[..., Any] | None
+
+    def __call__(self, params: Params, x: Any, batch: Any, key: Key | None) -> Any:
+        arguments = self.cache.arguments(batch, key)
+        part = self.cache.stages(params, arguments)[self.index]
+        device = arguments.device(params)
+        found = self.cache.apply.within(params, lambda module: part.run(module, params, arguments.tensors, x or (), device))
+        return found if self.loss is None else call_with(self.loss, found, batch, key=key)
+
+
+def _name(part: StageProgram, program: Program) -> str:
+    """The first and the last module that a stage calls; modules with parameters, if it calls any."""
+    called = [each.target for each in part.instructions if isinstance(each.target, str)]
+    called = [path for path in called if program.leaves[path]] or called
+    if not called:
+        return "no module"
+    return called[0] if called[0] == called[-1] else f"{called[0]} to {called[-1]}"
+
+
 def seconds(
-    apply: Apply, params: Mapping[str, Tensor], parts: Sequence[Part], inputs: Sequence[Tensor], *, rounds: int = 5
+    apply: Apply, params: Mapping[str, Tensor], parts: Sequence[StageProgram], inputs: Sequence[Tensor], *, rounds: int = 5
 ) -> list[float]:
-    """Seconds of each part's forward and backward, the median of some rounds after one that warms up."""
+    """Seconds that each stage's forward and backward take, the median of some rounds after a first that warms up.
+
+    Args:
+        apply: the module; its buffers change, so give it a copy of its own.
+        params: all parameters by path.
+        parts: the stages' programs.
+        inputs: the tensors of the module's arguments.
+        rounds: how many rounds are timed.
+    """
     device = next((leaf.device for leaf in params.values()), torch.device("cpu"))
     trained = [leaf for leaf in params.values() if leaf.requires_grad]
     times: list[list[float]] = [[] for _ in parts]
@@ -53,94 +153,3 @@ def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-def cut(
-    module: nn.Module,
-    at: int | Sequence[str | Begin],
-    *,
-    example: Any,
-    loss: Callable[..., Any] | None = None,
-    inputs: Callable[..., Any] | None = None,
-    by: Any = "blocks",
-    blocks: str | None = None,
-) -> tuple[Stages, dict[str, Tensor]]:
-    """Stages from a module, and its parameters by name.
-
-    The module's forward is run on tensors without values, and what it calls is recorded: modules as a whole, and what is
-    computed between them. It is recorded anew for batches of other shapes. A stage does what lies between two cuts. What is
-    made before a cut and used after it is sent on, also over several stages; what follows from the inputs alone is made anew.
-
-    Law: the stages, one after the other, compute what the module does, bit for bit, with the same gradients.
-
-    Args:
-        module: not changed, and not needed any more.
-        at: paths of modules; each begins a stage, when it is called first (``(path, n)``: when it was called n times before).
-            A pattern with ``*`` stands for all modules that it fits. Or how many stages.
-        example: a batch. Its values are not looked at, unless ``by="measured"``.
-        loss: ``loss(output, batch)``, where the module does not return the loss itself.
-        inputs: ``inputs(batch)``: a tuple of arguments, a dict of keyword arguments, or the only one. By default a dict itself,
-            the first entry of a tuple or list, else the batch.
-        by: for a number of stages, what they have equally much of: ``"blocks"``, ``"parameters"``, ``"measured"`` seconds of
-            forward and backward, a cost for each block, or a function of a block's (path, module) that gives it.
-        blocks: a pattern of the paths of the blocks; by default the entries of the largest ModuleList or Sequential.
-
-    Raises:
-        ValueError: a cut names no module, or one that is not called, or is out of order; the forward depends on values.
-        TypeError: ``module`` is no module, or ``at`` neither a number nor a list.
-
-    >>> import torch
-    >>> net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 1))
-    >>> split, params = cut(net, ["2"], loss=lambda y, batch: (y - batch[1]).square().mean(), example=(torch.ones(3, 4), 1.0))
-    >>> print(split)
-    2 stages
-    0: 0: 2 leaves, 40 parameters
-    1: 2 to 4: 4 leaves, 41 parameters
-    """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module={module!r} is no nn.Module; stages(functions, params) makes stages of functions")
-    apply, params = functional(module)
-    begins = candidates(module, at, blocks)
-    plan = Plan(apply, inputs, opened(begins))
-    arguments = plan.arguments(example, None)
-    program = plan.program(params, arguments)
-    if isinstance(at, int):
-
-        def timed(rows: Sequence[Begin]) -> list[float]:
-            return seconds(Apply(module), params, plan.cut(program, rows[1:]), arguments.tensors)
-
-        plan.begins = by_number(program, module, begins[0], stages=at, by=by, timed=timed)
-    else:
-        plan.begins = by_name(program, begins)
-    parts = plan.keep(params, arguments, program)
-    paths = [tuple(dict.fromkeys(path for each in part.instructions for path in program.params(each))) for part in parts]
-    used = {path for each in paths for path in each}
-    paths[0] = (*paths[0], *(path for path in params if path not in used))
-    runs = [_Run(plan, index, loss if index == len(parts) - 1 else None) for index in range(len(parts))]
-    stages = tuple(Stage(*each) for each in zip(paths, runs, (_name(part, program) for part in parts), strict=True))
-    return Stages(stages, {path: parameter.numel() for path, parameter in params.items()}, apply), params
-
-
-@attrs.frozen
-class _Run:
-    """A stage's ``run``."""
-
-    plan: Plan
-    index: int
-    loss: Callable[..., Any] | None
-
-    def __call__(self, params: Params, x: Any, batch: Any, key: Key | None) -> Any:
-        arguments = self.plan.arguments(batch, key)
-        part = self.plan.parts(params, arguments)[self.index]
-        device = arguments.device(params)
-        found = self.plan.apply.within(params, lambda module: part.run(module, params, arguments.tensors, x or (), device))
-        return found if self.loss is None else called(self.loss, found, batch, key=key)
-
-
-def _name(part: Part, program: Program) -> str:
-    """The first and the last module that a part calls, if possible ones with parameters."""
-    called = [each.target for each in part.instructions if isinstance(each.target, str)]
-    called = [path for path in called if program.leaves[path]] or called
-    if not called:
-        return "no module"
-    return called[0] if called[0] == called[-1] else f"{called[0]} to {called[-1]}"

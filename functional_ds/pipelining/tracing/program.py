@@ -1,4 +1,4 @@
-"""``Program``: what a module's forward did, as data, and running a part of it."""
+"""``Program``: a module's forward as data; ``StageProgram``: the part of it that one stage runs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -10,51 +10,57 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .templates import Mould, Place, at
+from .templates import KeyPath, Template, get_at
 
-__all__ = ["Ambience", "Instruction", "Part", "Program", "Source", "ambience"]
+__all__ = ["Instruction", "ModuleCall", "Program", "StageProgram", "TensorSource", "TorchModes", "torch_modes"]
 
 Numbers = tuple[int, ...]
+ModuleCall = tuple[str, int]  # a module's path, and how many of its calls came before
 
 
 @attrs.frozen
-class Ambience:
-    """Whether gradients are recorded, and in which dtype autocast computes (None where it is off)."""
+class TorchModes:
+    """Torch's modes that change what a call computes.
+
+    Attributes:
+        grad: whether gradients are recorded.
+        autocast: the dtype in which autocast computes; None where it is off.
+    """
 
     grad: bool
     autocast: torch.dtype | None
 
 
-def ambience(device: str) -> Ambience:
-    """What holds here, for tensors of this kind of device."""
+def torch_modes(device: str) -> TorchModes:
+    """The modes that are set here, for tensors of this type of device."""
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return Ambience(torch.is_grad_enabled(), dtype)
+    return TorchModes(torch.is_grad_enabled(), dtype)
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, repr=False)
 class Instruction:
     """A call of a torch function, or of a module as a whole.
 
     Attributes:
         target: the function, or the module's path.
-        args: the mould of (args, kwargs).
-        results: the tensors that it makes: number and place in what it returns.
-        reads: the numbers of the tensors whose values it uses; ``writes`` of those that it changes in place, or that share
-            memory with such.
-        pure: whether it can be left out, or done again: it draws no random numbers and changes nothing but ``writes``.
-        ambience: what held in the module's forward.
-        again: whether it was called under ``torch.utils.checkpoint``.
+        args: the template of (args, kwargs).
+        results: the tensors that it makes: number, and path in what it returns.
+        reads: the numbers of the tensors whose values it uses.
+        writes: the numbers of the tensors that it changes in place, and of those that share memory with them.
+        pure: whether it can be left out or repeated: it draws no random numbers and changes nothing but ``writes``.
+        modes: the modes that were set in the module's forward.
+        checkpointed: whether it was called under ``torch.utils.checkpoint``.
         site: the line that called it.
     """
 
     target: Callable[..., Any] | str
-    args: Mould
-    results: tuple[tuple[int, Place], ...]
+    args: Template
+    results: tuple[tuple[int, KeyPath], ...]
     reads: frozenset[int]
     writes: frozenset[int]
     pure: bool
-    ambience: Ambience
-    again: bool
+    modes: TorchModes
+    checkpointed: bool
     site: str
 
     def __str__(self) -> str:
@@ -64,40 +70,43 @@ class Instruction:
         wrote = "".join(f" writes %{number}" for number in sorted(self.writes))
         return f"{made or '-'} = {name}({read}){wrote}  # {self.site}"
 
+    __repr__ = __str__
+
 
 @attrs.frozen
-class Source:
+class TensorSource:
     """Where a tensor comes from that no instruction makes.
 
     Attributes:
-        kind: an input (``key`` counts the tensors of the arguments), a parameter or buffer (its path), a constant (itself), or
-            a stand-in for a tensor of which only shape, dtype and device are asked (those).
+        kind: an input, a parameter or buffer, a constant, or a stand-in for a tensor whose values are not read.
+        key: the input's place among the tensors of the arguments; the path; the constant itself; (shape, dtype).
     """
 
     kind: Literal["input", "param", "buffer", "constant", "shape"]
     key: Any
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, repr=False)
 class Program:
-    """A module's forward for arguments of certain shapes.
+    """A module's forward for arguments of certain shapes. Tensors are known by number.
 
     Attributes:
         instructions: in order.
         sources: of the tensors that no instruction makes, by number.
-        output: the mould of what the module returns.
-        memory: for each tensor, a number of what it lies in; views share theirs.
-        leaves: for each module path, the parameters that it holds.
-        begins: where each call of a module is: (path, how many calls came before) to the instruction's place.
+        output: the template of what the module returns.
+        outputs: the numbers of the tensors in it.
+        storages: each tensor's storage, as a number; views share theirs.
+        leaves: the parameters that each module holds, by paths.
+        calls: for each call of a module, the place of its first instruction.
     """
 
     instructions: tuple[Instruction, ...]
-    sources: Mapping[int, Source]
-    output: Mould
+    sources: Mapping[int, TensorSource]
+    output: Template
     outputs: Numbers
-    memory: Mapping[int, int]
+    storages: Numbers
     leaves: Mapping[str, tuple[str, ...]]
-    begins: Mapping[tuple[str, int], int]
+    calls: Mapping[ModuleCall, int]
 
     def params(self, instruction: Instruction) -> list[str]:
         """The parameters that an instruction uses, by path."""
@@ -105,31 +114,43 @@ class Program:
         sources = (self.sources.get(number) for number in sorted(instruction.reads))
         return [*whole, *(source.key for source in sources if source is not None and source.kind == "param")]
 
+    def storages_of(self, kinds: tuple[str, ...]) -> set[int]:
+        """The storages of all tensors that come from these kinds of sources."""
+        return {self.storages[number] for number, source in self.sources.items() if source.kind in kinds}
+
+    def written(self, instruction: Instruction) -> set[int]:
+        """The storages that an instruction writes into."""
+        return {self.storages[number] for number in instruction.writes}
+
     def __str__(self) -> str:
         sources = [f"%{number} = {source.kind} {source.key}" for number, source in self.sources.items()]
         return "\n".join([*sources, *map(str, self.instructions), f"-> {' '.join(f'%{n}' for n in self.outputs)}"])
 
+    def __repr__(self) -> str:
+        return f"<Program: {len(self.instructions)} instructions, {len(self.sources)} sources>"
+
 
 @attrs.frozen(eq=False)
-class Part:
-    """What one stage does of a program.
+class StageProgram:
+    """The part of a program that one stage runs.
 
     Attributes:
-        arriving, leaving: the numbers of the tensors that the stage before sends, and that the next one gets, in order.
-        copied: those that are copied first, because they are somebody else's and are written into.
-        sources: of the other tensors.
-        instructions: each with its place in the program.
+        arriving: the numbers of the tensors that the stage before sends, in order.
+        leaving: the numbers of the tensors that the next stage gets, in order.
+        copied: the numbers of tensors that are cloned first: they belong to somebody else and are written into.
+        sources: of the other tensors, by number.
+        instructions: in order.
         spent: for each instruction, the tensors that nobody needs after it.
-        output: the mould of the module's result; only the last part's.
+        output: the template of the module's result; only the last stage's.
     """
 
     arriving: Numbers
     leaving: Numbers
     copied: Numbers
-    sources: tuple[tuple[int, Source], ...]
+    sources: tuple[tuple[int, TensorSource], ...]
     instructions: tuple[Instruction, ...]
     spent: tuple[Numbers, ...]
-    output: Mould | None
+    output: Template | None
 
     def run(
         self,
@@ -139,24 +160,32 @@ class Part:
         x: Sequence[Tensor],
         device: torch.device,
     ) -> Any:
-        """The tensors for the next part, or the module's result."""
+        """The tensors for the next stage, or the module's result.
+
+        Args:
+            module: the whole module; its submodules are called.
+            params: this stage's parameters by path.
+            inputs: the tensors of the module's arguments, in order.
+            x: the arriving tensors.
+            device: where stand-ins are made.
+        """
         tensors = dict(zip(self.arriving, x, strict=True))
         for number, source in self.sources:
             tensors[number] = _fetch(source, module, params, inputs, device)
         for number in self.copied:
             tensors[number] = tensors[number].clone()
-        here = ambience(device.type)
+        modes = torch_modes(device.type)
         for instruction, spent in zip(self.instructions, self.spent, strict=True):
-            found = _execute(instruction, module, tensors, here, device.type)
-            for number, place in instruction.results:
-                tensors[number] = at(found, place)
+            result = _execute(instruction, module, tensors, modes, device.type)
+            for number, path in instruction.results:
+                tensors[number] = get_at(result, path)
             for number in spent:
                 del tensors[number]
         return tuple(tensors[number] for number in self.leaving) if self.output is None else self.output.fill(tensors)
 
 
 def _fetch(
-    source: Source, module: nn.Module, params: Mapping[str, Tensor], inputs: Sequence[Tensor], device: torch.device
+    source: TensorSource, module: nn.Module, params: Mapping[str, Tensor], inputs: Sequence[Tensor], device: torch.device
 ) -> Any:
     if source.kind == "input":
         return inputs[source.key]
@@ -170,22 +199,18 @@ def _fetch(
     return source.key
 
 
-def _execute(instruction: Instruction, module: nn.Module, tensors: Mapping[int, Tensor], here: Ambience, device: str) -> Any:
+def _execute(instruction: Instruction, module: nn.Module, tensors: Mapping[int, Tensor], here: TorchModes, device: str) -> Any:
+    """Runs an instruction under the modes of its forward."""
     args, kwargs = instruction.args.fill(tensors)
-    target = instruction.target
+    target, then = instruction.target, instruction.modes
     function = module.get_submodule(target) if isinstance(target, str) else target
-    if instruction.ambience == here:
-        return _called(instruction, function, args, kwargs)
+    if instruction.checkpointed:
+        function, kwargs = partial(checkpoint, partial(function, **kwargs), use_reentrant=False), {}
+    if then == here:
+        return function(*args, **kwargs)
     with ExitStack() as stack:
-        then = instruction.ambience
         if then.grad != here.grad:
             stack.enter_context(torch.set_grad_enabled(then.grad))
         if then.autocast != here.autocast:
             stack.enter_context(torch.autocast(device, then.autocast, enabled=then.autocast is not None))
-        return _called(instruction, function, args, kwargs)
-
-
-def _called(instruction: Instruction, function: Any, args: Any, kwargs: Any) -> Any:
-    if instruction.again:
-        return checkpoint(partial(function, **kwargs), *args, use_reentrant=False)
-    return function(*args, **kwargs)
+        return function(*args, **kwargs)

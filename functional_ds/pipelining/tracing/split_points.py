@@ -1,4 +1,4 @@
-"""Which modules begin stages: names looked up, and numbers of stages turned into names."""
+"""Which calls of modules begin stages: given by path, or chosen so that stages cost alike."""
 
 import difflib
 import fnmatch
@@ -10,18 +10,22 @@ from torch import nn
 
 from functional_ds.pipelining.stages.balance import balanced, uniformly
 
-from .program import Program
+from .program import ModuleCall, Program
 
-__all__ = ["Begin", "by_name", "by_number", "candidates", "opened"]
-
-Begin = tuple[str, int]  # a module's path, and how many of its calls come before
+__all__ = ["balanced_split", "candidates", "modules_around", "named_split"]
 
 
-def candidates(module: nn.Module, at: Any, blocks: str | None) -> list[list[Begin]]:
+def candidates(module: nn.Module, at: Any, blocks: str | None) -> list[list[ModuleCall]]:
     """The calls that each entry of ``at`` may mean; for a number of stages, the first calls of all blocks.
 
+    Args:
+        module: the module that is cut.
+        at: module paths, patterns or (path, n) pairs; or a number of stages.
+        blocks: a pattern of the blocks' paths.
+
     Raises:
-        ValueError: an entry names no module; it gives the nearest names.
+        ValueError: an entry names no module; the message gives the nearest paths.
+        TypeError: ``at`` is neither a number nor a list.
     """
     paths = {path for path, _ in module.named_modules(remove_duplicate=False) if path}
     if isinstance(at, int):
@@ -32,7 +36,7 @@ def candidates(module: nn.Module, at: Any, blocks: str | None) -> list[list[Begi
     return [[(path, times) for path, _ in _found(paths, name, "at")] for name, times in entries]
 
 
-def _found(paths: set[str], name: str, argument: str) -> list[Begin]:
+def _found(paths: set[str], name: str, argument: str) -> list[ModuleCall]:
     if name in paths:
         return [(name, 0)]
     found = sorted(fnmatch.filter(paths, name)) if "*" in name or "[" in name else []
@@ -42,7 +46,7 @@ def _found(paths: set[str], name: str, argument: str) -> list[Begin]:
     return [(path, 0) for path in found]
 
 
-def _blocks(module: nn.Module, stages: int) -> list[Begin]:
+def _blocks(module: nn.Module, stages: int) -> list[ModuleCall]:
     """The entries of the ModuleList or Sequential with the most parameters that has enough of them."""
     rows = [(path, part) for path, part in module.named_modules() if isinstance(part, (nn.ModuleList, nn.Sequential))]
     fitting = [(path, part) for path, part in rows if len(part) >= stages]
@@ -55,59 +59,63 @@ def _blocks(module: nn.Module, stages: int) -> list[Begin]:
     return [(f"{path}.{name}" if path else name, 0) for name, _ in part.named_children()]
 
 
-def opened(begins: Sequence[Sequence[Begin]]) -> frozenset[str]:
-    """The modules whose forward must be looked into, because modules that they hold begin stages."""
-    paths = [path for each in begins for path, _ in each]
-    return frozenset(path[:end] for path in paths for end in _ends(path)) | {""}
+def modules_around(starts: Sequence[Sequence[ModuleCall]]) -> frozenset[str]:
+    """The modules that contain a module that may begin a stage; their forwards are traced call by call."""
+    paths = [path for each in starts for path, _ in each]
+    return frozenset(path[:end] for path in paths for end, letter in enumerate(path) if letter == ".") | {""}
 
 
-def _ends(path: str) -> list[int]:
-    return [place for place, letter in enumerate(path) if letter == "."]
-
-
-def by_name(program: Program, begins: Sequence[Sequence[Begin]]) -> tuple[Begin, ...]:
+def named_split(program: Program, starts: Sequence[Sequence[ModuleCall]]) -> tuple[ModuleCall, ...]:
     """The calls that begin stages, in order.
 
     Raises:
         ValueError: a module is not called (so often), begins the model, or is called before one that is named earlier.
     """
-    found: list[Begin] = []
-    for several in begins:
-        called = [begin for begin in several if begin in program.begins]
+    found: list[ModuleCall] = []
+    for several in starts:
+        called = [call for call in several if call in program.calls]
         if not called:
             path, times = several[0]
             raise ValueError(f"at: {path!r} is not called {'' if not times else f'{times + 1} times '}with this example")
-        found.extend(sorted(called, key=lambda begin: program.begins[begin]))
-    last: Begin = ("", 0)
-    for begin in found:
-        if program.begins[begin] == 0:
-            raise ValueError(f"at: nothing is computed before {begin[0]!r}; leave it out, as the first stage needs no name")
-        if found.count(begin) > 1:
-            raise ValueError(f"at: {begin[0]!r} is there twice; a call of a module begins one stage")
-        if program.begins[begin] < program.begins[last]:
+        found.extend(sorted(called, key=lambda call: program.calls[call]))
+    last: ModuleCall = ("", 0)
+    for call in found:
+        if program.calls[call] == 0:
+            raise ValueError(f"at: nothing is computed before {call[0]!r}; leave it out, as the first stage needs no name")
+        if found.count(call) > 1:
+            raise ValueError(f"at: {call[0]!r} is there twice; a call of a module begins one stage")
+        if program.calls[call] < program.calls[last]:
             raise ValueError(
-                f"at: {last[0]!r} stands before {begin[0]!r}, but is called after it; cuts are in the order of calls"
+                f"at: {last[0]!r} stands before {call[0]!r}, but is called after it; cuts are in the order of calls"
             )
-        last = begin
+        last = call
     return tuple(found)
 
 
-def by_number(
+def balanced_split(
     program: Program,
     module: nn.Module,
-    blocks: Sequence[Begin],
+    blocks: Sequence[ModuleCall],
     *,
     stages: int,
     by: Any,
-    timed: Callable[[Sequence[Begin]], Sequence[float]],
-) -> tuple[Begin, ...]:
-    """The calls of blocks that begin stages of equal cost; what is around the blocks counts with its neighbours.
+    timed: Callable[[Sequence[ModuleCall]], Sequence[float]],
+) -> tuple[ModuleCall, ...]:
+    """The calls of blocks that begin stages of equal cost; what is computed around the blocks counts with its neighbours.
+
+    Args:
+        program: the traced module.
+        module: the module itself.
+        blocks: the first calls of all blocks.
+        stages: how many.
+        by: what stages share equally, as for ``cut``.
+        timed: seconds of each stretch of the program that begins with one of these calls.
 
     Raises:
         ValueError: too few blocks are called, or ``by`` has another number of costs.
     """
     paths = {path for path, _ in blocks}
-    rows = sorted((begin for begin in program.begins if begin[0] in paths), key=lambda begin: program.begins[begin])
+    rows = sorted((call for call in program.calls if call[0] in paths), key=lambda call: program.calls[call])
     if len(rows) < stages:
         raise ValueError(f"at={stages}: only {len(rows)} blocks are called with this example; each stage needs one")
     if isinstance(by, str) and by == "blocks":
@@ -118,7 +126,7 @@ def by_number(
     return tuple(rows[start] for start in balanced(costs, stages)[1:])
 
 
-def _costs(program: Program, module: nn.Module, rows: Sequence[Begin], by: Any, timed: Callable[..., Any]) -> list[float]:
+def _costs(program: Program, module: nn.Module, rows: Sequence[ModuleCall], by: Any, timed: Callable[..., Any]) -> list[float]:
     if by == "parameters":
         sizes = {path: parameter.numel() for path, parameter in module.named_parameters()}
         return [float(sum(sizes[path] for path in paths)) for paths in _params(program, rows)]
@@ -131,8 +139,8 @@ def _costs(program: Program, module: nn.Module, rows: Sequence[Begin], by: Any, 
     raise ValueError(f"by={by!r} is unknown; use 'blocks', 'parameters', 'measured', a list of costs or a function")
 
 
-def _params(program: Program, rows: Sequence[Begin]) -> list[set[str]]:
+def _params(program: Program, rows: Sequence[ModuleCall]) -> list[set[str]]:
     """The parameters of each block's stretch of the program."""
-    bounds = [0, *(program.begins[begin] for begin in rows[1:]), len(program.instructions)]
+    bounds = [0, *(program.calls[call] for call in rows[1:]), len(program.instructions)]
     stretches = [program.instructions[begin:end] for begin, end in pairwise(bounds)]
     return [{path for each in stretch for path in program.params(each)} for stretch in stretches]

@@ -1,7 +1,15 @@
-"""Recording a module's forward on tensors without values."""
+"""Tracing: a module's forward runs on tensors without values, and each call that it makes becomes an instruction.
+
+For each call of a torch function, or of a module that is not looked into::
+
+    number the argument tensors; one that was never met is a constant, or comes from code that cannot be seen
+    run the call, noting which storages its operators read and write
+    if it made a tensor or wrote into one:
+        append Instruction(function, arguments with numbers for tensors, numbers of the results, reads, writes)
+"""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -9,31 +17,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from functional_ds.comm.record.group import call_site
 from functional_ds.pipelining.stages.shape_check import NEEDS_VALUES
 
-from .program import Ambience, Instruction, Program, Source, ambience
-from .templates import Hole, hides, mould, tensors_in
+from .interception import FunctionCalls, OperatorLog, intercept, no_checkpoint, under_checkpoint, unobserved
+from .program import Instruction, ModuleCall, Program, TensorSource, TorchModes, torch_modes
+from .templates import KeyPath, Placeholder, Template, make_template, opaque_holder, tensors_in
+from .tensor_table import TensorTable
 
-__all__ = ["Unclear", "record"]
-
-# Operators that ask their first argument for nothing but shape, dtype and device.
-_SHAPE_ONLY = frozenset(
-    [f"{what}_like" for what in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")]
-    + [f"new_{what}" for what in ("empty", "zeros", "ones", "full", "empty_strided")]
-    + ["device"]
-)
+__all__ = ["NotConstant", "trace_forward"]
 
 
-class Unclear(Exception):
-    """What looked like a constant is none."""
+class NotConstant(Exception):
+    """A tensor that was traced as a constant depends on the arguments or on chance."""
 
 
-def record(
+def trace_forward(
     module: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -49,284 +49,205 @@ def record(
 
     Args:
         module: a copy for this call alone, with tensors of ``mode`` for parameters and buffers; its classes are changed.
-        args, kwargs: with tensors of ``mode``.
-        mode: of tensors without values.
-        opened: paths of modules whose forward is recorded call by call; every other module is one instruction.
+        args, kwargs: the arguments, with tensors of ``mode``.
+        mode: the mode of the tensors without values.
+        opened: paths of modules whose forward is traced call by call; every other module is one instruction.
         constants: whether constants have values.
 
     Raises:
-        Unclear: a tensor with values gets some that depend on arguments or on chance; record again without ``constants``.
-        ValueError: the forward does what a stage cannot do again; it names the line.
+        NotConstant: a tensor with values gets some that depend on arguments or on chance; trace again without ``constants``.
+        ValueError: the forward does what a stage cannot repeat; the message names the line.
     """
-    return _Recorder(module, mode, opened, constants).run(args, kwargs)
+    return _Tracer(module, mode, opened, constants).run(args, kwargs)
 
 
-class _Watch(TorchDispatchMode):
-    """Sees, operator by operator, what is read and written; whether random numbers are drawn."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.clear()
-
-    def clear(self) -> None:
-        self.touched: set[int] = set()
-        self.written: set[int] = set()
-        self.pure = True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        with _unheard():
-            self._look(func, args, kwargs)
-            return func(*args, **kwargs)
-
-    def _look(self, func: Any, args: Any, kwargs: Any) -> None:
-        name = func.overloadpacket.__name__
-        self.pure &= torch.Tag.nondeterministic_seeded not in func.tags and "batch_norm" not in name
-        for place, (described, value) in enumerate(_arguments(func, args, kwargs)):
-            memories = {_memory(tensor) for _, tensor in tensors_in(value)}
-            if place or name not in _SHAPE_ONLY:
-                self.touched |= memories
-            if described.alias_info is not None and described.alias_info.is_write:
-                self.written |= memories
-
-
-def _arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
-    described = func._schema.arguments
-    yield from zip(described, args, strict=False)
-    yield from ((each, kwargs[each.name]) for each in described[len(args) :] if each.name in kwargs)
-
-
-def _memory(tensor: Tensor) -> int:
-    """A number of the memory that a tensor lies in, which its views share."""
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # a sparse tensor has no one storage
-        return id(tensor)
-
-
-class _Listen(TorchFunctionMode):
-    """Hands every call of a torch function over."""
-
-    def __init__(self, called: Callable[[Any, Any, Any], Any]) -> None:
-        super().__init__()
-        self.called = called
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.called(func, args, kwargs or {})
-
-
-class _Recorder:
-    """What a forward has done so far. Tensors are known by number; all live on, so that no two share an id or memory."""
+class _Tracer:
+    """One trace: the program as far as the forward has come."""
 
     def __init__(self, module: nn.Module, mode: FakeTensorMode, opened: frozenset[str], constants: bool) -> None:
         self.module, self.mode, self.opened, self.constants = module, mode, opened, constants
-        self.watch = _Watch()
-        self.numbers: dict[int, int] = {}
-        self.tensors: list[Tensor] = []
-        self.memory: list[int] = []
-        self.graph: list[bool] = []  # whether each requires grad, as far as recorded calls tell
-        self.sources: dict[int, Source] = {}
-        self.shapes: dict[Any, int] = {}
+        self.operators = OperatorLog()
+        self.table = TensorTable()
         self.instructions: list[Instruction] = []
-        self.begins: dict[tuple[str, int], int] = {}
-        self.calls: Counter[str] = Counter()
-        self.inside = False
+        self.calls: dict[ModuleCall, int] = {}
+        self.times: Counter[str] = Counter()  # how often each module was called
+        self.inside = False  # a recorded call is running; what it calls belongs to it
         for path, parameter in module.named_parameters():
-            self._new(parameter, Source("param", path))
+            self.table.add(parameter, TensorSource("param", path))
         for path, buffer in module.named_buffers():
-            self._new(buffer, Source("buffer", path))
-        self.lasting = set(self.memory)  # what outlives the forward
+            self.table.add(buffer, TensorSource("buffer", path))
+        self.lasting = set(self.table.storages)  # they outlive the forward
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Program:
-        """Runs the forward and gives what it did."""
-        inputs = [tensor for _, tensor in tensors_in((tuple(args), dict(kwargs)))]
-        for place, tensor in enumerate(inputs):
-            self._new(tensor, Source("input", place))
-        self.device = self.tensors[0].device.type if self.tensors else "cpu"
+        """Runs the forward; its program."""
+        for place, (_, tensor) in enumerate(tensors_in((tuple(args), dict(kwargs)))):
+            self.table.add(tensor, TensorSource("input", place))
+        self.device = self.table.tensors[0].device.type if self.table.tensors else "cpu"
         for path, part in list(self.module.named_modules()):
-            _intercept(part, path, self.module_called)
-        with (
-            nullcontext() if self.constants else self.mode,
-            self.watch,
-            saved_tensors_hooks(_same, _same),
-            _Listen(self.torch_called),
-        ):
-            found = self.module(*args, **kwargs)
+            intercept(part, path, self.module_called)
+        fakes = nullcontext() if self.constants else self.mode
+        with fakes, self.operators, no_checkpoint(), FunctionCalls(self.function_called):
+            result = self.module(*args, **kwargs)
             self.inside = True
-        self._refuse_hidden(found, "the module returns")
-        outputs = [self._known(tensor, "the module's result") for _, tensor in tensors_in(found)]
+        return self._program(result)
+
+    def _program(self, result: Any) -> Program:
+        _refuse_opaque(result, "the module returns")
+        outputs = tuple(self._number(tensor, "the module's result") for _, tensor in tensors_in(result))
         following = iter(outputs)
-        output = mould(found, lambda tensor: Hole(next(following)))
-        canonical = {id(parameter): path for path, parameter in self.module.named_parameters()}
-        leaves = {path: tuple(canonical[id(p)] for p in part.parameters()) for path, part in self.module.named_modules()}
-        memory = dict(enumerate(self.memory))
-        return Program(tuple(self.instructions), self.sources, output, tuple(outputs), memory, leaves, self.begins)
+        first_path = {id(parameter): path for path, parameter in self.module.named_parameters()}
+        return Program(
+            instructions=tuple(self.instructions),
+            sources=self.table.sources,
+            output=make_template(result, lambda tensor: Placeholder(next(following))),
+            outputs=outputs,
+            storages=tuple(self.table.storages),
+            leaves={path: tuple(first_path[id(p)] for p in part.parameters()) for path, part in self.module.named_modules()},
+            calls=self.calls,
+        )
 
-    # -- what is called ------------------------------------------------------------------------------------------------
+    # -- calls ---------------------------------------------------------------------------------------------------------
 
-    def torch_called(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """A call of a torch function."""
+    def function_called(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a torch function, and records it unless it belongs to a recorded call."""
         if self.inside:
             return function(*args, **kwargs)
         if function is Tensor.__iter__:
-            return iter(self.torch_called(torch.unbind, args, {"dim": 0}))
+            return iter(self.function_called(torch.unbind, args, {"dim": 0}))
         try:
-            return self._done(function, partial(function, *args, **kwargs), args, kwargs)
+            return self._record(function, partial(function, *args, **kwargs), args, kwargs)
         except NEEDS_VALUES as error:
-            name = getattr(function, "__name__", str(function))
             raise ValueError(
-                f"{call_site()}: {name} asks for a tensor's value, outside of the modules that run as a whole, so what follows "
-                "depends on the data; move it into a module of its own"
+                f"{call_site()}: {_name(function)} asks for a tensor's value, outside of the modules that run as a whole, so "
+                "what follows depends on the data; move it into a module of its own"
             ) from error
 
     def module_called(self, path: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A call of a module."""
+        """Runs a module, and records it as one instruction unless it is looked into or belongs to a recorded call."""
         if self.inside:
             return forward(*args, **kwargs)
-        self.begins[path, self.calls[path]] = len(self.instructions)
-        self.calls[path] += 1
+        self.calls[path, self.times[path]] = len(self.instructions)
+        self.times[path] += 1
         if path in self.opened:
             return forward(*args, **kwargs)
-        self._refuse_hidden((args, kwargs), f"{path} is called with")
+        _refuse_opaque((args, kwargs), f"{path} is called with")
         try:
             with self.mode:
-                found = self._done(path, partial(forward, *args, **kwargs), args, kwargs)
+                result = self._record(path, partial(forward, *args, **kwargs), args, kwargs)
         except NEEDS_VALUES as error:
             raise ValueError(
                 f"{path}: its forward asks for a tensor's value ({error}), so its results' shapes are unknown"
             ) from error
-        self._refuse_hidden((args, kwargs), f"{path} was called with, and wrote into,")
-        self._refuse_hidden(found, f"{path} returns")
-        return found
+        _refuse_opaque((args, kwargs), f"{path} was called with, and wrote into,")
+        _refuse_opaque(result, f"{path} returns")
+        return result
 
-    def _done(self, target: Any, work: Callable[[], Any], args: Any, kwargs: Any) -> Any:
-        """Carries a call out, and notes it if it made or changed a tensor."""
-        what = target if isinstance(target, str) else getattr(target, "__name__", str(target))
-        with _unheard():
-            before = ambience(self.device)
-            for _, tensor in tensors_in((args, kwargs)):
-                self._known(tensor, f"{what}'s argument")
-        self.watch.clear()
+    def _record(self, target: Any, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
+        """Runs a call; appends an instruction if it made a tensor or wrote into one."""
+        with unobserved():
+            modes = torch_modes(self.device)
+            arguments = [self._number(tensor, f"{_name(target)}'s argument") for _, tensor in tensors_in((args, kwargs))]
+        self.operators.clear()
         self.inside = True
         try:
-            found = work()
+            result = call()
         finally:
             self.inside = False
-        with _unheard():
-            self._note(target, what, args, kwargs, found, before)
-        return found
+        with unobserved():
+            results = {id(t): (place, t) for place, t in tensors_in(result) if self.table.number(t) is None}
+            writes = self.table.in_storages(self.operators.written)
+            if results or writes:
+                self._append(target, args, kwargs, list(results.values()), writes, modes)
+            for number in {*arguments, *writes}:
+                self.table.requires_grad[number] = self.table.tensors[number].requires_grad
+        return result
 
-    def _note(self, target: Any, what: str, args: Any, kwargs: Any, found: Any, before: Ambience) -> None:
-        touched, written = self.watch.touched, self.watch.written
-        writes = frozenset(number for number, memory in enumerate(self.memory) if memory in written)
-        new = {id(tensor): (place, tensor) for place, tensor in tensors_in(found) if id(tensor) not in self.numbers}
-        if new or writes:
-            reads: set[int] = set()
-            moulded = mould((tuple(args), dict(kwargs)), lambda tensor: Hole(self._read(tensor, touched, reads)))
-            pure = self.watch.pure and not (written & self.lasting)
-            self._refuse_unclear(pure, reads, writes, [tensor for _, tensor in new.values()])
-            results = tuple((self._new(tensor), place) for place, tensor in new.values())
-            self._refuse_constants(writes)
-            again, site = _recomputed(what), call_site()
-            self.instructions.append(Instruction(target, moulded, results, frozenset(reads), writes, pure, before, again, site))
-        for number in {*writes, *(self.numbers[id(tensor)] for _, tensor in tensors_in((args, kwargs)))}:
-            self.graph[number] = self.tensors[number].requires_grad
+    def _append(
+        self,
+        target: Any,
+        args: Any,
+        kwargs: Any,
+        results: Sequence[tuple[KeyPath, Tensor]],
+        writes: frozenset[int],
+        modes: TorchModes,
+    ) -> None:
+        template, reads = self._arguments(target, args, kwargs)
+        pure = self.operators.pure and not (self.operators.written & self.lasting)
+        if self.constants:
+            self._refuse_not_constant(pure, reads, [*(tensor for _, tensor in results), *map(self._tensor, writes)])
+        self._refuse_written_constants(writes)
+        self.instructions.append(
+            Instruction(
+                target=target,
+                args=template,
+                results=tuple((self.table.add(tensor), place) for place, tensor in results),
+                reads=reads,
+                writes=writes,
+                pure=pure,
+                modes=modes,
+                checkpointed=under_checkpoint(_name(target)),
+                site=call_site(),
+            )
+        )
+
+    def _arguments(self, target: Any, args: Any, kwargs: Any) -> tuple[Template, frozenset[int]]:
+        """The arguments with numbers for tensors, and these numbers. A tensor whose values were not read gets a stand-in."""
+        reads: set[int] = set()
+
+        def numbered(tensor: Tensor) -> Template:
+            number = self.table.number(tensor)
+            if number is None:
+                raise ValueError(
+                    f"{call_site()}: {_name(target)} puts a tensor into a list or dict that it is given; return it"
+                )
+            if self.table.storages[number] not in self.operators.touched:
+                number = self.table.stand_in(tensor)
+            reads.add(number)
+            return Placeholder(number)
+
+        return make_template((tuple(args), dict(kwargs)), numbered), frozenset(reads)
 
     # -- tensors -------------------------------------------------------------------------------------------------------
 
-    def _new(self, tensor: Tensor, source: Source | None = None) -> int:
-        number = len(self.tensors)
-        self.numbers[id(tensor)] = number
-        self.tensors.append(tensor)
-        self.memory.append(_memory(tensor))
-        self.graph.append(tensor.requires_grad)
-        if source is not None:
-            self.sources[number] = source
-        return number
+    def _tensor(self, number: int) -> Tensor:
+        return self.table.tensors[number]
 
-    def _read(self, tensor: Tensor, touched: set[int], reads: set[int]) -> int:
-        number = self.numbers[id(tensor)]
-        if self.memory[number] in touched:
-            reads.add(number)
-            return number
-        reads.add(self._stand_in(tensor))
-        return self._stand_in(tensor)
-
-    def _stand_in(self, tensor: Tensor) -> int:
-        """The number of a tensor in the place of one that is only asked for its shape, dtype and device."""
-        asked = (tuple(tensor.shape), tensor.dtype)
-        if asked not in self.shapes:
-            number = self.shapes[asked] = len(self.tensors)
-            self.tensors.append(tensor)
-            self.memory.append(-number)
-            self.graph.append(tensor.requires_grad)
-            self.sources[number] = Source("shape", asked)
-        return self.shapes[asked]
-
-    def _known(self, tensor: Tensor, what: str) -> int:
-        """The number of a tensor; a real one that is met for the first time is a constant."""
-        if id(tensor) not in self.numbers and not isinstance(tensor, FakeTensor):
-            return self._new(tensor, Source("constant", tensor))
-        number = self.numbers.get(id(tensor))
-        if number is None or self.graph[number] != tensor.requires_grad:
+    def _number(self, tensor: Tensor, what: str) -> int:
+        """A tensor's number. A tensor with values that was never met is a constant; one without comes from unseen code."""
+        number = self.table.number(tensor)
+        if number is None and not isinstance(tensor, FakeTensor):
+            return self.table.add(tensor, TensorSource("constant", tensor))
+        if number is None or self.table.requires_grad[number] != tensor.requires_grad:
             raise ValueError(
                 f"{call_site()}: {what} comes from code that is not seen from outside, such as an autograd.Function, "
                 "checkpoint(use_reentrant=True) or torch.func; put it into a module of its own, which then runs as a whole"
             )
         return number
 
-    def _refuse_unclear(self, pure: bool, reads: set[int], writes: frozenset[int], made: Sequence[Tensor]) -> None:
-        """Tensors with values stay constants, or else nobody may have seen them."""
-        if not self.constants:
+    def _refuse_not_constant(self, pure: bool, reads: frozenset[int], changed: Sequence[Tensor]) -> None:
+        """A tensor with values must not depend on chance or on a tensor without values."""
+        if all(isinstance(tensor, FakeTensor) for tensor in changed):
             return
-        real = [tensor for tensor in (*made, *(self.tensors[n] for n in writes)) if not isinstance(tensor, FakeTensor)]
-        if real and (not pure or any(isinstance(self.tensors[number], FakeTensor) for number in reads)):
-            raise Unclear(call_site())
+        if not pure or any(isinstance(self._tensor(number), FakeTensor) for number in reads):
+            raise NotConstant(call_site())
 
-    def _refuse_constants(self, writes: frozenset[int]) -> None:
+    def _refuse_written_constants(self, writes: frozenset[int]) -> None:
         for number in writes:
-            source = self.sources.get(number)
+            source = self.table.sources.get(number)
             if source is not None and source.kind == "constant":
                 raise ValueError(
                     f"{call_site()}: writes into a tensor {list(source.key.shape)} that is no buffer; use register_buffer"
                 )
 
-    def _refuse_hidden(self, value: Any, how: str) -> None:
-        hidden = hides(value)
-        if hidden is not None:
-            raise ValueError(
-                f"{how} a {hidden.__name__} that holds tensors, and only tensors can go from stage to stage; use tuples, dicts "
-                "and dataclasses, or turn it off (a cache by use_cache=False)"
-            )
+
+def _name(target: Any) -> str:
+    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _unheard() -> Any:
-    """Torch functions are called as they are, without anybody listening."""
-    return torch._C.DisableTorchFunction()
-
-
-def _recomputed(what: str) -> bool:
-    """Whether this is called under torch's checkpoint, which then saves nothing and calls it again."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if hooks is None or hooks[0] is _same:  # type: ignore[redundant-expr]
-        return False
-    if hooks[0].__qualname__.startswith("_checkpoint_hook"):
-        return True
-    raise ValueError(
-        f"{call_site()}: {what} is called under saved_tensors_hooks, which do not reach a stage; set them in a module"
-    )
-
-
-def _intercept(module: nn.Module, path: str, called: Callable[..., Any]) -> None:
-    """Makes calls of a module go by ``called(path, call, args, kwargs)``; the module is a copy that nobody else has."""
-    kind = type(module)
-
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return called(path, partial(kind.__call__, self), args, kwargs)
-
-    members = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    object.__setattr__(module, "__class__", type(kind.__name__, (kind,), members))
+def _refuse_opaque(value: Any, how: str) -> None:
+    holder = opaque_holder(value)
+    if holder is not None:
+        raise ValueError(
+            f"{how} a {holder.__name__} that holds tensors, and only tensors can go from stage to stage; use tuples, dicts "
+            "and dataclasses, or turn it off (a cache by use_cache=False)"
+        )

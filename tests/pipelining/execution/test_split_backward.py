@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from functional_ds.pipelining.execution.estimate import Operations
-from functional_ds.pipelining.execution.in_flight import Flight
+from functional_ds.pipelining.execution.estimate import FlopCounter
+from functional_ds.pipelining.execution.in_flight import InFlightMicroBatch
 from functional_ds.pipelining.execution.split_backward import accumulate, backward_inputs
 
 LAYERS = ("linear", "norm", "tied", "gate", "conv", "attention", "recomputed", "beside", "plain", "hooked", "prehooked")
@@ -98,7 +98,7 @@ def test_no_product_is_computed_twice() -> None:
     def flops(*parts: Any) -> list[int]:
         counts = []
         for part in parts:
-            with Operations() as counter:
+            with FlopCounter() as counter:
                 part()
             counts.append(counter.total)
         return counts
@@ -122,10 +122,10 @@ def test_without_inputs_everything_is_left_for_later() -> None:
 
 def test_a_flight_gives_zeros_for_an_input_that_nothing_depends_on() -> None:
     x, y, w = (torch.ones(2, requires_grad=True) for _ in range(3))
-    back = Flight.of([x, y], [x * w]).backward([torch.ones(2)], [w])
+    back = InFlightMicroBatch.of([x, y], [x * w]).backward([torch.ones(2)], [w])
     assert [grad.tolist() for grad in (*back, w.grad)] == [[1, 1], [0, 0], [1, 1]]
     with pytest.raises(RuntimeError, match="comes after that for inputs"):
-        Flight.of([], []).backward_weights()
+        InFlightMicroBatch.of([], []).backward_weights()
 
 
 def test_a_gradient_that_is_retained_is_counted_once() -> None:
@@ -155,7 +155,7 @@ def test_sums_share_no_memory(kinds: list[str], microbatches: int, parts: bool) 
             return x
 
         expected.append(list(torch.autograd.grad([run(x)], [x, a, b], [seed], allow_unused=True)))
-        flight = Flight.of([x], [run(x)])
+        flight = InFlightMicroBatch.of([x], [run(x)])
         if parts:
             given_ += flight.backward_inputs([seed.clone()], [a, b])
             flight.backward_weights()
@@ -166,5 +166,5 @@ def test_sums_share_no_memory(kinds: list[str], microbatches: int, parts: bool) 
         assert (leaf.grad is None) == (not known)
         if leaf.grad is not None:
             assert torch.equal(leaf.grad, torch.stack(known).sum(0))
-    for back, grads in zip(given_, expected, strict=True):  # what was sent is not written to
+    for back, grads in zip(given_, expected, strict=True):  # gradients that were sent are not written to
         assert torch.equal(back, grads[0])  # type: ignore[arg-type]

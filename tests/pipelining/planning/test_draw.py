@@ -77,3 +77,12 @@ def test_text() -> None:
     ]
     narrow = text(timeline(one_f_one_b(4, 30)), width=60).splitlines()
     assert {len(line) for line in narrow[1:]} == {60 + len("rank 0 ||")}
+
+
+def test_a_timeline_prints_itself() -> None:
+    """print and notebooks show the text, of large timelines the first ranks; the repr is one line."""
+    timed = timeline(one_f_one_b(2, 3))
+    assert str(timed) == text(timed)
+    assert timed._repr_html_() == f"<pre>{text(timed)}</pre>"
+    assert "\n" not in repr(timed)
+    assert str(timeline(one_f_one_b(40, 40))).endswith("... and 8 more ranks")

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from functional_ds.pipelining import Costs, named, optimize, stage_to_rank, timeline, validate
-from functional_ds.pipelining.planning.list_scheduling import Policy, greedy
+from functional_ds.pipelining import Costs, by_name, optimize, stage_to_rank, timeline, validate
+from functional_ds.pipelining.planning.list_scheduling import PriorityRule, list_schedule
 from tests.pipelining.planning.test_timeline import drawn
 
 
@@ -17,7 +17,7 @@ from tests.pipelining.planning.test_timeline import drawn
     seed=st.integers(0, 1000),
     room=st.floats(1, 4),
 )
-def test_never_worse_than_the_best_named(p: int, m: int, chunks: tuple[int, str], seed: int, room: float) -> None:
+def test_never_worse_than_the_best_published(p: int, m: int, chunks: tuple[int, str], seed: int, room: float) -> None:
     """Under any limit that it can keep; what it finds is valid, keeps the limit, and is the same for the same seed."""
     placement = stage_to_rank(p, *chunks)
     costs = drawn(len(placement), seed)
@@ -29,7 +29,7 @@ def test_never_worse_than_the_best_named(p: int, m: int, chunks: tuple[int, str]
     timed = timeline(validate(found), costs)
     assert found.placement == placement
     assert max(timed.peak) <= limit
-    for schedule in named(p, m, placement).values():
+    for schedule in by_name(p, m, placement).values():
         other = timeline(schedule, costs)
         assert max(other.peak) > limit or timed.makespan <= other.makespan
     assert found == optimize(p, m, costs, memory_limit=limit, placement=placement, rounds=5, seed=seed)
@@ -46,15 +46,15 @@ def test_a_placement_without_a_name() -> None:
     placement = (0, 1, 0, 2, 1)
     found = optimize(3, 4, Costs(), placement=placement, rounds=5)
     assert validate(found).placement == placement
-    assert named(3, 4, placement) == {}
+    assert by_name(3, 4, placement) == {}
 
 
-def test_policies_are_kept() -> None:
-    """No more in flight than allowed; a policy that comes to a halt gives nothing."""
-    found = greedy(6, Costs(), (0, 1, 2), [float("inf")] * 3, Policy((2, 1, 1), (0, 0, 0), True))
+def test_rules_are_kept() -> None:
+    """No more in flight than allowed; a rule that comes to a halt gives None."""
+    found = list_schedule(6, Costs(), (0, 1, 2), [float("inf")] * 3, PriorityRule((2, 1, 1), (0, 0, 0), True))
     assert found is not None
     validate(found, in_flight=(2, 1, 1))
-    assert greedy(6, Costs(), (0, 1, 2), [0.5] * 3, Policy((2, 1, 1), (0, 0, 0), True)) is None
+    assert list_schedule(6, Costs(), (0, 1, 2), [0.5] * 3, PriorityRule((2, 1, 1), (0, 0, 0), True)) is None
 
 
 def test_limits_that_nothing_keeps() -> None:

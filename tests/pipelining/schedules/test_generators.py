@@ -7,12 +7,12 @@ from functional_ds.pipelining import (
     Kind,
     Schedule,
     breadth_first,
+    by_name,
     dualpipe_v,
     gpipe,
     in_flight,
     inference,
     interleaved_one_f_one_b,
-    named,
     one_f_one_b,
     stage_to_rank,
     validate,
@@ -83,7 +83,7 @@ def test_in_flight() -> None:
 def test_named_are_the_generators_for_a_placement() -> None:
     """Each places its stages as asked; a placement that none has gives none."""
     for placement in (stage_to_rank(4), stage_to_rank(4, 3), stage_to_rank(4, 2), stage_to_rank(4, 2, "v"), (0, 1, 2, 3, 2)):
-        found = named(4, 8, placement)
+        found = by_name(4, 8, placement)
         assert all(validate(schedule).placement == placement for schedule in found.values())
         assert len(found) == (0 if len(placement) == 5 else 4 if len(placement) == 4 else 2)
 

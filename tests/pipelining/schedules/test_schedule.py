@@ -73,3 +73,4 @@ def test_what_is_printed_is_small() -> None:
     assert len(str(one_f_one_b(200, 400))) < 5000
     assert "184 more ranks" in str(one_f_one_b(200, 400))
     assert repr(gpipe(2, 3)) == "<Schedule: 2 stages on 2 ranks, 3 micro-batches, 12 actions>"
+    assert gpipe(1, 1)._repr_html_() == "<pre>1 stages on 1 ranks, 1 micro-batches\nrank 0: 0F0 0B0</pre>"

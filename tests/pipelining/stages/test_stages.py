@@ -107,17 +107,17 @@ def test_keys_and_batches_reach_who_asks() -> None:
     torch.testing.assert_close(metrics["mean"], expected.mean())
 
 
-def test_a_visit_is_the_last_stage() -> None:
-    """stages(params, Visit(batch, x)) = the last stage of x; a cast leaves x alone; nobody takes a visit for a batch."""
+def test_a_loss_input_runs_the_last_stage() -> None:
+    """stages(params, LossInput(batch, x)) = the last stage of x; a cast leaves x alone; it is refused as a batch."""
     stages = pp.stages([_layer, _layer], _params(2), loss=_loss)
     held = stages.by_path(_params(2))
     x = stages.run(0, held, None, BATCH, None)
-    visit = pp.Visit(BATCH, x)
-    assert_same(stages(held, visit), stages(held, BATCH))
-    cast = fds.tree.map(lambda leaf: leaf.double(), visit)
+    given = pp.LossInput(BATCH, x)
+    assert_same(stages(held, given), stages(held, BATCH))
+    cast = fds.tree.map(lambda leaf: leaf.double(), given)
     assert cast.x is x
     assert cast.batch[0].dtype == torch.float64
-    for use in (lambda: visit[0], lambda: visit.ids, lambda: list(visit)):
+    for use in (lambda: given[0], lambda: given.ids, lambda: list(given)):
         with pytest.raises(ValueError, match=r"train_step\(stages, optimizer\)"):
             use()
 
@@ -180,5 +180,6 @@ def test_what_is_kept_is_checked() -> None:
 
 def test_stages_are_readable() -> None:
     """The text has each stage's name, leaves and parameters."""
-    text = str(pp.stages([_layer, pp.Piece(_layer, name="second")], _params(2), loss=_loss))
-    assert text == "2 stages\n0: _layer: 1 leaves, 9 parameters\n1: second: 1 leaves, 9 parameters"
+    two = pp.stages([_layer, pp.Piece(_layer, name="second")], _params(2), loss=_loss)
+    assert [repr(two), repr(two[1])] == ["<Stages: 2 stages, 18 parameters>", "<Stage 'second': 1 leaves>"]
+    assert str(two) == "2 stages\n0: _layer: 1 leaves, 9 parameters\n1: second: 1 leaves, 9 parameters"

@@ -139,7 +139,7 @@ def test_a_cut_model_in_a_pipeline(name: str, policy: str) -> None:
 
 
 def test_what_is_sent() -> None:
-    """Activations that are used later are sent on; masks and positions are made anew, and what nobody needs is left out."""
+    """Activations that are used later are sent on; masks and positions are recomputed, and unused results are left out."""
     case = CASES["masked"]
     stages, params = pp.cut(case.built(), case.at, loss=case.loss, example=case.batch(2))
     sent = [[(x.dtype, tuple(x.shape)) for x in handed] for handed in stages.check(params, case.batch(2))]
@@ -231,7 +231,7 @@ class _Does(nn.Module):
     def __init__(self, between: Any) -> None:
         super().__init__()
         self.first, self.second, self.between = nn.Linear(6, 6), nn.Linear(6, 6), between
-        self.table = torch.zeros(6)
+        self.table, self.inner = torch.zeros(6), _Appends()
 
     def forward(self, x: Tensor) -> Tensor:
         given = x
@@ -261,6 +261,19 @@ def _writes_constant(module: Any, x: Tensor, given: Tensor) -> Tensor:
     return x + module.table
 
 
+class _Appends(nn.Module):
+    """Puts one of its results into a list that it is given."""
+
+    def forward(self, x: Tensor, more: list[Tensor]) -> Tensor:
+        more.append(x * 2)
+        return x.tanh()
+
+
+def _appends(module: Any, x: Tensor, given: Tensor) -> Tensor:
+    more: list[Tensor] = []
+    return module.inner(x, more) + more[0]
+
+
 def _hooks(module: Any, x: Tensor, given: Tensor) -> Tensor:
     with torch.autograd.graph.save_on_cpu():
         return x.tanh()
@@ -274,6 +287,7 @@ def _hooks(module: Any, x: Tensor, given: Tensor) -> Tensor:
         (_function, r"test_cut\.py:\d+: tanh's argument comes from code that is not seen .* autograd.Function"),
         (_writes_input, r"test_cut\.py:\d+: writes into one of the module's inputs"),
         (_writes_constant, r"test_cut\.py:\d+: writes into a tensor \[6\] that is no buffer"),
+        (_appends, r"test_cut\.py:\d+: inner puts a tensor into a list or dict that it is given; return it"),
         (_hooks, r"test_cut\.py:\d+: tanh is called under saved_tensors_hooks"),
     ],
 )

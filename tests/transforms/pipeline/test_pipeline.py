@@ -1,5 +1,6 @@
 """Laws 25, 34, 36: a pipeline of any schedule, on any mesh, is the single-device step."""
 
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from random import Random
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 import functional_ds as fds
 from functional_ds import comm, transforms
 from functional_ds import pipelining as pp
-from functional_ds.pipelining.execution.boundary import Blank
+from functional_ds.pipelining.execution.boundary import TensorMeta
 from functional_ds.pipelining.execution.runner import Runner
 from tests.pipelining.cases import generated, rewritten
 from tests.transforms.staged import Staged, on_mesh, trained
@@ -93,16 +94,16 @@ def test_gradients_do_not_depend_on_the_schedule(schedule: pp.Schedule, seed: in
     if written:
         schedule = rewritten(pp.lower(schedule, reduces=seed % 2 == 0), Random(seed))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Blank, "like", _poisoned)
+        patch.setattr(TensorMeta, "like", _poisoned)
         found = comm.simulate(exact, schedule, world_size=schedule.ranks, seed=seed)
     expected = comm.simulate(exact, pp.gpipe(schedule.stages, schedule.microbatches), world_size=schedule.stages)
     for each in found:
         assert all(map(torch.equal, fds.tree.leaves(each), fds.tree.leaves(expected[0])))
 
 
-def _poisoned(blank: Blank) -> Tensor:
-    value = float("nan") if blank.dtype.is_floating_point else -1
-    return torch.full(blank.shape, value, dtype=blank.dtype)
+def _poisoned(meta: TensorMeta) -> Tensor:
+    value = float("nan") if meta.dtype.is_floating_point else -1
+    return torch.full(meta.shape, value, dtype=meta.dtype)
 
 
 @pytest.mark.law(36)
@@ -113,19 +114,19 @@ def test_what_is_written_is_carried_out_where_it_stands(monkeypatch: pytest.Monk
     assert [[*map(str, row)] for row in schedule] != [[*map(str, row)] for row in lowered]
     done: list[list[pp.Action]] = [[] for _ in range(4)]
 
-    def noted(name: str, *kind: pp.Kind) -> None:
+    def noted(name: str, actions: Callable[..., Sequence[pp.Action]]) -> None:
         plain = getattr(Runner, name)
 
         def run(self: Runner, *rest: Any) -> None:
             if self.records:
-                done[comm.world().rank].append(pp.Action(*kind, *rest))
+                done[comm.world().rank] += actions(*rest)
             plain(self, *rest)
 
         monkeypatch.setattr(Runner, name, run)
 
-    noted("_message")
+    noted("exchange", lambda actions: actions)
     for kind in (pp.Kind.GATHER, pp.Kind.EVICT, pp.Kind.REDUCE):
-        noted(kind.name.lower(), kind)
+        noted(kind.name.lower(), lambda *rest, kind=kind: [pp.Action(kind, *rest)])
     for found in comm.simulate(partial(on_mesh, zero=3, dp=2), schedule, 24, world_size=4):
         assert_same(found, alone(4, 24))
     for rank, actions in enumerate(done):

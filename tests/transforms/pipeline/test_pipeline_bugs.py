@@ -1,4 +1,4 @@
-"""A law that no bug breaks is no law: bugs in the pipeline's executor, each planted alone, and the law that must break."""
+"""Bugs planted in the pipeline's executor, one at a time, and the law that each must break."""
 
 from collections.abc import Callable
 from functools import cache
@@ -10,7 +10,7 @@ import torch
 import functional_ds as fds
 from functional_ds import comm, transforms
 from functional_ds import pipelining as pp
-from functional_ds.pipelining.execution.in_flight import Flight
+from functional_ds.pipelining.execution.in_flight import InFlightMicroBatch
 from functional_ds.pipelining.execution.split_backward import backward_inputs
 from tests.planting import Bug, planted
 from tests.transforms.pipeline.test_pipeline import alone, assert_same
@@ -58,15 +58,16 @@ def means_weigh_by_rows() -> None:
 
 
 def sums_have_memory_of_their_own() -> None:
-    """Autograd gives a tensor, and views of it, as the gradients of all that are added up."""
+    """Autograd returns one tensor, and views of it, as the gradients of all terms of a sum."""
     x, a, b = (torch.zeros(4, requires_grad=True) for _ in range(3))
-    back = [Flight.of([x], [(x + a.view(4) + b.view(4)) * 2]).backward([torch.ones(4)], [a, b])[0] for _ in range(2)]
+    outputs = [(x + a.view(4) + b.view(4)) * 2 for _ in range(2)]
+    back = [InFlightMicroBatch.of([x], [output]).backward([torch.ones(4)], [a, b])[0] for output in outputs]
     assert [t.tolist() for t in (a.grad, b.grad)] == [[4.0] * 4] * 2  # type: ignore[union-attr]
     assert back[0].tolist() == back[1].tolist() or back[0] is back[1]
 
 
 def two_parts_are_the_whole() -> None:
-    """A weight that comes in twice on one way, beside another."""
+    """A weight that meets the input's path twice, beside another weight."""
     x, w, v = (torch.tensor(float(i), requires_grad=True) for i in (2, 3, 5))
     backward_inputs([x * w * w * v], [torch.tensor(1.0)], [x], [w, v]).run()
     assert [leaf.grad.item() for leaf in (x, w, v)] == [45.0, 60.0, 18.0]  # type: ignore[union-attr]
@@ -100,8 +101,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
         Bug(
             "a reduction leaves out what is split",
             "pipelining.execution.runner",
-            "self._flights.pop((stage, j)).backward_weights()",
-            "self._flights.pop((stage, j))",
+            "self._in_flight.pop((stage, j)).backward_weights()",
+            "self._in_flight.pop((stage, j))",
         ),
     ],
     (one_device, looped, 3, 1): [
@@ -149,7 +150,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
 
 @cache
 def holds(law: Callable[..., None], *case: Any) -> bool:
-    """Checks a law in the library as it is, once."""
+    """Checks a law in the unchanged library, once."""
     law(*case)
     return True
 

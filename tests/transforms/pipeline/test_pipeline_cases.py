@@ -1,4 +1,4 @@
-"""Law 36 on what stages and losses bring along: dtypes, uneven rows, params that are handed on, patterns by path."""
+"""Law 36 for special stages and losses: dtypes, uneven rows, params as outputs, patterns by path."""
 
 import csv
 from functools import partial
@@ -124,7 +124,7 @@ def test_activations_divided_over_another_axis(schedule: pp.Schedule, blocks: st
 
 @pytest.mark.law(36)
 def test_tables_that_torch_has_lowered(tmp_path: Path) -> None:
-    """Its own sends, receives, gathers and reductions, or reductions alone: the step is the same."""
+    """With its own sends, receives, gathers and reductions, or reductions alone, the step is the same."""
     params = weights(4)
     model = pp.stages([layer] * 4, params, loss=error)
     for schedule in (pp.interleaved_one_f_one_b(2, 4), pp.zbv(2, 4)):
@@ -140,7 +140,7 @@ def test_tables_that_torch_has_lowered(tmp_path: Path) -> None:
 
 
 def test_gathers_are_the_schedules_own() -> None:
-    """Of each stage as often as it is there, and none at the end; a second word about it is refused."""
+    """Each stage is gathered as often as the schedule says, and none is left at the end; ``resident`` is refused."""
     params = weights(4)
     model = pp.stages([layer] * 4, params, loss=error)
     lowered = pp.lower(pp.breadth_first(2, 2), gathers=True, resident=1)
@@ -163,7 +163,7 @@ def test_gathers_are_the_schedules_own() -> None:
 
 @pytest.mark.parametrize("stage", [None, 2, 3])
 def test_a_stages_gradients_are_let_go_when_they_are_reduced(monkeypatch: pytest.MonkeyPatch, stage: int | None) -> None:
-    """But for those of leaves that other stages use, whose sum is not complete."""
+    """Except those of shared leaves, whose sums are not complete."""
     plain, held = Runner.reduce, []
 
     def reduce(self: Runner, stage: int, j: int = -1) -> None:
@@ -276,8 +276,8 @@ def _weighed(model: pp.Stages, params: Any) -> float:
 
 
 def test_shapes_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run whose batches have ever new shapes looks at them again rather than to keep them all."""
-    monkeypatch.setattr("functional_ds.pipelining.execution.gradients._KEPT", 3)
+    """The cache of shapes is emptied when a run's batches have ever new shapes."""
+    monkeypatch.setattr("functional_ds.pipelining.execution.gradients._CAPACITY", 3)
     params = weights(2)
     model = pp.stages([layer] * 2, params, loss=error)
 
@@ -285,7 +285,7 @@ def test_shapes_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
         step = transforms.pipeline(pp.gpipe(2, 1), model)(fds.train_step(model, fds.sgd(0.1)))
         state = step.init(params)
         found = [step.evaluate(state, rows(count)).item() for count in (1, 2, 3, 4, 5, 1, 5)]
-        return found, max(map(len, state.slots["pipeline"].known.crossing.values()))
+        return found, max(map(len, state.slots["pipeline"].cache.crossing.values()))
 
     expected = [model(params, rows(count)).item() for count in (1, 2, 3, 4, 5, 1, 5)]
     for found, most in comm.simulate(program, world_size=2):

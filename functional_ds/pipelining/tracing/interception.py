@@ -1,0 +1,133 @@
+"""Seeing a forward from outside: calls of modules, calls of torch functions, and the operators that run inside a call."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from functional_ds.comm.record.group import call_site
+
+from .templates import tensors_in
+
+__all__ = ["FunctionCalls", "OperatorLog", "intercept", "no_checkpoint", "storage_id", "under_checkpoint", "unobserved"]
+
+# Operators that read nothing but shape, dtype and device of their first argument.
+_SHAPE_ONLY = frozenset(
+    [f"{what}_like" for what in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")]
+    + [f"new_{what}" for what in ("empty", "zeros", "ones", "full", "empty_strided")]
+    + ["device"]
+)
+
+
+def intercept(module: nn.Module, path: str, called: Callable[..., Any]) -> None:
+    """Routes each call of a module through ``called(path, call, args, kwargs)``.
+
+    Args:
+        module: changed in place (its class is replaced), so it must be a copy that nobody else uses.
+        path: the module's path.
+        called: calls ``call(*args, **kwargs)`` to run the module.
+    """
+    kind = type(module)
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return called(path, partial(kind.__call__, self), args, kwargs)
+
+    members = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    object.__setattr__(module, "__class__", type(kind.__name__, (kind,), members))
+
+
+class FunctionCalls(TorchFunctionMode):
+    """Routes each call of a torch function through ``called(function, args, kwargs)``."""
+
+    def __init__(self, called: Callable[[Any, Any, Any], Any]) -> None:
+        super().__init__()
+        self.called = called
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.called(func, args, kwargs or {})
+
+
+def unobserved() -> Any:
+    """A context in which torch functions run without ``FunctionCalls``."""
+    return torch._C.DisableTorchFunction()
+
+
+class OperatorLog(TorchDispatchMode):
+    """Notes what the operators of one call read and write.
+
+    Attributes:
+        touched: storages whose values an operator has read or written.
+        written: storages that an operator has written.
+        pure: whether the call can be repeated: no operator drew random numbers or updated running statistics.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clear()
+
+    def clear(self) -> None:
+        """Starts the notes of another call."""
+        self.touched: set[int] = set()
+        self.written: set[int] = set()
+        self.pure = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with unobserved():
+            self._note(func, args, kwargs)
+            return func(*args, **kwargs)
+
+    def _note(self, func: Any, args: Any, kwargs: Any) -> None:
+        name = func.overloadpacket.__name__
+        self.pure &= torch.Tag.nondeterministic_seeded not in func.tags and "batch_norm" not in name
+        for place, (argument, value) in enumerate(_arguments(func, args, kwargs)):
+            storages = {storage_id(tensor) for _, tensor in tensors_in(value)}
+            if place or name not in _SHAPE_ONLY:
+                self.touched |= storages
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                self.written |= storages
+
+
+def _arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Pairs of an argument's schema and its value."""
+    schema = func._schema.arguments
+    yield from zip(schema, args, strict=False)
+    yield from ((each, kwargs[each.name]) for each in schema[len(args) :] if each.name in kwargs)
+
+
+def storage_id(tensor: Tensor) -> int:
+    """A number of the tensor's storage, which its views share; it is unique while the tensor lives."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # a sparse tensor has no single storage
+        return id(tensor)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def no_checkpoint() -> Any:
+    """A context for the whole forward, by which ``under_checkpoint`` recognises that no hooks were set inside it."""
+    return saved_tensors_hooks(_same, _same)
+
+
+def under_checkpoint(name: str) -> bool:
+    """Whether ``torch.utils.checkpoint`` makes this call, and will repeat it in the backward pass.
+
+    Raises:
+        ValueError: the forward has set other saved-tensor hooks, which a stage would not see.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is None or hooks[0] is _same:  # type: ignore[redundant-expr]
+        return False
+    if hooks[0].__qualname__.startswith("_checkpoint_hook"):
+        return True
+    raise ValueError(
+        f"{call_site()}: {name} is called under saved_tensors_hooks, which do not reach a stage; set them in a module"
+    )
