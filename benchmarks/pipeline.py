@@ -1,11 +1,11 @@
-"""Pipelines beside torch.distributed.pipelining: the same stages, micro-batches and schedule, in turns, in one run.
+"""Compares pipelines with torch.distributed.pipelining: the same stages, micro-batches and schedule, in turns, in one run.
 
     python benchmarks/pipeline.py                       2 Gloo processes
     python benchmarks/pipeline.py --ranks 4 --rounds 9
 
 A contest is a forward and backward pass of the GPT of the examples, cut into stages of equally many blocks, without the
-optimizer. Both contenders hold equal weights and get equal batches; before anything is timed their gradients are compared.
-A round times each contender once, the slowest rank counts; the ratio is ours over torch's, of medians over the rounds.
+optimizer. Both contenders hold equal weights and get equal batches; their gradients are compared before anything is timed.
+A round times each contender once, by its slowest rank. The ratio is our median over the rounds divided by torch's.
 """
 
 import argparse
@@ -41,12 +41,12 @@ import gpt
 
 RESULTS = Path(__file__).parent / "results"
 TARGET = 0.95
-TOLERANCE = 1e-5  # of gradients, relative to the largest of a leaf; micro-batches are added up in another order
+TOLERANCE = 1e-5  # of gradients, relative to the largest of a leaf; micro-batches are summed in another order
 
 
 @attrs.frozen
 class Contest:
-    """A schedule by both names, and how many stages it puts on a rank."""
+    """Our schedule and torch's, and how many stages they put on a rank."""
 
     ours: Callable[[int, int], pp.Schedule]
     theirs: Any

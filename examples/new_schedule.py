@@ -1,9 +1,9 @@
-"""A schedule of one's own: written as rows of actions, proved, priced, drawn, and trained with.
+"""A schedule of your own: written as rows of actions, proved, priced, drawn, and used for training.
 
     python examples/new_schedule.py
 
-1F1B keeps p - s micro-batches in flight on rank s, too few to hide messages that take as long as a forward. This one keeps
-nearly twice as many. Nothing in the library knows its name.
+1F1B keeps p - s micro-batches in flight on rank s, too few to hide messages that take as long as a forward. This schedule
+keeps nearly twice as many. The library does not know its name.
 """
 
 import torch
@@ -38,7 +38,7 @@ print(pp.text(pp.timeline(mine, slow)))
 
 
 def train() -> list[float]:
-    """What each rank runs, and one device too: stages of a small network, some steps of it."""
+    """Some training steps of a small network's stages: on each rank of a pipeline, or on one device."""
     generator = torch.Generator().manual_seed(0)
     params = [torch.randn(16, 16, generator=generator) / 4 for _ in range(RANKS)]
     x, y = torch.randn(2, 32, 16, generator=generator)

@@ -6,7 +6,7 @@
     python examples/pipeline_gpt.py --schedule mine.csv                    a table of your own
     torchrun --nproc-per-node 4 examples/pipeline_gpt.py --dp 2            wherever torchrun runs
 
-Writes out/pipeline.svg: what the schedule takes as predicted from the first steps, and as the last step ran.
+Writes out/pipeline.svg: the timeline that is predicted from the first steps' times, beside that of the last step.
 """
 
 import argparse
@@ -25,14 +25,14 @@ from functional_ds import comm
 from functional_ds import pipelining as pp
 from functional_ds import transforms as T
 
-SCHEDULES = {
+SCHEDULES = {  # generators, and how many stages each puts on a rank
     "gpipe": (pp.gpipe, 1),
     "1f1b": (pp.one_f_one_b, 1),
     "interleaved": (pp.interleaved_one_f_one_b, 2),
     "zb_h1": (pp.zb_h1, 1),
     "zbv": (pp.zbv, 2),
     "dualpipe_v": (pp.dualpipe_v, 2),
-}  # and how many stages they put on a rank
+}
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
