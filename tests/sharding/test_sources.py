@@ -92,11 +92,11 @@ def test_values_are_those_of_a_whole_initialisation(name: str) -> None:
     n=st.integers(1, 3),
     stage=st.sampled_from((None, 0, 1, 2, 3)),
     half=st.booleans(),
-    options=st.sampled_from(({}, {"inside": 1}, {"aggregate": "owner"}, {"persist": 16})),
+    options=st.sampled_from(({}, {"intra_node": 1}, {"aggregate": "owner"}, {"persistence_threshold": 16})),
 )
 def test_states_begin_alike(name: str, n: int, stage: int | None, half: bool, options: dict[str, Any]) -> None:
     """init of deferred leaves = init of the whole ones, bitwise, in every stage, and nobody sends params at first."""
-    options = options if stage and not ("persist" in options and stage < 3) else {}
+    options = options if stage and not ("persistence_threshold" in options and stage < 3) else {}
 
     def program(deferred: bool) -> Any:
         torch.manual_seed(5)

@@ -256,7 +256,7 @@ def folder(drawn: Composition) -> Iterator[str]:
 @settings(max_examples=2000 if settings.default.max_examples > 100 else 40)
 @given(drawn=compositions(), seed=st.integers(0, 99))
 def test_any_composition_is_the_single_device_step(drawn: Composition, seed: int) -> None:
-    """ZeRO with any arguments × pipeline × accumulation × remat × offload, in any order that is allowed, change nothing."""
+    """ZeRO with its options × pipeline × accumulation × recomputation × offload, in any allowed order, change nothing."""
     event(f"zero {drawn.zero}, {'a pipeline' if drawn.schedule else 'no pipeline'}")
     event(f"{drawn.nodes} nodes, {drawn.between}")
     count = 1 if drawn.schedule is None else drawn.schedule.stages

@@ -23,8 +23,8 @@ class Gatherer:
 
     Law: any rank may touch any units in any order, or none; every rank takes part in the same gathers.
 
-    At most ``max_live_units + prefetch`` units are whole or in flight at once. Persistent segments come on top, and so does what
-    an operation still holds of an evicted unit.
+    At most ``max_live_units + prefetch`` units are whole or in flight at once. Persistent segments come on top, and so does
+    what an operation still holds of an evicted unit.
 
     Attributes:
         layout: the units.
