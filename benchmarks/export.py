@@ -6,8 +6,8 @@
 Each round measures, in the same processes: our export of a ZeRO-3 state into one file and into shards; an export by hand
 (``step.params`` on every rank, then ``safetensors.torch.save_file`` on rank 0); and ``dd`` of as many zeros with ``fsync``.
 Then imports: ``load_params`` into ZeRO-3 shards, and a whole ``load_file`` on every rank with ``init``. Memory is the kernel's
-high-water mark of a rank minus what it had before; for imports, samples of the rank's own memory without the files' pages,
-which include the shards that stay. Ratios are medians over rounds.
+high-water mark of a rank minus what it had before; for imports, samples of its own memory without the files' pages, which
+include the shards that stay. Ratios are medians over rounds.
 """
 
 import argparse

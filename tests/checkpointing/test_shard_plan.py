@@ -23,7 +23,7 @@ from functional_ds.state_dict.matching import per_rank_name
 
 @st.composite
 def holdings(draw: st.DrawFn) -> tuple[int, list[list[TensorShard]]]:
-    """A flat tensor, and on each rank any stretches of it, overlapping or not, which together are all of it."""
+    """A flat tensor, and on each rank shards of it, overlapping or not, which together cover it."""
     total, ranks = draw(st.integers(0, 30)), draw(st.integers(1, 4))
     cuts = sorted({0, total, *draw(st.lists(st.integers(0, total), max_size=5))})
     pieces = [(low, high, draw(st.integers(0, ranks - 1))) for low, high in pairwise(cuts)]
@@ -36,8 +36,8 @@ def holdings(draw: st.DrawFn) -> tuple[int, list[list[TensorShard]]]:
     return total, found
 
 
-def offered(ranks: list[list[TensorShard]]) -> list[list[ShardMetadata]]:
-    """What all ranks offer, with marks where there are copies."""
+def described(ranks: list[list[TensorShard]]) -> list[list[ShardMetadata]]:
+    """All ranks' metadata, with fingerprints of copies."""
     found = [metadata_of(held) for held in ranks]
     indices = replicated(found)
     return [
@@ -48,18 +48,18 @@ def offered(ranks: list[list[TensorShard]]) -> list[list[ShardMetadata]]:
 
 @given(holdings())
 def test_every_element_is_written_once(case: tuple[int, list[list[TensorShard]]]) -> None:
-    """The shares are disjoint, together everything, and each is what its rank has."""
+    """The tasks are disjoint and cover the tensor, and each is for elements that its rank has."""
     total, ranks = case
-    shares = assign_writes(offered(ranks))
+    tasks = assign_writes(described(ranks))
     written = torch.full((total,), -1.0)
-    for own, held in zip(shares, ranks, strict=True):
-        for share in own:
-            start = share.offset - held[share.index].offset
+    for own, held in zip(tasks, ranks, strict=True):
+        for task in own:
+            start = task.offset - held[task.index].offset
             assert start >= 0
-            part = held[share.index].view[start : start + share.numel]
-            assert part.numel() == share.numel
-            assert (written[share.offset : share.offset + share.numel] == -1).all()
-            written[share.offset : share.offset + share.numel] = part
+            part = held[task.index].view[start : start + task.numel]
+            assert part.numel() == task.numel
+            assert (written[task.offset : task.offset + task.numel] == -1).all()
+            written[task.offset : task.offset + task.numel] = part
     assert torch.equal(written, torch.arange(float(total)))
 
 
@@ -67,7 +67,7 @@ def test_every_element_is_written_once(case: tuple[int, list[list[TensorShard]]]
 def test_copies_are_shared_out_evenly(sizes: list[int], ranks: int) -> None:
     """Where all ranks have everything, no rank writes more than its part and one of the pieces that are not cut up."""
     own = [ShardMetadata(f"t{i}", (n,), "float32", 4, 0, n, False, 0) for i, n in enumerate(sizes)]
-    load = [sum(4 * share.numel for share in shares) for shares in assign_writes([own] * ranks)]
+    load = [sum(4 * task.numel for task in tasks) for tasks in assign_writes([own] * ranks)]
     assert sum(load) == 4 * sum(sizes)
     assert max(load) <= 4 * sum(sizes) / ranks + (4 << 20) + 4 * ranks * len(sizes)
 
@@ -81,7 +81,7 @@ def test_copies_that_differ_are_all_written() -> None:
         ]
 
     def names(*ranks: Any) -> list[list[str]]:
-        return [[share.name for share in own] for own in assign_writes(offered(list(ranks)))]
+        return [[task.name for task in own] for own in assign_writes(described(list(ranks)))]
 
     both = [[per_rank_name("other", 0)], ["same", per_rank_name("other", 1)]]
     assert [sorted(own) for own in names(rank(0.0), rank(1.0))] in (
@@ -111,8 +111,8 @@ def test_copies_that_differ_in_one_element_differ(numel: int, dtype: torch.dtype
     other[place] += 1 if dtype != torch.bfloat16 else other[place] + 1
     assert fingerprints([one]) != fingerprints([other])
     assert not torch.equal(_row_sums(one), _row_sums(other))
-    both = assign_writes(offered([[TensorShard("x", (numel,), 0, one)], [TensorShard("x", (numel,), 0, other)]]))
-    assert [share.name for own in both for share in own] == [per_rank_name("x", 0), per_rank_name("x", 1)]
+    both = assign_writes(described([[TensorShard("x", (numel,), 0, one)], [TensorShard("x", (numel,), 0, other)]]))
+    assert [task.name for own in both for task in own] == [per_rank_name("x", 0), per_rank_name("x", 1)]
 
 
 @pytest.mark.parametrize("change", [lambda x: -x, lambda x: 2 * x, lambda x: x.flip(0), lambda x: x.roll(512), lambda x: 0 * x])
