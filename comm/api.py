@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import index
 from typing import Any, TypeVar
 
-import optree
 import torch
 from torch import Tensor
 
-from functional_ds.comm.record.collective import NAMESPACE, Call
+from functional_ds.base import tree as pytree
+from functional_ds.comm.record.collective import Call
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.permutation import Permutation
 from functional_ds.comm.record.table import (
@@ -58,7 +58,8 @@ def _reducing(call: Call, tree: T, group: Group | None, async_op: bool) -> Any:
             raise ValueError(f"op='avg' of an integer or bool tensor ({leaf.dtype}): use sum, or cast it first")
 
     def divided(total: T) -> T:
-        return optree.tree_map(lambda leaf: leaf / group.size, total, namespace=NAMESPACE)  # type: ignore[return-value, arg-type]
+        mean: T = pytree.map(lambda leaf: leaf / group.size, total)
+        return mean
 
     total = apply(Call(call.collective, {**call.options, "op": "sum"}), tree, group, async_op)
     return total.then(divided) if async_op else divided(total)
@@ -240,7 +241,7 @@ def scatter(
     """
     group = chosen(group)
     if like is not None and group.rank != src:
-        x = optree.tree_map(lambda leaf: _whole_of(leaf, group.size, dim, tiled), like, namespace=NAMESPACE)  # type: ignore[assignment, arg-type]
+        x = pytree.map(lambda leaf: _whole_of(leaf, group.size, dim, tiled), like)
     elif x is None:
         who = f"rank {src} is src and gives the whole" if group.rank == src else "pass like=, a tree shaped as what arrives"
         raise ValueError(f"scatter: x is None on rank {group.rank}; {who}")

@@ -9,7 +9,8 @@ import optree
 import torch
 from torch import Tensor
 
-from functional_ds.comm.record.collective import NAMESPACE, Call, Handle, Here
+from functional_ds.base import tree as pytree
+from functional_ds.comm.record.collective import Call, Handle, Here
 from functional_ds.comm.record.errors import CommError
 from functional_ds.comm.record.group import Group, Ready
 from functional_ds.comm.record.ledger import begin
@@ -57,7 +58,7 @@ def _in_graph(grad: Tensor, token: Tensor) -> Tensor:
     return grad + token.sum().to(grad.dtype) if torch.is_grad_enabled() and not grad.requires_grad else grad
 
 
-_ALONE: optree.PyTreeSpec = optree.tree_structure(0, namespace=NAMESPACE)  # type: ignore[arg-type]  # a lone tensor's
+_ALONE: optree.PyTreeSpec = pytree.structure(0)  # a lone tensor's
 
 
 def is_smooth(tensor: Tensor) -> bool:
@@ -134,11 +135,10 @@ def flatten(name: str, tree: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
     """The leaves and the structure of a pytree of tensors."""
     if isinstance(tree, Tensor):
         return [tree], _ALONE
-    leaves, spec = optree.tree_flatten(tree, namespace=NAMESPACE)
+    leaves, spec = pytree.flatten(tree)
     if not all(isinstance(leaf, Tensor) for leaf in leaves):
-        paths, leaves, _ = optree.tree_flatten_with_path(tree, namespace=NAMESPACE)
-        path, leaf = next((p, x) for p, x in zip(paths, leaves, strict=True) if not isinstance(x, Tensor))
-        where = "".join(f"[{p!r}]" for p in path) or "the value itself"
+        path, leaf = next((path, leaf) for path, leaf in zip(spec.paths(), leaves, strict=True) if not isinstance(leaf, Tensor))
+        where = "".join(f"[{entry!r}]" for entry in path) or "the value itself"
         raise TypeError(f"{name}: every leaf must be a tensor; {where} is {type(leaf).__name__} {leaf!r}")
     return leaves, spec
 
@@ -149,9 +149,9 @@ def apply(call: Call, tree: Any, group: Group | None, async_op: bool) -> Any:
     leaves, spec = flatten(call.title(group.rank)[0], tree)
     started = [_start(call, leaves, group, ahead=async_op)]
     if not async_op:
-        return optree.tree_unflatten(spec, _finish(started, group)[0])
+        return pytree.unflatten(spec, _finish(started, group)[0])
     return Pending(
-        lambda: optree.tree_unflatten(spec, _finish(started, group)[0]),
+        lambda: pytree.unflatten(spec, _finish(started, group)[0]),
         started[0].handle.poll,
         lambda: f"{call.shown(group.rank)} on {group}",
     )
@@ -167,7 +167,7 @@ def apply_all(calls: Sequence[tuple[Call, Any]], group: Group | None, *, ahead: 
 
     def finish() -> list[Any]:
         results = _finish(started, group)
-        return [optree.tree_unflatten(spec, found) for (_, spec), found in zip(trees, results, strict=True)]
+        return [pytree.unflatten(spec, found) for (_, spec), found in zip(trees, results, strict=True)]
 
     def poll(patience: float) -> bool:
         deadline = monotonic() + patience

@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
-import optree
 import torch
 from torch import Tensor
 
+from functional_ds.base import tree as pytree
 from functional_ds.comm.api import permute, repeat
 from functional_ds.comm.dispatch import chosen, flatten, is_smooth
 from functional_ds.comm.record.collective import Here
@@ -51,7 +51,7 @@ def _all_reduce(name: str, x: T, total: Total, op: str, *groups: Group) -> T:
     results = _run(name, lambda flat: total(flat, plain), plain, leaves)
     if op == "avg":
         results = [result / n for result in results]
-    reduced: T = optree.tree_unflatten(spec, results)  # type: ignore[assignment]
+    reduced: T = pytree.unflatten(spec, results)
     return reduced
 
 

@@ -8,6 +8,7 @@ import optree
 import torch
 from torch import Tensor
 
+from functional_ds.base import tree as pytree
 from functional_ds.comm.api import all_gather, all_to_all
 from functional_ds.comm.dispatch import chosen, flatten, resolve_dim
 from functional_ds.comm.record.collective import Call, Here
@@ -70,7 +71,7 @@ class ErrorFeedback:
         leaves, spec = flatten("error feedback", x)
         own = [torch.zeros_like(leaf, dtype=wide(leaf.dtype), requires_grad=False) for leaf in leaves]
         piece = [e.new_zeros(-(-e.numel() // n)) for e in own]
-        return Residual(optree.tree_unflatten(spec, own), optree.tree_unflatten(spec, piece))
+        return Residual(pytree.unflatten(spec, own), pytree.unflatten(spec, piece))
 
     def all_reduce(self, x: Any, residual: Residual, group: Group | None = None, *, op: str = "sum") -> tuple[Any, Residual]:
         """The sum over the ranks as the codec tells it, the same on all of them, and the new residual.
@@ -90,8 +91,8 @@ class ErrorFeedback:
                 total = crop(decode_leaf(self.codec, parts, e.numel(), leaf.dtype), leaf.shape)
                 totals.append(total / group.size if op == "avg" else total)
         lost = [_cropped(e, leaf.shape) for e, leaf in zip(own, leaves, strict=True)]
-        found = Residual(optree.tree_unflatten(spec, lost), optree.tree_unflatten(spec, [e[0] for e in piece]))
-        return optree.tree_unflatten(spec, totals), found
+        found = Residual(pytree.unflatten(spec, lost), pytree.unflatten(spec, [e[0] for e in piece]))
+        return pytree.unflatten(spec, totals), found
 
     def reduce_scatter(
         self, x: Any, residual: Residual, group: Group | None = None, *, dim: int = 0, op: str = "sum", tiled: bool = True
@@ -115,7 +116,7 @@ class ErrorFeedback:
                 total = self._total(parts, e[0]).to(leaf.dtype).reshape(shape)
                 totals.append(total / group.size if op == "avg" else total)
                 lost.append(unpack_joined(e, shape, here))
-        return optree.tree_unflatten(spec, totals), residual._replace(own=optree.tree_unflatten(spec, lost))
+        return pytree.unflatten(spec, totals), residual._replace(own=pytree.unflatten(spec, lost))
 
     def _send(self, values: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> tuple[list[Sequence[Tensor]], list[Tensor]]:
         """Payloads of rows [n, m], and what is missing in them, read in these dtypes."""

@@ -8,7 +8,7 @@ import optree
 import torch
 from torch import Tensor
 
-from functional_ds.comm.record.collective import NAMESPACE
+from functional_ds.base.tree import NAMESPACE
 from functional_ds.comm.record.errors import DivergenceError
 from functional_ds.comm.worlds.simulator import simulate
 

@@ -6,10 +6,7 @@ from typing import Any, Protocol
 import attrs
 from torch import Tensor
 
-__all__ = ["NAMESPACE", "Call", "Collective", "Handle", "Here", "Options"]
-
-NAMESPACE = "functional_ds"
-
+__all__ = ["Call", "Collective", "Handle", "Here", "Options"]
 
 Options = Mapping[str, Any]
 
