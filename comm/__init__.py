@@ -24,7 +24,7 @@ from functional_ds.comm.record.permutation import Permutation
 from functional_ds.comm.record.table import TABLE
 from functional_ds.comm.worlds.current import world
 from functional_ds.comm.worlds.simulator import simulate
-from functional_ds.comm.worlds.symmetric import alike, are_alike
+from functional_ds.comm.worlds.symmetric import is_symmetric, symmetric
 
 from . import algorithms
 from .api import (
@@ -76,12 +76,10 @@ __all__ = [
     "TopK",
     "UnmatchedError",
     "algorithms",
-    "alike",
     "all_gather",
     "all_gather_object",
     "all_reduce",
     "all_to_all",
-    "are_alike",
     "barrier",
     "batch_p2p",
     "broadcast",
@@ -100,6 +98,7 @@ __all__ = [
     "init_distributed",
     "irecv",
     "is_initialized",
+    "is_symmetric",
     "isend",
     "ledger",
     "mesh",
@@ -117,6 +116,7 @@ __all__ = [
     "simulate",
     "spawn",
     "spreads",
+    "symmetric",
     "world",
     "write_trace",
 ]

@@ -28,7 +28,7 @@ from functional_ds.comm.record.table import (
     SCATTER,
 )
 
-from .dispatch import apply, chosen, flatten, is_smooth, resolve_dim
+from .dispatch import apply, flatten, is_differentiable, resolve_dim, resolve_group
 from .uneven import all_gather_uneven, need_values
 
 __all__ = [
@@ -52,9 +52,9 @@ def _reducing(call: Call, tree: T, group: Group | None, async_op: bool) -> Any:
     """avg is the sum over n, divided after the exchange, in every world alike."""
     if call.options["op"] != "avg":
         return apply(call, tree, group, async_op)
-    group = chosen(group)
+    group = resolve_group(group)
     for leaf in flatten(call.collective.name, tree)[0]:
-        if not is_smooth(leaf):
+        if not is_differentiable(leaf):
             raise ValueError(f"op='avg' of an integer or bool tensor ({leaf.dtype}): use sum, or cast it first")
 
     def divided(total: T) -> T:
@@ -127,7 +127,7 @@ def all_gather(
         return apply(Call(ALL_GATHER, {"dim": dim, "tiled": tiled}), x, group, async_op)
     if not tiled:
         raise ValueError("uneven=True with tiled=False: pieces of different sizes do not stack; gather them along a dim")
-    pending = all_gather_uneven(x, chosen(group), dim)
+    pending = all_gather_uneven(x, resolve_group(group), dim)
     return pending if async_op else pending.wait()
 
 
@@ -239,7 +239,7 @@ def scatter(
     >>> comm.simulate(program, world_size=2)
     [[0, 1], [2, 3]]
     """
-    group = chosen(group)
+    group = resolve_group(group)
     if like is not None and group.rank != src:
         x = pytree.map(lambda leaf: _whole_of(leaf, group.size, dim, tiled), like)
     elif x is None:
@@ -305,7 +305,7 @@ def all_to_all(
         return apply(Call(ALL_TO_ALL, {"split_dim": split_dim, "concat_dim": concat_dim}), x, group, async_op)
     if split_dim != concat_dim:
         raise ValueError(f"split_dim={split_dim} and concat_dim={concat_dim}: with input_splits they must be the same")
-    group = chosen(group)
+    group = resolve_group(group)
     sent = _sizes("input_splits", input_splits)
     if len(sent) != group.size:
         raise ValueError(f"input_splits={list(sent)}: a group of {group.size} needs {group.size} sizes, one for each rank")
@@ -358,15 +358,15 @@ def repeat(times: int, body: Callable[[int], None], group: Group | None = None) 
     >>> from functional_ds import comm
     >>> def around():
     ...     ring, x = comm.Permutation.shift(comm.world().size), [torch.empty(5, device="meta")]
-    ...     with comm.ledger() as book:
+    ...     with comm.ledger() as sent:
     ...         comm.repeat(999, lambda i: x.append(comm.permute(x.pop(), ring)))
-    ...     return book.calls, book.elements
+    ...     return sent.calls, sent.elements
     >>> comm.simulate(around, world_size=1000, shapes_only=True)[7]
     (999, 4995)
     """
     if times < 0:
         raise ValueError(f"times={times}: a loop runs 0 times or more")
-    chosen(group).world.repeat(times, body)
+    resolve_group(group).world.repeat(times, body)
 
 
 def barrier(group: Group | None = None) -> None:
@@ -376,5 +376,5 @@ def barrier(group: Group | None = None) -> None:
     >>> comm.simulate(comm.barrier, world_size=2)
     [None, None]
     """
-    group = chosen(group)
+    group = resolve_group(group)
     apply(Call(BARRIER), (torch.empty(0, device=group.world.device),), group, False)

@@ -11,7 +11,7 @@ from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.table import ALL_GATHER
 
 from .api import broadcast
-from .dispatch import apply, chosen
+from .dispatch import apply, resolve_group
 from .uneven import need_values, sizes_along
 
 __all__ = ["all_gather_object", "broadcast_object"]
@@ -39,7 +39,7 @@ def all_gather_object(value: Any, group: Group | None = None) -> list[Any]:
     >>> comm.simulate(lambda: comm.all_gather_object({"rank": comm.world().rank}), world_size=2)[0]
     [{'rank': 0}, {'rank': 1}]
     """
-    group = chosen(group)
+    group = resolve_group(group)
     need_values("all_gather_object", group, "the other ranks' objects")
     mine = _pack(value, group)
     (sizes,) = sizes_along(0, [mine], group)
@@ -61,7 +61,7 @@ def broadcast_object(value: Any, src: int = 0, group: Group | None = None) -> An
     >>> comm.simulate(lambda: comm.broadcast_object(["from", comm.world().rank], src=1), world_size=2)
     [['from', 1], ['from', 1]]
     """
-    group = chosen(group)
+    group = resolve_group(group)
     need_values("broadcast_object", group, "another rank's object")
     mine = _pack(value if group.rank == src else None, group)
     size = int(broadcast(torch.tensor(mine.numel(), device=mine.device), src, group))

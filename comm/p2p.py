@@ -15,7 +15,7 @@ from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.pending import Pending
 from functional_ds.comm.record.table import TRANSFER
 
-from .dispatch import apply, apply_all, chosen
+from .dispatch import apply, apply_all, resolve_group
 
 __all__ = ["Recv", "Send", "batch_p2p", "irecv", "isend", "recv", "send"]
 
@@ -86,11 +86,11 @@ def batch_p2p(ops: Sequence[Send | Recv], group: Group | None = None, *, async_o
     >>> comm.simulate(swap, world_size=2)
     [1, 0]
     """
-    group = chosen(group)
+    group = resolve_group(group)
     for op in ops:
         if not isinstance(op, (Send, Recv)):
             raise TypeError(f"batch_p2p: ops are Send(value, dst) and Recv(like, src), not {type(op).__name__} {op!r}")
-    pending = apply_all([_call(op, group) for op in ops], group, ahead=async_op or len(ops) > 1)
+    pending = apply_all([_call(op, group) for op in ops], group, async_op=async_op or len(ops) > 1)
     return pending if async_op else pending.wait()
 
 
@@ -113,7 +113,7 @@ def isend(x: T, dst: int, group: Group | None = None, *, tag: int = 0) -> Pendin
     >>> comm.simulate(program, world_size=2)
     [[0.0, 0.0], [1.0, 1.0]]
     """
-    pending: Pending[T] = _one(Send(x, dst, tag), group, ahead=True)
+    pending: Pending[T] = _one(Send(x, dst, tag), group, async_op=True)
     return pending
 
 
@@ -125,7 +125,7 @@ def irecv(like: T, src: int, group: Group | None = None, *, tag: int = 0) -> Pen
     Raises:
         ValueError: ``src`` is no other rank of the group.
     """
-    pending: Pending[T] = _one(Recv(like, src, tag), group, ahead=True)
+    pending: Pending[T] = _one(Recv(like, src, tag), group, async_op=True)
     return pending
 
 
@@ -155,7 +155,7 @@ def send(x: T, dst: int, group: Group | None = None, *, tag: int = 0) -> T:
     >>> comm.simulate(program, world_size=2)
     [(0.0, 5.0), (10.0, 0.0)]
     """
-    zeros: T = _one(Send(x, dst, tag), group, ahead=False)
+    zeros: T = _one(Send(x, dst, tag), group, async_op=False)
     return zeros
 
 
@@ -169,11 +169,11 @@ def recv(like: T, src: int, group: Group | None = None, *, tag: int = 0) -> T:
     Raises:
         ValueError: ``src`` is no other rank of the group.
     """
-    value: T = _one(Recv(like, src, tag), group, ahead=False)
+    value: T = _one(Recv(like, src, tag), group, async_op=False)
     return value
 
 
-def _one(op: Send | Recv, group: Group | None, *, ahead: bool) -> Any:
-    group = chosen(group)
+def _one(op: Send | Recv, group: Group | None, *, async_op: bool) -> Any:
+    group = resolve_group(group)
     call, value = _call(op, group)
-    return apply(call, value, group, ahead)
+    return apply(call, value, group, async_op)

@@ -10,13 +10,14 @@ from operator import index
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but torch's __all__ lacks it
+from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.worlds.current import simulated_world, world
 from functional_ds.comm.worlds.process import DEFAULT_TIMEOUT, leave_process_world, process_world
-from functional_ds.comm.worlds.rendezvous import met
+from functional_ds.comm.worlds.rendezvous import meet
 
 __all__ = [
     "destroy_process_group",
@@ -158,7 +159,7 @@ def _join(backend: str | None, rank: int, size: int, init_method: str | None, ti
     if store is None:
         # What an earlier world left in a store that outlives it must not be taken for this one's.
         store, rank, size = next(rendezvous(init_method or "env://", rank, size, timeout=timeout))
-    store = met(store, rank=rank, size=size, timeout=timeout)
+    store = meet(store, rank=rank, size=size, timeout=timeout)
     dist.init_process_group(chosen, store=store, rank=rank, world_size=size, timeout=timeout)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from functional_ds.base import tree as pytree
 from functional_ds.comm.api import all_gather, all_reduce, all_to_all, reduce_scatter
-from functional_ds.comm.dispatch import chosen, flatten, is_smooth, resolve_dim
+from functional_ds.comm.dispatch import flatten, is_differentiable, resolve_dim, resolve_group
 from functional_ds.comm.record.collective import Call, Here
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.pending import relay
@@ -87,7 +87,7 @@ class Compressed:
     codec: Codec
 
     def __call__(self, x: Any, group: Group | None = None, **options: Any) -> Any:
-        group = chosen(group)
+        group = resolve_group(group)
         if group.size == 1:
             return self.collective(x, group, **options)
         return _PROGRAMS[self.collective](self.codec, x, group, **options)
@@ -204,7 +204,7 @@ def accepted(call: Call, x: Any, group: Group) -> tuple[list[Tensor], optree.PyT
 def check_avg(leaves: Sequence[Tensor], op: str) -> None:
     """Refuses means of integers, as the plain collectives do."""
     for leaf in leaves:
-        if op == "avg" and not is_smooth(leaf):
+        if op == "avg" and not is_differentiable(leaf):
             raise ValueError(f"op='avg' of an integer or bool tensor ({leaf.dtype}): use sum, or cast it first")
 
 
@@ -230,7 +230,7 @@ class _Graft:
         return _Graft(leaves if wanted else (), back)
 
     def __call__(self, results: list[Tensor]) -> list[Tensor]:
-        smooth = [i for i, leaf in enumerate(self.leaves) if is_smooth(leaf)]
+        smooth = [i for i, leaf in enumerate(self.leaves) if is_differentiable(leaf)]
         if not smooth:
             return results
         grafted = _StraightThrough.apply(self.back, [results[i] for i in smooth], *(self.leaves[i] for i in smooth))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from functional_ds.base import tree as pytree
 from functional_ds.comm.api import all_gather, all_to_all
-from functional_ds.comm.dispatch import chosen, flatten, resolve_dim
+from functional_ds.comm.dispatch import flatten, resolve_dim, resolve_group
 from functional_ds.comm.record.collective import Call, Here
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.reduction import fold
@@ -67,7 +67,7 @@ class ErrorFeedback:
 
     def init(self, x: Any, group: Group | None = None) -> Residual:
         """Nothing is owed yet, for values like ``x``."""
-        n = chosen(group).size
+        n = resolve_group(group).size
         leaves, spec = flatten("error feedback", x)
         own = [torch.zeros_like(leaf, dtype=wide(leaf.dtype), requires_grad=False) for leaf in leaves]
         piece = [e.new_zeros(-(-e.numel() // n)) for e in own]
@@ -78,7 +78,7 @@ class ErrorFeedback:
 
         Cost: in bytes of the payload, each rank sends (n - 1) / n of its value and (n - 1) times its piece.
         """
-        group = chosen(group)
+        group = resolve_group(group)
         leaves, spec = _summable(Call(ALL_REDUCE, {"op": "sum"}), x, group, op)
         owed, late = _like(spec, residual.own), _like(spec, residual.piece)
         with torch.no_grad():
@@ -103,7 +103,7 @@ class ErrorFeedback:
 
         Cost: in bytes of the payload, each rank sends (n - 1) / n of its value.
         """
-        group = chosen(group)
+        group = resolve_group(group)
         options = {"dim": resolve_dim("reduce_scatter", x, dim), "op": "sum", "tiled": tiled}
         leaves, spec = _summable(Call(REDUCE_SCATTER, options), x, group, op)
         owed, here = _like(spec, residual.own), Here(options, group.rank, group.size)

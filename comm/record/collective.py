@@ -23,8 +23,8 @@ class Handle(Protocol):
         """Blocks until this rank's results are there and returns them."""
         ...
 
-    def poll(self, patience: float) -> bool:
-        """Whether a wait would not block; waits for that, but at most ``patience`` seconds."""
+    def poll(self, timeout: float) -> bool:
+        """Whether a wait would not block; waits for that, but at most ``timeout`` seconds."""
         ...
 
 

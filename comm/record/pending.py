@@ -32,12 +32,12 @@ class Pending(Generic[T]):
             self._finish = None
         return self._result
 
-    def poll(self, patience: float = 0.0) -> bool:
-        """Whether ``wait`` would not block. Waits for that, at most ``patience`` seconds; simulated, while others can go on.
+    def poll(self, timeout: float = 0.0) -> bool:
+        """Whether ``wait`` would not block. Waits for that, at most ``timeout`` seconds; simulated, while others can go on.
 
         What a program makes of the answer can depend on the interleaving, as on the transport's speed.
         """
-        return self._finish is None or self._poll(patience)
+        return self._finish is None or self._poll(timeout)
 
     def then(self, function: Callable[[T], U]) -> "Pending[U]":
         """What ``function`` makes of the result, once it is waited for."""
@@ -47,8 +47,8 @@ class Pending(Generic[T]):
     def all(pendings: "Sequence[Pending[Any]]") -> "Pending[list[Any]]":
         """Several as one."""
 
-        def poll(patience: float) -> bool:
-            deadline = monotonic() + patience
+        def poll(timeout: float) -> bool:
+            deadline = monotonic() + timeout
             return all(pending.poll(max(0.0, deadline - monotonic())) for pending in pendings)
 
         def text() -> str:
@@ -90,8 +90,8 @@ class _Relay:
             self._go_on()
         return self.now.wait()
 
-    def poll(self, patience: float) -> bool:
-        deadline = monotonic() + patience
+    def poll(self, timeout: float) -> bool:
+        deadline = monotonic() + timeout
         while self.now.poll(max(0.0, deadline - monotonic())):
             if not self.rest:
                 return True

@@ -119,7 +119,7 @@ class Ranks:
                 f"params: ranks {odd} of group {self.group.name!r} have other leaves, shapes, dtypes or frozen leaves than "
                 f"rank {ranks[0]}; build the same model on every rank"
             )
-        if len(set(ranks)) != len(ranks) and not comm.are_alike(self.group):
+        if len(set(ranks)) != len(ranks) and not comm.is_symmetric(self.group):
             raise ValueError(
                 f"replicate: the groups {self.group.name!r} and {getattr(self.replicas, 'name', None)!r} make no grid: "
                 f"together their members name the ranks {ranks}; take two axes of one mesh"

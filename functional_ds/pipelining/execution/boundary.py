@@ -8,10 +8,10 @@ import attrs
 import optree
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from functional_ds import comm
 from functional_ds.base import tree
+from functional_ds.base.torch_private import FakeTensorMode, disable_torch_function_subclass
 from functional_ds.pipelining.stages.stages import Stages, Visit
 from functional_ds.step.state import State
 from functional_ds.step.step import Step
@@ -179,7 +179,7 @@ def _outline(
 
 def outlined(step: Step, part: State) -> dict[str, Blank]:
     """What the step's view gives of a part of the params; collective where a pass is, as in ZeRO stage 3."""
-    with Tape() as tape, torch._C.DisableTorchFunctionSubclass():  # a deferred leaf need not be fetched for this
+    with Tape() as tape, disable_torch_function_subclass():  # a deferred leaf need not be fetched for this
         return {path: Blank.of(leaf) for path, leaf in step.view(part, tape).items()}
 
 

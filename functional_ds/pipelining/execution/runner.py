@@ -181,7 +181,7 @@ class Runner:
         if len(self._sent) == _UNDER_WAY:
             self._wait_for_sent()
         self._sent.append([])
-        with self.group.world.together():
+        with self.group.world.batch():
             for kind, stage, j in actions:
                 self._message(kind, stage, j)
 

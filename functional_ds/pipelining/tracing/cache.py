@@ -9,9 +9,9 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from functional_ds.base.prng import Key
+from functional_ds.base.torch_private import FakeTensor, FakeTensorMode, disable_torch_function_subclass, unset_fake_temporarily
 from functional_ds.modules.functional import Apply
 from functional_ds.pipelining.stages.from_functions import called, first_input
 from functional_ds.pipelining.stages.stages import Params
@@ -57,7 +57,7 @@ class Arguments:
 
     def device(self, params: Params) -> torch.device:
         """Where the module runs."""
-        with torch._C.DisableTorchFunctionSubclass():  # a deferred leaf need not be fetched for this
+        with disable_torch_function_subclass():  # a deferred leaf need not be fetched for this
             found = next((leaf.device for leaf in params.values()), None)
             return found or next((tensor.device for tensor in self.tensors), torch.device("cpu"))
 
@@ -164,7 +164,7 @@ class Plan:
     def _signature(self, params: Params, arguments: Arguments) -> Any:
         """What a program depends on."""
         shapes = tuple([(each.shape, each.stride(), each.dtype, each.device) for each in arguments.tensors])
-        with torch._C.DisableTorchFunctionSubclass():
+        with disable_torch_function_subclass():
             dtypes = tuple([leaf.dtype for leaf in params.values()])
         device = arguments.device(params)
         return arguments.form, shapes, dtypes, device, self.apply.module.training, ambience(device.type)
@@ -172,7 +172,7 @@ class Plan:
 
 def _without_values(bare: Mapping[str, nn.Parameter], params: Params, device: torch.device) -> dict[str, Tensor]:
     """All parameters without values. Those that live on other ranks are taken to be cast as most of these are."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with disable_torch_function_subclass():
         known = {path: leaf.dtype for path, leaf in params.items()}
     casts = Counter((bare[path].dtype, dtype) for path, dtype in known.items() if path in bare)
     most: dict[torch.dtype, torch.dtype] = {}

@@ -8,11 +8,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from functional_ds.base.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    disable_torch_function,
+    saved_tensors_hooks_in_force,
+    schema_of,
+    storage_id,
+)
 from functional_ds.comm.record.group import call_site
 from functional_ds.pipelining.stages.shape_check import NEEDS_VALUES
 
@@ -91,7 +98,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
-    described = func._schema.arguments
+    described = schema_of(func).arguments
     yield from zip(described, args, strict=False)
     yield from ((each, kwargs[each.name]) for each in described[len(args) :] if each.name in kwargs)
 
@@ -99,7 +106,7 @@ def _arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ite
 def _memory(tensor: Tensor) -> int:
     """A number of the memory that a tensor lies in, which its views share."""
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return storage_id(tensor)
     except (NotImplementedError, RuntimeError):  # a sparse tensor has no one storage
         return id(tensor)
 
@@ -306,13 +313,13 @@ def _same(tensor: Tensor) -> Tensor:
 
 def _unheard() -> Any:
     """Torch functions are called as they are, without anybody listening."""
-    return torch._C.DisableTorchFunction()
+    return disable_torch_function()
 
 
 def _recomputed(what: str) -> bool:
     """Whether this is called under torch's checkpoint, which then saves nothing and calls it again."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if hooks is None or hooks[0] is _same:  # type: ignore[redundant-expr]
+    hooks = saved_tensors_hooks_in_force()
+    if hooks is None or hooks[0] is _same:
         return False
     if hooks[0].__qualname__.startswith("_checkpoint_hook"):
         return True
