@@ -27,6 +27,7 @@ from functional_ds.comm.worlds.simulator import simulate
 from functional_ds.comm.worlds.symmetric import is_symmetric, symmetric
 
 from . import algorithms
+from .agree import agree
 from .api import (
     all_gather,
     all_reduce,
@@ -75,6 +76,7 @@ __all__ = [
     "TimedOutError",
     "TopK",
     "UnmatchedError",
+    "agree",
     "algorithms",
     "all_gather",
     "all_gather_object",
