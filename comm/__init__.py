@@ -31,16 +31,15 @@ from .agree import agree
 from .api import (
     all_gather,
     all_reduce,
-    all_to_all,
     barrier,
     broadcast,
     gather,
-    permute,
     reduce,
     reduce_scatter,
     repeat,
     scatter,
 )
+from .exchange import all_to_all, permute
 from .megatron import copy_to, gather_from, reduce_from, scatter_to
 from .mesh import Mesh, mesh
 from .objects import all_gather_object, broadcast_object

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from functional_ds.base import tree as pytree
-from functional_ds.comm.api import permute, repeat
+from functional_ds.comm.api import repeat
 from functional_ds.comm.dispatch import flatten, is_differentiable, resolve_group
+from functional_ds.comm.exchange import permute
 from functional_ds.comm.record.collective import Here
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.permutation import Permutation

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from functional_ds.base import tree as pytree
-from functional_ds.comm.api import all_gather, all_reduce, all_to_all, reduce_scatter
+from functional_ds.comm.api import all_gather, all_reduce, reduce_scatter
 from functional_ds.comm.dispatch import flatten, is_differentiable, resolve_dim, resolve_group
+from functional_ds.comm.exchange import all_to_all
 from functional_ds.comm.record.collective import Call, Here
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.pending import relay

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from functional_ds.base import tree as pytree
-from functional_ds.comm.api import all_gather, all_to_all
+from functional_ds.comm.api import all_gather
 from functional_ds.comm.dispatch import flatten, resolve_dim, resolve_group
+from functional_ds.comm.exchange import all_to_all
 from functional_ds.comm.record.collective import Call, Here
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.reduction import fold
