@@ -171,7 +171,7 @@ def _join(backend: str | None, rank: int, size: int, init_method: str | None, ti
 def destroy_process_group() -> None:
     """Leaves the world of processes; afterwards ``world()`` is a world of one rank.
 
-    Collectives on groups of the world that was left raise CommError. Without such a world, and in a simulation, nothing happens.
+    Collectives on groups of that world then raise CommError. In a simulation, and without such a world, it does nothing.
 
     >>> destroy_process_group()
     """

@@ -6,7 +6,7 @@ for each entry, and another that no other file uses anything private of torch.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,9 @@ __all__ = [
     "foreach_add_",
     "foreach_copy_",
     "is_fake",
+    "make_wrapper_subclass",
     "parameters_of",
+    "refresh_flat_weights",
     "run_backward",
     "saved_tensors_hooks_in_force",
     "schema_of",
@@ -48,10 +50,12 @@ __all__ = [
     "version_of",
 ]
 
+T = TypeVar("T", bound=Tensor)
+
 # Re-exported names, and what needs them:
 # - FakeTensor, FakeTensorMode: tensors without values, on which modules, stages and memory predictions run. Without them
 #   nothing can be built, traced or priced without memory.
-# - FakeTensorConverter: `deferred` replaces its memo, which would keep every parameter that was ever converted.
+# - FakeTensorConverter: `deferred` switches off its memo of weak references, with which modules could not be cast or moved.
 # - The three exceptions: how a fake tensor says that an operation needs values; stages and traces report them by name.
 # - unset_fake_temporarily: real tensors within a fake mode, for buffers and for recorded initial values.
 # - detect_fake_mode: whether a call is such a trial run, which must leave no trace in buffers and reports.
@@ -122,6 +126,19 @@ def parameters_of(module: nn.Module) -> dict[str, Any]:
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     """A module's own buffers by name, as the module stores them: assignments replace buffers without registering."""
     return module._buffers
+
+
+def refresh_flat_weights(rnn: nn.RNNBase) -> None:
+    """Makes an RNN use its current parameters: it computes with a second list of them, which assignments to it refresh."""
+    rnn._flat_weights = [getattr(rnn, name) for name in rnn._flat_weights_names]
+
+
+def make_wrapper_subclass(
+    cls: type[T], shape: Sequence[int], *, dtype: torch.dtype, device: torch.device, requires_grad: bool
+) -> T:
+    """A tensor of a subclass that has a shape and no memory: a lazy leaf of ZeRO-3, which is gathered at its first use."""
+    made: T = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
+    return made
 
 
 def foreach_copy_(into: list[Tensor], values: list[Tensor]) -> None:

@@ -11,7 +11,14 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from functional_ds.base.torch_private import FakeTensor, buffers_of, detect_fake_mode, parameters_of, unset_fake_temporarily
+from functional_ds.base.torch_private import (
+    FakeTensor,
+    buffers_of,
+    detect_fake_mode,
+    parameters_of,
+    refresh_flat_weights,
+    unset_fake_temporarily,
+)
 from functional_ds.remat.region import called
 from functional_ds.step.tape import Tape, current_tape
 
@@ -57,7 +64,7 @@ class _Skeleton:
             for owner, key in self.slots[name]:
                 owner[key] = parameter
         for rnn in self.rnns:  # these read their weights from a second list
-            rnn._flat_weights = [getattr(rnn, name) for name in rnn._flat_weights_names]
+            refresh_flat_weights(rnn)
         self.bound = params
         self.identity = _identity(params)
 

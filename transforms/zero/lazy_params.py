@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from functional_ds.base import tree
-from functional_ds.base.torch_private import disable_torch_function_subclass, version_of
+from functional_ds.base.torch_private import disable_torch_function_subclass, make_wrapper_subclass, version_of
 from functional_ds.sharding.layout import Layout
 from functional_ds.step.tape import Tape
 
@@ -317,7 +317,7 @@ class Deferred(torch.Tensor):
     def __new__(
         cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool, fetch: Callable[[], Tensor]
     ) -> "Deferred":
-        self: Deferred = _T._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
+        self: Deferred = make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
         self._fetch = fetch
         return self
 
