@@ -1,7 +1,7 @@
 """What all ranks must come through, or none."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from functional_ds import comm
 
@@ -63,7 +63,7 @@ def agreed(group: comm.Group, work: Callable[[], T]) -> list[T]:
         value = work()
     except Exception as found:
         error = found
-    everyone = comm.all_gather_object((value, _told(error)), group)
+    everyone = comm.all_gather_object((cast(T, value), _told(error)), group)
     for rank, (_, told) in enumerate(everyone):
         if told is not None:
             if error is not None and _told(error)[0] is told[0]:  # type: ignore[index]

@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 import attrs
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from functional_ds.comm.record.collective import Call
 

@@ -12,7 +12,8 @@ from time import monotonic, sleep
 
 import attrs
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but torch's __all__ lacks it
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from functional_ds import comm
 from functional_ds.comm.worlds.current import simulated_world

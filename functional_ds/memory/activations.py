@@ -7,11 +7,10 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable, like_marked
+from functional_ds.base.torch_private import FakeTensor, FakeTensorMode, TorchDispatchMode, storage_id, unset_fake_temporarily
 from functional_ds.base.weighted import weigh
 from functional_ds.step.tape import Tape
 
@@ -47,7 +46,7 @@ class _Allocations(TorchDispatchMode):
         self._take_in((args, kwargs))
         found = function(*args, **(kwargs or {}))
         results = [x for x in tree.leaves(found) if isinstance(x, Tensor) and not x.is_meta]  # a module's bare copy is
-        self.live.note(x for x in results if x.untyped_storage()._cdata not in self._known)
+        self.live.note(x for x in results if storage_id(x) not in self._known)
         return found
 
     def _take_in(self, given: Any) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from functional_ds.base import tree
+from functional_ds.base.torch_private import storage_id
 
 __all__ = ["Live", "holdings", "places", "stored"]
 
@@ -21,7 +22,7 @@ def holdings(held: Any) -> dict[int, tuple[str, int]]:
     for leaf in tree.leaves(held):
         if isinstance(leaf, Tensor):
             storage = leaf.untyped_storage()
-            found[storage._cdata] = (storage.device.type, storage.nbytes())
+            found[storage_id(storage)] = (storage.device.type, storage.nbytes())
         elif hasattr(leaf, "nbytes"):
             found[id(leaf)] = (str(getattr(leaf, "place", "disk")), int(leaf.nbytes))
     return found
@@ -58,7 +59,7 @@ class Live:
         """Tensors, and bytes that will come but have no tensor yet."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            key = storage._cdata
+            key = storage_id(storage)
             if key in self._known and self._known[key][0].expired():
                 self._sum -= self._known.pop(key)[1]
             if key not in self._known:

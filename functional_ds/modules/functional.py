@@ -10,9 +10,15 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
+from functional_ds.base.torch_private import (
+    FakeTensor,
+    buffers_of,
+    detect_fake_mode,
+    parameters_of,
+    refresh_flat_weights,
+    unset_fake_temporarily,
+)
 from functional_ds.remat.region import called
 from functional_ds.step.tape import Tape, current_tape
 
@@ -30,7 +36,7 @@ def _places(module: nn.Module) -> tuple[_Places, dict[str, nn.Parameter]]:
     places: _Places = {}
     params: dict[str, nn.Parameter] = {}
     for path, owner in module.named_modules():
-        for key, parameter in owner._parameters.items():
+        for key, parameter in parameters_of(owner).items():
             if parameter is not None:
                 name = first.setdefault(id(parameter), f"{path}.{key}" if path else key)
                 places.setdefault(name, []).append((path, key))
@@ -58,7 +64,7 @@ class _Skeleton:
             for owner, key in self.slots[name]:
                 owner[key] = parameter
         for rnn in self.rnns:  # these read their weights from a second list
-            rnn._flat_weights = [getattr(rnn, name) for name in rnn._flat_weights_names]
+            refresh_flat_weights(rnn)
         self.bound = params
         self.identity = _identity(params)
 
@@ -276,7 +282,7 @@ class Apply:
             name: [(module.get_submodule(path).__dict__["_parameters"], key) for path, key in places]
             for name, places in self._places.items()
         }
-        owners = {path: each._buffers for path, each in module.named_modules()}
+        owners = {path: buffers_of(each) for path, each in module.named_modules()}
         skeleton = _Skeleton(module, slots, [m for m in module.modules() if isinstance(m, nn.RNNBase)], owners)
         skeleton.put(own.buffers)
         skeleton.note(own.buffers)

@@ -8,7 +8,8 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from functional_ds.base.torch_private import TorchDispatchMode, schema_of, version_of
 
 from .policy import Keep, Saving
 from .saved_tensors import Away, Here, Keeper
@@ -46,9 +47,9 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors that an operation writes into."""
-    if not func._schema.is_mutable:
+    if not schema_of(func).is_mutable:
         return []
-    places = enumerate(func._schema.arguments)
+    places = enumerate(schema_of(func).arguments)
     given = [(a, args[i] if i < len(args) else kwargs.get(a.name)) for i, a in places if a.alias_info and a.alias_info.is_write]
     return _tensors([value for _, value in given], {})
 
@@ -145,7 +146,7 @@ class Recorder(TorchDispatchMode):
         """The function has ended: what was changed in place since it was made is let go, and is computed again."""
         for operation, given, out in self._outputs:
             values = out if isinstance(out, (tuple, list)) else (out,)
-            if operation not in self.results and all(not isinstance(v, Tensor) or v._version == 0 for v in values):
+            if operation not in self.results and all(not isinstance(v, Tensor) or version_of(v) == 0 for v in values):
                 self._put(operation, given, [Here(v) if isinstance(v, Tensor) else v for v in values], out, "matmuls")
         self._outputs.clear()
         self.results = {key: result for key, result in self.results.items() if not any(map(self._is_changed, result.outputs))}

@@ -8,12 +8,12 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from functional_ds import comm
 from functional_ds.base import tree
+from functional_ds.base.torch_private import detect_fake_mode
 from functional_ds.step.tape import Tape, current_tape
 
 from .buffer_snapshot import Rewind

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from functional_ds import comm
+from functional_ds.base.torch_private import saved_tensors_hooks_in_force, version_of
 from functional_ds.step.tape import current_tape
 
 from .cpu_offload import Hosted, Lane
@@ -32,7 +33,7 @@ class Hooks:
     def in_force() -> "Hooks":
         """Those of this thread; where there are none, the tensor stays as it is, and a change in place is refused."""
         # Torch has no public name for this; dynamo and AOTAutograd ask in the same way.
-        found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        found = saved_tensors_hooks_in_force()
         return Hooks(*found) if found else Hooks(Here, lambda kept: kept.get())
 
 
@@ -100,13 +101,13 @@ class Here:
     def __init__(self, tensor: Tensor) -> None:
         # The tensor itself would hold on to the graph that it is in.
         self.tensor = tensor.detach() if tensor.grad_fn is not None else tensor
-        self.version = tensor._version
+        self.version = version_of(tensor)
         self.whole = self.held = tensor.untyped_storage().nbytes()
 
     @property
     def changed(self) -> bool:
         """Whether somebody has written into it since."""
-        return self.tensor._version != self.version
+        return version_of(self.tensor) != self.version
 
     def get(self) -> Tensor:
         """The tensor.
@@ -147,9 +148,9 @@ class Away:
         """
         if self._here is None:
             self._here, self._left = self.place.fetch(), max(self.uses, 1)
-            self._version = self._here._version
+            self._version = version_of(self._here)
         flat, self._left = self._here, self._left - 1
-        if flat._version != self._version:
+        if version_of(flat) != self._version:
             raise _changed(flat, self._version)
         if not self._left:
             self._here = None
@@ -159,7 +160,7 @@ class Away:
 def _changed(tensor: Tensor, version: int) -> RuntimeError:
     return RuntimeError(
         f"a tensor of shape {list(tensor.shape)} that the backward pass needs has been modified by an inplace operation: it is "
-        f"at version {tensor._version}, expected {version}; use the out-of-place one"
+        f"at version {version_of(tensor)}, expected {version}; use the out-of-place one"
     )
 
 
@@ -202,7 +203,7 @@ class Keeper:
             return Here(tensor)
         storage = tensor.untyped_storage()
         where = (storage.data_ptr(), int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        place: _Place = (*where, tensor._version, how)
+        place: _Place = (*where, version_of(tensor), how)
         known = self._known.get(place)
         kept = known[1]() if known is not None and known[0]() is storage else None
         if kept is None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.marks import like_marked
-from functional_ds.comm.record.collective import NAMESPACE
+from functional_ds.base.tree import NAMESPACE
 from functional_ds.optim.by_leaf import Routed
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.step.state import State

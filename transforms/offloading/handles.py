@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from functional_ds.base import tree
-from functional_ds.comm.record.collective import NAMESPACE
+from functional_ds.base.tree import NAMESPACE
 
 from .disk import Disk, aligned
 from .files import Extent, OffloadError, padded

@@ -11,6 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from functional_ds.base import tree
+from functional_ds.base.torch_private import disable_torch_function_subclass, make_wrapper_subclass, version_of
 from functional_ds.sharding.layout import Layout
 from functional_ds.step.tape import Tape
 
@@ -99,14 +100,14 @@ class _Kept:
     def __init__(self, tensor: Tensor) -> None:
         # An output kept as it is would hold on to its own node.
         self.tensor = tensor.detach() if tensor.grad_fn is not None else tensor
-        self.version = tensor._version
+        self.version = version_of(tensor)
 
     def unchanged(self) -> Tensor:
         """The tensor, as it was."""
-        if self.tensor._version != self.version:
+        if version_of(self.tensor) != self.version:
             raise RuntimeError(
                 f"a tensor of shape {list(self.tensor.shape)} that the backward pass needs has been modified by an inplace "
-                f"operation: it is at version {self.tensor._version}, expected {self.version}; use the out-of-place one"
+                f"operation: it is at version {version_of(self.tensor)}, expected {self.version}; use the out-of-place one"
             )
         return self.tensor
 
@@ -316,7 +317,7 @@ class Deferred(torch.Tensor):
     def __new__(
         cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool, fetch: Callable[[], Tensor]
     ) -> "Deferred":
-        self: Deferred = _T._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
+        self: Deferred = make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
         self._fetch = fetch
         return self
 
@@ -326,7 +327,7 @@ class Deferred(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with disable_torch_function_subclass():
                 return func(*args, **(kwargs or {}))
         return func(*(_real(x) for x in args), **{name: _real(x) for name, x in (kwargs or {}).items()})
 

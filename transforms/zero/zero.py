@@ -1,6 +1,5 @@
 """ZeRO: states, gradients and params in shards (Rajbhandari, Rasley, Ruwase, He 2020)."""
 
-import zlib
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -213,7 +212,7 @@ class Zero:
         """Shards (stage 0: whole flat tensors) through the inner init; what stays whole is then gathered."""
         ranks, carriage = self.ranks(), self.carriage()
         layout = self.knobs.layout(params, ranks.n)
-        ranks.agree(zlib.crc32(repr((layout.paths, layout.segments, layout.units)).encode()))
+        ranks.agree((layout.paths, layout.segments, layout.units))
         parts = LeafMap.of_layout(layout, ranks.shards if self.knobs.stage else None)
         learned = Learned.fresh(layout, attrs.evolve(parts, group=None))
         new = Partition(layout, learned, ())
