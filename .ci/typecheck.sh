@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # Checks the types of the wheel as a user gets it. Type checkers do not follow setuptools' package-dir mapping, so the
 # wheel is built from a clean copy, unpacked into an empty folder and checked there.
-# usage: .ci/typecheck.sh [python]      (a Python with the extra `lint` and the library's dependencies)
+# usage: .ci/typecheck.sh [python [program.py]]   (a Python with the extra `lint` and the library's dependencies)
+# With a program, that is checked against the wheel instead of the wheel itself.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 top=$PWD
 python=$(command -v "${1:-python3}") || { echo "no such Python: ${1:-python3}" >&2; exit 2; }
 [[ $python == /* ]] || python=$top/$python
+program=${2:+$(realpath "$2")}
 folders=(functional_ds comm transforms)
 
 room=$(mktemp -d)
@@ -30,7 +32,13 @@ for folder in "${folders[@]}"; do
   fi
 done
 
-# Names in the messages are those of the checkout, not of the wheel.
 cd "$room/site"
+if [[ -n $program ]]; then
+  cp "$program" .
+  "$python" -m mypy --config-file "$top/pyproject.toml" --cache-dir "$top/.mypy_cache" "$(basename "$program")"
+  exit
+fi
+
+# Names in the messages are those of the checkout, not of the wheel.
 "$python" -m mypy --config-file "$top/pyproject.toml" --cache-dir "$top/.mypy_cache" -p functional_ds |
   sed -E 's#^functional_ds/(comm|transforms)/#\1/#'

@@ -24,22 +24,22 @@ from functional_ds.comm.record.permutation import Permutation
 from functional_ds.comm.record.table import TABLE
 from functional_ds.comm.worlds.current import world
 from functional_ds.comm.worlds.simulator import simulate
-from functional_ds.comm.worlds.symmetric import alike, are_alike
+from functional_ds.comm.worlds.symmetric import is_symmetric, symmetric
 
 from . import algorithms
+from .agree import agree
 from .api import (
     all_gather,
     all_reduce,
-    all_to_all,
     barrier,
     broadcast,
     gather,
-    permute,
     reduce,
     reduce_scatter,
     repeat,
     scatter,
 )
+from .exchange import all_to_all, permute
 from .megatron import copy_to, gather_from, reduce_from, scatter_to
 from .mesh import Mesh, mesh
 from .objects import all_gather_object, broadcast_object
@@ -75,13 +75,12 @@ __all__ = [
     "TimedOutError",
     "TopK",
     "UnmatchedError",
+    "agree",
     "algorithms",
-    "alike",
     "all_gather",
     "all_gather_object",
     "all_reduce",
     "all_to_all",
-    "are_alike",
     "barrier",
     "batch_p2p",
     "broadcast",
@@ -100,6 +99,7 @@ __all__ = [
     "init_distributed",
     "irecv",
     "is_initialized",
+    "is_symmetric",
     "isend",
     "ledger",
     "mesh",
@@ -117,6 +117,7 @@ __all__ = [
     "simulate",
     "spawn",
     "spreads",
+    "symmetric",
     "world",
     "write_trace",
 ]

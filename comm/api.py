@@ -1,44 +1,30 @@
 """The collectives as functions: from a pytree to a new pytree, differentiable wherever a transpose exists.
 
-Point-to-point messages are in ``p2p``, Python objects in ``objects``, Megatron's four in ``variance``.
+``exchange`` has all_to_all and permute, ``p2p`` point-to-point messages, ``objects`` Python objects, ``megatron`` Megatron's
+four. With ``async_op=True`` a collective returns a ``Pending`` at once; its ``wait()`` returns the result.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from operator import index
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias, TypeVar, overload
 
-import optree
 import torch
 from torch import Tensor
 
-from functional_ds.comm.record.collective import NAMESPACE, Call
+from functional_ds.base import tree as pytree
+from functional_ds.comm.record.collective import Call
 from functional_ds.comm.record.group import Group
-from functional_ds.comm.record.permutation import Permutation
-from functional_ds.comm.record.table import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    ALL_TO_ALL_ROWS,
-    BARRIER,
-    BROADCAST,
-    GATHER,
-    PERMUTE,
-    REDUCE,
-    REDUCE_SCATTER,
-    SCATTER,
-)
+from functional_ds.comm.record.pending import Pending
+from functional_ds.comm.record.table import ALL_GATHER, ALL_REDUCE, BARRIER, BROADCAST, GATHER, REDUCE, REDUCE_SCATTER, SCATTER
 
-from .dispatch import apply, chosen, flatten, is_smooth, resolve_dim
-from .uneven import all_gather_uneven, need_values
+from .dispatch import apply, flatten, is_differentiable, resolve_dim, resolve_group
+from .uneven import all_gather_uneven
 
 __all__ = [
     "all_gather",
     "all_reduce",
-    "all_to_all",
     "barrier",
     "broadcast",
     "gather",
-    "permute",
     "reduce",
     "reduce_scatter",
     "repeat",
@@ -46,40 +32,49 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+_Blocking: TypeAlias = Literal[False]
+_Async: TypeAlias = Literal[True]
 
 
 def _reducing(call: Call, tree: T, group: Group | None, async_op: bool) -> Any:
-    """avg is the sum over n, divided after the exchange, in every world alike."""
+    """A reduction; every world computes avg as the sum divided by n after the exchange."""
     if call.options["op"] != "avg":
         return apply(call, tree, group, async_op)
-    group = chosen(group)
+    group = resolve_group(group)
     for leaf in flatten(call.collective.name, tree)[0]:
-        if not is_smooth(leaf):
+        if not is_differentiable(leaf):
             raise ValueError(f"op='avg' of an integer or bool tensor ({leaf.dtype}): use sum, or cast it first")
 
     def divided(total: T) -> T:
-        return optree.tree_map(lambda leaf: leaf / group.size, total, namespace=NAMESPACE)  # type: ignore[return-value, arg-type]
+        mean: T = pytree.map(lambda leaf: leaf / group.size, total)
+        return mean
 
     total = apply(Call(call.collective, {**call.options, "op": "sum"}), tree, group, async_op)
     return total.then(divided) if async_op else divided(total)
 
 
+@overload
+def all_reduce(x: T, group: Group | None = None, *, op: str = "sum", async_op: _Blocking = False) -> T: ...
+@overload
+def all_reduce(x: T, group: Group | None = None, *, op: str = "sum", async_op: _Async) -> Pending[T]: ...
+@overload
+def all_reduce(x: T, group: Group | None = None, *, op: str = "sum", async_op: bool) -> Any: ...
 def all_reduce(x: T, group: Group | None = None, *, op: str = "sum", async_op: bool = False) -> Any:
     """The ranks' values combined elementwise, on every rank.
 
-    Law: ``AR = AG ∘ RS``; its own transpose for sums. The pieces combine in rank order, so Gloo and the simulator agree
+    Law: ``AR = AG ∘ RS``; for sums it is its own transpose. The values combine in rank order, so Gloo and the simulator agree
     bit for bit.
 
     Args:
-        x: a pytree of tensors with the same shapes and dtypes on all ranks.
-        group: who takes part; None for the whole world.
-        op: sum, avg, min, max or product.
+        x: a pytree of tensors, with the same shapes and dtypes on all ranks.
+        group: the ranks that take part; None for the whole world.
+        op: "sum", "avg", "min", "max" or "product".
         async_op: return a ``Pending`` at once.
 
     Cost: each rank sends 2 (n - 1) / n of the value.
 
     Raises:
-        ValueError: an unknown op, or one that the dtype does not have.
+        ValueError: ``op`` is unknown, or not defined for the dtype.
 
     >>> from functional_ds import comm
     >>> comm.simulate(lambda: comm.all_reduce(torch.tensor([1.0, comm.world().rank])).tolist(), world_size=3)
@@ -88,25 +83,31 @@ def all_reduce(x: T, group: Group | None = None, *, op: str = "sum", async_op: b
     return _reducing(Call(ALL_REDUCE, {"op": op}), x, group, async_op)
 
 
+@overload
 def all_gather(
-    x: T,
-    group: Group | None = None,
-    *,
-    dim: int = 0,
-    tiled: bool = True,
-    uneven: bool = False,
-    async_op: bool = False,
+    x: T, group: Group | None = None, *, dim: int = 0, tiled: bool = True, uneven: bool = False, async_op: _Blocking = False
+) -> T: ...
+@overload
+def all_gather(
+    x: T, group: Group | None = None, *, dim: int = 0, tiled: bool = True, uneven: bool = False, async_op: _Async
+) -> Pending[T]: ...
+@overload
+def all_gather(
+    x: T, group: Group | None = None, *, dim: int = 0, tiled: bool = True, uneven: bool = False, async_op: bool
+) -> Any: ...
+def all_gather(
+    x: T, group: Group | None = None, *, dim: int = 0, tiled: bool = True, uneven: bool = False, async_op: bool = False
 ) -> Any:
     """The ranks' values concatenated along ``dim``, on every rank; ``tiled=False`` stacks them on a new leading axis.
 
     Law: ``AG ∘ shard = id``; the transpose is reduce_scatter.
 
     Args:
-        x: a pytree of tensors with the same shapes and dtypes on all ranks.
-        group: who takes part; None for the whole world.
-        dim: where the values are joined.
-        tiled: whether they are joined along an axis that they have.
-        uneven: the sizes along ``dim`` may differ between ranks; they are exchanged first, and the host waits for that.
+        x: a pytree of tensors, with the same shapes and dtypes on all ranks.
+        group: the ranks that take part; None for the whole world.
+        dim: the dim to concatenate along.
+        tiled: False stacks the values instead.
+        uneven: sizes along ``dim`` may differ between ranks. They are exchanged first, and the host waits for them.
         async_op: return a ``Pending`` at once.
 
     Cost: each rank sends (n - 1) times its value; uneven, 16 (n - 1) bytes a leaf before it.
@@ -126,28 +127,41 @@ def all_gather(
         return apply(Call(ALL_GATHER, {"dim": dim, "tiled": tiled}), x, group, async_op)
     if not tiled:
         raise ValueError("uneven=True with tiled=False: pieces of different sizes do not stack; gather them along a dim")
-    pending = all_gather_uneven(x, chosen(group), dim)
+    pending = all_gather_uneven(x, resolve_group(group), dim)
     return pending if async_op else pending.wait()
 
 
+@overload
 def reduce_scatter(
-    x: T,
-    group: Group | None = None,
-    *,
-    dim: int = 0,
-    op: str = "sum",
-    tiled: bool = True,
-    async_op: bool = False,
+    x: T, group: Group | None = None, *, dim: int = 0, op: str = "sum", tiled: bool = True, async_op: _Blocking = False
+) -> T: ...
+@overload
+def reduce_scatter(
+    x: T, group: Group | None = None, *, dim: int = 0, op: str = "sum", tiled: bool = True, async_op: _Async
+) -> Pending[T]: ...
+@overload
+def reduce_scatter(
+    x: T, group: Group | None = None, *, dim: int = 0, op: str = "sum", tiled: bool = True, async_op: bool
+) -> Any: ...
+def reduce_scatter(
+    x: T, group: Group | None = None, *, dim: int = 0, op: str = "sum", tiled: bool = True, async_op: bool = False
 ) -> Any:
-    """The ranks' values combined elementwise and cut along ``dim``: rank r keeps the r-th of n pieces.
+    """The ranks' values combined elementwise and cut along ``dim``: rank r gets the r-th of n pieces.
 
-    Law: ``RS = shard ∘ AR``; the transpose of the sum is all_gather. ``tiled=False`` expects a leading axis of size n and
-    drops it.
+    Law: ``RS = shard ∘ AR``; the transpose of the sum is all_gather.
+
+    Args:
+        x: a pytree of tensors, with the same shapes and dtypes on all ranks.
+        group: the ranks that take part; None for the whole world.
+        dim: the dim to cut.
+        op: "sum", "avg", "min", "max" or "product".
+        tiled: False expects a leading axis of size n, which each piece drops.
+        async_op: return a ``Pending`` at once.
 
     Cost: each rank sends (n - 1) / n of the value.
 
     Raises:
-        ValueError: the size along ``dim`` is no multiple of n; an unknown op.
+        ValueError: the size along ``dim`` is not a multiple of n; ``op`` is unknown, or not defined for the dtype.
 
     >>> from functional_ds import comm
     >>> comm.simulate(lambda: comm.reduce_scatter(torch.arange(4)).tolist(), world_size=2)
@@ -157,10 +171,22 @@ def reduce_scatter(
     return _reducing(Call(REDUCE_SCATTER, options), x, group, async_op)
 
 
+@overload
+def broadcast(x: T, src: int = 0, group: Group | None = None, *, async_op: _Blocking = False) -> T: ...
+@overload
+def broadcast(x: T, src: int = 0, group: Group | None = None, *, async_op: _Async) -> Pending[T]: ...
+@overload
+def broadcast(x: T, src: int = 0, group: Group | None = None, *, async_op: bool) -> Any: ...
 def broadcast(x: T, src: int = 0, group: Group | None = None, *, async_op: bool = False) -> Any:
-    """Rank ``src``'s value, on every rank; the others pass a value of the same shapes and dtypes.
+    """Rank ``src``'s value, on every rank.
 
-    Law: the transpose is ``reduce`` to ``src``. ``src`` counts within the group.
+    Law: the transpose is ``reduce`` to ``src``.
+
+    Args:
+        x: a pytree of tensors. Ranks other than ``src`` pass one of the same shapes and dtypes, whose values do not matter.
+        src: the rank within the group whose value all get.
+        group: the ranks that take part; None for the whole world.
+        async_op: return a ``Pending`` at once.
 
     Cost: ``src`` sends n - 1 times the value.
 
@@ -171,10 +197,23 @@ def broadcast(x: T, src: int = 0, group: Group | None = None, *, async_op: bool 
     return apply(Call(BROADCAST, {"src": src}), x, group, async_op)
 
 
+@overload
+def reduce(x: T, dst: int = 0, group: Group | None = None, *, op: str = "sum", async_op: _Blocking = False) -> T: ...
+@overload
+def reduce(x: T, dst: int = 0, group: Group | None = None, *, op: str = "sum", async_op: _Async) -> Pending[T]: ...
+@overload
+def reduce(x: T, dst: int = 0, group: Group | None = None, *, op: str = "sum", async_op: bool) -> Any: ...
 def reduce(x: T, dst: int = 0, group: Group | None = None, *, op: str = "sum", async_op: bool = False) -> Any:
-    """The ranks' values combined elementwise, on rank ``dst``; zeros elsewhere.
+    """The ranks' values combined elementwise, on rank ``dst``; zeros on the other ranks.
 
-    Law: the transpose of the sum is ``broadcast`` from ``dst``. ``dst`` counts within the group.
+    Law: the transpose of the sum is ``broadcast`` from ``dst``.
+
+    Args:
+        x: a pytree of tensors, with the same shapes and dtypes on all ranks.
+        dst: the rank within the group that gets the result.
+        group: the ranks that take part; None for the whole world.
+        op: "sum", "avg", "min", "max" or "product".
+        async_op: return a ``Pending`` at once.
 
     Cost: every rank but ``dst`` sends its value once.
 
@@ -185,15 +224,35 @@ def reduce(x: T, dst: int = 0, group: Group | None = None, *, op: str = "sum", a
     return _reducing(Call(REDUCE, {"dst": dst, "op": op}), x, group, async_op)
 
 
+@overload
+def gather(
+    x: T, dst: int = 0, group: Group | None = None, *, dim: int = 0, tiled: bool = True, async_op: _Blocking = False
+) -> T: ...
+@overload
+def gather(
+    x: T, dst: int = 0, group: Group | None = None, *, dim: int = 0, tiled: bool = True, async_op: _Async
+) -> Pending[T]: ...
+@overload
+def gather(x: T, dst: int = 0, group: Group | None = None, *, dim: int = 0, tiled: bool = True, async_op: bool) -> Any: ...
 def gather(x: T, dst: int = 0, group: Group | None = None, *, dim: int = 0, tiled: bool = True, async_op: bool = False) -> Any:
-    """The ranks' values concatenated along ``dim``, on rank ``dst``; elsewhere zeros of that shape, which take no memory.
+    """The ranks' values concatenated along ``dim``, on rank ``dst``.
 
-    Law: ``AG = BC(dst) ∘ gather(dst)``; the transpose is ``scatter`` from ``dst``, which counts within the group.
+    The other ranks get zeros of that shape, which take no memory.
+
+    Law: ``AG = BC(dst) ∘ gather(dst)``; the transpose is ``scatter`` from ``dst``.
+
+    Args:
+        x: a pytree of tensors, with the same shapes and dtypes on all ranks.
+        dst: the rank within the group that gets the result.
+        group: the ranks that take part; None for the whole world.
+        dim: the dim to concatenate along.
+        tiled: False stacks the values on a new leading axis instead.
+        async_op: return a ``Pending`` at once.
 
     Cost: every rank but ``dst`` sends its value once.
 
     Raises:
-        ValueError: ``dst`` is no rank of the group; ``dim`` is out of range.
+        ValueError: ``dst`` is not a rank of the group; ``dim`` is out of range.
 
     >>> from functional_ds import comm
     >>> comm.simulate(lambda: comm.gather(torch.tensor([comm.world().rank + 1]), dst=1).tolist(), world_size=2)
@@ -202,8 +261,41 @@ def gather(x: T, dst: int = 0, group: Group | None = None, *, dim: int = 0, tile
     return apply(Call(GATHER, {"dst": dst, "dim": resolve_dim("gather", x, dim), "tiled": tiled}), x, group, async_op)
 
 
+@overload
 def scatter(
-    x: T,
+    x: T | None,
+    src: int = 0,
+    group: Group | None = None,
+    *,
+    dim: int = 0,
+    tiled: bool = True,
+    like: T | None = None,
+    async_op: _Blocking = False,
+) -> T: ...
+@overload
+def scatter(
+    x: T | None,
+    src: int = 0,
+    group: Group | None = None,
+    *,
+    dim: int = 0,
+    tiled: bool = True,
+    like: T | None = None,
+    async_op: _Async,
+) -> Pending[T]: ...
+@overload
+def scatter(
+    x: T | None,
+    src: int = 0,
+    group: Group | None = None,
+    *,
+    dim: int = 0,
+    tiled: bool = True,
+    like: T | None = None,
+    async_op: bool,
+) -> Any: ...
+def scatter(
+    x: T | None,
     src: int = 0,
     group: Group | None = None,
     *,
@@ -217,19 +309,19 @@ def scatter(
     Law: ``RS = scatter(dst) ∘ reduce(dst)``; the transpose is ``gather`` to ``src``.
 
     Args:
-        x: on rank ``src`` the whole; elsewhere its values are ignored, and with ``like`` it is not needed at all (None).
-        src: who has it; counts within the group.
-        group: who takes part; None for the whole world.
-        dim: where it is cut.
-        tiled: False cuts a leading axis of size n and drops it.
-        like: a tree shaped as the piece that arrives, for ranks that do not hold the whole. Where gradients shall flow, it
+        x: on rank ``src`` the whole value. Its values on other ranks do not matter; with ``like`` they may pass None.
+        src: the rank within the group that has the value.
+        group: the ranks that take part; None for the whole world.
+        dim: the dim to cut.
+        tiled: False cuts a leading axis of size n, which each piece drops.
+        like: a tree shaped as the piece that arrives, for ranks that do not have the whole. Where gradients shall flow, it
             requires grad as ``x`` does.
         async_op: return a ``Pending`` at once.
 
     Cost: ``src`` sends (n - 1) / n of the value; no other rank holds more than its piece.
 
     Raises:
-        ValueError: the size along ``dim`` is no multiple of n; ``src`` is no rank of the group, or has no value.
+        ValueError: the size along ``dim`` is not a multiple of n; ``src`` is not a rank of the group, or has no value.
 
     >>> from functional_ds import comm
     >>> def program():
@@ -238,9 +330,9 @@ def scatter(
     >>> comm.simulate(program, world_size=2)
     [[0, 1], [2, 3]]
     """
-    group = chosen(group)
+    group = resolve_group(group)
     if like is not None and group.rank != src:
-        x = optree.tree_map(lambda leaf: _whole_of(leaf, group.size, dim, tiled), like, namespace=NAMESPACE)  # type: ignore[assignment, arg-type]
+        x = pytree.map(lambda leaf: _whole_of(leaf, group.size, dim, tiled), like)
     elif x is None:
         who = f"rank {src} is src and gives the whole" if group.rank == src else "pass like=, a tree shaped as what arrives"
         raise ValueError(f"scatter: x is None on rank {group.rank}; {who}")
@@ -248,7 +340,7 @@ def scatter(
 
 
 def _whole_of(piece: Tensor, n: int, dim: int, tiled: bool) -> Tensor:
-    """A stand-in for the whole that takes no memory."""
+    """Zeros shaped as the whole, which take no memory."""
     shape = list(piece.shape)
     if not tiled:
         shape.insert(0, n)
@@ -259,113 +351,34 @@ def _whole_of(piece: Tensor, n: int, dim: int, tiled: bool) -> Tensor:
     return piece.flatten()[:0].sum().expand(shape)  # zeros that carry gradients: through them this rank joins the backward
 
 
-def all_to_all(
-    x: T,
-    group: Group | None = None,
-    *,
-    split_dim: int = 0,
-    concat_dim: int = 0,
-    input_splits: Sequence[int] | None = None,
-    output_splits: Sequence[int] | None = None,
-    async_op: bool = False,
-) -> Any:
-    """Each rank cuts its value along ``split_dim`` and sends piece p to rank p; what arrives is joined along ``concat_dim``.
-
-    Law: ``A2A(c, s) ∘ A2A(s, c) = id``; the transpose has the dims swapped. With splits, the transpose swaps the splits.
-
-    Args:
-        x: a pytree of tensors.
-        group: who takes part; None for the whole world.
-        split_dim: where the value is cut, into equal pieces or as ``input_splits`` says.
-        concat_dim: where the pieces that arrive are joined; with splits it must be ``split_dim``.
-        input_splits: how many rows go to each rank: the row exchange of expert parallelism.
-        output_splits: how many rows come from each rank. Left out, they are exchanged first, and the host waits for that.
-        async_op: return a ``Pending`` at once.
-
-    Cost: each rank sends (n - 1) / n of its value; with splits, all rows but its own.
-
-    Raises:
-        ValueError: a size that does not divide, splits that do not add up, a dim out of range.
-        MismatchError: in a simulation, and under ``checked()``: splits of two ranks that contradict each other.
-
-    >>> from functional_ds import comm
-    >>> comm.simulate(lambda: comm.all_to_all(torch.arange(2) + 10 * comm.world().rank).tolist(), world_size=2)
-    [[0, 10], [1, 11]]
-    >>> def rows():
-    ...     rank = comm.world().rank
-    ...     return comm.all_to_all(torch.full((3,), rank), input_splits=[[1, 2], [3, 0]][rank]).tolist()
-    >>> comm.simulate(rows, world_size=2)
-    [[0, 1, 1, 1], [0, 0]]
-    """
-    split_dim, concat_dim = resolve_dim("all_to_all", x, split_dim), resolve_dim("all_to_all", x, concat_dim)
-    if input_splits is None:
-        if output_splits is not None:
-            raise ValueError(f"output_splits={list(output_splits)} without input_splits: say what this rank sends, too")
-        return apply(Call(ALL_TO_ALL, {"split_dim": split_dim, "concat_dim": concat_dim}), x, group, async_op)
-    if split_dim != concat_dim:
-        raise ValueError(f"split_dim={split_dim} and concat_dim={concat_dim}: with input_splits they must be the same")
-    group = chosen(group)
-    sent = _sizes("input_splits", input_splits)
-    if len(sent) != group.size:
-        raise ValueError(f"input_splits={list(sent)}: a group of {group.size} needs {group.size} sizes, one for each rank")
-    if output_splits is None:
-        need_values("all_to_all(input_splits=...)", group, "what others send; pass output_splits, too")
-        output_splits = all_to_all(torch.tensor(sent, device=group.world.device), group).tolist()
-    options = {"dim": split_dim, "input_splits": sent, "output_splits": _sizes("output_splits", output_splits)}
-    return apply(Call(ALL_TO_ALL_ROWS, options), x, group, async_op)
-
-
-def _sizes(name: str, splits: Sequence[int]) -> tuple[int, ...]:
-    try:
-        return tuple(index(rows) for rows in splits)
-    except TypeError:
-        raise TypeError(f"{name}={splits!r}: one whole number of rows for each rank") from None
-
-
-def permute(x: T, perm: Permutation | Iterable[tuple[int, int]], group: Group | None = None, *, async_op: bool = False) -> Any:
-    """Each rank's value goes to the rank that ``perm`` names; a rank with no source gets zeros.
-
-    Law: ``PM(p) ∘ PM(q) = PM(p ∘ q)``; the transpose is ``PM(p⁻¹)``.
-
-    Args:
-        x: a pytree of tensors with the same shapes and dtypes on all ranks.
-        perm: pairs (source, destination) of ranks of the group, the same on all ranks. In loops, make a ``Permutation`` once.
-        group: who takes part; None for the whole world.
-        async_op: return a ``Pending`` at once.
-
-    Cost: a rank with a destination sends its value once.
-
-    Raises:
-        ValueError: a rank is out of range, or stands twice on one side.
-
-    >>> from functional_ds import comm
-    >>> comm.simulate(lambda: comm.permute(torch.tensor(comm.world().rank), [(0, 1), (1, 2)]).item(), world_size=3)
-    [0, 0, 1]
-    """
-    perm = perm if isinstance(perm, Permutation) else Permutation(perm)
-    return apply(Call(PERMUTE, {"perm": perm}), x, group, async_op)
-
-
 def repeat(times: int, body: Callable[[int], None], group: Group | None = None) -> None:
-    """``body(0)``, ``body(1)``, ..., each of which calls the same collectives on the same shapes.
+    """Calls ``body(0)``, ``body(1)``, ..., ``body(times - 1)``, which must call the same collectives on the same shapes.
 
     Law: ``repeat(k, body)`` is ``for i in range(k): body(i)``. On shapes only (``simulate(shapes_only=True)``) the body runs
-    once and is counted k times, so that thousands of ranks can go through loops as long as there are ranks.
+    once and counts k times, so that a loop over thousands of ranks is cheap.
+
+    Args:
+        times: the number of iterations.
+        body: one iteration.
+        group: a group of the world that the loop runs in; None for the current world.
 
     Cost: k times the body's.
+
+    Raises:
+        ValueError: ``times`` is negative.
 
     >>> from functional_ds import comm
     >>> def around():
     ...     ring, x = comm.Permutation.shift(comm.world().size), [torch.empty(5, device="meta")]
-    ...     with comm.ledger() as book:
+    ...     with comm.ledger() as sent:
     ...         comm.repeat(999, lambda i: x.append(comm.permute(x.pop(), ring)))
-    ...     return book.calls, book.elements
+    ...     return sent.calls, sent.elements
     >>> comm.simulate(around, world_size=1000, shapes_only=True)[7]
     (999, 4995)
     """
     if times < 0:
         raise ValueError(f"times={times}: a loop runs 0 times or more")
-    chosen(group).world.repeat(times, body)
+    resolve_group(group).world.repeat(times, body)
 
 
 def barrier(group: Group | None = None) -> None:
@@ -375,5 +388,5 @@ def barrier(group: Group | None = None) -> None:
     >>> comm.simulate(comm.barrier, world_size=2)
     [None, None]
     """
-    group = chosen(group)
+    group = resolve_group(group)
     apply(Call(BARRIER), (torch.empty(0, device=group.world.device),), group, False)

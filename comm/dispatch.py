@@ -9,24 +9,26 @@ import optree
 import torch
 from torch import Tensor
 
-from functional_ds.comm.record.collective import NAMESPACE, Call, Handle, Here
+from functional_ds.base import tree as pytree
+from functional_ds.base.torch_private import is_fake
+from functional_ds.comm.record.collective import Call, Handle, Here
 from functional_ds.comm.record.errors import CommError
 from functional_ds.comm.record.group import Group, Ready
 from functional_ds.comm.record.ledger import begin
 from functional_ds.comm.record.pending import Pending
 from functional_ds.comm.worlds.current import world
 
-__all__ = ["apply", "apply_all", "chosen", "flatten", "is_smooth", "resolve_dim"]
+__all__ = ["apply", "apply_all", "flatten", "is_differentiable", "resolve_dim", "resolve_group"]
 
 
 class _Differentiable(torch.autograd.Function):
-    """Hangs calls that go on together into the autograd graph; backward, their adjoints do, differentiable again."""
+    """Hangs calls that go on batch into the autograd graph; backward, their adjoints do, differentiable again."""
 
     @staticmethod
     def forward(ctx: Any, started: "Sequence[_Started]", group: Group, *leaves: Tensor) -> tuple[Tensor, ...]:
         ctx.calls, ctx.group = [(one.call, len(one.leaves)) for one in started], group
         results = [result for one in started for result in one.handle.wait()]
-        ctx.mark_non_differentiable(*(r for r in results if not is_smooth(r)))
+        ctx.mark_non_differentiable(*(r for r in results if not is_differentiable(r)))
         token = torch.empty(0, device=leaves[0].device)
         ctx.save_for_backward(token)
         return (*results, token)
@@ -35,17 +37,17 @@ class _Differentiable(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         *rest, _ = grads
         (token,), started = ctx.saved_tensors, []
-        with ctx.group.world.together():
+        with ctx.group.world.batch():
             for call, count in ctx.calls:
                 adjoint = call.collective.adjoint(call.options)
                 if adjoint is None:
                     shown = call.shown(ctx.group.rank)
                     raise ValueError(f"{shown} has no transpose, so no gradient flows through it: detach its input")
-                smooth = [_in_graph(grad, token) for grad in rest[:count] if is_smooth(grad)]
-                started.append(_start(adjoint, smooth, ctx.group, ahead=len(ctx.calls) > 1))
+                smooth = [_in_graph(grad, token) for grad in rest[:count] if is_differentiable(grad)]
+                started.append(_start(adjoint, smooth, ctx.group, async_op=len(ctx.calls) > 1))
                 del rest[:count]
         back = iter([result for results in _finish(started, ctx.group) for result in results])
-        return (None, None, *(next(back) if is_smooth(grad) else None for grad in grads[:-1]))
+        return (None, None, *(next(back) if is_differentiable(grad) else None for grad in grads[:-1]))
 
 
 def _in_graph(grad: Tensor, token: Tensor) -> Tensor:
@@ -57,10 +59,10 @@ def _in_graph(grad: Tensor, token: Tensor) -> Tensor:
     return grad + token.sum().to(grad.dtype) if torch.is_grad_enabled() and not grad.requires_grad else grad
 
 
-_ALONE: optree.PyTreeSpec = optree.tree_structure(0, namespace=NAMESPACE)  # type: ignore[arg-type]  # a lone tensor's
+_ALONE: optree.PyTreeSpec = pytree.structure(0)  # a lone tensor's
 
 
-def is_smooth(tensor: Tensor) -> bool:
+def is_differentiable(tensor: Tensor) -> bool:
     """Whether the dtype has gradients."""
     return tensor.is_floating_point() or tensor.is_complex()
 
@@ -78,7 +80,7 @@ class _Started:
         return any(leaf.requires_grad for leaf in self.leaves)
 
 
-def _start(call: Call, leaves: Sequence[Tensor], group: Group, *, ahead: bool) -> _Started:
+def _start(call: Call, leaves: Sequence[Tensor], group: Group, *, async_op: bool) -> _Started:
     row, here = call.collective, Here(call.options, group.rank, group.size)
     if group.rank < 0:
         raise CommError(f"{call.shown(-1)}: rank {world().rank} is not in {group!r}; only its ranks may call its collectives")
@@ -91,18 +93,13 @@ def _start(call: Call, leaves: Sequence[Tensor], group: Group, *, ahead: bool) -
         raise ValueError(f"{call.shown(group.rank)} on rank {group.rank} of {group.name!r}: {error}") from None
     if row.alone is not None:
         return _Started(call, leaves, Ready([row.alone(leaf.detach().contiguous(), here) for leaf in leaves]))
-    if any(map(_is_fake, leaves)):
+    if any(map(is_fake, leaves)):
         return _Started(call, leaves, Ready([_outline(call, leaf, here) for leaf in leaves]))
-    began = begin(group.world.books, leaves)
-    handle = group.world.start(call, leaves, group, ahead=ahead)
-    for book in group.world.books:
-        handle = book.record(call, leaves, here, group.name, group.ranks, handle, began)
+    began = begin(group.world.ledgers, leaves)
+    handle = group.world.start(call, leaves, group, async_op=async_op)
+    for ledger in group.world.ledgers:
+        handle = ledger.record(call, leaves, here, group.name, group.ranks, handle, began)
     return _Started(call, leaves, handle)
-
-
-def _is_fake(leaf: Tensor) -> bool:
-    """Whether it is one of torch's tensors without values; asked without importing what makes them."""
-    return type(leaf).__module__ == "torch._subclasses.fake_tensor"
 
 
 def _outline(call: Call, leaf: Tensor, here: Here) -> Tensor:
@@ -121,7 +118,7 @@ def _finish(started: Sequence[_Started], group: Group) -> list[list[Tensor]]:
     return [[next(outputs) for _ in one.leaves] if one in smooth else one.handle.wait() for one in started]
 
 
-def chosen(group: Group | None) -> Group:
+def resolve_group(group: Group | None) -> Group:
     """The group, by default the whole world."""
     if group is None:
         return world()
@@ -134,43 +131,42 @@ def flatten(name: str, tree: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
     """The leaves and the structure of a pytree of tensors."""
     if isinstance(tree, Tensor):
         return [tree], _ALONE
-    leaves, spec = optree.tree_flatten(tree, namespace=NAMESPACE)
+    leaves, spec = pytree.flatten(tree)
     if not all(isinstance(leaf, Tensor) for leaf in leaves):
-        paths, leaves, _ = optree.tree_flatten_with_path(tree, namespace=NAMESPACE)
-        path, leaf = next((p, x) for p, x in zip(paths, leaves, strict=True) if not isinstance(x, Tensor))
-        where = "".join(f"[{p!r}]" for p in path) or "the value itself"
+        path, leaf = next((path, leaf) for path, leaf in zip(spec.paths(), leaves, strict=True) if not isinstance(leaf, Tensor))
+        where = "".join(f"[{entry!r}]" for entry in path) or "the value itself"
         raise TypeError(f"{name}: every leaf must be a tensor; {where} is {type(leaf).__name__} {leaf!r}")
     return leaves, spec
 
 
 def apply(call: Call, tree: Any, group: Group | None, async_op: bool) -> Any:
     """The call on every leaf of the tree: its result, or a ``Pending``."""
-    group = chosen(group)
+    group = resolve_group(group)
     leaves, spec = flatten(call.title(group.rank)[0], tree)
-    started = [_start(call, leaves, group, ahead=async_op)]
+    started = [_start(call, leaves, group, async_op=async_op)]
     if not async_op:
-        return optree.tree_unflatten(spec, _finish(started, group)[0])
+        return pytree.unflatten(spec, _finish(started, group)[0])
     return Pending(
-        lambda: optree.tree_unflatten(spec, _finish(started, group)[0]),
+        lambda: pytree.unflatten(spec, _finish(started, group)[0]),
         started[0].handle.poll,
         lambda: f"{call.shown(group.rank)} on {group}",
     )
 
 
-def apply_all(calls: Sequence[tuple[Call, Any]], group: Group | None, *, ahead: bool = True) -> Pending[list[Any]]:
+def apply_all(calls: Sequence[tuple[Call, Any]], group: Group | None, *, async_op: bool = True) -> Pending[list[Any]]:
     """Starts all calls, each on its tree, before it waits for any; the results in order."""
-    group = chosen(group)
+    group = resolve_group(group)
     trees = [flatten(call.title(group.rank)[0], tree) for call, tree in calls]
     pairs = zip(calls, trees, strict=True)
-    with group.world.together():
-        started = [_start(call, leaves, group, ahead=ahead) for (call, _), (leaves, _) in pairs]
+    with group.world.batch():
+        started = [_start(call, leaves, group, async_op=async_op) for (call, _), (leaves, _) in pairs]
 
     def finish() -> list[Any]:
         results = _finish(started, group)
-        return [optree.tree_unflatten(spec, found) for (_, spec), found in zip(trees, results, strict=True)]
+        return [pytree.unflatten(spec, found) for (_, spec), found in zip(trees, results, strict=True)]
 
-    def poll(patience: float) -> bool:
-        deadline = monotonic() + patience
+    def poll(timeout: float) -> bool:
+        deadline = monotonic() + timeout
         return all(one.handle.poll(max(0.0, deadline - monotonic())) for one in started)
 
     def text() -> str:

@@ -1,7 +1,7 @@
-"""Where the transpose depends on what a value is along the group: Megatron's four.
+"""Megatron's four collectives, whose transposes depend on how a value relates to the group.
 
-A value is replicated (equal on all ranks, counted once), varying, or a partial sum. The same forward pass has another
-transpose for each, so each pair has a name (Shoeybi et al., "Megatron-LM", 2019):
+A value is replicated (equal on all ranks, and counted once), varying, or a partial sum. The same forward pass has a different
+transpose for each, so each pair of forward and backward has a name (Shoeybi et al., "Megatron-LM", 2019):
 
 | forward | of a value that is | backward |
 |---|---|---|
@@ -11,10 +11,11 @@ transpose for each, so each pair has a name (Shoeybi et al., "Megatron-LM", 2019
 | ``gather_from``: all-gather | varying, to be replicated | own slice |
 """
 
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 from functional_ds.comm.record.collective import Call
 from functional_ds.comm.record.group import Group
+from functional_ds.comm.record.pending import Pending
 from functional_ds.comm.record.table import COPY_TO, GATHER_FROM, REDUCE_FROM, SCATTER_TO
 
 from .dispatch import apply, resolve_dim
@@ -24,10 +25,21 @@ __all__ = ["copy_to", "gather_from", "reduce_from", "scatter_to"]
 T = TypeVar("T")
 
 
+@overload
+def copy_to(x: T, group: Group | None = None, *, async_op: Literal[False] = False) -> T: ...
+@overload
+def copy_to(x: T, group: Group | None = None, *, async_op: Literal[True]) -> Pending[T]: ...
+@overload
+def copy_to(x: T, group: Group | None = None, *, async_op: bool) -> Any: ...
 def copy_to(x: T, group: Group | None = None, *, async_op: bool = False) -> Any:
-    """The value itself; backward, the ranks' gradients are summed.
+    """Returns the value; the backward pass sums the ranks' gradients.
 
     Law: ``copy_toᵀ = AR``: a replicated value that each rank uses in its own way gets the gradients of all uses.
+
+    Args:
+        x: a pytree of tensors, with the same shapes and dtypes on all ranks.
+        group: the ranks that take part; None for the whole world.
+        async_op: return a ``Pending`` at once.
 
     Cost: nothing forward; 2 (n - 1) / n of the value backward.
 
@@ -43,10 +55,21 @@ def copy_to(x: T, group: Group | None = None, *, async_op: bool = False) -> Any:
     return apply(Call(COPY_TO, {}), x, group, async_op)
 
 
+@overload
+def reduce_from(x: T, group: Group | None = None, *, async_op: Literal[False] = False) -> T: ...
+@overload
+def reduce_from(x: T, group: Group | None = None, *, async_op: Literal[True]) -> Pending[T]: ...
+@overload
+def reduce_from(x: T, group: Group | None = None, *, async_op: bool) -> Any: ...
 def reduce_from(x: T, group: Group | None = None, *, async_op: bool = False) -> Any:
-    """The sum of the ranks' values; backward, the gradient as it is.
+    """The sum of the ranks' values; the backward pass returns the gradient unchanged.
 
     Law: ``reduce_fromᵀ = id``: the sum is replicated, so each rank already has the gradient of the one value.
+
+    Args:
+        x: a pytree of tensors, with the same shapes and dtypes on all ranks.
+        group: the ranks that take part; None for the whole world.
+        async_op: return a ``Pending`` at once.
 
     Cost: 2 (n - 1) / n of the value forward; nothing backward.
 
@@ -62,10 +85,22 @@ def reduce_from(x: T, group: Group | None = None, *, async_op: bool = False) -> 
     return apply(Call(REDUCE_FROM, {"op": "sum"}), x, group, async_op)
 
 
+@overload
+def scatter_to(x: T, group: Group | None = None, *, dim: int = 0, async_op: Literal[False] = False) -> T: ...
+@overload
+def scatter_to(x: T, group: Group | None = None, *, dim: int = 0, async_op: Literal[True]) -> Pending[T]: ...
+@overload
+def scatter_to(x: T, group: Group | None = None, *, dim: int = 0, async_op: bool) -> Any: ...
 def scatter_to(x: T, group: Group | None = None, *, dim: int = 0, async_op: bool = False) -> Any:
-    """This rank's slice along ``dim`` of a replicated value; backward, the slices' gradients are gathered.
+    """This rank's slice along ``dim`` of a replicated value; the backward pass gathers the slices' gradients.
 
     Law: ``scatter_toᵀ = AG``.
+
+    Args:
+        x: a pytree of tensors, with the same shapes and dtypes on all ranks.
+        group: the ranks that take part; None for the whole world.
+        dim: the dim to slice.
+        async_op: return a ``Pending`` at once.
 
     Cost: nothing forward; (n - 1) / n of the value backward.
 
@@ -80,10 +115,22 @@ def scatter_to(x: T, group: Group | None = None, *, dim: int = 0, async_op: bool
     return apply(Call(SCATTER_TO, {"dim": resolve_dim("scatter_to", x, dim)}), x, group, async_op)
 
 
+@overload
+def gather_from(x: T, group: Group | None = None, *, dim: int = 0, async_op: Literal[False] = False) -> T: ...
+@overload
+def gather_from(x: T, group: Group | None = None, *, dim: int = 0, async_op: Literal[True]) -> Pending[T]: ...
+@overload
+def gather_from(x: T, group: Group | None = None, *, dim: int = 0, async_op: bool) -> Any: ...
 def gather_from(x: T, group: Group | None = None, *, dim: int = 0, async_op: bool = False) -> Any:
-    """The ranks' values concatenated along ``dim``; backward, each rank keeps its own slice of the gradient.
+    """The ranks' values concatenated along ``dim``; the backward pass takes this rank's slice of the gradient.
 
     Law: ``gather_fromᵀ`` = own slice: the whole is replicated, so each rank already has its gradient.
+
+    Args:
+        x: a pytree of tensors, with the same shapes and dtypes on all ranks.
+        group: the ranks that take part; None for the whole world.
+        dim: the dim to concatenate along.
+        async_op: return a ``Pending`` at once.
 
     Cost: (n - 1) times the value forward; nothing backward.
 

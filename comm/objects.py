@@ -1,7 +1,7 @@
 """Python objects between ranks, as pickled bytes."""
 
 import pickle
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,10 +11,12 @@ from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.table import ALL_GATHER
 
 from .api import broadcast
-from .dispatch import apply, chosen
+from .dispatch import apply, resolve_group
 from .uneven import need_values, sizes_along
 
 __all__ = ["all_gather_object", "broadcast_object"]
+
+T = TypeVar("T")
 
 
 def _pack(value: Any, group: Group) -> Tensor:
@@ -25,10 +27,10 @@ def _unpack(data: Tensor) -> Any:
     return pickle.loads(data.cpu().numpy().tobytes())
 
 
-def all_gather_object(value: Any, group: Group | None = None) -> list[Any]:
-    """Every rank's value, in rank order, as copies.
+def all_gather_object(value: T, group: Group | None = None) -> list[T]:
+    """Copies of every rank's value, in rank order.
 
-    Only between ranks that trust each other: values travel as pickles, and opening a pickle runs what it says.
+    The ranks must trust each other: values are sent as pickles, and unpickling can run any code.
 
     Cost: each rank sends its pickle n - 1 times, and 16 (n - 1) bytes for its size.
 
@@ -39,7 +41,7 @@ def all_gather_object(value: Any, group: Group | None = None) -> list[Any]:
     >>> comm.simulate(lambda: comm.all_gather_object({"rank": comm.world().rank}), world_size=2)[0]
     [{'rank': 0}, {'rank': 1}]
     """
-    group = chosen(group)
+    group = resolve_group(group)
     need_values("all_gather_object", group, "the other ranks' objects")
     mine = _pack(value, group)
     (sizes,) = sizes_along(0, [mine], group)
@@ -47,23 +49,29 @@ def all_gather_object(value: Any, group: Group | None = None) -> list[Any]:
     return [_unpack(data) for data in everything.split(sizes)]
 
 
-def broadcast_object(value: Any, src: int = 0, group: Group | None = None) -> Any:
-    """Rank ``src``'s value, on every rank, as a copy; what the others pass is ignored.
+def broadcast_object(value: T | None, src: int = 0, group: Group | None = None) -> T:
+    """A copy of rank ``src``'s value, on every rank.
 
-    Only between ranks that trust each other: see ``all_gather_object``.
+    The ranks must trust each other: see ``all_gather_object``.
+
+    Args:
+        value: on rank ``src`` the value; the other ranks' values are ignored.
+        src: the rank within the group whose value all get.
+        group: the ranks that take part; None for the whole world.
 
     Cost: ``src`` sends its pickle, and 8 bytes, n - 1 times.
 
     Raises:
-        ValueError: ``src`` is no rank of the group.
+        ValueError: ``src`` is not a rank of the group.
 
     >>> from functional_ds import comm
     >>> comm.simulate(lambda: comm.broadcast_object(["from", comm.world().rank], src=1), world_size=2)
     [['from', 1], ['from', 1]]
     """
-    group = chosen(group)
+    group = resolve_group(group)
     need_values("broadcast_object", group, "another rank's object")
     mine = _pack(value if group.rank == src else None, group)
     size = int(broadcast(torch.tensor(mine.numel(), device=mine.device), src, group))
     template = mine if group.rank == src else mine.new_empty(size)
-    return _unpack(broadcast(template, src, group))
+    sent: T = _unpack(broadcast(template, src, group))
+    return sent

@@ -1,12 +1,12 @@
-"""Messages between two ranks.
+"""Point-to-point messages.
 
-A message is one collective of two: the sender's part of its result are zeros, the receiver's the value. That makes it
-differentiable like any other: gradients travel back as a message the other way, for which both ends must take part. So the
-sender adds the zeros to its loss, and the receiver's ``like`` requires grad.
+A message is a collective of two ranks: the sender's result is zeros, the receiver's is the value. So it is differentiable like
+any collective. Its gradient is a message from the receiver to the sender, and both must take part in the backward pass:
+the sender adds the zeros to its loss, and the receiver's ``like`` requires grad.
 """
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 import attrs
 
@@ -15,7 +15,7 @@ from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.pending import Pending
 from functional_ds.comm.record.table import TRANSFER
 
-from .dispatch import apply, apply_all, chosen
+from .dispatch import apply, apply_all, resolve_group
 
 __all__ = ["Recv", "Send", "batch_p2p", "irecv", "isend", "recv", "send"]
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @attrs.frozen
 class Send:
-    """One message of a batch: ``value`` goes to rank ``dst``."""
+    """A message of a batch that sends ``value`` to rank ``dst``."""
 
     value: Any
     dst: int
@@ -33,7 +33,7 @@ class Send:
 
 @attrs.frozen
 class Recv:
-    """One message of a batch: a value shaped as ``like`` comes from rank ``src``."""
+    """A message of a batch that receives a value shaped as ``like`` from rank ``src``."""
 
     like: Any
     src: int
@@ -58,23 +58,29 @@ def _what_is_wrong(side: str, peer: Any, tag: Any, group: Group) -> str | None:
     return None if isinstance(tag, int) else f"tag={tag!r} is no integer"
 
 
+@overload
+def batch_p2p(ops: Sequence[Send | Recv], group: Group | None = None, *, async_op: Literal[False] = False) -> list[Any]: ...
+@overload
+def batch_p2p(ops: Sequence[Send | Recv], group: Group | None = None, *, async_op: Literal[True]) -> Pending[list[Any]]: ...
+@overload
+def batch_p2p(ops: Sequence[Send | Recv], group: Group | None = None, *, async_op: bool) -> Any: ...
 def batch_p2p(ops: Sequence[Send | Recv], group: Group | None = None, *, async_op: bool = False) -> Any:
-    """Several messages at once: all are started before any is waited for, so ranks may swap values.
+    """Sends and receives several messages as one batch, so opposing sends and receives cannot deadlock.
 
-    Law: a swap of ``x`` between two ranks is ``permute(x, [(0, 1), (1, 0)])``. The transpose sends all gradients back at once.
+    Law: a swap of ``x`` between two ranks is ``permute(x, [(0, 1), (1, 0)])``. The transpose is the batch of the gradients.
 
     Args:
-        ops: what this rank sends and receives, as ``Send(value, dst)`` and ``Recv(like, src)``; ranks count within the group.
-        group: the group; None for the whole world.
+        ops: this rank's messages, ``Send(value, dst)`` and ``Recv(like, src)``; ranks count within the group.
+        group: the ranks that take part; None for the whole world.
         async_op: return a ``Pending`` at once.
 
     Returns:
         A result for each op, in order: zeros of the value's shape for a send, the value for a receive.
 
-    Cost: a rank sends what it sends.
+    Cost: the values of this rank's sends.
 
     Raises:
-        ValueError: ``dst`` or ``src`` is no other rank of the group.
+        ValueError: ``dst`` or ``src`` is not another rank of the group.
         TypeError: an op is neither Send nor Recv.
 
     >>> import torch
@@ -86,23 +92,29 @@ def batch_p2p(ops: Sequence[Send | Recv], group: Group | None = None, *, async_o
     >>> comm.simulate(swap, world_size=2)
     [1, 0]
     """
-    group = chosen(group)
+    group = resolve_group(group)
     for op in ops:
         if not isinstance(op, (Send, Recv)):
             raise TypeError(f"batch_p2p: ops are Send(value, dst) and Recv(like, src), not {type(op).__name__} {op!r}")
-    pending = apply_all([_call(op, group) for op in ops], group, ahead=async_op or len(ops) > 1)
+    pending = apply_all([_call(op, group) for op in ops], group, async_op=async_op or len(ops) > 1)
     return pending if async_op else pending.wait()
 
 
 def isend(x: T, dst: int, group: Group | None = None, *, tag: int = 0) -> Pending[T]:
-    """Starts to send ``x`` to rank ``dst``; ``wait()`` returns zeros of its shape, once it is received or its buffer is free.
+    """Starts to send ``x`` to rank ``dst``; ``wait()`` returns zeros of its shape, once it is received or buffered.
 
-    Messages between two ranks match in the order of their starts, among those of one ``tag``.
+    Messages of one ``tag`` between two ranks match in the order in which they are started.
+
+    Args:
+        x: a pytree of tensors.
+        dst: the receiver, a rank of the group.
+        group: the group; None for the whole world.
+        tag: keeps the order of messages apart from that of other tags.
 
     Cost: the value once.
 
     Raises:
-        ValueError: ``dst`` is no other rank of the group.
+        ValueError: ``dst`` is not another rank of the group.
 
     >>> import torch
     >>> from functional_ds import comm
@@ -113,34 +125,34 @@ def isend(x: T, dst: int, group: Group | None = None, *, tag: int = 0) -> Pendin
     >>> comm.simulate(program, world_size=2)
     [[0.0, 0.0], [1.0, 1.0]]
     """
-    pending: Pending[T] = _one(Send(x, dst, tag), group, ahead=True)
+    pending: Pending[T] = _one(Send(x, dst, tag), group, async_op=True)
     return pending
 
 
 def irecv(like: T, src: int, group: Group | None = None, *, tag: int = 0) -> Pending[T]:
     """Starts to receive a value shaped as ``like`` from rank ``src``; ``wait()`` returns it.
 
-    Cost: none here; the sender counts it.
+    Cost: nothing on this rank; the sender counts the value.
 
     Raises:
-        ValueError: ``src`` is no other rank of the group.
+        ValueError: ``src`` is not another rank of the group.
     """
-    pending: Pending[T] = _one(Recv(like, src, tag), group, ahead=True)
+    pending: Pending[T] = _one(Recv(like, src, tag), group, async_op=True)
     return pending
 
 
 def send(x: T, dst: int, group: Group | None = None, *, tag: int = 0) -> T:
     """Sends ``x`` to rank ``dst`` and returns zeros of its shape, which take no memory.
 
-    Simulated, it is a rendezvous: it returns when the receiver has the value. A transport may return earlier; programs must
-    not count on it.
+    In the simulator it returns when the receiver has the value. Gloo and NCCL may return earlier; programs must not rely on
+    that.
 
-    Law: the transpose is a message from ``dst`` back: add the zeros to the loss, and the gradient arrives.
+    Law: the transpose is a message from ``dst``. Add the zeros to the loss, and the gradient arrives.
 
     Cost: the value once.
 
     Raises:
-        ValueError: ``dst`` is no other rank of the group.
+        ValueError: ``dst`` is not another rank of the group.
 
     >>> import torch
     >>> from functional_ds import comm
@@ -155,25 +167,25 @@ def send(x: T, dst: int, group: Group | None = None, *, tag: int = 0) -> T:
     >>> comm.simulate(program, world_size=2)
     [(0.0, 5.0), (10.0, 0.0)]
     """
-    zeros: T = _one(Send(x, dst, tag), group, ahead=False)
+    zeros: T = _one(Send(x, dst, tag), group, async_op=False)
     return zeros
 
 
 def recv(like: T, src: int, group: Group | None = None, *, tag: int = 0) -> T:
     """The value that rank ``src`` sends; ``like`` has its structure, shapes and dtypes.
 
-    Where ``like`` requires grad, the gradient of what arrives goes back to ``src``, whose ``send`` must take part.
+    Where ``like`` requires grad, the value's gradient is sent back to ``src``, where ``send`` must be part of the graph.
 
-    Cost: none here; the sender counts it.
+    Cost: nothing on this rank; the sender counts the value.
 
     Raises:
-        ValueError: ``src`` is no other rank of the group.
+        ValueError: ``src`` is not another rank of the group.
     """
-    value: T = _one(Recv(like, src, tag), group, ahead=False)
+    value: T = _one(Recv(like, src, tag), group, async_op=False)
     return value
 
 
-def _one(op: Send | Recv, group: Group | None, *, ahead: bool) -> Any:
-    group = chosen(group)
+def _one(op: Send | Recv, group: Group | None, *, async_op: bool) -> Any:
+    group = resolve_group(group)
     call, value = _call(op, group)
-    return apply(call, value, group, ahead)
+    return apply(call, value, group, async_op)

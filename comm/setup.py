@@ -1,4 +1,4 @@
-"""Joining and leaving a world of processes, and asking where one is."""
+"""Joining and leaving a world of processes; this process's rank; new groups."""
 
 import ctypes
 import os
@@ -10,13 +10,14 @@ from operator import index
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but torch's __all__ lacks it
+from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.worlds.current import simulated_world, world
 from functional_ds.comm.worlds.process import DEFAULT_TIMEOUT, leave_process_world, process_world
-from functional_ds.comm.worlds.rendezvous import met
+from functional_ds.comm.worlds.rendezvous import meet
 
 __all__ = [
     "destroy_process_group",
@@ -29,16 +30,16 @@ __all__ = [
     "new_group",
 ]
 
-# Parameters of glibc's mallopt(3), and values that leave it to the next allocation to reuse what was freed.
+# Parameters of glibc's mallopt(3), and values with which freed memory is reused by later allocations.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 _NEVER, _CHUNK = 2**31 - 1, 64 * 2**20
 
 
 def keep_freed_memory() -> None:
-    """Tells glibc not to give freed memory back to the system.
+    """Makes glibc keep freed memory for later allocations; does nothing on other systems.
 
-    A step allocates the same large buffers as the last. Left alone, glibc returns many of them, and the kernel zeroes every
-    page of the next ones again: tens of milliseconds a step for a model of 14 M parameters. Does nothing elsewhere.
+    Every step allocates the same large buffers. By default glibc returns many of them to the kernel, which zeroes every page
+    of the next ones: tens of milliseconds a step for a model of 14 M parameters.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -53,7 +54,7 @@ _BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")
 
 
 def _local_device(backend: str | None, local_rank: int, ranks_here: int) -> str:
-    """The backend to use; takes this rank's GPU where there are enough of them."""
+    """The backend to use. Selects this rank's GPU if the backend is NCCL's."""
     if backend is not None and backend not in _BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown; use one of {', '.join(map(repr, _BACKENDS))}, or None to choose")
     wants_gpu = torch.cuda.is_available() if backend is None else "nccl" in backend
@@ -69,21 +70,22 @@ def _local_device(backend: str | None, local_rank: int, ranks_here: int) -> str:
     return backend or "cpu:gloo,cuda:nccl"
 
 
-def _number(name: str, given: int | None, variable: str) -> int | None:
-    """An argument, or else what the environment says."""
-    if given is not None or variable not in os.environ:
-        return given
+def _from_environment(variable: str) -> int | None:
+    """An environment variable as an integer; None where it is not set."""
+    text = os.environ.get(variable)
     try:
-        return int(os.environ[variable])
+        return None if text is None else int(text)
     except ValueError:
         raise ValueError(
-            f"{variable}={os.environ[variable]!r} in the environment is no number; {name} is taken from it"
+            f"{variable}={text!r} in the environment is not an integer; torchrun sets it: start the program with torchrun, or "
+            f"unset {variable}"
         ) from None
 
 
 def _place(world_size: int | None, rank: int | None) -> tuple[int, int] | None:
-    """This process's rank and the world's size; None where nobody says that there is a world."""
-    size, place = _number("world_size", world_size, "WORLD_SIZE"), _number("rank", rank, "RANK")
+    """This process's rank and the world's size, by argument or by the environment; None where neither is given."""
+    size = _from_environment("WORLD_SIZE") if world_size is None else world_size
+    place = _from_environment("RANK") if rank is None else rank
     if size is None and place is None:
         return None
     if size is None or place is None:
@@ -107,23 +109,26 @@ def init_distributed(
     *,
     store: Store | None = None,
 ) -> Group:
-    """Joins a world of processes and returns it: the one that torchrun's environment describes, or that the arguments do.
+    """Joins a world of processes, described by the arguments or by torchrun's environment variables, and returns it.
 
-    Where neither does, the world is of one. Calling it again returns the same world; after ``destroy_process_group`` it joins
-    anew. In a simulation it returns the simulated world. Where there is Gloo alone, the process keeps freed memory for later
-    allocations (glibc's ``mallopt``).
+    Without either, it returns a world of one rank. A second call returns the same world; after ``destroy_process_group`` a call
+    joins again. In a simulation it returns the simulated world. Over Gloo alone, it also makes the process keep freed memory
+    for later allocations (glibc's ``mallopt``).
 
     Args:
-        backend: "gloo", "nccl", or "cpu:gloo,cuda:nccl"; None takes both where there are GPUs, else Gloo.
-        world_size: the number of processes; else WORLD_SIZE.
-        rank: of this process; else RANK.
-        init_method: where they meet: "tcp://host:port", "file:///path" or "env://" (MASTER_ADDR and MASTER_PORT, the default).
-        timeout: how long joining and each message may take.
-        store: a torch store to meet in, instead of ``init_method``.
+        backend: "gloo", "nccl", or "cpu:gloo,cuda:nccl". None chooses the last one where there are GPUs, else Gloo.
+        world_size: the number of processes; None reads WORLD_SIZE.
+        rank: this process's rank; None reads RANK.
+        init_method: where the processes meet: "tcp://host:port", "file:///path", or "env://" for MASTER_ADDR and MASTER_PORT,
+            the default.
+        timeout: for joining, and for each message.
+        store: a torch store in which the processes meet, instead of ``init_method``.
 
     Raises:
-        ValueError: a rank out of range; world_size without rank; an unknown backend; no place to meet; other numbers than those
-            of the world that the process is in already; more ranks on this host than GPUs, under NCCL.
+        ValueError: a rank out of range; world_size without rank; an unknown backend; no address to meet at; an environment
+            variable that is not an integer; the process is in a world with another size or rank already; NCCL with more ranks
+            on this host than GPUs.
+        TimedOutError: some processes have not joined; names their ranks.
     """
     if simulated_world() is None and not dist.is_initialized():
         place = _place(world_size, rank)
@@ -140,8 +145,8 @@ def init_distributed(
 
 
 def _join(backend: str | None, rank: int, size: int, init_method: str | None, timeout: timedelta, store: Store | None) -> None:
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    chosen = _local_device(backend, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+    local_rank, ranks_here = _from_environment("LOCAL_RANK"), _from_environment("LOCAL_WORLD_SIZE")
+    chosen = _local_device(backend, rank if local_rank is None else local_rank, size if ranks_here is None else ranks_here)
     if init_method is not None and not init_method.startswith(("tcp://", "file://", "env://")):
         raise ValueError(f"init_method={init_method!r} is unknown; use 'tcp://host:port', 'file:///path' or 'env://'")
     if store is None and init_method in (None, "env://"):
@@ -153,19 +158,20 @@ def _join(backend: str | None, rank: int, size: int, init_method: str | None, ti
                 f"{' and '.join(missing)} not set: {size} processes need a place to meet; start them with torchrun, "
                 "or pass init_method='tcp://host:port'"
             )
+        _from_environment("MASTER_PORT")
     if "nccl" not in chosen:
         keep_freed_memory()
     if store is None:
-        # What an earlier world left in a store that outlives it must not be taken for this one's.
         store, rank, size = next(rendezvous(init_method or "env://", rank, size, timeout=timeout))
-    store = met(store, rank=rank, size=size, timeout=timeout)
+    # The launcher's store may outlive a world: a prefix keeps this world's keys apart from those of an earlier one.
+    store = meet(store, rank=rank, size=size, timeout=timeout)
     dist.init_process_group(chosen, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 def destroy_process_group() -> None:
-    """Leaves the world of processes; ``world()`` is of one again. Does nothing where there is none, or in a simulation.
+    """Leaves the world of processes; afterwards ``world()`` is a world of one rank.
 
-    Groups of the world that was left raise when they are used.
+    Collectives on groups of that world then raise CommError. In a simulation, and without such a world, it does nothing.
 
     >>> destroy_process_group()
     """
@@ -177,7 +183,7 @@ def destroy_process_group() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether the program is in a world of ranks, simulated or of processes; alone it is not.
+    """Whether the program is in a world of processes or in a simulation.
 
     >>> is_initialized()
     False
@@ -186,7 +192,7 @@ def is_initialized() -> bool:
 
 
 def get_rank(group: Group | None = None) -> int:
-    """This rank's place in the group, by default in the world; -1 in a group that it is not in.
+    """This rank's place in the group, by default in the world; -1 where it is not a member.
 
     >>> get_rank()
     0
@@ -195,7 +201,7 @@ def get_rank(group: Group | None = None) -> int:
 
 
 def get_world_size(group: Group | None = None) -> int:
-    """How many ranks the group has, by default the world.
+    """The number of ranks in the group, by default in the world.
 
     >>> get_world_size()
     1
@@ -204,27 +210,31 @@ def get_world_size(group: Group | None = None) -> int:
 
 
 def get_local_rank() -> int:
-    """This rank's place on its host: LOCAL_RANK under torchrun and ``spawn``; simulated, the rank; alone, 0.
+    """This rank's place on its host: LOCAL_RANK under torchrun and ``spawn``; in a simulation the rank; alone, 0.
+
+    Raises:
+        ValueError: LOCAL_RANK is not an integer.
 
     >>> get_local_rank()
     0
     """
     simulated = simulated_world()
-    return simulated.rank if simulated is not None else int(os.environ.get("LOCAL_RANK", get_rank()))
+    local = _from_environment("LOCAL_RANK") if simulated is None else simulated.rank
+    return get_rank() if local is None else local
 
 
 def new_group(ranks: Sequence[int], name: str = "group") -> Group:
     """A group of some of the world's ranks, in the order given.
 
-    Every rank may call it; on one that is not among ``ranks`` the group's collectives raise. It makes no connection before
-    it is used, and then only its members do. Groups with the same ranks and name share one order of collectives.
+    Every rank may call it. On a rank that is not a member, the group's collectives raise CommError. The members connect when
+    they first use the group. Groups with the same ranks and name share one order of collectives.
 
     Args:
         ranks: ranks of the world, each once.
-        name: what messages and the ledger call it.
+        name: the group's name in messages and in the ledger.
 
     Raises:
-        ValueError: a rank out of range or named twice; no ranks.
+        ValueError: a rank is out of range or occurs twice; there are no ranks.
 
     >>> import torch
     >>> from functional_ds import comm

@@ -1,6 +1,7 @@
 """N local processes that run one program."""
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import pickle
@@ -12,10 +13,11 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar, TypeVarTuple
 
 import torch
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but torch's __all__ lacks it
 
 from functional_ds.comm.record.errors import RankFailedError
 
@@ -25,13 +27,45 @@ __all__ = ["spawn"]
 
 _HOST = "127.0.0.1"
 
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+
+def _check_importable(program: Callable[..., Any]) -> None:
+    """Raises ValueError where a new process could not import the program; it would end without a word about the cause."""
+    function: Any = program
+    while isinstance(function, functools.partial):
+        function = function.func
+    if not hasattr(function, "__qualname__"):  # an object with __call__ is pickled as its class and state
+        function = type(function)
+    function = getattr(function, "__func__", function)
+    module, name = function.__module__, function.__qualname__
+    if module is None:  # some builtins; pickle searches for their module
+        return
+    advice = "define it at the top level of a module that can be imported, or of a script file"
+    if module == "__main__":
+        main = sys.modules[module]
+        if main.__spec__ is None and not Path(getattr(main, "__file__", None) or "<none>").is_file():
+            raise ValueError(
+                f"spawn: {name} is defined in a notebook, on stdin or with python -c, and the new processes cannot import it "
+                f"from there; {advice}. comm.simulate runs it as it is"
+            )
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if getattr(found, "__func__", found) is not function:
+        raise ValueError(
+            f"spawn: the new processes cannot import {module}.{name}, since it is a lambda, or defined inside a function, or "
+            f"replaced under its name; {advice}, and pass values as arguments. comm.simulate runs it as it is"
+        )
+
 
 def _carry(error: BaseException, rank: int, world_size: int) -> tuple[BaseException, str]:
-    """The error as something that survives the trip to the parent, and this rank's traceback, to be its note there."""
+    """The error as it can be pickled, and a note with this rank's traceback."""
     story = f"raised on rank {rank} of {world_size}:\n{traceback.format_exc().rstrip()}"
     try:
         copy: BaseException = pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever its class does while pickling
+    except Exception:  # raised by the error's own pickling
         copy = RankFailedError(f"{type(error).__name__}: {error}")
     return copy, story
 
@@ -40,7 +74,7 @@ def _become(rank: int, world_size: int, port: int, backend: str | None, threads:
     """Makes this process rank ``rank``, as torchrun would."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # these ranks meet on this host, whatever its name resolves to
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # loopback, whatever the host's name resolves to
     torch.set_num_threads(threads)
     store = TCPStore(_HOST, port, is_master=False, timeout=timeout)
     init_distributed(backend, store=store, timeout=timeout)
@@ -52,7 +86,7 @@ def _run(pipe: Connection, program: Callable[..., Any], args: tuple[Any, ...], r
         _become(rank, *setting)
         message: tuple[str, Any, float] = ("result", program(*args), time.monotonic())
         payload = pickle.dumps(message)
-    except BaseException as error:  # KeyboardInterrupt and SystemExit end the others too
+    except BaseException as error:  # KeyboardInterrupt and SystemExit, too
         when = time.monotonic()
         payload = pickle.dumps(("error", _carry(error, rank, world_size), when))
     pipe.send_bytes(payload)
@@ -62,12 +96,12 @@ def _run(pipe: Connection, program: Callable[..., Any], args: tuple[Any, ...], r
 
 
 def _hint(code: int | None) -> str:
-    """Gloo ends a process in which a message of another size than expected arrives."""
+    """Gloo aborts a process that receives a message of an unexpected size."""
     return "; if ranks called different collectives, comm.checked() says which" if code == -signal.SIGABRT else ""
 
 
 def _collect(pipes: list[Connection], processes: Sequence[BaseProcess]) -> list[Any]:
-    """The ranks' results; raises the first error: what made others fail, not that their connections broke."""
+    """The ranks' results. Raises the earliest error, since later ones may be broken connections that it caused."""
     results: list[Any] = [None] * len(pipes)
     open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
     while open_pipes:
@@ -75,12 +109,12 @@ def _collect(pipes: list[Connection], processes: Sequence[BaseProcess]) -> list[
         for ready in wait(list(open_pipes)):
             rank = open_pipes.pop(ready)  # type: ignore[call-overload]  # wait returns what it was given
             try:
-                kind, value, when = pickle.loads(pipes[rank].recv_bytes())  # monotonic time is the host's, not a process's
+                kind, value, when = pickle.loads(pipes[rank].recv_bytes())  # monotonic time is one for all processes
             except EOFError:
                 processes[rank].join(5)
                 code = processes[rank].exitcode
                 died = RankFailedError(f"rank {rank} of {len(pipes)} ended without a result (exit code {code}){_hint(code)}")
-                errors.append((0.0, died))  # before whatever it caused
+                errors.append((0.0, died))  # earlier than any error that it caused
                 continue
             if kind == "error":
                 error, story = value
@@ -94,26 +128,36 @@ def _collect(pipes: list[Connection], processes: Sequence[BaseProcess]) -> list[
 
 
 def spawn(
-    program: Callable[..., Any],
-    *args: Any,
+    program: Callable[[*Ts], T],
+    *args: *Ts,
     world_size: int,
     backend: str | None = None,
     timeout: timedelta = timedelta(minutes=10),
-) -> list[Any]:
+) -> list[T]:
     """Runs ``program(*args)`` on ``world_size`` local processes and returns their results in rank order.
 
-    The processes meet over loopback, on Gloo (or NCCL where there are GPUs), and share the cores evenly. ``program``, its
-    arguments and results must be picklable, so ``program`` stands at the top level of an importable module.
+    The processes connect over loopback and share the CPU's cores evenly. They import ``program`` by its name, so it must be at
+    the top level of a module or a script file; its arguments and results must be picklable. A script calls ``spawn`` under
+    ``if __name__ == "__main__":``.
 
     Law: ``spawn(program, world_size=n) = simulate(program, world_size=n)``, bit for bit.
 
+    Args:
+        program: what each rank runs.
+        args: its arguments.
+        world_size: the number of processes.
+        backend: as for ``init_distributed``; None chooses Gloo, and NCCL as well where there are GPUs.
+        timeout: for joining, and for each message.
+
     Raises:
-        Exception: the first error that a rank raised, of its own type where that pickles (else RankFailedError), with the
-            rank and its traceback as a note; the other ranks are ended.
+        ValueError: ``program`` cannot be imported by other processes: it is a lambda, a closure, or from a notebook or stdin.
+        Exception: the first error that a rank raised, with the rank and its traceback as a note. It has its own type where
+            that can be pickled, else RankFailedError. The other ranks are ended.
         RankFailedError: a process ended without a result.
     """
-    if world_size < 1:
-        raise ValueError(f"world_size={world_size}: a world has at least one rank")
+    if type(world_size) is not int or world_size < 1:
+        raise ValueError(f"world_size={world_size!r}: a world has at least one rank")
+    _check_importable(program)
     context = multiprocessing.get_context("spawn")
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=timeout)
     threads = max(1, (os.cpu_count() or 1) // world_size)

@@ -4,10 +4,10 @@ import zlib
 from collections.abc import Sequence
 from typing import TypeVar
 
-import optree
 import torch
 from torch import Tensor
 
+from functional_ds.base import tree as pytree
 from functional_ds.comm.record.collective import Call
 from functional_ds.comm.record.errors import MismatchError
 from functional_ds.comm.record.group import Group
@@ -33,7 +33,8 @@ def all_gather_uneven(x: T, group: Group, dim: int) -> Pending[T]:
 
     def in_place(results: list[list[Tensor]]) -> T:
         found = dict(zip((i for places in kinds.values() for i in places), (r for rs in results for r in rs), strict=True))
-        return optree.tree_unflatten(spec, [found[i] for i in range(len(leaves))])  # type: ignore[return-value]
+        joined: T = pytree.unflatten(spec, [found[i] for i in range(len(leaves))])
+        return joined
 
     return apply_all(calls, group).then(in_place)
 

@@ -1078,7 +1078,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug("leftovers are forgotten", "comm.worlds.simulator", "if simulator.slots:", "if False:"),
     ],
     (shapes_count_as_values_do,): [
-        Bug("a loop counts once", "comm.worlds.shapes", "book.multiply(before, times)", "book.multiply(before, 1)"),
+        Bug("a loop counts once", "comm.worlds.shapes", "ledger.multiply(before, times)", "ledger.multiply(before, 1)"),
     ],
     (half_precision_sums_round_once,): [
         Bug("bf16 sums round each time", "comm.record.reduction", "wide = torch.float32 if", "wide = dtype if"),
@@ -1219,7 +1219,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug("stage 1 reduces each micro-batch", "transforms.zero.zero", "each = self.stage >= 2", "each = True"),
     ],
     (zero_is_one_device, 3, "several passes"): [
-        Bug("a second use overwrites", "transforms.zero.reduce", "_copy_ if fresh else torch._foreach_add_", "_copy_"),
+        Bug("a second use overwrites", "transforms.zero.reduce", "foreach_copy_ if fresh else foreach_add_", "foreach_copy_"),
         Bug(
             "a unit is reduced after one backward",
             "transforms.zero.reduce",

@@ -1,10 +1,8 @@
 """Data parallelism with whole params on every rank: what its transforms share."""
 
-import zlib
 from typing import Any
 
 import attrs
-import torch
 
 from functional_ds import comm
 from functional_ds.base import tree
@@ -53,13 +51,8 @@ class Replicas:
         """
         group = self.ranks()
         shapes = [(path, tuple(leaf.shape), str(leaf.dtype), is_trainable(leaf)) for path, leaf in tree.named(params)]
-        prints = comm.all_gather(torch.tensor([zlib.crc32(repr(shapes).encode())]), group.channel("control")).tolist()
-        odd = [rank for rank, other in enumerate(prints) if other != prints[0]]
-        if odd:
-            raise ValueError(
-                f"params: ranks {odd} of group {group.name!r} have other leaves, shapes, dtypes or frozen leaves than rank 0; "
-                "build the same model on every rank"
-            )
+        differ, mend = "other leaves, shapes, dtypes or frozen leaves", "build the same model on every rank"
+        comm.agree(shapes, group, what="params", differ=differ, mend=mend)
         return tree.map(lambda x: like_marked(comm.broadcast(x.detach(), 0, group), x), params)
 
     def sum_over_ranks(self, inner: Any, step: Step, state: State, scalars: Any) -> Any:

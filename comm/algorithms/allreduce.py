@@ -17,12 +17,13 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
-import optree
 import torch
 from torch import Tensor
 
-from functional_ds.comm.api import permute, repeat
-from functional_ds.comm.dispatch import chosen, flatten, is_smooth
+from functional_ds.base import tree as pytree
+from functional_ds.comm.api import repeat
+from functional_ds.comm.dispatch import flatten, is_differentiable, resolve_group
+from functional_ds.comm.exchange import permute
 from functional_ds.comm.record.collective import Here
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.permutation import Permutation
@@ -46,12 +47,12 @@ def _all_reduce(name: str, x: T, total: Total, op: str, *groups: Group) -> T:
     n = math.prod(group.size for group in groups)
     for leaf in leaves:
         ALL_REDUCE.check(leaf, Here({"op": plain}, 0, n))
-        if op == "avg" and not is_smooth(leaf):
+        if op == "avg" and not is_differentiable(leaf):
             raise ValueError(f"op='avg' of an integer or bool tensor ({leaf.dtype}): use sum, or cast it first")
     results = _run(name, lambda flat: total(flat, plain), plain, leaves)
     if op == "avg":
         results = [result / n for result in results]
-    reduced: T = optree.tree_unflatten(spec, results)  # type: ignore[assignment]
+    reduced: T = pytree.unflatten(spec, results)
     return reduced
 
 
@@ -62,15 +63,15 @@ class _Differentiable(torch.autograd.Function):
     def forward(ctx: Any, name: str, total: Callable[[Tensor], Tensor], op: str, *leaves: Tensor) -> tuple[Tensor, ...]:
         ctx.name, ctx.total, ctx.op = name, total, op
         results = _coalesced(total, leaves)
-        ctx.mark_non_differentiable(*(r for r in results if not is_smooth(r)))
+        ctx.mark_non_differentiable(*(r for r in results if not is_differentiable(r)))
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.op != "sum":
             raise ValueError(f"{ctx.name}(op={ctx.op!r}) has no transpose, so no gradient flows through it: detach its input")
-        back = iter(_run(ctx.name, ctx.total, ctx.op, [grad for grad in grads if is_smooth(grad)]))
-        return (None, None, None, *(next(back) if is_smooth(grad) else None for grad in grads))
+        back = iter(_run(ctx.name, ctx.total, ctx.op, [grad for grad in grads if is_differentiable(grad)]))
+        return (None, None, None, *(next(back) if is_differentiable(grad) else None for grad in grads))
 
 
 def _run(name: str, total: Callable[[Tensor], Tensor], op: str, leaves: Sequence[Tensor]) -> list[Tensor]:
@@ -146,7 +147,7 @@ def ring(x: T, group: Group | None = None, *, op: str = "sum") -> T:
     >>> comm.simulate(lambda: algorithms.ring(torch.arange(4) * comm.world().rank).tolist(), world_size=3)
     [[0, 3, 6, 9], [0, 3, 6, 9], [0, 3, 6, 9]]
     """
-    group = chosen(group)
+    group = resolve_group(group)
 
     def total(flat: Tensor, op: str) -> Tensor:
         pieces = cut(flat, group.size)
@@ -182,7 +183,7 @@ def tree(x: T, group: Group | None = None, *, op: str = "sum", chunks: int = 1) 
     >>> comm.simulate(lambda: algorithms.tree(torch.tensor([1, comm.world().rank]), op="max").tolist(), world_size=3)
     [[1, 2], [1, 2], [1, 2]]
     """
-    group = chosen(group)
+    group = resolve_group(group)
     role = role_in([in_order(group.size, group.rank)])
     return _all_reduce("tree", x, through(1, role, chunks, group), op, group)
 
@@ -208,7 +209,7 @@ def double_tree(x: T, group: Group | None = None, *, op: str = "sum", chunks: in
     >>> comm.simulate(lambda: algorithms.double_tree(torch.arange(4) * comm.world().rank).tolist(), world_size=3)
     [[0, 3, 6, 9], [0, 3, 6, 9], [0, 3, 6, 9]]
     """
-    group = chosen(group)
+    group = resolve_group(group)
     return _all_reduce("double_tree", x, _two_trees(group, chunks), op, group)
 
 
@@ -279,7 +280,7 @@ def recursive_doubling(x: T, group: Group | None = None, *, op: str = "sum") -> 
     >>> comm.simulate(lambda: algorithms.recursive_doubling(torch.tensor(comm.world().rank)).item(), world_size=4)
     [6, 6, 6, 6]
     """
-    group = chosen(group)
+    group = resolve_group(group)
 
     def core(mine: Tensor, p: int, op: str) -> Tensor:
         for bit in _bits(p):
@@ -308,7 +309,7 @@ def halving_doubling(x: T, group: Group | None = None, *, op: str = "sum") -> T:
     >>> comm.simulate(lambda: algorithms.halving_doubling(torch.arange(2) + comm.world().rank).tolist(), world_size=4)
     [[6, 10], [6, 10], [6, 10], [6, 10]]
     """
-    group = chosen(group)
+    group = resolve_group(group)
 
     def core(whole: Tensor, p: int, op: str) -> Tensor:
         part = torch.cat(cut(whole, p))  # [N] -> [p * m]

@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from functional_ds.comm.api import all_gather, all_reduce, all_to_all, reduce_scatter
-from functional_ds.comm.dispatch import chosen, flatten, is_smooth, resolve_dim
+from functional_ds.base import tree as pytree
+from functional_ds.comm.api import all_gather, all_reduce, reduce_scatter
+from functional_ds.comm.dispatch import flatten, is_differentiable, resolve_dim, resolve_group
+from functional_ds.comm.exchange import all_to_all
 from functional_ds.comm.record.collective import Call, Here
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.pending import relay
@@ -86,7 +88,7 @@ class Compressed:
     codec: Codec
 
     def __call__(self, x: Any, group: Group | None = None, **options: Any) -> Any:
-        group = chosen(group)
+        group = resolve_group(group)
         if group.size == 1:
             return self.collective(x, group, **options)
         return _PROGRAMS[self.collective](self.codec, x, group, **options)
@@ -106,7 +108,7 @@ def _all_gather(codec: Codec, x: Any, group: Group, *, dim: int = 0, tiled: bool
         for parts, (shape, dtype) in zip(payloads, kinds, strict=True):
             rows = decode_leaf(codec, parts, shape.numel(), dtype)  # [n, m], row r from rank r
             joined.append(unpack_joined(rows, shape, here))
-        return optree.tree_unflatten(spec, graft(joined))
+        return pytree.unflatten(spec, graft(joined))
 
     sent = [encode_leaf(codec, leaf.detach().reshape(1, -1)) for leaf in leaves]
     arrived = all_gather(sent, group, async_op=async_op)
@@ -130,7 +132,7 @@ def _reduce_scatter(
             rows = decode_leaf(codec, parts, shape.numel(), wide(dtype))  # [n, m], row r from rank r
             totals.append(fold(rows.unbind(), options["op"]).to(dtype).reshape(shape))
         totals = graft(totals)
-        return optree.tree_unflatten(spec, [total / group.size for total in totals] if op == "avg" else totals)
+        return pytree.unflatten(spec, [total / group.size for total in totals] if op == "avg" else totals)
 
     sent = [encode_leaf(codec, pack_cut(leaf.detach(), here)) for leaf in leaves]  # [n, m], row r for rank r
     arrived = all_to_all(sent, group, async_op=async_op)
@@ -145,7 +147,7 @@ def _all_reduce(codec: Codec, x: Any, group: Group, *, op: str = "sum", async_op
 
     def whole(flats: list[Tensor]) -> Any:
         totals = [crop(flat, shape) for flat, shape in zip(flats, shapes, strict=True)]
-        return optree.tree_unflatten(spec, [total / group.size for total in totals] if op == "avg" else totals)
+        return pytree.unflatten(spec, [total / group.size for total in totals] if op == "avg" else totals)
 
     rows = [rows_of(leaf, group.size) for leaf in leaves]
     scattered = _reduce_scatter(codec, rows, group, op=plain, tiled=False, async_op=async_op)
@@ -203,7 +205,7 @@ def accepted(call: Call, x: Any, group: Group) -> tuple[list[Tensor], optree.PyT
 def check_avg(leaves: Sequence[Tensor], op: str) -> None:
     """Refuses means of integers, as the plain collectives do."""
     for leaf in leaves:
-        if op == "avg" and not is_smooth(leaf):
+        if op == "avg" and not is_differentiable(leaf):
             raise ValueError(f"op='avg' of an integer or bool tensor ({leaf.dtype}): use sum, or cast it first")
 
 
@@ -229,7 +231,7 @@ class _Graft:
         return _Graft(leaves if wanted else (), back)
 
     def __call__(self, results: list[Tensor]) -> list[Tensor]:
-        smooth = [i for i, leaf in enumerate(self.leaves) if is_smooth(leaf)]
+        smooth = [i for i, leaf in enumerate(self.leaves) if is_differentiable(leaf)]
         if not smooth:
             return results
         grafted = _StraightThrough.apply(self.back, [results[i] for i in smooth], *(self.leaves[i] for i in smooth))

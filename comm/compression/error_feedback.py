@@ -8,8 +8,10 @@ import optree
 import torch
 from torch import Tensor
 
-from functional_ds.comm.api import all_gather, all_to_all
-from functional_ds.comm.dispatch import chosen, flatten, resolve_dim
+from functional_ds.base import tree as pytree
+from functional_ds.comm.api import all_gather
+from functional_ds.comm.dispatch import flatten, resolve_dim, resolve_group
+from functional_ds.comm.exchange import all_to_all
 from functional_ds.comm.record.collective import Call, Here
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.reduction import fold
@@ -66,18 +68,18 @@ class ErrorFeedback:
 
     def init(self, x: Any, group: Group | None = None) -> Residual:
         """Nothing is owed yet, for values like ``x``."""
-        n = chosen(group).size
+        n = resolve_group(group).size
         leaves, spec = flatten("error feedback", x)
         own = [torch.zeros_like(leaf, dtype=wide(leaf.dtype), requires_grad=False) for leaf in leaves]
         piece = [e.new_zeros(-(-e.numel() // n)) for e in own]
-        return Residual(optree.tree_unflatten(spec, own), optree.tree_unflatten(spec, piece))
+        return Residual(pytree.unflatten(spec, own), pytree.unflatten(spec, piece))
 
     def all_reduce(self, x: Any, residual: Residual, group: Group | None = None, *, op: str = "sum") -> tuple[Any, Residual]:
         """The sum over the ranks as the codec tells it, the same on all of them, and the new residual.
 
         Cost: in bytes of the payload, each rank sends (n - 1) / n of its value and (n - 1) times its piece.
         """
-        group = chosen(group)
+        group = resolve_group(group)
         leaves, spec = _summable(Call(ALL_REDUCE, {"op": "sum"}), x, group, op)
         owed, late = _like(spec, residual.own), _like(spec, residual.piece)
         with torch.no_grad():
@@ -90,8 +92,8 @@ class ErrorFeedback:
                 total = crop(decode_leaf(self.codec, parts, e.numel(), leaf.dtype), leaf.shape)
                 totals.append(total / group.size if op == "avg" else total)
         lost = [_cropped(e, leaf.shape) for e, leaf in zip(own, leaves, strict=True)]
-        found = Residual(optree.tree_unflatten(spec, lost), optree.tree_unflatten(spec, [e[0] for e in piece]))
-        return optree.tree_unflatten(spec, totals), found
+        found = Residual(pytree.unflatten(spec, lost), pytree.unflatten(spec, [e[0] for e in piece]))
+        return pytree.unflatten(spec, totals), found
 
     def reduce_scatter(
         self, x: Any, residual: Residual, group: Group | None = None, *, dim: int = 0, op: str = "sum", tiled: bool = True
@@ -102,7 +104,7 @@ class ErrorFeedback:
 
         Cost: in bytes of the payload, each rank sends (n - 1) / n of its value.
         """
-        group = chosen(group)
+        group = resolve_group(group)
         options = {"dim": resolve_dim("reduce_scatter", x, dim), "op": "sum", "tiled": tiled}
         leaves, spec = _summable(Call(REDUCE_SCATTER, options), x, group, op)
         owed, here = _like(spec, residual.own), Here(options, group.rank, group.size)
@@ -115,7 +117,7 @@ class ErrorFeedback:
                 total = self._total(parts, e[0]).to(leaf.dtype).reshape(shape)
                 totals.append(total / group.size if op == "avg" else total)
                 lost.append(unpack_joined(e, shape, here))
-        return optree.tree_unflatten(spec, totals), residual._replace(own=optree.tree_unflatten(spec, lost))
+        return pytree.unflatten(spec, totals), residual._replace(own=pytree.unflatten(spec, lost))
 
     def _send(self, values: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> tuple[list[Sequence[Tensor]], list[Tensor]]:
         """Payloads of rows [n, m], and what is missing in them, read in these dtypes."""

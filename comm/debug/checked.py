@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
-from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore
 
 from functional_ds.comm.api import barrier
-from functional_ds.comm.dispatch import chosen
+from functional_ds.comm.dispatch import resolve_group
 from functional_ds.comm.record.collective import Call, Here
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.table import BARRIER
-from functional_ds.comm.worlds.call_log import Watch
+from functional_ds.comm.worlds.call_log import CallLog
 from functional_ds.comm.worlds.current import world
 from functional_ds.comm.worlds.process import ProcessWorld
 
@@ -50,18 +50,18 @@ def checked(timeout: timedelta | None = None) -> Iterator[None]:
         yield
         return
     seconds = _seconds(timeout, here)
-    outer, here.blocks = here.watch, here.blocks + 1
-    here.watch = Watch(here.rank, PrefixStore(f"functional_ds/checked/{here.blocks}", here.store), seconds)
+    outer, here.checked_blocks = here.call_log, here.checked_blocks + 1
+    here.call_log = CallLog(here.rank, PrefixStore(f"functional_ds/checked/{here.checked_blocks}", here.store), seconds)
     try:
         yield
-        here.watch.finish()
+        here.call_log.finish()
     except BaseException as error:
-        here.watch.leave(error)
+        here.call_log.leave(error)
         raise
     else:
-        here.watch.leave(None)
+        here.call_log.leave(None)
     finally:
-        here.watch = outer
+        here.call_log = outer
 
 
 def monitored_barrier(group: Group | None = None, *, timeout: timedelta | None = None) -> None:
@@ -82,20 +82,20 @@ def monitored_barrier(group: Group | None = None, *, timeout: timedelta | None =
     >>> comm.simulate(comm.monitored_barrier, world_size=2)
     [None, None]
     """
-    group = chosen(group)
+    group = resolve_group(group)
     here = group.world
     if not isinstance(here, ProcessWorld) or group.rank < 0:
         barrier(group)
         return
-    watch = here.watch
-    if watch is None:
-        watch = here.doorman = here.doorman or Watch(here.rank, PrefixStore("functional_ds/barriers", here.store), 0, False)
-    seconds = watch.timeout
+    if here.barrier_log is None:
+        here.barrier_log = CallLog(here.rank, PrefixStore("functional_ds/barriers", here.store), 0, False)
+    log = here.call_log or here.barrier_log
+    seconds = log.timeout
     try:
-        watch.timeout = _seconds(timeout, here)
-        watch.announce(Call(BARRIER), [], group, Here({}, group.rank, group.size))()
+        log.timeout = _seconds(timeout, here)
+        log.announce(Call(BARRIER), [], group, Here({}, group.rank, group.size))()
     finally:
-        watch.timeout = seconds
+        log.timeout = seconds
 
 
 def _seconds(timeout: timedelta | None, here: ProcessWorld) -> float:

@@ -1,28 +1,31 @@
-"""Many interleavings of one program: the first that gives another result, or none."""
+"""A search over interleavings of one program for two that give different results."""
 
 import copy
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple, cast
 
 import optree
 import torch
 from torch import Tensor
 
-from functional_ds.comm.record.collective import NAMESPACE
+from functional_ds.base.tree import NAMESPACE
 from functional_ds.comm.record.errors import DivergenceError
 from functional_ds.comm.worlds.simulator import simulate
 
 __all__ = ["explore"]
 
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
-def explore(program: Callable[..., Any], *args: Any, world_size: int, seeds: int | Iterable[int] = 100) -> list[Any]:
-    """Simulates ``program(*args)`` once for each seed and returns the ranks' results, provided that all runs agree.
+
+def explore(program: Callable[[*Ts], T], *args: *Ts, world_size: int, seeds: int | Iterable[int] = 100) -> list[T]:
+    """Simulates ``program(*args)`` once for each seed; returns the ranks' results if all runs agree.
 
     Law: ``explore(program, world_size=n) = simulate(program, world_size=n, seed=s)`` for every explored ``s``, bit for bit.
 
     Each run gets a copy of the tensors in ``args``, which its ranks share. All other leaves of ``args`` are the same objects
-    in all runs, and the program must not change them. torch's generator starts alike in each run; Python's and NumPy's go on
-    from run to run. It takes the time of one simulated run for each seed.
+    in all runs, and the program must not change them. All random generators start from the same state in each run. The time
+    is that of one simulated run for each seed.
 
     Args:
         program: what each rank runs; it returns a pytree of tensors and values.
@@ -67,7 +70,7 @@ def explore(program: Callable[..., Any], *args: Any, world_size: int, seeds: int
     return expected
 
 
-def _run(program: Callable[..., Any], args: Any, world_size: int, seed: int) -> list[Any]:
+def _run(program: Callable[[*Ts], T], args: tuple[*Ts], world_size: int, seed: int) -> list[T]:
     memo: dict[int, Any] = {}  # of one run: what is shared in args is shared in the copy
 
     def own(leaf: Any) -> Any:
@@ -75,7 +78,7 @@ def _run(program: Callable[..., Any], args: Any, world_size: int, seed: int) -> 
             return leaf
         return copy.deepcopy(leaf, memo) if leaf.is_leaf else leaf.clone()
 
-    copied: Any = optree.tree_map(own, args, none_is_leaf=True, namespace=NAMESPACE)
+    copied: Any = optree.tree_map(own, cast(Any, args), none_is_leaf=True, namespace=NAMESPACE)
     try:
         return simulate(program, *copied, world_size=world_size, seed=seed)
     except BaseException as error:

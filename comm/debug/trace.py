@@ -23,20 +23,19 @@ def ledger(*, times: bool = False) -> Iterator[Ledger]:
     >>> import torch
     >>> from functional_ds import comm
     >>> def program():
-    ...     with comm.ledger() as book:
+    ...     with comm.ledger() as sent:
     ...         comm.all_reduce(torch.ones(6))
-    ...     return book.bytes
+    ...     return sent.bytes
     >>> comm.simulate(program, world_size=3)  # 2 (n - 1) / n of 24 bytes
     [32, 32, 32]
     """
     here = world()
-    books = here.world.books
-    book = Ledger(here.rank, times)
-    books.append(book)
+    opened, ledgers = Ledger(here.rank, times), here.world.ledgers
+    ledgers.append(opened)
     try:
-        yield book
+        yield opened
     finally:
-        books[:] = [other for other in books if other is not book]
+        ledgers[:] = [other for other in ledgers if other is not opened]
 
 
 @attrs.frozen
@@ -69,26 +68,26 @@ class Spread:
         )
 
 
-def spreads(books: Sequence[Ledger]) -> list[Spread]:
+def spreads(ledgers: Sequence[Ledger]) -> list[Spread]:
     """What the ranks' timed ledgers say about each collective of each group; ``print`` one for a line with milliseconds.
 
-    ``books`` are those of a whole world, in any order: what ``simulate`` or ``spawn`` returned, or, under torchrun,
-    ``comm.all_gather_object(book)``. Collectives that not all of the group's ranks have timed are left out.
+    ``ledgers`` are those of a whole world, in any order: what ``simulate`` or ``spawn`` returned, or, under torchrun,
+    ``comm.all_gather_object(sent)``. Collectives that not all of the group's ranks have timed are left out.
 
     >>> import torch
     >>> from functional_ds import comm
     >>> def program():
-    ...     with comm.ledger(times=True) as book:
+    ...     with comm.ledger(times=True) as sent:
     ...         comm.all_reduce(torch.ones(6))
-    ...     return book
+    ...     return sent
     >>> [(spread.collective, spread.ranks) for spread in spreads(comm.simulate(program, world_size=2))]
     [('all_reduce', (0, 1))]
     """
     seconds: dict[tuple[str, str, tuple[int, ...]], dict[int, float]] = {}
-    for book in books:
-        for row in book.rows:
+    for one in ledgers:
+        for row in one.rows:
             if row.timed:
-                seconds.setdefault((row.collective, row.group, row.ranks), {})[book.rank] = row.seconds
+                seconds.setdefault((row.collective, row.group, row.ranks), {})[one.rank] = row.seconds
     return [
         Spread(collective, group, ranks, tuple(found[rank] for rank in ranks))
         for (collective, group, ranks), found in seconds.items()
@@ -96,7 +95,7 @@ def spreads(books: Sequence[Ledger]) -> list[Spread]:
     ]
 
 
-def write_trace(books: Sequence[Ledger], path: str | Path) -> None:
+def write_trace(ledgers: Sequence[Ledger], path: str | Path) -> None:
     """Writes the ranks' timed calls as a Chrome trace: open it in ui.perfetto.dev or chrome://tracing.
 
     Each rank is a process of the trace with a lane for each group; a call is a slice with the bytes that the rank sent.
@@ -105,21 +104,21 @@ def write_trace(books: Sequence[Ledger], path: str | Path) -> None:
     Raises:
         ValueError: no ledger has times; open them with ``ledger(times=True)``.
     """
-    if not any(book.events for book in books):
-        raise ValueError("books: no ledger has times; open them with comm.ledger(times=True)")
-    start = min(event.began for book in books for event in book.events)
+    if not any(one.events for one in ledgers):
+        raise ValueError("ledgers: no ledger has times; open them with comm.ledger(times=True)")
+    start = min(event.began for one in ledgers for event in one.events)
     slices: list[dict[str, object]] = []
-    for book in books:
-        slices.append({"ph": "M", "name": "process_name", "pid": book.rank, "args": {"name": f"rank {book.rank}"}})
+    for one in ledgers:
+        slices.append({"ph": "M", "name": "process_name", "pid": one.rank, "args": {"name": f"rank {one.rank}"}})
         lanes: dict[str, int] = {}
-        for event in book.events:
+        for event in one.events:
             lane = lanes.setdefault(event.group, len(lanes))
             slices.append(
                 {
                     "ph": "X",
                     "name": event.collective,
                     "cat": event.group,
-                    "pid": book.rank,
+                    "pid": one.rank,
                     "tid": lane,
                     "ts": (event.began - start) * 1e6,  # microseconds
                     "dur": (event.ended - event.began) * 1e6,
@@ -127,7 +126,7 @@ def write_trace(books: Sequence[Ledger], path: str | Path) -> None:
                 }
             )
         slices += [
-            {"ph": "M", "name": "thread_name", "pid": book.rank, "tid": lane, "args": {"name": group}}
+            {"ph": "M", "name": "thread_name", "pid": one.rank, "tid": lane, "args": {"name": group}}
             for group, lane in lanes.items()
         ]
     Path(path).write_text(json.dumps({"traceEvents": slices, "displayTimeUnit": "ms"}))

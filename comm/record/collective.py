@@ -6,10 +6,7 @@ from typing import Any, Protocol
 import attrs
 from torch import Tensor
 
-__all__ = ["NAMESPACE", "Call", "Collective", "Handle", "Here", "Options"]
-
-NAMESPACE = "functional_ds"
-
+__all__ = ["Call", "Collective", "Handle", "Here", "Options"]
 
 Options = Mapping[str, Any]
 
@@ -26,8 +23,8 @@ class Handle(Protocol):
         """Blocks until this rank's results are there and returns them."""
         ...
 
-    def poll(self, patience: float) -> bool:
-        """Whether a wait would not block; waits for that, but at most ``patience`` seconds."""
+    def poll(self, timeout: float) -> bool:
+        """Whether a wait would not block; waits for that, but at most ``timeout`` seconds."""
         ...
 
 

@@ -1,10 +1,11 @@
-"""Groups of ranks, and the worlds they live in."""
+"""A group of ranks, and the world that carries out its collectives."""
 
 import os
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import attrs
 import torch
@@ -13,38 +14,46 @@ from torch import Tensor
 from .collective import Call, Handle
 from .ledger import Ledger
 
-__all__ = ["Group", "Ready", "Solo", "World", "call_site", "each", "place_in"]
+__all__ = ["Group", "Ready", "Solo", "World", "call_site"]
 
 
-class World(Protocol):
-    """Where a rank lives: what carries out the collectives of its groups."""
+@attrs.define(eq=False)
+class World(ABC):
+    """The ranks that run together, as one of them sees them. A subclass says how they exchange values: ``start``.
 
-    books: list[Ledger]
+    Attributes:
+        rank: this rank.
+        ledgers: those that are open on this rank; each records every call.
+    """
+
+    rank: int
+    ledgers: list[Ledger] = attrs.field(factory=list, init=False)
 
     @property
     def device(self) -> torch.device:
-        """Where small messages of the library's own live: sizes, objects."""
-        ...
+        """Where the library's own small tensors are, such as sizes and pickled objects."""
+        return torch.device("cpu")
 
-    def together(self) -> AbstractContextManager[None]:
-        """Calls that are started inside go on at once, whichever way they face."""
-        ...
+    @abstractmethod
+    def start(self, call: Call, tensors: Sequence[Tensor], group: "Group", *, async_op: bool) -> Handle:
+        """Starts a collective of this rank's tensors; without ``async_op`` the caller waits for it at once."""
+
+    def batch(self) -> AbstractContextManager[None]:
+        """Point-to-point messages that are started within this context form one batch, so they cannot block each other."""
+        return nullcontext()
 
     def repeat(self, times: int, body: Callable[[int], None]) -> None:
-        """``body(0)``, ``body(1)``, ...; without values, once for all."""
-        ...
-
-    def start(self, call: Call, tensors: Sequence[Tensor], group: "Group", *, ahead: bool) -> Handle:
-        """Begins a collective of this rank's tensors; ``ahead`` says that the caller will not wait for it at once."""
-        ...
+        """``body(0)``, ``body(1)``, ..., ``body(times - 1)``; without values, one run that counts as all of them."""
+        for i in range(times):
+            body(i)
 
     def group(self, ranks: Sequence[int], name: str) -> "Group":
-        """A group of these ranks; on a rank that is none of them, one whose collectives raise."""
-        ...
+        """A group of these ranks; on any other rank, a group whose collectives raise."""
+        return Group(tuple(ranks), list(ranks).index(self.rank) if self.rank in ranks else -1, name, self)
 
     def channel(self, group: "Group", name: str) -> "Group":
-        """The same ranks, with an order of collectives of their own."""
-        ...
+        """The same ranks, with an order of collectives of its own."""
+        return attrs.evolve(group, name=f"{group.name}/{name}")
 
 
 @attrs.frozen(repr=False)
@@ -53,9 +62,9 @@ class Group:
 
     Attributes:
         ranks: the members as ranks of the world, in group order.
-        rank: this rank's place in the group; -1 where it is not in it, and then calling a collective is an error.
-        name: the mesh axis that the group lies along, "world", or what ``new_group`` was given; channels stand behind a slash.
-        world: what carries out its collectives.
+        rank: this rank's place in the group. It is -1 on a rank that is not a member; its calls raise CommError.
+        name: the mesh axis that the group lies along, "world", or the name given to ``new_group``; a channel's follows a slash.
+        world: carries out the group's collectives.
     """
 
     ranks: tuple[int, ...]
@@ -65,14 +74,14 @@ class Group:
 
     @property
     def size(self) -> int:
-        """How many ranks the group has."""
+        """The number of ranks in the group."""
         return len(self.ranks)
 
     def channel(self, name: str) -> "Group":
-        """A twin of this group whose collectives are ordered among themselves only.
+        """A group of the same ranks whose collectives are ordered among themselves only.
 
-        Collectives of one group must be called in one order on all ranks. Where two kinds of them have each its own order
-        (gathers as the forward pass needs them, reductions as gradients become ready), each kind takes a channel.
+        All ranks of a group must call its collectives in one order. Use a channel for each kind of call that has an order of
+        its own: gathers follow the forward pass, reductions follow the gradients.
         """
         return self.world.channel(self, name)
 
@@ -88,7 +97,7 @@ class Group:
 
 @attrs.define(eq=False)
 class Ready:
-    """A collective that is over."""
+    """The handle of a collective that is complete."""
 
     results: list[Tensor]
     ended: float | None = None
@@ -96,53 +105,26 @@ class Ready:
     def wait(self) -> list[Tensor]:
         return self.results
 
-    def poll(self, patience: float) -> bool:
+    def poll(self, timeout: float) -> bool:
         return True
 
 
 @attrs.define(eq=False)
-class Solo:
+class Solo(World):
     """The world of one rank: a collective is its denotation for n = 1."""
 
-    books: list[Ledger] = attrs.field(factory=list)
+    rank: int = 0
 
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def together(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def repeat(self, times: int, body: Callable[[int], None]) -> None:
-        each(times, body)
-
-    def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, ahead: bool) -> Ready:
+    def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, async_op: bool) -> Ready:
         options = call.merged([call.private()])
         return Ready([call.collective.denotation([t.detach().contiguous()], options)[0] for t in tensors])
-
-    def group(self, ranks: Sequence[int], name: str) -> Group:
-        return Group(tuple(ranks), place_in(ranks, 0), name, self)
-
-    def channel(self, group: Group, name: str) -> Group:
-        return attrs.evolve(group, name=f"{group.name}/{name}")
-
-
-def each(times: int, body: Callable[[int], None]) -> None:
-    """``body(0)``, ``body(1)``, ..., ``body(times - 1)``."""
-    for i in range(times):
-        body(i)
-
-
-def place_in(ranks: Sequence[int], rank: int) -> int:
-    """The rank's place among them, or -1."""
-    return list(ranks).index(rank) if rank in ranks else -1
 
 
 _LIBRARIES = ("functional_ds", "torch", "optree", "threading")
 
 
 def call_site() -> str:
-    """The file and line that called into this library: the nearest frame that is neither ours nor torch's."""
+    """The file and line of the user's call: the nearest frame outside this library and torch."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
         frame = frame.f_back

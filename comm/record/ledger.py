@@ -79,10 +79,10 @@ class Event:
 
 @attrs.define(eq=False)
 class _Timed:
-    """A call under way whose end is booked when it is waited for."""
+    """A call under way whose end is recorded when it is waited for."""
 
     inner: Handle
-    book: "Ledger"
+    ledger: "Ledger"
     row: Row
     began: float
     sent: int
@@ -99,11 +99,11 @@ class _Timed:
         self.row.timed += 1
         self.row.seconds += ended - self.began
         self.row.payload += self.payload
-        self.book.events.append(Event(self.row.collective, self.row.group, self.began, ended, self.sent))
+        self.ledger.events.append(Event(self.row.collective, self.row.group, self.began, ended, self.sent))
         return results
 
-    def poll(self, patience: float) -> bool:
-        return self.inner.poll(patience)
+    def poll(self, timeout: float) -> bool:
+        return self.inner.poll(timeout)
 
 
 def _synchronize(tensors: Sequence[Tensor]) -> None:
@@ -111,9 +111,9 @@ def _synchronize(tensors: Sequence[Tensor]) -> None:
         torch.cuda.synchronize(device)
 
 
-def begin(books: "Sequence[Ledger]", tensors: Sequence[Tensor]) -> float:
-    """The moment before a call; where a book takes times, what the device still has to do is not counted in."""
-    if any(book.times for book in books):
+def begin(ledgers: "Sequence[Ledger]", tensors: Sequence[Tensor]) -> float:
+    """The moment before a call; where a ledger takes times, what the device still has to do is not counted in."""
+    if any(ledger.times for ledger in ledgers):
         _synchronize(tensors)
     return perf_counter()
 
@@ -145,7 +145,7 @@ class Ledger:
         handle: Handle,
         began: float,
     ) -> Handle:
-        """Books one call on the group of that name and ranks; returns the handle to wait for."""
+        """Records one call on the group of that name and ranks; returns the handle to wait for."""
         row = self._row(call.title(here.rank)[0], group, ranks)
         row.calls += 1
         payload = bytes_sent = 0
@@ -182,17 +182,17 @@ class Ledger:
 
     @property
     def calls(self) -> int:
-        """Collectives called, all rows together."""
+        """Collectives called, over all rows."""
         return sum(row.calls for row in self.rows)
 
     @property
     def elements(self) -> int:
-        """Elements this rank sent, all rows together."""
+        """Elements this rank sent, over all rows."""
         return sum(row.elements for row in self.rows)
 
     @property
     def bytes(self) -> int:
-        """Bytes this rank sent, all rows together."""
+        """Bytes this rank sent, over all rows."""
         return sum(row.bytes for row in self.rows)
 
     def table(self) -> str:

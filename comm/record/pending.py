@@ -1,8 +1,8 @@
-"""What an asynchronous call gives back: its result to come."""
+"""The result of an asynchronous collective that is still under way."""
 
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import attrs
 
@@ -13,10 +13,10 @@ U = TypeVar("U")
 
 
 class Pending(Generic[T]):
-    """A collective under way: ``wait()`` gives its result, the same one each time.
+    """A collective under way: ``wait()`` returns its result, the same one each time.
 
-    It is no tensor: reading anything else of it says so. Dropped unwaited it is still carried out, for the other ranks wait
-    for this one's part, and its result is lost.
+    It is not a tensor, and using it as one raises TypeError or AttributeError. A collective whose ``Pending`` is dropped is
+    still carried out, since other ranks need this rank's part; its result is lost.
     """
 
     def __init__(self, finish: Callable[[], T], poll: Callable[[float], bool], text: Callable[[], str]) -> None:
@@ -26,29 +26,30 @@ class Pending(Generic[T]):
         self._result: T
 
     def wait(self) -> T:
-        """Blocks (on CUDA: makes the current stream wait) until the result is there."""
+        """Blocks until the result is there and returns it. On CUDA the current stream waits, not the host."""
         if self._finish is not None:
             self._result = self._finish()
             self._finish = None
         return self._result
 
-    def poll(self, patience: float = 0.0) -> bool:
-        """Whether ``wait`` would not block. Waits for that, at most ``patience`` seconds; simulated, while others can go on.
+    def poll(self, timeout: float = 0.0) -> bool:
+        """Whether ``wait`` would return at once; waits up to ``timeout`` seconds for that.
 
-        What a program makes of the answer can depend on the interleaving, as on the transport's speed.
+        In the simulator a positive timeout lets other ranks run until none can continue. The answer can depend on the
+        interleaving, as it depends on the network's speed elsewhere.
         """
-        return self._finish is None or self._poll(patience)
+        return self._finish is None or self._poll(timeout)
 
     def then(self, function: Callable[[T], U]) -> "Pending[U]":
-        """What ``function`` makes of the result, once it is waited for."""
+        """A ``Pending`` of ``function(result)``; ``wait()`` calls the function."""
         return Pending(lambda: function(self.wait()), self.poll, self._text)
 
     @staticmethod
     def all(pendings: "Sequence[Pending[Any]]") -> "Pending[list[Any]]":
-        """Several as one."""
+        """One ``Pending`` for several; ``wait()`` returns their results."""
 
-        def poll(patience: float) -> bool:
-            deadline = monotonic() + patience
+        def poll(timeout: float) -> bool:
+            deadline = monotonic() + timeout
             return all(pending.poll(max(0.0, deadline - monotonic())) for pending in pendings)
 
         def text() -> str:
@@ -56,23 +57,25 @@ class Pending(Generic[T]):
 
         return Pending(lambda: [pending.wait() for pending in pendings], poll, text)
 
-    def _refuse(self, *others: object) -> NoReturn:
-        raise TypeError(f"{self!r} is a result to come, no tensor; wait() gives the result")
+    if not TYPE_CHECKING:  # type checkers report such uses, because they see no such methods
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
-    __matmul__ = __rmatmul__ = __pow__ = __neg__ = __getitem__ = __iter__ = __len__ = __bool__ = _refuse
-    __float__ = __int__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+        def _refuse(self, *others: object) -> NoReturn:
+            raise TypeError(f"{self!r} is a result to come, no tensor; wait() gives the result")
 
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        raise TypeError(
-            f"torch.{getattr(function, '__name__', function)} of a Pending, a result to come; wait() gives the result"
-        )
+        __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+        __matmul__ = __rmatmul__ = __pow__ = __neg__ = __getitem__ = __iter__ = __len__ = __bool__ = _refuse
+        __float__ = __int__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
 
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        raise AttributeError(f"{self!r} is a result to come and has no {name!r}; wait() gives the result")
+        @classmethod
+        def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+            raise TypeError(
+                f"torch.{getattr(function, '__name__', function)} of a Pending, a result to come; wait() gives the result"
+            )
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name.startswith("_"):
+                raise AttributeError(name)
+            raise AttributeError(f"{self!r} is a result to come and has no {name!r}; wait() gives the result")
 
     def __repr__(self) -> str:
         return f"Pending({self._text()}, {'done' if self._finish is None else 'under way'})"
@@ -80,7 +83,7 @@ class Pending(Generic[T]):
 
 @attrs.define(eq=False)
 class _Relay:
-    """A chain under way. A hop starts when the one before it is over and somebody looks, in ``poll`` or in ``wait``."""
+    """A chain under way. ``poll`` and ``wait`` start its next collective once the one before it is complete."""
 
     now: Pending[Any]
     rest: list[Callable[[Any], Pending[Any]]]
@@ -90,8 +93,8 @@ class _Relay:
             self._go_on()
         return self.now.wait()
 
-    def poll(self, patience: float) -> bool:
-        deadline = monotonic() + patience
+    def poll(self, timeout: float) -> bool:
+        deadline = monotonic() + timeout
         while self.now.poll(max(0.0, deadline - monotonic())):
             if not self.rest:
                 return True
@@ -104,9 +107,13 @@ class _Relay:
 
 
 def relay(first: Pending[Any], *rest: Callable[[Any], Pending[Any]]) -> Pending[Any]:
-    """The result of a chain of collectives, each a function from what the one before gave to what is pending.
+    """A chain of collectives: each function gets the result of the one before and returns a ``Pending``.
 
-    All ranks must look at such chains in one order: the later hops of two chains start in the order in which somebody looks.
+    ``poll`` and ``wait`` start the later collectives, so all ranks must call these on their chains in one order.
+
+    Args:
+        first: the first collective.
+        rest: functions that start the later ones.
 
     >>> import torch
     >>> from functional_ds import comm

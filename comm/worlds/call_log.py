@@ -13,16 +13,16 @@ from typing import Any
 
 import attrs
 from torch import Tensor
-from torch._C._distributed_c10d import Store
+from torch.distributed.distributed_c10d import Store
 
 from functional_ds.comm.record.collective import Call, Here, Options
 from functional_ds.comm.record.errors import CommError, MismatchError, TimedOutError
 from functional_ds.comm.record.group import Group, call_site
 
-__all__ = ["Watch"]
+__all__ = ["CallLog"]
 
-_SOON, _SELDOM = 50e-6, 5e-3  # seconds between two looks at the store, at first and later
-_LONG = 0.2  # seconds of waiting after which a rank writes down what it waits for
+_MIN_PAUSE, _MAX_PAUSE = 50e-6, 5e-3  # seconds between two looks at the store, at first and later
+_REPORT_AFTER = 0.2  # seconds of waiting after which a rank writes down what it waits for
 
 
 @attrs.frozen(eq=False)
@@ -40,7 +40,7 @@ class _Entry:
 
 
 @attrs.define(eq=False)
-class Watch:
+class CallLog:
     """One rank's part in the comparing.
 
     Attributes:
@@ -61,14 +61,14 @@ class Watch:
     def announce(self, call: Call, tensors: Sequence[Tensor], group: Group, here: Here) -> Callable[[], None]:
         """Writes down what this rank is about to call; the result waits for the others' entries and compares them."""
         row = call.collective
-        thread = f"{group.name} {group.ranks} {row.order(call.options)}"
-        turn = self._turns[thread] = self._turns.get(thread, -1) + 1
+        order = f"{group.name} {group.ranks} {row.order(call.options)}"
+        turn = self._turns[order] = self._turns.get(order, -1) + 1
         members = [group.ranks[member] for member in row.members(call.options, group.size)]
         mine = _Entry(self.rank, call.agreement(tensors, here), call.private(), call.signature(tensors, here), call_site())
         entry = pickle.dumps(attrs.astuple(mine, recurse=False))
-        self.store.set(f"{thread} {turn} {self.rank}", entry)  # type: ignore[arg-type]  # it takes bytes, too
-        self._open.add(f"{thread} {turn}")
-        return lambda: self._settle(call, mine, group, members, f"{thread} {turn}")
+        self.store.set(f"{order} {turn} {self.rank}", entry)  # type: ignore[arg-type]  # it takes bytes, too
+        self._open.add(f"{order} {turn}")
+        return lambda: self._settle(call, mine, group, members, f"{order} {turn}")
 
     def _settle(self, call: Call, mine: _Entry, group: Group, members: Sequence[int], turn: str) -> None:
         try:
@@ -81,9 +81,9 @@ class Watch:
 
     def finish(self) -> None:
         """Waits until all that was announced is settled; raises where nobody came to what is still open."""
-        known, deadline = len(self._failures), monotonic() + self.timeout + _LONG
+        known, deadline = len(self._failures), monotonic() + self.timeout + _REPORT_AFTER
         while self._open and monotonic() < deadline:
-            sleep(_SOON)
+            sleep(_MIN_PAUSE)
         if len(self._failures) > known:
             raise self._failures[known]
 
@@ -103,10 +103,10 @@ class Watch:
 
     def _await(self, mine: _Entry, group: Group, keys: dict[int, str]) -> None:
         """Returns once all keys are there; raises when one of their ranks has left, or time is up."""
-        began, pause, told = monotonic(), _SOON, False
+        began, pause, told = monotonic(), _MIN_PAUSE, False
         while not self.store.check(list(keys.values())):
             waited = monotonic() - began
-            if waited > _LONG:
+            if waited > _REPORT_AFTER:
                 missing = [rank for rank, key in keys.items() if not self.store.check([key])]
                 if missing and not told:
                     self.store.set(f"waits {self.rank}", f"{mine.signature} at {mine.site} for rank {_listed(missing)}")
@@ -115,7 +115,7 @@ class Watch:
                 if waited > self.timeout or any(not self.store.check([keys[rank]]) for rank in gone):
                     raise self._failure(mine, group, missing, waited)
             sleep(pause)
-            pause = min(pause * 1.5, _SELDOM)
+            pause = min(pause * 1.5, _MAX_PAUSE)
         if told:
             self.store.delete_key(f"waits {self.rank}")
 

@@ -1,28 +1,28 @@
-"""Which simulated rank the current thread is."""
+"""The world that the current thread is in."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from functional_ds.comm.record.errors import CommError
-from functional_ds.comm.record.group import Group, Solo
+from functional_ds.comm.record.group import Group, Solo, World
 
 from .process import process_world
 
-__all__ = ["HERE", "only_simulation", "simulated_world", "world"]
+__all__ = ["enter", "exclusive_simulation", "simulated_world", "world"]
 
-HERE = threading.local()
-_RUNNING = threading.Lock()  # generators and warning filters are the process's, so one simulation runs at a time
+_THREAD = threading.local()  # group: the world of the simulated rank that this thread is; simulates: it waits for its ranks
+_RUNNING = threading.Lock()  # random generators and warning filters are the process's, so one simulation runs at a time
 
 
 def simulated_world() -> Group | None:
     """The world of the simulated rank that this thread is, or None.
 
     Raises:
-        CommError: a simulation runs, and this thread is none of its ranks.
+        CommError: a simulation is running and this thread is not one of its ranks.
     """
-    group: Group | None = getattr(HERE, "group", None)
-    if group is None and _RUNNING.locked() and not getattr(HERE, "simulates", False):
+    group: Group | None = getattr(_THREAD, "group", None)
+    if group is None and _RUNNING.locked() and not getattr(_THREAD, "simulates", False):
         raise CommError(
             f"thread {threading.current_thread().name!r} asks for its world while a simulation runs, and is none of its ranks; "
             "a simulated rank is one thread: call collectives from there"
@@ -31,24 +31,35 @@ def simulated_world() -> Group | None:
 
 
 @contextmanager
-def only_simulation() -> Iterator[None]:
-    """Waits for another thread's simulation to end. A rank may simulate a world of its own."""
-    if getattr(HERE, "group", None) is not None or getattr(HERE, "simulates", False):
+def enter(world: World, ranks: Sequence[int]) -> Iterator[None]:
+    """Makes this thread the world's rank while the block runs; ``ranks`` are all ranks of the world."""
+    outer = getattr(_THREAD, "group", None)
+    _THREAD.group = Group(tuple(ranks), world.rank, "world", world)
+    try:
+        yield
+    finally:
+        _THREAD.group = outer
+
+
+@contextmanager
+def exclusive_simulation() -> Iterator[None]:
+    """Waits until no other thread simulates. A simulated rank may simulate a world of its own."""
+    if getattr(_THREAD, "group", None) is not None or getattr(_THREAD, "simulates", False):
         yield
         return
     with _RUNNING:
-        HERE.simulates = True
+        _THREAD.simulates = True
         try:
             yield
         finally:
-            HERE.simulates = False
+            _THREAD.simulates = False
 
 
 _SOLO = Group((0,), 0, "world", Solo())
 
 
 def world() -> Group:
-    """The group of all ranks: of the simulation that this thread is in, else of torch's default process group, else of one.
+    """All ranks as a group: those of the simulation that this thread is in, else of torch's default process group, else one.
 
     >>> world().size
     1

@@ -1,7 +1,7 @@
-"""The flat primitives as point-to-point exchanges: how collectives of CPU tensors run over Gloo.
+"""The flat primitives as point-to-point primitives: how collectives of CPU tensors run over Gloo.
 
 Gloo's own reduce_scatter is an all-reduce and a slice, its all_gather copies through a staging buffer, and its
-reductions sum in an order of their own. Direct exchanges read from and write into the caller's tensors, and leave the
+reductions sum in an order of their own. Direct primitives read from and write into the caller's tensors, and leave the
 reduction to ``fold``, so that the bits are those of the denotation.
 
 Every rank sends all its messages at once; a message is the raw bytes of a contiguous tensor, so any dtype will do. What a rank
@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup, Work
 from functional_ds.comm.record.collective import Options
 from functional_ds.comm.record.reduction import chunk_bounds, fold
 
-__all__ = ["EXCHANGES", "Started", "Wire"]
+__all__ = ["GLOO", "Communicator", "Started"]
 
 _SWAPPED = 2**16  # bytes up to which two ranks swap values for a sum: one round instead of two; both sum all of it
 
@@ -39,13 +39,13 @@ class Started:
             work.wait()
         return self.finish()
 
-    def poll(self, patience: float) -> bool:
+    def poll(self, timeout: float) -> bool:
         """True: over Gloo it is done by now, over NCCL a wait is the device's."""
         return True
 
 
 @attrs.frozen(eq=False, slots=False)
-class Wire:
+class Communicator:
     """One group's messages over the world's transport: a tag of their own keeps their order apart from all others'.
 
     Attributes:
@@ -79,153 +79,153 @@ class Wire:
         return [self.pg.recv([tensor.view(torch.uint8)], self.ranks[peer], self.tag)] if tensor.numel() else []
 
 
-def _all_gather_into(wire: Wire, own: Tensor, rows: Sequence[Tensor]) -> list[Work]:
+def _all_gather_into(comm: Communicator, own: Tensor, rows: Sequence[Tensor]) -> list[Work]:
     """Sends ``own`` to all and receives the others' rows in place."""
-    works = [work for peer in wire.peers for work in wire.recv(rows[peer], peer)]
-    return works + [work for peer in wire.peers for work in wire.send(own, peer)]
+    works = [work for peer in comm.peers for work in comm.recv(rows[peer], peer)]
+    return works + [work for peer in comm.peers for work in comm.send(own, peer)]
 
 
-def _reduce_rows(wire: Wire, rows: Sequence[Tensor], op: str, *, out: Tensor | None = None) -> Started:
+def _reduce_rows(comm: Communicator, rows: Sequence[Tensor], op: str, *, out: Tensor | None = None) -> Started:
     """Row ``rank`` of the sum of all ranks' rows; the rows are read until the wait is over."""
-    rank = wire.rank
+    rank = comm.rank
     own = rows[rank]
-    pieces = [own if peer == rank else torch.empty_like(own) for peer in range(wire.size)]
-    works = [work for peer in wire.peers for work in wire.recv(pieces[peer], peer)]
-    works += [work for peer in wire.peers for work in wire.send(rows[peer], peer)]
+    pieces = [own if peer == rank else torch.empty_like(own) for peer in range(comm.size)]
+    works = [work for peer in comm.peers for work in comm.recv(pieces[peer], peer)]
+    works += [work for peer in comm.peers for work in comm.send(rows[peer], peer)]
     if out is None and len(pieces) > 1:
         out = pieces[1 if rank == 0 else 0]  # what was received is ours to write into
     return Started(works, lambda: fold(pieces, op, out=out))
 
 
-def _swap(wire: Wire, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[Work]:
+def _swap(comm: Communicator, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[Work]:
     """Sends ``sent[p]`` to each other rank p and receives ``received[p]`` from it; copies this rank's own."""
-    works = [work for peer in wire.peers for work in wire.recv(received[peer], peer)]
-    works += [work for peer in wire.peers for work in wire.send(sent[peer], peer)]
-    received[wire.rank].copy_(sent[wire.rank])
+    works = [work for peer in comm.peers for work in comm.recv(received[peer], peer)]
+    works += [work for peer in comm.peers for work in comm.send(sent[peer], peer)]
+    received[comm.rank].copy_(sent[comm.rank])
     return works
 
 
-def all_gather(wire: Wire, piece: Tensor, options: Options) -> Started:
+def all_gather(comm: Communicator, piece: Tensor, options: Options) -> Started:
     """[m] -> [n, m]; uneven, [rows, m] -> [all rows, m]."""
     if "sizes" in options:
         whole = piece.new_empty(sum(options["sizes"]), piece.shape[1])
         rows = whole.split(list(options["sizes"]))
     else:
-        whole = piece.new_empty(wire.size, piece.numel())
+        whole = piece.new_empty(comm.size, piece.numel())
         rows = whole.unbind(0)
-    works = _all_gather_into(wire, piece, rows)
-    rows[wire.rank].copy_(piece)
+    works = _all_gather_into(comm, piece, rows)
+    rows[comm.rank].copy_(piece)
     return Started(works, lambda: whole)
 
 
-def reduce_scatter(wire: Wire, rows: Tensor, options: Options) -> Started:
+def reduce_scatter(comm: Communicator, rows: Tensor, options: Options) -> Started:
     """[n, m] -> [m]; uneven, [all rows, m] -> [rows, m]."""
     pieces = rows.contiguous().split(list(options["sizes"])) if "sizes" in options else rows.contiguous().unbind(0)
-    return _reduce_rows(wire, pieces, options["op"])
+    return _reduce_rows(comm, pieces, options["op"])
 
 
-def all_reduce(wire: Wire, piece: Tensor, options: Options) -> Started:
+def all_reduce(comm: Communicator, piece: Tensor, options: Options) -> Started:
     """[m] -> [m]; a reduce-scatter and a gather of pieces, written where they belong."""
-    if wire.size == 2 and piece.numel() * piece.element_size() <= _SWAPPED:
-        return _reduce_rows(wire, [piece, piece], options["op"])
+    if comm.size == 2 and piece.numel() * piece.element_size() <= _SWAPPED:
+        return _reduce_rows(comm, [piece, piece], options["op"])
     total = torch.empty_like(piece)
-    bounds = list(pairwise(chunk_bounds(piece.numel(), wire.size)))
+    bounds = list(pairwise(chunk_bounds(piece.numel(), comm.size)))
     rows = [total[a:b] for a, b in bounds]
-    scattered = _reduce_rows(wire, [piece[a:b] for a, b in bounds], options["op"], out=rows[wire.rank])
+    scattered = _reduce_rows(comm, [piece[a:b] for a, b in bounds], options["op"], out=rows[comm.rank])
 
     def gather() -> Tensor:
         scattered.finish()
-        return Started(_all_gather_into(wire, rows[wire.rank], rows), lambda: total).wait()
+        return Started(_all_gather_into(comm, rows[comm.rank], rows), lambda: total).wait()
 
     return Started(scattered.works, gather)
 
 
-def broadcast(wire: Wire, piece: Tensor, options: Options) -> Started:
+def broadcast(comm: Communicator, piece: Tensor, options: Options) -> Started:
     """[m] -> [m]; the root sends to each."""
-    if wire.rank == options["src"]:
-        works = [work for peer in wire.peers for work in wire.send(piece, peer)]
+    if comm.rank == options["src"]:
+        works = [work for peer in comm.peers for work in comm.send(piece, peer)]
         copy = piece.clone()
         return Started(works, lambda: copy)
     received = torch.empty_like(piece)
-    return Started(wire.recv(received, options["src"]), lambda: received)
+    return Started(comm.recv(received, options["src"]), lambda: received)
 
 
-def reduce(wire: Wire, piece: Tensor, options: Options) -> Started:
+def reduce(comm: Communicator, piece: Tensor, options: Options) -> Started:
     """[m] -> [m]; each sends to the root."""
     root, op = options["dst"], options["op"]
-    if wire.rank != root:
-        return Started(wire.send(piece, root), lambda: torch.zeros_like(piece))
-    pieces = [piece if peer == root else torch.empty_like(piece) for peer in range(wire.size)]
-    works = [work for peer in wire.peers for work in wire.recv(pieces[peer], peer)]
+    if comm.rank != root:
+        return Started(comm.send(piece, root), lambda: torch.zeros_like(piece))
+    pieces = [piece if peer == root else torch.empty_like(piece) for peer in range(comm.size)]
+    works = [work for peer in comm.peers for work in comm.recv(pieces[peer], peer)]
     return Started(works, lambda: fold(pieces, op))
 
 
-def gather(wire: Wire, piece: Tensor, options: Options) -> Started:
+def gather(comm: Communicator, piece: Tensor, options: Options) -> Started:
     """[m] -> [n, m] at the root; each sends to it, and has zeros itself."""
-    root, n = options["dst"], wire.size
-    if wire.rank != root:
-        return Started(wire.send(piece, root), lambda: piece.new_zeros(()).expand(n, piece.numel()))
+    root, n = options["dst"], comm.size
+    if comm.rank != root:
+        return Started(comm.send(piece, root), lambda: piece.new_zeros(()).expand(n, piece.numel()))
     rows = piece.new_empty(n, piece.numel())
-    works = [work for peer in wire.peers for work in wire.recv(rows[peer], peer)]
+    works = [work for peer in comm.peers for work in comm.recv(rows[peer], peer)]
     rows[root].copy_(piece)
     return Started(works, lambda: rows)
 
 
-def scatter(wire: Wire, payload: Tensor, options: Options) -> Started:
+def scatter(comm: Communicator, payload: Tensor, options: Options) -> Started:
     """[n, m] at the root, which sends a row to each -> [m]; elsewhere the payload says what arrives."""
     root = options["src"]
-    if wire.rank != root:
+    if comm.rank != root:
         received = torch.empty_like(payload)
-        return Started(wire.recv(received, root), lambda: received)
+        return Started(comm.recv(received, root), lambda: received)
     rows = payload.contiguous()
-    works = [work for peer in wire.peers for work in wire.send(rows[peer], peer)]
+    works = [work for peer in comm.peers for work in comm.send(rows[peer], peer)]
     own = rows[root].clone()
     return Started(works, lambda: own)
 
 
-def all_to_all(wire: Wire, rows: Tensor, options: Options) -> Started:
+def all_to_all(comm: Communicator, rows: Tensor, options: Options) -> Started:
     """[n, m] -> [n, m]; row p goes to rank p."""
     source, result = rows.contiguous(), torch.empty_like(rows, memory_format=torch.contiguous_format)
-    return Started(_swap(wire, source.unbind(0), result.unbind(0)), lambda: result)
+    return Started(_swap(comm, source.unbind(0), result.unbind(0)), lambda: result)
 
 
-def all_to_all_rows(wire: Wire, rows: Tensor, options: Options) -> Started:
+def all_to_all_rows(comm: Communicator, rows: Tensor, options: Options) -> Started:
     """[rows sent, m] -> [rows received, m]."""
     source, sent, expected = rows.contiguous(), list(options["input_splits"]), list(options["output_splits"])
     result = rows.new_empty(sum(expected), rows.shape[1])
-    return Started(_swap(wire, source.split(sent), result.split(expected)), lambda: result)
+    return Started(_swap(comm, source.split(sent), result.split(expected)), lambda: result)
 
 
-def permute(wire: Wire, piece: Tensor, options: Options) -> Started:
+def permute(comm: Communicator, piece: Tensor, options: Options) -> Started:
     """[m] -> [m]; one message to the destination, one from the source."""
-    rank, perm = wire.rank, options["perm"]
+    rank, perm = comm.rank, options["perm"]
     source, target = perm.source.get(rank), perm.target.get(rank)
-    works = wire.send(piece, target) if target not in (None, rank) else []
+    works = comm.send(piece, target) if target not in (None, rank) else []
     if source is None:
         return Started(works, lambda: torch.zeros_like(piece))
     if source == rank:
         return Started(works, piece.clone)
     received = torch.empty_like(piece)
-    return Started(wire.recv(received, source) + works, lambda: received)
+    return Started(comm.recv(received, source) + works, lambda: received)
 
 
-def transfer(wire: Wire, piece: Tensor, options: Options) -> Started:
+def transfer(comm: Communicator, piece: Tensor, options: Options) -> Started:
     """[m] -> [m] at the destination; the sender has zeros."""
-    if wire.rank == options["src"]:
-        return Started(wire.send(piece, options["dst"]), lambda: piece.new_zeros(()).expand(piece.shape))
+    if comm.rank == options["src"]:
+        return Started(comm.send(piece, options["dst"]), lambda: piece.new_zeros(()).expand(piece.shape))
     received = torch.empty_like(piece)
-    return Started(wire.recv(received, options["src"]), lambda: received)
+    return Started(comm.recv(received, options["src"]), lambda: received)
 
 
-def barrier(wire: Wire, piece: Tensor, options: Options) -> Started:
+def barrier(comm: Communicator, piece: Tensor, options: Options) -> Started:
     """Nobody leaves before all have come: each sends one byte to each."""
-    tokens = torch.zeros(wire.size, 1, dtype=torch.uint8).unbind(0)
-    return Started(_all_gather_into(wire, tokens[wire.rank], tokens), lambda: piece)
+    tokens = torch.zeros(comm.size, 1, dtype=torch.uint8).unbind(0)
+    return Started(_all_gather_into(comm, tokens[comm.rank], tokens), lambda: piece)
 
 
-Primitive = Callable[[Wire, Tensor, Options], Started]
+Primitive = Callable[[Communicator, Tensor, Options], Started]
 
-EXCHANGES: dict[str, Primitive] = {
+GLOO: dict[str, Primitive] = {
     "all_gather": all_gather,
     "reduce_scatter": reduce_scatter,
     "all_reduce": all_reduce,

@@ -15,7 +15,7 @@ from functional_ds.comm.record.collective import Options
 
 from .gloo import Started
 
-__all__ = ["NATIVE", "message"]
+__all__ = ["NCCL", "message"]
 
 # torch 2.13 renamed these two, and warns of the old names.
 _ALL_GATHER = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
@@ -146,7 +146,7 @@ def permute(pg: ProcessGroup, piece: Tensor, options: Options) -> Started:
 
 
 def message(pg: ProcessGroup, piece: Tensor, options: Options) -> tuple[dist.P2POp, Callable[[], Tensor]]:
-    """One point-to-point message, still to be posted (NCCL wants those that go on together in one batch), and its result."""
+    """One point-to-point message, still to be posted (NCCL wants those that go on batch in one batch), and its result."""
     if pg.rank() == options["src"]:
         op = dist.P2POp(dist.isend, _raw(piece), group=pg, tag=options["tag"], group_peer=options["dst"])
         return op, lambda: piece.new_zeros(()).expand(piece.shape)
@@ -159,7 +159,7 @@ def barrier(pg: ProcessGroup, piece: Tensor, options: Options) -> Started:
     return _started(dist.barrier(group=pg, async_op=True), piece)
 
 
-NATIVE: dict[str, Callable[[ProcessGroup, Tensor, Options], Started]] = {
+NCCL: dict[str, Callable[[ProcessGroup, Tensor, Options], Started]] = {
     "all_gather": all_gather,
     "reduce_scatter": reduce_scatter,
     "all_reduce": all_reduce,

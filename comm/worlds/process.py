@@ -1,4 +1,4 @@
-"""Ranks as processes: collectives lowered to messages over Gloo, or to NCCL's own collectives."""
+"""Ranks as processes: collectives of CPU tensors are messages over Gloo, those of CUDA tensors are NCCL's own."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,28 +12,33 @@ import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
+from torch.distributed.distributed_c10d import Store
 
 from functional_ds.comm.record.collective import Call, Here
 from functional_ds.comm.record.errors import CommError
-from functional_ds.comm.record.group import Group, call_site, each, place_in
-from functional_ds.comm.record.ledger import Ledger
+from functional_ds.comm.record.group import Group, World, call_site
 
-from .call_log import Watch
-from .gloo import EXCHANGES, Started, Wire
-from .nccl import NATIVE, message
-from .worker import Lane, Performed, Posted, Queued
+from .call_log import CallLog
+from .gloo import GLOO, Communicator, Started
+from .nccl import NCCL, message
+from .worker import Performed, Posted, Queued, Worker
 
 __all__ = ["DEFAULT_TIMEOUT", "ProcessWorld", "leave_process_world", "process_world", "torch_group"]
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
-_POSTED = 2**20  # bytes of a message up to which the caller's thread posts it: sooner than another thread wakes up
-_TAGS = 2**30  # below are the tags that a program may use with torch's own messages
+_POSTED = 2**20  # bytes: smaller messages are posted by the caller's thread, which is faster than waking another
+_TAGS = 2**30  # smaller tags are free for the program's own messages through torch
 
 
 @attrs.define(eq=False)
 class _Coalesced:
-    """Leaves of one dtype that travel as one payload: their places in the call, their shares of it, and what carries it."""
+    """Leaves of one dtype that are sent as one payload.
+
+    Attributes:
+        places: their indices among the call's leaves.
+        shares: each leaf's elements along the payload's last dim.
+        started: the primitive under way.
+    """
 
     places: Sequence[int]
     shares: Sequence[int]
@@ -41,7 +46,7 @@ class _Coalesced:
 
     def pieces(self) -> Sequence[Tensor]:
         result = self.started.wait()
-        # Pieces of a coalesced payload would share one storage, each keeping all of it alive.
+        # Copies, because views would share one storage, and each would keep all of it alive.
         return [result] if len(self.shares) == 1 else [x.clone() for x in result.split(self.shares, dim=-1)]
 
 
@@ -58,8 +63,8 @@ class _ProcessHandle:
         ends = [part.started.ended for part in self.parts]
         return None if None in ends else max(ends, default=None)  # type: ignore[type-var]
 
-    def poll(self, patience: float) -> bool:
-        deadline = monotonic() + patience
+    def poll(self, timeout: float) -> bool:
+        deadline = monotonic() + timeout
         return all(part.started.poll(max(0.0, deadline - monotonic())) for part in self.parts)
 
     def wait(self) -> list[Tensor]:
@@ -70,7 +75,7 @@ class _ProcessHandle:
                     results[place] = unpack(piece, self.tensors[place], self.here)
         except CommError:
             raise
-        except RuntimeError as error:  # the transport's: a time-out, or a rank that has gone
+        except RuntimeError as error:  # from Gloo or NCCL: a time-out, or a rank that has ended
             signature = self.call.signature(self.tensors, self.here)
             raise CommError(
                 f"rank {self.group.rank} of {self.group.name!r} failed in {signature} at {call_site()}: {error}\n"
@@ -80,7 +85,7 @@ class _ProcessHandle:
 
 
 def _by_kind(tensors: Sequence[Tensor]) -> Iterable[Sequence[int]]:
-    """The places of tensors of one dtype and device."""
+    """The indices of the tensors, grouped by dtype and device."""
     if len(tensors) == 1:
         return ((0,),)
     places: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -90,12 +95,12 @@ def _by_kind(tensors: Sequence[Tensor]) -> Iterable[Sequence[int]]:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """The tensor without its graph, its bytes as they read."""
+    """The tensor without its graph, and with conjugation and negation applied to its bytes."""
     return (tensor.detach() if tensor.requires_grad else tensor).resolve_conj().resolve_neg()
 
 
 def _dense(payload: Tensor) -> Tensor:
-    """Contiguous, and viewable as bytes: torch calls a lone element contiguous whatever its stride."""
+    """Contiguous, and viewable as bytes: torch calls a tensor of one element contiguous whatever its stride."""
     return payload.contiguous() if payload.stride(-1) == 1 else payload.clone(memory_format=torch.contiguous_format)
 
 
@@ -103,90 +108,83 @@ Key = tuple[tuple[int, ...], str]
 
 
 @attrs.define(eq=False, slots=False)
-class ProcessWorld:
-    """The world as one process sees it.
+class ProcessWorld(World):
+    """The world of one process.
 
     Attributes:
-        rank: of this process.
-        store: where the ranks' processes find each other.
-        timeout: how long a message may take, and ``checked`` waits.
-        adopted: torch's process groups that came from outside, by ranks and name; the world's is one.
-        native: torch's process groups for CUDA tensors, made when a group first needs one.
-        lanes: each group's wire, and the thread for its asynchronous calls.
-        books: the open ledgers.
-        watch: under ``checked()``, who compares calls before they are carried out.
-        doorman: who compares monitored barriers otherwise.
-        blocks: how many ``checked()`` blocks there were.
+        store: the key-value store that all ranks share.
+        timeout: for a message, and for a call under ``checked``.
+        adopted: torch's process groups that were made outside, by ranks and name; the default group is one.
+        nccl_groups: torch's process groups for CUDA tensors, made when a group first needs one.
+        workers: each group's communicator, and the thread for its asynchronous calls.
+        call_log: under ``checked()``, compares calls before they start.
+        barrier_log: compares monitored barriers outside ``checked()``.
+        checked_blocks: the number of ``checked()`` blocks so far.
     """
 
-    rank: int
     store: Store
     timeout: timedelta = DEFAULT_TIMEOUT
     adopted: dict[Key, dist.ProcessGroup] = attrs.field(factory=dict)
-    native: dict[Key, dist.ProcessGroup] = attrs.field(factory=dict)
-    lanes: dict[tuple[Key, Hashable], tuple[Wire, Lane]] = attrs.field(factory=dict)
-    books: list[Ledger] = attrs.field(factory=list)
-    watch: Watch | None = None
-    doorman: Watch | None = None
-    blocks: int = 0
+    nccl_groups: dict[Key, dist.ProcessGroup] = attrs.field(factory=dict)
+    workers: dict[tuple[Key, Hashable], tuple[Communicator, Worker]] = attrs.field(factory=dict)
+    call_log: CallLog | None = None
+    barrier_log: CallLog | None = None
+    checked_blocks: int = 0
     _batch: list[tuple[dist.P2POp, Started]] | None = None
     _left: bool = False
 
     @cached_property
     def device(self) -> torch.device:
-        """Where small messages live: on the CPU, where the world serves it."""
-        return torch.device("cpu" if "cpu" in self._served else "cuda")
+        """The CPU if the world has a backend for it, else CUDA."""
+        return torch.device("cpu" if "cpu" in self._backends else "cuda")
 
-    def repeat(self, times: int, body: Callable[[int], None]) -> None:
-        each(times, body)
-
-    def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, ahead: bool) -> _ProcessHandle:
+    def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, async_op: bool) -> _ProcessHandle:
         if self._left:
             shown = call.shown(group.rank)
             raise CommError(f"{shown} on {group!r}: its processes' group was destroyed; take a group of the new world")
         here, pack = Here(call.options, group.rank, group.size), call.collective.pack
-        agreed = self.watch.announce(call, tensors, group, here) if self.watch else None
+        agreed = self.call_log.announce(call, tensors, group, here) if self.call_log else None
         parts = []
         for places in _by_kind(tensors):
             device = tensors[places[0]].device
-            if device.type not in self._carriers:
+            if device.type not in self._supported:
                 self._refuse(device, group)
             payloads = [pack(_plain(tensors[place]), here) for place in places]
             payload = torch.cat(payloads, dim=-1) if len(payloads) > 1 else _dense(payloads[0])
-            start = self._start_native if device.type == "cuda" else self._start_messages
+            start = self._start_nccl if device.type == "cuda" else self._start_gloo
             shares = [part.shape[-1] for part in payloads]
-            parts.append(_Coalesced(places, shares, start(call, group, payload, agreed, ahead)))
-            agreed = None  # once a call
-        if agreed is not None:  # a tree without leaves sends nothing, but is a call
+            parts.append(_Coalesced(places, shares, start(call, group, payload, agreed, async_op)))
+            agreed = None  # the log is waited for once a call
+        if agreed is not None:  # a tree without leaves sends nothing, but must be compared, too
             agreed()
         return _ProcessHandle(call, tensors, group, here, parts)
 
-    def _start_messages(
-        self, call: Call, group: Group, payload: Tensor, agreed: Callable[[], None] | None, ahead: bool
+    def _start_gloo(
+        self, call: Call, group: Group, payload: Tensor, agreed: Callable[[], None] | None, async_op: bool
     ) -> Performed | Posted | Queued:
-        wire, lane = self._lane(group, call.collective.order(call.options))
-        exchange = EXCHANGES[call.collective.primitive]
+        comm, worker = self._worker(group, call.collective.order(call.options))
+        primitive = GLOO[call.collective.primitive]
         small = payload.numel() * payload.element_size() <= _POSTED
-        if ahead and agreed is None and small and call.collective.primitive == "transfer" and lane.idle:
-            return Posted(lane, exchange(wire, payload, call.options).wait)
+        if async_op and agreed is None and small and call.collective.primitive == "transfer" and worker.idle:
+            return Posted(worker, primitive(comm, payload, call.options).wait)
 
         def job() -> Tensor:
             if agreed is not None:
                 agreed()
-            return exchange(wire, payload, call.options).wait()
+            return primitive(comm, payload, call.options).wait()
 
-        # A call that is waited for at once needs no thread, unless the lane's order does. It then goes through both
-        # rounds at once, as on a lane: other ranks' lanes may be busier, and messages have one order.
-        return lane.submit(job) if ahead or not lane.idle else lane.perform(job)
+        # A call that is waited for at once runs on the caller's thread, unless earlier calls are queued. It runs to its end
+        # there, as it would on the worker, so that the group's messages keep one order on all ranks.
+        return worker.submit(job) if async_op or not worker.idle else worker.perform(job)
 
-    def _start_native(
-        self, call: Call, group: Group, payload: Tensor, agreed: Callable[[], None] | None, ahead: bool
+    def _start_nccl(
+        self, call: Call, group: Group, payload: Tensor, agreed: Callable[[], None] | None, async_op: bool
     ) -> Started:
         if agreed is not None:
             agreed()
-        pg, row = self._native(group), call.collective
+        pg, row = self._nccl_group(group), call.collective
         if row.primitive != "transfer":
-            return NATIVE[row.primitive](pg, payload, call.options)
+            return NCCL[row.primitive](pg, payload, call.options)
         op, finish = message(pg, payload, call.options)
         started = Started([], finish)
         if self._batch is None:
@@ -195,22 +193,15 @@ class ProcessWorld:
             self._batch.append((op, started))
         return started
 
-    def group(self, ranks: Sequence[int], name: str) -> Group:
-        """A group of these ranks. It makes no connections: its messages go over the world's."""
-        return Group(tuple(ranks), place_in(ranks, self.rank), name, self)
-
-    def channel(self, group: Group, name: str) -> Group:
-        return self.group(group.ranks, f"{group.name}/{name}")
-
     def adopt(self, pg: dist.ProcessGroup, name: str) -> Group:
-        """A torch process group as a group."""
+        """The group for a process group of torch's."""
         ranks = tuple(dist.get_process_group_ranks(pg))
         self.adopted[ranks, name] = pg
         return self.group(ranks, name)
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """NCCL takes messages that go on together as one batch; over Gloo each goes its own way."""
+    def batch(self) -> Iterator[None]:
+        """Over NCCL, messages within this context are posted as one batch at its end; over Gloo each is posted at once."""
         outer, self._batch = self._batch, []
         try:
             yield
@@ -222,24 +213,24 @@ class ProcessWorld:
             self._batch = outer
 
     def leave(self) -> None:
-        """Nobody shall use this world's groups any more."""
+        """Makes every later call on this world's groups raise."""
         self._left = True
-        self.native.clear()
-        self.lanes.clear()
+        self.nccl_groups.clear()
+        self.workers.clear()
         self.adopted.clear()
 
     # -- transports ----------------------------------------------------------------------------------------------------
 
-    def _lane(self, group: Group, thread: Hashable) -> tuple[Wire, Lane]:
-        key = ((group.ranks, group.name), thread)
-        found = self.lanes.get(key)
+    def _worker(self, group: Group, order: Hashable) -> tuple[Communicator, Worker]:
+        key = ((group.ranks, group.name), order)
+        found = self.workers.get(key)
         if found is None:
             tag = self._tag(repr(key)) if group.size > 1 else 0
-            found = self.lanes[key] = Wire(self._everyone, group.ranks, group.rank, tag), Lane(group.name)
+            found = self.workers[key] = Communicator(self._everyone, group.ranks, group.rank, tag), Worker(group.name)
         return found
 
     def _tag(self, name: str) -> int:
-        """A number for the name, the same on all ranks, whoever asks first; nobody waits for anybody."""
+        """A number for the name. The first rank that asks sets it, and all others get the same; no rank waits."""
         mine = _TAGS + self.store.add("functional_ds/tags", 1)
         return int(self.store.compare_set(f"functional_ds/tag/{name}", "", str(mine)))
 
@@ -251,33 +242,33 @@ class ProcessWorld:
         return pg
 
     @cached_property
-    def _served(self) -> dict[str, str]:
-        """The world's backends by kind of device."""
+    def _backends(self) -> dict[str, str]:
+        """The default group's backends by kind of device."""
         return dict(pair.split(":", 1) for pair in str(dist.get_backend_config()).split(","))  # cpu:gloo,cuda:nccl
 
     @cached_property
-    def _carriers(self) -> set[str]:
-        """The kinds of devices whose tensors can travel: CPU over Gloo, CUDA over NCCL."""
-        return {kind for kind, backend in (("cpu", "gloo"), ("cuda", "nccl")) if self._served.get(kind) == backend}
+    def _supported(self) -> set[str]:
+        """The kinds of devices whose tensors can be sent: CPU over Gloo, CUDA over NCCL."""
+        return {kind for kind, backend in (("cpu", "gloo"), ("cuda", "nccl")) if self._backends.get(kind) == backend}
 
     def _refuse(self, device: torch.device, group: Group) -> NoReturn:
-        names = ", ".join(f"{kind} by {backend}" for kind, backend in self._served.items())
+        names = ", ".join(f"{kind} by {backend}" for kind, backend in self._backends.items())
         raise ValueError(
             f"a tensor is on {device}, and the world of {group!r} serves {names}: move it there, "
             "or call init_distributed with a backend for that device (Gloo for CPU, NCCL for CUDA tensors)"
         )
 
-    def _native(self, group: Group) -> dist.ProcessGroup:
-        """NCCL's group; torch names it by how many groups a process has made, so members must first use theirs in one order."""
+    def _nccl_group(self, group: Group) -> dist.ProcessGroup:
+        """torch's NCCL group. torch numbers such groups, so their members must first use them in one order."""
         key = (group.ranks, group.name)
-        pg = self.adopted.get(key) or self.native.get(key)
+        pg = self.adopted.get(key) or self.nccl_groups.get(key)
         if pg is None:
-            pg = self.native[key] = torch_group(group.ranks, group.name)
+            pg = self.nccl_groups[key] = torch_group(group.ranks, group.name)
         return pg
 
 
 def torch_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
-    """A process group of torch's with the ranks in this order; its members must make theirs in one order."""
+    """A new torch process group with the ranks in this order. All members must create their groups in one order."""
     in_order: dict[str, Any] = {}
     if list(ranks) != sorted(ranks):
         if "sort_ranks" not in signature(dist.new_group).parameters:
@@ -287,18 +278,18 @@ def torch_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
     return pg
 
 
-_WORLDS: dict[dist.ProcessGroup, Group] = {}  # one entry: torch's default process group and its world
+_WORLDS: dict[dist.ProcessGroup, Group] = {}  # at most one entry: torch's default process group and its world
 
 
 def process_world(timeout: timedelta = DEFAULT_TIMEOUT) -> Group | None:
-    """torch's default process group as a world, or None where there is none; ``timeout`` is how long ``checked`` waits."""
+    """The world of torch's default process group, or None where there is none; ``timeout`` is for calls under ``checked``."""
     pg = dist.group.WORLD
     if pg is None:
         return None
     everyone = _WORLDS.get(pg)
     if everyone is None:
         leave_process_world()
-        world = ProcessWorld(dist.get_rank(), dist.distributed_c10d._get_default_store(), timeout)
+        world = ProcessWorld(dist.get_rank(), pg.get_group_store(), timeout)
         everyone = _WORLDS[pg] = world.adopt(pg, "world")
     return everyone
 

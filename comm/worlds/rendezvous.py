@@ -5,16 +5,16 @@ import uuid
 from datetime import timedelta
 from time import monotonic, sleep
 
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from functional_ds.comm.record.errors import TimedOutError
 
-__all__ = ["met"]
+__all__ = ["meet"]
 
 _PAUSE = 2e-3  # seconds between two looks
 
 
-def met(store: Store, *, rank: int, size: int, timeout: timedelta) -> Store:
+def meet(store: Store, *, rank: int, size: int, timeout: timedelta) -> Store:
     """A part of the store that these processes alone use, once all have come.
 
     A launcher that starts dead ranks again may keep the store, and what ranks of an earlier attempt left there must not be
@@ -26,8 +26,8 @@ def met(store: Store, *, rank: int, size: int, timeout: timedelta) -> Store:
     Raises:
         TimedOutError: some ranks have not come; which.
 
-    >>> from torch._C._distributed_c10d import HashStore
-    >>> type(met(HashStore(), rank=0, size=1, timeout=timedelta(seconds=1))).__name__
+    >>> from torch.distributed import HashStore
+    >>> type(meet(HashStore(), rank=0, size=1, timeout=timedelta(seconds=1))).__name__
     'PrefixStore'
     """
     store, token = PrefixStore("functional_ds/meeting", store), uuid.uuid4().hex

@@ -1,7 +1,9 @@
-"""What a process has one of, and each simulated rank its own: random generators and warning filters."""
+"""State that belongs to the process, and of which each simulated rank has its own: random generators and warning filters."""
 
 import random
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
@@ -9,14 +11,14 @@ import torch
 from numpy.random import mtrand
 from torch import Tensor
 
-__all__ = ["Ambient", "drop_spare_normal"]
+__all__ = ["RngState", "drop_spare_normal", "kept_rng"]
 
 
 @attrs.frozen(eq=False)
-class Ambient:
-    """The state of torch's default CPU generator, of ``random``, of NumPy's global generator, and of ``warnings``.
+class RngState:
+    """The states of torch's default CPU generator, of ``random``, of NumPy's global generator, and of ``warnings``.
 
-    Grad mode, autocast and the like are each thread's own already.
+    Grad mode and autocast need no care here: torch keeps them for each thread.
     """
 
     torch_state: Tensor
@@ -25,13 +27,13 @@ class Ambient:
     warning_state: tuple[Any, ...]
 
     @classmethod
-    def now(cls) -> "Ambient":
-        """What it is at this moment."""
+    def now(cls) -> "RngState":
+        """The current state."""
         filters = (warnings.filters, warnings.showwarning, warnings._showwarnmsg_impl)  # type: ignore[attr-defined]
         return cls(torch.get_rng_state(), random.getstate(), mtrand.get_bit_generator(), filters)
 
-    def twins(self, count: int) -> "list[Ambient]":
-        """The same state so often, each to go its own way: NumPy's generator is an object, the others are values."""
+    def copies(self, count: int) -> "list[RngState]":
+        """Independent copies. NumPy's generator is an object and gets copied; the other states are values."""
         kind, state = type(self.numpy_bits), self.numpy_bits.state
         found = [kind(0) for _ in range(count)]
         for bits in found:
@@ -39,7 +41,7 @@ class Ambient:
         return [attrs.evolve(self, numpy_bits=bits) for bits in found]
 
     def restore(self) -> None:
-        """Makes it so again."""
+        """Sets the process's generators and filters to this state."""
         torch.set_rng_state(self.torch_state)
         random.setstate(self.python_state)
         mtrand.set_bit_generator(self.numpy_bits)
@@ -48,9 +50,20 @@ class Ambient:
             warnings._filters_mutated()  # type: ignore[attr-defined]
 
 
-def drop_spare_normal() -> None:
-    """NumPy draws normal numbers in pairs and forgets the second one when its generator is exchanged.
+@contextmanager
+def kept_rng() -> Iterator[RngState]:
+    """Restores the state when the block ends; yields it."""
+    now = RngState.now()
+    try:
+        yield now
+    finally:
+        now.restore()
 
-    A rank that goes on at once must forget it, too, or its draws would depend on the interleaving.
+
+def drop_spare_normal() -> None:
+    """Makes NumPy's generator forget the second number of a pair of normals.
+
+    NumPy draws normals in pairs, and loses the second one when its generator is replaced. A rank that continues without a
+    switch must lose it, too, or its draws would depend on the interleaving.
     """
     mtrand.set_bit_generator(mtrand.get_bit_generator())

@@ -1,15 +1,14 @@
-"""N ranks in one process: a thread each, one running at a time, in an order that a seed picks.
+"""N ranks in one process: each is a thread, one thread runs at a time, and a seed picks the interleaving.
 
-A rank runs until it waits for a collective that is not complete; then the seed picks who goes on. The last rank to come
-to a collective carries out its denotation for all. So a simulated run is deterministic, and at the moment when no rank
-can go on, the simulator knows exactly who waits for whom.
+A rank runs until it waits for a collective that is not complete. Then the seed picks the rank that runs next. The last rank
+to call a collective computes its denotation for all members. So a simulated run is deterministic, and when no rank can
+continue, the simulator knows who waits for whom.
 """
 
 import random
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple, cast
 
 import attrs
 import torch
@@ -17,26 +16,27 @@ from torch import Tensor
 
 from functional_ds.comm.record.collective import Call, Here
 from functional_ds.comm.record.errors import CommError, DeadlockError, MismatchError, UnmatchedError
-from functional_ds.comm.record.group import Group, call_site, each, place_in
-from functional_ds.comm.record.ledger import Ledger
+from functional_ds.comm.record.group import Group, World, call_site
 
-from .current import HERE, only_simulation
-from .rng_state import Ambient, drop_spare_normal
+from .current import enter, exclusive_simulation
+from .rng_state import RngState, drop_spare_normal, kept_rng
 from .shapes import run_on_shapes
 
-__all__ = ["simulate"]
+__all__ = ["SimulatedWorld", "simulate"]
 
+_MAX_FRUITLESS_POLLS = 10_000  # after which a program that only polls is reported as a deadlock
 
-_PATIENCE = 10_000  # fruitless polls after which a program that only polls is taken to be stuck
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 class _AbortedError(BaseException):
-    """Unwinds the other ranks once one has failed; no user code should catch it."""
+    """Ends the other ranks once one has failed. It is no Exception, so that user code does not catch it."""
 
 
 @attrs.frozen(eq=False)
 class _Arrival:
-    """One rank's part of a collective: what it called, on what, and where."""
+    """One rank's part of a collective: its call, its inputs and the call site."""
 
     call: Call
     here: Here
@@ -49,7 +49,7 @@ class _Arrival:
 
 @attrs.define(eq=False)
 class _Slot:
-    """One collective of one group: who has come so far, and the results once all have."""
+    """One collective of one group: the calls so far, and the results once all members have called."""
 
     group: Group
     members: tuple[int, ...]  # ranks of the world, in the denotation's order
@@ -61,18 +61,18 @@ class _Slot:
         return [rank for rank in self.members if rank not in self.arrivals]
 
     def complete(self) -> None:
-        """Applies the denotation leaf by leaf; by law 12 that is what a coalesced call means."""
+        """Applies the denotation to each leaf; by law 12 that is the meaning of a coalesced call."""
         arrivals = [self.arrivals[rank] for rank in self.members]
         call = arrivals[0].call
         options = call.merged([arrival.call.private() for arrival in arrivals])
         leaves = zip(*(arrival.inputs for arrival in arrivals), strict=True)
-        with torch.inference_mode(False), torch.no_grad():  # the modes of whoever came last are not the others'
+        with torch.inference_mode(False), torch.no_grad():  # whichever modes the last rank is in
             results = [call.collective.denotation(xs, options) for xs in leaves]
         self.outputs = {rank: [result[i] for result in results] for i, rank in enumerate(self.members)}
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """What a message would carry: the values, laid out plainly, whatever the sender's modes are."""
+    """The values as a message would carry them: contiguous, and independent of the sender's modes."""
     with torch.inference_mode(False):
         return tensor.detach().clone(memory_format=torch.contiguous_format)
 
@@ -90,31 +90,25 @@ class _SimulatedHandle:
             raise DeadlockError(f"{self.slot.arrivals[self.world.rank]} was waited for and is not complete")
         return outputs.pop(self.world.rank)
 
-    def poll(self, patience: float) -> bool:
-        return self.world.simulator.poll(self.world.rank, self.slot, patience > 0)
+    def poll(self, timeout: float) -> bool:
+        return self.world.simulator.poll(self.world.rank, self.slot, timeout > 0)
 
 
 @attrs.define(eq=False)
-class SimulatedWorld:
-    """The world as one simulated rank sees it."""
+class SimulatedWorld(World):
+    """The world of a simulated rank.
+
+    Attributes:
+        simulator: runs all ranks.
+        counts: for each order of calls, the index of the last one.
+        thread: the only thread that may call collectives.
+    """
 
     simulator: "Simulator"
-    rank: int
-    books: list[Ledger] = attrs.field(factory=list)
     counts: dict[tuple[Any, ...], int] = attrs.field(factory=dict)
     thread: int = attrs.field(factory=threading.get_ident)
 
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def together(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def repeat(self, times: int, body: Callable[[int], None]) -> None:
-        each(times, body)
-
-    def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, ahead: bool) -> _SimulatedHandle:
+    def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, async_op: bool) -> _SimulatedHandle:
         if threading.get_ident() != self.thread:
             raise CommError(
                 f"{call.shown(group.rank)} on simulated rank {self.rank} comes from thread "
@@ -128,34 +122,28 @@ class SimulatedWorld:
         slot = _Slot(group, members, call.agreement(tensors, here))
         return _SimulatedHandle(self, self.simulator.arrive((*key, turn), self.rank, slot, arrival))
 
-    def group(self, ranks: Sequence[int], name: str) -> Group:
-        return Group(tuple(ranks), place_in(ranks, self.rank), name, self)
-
-    def channel(self, group: Group, name: str) -> Group:
-        return attrs.evolve(group, name=f"{group.name}/{name}")
-
 
 class Simulator:
-    """Hands one baton around: only the rank that holds it runs."""
+    """Lets one rank run at a time: the one that holds the baton."""
 
     def __init__(self, world_size: int, seed: int) -> None:
         self.random = random.Random(seed)
-        self.batons = [threading.Lock() for _ in range(world_size)]  # held, but for the one whose rank may run
+        self.batons = [threading.Lock() for _ in range(world_size)]  # all are locked except the one of the rank that runs
         for baton in self.batons:
             baton.acquire()
         self.waiting: dict[int, _Slot] = {}
         self.polling: set[int] = set()
-        self.fruitless = 0  # polls in a row that found nothing, since anybody came to anything
+        self.fruitless = 0  # polls in a row that found nothing, since the last call of any rank
         self.unfinished = set(range(world_size))
-        self.slots: dict[tuple[Any, ...], _Slot] = {}  # those that are not complete
-        self.ambients = Ambient.now().twins(world_size)
+        self.slots: dict[tuple[Any, ...], _Slot] = {}  # collectives that are not complete
+        self.rng_states = RngState.now().copies(world_size)
         self.failure: BaseException | None = None
         self.over = threading.Event()
 
     # -- what a rank calls while it holds the baton --------------------------------------------------------------------
 
     def arrive(self, key: tuple[Any, ...], rank: int, slot: _Slot, arrival: _Arrival) -> _Slot:
-        """The slot for this call, the first comer's if there is one; raises where the two do not fit."""
+        """Adds a call to its collective; raises MismatchError where it differs from the first member's."""
         self.check()
         known = self.slots.setdefault(key, slot)
         if known.agreement != slot.agreement:
@@ -172,7 +160,7 @@ class Simulator:
         return known
 
     def wait(self, rank: int, slot: _Slot, *, polls: bool = False) -> bool:
-        """Lets others run until the slot is complete; a poll ends, too, when nobody else can go on."""
+        """Lets other ranks run until the collective is complete. A poll also ends when no other rank can continue."""
         drop_spare_normal()
         while slot.outputs is None:
             self.check()
@@ -183,18 +171,21 @@ class Simulator:
         return True
 
     def poll(self, rank: int, slot: _Slot, patient: bool) -> bool:
-        """Whether the slot is complete: patiently, when nobody else can go on; else after as many turns as the seed says."""
+        """Whether the collective is complete; other ranks run first.
+
+        A patient poll lets them run until none can continue; any other poll, for a number of turns that the seed picks.
+        """
         if patient:
             found = self.wait(rank, slot, polls=True)
         else:
             while slot.outputs is None and self.random.random() < 0.5:
                 self.check()
-                heir = self.pick()
-                self.hand_over(rank, rank if heir is None else heir)
+                successor = self.pick()
+                self.hand_over(rank, rank if successor is None else successor)
             self.check()
             found = slot.outputs is not None
         self.fruitless = 0 if found else self.fruitless + 1
-        if self.fruitless > _PATIENCE:
+        if self.fruitless > _MAX_FRUITLESS_POLLS:
             self.waiting[rank] = slot
             raise DeadlockError(self.describe())
         return found
@@ -204,30 +195,30 @@ class Simulator:
             raise _AbortedError
 
     def pass_on(self, rank: int, *, may_return: bool) -> bool:
-        """Gives the baton to a rank that can go on and sleeps until it is back; False if that is for want of others."""
+        """Passes the baton on and waits until it is back; False if it came back because no other rank can continue."""
         if may_return:
             self.polling.add(rank)
-        heir = self.pick()
-        if heir is None:
+        successor = self.pick()
+        if successor is None:
             self.failure = self.failure or DeadlockError(self.describe())
             raise _AbortedError
-        self.hand_over(rank, heir)
+        self.hand_over(rank, successor)
         self.polling.discard(rank)
         slot = self.waiting.pop(rank)
         return slot.outputs is not None or self.failure is not None
 
-    def hand_over(self, rank: int, heir: int) -> None:
-        """The baton goes to the heir; returns when it is back."""
-        if heir != rank:
-            self.ambients[rank] = Ambient.now()
-            self.batons[heir].release()
+    def hand_over(self, rank: int, successor: int) -> None:
+        """Passes the baton to the successor; returns when it is back."""
+        if successor != rank:
+            self.rng_states[rank] = RngState.now()
+            self.batons[successor].release()
             self.batons[rank].acquire()
-            self.ambients[rank].restore()
+            self.rng_states[rank].restore()
 
     # -- the schedule --------------------------------------------------------------------------------------------------
 
     def pick(self) -> int | None:
-        """Someone who can go on; failing that, someone who only polls."""
+        """A rank that can continue; if there is none, a rank that polls; else None."""
         able = [r for r in sorted(self.unfinished) if self.able(r)] or sorted(self.polling)
         return self.random.choice(able) if able else None
 
@@ -236,65 +227,67 @@ class Simulator:
         return waiting is None or waiting.outputs is not None or self.failure is not None
 
     def finish(self, rank: int) -> None:
-        """This rank is done; the baton goes on, or the run is over."""
+        """Removes a rank that is done; passes the baton on, or ends the run."""
         self.unfinished.discard(rank)
         if not self.unfinished:
             self.over.set()
             return
-        heir = self.pick()
-        if heir is None:
+        successor = self.pick()
+        if successor is None:
             self.failure = self.failure or DeadlockError(self.describe())
-            heir = self.pick()
-        if heir is not None:
-            self.batons[heir].release()
+            successor = self.pick()
+        if successor is not None:
+            self.batons[successor].release()
 
     # -- what went wrong -----------------------------------------------------------------------------------------------
 
     def describe(self) -> str:
-        """Who waits where, and for whom."""
+        """The state of every rank: finished, or the call that it waits in and the ranks that it waits for."""
         lines = ["deadlock: no rank can go on"]
         for rank in range(len(self.batons)):
             if rank not in self.unfinished:
                 lines.append(f"  rank {rank} has finished")
             elif rank in self.waiting:
-                lines.append(f"  rank {rank} waits in {self.story(self.waiting[rank], rank)}")
+                lines.append(f"  rank {rank} waits in {self.describe_wait(self.waiting[rank], rank)}")
         return "\n".join(lines)
 
-    def story(self, slot: _Slot, rank: int) -> str:
-        """What the rank called, where, and who has not come."""
+    def describe_wait(self, slot: _Slot, rank: int) -> str:
+        """The rank's call, its call site, and the ranks that have not called."""
         arrival, missing = slot.arrivals[rank], ", ".join(map(str, slot.missing()))
         return f"{arrival} on group {slot.group.name!r} at {arrival.site} for rank {missing}"
 
-    def leftovers(self) -> str:
-        """What was started and never completed, when nobody waited for it."""
-        stories = [f"  rank {rank} started {self.story(slot, rank)}" for slot in self.slots.values() for rank in slot.arrivals]
+    def describe_unmatched(self) -> str:
+        """The calls that were started, that no rank waited for and that are not complete."""
+        stories = [
+            f"  rank {rank} started {self.describe_wait(slot, rank)}" for slot in self.slots.values() for rank in slot.arrivals
+        ]
         return "\n".join(["all ranks have finished, but some never came to what others started", *sorted(stories)])
 
 
-def simulate(program: Callable[..., Any], *args: Any, world_size: int, seed: int = 0, shapes_only: bool = False) -> list[Any]:
+def simulate(program: Callable[[*Ts], T], *args: *Ts, world_size: int, seed: int = 0, shapes_only: bool = False) -> list[T]:
     """Runs ``program(*args)`` on ``world_size`` simulated ranks and returns their results in rank order.
 
-    Law: the result does not depend on ``seed`` (which picks the interleaving) for any program whose ranks talk through
-    collectives only, and equals that of ``spawn`` bit for bit.
+    Law: if ranks communicate through collectives only, the result does not depend on ``seed``, and equals that of ``spawn``
+    bit for bit.
 
-    The default torch generator, Python's and NumPy's, and the warning filters are each rank's own, all starting as the
-    caller's, which are left as they were.
+    Each rank has its own default torch generator, Python and NumPy generators and warning filters. They start as copies of
+    the caller's, which do not change.
 
     Args:
         program: what each rank runs.
         args: its arguments, the same objects on all ranks.
-        world_size: how many ranks.
+        world_size: the number of ranks.
         seed: picks the interleaving.
-        shapes_only: the ranks pass tensors without values (``device="meta"``) and get such; each runs by itself, and
-            afterwards their calls are compared. So programs on thousands of ranks can be counted, by a ``ledger``.
+        shapes_only: the ranks pass tensors without values (``device="meta"``) and get such tensors. Each rank runs by itself,
+            and the calls are compared afterwards. A ``ledger`` can so count programs on thousands of ranks.
 
     Raises:
-        MismatchError: ranks of one group called different collectives, with both call sites.
-        DeadlockError: no rank can go on; every rank, where it waits and for whom. On shapes only nobody waits, so this is
-            not found.
-        UnmatchedError: an asynchronous call that some of its ranks never came to.
-        CommError: a rank calls a collective from a thread of its own.
-        Exception: whatever a rank raised, as it is, with a note that names the rank.
+        MismatchError: ranks of one group called different collectives; names both call sites.
+        DeadlockError: no rank can continue; names where each rank waits and for which ranks. With ``shapes_only`` no rank
+            waits, so deadlocks are not found.
+        UnmatchedError: some ranks never made a call that others had started asynchronously.
+        CommError: a rank called a collective from another thread.
+        Exception: the exception that a rank raised, with a note that names the rank.
 
     >>> from functional_ds import comm
     >>> simulate(lambda: comm.all_reduce(torch.tensor(comm.world().rank)).item(), world_size=4)
@@ -304,16 +297,16 @@ def simulate(program: Callable[..., Any], *args: Any, world_size: int, seed: int
         raise ValueError(f"world_size={world_size!r}: a world has at least one rank")
     if shapes_only:
         return run_on_shapes(program, args, world_size)
-    simulator = Simulator(world_size, seed)
-    results: list[Any] = [None] * world_size
+    simulator, ranks = Simulator(world_size, seed), tuple(range(world_size))
+    results: list[T | None] = [None] * world_size
 
     def run(rank: int) -> None:
         simulator.batons[rank].acquire()
-        HERE.group = Group(tuple(range(world_size)), rank, "world", SimulatedWorld(simulator, rank))
-        simulator.ambients[rank].restore()
+        simulator.rng_states[rank].restore()
         torch.set_num_threads(1)  # one rank runs at a time, and each thread would start a pool of its own
         try:
-            with torch.autograd.set_multithreading_enabled(False):  # a backward pass stays on its rank's thread
+            # Autograd without threads: a backward pass stays on its rank's thread.
+            with enter(SimulatedWorld(rank, simulator), ranks), torch.autograd.set_multithreading_enabled(False):
                 simulator.check()
                 results[rank] = program(*args)
         except _AbortedError:
@@ -324,15 +317,15 @@ def simulate(program: Callable[..., Any], *args: Any, world_size: int, seed: int
         finally:
             simulator.finish(rank)
 
-    with only_simulation():
-        outside, threads = Ambient.now(), torch.get_num_threads()
+    with exclusive_simulation(), kept_rng():
+        threads = torch.get_num_threads()
         workers = [threading.Thread(target=run, args=(r,), daemon=True, name=f"rank {r}") for r in range(world_size)]
         try:
             for worker in workers:
                 worker.start()
             simulator.batons[simulator.random.randrange(world_size)].release()
             simulator.over.wait()
-        except BaseException as error:  # an interrupt: the ranks end at their next collective
+        except BaseException as error:  # KeyboardInterrupt: the ranks end at their next collective
             simulator.failure = simulator.failure or error
             simulator.over.wait()
             raise
@@ -340,9 +333,8 @@ def simulate(program: Callable[..., Any], *args: Any, world_size: int, seed: int
             for worker in workers:
                 worker.join()
             torch.set_num_threads(threads)
-            outside.restore()
     if simulator.failure is not None:
         raise simulator.failure
     if simulator.slots:
-        raise UnmatchedError(simulator.leftovers())
-    return results
+        raise UnmatchedError(simulator.describe_unmatched())
+    return cast(list[T], results)

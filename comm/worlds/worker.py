@@ -11,7 +11,7 @@ from time import perf_counter
 import attrs
 from torch import Tensor
 
-__all__ = ["Lane", "Performed", "Posted", "Queued"]
+__all__ = ["Performed", "Posted", "Queued", "Worker"]
 
 
 _IDLE = 5.0  # seconds without a job after which the thread ends; the next job starts another
@@ -19,7 +19,7 @@ _IDLE = 5.0  # seconds without a job after which the thread ends; the next job s
 
 @attrs.frozen(eq=False)
 class Queued:
-    """An exchange that the lane does when its turn comes."""
+    """An exchange that the worker does when its turn comes."""
 
     future: "Future[tuple[Tensor, float]]"
 
@@ -32,9 +32,9 @@ class Queued:
         """Its result, or its error."""
         return self.future.result()[0]
 
-    def poll(self, patience: float) -> bool:
-        """Whether it is over; waits for that at most ``patience`` seconds."""
-        return bool(wait_for([self.future], patience).done)
+    def poll(self, timeout: float) -> bool:
+        """Whether it is over; waits for that at most ``timeout`` seconds."""
+        return bool(wait_for([self.future], timeout).done)
 
 
 @attrs.frozen(eq=False)
@@ -50,7 +50,7 @@ class Performed:
             raise self.result
         return self.result
 
-    def poll(self, patience: float) -> bool:
+    def poll(self, timeout: float) -> bool:
         """True."""
         return True
 
@@ -59,11 +59,11 @@ class Performed:
 class Posted:
     """A message that the caller's thread has posted, and the transport moves.
 
-    Whether it is over can only be found by waiting. So a look leaves that to the lane, and so does dropping it, for the
+    Whether it is over can only be found by waiting. So a look leaves that to the worker, and so does dropping it, for the
     transport forgets messages that nobody holds.
     """
 
-    lane: "Lane"
+    worker: "Worker"
     finish: Callable[[], Tensor]
     ended: float | None = None
     _looked: Queued | None = None
@@ -78,13 +78,13 @@ class Posted:
         self.ended = perf_counter()
         return result
 
-    def poll(self, patience: float) -> bool:
-        """Whether it is over; waits for that at most ``patience`` seconds."""
+    def poll(self, timeout: float) -> bool:
+        """Whether it is over; waits for that at most ``timeout`` seconds."""
         if self.ended is not None:
             return True
         if self._looked is None:
-            self._looked = self.lane.submit(self.finish)
-        if self._looked.poll(patience):
+            self._looked = self.worker.submit(self.finish)
+        if self._looked.poll(timeout):
             self.ended = self._looked.ended
             return True
         return False
@@ -92,10 +92,10 @@ class Posted:
     def __del__(self) -> None:
         if not self._waited and self._looked is None:
             with suppress(RuntimeError):  # at the interpreter's end no thread can be started
-                self.lane.submit(self.finish)
+                self.worker.submit(self.finish)
 
 
-class Lane:
+class Worker:
     """Does what it is given one after the other.
 
     Posting a message takes the lock under which the transport moves the previous one, which can last milliseconds, and the
@@ -121,12 +121,12 @@ class Lane:
             self._given += 1
             self._jobs.put((job, future))
             if self._thread is None:
-                self._thread = Thread(target=self._run, daemon=True, name=f"lane {self._name}")
+                self._thread = Thread(target=self._run, daemon=True, name=f"worker {self._name}")
                 self._thread.start()
         return Queued(future)
 
     def perform(self, job: Callable[[], Tensor]) -> Performed:
-        """Does a job on the caller's thread; the lane must be idle."""
+        """Does a job on the caller's thread; the worker must be idle."""
         try:
             result: Tensor | Exception = job()
         except Exception as error:  # whoever waits shall see it

@@ -8,9 +8,8 @@ import optree
 import optree.integrations.attrs
 from torch import Tensor
 
-from functional_ds.comm.record.collective import NAMESPACE
-
 __all__ = [
+    "NAMESPACE",
     "as_written",
     "flatten",
     "leaves",
@@ -24,9 +23,9 @@ __all__ = [
     "unflatten",
 ]
 
+NAMESPACE = "functional_ds"  # of optree, in which the library's records are registered
+
 C = TypeVar("C", bound=type)
-
-
 R = TypeVar("R")
 
 

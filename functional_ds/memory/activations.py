@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable, like_marked
+from functional_ds.base.torch_private import FakeTensor, FakeTensorMode, TorchDispatchMode, unset_fake_temporarily
 from functional_ds.base.weighted import weigh
 from functional_ds.step.tape import Tape
 

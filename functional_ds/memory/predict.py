@@ -29,7 +29,7 @@ def predicted(make: Callable[[], Step], params: Any, *, world_size: int = 1, ran
     """The bytes that a rank will hold: params, masters, optimizer, gradients, gathered units at most, buffers.
 
     ``make`` is a program that makes the step, meshes and all, as on a real rank. It runs as one rank of a world whose other
-    ranks do the same (``comm.alike``), and ``step.init`` gets params without values, so any model on any number of ranks
+    ranks do the same (``comm.symmetric``), and ``step.init`` gets params without values, so any model on any number of ranks
     costs neither memory nor time worth speaking of. Then gradients of a loss that uses every leaf, in the order in which
     the tree was filled, go through the step's own phases, twice: only later passes fetch units ahead.
 
@@ -71,7 +71,7 @@ def predicted(make: Callable[[], Step], params: Any, *, world_size: int = 1, ran
         grads, gathered = (_sums(step, state), 0) if pipelined else _gradients(step, state, tree.as_written(bare))
         return measured(state, gradients=grads).plus(gathered=gathered)
 
-    found: Memory = comm.alike(program, world_size=world_size, rank=rank)
+    found: Memory = comm.symmetric(program, world_size=world_size, rank=rank)
     return found
 
 

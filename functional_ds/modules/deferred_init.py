@@ -6,9 +6,9 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from functional_ds.base.torch_private import FakeTensor, FakeTensorConverter, FakeTensorMode, buffers_of, parameters_of
 from functional_ds.sharding.sources import from_source
 
 from .functional import Apply, functional
@@ -91,7 +91,7 @@ def deferred(build: Callable[[], nn.Module], *, device: str | torch.device = "cp
         module = build()
     places = _bare(module, recording)
     for owner in module.modules():
-        for tensors in (owner._buffers, owner.__dict__):
+        for tensors in (buffers_of(owner), owner.__dict__):
             fake = {name: x for name, x in tensors.items() if isinstance(x, FakeTensor)}
             tensors.update({name: recording.compute(recording.place(x)).to(device) for name, x in fake.items()})
     apply, params = functional(module)
@@ -104,10 +104,10 @@ def _bare(module: nn.Module, recording: Initialisation) -> dict[str, Place]:
     new: dict[int, nn.Parameter] = {}
     places: dict[str, Place] = {}
     for path, owner in module.named_modules():
-        for key, fake in owner._parameters.items():
+        for key, fake in parameters_of(owner).items():
             if isinstance(fake, FakeTensor):
                 if id(fake) not in new:
                     new[id(fake)] = nn.Parameter(torch.empty(fake.shape, dtype=fake.dtype, device="meta"), fake.requires_grad)
                     places[f"{path}.{key}" if path else key] = recording.place(fake)
-                owner._parameters[key] = new[id(fake)]
+                parameters_of(owner)[key] = new[id(fake)]
     return places

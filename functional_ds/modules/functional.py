@@ -31,7 +31,7 @@ def _places(module: nn.Module) -> tuple[dict[str, list[_Place]], dict[str, nn.Pa
     places: dict[str, list[_Place]] = {}
     params: dict[str, nn.Parameter] = {}
     for path, owner in module.named_modules():
-        for key, parameter in owner._parameters.items():
+        for key, parameter in parameters_of(owner).items():
             if parameter is not None:
                 name = first.setdefault(id(parameter), _joined(path, key))
                 places.setdefault(name, []).append((path, key))
@@ -95,7 +95,7 @@ class _Skeleton:
             for owner, key in self.slots[name]:
                 owner[key] = parameter
         for rnn in self.rnns:  # these read their weights from a second list
-            rnn._flat_weights = [getattr(rnn, name) for name in rnn._flat_weights_names]
+            refresh_flat_weights(rnn)
         self.bound = params
         self.identity = tuple(map(id, params.values()))
 

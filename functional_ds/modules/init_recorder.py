@@ -12,10 +12,9 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from functional_ds.base import tree
+from functional_ds.base.torch_private import FakeTensor, TorchDispatchMode, schema_of, storage_id, unset_fake_temporarily
 
 __all__ = ["Initialisation", "Place"]
 
@@ -104,10 +103,10 @@ class Initialisation(TorchDispatchMode):
     def place(self, tensor: Tensor) -> Place:
         """Where a fake tensor lies."""
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._numbers:
-            self._numbers[storage._cdata] = len(self._kept)
+        if storage_id(storage) not in self._numbers:
+            self._numbers[storage_id(storage)] = len(self._kept)
             self._kept.append(storage)
-        number = self._numbers[storage._cdata]
+        number = self._numbers[storage_id(storage)]
         return Place(number, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
 
     def compute(self, place: Place) -> Tensor:
@@ -141,7 +140,7 @@ class Initialisation(TorchDispatchMode):
         if not changed and not any(makes):
             return  # a view, or a question about shapes
         whole = {place.storage for place in makes if place is not None}
-        if func._schema.name.rpartition("::")[2] in _OVERWRITES:
+        if schema_of(func).name.rpartition("::")[2] in _OVERWRITES:
             whole |= {p.storage for p in changed if p.offset == 0 and p.fills >= self._kept[p.storage].nbytes()}
         writes = frozenset(place.storage for place in changed)
         entry = _Entry(func, arguments, frozenset(p.storage for p in reads), writes, makes, frozenset(whole), state)
@@ -231,7 +230,7 @@ def _check(place: Place, result: Tensor, function: Any) -> None:
 def _written(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors that an operation changes."""
     found: list[Any] = []
-    for place, argument in enumerate(function._schema.arguments):
+    for place, argument in enumerate(schema_of(function).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             found.append(args[place] if place < len(args) else kwargs.get(argument.name))
     return [x for x in tree.leaves(found) if isinstance(x, Tensor)]

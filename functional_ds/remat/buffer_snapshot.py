@@ -7,7 +7,8 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
+
+from functional_ds.base.torch_private import buffers_of, disable_dispatch_modes, version_of
 
 __all__ = ["Rewind"]
 
@@ -38,19 +39,19 @@ class Rewind:
         Those have another version or other bits: ``x.data`` and the kernels of norms leave no version.
         """
         owners = [
-            (path, owner, dict(owner._buffers), set(vars(owner)), _plain(owner)) for path, owner in module.named_modules()
+            (path, owner, dict(buffers_of(owner)), set(vars(owner)), _plain(owner)) for path, owner in module.named_modules()
         ]
         every = {id(b): b for _, _, buffers, _, _ in owners for b in buffers.values() if b is not None}
-        copies, versions = _copies(every.values()), {key: b._version for key, b in every.items()}
+        copies, versions = _copies(every.values()), {key: version_of(b) for key, b in every.items()}
         try:
             yield
         finally:
-            written = {key for key, b in every.items() if _is_small(b) or b._version != versions[key]}
+            written = {key for key, b in every.items() if _is_small(b) or version_of(b) != versions[key]}
             written |= _other_bits([(b, copies[key]) for key, b in every.items() if key not in written])
             self._copies = [copies[key] for key in written]
             for path, owner, buffers, names, plain in owners:
                 had = {name: copies[id(b)] if id(b) in written else b for name, b in buffers.items()}
-                made = dict.fromkeys((name for name in owner._buffers if name not in buffers), _ABSENT)
+                made = dict.fromkeys((name for name in buffers_of(owner) if name not in buffers), _ABSENT)
                 self._had[path] = _Had({**had, **made}, {**plain, **dict.fromkeys(set(vars(owner)) - names, _ABSENT)})
 
     @contextmanager
@@ -61,12 +62,12 @@ class Rewind:
         now = []
         for owner, had in owners:
             buffers = {name: further.get(id(buffer), buffer) for name, buffer in had.buffers.items()}
-            now.append((owner, _put(owner._buffers, buffers), _put(owner.__dict__, had.attributes)))
+            now.append((owner, _put(buffers_of(owner), buffers), _put(owner.__dict__, had.attributes)))
         try:
             yield
         finally:
             for owner, buffers, attributes in now:
-                _put(owner._buffers, buffers)
+                _put(buffers_of(owner), buffers)
                 _put(owner.__dict__, attributes)
 
 
@@ -93,13 +94,13 @@ def _is_small(buffer: Tensor) -> bool:
 
 def _copies(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
     """By id; no recorder takes them for what the function computes."""
-    with _disable_current_modes():
+    with disable_dispatch_modes():
         return {id(tensor): tensor.detach().clone() for tensor in tensors}
 
 
 def _other_bits(pairs: Iterable[tuple[Tensor, Tensor]]) -> set[int]:
     """The ids of tensors that have other bits than their copies; all are compared before the first answer is awaited."""
-    with _disable_current_modes():
+    with disable_dispatch_modes():
         answers = [(id(tensor), _differs(tensor.detach(), copy)) for tensor, copy in pairs]
         return {key for key, answer in answers if answer}
 

@@ -8,7 +8,8 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from functional_ds.base.torch_private import TorchDispatchMode, schema_of
 
 from .policy import Keep, RematPolicy
 from .saved_tensors import Offloaded, Resident, TensorStore
@@ -45,7 +46,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors that an operation writes into."""
-    if not func._schema.is_mutable:
+    if not schema_of(func).is_mutable:
         return []
     places = enumerate(func._schema.arguments)
     return _tensors(

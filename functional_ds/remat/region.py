@@ -8,7 +8,6 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 

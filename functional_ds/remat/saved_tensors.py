@@ -89,7 +89,7 @@ class Resident:
     def __init__(self, tensor: Tensor) -> None:
         # The tensor itself would keep alive the graph that it belongs to.
         self.tensor = tensor.detach() if tensor.grad_fn is not None else tensor
-        self.version = tensor._version
+        self.version = version_of(tensor)
         self.whole = self.held = tensor.untyped_storage().nbytes()
 
     @property

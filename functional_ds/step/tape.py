@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from functional_ds.base.torch_private import storage_id
+
 from .buffers import BufferScope
 
 __all__ = ["Tape", "current_tape", "inspect_graph"]
@@ -260,9 +262,9 @@ def _apart(grads: list[Tensor]) -> list[Tensor]:
     known: set[int] = set()
     found = []
     for grad in grads:
-        shared = grad.untyped_storage()._cdata in known or 0 in grad.stride()
+        shared = storage_id(grad) in known or 0 in grad.stride()
         found.append(grad.clone(memory_format=torch.contiguous_format) if shared else grad)
-        known.add(found[-1].untyped_storage()._cdata)
+        known.add(storage_id(found[-1]))
     return found
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable, like_marked, trainable
+from functional_ds.base.torch_private import unscale_
 from functional_ds.base.weighted import Weighted, weigh
 from functional_ds.optim.bind import BoundOptimizer
 from functional_ds.optim.kernels import guarded, reals
@@ -168,7 +169,7 @@ def _finite(step: Step, state: State, grads: list[Tensor]) -> Tensor:
     if some := [grad for grad in reals(grads) if grad.numel()]:
         with torch.no_grad():  # one kernel, which multiplies by one in place: an expanded gradient would overlap itself
             apart = [grad.contiguous() if 0 in grad.stride() else grad for grad in some]
-            torch._amp_foreach_non_finite_check_and_unscale_(apart, overflow, one)
+            unscale_(apart, overflow, one)
     return overflow[0] == 0
 
 

@@ -61,7 +61,23 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
     "no number around": (
         {},
         {"RANK": "0", "WORLD_SIZE": "two"},
-        "WORLD_SIZE='two' in the environment is no number; world_size",
+        "WORLD_SIZE='two' in the environment is not an integer; torchrun sets it",
+    ),
+    "a rank that is no number": ({}, {"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x' in the environment is not an integer"),
+    "a local rank that is no number": (
+        {"world_size": 1, "rank": 0},
+        {"LOCAL_RANK": "x"},
+        "LOCAL_RANK='x' in the environment is not an integer; torchrun sets it: start the program with torchrun, or unset",
+    ),
+    "local ranks that are no number": (
+        {"world_size": 1, "rank": 0},
+        {"LOCAL_WORLD_SIZE": ""},
+        "LOCAL_WORLD_SIZE='' in the environment is not an integer",
+    ),
+    "a port that is no number": (
+        {"world_size": 1, "rank": 0},
+        {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "http"},
+        "MASTER_PORT='http' in the environment is not an integer",
     ),
     "a rank alone around": ({}, {"RANK": "0"}, "rank is given and world_size is not"),
     "a rank too large around": ({}, {"RANK": "5", "WORLD_SIZE": "2"}, "rank=5 is no rank of a world of 2"),
@@ -78,6 +94,15 @@ def test_bad_arguments_are_refused(what: str, monkeypatch: pytest.MonkeyPatch) -
         comm.init_distributed(**arguments)
     assert not dist.is_initialized()
     assert not comm.is_initialized()
+
+
+def test_a_local_rank_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for without a world, too."""
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert comm.get_local_rank() == 3
+    monkeypatch.setenv("LOCAL_RANK", "x")
+    with pytest.raises(ValueError, match=r"LOCAL_RANK='x' in the environment is not an integer"):
+        comm.get_local_rank()
 
 
 def test_a_world_of_one_process(tmp_path: Path) -> None:

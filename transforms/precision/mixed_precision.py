@@ -13,6 +13,7 @@ from torch import Tensor
 
 from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable, like_marked, mark_stored, stored_in
+from functional_ds.base.torch_private import foreach_copy_
 from functional_ds.base.weighted import Weighted
 from functional_ds.step.slots import Role
 from functional_ds.step.state import State
@@ -355,5 +356,5 @@ def _rounded(stored: Sequence[Any], moved: Sequence[Any], uniforms: Sequence[Ten
             else:
                 old.copy_(round_stochastically(new, uniform))
         if into:
-            torch._foreach_copy_(into, values)
+            foreach_copy_(into, values)
     return rounded

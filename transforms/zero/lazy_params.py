@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from functional_ds.base import tree
+from functional_ds.base.torch_private import version_of
 from functional_ds.sharding.layout import Layout
 from functional_ds.step.tape import Tape
 
@@ -109,14 +110,14 @@ class _SavedTensor:
     def __init__(self, tensor: Tensor) -> None:
         # An output saved with its grad_fn would keep its own node alive.
         self.tensor = tensor.detach() if tensor.grad_fn is not None else tensor
-        self.version = tensor._version
+        self.version = version_of(tensor)
 
     def unchanged(self) -> Tensor:
         """The tensor, as it was."""
-        if self.tensor._version != self.version:
+        if version_of(self.tensor) != self.version:
             raise RuntimeError(
                 f"a tensor of shape {list(self.tensor.shape)} that the backward pass needs has been modified by an inplace "
-                f"operation: it is at version {self.tensor._version}, expected {self.version}; use the out-of-place one"
+                f"operation: it is at version {version_of(self.tensor)}, expected {self.version}; use the out-of-place one"
             )
         return self.tensor
 

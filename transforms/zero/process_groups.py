@@ -3,7 +3,6 @@
 from typing import Any
 
 import attrs
-import torch
 
 from functional_ds import comm
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from functional_ds import comm
+from functional_ds.base.torch_private import foreach_add_, foreach_copy_
 from functional_ds.comm.record.pending import relay
 from functional_ds.sharding.layout import Layout
 from functional_ds.step.tape import dense, wide
@@ -121,7 +122,7 @@ class Reducer:
         pairs = zip(segment.views(self.local[index]), leaves, strict=True)
         found = [(view, dense(grad)) for view, grad in pairs if grad is not None and grad.numel()]
         if found:
-            move = torch._foreach_copy_ if fresh else torch._foreach_add_
+            move = foreach_copy_ if fresh else foreach_add_
             move([view for view, _ in found], [grad for _, grad in found])
 
     def _buffer(self, index: int, leaves: Sequence[Tensor | None], device: torch.device) -> Tensor:

@@ -1,6 +1,5 @@
 """ZeRO: optimizer states, gradients and params in shards (Rajbhandari, Rasley, Ruwase, He 2020)."""
 
-import zlib
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 

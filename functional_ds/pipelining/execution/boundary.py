@@ -8,10 +8,10 @@ import attrs
 import optree
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from functional_ds import comm
 from functional_ds.base import tree
+from functional_ds.base.torch_private import FakeTensorMode, disable_torch_function_subclass
 from functional_ds.pipelining.stages.stages import LossInput, Stages
 from functional_ds.step.state import State
 from functional_ds.step.step import Step
@@ -201,7 +201,7 @@ def _outgoing(
 
 def view_metas(step: Step, part: State) -> dict[str, TensorMeta]:
     """The leaves that the step's view gives for some of the params; collective in ZeRO stage 3."""
-    with Tape() as tape, torch._C.DisableTorchFunctionSubclass():  # a deferred leaf need not be fetched for this
+    with Tape() as tape, disable_torch_function_subclass():  # a deferred leaf need not be fetched for this
         return {path: TensorMeta.of(leaf) for path, leaf in step.view(part, tape).items()}
 
 

@@ -5,13 +5,12 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable
 from functional_ds.base.prng import Key
+from functional_ds.base.torch_private import FakeTensorMode, TorchDispatchMode
 from functional_ds.base.weighted import weigh
 from functional_ds.comm.algorithms.cost import Link
 from functional_ds.pipelining.planning.costs import Costs
@@ -115,7 +114,7 @@ class FlopCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        formula = flop_registry.get(func._overloadpacket)
+        formula = flop_registry.get(func.overloadpacket)
         if formula is not None:
             self.total += formula(*args, **kwargs, out_val=result)
         return result

@@ -6,6 +6,7 @@ import attrs
 from torch import Tensor
 
 from functional_ds.base import tree
+from functional_ds.base.torch_private import storage_id
 from functional_ds.step.state import State
 from functional_ds.step.step import Step
 from functional_ds.step.tape import Tape
@@ -59,7 +60,7 @@ class GatheredParams:
 
     def durable(self, tensor: Tensor) -> Tensor:
         """A tensor that may be used after ``free``: a clone, if it lies in a gathered leaf's memory."""
-        return tensor.clone() if self._gathered and _storage(tensor) in self._gathered else tensor
+        return tensor.clone() if self._gathered and storage_id(tensor) in self._gathered else tensor
 
     def push(self, grads: Mapping[str, Tensor]) -> None:
         """Takes the gradients by all leaves, by path, and starts their reductions."""
@@ -92,8 +93,8 @@ class GatheredParams:
         self._seen = {path: _fetched(given[path]) for path in order if path in given}
         tape.step_aside()
         self.leaves = {path: leaf.detach().requires_grad_(leaf.requires_grad) for path, leaf in self._seen.items()}
-        stored = {_storage(leaf) for leaf in tree.leaves(self.state.params) if isinstance(leaf, Tensor)}  # not on a disk
-        made = {_storage(leaf): path for path, leaf in self.leaves.items()}
+        stored = {storage_id(leaf) for leaf in tree.leaves(self.state.params) if isinstance(leaf, Tensor)}  # not on a disk
+        made = {storage_id(leaf): path for path, leaf in self.leaves.items()}
         self._gathered = {storage: path for storage, path in made.items() if storage not in stored}
         return tape
 
@@ -108,8 +109,3 @@ class GatheredParams:
 
 def _fetched(leaf: Tensor) -> Tensor:
     return leaf if type(leaf) is Tensor else leaf.view_as(leaf)
-
-
-def _storage(tensor: Tensor) -> int:
-    address: int = tensor.untyped_storage()._cdata
-    return address

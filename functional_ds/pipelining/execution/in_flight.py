@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from functional_ds.base.torch_private import storage_id
+
 from .split_backward import WeightBackward, accumulate, backward_inputs
 
 __all__ = ["InFlightMicroBatch"]
@@ -62,7 +64,7 @@ class InFlightMicroBatch:
     def _back(self) -> list[Tensor]:
         """The inputs' gradients; notes their storages."""
         back = [torch.zeros_like(x) if x.grad is None else x.grad for x in self.inputs]
-        self.returned = {grad.untyped_storage()._cdata for grad in back}
+        self.returned = {storage_id(grad) for grad in back}
         return back
 
     def _separate(self, new: Sequence[Tensor]) -> None:
@@ -70,9 +72,9 @@ class InFlightMicroBatch:
         taken = set(self.returned)
         for weight in new:
             if weight.grad is not None:
-                if weight.grad.untyped_storage()._cdata in taken:
+                if storage_id(weight.grad) in taken:
                     weight.grad = weight.grad.clone()
-                taken.add(weight.grad.untyped_storage()._cdata)
+                taken.add(storage_id(weight.grad))
 
 
 def _without(weights: Sequence[Tensor]) -> list[Tensor]:

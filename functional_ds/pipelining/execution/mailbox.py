@@ -61,7 +61,7 @@ class Mailbox:
         if len(self._sent) == _MOST_BATCHES:
             self._wait_for_oldest()
         self._sent.append([])
-        with self.group.world.together():
+        with self.group.world.batch():
             for kind, stage, j in actions:
                 if kind is Kind.SEND_F:
                     self._send(Kind.F, stage, j, to=stage + 1)

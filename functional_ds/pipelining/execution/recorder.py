@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from functional_ds import comm
+from functional_ds.base.torch_private import storage_id
 from functional_ds.pipelining.planning.costs import Costs
 from functional_ds.pipelining.planning.timeline import Timeline, observed
 from functional_ds.pipelining.schedules.action import COMPUTE, Action, Kind
@@ -103,9 +104,9 @@ class SavedBytes:
     def __exit__(self, *error: Any) -> None:
         self._hooks.__exit__(*error)
         for tensor in self._apart():
-            self._sizes.pop(tensor.untyped_storage()._cdata, None)
+            self._sizes.pop(storage_id(tensor), None)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        self._sizes[storage._cdata] = storage.nbytes()
+        self._sizes[storage_id(storage)] = storage.nbytes()
         return tensor.detach() if tensor.grad_fn is not None else tensor  # an output itself would hold on to its own node

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from functional_ds.base.torch_private import run_backward
+
 __all__ = ["WeightBackward", "accumulate", "backward_inputs"]
 
 Grads = tuple[Tensor | None, ...]
@@ -81,9 +83,7 @@ def accumulate(outputs: Sequence[Any], seeds: Sequence[Tensor], leaves: Sequence
         again: keeps the graph for another pass.
     """
     if outputs and leaves:
-        torch.autograd.Variable._execution_engine.run_backward(
-            tuple(outputs), tuple(seeds), again, False, tuple(leaves), allow_unreachable=True, accumulate_grad=True
-        )
+        run_backward(outputs, seeds, leaves, keep_graph=again)
 
 
 def backward_inputs(

@@ -11,7 +11,7 @@ import optree
 
 from functional_ds.base import tree
 from functional_ds.base.prng import Key
-from functional_ds.comm.record.collective import NAMESPACE
+from functional_ds.base.tree import NAMESPACE
 
 from .stages import Params, Stage, Stages
 

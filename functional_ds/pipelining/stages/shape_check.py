@@ -5,15 +5,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
+
+from functional_ds.base import tree
+from functional_ds.base.prng import Key
+from functional_ds.base.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
     UnsupportedFakeTensorException,
 )
-
-from functional_ds.base import tree
-from functional_ds.base.prng import Key
 from functional_ds.base.weighted import weigh
 
 __all__ = ["NEEDS_VALUES", "check_shapes", "shown"]

@@ -7,6 +7,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from functional_ds.base.torch_private import disable_torch_function_subclass
 from functional_ds.pipelining.stages.stages import Params
 
 from .templates import Placeholder, Template, make_template
@@ -45,7 +46,7 @@ class Arguments:
 
     def device(self, params: Params) -> torch.device:
         """The device that the module runs on: the parameters', else the arguments'."""
-        with torch._C.DisableTorchFunctionSubclass():  # a deferred leaf need not be fetched for this
+        with disable_torch_function_subclass():  # a deferred leaf need not be fetched for this
             found = next((leaf.device for leaf in params.values()), None)
             return found or next((tensor.device for tensor in self.tensors), torch.device("cpu"))
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from functional_ds.base.prng import Key
+from functional_ds.base.torch_private import FakeTensorMode, disable_torch_function_subclass, unset_fake_temporarily
 from functional_ds.modules.functional import Apply
 from functional_ds.pipelining.stages.from_functions import call_with, first_input
 from functional_ds.pipelining.stages.stages import Params
@@ -103,7 +104,7 @@ class ProgramCache:
     def _signature(self, params: Params, arguments: Arguments) -> Any:
         """All that a program depends on."""
         shapes = tuple([(each.shape, each.stride(), each.dtype, each.device) for each in arguments.tensors])
-        with torch._C.DisableTorchFunctionSubclass():
+        with disable_torch_function_subclass():
             dtypes = tuple([leaf.dtype for leaf in params.values()])
         device = arguments.device(params)
         return arguments.structure, shapes, dtypes, device, self.apply.module.training, torch_modes(device.type)
@@ -111,7 +112,7 @@ class ProgramCache:
 
 def _without_values(bare: Mapping[str, nn.Parameter], params: Params, device: torch.device) -> dict[str, Tensor]:
     """All parameters without values. Those of other ranks are assumed to be cast as most of this rank's are."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with disable_torch_function_subclass():
         known = {path: leaf.dtype for path, leaf in params.items()}
     casts = Counter((bare[path].dtype, dtype) for path, dtype in known.items() if path in bare)
     most: dict[torch.dtype, torch.dtype] = {}

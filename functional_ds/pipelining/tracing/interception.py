@@ -8,13 +8,19 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from functional_ds.base.torch_private import (
+    TorchDispatchMode,
+    disable_torch_function,
+    saved_tensors_hooks_in_force,
+    schema_of,
+    storage_id,
+)
 from functional_ds.comm.record.group import call_site
 
 from .templates import tensors_in
 
-__all__ = ["FunctionCalls", "OperatorLog", "intercept", "no_checkpoint", "storage_id", "under_checkpoint", "unobserved"]
+__all__ = ["FunctionCalls", "OperatorLog", "intercept", "no_checkpoint", "storage_number", "under_checkpoint", "unobserved"]
 
 # Operators that read nothing but shape, dtype and device of their first argument.
 _SHAPE_ONLY = frozenset(
@@ -54,7 +60,7 @@ class FunctionCalls(TorchFunctionMode):
 
 def unobserved() -> Any:
     """A context in which torch functions run without ``FunctionCalls``."""
-    return torch._C.DisableTorchFunction()
+    return disable_torch_function()
 
 
 class OperatorLog(TorchDispatchMode):
@@ -86,7 +92,7 @@ class OperatorLog(TorchDispatchMode):
         name = func.overloadpacket.__name__
         self.pure &= torch.Tag.nondeterministic_seeded not in func.tags and "batch_norm" not in name
         for place, (argument, value) in enumerate(_arguments(func, args, kwargs)):
-            storages = {storage_id(tensor) for _, tensor in tensors_in(value)}
+            storages = {storage_number(tensor) for _, tensor in tensors_in(value)}
             if place or name not in _SHAPE_ONLY:
                 self.touched |= storages
             if argument.alias_info is not None and argument.alias_info.is_write:
@@ -95,15 +101,15 @@ class OperatorLog(TorchDispatchMode):
 
 def _arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
     """Pairs of an argument's schema and its value."""
-    schema = func._schema.arguments
+    schema = schema_of(func).arguments
     yield from zip(schema, args, strict=False)
     yield from ((each, kwargs[each.name]) for each in schema[len(args) :] if each.name in kwargs)
 
 
-def storage_id(tensor: Tensor) -> int:
+def storage_number(tensor: Tensor) -> int:
     """A number of the tensor's storage, which its views share; it is unique while the tensor lives."""
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return storage_id(tensor)
     except (NotImplementedError, RuntimeError):  # a sparse tensor has no single storage
         return id(tensor)
 
@@ -123,8 +129,8 @@ def under_checkpoint(name: str) -> bool:
     Raises:
         ValueError: the forward has set other saved-tensor hooks, which a stage would not see.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if hooks is None or hooks[0] is _same:  # type: ignore[redundant-expr]
+    hooks = saved_tensors_hooks_in_force()
+    if hooks is None or hooks[0] is _same:
         return False
     if hooks[0].__qualname__.startswith("_checkpoint_hook"):
         return True

@@ -3,7 +3,7 @@
 import attrs
 from torch import Tensor
 
-from .interception import storage_id
+from .interception import storage_number
 from .program import TensorSource
 
 __all__ = ["TensorTable"]
@@ -32,7 +32,7 @@ class TensorTable:
     def add(self, tensor: Tensor, source: TensorSource | None = None) -> int:
         """Enters a tensor; its number."""
         number = self._numbers[id(tensor)] = len(self.tensors)
-        return self._append(tensor, storage_id(tensor), source, number)
+        return self._append(tensor, storage_number(tensor), source, number)
 
     def number(self, tensor: Tensor) -> int | None:
         """A tensor's number; None if it was never met."""

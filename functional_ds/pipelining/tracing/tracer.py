@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from functional_ds.base.torch_private import FakeTensor, FakeTensorMode
 from functional_ds.comm.record.group import call_site
 from functional_ds.pipelining.stages.shape_check import NEEDS_VALUES
 

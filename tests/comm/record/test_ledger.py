@@ -289,7 +289,7 @@ def test_a_ledger_is_open_while_its_block_runs() -> None:
         with comm.ledger() as some:
             if comm.world().rank < 2:
                 comm.barrier(alone)
-        return outer.calls, inner.calls, last.calls, some.calls, comm.world().world.books
+        return outer.calls, inner.calls, last.calls, some.calls, comm.world().world.ledgers
 
     assert comm.simulate(program, world_size=4) == [(3, 1, 0, 1, [])] * 2 + [(3, 1, 0, 0, [])] * 2
 
@@ -456,7 +456,7 @@ def test_a_trace_is_a_process_for_each_rank(tmp_path: Path) -> None:
         ]
         assert all(event["ts"] >= 0 and event["dur"] > 0 for event in slices)
     assert min(event["ts"] for event in events if event["ph"] == "X") == 0
-    with pytest.raises(ValueError, match=r"books: no ledger has times; open them with comm\.ledger\(times=True\)"):
+    with pytest.raises(ValueError, match=r"ledgers: no ledger has times; open them with comm\.ledger\(times=True\)"):
         comm.write_trace([comm.Ledger()], tmp_path / "none.json")
 
 

@@ -176,13 +176,13 @@ def polls() -> list[bool]:
 def counts_bytes() -> list[tuple[str, int, int]]:
     """What the ledger says and what the transport was given, for each row but the barrier, at even and odd sizes."""
     sent, here = [0], comm.world().rank
-    original = gloo.Wire.send
+    original = gloo.Communicator.send
 
-    def send(wire: gloo.Wire, tensor: torch.Tensor, peer: int) -> Any:
+    def send(comm: gloo.Communicator, tensor: torch.Tensor, peer: int) -> Any:
         sent[0] += tensor.numel() * tensor.element_size()
-        return original(wire, tensor, peer)
+        return original(comm, tensor, peer)
 
-    gloo.Wire.send = send
+    gloo.Communicator.send = send
     rows = []
     try:
         for call in (
@@ -207,7 +207,7 @@ def counts_bytes() -> list[tuple[str, int, int]]:
                         call(torch.ones(size, dtype=dtype))
                     rows.append((book.rows[0].collective, book.bytes, sent[0]))
     finally:
-        gloo.Wire.send = original
+        gloo.Communicator.send = original
     return rows
 
 

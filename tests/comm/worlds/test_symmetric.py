@@ -28,10 +28,10 @@ def program(device: str) -> list[torch.Tensor]:
 
 @given(n=st.sampled_from((2, 4, 6)), rank=st.integers(0, 5))
 def test_it_is_that_rank_where_all_are_alike(n: int, rank: int) -> None:
-    """alike(p, rank=r) = simulate(p)[r] for a program whose ranks pass the same; on meta tensors, its shapes."""
+    """symmetric(p, rank=r) = simulate(p)[r] for a program whose ranks pass the same; on meta tensors, its shapes."""
     expected = comm.simulate(program, "cpu", world_size=n)[rank % n]
-    assert_same(comm.alike(program, "cpu", world_size=n, rank=rank % n), expected)
-    bare = comm.alike(program, "meta", world_size=n, rank=rank % n)
+    assert_same(comm.symmetric(program, "cpu", world_size=n, rank=rank % n), expected)
+    bare = comm.symmetric(program, "meta", world_size=n, rank=rank % n)
     assert all(x.is_meta for x in bare)
     assert [(x.shape, x.dtype) for x in bare] == [(x.shape, x.dtype) for x in expected]
 
@@ -45,12 +45,12 @@ def test_it_leaves_the_world_and_generators_as_they_were() -> None:
         raise RuntimeError("no")
 
     with pytest.raises(RuntimeError, match="no"):
-        comm.alike(failing, world_size=3)
+        comm.symmetric(failing, world_size=3)
     assert comm.world().size == 1
     assert torch.equal(torch.get_rng_state(), before)
 
     def within() -> tuple[int, int]:
-        return comm.alike(lambda: comm.world().size, world_size=9), comm.world().size
+        return comm.symmetric(lambda: comm.world().size, world_size=9), comm.world().size
 
     assert comm.simulate(within, world_size=2) == [(9, 2)] * 2
 
@@ -58,4 +58,4 @@ def test_it_leaves_the_world_and_generators_as_they_were() -> None:
 def test_bad_input() -> None:
     """No such rank."""
     with pytest.raises(ValueError, match="rank=3, world_size=3"):
-        comm.alike(lambda: None, world_size=3, rank=3)
+        comm.symmetric(lambda: None, world_size=3, rank=3)

@@ -133,7 +133,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
         Bug(
             "gradients are added into each other's memory",
             "pipelining.execution.in_flight",
-            "if weight.grad.untyped_storage()._cdata in taken:",
+            "if storage_id(weight.grad) in taken:",
             "if False:",
         ),
     ],

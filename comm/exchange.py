@@ -1,0 +1,153 @@
+"""Collectives that move values without combining them: all_to_all and permute."""
+
+from collections.abc import Iterable, Sequence
+from operator import index
+from typing import Any, Literal, TypeAlias, TypeVar, overload
+
+import torch
+
+from functional_ds.comm.record.collective import Call
+from functional_ds.comm.record.group import Group
+from functional_ds.comm.record.pending import Pending
+from functional_ds.comm.record.permutation import Permutation
+from functional_ds.comm.record.table import ALL_TO_ALL, ALL_TO_ALL_ROWS, PERMUTE
+
+from .dispatch import apply, resolve_dim, resolve_group
+from .uneven import need_values
+
+__all__ = ["all_to_all", "permute"]
+
+T = TypeVar("T")
+_Blocking: TypeAlias = Literal[False]
+_Async: TypeAlias = Literal[True]
+_Sizes: TypeAlias = Sequence[int] | None
+
+
+@overload
+def all_to_all(
+    x: T,
+    group: Group | None = None,
+    *,
+    split_dim: int = 0,
+    concat_dim: int = 0,
+    input_splits: _Sizes = None,
+    output_splits: _Sizes = None,
+    async_op: _Blocking = False,
+) -> T: ...
+@overload
+def all_to_all(
+    x: T,
+    group: Group | None = None,
+    *,
+    split_dim: int = 0,
+    concat_dim: int = 0,
+    input_splits: _Sizes = None,
+    output_splits: _Sizes = None,
+    async_op: _Async,
+) -> Pending[T]: ...
+@overload
+def all_to_all(
+    x: T,
+    group: Group | None = None,
+    *,
+    split_dim: int = 0,
+    concat_dim: int = 0,
+    input_splits: _Sizes = None,
+    output_splits: _Sizes = None,
+    async_op: bool,
+) -> Any: ...
+def all_to_all(
+    x: T,
+    group: Group | None = None,
+    *,
+    split_dim: int = 0,
+    concat_dim: int = 0,
+    input_splits: _Sizes = None,
+    output_splits: _Sizes = None,
+    async_op: bool = False,
+) -> Any:
+    """Each rank cuts its value along ``split_dim``, sends piece p to rank p, and joins what arrives along ``concat_dim``.
+
+    Law: ``A2A(c, s) ∘ A2A(s, c) = id``; the transpose swaps the dims. With splits, the transpose swaps the splits.
+
+    Args:
+        x: a pytree of tensors.
+        group: the ranks that take part; None for the whole world.
+        split_dim: the dim to cut, into equal pieces or by ``input_splits``.
+        concat_dim: the dim to concatenate along; with splits it must be ``split_dim``.
+        input_splits: the number of rows for each rank, as in expert parallelism.
+        output_splits: the number of rows from each rank. Left out, they are exchanged first, and the host waits for them.
+        async_op: return a ``Pending`` at once.
+
+    Cost: each rank sends (n - 1) / n of its value; with splits, all rows but its own.
+
+    Raises:
+        ValueError: a size that does not divide by n, splits that do not add up to it, or a dim out of range.
+        MismatchError: in a simulation and under ``checked()``: the splits of two ranks contradict each other.
+
+    >>> from functional_ds import comm
+    >>> comm.simulate(lambda: comm.all_to_all(torch.arange(2) + 10 * comm.world().rank).tolist(), world_size=2)
+    [[0, 10], [1, 11]]
+    >>> def rows():
+    ...     rank = comm.world().rank
+    ...     return comm.all_to_all(torch.full((3,), rank), input_splits=[[1, 2], [3, 0]][rank]).tolist()
+    >>> comm.simulate(rows, world_size=2)
+    [[0, 1, 1, 1], [0, 0]]
+    """
+    split_dim, concat_dim = resolve_dim("all_to_all", x, split_dim), resolve_dim("all_to_all", x, concat_dim)
+    if input_splits is None:
+        if output_splits is not None:
+            raise ValueError(f"output_splits={list(output_splits)} without input_splits: say what this rank sends, too")
+        return apply(Call(ALL_TO_ALL, {"split_dim": split_dim, "concat_dim": concat_dim}), x, group, async_op)
+    if split_dim != concat_dim:
+        raise ValueError(f"split_dim={split_dim} and concat_dim={concat_dim}: with input_splits they must be the same")
+    group = resolve_group(group)
+    sent = _sizes("input_splits", input_splits)
+    if len(sent) != group.size:
+        raise ValueError(f"input_splits={list(sent)}: a group of {group.size} needs {group.size} sizes, one for each rank")
+    if output_splits is None:
+        need_values("all_to_all(input_splits=...)", group, "what others send; pass output_splits, too")
+        output_splits = all_to_all(torch.tensor(sent, device=group.world.device), group).tolist()
+    options = {"dim": split_dim, "input_splits": sent, "output_splits": _sizes("output_splits", output_splits)}
+    return apply(Call(ALL_TO_ALL_ROWS, options), x, group, async_op)
+
+
+def _sizes(name: str, splits: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(index(rows) for rows in splits)
+    except TypeError:
+        raise TypeError(f"{name}={splits!r}: one whole number of rows for each rank") from None
+
+
+@overload
+def permute(
+    x: T, perm: Permutation | Iterable[tuple[int, int]], group: Group | None = None, *, async_op: _Blocking = False
+) -> T: ...
+@overload
+def permute(
+    x: T, perm: Permutation | Iterable[tuple[int, int]], group: Group | None = None, *, async_op: _Async
+) -> Pending[T]: ...
+@overload
+def permute(x: T, perm: Permutation | Iterable[tuple[int, int]], group: Group | None = None, *, async_op: bool) -> Any: ...
+def permute(x: T, perm: Permutation | Iterable[tuple[int, int]], group: Group | None = None, *, async_op: bool = False) -> Any:
+    """Sends each rank's value to the rank that ``perm`` names; a rank without a source gets zeros.
+
+    Law: ``PM(p) ∘ PM(q) = PM(p ∘ q)``; the transpose is ``PM(p⁻¹)``.
+
+    Args:
+        x: a pytree of tensors, with the same shapes and dtypes on all ranks.
+        perm: pairs (source, destination) of ranks of the group, the same on all ranks. In a loop, make a ``Permutation`` once.
+        group: the ranks that take part; None for the whole world.
+        async_op: return a ``Pending`` at once.
+
+    Cost: a rank with a destination sends its value once.
+
+    Raises:
+        ValueError: a rank is out of range, or is twice a source or twice a destination.
+
+    >>> from functional_ds import comm
+    >>> comm.simulate(lambda: comm.permute(torch.tensor(comm.world().rank), [(0, 1), (1, 2)]).item(), world_size=3)
+    [0, 0, 1]
+    """
+    perm = perm if isinstance(perm, Permutation) else Permutation(perm)
+    return apply(Call(PERMUTE, {"perm": perm}), x, group, async_op)

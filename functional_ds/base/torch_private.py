@@ -1,0 +1,159 @@
+"""Everything private of torch that this library uses, in one place. Tried with torch 2.13.0.
+
+None of it has a public form there. torch may change any of it in any release, so tests/base/test_torch_private.py has a test
+for each entry, and another that no other file uses anything private of torch.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorConverter,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    unset_fake_temporarily,
+)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+__all__ = [
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorConverter",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "UnsupportedFakeTensorException",
+    "buffers_of",
+    "detect_fake_mode",
+    "disable_dispatch_modes",
+    "disable_torch_function",
+    "disable_torch_function_subclass",
+    "foreach_add_",
+    "foreach_copy_",
+    "is_fake",
+    "make_wrapper_subclass",
+    "parameters_of",
+    "refresh_flat_weights",
+    "run_backward",
+    "saved_tensors_hooks_in_force",
+    "schema_of",
+    "storage_id",
+    "unscale_",
+    "unset_fake_temporarily",
+    "version_of",
+]
+
+T = TypeVar("T", bound=Tensor)
+
+# Re-exported names, and what needs them:
+# - FakeTensor, FakeTensorMode: tensors without values, on which modules, stages and memory predictions run. Without them
+#   nothing can be built, traced or priced without memory.
+# - FakeTensorConverter: `deferred` switches off its memo of weak references, with which modules could not be cast or moved.
+# - The three exceptions: how a fake tensor says that an operation needs values; stages and traces report them by name.
+# - unset_fake_temporarily: real tensors within a fake mode, for buffers and for recorded initial values.
+# - detect_fake_mode: whether a call is such a trial run, which must leave no trace in buffers and reports.
+# - TorchDispatchMode: sees every operation below autograd. Tracing, rematerialisation policies and peaks rest on it. torch
+#   documents the class and keeps it in a private module.
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor is a FakeTensor. Collectives answer those from shapes alone."""
+    return isinstance(tensor, FakeTensor)
+
+
+def disable_dispatch_modes() -> AbstractContextManager[Any]:
+    """Hides the block from active dispatch modes. Without it, recorders would take our copies of buffers for a model's."""
+    return _disable_current_modes()
+
+
+def disable_torch_function() -> AbstractContextManager[Any]:
+    """Switches off function modes and ``__torch_function__`` within the block. Without it, a tracer would trace itself."""
+    return torch._C.DisableTorchFunction()
+
+
+def disable_torch_function_subclass() -> AbstractContextManager[Any]:
+    """Switches off ``__torch_function__`` of subclasses within the block, so that a lazy leaf's metadata needs no gather."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def saved_tensors_hooks_in_force() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """The innermost ``saved_tensors_hooks`` of this thread, or None. torch applies them alone; ours must call them in turn."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return tuple(hooks) if hooks else None
+
+
+def run_backward(outputs: Sequence[Any], seeds: Sequence[Tensor], leaves: Sequence[Tensor], *, keep_graph: bool) -> None:
+    """``torch.autograd.backward(outputs, seeds, keep_graph, inputs=leaves)`` without its checks.
+
+    The checks take as long as the backward pass of a small pipeline stage.
+    """
+    torch.autograd.Variable._execution_engine.run_backward(
+        tuple(outputs), tuple(seeds), keep_graph, False, tuple(leaves), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def storage_id(held: Tensor | torch.UntypedStorage) -> int:
+    """A number for a tensor's storage, the same for all its views. A later storage may get it once this one is freed.
+
+    Addresses will not do: fake and meta tensors and empty storages have none.
+    """
+    storage = held.untyped_storage() if isinstance(held, Tensor) else held
+    return int(storage._cdata)
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written to in place. Without it, changed values would be used for gradients without an error."""
+    return tensor._version
+
+
+def schema_of(operator: Any) -> Any:
+    """An operator's name, arguments and which of those it writes to (``torch.FunctionSchema``)."""
+    return operator._schema
+
+
+def parameters_of(module: nn.Module) -> dict[str, Any]:
+    """A module's own parameters by name, as the module stores them: assignments replace parameters without registering."""
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """A module's own buffers by name, as the module stores them: assignments replace buffers without registering."""
+    return module._buffers
+
+
+def refresh_flat_weights(rnn: nn.RNNBase) -> None:
+    """Makes an RNN use its current parameters: it computes with a second list of them, which assignments to it refresh."""
+    rnn._flat_weights = [getattr(rnn, name) for name in rnn._flat_weights_names]
+
+
+def make_wrapper_subclass(
+    cls: type[T], shape: Sequence[int], *, dtype: torch.dtype, device: torch.device, requires_grad: bool
+) -> T:
+    """A tensor of a subclass that has a shape and no memory: a lazy leaf of ZeRO-3, which is gathered at its first use."""
+    made: T = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
+    return made
+
+
+def foreach_copy_(into: list[Tensor], values: list[Tensor]) -> None:
+    """``into[i].copy_(values[i])`` for all i in a few kernels. A loop is right, too, and on CUDA several times slower."""
+    torch._foreach_copy_(into, values)
+
+
+def foreach_add_(into: list[Tensor], values: list[Tensor]) -> None:
+    """``into[i].add_(values[i])`` for all i in a few kernels. A loop is right, too, and on CUDA several times slower."""
+    torch._foreach_add_(into, values)
+
+
+def unscale_(grads: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
+    """Multiplies gradients in place by a scalar, and sets ``found_inf`` to 1 where one is not finite, in one kernel.
+
+    torch's GradScaler does it so. Otherwise each gradient would take a kernel and a temporary tensor of its own.
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse_scale)

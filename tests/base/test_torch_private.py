@@ -1,0 +1,316 @@
+"""Each private thing of torch that the library uses still does what is needed; the failing test's name says which does not."""
+
+import ast
+import importlib
+import re
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from functional_ds import comm
+from functional_ds.base import torch_private as private
+
+CHECKS: dict[str, Callable[[], None]] = {}
+FOLDERS = [Path(importlib.import_module(f"functional_ds{part}").__path__[0]) for part in ("", ".comm", ".transforms")]
+
+
+def checks(*names: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Registers a check of these entries."""
+
+    def register(check: Callable[[], None]) -> Callable[[], None]:
+        CHECKS.update(dict.fromkeys(names, check))
+        return check
+
+    return register
+
+
+@checks("FakeTensor", "FakeTensorMode", "is_fake")
+def fake_tensors_have_shapes_and_no_memory() -> None:
+    with private.FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.empty(2**40, 3)
+        y = x @ torch.ones(3, 2)
+    assert isinstance(y, private.FakeTensor)
+    assert private.is_fake(y)
+    assert not private.is_fake(torch.ones(1))
+    assert (y.shape, y.device.type) == ((2**40, 2), "cpu")
+
+
+@checks("FakeTensorConverter")
+def a_converter_without_memory() -> None:
+    class Forgets(private.FakeTensorConverter):
+        def set_tensor_memo(self, t: Any, v: Any) -> None:
+            pass
+
+    mode = private.FakeTensorMode(allow_non_fake_inputs=True)
+    mode.fake_tensor_converter = Forgets()
+    with mode:
+        assert weakref.getweakrefcount(torch.empty(2) + 1) == 0
+
+
+@checks("DataDependentOutputException", "DynamicOutputShapeException", "UnsupportedFakeTensorException")
+def fake_tensors_say_what_needs_values() -> None:
+    with private.FakeTensorMode():
+        x = torch.ones(3)
+        with pytest.raises(private.DataDependentOutputException):
+            x.sum().item()
+        with pytest.raises(private.DynamicOutputShapeException):
+            x.nonzero()
+    assert issubclass(private.UnsupportedFakeTensorException, RuntimeError)
+
+
+@checks("unset_fake_temporarily", "detect_fake_mode")
+def a_fake_mode_can_be_seen_and_left() -> None:
+    assert private.detect_fake_mode() is None
+    with private.FakeTensorMode() as mode:
+        assert private.detect_fake_mode() is mode
+        with private.unset_fake_temporarily() as outer:
+            assert outer is mode
+            assert torch.ones(2).sum().item() == 2
+        assert isinstance(torch.ones(2), private.FakeTensor)
+
+
+class _Sees(private.TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(private.schema_of(func).name)
+        return func(*args, **(kwargs or {}))
+
+
+@checks("TorchDispatchMode", "schema_of", "disable_dispatch_modes")
+def a_dispatch_mode_sees_operators() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with _Sees() as seen:
+        (x * 2).sum().backward()  # type: ignore[no-untyped-call]
+        with private.disable_dispatch_modes():
+            x.detach().exp()
+    assert "aten::mul" in seen.names
+    assert seen.names.count("aten::mul") == 2, "the backward pass is seen, too"
+    assert "aten::exp" not in seen.names
+    schema = private.schema_of(torch.ops.aten.add_.Tensor)
+    assert schema.is_mutable
+    assert [argument.name for argument in schema.arguments] == ["self", "other", "alpha"]
+    assert [x.alias_info is not None and x.alias_info.is_write for x in schema.arguments] == [True, False, False]
+
+
+class _Counts(Tensor):
+    calls = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        _Counts.calls += 1
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class _Listens(torch.overrides.TorchFunctionMode):
+    calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+@checks("disable_torch_function", "disable_torch_function_subclass")
+def torch_functions_can_be_called_unheard() -> None:
+    x, before = torch.ones(2).as_subclass(_Counts), _Counts.calls
+    with private.disable_torch_function_subclass():
+        assert x.shape == (2,)
+    with _Listens() as mode, private.disable_torch_function():
+        torch.add(x, 1)
+    assert (mode.calls, _Counts.calls) == (0, before)
+    assert x.shape == (2,)
+    assert _Counts.calls == before + 1
+
+
+@checks("saved_tensors_hooks_in_force")
+def the_innermost_hooks_are_found() -> None:
+    def pack(x: Tensor) -> Any:
+        return x
+
+    def unpack(x: Any) -> Tensor:
+        return x  # type: ignore[no-any-return]
+
+    assert private.saved_tensors_hooks_in_force() is None
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    with hooks(unpack, pack), hooks(pack, unpack):
+        assert private.saved_tensors_hooks_in_force() == (pack, unpack)
+    assert private.saved_tensors_hooks_in_force() is None
+
+
+@checks("run_backward")
+def a_backward_pass_without_checks() -> None:
+    x, w = torch.ones(2, requires_grad=True), torch.full((2,), 3.0, requires_grad=True)
+    y = x * w
+    private.run_backward([y], [torch.ones(2)], [x], keep_graph=True)
+    assert (x.grad, w.grad) == (x.grad, None)
+    private.run_backward([torch.autograd.graph.get_gradient_edge(y)], [torch.ones(2)], [x], keep_graph=False)
+    assert x.grad is not None
+    assert x.grad.tolist() == [6.0, 6.0], "gradients add up"
+
+
+@checks("storage_id")
+def views_share_a_storage() -> None:
+    x, y = torch.ones(4), torch.ones(4)
+    assert private.storage_id(x) == private.storage_id(x[1:]) == private.storage_id(x.detach().untyped_storage())
+    assert private.storage_id(x) != private.storage_id(y)
+    empty, other = torch.empty(0), torch.empty(0, device="meta")
+    assert len({private.storage_id(t) for t in (x, y, empty, other)}) == 4
+    with private.FakeTensorMode():
+        z = torch.ones(2)
+        assert private.storage_id(z) == private.storage_id(z.view(2, 1))
+
+
+@checks("version_of")
+def writes_count() -> None:
+    x = torch.ones(4)
+    view, before = x[:2], private.version_of(x)
+    view.add_(1)
+    assert private.version_of(x) == private.version_of(view) == before + 1
+
+
+@checks("parameters_of", "buffers_of")
+def a_module_stores_its_own() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(2))
+    norm = module[0]
+    assert not private.parameters_of(module)
+    assert set(private.parameters_of(norm)) == {"weight", "bias"}
+    assert set(private.buffers_of(norm)) == {"running_mean", "running_var", "num_batches_tracked"}
+    other = nn.Parameter(torch.zeros(2))
+    private.parameters_of(norm)["weight"] = other
+    private.buffers_of(norm)["running_mean"] = torch.full((2,), 5.0)
+    assert norm.weight is other
+    assert dict(module.named_buffers())["0.running_mean"].tolist() == [5.0, 5.0]
+
+
+@checks("refresh_flat_weights")
+def an_rnn_uses_its_current_parameters() -> None:
+    rnn, x = nn.RNN(1, 1, bias=False), torch.ones(1, 1)
+    for name in dict(private.parameters_of(rnn)):
+        private.parameters_of(rnn)[name] = nn.Parameter(torch.zeros(1, 1))
+    private.refresh_flat_weights(rnn)
+    assert rnn(x)[0].tolist() == [[0.0]]
+
+
+class _Lazy(Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise RuntimeError("it has no values")
+
+
+@checks("make_wrapper_subclass")
+def a_tensor_without_memory() -> None:
+    made = private.make_wrapper_subclass(_Lazy, (2, 3), dtype=torch.bfloat16, device=torch.device("cpu"), requires_grad=True)
+    assert isinstance(made, _Lazy)
+    assert (made.shape, made.dtype, made.device.type, made.requires_grad) == ((2, 3), torch.bfloat16, "cpu", True)
+    assert made.is_leaf
+
+
+@checks("foreach_copy_", "foreach_add_")
+def many_tensors_in_one_call() -> None:
+    into = [torch.zeros(2, dtype=torch.float64), torch.zeros(3)]
+    private.foreach_copy_(into, [torch.ones(2), torch.full((3,), 2.0)])
+    private.foreach_add_(into, [torch.ones(2, dtype=torch.float64), torch.ones(3)])
+    assert [x.tolist() for x in into] == [[2.0] * 2, [3.0] * 3]
+
+
+@checks("unscale_")
+def what_is_not_finite_is_found() -> None:
+    for bad, expected in ((1.0, 0.0), (float("inf"), 1.0), (float("nan"), 1.0)):
+        grads, found = [torch.full((2,), 6.0), torch.tensor([bad])], torch.zeros(1)
+        private.unscale_(grads, found, torch.full((1,), 0.5))
+        assert (grads[0].tolist(), found.item()) == ([3.0, 3.0], expected)
+
+
+@pytest.mark.parametrize("name", private.__all__)
+def test_entry(name: str) -> None:
+    """Does what the library needs of it."""
+    CHECKS[name]()
+
+
+def test_every_check_is_of_an_entry() -> None:
+    """None is left over."""
+    assert CHECKS.keys() == set(private.__all__)
+
+
+def test_the_store_of_the_default_group() -> None:
+    """ProcessWorld asks torch's default group for its store, which is that of ``init_process_group``."""
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    try:
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        torch.distributed.group.WORLD.get_group_store().set("key", "value")  # type: ignore[union-attr]
+        assert store.num_keys() > 0
+    finally:
+        comm.destroy_process_group()
+
+
+# -- nobody else uses anything private --------------------------------------------------------------------------------
+
+DOCUMENTED = {"_replace", "_asdict", "_fields", "_make", "_getframe", "_current_frames", "_exit"}  # of namedtuple, sys and os
+PYTHONS = {"comm/worlds/rng_state.py": {"_showwarnmsg_impl", "_filters_mutated"}}  # of the module warnings
+
+
+def _sources() -> Iterator[tuple[str, ast.Module]]:
+    for folder in FOLDERS:
+        for file in sorted(folder.rglob("*.py")):
+            name = file.relative_to(folder.parent).as_posix()
+            if not name.endswith("base/torch_private.py"):
+                yield name, ast.parse(file.read_text())
+
+
+def _own_names() -> set[str]:
+    """Every private name that the library defines."""
+    found: set[str] = set()
+    for _, tree in _sources():
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                found.add(node.name)
+            elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
+                if isinstance(node, ast.Name):
+                    found.add(node.id)
+                elif isinstance(node.value, ast.Name) and node.value.id in ("self", "found", "deferred", "cls"):
+                    found.add(node.attr)
+            elif isinstance(node, ast.arg):
+                found.add(node.arg)
+    return {name for name in found if re.match(r"_[^_]", name)}
+
+
+def _foreign(tree: ast.Module, own: set[str]) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            if not (node.module or "").startswith("functional_ds") and any(re.match(r"_[^_]", part) for part in parts):
+                yield node.lineno, f"from {node.module} import {', '.join(alias.name for alias in node.names)}"
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if any(re.match(r"_[^_]", part) for part in alias.name.split(".")):
+                    yield node.lineno, f"import {alias.name}"
+        elif isinstance(node, ast.Attribute) and re.match(r"_[^_]", node.attr):
+            text = ast.unparse(node)
+            if text.split(".")[0] in ("torch", "nn", "dist", "optree") or node.attr not in own | DOCUMENTED:
+                yield node.lineno, text
+
+
+def test_nothing_else_private_is_used() -> None:
+    """Private names of other libraries stand in torch_private alone."""
+    own = _own_names() - {"_cdata", "_version", "_schema", "_parameters", "_buffers", "_modules", "_execution_engine", "_C"}
+    own |= {"_version"}  # saved_tensors has a field of that name; torch's is `version_of`
+    found = [
+        f"{name}:{line}: {text}"
+        for name, tree in _sources()
+        for line, text in _foreign(tree, own)
+        if text.rpartition(".")[2] not in PYTHONS.get(name, ())
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_the_search_finds_private_names() -> None:
+    """In imports, in chains from torch, and on values."""
+    source = "import torch._C\nfrom torch._guards import x\ntorch._foreach_add_(a, b)\nt.untyped_storage()._cdata\nself._mine\n"
+    assert [line for line, _ in _foreign(ast.parse(source), {"_mine"})] == [1, 2, 4, 3]
