@@ -18,7 +18,7 @@ from functional_ds.comm.record.ledger import begin
 from functional_ds.comm.record.pending import Pending
 from functional_ds.comm.worlds.current import world
 
-__all__ = ["apply", "apply_all", "flatten", "is_differentiable", "resolve_dim", "resolve_group"]
+__all__ = ["apply", "apply_all", "check_avg", "flatten", "is_differentiable", "resolve_dim", "resolve_group"]
 
 
 class _Differentiable(torch.autograd.Function):
@@ -53,8 +53,8 @@ class _Differentiable(torch.autograd.Function):
 def _in_graph(grad: Tensor, token: Tensor) -> Tensor:
     """The gradient as part of the graph, in a backward pass that is itself differentiated (``create_graph=True``).
 
-    A gradient, such as a sender's, may be constant on one rank and not on another. The second backward pass must reach this call
-    on both, since each needs the other's part. The token is an output of the call without elements; adding it makes the link.
+    A gradient, such as a sender's, may be constant on one rank and not on another. The second backward pass must reach this
+    call on both, since each needs the other's part. The token is an output of the call without elements; adding it links them.
     """
     return grad + token.sum().to(grad.dtype) if torch.is_grad_enabled() and not grad.requires_grad else grad
 
@@ -65,6 +65,13 @@ _ALONE: optree.PyTreeSpec = pytree.structure(0)  # a lone tensor's
 def is_differentiable(tensor: Tensor) -> bool:
     """Whether tensors of its dtype have gradients."""
     return tensor.is_floating_point() or tensor.is_complex()
+
+
+def check_avg(leaves: Sequence[Tensor], op: str) -> None:
+    """Raises ValueError for means of integers and bools, which all worlds refuse."""
+    for leaf in leaves:
+        if op == "avg" and not is_differentiable(leaf):
+            raise ValueError(f"op='avg' of an integer or bool tensor ({leaf.dtype}): use sum, or cast it first")
 
 
 @attrs.frozen(eq=False)

@@ -1,8 +1,8 @@
 """Collectives of CPU tensors over Gloo, as point-to-point messages.
 
 Gloo's own reduce_scatter is an all-reduce and a slice, its all_gather copies through a staging buffer, and its reductions sum
-in an order of their own. Direct messages read from and write into the caller's tensors. ``fold`` computes the reductions, so the
-bits are those of the denotation.
+in an order of their own. Direct messages read from and write into the caller's tensors. ``fold`` computes the reductions, so
+the bits are those of the denotation.
 
 Every rank posts all its messages at once. A message is the raw bytes of a contiguous tensor, so every dtype is supported. A
 rank copies its own part while the messages are under way. Only an all-reduce has two rounds; a small one of two ranks has one.
