@@ -16,7 +16,7 @@ from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.pending import Pending
 from functional_ds.comm.record.table import ALL_GATHER, ALL_REDUCE, BARRIER, BROADCAST, GATHER, REDUCE, REDUCE_SCATTER, SCATTER
 
-from .dispatch import apply, flatten, is_differentiable, resolve_dim, resolve_group
+from .dispatch import apply, check_avg, flatten, resolve_dim, resolve_group
 from .uneven import all_gather_uneven
 
 __all__ = [
@@ -41,9 +41,7 @@ def _reducing(call: Call, tree: T, group: Group | None, async_op: bool) -> Any:
     if call.options["op"] != "avg":
         return apply(call, tree, group, async_op)
     group = resolve_group(group)
-    for leaf in flatten(call.collective.name, tree)[0]:
-        if not is_differentiable(leaf):
-            raise ValueError(f"op='avg' of an integer or bool tensor ({leaf.dtype}): use sum, or cast it first")
+    check_avg(flatten(call.collective.name, tree)[0], "avg")
 
     def divided(total: T) -> T:
         mean: T = pytree.map(lambda leaf: leaf / group.size, total)

@@ -1,4 +1,4 @@
-"""From a row of the table to a function over pytrees that autograd sees through."""
+"""Calls of collectives on pytrees, with autograd."""
 
 from collections.abc import Sequence
 from time import monotonic
@@ -18,11 +18,11 @@ from functional_ds.comm.record.ledger import begin
 from functional_ds.comm.record.pending import Pending
 from functional_ds.comm.worlds.current import world
 
-__all__ = ["apply", "apply_all", "flatten", "is_differentiable", "resolve_dim", "resolve_group"]
+__all__ = ["apply", "apply_all", "check_avg", "flatten", "is_differentiable", "resolve_dim", "resolve_group"]
 
 
 class _Differentiable(torch.autograd.Function):
-    """Hangs calls that go on batch into the autograd graph; backward, their adjoints do, differentiable again."""
+    """A node of the autograd graph for calls that are started together; its backward calls their adjoints, differentiably."""
 
     @staticmethod
     def forward(ctx: Any, started: "Sequence[_Started]", group: Group, *leaves: Tensor) -> tuple[Tensor, ...]:
@@ -51,10 +51,10 @@ class _Differentiable(torch.autograd.Function):
 
 
 def _in_graph(grad: Tensor, token: Tensor) -> Tensor:
-    """The gradient, for a backward pass that shall be differentiated again: then it hangs on the call that it came to.
+    """The gradient as part of the graph, in a backward pass that is itself differentiated (``create_graph=True``).
 
-    On one rank a gradient may be a constant and on another it may not (a sender's is); a second backward pass must go through
-    this call and its transpose on both, for each needs what the other has. The token is an output without elements.
+    A gradient, such as a sender's, may be constant on one rank and not on another. The second backward pass must reach this
+    call on both, since each needs the other's part. The token is an output of the call without elements; adding it links them.
     """
     return grad + token.sum().to(grad.dtype) if torch.is_grad_enabled() and not grad.requires_grad else grad
 
@@ -63,13 +63,20 @@ _ALONE: optree.PyTreeSpec = pytree.structure(0)  # a lone tensor's
 
 
 def is_differentiable(tensor: Tensor) -> bool:
-    """Whether the dtype has gradients."""
+    """Whether tensors of its dtype have gradients."""
     return tensor.is_floating_point() or tensor.is_complex()
+
+
+def check_avg(leaves: Sequence[Tensor], op: str) -> None:
+    """Raises ValueError for means of integers and bools, which all worlds refuse."""
+    for leaf in leaves:
+        if op == "avg" and not is_differentiable(leaf):
+            raise ValueError(f"op='avg' of an integer or bool tensor ({leaf.dtype}): use sum, or cast it first")
 
 
 @attrs.frozen(eq=False)
 class _Started:
-    """A call, what it was called on, and its handle."""
+    """A call under way: its leaves and its handle."""
 
     call: Call
     leaves: Sequence[Tensor]
@@ -103,14 +110,14 @@ def _start(call: Call, leaves: Sequence[Tensor], group: Group, *, async_op: bool
 
 
 def _outline(call: Call, leaf: Tensor, here: Here) -> Tensor:
-    """What this rank would get if all had the same: fake tensors do not travel."""
+    """The result of a call on fake tensors, as if all ranks had passed the same shapes; nothing is sent."""
     members = list(call.collective.members(here.options, here.n))
     outputs = call.collective.denotation([leaf.detach()] * len(members), call.merged([call.private()] * len(members)))
     return outputs[members.index(here.rank)]
 
 
 def _finish(started: Sequence[_Started], group: Group) -> list[list[Tensor]]:
-    """Each call's results; calls through which gradients flow become one node of the graph."""
+    """Waits for the calls' results. Differentiable calls become one node of the autograd graph."""
     smooth = [one for one in started if one.differentiable] if torch.is_grad_enabled() else []
     if not smooth:
         return [one.handle.wait() for one in started]
@@ -119,7 +126,7 @@ def _finish(started: Sequence[_Started], group: Group) -> list[list[Tensor]]:
 
 
 def resolve_group(group: Group | None) -> Group:
-    """The group, by default the whole world."""
+    """The group; None means the whole world."""
     if group is None:
         return world()
     if not isinstance(group, Group):
@@ -154,7 +161,7 @@ def apply(call: Call, tree: Any, group: Group | None, async_op: bool) -> Any:
 
 
 def apply_all(calls: Sequence[tuple[Call, Any]], group: Group | None, *, async_op: bool = True) -> Pending[list[Any]]:
-    """Starts all calls, each on its tree, before it waits for any; the results in order."""
+    """Starts all calls, each on its tree, as one batch; the results are in order."""
     group = resolve_group(group)
     trees = [flatten(call.title(group.rank)[0], tree) for call, tree in calls]
     pairs = zip(calls, trees, strict=True)
@@ -176,7 +183,7 @@ def apply_all(calls: Sequence[tuple[Call, Any]], group: Group | None, *, async_o
 
 
 def resolve_dim(name: str, tree: Any, dim: int) -> int:
-    """The dim counted from the start; all leaves share it."""
+    """A dim that may count from the end as one that counts from the start, the same for all leaves."""
     if type(dim) is not int:
         raise TypeError(f"{name}: dim={dim!r} is {type(dim).__name__}; a dim is an int")
     if dim >= 0:

@@ -37,8 +37,8 @@ class Mesh:
     Law: over ``mesh["a", "b"]``, an all_reduce is one over a and one over b, in any order, and sharding is sharding over a,
     then over b.
 
-    A mesh and its groups cost nothing until they are used. Over NCCL the members of a group then connect to each other, and all
-    ranks of the world must come to their new groups in one order.
+    A mesh and its groups cost nothing until they are used. Over NCCL the members of a group connect at its first use, and all
+    ranks of the world must first use their groups in one order.
 
     Attributes:
         axes: the sizes by name, outermost first.
@@ -68,7 +68,7 @@ class Mesh:
         return {axis: self.rank // stride % self.axes[axis] for axis, stride in self._strides().items()}
 
     def _strides(self) -> dict[str, int]:
-        """How many places apart neighbours along each axis are."""
+        """The distance between neighbours along each axis, in places."""
         sizes = list(self.axes.values())
         return {axis: math.prod(sizes[i + 1 :]) for i, axis in enumerate(self.axes)}
 
@@ -134,12 +134,12 @@ class Mesh:
     def device_mesh(self, device_type: str | None = None) -> DeviceMesh:
         """The same axes as a torch ``DeviceMesh``; ``device_type=None`` is CUDA where NCCL serves it, else the CPU.
 
-        Each call makes a process group of torch's for each axis, so that all ranks of the world must call this alike.
+        Each call creates a torch process group for each axis, so all ranks of the world must make the same calls.
 
         Law: ``mesh(m.device_mesh()) = m``.
 
         Raises:
-            ValueError: the ranks are simulated, or there is one alone.
+            ValueError: the world is a simulation or a single rank.
         """
         if not isinstance(self.world, ProcessWorld):
             raise ValueError("device_mesh(): a DeviceMesh needs processes; start them with comm.spawn or torchrun")
@@ -154,10 +154,10 @@ class Mesh:
 
 
 def mesh(device_mesh: DeviceMesh | None = None, /, **axes: int) -> Mesh:
-    """Lays the current world out along named axes, outermost first; or takes a torch ``DeviceMesh`` as it is.
+    """A mesh over the current world, with named axes from the outermost on, or with those of a torch ``DeviceMesh``.
 
-    A ``DeviceMesh`` keeps its order of ranks and, over NCCL, its process groups along each axis where that order is ascending.
-    (torch numbers a process group by the order of the world, so along the other axes the mesh has groups of its own.)
+    A ``DeviceMesh`` keeps its order of ranks. Over NCCL its process groups are used along axes whose ranks are ascending; torch
+    numbers the ranks of a process group in the world's order, so the other axes get new groups.
 
     Law: the sizes' product is the world's size, and every rank has one place.
 

@@ -1,4 +1,4 @@
-"""Gathering pieces whose sizes differ between ranks: the sizes go first."""
+"""Gathers of pieces whose sizes differ between ranks: the ranks first exchange the sizes."""
 
 import zlib
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ T = TypeVar("T")
 
 
 def all_gather_uneven(x: T, group: Group, dim: int) -> Pending[T]:
-    """``all_gather(uneven=True)``, under way."""
+    """Starts ``all_gather(uneven=True)``."""
     leaves, spec = flatten("all_gather", x)
-    kinds: dict[tuple[int, ...], list[int]] = {}  # leaves of the same sizes travel together
+    kinds: dict[tuple[int, ...], list[int]] = {}  # leaves of the same sizes are sent as one payload
     for place, sizes in enumerate(sizes_along(dim, leaves, group)):
         kinds.setdefault(sizes, []).append(place)
     calls = [
@@ -40,13 +40,13 @@ def all_gather_uneven(x: T, group: Group, dim: int) -> Pending[T]:
 
 
 def need_values(name: str, group: Group, what: str) -> None:
-    """Refuses what shapes alone cannot tell."""
+    """Raises ValueError in a world without values, where ``what`` is unknown."""
     if group.world.device.type == "meta":
         raise ValueError(f"{name} on shapes only: nobody knows {what}")
 
 
 def sizes_along(dim: int, leaves: Sequence[Tensor], group: Group) -> list[tuple[int, ...]]:
-    """For each leaf, its size along ``dim`` on every rank; raises where anything else of it differs."""
+    """For each leaf, its size along ``dim`` on every rank. Raises MismatchError where dtypes or other dims differ."""
     need_values("all_gather(uneven=True)", group, "the other ranks' sizes; gather even pieces")
     for leaf in leaves:
         if not 0 <= dim < leaf.dim():

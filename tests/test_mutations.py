@@ -1565,8 +1565,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "what is owed is never paid",
             "comm.compression.error_feedback",
-            "rows_of(leaf + e, group.size)",
-            "rows_of(leaf + 0 * e, group.size)",
+            "pad_rows(leaf + e, group.size)",
+            "pad_rows(leaf + 0 * e, group.size)",
         ),
         Bug("a sum owes nothing", "comm.compression.error_feedback", "(self._total(p, e) + e)", "(self._total(p, e) + 0 * e)"),
         Bug("what was told is owed", "comm.compression.error_feedback", "[value - other for", "[other - value for"),

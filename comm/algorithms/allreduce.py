@@ -1,4 +1,4 @@
-"""All-reduce by messages between two ranks alone: ring, trees, recursive doubling, halving-doubling, two levels.
+"""All-reduce by point-to-point messages: ring, trees, recursive doubling, halving-doubling, two levels.
 
 Each is ``comm.all_reduce`` but for the order in which values combine: equal where that does not matter (integers, min and
 max), within rounding elsewhere. Every result is formed once or, in recursive doubling, everywhere in the same way, so all
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from functional_ds.base import tree as pytree
 from functional_ds.comm.api import repeat
-from functional_ds.comm.dispatch import flatten, is_differentiable, resolve_group
+from functional_ds.comm.dispatch import check_avg, flatten, is_differentiable, resolve_group
 from functional_ds.comm.exchange import permute
 from functional_ds.comm.record.collective import Here
 from functional_ds.comm.record.group import Group
@@ -41,14 +41,13 @@ Total = Callable[[Tensor, str], Tensor]  # from a flat payload and an op to the 
 
 
 def _all_reduce(name: str, x: T, total: Total, op: str, *groups: Group) -> T:
-    """``total`` on the leaves of ``x``, a payload for each dtype and device."""
+    """Applies ``total`` to the leaves of ``x``, one payload for each dtype and device."""
     leaves, spec = flatten(name, x)
     plain = "sum" if op == "avg" else op
     n = math.prod(group.size for group in groups)
     for leaf in leaves:
         ALL_REDUCE.check(leaf, Here({"op": plain}, 0, n))
-        if op == "avg" and not is_differentiable(leaf):
-            raise ValueError(f"op='avg' of an integer or bool tensor ({leaf.dtype}): use sum, or cast it first")
+    check_avg(leaves, op)
     results = _run(name, lambda flat: total(flat, plain), plain, leaves)
     if op == "avg":
         results = [result / n for result in results]
@@ -103,7 +102,7 @@ def _around(n: int) -> Permutation:
 
 
 def _reduce_around(pieces: list[Tensor], group: Group, op: str) -> int:
-    """Each piece goes once around and collects the ranks' values; which one this rank now has in full."""
+    """Reduce-scatter around the ring; returns the index of the piece that this rank has reduced."""
     n, rank, perm = group.size, group.rank, _around(group.size)
 
     def step(i: int) -> None:
@@ -116,7 +115,7 @@ def _reduce_around(pieces: list[Tensor], group: Group, op: str) -> int:
 
 
 def _pass_around(pieces: list[Tensor], group: Group) -> None:
-    """Each piece goes from the rank that has it in full to all others."""
+    """All-gather around the ring."""
     n, rank, perm = group.size, group.rank, _around(group.size)
 
     def step(i: int) -> None:
@@ -126,7 +125,7 @@ def _pass_around(pieces: list[Tensor], group: Group) -> None:
 
 
 def ring(x: T, group: Group | None = None, *, op: str = "sum") -> T:
-    """The ranks' values combined, each n-th of them in a trip around the ring, and passed on in another.
+    """An all-reduce as a reduce-scatter and an all-gather around a ring.
 
     Law: ``ring = AR``. It sends as little as can be, and its latency is linear in n.
 
@@ -162,7 +161,7 @@ def ring(x: T, group: Group | None = None, *, op: str = "sum") -> T:
 
 
 def tree(x: T, group: Group | None = None, *, op: str = "sum", chunks: int = 1) -> T:
-    """The ranks' values combined up a binary tree, and the result passed down again.
+    """An all-reduce as a reduction up a binary tree and a broadcast down it.
 
     Law: ``tree = AR``, for any ``chunks``. Its latency is logarithmic in n.
 
@@ -189,7 +188,7 @@ def tree(x: T, group: Group | None = None, *, op: str = "sum", chunks: int = 1) 
 
 
 def double_tree(x: T, group: Group | None = None, *, op: str = "sum", chunks: int = 1) -> T:
-    """Two trees at the same time, each with half the value; a rank that has two children in one is a leaf of the other.
+    """An all-reduce on two trees at once, each with half the value; an inner rank of one is a leaf of the other.
 
     Law: ``double_tree = AR``, for any ``chunks``. Latency is logarithmic, and every rank sends about the same.
 
@@ -223,7 +222,7 @@ def _two_trees(group: Group, chunks: int = 1) -> Total:
 
 @lru_cache(maxsize=1024)
 def _swap(n: int, bit: int) -> Permutation:
-    """Ranks whose numbers differ in one bit swap."""
+    """Exchanges between ranks whose numbers differ in one bit."""
     return Permutation((rank, rank ^ bit) for rank in range(n))
 
 
@@ -234,7 +233,7 @@ def _hand_in(n: int, p: int) -> Permutation:
 
 
 def _among_power_of_two(group: Group, core: Callable[[Tensor, int, str], Tensor]) -> Total:
-    """``core`` on the first p ranks, a power of two; the others hand in their values before and get the result after.
+    """``core`` on the first p ranks, a power of two; the other ranks send them their values and get the result back.
 
     They call what ``core`` calls, but nobody is told to send to them nor they to others.
     """
@@ -263,7 +262,7 @@ def _ordered(rank: int, bit: int, mine: Tensor, theirs: Tensor) -> tuple[Tensor,
 
 
 def recursive_doubling(x: T, group: Group | None = None, *, op: str = "sum") -> T:
-    """The ranks' values combined in pairs, pairs of pairs, and so on: partners swap all they have.
+    """An all-reduce by recursive doubling: in round k, ranks at distance 2^k exchange whole values.
 
     Law: ``recursive_doubling = AR``. It has the lowest latency of all, for small values.
 
@@ -292,7 +291,7 @@ def recursive_doubling(x: T, group: Group | None = None, *, op: str = "sum") -> 
 
 
 def halving_doubling(x: T, group: Group | None = None, *, op: str = "sum") -> T:
-    """Partners swap halves, quarters, and so on, until each rank has its piece of the result; then back.
+    """An all-reduce by recursive halving (a reduce-scatter) and recursive doubling (an all-gather).
 
     Law: ``halving_doubling = AR``. Logarithmic latency, and for n a power of two as few bytes as a ring.
 
@@ -328,7 +327,7 @@ def halving_doubling(x: T, group: Group | None = None, *, op: str = "sum") -> T:
 
 
 def hierarchical(x: T, inner: Group, outer: Group, *, op: str = "sum") -> T:
-    """Reduce-scatter inside, all-reduce of a piece across, all-gather inside: by rings in ``inner``, two trees in ``outer``.
+    """Reduce-scatter within ``inner``, all-reduce across ``outer``, all-gather within ``inner``: rings within, trees across.
 
     Law: ``AG_in ∘ AR_out ∘ RS_in = AR`` over all ranks of the grid. The slower links between nodes carry only 1/m of the
     value for each rank, with m ranks in a node.

@@ -1,4 +1,4 @@
-"""What an all-reduce by messages costs: the alpha-beta model, and exact counts of what each rank sends.
+"""The cost of an all-reduce by messages: the alpha-beta model, and exact counts of what each rank sends.
 
 A message of m bytes over a link takes latency + m / bandwidth seconds, α + mβ. Every rank can send one message and receive
 another at a time, and links are not shared.
@@ -16,10 +16,10 @@ __all__ = ["ALGORITHMS", "Cost", "Link", "Load", "Network", "Sent", "best", "pre
 
 @attrs.frozen
 class Link:
-    """A way between two ranks.
+    """A link between two ranks.
 
     Attributes:
-        latency: α, seconds until a message of no bytes has come.
+        latency: α, seconds for an empty message.
         bandwidth: 1/β, bytes per second in each direction.
 
     >>> Link(latency=1e-6, bandwidth=1e9).seconds(Load(messages=2, bytes=4000.0))
@@ -30,7 +30,7 @@ class Link:
     bandwidth: float = attrs.field(validator=attrs.validators.gt(0))
 
     def seconds(self, load: "Load") -> float:
-        """How long the load takes, its messages one after another."""
+        """The time of the load, with one message after another."""
         return load.messages * self.latency + load.bytes / self.bandwidth
 
 
@@ -51,11 +51,11 @@ class Network:
 
 @attrs.frozen
 class Load:
-    """Messages that pass one after another.
+    """Messages that are sent one after another.
 
     Attributes:
         messages: how many.
-        bytes: of all of them together.
+        bytes: their total.
     """
 
     messages: int = 0
@@ -67,7 +67,7 @@ class Load:
 
 @attrs.frozen
 class Cost:
-    """What an all-reduce costs: its critical path.
+    """The critical path of an all-reduce.
 
     Attributes:
         inside: what passes on links inside nodes.
@@ -96,7 +96,7 @@ class Sent:
 
     Attributes:
         messages: how many.
-        elements: in all of them together.
+        elements: their total.
     """
 
     messages: int = 0

@@ -1,4 +1,4 @@
-"""Values on their way up a binary tree of ranks and down again, in one tree or two."""
+"""Reductions up binary trees of ranks and broadcasts down them, in one tree or two."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,16 +12,14 @@ from functional_ds.comm.p2p import Recv, Send, batch_p2p
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.pending import Pending
 from functional_ds.comm.record.reduction import combine
+from functional_ds.comm.record.tiling import pad_rows
 
 __all__ = ["Role", "combined", "cut", "in_order", "joined", "role_in", "second", "through"]
 
 
 def cut(flat: Tensor, n: int) -> list[Tensor]:
-    """n pieces of one size, [N] -> n of [m]; zeros fill the last ones up."""
-    size = -(-flat.numel() // n)
-    if missing := n * size - flat.numel():
-        flat = torch.cat([flat, flat.new_zeros(missing)])
-    return list(flat.view(n, size).unbind(0))
+    """n pieces of one size, [N] -> n of [m], padded with zeros."""
+    return list(pad_rows(flat, n).unbind(0))
 
 
 def joined(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
@@ -32,7 +30,7 @@ def joined(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
 
 
 def combined(a: Tensor, b: Tensor, op: str) -> Tensor:
-    """Callers give all ranks the same first: 0.0 and -0.0 have two maxima, and a NaN has many bits."""
+    """``combine``. All ranks must pass the same value first, since max of 0.0 and -0.0, and of NaNs, depends on the order."""
     return a if a.is_meta else combine(a, b, op)
 
 

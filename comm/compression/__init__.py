@@ -1,1 +1,1 @@
-"""Codecs for payloads, collectives that travel through them, and error feedback."""
+"""Codecs, compressed collectives and error feedback."""

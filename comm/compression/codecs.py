@@ -1,4 +1,4 @@
-"""Codecs: how values are made smaller before they are sent, as data and two pure functions."""
+"""Codecs: records with two pure functions that compress values and restore them."""
 
 from collections.abc import Sequence
 from math import ceil
@@ -15,24 +15,24 @@ __all__ = ["Blocks", "Cast", "Codec", "OneBit", "TopK"]
 class Codec(Protocol):
     """A pair of pure functions over rows [n, m] of floating point, each row by itself.
 
-    Anything with these two methods is a codec. A codec must not hide what is not finite: a row that has an inf or a NaN
-    decodes to one that has, so that whoever looks for overflow finds it.
+    Any object with these two methods is a codec. A row with an inf or a NaN must decode to a row with one, so that overflow is
+    detected on every rank.
     """
 
     def encode(self, rows: Tensor) -> Sequence[Tensor]:
-        """The payload: tensors [n, ...], of which row i stands for row i."""
+        """The payload: tensors [n, ...], whose row i encodes row i."""
         ...
 
     def decode(self, payload: Sequence[Tensor], size: int, dtype: torch.dtype) -> Tensor:
-        """The rows [n, size] that a payload stands for."""
+        """The rows [n, size] of a payload."""
         ...
 
 
 @attrs.frozen
 class Cast:
-    """Another floating-point dtype; values of a dtype that is no wider stay as they are.
+    """A cast to a narrower floating-point dtype; values of a dtype that is not wider stay as they are.
 
-    What is beyond the dtype's range becomes what torch's cast makes of it: inf in fp16, NaN in float8_e4m3fn.
+    Values beyond the dtype's range become what torch's cast makes them: inf in fp16, NaN in float8_e4m3fn.
 
     Raises:
         ValueError: the dtype is not floating point.
@@ -120,7 +120,7 @@ class Blocks:
 class OneBit:
     """The sign of each value, and for each block of ``size`` values the mean of their absolute values as fp32.
 
-    Biased, so it belongs into an ``ErrorFeedback`` (1-bit SGD, Seide et al. 2014; EF-signSGD, Karimireddy et al. 2019).
+    Biased: use it with ``ErrorFeedback`` (1-bit SGD, Seide et al. 2014; EF-signSGD, Karimireddy et al. 2019).
 
     Law: in a block of d values ``‖x - C(x)‖² = ‖x‖² - ‖x‖₁² / d``, up to rounding. Zero counts as positive. A block with an
     inf or a NaN decodes to no finite value.
@@ -158,7 +158,7 @@ class OneBit:
 class TopK:
     """The ``k = ⌈fraction · m⌉`` values of largest magnitude in each row of m, with their places; the others become zero.
 
-    Biased, so it belongs into an ``ErrorFeedback`` (Deep Gradient Compression, Lin et al. 2018; Stich et al. 2018). NaN
+    Biased: use it with ``ErrorFeedback`` (Deep Gradient Compression, Lin et al. 2018; Stich et al. 2018). NaN
     counts as largest, so it is not hidden.
 
     Law 38: ``‖x - C(x)‖² ≤ (1 - k/m) ‖x‖²``.

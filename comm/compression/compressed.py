@@ -1,4 +1,4 @@
-"""Collectives that send less: a collective and a codec make one of the same signature."""
+"""Compressed collectives: a collective and a codec make a collective of the same signature."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -7,39 +7,36 @@ from typing import Any
 import attrs
 import optree
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from functional_ds.base import tree as pytree
 from functional_ds.comm.api import all_gather, all_reduce, reduce_scatter
-from functional_ds.comm.dispatch import flatten, is_differentiable, resolve_dim, resolve_group
+from functional_ds.comm.dispatch import check_avg, flatten, is_differentiable, resolve_dim, resolve_group
 from functional_ds.comm.exchange import all_to_all
 from functional_ds.comm.record.collective import Call, Here
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.pending import relay
 from functional_ds.comm.record.reduction import fold
 from functional_ds.comm.record.table import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from functional_ds.comm.record.tiling import pack_cut, piece_shape, unpack_joined
+from functional_ds.comm.record.tiling import pack_cut, pad_rows, piece_shape, unpack_joined
 
 from .codecs import Codec
 
 __all__ = [
     "Compressed",
-    "accepted",
-    "check_avg",
+    "check_leaves",
     "compressed",
     "crop",
     "decode_leaf",
     "encode_leaf",
-    "rows_of",
-    "wide",
+    "sum_dtype",
 ]
 
 _Program = Callable[..., Any]
 
 
 def compressed(collective: Callable[..., Any], codec: Codec) -> "Compressed":
-    """The collective, with what is sent made smaller by a codec; it is called as the collective is.
+    """The collective with a codec on what is sent; the result is called as the collective is.
 
     With C for the codec, each rank's value encoded by itself:
 
@@ -49,20 +46,19 @@ def compressed(collective: Callable[..., Any], codec: Codec) -> "Compressed":
     | reduce_scatter | the fold of all ranks' ``C(piece)``, in rank order, by an all-to-all | once, whatever n is |
     | all_reduce | ``AG(C(RS(C(x))))`` | twice |
 
-    All ranks get the same bits. Leaves that are not floating point go as they are, and so does everything in a group of one
-    rank, where nothing is sent. Gradients pass straight through: the transpose is that of the plain collective.
+    All ranks get the same bits. Leaves that are not floating point are not encoded, and nothing is in a group of one rank.
+    Gradients pass straight through: the transpose is that of the plain collective.
 
     Args:
         collective: ``comm.all_gather``, ``comm.reduce_scatter`` or ``comm.all_reduce``.
-        codec: ``Cast(dtype)``, ``Blocks(8)``, ``Blocks(4)``, or whatever has ``encode`` and ``decode``. ``OneBit`` and
+        codec: ``Cast(dtype)``, ``Blocks(8)``, ``Blocks(4)``, or any object with ``encode`` and ``decode``. ``OneBit`` and
             ``TopK`` are biased: use them with ``ErrorFeedback``.
 
     Cost: as the plain collective's, in bytes of the codec's payload. The second phase of an asynchronous all_reduce starts
-    when somebody polls or waits and the first is over, on the channel "compressed": all ranks must look at such calls in one
-    order.
+    in a poll or wait after the first has ended, on the channel "compressed", so all ranks must poll and wait in one order.
 
     Raises:
-        ValueError: another collective; whatever the collective refuses.
+        ValueError: another collective; any error of the collective itself.
 
     >>> from functional_ds import comm
     >>> gather = comm.compressed(comm.all_gather, comm.Blocks(8))
@@ -99,7 +95,7 @@ class Compressed:
 
 def _all_gather(codec: Codec, x: Any, group: Group, *, dim: int = 0, tiled: bool = True, async_op: bool = False) -> Any:
     options: dict[str, Any] = {"dim": resolve_dim("all_gather", x, dim), "tiled": tiled}
-    leaves, spec = accepted(Call(ALL_GATHER, options), x, group)
+    leaves, spec = check_leaves(Call(ALL_GATHER, options), x, group)
     here, kinds = Here(options, group.rank, group.size), [(leaf.shape, leaf.dtype) for leaf in leaves]
     graft = _Graft.of(leaves, lambda grads: reduce_scatter(grads, group, **options))
 
@@ -120,7 +116,7 @@ def _reduce_scatter(
 ) -> Any:
     place: dict[str, Any] = {"dim": resolve_dim("reduce_scatter", x, dim), "tiled": tiled}
     options = {**place, "op": "sum" if op == "avg" else op}
-    leaves, spec = accepted(Call(REDUCE_SCATTER, options), x, group)
+    leaves, spec = check_leaves(Call(REDUCE_SCATTER, options), x, group)
     check_avg(leaves, op)
     here = Here(options, group.rank, group.size)
     pieces = [(torch.Size(piece_shape(leaf, here)), leaf.dtype) for leaf in leaves]
@@ -129,7 +125,7 @@ def _reduce_scatter(
     def folded(payloads: Sequence[Sequence[Tensor]]) -> Any:
         totals = []
         for parts, (shape, dtype) in zip(payloads, pieces, strict=True):
-            rows = decode_leaf(codec, parts, shape.numel(), wide(dtype))  # [n, m], row r from rank r
+            rows = decode_leaf(codec, parts, shape.numel(), sum_dtype(dtype))  # [n, m], row r from rank r
             totals.append(fold(rows.unbind(), options["op"]).to(dtype).reshape(shape))
         totals = graft(totals)
         return pytree.unflatten(spec, [total / group.size for total in totals] if op == "avg" else totals)
@@ -141,7 +137,7 @@ def _reduce_scatter(
 
 def _all_reduce(codec: Codec, x: Any, group: Group, *, op: str = "sum", async_op: bool = False) -> Any:
     plain = "sum" if op == "avg" else op
-    leaves, spec = accepted(Call(ALL_REDUCE, {"op": plain}), x, group)
+    leaves, spec = check_leaves(Call(ALL_REDUCE, {"op": plain}), x, group)
     check_avg(leaves, op)
     shapes, late = [leaf.shape for leaf in leaves], group.channel("compressed")
 
@@ -149,7 +145,7 @@ def _all_reduce(codec: Codec, x: Any, group: Group, *, op: str = "sum", async_op
         totals = [crop(flat, shape) for flat, shape in zip(flats, shapes, strict=True)]
         return pytree.unflatten(spec, [total / group.size for total in totals] if op == "avg" else totals)
 
-    rows = [rows_of(leaf, group.size) for leaf in leaves]
+    rows = [pad_rows(leaf, group.size) for leaf in leaves]
     scattered = _reduce_scatter(codec, rows, group, op=plain, tiled=False, async_op=async_op)
     if not async_op:
         return whole(_all_gather(codec, scattered, late))
@@ -165,33 +161,27 @@ _PROGRAMS: Mapping[Callable[..., Any], _Program] = MappingProxyType(
 
 
 def encode_leaf(codec: Codec, rows: Tensor) -> Sequence[Tensor]:
-    """The payload of rows of any dtype: what is not floating point goes as it is."""
+    """The payload of rows; rows that are not floating point are sent as they are."""
     return codec.encode(rows) if rows.is_floating_point() else (rows,)
 
 
 def decode_leaf(codec: Codec, parts: Sequence[Tensor], size: int, dtype: torch.dtype) -> Tensor:
-    """The rows [n, size] that a payload stands for."""
+    """The rows [n, size] of a payload."""
     return codec.decode(parts, size, dtype) if dtype.is_floating_point else parts[0]
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums are carried in."""
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums are computed in: for floating point at least fp32."""
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
-def rows_of(leaf: Tensor, n: int) -> Tensor:
-    """[n, m], zeros at the end."""
-    size = -(-leaf.numel() // n)
-    return F.pad(leaf.reshape(-1), (0, n * size - leaf.numel())).view(n, size)
-
-
 def crop(rows: Tensor, shape: torch.Size) -> Tensor:
-    """The inverse of ``rows_of``."""
+    """The inverse of ``pad_rows``."""
     return rows.flatten()[: shape.numel()].reshape(shape)
 
 
-def accepted(call: Call, x: Any, group: Group) -> tuple[list[Tensor], optree.PyTreeSpec]:
-    """The leaves and structure of what the plain collective would accept."""
+def check_leaves(call: Call, x: Any, group: Group) -> tuple[list[Tensor], optree.PyTreeSpec]:
+    """The leaves and structure of a value; raises ValueError where the plain collective would."""
     leaves, spec = flatten(call.collective.name, x)
     here = Here(call.options, group.rank, group.size)
     try:
@@ -200,13 +190,6 @@ def accepted(call: Call, x: Any, group: Group) -> tuple[list[Tensor], optree.PyT
     except ValueError as error:
         raise ValueError(f"compressed {call.shown(group.rank)} on rank {group.rank} of {group.name!r}: {error}") from None
     return leaves, spec
-
-
-def check_avg(leaves: Sequence[Tensor], op: str) -> None:
-    """Refuses means of integers, as the plain collectives do."""
-    for leaf in leaves:
-        if op == "avg" and not is_differentiable(leaf):
-            raise ValueError(f"op='avg' of an integer or bool tensor ({leaf.dtype}): use sum, or cast it first")
 
 
 def _no_transpose(op: str) -> list[Tensor]:
@@ -220,7 +203,7 @@ def _no_transpose(op: str) -> list[Tensor]:
 
 @attrs.frozen(eq=False)
 class _Graft:
-    """Hangs results into the graph of the leaves that they came from; ``back`` makes the leaves' gradients of the results'."""
+    """Connects results to the leaves' graph; ``back`` computes the leaves' gradients from the results'."""
 
     leaves: Sequence[Tensor]
     back: Callable[[list[Tensor]], list[Tensor]]

@@ -1,4 +1,4 @@
-"""Error feedback: what a biased codec leaves out now is sent later."""
+"""Error feedback: the error of a biased codec is added to the next value."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,22 +10,22 @@ from torch import Tensor
 
 from functional_ds.base import tree as pytree
 from functional_ds.comm.api import all_gather
-from functional_ds.comm.dispatch import flatten, resolve_dim, resolve_group
+from functional_ds.comm.dispatch import check_avg, flatten, resolve_dim, resolve_group
 from functional_ds.comm.exchange import all_to_all
 from functional_ds.comm.record.collective import Call, Here
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.reduction import fold
 from functional_ds.comm.record.table import ALL_REDUCE, REDUCE_SCATTER
-from functional_ds.comm.record.tiling import pack_cut, piece_shape, unpack_joined
+from functional_ds.comm.record.tiling import pack_cut, pad_rows, piece_shape, unpack_joined
 
 from .codecs import Codec
-from .compressed import accepted, check_avg, crop, decode_leaf, encode_leaf, rows_of, wide
+from .compressed import check_leaves, crop, decode_leaf, encode_leaf, sum_dtype
 
 __all__ = ["ErrorFeedback", "Residual"]
 
 
 class Residual(NamedTuple):
-    """What error feedback still owes: two trees like the value, fp32 where that is in half precision.
+    """The error that is still to be sent: two trees like the value, in fp32 where that is in half precision.
 
     Attributes:
         own: what this rank's values lost on their way out, in the value's shapes.
@@ -38,7 +38,7 @@ class Residual(NamedTuple):
 
 @attrs.frozen
 class ErrorFeedback:
-    """Sums over ranks through a biased codec: what it leaves out in one step is added to the next one's value.
+    """Sums over ranks through a biased codec; each step's error is added to the next step's value.
 
     Pure: the residual goes in and comes out, and the caller stores it (in a state's slot, say), one on each rank.
 
@@ -67,15 +67,15 @@ class ErrorFeedback:
     codec: Codec
 
     def init(self, x: Any, group: Group | None = None) -> Residual:
-        """Nothing is owed yet, for values like ``x``."""
+        """A residual of zeros for values like ``x``."""
         n = resolve_group(group).size
         leaves, spec = flatten("error feedback", x)
-        own = [torch.zeros_like(leaf, dtype=wide(leaf.dtype), requires_grad=False) for leaf in leaves]
+        own = [torch.zeros_like(leaf, dtype=sum_dtype(leaf.dtype), requires_grad=False) for leaf in leaves]
         piece = [e.new_zeros(-(-e.numel() // n)) for e in own]
         return Residual(pytree.unflatten(spec, own), pytree.unflatten(spec, piece))
 
     def all_reduce(self, x: Any, residual: Residual, group: Group | None = None, *, op: str = "sum") -> tuple[Any, Residual]:
-        """The sum over the ranks as the codec tells it, the same on all of them, and the new residual.
+        """The decoded sum over the ranks, the same on all of them, and the new residual.
 
         Cost: in bytes of the payload, each rank sends (n - 1) / n of its value and (n - 1) times its piece.
         """
@@ -83,7 +83,7 @@ class ErrorFeedback:
         leaves, spec = _summable(Call(ALL_REDUCE, {"op": "sum"}), x, group, op)
         owed, late = _like(spec, residual.own), _like(spec, residual.piece)
         with torch.no_grad():
-            values = [rows_of(leaf + e, group.size) for leaf, e in zip(leaves, owed, strict=True)]  # [n, m]
+            values = [pad_rows(leaf + e, group.size) for leaf, e in zip(leaves, owed, strict=True)]  # [n, m]
             sent, own = self._send(values, [rows.dtype for rows in values])
             pieces = [(self._total(p, e) + e)[None] for p, e in zip(all_to_all(sent, group), late, strict=True)]  # [1, m]
             back, piece = self._send(pieces, [leaf.dtype for leaf in leaves])
@@ -100,7 +100,7 @@ class ErrorFeedback:
     ) -> tuple[Any, Residual]:
         """This rank's piece of the sum over the ranks, and the new residual, whose ``piece`` stays as it is.
 
-        A piece in half precision is rounded to it, which the residual does not know of.
+        A piece in half precision is rounded to it; the residual does not contain that error.
 
         Cost: in bytes of the payload, each rank sends (n - 1) / n of its value.
         """
@@ -120,18 +120,18 @@ class ErrorFeedback:
         return pytree.unflatten(spec, totals), residual._replace(own=pytree.unflatten(spec, lost))
 
     def _send(self, values: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> tuple[list[Sequence[Tensor]], list[Tensor]]:
-        """Payloads of rows [n, m], and what is missing in them, read in these dtypes."""
+        """Payloads of rows [n, m], and their errors when decoded to these dtypes."""
         sent = [encode_leaf(self.codec, rows) for rows in values]
         told = [decode_leaf(self.codec, p, v.shape[1], d) for p, v, d in zip(sent, values, dtypes, strict=True)]
         return sent, [value - other for value, other in zip(values, told, strict=True)]
 
     def _total(self, parts: Sequence[Tensor], like: Tensor) -> Tensor:
-        """The sum over the ranks of what a payload's rows stand for, each a row as ``like`` [m]."""
+        """The sum of a payload's decoded rows, each like ``like`` [m]."""
         return fold(decode_leaf(self.codec, parts, like.numel(), like.dtype).unbind(), "sum")
 
 
 def _cropped(rows: Tensor, shape: torch.Size) -> Tensor:
-    """In memory of its own size, since it is kept."""
+    """The cropped rows in memory of their own size, since they are kept."""
     found = crop(rows, shape)
     return found if found.numel() == rows.numel() else found.clone()
 
@@ -144,9 +144,9 @@ def _like(spec: optree.PyTreeSpec, tree: Any) -> list[Tensor]:
 
 
 def _summable(call: Call, x: Any, group: Group, op: str) -> tuple[list[Tensor], optree.PyTreeSpec]:
-    """What error feedback would accept."""
+    """The leaves and structure of a value; raises ValueError where error feedback does not apply."""
     if op not in ("sum", "avg"):
         raise ValueError(f"op={op!r} with error feedback: what is owed can be added to sums alone; use sum or avg")
-    leaves, spec = accepted(call, x, group)
+    leaves, spec = check_leaves(call, x, group)
     check_avg(leaves, op)
     return leaves, spec

@@ -1,4 +1,4 @@
-"""Checked processes: ranks compare what they are about to call before they call it."""
+"""Checks for processes: ranks compare their calls before they start them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,15 +20,15 @@ __all__ = ["checked", "monitored_barrier"]
 
 @contextmanager
 def checked(timeout: timedelta | None = None) -> Iterator[None]:
-    """While the block runs, all ranks compare what they are about to call before it is carried out.
+    """While the block runs, all ranks compare every call before it starts.
 
-    A call goes ahead once all its ranks have announced the same: collective, options, shapes, dtypes, group. Otherwise it
+    A call starts once all its ranks have announced the same: collective, options, shapes, dtypes, group. Otherwise it
     raises on each of them. Every rank of the world enters the block. In a simulation nothing is left to check; alone neither.
 
     ``send`` becomes a rendezvous, as it is in a simulation, so a program that needs the transport to buffer is found, too.
 
     Args:
-        timeout: how long to wait for a rank that does not come; by default that of ``init_distributed``.
+        timeout: how long to wait for other ranks; by default that of ``init_distributed``.
 
     Cost: three to four requests to the store for each call, about a millisecond where
     ``benchmarks/comm.py`` measured it.
@@ -65,18 +65,18 @@ def checked(timeout: timedelta | None = None) -> Iterator[None]:
 
 
 def monitored_barrier(group: Group | None = None, *, timeout: timedelta | None = None) -> None:
-    """A barrier that says who has not come: on a time-out every rank that waits raises and names the missing ones.
+    """A barrier with a time-out, after which every waiting rank raises and names the missing ones.
 
-    Simulated, missing ranks are a deadlock, which names them anyway.
+    In a simulation a missing rank is a deadlock, whose error names it as well.
 
     Args:
-        group: who takes part; None for the whole world.
+        group: the ranks that take part; None for the whole world.
         timeout: how long to wait; by default that of ``init_distributed``.
 
     Cost: a few requests to the store for each rank; nothing over the connections that carry tensors.
 
     Raises:
-        TimedOutError: some ranks had not come; which ones, and what they were doing if ``checked``.
+        TimedOutError: names the missing ranks and, under ``checked``, what they were doing.
 
     >>> from functional_ds import comm
     >>> comm.simulate(comm.monitored_barrier, world_size=2)

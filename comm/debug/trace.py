@@ -1,4 +1,4 @@
-"""All ranks' ledgers side by side: who was slow, and a picture of when each was in which collective."""
+"""Ledgers of all ranks together: the slowest rank of each collective, and a trace of all calls."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -15,10 +15,10 @@ __all__ = ["Spread", "ledger", "spreads", "write_trace"]
 
 @contextmanager
 def ledger(*, times: bool = False) -> Iterator[Ledger]:
-    """Counts what this rank sends while the block runs, on all groups of the current world.
+    """Records what this rank sends while the block runs, on all groups of the current world.
 
     Args:
-        times: take times, too: from a call's start to its end. On CUDA each call then waits for the device, before and after.
+        times: also measure each call from start to end. On CUDA the host then waits for the device before and after each call.
 
     >>> import torch
     >>> from functional_ds import comm
@@ -40,15 +40,15 @@ def ledger(*, times: bool = False) -> Iterator[Ledger]:
 
 @attrs.frozen
 class Spread:
-    """How long the ranks of one group spent in one collective.
+    """The time that each rank of a group spent in one collective.
 
     Attributes:
         collective: its name.
         group: the group's name.
         ranks: the group's ranks.
         seconds: each rank's time, in the order of ``ranks``.
-        slowest: the rank that the others waited for: who comes last to a collective spends the least time in it. That holds
-            for calls that are waited for at once; an asynchronous call's time includes what its rank computed meanwhile.
+        slowest: the rank that the others waited for. The last rank to call a collective spends the least time in it. This holds
+            for calls that are waited for at once; the time of an asynchronous call includes what its rank computed meanwhile.
     """
 
     collective: str
@@ -69,10 +69,10 @@ class Spread:
 
 
 def spreads(ledgers: Sequence[Ledger]) -> list[Spread]:
-    """What the ranks' timed ledgers say about each collective of each group; ``print`` one for a line with milliseconds.
+    """A ``Spread`` for each collective of each group, from the ranks' timed ledgers; it prints as a line in milliseconds.
 
-    ``ledgers`` are those of a whole world, in any order: what ``simulate`` or ``spawn`` returned, or, under torchrun,
-    ``comm.all_gather_object(sent)``. Collectives that not all of the group's ranks have timed are left out.
+    ``ledgers`` are those of all ranks of a world, in any order: the results of ``simulate`` or ``spawn``, or, under torchrun,
+    ``comm.all_gather_object(sent)``. Collectives that some rank of the group has not timed are left out.
 
     >>> import torch
     >>> from functional_ds import comm
@@ -96,10 +96,10 @@ def spreads(ledgers: Sequence[Ledger]) -> list[Spread]:
 
 
 def write_trace(ledgers: Sequence[Ledger], path: str | Path) -> None:
-    """Writes the ranks' timed calls as a Chrome trace: open it in ui.perfetto.dev or chrome://tracing.
+    """Writes the ranks' timed calls as a Chrome trace, for ui.perfetto.dev or chrome://tracing.
 
-    Each rank is a process of the trace with a lane for each group; a call is a slice with the bytes that the rank sent.
-    Ranks on one host share a clock; between hosts clocks differ.
+    Each rank is a process of the trace, each group a thread, and each call a slice with the bytes that the rank sent.
+    Ranks on one host share a clock; clocks of different hosts differ.
 
     Raises:
         ValueError: no ledger has times; open them with ``ledger(times=True)``.
@@ -110,23 +110,23 @@ def write_trace(ledgers: Sequence[Ledger], path: str | Path) -> None:
     slices: list[dict[str, object]] = []
     for one in ledgers:
         slices.append({"ph": "M", "name": "process_name", "pid": one.rank, "args": {"name": f"rank {one.rank}"}})
-        lanes: dict[str, int] = {}
+        threads: dict[str, int] = {}
         for event in one.events:
-            lane = lanes.setdefault(event.group, len(lanes))
+            thread = threads.setdefault(event.group, len(threads))
             slices.append(
                 {
                     "ph": "X",
                     "name": event.collective,
                     "cat": event.group,
                     "pid": one.rank,
-                    "tid": lane,
+                    "tid": thread,
                     "ts": (event.began - start) * 1e6,  # microseconds
                     "dur": (event.ended - event.began) * 1e6,
                     "args": {"bytes sent": event.bytes},
                 }
             )
         slices += [
-            {"ph": "M", "name": "thread_name", "pid": one.rank, "tid": lane, "args": {"name": group}}
-            for group, lane in lanes.items()
+            {"ph": "M", "name": "thread_name", "pid": one.rank, "tid": thread, "args": {"name": group}}
+            for group, thread in threads.items()
         ]
     Path(path).write_text(json.dumps({"traceEvents": slices, "displayTimeUnit": "ms"}))

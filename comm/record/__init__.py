@@ -1,1 +1,1 @@
-"""What a collective is: one record a row, with its meaning, its adjoint and its cost."""
+"""Collectives as records, the table of them, groups, permutations, reductions, ledgers and errors."""

@@ -1,4 +1,4 @@
-"""What a collective is: one record that says what it means, what its transpose is, what it costs and how it runs."""
+"""The record of a collective: its denotation, transpose, cost, and how backends run it."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol
@@ -16,21 +16,21 @@ class Handle(Protocol):
 
     @property
     def ended(self) -> float | None:
-        """When it was over (``time.perf_counter``), where that is known earlier than by a wait."""
+        """When it ended (``time.perf_counter``), if that is known without a wait."""
         ...
 
     def wait(self) -> list[Tensor]:
-        """Blocks until this rank's results are there and returns them."""
+        """Blocks until this rank's results are there; returns them."""
         ...
 
     def poll(self, timeout: float) -> bool:
-        """Whether a wait would not block; waits for that, but at most ``timeout`` seconds."""
+        """Whether a wait would return at once; waits up to ``timeout`` seconds for that."""
         ...
 
 
 @attrs.frozen(eq=False)
 class Here:
-    """Where a call is made: its options, this rank's place in the group, and the number of ranks."""
+    """A call's options, this rank's place in the group, and the number of ranks."""
 
     options: Options
     rank: int
@@ -85,7 +85,7 @@ class Collective:
         denotation: the meaning; from all members' inputs, in rank order, to all members' outputs.
         adjoint: the call that is the transpose, or None where there is none (max, say).
         volume: elements that this rank sends.
-        primitive: the flat exchange that carries it, a key of the backends' tables (``exchange``, ``native``, ``shapes``).
+        primitive: the flat exchange that carries it, a key of the backends' tables (``gloo``, ``nccl``, ``shapes``).
         pack: a leaf as the payload of the primitive; payloads of several leaves concatenate along the last dim.
         unpack: the leaf's result from its slice of the primitive's result.
         check: raises ValueError where this rank alone can tell that the call is wrong.

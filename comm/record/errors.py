@@ -1,4 +1,4 @@
-"""What can go wrong between ranks, each with a name."""
+"""Errors between ranks."""
 
 __all__ = [
     "CommError",
@@ -16,24 +16,24 @@ class CommError(RuntimeError):
 
 
 class MismatchError(CommError):
-    """Ranks of one group called different collectives, or the same one with shapes or dtypes that do not fit."""
+    """Ranks of one group called different collectives, or one with shapes or dtypes that do not match."""
 
 
 class DeadlockError(CommError):
-    """No rank can go on: every unfinished rank waits for another."""
+    """No rank can continue: every unfinished rank waits for another."""
 
 
 class DivergenceError(CommError):
-    """Two interleavings of one program give different results."""
+    """Two interleavings of a program give different results."""
 
 
 class RankFailedError(CommError):
-    """A rank's process raised an error that could not be carried over, or ended without one."""
+    """A rank's process ended without a result, or raised an error that cannot be pickled."""
 
 
 class TimedOutError(CommError):
-    """Some ranks did not come to what others waited in."""
+    """Some ranks did not make a call that others waited in."""
 
 
 class UnmatchedError(CommError):
-    """All ranks have finished, and some never came to a collective or a message that others started."""
+    """All ranks have finished, and some never made a call that others had started."""

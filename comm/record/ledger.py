@@ -1,6 +1,6 @@
-"""The ledger: what each rank sent, counted from the table's volumes, and, if asked for, how long it took.
+"""The ledger: what a rank sent, by the volumes of the table of collectives, and optionally how long it took.
 
-Counting never synchronises with a device; times do.
+Counting never synchronises with a device; measuring times does.
 """
 
 import csv
@@ -16,8 +16,8 @@ from .collective import Call, Handle, Here
 
 __all__ = ["Event", "Ledger", "Row", "begin"]
 
-_RANKS_TIMES_INPUT = {"all_gather", "gather", "gather_from"}  # whose value is what comes out, n times what went in
-_SHARES = {"reduce_scatter", "all_to_all", "scatter", *_RANKS_TIMES_INPUT}  # of whose value (n - 1) / n must move
+_RANKS_TIMES_INPUT = {"all_gather", "gather", "gather_from"}  # their value is the output, n times the input
+_SHARES = {"reduce_scatter", "all_to_all", "scatter", *_RANKS_TIMES_INPUT}  # (n - 1) / n of their value must move
 _TWICE = {"all_reduce", "reduce_from"}
 
 
@@ -27,15 +27,15 @@ class Row:
 
     Attributes:
         collective: its name.
-        group: the group's name, with its channel behind a slash.
+        group: the group's name; a channel's follows a slash.
         size: ranks in the group.
-        calls: how often it was called; a coalesced tree is one call.
+        calls: the number of calls; a tree of tensors is one call.
         elements: elements that this rank sent.
         bytes: bytes that this rank sent.
         ranks: the group's ranks.
-        timed: calls whose time was taken: under ``ledger(times=True)``, those that were waited for.
-        seconds: from their start to their end, in all.
-        payload: bytes of the values of the timed calls: what comes out of a gather, what goes into anything else.
+        timed: the number of timed calls: under ``ledger(times=True)``, those that were waited for.
+        seconds: their total time, from start to end.
+        payload: bytes of their values: the output of a gather, the input of any other collective.
     """
 
     collective: str
@@ -51,7 +51,7 @@ class Row:
 
     @property
     def algorithmic_bandwidth(self) -> float | None:
-        """Bytes of the values per second; None without times."""
+        """Bytes of the values per second; None if no call was timed."""
         return self.payload / self.seconds if self.seconds else None
 
     @property
@@ -68,7 +68,7 @@ class Row:
 
 @attrs.frozen
 class Event:
-    """One timed call: what, on which group, when (``time.perf_counter``), and the bytes this rank sent."""
+    """A timed call: its collective and group, its start and end by ``time.perf_counter``, and the bytes that this rank sent."""
 
     collective: str
     group: str
@@ -79,7 +79,7 @@ class Event:
 
 @attrs.define(eq=False)
 class _Timed:
-    """A call under way whose end is recorded when it is waited for."""
+    """A call under way; waiting for it records its time."""
 
     inner: Handle
     ledger: "Ledger"
@@ -112,7 +112,7 @@ def _synchronize(tensors: Sequence[Tensor]) -> None:
 
 
 def begin(ledgers: "Sequence[Ledger]", tensors: Sequence[Tensor]) -> float:
-    """The moment before a call; where a ledger takes times, what the device still has to do is not counted in."""
+    """The start time of a call. A ledger with times first waits for the device's earlier work."""
     if any(ledger.times for ledger in ledgers):
         _synchronize(tensors)
     return perf_counter()
@@ -120,12 +120,12 @@ def begin(ledgers: "Sequence[Ledger]", tensors: Sequence[Tensor]) -> float:
 
 @attrs.define
 class Ledger:
-    """What one rank sent while the ledger was open: a row for each collective and group, in order of first use.
+    """What a rank sent while the ledger was open: a row for each collective and group, in order of first use.
 
     Attributes:
-        rank: whose it is.
-        times: whether it takes times.
-        rows: the sums.
+        rank: whose ledger it is.
+        times: whether it measures times.
+        rows: the totals.
         events: the timed calls, in the order in which they were waited for.
     """
 
@@ -145,7 +145,7 @@ class Ledger:
         handle: Handle,
         began: float,
     ) -> Handle:
-        """Records one call on the group of that name and ranks; returns the handle to wait for."""
+        """Records a call on the group of this name and these ranks; returns the handle to wait for."""
         row = self._row(call.title(here.rank)[0], group, ranks)
         row.calls += 1
         payload = bytes_sent = 0
@@ -173,7 +173,7 @@ class Ledger:
         return [(row.calls, row.elements, row.bytes) for row in self.rows]
 
     def multiply(self, before: Sequence[tuple[int, int, int]], times: int) -> None:
-        """Counts what has come since the snapshot as often as that."""
+        """Counts the calls since the snapshot ``times`` times."""
         new = [(0, 0, 0)] * (len(self.rows) - len(before))
         for row, (calls, elements, sent) in zip(self.rows, [*before, *new], strict=True):
             row.calls += (row.calls - calls) * (times - 1)

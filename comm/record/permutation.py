@@ -1,4 +1,4 @@
-"""Who sends to whom."""
+"""Permutations of ranks."""
 
 from collections.abc import Iterable, Iterator
 
@@ -11,8 +11,8 @@ class Permutation:
     No rank is twice a source, and none twice a destination. ``source[dst]`` and ``target[src]`` look a rank up.
 
     Raises:
-        ValueError: a rank is negative, or stands twice on one side.
-        TypeError: these are no pairs.
+        ValueError: a rank is negative, or twice a source or twice a destination.
+        TypeError: the elements are not pairs.
 
     >>> ring = Permutation([(0, 1), (1, 2), (2, 0)])
     >>> ring.target[2], ring.source[2], ring.inverse.target[2]
@@ -43,19 +43,19 @@ class Permutation:
 
     @classmethod
     def shift(cls, n: int, by: int = 1) -> "Permutation":
-        """Every rank of n sends to the rank ``by`` further on, around the ring."""
+        """A ring of n: each rank sends to the rank ``by`` places after it."""
         return cls((rank, (rank + by) % n) for rank in range(n))
 
     @property
     def inverse(self) -> "Permutation":
-        """The same pairs the other way round."""
+        """The permutation with sources and destinations swapped."""
         if self._inverse is None:
             self._inverse = Permutation((dst, src) for src, dst in self.pairs)
             self._inverse._inverse = self
         return self._inverse
 
     def then(self, after: "Permutation") -> "Permutation":
-        """First this one, then the other: ``PM(after) ∘ PM(self) = PM(self.then(after))``."""
+        """This permutation, then ``after``: ``PM(after) ∘ PM(self) = PM(self.then(after))``."""
         return Permutation((src, after.target[dst]) for src, dst in self.pairs if dst in after.target)
 
     def __eq__(self, other: object) -> bool:

@@ -1,4 +1,4 @@
-"""How values of several ranks combine: the one definition of every reduction."""
+"""Reductions: how the values of several ranks combine."""
 
 from collections.abc import Callable, Sequence
 from functools import reduce as left_fold
@@ -10,7 +10,7 @@ __all__ = ["OPS", "chunk_bounds", "combine", "fold"]
 
 
 def _product(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """torch.mul, but for complex numbers: those it rounds in one way in a vector and in another in its tail."""
+    """torch.mul; complex products by parts, since torch's vectorised kernel rounds a tensor's tail differently."""
     if not a.is_complex():
         return torch.mul(a, b, out=out)
     product = torch.complex(a.real * b.real - a.imag * b.imag, a.real * b.imag + a.imag * b.real)
@@ -33,8 +33,8 @@ def combine(a: Tensor, b: Tensor, op: str) -> Tensor:
 def fold(pieces: Sequence[Tensor], op: str, *, out: Tensor | None = None) -> Tensor:
     """Combines the ranks' pieces from left to right, in rank order.
 
-    Half-precision sums and products are carried in fp32 and rounded once. Every world that folds like this gives the
-    same bits. The result is new, or ``out``, which may be one of the first two pieces.
+    Half-precision sums and products are computed in fp32 and rounded once. Every world that uses ``fold`` gives the same bits.
+    The result is a new tensor, or ``out``, which may be one of the first two pieces.
     """
     dtype = pieces[0].dtype
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) and op in ("sum", "product") else dtype
@@ -52,6 +52,6 @@ def fold(pieces: Sequence[Tensor], op: str, *, out: Tensor | None = None) -> Ten
 
 
 def chunk_bounds(numel: int, n: int) -> list[int]:
-    """The n+1 bounds that cut ``numel`` elements into n contiguous pieces, the last ones perhaps short or empty."""
+    """The n + 1 bounds of n contiguous pieces of ``numel`` elements; the last pieces may be short or empty."""
     size = -(-numel // n)
     return [min(i * size, numel) for i in range(n + 1)]

@@ -1,7 +1,7 @@
-"""The table of collectives: each is one row.
+"""The table of collectives.
 
-The order of the rows is that of the docs: reductions, gathers and scatters, exchanges, point to point, and the four whose
-transposes depend on what a value is along the group (replicated, varying, or a partial sum).
+The rows are in the order of the docs: reductions, gathers and scatters, exchanges, point to point, and the four whose
+transposes depend on whether a value is replicated, varying or a partial sum along the group.
 """
 
 from collections.abc import Sequence
@@ -341,7 +341,7 @@ TRANSFER: Collective = Collective(
 BARRIER: Collective = Collective(name="barrier", denotation=lambda xs, options: list(xs), primitive="barrier")
 
 
-# -- where the variance decides: Megatron's four, each other's transposes in pairs ------------------------------------
+# -- Megatron's four, in pairs of transposes ----------------------------------------------------------------------------
 
 
 def _own_slice(x: Tensor, here: Here) -> Tensor:

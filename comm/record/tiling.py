@@ -1,7 +1,7 @@
-"""How values are cut into a piece for each rank and joined again, along a dim or on a leading axis of the ranks.
+"""Cutting a value into a piece for each rank and joining the pieces, along a dim or on a leading axis of the ranks.
 
-Options: ``dim``, and ``tiled``; ``sizes``, where ranks' pieces differ in size along ``dim``. A payload is what a leaf looks
-like to a flat primitive: ``[m]`` (one piece), ``[n, m]`` (a piece for each rank) or ``[rows, m]`` (pieces of several rows).
+Options: ``dim`` and ``tiled``; ``sizes`` where the pieces differ in size along ``dim``. A payload is the form in which a
+backend gets a leaf: ``[m]`` (one piece), ``[n, m]`` (a piece for each rank) or ``[rows, m]`` (pieces of several rows).
 """
 
 import math
@@ -19,6 +19,7 @@ __all__ = [
     "join",
     "pack_cut",
     "pack_rows",
+    "pad_rows",
     "piece_shape",
     "unpack_joined",
     "unpack_piece",
@@ -75,6 +76,13 @@ def unpack_piece(piece: Tensor, leaf: Tensor, here: Here) -> Tensor:
     return piece.reshape(piece_shape(leaf, here))
 
 
+def pad_rows(leaf: Tensor, n: int) -> Tensor:
+    """The leaf's elements as [n, m], with zeros at the end; a view where n divides them."""
+    flat, size = leaf.reshape(-1), -(-leaf.numel() // n)
+    missing = n * size - flat.numel()
+    return (torch.cat([flat, flat.new_zeros(missing)]) if missing else flat).view(n, size)
+
+
 def pack_rows(leaf: Tensor, here: Here) -> Tensor:
     """The leaf as [rows, m], a row for each index along ``dim``."""
     moved = leaf.movedim(here["dim"], 0)
@@ -92,7 +100,7 @@ def unpack_rows(rows: Tensor, leaf: Tensor, here: Here) -> Tensor:
 
 
 def check_dim(leaf: Tensor, here: Here, name: str = "dim") -> int:
-    """The dim to cut or join along; raises where the leaf has none such."""
+    """The dim to cut or join along; raises ValueError where the leaf does not have it."""
     dim: int = here[name]
     if not here.options.get("tiled", True):
         if dim != 0:
@@ -108,7 +116,7 @@ def check_dim(leaf: Tensor, here: Here, name: str = "dim") -> int:
 
 
 def check_cut(leaf: Tensor, here: Here, name: str = "dim") -> None:
-    """Raises where the leaf cannot be cut into a piece for each rank."""
+    """Raises ValueError where the leaf cannot be cut into a piece for each rank."""
     if leaf.dim() == 0:
         raise ValueError("a scalar cannot be cut into pieces; it needs a dim to cut along")
     tiled = here.options.get("tiled", True)

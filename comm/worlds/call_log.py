@@ -1,8 +1,7 @@
-"""What ranks in processes tell each other about their calls.
+"""A log of all ranks' calls, by which processes compare them.
 
-What the simulator knows by itself, processes have to say. Each rank writes down every call in the store through which the
-processes met, and a call goes ahead once all its members have written down the same. Nothing here talks over the
-connections that carry the tensors, so it still works when those hang.
+Each rank writes every call into the store that the processes share. A call starts once all its members have written the same.
+The log does not use the connections that carry tensors, so it still works when those hang.
 """
 
 import pickle
@@ -21,13 +20,13 @@ from functional_ds.comm.record.group import Group, call_site
 
 __all__ = ["CallLog"]
 
-_MIN_PAUSE, _MAX_PAUSE = 50e-6, 5e-3  # seconds between two looks at the store, at first and later
-_REPORT_AFTER = 0.2  # seconds of waiting after which a rank writes down what it waits for
+_MIN_PAUSE, _MAX_PAUSE = 50e-6, 5e-3  # seconds between two requests to the store, at first and later
+_REPORT_AFTER = 0.2  # seconds: a rank that waits longer writes into the store what it waits for
 
 
 @attrs.frozen(eq=False)
 class _Entry:
-    """What one rank is about to call."""
+    """A rank's next call."""
 
     rank: int
     agreement: tuple[Any, ...]
@@ -41,13 +40,13 @@ class _Entry:
 
 @attrs.define(eq=False)
 class CallLog:
-    """One rank's part in the comparing.
+    """One rank's side of the log.
 
     Attributes:
         rank: this rank, in the world.
-        store: where the ranks write down their calls; no request to it waits for another rank.
-        timeout: seconds to wait for a rank that has not come.
-        everything: whether all calls are compared, so that a rank that does not come can be said to be in none.
+        store: holds the ranks' entries; no request to it waits for another rank.
+        timeout: seconds to wait for other ranks.
+        everything: whether every call is logged. Then a missing rank is known to be in no collective.
     """
 
     rank: int
@@ -59,7 +58,7 @@ class CallLog:
     _failures: list[Exception] = attrs.field(factory=list)
 
     def announce(self, call: Call, tensors: Sequence[Tensor], group: Group, here: Here) -> Callable[[], None]:
-        """Writes down what this rank is about to call; the result waits for the others' entries and compares them."""
+        """Writes this rank's next call; returns a function that waits for the other members' entries and compares them."""
         row = call.collective
         order = f"{group.name} {group.ranks} {row.order(call.options)}"
         turn = self._turns[order] = self._turns.get(order, -1) + 1
@@ -80,7 +79,7 @@ class CallLog:
             self._open.discard(turn)
 
     def finish(self) -> None:
-        """Waits until all that was announced is settled; raises where nobody came to what is still open."""
+        """Waits until all announced calls are compared; raises the first failure among them."""
         known, deadline = len(self._failures), monotonic() + self.timeout + _REPORT_AFTER
         while self._open and monotonic() < deadline:
             sleep(_MIN_PAUSE)
@@ -91,7 +90,7 @@ class CallLog:
         keys = {member: f"{turn} {member}" for member in members}
         self._await(mine, group, keys)
         entries = [_Entry(*pickle.loads(self.store.get(key))) for key in keys.values()]
-        if self.store.add(f"{turn} readers", 1) == len(members):  # the last one tidies up
+        if self.store.add(f"{turn} readers", 1) == len(members):  # the last reader deletes the entries
             for key in (*keys.values(), f"{turn} readers"):
                 self.store.delete_key(key)
         for theirs in entries:
@@ -102,7 +101,7 @@ class CallLog:
         call.merged([entry.private for entry in entries])
 
     def _await(self, mine: _Entry, group: Group, keys: dict[int, str]) -> None:
-        """Returns once all keys are there; raises when one of their ranks has left, or time is up."""
+        """Returns once all keys are in the store; raises when one of their ranks has left, or after the timeout."""
         began, pause, told = monotonic(), _MIN_PAUSE, False
         while not self.store.check(list(keys.values())):
             waited = monotonic() - began
@@ -137,7 +136,7 @@ class CallLog:
         return TimedOutError("\n".join(lines))
 
     def leave(self, error: BaseException | None) -> None:
-        """Tells the others that this rank will call nothing any more."""
+        """Tells the other ranks that this one will make no more calls."""
         how = "has left the checked block" if error is None else f"has raised {type(error).__name__}: {error}"
         with suppress(Exception):  # the store may be gone with the process that held it
             self.store.set(f"left {self.rank}", how)

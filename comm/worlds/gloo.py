@@ -1,11 +1,11 @@
-"""The flat primitives as point-to-point primitives: how collectives of CPU tensors run over Gloo.
+"""Collectives of CPU tensors over Gloo, as point-to-point messages.
 
-Gloo's own reduce_scatter is an all-reduce and a slice, its all_gather copies through a staging buffer, and its
-reductions sum in an order of their own. Direct primitives read from and write into the caller's tensors, and leave the
-reduction to ``fold``, so that the bits are those of the denotation.
+Gloo's own reduce_scatter is an all-reduce and a slice, its all_gather copies through a staging buffer, and its reductions sum
+in an order of their own. Direct messages read from and write into the caller's tensors. ``fold`` computes the reductions, so
+the bits are those of the denotation.
 
-Every rank sends all its messages at once; a message is the raw bytes of a contiguous tensor, so any dtype will do. What a rank
-copies for itself it copies while they are under way. Only an all-reduce has two rounds, or, if it is small and of two, one.
+Every rank posts all its messages at once. A message is the raw bytes of a contiguous tensor, so every dtype is supported. A
+rank copies its own part while the messages are under way. Only an all-reduce has two rounds; a small one of two ranks has one.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,37 +22,37 @@ from functional_ds.comm.record.reduction import chunk_bounds, fold
 
 __all__ = ["GLOO", "Communicator", "Started"]
 
-_SWAPPED = 2**16  # bytes up to which two ranks swap values for a sum: one round instead of two; both sum all of it
+_SWAPPED = 2**16  # bytes: up to here two ranks exchange whole values and both reduce all of it, in one round instead of two
 
 
 @attrs.define(eq=False)
 class Started:
-    """A primitive under way: the transport's works, then what is left to compute once they are done."""
+    """A primitive under way: torch's works, and the computation that follows them."""
 
     works: Sequence[Work]
     finish: Callable[[], Tensor]
     ended: float | None = None
 
     def wait(self) -> Tensor:
-        """The result."""
+        """Blocks until the works are done; returns the result."""
         for work in self.works:
             work.wait()
         return self.finish()
 
     def poll(self, timeout: float) -> bool:
-        """True: over Gloo it is done by now, over NCCL a wait is the device's."""
+        """True: a worker has waited for Gloo's works, and over NCCL the host never waits."""
         return True
 
 
 @attrs.frozen(eq=False, slots=False)
 class Communicator:
-    """One group's messages over the world's transport: a tag of their own keeps their order apart from all others'.
+    """A group's messages over the world's process group, with a tag that keeps them apart from other groups' messages.
 
     Attributes:
         pg: the world's process group.
         ranks: the group's ranks.
         rank: this rank's place among them.
-        tag: what marks the messages.
+        tag: of all the group's messages.
     """
 
     pg: ProcessGroup
@@ -62,12 +62,12 @@ class Communicator:
 
     @property
     def size(self) -> int:
-        """How many ranks the group has."""
+        """The number of ranks in the group."""
         return len(self.ranks)
 
     @cached_property
     def peers(self) -> list[int]:
-        """The other ranks, each rank starting with its successor, so that no rank is everybody's first."""
+        """The other ranks, from this one's successor on, so that the ranks do not all send to one rank first."""
         return [(self.rank + k) % self.size for k in range(1, self.size)]
 
     def send(self, tensor: Tensor, peer: int) -> list[Work]:
@@ -80,20 +80,20 @@ class Communicator:
 
 
 def _all_gather_into(comm: Communicator, own: Tensor, rows: Sequence[Tensor]) -> list[Work]:
-    """Sends ``own`` to all and receives the others' rows in place."""
+    """Sends ``own`` to all other ranks and receives their rows in place."""
     works = [work for peer in comm.peers for work in comm.recv(rows[peer], peer)]
     return works + [work for peer in comm.peers for work in comm.send(own, peer)]
 
 
 def _reduce_rows(comm: Communicator, rows: Sequence[Tensor], op: str, *, out: Tensor | None = None) -> Started:
-    """Row ``rank`` of the sum of all ranks' rows; the rows are read until the wait is over."""
+    """Reduces all ranks' row ``rank``. The rows must not change before the wait is over."""
     rank = comm.rank
     own = rows[rank]
     pieces = [own if peer == rank else torch.empty_like(own) for peer in range(comm.size)]
     works = [work for peer in comm.peers for work in comm.recv(pieces[peer], peer)]
     works += [work for peer in comm.peers for work in comm.send(rows[peer], peer)]
     if out is None and len(pieces) > 1:
-        out = pieces[1 if rank == 0 else 0]  # what was received is ours to write into
+        out = pieces[1 if rank == 0 else 0]  # a received piece may be overwritten
     return Started(works, lambda: fold(pieces, op, out=out))
 
 
@@ -197,7 +197,7 @@ def all_to_all_rows(comm: Communicator, rows: Tensor, options: Options) -> Start
 
 
 def permute(comm: Communicator, piece: Tensor, options: Options) -> Started:
-    """[m] -> [m]; one message to the destination, one from the source."""
+    """[m] -> [m]; a message to the destination and one from the source."""
     rank, perm = comm.rank, options["perm"]
     source, target = perm.source.get(rank), perm.target.get(rank)
     works = comm.send(piece, target) if target not in (None, rank) else []
@@ -218,7 +218,7 @@ def transfer(comm: Communicator, piece: Tensor, options: Options) -> Started:
 
 
 def barrier(comm: Communicator, piece: Tensor, options: Options) -> Started:
-    """Nobody leaves before all have come: each sends one byte to each."""
+    """Returns when all ranks have called: each sends one byte to each."""
     tokens = torch.zeros(comm.size, 1, dtype=torch.uint8).unbind(0)
     return Started(_all_gather_into(comm, tokens[comm.rank], tokens), lambda: piece)
 

@@ -1,7 +1,4 @@
-"""The flat primitives as the backend's own collectives: how collectives of CUDA tensors run over NCCL.
-
-A wait makes the current stream wait, not the host.
-"""
+"""Collectives of CUDA tensors, as NCCL's own collectives. A wait makes the current stream wait, not the host."""
 
 from collections.abc import Callable, Sequence
 
@@ -30,7 +27,7 @@ _OPS = {
 
 
 def _numbers(tensor: Tensor) -> Tensor:
-    """As a dtype that NCCL can add up: complex numbers as pairs, bools (min and max only) as bytes."""
+    """The tensor as a dtype that NCCL can reduce: complex numbers as pairs, bools (min and max only) as bytes."""
     if tensor.is_complex():
         return torch.view_as_real(tensor)
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
@@ -54,7 +51,7 @@ def _refuse_complex_product(tensor: Tensor, options: Options) -> None:
 
 
 def _padded(rows: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Pieces of several sizes as rows of one, which is what NCCL's collectives take: [all rows, m] -> [n, most, m]."""
+    """Pads pieces to one size, as NCCL's collectives need it: [all rows, m] -> [n, most, m]."""
     most = max(sizes)
     return torch.stack([functional.pad(piece, (0, 0, 0, most - len(piece))) for piece in rows.split(list(sizes))])
 
@@ -146,7 +143,7 @@ def permute(pg: ProcessGroup, piece: Tensor, options: Options) -> Started:
 
 
 def message(pg: ProcessGroup, piece: Tensor, options: Options) -> tuple[dist.P2POp, Callable[[], Tensor]]:
-    """One point-to-point message, still to be posted (NCCL wants those that go on batch in one batch), and its result."""
+    """A point-to-point message that is not posted yet, since NCCL takes a batch of them at once, and its result."""
     if pg.rank() == options["src"]:
         op = dist.P2POp(dist.isend, _raw(piece), group=pg, tag=options["tag"], group_peer=options["dst"])
         return op, lambda: piece.new_zeros(()).expand(piece.shape)

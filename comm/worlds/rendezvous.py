@@ -1,4 +1,4 @@
-"""How processes that join a world find those of the same attempt in a store that outlives attempts."""
+"""A rendezvous of the processes of one attempt, in a store that may hold the keys of earlier attempts."""
 
 import hashlib
 import uuid
@@ -11,20 +11,26 @@ from functional_ds.comm.record.errors import TimedOutError
 
 __all__ = ["meet"]
 
-_PAUSE = 2e-3  # seconds between two looks
+_PAUSE = 2e-3  # seconds between two requests to the store
 
 
 def meet(store: Store, *, rank: int, size: int, timeout: timedelta) -> Store:
-    """A part of the store that these processes alone use, once all have come.
+    """Waits for all processes; returns a part of the store that they alone use.
 
-    A launcher that starts dead ranks again may keep the store, and what ranks of an earlier attempt left there must not be
-    taken for this one's. Each process leaves a token of its own. Rank 0 proposes the tokens that it finds; who sees its own
-    among them agrees, which the dead do not; rank 0 goes ahead when all have agreed to one proposal.
+    A launcher that restarts dead ranks may keep the store, and keys of an earlier attempt must not be mistaken for this
+    attempt's. Each process writes a random token. Rank 0 proposes the list of tokens that it finds. A process whose token is in
+    the list accepts it; dead processes cannot. Rank 0 confirms the list that all have accepted.
+
+    Args:
+        store: the shared store.
+        rank: this process's rank.
+        size: the number of processes.
+        timeout: for the other processes to join.
 
     Cost: a few requests to the store, and one every 2 ms while ranks are missing.
 
     Raises:
-        TimedOutError: some ranks have not come; which.
+        TimedOutError: some ranks have not joined; names them.
 
     >>> from torch.distributed import HashStore
     >>> type(meet(HashStore(), rank=0, size=1, timeout=timedelta(seconds=1))).__name__
@@ -45,7 +51,7 @@ def meet(store: Store, *, rank: int, size: int, timeout: timedelta) -> Store:
 
 
 def _proposed(store: Store, size: int) -> str | None:
-    """What rank 0 does in a turn: the name under which all meet, once all have agreed."""
+    """One step of rank 0: the name of the part, once all ranks have accepted."""
     keys = [f"here {rank}" for rank in range(size)]
     if not store.check(keys):
         return None
@@ -59,7 +65,7 @@ def _proposed(store: Store, size: int) -> str | None:
 
 
 def _agreed(store: Store, token: str, rank: int) -> str | None:
-    """What every other rank does in a turn."""
+    """One step of every other rank."""
     if not store.check(["proposal"]):
         return None
     tokens = store.get("proposal").decode()

@@ -1,4 +1,4 @@
-"""A thread that carries out one group's exchanges, so that whoever started them computes on."""
+"""A thread that carries out a group's asynchronous collectives while the caller computes."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -14,38 +14,38 @@ from torch import Tensor
 __all__ = ["Performed", "Posted", "Queued", "Worker"]
 
 
-_IDLE = 5.0  # seconds without a job after which the thread ends; the next job starts another
+_IDLE = 5.0  # seconds: a thread without jobs ends after these; the next job starts a new one
 
 
 @attrs.frozen(eq=False)
 class Queued:
-    """An exchange that the worker does when its turn comes."""
+    """A job in the worker's queue."""
 
     future: "Future[tuple[Tensor, float]]"
 
     @property
     def ended(self) -> float | None:
-        """When it was over; None before."""
+        """When it ended; None before that."""
         return self.future.result()[1] if self.future.done() and not self.future.exception() else None
 
     def wait(self) -> Tensor:
-        """Its result, or its error."""
+        """Returns its result or raises its error."""
         return self.future.result()[0]
 
     def poll(self, timeout: float) -> bool:
-        """Whether it is over; waits for that at most ``timeout`` seconds."""
+        """Whether it has ended; waits up to ``timeout`` seconds for that."""
         return bool(wait_for([self.future], timeout).done)
 
 
 @attrs.frozen(eq=False)
 class Performed:
-    """An exchange that is over."""
+    """A job that has ended."""
 
     result: Tensor | Exception
     ended: float
 
     def wait(self) -> Tensor:
-        """Its result, or its error."""
+        """Returns its result or raises its error."""
         if isinstance(self.result, Exception):
             raise self.result
         return self.result
@@ -57,10 +57,10 @@ class Performed:
 
 @attrs.define(eq=False)
 class Posted:
-    """A message that the caller's thread has posted, and the transport moves.
+    """A message that the caller's thread has posted.
 
-    Whether it is over can only be found by waiting. So a look leaves that to the worker, and so does dropping it, for the
-    transport forgets messages that nobody holds.
+    Gloo has no way to ask whether a message has ended except to wait. So ``poll`` makes the worker wait for it. Dropping the
+    record does so, too, since Gloo drops messages whose works are not held.
     """
 
     worker: "Worker"
@@ -70,7 +70,7 @@ class Posted:
     _waited: bool = False
 
     def wait(self) -> Tensor:
-        """Its result, or its error."""
+        """Returns its result or raises its error."""
         if self._looked is not None:
             return self._looked.wait()
         self._waited = True
@@ -79,7 +79,7 @@ class Posted:
         return result
 
     def poll(self, timeout: float) -> bool:
-        """Whether it is over; waits for that at most ``timeout`` seconds."""
+        """Whether it has ended; waits up to ``timeout`` seconds for that."""
         if self.ended is not None:
             return True
         if self._looked is None:
@@ -96,14 +96,14 @@ class Posted:
 
 
 class Worker:
-    """Does what it is given one after the other.
+    """Runs jobs in order on a thread of its own.
 
-    Posting a message takes the lock under which the transport moves the previous one, which can last milliseconds, and the
-    second half of an all-reduce starts when the first is over; on a thread of their own neither holds up the caller.
+    Posting a message can block for milliseconds on Gloo's lock, and the second round of an all-reduce starts when the first one
+    ends. On a separate thread neither delays the caller.
     """
 
     def __init__(self, name: str) -> None:
-        self._lock = RLock()  # what is dropped within it may come back to it
+        self._lock = RLock()  # reentrant: a record that is dropped under it submits a job
         self._jobs: SimpleQueue[tuple[Callable[[], Tensor], Future[tuple[Tensor, float]]]] = SimpleQueue()
         self._given = self._done = 0
         self._name = name
@@ -111,7 +111,7 @@ class Worker:
 
     @property
     def idle(self) -> bool:
-        """Whether all it was given is done."""
+        """Whether all jobs are done."""
         return self._given == self._done
 
     def submit(self, job: Callable[[], Tensor]) -> Queued:
@@ -126,10 +126,10 @@ class Worker:
         return Queued(future)
 
     def perform(self, job: Callable[[], Tensor]) -> Performed:
-        """Does a job on the caller's thread; the worker must be idle."""
+        """Runs a job on the caller's thread; the worker must be idle."""
         try:
             result: Tensor | Exception = job()
-        except Exception as error:  # whoever waits shall see it
+        except Exception as error:  # raised again by ``wait``
             result = error
         return Performed(result, perf_counter())
 
@@ -145,7 +145,7 @@ class Worker:
                 continue
             try:
                 future.set_result((job(), perf_counter()))
-            except BaseException as error:  # whoever waits shall see it
+            except BaseException as error:  # raised again by ``wait``
                 future.set_exception(error)
             self._done += 1
-            del job, future  # or the last result would live until the next job
+            del job, future  # otherwise the last result stays in memory until the next job
