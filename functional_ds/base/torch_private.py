@@ -39,6 +39,7 @@ __all__ = [
     "foreach_copy_",
     "is_fake",
     "make_wrapper_subclass",
+    "non_persistent_buffers_of",
     "parameters_of",
     "refresh_flat_weights",
     "run_backward",
@@ -126,6 +127,11 @@ def parameters_of(module: nn.Module) -> dict[str, Any]:
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     """A module's own buffers by name, as the module stores them: assignments replace buffers without registering."""
     return module._buffers
+
+
+def non_persistent_buffers_of(module: nn.Module) -> set[str]:
+    """The names of a module's own buffers that its ``state_dict`` leaves out; a state has those only if they are written."""
+    return module._non_persistent_buffers_set
 
 
 def refresh_flat_weights(rnn: nn.RNNBase) -> None:

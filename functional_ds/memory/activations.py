@@ -7,9 +7,7 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable, like_marked

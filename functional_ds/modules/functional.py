@@ -9,11 +9,18 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from functional_ds.base import tree
 from functional_ds.base.marks import ModuleRef, mark_module
+from functional_ds.base.torch_private import (
+    buffers_of,
+    detect_fake_mode,
+    non_persistent_buffers_of,
+    parameters_of,
+    refresh_flat_weights,
+    unset_fake_temporarily,
+    version_of,
+)
 from functional_ds.remat.region import called
 from functional_ds.step.buffers import Held, bit_equal
 from functional_ds.step.tape import Tape, current_tape
@@ -49,7 +56,7 @@ def _buffer_names(module: nn.Module) -> dict[_Place, str]:
     return {
         (path, key): first.setdefault(id(buffer), _joined(path, key))
         for path, owner in module.named_modules()
-        for key, buffer in owner._buffers.items()
+        for key, buffer in buffers_of(owner).items()
         if buffer is not None
     }
 
@@ -83,11 +90,11 @@ class _Skeleton:
     bound: Mapping[str, Tensor] = attrs.field(factory=dict)
     _plain: list[tuple[nn.Module, Any]] = attrs.field(factory=list)  # the modules that ``calls`` run, and their own forward
     _copies: dict[str, tuple[Any, list[int]]] = attrs.field(factory=dict)  # with the versions of their tensors
-    _buffers: list[dict[str, Any]] = attrs.field(init=False)
+    _shared: list[dict[str, Any]] = attrs.field(init=False)
 
-    @_buffers.default
+    @_shared.default
     def _own_buffers(self) -> list[dict[str, Any]]:
-        return [dict(owner._buffers) for owner in self.owners.values()]
+        return [dict(buffers_of(owner)) for owner in self.owners.values()]
 
     def bind(self, params: Mapping[str, Tensor]) -> None:
         """Puts the parameters in place, wherever they belong."""
@@ -103,16 +110,16 @@ class _Skeleton:
         """Lets the modules have these buffers."""
         for name, buffer in held.values.items():
             for path, key in self.places.get(name) or [_parted(name)]:
-                if path in self.owners and self.owners[path]._buffers.get(key, _ABSENT) is not buffer:
-                    self.owners[path]._buffers[key] = buffer
+                if path in self.owners and buffers_of(self.owners[path]).get(key, _ABSENT) is not buffer:
+                    buffers_of(self.owners[path])[key] = buffer
 
     def note(self, held: Held) -> None:
         """Takes over the buffers that a call has set anew."""
         for path, owner in self.owners.items():
-            for key, buffer in owner._buffers.items():
+            for key, buffer in buffers_of(owner).items():
                 name = self.names.get((path, key)) or _joined(path, key)
                 if held.values.get(name) is not buffer:
-                    held.values[name] = owner._buffers[key] = _usable(buffer)
+                    held.values[name] = buffers_of(owner)[key] = _usable(buffer)
 
     def lease(self, held: Held) -> None:
         """Remembers the attributes that the module has by itself; tensors among them may be written, and are copied."""
@@ -124,7 +131,7 @@ class _Skeleton:
             if owner is not None:
                 value = held.attributes.get(name, vars(owner).get(key))
                 owner.__dict__[key] = copied = tree.map(_copied, value)
-                self._copies[name] = copied, [x._version for x in tree.leaves(copied) if isinstance(x, Tensor)]
+                self._copies[name] = copied, [version_of(x) for x in tree.leaves(copied) if isinstance(x, Tensor)]
 
     def _has_written(self, name: str, value: Any, before: Any, held: Held) -> bool:
         """Whether calls have set an attribute, or written into its tensors."""
@@ -132,7 +139,7 @@ class _Skeleton:
         if name in held.attributes or value is not copied:
             return True
         leaves = [x for x in tree.leaves(value) if isinstance(x, Tensor)]
-        if [x._version for x in leaves] != versions:
+        if [version_of(x) for x in leaves] != versions:
             return True
         return held.looks and not all(map(bit_equal, leaves, [x for x in tree.leaves(before) if isinstance(x, Tensor)]))
 
@@ -147,9 +154,9 @@ class _Skeleton:
                 if held is not None and _is_state(key, value) and self._has_written(name, value, before.get(key), held):
                     held.attributes[name] = tree.map(_usable, value)
                 _put(now, key, before.get(key, _ABSENT))
-        for owner, buffers in zip(self.owners.values(), self._buffers, strict=True):
-            owner._buffers.clear()
-            owner._buffers.update(buffers)
+        for owner, buffers in zip(self.owners.values(), self._shared, strict=True):
+            buffers_of(owner).clear()
+            buffers_of(owner).update(buffers)
 
     def divert(self, calls: tuple[Any, ...]) -> None:
         """Lets each of ``calls`` run the modules that it chooses, the last outermost. They are this copy's, not the user's."""
@@ -239,7 +246,7 @@ class Apply:
     def buffers(self) -> dict[str, Tensor]:
         """The buffers that the module's ``state_dict`` has, by name, as it was built."""
         passing = {
-            _joined(path, key) for path, owner in self.module.named_modules() for key in owner._non_persistent_buffers_set
+            _joined(path, key) for path, owner in self.module.named_modules() for key in non_persistent_buffers_of(owner)
         }
         return {name: buffer for name, buffer in self.module.named_buffers() if name not in passing}
 

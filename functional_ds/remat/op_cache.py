@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from functional_ds.base.torch_private import TorchDispatchMode, schema_of
+from functional_ds.base.torch_private import TorchDispatchMode, schema_of, version_of
 
 from .policy import Keep, RematPolicy
 from .saved_tensors import Offloaded, Resident, TensorStore
@@ -48,7 +48,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
     """The tensors that an operation writes into."""
     if not schema_of(func).is_mutable:
         return []
-    places = enumerate(func._schema.arguments)
+    places = enumerate(schema_of(func).arguments)
     return _tensors(
         args[i] if i < len(args) else kwargs.get(a.name) for i, a in places if a.alias_info and a.alias_info.is_write
     )
@@ -165,7 +165,7 @@ class Recorder(TorchDispatchMode):
         """Ends the first run. Outputs that were changed in place since they were made are dropped, and computed again."""
         for operation, signature, out in self._matmuls:
             values = _outputs(out)
-            if operation not in self.results and all(not isinstance(v, Tensor) or v._version == 0 for v in values):
+            if operation not in self.results and all(not isinstance(v, Tensor) or version_of(v) == 0 for v in values):
                 self._put(operation, signature, out, Resident)
         self._matmuls.clear()
         self.results = {key: result for key, result in self.results.items() if not any(map(self._is_changed, result.outputs))}

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from functional_ds import comm
 from functional_ds.base import tree
+from functional_ds.base.torch_private import detect_fake_mode
 
 from .op_cache import Recorder, Replayer
 from .policy import Keep, RematPolicy

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base.copy_stream import CopyStream
+from functional_ds.base.torch_private import saved_tensors_hooks_in_force, version_of
 from functional_ds.step.tape import current_tape
 
 from .cpu_offload import HostTensor
@@ -95,7 +96,7 @@ class Resident:
     @property
     def changed(self) -> bool:
         """Whether an operation has written into it since."""
-        return self.tensor._version != self.version
+        return version_of(self.tensor) != self.version
 
     def get(self) -> Tensor:
         """The tensor.
@@ -142,7 +143,7 @@ class Offloaded:
         """
         if self._fetched is None:
             self._fetched, self._left = self.place.fetch(), max(self.uses, 1)
-            self._version = self._fetched._version
+            self._version = version_of(self._fetched)
         flat, self._left = self._fetched, self._left - 1
         _check_version(flat, self._version)
         if not self._left:
@@ -151,10 +152,10 @@ class Offloaded:
 
 
 def _check_version(tensor: Tensor, version: int) -> None:
-    if tensor._version != version:
+    if version_of(tensor) != version:
         raise RuntimeError(
             f"a tensor of shape {list(tensor.shape)} that the backward pass needs has been modified by an inplace operation: "
-            f"it is at version {tensor._version}, expected {version}; use the out-of-place one"
+            f"it is at version {version_of(tensor)}, expected {version}; use the out-of-place one"
         )
 
 
@@ -199,7 +200,7 @@ class TensorStore:
             return Resident(tensor)
         storage = tensor.untyped_storage()
         view = (int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        key = (storage.data_ptr(), view, tensor._version, how)
+        key = (storage.data_ptr(), view, version_of(tensor), how)
         known = self._known.get(key)
         kept = known[1]() if known is not None and known[0]() is storage else None
         if kept is None:
@@ -254,5 +255,5 @@ class SavedTensorHooks:
     def in_force() -> "SavedTensorHooks":
         """This thread's hooks. Where there are none, the tensor stays, and a change in place is refused."""
         # Torch has no public name for this; dynamo and AOTAutograd ask in the same way.
-        found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        found = saved_tensors_hooks_in_force()
         return SavedTensorHooks(*found) if found else SavedTensorHooks(Resident, lambda kept: kept.get())

@@ -10,11 +10,11 @@ from typing import Any, ClassVar, Protocol
 import attrs
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.marks import module_of
+from functional_ds.base.torch_private import disable_dispatch_modes, version_of
 
 from .slots import Role
 from .state import State
@@ -181,14 +181,14 @@ class Held:
         """Copies of what may be written: small buffers, those in ``written``, or all where that is None."""
         own = {name: _plain(b) if written is None or name in written or _is_small(b) else b for name, b in values.items()}
         return Held(
-            own, dict(attributes), written is None, dict(values), {n: b._version for n, b in own.items() if b is not None}
+            own, dict(attributes), written is None, dict(values), {n: version_of(b) for n, b in own.items() if b is not None}
         )
 
     def add(self, name: str, buffer: Tensor) -> None:
         """One more buffer, if there is none of this name."""
         if name not in self.values:
             self.values[name] = self._given[name] = _plain(buffer) if _is_small(buffer) else buffer
-            self._before[name], self._versions[name] = buffer, self.values[name]._version
+            self._before[name], self._versions[name] = buffer, version_of(self.values[name])
 
     def written(self) -> frozenset[str]:
         """The buffers that are others now; where it ``looks``, by their bits, too: kernels of norms leave no other trace."""
@@ -201,7 +201,7 @@ class Held:
 
     def _is_other(self, name: str) -> bool:
         now = self.values[name]
-        return now is not self._given[name] or bool(now._version != self._versions[name])
+        return now is not self._given[name] or version_of(now) != self._versions[name]
 
     _given: dict[str, Any] = attrs.field(init=False)
 
@@ -212,7 +212,7 @@ class Held:
     def spoilt(self) -> str | None:
         """A buffer of the state itself that was written in place, because nothing had said that it would be."""
         shared = (n for n in self._versions if self._given[n] is self._before[n])
-        return next((n for n in shared if self._before[n]._version != self._versions[n]), None)
+        return next((n for n in shared if version_of(self._before[n]) != self._versions[n]), None)
 
 
 @attrs.define(eq=False)
@@ -346,7 +346,7 @@ def _plain(buffer: Any) -> Any:
     """A copy that a pass may write into, whatever mode the buffer was made in."""
     if buffer is None:
         return None
-    with torch.inference_mode(False), _disable_current_modes():  # no recorder takes it for what the function computes
+    with torch.inference_mode(False), disable_dispatch_modes():  # no recorder takes it for what the function computes
         return buffer.detach().clone()
 
 

@@ -189,6 +189,14 @@ def a_module_stores_its_own() -> None:
     assert dict(module.named_buffers())["0.running_mean"].tolist() == [5.0, 5.0]
 
 
+@checks("non_persistent_buffers_of")
+def a_module_knows_what_it_does_not_save() -> None:
+    module = nn.Module()
+    module.register_buffer("saved", torch.zeros(1))
+    module.register_buffer("made", torch.zeros(1), persistent=False)
+    assert private.non_persistent_buffers_of(module) == {"made"}
+
+
 @checks("refresh_flat_weights")
 def an_rnn_uses_its_current_parameters() -> None:
     rnn, x = nn.RNN(1, 1, bias=False), torch.ones(1, 1)

@@ -13,7 +13,7 @@ from torch import Tensor
 from functional_ds.base import tree
 from functional_ds.base.copy_stream import Arrival
 from functional_ds.base.direct_io import aligned, padded
-from functional_ds.comm.record.collective import NAMESPACE
+from functional_ds.base.tree import NAMESPACE
 
 from .disk import Disk
 from .files import Extent, OffloadError, VersionedFile

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from functional_ds.base import tree
-from functional_ds.comm.record.collective import NAMESPACE
+from functional_ds.base.tree import NAMESPACE
 from functional_ds.step.state import State
 
 from .handles import is_handle

@@ -44,7 +44,7 @@ class Storage:
     incoming: CopyStream = attrs.field(init=False)
     outgoing: CopyStream = attrs.field(init=False)
     regions: dict[int, dict[int, slice]] = attrs.field(init=False)
-    _buffers: tuple[Buffer, ...] = ()
+    _pool: tuple[Buffer, ...] = ()
 
     def __attrs_post_init__(self) -> None:
         self.prefetcher = Prefetcher(CopyStream(self.device))
@@ -65,11 +65,11 @@ class Storage:
     @property
     def buffers(self) -> tuple[Buffer, ...]:
         """The buffers, each as large as the largest unit's piece; made when they are first used."""
-        if not self._buffers:
+        if not self._pool:
             nbytes = max((region.stop for regions in self.regions.values() for region in regions.values()), default=0)
             rooms = (aligned(nbytes, pinned=self.cuda) for _ in range(self.buffer_count))
-            self._buffers = tuple(Buffer(room, self.incoming, self.outgoing) for room in rooms)
-        return self._buffers
+            self._pool = tuple(Buffer(room, self.incoming, self.outgoing) for room in rooms)
+        return self._pool
 
     def version(self, unit: Unit, tensor: TensorSpec) -> Version:
         """Room for the next version of a tensor.

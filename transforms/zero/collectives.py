@@ -144,7 +144,7 @@ class Collectives:
         group, owner = self.groups.shards, segments[0].owner or 0
         own = group.rank == owner
         whole = [x.detach() if own else x.new_empty(s.size) for s, x in zip(segments, shards, strict=True)]
-        return comm.broadcast(whole, owner, group, async_op=True)  # type: ignore[no-any-return]
+        return comm.broadcast(whole, owner, group, async_op=True)
 
     def _next_level(self, level: comm.Group) -> Callable[[Any], "comm.Pending[Any]"]:
         return lambda payload: self._all_gather(payload, level.channel("gather"))
@@ -152,7 +152,7 @@ class Collectives:
     def _all_gather(self, payload: Any, group: comm.Group) -> "comm.Pending[Any]":
         gather = self.config.all_gather
         plain = gather.collective if isinstance(gather, Compressed) else gather
-        return plain(payload, group, async_op=True)  # type: ignore[no-any-return]
+        return plain(payload, group, async_op=True)
 
     def _encoded(self, shards: Flats) -> Any:
         gather = self.config.all_gather
@@ -208,7 +208,7 @@ class Collectives:
         replicas = self.groups.replicas
         if replicas is None or replicas.size == 1 or segments[0].owner not in (None, self.groups.shards.rank):
             return _done(list(shards))
-        return comm.all_reduce(list(shards), _channel(replicas), async_op=True)  # type: ignore[no-any-return]
+        return comm.all_reduce(list(shards), _channel(replicas), async_op=True)
 
     def _reduce_whole(self, flats: Flats) -> PendingFlats:
         """Stage 0. Each rank of a group sends only its shard of the sum to the other replicas."""
@@ -226,18 +226,18 @@ class Collectives:
     def _reduce_to_owner(self, flats: Flats, owner: int) -> PendingFlats:
         group = self.groups.shards
         pending = comm.reduce(flats, owner, _channel(group), async_op=True)
-        return pending.then(lambda sums: [total if group.rank == owner else total.new_empty(0) for total in sums])  # type: ignore[no-any-return]
+        return pending.then(lambda sums: [total if group.rank == owner else total.new_empty(0) for total in sums])
 
     def _all_reduce_and_shard(self, segments: Sequence[Segment], flats: Flats) -> PendingFlats:
         group = self.groups.shards
         pending = self.config.all_reduce(flats, _channel(group), async_op=True)
-        return pending.then(  # type: ignore[no-any-return]
+        return pending.then(
             lambda sums: [total[slice(*s.cut(group.rank))].clone() for total, s in zip(sums, segments, strict=True)]
         )
 
     def _scatter(self, flats: Sequence[Tensor], level: comm.Group) -> PendingFlats:
         rows = [flat.view(level.size, -1) for flat in flats]  # [k * m] -> [k, m]
-        return self.config.reduce_scatter(rows, _channel(level), tiled=False, async_op=True)  # type: ignore[no-any-return]
+        return self.config.reduce_scatter(rows, _channel(level), tiled=False, async_op=True)
 
     def _to_comm_dtype(self, flat: Tensor) -> Tensor:
         """Casts, and divides in the wider of the two dtypes."""

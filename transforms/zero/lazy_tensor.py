@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from functional_ds.base.torch_private import disable_torch_function_subclass, make_wrapper_subclass
+
 __all__ = ["LazyTensor"]
 
 _PROPERTIES = (
@@ -37,7 +39,7 @@ class LazyTensor(torch.Tensor):
     def __new__(
         cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool, fetch: Callable[[], Tensor]
     ) -> "LazyTensor":
-        self: LazyTensor = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
+        self = make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
         self._fetch = fetch
         return self
 
@@ -47,7 +49,7 @@ class LazyTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with disable_torch_function_subclass():
                 return func(*args, **(kwargs or {}))
         return func(*(_fetched(x) for x in args), **{name: _fetched(x) for name, x in (kwargs or {}).items()})
 

@@ -100,24 +100,16 @@ class ProcessGroups:
                 value = comm.broadcast(value, 0, level.channel(channel) if channel else level)
         return value
 
-    def check_agreement(self, fingerprint: int) -> None:
-        """Checks that all ranks have the same fingerprint and that the groups form a grid.
+    def check_agreement(self, layout: Any) -> None:
+        """Checks that all ranks have the same layout, and that the groups form a grid.
 
         Raises:
             ValueError: they do not.
         """
-        mine = torch.tensor([[fingerprint, self.group.ranks[self.group.rank]]])  # [1, 2]
-        table = comm.all_gather(mine, self.group.channel("control"))  # [n, 2]
-        if self.replicas is not None:
-            table = comm.all_gather(table, self.replicas.channel("control"))  # [n_replicas * n, 2]
-        prints, ranks = table.T.tolist()
-        odd = [rank for other, rank in zip(prints, ranks, strict=True) if other != prints[0]]
-        if odd:
-            raise ValueError(
-                f"params: ranks {odd} of group {self.group.name!r} have other leaves, shapes, dtypes or frozen leaves than "
-                f"rank {ranks[0]}; build the same model on every rank"
-            )
-        if len(set(ranks)) != len(ranks) and not comm.are_alike(self.group):
+        groups = [self.group] if self.replicas is None else [self.group, self.replicas]
+        differ, mend = "other leaves, shapes, dtypes or frozen leaves", "build the same model on every rank"
+        ranks = comm.agree(layout, *groups, what="params", differ=differ, mend=mend)
+        if len(set(ranks)) != len(ranks) and not comm.is_symmetric(self.group):
             raise ValueError(
                 f"replicate: the groups {self.group.name!r} and {getattr(self.replicas, 'name', None)!r} make no grid: "
                 f"together their members name the ranks {ranks}; take two axes of one mesh"

@@ -7,7 +7,6 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from functional_ds.base.prng import Key
 from functional_ds.base.torch_private import FakeTensorMode, disable_torch_function_subclass, unset_fake_temporarily
