@@ -152,7 +152,7 @@ class Collectives:
     def _all_gather(self, payload: Any, group: comm.Group) -> "comm.Pending[Any]":
         gather = self.config.all_gather
         plain = gather.collective if isinstance(gather, Compressed) else gather
-        return plain(payload, group, async_op=True)
+        return plain(payload, group, async_op=True)  # type: ignore[no-any-return]
 
     def _encoded(self, shards: Flats) -> Any:
         gather = self.config.all_gather
@@ -231,13 +231,13 @@ class Collectives:
     def _all_reduce_and_shard(self, segments: Sequence[Segment], flats: Flats) -> PendingFlats:
         group = self.groups.shards
         pending = self.config.all_reduce(flats, _channel(group), async_op=True)
-        return pending.then(
+        return pending.then(  # type: ignore[no-any-return]
             lambda sums: [total[slice(*s.cut(group.rank))].clone() for total, s in zip(sums, segments, strict=True)]
         )
 
     def _scatter(self, flats: Sequence[Tensor], level: comm.Group) -> PendingFlats:
         rows = [flat.view(level.size, -1) for flat in flats]  # [k * m] -> [k, m]
-        return self.config.reduce_scatter(rows, _channel(level), tiled=False, async_op=True)
+        return self.config.reduce_scatter(rows, _channel(level), tiled=False, async_op=True)  # type: ignore[no-any-return]
 
     def _to_comm_dtype(self, flat: Tensor) -> Tensor:
         """Casts, and divides in the wider of the two dtypes."""
