@@ -27,8 +27,10 @@ from functional_ds.sharding import grouping as units
 from functional_ds.sharding.layout import Layout, shard, unshard
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.sharding.sources import from_source
+from functional_ds.step.compose import compose, wrap
+from functional_ds.step.phases import innermost, outermost
 from functional_ds.step.state import DonatedStateError, State
-from functional_ds.step.step import Step, Transform, compose, innermost, outermost, wrap
+from functional_ds.step.step import Step, Transform
 from functional_ds.step.tape import Tape
 from functional_ds.step.train_step import train_step
 

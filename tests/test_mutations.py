@@ -1196,7 +1196,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "two trees share a skeleton",
             "modules.functional",
-            "if skeleton.identity == _identity(params) and skeleton",
+            "if skeleton.identity == identity and skeleton",
             "if skeleton",
         ),
     ],

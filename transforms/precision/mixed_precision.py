@@ -15,9 +15,10 @@ from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable, like_marked, mark_stored, stored_in
 from functional_ds.base.torch_private import foreach_copy_
 from functional_ds.base.weighted import Weighted
+from functional_ds.step.compose import wrap
 from functional_ds.step.slots import Role
 from functional_ds.step.state import State
-from functional_ds.step.step import Metrics, Step, Transform, wrap
+from functional_ds.step.step import Metrics, Step, Transform
 from functional_ds.step.traits import Trait
 
 from .loss_scale import DynamicScale, LossScale, NoScale, StaticScale
