@@ -76,17 +76,14 @@ def ema(decay: float) -> Transform:
             state = tree.replace(state, params=tree.unflatten(spec, shown))
         return inner(step, state)
 
-    wrapped = wrap(f"ema({decay})", slot="ema", traits=[Trait.COPIES_PARAMS], init=init, update=update, params=params)
-
-    def transform(step: Step) -> Step:
+    def check(step: Step) -> None:
         if step.wraps("params"):
             raise ValueError(
                 f"ema({decay}): this step stores params in its own way already ({step}); put ema before zero and "
                 "mixed_precision, and use one ema"
             )
-        return wrapped(step)
 
-    return transform
+    return wrap(f"ema({decay})", slot="ema", traits=[Trait.COPIES_PARAMS], check=check, init=init, update=update, params=params)
 
 
 def averaged(step: Step, state: State) -> Any:

@@ -60,8 +60,9 @@ def local_gradients(group: comm.Group | None = None) -> Transform:
         found: LeafMap = inner(step, state)
         return attrs.evolve(found, reduce_group=replicas.ranks())
 
-    wrapped = wrap(
+    return wrap(
         name,
+        check=lambda step: replicas.alone(step, name),
         traits=[Trait.REDUCES_GRADIENTS],
         init=init,
         sync_buffers=replicas.sync_buffers,
@@ -71,12 +72,6 @@ def local_gradients(group: comm.Group | None = None) -> Transform:
         norm=norm,
         leaf_map=leaf_map,
     )
-
-    def transform(step: Step) -> Step:
-        replicas.alone(step, name)
-        return wrapped(step)
-
-    return transform
 
 
 def _sums(state: Any) -> bool:

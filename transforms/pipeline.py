@@ -116,9 +116,10 @@ class _Pipeline:
     recorder: Recorder | None
 
     def transform(self) -> Transform:
-        """The transform; it refuses steps whose gradients are wrapped already."""
-        staged = wrap(
+        """The phases that a pipeline wraps."""
+        return wrap(
             str(self),
+            check=self.check,
             slot="pipeline",
             traits=[Trait.PIPELINES],
             init=self.init,
@@ -133,15 +134,13 @@ class _Pipeline:
             leaf_map=self.leaf_map,
         )
 
-        def transform(step: Step) -> Step:
-            if step.wraps("gradients"):
-                raise ValueError(
-                    f"{self}: it replaces the gradients, which another transform of this step wraps already ({step}); put "
-                    "pipeline before it"
-                )
-            return staged(step)
-
-        return transform
+    def check(self, step: Step) -> None:
+        """Refuses a step whose gradients another transform wraps."""
+        if step.wraps("gradients"):
+            raise ValueError(
+                f"{self}: it replaces the gradients, which another transform of this step wraps already ({step}); put "
+                "pipeline before it"
+            )
 
     def __str__(self) -> str:
         where = "world" if self.group is None else f"{self.group.name!r} of {self.group.size}"

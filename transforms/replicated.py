@@ -88,8 +88,9 @@ def replicated(
         shaped = [_like((mean * weight).view(-1), grad) for mean, grad in zip(means, grads.sum, strict=True)]
         return state.put(**{slot: memory}), tree.replace(grads, sum=shaped)
 
-    wrapped = wrap(
+    return wrap(
         title,
+        check=lambda step: replicas.alone(step, title),
         slot=slot,
         traits=[Trait.REDUCES_GRADIENTS, Trait.RESIDENT_SLOT],
         init=begin,
@@ -98,12 +99,6 @@ def replicated(
         sum_over_ranks=replicas.sum_over_ranks,
         batch_shard=replicas.batch_shard,
     )
-
-    def transform(step: Step) -> Step:
-        replicas.alone(step, title)
-        return wrapped(step)
-
-    return transform
 
 
 def _wide(grad: Tensor) -> Tensor:

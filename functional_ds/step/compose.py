@@ -19,9 +19,12 @@ class _Wrap:
     name: str
     slot: str | None
     traits: frozenset[Trait]
+    check: Callable[[Step], None] | None
     phases: Mapping[str, Callable[..., Any]]
 
     def __call__(self, step: Step) -> Step:
+        if self.check is not None:
+            self.check(step)
         return step.wrapped(self.name, slot=self.slot, traits=self.traits, **self.phases)
 
     def __repr__(self) -> str:
@@ -45,7 +48,14 @@ class _Composition:
         return " -> ".join(getattr(transform, "__name__", repr(transform)) for transform in self.transforms) or "identity"
 
 
-def wrap(name: str, *, slot: str | None = None, traits: Collection[Trait] = (), **phases: Callable[..., Any]) -> Transform:
+def wrap(
+    name: str,
+    *,
+    slot: str | None = None,
+    traits: Collection[Trait] = (),
+    check: Callable[[Step], None] | None = None,
+    **phases: Callable[..., Any],
+) -> Transform:
     """The transform that replaces phases: ``wrap("half", rate=lambda inner, step, state: inner(step, state) / 2)``.
 
     Each function takes ``inner``, the phase so far, the finished ``step``, and what the phase takes (the table in ``Step``).
@@ -55,6 +65,7 @@ def wrap(name: str, *, slot: str | None = None, traits: Collection[Trait] = (), 
         name: what the transform is called in errors and in ``print(step)``.
         slot: the name of what it keeps in ``state.slots``; no two transforms of a step may have one name.
         traits: what other transforms may ask the step for.
+        check: is called with the step before it is wrapped, and raises an error if this transform must not follow its others.
         phases: the functions, by the phase that they wrap.
 
     Raises:
@@ -62,7 +73,7 @@ def wrap(name: str, *, slot: str | None = None, traits: Collection[Trait] = (), 
         TypeError: a function takes other arguments than its phase gives; when it runs: it returns something else.
     """
     check_phases(name, phases)
-    return _Wrap(name, slot, frozenset(traits), phases)
+    return _Wrap(name, slot, frozenset(traits), check, phases)
 
 
 def compose(*transforms: Transform) -> Transform:

@@ -126,8 +126,9 @@ class _Mixed:
 
     def transform(self) -> Transform:
         """The phases that mixed precision wraps."""
-        mixed = wrap(
+        return wrap(
             str(self),
+            check=self.check,
             slot=_SLOT,
             traits=[Trait.CASTS, Trait.COPIES_PARAMS],
             prepare=self.prepare,
@@ -141,23 +142,20 @@ class _Mixed:
             params=self.params,
         )
 
-        def transform(step: Step) -> Step:
-            if step.has(Trait.CASTS):
-                raise ValueError(f"{self}: this step has a mixed precision already ({step})")
-            if self.stochastic and step.wraps("view"):
-                raise ValueError(f"{self}: stochastic rounding needs the tensors that the optimizer gets; put it before zero")
-            sharded = step.has(Trait.SHARDS_STATE)
-            if sharded:
-                raise ValueError(
-                    f"{self}: put it before {sharded}, or masters of all params would lie on every rank: "
-                    f"compose({self}, {sharded})"
-                )
-            offloading = step.has(Trait.OFFLOADS)
-            if offloading:
-                raise ValueError(f"{self}: put it before {offloading}, so that the masters are offloaded, too ({step})")
-            return mixed(step)
-
-        return transform
+    def check(self, step: Step) -> None:
+        """Refuses a step that casts already, or whose shards or offloaded states would not include the masters."""
+        if step.has(Trait.CASTS):
+            raise ValueError(f"{self}: this step has a mixed precision already ({step})")
+        if self.stochastic and step.wraps("view"):
+            raise ValueError(f"{self}: stochastic rounding needs the tensors that the optimizer gets; put it before zero")
+        sharded = step.has(Trait.SHARDS_STATE)
+        if sharded:
+            raise ValueError(
+                f"{self}: put it before {sharded}, or masters of all params would lie on every rank: compose({self}, {sharded})"
+            )
+        offloading = step.has(Trait.OFFLOADS)
+        if offloading:
+            raise ValueError(f"{self}: put it before {offloading}, so that the masters are offloaded, too ({step})")
 
     def __str__(self) -> str:
         options = "".join(f", {name}={value}" for name, value in self._options() if value)
