@@ -30,6 +30,7 @@ from functional_ds.transforms.zero.config import ZeroConfig
 from functional_ds.transforms.zero.gather import Gatherer
 from functional_ds.transforms.zero.prefetch import FetchTrace, plan_fetches
 from functional_ds.transforms.zero.process_groups import ProcessGroups
+from tests.modules.test_buffers import as_ddp, network, plain, rows
 from tests.planting import Bug, planted
 from tests.remat.test_remat import awkward, outcome
 from tests.transforms.models import CASES, Blocks, Case, Tied, own_rows, run
@@ -993,6 +994,57 @@ def offload_changes_nothing() -> None:
         assert raises(transforms.OffloadError, lambda: step(state, batch))
 
 
+def buffers_are_state(k: int) -> None:
+    """Law 59: running statistics are plain PyTorch's, the state before is as it was, and a resumed state has them."""
+    _, want_params, want_buffers = plain([list(rows(index).chunk(k)) for index in range(3)])
+    apply, params = fds.functional(network())
+    step = transforms.accumulate(k)(fds.train_step(lambda p, x: apply(p, x).square().mean(), fds.sgd(0.1)))
+    state = step.init(params)
+    for index in range(3):
+        before = {name: buffer.clone() for name, buffer in step.module_buffers(state).items()}
+        after, _ = step(state, rows(index), donate=False)
+        same(step.module_buffers(state), before)
+        state = after
+    torch.testing.assert_close(step.params(state), want_params)
+    torch.testing.assert_close(step.module_buffers(state), want_buffers)
+    same(apply.buffers, dict(network().named_buffers()))
+    with tempfile.TemporaryDirectory() as folder:
+        fds.save(state, folder)
+        same(step.module_buffers(fds.load(folder, like=step.init(params))), step.module_buffers(state))
+
+
+def ranks_keep_the_first_ranks_buffers() -> None:
+    """Law 19 with BatchNorm: DistributedDataParallel's params and buffers."""
+    want_params, want_buffers = as_ddp(2, 2)
+
+    def program() -> Any:
+        apply, params = fds.functional(network())
+        step = transforms.zero(1)(fds.train_step(lambda p, x: apply(p, x).square().mean(), fds.sgd(0.1)))
+        state = step.init(params)
+        for index in range(2):
+            state, _ = step(state, rows(index).chunk(2)[rank()])
+        return step.params(state), step.module_buffers(state)
+
+    for params, buffers in comm.simulate(program, world_size=2):
+        torch.testing.assert_close(params, {name: p.detach() for name, p in want_params.items()})
+        torch.testing.assert_close(buffers, want_buffers)
+
+
+def scatter_and_publish_are_inverse(half: bool) -> None:
+    """In ZeRO 1 and with mixed precision: what is stored comes back, and ``trained`` lines up with the gradients."""
+
+    def program() -> None:
+        precision = (transforms.mixed_precision("bf16"),) if half else ()
+        step = fds.compose(*precision, transforms.zero(1))(fds.train_step(lambda p, x: (x @ p["w"]).sum(), fds.sgd(0.1)))
+        state = step.init({"w": numbers(3, 5), "frozen": numbers(4, dtype=torch.int64)})
+        back = step.publish(step.scatter(state)).params
+        same(back, state.params)
+        assert [leaf.dtype for leaf in tree.leaves(back)] == [leaf.dtype for leaf in tree.leaves(state.params)]
+        assert [leaf.dtype for leaf in step.trained(state)] == [torch.float32]
+
+    comm.simulate(program, world_size=2)
+
+
 BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, and the law's case
     # activations
     (a_remat_is_the_function, "recompute,product=save"): [
@@ -1124,6 +1176,49 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     ],
     (the_simulator_finds_mismatches,): [
         Bug("nobody compares calls", "comm.worlds.simulator", "if known.agreement != slot.agreement:", "if False:"),
+    ],
+    # buffers
+    (buffers_are_state, 2): [
+        Bug(
+            "a pass writes into the state",
+            "step.buffers",
+            "_plain(b) if written is None or name in",
+            "b if written is None or name in",
+            RuntimeError,  # it is noticed
+        ),
+        Bug(
+            "micro-batches forget each other",
+            "transforms.accumulate",
+            "state, carry, found = inner(",
+            "_, carry, found = inner(",
+        ),
+        Bug(
+            "what a pass wrote is lost",
+            "step.train_step",
+            "return state if found is None else state.put",
+            "return state or state.put",
+        ),
+    ],
+    (ranks_keep_the_first_ranks_buffers,): [
+        Bug("each rank keeps its own", "step.buffers", 'if group.size == 1 or policy == "own":', "if True:"),
+        Bug("the second rank's count", "step.buffers", "(rank if by_writer else 0, shape, dtype)", "(1, shape, dtype)"),
+        Bug(
+            "what kept its bits is not sent",
+            "step.buffers",
+            "name in written or name.rpartition",
+            "name in () and name.rpartition",
+        ),
+    ],
+    (scatter_and_publish_are_inverse, True): [
+        Bug(
+            "masters are not rounded back",
+            "transforms.precision.mixed_precision",
+            "rounded.append(old)\n",
+            "rounded.append(new)\n",
+        ),
+    ],
+    (scatter_and_publish_are_inverse, False): [
+        Bug("frozen segments come back as shards", "transforms.zero.zero", "partition.frozen.get(i, new)", "new"),
     ],
     # one device
     (modules_are_functions,): [

@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Callable
 from math import isfinite
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 
@@ -29,6 +29,11 @@ def _integer(least: int) -> Any:
     return check
 
 
+def _is_stage(config: Any, field: Any, value: Any) -> None:
+    if type(value) is not int or value not in (0, 1, 2, 3):
+        raise ValueError(f"stage={value!r}: ZeRO has the stages 0, 1, 2 and 3")
+
+
 @attrs.frozen(eq=False, repr=False)
 class ZeroConfig:
     """The arguments of ``zero``, which documents them.
@@ -38,7 +43,7 @@ class ZeroConfig:
         TypeError: a group is not a ``comm.Group``, or a collective is not callable.
     """
 
-    stage: int
+    stage: Literal[0, 1, 2, 3] = attrs.field(validator=_is_stage)
     group: comm.Group | None = None
     intra_node: comm.Group | int | None = attrs.field(default=None, kw_only=True)
     replicate: comm.Group | None = attrs.field(default=None, kw_only=True)
@@ -48,15 +53,13 @@ class ZeroConfig:
     max_live_units: int = attrs.field(default=2, kw_only=True, validator=_integer(1))
     persistence_threshold: int = attrs.field(default=0, kw_only=True, validator=_integer(0))
     hpz: bool = attrs.field(default=False, kw_only=True)
-    aggregate: str = attrs.field(default="reduce_scatter", kw_only=True)
+    aggregate: Literal["reduce_scatter", "all_reduce", "owner"] = attrs.field(default="reduce_scatter", kw_only=True)
     gradient_predivide_factor: float = attrs.field(default=1.0, kw_only=True)
     all_gather: Callable[..., Any] = attrs.field(default=comm.all_gather, kw_only=True)
     reduce_scatter: Callable[..., Any] = attrs.field(default=comm.reduce_scatter, kw_only=True)
     all_reduce: Callable[..., Any] = attrs.field(default=comm.all_reduce, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        if type(self.stage) is not int or self.stage not in (0, 1, 2, 3):
-            raise ValueError(f"stage={self.stage!r}: ZeRO has the stages 0, 1, 2 and 3")
         self._check_groups()
         self._check_values()
         self._check_collectives()
