@@ -147,9 +147,10 @@ class _Mixed:
                 raise ValueError(f"{self}: stochastic rounding needs the tensors that the optimizer gets; put it before zero")
             sharded = step.has(Trait.SHARDS_STATE)
             if sharded:
-                raise ValueError(
-                    f"{self}: put it before {sharded}, or masters of all params would lie on every rank: "
-                    f"compose({self}, {sharded})"
+                warnings.warn(
+                    f"{self}: put it before {sharded}, compose({self}, {sharded}); after it, every rank stores masters of all "
+                    "params, and not of its shards alone",
+                    stacklevel=2,
                 )
             offloading = step.has(Trait.OFFLOADS)
             if offloading:
