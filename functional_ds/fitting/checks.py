@@ -6,21 +6,22 @@ __all__ = ["check_steps", "positive_steps", "refuse_removed"]
 
 # What took the place of the keywords that ``fit`` had before 1.0.
 _CHECKPOINTS, _EVALUATION, _LOGGING = (
-    "checkpoints=fds.Checkpoints(path, every=..., minutes=..., keep_last=..., keep_every=..., resume=...)",
-    "evaluation=fds.Evaluation(function, every=...)",
-    "logging=fds.Logging(loggers, every=..., progress=...)",
+    "pass checkpoints=fds.Checkpoints(path, every=..., minutes=..., keep_last=..., keep_every=..., resume=...)",
+    "pass evaluation=fds.Evaluation(function, every=...)",
+    "pass logging=fds.Logging(loggers, every=..., progress=...)",
 )
 _REMOVED = {
     **dict.fromkeys(("path", "every", "minutes", "keep_last", "keep_every", "resume"), _CHECKPOINTS),
     **dict.fromkeys(("evaluate", "evaluate_every"), _EVALUATION),
     **dict.fromkeys(("loggers", "log_every", "progress"), _LOGGING),
+    "buffers": "modules' buffers are part of the state, and saved with it",
 }
 
 
 def refuse_removed(given: dict[str, Any]) -> None:
     """Raises TypeError for keywords that ``fit`` does not have; it says what took a removed keyword's place."""
     for name in given:
-        instead = f"; pass {_REMOVED[name]}" if name in _REMOVED else ""
+        instead = f"; {_REMOVED[name]}" if name in _REMOVED else ""
         raise TypeError(f"fit() got an unexpected keyword argument {name!r}{instead}")
 
 

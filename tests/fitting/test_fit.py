@@ -414,6 +414,7 @@ def test_records_refuse_bad_numbers() -> None:
         ("evaluate", r"pass evaluation=fds.Evaluation\(function"),
         ("loggers", r"pass logging=fds.Logging\(loggers"),
         ("log_every", r"pass logging=fds.Logging\(loggers"),
+        ("buffers", "'buffers'; modules' buffers are part of the state"),
         ("setps", "unexpected keyword argument 'setps'$"),
     ],
 )
