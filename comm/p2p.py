@@ -132,6 +132,12 @@ def isend(x: T, dst: int, group: Group | None = None, *, tag: int = 0) -> Pendin
 def irecv(like: T, src: int, group: Group | None = None, *, tag: int = 0) -> Pending[T]:
     """Starts to receive a value shaped as ``like`` from rank ``src``; ``wait()`` returns it.
 
+    Args:
+        like: a pytree of tensors with the structure, shapes and dtypes of the value; its values are not read.
+        src: the sender, a rank of the group.
+        group: the group; None for the whole world.
+        tag: keeps the order of messages apart from that of other tags.
+
     Cost: nothing on this rank; the sender counts the value.
 
     Raises:
@@ -148,6 +154,12 @@ def send(x: T, dst: int, group: Group | None = None, *, tag: int = 0) -> T:
     that.
 
     Law: the transpose is a message from ``dst``. Add the zeros to the loss, and the gradient arrives.
+
+    Args:
+        x: a pytree of tensors.
+        dst: the receiver, a rank of the group.
+        group: the group; None for the whole world.
+        tag: keeps the order of messages apart from that of other tags.
 
     Cost: the value once.
 
@@ -175,6 +187,12 @@ def recv(like: T, src: int, group: Group | None = None, *, tag: int = 0) -> T:
     """The value that rank ``src`` sends; ``like`` has its structure, shapes and dtypes.
 
     Where ``like`` requires grad, the value's gradient is sent back to ``src``, where ``send`` must be part of the graph.
+
+    Args:
+        like: a pytree of tensors with the structure, shapes and dtypes of the value; its values are not read.
+        src: the sender, a rank of the group.
+        group: the group; None for the whole world.
+        tag: keeps the order of messages apart from that of other tags.
 
     Cost: nothing on this rank; the sender counts the value.
 

@@ -245,6 +245,11 @@ def shard(params: Any, layout: Layout, rank: int) -> list[Tensor]:
 
     Law: ``unshard([shard(t, layout, r) for r in range(n)], layout) = t``, bitwise.
 
+    Args:
+        params: a tree of tensors.
+        layout: how its leaves are divided, as ``Layout.of(params, n)`` gives it.
+        rank: which of the n shards.
+
     >>> params = {"w": torch.arange(5.0)}
     >>> layout = Layout.of(params, 2)
     >>> [shard(params, layout, rank)[0].tolist() for rank in range(2)]
