@@ -26,7 +26,7 @@ T = TypeVar("T")
 class Send:
     """A message of a batch that sends ``value`` to rank ``dst``."""
 
-    value: Any
+    value: Any = attrs.field(repr=tree.summary)
     dst: int
     tag: int = 0
 
@@ -35,7 +35,7 @@ class Send:
 class Recv:
     """A message of a batch that receives a value shaped as ``like`` from rank ``src``."""
 
-    like: Any
+    like: Any = attrs.field(repr=tree.summary)
     src: int
     tag: int = 0
 

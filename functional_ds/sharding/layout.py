@@ -105,7 +105,14 @@ class Layout:
     units: tuple[Unit, ...]
     segments: tuple[Segment, ...]
     paths: tuple[str, ...]
-    spec: optree.PyTreeSpec = attrs.field(repr=False)
+    spec: optree.PyTreeSpec
+
+    def __repr__(self) -> str:
+        elements = sum(slot.numel for segment in self.segments for slot in segment.slots)
+        return (
+            f"Layout({len(self.paths)} leaves in {len(self.units)} units and {len(self.segments)} segments, "
+            f"{elements:,} elements, {self.n} shards)"
+        )
 
     @staticmethod
     def of(

@@ -86,13 +86,17 @@ class LeafMap:
     """
 
     leaves: tuple[LeafSpec, ...]
-    shards_by_rank: tuple[tuple[LeafShard, ...], ...] = attrs.field(repr=False)
+    shards_by_rank: tuple[tuple[LeafShard, ...], ...]
     group: comm.Group | None = None
     rank: int = 0
     reduce_group: comm.Group | None = None
     other_paths: tuple[str, ...] = ()
     flat: bool = False
     partial: bool = False
+
+    def __repr__(self) -> str:
+        where = f"rank {self.rank} of {len(self.shards_by_rank)}"
+        return f"LeafMap({len(self.leaves)} leaves, {len(self.shards)} shards on {where})"
 
     @property
     def shards(self) -> tuple[LeafShard, ...]:

@@ -51,9 +51,10 @@ def inspect_graph(roots: Sequence[Tensor], placeholders: Mapping[int, str], watc
                 "be trained: with apply, params = fds.functional(module), call apply(params, ...) in the loss instead of the "
                 "module; put further parameters into params, and run what is not trained under torch.no_grad()"
             )
-        following = dict.fromkeys(each for each, _ in node.next_functions)  # a set would make the error's choice one of chance
-        todo.extend(each for each in following if each is not None and each not in seen)
-        seen.update(following)
+        following = dict.fromkeys(each for each, _ in node.next_functions)  # in order, so that errors name the same parameter
+        fresh = [each for each in following if each is not None and each not in seen]
+        seen.update(fresh)
+        todo.extend(fresh)
 
 
 _HERE = threading.local()  # the tapes that this thread has open
@@ -111,6 +112,9 @@ class Tape:
         self._pushed: list[Tensor | None] | None = None
         self._forward = ExitStack()
         self._whole = ExitStack()
+
+    def __repr__(self) -> str:
+        return f"Tape({len(self._leaves)} leaves, records={self.records}, last={self.last})"
 
     def __enter__(self) -> "Tape":
         if not hasattr(_HERE, "tapes"):

@@ -155,6 +155,9 @@ class OffloadPlan:
     slots: tuple[str, ...]
     lengths: tuple[tuple[int | None, ...], ...]
 
+    def __repr__(self) -> str:
+        return f"OffloadPlan({len(self.units)} leaves, slots: {', '.join(self.slots) or 'none'})"
+
 
 def cut(parts: LeafMap, tensor: int | None, start: int, stop: int) -> LeafMap:
     """The leaf map of a stretch of one of the tensors, as the only tensor; leaves that are not in it are empty."""
