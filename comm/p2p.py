@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar, overload
 
 import attrs
 
+from functional_ds.base import tree
 from functional_ds.comm.record.collective import Call
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.pending import Pending

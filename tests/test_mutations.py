@@ -1133,7 +1133,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     ],
     (one_device_accumulates, 2): [
         Bug("earlier gradients are dropped", "step.tape", "total.add_(grad)", "grad"),
-        Bug("the last micro-batch is left out", "transforms.accumulate", "(micro_batches):", "(micro_batches[:-1]):"),
+        Bug("the last micro-batch is left out", "transforms.accumulate", "enumerate(parts):", "enumerate(parts[:-1]):"),
     ],
     (adamw_is_torchs,): [
         Bug("both moments decay alike", "optim.adam", "beta2=betas[1]", "beta2=betas[0]"),
@@ -1576,8 +1576,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "exact params stay old",
             "transforms.zero.zero",
-            "exact=self._exact(state.params, whole, groups)",
-            "exact=partition.exact",
+            "exact = self._exact(own, whole, groups) if partition.exact else ()",
+            "exact = partition.exact",
         ),
         Bug(
             "the loss sees exact params",

@@ -36,7 +36,7 @@ class Residual(NamedTuple):
     piece: Any
 
     def __repr__(self) -> str:
-        return f"Residual(own={tree.summary(self.own)}, piece={tree.summary(self.piece)})"
+        return f"Residual(own={pytree.summary(self.own)}, piece={pytree.summary(self.piece)})"
 
 
 @attrs.frozen

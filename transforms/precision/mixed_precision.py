@@ -143,15 +143,17 @@ class _MixedPrecision:
         )
 
     def check(self, step: Step) -> None:
-        """Refuses a step that casts already, or whose shards or offloaded states would not include the masters."""
+        """Refuses a step that casts already or offloads; warns where every rank would store the masters of all params."""
         if step.has(Trait.CASTS):
             raise ValueError(f"{self}: this step has a mixed precision already ({step})")
         if self.stochastic and step.wraps("view"):
             raise ValueError(f"{self}: stochastic rounding needs the tensors that the optimizer gets; put it before zero")
         sharded = step.has(Trait.SHARDS_STATE)
         if sharded:
-            raise ValueError(
-                f"{self}: put it before {sharded}, or masters of all params would lie on every rank: compose({self}, {sharded})"
+            warnings.warn(
+                f"{self}: put it before {sharded}, compose({self}, {sharded}); after it, every rank stores masters of all "
+                "params, and not of its shards alone",
+                stacklevel=3,
             )
         offloading = step.has(Trait.OFFLOADS)
         if offloading:
