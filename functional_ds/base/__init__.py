@@ -1,1 +1,1 @@
-"""Pytrees, marks on leaves, weighted sums, random keys, batches, files, and the private names of torch that the library uses."""
+"""Pytrees, marks on leaves, weighted sums, random keys, batches, files, and private names of torch."""

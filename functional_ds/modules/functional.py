@@ -77,7 +77,8 @@ class Apply:
         for place, name in self._names.items():
             self._by_name.setdefault(name, []).append(place)
         self._written: dict[tuple[bool, ...], frozenset[str]] = {}  # by modes: the buffers that calls write
-        self._seen = [dict(vars(each)) for each in self.module.modules()]
+        self._watched = [vars(each) for each in self.module.modules()]
+        self._seen = [dict(each) for each in self._watched]
         self._changes: list[tuple[int, str, Any]] = []  # module by place, attribute, value
 
     @property
@@ -119,7 +120,7 @@ class Apply:
         """
         held = self._fresh({name: x for name, x in variables.items() if name not in self._bare})
         params = {name: variables[name] for name in self._bare if name in variables}
-        found = self._run(held, params, lambda module: module(*args, **kwargs), None)
+        found = self._run(held, params, lambda module: module(*args, **kwargs), None, trial=detect_fake_mode() is not None)
         return found, {name: buffer for name, buffer in held.values.items() if buffer is not None}
 
     def within(self, params: Mapping[str, Tensor], function: Callable[[nn.Module], Any]) -> Any:
@@ -130,15 +131,16 @@ class Apply:
         >>> apply.within(first, lambda module: module[0](torch.ones(4, 2))).shape
         torch.Size([4, 3])
         """
-        given = {name: x for name, x in params.items() if name not in self._bare}
-        if given:
+        given: dict[str, Tensor] = {}
+        if not params.keys() <= self._bare.keys():
+            given = {name: x for name, x in params.items() if name not in self._bare}
             params = {name: x for name, x in params.items() if name in self._bare}
-        tape = current_tape()
-        if given or tape is None or detect_fake_mode() is not None:
-            return self._run(self._fresh(given), params, function, tape)
-        held = self._held(tape)
-        found = self._run(held, params, function, tape)
-        if tape.buffers is not None and tape.buffers.keeps and tape.buffers.of(self) is None:
+        tape, trial = current_tape(), detect_fake_mode() is not None
+        if given or tape is None or trial:
+            return self._run(self._fresh(given), params, function, tape, trial=trial)
+        held, known = self._held(tape)
+        found = self._run(held, params, function, tape, trial=False)
+        if not known and tape.buffers is not None and tape.buffers.keeps:
             self._refuse_loss(held)
         return found
 
@@ -158,18 +160,19 @@ class Apply:
         with unset_fake_temporarily():
             return Held.of({**dict(self.module.named_buffers()), **given}, {}, self._written.get(self.modes))
 
-    def _held(self, tape: Tape) -> Held:
-        """What the module has in this pass: as the state has it, if the state knows the module."""
+    def _held(self, tape: Tape) -> tuple[Held, bool]:
+        """What the module has in this pass, and whether the state knows the module, which then has it as the state does."""
         found = None if tape.buffers is None else tape.buffers.of(self)
         if found is None:
             unknown = tape.slots.setdefault("unknown modules", {})
             if self not in unknown:
                 unknown[self] = self._fresh({})
-            held: Held = unknown[self]
-            return held
-        for name, buffer in self.module.named_buffers():  # what ``state_dict`` leaves out
-            found.add(name, buffer)
-        return found
+            return unknown[self], False
+        if not found.complete:
+            for name, buffer in self.module.named_buffers():  # what ``state_dict`` leaves out
+                found.add(name, buffer)
+            found.complete = True
+        return found, True
 
     def _learn(self, held: Held) -> None:
         """Large buffers that calls do not write need no copies."""
@@ -187,9 +190,16 @@ class Apply:
 
     # -- copies of the module ------------------------------------------------------------------------------------------
 
-    def _run(self, held: Held, params: Mapping[str, Tensor], function: Callable[[nn.Module], Any], tape: Tape | None) -> Any:
+    def _run(
+        self,
+        held: Held,
+        params: Mapping[str, Tensor],
+        function: Callable[[nn.Module], Any],
+        tape: Tape | None,
+        *,
+        trial: bool,
+    ) -> Any:
         self._notice()
-        trial = detect_fake_mode() is not None
         skeleton, temporary = self._lease(params, held, tape, trial)
         skeleton.put(held)
         try:
@@ -257,8 +267,7 @@ class Apply:
 
     def _notice(self) -> None:
         """Looks for attributes that have been set on ``module`` since the last call."""
-        for place, (each, before) in enumerate(zip(self.module.modules(), self._seen, strict=True)):
-            now = vars(each)
+        for place, (now, before) in enumerate(zip(self._watched, self._seen, strict=True)):
             if len(now) == len(before) and all(map(is_, now.values(), before.values())):
                 continue
             for key in {**now, **before}:

@@ -49,11 +49,16 @@ class Skeleton:
     bound: Mapping[str, Tensor] = attrs.field(factory=dict)
     _plain: list[tuple[nn.Module, Any]] = attrs.field(factory=list)  # the modules that ``calls`` run, and their own forward
     _copies: dict[str, tuple[Any, list[int]]] = attrs.field(factory=dict)  # with the versions of their tensors
-    _shared: list[dict[str, Any]] = attrs.field(init=False)
+    _stores: dict[str, dict[str, Any]] = attrs.field(init=False)  # where each module has its buffers
+    _shared: list[dict[str, Any]] = attrs.field(init=False)  # what it had there by itself
+
+    @_stores.default
+    def _stores_of_owners(self) -> dict[str, dict[str, Any]]:
+        return {path: buffers_of(owner) for path, owner in self.owners.items()}
 
     @_shared.default
     def _own_buffers(self) -> list[dict[str, Any]]:
-        return [dict(buffers_of(owner)) for owner in self.owners.values()]
+        return [dict(store) for store in self._stores.values()]
 
     def bind(self, params: Mapping[str, Tensor]) -> None:
         """Puts the parameters in place, wherever they belong."""
@@ -69,16 +74,17 @@ class Skeleton:
         """Lets the modules have these buffers."""
         for name, buffer in held.values.items():
             for path, key in self.places.get(name) or [_parted(name)]:
-                if path in self.owners and buffers_of(self.owners[path]).get(key, ABSENT) is not buffer:
-                    buffers_of(self.owners[path])[key] = buffer
+                store = self._stores.get(path)
+                if store is not None and store.get(key, ABSENT) is not buffer:
+                    store[key] = buffer
 
     def note(self, held: Held) -> None:
         """Takes over the buffers that a call has set anew."""
-        for path, owner in self.owners.items():
-            for key, buffer in buffers_of(owner).items():
+        for path, store in self._stores.items():
+            for key, buffer in store.items():
                 name = self.names.get((path, key)) or joined(path, key)
                 if held.values.get(name) is not buffer:
-                    held.values[name] = buffers_of(owner)[key] = _usable(buffer)
+                    held.values[name] = store[key] = _usable(buffer)
 
     def lease(self, held: Held) -> None:
         """Remembers the attributes that the module has by itself; tensors among them may be written, and are copied."""
@@ -113,9 +119,10 @@ class Skeleton:
                 if held is not None and _is_state(key, value) and self._has_written(name, value, before.get(key), held):
                     held.attributes[name] = tree.map(_usable, value)
                 put_attribute(now, key, before.get(key, ABSENT))
-        for owner, buffers in zip(self.owners.values(), self._shared, strict=True):
-            buffers_of(owner).clear()
-            buffers_of(owner).update(buffers)
+        for store, buffers in zip(self._stores.values(), self._shared, strict=True):
+            if store or buffers:
+                store.clear()
+                store.update(buffers)
 
     def divert(self, calls: tuple[Any, ...]) -> None:
         """Lets each of ``calls`` run the modules that it chooses, the last outermost. They are this copy's, not the user's."""

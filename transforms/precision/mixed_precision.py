@@ -143,7 +143,7 @@ class _MixedPrecision:
         )
 
     def check(self, step: Step) -> None:
-        """Refuses a step that casts already or offloads; warns where every rank would store the masters of all params."""
+        """Refuses a step that casts already or is offloaded; warns of one whose shards would not include the masters."""
         if step.has(Trait.CASTS):
             raise ValueError(f"{self}: this step has a mixed precision already ({step})")
         if self.stochastic and step.wraps("view"):
