@@ -1,4 +1,4 @@
-"""Collectives as values: groups, meshes, worlds and the ledger."""
+"""Collectives as records, and the worlds that run them: groups, meshes, simulated ranks, processes, ledgers."""
 
 from functional_ds.comm.algorithms import cost
 from functional_ds.comm.compression.codecs import Blocks, Cast, Codec, OneBit, TopK

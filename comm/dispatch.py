@@ -25,7 +25,7 @@ class _Differentiable(torch.autograd.Function):
     """A node of the autograd graph for calls that are started together; its backward calls their adjoints, differentiably."""
 
     @staticmethod
-    def forward(ctx: Any, started: "Sequence[_Started]", group: Group, *leaves: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, started: "Sequence[_StartedCall]", group: Group, *leaves: Tensor) -> tuple[Tensor, ...]:
         ctx.calls, ctx.group = [(one.call, len(one.leaves)) for one in started], group
         results = [result for one in started for result in one.handle.wait()]
         ctx.mark_non_differentiable(*(r for r in results if not is_differentiable(r)))
@@ -75,7 +75,7 @@ def check_avg(leaves: Sequence[Tensor], op: str) -> None:
 
 
 @attrs.frozen(eq=False)
-class _Started:
+class _StartedCall:
     """A call under way: its leaves and its handle."""
 
     call: Call
@@ -87,7 +87,7 @@ class _Started:
         return any(leaf.requires_grad for leaf in self.leaves)
 
 
-def _start(call: Call, leaves: Sequence[Tensor], group: Group, *, async_op: bool) -> _Started:
+def _start(call: Call, leaves: Sequence[Tensor], group: Group, *, async_op: bool) -> _StartedCall:
     row, here = call.collective, Here(call.options, group.rank, group.size)
     if group.rank < 0:
         raise CommError(f"{call.shown(-1)}: rank {world().rank} is not in {group!r}; only its ranks may call its collectives")
@@ -99,14 +99,14 @@ def _start(call: Call, leaves: Sequence[Tensor], group: Group, *, async_op: bool
     except ValueError as error:
         raise ValueError(f"{call.shown(group.rank)} on rank {group.rank} of {group.name!r}: {error}") from None
     if row.alone is not None:
-        return _Started(call, leaves, Ready([row.alone(leaf.detach().contiguous(), here) for leaf in leaves]))
+        return _StartedCall(call, leaves, Ready([row.alone(leaf.detach().contiguous(), here) for leaf in leaves]))
     if any(map(is_fake, leaves)):
-        return _Started(call, leaves, Ready([_outline(call, leaf, here) for leaf in leaves]))
+        return _StartedCall(call, leaves, Ready([_outline(call, leaf, here) for leaf in leaves]))
     began = begin(group.world.ledgers, leaves)
     handle = group.world.start(call, leaves, group, async_op=async_op)
     for ledger in group.world.ledgers:
         handle = ledger.record(call, leaves, here, group.name, group.ranks, handle, began)
-    return _Started(call, leaves, handle)
+    return _StartedCall(call, leaves, handle)
 
 
 def _outline(call: Call, leaf: Tensor, here: Here) -> Tensor:
@@ -116,7 +116,7 @@ def _outline(call: Call, leaf: Tensor, here: Here) -> Tensor:
     return outputs[members.index(here.rank)]
 
 
-def _finish(started: Sequence[_Started], group: Group) -> list[list[Tensor]]:
+def _finish(started: Sequence[_StartedCall], group: Group) -> list[list[Tensor]]:
     """Waits for the calls' results. Differentiable calls become one node of the autograd graph."""
     smooth = [one for one in started if one.differentiable] if torch.is_grad_enabled() else []
     if not smooth:

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar, overload
 
 import attrs
 
+from functional_ds.base import tree
 from functional_ds.comm.record.collective import Call
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.pending import Pending
@@ -26,7 +27,7 @@ T = TypeVar("T")
 class Send:
     """A message of a batch that sends ``value`` to rank ``dst``."""
 
-    value: Any
+    value: Any = attrs.field(repr=tree.summary)
     dst: int
     tag: int = 0
 
@@ -35,7 +36,7 @@ class Send:
 class Recv:
     """A message of a batch that receives a value shaped as ``like`` from rank ``src``."""
 
-    like: Any
+    like: Any = attrs.field(repr=tree.summary)
     src: int
     tag: int = 0
 
@@ -132,6 +133,12 @@ def isend(x: T, dst: int, group: Group | None = None, *, tag: int = 0) -> Pendin
 def irecv(like: T, src: int, group: Group | None = None, *, tag: int = 0) -> Pending[T]:
     """Starts to receive a value shaped as ``like`` from rank ``src``; ``wait()`` returns it.
 
+    Args:
+        like: a pytree of tensors with the structure, shapes and dtypes of the value; its values are not read.
+        src: the sender, a rank of the group.
+        group: the group; None for the whole world.
+        tag: keeps the order of messages apart from that of other tags.
+
     Cost: nothing on this rank; the sender counts the value.
 
     Raises:
@@ -148,6 +155,12 @@ def send(x: T, dst: int, group: Group | None = None, *, tag: int = 0) -> T:
     that.
 
     Law: the transpose is a message from ``dst``. Add the zeros to the loss, and the gradient arrives.
+
+    Args:
+        x: a pytree of tensors.
+        dst: the receiver, a rank of the group.
+        group: the group; None for the whole world.
+        tag: keeps the order of messages apart from that of other tags.
 
     Cost: the value once.
 
@@ -175,6 +188,12 @@ def recv(like: T, src: int, group: Group | None = None, *, tag: int = 0) -> T:
     """The value that rank ``src`` sends; ``like`` has its structure, shapes and dtypes.
 
     Where ``like`` requires grad, the value's gradient is sent back to ``src``, where ``send`` must be part of the graph.
+
+    Args:
+        like: a pytree of tensors with the structure, shapes and dtypes of the value; its values are not read.
+        src: the sender, a rank of the group.
+        group: the group; None for the whole world.
+        tag: keeps the order of messages apart from that of other tags.
 
     Cost: nothing on this rank; the sender counts the value.
 

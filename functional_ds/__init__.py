@@ -1,4 +1,4 @@
-"""Training as functions: a step is pure, and every way of making it parallel maps steps to steps."""
+"""Training steps as pure functions, and transforms that parallelise them."""
 
 from importlib.metadata import version
 

@@ -1,4 +1,4 @@
-"""Functions from steps to steps."""
+"""Transforms: functions from steps to steps, for data parallelism, precision, memory and schedules."""
 
 from functional_ds.base.optional import optional
 from functional_ds.transforms.precision.loss_scale import DynamicScale, LossScale, NoScale, StaticScale

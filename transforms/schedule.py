@@ -27,6 +27,11 @@ def warmup(steps: int, *, floor: float = 0.0, shape: Literal["linear", "log"] = 
 
     ``floor + (1 - floor) · min(1, u / steps)``, or with ``shape="log"`` ``floor + (1 - floor) · min(1, ln u / ln steps)``.
 
+    Args:
+        steps: how many updates the factor rises for.
+        floor: the factor that the rise begins at, in 0..1.
+        shape: "linear", or "log" for a rise with the logarithm of the updates.
+
     Raises:
         ValueError: a number out of range, or an unknown shape.
 
@@ -53,6 +58,12 @@ def warmup_decay(steps: int, total: int, *, floor: float = 0.0, shape: Literal["
     """``warmup(steps)``, then down a line that would reach ``floor`` in the update after ``total``, and ``floor`` after.
 
     ``floor + (1 - floor) · min(warmup, max(0, (total - u + 1) / (total - steps)))``.
+
+    Args:
+        steps: how many updates the factor rises for.
+        total: the last update before the floor.
+        floor: the lowest factor, in 0..1.
+        shape: "linear", or "log" for a rise with the logarithm of the updates.
 
     Raises:
         ValueError: a number out of range, or an unknown shape.
@@ -83,6 +94,13 @@ def one_cycle(up: int, down: int | None = None, *, floor: float = 0.1, decay: fl
 
     Momentum does not cycle.
 
+    Args:
+        up: how many updates the factor rises for.
+        down: how many it falls for.
+        floor: the factor before and after the cycle, in 0..1.
+        decay: how fast the factor falls after the cycle; 0 keeps it at ``floor``.
+        decay_steps: over how many updates ``decay`` counts once.
+
     Raises:
         ValueError: a number out of range.
 
@@ -108,6 +126,11 @@ def range_test(steps: int, *, rate: float = 1.0, staircase: bool = False) -> Fac
     """Ever higher rates, to see which is the highest that trains (Smith 2017): ``1 + rate · u / steps``.
 
     The optimizer's own rate is the lowest; ``staircase`` takes the whole part of ``u / steps``.
+
+    Args:
+        steps: how many updates one interval has.
+        rate: what each interval adds to the factor.
+        staircase: whether the factor rises in steps, once an interval.
 
     Raises:
         ValueError: a number out of range.
@@ -167,6 +190,11 @@ def warmup_cosine(warmup: int, total: int, floor: float = 0.0) -> Factor:
     """From 0 linearly to 1 over ``warmup`` updates, then along a cosine to ``floor`` at ``total``, and ``floor`` after.
 
     The first update already moves: update i (from 0) of the warm-up has the factor (i + 1) / warmup.
+
+    Args:
+        warmup: how many updates the factor rises for.
+        total: the update at which it reaches ``floor``.
+        floor: the lowest factor, in 0..1.
 
     Raises:
         ValueError: a number out of range.

@@ -1,4 +1,4 @@
-"""All-reduce as rings, trees and halvings, and what each algorithm costs."""
+"""All-reduce algorithms (ring, trees, recursive doubling, halving-doubling, hierarchical) and their costs."""
 
 from .allreduce import double_tree, halving_doubling, hierarchical, recursive_doubling, ring, tree
 

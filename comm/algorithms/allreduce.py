@@ -55,7 +55,7 @@ def _all_reduce(name: str, x: T, total: Total, op: str, *groups: Group) -> T:
     return reduced
 
 
-class _Differentiable(torch.autograd.Function):
+class _AllReduce(torch.autograd.Function):
     """An all-reduce as one node of the autograd graph; its backward is the same all-reduce, differentiable again."""
 
     @staticmethod
@@ -75,7 +75,7 @@ class _Differentiable(torch.autograd.Function):
 
 def _run(name: str, total: Callable[[Tensor], Tensor], op: str, leaves: Sequence[Tensor]) -> list[Tensor]:
     if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves):
-        return list(_Differentiable.apply(name, total, op, *leaves))
+        return list(_AllReduce.apply(name, total, op, *leaves))
     return _coalesced(total, leaves)
 
 
@@ -166,7 +166,9 @@ def tree(x: T, group: Group | None = None, *, op: str = "sum", chunks: int = 1) 
     Law: ``tree = AR``, for any ``chunks``. Its latency is logarithmic in n.
 
     Args:
-        x, group, op: as for ``ring``.
+        x: a pytree of tensors with the same shapes and dtypes on all ranks.
+        group: who takes part; None for the whole world.
+        op: sum, avg, min, max or product.
         chunks: how many pieces follow one another, so that all levels are at work at the same time.
 
     Cost: 2 ⌈log2 n⌉ α + 4 N β with many chunks (with one, every level takes its time for the whole value). A rank sends a
@@ -193,7 +195,9 @@ def double_tree(x: T, group: Group | None = None, *, op: str = "sum", chunks: in
     Law: ``double_tree = AR``, for any ``chunks``. Latency is logarithmic, and every rank sends about the same.
 
     Args:
-        x, group, op: as for ``ring``.
+        x: a pytree of tensors with the same shapes and dtypes on all ranks.
+        group: who takes part; None for the whole world.
+        op: sum, avg, min, max or product.
         chunks: how many pieces follow one another in each tree.
 
     Cost: 2 ⌈log2 n⌉ α + 2 N β with many chunks. A rank sends at most 4 messages of N / (2 chunks) for each chunk.
@@ -266,6 +270,11 @@ def recursive_doubling(x: T, group: Group | None = None, *, op: str = "sum") -> 
 
     Law: ``recursive_doubling = AR``. It has the lowest latency of all, for small values.
 
+    Args:
+        x: a pytree of tensors with the same shapes and dtypes on all ranks.
+        group: who takes part; None for the whole world.
+        op: sum, avg, min, max or product.
+
     Cost: log2 n (α + N β); each rank sends log2 n messages of N. For n between powers of two the lower one's, and
     2 (α + N β): the ranks beyond it hand in their values and get the result.
 
@@ -294,6 +303,11 @@ def halving_doubling(x: T, group: Group | None = None, *, op: str = "sum") -> T:
     """An all-reduce by recursive halving (a reduce-scatter) and recursive doubling (an all-gather).
 
     Law: ``halving_doubling = AR``. Logarithmic latency, and for n a power of two as few bytes as a ring.
+
+    Args:
+        x: a pytree of tensors with the same shapes and dtypes on all ranks.
+        group: who takes part; None for the whole world.
+        op: sum, avg, min, max or product.
 
     Cost: 2 log2 n α + 2 (n - 1) / n N β; each rank sends messages of N / 2, N / 4, ..., N / n, and these again. For n between
     powers of two the lower one's, and 2 (α + N β) as in ``recursive_doubling``.

@@ -294,6 +294,12 @@ def predict(algorithm: str, nbytes: float, n: int, network: Network) -> Cost:
     what it comes to when many chunks follow one another, and fewer than four ranks have less. ``hierarchical`` is a ring
     in each node and a double tree between nodes on 1/m of the value.
 
+    Args:
+        algorithm: one of ``ALGORITHMS``.
+        nbytes: bytes of the value on each rank.
+        n: how many ranks.
+        network: latencies in seconds and bandwidths in bytes per second, inside nodes and between them.
+
     Raises:
         ValueError: an unknown algorithm, n < 1, negative bytes, or for ``hierarchical`` nodes that n ranks do not fill.
 
@@ -314,6 +320,11 @@ def best(nbytes: float, n: int, network: Network) -> str:
     """The algorithm that ``predict`` finds the fastest; of equals, the first in ``ALGORITHMS``.
 
     ``hierarchical`` is left out where n ranks do not fill the nodes.
+
+    Args:
+        nbytes: bytes of the value on each rank.
+        n: how many ranks.
+        network: as for ``predict``.
 
     Raises:
         ValueError: n < 1, or negative bytes.

@@ -14,7 +14,7 @@ from functional_ds.comm.record.pending import Pending
 from functional_ds.comm.record.reduction import combine
 from functional_ds.comm.record.tiling import pad_rows
 
-__all__ = ["Role", "combined", "cut", "in_order", "joined", "role_in", "second", "through"]
+__all__ = ["TreeRole", "combined", "cut", "in_order", "joined", "role_in", "second", "through"]
 
 
 def cut(flat: Tensor, n: int) -> list[Tensor]:
@@ -38,7 +38,7 @@ Edge = tuple[int, int]  # a tree, and this rank's neighbour in it
 
 
 @attrs.frozen
-class Role:
+class TreeRole:
     """A rank's part in several trees.
 
     Attributes:
@@ -76,12 +76,12 @@ def second(n: int, rank: int) -> tuple[int | None, list[int]]:
     return (None if parent is None else back(parent)), [back(child) for child in children]
 
 
-def role_in(places: Sequence[tuple[int | None, list[int]]]) -> Role:
+def role_in(places: Sequence[tuple[int | None, list[int]]]) -> TreeRole:
     """The part of a rank that has these parents and children, one pair for each tree."""
     ups = [(t, parent, bool(children)) for t, (parent, children) in enumerate(places) if parent is not None]
     downs = [(t, child, parent is None) for t, (parent, children) in enumerate(places) for child in children]
     inner = [(t, parent) for t, parent, has_children in ups if has_children]
-    return Role(
+    return TreeRole(
         leaf=[(t, parent) for t, parent, has_children in ups if not has_children],
         inner=inner,
         children=[(t, child) for t, child, is_root in downs if not (is_root and inner)],
@@ -97,7 +97,7 @@ def _recvs(parts: Sequence[Tensor], edges: Sequence[Edge]) -> list[Recv]:
     return [Recv(parts[t], peer, tag=t) for t, peer in edges]
 
 
-def _rise(parts: list[Tensor], role: Role, group: Group, op: str) -> Pending[Any]:
+def _rise(parts: list[Tensor], role: TreeRole, group: Group, op: str) -> Pending[Any]:
     """Part t goes up tree t: leaves send theirs, inner ranks combine it with their children's and send that."""
 
     def collect(edges: Sequence[Edge], sends: Sequence[Send]) -> None:
@@ -111,7 +111,7 @@ def _rise(parts: list[Tensor], role: Role, group: Group, op: str) -> Pending[Any
     return onwards
 
 
-def _sink(parts: list[Tensor], role: Role, group: Group) -> Pending[Any]:
+def _sink(parts: list[Tensor], role: TreeRole, group: Group) -> Pending[Any]:
     """Part t comes down tree t: inner ranks send on what they receive, leaves receive."""
 
     def keep(edges: Sequence[Edge], received: Sequence[Tensor]) -> None:
@@ -124,7 +124,7 @@ def _sink(parts: list[Tensor], role: Role, group: Group) -> Pending[Any]:
     return Pending.all([first, rest.then(partial(keep, role.leaf))])
 
 
-def through(trees: int, role: Role, chunks: int, group: Group) -> Callable[[Tensor, str], Tensor]:
+def through(trees: int, role: TreeRole, chunks: int, group: Group) -> Callable[[Tensor, str], Tensor]:
     """Chunk after chunk up the trees and down again, each tree with its share."""
     if chunks < 1:
         raise ValueError(f"chunks={chunks}: a value is cut into at least one chunk")

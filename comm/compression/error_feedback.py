@@ -35,6 +35,9 @@ class Residual(NamedTuple):
     own: Any
     piece: Any
 
+    def __repr__(self) -> str:
+        return f"Residual(own={pytree.summary(self.own)}, piece={pytree.summary(self.piece)})"
+
 
 @attrs.frozen
 class ErrorFeedback:

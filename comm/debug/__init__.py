@@ -1,1 +1,1 @@
-"""Finding faults: calls compared while they run, interleavings explored, times and traces."""
+"""Debugging: checked calls, exploration of interleavings, times and traces."""

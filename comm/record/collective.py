@@ -114,6 +114,9 @@ class Collective:
     reconcile: Callable[[Options], None] = _nothing_private
     title: Callable[[Options, int], tuple[str, Options]] | None = None
 
+    def __repr__(self) -> str:
+        return f"Collective({self.name!r})"
+
 
 def _kind(tensor: Tensor) -> str:
     dtype = str(tensor.dtype).removeprefix("torch.")

@@ -1,1 +1,1 @@
-"""Where ranks live: threads of a simulator, processes over Gloo or NCCL, shapes alone, or a world of one."""
+"""Worlds: simulated ranks, processes over Gloo or NCCL, shapes without values, and one rank alone."""

@@ -25,7 +25,7 @@ _REPORT_AFTER = 0.2  # seconds: a rank that waits longer writes into the store w
 
 
 @attrs.frozen(eq=False)
-class _Entry:
+class _LoggedCall:
     """A rank's next call."""
 
     rank: int
@@ -63,13 +63,13 @@ class CallLog:
         order = f"{group.name} {group.ranks} {row.order(call.options)}"
         turn = self._turns[order] = self._turns.get(order, -1) + 1
         members = [group.ranks[member] for member in row.members(call.options, group.size)]
-        mine = _Entry(self.rank, call.agreement(tensors, here), call.private(), call.signature(tensors, here), call_site())
+        mine = _LoggedCall(self.rank, call.agreement(tensors, here), call.private(), call.signature(tensors, here), call_site())
         entry = pickle.dumps(attrs.astuple(mine, recurse=False))
         self.store.set(f"{order} {turn} {self.rank}", entry)  # type: ignore[arg-type]  # it takes bytes, too
         self._open.add(f"{order} {turn}")
         return lambda: self._settle(call, mine, group, members, f"{order} {turn}")
 
-    def _settle(self, call: Call, mine: _Entry, group: Group, members: Sequence[int], turn: str) -> None:
+    def _settle(self, call: Call, mine: _LoggedCall, group: Group, members: Sequence[int], turn: str) -> None:
         try:
             self._agree(call, mine, group, members, turn)
         except Exception as error:
@@ -86,10 +86,10 @@ class CallLog:
         if len(self._failures) > known:
             raise self._failures[known]
 
-    def _agree(self, call: Call, mine: _Entry, group: Group, members: Sequence[int], turn: str) -> None:
+    def _agree(self, call: Call, mine: _LoggedCall, group: Group, members: Sequence[int], turn: str) -> None:
         keys = {member: f"{turn} {member}" for member in members}
         self._await(mine, group, keys)
-        entries = [_Entry(*pickle.loads(self.store.get(key))) for key in keys.values()]
+        entries = [_LoggedCall(*pickle.loads(self.store.get(key))) for key in keys.values()]
         if self.store.add(f"{turn} readers", 1) == len(members):  # the last reader deletes the entries
             for key in (*keys.values(), f"{turn} readers"):
                 self.store.delete_key(key)
@@ -100,7 +100,7 @@ class CallLog:
                 )
         call.merged([entry.private for entry in entries])
 
-    def _await(self, mine: _Entry, group: Group, keys: dict[int, str]) -> None:
+    def _await(self, mine: _LoggedCall, group: Group, keys: dict[int, str]) -> None:
         """Returns once all keys are in the store; raises when one of their ranks has left, or after the timeout."""
         began, pause, told = monotonic(), _MIN_PAUSE, False
         while not self.store.check(list(keys.values())):
@@ -118,7 +118,7 @@ class CallLog:
         if told:
             self.store.delete_key(f"waits {self.rank}")
 
-    def _failure(self, mine: _Entry, group: Group, missing: Sequence[int], waited: float) -> CommError:
+    def _failure(self, mine: _LoggedCall, group: Group, missing: Sequence[int], waited: float) -> CommError:
         lines = [
             f"rank {self.rank} waited {waited:.1f} s in {mine.signature} on group {group.name!r} at {mine.site}; "
             f"rank {_listed(missing)} had not come"

@@ -35,7 +35,7 @@ class _AbortedError(BaseException):
 
 
 @attrs.frozen(eq=False)
-class _Arrival:
+class _RankCall:
     """One rank's part of a collective: its call, its inputs and the call site."""
 
     call: Call
@@ -48,13 +48,13 @@ class _Arrival:
 
 
 @attrs.define(eq=False)
-class _Slot:
+class _GroupCall:
     """One collective of one group: the calls so far, and the results once all members have called."""
 
     group: Group
     members: tuple[int, ...]  # ranks of the world, in the denotation's order
     agreement: tuple[Any, ...]
-    arrivals: dict[int, _Arrival] = attrs.field(factory=dict)
+    arrivals: dict[int, _RankCall] = attrs.field(factory=dict)
     outputs: dict[int, list[Tensor]] | None = None
 
     def missing(self) -> list[int]:
@@ -80,7 +80,7 @@ def _copy(tensor: Tensor) -> Tensor:
 @attrs.define(eq=False)
 class _SimulatedHandle:
     world: "SimulatedWorld"
-    slot: _Slot
+    slot: _GroupCall
     ended: float | None = None
 
     def wait(self) -> list[Tensor]:
@@ -118,8 +118,8 @@ class SimulatedWorld(World):
         key = (group.ranks, group.name, row.order(call.options))
         turn = self.counts[key] = self.counts.get(key, -1) + 1
         members = tuple(group.ranks[member] for member in row.members(call.options, group.size))
-        arrival = _Arrival(call, here, [_copy(t) for t in tensors], call_site())
-        slot = _Slot(group, members, call.agreement(tensors, here))
+        arrival = _RankCall(call, here, [_copy(t) for t in tensors], call_site())
+        slot = _GroupCall(group, members, call.agreement(tensors, here))
         return _SimulatedHandle(self, self.simulator.arrive((*key, turn), self.rank, slot, arrival))
 
 
@@ -131,18 +131,18 @@ class Simulator:
         self.batons = [threading.Lock() for _ in range(world_size)]  # all are locked except the one of the rank that runs
         for baton in self.batons:
             baton.acquire()
-        self.waiting: dict[int, _Slot] = {}
+        self.waiting: dict[int, _GroupCall] = {}
         self.polling: set[int] = set()
         self.fruitless = 0  # polls in a row that found nothing, since the last call of any rank
         self.unfinished = set(range(world_size))
-        self.slots: dict[tuple[Any, ...], _Slot] = {}  # collectives that are not complete
+        self.slots: dict[tuple[Any, ...], _GroupCall] = {}  # collectives that are not complete
         self.rng_states = RngState.now().copies(world_size)
         self.failure: BaseException | None = None
         self.over = threading.Event()
 
     # -- what a rank calls while it holds the baton --------------------------------------------------------------------
 
-    def arrive(self, key: tuple[Any, ...], rank: int, slot: _Slot, arrival: _Arrival) -> _Slot:
+    def arrive(self, key: tuple[Any, ...], rank: int, slot: _GroupCall, arrival: _RankCall) -> _GroupCall:
         """Adds a call to its collective; raises MismatchError where it differs from the first member's."""
         self.check()
         known = self.slots.setdefault(key, slot)
@@ -159,7 +159,7 @@ class Simulator:
             known.complete()
         return known
 
-    def wait(self, rank: int, slot: _Slot, *, polls: bool = False) -> bool:
+    def wait(self, rank: int, slot: _GroupCall, *, polls: bool = False) -> bool:
         """Lets other ranks run until the collective is complete. A poll also ends when no other rank can continue."""
         drop_spare_normal()
         while slot.outputs is None:
@@ -170,7 +170,7 @@ class Simulator:
         self.check()
         return True
 
-    def poll(self, rank: int, slot: _Slot, patient: bool) -> bool:
+    def poll(self, rank: int, slot: _GroupCall, patient: bool) -> bool:
         """Whether the collective is complete; other ranks run first.
 
         A patient poll lets them run until none can continue; any other poll, for a number of turns that the seed picks.
@@ -251,7 +251,7 @@ class Simulator:
                 lines.append(f"  rank {rank} waits in {self.describe_wait(self.waiting[rank], rank)}")
         return "\n".join(lines)
 
-    def describe_wait(self, slot: _Slot, rank: int) -> str:
+    def describe_wait(self, slot: _GroupCall, rank: int) -> str:
         """The rank's call, its call site, and the ranks that have not called."""
         arrival, missing = slot.arrivals[rank], ", ".join(map(str, slot.missing()))
         return f"{arrival} on group {slot.group.name!r} at {arrival.site} for rank {missing}"

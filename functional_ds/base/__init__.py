@@ -1,1 +1,1 @@
-"""Pytrees, marks on leaves, weighted sums, random keys and rows of a batch."""
+"""Pytrees, marks on leaves, weighted sums, random keys, batches, files, and private names of torch."""

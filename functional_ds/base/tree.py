@@ -19,11 +19,14 @@ __all__ = [
     "replace",
     "static",
     "structure",
+    "summary",
     "tensors",
     "unflatten",
 ]
 
 NAMESPACE = "functional_ds"  # of optree, in which the library's records are registered
+
+_SUMMARY = 100  # characters of a field that a record prints
 
 C = TypeVar("C", bound=type)
 R = TypeVar("R")
@@ -43,6 +46,8 @@ def static(*, default: Any = attrs.NOTHING) -> Any:
 def record(cls: C) -> C:
     """A frozen attrs class that is a pytree: its fields are children, those made by ``static`` are structure.
 
+    It prints in one line, with dtypes and shapes or counts in the place of tensors.
+
     >>> @record
     ... class Point:
     ...     x: int
@@ -50,7 +55,29 @@ def record(cls: C) -> C:
     >>> map(lambda v: v + 1, Point(1))
     Point(x=2, name='p')
     """
-    return optree.integrations.attrs.register_node(attrs.frozen(slots=False)(cls), namespace=NAMESPACE)
+    made = attrs.frozen(slots=False, field_transformer=_summarised)(cls)
+    return optree.integrations.attrs.register_node(made, namespace=NAMESPACE)
+
+
+def _summarised(cls: type, fields: list[Any]) -> list[Any]:
+    return [field.evolve(repr=summary) if field.repr is True else field for field in fields]
+
+
+def summary(value: Any) -> str:
+    """A value in few words, without the elements of its tensors.
+
+    >>> summary(torch.ones(2, 3)), summary([torch.ones(2, 3), torch.ones(1)]), summary(0.5)
+    ('float32[2, 3]', '<2 tensors, 7 elements>', '0.5')
+    """
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, (list, tuple, dict)):
+        found = [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
+        if found:
+            count = f"{len(found)} tensor{'s' * (len(found) > 1)}"
+            return f"<{count}, {sum(leaf.numel() for leaf in found):,} elements>"
+    text = repr(value)
+    return text if len(text) <= _SUMMARY else f"{text[:_SUMMARY]}..."
 
 
 def map(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:

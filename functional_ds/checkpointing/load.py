@@ -93,7 +93,7 @@ def load(
         raise TypeError(f"like={type(like).__name__}: load takes a state that a step made, as from step.init(params)")
     group = (comm.world() if group is None else group).channel("checkpoint")
     choice = Choice.of(only, missing=allow_missing, extra=allow_extra)
-    loading = _Load(Path(path), group, like, choice, donate)
+    loading = _Loading(Path(path), group, like, choice, donate)
     if tag is not None:
         check_tag(tag)
         state, extra = loading.attempt(tag)
@@ -104,7 +104,7 @@ def load(
     return (state, extra) if with_extra else state
 
 
-class _Load:
+class _Loading:
     def __init__(self, folder: Path, group: comm.Group, like: State, choice: Choice, donate: bool) -> None:
         self.folder, self.group, self.like, self.choice, self.donate = folder, group, like, choice, donate
         self._describe(like)

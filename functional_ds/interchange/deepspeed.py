@@ -88,7 +88,7 @@ def from_deepspeed(
 
 
 @attrs.frozen
-class _Source:
+class _ShardSource:
     """What fills a shard: a parameter's values of a kind, or, without a kind, its number of updates."""
 
     param: Param
@@ -141,21 +141,21 @@ class _Reading:
         lost |= {f"optimizer.{kind}" for kind in self.files.kinds() - kinds - {MASTER}}
         return {name for name in lost if self.choice.wants(name) and not fits(name, self.choice.allow_extra)}
 
-    def source(self, shard: TensorShard) -> _Source | None:
+    def source(self, shard: TensorShard) -> _ShardSource | None:
         """What fills a shard; None if the checkpoint does not have it."""
         role, _, leaf = shard.name.partition("/")
         param = self.files.find(self.rename(leaf))
         if param is None:
             return None
         if role in _MODEL:
-            return _Source(param, MASTER)
+            return _ShardSource(param, MASTER)
         last = role.rpartition(".")[2]
         if not role.startswith("optimizer") or param.frozen:
             return None
         if last == _COUNTS:
-            return _Source(param, None) if self.files.kinds() > {MASTER} else None
+            return _ShardSource(param, None) if self.files.kinds() > {MASTER} else None
         kind = _OPTIMIZER.get(last)
-        return _Source(param, kind) if kind in self.files.kinds() and not shard.shared else None
+        return _ShardSource(param, kind) if kind in self.files.kinds() and not shard.shared else None
 
     # -- reading -------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Memory: what each rank will hold, and what it held."""
+"""Memory of each rank, predicted from shapes or measured on tensors."""
 
 from .account import KINDS, Memory, measured
 from .activations import Activations, activations

@@ -54,6 +54,9 @@ class Live:
         self._sum = 0  # of all storages that were not yet seen to be freed
         self._known: dict[StorageWeakRef, int] = {}
 
+    def __repr__(self) -> str:
+        return f"Live({self.bytes:,} bytes, peak {self.peak:,})"
+
     def note(self, tensors: Iterable[Tensor], *, ahead: int = 0) -> None:
         """Adds tensors; ``ahead`` are bytes that are under way and have no tensor yet."""
         for tensor in tensors:

@@ -75,7 +75,13 @@ _COLOURS = {"params": "#4c72b0", "masters": "#55a868", "optimizer": "#c44e52", "
 
 
 def draw_zero(psi: float = 7.5e9, n: int = 64, *, convention: Convention = SIXTEEN) -> "Figure":
-    """``zero_table`` as a picture: a stacked bar for each stage. Arguments are those of ``zero_table``."""
+    """``zero_table`` as a picture: a stacked bar for each stage.
+
+    Args:
+        psi: Ψ, how many parameters.
+        n: how many ranks.
+        convention: which bytes the optimizer keeps for each parameter.
+    """
     figure = _figure(7, 4.5)
     axes = figure.subplots()
     table = [by_stage(stage, convention) for stage in range(4)]
@@ -94,7 +100,11 @@ def draw_zero(psi: float = 7.5e9, n: int = 64, *, convention: Convention = SIXTE
 def draw_compared(title: str, expected: Mapping[str, Formula], psi: int, ranks: Sequence[Memory]) -> "Figure":
     """``compared`` as a picture: stacked bars for the formula and for each rank, and each rank's peak.
 
-    Arguments are those of ``compared``.
+    Args:
+        title: of the picture.
+        expected: the formulas, by kind of memory.
+        psi: Ψ, how many parameters.
+        ranks: what each rank holds, in rank order.
     """
     figure = _figure(11, 4.5)
     left, right = figure.subplots(1, 2, width_ratios=(2, 1))

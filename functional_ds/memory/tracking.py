@@ -64,7 +64,7 @@ class Tracked:
 
         return found.then(arrived) if isinstance(found, comm.Pending) else arrived(found)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"tracked({getattr(self._gather, '__name__', self._gather)})"
 
 

@@ -1,1 +1,1 @@
-"""Modules as pure functions, also those that have no memory yet."""
+"""Modules as pure functions of their parameters, and modules that are built without memory."""

@@ -45,7 +45,7 @@ class Place:
 
 
 @attrs.frozen(eq=False)
-class _Entry:
+class _RecordedOp:
     """One operation: its arguments with places for tensors, and the generator's state where it draws.
 
     Attributes:
@@ -79,7 +79,7 @@ class Initialisation(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._entries: list[_Entry] = []
+        self._entries: list[_RecordedOp] = []
         self._numbers: dict[int, int] = {}  # a storage's address -> its number
         self._kept: list[torch.UntypedStorage] = []  # so that no address is used twice
         self._touched: dict[int, list[int]] = defaultdict(list)  # a storage -> the entries that make or change it
@@ -143,7 +143,7 @@ class Initialisation(TorchDispatchMode):
         if schema_of(func).name.rpartition("::")[2] in _OVERWRITES:
             whole |= {p.storage for p in changed if p.offset == 0 and p.fills >= self._kept[p.storage].nbytes()}
         writes = frozenset(place.storage for place in changed)
-        entry = _Entry(func, arguments, frozenset(p.storage for p in reads), writes, makes, frozenset(whole), state)
+        entry = _RecordedOp(func, arguments, frozenset(p.storage for p in reads), writes, makes, frozenset(whole), state)
         for storage in entry.writes | whole:
             self._touched[storage].append(len(self._entries))
         self._entries.append(entry)
@@ -196,7 +196,7 @@ class Initialisation(TorchDispatchMode):
                     break
         return sorted(needed)
 
-    def _again(self, entry: _Entry, storages: dict[int, torch.UntypedStorage]) -> None:
+    def _again(self, entry: _RecordedOp, storages: dict[int, torch.UntypedStorage]) -> None:
         args, kwargs = tree.map(lambda x: x.within(storages) if isinstance(x, Place) else x, entry.arguments)
         if entry.state is None:
             found = entry.function(*args, **kwargs)

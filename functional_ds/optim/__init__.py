@@ -1,1 +1,1 @@
-"""Optimizers: functions on lists of shards; by leaf, by param group, by matrix."""
+"""Optimizers as pairs of functions on lists of tensors; param groups; optimizers per parameter and per matrix."""

@@ -40,7 +40,7 @@ class Optimizer:
     skips: bool = False
     elementwise: bool | None = None
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return self.name
 
 
@@ -56,7 +56,7 @@ class PerParameter:
     make: Callable[[LeafMap], Optimizer]
     name: str = "optimizer"
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return self.name
 
 

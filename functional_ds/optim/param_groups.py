@@ -8,7 +8,7 @@ from torch import Tensor
 
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
-from functional_ds.sharding.leaf_map import Extent, LeafMap, match_leaves
+from functional_ds.sharding.leaf_map import LeafMap, TensorRange, match_leaves
 
 from .bind import bound
 from .kernels import guarded
@@ -102,7 +102,7 @@ def _shown(where: PathFilter) -> str:
 
 @attrs.frozen
 class _Groups:
-    groups: tuple[tuple[tuple[Extent, ...], Optimizer], ...]
+    groups: tuple[tuple[tuple[TensorRange, ...], Optimizer], ...]
     rules: tuple[int, ...]
     leaves: tuple[tuple[str, ...], ...]
 

@@ -1,1 +1,1 @@
-"""Recomputation: what is saved, where it is kept, and what runs again."""
+"""Rematerialisation (activation checkpointing): policies, recomputation, CPU offload and partitioning of saved tensors."""

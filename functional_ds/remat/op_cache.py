@@ -14,7 +14,7 @@ from functional_ds.base.torch_private import TorchDispatchMode, schema_of, versi
 from .policy import Keep, RematPolicy
 from .saved_tensors import Offloaded, Resident, TensorStore
 
-__all__ = ["MATMULS", "Recorder", "Replayer"]
+__all__ = ["MATMULS", "OpRecorder", "Replayer"]
 
 
 def _operations(*names: str) -> frozenset[Any]:
@@ -79,7 +79,7 @@ class _CallIndex:
 
 
 @attrs.define(eq=False)
-class _Memory:
+class _Allocation:
     """A storage that an operation allocated.
 
     Attributes:
@@ -127,7 +127,7 @@ class _Result:
         return found[0] if self.single else found
 
 
-class Recorder(TorchDispatchMode):
+class OpRecorder(TorchDispatchMode):
     """While a function runs for the first time: notes which operation made which memory, and keeps outputs for a second run.
 
     What is being copied to the host is not written into: such an operation waits for the copies.
@@ -142,7 +142,7 @@ class Recorder(TorchDispatchMode):
         self.results: dict[_Operation, _Result] = {}
         self._policy, self._store = policy, store
         self._index = _CallIndex()
-        self._memory: dict[int, _Memory] = {}  # by address
+        self._memory: dict[int, _Allocation] = {}  # by address
         self._matmuls: list[tuple[_Operation, _Signature, Any]] = []  # outputs that stay; stored when the function has ended
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -201,7 +201,7 @@ class Recorder(TorchDispatchMode):
         others = (other.detach() if isinstance(other, Tensor) else other for other in memory.others or ())
         self.results[memory.operation] = _Result(memory.signature, (output, *others), memory.others is None, name)
 
-    def _find(self, tensor: Tensor) -> _Memory | None:
+    def _find(self, tensor: Tensor) -> _Allocation | None:
         if not _is_plain(tensor):
             return None
         storage = tensor.untyped_storage()
@@ -225,7 +225,7 @@ class Recorder(TorchDispatchMode):
             if (address := storage.data_ptr()) and address not in known:
                 view = (tuple(value.shape), value.stride(), int(value.storage_offset()))
                 maker, others = (None, None) if place else (operation, None if out is value else values[1:])
-                self._memory[address] = _Memory(weakref.ref(storage), maker, _signature(given), view, others)
+                self._memory[address] = _Allocation(weakref.ref(storage), maker, _signature(given), view, others)
 
     def _keep_matmul(self, operation: _Operation, signature: _Signature, out: Any) -> None:
         how, store = self._policy.matmuls, self._store
@@ -244,7 +244,7 @@ class Recorder(TorchDispatchMode):
 class Replayer(TorchDispatchMode):
     """While the function runs again: skips the operations whose outputs were kept."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: OpRecorder) -> None:
         super().__init__()
         self._recorder = recorder
 

@@ -15,7 +15,7 @@ from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.torch_private import detect_fake_mode
 
-from .op_cache import Recorder, Replayer
+from .op_cache import OpRecorder, Replayer
 from .policy import Keep, RematPolicy
 from .report import Notes, open_report
 from .rerun import ModuleCalls, TapeNow
@@ -93,7 +93,7 @@ class Region:
     replaying: bool = False
     names: set[str] = attrs.field(factory=set)
     modules: ModuleCalls = attrs.field(init=False)
-    _recorder: Recorder | None = None
+    _recorder: OpRecorder | None = None
     _outer: SavedTensorHooks = attrs.field(factory=SavedTensorHooks.in_force)
     _tape: TapeNow = attrs.field(factory=TapeNow.now)
 
@@ -125,7 +125,7 @@ class Region:
 
         watched = self.policy.by_operation or self.policy.of("inputs") is Keep.OFFLOAD or self.notes.report is not None
         if self.store is not None and watched:
-            self._recorder = Recorder(self.policy, self.store)
+            self._recorder = OpRecorder(self.policy, self.store)
         if self.policy.of("inputs") is Keep.SAVE:
             for value in values:
                 self.notes.saved("inputs", value)
@@ -137,7 +137,7 @@ class Region:
 
     def store_saved(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs the function under hooks that store what its operations save."""
-        self._recorder = recorder = Recorder(self.policy, self.store)
+        self._recorder = recorder = OpRecorder(self.policy, self.store)
         with self._store_hooks(tree.leaves((args, kwargs)), recorder.origin), recorder, self._entered():
             found = function(*args, **kwargs)
         recorder.end()

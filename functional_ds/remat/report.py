@@ -12,13 +12,13 @@ from torch import Tensor
 from .policy import Keep
 from .saved_tensors import Offloaded, Resident
 
-__all__ = ["Notes", "RematReport", "Row", "open_report", "remat_report"]
+__all__ = ["Notes", "RematReport", "ReportRow", "open_report", "remat_report"]
 
 _HERE = threading.local()  # the reports that this thread has open
 
 
 @attrs.frozen
-class Row:
+class ReportRow:
     """The tensors of one part, of one kind, that are kept in one way.
 
     Attributes:
@@ -39,7 +39,7 @@ class Row:
 
 
 @attrs.define(eq=False)
-class _Entry:
+class _SavedStorage:
     memory: "weakref.ref[torch.UntypedStorage]"
     part: str
     what: str
@@ -64,21 +64,21 @@ class RematReport:
         partitioned: bytes of partitioned tensors that this rank holds.
     """
 
-    _entries: list[_Entry] = attrs.field(factory=list)
-    _at: dict[int, _Entry] = attrs.field(factory=dict)  # by address
+    _entries: list[_SavedStorage] = attrs.field(factory=list)
+    _at: dict[int, _SavedStorage] = attrs.field(factory=dict)  # by address
     _offloaded: dict[tuple[str, str, Keep], list[int]] = attrs.field(factory=dict)
     _gone: "dict[int, weakref.ref[torch.UntypedStorage]]" = attrs.field(factory=dict)  # of what was offloaded, by id
     _known: "weakref.WeakSet[Offloaded]" = attrs.field(factory=weakref.WeakSet)
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[ReportRow]:
         """One for each part, kind of tensor and way to keep it."""
         totals: dict[tuple[str, str, Keep], list[int]] = {}
         for entry in self._entries:
             if entry.saved or id(entry.memory) not in self._gone:
                 key = (entry.part, entry.what, Keep.SAVE if entry.saved else Keep.RECOMPUTE)
                 _add(totals.setdefault(key, [0, 0, 0]), entry.bytes, entry.bytes * entry.saved)
-        return [Row(*key, *numbers) for key, numbers in [*totals.items(), *self._offloaded.items()]]
+        return [ReportRow(*key, *numbers) for key, numbers in [*totals.items(), *self._offloaded.items()]]
 
     @property
     def saved(self) -> int:
@@ -132,11 +132,11 @@ class RematReport:
             self._known.add(kept)
             _add(self._offloaded.setdefault((part, what, kept.keep), [0, 0, 0]), kept.whole, kept.held)
 
-    def _entry(self, part: str, what: str, tensor: Tensor) -> _Entry:
+    def _entry(self, part: str, what: str, tensor: Tensor) -> _SavedStorage:
         storage = tensor.untyped_storage()
         found = self._at.get(storage.data_ptr())
         if found is None or found.memory() is not storage:
-            found = self._at[storage.data_ptr()] = _Entry(weakref.ref(storage), part, what, storage.nbytes())
+            found = self._at[storage.data_ptr()] = _SavedStorage(weakref.ref(storage), part, what, storage.nbytes())
             self._entries.append(found)
         return found
 

@@ -1,1 +1,1 @@
-"""Layouts: how leaves are grouped into units and cut into shards; and the sources of deferred leaves."""
+"""Layouts: leaves grouped into FSDP units and flattened into shards; leaf maps; sources of deferred leaves."""

@@ -105,7 +105,14 @@ class Layout:
     units: tuple[Unit, ...]
     segments: tuple[Segment, ...]
     paths: tuple[str, ...]
-    spec: optree.PyTreeSpec = attrs.field(repr=False)
+    spec: optree.PyTreeSpec
+
+    def __repr__(self) -> str:
+        elements = sum(slot.numel for segment in self.segments for slot in segment.slots)
+        return (
+            f"Layout({len(self.paths)} leaves in {len(self.units)} units and {len(self.segments)} segments, "
+            f"{elements:,} elements, {self.n} shards)"
+        )
 
     @staticmethod
     def of(
@@ -244,6 +251,11 @@ def shard(params: Any, layout: Layout, rank: int) -> list[Tensor]:
     """Rank ``rank``'s shard of each segment.
 
     Law: ``unshard([shard(t, layout, r) for r in range(n)], layout) = t``, bitwise.
+
+    Args:
+        params: a tree of tensors.
+        layout: how its leaves are divided, as ``Layout.of(params, n)`` gives it.
+        rank: which of the n shards.
 
     >>> params = {"w": torch.arange(5.0)}
     >>> layout = Layout.of(params, 2)

@@ -19,11 +19,11 @@ from functional_ds.base.marks import is_trainable
 
 from .layout import Layout
 
-__all__ = ["Extent", "Leaf", "LeafMap", "LeafShard", "match_leaves"]
+__all__ = ["LeafMap", "LeafShard", "LeafSpec", "TensorRange", "match_leaves"]
 
 
 @attrs.frozen
-class Leaf:
+class LeafSpec:
     """A trained leaf of the user's tree, of the dtype that the user gave it.
 
     Attributes:
@@ -57,7 +57,7 @@ class LeafShard:
 
 
 @attrs.frozen
-class Extent:
+class TensorRange:
     """Elements ``start`` to ``stop`` of a flattened tensor."""
 
     tensor: int
@@ -85,14 +85,18 @@ class LeafMap:
         partial: whether the optimizer is called several times in an update, with some of the tensors or parts of them each.
     """
 
-    leaves: tuple[Leaf, ...]
-    shards_by_rank: tuple[tuple[LeafShard, ...], ...] = attrs.field(repr=False)
+    leaves: tuple[LeafSpec, ...]
+    shards_by_rank: tuple[tuple[LeafShard, ...], ...]
     group: comm.Group | None = None
     rank: int = 0
     reduce_group: comm.Group | None = None
     other_paths: tuple[str, ...] = ()
     flat: bool = False
     partial: bool = False
+
+    def __repr__(self) -> str:
+        where = f"rank {self.rank} of {len(self.shards_by_rank)}"
+        return f"LeafMap({len(self.leaves)} leaves, {len(self.shards)} shards on {where})"
 
     @property
     def shards(self) -> tuple[LeafShard, ...]:
@@ -107,7 +111,7 @@ class LeafMap:
         (LeafShard(leaf=0, offset=0, tensor=0, start=0, numel=6),)
         """
         trained = [(path, leaf) for path, leaf in tree.named(params) if is_trainable(leaf)]
-        leaves = tuple(Leaf(path, tuple(leaf.shape), leaf.numel(), leaf.dtype) for path, leaf in trained)
+        leaves = tuple(LeafSpec(path, tuple(leaf.shape), leaf.numel(), leaf.dtype) for path, leaf in trained)
         return LeafMap(leaves, (tuple(LeafShard(i, 0, i, 0, leaf.numel) for i, leaf in enumerate(leaves)),))
 
     @staticmethod
@@ -120,7 +124,7 @@ class LeafMap:
         """
         segments = [segment for segment in layout.segments if segment.trainable]
         slots = [(tensor, slot) for tensor, segment in enumerate(segments) for slot in segment.slots]
-        leaves = tuple(Leaf(layout.paths[slot.leaf], slot.shape, slot.numel, segments[t].dtype) for t, slot in slots)
+        leaves = tuple(LeafSpec(layout.paths[slot.leaf], slot.shape, slot.numel, segments[t].dtype) for t, slot in slots)
         if group is None:
             shards = tuple(LeafShard(i, 0, t, slot.offset, slot.numel) for i, (t, slot) in enumerate(slots))
             return LeafMap(leaves, (shards,), flat=True)
@@ -153,7 +157,7 @@ class LeafMap:
         """This rank's shards, as flat views of its tensors."""
         return [tensors[s.tensor].view(-1)[s.start : s.start + s.numel] for s in self.shards]
 
-    def select(self, leaves: Iterable[int]) -> tuple[tuple[Extent, ...], "LeafMap"]:
+    def select(self, leaves: Iterable[int]) -> tuple[tuple[TensorRange, ...], "LeafMap"]:
         """The extents of this rank's tensors that hold some of the leaves, and the leaf map of these extents.
 
         Selected neighbours, and the padding between them, are one extent.
@@ -172,9 +176,9 @@ class LeafMap:
         return found[self.rank][0], selected
 
 
-def _extents(shards: Sequence[LeafShard], number: dict[int, int]) -> tuple[tuple[Extent, ...], tuple[LeafShard, ...]]:
+def _extents(shards: Sequence[LeafShard], number: dict[int, int]) -> tuple[tuple[TensorRange, ...], tuple[LeafShard, ...]]:
     """The extents that hold the numbered leaves, and these leaves' shards in them."""
-    extents: list[Extent] = []
+    extents: list[TensorRange] = []
     inside: list[LeafShard] = []
     before: LeafShard | None = None
     for shard in shards:
@@ -183,7 +187,7 @@ def _extents(shards: Sequence[LeafShard], number: dict[int, int]) -> tuple[tuple
             if before is not None and before.leaf in number and before.tensor == shard.tensor:
                 extents[-1] = attrs.evolve(extents[-1], stop=stop)
             else:
-                extents.append(Extent(shard.tensor, shard.start, stop))
+                extents.append(TensorRange(shard.tensor, shard.start, stop))
             start = shard.start - extents[-1].start
             inside.append(LeafShard(number[shard.leaf], shard.offset, len(extents) - 1, start, shard.numel))
         before = shard

@@ -1,1 +1,1 @@
-"""A state as named tensors: how it is described, and where each leaf's elements lie."""
+"""States as named global tensors: which elements of which leaf each shard holds."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable, slice_of
 from functional_ds.sharding.layout import Layout, Segment
-from functional_ds.sharding.leaf_map import Extent, LeafMap
+from functional_ds.sharding.leaf_map import LeafMap, TensorRange
 from functional_ds.step.slots import stored_layout
 from functional_ds.step.state import State
 
@@ -143,7 +143,7 @@ def _slices(named: Sequence[tuple[str, Tensor]]) -> dict[str, tuple[int, int]]:
     return {path: cut for path, leaf in named if (cut := slice_of(leaf)) is not None and cut[1] > 1}
 
 
-def of_extents(parts: LeafMap, extents: Sequence[Extent]) -> Frame:
+def of_extents(parts: LeafMap, extents: Sequence[TensorRange]) -> Frame:
     """The layouts of extents that were selected from an optimizer's tensors; ``parts`` says which leaves they hold."""
     places = []
     for index, extent in enumerate(extents):

@@ -1,1 +1,1 @@
-"""The step: phases, the state, the tape of one pass, and the transforms' wrap and compose."""
+"""``Step`` and its phases, ``wrap`` and ``compose``, the state, module buffers, and the tape of a forward and backward pass."""

@@ -65,6 +65,9 @@ class Layer:
     traits: frozenset[Trait]
     slot: str | None
 
+    def __repr__(self) -> str:
+        return f"Layer({self.name}: {', '.join(self.phases)})"
+
 
 @attrs.frozen(eq=False)
 class _Placed:

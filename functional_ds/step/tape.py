@@ -114,6 +114,9 @@ class Tape:
         self._forward = ExitStack()
         self._whole = ExitStack()
 
+    def __repr__(self) -> str:
+        return f"Tape({len(self._leaves)} leaves, records={self.records}, last={self.last})"
+
     def __enter__(self) -> "Tape":
         if not hasattr(_HERE, "tapes"):
             _HERE.tapes = []

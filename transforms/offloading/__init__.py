@@ -1,4 +1,4 @@
-"""What ``offload`` keeps where: handles, and how a state is fetched for a checkpoint."""
+"""Optimizer states and params on the host or a disk: plans, files, buffers, and updates in pieces."""
 
 from .disk import DiskTraffic
 from .files import OffloadError

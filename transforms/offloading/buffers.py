@@ -12,7 +12,7 @@ from functional_ds.base.copy_stream import CopyStream
 from functional_ds.base.direct_io import padded
 
 from .handles import typed
-from .plan import Unit
+from .plan import OffloadedLeaf
 
 __all__ = ["GRAD", "GRAD_BYTES", "PARAM", "Buffer", "regions_of"]
 
@@ -62,7 +62,7 @@ class Buffer:
         self._left = self.outgoing.copy([(target.view(value.shape), value)])
 
 
-def regions_of(units: Iterable[Unit], *, files: bool, cuda: bool) -> dict[int, dict[int, slice]]:
+def regions_of(units: Iterable[OffloadedLeaf], *, files: bool, cuda: bool) -> dict[int, dict[int, slice]]:
     """For each unit, by its leaf, the bytes of a buffer that each of its tensors takes.
 
     What is copied from memory lies in the front, and what is read from the disk behind it: so a copy may begin while the last
@@ -85,7 +85,7 @@ def regions_of(units: Iterable[Unit], *, files: bool, cuda: bool) -> dict[int, d
     }
 
 
-def _staged_bytes(unit: Unit, *, files: bool, cuda: bool) -> dict[int, int]:
+def _staged_bytes(unit: OffloadedLeaf, *, files: bool, cuda: bool) -> dict[int, int]:
     first, param, sizes = next(unit.pieces()), unit.tensors[PARAM], {}
     if param is not None and param.place != "disk" and (files or (cuda and param.place == "device")):
         sizes[PARAM] = first.nbytes(param)

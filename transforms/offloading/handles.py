@@ -22,7 +22,7 @@ from .prefetch import Prefetcher
 __all__ = ["OnDisk", "OnHost", "OnPaper", "Version", "fetched", "is_handle", "restored", "typed"]
 
 
-class _Handle:
+class _TensorInfo:
     """What a leaf with a ``shape`` and a ``dtype`` answers without its values."""
 
     def numel(self: Any) -> int:
@@ -44,7 +44,7 @@ class _Handle:
 
 
 @attrs.frozen(eq=False, repr=False)
-class OnDisk(_Handle):
+class OnDisk(_TensorInfo):
     """A tensor in a file: an immutable value, whose room on the disk is free again when nobody refers to it.
 
     Copies of a state may share it, because an update writes new values elsewhere. ``detach()`` returns the tensor on its
@@ -190,7 +190,7 @@ class Version:
 
 
 @tree.record
-class OnHost(_Handle):
+class OnHost(_TensorInfo):
     """A tensor in the host's memory that is used on a device; ``detach()`` returns it there.
 
     Attributes:
@@ -232,7 +232,7 @@ class OnHost(_Handle):
 
 
 @attrs.frozen
-class OnPaper(_Handle):
+class OnPaper(_TensorInfo):
     """A tensor on the disk in a state without values, which only says how many bytes it would have."""
 
     shape: torch.Size

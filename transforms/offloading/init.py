@@ -16,7 +16,7 @@ from functional_ds.step.step import Step
 from .buffers import GRAD_BYTES, PARAM
 from .handles import OnPaper, Version
 from .leaf_states import assembled, beside_params, content, flat, joined, list_lengths, shared
-from .plan import OffloadPlan, Piece, Place, TensorSpec, Unit, chunk_of, cut, tensor_specs
+from .plan import LeafPiece, OffloadedLeaf, OffloadPlan, Place, StateTensor, chunk_of, cut, tensor_specs
 from .storage import OffloadSlot, Storage
 
 __all__ = ["Options", "initial_state", "plan_of"]
@@ -68,14 +68,16 @@ def plan_of(inner: Any, step: Step, params: Any, options: Options) -> OffloadPla
     return OffloadPlan(tuple(units), parts, slots, tuple(map(list_lengths, rests)))
 
 
-def _unit(index: int, path: str, leaf: Tensor, state: State, trained: int | None, options: Options, whole: bool) -> Unit:
+def _unit(
+    index: int, path: str, leaf: Tensor, state: State, trained: int | None, options: Options, whole: bool
+) -> OffloadedLeaf:
     shape, numel = tuple(leaf.shape), leaf.numel()
     tensors = tensor_specs(state, shape, param=options.params, rest=options.optimizer)
     offloaded, chunk = (options.optimizer, options.params) != ("device", "device"), max(numel, 1)
     if offloaded and not whole:
         staged = leaf.dtype.itemsize + (0 if leaf.device.type == "cpu" else GRAD_BYTES)
         chunk = chunk_of(tensors, numel, room=options.buffer_bytes, staged=staged)
-    return Unit(index, trained, path, shape, offloaded, chunk, tensors, flat(content(state, state.slots))[1])
+    return OffloadedLeaf(index, trained, path, shape, offloaded, chunk, tensors, flat(content(state, state.slots))[1])
 
 
 def _meta(leaf: Tensor) -> Tensor:
@@ -128,7 +130,7 @@ def initial_state(inner: Any, step: Step, params: Any, storage: Storage) -> Stat
     for unit, leaf in zip(plan.units, leaves, strict=True):
         own = _UnitState(storage, unit)
         values = like_marked(values_of(leaf), leaf) if is_deferred(leaf) else leaf
-        for piece in [Piece(unit, 0, unit.numel)] if storage.on_paper else unit.pieces():
+        for piece in [LeafPiece(unit, 0, unit.numel)] if storage.on_paper else unit.pieces():
             seen = step.wrapped("piece", leaf_map=lambda *_, piece=piece: piece.leaf_map(plan.parts))
             state = inner(seen, [_values(piece, values)])
             own.put(piece, tree.leaves(content(state, plan.slots)))
@@ -139,7 +141,7 @@ def initial_state(inner: Any, step: Step, params: Any, storage: Storage) -> Stat
     return state.put(offload=OffloadSlot(storage))
 
 
-def _values(piece: Piece, leaf: Tensor) -> Tensor:
+def _values(piece: LeafPiece, leaf: Tensor) -> Tensor:
     own = leaf.detach() if piece.unit.whole else leaf.detach().reshape(-1)[piece.start : piece.stop]
     return like_marked(own.cpu() if piece.unit.offloaded and not own.is_meta else own, leaf)
 
@@ -149,11 +151,11 @@ class _UnitState:
     """A unit's content, collected from its pieces."""
 
     storage: Storage
-    unit: Unit
+    unit: OffloadedLeaf
     leaves: list[Any] = attrs.field(factory=list)
     versions: dict[int, Version] = attrs.field(factory=dict)
 
-    def put(self, piece: Piece, leaves: list[Any]) -> None:
+    def put(self, piece: LeafPiece, leaves: list[Any]) -> None:
         """Stores the leaves of a piece's content, and waits for the disk."""
         if not self.leaves:
             self.leaves = list(map(self._allocated, self.unit.tensors, leaves))
@@ -175,7 +177,7 @@ class _UnitState:
             self._handle(i, tensor, leaf) for i, (tensor, leaf) in enumerate(zip(self.unit.tensors, self.leaves, strict=True))
         ]
 
-    def _allocated(self, tensor: TensorSpec | None, leaf: Any) -> Any:
+    def _allocated(self, tensor: StateTensor | None, leaf: Any) -> Any:
         """What stays in memory: of a whole unit its value, else room for it."""
         if tensor is None or tensor.place == "disk":
             return leaf if tensor is None else None
@@ -186,7 +188,7 @@ class _UnitState:
         room = torch.empty(tensor.shape, dtype=tensor.dtype, device=device, pin_memory=pinned)
         return like_marked(room.copy_(leaf) if self.unit.whole else room, leaf)
 
-    def _handle(self, i: int, tensor: TensorSpec | None, leaf: Any) -> Any:
+    def _handle(self, i: int, tensor: StateTensor | None, leaf: Any) -> Any:
         if tensor is None or tensor.place == "device" or (tensor.place == "cpu" and i != PARAM):
             return leaf
         if tensor.place == "disk" and self.storage.on_paper:

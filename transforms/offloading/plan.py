@@ -11,12 +11,12 @@ from torch import Tensor
 
 from functional_ds.base import tree
 from functional_ds.base.direct_io import padded
-from functional_ds.sharding.leaf_map import Leaf, LeafMap, LeafShard
+from functional_ds.sharding.leaf_map import LeafMap, LeafShard, LeafSpec
 from functional_ds.step.state import State
 
 from .leaf_states import beside_params, content, shared
 
-__all__ = ["OffloadPlan", "Piece", "Place", "TensorSpec", "Unit", "chunk_of", "cut", "tensor_specs"]
+__all__ = ["LeafPiece", "OffloadPlan", "OffloadedLeaf", "Place", "StateTensor", "chunk_of", "cut", "tensor_specs"]
 
 Place = Literal["device", "cpu", "disk"]  # from near to far
 
@@ -24,7 +24,7 @@ _GRAIN = 64  # elements; pieces begin at multiples of it, so that kernels vector
 
 
 @attrs.frozen
-class TensorSpec:
+class StateTensor:
     """A tensor that belongs to a unit: its param, a moment, a master.
 
     Attributes:
@@ -53,7 +53,7 @@ class TensorSpec:
 
 
 @attrs.frozen
-class Unit:
+class OffloadedLeaf:
     """A stored leaf with all tensors of the state that an update of it needs.
 
     Attributes:
@@ -73,7 +73,7 @@ class Unit:
     shape: tuple[int, ...]
     offloaded: bool
     chunk: int
-    tensors: tuple[TensorSpec | None, ...]
+    tensors: tuple[StateTensor | None, ...]
     spec: optree.PyTreeSpec = attrs.field(repr=False)
 
     @property
@@ -86,21 +86,21 @@ class Unit:
         """Whether an update takes all of it at once."""
         return self.chunk >= self.numel
 
-    def on_disk(self) -> list[tuple[int, TensorSpec]]:
+    def on_disk(self) -> list[tuple[int, StateTensor]]:
         """The tensors in files, with their indices."""
         return [(i, tensor) for i, tensor in enumerate(self.tensors) if tensor is not None and tensor.place == "disk"]
 
-    def pieces(self) -> "Iterator[Piece]":
+    def pieces(self) -> "Iterator[LeafPiece]":
         """What an update takes at a time; one piece where the unit is empty."""
         starts = range(0, max(self.numel, 1), max(self.chunk, 1))
-        return (Piece(self, start, min(start + self.chunk, self.numel)) for start in starts)
+        return (LeafPiece(self, start, min(start + self.chunk, self.numel)) for start in starts)
 
-    def file(self, tensor: TensorSpec) -> str:
+    def file(self, tensor: StateTensor) -> str:
         """The name of a tensor's file."""
         plain = "".join(c if c.isalnum() else "_" for c in f"{self.name}.{tensor.path.removesuffix('.0')}")
         return f"{self.leaf:05d}_{plain[-120:]}"
 
-    def file_bytes(self, tensor: TensorSpec) -> int:
+    def file_bytes(self, tensor: StateTensor) -> int:
         """The bytes of one version of it: each piece begins a page."""
         if self.whole:
             return padded(tensor.nbytes)
@@ -110,27 +110,27 @@ class Unit:
 
 
 @attrs.frozen
-class Piece:
+class LeafPiece:
     """The elements ``start..stop`` of a unit, with those of its tensors that belong to them."""
 
-    unit: Unit
+    unit: OffloadedLeaf
     start: int
     stop: int
 
-    def span(self, tensor: TensorSpec) -> tuple[int, int]:
+    def span(self, tensor: StateTensor) -> tuple[int, int]:
         """Its elements of a tensor."""
         return (0, tensor.numel) if self.unit.whole else (self.start * tensor.each, self.stop * tensor.each)
 
-    def shape(self, tensor: TensorSpec) -> tuple[int, ...]:
+    def shape(self, tensor: StateTensor) -> tuple[int, ...]:
         """The shape in which an update gets them."""
         return tensor.shape if self.unit.whole else (self.stop - self.start, *tensor.shape[len(self.unit.shape) :])
 
-    def nbytes(self, tensor: TensorSpec) -> int:
+    def nbytes(self, tensor: StateTensor) -> int:
         """Their bytes."""
         low, high = self.span(tensor)
         return (high - low) * tensor.dtype.itemsize
 
-    def of(self, tensor: TensorSpec, values: Tensor) -> Tensor:
+    def of(self, tensor: StateTensor, values: Tensor) -> Tensor:
         """A view of its elements in the values of a whole tensor."""
         low, high = self.span(tensor)
         return values.detach().view(-1)[low:high].view(self.shape(tensor))
@@ -150,10 +150,13 @@ class OffloadPlan:
         lengths: for each unit the lengths of its lists.
     """
 
-    units: tuple[Unit, ...]
+    units: tuple[OffloadedLeaf, ...]
     parts: LeafMap
     slots: tuple[str, ...]
     lengths: tuple[tuple[int | None, ...], ...]
+
+    def __repr__(self) -> str:
+        return f"OffloadPlan({len(self.units)} leaves, slots: {', '.join(self.slots) or 'none'})"
 
 
 def cut(parts: LeafMap, tensor: int | None, start: int, stop: int) -> LeafMap:
@@ -177,11 +180,11 @@ def _cut(piece: LeafShard, start: int, stop: int) -> LeafShard:
     return LeafShard(piece.leaf, piece.offset + low - piece.start, 0, low - start, high - low)
 
 
-def _empty(leaf: Leaf) -> Leaf:
+def _empty(leaf: LeafSpec) -> LeafSpec:
     return attrs.evolve(leaf, shape=(0,) * max(len(leaf.shape), 1), numel=0)
 
 
-def tensor_specs(state: State, shape: tuple[int, ...], *, param: Place, rest: Place) -> tuple[TensorSpec | None, ...]:
+def tensor_specs(state: State, shape: tuple[int, ...], *, param: Place, rest: Place) -> tuple[StateTensor | None, ...]:
     """The tensors of the state of a single leaf of this shape; ``param`` is the leaf's place, ``rest`` the others'."""
     common = {id(node) for node in shared(beside_params(state, state.slots))}
     found = tree.named(content(state, state.slots))
@@ -191,16 +194,16 @@ def tensor_specs(state: State, shape: tuple[int, ...], *, param: Place, rest: Pl
     )
 
 
-def _tensor_spec(path: str, leaf: Any, shape: tuple[int, ...], place: Place) -> TensorSpec | None:
+def _tensor_spec(path: str, leaf: Any, shape: tuple[int, ...], place: Place) -> StateTensor | None:
     small = not isinstance(leaf, Tensor) or not (leaf.dim() and leaf.numel())
     if not isinstance(leaf, Tensor) or (small and not path.startswith("params")):
         return None
     numel, own = math.prod(shape), tuple(leaf.shape)
     each = leaf.numel() // numel if numel and own[: len(shape)] == shape else 0
-    return TensorSpec(path, own, leaf.dtype, "device" if small and place == "disk" else place, each)
+    return StateTensor(path, own, leaf.dtype, "device" if small and place == "disk" else place, each)
 
 
-def chunk_of(tensors: Sequence[TensorSpec | None], numel: int, *, room: int, staged: int) -> int:
+def chunk_of(tensors: Sequence[StateTensor | None], numel: int, *, room: int, staged: int) -> int:
     """How many elements of a unit fit into a buffer; all, if one of its tensors cannot be divided.
 
     Args:

@@ -15,7 +15,7 @@ from .buffers import Buffer, regions_of
 from .disk import Disk, DiskTraffic
 from .files import ScratchFolder
 from .handles import OnHost, Version
-from .plan import OffloadPlan, TensorSpec, Unit
+from .plan import OffloadedLeaf, OffloadPlan, StateTensor
 from .prefetch import Prefetcher
 
 __all__ = ["OffloadSlot", "Storage", "make_disk", "traffic"]
@@ -71,7 +71,7 @@ class Storage:
             self._pool = tuple(Buffer(room, self.incoming, self.outgoing) for room in rooms)
         return self._pool
 
-    def version(self, unit: Unit, tensor: TensorSpec) -> Version:
+    def version(self, unit: OffloadedLeaf, tensor: StateTensor) -> Version:
         """Room for the next version of a tensor.
 
         Raises:
@@ -83,7 +83,7 @@ class Storage:
         file = self.disk.folder.files[unit.file(tensor)]
         return Version(torch.Size(tensor.shape), tensor.dtype, chunk, file, self.disk, self.prefetcher)
 
-    def on_host(self, unit: Unit, values: Tensor) -> OnHost:
+    def on_host(self, unit: OffloadedLeaf, values: Tensor) -> OnHost:
         """The handle of a param in the host's memory."""
         return OnHost(values, f"{unit.leaf:05d}", self.prefetcher)
 

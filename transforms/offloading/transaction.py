@@ -16,7 +16,7 @@ from .buffers import PARAM, Buffer
 from .files import OffloadError
 from .handles import OnHost, Version, is_handle, typed
 from .leaf_states import beside_params, flat, parted
-from .plan import Piece, TensorSpec, Unit
+from .plan import LeafPiece, OffloadedLeaf, StateTensor
 from .storage import Storage
 
 __all__ = ["Transaction"]
@@ -66,16 +66,16 @@ class Transaction:
         except OffloadError as error:
             self.error = self.error or error
 
-    def grad(self, piece: Piece) -> Tensor:
+    def grad(self, piece: LeafPiece) -> Tensor:
         """The piece's stretch of its gradient."""
         found = self.grads[piece.unit.leaf]
         return found if piece.unit.whole else found.view(-1)[piece.start : piece.stop]
 
-    def in_memory(self, piece: Piece, i: int, tensor: TensorSpec) -> Tensor:
+    def in_memory(self, piece: LeafPiece, i: int, tensor: StateTensor) -> Tensor:
         """The piece's stretch of a tensor in memory, leaf ``i`` of the content."""
         return piece.of(tensor, _values(self.old[piece.unit.leaf][i]))
 
-    def put(self, piece: Piece, found: list[Any], buffer: Buffer) -> None:
+    def put(self, piece: LeafPiece, found: list[Any], buffer: Buffer) -> None:
         """Starts to bring the new values of a piece, which may lie in the buffer, where they belong."""
         unit, regions = piece.unit, self.storage.regions[piece.unit.leaf]
         buffer.writes = tuple(write for write in buffer.writes if not write.done())
@@ -92,19 +92,19 @@ class Transaction:
             elif (own := self.in_memory(piece, i, tensor)).data_ptr() != value.data_ptr():
                 own.copy_(value)
 
-    def _version(self, unit: Unit, i: int, tensor: TensorSpec) -> Version:
+    def _version(self, unit: OffloadedLeaf, i: int, tensor: StateTensor) -> Version:
         if (unit.leaf, i) not in self._versions:
             self._versions[unit.leaf, i] = self.storage.version(unit, tensor)
         return self._versions[unit.leaf, i]
 
-    def _param(self, unit: Unit) -> Tensor:
+    def _param(self, unit: OffloadedLeaf) -> Tensor:
         """Where the new values of a param in memory are written."""
         if unit.leaf not in self._params:
             param = _values(self.old[unit.leaf][PARAM])
             self._params[unit.leaf] = param.detach() if self.storage.disk is None else self._spare(unit, param)
         return self._params[unit.leaf]
 
-    def _spare(self, unit: Unit, param: Tensor) -> Tensor:
+    def _spare(self, unit: OffloadedLeaf, param: Tensor) -> Tensor:
         grad = self.grads[unit.leaf]
         alone = self._holders[grad.untyped_storage().data_ptr()] == 1
         if alone and grad.device == param.device and grad.nbytes >= param.nbytes and grad.numel():
@@ -118,7 +118,7 @@ class Transaction:
                 with self.noting_errors():
                     write.result()
 
-    def commit(self, unit: Unit) -> None:
+    def commit(self, unit: OffloadedLeaf) -> None:
         """Puts the new values of a unit in the place of the old ones."""
         leaves = self.new[unit.leaf]
         for i, _ in unit.on_disk():

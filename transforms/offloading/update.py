@@ -20,7 +20,7 @@ from functional_ds.step.step import Metrics, Step
 from .buffers import GRAD, PARAM, Buffer
 from .files import OffloadError
 from .piece_update import PieceUpdate
-from .plan import Piece, Unit
+from .plan import LeafPiece, OffloadedLeaf
 from .storage import Storage
 from .transaction import Transaction
 
@@ -33,7 +33,7 @@ _HOST = torch.device("cpu")
 class _Fetching:
     """A piece on its way into a buffer; ``reads`` are those from the disk, by the tensor's index."""
 
-    piece: Piece
+    piece: LeafPiece
     buffer: Buffer
     reads: Mapping[int, "Future[int]"]
 
@@ -79,14 +79,14 @@ class Update:
             self.changes.commit(unit)
         return self.inner.whole(self.changes.new)
 
-    def _update_resident(self, units: list[Unit]) -> None:
+    def _update_resident(self, units: list[OffloadedLeaf]) -> None:
         """Updates units on the device, in place."""
         for unit in units:
-            piece, content = Piece(unit, 0, unit.numel), tree.unflatten(unit.spec, self.changes.old[unit.leaf])
+            piece, content = LeafPiece(unit, 0, unit.numel), tree.unflatten(unit.spec, self.changes.old[unit.leaf])
             grads, device = [self.changes.grads[unit.leaf]], self.storage.device
             self.changes.new[unit.leaf] = self.inner.run(content, grads, device=device, leaf_map=piece.leaf_map)
 
-    def _update_offloaded(self, pieces: list[Piece]) -> None:
+    def _update_offloaded(self, pieces: list[LeafPiece]) -> None:
         """Fetch | compute | write back: all buffers but the one that is computed are being filled or emptied."""
         if not pieces:
             return
@@ -111,7 +111,7 @@ class Update:
         for stream in (self.storage.incoming, self.storage.outgoing):
             stream.hold_device()
 
-    def _fetch(self, piece: Piece, buffer: Buffer) -> _Fetching:
+    def _fetch(self, piece: LeafPiece, buffer: Buffer) -> _Fetching:
         """Starts to fill a buffer."""
         regions, old, reads = self.storage.regions[piece.unit.leaf], self.changes.old[piece.unit.leaf], {}
         for i, tensor in piece.unit.on_disk():
@@ -143,7 +143,7 @@ class Update:
         found = self.inner.run(content, [grad], device=_HOST, leaf_map=piece.leaf_map)
         self.changes.put(piece, found, buffer)
 
-    def _operand(self, piece: Piece, i: int, buffer: Buffer) -> Any:
+    def _operand(self, piece: LeafPiece, i: int, buffer: Buffer) -> Any:
         """A leaf of the piece's content, in the host's memory."""
         tensor, regions = piece.unit.tensors[i], self.storage.regions[piece.unit.leaf]
         if tensor is None:

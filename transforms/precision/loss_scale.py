@@ -144,10 +144,12 @@ class DynamicScale(_Scaling):
     consecutive: bool = tree.static(default=False)
     minimum: float = tree.static(default=1.0)
     maximum: float = tree.static(default=2.0**32)
-    value: Tensor = attrs.field(default=attrs.Factory(lambda self: torch.tensor(float(self.initial)), takes_self=True))
-    run: Tensor = attrs.field(factory=lambda: torch.zeros((), dtype=torch.int32))
+    value: Tensor = attrs.field(
+        default=attrs.Factory(lambda self: torch.tensor(float(self.initial)), takes_self=True), repr=False
+    )
+    run: Tensor = attrs.field(factory=lambda: torch.zeros((), dtype=torch.int32), repr=False)
     patience: Tensor = attrs.field(
-        default=attrs.Factory(lambda self: torch.tensor(self.hysteresis, dtype=torch.int32), takes_self=True)
+        default=attrs.Factory(lambda self: torch.tensor(self.hysteresis, dtype=torch.int32), takes_self=True), repr=False
     )
 
     def __attrs_post_init__(self) -> None:

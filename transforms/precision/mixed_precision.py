@@ -83,7 +83,7 @@ def mixed_precision(
     rounds = states == torch.bfloat16 or (found.compute == torch.bfloat16 and not found.masters)
     if stochastic and not rounds:
         raise ValueError(f"stochastic=True: nothing is rounded to bf16 with the policy {found} and states={states}")
-    return _Mixed(found, _scale(loss_scale, found), autocast, states, stochastic).transform()
+    return _MixedPrecision(found, _scale(loss_scale, found), autocast, states, stochastic).transform()
 
 
 def _scale(given: Any, policy: Policy) -> LossScale:
@@ -117,7 +117,7 @@ class Mixed:
 
 
 @attrs.frozen(eq=False)
-class _Mixed:
+class _MixedPrecision:
     policy: Policy
     scale: LossScale
     autocast: bool
@@ -153,7 +153,7 @@ class _Mixed:
             warnings.warn(
                 f"{self}: put it before {sharded}, compose({self}, {sharded}); after it, every rank stores masters of all "
                 "params, and not of its shards alone",
-                stacklevel=2,
+                stacklevel=3,
             )
         offloading = step.has(Trait.OFFLOADS)
         if offloading:

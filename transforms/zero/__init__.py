@@ -1,1 +1,1 @@
-"""ZeRO: what is stored, gathered and reduced in each stage."""
+"""ZeRO: shards of states, gradients and params, gathered and reduced by FSDP units."""

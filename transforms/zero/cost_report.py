@@ -47,6 +47,9 @@ class CostReport:
     stored_dtype: torch.dtype | None = None
     comm_dtype: torch.dtype | None = None
 
+    def __repr__(self) -> str:
+        return f"CostReport({self.config}, {self.layout})"
+
     @property
     def whole(self) -> list[Segment]:
         """The segments whose params are whole between steps."""

@@ -20,10 +20,10 @@ from .lazy_tensor import LazyTensor
 from .prefetch import FetchTrace
 from .reduce import Reducer
 
-__all__ = ["LazyParams", "Source", "WholeParams"]
+__all__ = ["LazyParams", "UnitSource", "WholeParams"]
 
 
-class Source(Protocol):
+class UnitSource(Protocol):
     """Where whole units come from.
 
     Attributes:
@@ -141,7 +141,7 @@ class LazyParams:
     def __init__(
         self,
         layout: Layout,
-        source: Callable[[Callable[[int], None]], Source],
+        source: Callable[[Callable[[int], None]], UnitSource],
         reducer: Reducer | None,
         device: torch.device,
         *,

@@ -24,7 +24,7 @@ from .collectives import Collectives
 from .config import ZeroConfig
 from .cost_report import report_costs
 from .gather import Gatherer
-from .lazy_params import LazyParams, Source, WholeParams
+from .lazy_params import LazyParams, UnitSource, WholeParams
 from .process_groups import ProcessGroups
 from .reduce import Reducer
 from .state import Partition, ZeroCache
@@ -227,7 +227,7 @@ class Zero(ZeroConfig):
 
     def _source(
         self, layout: Layout, stored: Sequence[Any], collectives: Collectives, tape: Tape
-    ) -> Callable[[Callable[[int], None]], Source]:
+    ) -> Callable[[Callable[[int], None]], UnitSource]:
         groups = collectives.groups
         offloaded = any(not isinstance(shard, Tensor) for shard in stored)  # on the host or a disk
         if self.stage < 3 or (groups.n == 1 and not offloaded):

@@ -1,1 +1,1 @@
-"""Carrying a schedule out: messages, gathers, split backwards, times."""
+"""The execution of a schedule: messages between stages, gathers, split backward passes and times."""

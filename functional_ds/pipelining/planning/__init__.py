@@ -1,1 +1,1 @@
-"""Costs and timelines of a schedule, drawings, and the search for a better one."""
+"""Costs and timelines of a schedule, drawings, and the search for a faster schedule."""

@@ -1,1 +1,1 @@
-"""Schedules as data: actions, generators, dependencies, proofs."""
+"""Pipeline schedules as data: actions, generators, dependencies and validation."""

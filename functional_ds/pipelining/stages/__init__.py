@@ -1,1 +1,1 @@
-"""Stages as functions, their shapes, and how layers are divided among them."""
+"""Pipeline stages as functions, their shapes, and the balance of layers among them."""

@@ -1,1 +1,1 @@
-"""Cutting any module into stages: its graph, where to cut, and what each part runs."""
+"""Modules traced and split into pipeline stages."""

@@ -1,0 +1,286 @@
+"""The library's sources keep their structure: layers, sizes, names, folders that can be left out, and public docstrings."""
+
+import ast
+import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Never
+
+import pytest
+
+import functional_ds as fds
+from functional_ds import comm, transforms
+from tests.sources import ROOT, TOPS, Source, circles, library
+
+# A file imports only from its own folder and from folders on lines above its own.
+LAYERS = (
+    ("base",),
+    ("comm.record",),
+    ("comm.worlds",),
+    ("comm",),
+    ("comm.algorithms", "comm.compression", "comm.debug"),
+    ("sharding",),
+    ("optim",),
+    ("step",),
+    ("remat", "state_dict"),
+    ("modules",),
+    ("memory", "checkpointing", "interchange"),
+    ("fitting",),
+    ("pipelining.schedules",),
+    ("pipelining.planning",),
+    ("pipelining.stages",),
+    ("pipelining.execution", "pipelining.tracing"),
+    ("root",),
+    ("transforms.offloading", "transforms.precision", "transforms.zero"),
+    ("transforms",),
+)
+
+# Package indexes that library files import: files above comm use the collectives by the names that users know.
+INDEXES = {"comm.__init__"}
+
+# Imports inside of functions, and why they are not at the top of the file. They count for layers and circles, too.
+LATE = {
+    ("checkpointing.load", "checkpointing.dcp"): "it imports torch.distributed.checkpoint, which is slow",
+    ("checkpointing.save", "checkpointing.writer"): "only saves in the background need it",
+    ("fitting.checkpoints", "checkpointing.load"): "checkpointing may be left out",
+    ("fitting.checkpoints", "checkpointing.save"): "checkpointing may be left out",
+    ("testing", "pipelining.schedules.action"): "pipelining may be left out",
+    ("testing", "pipelining.schedules.schedule"): "pipelining may be left out",
+}
+
+# File names that occur in more than one folder, and why each is what a reader would look for there.
+SAME_FILE_NAMES = {
+    "buffers": "a module's buffers; the offload's buffers for pieces",
+    "checks": "the checks of a step's arguments; the checks of fit's arguments",
+    "errors": "each layer that has errors of its own keeps them in errors.py",
+    "files": "files of the operating system; the offload's files",
+    "policy": "the policy of rematerialisation; the policy of mixed precision",
+    "prefetch": "prefetch of ZeRO's units; prefetch of offloaded pieces",
+    "remat": "the function; the transform of the same name",
+    "schedule": "a pipeline's schedule; a schedule of learning rates",
+    "state": "the state of a step; zero's part of it",
+    "storage": "storage of checkpoints; storage of offloaded tensors",
+}
+
+LINES, FILES = 500, 14
+
+
+@pytest.fixture(scope="module")
+def sources() -> dict[str, Source]:
+    return library()
+
+
+def _edges(sources: Mapping[str, Source]) -> dict[str, set[str]]:
+    return {name: {each.target for each in source.imports} for name, source in sources.items()}
+
+
+def _folder(target: str) -> str:
+    return target.rpartition(".")[0] or "root"
+
+
+# -- imports -----------------------------------------------------------------------------------------------------------
+
+
+def test_circles_are_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [["b", "c"]]
+
+
+def test_files_are_in_no_import_circle(sources: Mapping[str, Source]) -> None:
+    assert circles(_edges(sources)) == []
+
+
+def test_folders_are_in_no_import_circle(sources: Mapping[str, Source]) -> None:
+    edges: dict[str, set[str]] = defaultdict(set)
+    for name, targets in _edges(sources).items():
+        edges[_folder(name)] |= {_folder(target) for target in targets} - {_folder(name)}
+    assert circles(edges) == []
+
+
+def test_layers_point_down(sources: Mapping[str, Source]) -> None:
+    level = {folder: number for number, folders in enumerate(LAYERS) for folder in folders}
+    assert {source.folder for source in sources.values()} == level.keys()
+    upward = [
+        f"{name}, line {each.line}: imports {each.target}"
+        for name, source in sources.items()
+        for each in source.imports
+        if source.folder != _folder(each.target) and level[source.folder] <= level[_folder(each.target)]
+    ]
+    assert upward == []
+
+
+def test_imports_name_the_defining_module(sources: Mapping[str, Source]) -> None:
+    found = {each.target for source in sources.values() for each in source.imports if each.target.endswith("__init__")}
+    assert found <= INDEXES
+
+
+def test_late_imports_have_a_reason(sources: Mapping[str, Source]) -> None:
+    assert {(name, each.target) for name, source in sources.items() for each in source.imports if each.late} == LATE.keys()
+
+
+# -- sizes and names ---------------------------------------------------------------------------------------------------
+
+
+def test_files_are_short(sources: Mapping[str, Source]) -> None:
+    assert {name: source.lines for name, source in sources.items() if source.lines > LINES} == {}
+
+
+def test_folders_are_small(sources: Mapping[str, Source]) -> None:
+    count = Counter(source.folder for source in sources.values())
+    assert {folder: files for folder, files in count.items() if files > FILES} == {}
+
+
+def test_class_names_stand_once(sources: Mapping[str, Source]) -> None:
+    """A leading underscore makes no other name."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for name, source in sources.items():
+        for each in source.classes:
+            found[each.lstrip("_")].append(name)
+    assert {each: names for each, names in found.items() if len(names) > 1} == {}
+
+
+def test_file_names_stand_once(sources: Mapping[str, Source]) -> None:
+    count = Counter(name.rpartition(".")[2] for name in sources)
+    assert {name for name, times in count.items() if times > 1} == SAME_FILE_NAMES.keys()
+
+
+def test_every_package_says_what_is_in_it() -> None:
+    for top in TOPS:
+        for path in (ROOT / top).rglob("__init__.py"):
+            words = ast.get_docstring(ast.parse(path.read_text()))
+            assert words, path
+            assert words.splitlines()[0].endswith("."), path
+
+
+# -- public names ------------------------------------------------------------------------------------------------------
+
+PACKAGES = (fds, comm, transforms)
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
+def test_dir_shows_the_public_names(package: object) -> None:
+    assert dir(package) == sorted(package.__all__)  # type: ignore[attr-defined]
+    assert all(hasattr(package, name) for name in dir(package))
+
+
+def test_the_version_is_that_of_the_installation() -> None:
+    from importlib.metadata import version
+
+    assert fds.__version__ == version("functional-ds")
+
+
+_FUNCTIONS_STAY = """
+import functional_ds as fds
+import functional_ds.remat.report, functional_ds.comm.mesh, functional_ds.transforms.zero.gather
+import functional_ds.transforms.pipeline, functional_ds.transforms.offload, functional_ds.transforms.schedule
+import functional_ds.memory.predict, functional_ds.pipelining.tracing.cut
+for owner, names in ((fds, ["remat", "units"]), (fds.comm, ["mesh", "spawn"]), (fds.transforms, [
+    "accumulate", "clip", "ema", "offload", "pipeline", "remat", "replicated", "schedule", "tensor_parallel", "zero"])):
+    for name in names:
+        assert callable(getattr(owner, name)) or name == "units", name
+"""
+
+
+@pytest.mark.parametrize("first", ["transforms.pipeline", "transforms.offload", "transforms.zero.gather", "remat.report"])
+def test_imports_of_sub_modules_leave_functions_in_place(first: str) -> None:
+    """``fds.remat`` and ``T.zero`` are functions, and folders of the same name; whichever is imported first."""
+    _run(f"import functional_ds.{first}\n{_FUNCTIONS_STAY}", ROOT)
+
+
+def _public() -> list[tuple[str, object]]:
+    packages = [*PACKAGES, fds.checkpointing, fds.interchange, fds.memory, fds.pipelining, comm.algorithms, comm.cost]
+    return [(f"{package.__name__}.{name}", getattr(package, name)) for package in packages for name in package.__all__]
+
+
+def test_functions_with_three_parameters_describe_them() -> None:
+    """In a section Args of their docstrings."""
+    lacking = []
+    for name, found in _public():
+        if not inspect.isfunction(found):
+            continue
+        given = inspect.signature(found).parameters.values()
+        parameters = [
+            each.name for each in given if each.kind is not inspect.Parameter.VAR_KEYWORD or each.annotation is not Never
+        ]
+        described = re.findall(r"^    (\w+):", (inspect.getdoc(found) or "").partition("\nArgs:\n")[2], re.MULTILINE)
+        if len(parameters) >= 3:
+            lacking += [f"{name}: {each}" for each in parameters if each not in described]
+    assert lacking == []
+
+
+# -- folders that can be left out --------------------------------------------------------------------------------------
+
+# By folder: what is deleted with it, and the public names that go.
+SATELLITES: dict[str, tuple[tuple[str, ...], dict[str, set[str]]]] = {
+    "checkpointing": ((), {"": {"checkpointing", "load", "save"}}),
+    "fitting": ((), {"": {"Checkpoints", "Evaluation", "Logging", "fit"}}),
+    "interchange": ((), {"": {"export", "from_deepspeed", "interchange", "load_params"}}),
+    "memory": ((), {"": {"memory"}}),
+    "pipelining": (("transforms/pipeline.py",), {"": {"pipelining"}, "transforms": {"pipeline"}}),
+    "transforms/offloading": (("transforms/offload.py",), {"transforms": {"OffloadError", "offload", "offloading"}}),
+}
+
+_SMALL = """
+import sys
+
+sys.meta_path = [each for each in sys.meta_path if "Editable" not in getattr(each, "__name__", "")]
+import torch, functional_ds as fds
+from functional_ds import comm, transforms as T
+
+assert fds.__file__.startswith({place!r}), fds.__file__
+gone = {gone!r}
+for package, key in ((fds, ""), (comm, "comm"), (T, "transforms")):
+    missing = {{name for name in package.__all__ if not hasattr(package, name)}}
+    assert missing == gone.get(key, set()), missing
+
+
+def program():
+    apply, params = fds.functional(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1)))
+    step = fds.train_step(lambda params, x: apply(params, x).square().mean(), fds.adamw(0.1))
+    step = fds.compose(T.mixed_precision("bf16"), T.remat("[02]"), T.zero(3), T.accumulate(2), T.clip(1.0))(step)
+    state, metrics = step(step.init(params), torch.ones(4, 2))
+    if hasattr(fds, "memory"):
+        fds.memory.measured(state)
+    return metrics["loss"].item()
+
+
+assert len(comm.simulate(program, world_size=2)) == 2
+"""
+
+
+@pytest.mark.parametrize("satellite", SATELLITES)
+def test_a_satellite_can_be_left_out(satellite: str, tmp_path: Path) -> None:
+    """Without its files the library is imported, all names but its own are there, and a step runs on two ranks."""
+    files, gone = SATELLITES[satellite]
+    place = tmp_path / "functional_ds"
+    for top in TOPS:
+        target = place if top == "functional_ds" else place / top
+        shutil.copytree(ROOT / top, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.rmtree(place / satellite)
+    for file in files:
+        (place / file).unlink()
+    _run(_SMALL.format(place=str(tmp_path), gone=gone), tmp_path)
+
+
+def test_an_error_inside_of_a_satellite_is_no_absence(tmp_path: Path) -> None:
+    place = tmp_path / "functional_ds"
+    for top in TOPS:
+        target = place if top == "functional_ds" else place / top
+        shutil.copytree(ROOT / top, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    (place / "memory/counting.py").unlink()
+    with pytest.raises(AssertionError, match=r"No module named 'functional_ds\.memory\.counting'"):
+        _run(_SMALL.format(place=str(tmp_path), gone={}), tmp_path)
+
+
+def _run(program: str, path: Path) -> None:
+    """A Python program in a process of its own, which finds the library's sources in ``path`` first."""
+    environment = {**os.environ, "PYTHONPATH": str(path), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=False, env=environment, cwd=path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
