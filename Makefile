@@ -58,6 +58,11 @@ bench-checkpoint: $(VENV)/.extra-train  ## measure checkpoints beside torch's an
 bench-offload: $(VENV)/.extra-train  ## measure optimizer states on a disk against dd
 	@$(BIN)/python benchmarks/offload.py $(ARGS)
 
+.PHONY: docs
+docs: $(VENV)/.extra-docs  ## draw the figures and build the site, into out/docs
+	@$(BIN)/python docs/figures/make.py
+	@$(BIN)/python -m sphinx -W --keep-going -q -d out/docs/.doctrees docs out/docs $(ARGS)
+
 .PHONY: lint
 lint: $(VENV)/.extra-lint  ## ruff's checks and format, then the types
 	@$(BIN)/ruff check --quiet .

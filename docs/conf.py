@@ -1,0 +1,87 @@
+"""How Sphinx builds the site: ``make docs``. The pages are markdown, the reference comes from the docstrings."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parent
+
+project = "functional_ds"
+author = "the functional_ds authors"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = "functional_ds"
+html_show_copyright = False
+html_show_sourcelink = False
+
+myst_heading_anchors = 4
+highlight_language = "text"  # of blocks that name no language: diagrams and output
+
+autodoc_member_order = "groupwise"
+autodoc_default_options = {"members": True, "imported-members": True}
+autodoc_typehints_format = "short"
+python_maximum_signature_line_length = 100
+napoleon_use_ivar = True  # attrs classes list their fields under Attributes
+
+
+def contents(app: Any, docname: str, source: list[str]) -> None:
+    """Appends the table of contents to the index: the rows of its own tables, a table a part, then the reference."""
+    if docname != "index":
+        return
+    for part in re.split(r"^## ", source[0], flags=re.MULTILINE)[1:]:
+        if rows := re.findall(r"^\| \[([\w-]+)\.md\]\(", part, re.MULTILINE):
+            source[0] += _toctree(part.splitlines()[0], rows)
+    source[0] += _toctree("Reference", sorted(f"reference/{path.stem}" for path in (DOCS / "reference").glob("*.rst")))
+
+
+def _toctree(caption: str, names: list[str]) -> str:
+    entries = "\n".join(names)
+    return f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{entries}\n```\n"
+
+
+def markdown_in_docstring(app: Any, what: str, name: str, obj: object, options: Any, lines: list[str]) -> None:
+    """Turns the markdown of a docstring into reStructuredText, in place: fenced blocks, tables, single asterisks."""
+    found: list[str] = []
+    rest = iter(lines)
+    for line in rest:
+        indent, text = re.match(r" *", line)[0], line.strip()
+        if text.startswith("```"):
+            found += ["", f"{indent}.. code-block:: {text[3:] or 'text'}", ""]
+            for inner in rest:
+                if inner.strip() == "```":
+                    break
+                found.append(f"   {inner}")
+            found.append("")
+        elif text.startswith(">>>"):  # a doctest goes on to the next blank line
+            found.append(line)
+            for inner in rest:
+                found.append(inner)
+                if not inner.strip():
+                    break
+        elif TABLE_ROW.fullmatch(text):
+            found += _table_row(text, indent, first=not (found and TABLE_CELL.match(found[-1])))
+        else:
+            found.append(line if text.startswith("*") else ASTERISK.sub(lambda it: it[0] if it[0] != "*" else r"\*", line))
+    lines[:] = found
+
+
+TABLE_ROW = re.compile(r"\|.*\|")
+TABLE_CELL = re.compile(r" *(\*| ) - ")
+# ``code``, *emphasis*, **bold**, or an asterisk alone, which alone is escaped
+ASTERISK = re.compile(r"``.*?``|(?<![\w\"*])\*[A-Za-z][\w -]*\*(?![\w=*\"])|\*\*\w.*?\*\*|\*")
+
+
+def _table_row(text: str, indent: str, *, first: bool) -> list[str]:
+    """A row of a markdown table as one of a list-table, which the first row opens."""
+    cells = [cell.strip() for cell in text[1:-1].split("|")]
+    if not any(cell.strip("-:") for cell in cells):  # the rule below the heading
+        return []
+    opening = ["", f"{indent}.. list-table::", f"{indent}   :header-rows: 1", ""] if first else []
+    return opening + [f"{indent}   {'*' if i == 0 else ' '} - {cell}" for i, cell in enumerate(cells)]
+
+
+def setup(app: Any) -> None:
+    """Called by Sphinx."""
+    app.connect("autodoc-process-docstring", markdown_in_docstring, priority=400)  # before napoleon
+    app.connect("source-read", contents)
