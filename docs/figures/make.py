@@ -7,6 +7,7 @@ times: ``--measure`` draws it anew, everything else leaves it as it is.
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -138,7 +139,7 @@ def zero_path() -> Figure:
         axes.text(x, y + 0.12, name, ha="center", va="center", fontsize=8.5, family="monospace")
         axes.text(x, y - 0.14, DOES.get(name, ""), ha="center", va="center", fontsize=7.5, color="#444444")
     for names, colour, shift in ((gather, BLUE, -0.35), (reduce, ORANGE, 0.35)):
-        for above, below in zip(names, names[1:], strict=False):
+        for above, below in pairwise(names):
             (x0, y0), (x1, y1) = where[above], where[below]
             start, end = (x0 + (shift if x0 == 6 else 0), y0 - 0.35), (x1 + (shift if x1 == 6 else 0), y1 + 0.36)
             axes.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "color": colour, "linewidth": 1.6})
@@ -344,7 +345,7 @@ def _measured() -> Any:
     schedule, recorder = pp.zb_h1(2, 6), pp.Recorder()
     params = [{"w": torch.randn(512, 512) / 23} for _ in range(8)]
     blocks = pp.stages(
-        [lambda p, x: torch.tanh(torch.tanh(x @ p[i]["w"]) @ p[i]["w"]) for i in range(0)] or [_layers, _layers],
+        [_layers, _layers],
         [params[:4], params[4:]],
         loss=lambda y, batch: (y - batch[1]).square().mean(),
     )
