@@ -1,6 +1,7 @@
 """Any module as a pure function of its parameters and buffers."""
 
 import copy
+from collections import deque
 from collections.abc import Callable, Mapping
 from operator import is_
 from typing import Any
@@ -20,9 +21,11 @@ from functional_ds.remat.region import called
 from functional_ds.step.buffers import Held
 from functional_ds.step.tape import Tape, current_tape
 
-from .skeleton import ABSENT, Place, Skeleton, holds_tensors, joined, put_attribute
+from .skeleton import ABSENT, Place, Skeleton, is_mutable, joined, put_attribute
 
 __all__ = ["Apply", "functional"]
+
+_OF_MODULES = frozenset(vars(nn.Module()))  # the attributes that every module has
 
 
 def _places(module: nn.Module) -> tuple[dict[str, list[Place]], dict[str, nn.Parameter]]:
@@ -96,6 +99,16 @@ class Apply:
     def modes(self) -> tuple[bool, ...]:
         """Which of its modules are in training mode."""
         return tuple([each.training for each in self.module.modules()])
+
+    def container(self, name: str) -> tuple[str, Any] | None:
+        """The name and the value of the list, tuple or dict in which the attribute of this name lies; None if it is in none."""
+        parts = name.split(".")
+        for cut in range(len(parts) - 1):
+            owner = dict(self.module.named_modules()).get(".".join(parts[:cut]))
+            value = None if owner is None else vars(owner).get(parts[cut])
+            if parts[cut] not in _OF_MODULES and isinstance(value, (list, tuple, dict, deque)):
+                return ".".join(parts[: cut + 1]), value
+        return None
 
     def __call__(self, params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
         missing = self._bare.keys() - params.keys()
@@ -289,7 +302,7 @@ class Apply:
             joined(path, key)
             for path, owner in owners.items()
             for key, value in vars(owner).items()
-            if key not in ("_parameters", "_buffers", "_modules") and holds_tensors(value)
+            if key not in _OF_MODULES and is_mutable(value)
         ]
         return Skeleton(module, owners, self._names, self._by_name, slots, rnns, len(self._changes), tensors)
 
