@@ -641,3 +641,36 @@ def test_two_modules_in_one_dict_are_refused() -> None:
         step.init(params | more)
     state = step.init(params | more, modules={"one": one, "other": other})
     assert sorted(step.module_buffers(state)) == ["one", "other"]
+
+
+class Aliased(nn.Module):
+    """A buffer, and something else in the same memory."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.register_buffer("mean", torch.zeros(3))
+        if what == "parameter":
+            self.register_buffer("other", self.inner.weight.detach()[1:])
+        elif what == "buffer":
+            self.register_buffer("other", self.mean[1:])
+        else:
+            self.other = self.mean
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.add_(x.detach().mean(0))
+        return self.inner(x) + self.other.sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("what", ["parameter", "buffer", "attribute"])
+def test_buffers_in_shared_memory_are_refused(what: str) -> None:
+    """Once one of the tensors is written, as they are apart in a state."""
+    if what == "parameter":
+        with pytest.raises(ValueError, match=r"'inner.weight' and 'other' share memory, and training"):
+            fds.functional(Aliased(what))
+        return
+    apply, params = fds.functional(Aliased(what))
+    step = fds.train_step(lambda p, x: apply(p, x).sum(), fds.sgd(0.1))
+    with pytest.raises(RuntimeError, match="wrote the buffer 'mean', which shares memory with its 'other'"):
+        step(step.init(params), rows(0))
+    fds.functional(nn.utils.spectral_norm(nn.Linear(3, 3)))
