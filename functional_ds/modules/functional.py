@@ -1,6 +1,8 @@
 """Any module as a pure function of its parameters and buffers."""
 
 import copy
+import itertools
+from collections import deque
 from collections.abc import Callable, Mapping
 from operator import is_
 from typing import Any
@@ -20,9 +22,11 @@ from functional_ds.remat.region import called
 from functional_ds.step.buffers import Held
 from functional_ds.step.tape import Tape, current_tape
 
-from .skeleton import ABSENT, Place, Skeleton, holds_tensors, joined, put_attribute
+from .skeleton import ABSENT, Place, Skeleton, is_mutable, joined, put_attribute
 
 __all__ = ["Apply", "functional"]
+
+_OF_MODULES = frozenset(vars(nn.Module()))  # the attributes that every module has
 
 
 def _places(module: nn.Module) -> tuple[dict[str, list[Place]], dict[str, nn.Parameter]]:
@@ -48,6 +52,32 @@ def _buffer_names(module: nn.Module) -> dict[Place, str]:
         for key, buffer in buffers_of(owner).items()
         if buffer is not None
     }
+
+
+def _shared_memory(module: nn.Module, names: Mapping[Place, str]) -> dict[str, str]:
+    """The buffers that overlap another tensor of the module, by name, with the name of that.
+
+    Raises:
+        ValueError: a buffer overlaps a parameter that is trained: it would not follow it.
+    """
+    found: dict[str, Tensor] = {}
+    for path, owner in module.named_modules():
+        for key, tensor in {**vars(owner), **parameters_of(owner), **buffers_of(owner)}.items():
+            if type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_meta:
+                found[names.get((path, key)) or joined(path, key)] = tensor
+    starts = {name: tensor.data_ptr() for name, tensor in found.items()}
+    ordered, shared = sorted((name for name in starts if starts[name]), key=starts.__getitem__), {}
+    buffers = {*names.values()}
+    for index, one in enumerate(ordered):
+        tensor = found[one]
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        end = starts[one] + extent * tensor.element_size()
+        for other in itertools.takewhile(lambda name, end=end: starts[name] < end, ordered[index + 1 :]):  # type: ignore[misc]
+            if not buffers.isdisjoint((one, other)):
+                if any(isinstance(each, nn.Parameter) and each.requires_grad for each in (tensor, found[other])):
+                    raise ValueError(f"fds.functional: {one!r} and {other!r} share memory, and training would change only one")
+                shared |= {one: other, other: one}
+    return shared
 
 
 class Apply:
@@ -76,6 +106,7 @@ class Apply:
         self._by_name: dict[str, list[Place]] = {}
         for place, name in self._names.items():
             self._by_name.setdefault(name, []).append(place)
+        self._shared = _shared_memory(module, self._names)
         self._written: dict[tuple[bool, ...], frozenset[str]] = {}  # by modes: the buffers that calls write
         self._watched = [vars(each) for each in self.module.modules()]
         self._seen = [dict(each) for each in self._watched]
@@ -96,6 +127,16 @@ class Apply:
     def modes(self) -> tuple[bool, ...]:
         """Which of its modules are in training mode."""
         return tuple([each.training for each in self.module.modules()])
+
+    def container(self, name: str) -> tuple[str, Any] | None:
+        """The name and the value of the list, tuple or dict in which the attribute of this name lies; None if it is in none."""
+        parts = name.split(".")
+        for cut in range(len(parts) - 1):
+            owner = dict(self.module.named_modules()).get(".".join(parts[:cut]))
+            value = None if owner is None else vars(owner).get(parts[cut])
+            if parts[cut] not in _OF_MODULES and isinstance(value, (list, tuple, dict, deque)):
+                return ".".join(parts[: cut + 1]), value
+        return None
 
     def __call__(self, params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
         missing = self._bare.keys() - params.keys()
@@ -177,6 +218,11 @@ class Apply:
     def _learn(self, held: Held) -> None:
         """Large buffers that calls do not write need no copies."""
         if held.looks:
+            for name in held.written() & self._shared.keys():
+                raise RuntimeError(
+                    f"the module {type(self.module).__name__} wrote the buffer {name!r}, which shares memory with its "
+                    f"{self._shared[name]!r}: what is written to one would not be in the other; let each have memory of its own"
+                )
             self._written[self.modes] = self._written.get(self.modes, frozenset()) | held.written()
 
     def _refuse_loss(self, held: Held) -> None:
@@ -289,7 +335,7 @@ class Apply:
             joined(path, key)
             for path, owner in owners.items()
             for key, value in vars(owner).items()
-            if key not in ("_parameters", "_buffers", "_modules") and holds_tensors(value)
+            if key not in _OF_MODULES and is_mutable(value)
         ]
         return Skeleton(module, owners, self._names, self._by_name, slots, rnns, len(self._changes), tensors)
 

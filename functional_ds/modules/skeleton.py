@@ -1,6 +1,7 @@
 """A copy of a module without memory of its own, into which calls put parameters and buffers."""
 
 import functools
+from collections import deque
 from collections.abc import Mapping
 from operator import is_
 from typing import Any
@@ -13,7 +14,7 @@ from functional_ds.base import tree
 from functional_ds.base.torch_private import buffers_of, refresh_flat_weights, version_of
 from functional_ds.step.buffers import Held, bit_equal
 
-__all__ = ["ABSENT", "Place", "Skeleton", "holds_tensors", "joined", "put_attribute"]
+__all__ = ["ABSENT", "Place", "Skeleton", "is_mutable", "joined", "put_attribute"]
 
 Place = tuple[str, str]  # a module's path and an attribute
 ABSENT = object()
@@ -48,7 +49,7 @@ class Skeleton:
     calls: tuple[Any, ...] = ()
     bound: Mapping[str, Tensor] = attrs.field(factory=dict)
     _plain: list[tuple[nn.Module, Any]] = attrs.field(factory=list)  # the modules that ``calls`` run, and their own forward
-    _copies: dict[str, tuple[Any, list[int]]] = attrs.field(factory=dict)  # with the versions of their tensors
+    _copies: dict[str, tuple[Any, Any, list[Any]]] = attrs.field(factory=dict)  # with their structure, leaves and versions
     _stores: dict[str, dict[str, Any]] = attrs.field(init=False)  # where each module has its buffers
     _shared: list[dict[str, Any]] = attrs.field(init=False)  # what it had there by itself
 
@@ -90,26 +91,30 @@ class Skeleton:
         """Remembers the attributes that the module has by itself; tensors among them may be written, and are copied."""
         self.attributes = [dict(vars(owner)) for owner in self.owners.values()]
         self._copies = {}
+        memo: dict[int, Any] = {}  # modules may share a dict
         for name in (*self.tensors, *(name for name in held.attributes if name not in self.tensors)):
             path, key = _parted(name)
             owner = self.owners.get(path)
             if owner is not None:
                 value = held.attributes.get(name, vars(owner).get(key))
-                owner.__dict__[key] = copied = tree.map(_copied, value)
-                self._copies[name] = copied, [version_of(x) for x in tree.leaves(copied) if isinstance(x, Tensor)]
+                if id(value) not in memo:
+                    memo[id(value)] = tree.map(_copied, value)
+                owner.__dict__[key] = copied = memo[id(value)]
+                self._copies[name] = copied, tree.structure(copied), _versioned(copied)
 
     def _has_written(self, name: str, value: Any, before: Any, held: Held) -> bool:
         """Whether calls have set an attribute, or written into its tensors."""
-        copied, versions = self._copies.get(name, (None, []))
-        if name in held.attributes or value is not copied:
+        copied, structure, versions = self._copies.get(name, (None, None, []))
+        if name in held.attributes or value is not copied or tree.structure(value) != structure:
+            return True
+        if any(one is not other or v != w for (one, v), (other, w) in zip(_versioned(value), versions, strict=True)):
             return True
         leaves = [x for x in tree.leaves(value) if isinstance(x, Tensor)]
-        if [version_of(x) for x in leaves] != versions:
-            return True
         return held.looks and not all(map(bit_equal, leaves, [x for x in tree.leaves(before) if isinstance(x, Tensor)]))
 
     def settle(self, held: Held | None) -> None:
         """Takes back what calls have set: tensors and numbers go to ``held``, anything else is forgotten."""
+        memo: dict[int, Any] = {}
         for (path, owner), before in zip(self.owners.items(), self.attributes, strict=True):
             now = vars(owner)
             if len(now) == len(before) and all(map(is_, now.values(), before.values())):
@@ -117,7 +122,7 @@ class Skeleton:
             for key in [key for key in {**now, **before} if now.get(key, ABSENT) is not before.get(key, ABSENT)]:
                 name, value = joined(path, key), now.get(key, ABSENT)
                 if held is not None and _is_state(key, value) and self._has_written(name, value, before.get(key), held):
-                    held.attributes[name] = tree.map(_usable, value)
+                    held.attributes[name] = memo.setdefault(id(value), tree.map(_usable, value))
                 put_attribute(now, key, before.get(key, ABSENT))
         for store, buffers in zip(self._stores.values(), self._shared, strict=True):
             if store or buffers:
@@ -155,18 +160,20 @@ def _is_state(key: str, value: Any) -> bool:
     """Whether an attribute is what a state can hold: tensors and numbers, alone or in lists, tuples and dicts."""
     if value is ABSENT or key in ("training", "forward"):
         return False
-    leaves = tree.leaves(value)  # a tensor with a graph is of this pass alone
-    return bool(leaves) and all(
-        not leaf.requires_grad if isinstance(leaf, Tensor) else type(leaf) in _NUMBERS for leaf in leaves
+    return all(  # a tensor with a graph is of this pass alone
+        not leaf.requires_grad if isinstance(leaf, Tensor) else type(leaf) in _NUMBERS for leaf in tree.leaves(value)
     )
 
 
-def holds_tensors(value: Any) -> bool:
-    """Whether an attribute is a tensor, or a structure of tensors, that a call may write into."""
-    if not isinstance(value, (Tensor, list, tuple, dict)):
-        return False
-    leaves = tree.leaves(value)
-    return bool(leaves) and all(isinstance(x, Tensor) and not (x.requires_grad or x.is_meta) for x in leaves)
+def is_mutable(value: Any) -> bool:
+    """Whether an attribute is a tensor, or a structure of tensors and numbers, that a call may write into."""
+    return isinstance(value, (Tensor, list, tuple, dict, deque)) and all(
+        not (x.requires_grad or x.is_meta) if isinstance(x, Tensor) else type(x) in _NUMBERS for x in tree.leaves(value)
+    )
+
+
+def _versioned(value: Any) -> list[tuple[Any, int]]:
+    return [(leaf, version_of(leaf) if isinstance(leaf, Tensor) else 0) for leaf in tree.leaves(value)]
 
 
 def _copied(leaf: Any) -> Any:

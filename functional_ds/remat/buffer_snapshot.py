@@ -1,5 +1,6 @@
 """A module as it was before a call, for when it runs again."""
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -8,12 +9,14 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from functional_ds.base import tree
 from functional_ds.base.torch_private import buffers_of, disable_dispatch_modes, version_of
 
 __all__ = ["Rewind"]
 
 _SMALL = 1 << 16  # bytes of a buffer whose copy stays without a look at what was written, which would wait for a device
 _PLAIN = (type(None), bool, int, float, complex, str)  # attributes by which modules tell what their buffers hold
+_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 _ABSENT = object()
 
 
@@ -62,7 +65,7 @@ class Rewind:
         now = []
         for owner, had in owners:
             buffers = {name: further.get(id(buffer), buffer) for name, buffer in had.buffers.items()}
-            now.append((owner, _put(buffers_of(owner), buffers), _put(owner.__dict__, had.attributes)))
+            now.append((owner, _put(buffers_of(owner), buffers), _put(owner.__dict__, _copied(had.attributes))))
         try:
             yield
         finally:
@@ -83,7 +86,23 @@ def _put(into: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(owner: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(owner).items() if type(value) in _PLAIN}
+    return _copied({name: value for name, value in vars(owner).items() if name not in _OF_MODULES and _is_plain(value)})
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether an attribute is plain, a tensor without a graph, or a structure of such."""
+    if not isinstance(value, (*_PLAIN, Tensor, list, tuple, dict, deque)):
+        return False
+    return all(not x.requires_grad if isinstance(x, Tensor) else type(x) in _PLAIN for x in tree.leaves(value))
+
+
+def _copied(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """With structures and small tensors of its own: a call may write into them."""
+    with disable_dispatch_modes():
+        return {
+            name: tree.map(lambda x: x.detach().clone() if isinstance(x, Tensor) and _is_small(x) else x, value)
+            for name, value in attributes.items()
+        }
 
 
 def _is_small(buffer: Tensor) -> bool:

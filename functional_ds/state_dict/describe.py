@@ -142,7 +142,8 @@ class _Walk:
         for field, role in fields.items():
             path = (role.value, name, field) if role is Role.SETTING else (role.value,)
             before = len(self.found)
-            self.visit(path, getattr(slot, field), frames, parts)
+            apart_from_params = role in (Role.BUFFER, Role.ATTRIBUTE)  # a module's list may look like the params by chance
+            self.visit(path, getattr(slot, field), () if apart_from_params else frames, parts)
             if field in apart:
                 self.found[before:] = [attrs.evolve(shard, per_rank=True) for shard in self.found[before:]]
         rest = ("slots", name)
@@ -155,6 +156,8 @@ class _Walk:
 
     def match(self, node: Any, frames: Sequence[Frame]) -> tuple[list[Any], Frame] | None:
         """The node's children, with the frame that they fit."""
+        if not frames:
+            return None
         if type(node) in (list, tuple):
             frame = next((frame for frame in frames if frame.fits(node)), None)
             return None if frame is None else (list(node), frame)

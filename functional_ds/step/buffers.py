@@ -4,6 +4,7 @@ A pass (one micro-batch's forward and backward) opens a ``BufferScope`` on the s
 in it what they wrote; ``collect`` gives the buffers of the next state. Nothing is written into the tensors of the state.
 """
 
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, ClassVar, Protocol
 
@@ -38,6 +39,9 @@ class HasBuffers(Protocol):
     def modes(self) -> tuple[bool, ...]:
         """Which of its modules are in training mode."""
 
+    def container(self, name: str) -> tuple[str, Any] | None:
+        """The name and the value of the list, tuple or dict in which the attribute of this name lies; None if it is in none."""
+
 
 @attrs.frozen(eq=False)
 class Modules:
@@ -62,7 +66,12 @@ class Modules:
             found = module_of(leaf)
             if found is not None and id(found[0]) not in known:
                 known.add(id(found[0]))
-                named.setdefault(path.removesuffix(found[1]).rstrip("."), found[0])
+                key = path.removesuffix(found[1]).rstrip(".")
+                if named.setdefault(key, found[0]) is not found[0] and found[0].buffers:
+                    raise ValueError(
+                        f"init: the params at {key!r} are two modules', and both may have buffers: pass "
+                        "modules={name: apply, ...} with the applies that fds.functional gave"
+                    )
         return Modules(named)
 
 
@@ -148,12 +157,18 @@ class Buffers:
             "values": {key: dict(held) for key, held in self.values.items()},
             "attributes": {key: dict(held) for key, held in self.attributes.items()},
         }
-        for field, path, shape, dtype in names:
+        for field, path, shape, dtype in sorted(names, key=lambda each: (len(each[1]), each[1])):  # lists grow in order
             key = max((key for key in fields[field] if not key or path.startswith(f"{key}.")), key=len, default=None)
             if key is not None:
                 plain = _NUMBERS.get(dtype) if field == "attributes" and not shape else None
                 room = torch.empty(shape, dtype=dtype) if plain is None else plain()
                 name = path[len(key) :].lstrip(".")
+                module = next((module for module, its in self.known.keys.items() if its == key), None)
+                whole = module.container(name) if field == "attributes" and module is not None else None
+                if whole is not None:
+                    held = fields[field][key].get(whole[0], whole[1])
+                    fields[field][key][whole[0]] = _deepened(held, name[len(whole[0]) + 1 :], room)
+                    continue
                 now = fields[field][key].get(name)
                 if not isinstance(now, Tensor) or tuple(now.shape) != shape:  # some grow as they go
                     fields[field][key][name] = room
@@ -212,9 +227,14 @@ class Held:
         return dict(self.values)
 
     def spoilt(self) -> str | None:
-        """A buffer of the state itself that was written in place, because nothing had said that it would be."""
-        shared = (n for n in self._versions if self._given[n] is self._before[n])
-        return next((n for n in shared if version_of(self._before[n]) != self._versions[n]), None)
+        """A buffer of the state itself that was written in place, because nothing had said that it would be.
+
+        Kernels of norms leave no other trace than a sibling that was written.
+        """
+        shared = {n for n in self._versions if self._given[n] is self._before[n] and self._before[n] is not None}
+        changed = (n for n in shared if version_of(self._before[n]) != self._versions[n])
+        beside = shared & _with_siblings(self.written(), shared) if shared else frozenset()
+        return next(changed, None) or next((n for n in sorted(beside) if self.values[n] is self._before[n]), None)
 
 
 @attrs.define(eq=False)
@@ -298,7 +318,8 @@ def synchronized(buffers: Buffers, group: comm.Group, *, policy: str | None = No
     known = buffers.known
     mine = frozenset((key, name) for key, names in known.written.items() for name in names)
     where = group.ranks, group.name
-    if where not in known.agreed or known.agreed[where].written != mine:
+    agreed = known.agreed.get(where)
+    if agreed is None or (agreed.written != mine if policy == "writer" else not mine <= agreed.givers.keys()):
         known.agreed[where] = _agree(buffers, mine, group, by_writer=policy == "writer")
     return _exchanged(buffers, known.agreed[where], group, policy)
 
@@ -342,6 +363,21 @@ def _room(values: dict[str, dict[str, Any]], which: tuple[str, str], agreed: Agr
     if found is not None and (which in agreed.written or (tuple(found.shape), found.dtype) == (shape, dtype)):
         return found.detach()  # type: ignore[no-any-return]
     return torch.empty(shape, dtype=dtype, device=group.world.device if found is None else found.device)
+
+
+def _deepened(held: Any, inside: str, room: Any) -> Any:
+    """A list, tuple or dict with room at a path inside of it; it is as it was where that is deeper than one entry."""
+    now, copied = dict(tree.named(held)).get(inside), tree.map(lambda x: x, held)
+    one, other = (tuple(x.shape) if isinstance(x, Tensor) else type(x) for x in (now, room))
+    if one == other:
+        return copied
+    if isinstance(copied, dict):
+        copied[inside] = room
+    elif isinstance(copied, (list, deque)) and inside.isdecimal() and int(inside) <= len(copied):
+        if int(inside) == len(copied):
+            copied.append(room)
+        copied[int(inside)] = room
+    return copied
 
 
 def _plain(buffer: Any) -> Any:

@@ -532,3 +532,145 @@ def test_sparse_buffers_and_attributes_that_callers_set() -> None:
 
     assert_same(run(transforms.remat()), run())
     assert_same(run(transforms.remat("")), run())
+
+
+class Keeping(nn.Module):
+    """Keeps numbers and tensors in structures of its own, which calls change in place, assign to, or let grow."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner, self.kind = nn.Linear(3, 3), kind
+        self.calls: list[float] = []
+        self.means: list[Tensor] = []
+        self.held: dict[str, Any] = {"count": 0, "mean": torch.zeros(3)}
+        self.last = torch.zeros(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.detach().mean(0)
+        y: Tensor = self.inner(x)
+        if self.kind == "numbers":
+            self.calls.append(1.0)
+            return y * sum(self.calls)
+        if self.kind == "tensors":
+            self.means.append(mean)
+            return y + sum(self.means)
+        if self.kind == "dict":
+            self.held["count"] += 1
+            self.held["mean"] = self.held["mean"] + mean
+            return y * self.held["count"] + self.held["mean"]
+        self.last = self.last + mean
+        return y * self.last
+
+
+@pytest.mark.law(59)
+@pytest.mark.parametrize("kind", ["numbers", "tensors", "dict", "tensor"])
+@pytest.mark.parametrize("how", ["twice", "saved", "recomputed"])
+def test_structures_of_numbers_and_tensors_are_state(kind: str, how: str, tmp_path: Path) -> None:
+    """A step is pure in them, a checkpoint has them, and a recomputation finds them as they were."""
+    net = Keeping(kind)
+    optimizer, want, found = torch.optim.SGD(net.parameters(), 0.01), [], []
+
+    def build() -> tuple[fds.Step, fds.State]:
+        apply, params = fds.functional(copy.deepcopy(start))
+        step = fds.train_step(lambda p, x: apply(p, x).square().mean(), fds.sgd(0.01))
+        step = fds.compose(*([transforms.remat("")] if how == "recomputed" else []))(step)
+        return step, step.init(params)
+
+    start = copy.deepcopy(net)
+    step, state = build()
+    for index in range(4):
+        optimizer.zero_grad()
+        loss = net(rows(index)).square().mean()
+        loss.backward()
+        optimizer.step()
+        want.append(loss.item())
+        if how == "twice":
+            step(state, rows(index), donate=False)
+        if how == "saved" and index == 2:
+            fds.save(state, tmp_path)
+            step, state = build()
+            state = fds.load(tmp_path, like=state)
+        state, metrics = step(state, rows(index))
+        found.append(metrics["loss"].item())
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+
+
+class Skipping(nn.Module):
+    """Runs its norms now and then, on each rank in its own steps."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner, self.one, self.other = nn.Linear(3, width), nn.BatchNorm1d(width), nn.BatchNorm1d(width)
+
+    def forward(self, x: Tensor, index: int) -> Tensor:
+        y = self.inner(x)
+        norms = {0: self.one, 1: self.other}
+        return norms[index](y) if index in norms else y  # type: ignore[no-any-return]
+
+
+def test_a_large_norm_that_runs_late_is_refused() -> None:
+    """Its kernel leaves no trace but in its counter."""
+    apply, params = fds.functional(Skipping(20_000))
+    step = fds.train_step(lambda p, batch: apply(p, batch[0], int(batch[1])).square().mean(), fds.sgd(0.1))
+    state, _ = step(step.init(params), (rows(0), torch.tensor(2)))
+    with pytest.raises(RuntimeError, match=r"'one.running_mean' was written in place, and was not in the first step"):
+        step(state, (rows(0), torch.tensor(0)))
+
+
+def test_ranks_may_write_known_buffers_in_other_steps() -> None:
+    def program() -> Any:
+        apply, params = fds.functional(Skipping(3))
+        step = transforms.zero(0)(
+            fds.train_step(lambda p, batch: apply(p, batch[0], int(batch[1][0])).square().mean(), fds.sgd(0.1))
+        )
+        state = step.init(params)
+        for index in range(6):
+            state, _ = step(state, (rows(index), torch.full((8,), (index + comm.world().rank) % 3)))
+        return step.module_buffers(state)
+
+    one, other = comm.simulate(program, world_size=2)
+    assert_same(one, other)
+
+
+def test_two_modules_in_one_dict_are_refused() -> None:
+    """The buffers of one would be no part of the state."""
+    one, params = fds.functional(nn.Sequential(nn.BatchNorm1d(3)))
+    other, more = fds.functional(nn.Sequential(nn.Identity(), nn.BatchNorm1d(3)))
+    step = fds.train_step(lambda p, x: x.sum(), fds.sgd(0.1))
+    with pytest.raises(ValueError, match="the params at '' are two modules'"):
+        step.init(params | more)
+    state = step.init(params | more, modules={"one": one, "other": other})
+    assert sorted(step.module_buffers(state)) == ["one", "other"]
+
+
+class Aliased(nn.Module):
+    """A buffer, and something else in the same memory."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.register_buffer("mean", torch.zeros(3))
+        if what == "parameter":
+            self.register_buffer("other", self.inner.weight.detach()[1:])
+        elif what == "buffer":
+            self.register_buffer("other", self.mean[1:])
+        else:
+            self.other = self.mean
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.add_(x.detach().mean(0))
+        return self.inner(x) + self.other.sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("what", ["parameter", "buffer", "attribute"])
+def test_buffers_in_shared_memory_are_refused(what: str) -> None:
+    """Once one of the tensors is written, as they are apart in a state."""
+    if what == "parameter":
+        with pytest.raises(ValueError, match=r"'inner.weight' and 'other' share memory, and training"):
+            fds.functional(Aliased(what))
+        return
+    apply, params = fds.functional(Aliased(what))
+    step = fds.train_step(lambda p, x: apply(p, x).sum(), fds.sgd(0.1))
+    with pytest.raises(RuntimeError, match="wrote the buffer 'mean', which shares memory with its 'other'"):
+        step(step.init(params), rows(0))
+    fds.functional(nn.utils.spectral_norm(nn.Linear(3, 3)))
