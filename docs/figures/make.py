@@ -1,0 +1,367 @@
+"""Draws the docs' figures from runs on two simulated ranks: ``python docs/figures/make.py``, which `make docs` does.
+
+The horizontal axes of the first three count events, so a second run draws the same files. The pipeline's figure has measured
+times: ``--measure`` draws it anew, everything else leaves it as it is.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import attrs
+import matplotlib as mpl
+import torch
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import FancyBboxPatch, Patch
+
+import functional_ds as fds
+from functional_ds import comm
+from functional_ds import pipelining as pp
+from functional_ds import transforms as T
+from functional_ds.comm.worlds.simulator import SimulatedWorld
+from functional_ds.step.step import PHASES
+from functional_ds.transforms.zero.gather import Gatherer
+from functional_ds.transforms.zero.reduce import Reducer
+
+HERE = Path(__file__).resolve().parent
+TOP = HERE.parents[1]
+BLOCKS = 5
+BLUE, PALE, GREEN, ORANGE, GREY = "#4c72b0", "#b6c7e3", "#55a868", "#dd8452", "#8c8c8c"
+
+
+def model(mark: Callable[[str, int], None]) -> tuple[dict[str, torch.Tensor], Callable[..., torch.Tensor]]:
+    """Params of five square layers, and a loss that marks when each layer is computed, forward and backward."""
+
+    def loss(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        for index, weight in enumerate(params.values()):
+            x = torch.tanh(x @ weight)
+            mark("forward", index)
+            if x.requires_grad:
+                x.register_hook(lambda grad, index=index: mark("backward", index))
+        return x.square().mean()
+
+    return {f"blocks.{index}.w": torch.eye(8) for index in range(BLOCKS)}, loss
+
+
+def third_step(transform: Any, loss: Callable[..., Any], params: Any, recording: Callable[[], Any]) -> None:
+    """On each of two ranks, three steps, the third of which is recorded: the first two settle the order of fetches."""
+
+    def program() -> None:
+        step = transform(fds.train_step(loss, fds.adamw(0.1)))
+        state, x = step.init(params), torch.ones(4, 8)
+        for _ in range(2):
+            state, _ = step(state, x)
+        if comm.world().rank == 0:
+            with recording():
+                step(state, x)
+        else:
+            step(state, x)
+
+    comm.simulate(program, world_size=2)
+
+
+# -- ZeRO-3: the files between step() and the wire -------------------------------------------------------------------------
+
+
+def calls() -> list[tuple[str, list[str]]]:
+    """For each collective of a ZeRO-3 step, its name and the library files on the stack when the world starts it."""
+    found: list[tuple[str, list[str]]] = []
+    start, owner = SimulatedWorld.start, [False]
+
+    def noted(self: SimulatedWorld, call: Any, *args: Any, **options: Any) -> Any:
+        if owner[0] and self.rank == 0:
+            stack, frame = [_file(start.__code__.co_filename)], sys._getframe(1)
+            while frame is not None and frame.f_code.co_name != "program":
+                stack.append(_file(frame.f_code.co_filename))
+                frame = frame.f_back
+            found.append((call.collective.name, [name for name in reversed(stack) if name]))
+        return start(self, call, *args, **options)
+
+    @contextmanager
+    def recording() -> Iterator[None]:
+        owner[0] = True
+        yield
+        owner[0] = False
+
+    params, loss = model(lambda what, index: None)
+    with mock.patch.object(SimulatedWorld, "start", noted):
+        third_step(T.zero(3), loss, params, recording)
+    return found
+
+
+def _file(name: str) -> str:
+    """A file of the library as it stands in the checkout; "" for any other."""
+    path = Path(name)
+    inside = path.is_relative_to(TOP) and path.relative_to(TOP).parts[0] in ("functional_ds", "comm", "transforms")
+    return path.relative_to(TOP).as_posix() if inside else ""
+
+
+def path_of(collective: str, through: str) -> list[str]:
+    """The distinct files on the way to the first such collective that passes ``through``, in the order of their first call."""
+    stack = next(stack for name, stack in calls() if name == collective and f"transforms/zero/{through}" in stack)
+    return list(dict.fromkeys(stack))
+
+
+DOES = {
+    "functional_ds/step/step.py": "step(state, batch) calls the phases in order",
+    "functional_ds/step/train_step.py": "the phase gradients: view, loss, backward",
+    "functional_ds/step/tape.py": "starts the backward pass",
+    "transforms/zero/lazy_tensor.py": "a torch function touches a leaf",
+    "transforms/zero/lazy_params.py": "which unit; its node in the graph",
+    "transforms/zero/gather.py": "follows the plan of fetches",
+    "transforms/zero/reduce.py": "packs a unit's gradients, in turn",
+    "transforms/zero/collectives.py": "levels of groups, codecs",
+    "comm/api.py": "all_gather, reduce_scatter",
+    "comm/dispatch.py": "the table's row, checked and counted",
+    "comm/worlds/simulator.py": "the wire: here threads; else Gloo or NCCL",
+}
+
+
+def zero_path() -> Figure:
+    """Both ways through the files, from step() down to the wire; files on both ways stand in the middle."""
+    gather, reduce = path_of("all_gather", "gather.py"), path_of("reduce_scatter", "reduce.py")
+    figure = Figure(figsize=(9.2, 6.8))
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, 12), ylim=(-0.1, 9.0))
+    axes.axis("off")
+    rows: dict[str, float] = {}
+    for names in (gather, reduce):
+        rows |= {name: max(rows.get(name, 0), index) for index, name in enumerate(names)}
+    columns = {name: 6.0 if name in gather and name in reduce else 2.4 if name in gather else 9.6 for name in rows}
+    where = {name: (columns[name], 8.4 - row) for name, row in rows.items()}
+    for name, (x, y) in where.items():
+        axes.add_patch(FancyBboxPatch((x - 2.05, y - 0.31), 4.1, 0.62, boxstyle="round,pad=0.03", fc="white", ec="#333333"))
+        axes.text(x, y + 0.12, name, ha="center", va="center", fontsize=8.5, family="monospace")
+        axes.text(x, y - 0.14, DOES.get(name, ""), ha="center", va="center", fontsize=7.5, color="#444444")
+    for names, colour, shift in ((gather, BLUE, -0.35), (reduce, ORANGE, 0.35)):
+        for above, below in pairwise(names):
+            (x0, y0), (x1, y1) = where[above], where[below]
+            start, end = (x0 + (shift if x0 == 6 else 0), y0 - 0.35), (x1 + (shift if x1 == 6 else 0), y1 + 0.36)
+            axes.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "color": colour, "linewidth": 1.6})
+    x, y = 0.3, where["comm/worlds/simulator.py"][1]
+    axes.text(x, y + 1.9, "a param's values", color=BLUE, fontsize=10, weight="bold")
+    values = "all-gather when first touched;\nback up the same files: flat\ntensors, then views of them"
+    axes.text(x, y + 1.05, values, color=BLUE, fontsize=8)
+    axes.text(8.7, y + 1.9, "its gradient", color=ORANGE, fontsize=10, weight="bold")
+    gradient = "reduce-scatter when its unit\nis complete; back: a shard,\nwhich the update gets"
+    axes.text(8.7, y + 1.05, gradient, color=ORANGE, fontsize=8)
+    return figure
+
+
+# -- a step's phases -------------------------------------------------------------------------------------------------------
+
+
+def phases() -> Figure:
+    """The phases of a recorded step as a flame graph: what each called, from left to right in order."""
+    spans: list[list[Any]] = []  # name, first event, last event, depth
+    clock, depth, on = [0], [0], [False]
+
+    def observed(name: str) -> Callable[..., Any]:
+        def phase(inner: Callable[..., Any], step: Any, *args: Any) -> Any:
+            if not on[0] or comm.world().rank:
+                return inner(step, *args)
+            span = [name, clock[0], 0, depth[0]]
+            spans.append(span)
+            depth[0] += 1
+            first = clock[0]
+            try:
+                return inner(step, *args)
+            finally:
+                depth[0] -= 1
+                clock[0] = max(clock[0], first + 1)
+                span[2] = clock[0]
+
+        return _with_arguments(phase, PHASES[name])
+
+    shown = [name for name in PHASES if name not in ("comm_dtype", "leaf_map", "batch_shard", "micro_batches")]
+    watch = fds.wrap("watch", **{name: fds.outermost(observed(name)) for name in shown})
+
+    @contextmanager
+    def recording() -> Iterator[None]:
+        on[0] = True
+        yield
+        on[0] = False
+
+    params, loss = model(lambda what, index: None)
+    transform = fds.compose(T.mixed_precision("bf16"), T.zero(2), T.accumulate(2), T.clip(1.0), watch)
+    third_step(transform, loss, params, recording)
+    deepest = max(span[3] for span in spans)
+    figure = Figure(figsize=(10, 0.62 * (deepest + 1) + 0.9), layout="constrained")
+    axes = figure.subplots()
+    for name, first, last, level in spans:
+        colour = GREEN if name in ("update", "norm", "finite", "rate", "scatter", "publish") else PALE if level else BLUE
+        colour = ORANGE if name in ("reduce", "sum_over_ranks", "sync_buffers") else colour
+        axes.barh(-level, last - first, left=first, height=0.86, color=colour, edgecolor="white", linewidth=1.5)
+        upright = last - first < 0.09 * len(name) * clock[0] / 12
+        axes.text((first + last) / 2, -level, name, ha="center", va="center", fontsize=8, rotation=90 if upright else 0)
+    axes.set(xlim=(0, clock[0]), ylim=(-deepest - 0.6, 0.6), xlabel="order of the calls, not time")
+    axes.set_title("step(state, batch) of compose(mixed_precision, zero(2), accumulate(2), clip)", fontsize=9)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    for side in axes.spines.values():
+        side.set_visible(False)
+    return figure
+
+
+def _with_arguments(phase: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
+    """The phase with the arguments that its name says, which ``wrap`` checks."""
+    words = ", ".join(("inner", "step", *names))
+    return eval(f"lambda {words}: phase({words})", {"phase": phase})
+
+
+# -- the life of ZeRO-3's units --------------------------------------------------------------------------------------------
+
+
+@attrs.define
+class Lives:
+    """What happened to units in a recorded step: (event, unit) at times 0, 1, 2, ..."""
+
+    events: list[tuple[str, int]] = attrs.field(factory=list)
+    on: bool = False
+
+    def mark(self, what: str, unit: int) -> None:
+        """Notes an event of rank 0."""
+        if self.on and comm.world().rank == 0:
+            self.events.append((what, unit))
+
+    def begun(self, owner: type, name: str, what: str) -> Any:
+        """Patches a method whose first argument is a unit, to mark its calls."""
+        method = getattr(owner, name)
+
+        def noted(this: Any, unit: int) -> Any:
+            self.mark(what, unit)
+            return method(this, unit)
+
+        return mock.patch.object(owner, name, noted)
+
+    def arrived(self) -> Any:
+        """Patches the plan's next fetch, to mark units that have become whole."""
+        method = Gatherer._follow_plan
+
+        def noted(this: Gatherer) -> None:
+            before = set(this.whole)
+            method(this)
+            for unit in set(this.whole) - before:
+                self.mark("whole", unit)
+
+        return mock.patch.object(Gatherer, "_follow_plan", noted)
+
+    def settled(self) -> Any:
+        """Patches the end of a reduction."""
+        method = Reducer._settle
+
+        def noted(this: Reducer) -> None:
+            unit = this._own[0][0]
+            method(this)
+            self.mark("reduced", unit)
+
+        return mock.patch.object(Reducer, "_settle", noted)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Marks events while it is open."""
+        self.on = True
+        yield
+        self.on = False
+
+
+def zero_life() -> Figure:
+    """A line for each unit: in flight, whole, freed, gathered again, reduced."""
+    lives = Lives()
+    params, loss = model(lives.mark)
+    with ExitStack() as patches:
+        for patch in (
+            lives.begun(Gatherer, "_start", "gather"),
+            lives.begun(Gatherer, "_drop", "drop"),
+            lives.begun(Reducer, "_start", "reduce"),
+            lives.arrived(),
+            lives.settled(),
+        ):
+            patches.enter_context(patch)
+        third_step(T.zero(3), loss, params, lives.recording)
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    axes = figure.subplots()
+    end = len(lives.events)
+    kinds = {"gather": ("whole", PALE), "whole": ("drop", BLUE), "reduce": ("reduced", ORANGE)}
+    for time, (what, unit) in enumerate(lives.events):
+        if what in kinds:
+            until, colour = kinds[what]
+            later = (t for t in range(time + 1, end) if lives.events[t] == (until, unit))
+            below = -0.2 if what == "reduce" else 0.12
+            height = 0.22 if what == "reduce" else 0.4
+            axes.barh(-unit + below, next(later, end) - time, left=time, height=height, color=colour)
+        elif what in ("forward", "backward"):
+            for colour, size in (("white", 7), ("black", 4)):
+                axes.plot(time + 0.5, -unit + 0.12, marker=">" if what == "forward" else "<", color=colour, markersize=size)
+    first = next(t for t, (what, _) in enumerate(lives.events) if what == "backward")
+    axes.axvline(first, color=GREY, linestyle=":")
+    axes.text(first - 0.3, 0.75, "forward", ha="right", fontsize=9, color="#444444")
+    axes.text(first + 0.3, 0.75, "backward", ha="left", fontsize=9, color="#444444")
+    axes.set_yticks([-unit for unit in range(BLOCKS)], [f"blocks.{unit}" for unit in range(BLOCKS)])
+    axes.set(xlim=(0, end), ylim=(-BLOCKS + 0.4, 1.1), xlabel="order of events on rank 0, not time")
+    axes.set_xticks([])
+    for side in ("top", "right", "bottom"):
+        axes.spines[side].set_visible(False)
+    names = {PALE: "all-gather in flight", BLUE: "whole on this rank", ORANGE: "reduce-scatter in flight"}
+    handles: list[Any] = [Patch(color=colour, label=name) for colour, name in names.items()]
+    handles += [
+        Line2D([], [], marker=marker, color="black", linestyle="", markersize=4, label=label)
+        for marker, label in ((">", "its output, forward"), ("<", "its output's gradient, backward"))
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=8)
+    return figure
+
+
+# -- a pipeline beside its prediction --------------------------------------------------------------------------------------
+
+
+def pipeline() -> Figure:
+    """A measured ZB-H1 step of two processes beside the timeline that its mean times predict."""
+    run = comm.spawn(_measured, world_size=2)[0]
+    costs = pp.measured(run)
+    return pp.draw(pp.timeline(pp.zb_h1(2, 6), costs), beside=run)
+
+
+def _measured() -> Any:
+    torch.set_num_threads(1)
+    schedule, recorder = pp.zb_h1(2, 6), pp.Recorder()
+    params = [{"w": torch.randn(512, 512) / 23} for _ in range(8)]
+    halves = [params[:4], params[4:]]
+    blocks = pp.stages([_layers] * 2, halves, loss=lambda y, batch: (y - batch[1]).square().mean())
+    step = T.pipeline(schedule, blocks, recorder=recorder)(fds.train_step(blocks, fds.sgd(0.1)))
+    state, batch = step.init(halves), (torch.randn(6 * 256, 512), torch.randn(6 * 256, 512))
+    for _ in range(4):
+        state, _ = step(state, batch)
+    return recorder.run(schedule, comm.world())
+
+
+def _layers(params: Any, x: torch.Tensor) -> torch.Tensor:
+    for each in params:
+        x = torch.tanh(x @ each["w"])
+    return x
+
+
+FIGURES = {"zero-path": zero_path, "phases": phases, "zero-life": zero_life}
+
+
+def save(name: str, figure: Figure) -> None:
+    """Writes one figure as SVG, the same bytes for the same figure."""
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(HERE / f"{name}.svg", metadata={"Date": None, "Creator": None})
+
+
+def main() -> None:
+    """Draws what the command line asks for."""
+    if "--measure" in sys.argv:
+        save("pipeline", pipeline())
+    for name, draw in FIGURES.items():
+        save(name, draw())
+
+
+if __name__ == "__main__":
+    main()
