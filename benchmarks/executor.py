@@ -49,7 +49,7 @@ def ours(stages: int, microbatches: int, batch: Tensor) -> Callable[[], dict[str
     step = T.pipeline(schedule, parts)(fds.train_step(parts, fds.sgd(0.0)))
     state = step.init(params)
     paths = [path for path, _ in fds.tree.named(state.params)]
-    return lambda: dict(zip(paths, step.gradients(state, batch, None, True)[0].sum, strict=True))
+    return lambda: dict(zip(paths, step.gradients(state, batch, None, True)[1].sum, strict=True))
 
 
 def alone(stages: int, microbatches: int, batch: Tensor) -> Callable[[], dict[str, Tensor]]:

@@ -122,7 +122,7 @@ def ours(flags: argparse.Namespace, schedule: pp.Schedule, batch: Any) -> Callab
     paths = [path for path, _ in fds.tree.named(state.params)]
 
     def once() -> dict[str, Tensor]:
-        grads, _ = step.gradients(state, batch, None, True)
+        _, grads, _ = step.gradients(state, batch, None, True)
         return dict(zip(paths, grads.sum, strict=True))
 
     return once

@@ -121,3 +121,7 @@ __all__ = [
     "world",
     "write_trace",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -39,7 +39,7 @@ def agree(value: Any, *groups: Group, what: str, differ: str, mend: str) -> list
     >>> comm.simulate(program, [8, 8, 7], world_size=3)
     Traceback (most recent call last):
         ...
-    ValueError: size: ranks [2] of group 'world' have another size than rank 0; pass one size
+    ValueError: size: ranks [2] of group 'world' have another size than rank 0; ...
     """
     first = groups[0]
     need_values("agree", first, f"the other ranks' {what}")

@@ -16,8 +16,8 @@ LAYERS = ("functional_ds", "comm", "transforms")  # folders at the root: one imp
 
 READING = {
     "collectives": """comm/record/collective.py comm/record/table.py comm/dispatch.py comm/worlds/simulator.py""",
-    "a step on one device": """functional_ds/step/step.py functional_ds/step/train_step.py functional_ds/step/tape.py
-        functional_ds/step/state.py""",
+    "a step on one device": """functional_ds/step/step.py functional_ds/step/phases.py functional_ds/step/compose.py
+        functional_ds/step/train_step.py functional_ds/step/tape.py functional_ds/step/state.py""",
     "three transforms": """transforms/clip.py transforms/accumulate.py
         transforms/precision/mixed_precision.py""",
     "ZeRO": """functional_ds/sharding/layout.py transforms/zero/zero.py transforms/zero/lazy_params.py transforms/zero/gather.py

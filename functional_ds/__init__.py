@@ -1,12 +1,12 @@
 """Training as functions: a step is pure, and every way of making it parallel maps steps to steps."""
 
+from importlib.metadata import version
+
 from functional_ds.base import tree
 from functional_ds.base.marks import freeze
+from functional_ds.base.optional import optional
 from functional_ds.base.prng import Key
 from functional_ds.base.weighted import Weighted
-from functional_ds.checkpointing import load, save
-from functional_ds.fitting import Checkpoints, Evaluation, Logging, fit
-from functional_ds.interchange import export, from_deepspeed, load_params
 from functional_ds.modules.deferred_init import deferred
 from functional_ds.modules.functional import Apply, functional
 from functional_ds.optim.adagrad import adagrad
@@ -27,14 +27,30 @@ from functional_ds.sharding import grouping as units
 from functional_ds.sharding.layout import Layout, shard, unshard
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.sharding.sources import from_source
+from functional_ds.step.compose import compose, wrap
+from functional_ds.step.phases import innermost, outermost
 from functional_ds.step.state import DonatedStateError, State
-from functional_ds.step.step import Step, Transform, compose, innermost, outermost, wrap
+from functional_ds.step.step import Step, Transform
 from functional_ds.step.tape import Tape
 from functional_ds.step.train_step import train_step
 
-from . import checkpointing, comm, interchange, memory, pipelining
+from . import comm
 
 from . import transforms  # isort: skip  (the layer above: it imports the names above)
+
+# Each of these folders can be left out of an installation.
+with optional("functional_ds.checkpointing"):
+    from . import checkpointing
+    from .checkpointing import load, save
+with optional("functional_ds.fitting"):
+    from .fitting import Checkpoints, Evaluation, Logging, fit
+with optional("functional_ds.interchange"):
+    from . import interchange
+    from .interchange import export, from_deepspeed, load_params
+with optional("functional_ds.memory"):
+    from . import memory
+with optional("functional_ds.pipelining"):
+    from . import pipelining
 
 __all__ = [
     "Apply",
@@ -54,6 +70,7 @@ __all__ = [
     "Tape",
     "Transform",
     "Weighted",
+    "__version__",
     "adagrad",
     "adam",
     "adamw",
@@ -95,3 +112,9 @@ __all__ = [
     "wrap",
     "zero_one_adam",
 ]
+
+__version__ = version("functional-ds")
+
+
+def __dir__() -> list[str]:
+    return __all__

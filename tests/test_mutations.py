@@ -1133,7 +1133,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     ],
     (one_device_accumulates, 2): [
         Bug("earlier gradients are dropped", "step.tape", "total.add_(grad)", "grad"),
-        Bug("the last micro-batch is left out", "transforms.accumulate", "(micro_batches):", "(micro_batches[:-1]):"),
+        Bug("the last micro-batch is left out", "transforms.accumulate", "enumerate(parts):", "enumerate(parts[:-1]):"),
     ],
     (adamw_is_torchs,): [
         Bug("both moments decay alike", "optim.adam", "beta2=betas[1]", "beta2=betas[0]"),
@@ -1196,7 +1196,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "two trees share a skeleton",
             "modules.functional",
-            "if skeleton.identity == _identity(params) and skeleton",
+            "if skeleton.identity == identity and skeleton",
             "if skeleton",
         ),
     ],
@@ -1265,6 +1265,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
             "transforms.zero.zero",
             " moved = [i for i in whole if layout.segments[i].trainable]",
             " moved = []",
+            RuntimeError,  # shards are no longer whole
         ),
     ],
     (zero_is_one_device, 3, "checkpoint"): [
@@ -1576,8 +1577,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "exact params stay old",
             "transforms.zero.zero",
-            "exact=self._exact(state.params, whole, groups)",
-            "exact=partition.exact",
+            "exact = self._exact(own, whole, groups) if partition.exact else ()",
+            "exact = partition.exact",
         ),
         Bug(
             "the loss sees exact params",

@@ -1,23 +1,28 @@
 """Functions from steps to steps."""
 
-from functional_ds.transforms.offloading import OffloadError
+from functional_ds.base.optional import optional
 from functional_ds.transforms.precision.loss_scale import DynamicScale, LossScale, NoScale, StaticScale
 from functional_ds.transforms.precision.mixed_precision import mixed_precision
 from functional_ds.transforms.precision.policy import Policy
 from functional_ds.transforms.zero.zero import Zero, zero
 
-from . import offloading
 from .accumulate import accumulate
 from .clip import clip
 from .compressed_gradients import compressed_gradients
 from .ema import averaged, ema
 from .local_gradients import local_gradients
-from .offload import offload
-from .pipeline import pipeline
 from .remat import remat
 from .replicated import replicated
 from .schedule import one_cycle, range_test, schedule, warmup, warmup_cosine, warmup_decay
 from .tensor_parallel import tensor_parallel
+
+# Each of these files and folders can be left out of an installation.
+with optional("functional_ds.transforms.offloading", "functional_ds.transforms.offload"):
+    from . import offloading
+    from .offload import offload
+    from .offloading import OffloadError
+with optional("functional_ds.pipelining", "functional_ds.transforms.pipeline"):
+    from .pipeline import pipeline
 
 __all__ = [
     "DynamicScale",
@@ -48,3 +53,7 @@ __all__ = [
     "warmup_decay",
     "zero",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

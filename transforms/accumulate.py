@@ -7,8 +7,9 @@ import torch
 from functional_ds.base import tree
 from functional_ds.base.batch import least_rows, split
 from functional_ds.base.weighted import Weighted
+from functional_ds.step.compose import wrap
 from functional_ds.step.state import State
-from functional_ds.step.step import Step, Transform, wrap
+from functional_ds.step.step import Step, Transform
 
 __all__ = ["accumulate"]
 

@@ -5,8 +5,9 @@ from typing import Any
 import torch
 
 from functional_ds.base.weighted import Weighted
+from functional_ds.step.compose import wrap
 from functional_ds.step.state import State
-from functional_ds.step.step import Metrics, Step, Transform, wrap
+from functional_ds.step.step import Metrics, Step, Transform
 
 __all__ = ["clip"]
 

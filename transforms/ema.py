@@ -9,9 +9,10 @@ from torch import Tensor
 from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable
 from functional_ds.base.weighted import Weighted
+from functional_ds.step.compose import wrap
 from functional_ds.step.slots import Role
 from functional_ds.step.state import State
-from functional_ds.step.step import Metrics, Step, Transform, wrap
+from functional_ds.step.step import Metrics, Step, Transform
 from functional_ds.step.traits import Trait
 
 __all__ = ["averaged", "ema"]
@@ -75,17 +76,14 @@ def ema(decay: float) -> Transform:
             state = tree.replace(state, params=tree.unflatten(spec, shown))
         return inner(step, state)
 
-    wrapped = wrap(f"ema({decay})", slot="ema", traits=[Trait.COPIES_PARAMS], init=init, update=update, params=params)
-
-    def transform(step: Step) -> Step:
+    def check(step: Step) -> None:
         if step.wraps("params"):
             raise ValueError(
                 f"ema({decay}): this step stores params in its own way already ({step}); put ema before zero and "
                 "mixed_precision, and use one ema"
             )
-        return wrapped(step)
 
-    return transform
+    return wrap(f"ema({decay})", slot="ema", traits=[Trait.COPIES_PARAMS], check=check, init=init, update=update, params=params)
 
 
 def averaged(step: Step, state: State) -> Any:

@@ -8,8 +8,9 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.optim.param_groups import GroupStates
 from functional_ds.sharding.leaf_map import LeafMap
+from functional_ds.step.compose import wrap
 from functional_ds.step.state import State
-from functional_ds.step.step import Step, Transform, wrap
+from functional_ds.step.step import Step, Transform
 from functional_ds.step.traits import Trait
 
 from .data_parallel import Replicas
@@ -59,8 +60,9 @@ def local_gradients(group: comm.Group | None = None) -> Transform:
         found: LeafMap = inner(step, state)
         return attrs.evolve(found, reduce_group=replicas.ranks())
 
-    wrapped = wrap(
+    return wrap(
         name,
+        check=lambda step: replicas.alone(step, name),
         traits=[Trait.REDUCES_GRADIENTS],
         init=init,
         sync_buffers=replicas.sync_buffers,
@@ -70,12 +72,6 @@ def local_gradients(group: comm.Group | None = None) -> Transform:
         norm=norm,
         leaf_map=leaf_map,
     )
-
-    def transform(step: Step) -> Step:
-        replicas.alone(step, name)
-        return wrapped(step)
-
-    return transform
 
 
 def _sums(state: Any) -> bool:

@@ -10,8 +10,9 @@ import torch
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
 from functional_ds.sharding.sources import home
+from functional_ds.step.compose import wrap
 from functional_ds.step.state import State
-from functional_ds.step.step import Metrics, Step, Transform, wrap
+from functional_ds.step.step import Metrics, Step, Transform
 from functional_ds.step.traits import Trait
 from functional_ds.transforms.offloading.files import check_folder
 from functional_ds.transforms.offloading.handles import fetched
@@ -119,8 +120,9 @@ class _Offload:
 
     def transform(self) -> Transform:
         """The phases that offload wraps."""
-        wrapped = wrap(
+        return wrap(
             str(self),
+            check=self.check,
             slot="offload",
             traits=[Trait.OFFLOADS],
             init=self.init,
@@ -128,17 +130,15 @@ class _Offload:
             params=self.params,
         )
 
-        def transform(step: Step) -> Step:
-            if step.wraps("view"):
-                raise ValueError(f"{self}: put it before zero, so that each rank offloads its own shards ({step})")
-            if step.has(Trait.OFFLOADS):
-                raise ValueError(f"{self}: this step is offloaded already ({step})")
-            resident = step.has(Trait.RESIDENT_SLOT)
-            if resident:
-                raise ValueError(f"{self}: put it before {resident}, whose slot must stay on the device ({step})")
-            return wrapped(step)
-
-        return transform
+    def check(self, step: Step) -> None:
+        """Refuses a step that is sharded or offloaded already, or has a slot that must stay on the device."""
+        if step.wraps("view"):
+            raise ValueError(f"{self}: put it before zero, so that each rank offloads its own shards ({step})")
+        if step.has(Trait.OFFLOADS):
+            raise ValueError(f"{self}: this step is offloaded already ({step})")
+        resident = step.has(Trait.RESIDENT_SLOT)
+        if resident:
+            raise ValueError(f"{self}: put it before {resident}, whose slot must stay on the device ({step})")
 
     def __str__(self) -> str:
         given = [("optimizer", self.options.optimizer), ("params", self.options.params)]

@@ -19,8 +19,9 @@ from functional_ds.pipelining.schedules.validate import validate
 from functional_ds.pipelining.stages.stages import Stages
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.step.buffers import synced
+from functional_ds.step.compose import wrap
 from functional_ds.step.state import State
-from functional_ds.step.step import Step, Transform, wrap
+from functional_ds.step.step import Step, Transform
 from functional_ds.step.traits import Trait
 
 __all__ = ["pipeline"]
@@ -115,9 +116,10 @@ class _Pipeline:
     recorder: Recorder | None
 
     def transform(self) -> Transform:
-        """The transform; it refuses steps whose gradients are wrapped already."""
-        staged = wrap(
+        """The phases that a pipeline wraps."""
+        return wrap(
             str(self),
+            check=self.check,
             slot="pipeline",
             traits=[Trait.PIPELINES],
             init=self.init,
@@ -132,15 +134,13 @@ class _Pipeline:
             leaf_map=self.leaf_map,
         )
 
-        def transform(step: Step) -> Step:
-            if step.wraps("gradients"):
-                raise ValueError(
-                    f"{self}: it replaces the gradients, which another transform of this step wraps already ({step}); put "
-                    "pipeline before it"
-                )
-            return staged(step)
-
-        return transform
+    def check(self, step: Step) -> None:
+        """Refuses a step whose gradients another transform wraps."""
+        if step.wraps("gradients"):
+            raise ValueError(
+                f"{self}: it replaces the gradients, which another transform of this step wraps already ({step}); put "
+                "pipeline before it"
+            )
 
     def __str__(self) -> str:
         where = "world" if self.group is None else f"{self.group.name!r} of {self.group.size}"

@@ -16,8 +16,9 @@ from functional_ds.remat.region import called, run
 from functional_ds.remat.remat import check_group, check_names
 from functional_ds.remat.report import open_report
 from functional_ds.remat.saved_tensors import TensorStore
+from functional_ds.step.compose import wrap
 from functional_ds.step.state import State
-from functional_ds.step.step import Step, Transform, wrap
+from functional_ds.step.step import Step, Transform
 from functional_ds.step.tape import Tape, current_tape
 from functional_ds.step.traits import Trait
 

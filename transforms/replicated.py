@@ -11,8 +11,9 @@ from functional_ds.base import tree
 from functional_ds.base.marks import trainable
 from functional_ds.base.weighted import Weighted
 from functional_ds.optim.kernels import reals
+from functional_ds.step.compose import wrap
 from functional_ds.step.state import State
-from functional_ds.step.step import Step, Transform, wrap
+from functional_ds.step.step import Step, Transform
 from functional_ds.step.traits import Trait
 
 from .data_parallel import Replicas
@@ -87,8 +88,9 @@ def replicated(
         shaped = [_like((mean * weight).view(-1), grad) for mean, grad in zip(means, grads.sum, strict=True)]
         return state.put(**{slot: memory}), tree.replace(grads, sum=shaped)
 
-    wrapped = wrap(
+    return wrap(
         title,
+        check=lambda step: replicas.alone(step, title),
         slot=slot,
         traits=[Trait.REDUCES_GRADIENTS, Trait.RESIDENT_SLOT],
         init=begin,
@@ -97,12 +99,6 @@ def replicated(
         sum_over_ranks=replicas.sum_over_ranks,
         batch_shard=replicas.batch_shard,
     )
-
-    def transform(step: Step) -> Step:
-        replicas.alone(step, title)
-        return wrapped(step)
-
-    return transform
 
 
 def _wide(grad: Tensor) -> Tensor:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from functional_ds.base.weighted import Weighted
+from functional_ds.step.compose import wrap
 from functional_ds.step.state import State
-from functional_ds.step.step import Metrics, Step, Transform, wrap
+from functional_ds.step.step import Metrics, Step, Transform
 
 __all__ = ["Factor", "check_floor", "one_cycle", "range_test", "schedule", "warmup", "warmup_cosine", "warmup_decay"]
 

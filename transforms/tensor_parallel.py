@@ -13,8 +13,9 @@ from functional_ds.base import tree
 from functional_ds.base.marks import like_marked, mark_part, mark_slice, part_of
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.sharding.sources import from_source, home, is_deferred, values_of
+from functional_ds.step.compose import wrap
 from functional_ds.step.state import State
-from functional_ds.step.step import Step, Transform, wrap
+from functional_ds.step.step import Step, Transform
 
 __all__ = ["tensor_parallel"]
 

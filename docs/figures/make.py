@@ -24,7 +24,7 @@ from functional_ds import comm
 from functional_ds import pipelining as pp
 from functional_ds import transforms as T
 from functional_ds.comm.worlds.simulator import SimulatedWorld
-from functional_ds.step.step import PHASES
+from functional_ds.step.phases import PHASES
 from functional_ds.transforms.zero.gather import Gatherer
 from functional_ds.transforms.zero.reduce import Reducer
 
@@ -109,6 +109,7 @@ def path_of(collective: str, through: str) -> list[str]:
 
 DOES = {
     "functional_ds/step/step.py": "step(state, batch) calls the phases in order",
+    "functional_ds/step/phases.py": "what wraps a phase, outermost first",
     "functional_ds/step/train_step.py": "the phase gradients: view, loss, backward",
     "functional_ds/step/tape.py": "starts the backward pass",
     "transforms/zero/lazy_tensor.py": "a torch function touches a leaf",

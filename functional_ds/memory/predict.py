@@ -10,9 +10,10 @@ from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable, like_marked
 from functional_ds.base.weighted import weigh
+from functional_ds.step.compose import wrap
 from functional_ds.step.slots import stored_layout
 from functional_ds.step.state import State
-from functional_ds.step.step import Step, wrap
+from functional_ds.step.step import Step
 from functional_ds.step.tape import wide_dtype
 from functional_ds.step.traits import Trait
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
+from functional_ds.step.compose import wrap
 from functional_ds.step.state import State
-from functional_ds.step.step import Step, Transform, wrap
+from functional_ds.step.step import Step, Transform
 
 from .counting import Live, stored
 

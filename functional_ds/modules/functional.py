@@ -1,210 +1,53 @@
 """Any module as a pure function of its parameters and buffers."""
 
 import copy
-import functools
 from collections.abc import Callable, Mapping
 from operator import is_
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor, nn
 
-from functional_ds.base import tree
 from functional_ds.base.marks import ModuleRef, mark_module
 from functional_ds.base.torch_private import (
     buffers_of,
     detect_fake_mode,
     non_persistent_buffers_of,
     parameters_of,
-    refresh_flat_weights,
     unset_fake_temporarily,
-    version_of,
 )
 from functional_ds.remat.region import called
-from functional_ds.step.buffers import Held, bit_equal
+from functional_ds.step.buffers import Held
 from functional_ds.step.tape import Tape, current_tape
+
+from .skeleton import ABSENT, Place, Skeleton, holds_tensors, joined, put_attribute
 
 __all__ = ["Apply", "functional"]
 
-_Place = tuple[str, str]  # a module's path and an attribute
-_ABSENT = object()
-_NUMBERS = (bool, int, float, complex)
 
-
-def _places(module: nn.Module) -> tuple[dict[str, list[_Place]], dict[str, nn.Parameter]]:
+def _places(module: nn.Module) -> tuple[dict[str, list[Place]], dict[str, nn.Parameter]]:
     """Where each parameter belongs, more than once where it is tied, and the parameters under the name of their first place."""
     first: dict[int, str] = {}
-    places: dict[str, list[_Place]] = {}
+    places: dict[str, list[Place]] = {}
     params: dict[str, nn.Parameter] = {}
     for path, owner in module.named_modules():
         for key, parameter in parameters_of(owner).items():
             if parameter is not None:
-                name = first.setdefault(id(parameter), _joined(path, key))
+                name = first.setdefault(id(parameter), joined(path, key))
                 places.setdefault(name, []).append((path, key))
                 params.setdefault(name, parameter)
     return places, params
 
 
-def _joined(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key
-
-
-def _buffer_names(module: nn.Module) -> dict[_Place, str]:
+def _buffer_names(module: nn.Module) -> dict[Place, str]:
     """What the buffer at a place is called: a buffer with several places has the name of the first."""
     first: dict[int, str] = {}
     return {
-        (path, key): first.setdefault(id(buffer), _joined(path, key))
+        (path, key): first.setdefault(id(buffer), joined(path, key))
         for path, owner in module.named_modules()
         for key, buffer in buffers_of(owner).items()
         if buffer is not None
     }
-
-
-@attrs.define(eq=False)
-class _Skeleton:
-    """A copy of the module that has no memory of its own: calls put parameters and buffers into it.
-
-    Attributes:
-        owners: the modules in it, by path.
-        tensors: the names of attributes that are tensors, or lists and the like of them, and no buffers.
-        version: up to which change of ``Apply.module`` its attributes are those of that module.
-        attributes: each module's own attributes when it was leased; what a call changes is taken back at the end.
-        tried: whether it ran without values.
-        identity: of the parameters that it has.
-        calls: who runs the modules inside of it.
-    """
-
-    module: nn.Module
-    owners: dict[str, nn.Module]
-    names: Mapping[_Place, str]
-    places: Mapping[str, list[_Place]]
-    slots: dict[str, list[tuple[dict[str, Any], str]]]
-    rnns: list[nn.RNNBase]
-    version: int
-    tensors: list[str]
-    attributes: list[dict[str, Any]] = attrs.field(factory=list)
-    tried: bool = False
-    identity: tuple[int, ...] = ()
-    calls: tuple[Any, ...] = ()
-    bound: Mapping[str, Tensor] = attrs.field(factory=dict)
-    _plain: list[tuple[nn.Module, Any]] = attrs.field(factory=list)  # the modules that ``calls`` run, and their own forward
-    _copies: dict[str, tuple[Any, list[int]]] = attrs.field(factory=dict)  # with the versions of their tensors
-    _shared: list[dict[str, Any]] = attrs.field(init=False)
-
-    @_shared.default
-    def _own_buffers(self) -> list[dict[str, Any]]:
-        return [dict(buffers_of(owner)) for owner in self.owners.values()]
-
-    def bind(self, params: Mapping[str, Tensor]) -> None:
-        """Puts the parameters in place, wherever they belong."""
-        for name, parameter in params.items():
-            for owner, key in self.slots[name]:
-                owner[key] = parameter
-        for rnn in self.rnns:  # these read their weights from a second list
-            refresh_flat_weights(rnn)
-        self.bound = params
-        self.identity = tuple(map(id, params.values()))
-
-    def put(self, held: Held) -> None:
-        """Lets the modules have these buffers."""
-        for name, buffer in held.values.items():
-            for path, key in self.places.get(name) or [_parted(name)]:
-                if path in self.owners and buffers_of(self.owners[path]).get(key, _ABSENT) is not buffer:
-                    buffers_of(self.owners[path])[key] = buffer
-
-    def note(self, held: Held) -> None:
-        """Takes over the buffers that a call has set anew."""
-        for path, owner in self.owners.items():
-            for key, buffer in buffers_of(owner).items():
-                name = self.names.get((path, key)) or _joined(path, key)
-                if held.values.get(name) is not buffer:
-                    held.values[name] = buffers_of(owner)[key] = _usable(buffer)
-
-    def lease(self, held: Held) -> None:
-        """Remembers the attributes that the module has by itself; tensors among them may be written, and are copied."""
-        self.attributes = [dict(vars(owner)) for owner in self.owners.values()]
-        self._copies = {}
-        for name in (*self.tensors, *(name for name in held.attributes if name not in self.tensors)):
-            path, key = _parted(name)
-            owner = self.owners.get(path)
-            if owner is not None:
-                value = held.attributes.get(name, vars(owner).get(key))
-                owner.__dict__[key] = copied = tree.map(_copied, value)
-                self._copies[name] = copied, [version_of(x) for x in tree.leaves(copied) if isinstance(x, Tensor)]
-
-    def _has_written(self, name: str, value: Any, before: Any, held: Held) -> bool:
-        """Whether calls have set an attribute, or written into its tensors."""
-        copied, versions = self._copies.get(name, (None, []))
-        if name in held.attributes or value is not copied:
-            return True
-        leaves = [x for x in tree.leaves(value) if isinstance(x, Tensor)]
-        if [version_of(x) for x in leaves] != versions:
-            return True
-        return held.looks and not all(map(bit_equal, leaves, [x for x in tree.leaves(before) if isinstance(x, Tensor)]))
-
-    def settle(self, held: Held | None) -> None:
-        """Takes back what calls have set: tensors and numbers go to ``held``, anything else is forgotten."""
-        for (path, owner), before in zip(self.owners.items(), self.attributes, strict=True):
-            now = vars(owner)
-            if len(now) == len(before) and all(map(is_, now.values(), before.values())):
-                continue
-            for key in [key for key in {**now, **before} if now.get(key, _ABSENT) is not before.get(key, _ABSENT)]:
-                name, value = _joined(path, key), now.get(key, _ABSENT)
-                if held is not None and _is_state(key, value) and self._has_written(name, value, before.get(key), held):
-                    held.attributes[name] = tree.map(_usable, value)
-                _put(now, key, before.get(key, _ABSENT))
-        for owner, buffers in zip(self.owners.values(), self._shared, strict=True):
-            buffers_of(owner).clear()
-            buffers_of(owner).update(buffers)
-
-    def divert(self, calls: tuple[Any, ...]) -> None:
-        """Lets each of ``calls`` run the modules that it chooses, the last outermost. They are this copy's, not the user's."""
-        if calls == self.calls:
-            return
-        for module, own in reversed(self._plain):
-            _put(module.__dict__, "forward", own)
-        self._plain, self.calls = [], calls
-        for call in calls:
-            for path in call.chosen(self.module):
-                module = self.module.get_submodule(path)
-                self._plain.append((module, module.__dict__.get("forward", _ABSENT)))
-                module.__dict__["forward"] = functools.partial(call.run, path, module.forward)
-
-
-def _put(into: dict[str, Any], key: str, value: Any) -> None:
-    """``_ABSENT`` takes the entry away."""
-    if value is _ABSENT:
-        into.pop(key, None)
-    else:
-        into[key] = value
-
-
-def _parted(name: str) -> _Place:
-    path, _, key = name.rpartition(".")
-    return path, key
-
-
-def _is_state(key: str, value: Any) -> bool:
-    """Whether an attribute is what a state can hold: tensors and numbers, alone or in lists, tuples and dicts."""
-    if value is _ABSENT or key in ("training", "forward"):
-        return False
-    leaves = tree.leaves(value)  # a tensor with a graph is of this pass alone
-    return bool(leaves) and all(
-        not leaf.requires_grad if isinstance(leaf, Tensor) else type(leaf) in _NUMBERS for leaf in leaves
-    )
-
-
-def _is_tensors(value: Any) -> bool:
-    """Whether an attribute is a tensor, or a structure of tensors, that a call may write into."""
-    if not isinstance(value, (Tensor, list, tuple, dict)):
-        return False
-    leaves = tree.leaves(value)
-    return bool(leaves) and all(isinstance(x, Tensor) and not (x.requires_grad or x.is_meta) for x in leaves)
-
-
-def _copied(leaf: Any) -> Any:
-    return _usable(leaf.detach().clone()) if isinstance(leaf, Tensor) else leaf
 
 
 class Apply:
@@ -228,13 +71,14 @@ class Apply:
         self._bare = {name: nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for name, p in params.items()}
         memo: dict[int, Any] = {id(p): self._bare[name] for name, p in params.items()}
         self.module = copy.deepcopy(module, memo)
-        self._pool: list[_Skeleton] = []
+        self._pool: list[Skeleton] = []
         self._names = _buffer_names(self.module)
-        self._by_name: dict[str, list[_Place]] = {}
+        self._by_name: dict[str, list[Place]] = {}
         for place, name in self._names.items():
             self._by_name.setdefault(name, []).append(place)
         self._written: dict[tuple[bool, ...], frozenset[str]] = {}  # by modes: the buffers that calls write
-        self._seen = [dict(vars(each)) for each in self.module.modules()]
+        self._watched = [vars(each) for each in self.module.modules()]
+        self._seen = [dict(each) for each in self._watched]
         self._changes: list[tuple[int, str, Any]] = []  # module by place, attribute, value
 
     @property
@@ -245,9 +89,7 @@ class Apply:
     @property
     def buffers(self) -> dict[str, Tensor]:
         """The buffers that the module's ``state_dict`` has, by name, as it was built."""
-        passing = {
-            _joined(path, key) for path, owner in self.module.named_modules() for key in non_persistent_buffers_of(owner)
-        }
+        passing = {joined(path, key) for path, owner in self.module.named_modules() for key in non_persistent_buffers_of(owner)}
         return {name: buffer for name, buffer in self.module.named_buffers() if name not in passing}
 
     @property
@@ -278,7 +120,7 @@ class Apply:
         """
         held = self._fresh({name: x for name, x in variables.items() if name not in self._bare})
         params = {name: variables[name] for name in self._bare if name in variables}
-        found = self._run(held, params, lambda module: module(*args, **kwargs), None)
+        found = self._run(held, params, lambda module: module(*args, **kwargs), None, trial=detect_fake_mode() is not None)
         return found, {name: buffer for name, buffer in held.values.items() if buffer is not None}
 
     def within(self, params: Mapping[str, Tensor], function: Callable[[nn.Module], Any]) -> Any:
@@ -289,15 +131,16 @@ class Apply:
         >>> apply.within(first, lambda module: module[0](torch.ones(4, 2))).shape
         torch.Size([4, 3])
         """
-        given = {name: x for name, x in params.items() if name not in self._bare}
-        if given:
+        given: dict[str, Tensor] = {}
+        if not params.keys() <= self._bare.keys():
+            given = {name: x for name, x in params.items() if name not in self._bare}
             params = {name: x for name, x in params.items() if name in self._bare}
-        tape = current_tape()
-        if given or tape is None or detect_fake_mode() is not None:
-            return self._run(self._fresh(given), params, function, tape)
-        held = self._held(tape)
-        found = self._run(held, params, function, tape)
-        if tape.buffers is not None and tape.buffers.keeps and tape.buffers.of(self) is None:
+        tape, trial = current_tape(), detect_fake_mode() is not None
+        if given or tape is None or trial:
+            return self._run(self._fresh(given), params, function, tape, trial=trial)
+        held, known = self._held(tape)
+        found = self._run(held, params, function, tape, trial=False)
+        if not known and tape.buffers is not None and tape.buffers.keeps:
             self._refuse_loss(held)
         return found
 
@@ -317,18 +160,19 @@ class Apply:
         with unset_fake_temporarily():
             return Held.of({**dict(self.module.named_buffers()), **given}, {}, self._written.get(self.modes))
 
-    def _held(self, tape: Tape) -> Held:
-        """What the module has in this pass: as the state has it, if the state knows the module."""
+    def _held(self, tape: Tape) -> tuple[Held, bool]:
+        """What the module has in this pass, and whether the state knows the module, which then has it as the state does."""
         found = None if tape.buffers is None else tape.buffers.of(self)
         if found is None:
             unknown = tape.slots.setdefault("unknown modules", {})
             if self not in unknown:
                 unknown[self] = self._fresh({})
-            held: Held = unknown[self]
-            return held
-        for name, buffer in self.module.named_buffers():  # what ``state_dict`` leaves out
-            found.add(name, buffer)
-        return found
+            return unknown[self], False
+        if not found.complete:
+            for name, buffer in self.module.named_buffers():  # what ``state_dict`` leaves out
+                found.add(name, buffer)
+            found.complete = True
+        return found, True
 
     def _learn(self, held: Held) -> None:
         """Large buffers that calls do not write need no copies."""
@@ -346,9 +190,16 @@ class Apply:
 
     # -- copies of the module ------------------------------------------------------------------------------------------
 
-    def _run(self, held: Held, params: Mapping[str, Tensor], function: Callable[[nn.Module], Any], tape: Tape | None) -> Any:
+    def _run(
+        self,
+        held: Held,
+        params: Mapping[str, Tensor],
+        function: Callable[[nn.Module], Any],
+        tape: Tape | None,
+        *,
+        trial: bool,
+    ) -> Any:
         self._notice()
-        trial = detect_fake_mode() is not None
         skeleton, temporary = self._lease(params, held, tape, trial)
         skeleton.put(held)
         try:
@@ -360,7 +211,7 @@ class Apply:
             if temporary:
                 self._release(skeleton, held)
 
-    def _lease(self, params: Mapping[str, Tensor], held: Held, tape: Tape | None, trial: bool) -> tuple[_Skeleton, bool]:
+    def _lease(self, params: Mapping[str, Tensor], held: Held, tape: Tape | None, trial: bool) -> tuple[Skeleton, bool]:
         """A skeleton with these parameters in place, and whether it is to be given back after the call."""
         if tape is not None:
             return self._of_tape(tape, params, held, trial), False
@@ -370,12 +221,12 @@ class Apply:
         skeleton.tried |= trial
         return skeleton, not wants_grad
 
-    def _of_tape(self, tape: Tape, params: Mapping[str, Tensor], held: Held, trial: bool) -> _Skeleton:
+    def _of_tape(self, tape: Tape, params: Mapping[str, Tensor], held: Held, trial: bool) -> Skeleton:
         if self not in tape.modules:
             tape.modules[self] = []
             tape.at_end(lambda: self._release_all(tape))
         identity = tuple(map(id, params.values()))
-        skeleton: _Skeleton
+        skeleton: Skeleton
         for skeleton, _ in tape.modules[self]:
             if skeleton.identity == identity and skeleton.calls == tape.calls and skeleton.version == len(self._changes):
                 break
@@ -385,7 +236,7 @@ class Apply:
         skeleton.tried |= trial
         return skeleton
 
-    def _ready(self, skeleton: _Skeleton, params: Mapping[str, Tensor], calls: tuple[Any, ...], held: Held) -> _Skeleton:
+    def _ready(self, skeleton: Skeleton, params: Mapping[str, Tensor], calls: tuple[Any, ...], held: Held) -> Skeleton:
         skeleton.bind(params)
         skeleton.divert(calls)
         with unset_fake_temporarily():
@@ -396,13 +247,13 @@ class Apply:
         for skeleton, held in reversed(tape.modules.pop(self)):
             self._release(skeleton, held)
 
-    def _release(self, skeleton: _Skeleton, held: Held) -> None:
+    def _release(self, skeleton: Skeleton, held: Held) -> None:
         skeleton.settle(None if skeleton.tried else held)
         skeleton.bind({name: self._bare[name] for name in skeleton.bound})
         if not skeleton.tried:
             self._pool.append(skeleton)
 
-    def _free(self) -> _Skeleton:
+    def _free(self) -> Skeleton:
         """A copy that nobody uses, with the attributes that ``module`` has now."""
         try:
             skeleton = self._pool.pop()
@@ -410,22 +261,21 @@ class Apply:
             return self._new()
         owners = [*skeleton.owners.values()]
         for place, key, value in self._changes[skeleton.version :]:
-            _put(owners[place].__dict__, key, value)
+            put_attribute(owners[place].__dict__, key, value)
         skeleton.version = len(self._changes)
         return skeleton
 
     def _notice(self) -> None:
         """Looks for attributes that have been set on ``module`` since the last call."""
-        for place, (each, before) in enumerate(zip(self.module.modules(), self._seen, strict=True)):
-            now = vars(each)
+        for place, (now, before) in enumerate(zip(self._watched, self._seen, strict=True)):
             if len(now) == len(before) and all(map(is_, now.values(), before.values())):
                 continue
             for key in {**now, **before}:
-                if now.get(key, _ABSENT) is not before.get(key, _ABSENT):
-                    self._changes.append((place, key, now.get(key, _ABSENT)))
+                if now.get(key, ABSENT) is not before.get(key, ABSENT):
+                    self._changes.append((place, key, now.get(key, ABSENT)))
             self._seen[place] = dict(now)
 
-    def _new(self) -> _Skeleton:
+    def _new(self) -> Skeleton:
         """One more copy, which shares the module's buffers until it is given others."""
         memo: dict[int, Any] = {id(buffer): buffer for buffer in self.module.buffers()}
         with unset_fake_temporarily(), torch.inference_mode(False):
@@ -436,20 +286,12 @@ class Apply:
         }
         rnns = [each for each in owners.values() if isinstance(each, nn.RNNBase)]
         tensors = [
-            _joined(path, key)
+            joined(path, key)
             for path, owner in owners.items()
             for key, value in vars(owner).items()
-            if key not in ("_parameters", "_buffers", "_modules") and _is_tensors(value)
+            if key not in ("_parameters", "_buffers", "_modules") and holds_tensors(value)
         ]
-        return _Skeleton(module, owners, self._names, self._by_name, slots, rnns, len(self._changes), tensors)
-
-
-def _usable(buffer: Any) -> Any:
-    """A tensor that training may use, whatever mode it was made in; anything else as it is."""
-    if not isinstance(buffer, Tensor) or not buffer.is_inference():
-        return buffer
-    with torch.inference_mode(False):
-        return buffer.clone()
+        return Skeleton(module, owners, self._names, self._by_name, slots, rnns, len(self._changes), tensors)
 
 
 def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor]]:

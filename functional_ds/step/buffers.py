@@ -168,11 +168,13 @@ class Held:
         values: its buffers by name; those that may be written are copies.
         attributes: what passes have set on it beside buffers.
         looks: whether bits are to be compared, because nothing is known yet of what the module writes.
+        complete: whether it has the buffers, too, that a state leaves out.
     """
 
     values: dict[str, Any]
     attributes: dict[str, Any]
     looks: bool
+    complete: bool = attrs.field(default=False, init=False)
     _before: dict[str, Any] = attrs.field(factory=dict)  # as the state has them
     _versions: dict[str, int] = attrs.field(factory=dict)
 

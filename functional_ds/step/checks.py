@@ -1,24 +1,31 @@
-"""What a step refuses at its boundary: params, batches and states of the wrong kind, and phases that return the wrong thing."""
+"""What a step refuses at its boundary: params, batches and states of the wrong kind."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import optree
 from torch import Tensor, nn
 
 from functional_ds.base import tree
 from functional_ds.base.marks import trainable
-from functional_ds.base.weighted import Weighted
+from functional_ds.sharding.leaf_map import LeafMap
 
 from .buffers import BUFFERS
+from .phases import Layer
 from .state import State
 
-if TYPE_CHECKING:
-    from .step import Step
-
-__all__ = ["check_batch", "check_params", "check_result", "check_state"]
+__all__ = ["check_batch", "check_params", "check_state"]
 
 _PLAIN = (bool, int, float, complex, str, bytes)  # beside tensors, a batch may have these
+
+
+class Strategy(Protocol):
+    """The part of a step that these checks read."""
+
+    @property
+    def layers(self) -> tuple[Layer, ...]: ...
+
+    def leaf_map(self, state: State) -> LeafMap: ...
 
 
 def check_params(params: Any) -> None:
@@ -35,7 +42,7 @@ def check_params(params: Any) -> None:
     tree.tensors(params, "params")
 
 
-def check_state(step: "Step", state: Any) -> None:
+def check_state(step: Strategy, state: Any) -> None:
     """Refuses what is no state, and a state whose slots are not those of the step's transforms.
 
     Raises:
@@ -55,7 +62,7 @@ def check_state(step: "Step", state: Any) -> None:
         )
 
 
-def check_batch(step: "Step", state: State, batch: Any) -> optree.PyTreeSpec:
+def check_batch(step: Strategy, state: State, batch: Any) -> optree.PyTreeSpec:
     """The structure of a batch.
 
     Raises:
@@ -88,7 +95,7 @@ def _check_leaves(batch: Any) -> None:
         )
 
 
-def _refuse_bare(step: "Step", state: State, batch: Any) -> None:
+def _refuse_bare(step: Strategy, state: State, batch: Any) -> None:
     """Params without values are for predictions, whose batches have none either."""
     if not _on_meta(state.params) or all(map(_on_meta, tree.leaves(batch))):
         return
@@ -103,39 +110,3 @@ def _refuse_bare(step: "Step", state: State, batch: Any) -> None:
 
 def _on_meta(values: Any) -> bool:
     return any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree.leaves(values))
-
-
-def _is_pair(found: Any, *types: type) -> bool:
-    return (
-        isinstance(found, tuple)
-        and len(found) == len(types)
-        and all(isinstance(value, kind) for value, kind in zip(found, types, strict=True))
-    )
-
-
-_RESULTS: dict[str, tuple[str, tuple[type, ...]]] = {
-    "init": ("a State", (State,)),
-    "loss": ("(Weighted, dict of further metrics)", (Weighted, dict)),
-    "gradients": ("(State, Weighted, dict of metrics)", (State, Weighted, dict)),
-    "measure": ("a dict of metrics", (dict,)),
-    "sync_buffers": ("a State", (State,)),
-    "reduce": ("(State, Weighted)", (State, Weighted)),
-    "scatter": ("a State", (State,)),
-    "update": ("(State, dict of metrics)", (State, dict)),
-    "publish": ("a State", (State,)),
-}
-
-
-def check_result(name: str, phase: str, found: Any) -> Any:
-    """What a transform's phase returned.
-
-    Raises:
-        TypeError: it is not what the phase returns; the message names the transform and the phase.
-    """
-    if phase in _RESULTS:
-        words, types = _RESULTS[phase]
-        fits = isinstance(found, types[0]) if len(types) == 1 else _is_pair(found, *types)
-        if not fits:
-            shown = f"({', '.join(type(x).__name__ for x in found)})" if isinstance(found, tuple) else type(found).__name__
-            raise TypeError(f"{name}: its {phase} returned {shown}, and must return {words}")
-    return found

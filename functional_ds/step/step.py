@@ -1,8 +1,6 @@
-"""A training step as a record of phases, and how transforms wrap them."""
+"""``Step``: a training step as a record of phases."""
 
-import inspect
 from collections.abc import Callable, Collection, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -16,80 +14,16 @@ from functional_ds.base.weighted import Weighted
 from functional_ds.sharding.leaf_map import LeafMap
 
 from .buffers import BUFFERS, Buffers, Modules
-from .checks import check_batch, check_params, check_result, check_state
+from .checks import check_batch, check_params, check_state
+from .phases import Layer, Phase, check_phases, compose_phase
 from .state import State, UpdateError
 from .tape import Tape
 from .traits import Trait
 
-__all__ = ["PHASES", "Metrics", "Phase", "Step", "Transform", "compose", "innermost", "outermost", "wrap"]
+__all__ = ["Metrics", "Step", "Transform"]
 
-Phase = Callable[..., Any]
 Metrics = dict[str, Tensor]
 Transform = Callable[["Step"], "Step"]
-
-PHASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "prepare": ("params",),
-        "init": ("params",),
-        "view": ("state", "tape"),
-        "loss": ("state", "params", "batch"),
-        "forward": ("state", "function", "batch"),
-        "measure": ("state", "batch"),
-        "gradients": ("state", "batch", "carry", "last"),
-        "sync_buffers": ("state",),
-        "reduce": ("state", "grads"),
-        "comm_dtype": ("state", "dtype"),
-        "sum_over_ranks": ("state", "scalars"),
-        "scatter": ("state",),
-        "update": ("state", "grads"),
-        "publish": ("state",),
-        "norm": ("state", "grads"),
-        "finite": ("state", "grads"),
-        "rate": ("state",),
-        "params": ("state",),
-        "batch_shard": ("state",),
-        "micro_batches": ("state",),
-        "leaf_map": ("state",),
-        "select": ("state", "paths"),
-    }
-)
-
-
-@attrs.frozen(eq=False)
-class _Layer:
-    """What one transform added to a step."""
-
-    name: str
-    phases: Mapping[str, Any]  # functions, alone or with their place
-    traits: frozenset[Trait]
-    slot: str | None
-
-
-@attrs.frozen(eq=False)
-class _At:
-    """A phase function with its place among all that wrap the phase."""
-
-    place: str
-    function: Phase
-
-
-def innermost(phase: Phase) -> Any:
-    """For ``wrap``: this function runs inside all others that wrap the phase, whatever is composed before it.
-
-    >>> from functional_ds import train_step, sgd
-    >>> noted = []
-    >>> def note(word):
-    ...     return lambda inner, step, state: noted.append(word) or inner(step, state)
-    >>> step = compose(wrap("a", rate=note("a")), wrap("b", rate=innermost(note("b"))))(train_step(lambda p, x: x, sgd(0.1)))
-    >>> _ = step.rate(step.init({"w": torch.ones(1)})), print(noted)
-    ['a', 'b']
-    """
-    return _At("innermost", phase)
-
-
-def outermost(phase: Phase) -> Any:
-    """For ``wrap``: this function runs around all others that wrap the phase, whatever is composed after it."""
-    return _At("outermost", phase)
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -137,13 +71,13 @@ class Step:
 
     base: Mapping[str, Phase]
     name: str
-    layers: tuple[_Layer, ...] = ()
+    layers: tuple[Layer, ...] = ()
     buffers: str = "first"
     phases: Mapping[str, Phase] = attrs.field(init=False)
 
     @phases.default
     def _composed(self) -> Mapping[str, Phase]:
-        return {phase: _compose_phase(phase, function, self.layers) for phase, function in self.base.items()}
+        return {phase: compose_phase(phase, function, self.layers) for phase, function in self.base.items()}
 
     # -- what users call -----------------------------------------------------------------------------------------------
 
@@ -334,8 +268,8 @@ class Step:
                 f"{name}: the slot {slot!r} belongs to {owner or 'the buffers of modules'} already ({self}); use one of the "
                 "two, or give the slot another name"
             )
-        _check_phases(name, phases)
-        return attrs.evolve(self, layers=(*self.layers, _Layer(name, phases, frozenset(traits), slot)))
+        check_phases(name, phases)
+        return attrs.evolve(self, layers=(*self.layers, Layer(name, phases, frozenset(traits), slot)))
 
     def __str__(self) -> str:
         return " -> ".join(self.names)
@@ -359,86 +293,5 @@ class Step:
         return tree.replace(state, key=state.key.at(step=state.step, rows=index * rows_of(batch)))
 
 
-def _compose_phase(phase: str, base: Phase, layers: tuple[_Layer, ...]) -> Phase:
-    """The base function inside of all that wrap it, in their order."""
-    found = [(layer.name, layer.phases[phase]) for layer in layers if phase in layer.phases]
-    places: dict[str, list[tuple[str, Phase]]] = {"innermost": [], "": [], "outermost": []}
-    for name, given in found:
-        place, function = (given.place, given.function) if isinstance(given, _At) else ("", given)
-        places[place].append((name, function))
-    composed = base
-    for name, function in (*reversed(places["innermost"]), *places[""], *places["outermost"]):
-        composed = _bind(name, phase, function, composed)
-    return composed
-
-
-def _bind(name: str, phase: str, outer: Phase, inner: Phase) -> Phase:
-    return lambda step, *args: check_result(name, phase, outer(inner, step, *args))
-
-
-def _check_phases(name: str, phases: Mapping[str, Any]) -> None:
-    """Refuses functions that are for no phase, or take other arguments than their phase gives."""
-    unknown = phases.keys() - PHASES.keys()
-    if unknown:
-        raise ValueError(f"{name} wraps {sorted(unknown)}, which are no phases; the phases are {', '.join(PHASES)}")
-    for phase, given in phases.items():
-        function = given.function if isinstance(given, _At) else given
-        if not callable(function):
-            raise TypeError(f"{name}: its {phase} is {function!r}, not a function of (inner, step, ...)")
-        wanted = ("inner", "step", *PHASES[phase])
-        try:
-            signature = inspect.signature(function)
-        except (TypeError, ValueError):  # builtins have none
-            continue
-        try:
-            signature.bind(*wanted)
-        except TypeError:
-            raise TypeError(f"{name}: its {phase} takes {signature}, and must take ({', '.join(wanted)})") from None
-
-
 def _means(metrics: Mapping[str, Weighted]) -> Metrics:
     return {name: value.mean() for name, value in metrics.items()}
-
-
-def wrap(name: str, *, slot: str | None = None, traits: Collection[Trait] = (), **phases: Callable[..., Any]) -> Transform:
-    """The transform that replaces phases: ``wrap("half", rate=lambda inner, step, state: inner(step, state) / 2)``.
-
-    Each function takes ``inner``, the phase so far, the finished ``step``, and what the phase takes (the table in ``Step``).
-    Those of ``wrap``'s functions that are given to ``innermost`` or ``outermost`` first keep that place in any composition.
-
-    Args:
-        name: what the transform is called in errors and in ``print(step)``.
-        slot: the name of what it keeps in ``state.slots``; no two transforms of a step may have one name.
-        traits: what other transforms may ask the step for.
-        phases: the functions, by the phase that they wrap.
-
-    Raises:
-        ValueError: a name that is no phase; when it is applied: another transform of the step has this slot.
-        TypeError: a function takes other arguments than its phase gives; when it runs: it returns something else.
-    """
-    _check_phases(name, phases)
-    return lambda step: step.wrapped(name, slot=slot, traits=traits, **phases)
-
-
-def compose(*transforms: Transform) -> Transform:
-    """One transform from several, applied from left to right.
-
-    List the transforms of what is stored first, and those of the whole step last: ``compose(mixed_precision("bf16"),
-    zero(3))`` stores fp32, casts to bf16, gathers.
-
-    Law: ``compose(f, g)(step) = g(f(step))``.
-    """
-    for transform in transforms:
-        if isinstance(transform, Step):
-            raise TypeError(f"compose: {transform} is a step; apply the transforms to it: compose(...)(step)")
-        if not callable(transform):
-            raise TypeError(f"compose: {transform!r} is no transform (a function from steps to steps)")
-
-    def composed(step: Step) -> Step:
-        if not isinstance(step, Step):
-            raise TypeError(f"compose(...) is a transform: give it a step, as fds.train_step makes them, not {step!r}")
-        for transform in transforms:
-            step = transform(step)
-        return step
-
-    return composed

@@ -51,9 +51,11 @@ def inspect_graph(roots: Sequence[Tensor], placeholders: Mapping[int, str], watc
                 "be trained: with apply, params = fds.functional(module), call apply(params, ...) in the loss instead of the "
                 "module; put further parameters into params, and run what is not trained under torch.no_grad()"
             )
-        fresh = {following for following, _ in node.next_functions if following is not None} - seen
-        seen |= fresh
-        todo.extend(fresh)
+        following = dict.fromkeys(
+            each for each, _ in node.next_functions if each is not None
+        )  # in order, so errors do not vary
+        todo.extend(each for each in following if each not in seen)
+        seen.update(following)
 
 
 _HERE = threading.local()  # the tapes that this thread has open

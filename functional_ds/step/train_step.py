@@ -19,8 +19,9 @@ from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.sharding.sources import values_of
 
 from .buffers import BUFFERS, POLICIES, BufferScope
+from .phases import Phase
 from .state import State
-from .step import Metrics, Phase, Step
+from .step import Metrics, Step
 from .tape import Tape
 
 __all__ = ["train_step", "with_buffers"]

@@ -45,7 +45,7 @@ def test_tensors_in_any_order_of_memory(tmp_path: Path, donate: bool) -> None:
         state: fds.State = inner(step, params)
         return state.put(kept=torch.zeros(4, 3).t())
 
-    step = fds.wrap("keeping", init=init)(fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(0.1)))
+    step = fds.wrap("keeping", slot="kept", init=init)(fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(0.1)))
     state = step.init({"w": torch.ones(2)}).put(kept=torch.arange(12.0).view(4, 3).t())
     fds.save(state, tmp_path)
     found = fds.load(tmp_path, like=step.init({"w": torch.ones(2)}), donate=donate)
@@ -503,7 +503,8 @@ def test_ranks_that_differ_keep_their_own(tmp_path: Path) -> None:
     """What is not alike on all ranks is each rank's own, and goes back to as many ranks only."""
 
     def program(n: int) -> None:
-        step = transforms.zero(0)(fds.train_step(lambda p, x: p["w"].sum() * x, fds.sgd(0.1)))
+        slots = fds.compose(fds.wrap("mine", slot="mine"), fds.wrap("owed", slot="owed"))
+        step = fds.compose(transforms.zero(0), slots)(fds.train_step(lambda p, x: p["w"].sum() * x, fds.sgd(0.1)))
         mine = torch.full((3,), float(comm.world().rank))
         owed = comm.ErrorFeedback(comm.TopK(0.5)).init([mine])
         state = step.init({"w": torch.ones(4)}).put(mine=mine, owed=owed)

@@ -223,11 +223,12 @@ def test_a_module_loads_its_export(tmp_path: Path) -> None:
 
 def test_buffers_are_as_the_calls_have_left_them(tmp_path: Path) -> None:
     apply, params = fds.functional(nn.BatchNorm1d(3))
-    apply(params, torch.randn(5, 3))
-    fds.export(params, tmp_path, module=apply, buffers={"further": torch.arange(3)})
+    step = fds.train_step(lambda p, x: apply(p, x).square().mean(), fds.sgd(0.1))
+    state, _ = step(step.init(params), torch.randn(5, 3))
+    fds.export(state, tmp_path, module=apply, buffers={"further": torch.arange(3)})
     found = load_file(tmp_path / "model.safetensors")
     assert found["num_batches_tracked"] == 1
-    assert torch.equal(found["running_mean"], apply.buffers["running_mean"])
+    assert torch.equal(found["running_mean"], step.module_buffers(state)["running_mean"])
     assert found["further"].tolist() == [0, 1, 2]
 
 

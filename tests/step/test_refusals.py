@@ -56,7 +56,7 @@ def test_a_loss_that_calls_the_module_itself(stage: int | None) -> None:
     _, params = fds.functional(module)
     step = fds.train_step(lambda params, x: module(x).square().mean(), fds.sgd(0.1))
     step = step if stage is None else T.zero(stage)(step)
-    with pytest.raises(RuntimeError, match=r"a parameter of shape \[2, 3\] that is none of the step's params.*apply\(params"):
+    with pytest.raises(RuntimeError, match=r"a parameter of shape \[2.*\] that is none of the step's params.*apply\(params"):
         step(step.init(params), torch.ones(4, 3))
 
 
@@ -69,7 +69,7 @@ def test_a_loss_with_further_values_of_another_form(found: Any) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_before_mixed_precision(stage: int) -> None:
-    with pytest.raises(ValueError, match=rf"put it before zero\({stage}.*compose\(mixed_precision"):
+    with pytest.warns(UserWarning, match=rf"put it before zero\({stage}.*compose\(mixed_precision.*masters of all params"):
         made(T.zero(stage), T.mixed_precision("bf16"))
 
 

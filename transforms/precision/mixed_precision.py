@@ -15,9 +15,10 @@ from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable, like_marked, mark_stored, stored_in
 from functional_ds.base.torch_private import foreach_copy_
 from functional_ds.base.weighted import Weighted
+from functional_ds.step.compose import wrap
 from functional_ds.step.slots import Role
 from functional_ds.step.state import State
-from functional_ds.step.step import Metrics, Step, Transform, wrap
+from functional_ds.step.step import Metrics, Step, Transform
 from functional_ds.step.traits import Trait
 
 from .loss_scale import DynamicScale, LossScale, NoScale, StaticScale
@@ -125,8 +126,9 @@ class _Mixed:
 
     def transform(self) -> Transform:
         """The phases that mixed precision wraps."""
-        mixed = wrap(
+        return wrap(
             str(self),
+            check=self.check,
             slot=_SLOT,
             traits=[Trait.CASTS, Trait.COPIES_PARAMS],
             prepare=self.prepare,
@@ -140,23 +142,22 @@ class _Mixed:
             params=self.params,
         )
 
-        def transform(step: Step) -> Step:
-            if step.has(Trait.CASTS):
-                raise ValueError(f"{self}: this step has a mixed precision already ({step})")
-            if self.stochastic and step.wraps("view"):
-                raise ValueError(f"{self}: stochastic rounding needs the tensors that the optimizer gets; put it before zero")
-            sharded = step.has(Trait.SHARDS_STATE)
-            if sharded:
-                raise ValueError(
-                    f"{self}: put it before {sharded}, or masters of all params would lie on every rank: "
-                    f"compose({self}, {sharded})"
-                )
-            offloading = step.has(Trait.OFFLOADS)
-            if offloading:
-                raise ValueError(f"{self}: put it before {offloading}, so that the masters are offloaded, too ({step})")
-            return mixed(step)
-
-        return transform
+    def check(self, step: Step) -> None:
+        """Refuses a step that casts already or is offloaded; warns of one whose shards would not include the masters."""
+        if step.has(Trait.CASTS):
+            raise ValueError(f"{self}: this step has a mixed precision already ({step})")
+        if self.stochastic and step.wraps("view"):
+            raise ValueError(f"{self}: stochastic rounding needs the tensors that the optimizer gets; put it before zero")
+        sharded = step.has(Trait.SHARDS_STATE)
+        if sharded:
+            warnings.warn(
+                f"{self}: put it before {sharded}, compose({self}, {sharded}); after it, every rank stores masters of all "
+                "params, and not of its shards alone",
+                stacklevel=2,
+            )
+        offloading = step.has(Trait.OFFLOADS)
+        if offloading:
+            raise ValueError(f"{self}: put it before {offloading}, so that the masters are offloaded, too ({step})")
 
     def __str__(self) -> str:
         options = "".join(f", {name}={value}" for name, value in self._options() if value)

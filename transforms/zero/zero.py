@@ -14,8 +14,9 @@ from functional_ds.sharding.layout import Layout, Segment
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.sharding.sources import is_deferred
 from functional_ds.step.buffers import synced
+from functional_ds.step.compose import wrap
 from functional_ds.step.state import State
-from functional_ds.step.step import Metrics, Step, wrap
+from functional_ds.step.step import Metrics, Step
 from functional_ds.step.tape import Tape
 from functional_ds.step.traits import Trait
 

@@ -239,7 +239,7 @@ def test_an_error_of_the_optimizer_leaves_nothing_under_way(tmp_path: Path) -> N
             raise ZeroDivisionError("once")
         return [p.add_(m.add_(1)) for p, m in zip(params, state, strict=True)], state
 
-    rule = fds.Optimizer(lambda params: [torch.zeros_like(p) for p in params], update)
+    rule = fds.Optimizer(lambda params: [torch.zeros_like(p) for p in params], update, elementwise=True)
     offload = T.offload("disk", path=tmp_path, buffer_bytes=1)
     step = offload(fds.train_step(lambda p, x: (p["w"] * x).sum(), rule))
     state = step.init({"w": torch.zeros(1000)})

@@ -1,6 +1,7 @@
 """Laws 20, 24, 25, 29, 30 for mixed precision: policies, loss scales, skipped steps, what is kept in half precision."""
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -114,7 +115,9 @@ def test_exceptions_keep_their_dtype(stage: int | None, order: int) -> None:
             return sum(((block["w"] * x) * block["norm"]).sum() for block in p["blocks"])  # type: ignore[return-value]
 
         chain = [transforms.mixed_precision("bf16,*.norm=f32"), *([] if stage is None else [transforms.zero(stage)])][::order]
-        step = fds.compose(*chain)(fds.train_step(loss, fds.sgd(0.0)))
+        told = pytest.warns(UserWarning, match="put it before zero") if stage and order == -1 else nullcontext()
+        with told:
+            step = fds.compose(*chain)(fds.train_step(loss, fds.sgd(0.0)))
         state, _ = step(step.init(params), torch.ones(3))
         return seen[-1], step.params(state)
 

@@ -1,0 +1,96 @@
+"""``wrap`` makes a transform of functions that wrap phases; ``compose`` makes one transform of several."""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import attrs
+
+from .phases import check_phases
+from .step import Step, Transform
+from .traits import Trait
+
+__all__ = ["compose", "wrap"]
+
+
+@attrs.frozen(eq=False, repr=False)
+class _Wrap:
+    """The transform that adds one layer to a step. It prints as its name."""
+
+    name: str
+    slot: str | None
+    traits: frozenset[Trait]
+    check: Callable[[Step], None] | None
+    phases: Mapping[str, Callable[..., Any]]
+
+    def __call__(self, step: Step) -> Step:
+        if self.check is not None:
+            self.check(step)
+        return step.wrapped(self.name, slot=self.slot, traits=self.traits, **self.phases)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+@attrs.frozen(eq=False, repr=False)
+class _Composition:
+    """Transforms applied one after another. It prints as their names."""
+
+    transforms: tuple[Transform, ...]
+
+    def __call__(self, step: Step) -> Step:
+        if not isinstance(step, Step):
+            raise TypeError(f"compose(...) is a transform: give it a step, as fds.train_step makes them, not {step!r}")
+        for transform in self.transforms:
+            step = transform(step)
+        return step
+
+    def __repr__(self) -> str:
+        return " -> ".join(getattr(transform, "__name__", repr(transform)) for transform in self.transforms) or "identity"
+
+
+def wrap(
+    name: str,
+    *,
+    slot: str | None = None,
+    traits: Collection[Trait] = (),
+    check: Callable[[Step], None] | None = None,
+    **phases: Callable[..., Any],
+) -> Transform:
+    """The transform that replaces phases: ``wrap("half", rate=lambda inner, step, state: inner(step, state) / 2)``.
+
+    Each function takes ``inner``, the phase so far, the finished ``step``, and what the phase takes (the table in ``Step``).
+    Those of ``wrap``'s functions that are given to ``innermost`` or ``outermost`` first keep that place in any composition.
+
+    Args:
+        name: what the transform is called in errors and in ``print(step)``.
+        slot: the name of what it keeps in ``state.slots``; no two transforms of a step may have one name.
+        traits: what other transforms may ask the step for.
+        check: is called with the step before it is wrapped, and raises an error if this transform must not follow its others.
+        phases: the functions, by the phase that they wrap.
+
+    Raises:
+        ValueError: a name that is no phase; when it is applied: another transform of the step has this slot.
+        TypeError: a function takes other arguments than its phase gives; when it runs: it returns something else.
+    """
+    check_phases(name, phases)
+    return _Wrap(name, slot, frozenset(traits), check, phases)
+
+
+def compose(*transforms: Transform) -> Transform:
+    """One transform from several, applied from left to right.
+
+    List the transforms of what is stored first, and those of the whole step last: ``compose(mixed_precision("bf16"),
+    zero(3))`` stores fp32, casts to bf16, gathers.
+
+    Law: ``compose(f, g)(step) = g(f(step))``.
+
+    >>> from functional_ds import transforms as T
+    >>> compose(T.accumulate(2), T.clip(1.0))
+    accumulate(2) -> clip(1.0)
+    """
+    for transform in transforms:
+        if isinstance(transform, Step):
+            raise TypeError(f"compose: {transform} is a step; apply the transforms to it: compose(...)(step)")
+        if not callable(transform):
+            raise TypeError(f"compose: {transform!r} is no transform (a function from steps to steps)")
+    return _Composition(transforms)

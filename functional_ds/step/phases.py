@@ -1,0 +1,153 @@
+"""The phases of a step as data: what each takes and returns, and how the functions that wrap a phase are composed."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+
+from functional_ds.base.weighted import Weighted
+
+from .state import State
+from .traits import Trait
+
+__all__ = ["PHASES", "Layer", "Phase", "check_phases", "compose_phase", "innermost", "outermost"]
+
+Phase = Callable[..., Any]
+
+PHASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "prepare": ("params",),
+        "init": ("params",),
+        "view": ("state", "tape"),
+        "loss": ("state", "params", "batch"),
+        "forward": ("state", "function", "batch"),
+        "measure": ("state", "batch"),
+        "gradients": ("state", "batch", "carry", "last"),
+        "sync_buffers": ("state",),
+        "reduce": ("state", "grads"),
+        "comm_dtype": ("state", "dtype"),
+        "sum_over_ranks": ("state", "scalars"),
+        "scatter": ("state",),
+        "update": ("state", "grads"),
+        "publish": ("state",),
+        "norm": ("state", "grads"),
+        "finite": ("state", "grads"),
+        "rate": ("state",),
+        "params": ("state",),
+        "batch_shard": ("state",),
+        "micro_batches": ("state",),
+        "leaf_map": ("state",),
+        "select": ("state", "paths"),
+    }
+)
+
+_RESULTS: dict[str, tuple[str, tuple[type, ...]]] = {
+    "init": ("a State", (State,)),
+    "loss": ("(Weighted, dict of further metrics)", (Weighted, dict)),
+    "gradients": ("(State, Weighted, dict of metrics)", (State, Weighted, dict)),
+    "measure": ("a dict of metrics", (dict,)),
+    "sync_buffers": ("a State", (State,)),
+    "reduce": ("(State, Weighted)", (State, Weighted)),
+    "scatter": ("a State", (State,)),
+    "update": ("(State, dict of metrics)", (State, dict)),
+    "publish": ("a State", (State,)),
+}
+
+
+@attrs.frozen(eq=False)
+class Layer:
+    """What one transform added to a step."""
+
+    name: str
+    phases: Mapping[str, Any]  # functions, alone or with their place
+    traits: frozenset[Trait]
+    slot: str | None
+
+
+@attrs.frozen(eq=False)
+class _Placed:
+    """A phase function with its place among all that wrap the phase."""
+
+    place: str
+    function: Phase
+
+
+def innermost(phase: Phase) -> Any:
+    """For ``wrap``: this function runs inside all others that wrap the phase, whatever is composed before it.
+
+    >>> from functional_ds import compose, sgd, train_step, wrap
+    >>> noted = []
+    >>> def note(word):
+    ...     return lambda inner, step, state: noted.append(word) or inner(step, state)
+    >>> step = compose(wrap("a", rate=note("a")), wrap("b", rate=innermost(note("b"))))(train_step(lambda p, x: x, sgd(0.1)))
+    >>> _ = step.rate(step.init({"w": torch.ones(1)})), print(noted)
+    ['a', 'b']
+    """
+    return _Placed("innermost", phase)
+
+
+def outermost(phase: Phase) -> Any:
+    """For ``wrap``: this function runs around all others that wrap the phase, whatever is composed after it."""
+    return _Placed("outermost", phase)
+
+
+def compose_phase(phase: str, base: Phase, layers: tuple[Layer, ...]) -> Phase:
+    """The base function inside of all that wrap it, in their order."""
+    found = [(layer.name, layer.phases[phase]) for layer in layers if phase in layer.phases]
+    places: dict[str, list[tuple[str, Phase]]] = {"innermost": [], "": [], "outermost": []}
+    for name, given in found:
+        place, function = (given.place, given.function) if isinstance(given, _Placed) else ("", given)
+        places[place].append((name, function))
+    composed = base
+    for name, function in (*reversed(places["innermost"]), *places[""], *places["outermost"]):
+        composed = _bind(name, phase, function, composed)
+    return composed
+
+
+def _bind(name: str, phase: str, outer: Phase, inner: Phase) -> Phase:
+    return lambda step, *args: _check_result(name, phase, outer(inner, step, *args))
+
+
+def check_phases(name: str, phases: Mapping[str, Any]) -> None:
+    """Refuses functions that are for no phase, or take other arguments than their phase gives."""
+    unknown = phases.keys() - PHASES.keys()
+    if unknown:
+        raise ValueError(f"{name} wraps {sorted(unknown)}, which are no phases; the phases are {', '.join(PHASES)}")
+    for phase, given in phases.items():
+        function = given.function if isinstance(given, _Placed) else given
+        if not callable(function):
+            raise TypeError(f"{name}: its {phase} is {function!r}, not a function of (inner, step, ...)")
+        wanted = ("inner", "step", *PHASES[phase])
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):  # builtins have none
+            continue
+        try:
+            signature.bind(*wanted)
+        except TypeError:
+            raise TypeError(f"{name}: its {phase} takes {signature}, and must take ({', '.join(wanted)})") from None
+
+
+def _check_result(name: str, phase: str, found: Any) -> Any:
+    """What a transform's phase returned.
+
+    Raises:
+        TypeError: it is not what the phase returns; the message names the transform and the phase.
+    """
+    if phase in _RESULTS:
+        words, types = _RESULTS[phase]
+        fits = isinstance(found, types[0]) if len(types) == 1 else _is_pair(found, *types)
+        if not fits:
+            shown = f"({', '.join(type(x).__name__ for x in found)})" if isinstance(found, tuple) else type(found).__name__
+            raise TypeError(f"{name}: its {phase} returned {shown}, and must return {words}")
+    return found
+
+
+def _is_pair(found: Any, *types: type) -> bool:
+    return (
+        isinstance(found, tuple)
+        and len(found) == len(types)
+        and all(isinstance(value, kind) for value, kind in zip(found, types, strict=True))
+    )
