@@ -109,7 +109,6 @@ def path_of(collective: str, through: str) -> list[str]:
 
 DOES = {
     "functional_ds/step/step.py": "step(state, batch) calls the phases in order",
-    "functional_ds/step/phases.py": "what wraps a phase, outermost first",
     "functional_ds/step/train_step.py": "the phase gradients: view, loss, backward",
     "functional_ds/step/tape.py": "starts the backward pass",
     "transforms/zero/lazy_tensor.py": "a torch function touches a leaf",
