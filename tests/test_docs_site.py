@@ -42,10 +42,8 @@ def test_index_is_what_tree_prints(block: str) -> None:
 
 def test_code_lines_are_counted(tmp_path: Path) -> None:
     """Blank lines, comments and docstrings are no code; other strings are."""
-    source = (
-        '"""Doc."""\n\n# no\nx = """a\n\nb"""\n\n\n'
-        'def f():\n    """One.\n\n    Two.\n    """\n    return (  # why\n        1\n    )\n'
-    )
+    source = '"""Doc."""\n\n# no\nx = """a\n\nb"""\n\n\ndef f():\n    """One.\n\n    Two.\n    """\n'
+    source += "    return (  # why\n        1\n    )\n"
     (tmp_path / "a.py").write_text(source, encoding="utf-8")
     assert tree.lines(tmp_path / "a.py") == (3 + 1 + 3, 1 + 3)
 

@@ -16,6 +16,7 @@ import attrs
 import matplotlib as mpl
 import torch
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import FancyBboxPatch, Patch
 
 import functional_ds as fds
@@ -124,16 +125,15 @@ DOES = {
 def zero_path() -> Figure:
     """Both ways through the files, from step() down to the wire; files on both ways stand in the middle."""
     gather, reduce = path_of("all_gather", "gather.py"), path_of("reduce_scatter", "reduce.py")
-    figure = Figure(figsize=(9.2, 7.4))
+    figure = Figure(figsize=(9.2, 6.8))
     axes = figure.add_axes((0, 0, 1, 1))
-    axes.set(xlim=(0, 12), ylim=(-0.9, 9.1))
+    axes.set(xlim=(0, 12), ylim=(-0.1, 9.0))
     axes.axis("off")
     rows: dict[str, float] = {}
     for names in (gather, reduce):
         rows |= {name: max(rows.get(name, 0), index) for index, name in enumerate(names)}
-    where = {
-        name: (6.0 if name in gather and name in reduce else 2.4 if name in gather else 9.6, 8.4 - rows[name]) for name in rows
-    }
+    columns = {name: 6.0 if name in gather and name in reduce else 2.4 if name in gather else 9.6 for name in rows}
+    where = {name: (columns[name], 8.4 - row) for name, row in rows.items()}
     for name, (x, y) in where.items():
         axes.add_patch(FancyBboxPatch((x - 2.05, y - 0.31), 4.1, 0.62, boxstyle="round,pad=0.03", fc="white", ec="#333333"))
         axes.text(x, y + 0.12, name, ha="center", va="center", fontsize=8.5, family="monospace")
@@ -145,21 +145,11 @@ def zero_path() -> Figure:
             axes.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "color": colour, "linewidth": 1.6})
     x, y = 0.3, where["comm/worlds/simulator.py"][1]
     axes.text(x, y + 1.9, "a param's values", color=BLUE, fontsize=10, weight="bold")
-    axes.text(
-        x,
-        y + 1.05,
-        "all-gather when first touched;\nback up the same files: flat\ntensors, then views of them",
-        color=BLUE,
-        fontsize=8,
-    )
+    values = "all-gather when first touched;\nback up the same files: flat\ntensors, then views of them"
+    axes.text(x, y + 1.05, values, color=BLUE, fontsize=8)
     axes.text(8.7, y + 1.9, "its gradient", color=ORANGE, fontsize=10, weight="bold")
-    axes.text(
-        8.7,
-        y + 1.05,
-        "reduce-scatter when its unit\nis complete; back: a shard,\nwhich the update gets",
-        color=ORANGE,
-        fontsize=8,
-    )
+    gradient = "reduce-scatter when its unit\nis complete; back: a shard,\nwhich the update gets"
+    axes.text(8.7, y + 1.05, gradient, color=ORANGE, fontsize=8)
     return figure
 
 
@@ -210,10 +200,7 @@ def phases() -> Figure:
         upright = last - first < 0.09 * len(name) * clock[0] / 12
         axes.text((first + last) / 2, -level, name, ha="center", va="center", fontsize=8, rotation=90 if upright else 0)
     axes.set(xlim=(0, clock[0]), ylim=(-deepest - 0.6, 0.6), xlabel="order of the calls, not time")
-    axes.set_title(
-        "step(state, batch) of compose(mixed_precision, zero(2), accumulate(2), clip): each phase, and below it what it calls",
-        fontsize=9,
-    )
+    axes.set_title("step(state, batch) of compose(mixed_precision, zero(2), accumulate(2), clip)", fontsize=9)
     axes.set_xticks([])
     axes.set_yticks([])
     for side in axes.spines.values():
@@ -309,8 +296,8 @@ def zero_life() -> Figure:
             height = 0.22 if what == "reduce" else 0.4
             axes.barh(-unit + below, next(later, end) - time, left=time, height=height, color=colour)
         elif what in ("forward", "backward"):
-            axes.plot(time + 0.5, -unit + 0.12, marker=">" if what == "forward" else "<", color="white", markersize=7, zorder=3)
-            axes.plot(time + 0.5, -unit + 0.12, marker=">" if what == "forward" else "<", color="black", markersize=4, zorder=4)
+            for colour, size in (("white", 7), ("black", 4)):
+                axes.plot(time + 0.5, -unit + 0.12, marker=">" if what == "forward" else "<", color=colour, markersize=size)
     first = next(t for t, (what, _) in enumerate(lives.events) if what == "backward")
     axes.axvline(first, color=GREY, linestyle=":")
     axes.text(first - 0.3, 0.75, "forward", ha="right", fontsize=9, color="#444444")
@@ -323,8 +310,8 @@ def zero_life() -> Figure:
     names = {PALE: "all-gather in flight", BLUE: "whole on this rank", ORANGE: "reduce-scatter in flight"}
     handles: list[Any] = [Patch(color=colour, label=name) for colour, name in names.items()]
     handles += [
-        mpl.lines.Line2D([], [], marker=marker, color="black", linestyle="", markersize=4, label=label)
-        for marker, label in ((">", "forward of its layer"), ("<", "backward reaches its layer"))
+        Line2D([], [], marker=marker, color="black", linestyle="", markersize=4, label=label)
+        for marker, label in ((">", "its output, forward"), ("<", "its output's gradient, backward"))
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=8)
     return figure
@@ -344,13 +331,10 @@ def _measured() -> Any:
     torch.set_num_threads(1)
     schedule, recorder = pp.zb_h1(2, 6), pp.Recorder()
     params = [{"w": torch.randn(512, 512) / 23} for _ in range(8)]
-    blocks = pp.stages(
-        [_layers, _layers],
-        [params[:4], params[4:]],
-        loss=lambda y, batch: (y - batch[1]).square().mean(),
-    )
+    halves = [params[:4], params[4:]]
+    blocks = pp.stages([_layers] * 2, halves, loss=lambda y, batch: (y - batch[1]).square().mean())
     step = T.pipeline(schedule, blocks, recorder=recorder)(fds.train_step(blocks, fds.sgd(0.1)))
-    state, batch = step.init([params[:4], params[4:]]), (torch.randn(6 * 256, 512), torch.randn(6 * 256, 512))
+    state, batch = step.init(halves), (torch.randn(6 * 256, 512), torch.randn(6 * 256, 512))
     for _ in range(4):
         state, _ = step(state, batch)
     return recorder.run(schedule, comm.world())
