@@ -67,7 +67,8 @@ def _shared_memory(module: nn.Module, names: Mapping[Place, str]) -> dict[str, s
             if type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_meta:
                 found[names.get((path, key)) or joined(path, key)] = tensor
     starts = {name: tensor.data_ptr() for name, tensor in found.items()}
-    ordered, shared = sorted((name for name in starts if starts[name]), key=starts.__getitem__), {}
+    ordered = sorted((name for name in starts if starts[name]), key=starts.__getitem__)
+    shared: dict[str, str] = {}
     buffers = {*names.values()}
     for index, one in enumerate(ordered):
         tensor = found[one]

@@ -282,7 +282,7 @@ class BufferScope:
         return tree.replace(self.buffers, values=values, attributes=attributes)
 
 
-def _with_siblings(written: Collection[str], values: Mapping[str, Any]) -> frozenset[str]:
+def _with_siblings(written: Collection[str], values: Iterable[str]) -> frozenset[str]:
     """With the other buffers of the modules that wrote some: what was written may have the bits that it had before."""
     owners = {name.rpartition(".")[0] for name in written}
     return frozenset(name for name in values if name in written or name.rpartition(".")[0] in owners)
