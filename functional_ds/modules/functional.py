@@ -17,6 +17,7 @@ from functional_ds.base.torch_private import (
     non_persistent_buffers_of,
     parameters_of,
     unset_fake_temporarily,
+    version_of,
 )
 from functional_ds.remat.region import called
 from functional_ds.step.buffers import Held
@@ -249,8 +250,16 @@ class Apply:
         self._notice()
         skeleton, temporary = self._lease(params, held, tape, trial)
         skeleton.put(held)
+        versions = [] if tape is None else [(name, p, version_of(p)) for name, p in params.items() if not p.requires_grad]
         try:
-            return called(skeleton.module, function)(skeleton.module)
+            found = called(skeleton.module, function)(skeleton.module)
+            for name, parameter, version in versions:
+                if version_of(parameter) != version:
+                    raise RuntimeError(
+                        f"the module {type(self.module).__name__} wrote into its frozen parameter {name!r} in place; a forward "
+                        "pass may write buffers alone: make it one (register_buffer)"
+                    )
+            return found
         finally:
             if not trial:
                 skeleton.note(held)

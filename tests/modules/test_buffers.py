@@ -674,3 +674,25 @@ def test_buffers_in_shared_memory_are_refused(what: str) -> None:
     with pytest.raises(RuntimeError, match="wrote the buffer 'mean', which shares memory with its 'other'"):
         step(step.init(params), rows(0))
     fds.functional(nn.utils.spectral_norm(nn.Linear(3, 3)))
+
+
+class Teacher(nn.Module):
+    """Follows its own weights with a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.mean = nn.Parameter(torch.zeros(3, 3), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.lerp_(self.inner.weight, 0.5)
+        return self.inner(x) + x @ self.mean  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_forward_pass_that_writes_parameters_is_refused(donate: bool) -> None:
+    apply, params = fds.functional(Teacher())
+    step = fds.train_step(lambda p, x: apply(p, x).square().mean(), fds.sgd(0.1))
+    with pytest.raises(RuntimeError, match="wrote into its frozen parameter 'mean' in place"):
+        step(step.init(params), rows(0), donate=donate)
