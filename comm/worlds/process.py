@@ -1,5 +1,6 @@
 """Ranks as processes: collectives of CPU tensors are messages over Gloo, those of CUDA tensors are NCCL's own."""
 
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -27,6 +28,7 @@ __all__ = ["DEFAULT_TIMEOUT", "ProcessWorld", "leave_process_world", "process_wo
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 _POSTED = 2**20  # bytes: smaller messages are posted by the caller's thread, which is faster than waking another
+_CLOSING = 1.0  # seconds for a thread to end once its world is left
 _TAGS = 2**30  # smaller tags are free for the program's own messages through torch
 
 
@@ -212,10 +214,14 @@ class ProcessWorld(World):
         finally:
             self._batch = outer
 
+    def __attrs_post_init__(self) -> None:
+        weakref.finalize(self, _close, self.workers)  # before the interpreter exits, too
+
     def leave(self) -> None:
         """Makes every later call on this world's groups raise."""
         self._left = True
         self.nccl_groups.clear()
+        _close(self.workers)
         self.workers.clear()
         self.adopted.clear()
 
@@ -265,6 +271,12 @@ class ProcessWorld(World):
         if pg is None:
             pg = self.nccl_groups[key] = torch_group(group.ranks, group.name)
         return pg
+
+
+def _close(workers: dict[tuple[Key, Hashable], tuple[Communicator, Worker]]) -> None:
+    """Ends the threads of a world."""
+    for _, worker in workers.values():
+        worker.close(_CLOSING)
 
 
 def torch_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:

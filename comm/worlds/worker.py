@@ -5,7 +5,7 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from threading import RLock, Thread
+from threading import RLock, Thread, current_thread
 from time import perf_counter
 
 import attrs
@@ -104,7 +104,7 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._lock = RLock()  # reentrant: a record that is dropped under it submits a job
-        self._jobs: SimpleQueue[tuple[Callable[[], Tensor], Future[tuple[Tensor, float]]]] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[Callable[[], Tensor], Future[tuple[Tensor, float]]] | None] = SimpleQueue()
         self._given = self._done = 0
         self._name = name
         self._thread: Thread | None = None
@@ -133,16 +133,33 @@ class Worker:
             result = error
         return Performed(result, perf_counter())
 
+    def close(self, timeout: float) -> None:
+        """Ends the thread after the jobs so far.
+
+        An interpreter that exits ends a thread wherever it is, and torch aborts the process if that is in its C++ code.
+
+        Args:
+            timeout: the seconds to wait for the thread, which may wait for another rank.
+        """
+        thread = self._thread
+        if thread is not None and thread is not current_thread():
+            self._jobs.put(None)
+            thread.join(timeout)
+
     def _run(self) -> None:
         while True:
             try:
-                job, future = self._jobs.get(timeout=_IDLE)
+                found = self._jobs.get(timeout=_IDLE)
             except Empty:
+                found = None
+            if found is None:
                 with self._lock:
                     if self._jobs.empty():
                         self._thread = None
                         return
                 continue
+            job, future = found
+            del found
             try:
                 future.set_result((job(), perf_counter()))
             except BaseException as error:  # raised again by ``wait``
