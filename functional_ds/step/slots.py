@@ -13,7 +13,7 @@ from functional_ds.sharding.leaf_map import LeafMap
 if TYPE_CHECKING:
     from .state import State
 
-__all__ = ["Role", "Stored", "fields_of_role", "role_of", "stored_layout", "with_room"]
+__all__ = ["Role", "Stored", "fields_of_role", "stored_layout", "with_room"]
 
 
 class Role(Enum):
@@ -53,17 +53,11 @@ def stored_layout(state: "State") -> Stored | None:
     return None
 
 
-def role_of(slot: Any, field: str) -> Role | None:
-    """The role of a slot's field; None for one of its transform's own."""
-    roles: Mapping[str, Role] = getattr(slot, "roles", {})
-    return roles.get(field)
-
-
 def fields_of_role(state: "State", role: Role) -> Iterator[Any]:
     """The fields of all slots that have this role, in the order in which transforms made the slots."""
     for slot in state.slots.values():
-        for field in getattr(slot, "roles", {}):
-            if role_of(slot, field) is role:
+        for field, found in getattr(slot, "roles", {}).items():
+            if found is role:
                 yield getattr(slot, field)
 
 
