@@ -136,6 +136,11 @@ class Tape:
             self._whole.close()
             self._leaves = []  # the tape is in a cycle, and the params' memory should not wait for the garbage collector
 
+    @property
+    def trains(self) -> bool:
+        """Whether there is a leaf to differentiate by."""
+        return bool(self._leaves)
+
     @contextmanager
     def resumed(self) -> Iterator[None]:
         """Inside, this open tape is the current one again: passes that several tapes record take turns."""
@@ -186,8 +191,14 @@ class Tape:
         self._forward.close()
 
     def backward(self, loss: Tensor) -> list[Tensor]:
-        """The gradients of ``loss`` by the watched leaves, plus ``carry``; a leaf that the loss does not use gets zeros."""
+        """The gradients of ``loss`` by the watched leaves, plus ``carry``; a leaf that the loss does not use gets zeros.
+
+        A custom function's backward may run backward passes of its own, as reversible blocks do: what these leave in ``.grad``
+        belongs to the gradients. What a ``backward()`` inside of the loss left there does not.
+        """
         self.end_forward()
+        for leaf in self._leaves:
+            leaf.grad = None
         roots = [root for root in (loss, *self.roots) if root.requires_grad]
         if self._inspects:
             inspect_graph(roots, self.placeholders, self._leaves)
@@ -195,6 +206,7 @@ class Tape:
         if roots and self._leaves:
             seeds = [None if root is loss else torch.zeros_like(root) for root in roots]
             grads = list(torch.autograd.grad(roots, self._leaves, seeds, allow_unused=True))
+            grads = [_sum(leaf.grad, grad) for leaf, grad in zip(self._leaves, grads, strict=True)]
         return self._collect(grads)
 
     def takes(self, given: Mapping[str, Tensor]) -> bool:
@@ -243,6 +255,10 @@ class Tape:
         if self.carry is None:
             return _apart(found) if self.last else [wide(grad) for grad in found]
         return [total.add_(grad) for total, grad in zip(self.carry, found, strict=True)]
+
+
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return other if one is None else one if other is None else one + other
 
 
 def dense(grad: Tensor) -> Tensor:

@@ -159,9 +159,24 @@ def autograd(
     with Tape(carry=so_far, last=last, inspects=state.batch is None, buffers=scope) as tape:
         params = step.view(state, tape)
         loss, metrics = step.loss(state, params, batch)
+        _check_graph(loss, tape)
         grads = tape.backward(loss.sum)
     weight = loss.weight if carry is None else carry.weight + loss.weight
     return with_buffers(state, scope), Weighted(grads, weight), tree.map(torch.detach, {"loss": loss, **metrics})
+
+
+def _check_graph(loss: Weighted, tape: Tape) -> None:
+    """Refuses a loss that nothing would be trained by. One of weight zero has no part in the step.
+
+    Raises:
+        RuntimeError: as ``backward`` does.
+    """
+    if tape.trains and not loss.sum.requires_grad and bool(torch.as_tensor(loss.weight != 0)):
+        raise RuntimeError(
+            f"the loss {loss.sum} has no graph, so it would train nothing: it does not depend on params, or was computed under "
+            "torch.no_grad() or torch.inference_mode(), or taken out by detach() or item(). Return the tensor itself; a batch "
+            "without targets weighs nothing: return fds.Weighted(torch.zeros(()), 0)"
+        )
 
 
 def _finite(step: Step, state: State, grads: list[Tensor]) -> Tensor:

@@ -18,6 +18,7 @@ _PROPERTIES = (
 _METADATA: frozenset[Any] = frozenset(
     [
         *(getattr(Tensor, name).__get__ for name in _PROPERTIES if hasattr(Tensor, name)),
+        *(Tensor.grad.__set__, Tensor.grad.__delete__),
         *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.ndimension, Tensor.stride, Tensor.is_contiguous),
         *(Tensor.element_size, Tensor.get_device, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_signed),
         *(Tensor.__len__, Tensor.__hash__, Tensor.type),
