@@ -69,9 +69,12 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
         OSError: it cannot be opened; or is a pipe, a socket, a device or a folder.
     """
     descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no regular file, but a folder, a pipe or a device", str(path))
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        raise OSError(errno.EINVAL, "it is no file of bytes, but a pipe or a device", str(path))
     os.set_blocking(descriptor, True)
     return descriptor
 
