@@ -1,7 +1,8 @@
 """The params that a loss function sees: fetched unit by unit at first use, and their gradients handed to a reducer."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -14,11 +15,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from functional_ds.base import tree
 from functional_ds.base.torch_private import disable_torch_function_subclass, held_elsewhere, outside_functorch, version_of
 from functional_ds.sharding.layout import Layout
-from functional_ds.step.tape import Tape
+from functional_ds.step.tape import PassAgain, Tape
 
 from .lazy_tensor import LazyTensor
 from .prefetch import FetchTrace
 from .reduce import Reducer
+from .state import ZeroCache
 
 __all__ = ["LazyParams", "UnitSource", "WholeParams"]
 
@@ -35,6 +37,9 @@ class UnitSource(Protocol):
 
     def begin(self, trace: FetchTrace) -> None:
         """Starts a pass over the units."""
+
+    def resume(self, on_drop: Callable[[int], None]) -> None:
+        """Goes on with a pass whose loss runs again."""
 
     def fetch(self, unit: int) -> Sequence[Tensor]:
         """The unit's flat tensors, ``[segment.size]``, one a segment."""
@@ -56,6 +61,9 @@ class WholeParams:
     frees = False
 
     def begin(self, trace: FetchTrace) -> None:
+        """Does nothing."""
+
+    def resume(self, on_drop: Callable[[int], None]) -> None:
         """Does nothing."""
 
     def fetch(self, unit: int) -> Sequence[Tensor]:
@@ -162,30 +170,43 @@ class LazyParams:
         self._saved: Counter[int] = Counter()  # unit -> saved tensors that still refer to it
         self._reshard = reshard_last_units
         self._in_backward = False
+        self._repeats = False  # whether the loss runs again if it has to
+        self._cache: ZeroCache
+        self._bypassed = False  # whether a leaf was touched where autograd does not record
         self._handle: Tensor | None = None
         self._roots: list[Tensor] = []
         self.source = source(self.forget)
 
-    def open(self, tape: Tape, forward: FetchTrace, backward: FetchTrace) -> Any:
+    def open(self, tape: Tape, cache: ZeroCache) -> Any:
         """The tree of lazy leaves. Their forward pass begins here, and their backward pass ends with the tape's."""
-        self.source.begin(forward)
+        self._cache, self._repeats = cache, tape.repeats
+        if tape.left is None:
+            self.source.begin(cache.forward)
+        else:
+            self.source, tape.left = tape.left, None
+            self.source.resume(self.forget)
         tape.at_end(self._close)
-        tape.at_forward_end(lambda: self._end_forward(tape.records, backward))
+        tape.at_forward_end(lambda: self._end_forward(tape, cache.backward))
         if tape.records:
             if any(segment.trainable for segment in self.layout.segments):
                 self._handle, self._roots = tape.watch(torch.zeros((), device=self.device)), tape.roots
             tape.collect_with(self._collect)
             tape.push_with(self._push)
             if self.source.frees:
-                tape.during_forward(saved_tensors_hooks(self._pack, self._unpack))
+                if not cache.functional:
+                    tape.during_forward(self._hooks())
                 tape.claims.append(lambda tensor: self._home(tensor) is not None)
         leaves = self._lazy = self._lazy_leaves(tape.records)
+        if cache.functional and self.source.frees:
+            self._leaves.update((unit, self._enter(unit)) for unit in range(len(self.layout.units)))
         slots = (s for unit in self.layout.units for index in unit.segments for s in self.layout.segments[index].slots)
         tape.placeholders.update({id(leaves[slot.leaf]): self.layout.paths[slot.leaf] for slot in slots})
         return tree.unflatten(self.layout.spec, leaves)
 
     def forget(self, unit: int) -> None:
         """Lets go of the memory of a unit that the source has freed, except of leaves that somebody else holds now."""
+        if self._cache.functional and not self._in_backward:
+            return
         self._leaves.pop(unit, None)
         if unit in self._trained:
             self._empty[unit] = set()
@@ -225,7 +246,34 @@ class LazyParams:
                 leaves[slot.leaf] = LazyTensor(slot.shape, segment.dtype, self.device, wants_grad, fetch)
         return leaves
 
+    @contextmanager
+    def _hooks(self) -> Iterator[None]:
+        """Replaces what autograd saves of units. torch.func refuses any hooks."""
+        try:
+            with saved_tensors_hooks(self._pack, self._unpack):
+                yield
+        except RuntimeError as error:
+            if "saved tensor hooks" in str(error):
+                raise self._again() from error
+            raise
+
+    def _again(self) -> RuntimeError:
+        """What is raised where torch.func comes between the loss and a unit: the loss runs again, with all units there.
+
+        A gather inside of a transform would be part of it; and forward-mode levels belong to the process, which simulated ranks
+        share.
+        """
+        words = "the loss uses torch.func, which does not go with the gathers and the saved-tensor hooks of zero(3)"
+        self._cache.functional = True
+        if self._repeats:
+            return PassAgain(words, self.source)
+        return RuntimeError(
+            f"{words} in a pipeline; use zero(2) there, or torch.autograd.grad(..., create_graph=True) instead of torch.func"
+        )
+
     def _leaf(self, unit: int, leaf: int) -> Tensor:
+        if not torch.is_grad_enabled():  # as in the forward of a custom autograd.Function
+            self._bypassed = True
         leaves = self._leaves.get(unit)
         if leaves is None:
             leaves = self._leaves[unit] = self._enter(unit)
@@ -233,7 +281,9 @@ class LazyParams:
 
     def _enter(self, unit: int) -> dict[int, Tensor]:
         """Fetches a unit; its leaves, the trained ones behind a node. Whatever mode the loss is in is none of theirs."""
-        with torch.inference_mode(False), outside_functorch():
+        with torch.inference_mode(False), outside_functorch() as transforms:
+            if transforms and self.source.frees:
+                raise self._again()
             flats = self.source.fetch(unit)
             leaves: dict[int, Tensor] = {}
             trained: list[int] = []
@@ -260,6 +310,7 @@ class LazyParams:
 
     def _node(self, unit: int, views: Sequence[Tensor]) -> list[Tensor]:
         with torch.enable_grad():
+            outputs: list[Tensor]
             token, *outputs = _UnitNode.apply(self, unit, tuple(views), self._handle)
         self._roots.append(token)
         if self.reducer is not None:
@@ -273,10 +324,13 @@ class LazyParams:
         """
         return [view.detach().requires_grad_() for view in views]
 
-    def _end_forward(self, records: bool, backward: FetchTrace) -> None:
+    def _end_forward(self, tape: Tape, backward: FetchTrace) -> None:
+        records = tape.records
         if records and self.reducer is not None:
             for unit in self.reducer.untouched():  # other ranks may have touched them
                 self._node(unit, ())
+        if self._bypassed:
+            tape.suspects += [leaf for leaf in self._lazy if leaf.requires_grad]
         self._drop_leaves()
         self.source.finish(reshard=self._reshard or not records)
         if records:
@@ -311,7 +365,10 @@ class LazyParams:
         """The unit, and the segment in it, in whose memory the tensor lies."""
         if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
             return None
-        home = self._homes.get(tensor.untyped_storage().data_ptr())
+        try:
+            home = self._homes.get(tensor.untyped_storage().data_ptr())
+        except RuntimeError:  # a tensor of a torch.func transform or of a subclass
+            return None
         if home is None or home[2].expired():  # other memory may lie there now
             return None
         unit, place, _ = home

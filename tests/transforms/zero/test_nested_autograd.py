@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.func import grad, hessian, jacrev, jvp, vmap
 
 import functional_ds as fds
 from functional_ds import comm
@@ -15,6 +16,7 @@ from functional_ds import transforms as T
 Call = Callable[[Mapping[str, Tensor], Tensor], Tensor]
 Loss = Callable[[Call, dict[str, Tensor], Tensor], Any]
 STAGES = (0, 1, 2, 3)
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # jvp's own
 ROWS = 8
 
 
@@ -388,10 +390,10 @@ def test_late_gradients_of_one_rank() -> None:
     leaves = {path: leaf.clone().requires_grad_() for path, leaf in weights.items()}
     for _ in range(3):
         value = torch.stack([loss(lambda params, x: False, leaves, rows) for rows in data().chunk(2)]).mean()
-        for leaf, grad in zip(leaves.values(), torch.autograd.grad(value, list(leaves.values())), strict=True):
-            leaf.data -= 0.1 * grad
-    for found in comm.simulate(program, world_size=2):
-        assert_same(found, leaves)
+        for leaf, found in zip(leaves.values(), torch.autograd.grad(value, list(leaves.values())), strict=True):
+            leaf.data -= 0.1 * found
+    for params in comm.simulate(program, world_size=2):
+        assert_same(params, leaves)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -410,7 +412,249 @@ def test_late_gradients_that_begin_later(stage: int) -> None:
 
     step = T.zero(stage, unit_of=by_leaf)(fds.train_step(loss, fds.sgd(0.1)))
     state, _ = step(step.init({"w": torch.eye(3), "b": torch.ones(3)}), data())
-    with pytest.raises(
-        RuntimeError, match=r"custom autograd.Function ran another backward pass.*\['w'\] gradients.*first step"
-    ):
+    with pytest.raises(RuntimeError, match=r"ran another backward pass.*\['w'\] gradients.*first step"):
         step(state, data())
+
+
+# -- torch.func --------------------------------------------------------------------------------------------------------
+
+
+def point(call: Call, params: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda row: call(params, row[None])[0, 0]
+
+
+def laplace(call: Call, params: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Forward over reverse over a batch, as physics-informed losses have it."""
+    u = point(call, params)
+
+    def trace(row: Tensor) -> Tensor:
+        return torch.stack([jvp(grad(u), (row,), (e,))[1] @ e for e in torch.eye(3)]).sum()
+
+    return (vmap(trace)(x) - x.sum(1)).square().mean() + fit(call, params, x)
+
+
+def hessians(call: Call, params: dict[str, Tensor], x: Tensor) -> Tensor:
+    u = point(call, params)
+    return vmap(hessian(u))(x).square().mean() + vmap(jacrev(u))(x).square().mean() + fit(call, params, x)
+
+
+def along(call: Call, params: dict[str, Tensor], x: Tensor) -> Tensor:
+    value, tangent = jvp(lambda x: call(params, x), (x,), (torch.ones_like(x),))
+    return (value * tangent).mean() + fit(call, params, x)
+
+
+def along_views(call: Call, params: dict[str, Tensor], x: Tensor) -> Tensor:
+    """The transform meets no lazy leaf."""
+    return along(call, {path: leaf.view_as(leaf) for path, leaf in params.items()}, x)
+
+
+def rows_alone(call: Call, params: dict[str, Tensor], x: Tensor) -> Tensor:
+    return vmap(point(call, params))(x).square().mean()
+
+
+def per_sample(call: Call, params: dict[str, Tensor], x: Tensor) -> Tensor:
+    """The norms of each row's gradient, penalised."""
+    viewed = {path: leaf.view_as(leaf) for path, leaf in params.items()}
+    grads = vmap(grad(lambda p, row: point(call, p)(row).square()), in_dims=(None, 0))(viewed, x)
+    return torch.stack([each.flatten(1).square().sum(1) for each in grads.values()]).sum(0).mean() + fit(call, params, x)
+
+
+def per_sample_weights(call: Call, params: dict[str, Tensor], x: Tensor) -> Tensor:
+    """The norms of each row's gradient, as weights: the params themselves go into the transform, and nothing comes back."""
+    grads = vmap(grad(lambda p, row: point(call, p)(row).square()), in_dims=(None, 0))(params, x)
+    norms = torch.stack([each.detach().flatten(1).square().sum(1) for each in grads.values()]).sum(0)
+    return (call(params, x)[:, 0].square() / (1 + norms)).mean()
+
+
+FUNCTIONAL = (laplace, hessians, along, along_views, rows_alone, per_sample, per_sample_weights)
+
+
+@pytest.mark.parametrize("stage", [None, *STAGES])
+@pytest.mark.parametrize("loss", FUNCTIONAL, ids=lambda loss: loss.__name__)
+def test_torch_func_in_a_loss(loss: Loss, stage: int | None) -> None:
+    if stage is None:
+        assert_same(trained(loss), plain(loss, 1))
+        return
+    for more, k in (((), 1), ((T.accumulate(2),), 2)):
+        wanted = plain(loss, 2, k=k)
+        for found in comm.simulate(lambda more=more: trained(loss, T.zero(stage), *more), world_size=2):
+            assert_same(found, wanted)
+    few = comm.simulate(lambda: trained(loss, T.zero(stage, unit_of=by_leaf)), world_size=2)
+    assert_same(few[1], plain(loss, 2))
+
+
+def functional_on_processes() -> list[dict[str, Tensor]]:
+    return [trained(loss, T.zero(3)) for loss in (laplace, along)]
+
+
+def test_torch_func_on_processes() -> None:
+    wanted = comm.simulate(functional_on_processes, world_size=2)
+    for here, there in zip(wanted, comm.spawn(functional_on_processes, world_size=2), strict=True):
+        for one, other in zip(here, there, strict=True):
+            assert all(torch.equal(one[path], other[path]) for path in one)
+
+
+@pytest.mark.parametrize("intra_node", [None, 2])
+def test_a_loss_that_meets_torch_func_runs_again(intra_node: int | None) -> None:
+    """Once in all, on the rank that met it, whatever the others do; draws, buffers and later steps are those of one run."""
+
+    def program() -> Any:
+        here, runs = comm.world(), []
+        torch.manual_seed(4)
+        module = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
+        apply, params = fds.functional(module)
+
+        def loss(params: Any, x: Tensor) -> Tensor:
+            runs.append(None)
+            found = apply(params, x).square().mean() + torch.rand(())
+            if here.rank == 1 and len(runs) > 1:  # from the second step on
+                found = found + along(lambda p, x: x @ p["3.weight"][:3, :3], params, x) * 0
+            return found
+
+        zero = T.zero(3, unit_of=by_leaf, max_live_units=1, intra_node=intra_node, hpz=intra_node is not None)
+        step = zero(fds.train_step(loss, fds.sgd(0.1), buffers="own"))
+        state = step.init(params)
+        step.evaluate(state, torch.ones(4, 3))
+        del runs[:]
+        losses = []
+        for _ in range(4):
+            state, metrics = step(state, data().chunk(here.size)[here.rank])
+            losses.append(metrics["loss"])
+        return len(runs), step.params(state), step.module_buffers(state)["1.num_batches_tracked"]
+
+    found = comm.simulate(program, world_size=4)
+    assert [runs for runs, _, _ in found] == [4, 5, 4, 4]
+    assert all(count == 4 for _, _, count in found)
+    assert all(torch.equal(one[path], found[0][1][path]) for _, one, _ in found for path in one)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_torch_func_by_the_params_themselves(stage: int) -> None:
+    """Their gradients would be lost; with views they are not."""
+
+    def loss(call: Call, params: dict[str, Tensor], x: Tensor) -> Tensor:
+        found = grad(lambda params: fit(call, params, x))(params)
+        return fit(call, {path: leaf - 0.1 * found[path] for path, leaf in params.items()}, x)
+
+    def viewed(call: Call, params: dict[str, Tensor], x: Tensor) -> Tensor:
+        return loss(call, {path: leaf.view_as(leaf) for path, leaf in params.items()}, x)
+
+    with pytest.raises(RuntimeError, match=r"a transform of torch.func, where its gradient would be lost; pass p.view_as"):
+        comm.simulate(lambda: trained(loss, T.zero(stage)), world_size=2)
+    for found in comm.simulate(lambda: trained(viewed, T.zero(stage)), world_size=2):
+        assert_same(found, plain(viewed, 2))
+
+
+# -- what is lost ------------------------------------------------------------------------------------------------------
+
+
+class Doubled(Function):
+    @staticmethod
+    def forward(ctx: Any, w: Tensor) -> Tensor:
+        return w * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_bare_parameter_from_the_second_step_on(stage: int) -> None:
+    """The first step's graph is looked through; of later ones the gradients say what went past the tape."""
+    calls: list[None] = []
+
+    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        calls.append(None)
+        doubled = Doubled.apply(params["w"]) if len(calls) > 2 else Doubled.apply(params["w"].view_as(params["w"]))
+        return (x @ doubled + params["b"]).square().mean()
+
+    step = T.zero(stage)(fds.train_step(loss, fds.sgd(0.1)))
+    state = step.init({"w": torch.eye(3), "b": torch.ones(3)})
+    for _ in range(2):
+        state, _ = step(state, data())
+    with pytest.raises(RuntimeError, match=r"the parameter 'w' went straight into a custom autograd.Function.*p.view_as\(p\)"):
+        step(state, data())
+
+
+@pytest.mark.parametrize("stage", [None, *STAGES])
+def test_a_loss_without_a_graph(stage: int | None) -> None:
+    apply, params = fds.functional(network())
+
+    def without_grad(params: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return apply(params, x).square().mean()
+
+    def inference(params: Any, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            return apply(params, x).square().mean()
+
+    def detached(params: Any, x: Tensor) -> Tensor:
+        return apply(params, x).square().mean().detach()
+
+    def taken_out(params: Any, x: Tensor) -> Any:
+        return torch.tensor(apply(params, x).square().mean().item())
+
+    def weighed(params: Any, x: Tensor) -> Any:
+        return fds.Weighted(torch.tensor(3.0), torch.tensor(4.0))
+
+    def program(loss: Any, held: Any = params) -> Any:
+        step = fds.train_step(loss, fds.sgd(0.1))
+        step = step if stage is None else T.zero(stage)(step)
+        state, metrics = step(step.init(held), data())
+        return step.params(state), metrics["loss"]
+
+    n = 1 if stage is None else 2
+    for loss in (without_grad, inference, detached, taken_out, weighed):
+        with pytest.raises(RuntimeError, match=r"the loss .* has no graph, so it would train nothing.*no_grad\(\)"):
+            comm.simulate(program, loss, world_size=n)
+    with pytest.raises(TypeError, match="the loss must be a scalar tensor"):
+        comm.simulate(program, lambda params, x: apply(params, x).square().mean().item(), world_size=n)
+    for loss in (without_grad, inference, lambda params, x: apply(params, x).square().mean()):  # nothing is to be trained
+        frozen = fds.freeze(params, "")
+        for found, _ in comm.simulate(program, loss, frozen, world_size=n):
+            assert all(torch.equal(found[path], params[path]) for path in found)
+    for found, _ in comm.simulate(program, lambda params, x: fds.Weighted(torch.zeros(()), 0), world_size=n):
+        assert all(torch.equal(found[path], params[path]) for path in found)
+
+
+@pytest.mark.parametrize("stage", [None, *STAGES])
+def test_a_first_touch_without_gradients(stage: int | None) -> None:
+    """A teacher under inference_mode, say, touches the leaves first; the student is trained all the same."""
+
+    def loss(call: Call, params: dict[str, Tensor], x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            target = call(params, x * 0.5) * 0.9
+        return (call(params, x) - target.clone()).square().mean()
+
+    n = 1 if stage is None else 2
+    strategy = () if stage is None else (T.zero(stage, **({"max_live_units": 9} if stage == 3 else {})),)
+    for found in comm.simulate(lambda: trained(loss, *strategy), world_size=n):
+        assert_same(found, plain(loss, n))
+
+
+class Captured(nn.Module):
+    """Reaches the module that it was built as, past the parameters that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.call = lambda x: torch.tanh(self.inner(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(x)
+
+
+@pytest.mark.parametrize("stage", [None, *STAGES])
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_a_forward_that_reaches_the_original_module(stage: int | None, recomputed: bool) -> None:
+    apply, params = fds.functional(Captured())
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        if recomputed:
+            return fds.remat(lambda x: apply(params, x))(x * 1.0).square().mean()
+        return apply(params, x).square().mean()
+
+    step = fds.train_step(loss, fds.sgd(0.1))
+    step = step if stage is None else T.zero(stage)(step)
+    with pytest.raises(RuntimeError, match=r"a parameter of shape \[3.*that is none of the step's params"):
+        comm.simulate(lambda: step(step.init(params), data()), world_size=1 if stage is None else 2)
