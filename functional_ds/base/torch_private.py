@@ -39,6 +39,7 @@ __all__ = [
     "disable_torch_function_subclass",
     "foreach_add_",
     "foreach_copy_",
+    "gradients",
     "held_elsewhere",
     "is_fake",
     "make_wrapper_subclass",
@@ -119,6 +120,18 @@ def run_backward(outputs: Sequence[Any], seeds: Sequence[Tensor], leaves: Sequen
     torch.autograd.Variable._execution_engine.run_backward(
         tuple(outputs), tuple(seeds), keep_graph, False, tuple(leaves), allow_unreachable=True, accumulate_grad=True
     )
+
+
+def gradients(outputs: Sequence[Tensor], seeds: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    """``torch.autograd.grad(outputs, leaves, seeds, allow_unused=True)``, also by leaves with ``__torch_function__``.
+
+    torch would hand the call to that of a lazy leaf, which stands for another tensor.
+    """
+    engine = torch.autograd.Variable._execution_engine
+    found = engine.run_backward(
+        tuple(outputs), tuple(seeds), False, False, tuple(leaves), allow_unreachable=True, accumulate_grad=False
+    )
+    return list(found)
 
 
 def storage_id(held: Tensor | torch.UntypedStorage) -> int:
