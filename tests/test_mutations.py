@@ -35,7 +35,7 @@ from tests.planting import Bug, planted
 from tests.remat.test_remat import awkward, outcome
 from tests.transforms.models import CASES, Blocks, Case, Tied, own_rows, run
 from tests.transforms.rules import assert_close, fresh, linear, trained
-from tests.transforms.zero import test_levels
+from tests.transforms.zero import test_levels, test_nested_autograd
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -1367,9 +1367,70 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "recomputed leaves need no gradient",
             "transforms.zero.lazy_params",
-            "view.detach().requires_grad_() for",
-            "view.detach() for",
+            "view.requires_grad_() for",
+            "view for",
             RuntimeError,
+        ),
+    ],
+    (test_nested_autograd.test_losses_that_differentiate, test_nested_autograd.sam, 3, 2): [
+        Bug(
+            "a leaf is another tensor after an eviction",
+            "transforms.zero.lazy_params",
+            "if unit not in self._trained:",
+            "if unit not in self._leaves:",
+            RuntimeError,
+        ),
+        Bug(
+            "a leaf gets the first memory that its unit had",
+            "transforms.zero.lazy_params",
+            "leaves[place].data = views[place]",
+            "pass",
+            RuntimeError,
+        ),
+    ],
+    (test_nested_autograd.test_losses_that_differentiate, test_nested_autograd.sharpness, 1, 2): [
+        Bug(
+            "a backward pass of the loss is the tape's",
+            "transforms.zero.lazy_params",
+            "if token is None:",
+            "if False:",
+            Exception,
+        ),
+    ],
+    (test_nested_autograd.test_functions_whose_backward_runs_autograd, test_nested_autograd.Recomputing, None, 1): [
+        Bug("what functions leave in .grad is lost", "step.tape", "[_sum(leaf.grad, grad) for", "[grad for"),
+    ],
+    (test_nested_autograd.test_late_gradients_of_one_rank,): [
+        Bug(
+            "late gradients stay where they are",
+            "transforms.zero.lazy_params",
+            "reducer.add_late(unit, late, self.device)",
+            "pass",
+        ),
+        Bug(
+            "a rank reduces its late gradients alone",
+            "transforms.zero.reduce",
+            "groups.any_rank(torch.tensor([unit in self._late for unit in agreed.tolist()], dtype=torch.int64))",
+            "torch.tensor([unit in self._late for unit in agreed.tolist()], dtype=torch.int64)",
+            Exception,
+        ),
+    ],
+    (test_nested_autograd.test_torch_func_in_a_loss, test_nested_autograd.along, 3): [
+        Bug(
+            "a gather is part of a transform",
+            "transforms.zero.lazy_params",
+            "if transforms and self.source.frees:",
+            "if False:",
+            Exception,
+        ),
+    ],
+    (test_nested_autograd.test_a_loss_without_a_graph, 2): [
+        Bug(
+            "a loss without a graph trains nothing",
+            "step.train_step",
+            "        _check_graph(loss, tape)\n",
+            "",
+            pytest.fail.Exception,
         ),
     ],
     (zero_is_one_device, 3, "branching"): [
@@ -1436,7 +1497,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (two_whole_units_and_the_next, False, False): [
         Bug(
             "autograd keeps whole units",
-            "transforms.zero.lazy_params",
+            "transforms.zero.saved_places",
             "self._homes.get(tensor.untyped_storage().data_ptr())",
             "None",
         ),
