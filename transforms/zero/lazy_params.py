@@ -130,7 +130,7 @@ class LazyParams:
         self._trained: dict[int, list[Tensor]] = {}  # unit -> its trained leaves, throughout a pass
         self._empty: dict[int, set[int]] = {}  # freed unit -> which of those have no memory
         self._held: set[int] = set()  # freed units of which somebody else held a leaf
-        self._late: dict[int, Tensor] = {}  # leaf -> its gradients of backward passes within the backward pass
+        self._nested: dict[int, Tensor] = {}  # leaf -> its gradients of backward passes within the backward pass
         self._lazy: list[Any] = []
         self._saved = SavedPlaces(layout, self._fetch, self._unused)
         self._reshard = reshard_last_units
@@ -193,10 +193,10 @@ class LazyParams:
             if grad is not None:
                 self._found(leaf, grad)
 
-    def completed(self, unit: int, grads: Sequence[Tensor | None], *, last: bool = False) -> None:
-        """Takes the gradients of a backward node of the unit, perhaps the last whatever nodes were made."""
+    def completed(self, unit: int, grads: Sequence[Tensor | None]) -> None:
+        """Takes the gradients of the unit's backward node."""
         if self.reducer is not None:
-            self.reducer.add(unit, grads, self.device, last=last)
+            self.reducer.add(unit, grads, self.device)
         if not self._saved.refers_to(unit):
             self.source.release(unit)
 
@@ -305,7 +305,7 @@ class LazyParams:
     def _close(self) -> None:
         """Lets go of everything. The graph's nodes refer to this object, and a cycle would keep the memory for a while."""
         self._drop_leaves()
-        self._late.clear()
+        self._nested.clear()
         self._lazy = []
         self._roots.clear()
         if self.reducer is not None:
@@ -333,7 +333,7 @@ class LazyParams:
         for unit in reversed(range(len(self.layout.units))):
             trained = self._trained_leaves(unit)
             if trained:
-                self.completed(unit, [grads.get(self.layout.paths[leaf]) for leaf in trained], last=True)
+                self.completed(unit, [grads.get(self.layout.paths[leaf]) for leaf in trained])
 
     def _trained_leaves(self, unit: int) -> list[int]:
         segments = (self.layout.segments[index] for index in self.layout.units[unit].segments)
@@ -341,7 +341,7 @@ class LazyParams:
 
     def _found(self, leaf: int, grad: Tensor) -> None:
         if self._in_backward:
-            self._late[leaf] = self._late[leaf] + grad if leaf in self._late else grad
+            self._nested[leaf] = self._nested[leaf] + grad if leaf in self._nested else grad
             return
         with disable_torch_function_subclass():
             before = self._lazy[leaf].grad
@@ -351,14 +351,14 @@ class LazyParams:
         self.source.finish(reshard=True)
         if self.reducer is None:
             return []
-        self._collect_late(self.reducer)
+        self._collect_nested(self.reducer)
         return self.reducer.finish()
 
-    def _collect_late(self, reducer: Reducer) -> None:
+    def _collect_nested(self, reducer: Reducer) -> None:
         """Hands on what backward passes within this one left after their units were complete."""
         for unit, leaves in self._trained.items():
             self.found(unit, [leaf.grad for leaf in leaves])
-        for unit in range(len(self.layout.units)) if self._late else ():
-            late = [self._late.get(leaf) for leaf in self._trained_leaves(unit)]
-            if any(grad is not None for grad in late):
-                reducer.add_late(unit, late, self.device)
+        for unit in range(len(self.layout.units)) if self._nested else ():
+            nested = [self._nested.get(leaf) for leaf in self._trained_leaves(unit)]
+            if any(grad is not None for grad in nested):
+                reducer.add_nested(unit, nested, self.device)

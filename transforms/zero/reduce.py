@@ -1,6 +1,6 @@
 """The reduction of units' gradients: each as soon as it is complete, in one order on all ranks."""
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 
 import attrs
@@ -28,13 +28,13 @@ class ReduceOrder:
         units: first the reverse of the layout's order; after the first pass, the order in which rank 0 completed them.
         traced: whether rank 0's order is known.
         timeout_s: how long a rank waits for a reduction before it starts a third; 0 once that was in vain.
-        late: the units that got gradients after they were complete, on any rank, in the first pass. They are reduced twice.
+        nested: the units that, on any rank, backward passes within the first one gave gradients. They are reduced twice.
     """
 
     units: tuple[int, ...]
     traced: bool = False
     timeout_s: float = 2.0
-    late: tuple[int, ...] = ()
+    nested: tuple[int, ...] = ()
 
 
 @attrs.define(eq=False)
@@ -65,15 +65,15 @@ class Reducer:
     local: dict[int, Tensor]
     sums: dict[int, Tensor]
     in_flight: InFlight[list[Tensor]] = attrs.field(factory=InFlight)
-    _late: set[int] = attrs.field(factory=set)
-    _expected: Counter[int] = attrs.field(factory=Counter)  # unit -> backward nodes that have not run
+    _nested: set[int] = attrs.field(factory=set)
+    _expected: set[int] = attrs.field(factory=set)  # the units that have a backward node
     _completed: list[int] = attrs.field(factory=list)
     _posted: int = 0
     _own: "deque[tuple[int, comm.Pending[list[Tensor]]]]" = attrs.field(factory=deque)  # those of them that are its own
 
     def expect(self, unit: int) -> None:
-        """Announces one more backward node of the unit."""
-        self._expected[unit] += 1
+        """Announces the backward node of the unit."""
+        self._expected.add(unit)
 
     def untouched(self) -> list[int]:
         """The trained units that have no backward node."""
@@ -83,22 +83,19 @@ class Reducer:
         """The unit's segments that get gradients."""
         return [index for index in self.layout.units[unit].segments if self.layout.segments[index].trainable]
 
-    def add(self, unit: int, grads: Sequence[Tensor | None], device: torch.device, *, last: bool = False) -> None:
-        """Adds the gradients of one backward node.
+    def add(self, unit: int, grads: Sequence[Tensor | None], device: torch.device) -> None:
+        """Adds the gradients of a unit's backward node, which complete it.
 
         Args:
             unit: whose.
             grads: of the unit's trained leaves, in layout order; None, or an empty list, stands for zeros.
             device: where the sums lie.
-            last: whether no other node of the unit will run, whatever was announced.
         """
         self._add(unit, grads, device)
-        self._expected[unit] = 0 if last else self._expected[unit] - 1
-        if not self._expected[unit]:
-            self._completed.append(unit)
-            self._post()
+        self._completed.append(unit)
+        self._post()
 
-    def add_late(self, unit: int, grads: Sequence[Tensor | None], device: torch.device) -> None:
+    def add_nested(self, unit: int, grads: Sequence[Tensor | None], device: torch.device) -> None:
         """Adds gradients that came after the unit was complete: of a backward pass within the backward pass.
 
         Args:
@@ -109,13 +106,13 @@ class Reducer:
         Raises:
             RuntimeError: no rank had any in the first pass, so the other ranks would not join another reduction.
         """
-        if self.now and self.order.traced and unit not in self.order.late:
+        if self.now and self.order.traced and unit not in self.order.nested:
             raise RuntimeError(
                 "the backward pass of a custom autograd.Function ran another backward pass, which gave the params "
                 f"{self._paths(unit)} gradients. In the first step none did, and the ranks agreed then on what they sum: use "
                 "the Function in the first step, too, or torch.utils.checkpoint with use_reentrant=False in its place"
             )
-        self._late.add(unit)
+        self._nested.add(unit)
         self._add(unit, grads, device)
 
     def finish(self) -> list[Tensor]:
@@ -124,8 +121,8 @@ class Reducer:
         if self.now:
             self._settle_all()
             self._trace_order()
-            for unit in self.order.late:
-                if unit not in self._late:
+            for unit in self.order.nested:
+                if unit not in self._nested:
                     self._add(unit, (), self.sums[self.trained(unit)[0]].device)
                 self._start(unit, again=True)
             self._settle_all()
@@ -226,14 +223,14 @@ class Reducer:
     def _trace_order(self) -> None:
         """From the second pass on, all ranks keep the order in which rank 0 completed the units of the first.
 
-        Which units got late gradients, on any rank, they agree on then, too.
+        Which units got gradients of nested passes, on any rank, they agree on then, too.
         """
         if not self.order.traced:
             groups = self.collectives.groups
             agreed = groups.broadcast(torch.tensor(self._completed, dtype=torch.int64), "control")
-            late = groups.any_rank(torch.tensor([unit in self._late for unit in agreed.tolist()], dtype=torch.int64))
+            nested = groups.any_rank(torch.tensor([unit in self._nested for unit in agreed.tolist()], dtype=torch.int64))
             self.order.units, self.order.traced = tuple(agreed.tolist()), True
-            self.order.late = tuple(agreed[late > 0].tolist())
+            self.order.nested = tuple(agreed[nested > 0].tolist())
 
     def _paths(self, unit: int) -> list[str]:
         return [self.layout.paths[slot.leaf] for index in self.trained(unit) for slot in self.layout.segments[index].slots]
