@@ -1427,7 +1427,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
             Exception,
         ),
     ],
-    (test_nested_autograd.test_torch_func_in_a_loss, test_nested_autograd.per_sample, 3): [
+    (test_nested_autograd.test_torch_func_in_a_loss, test_nested_autograd.rows_alone, 3): [
         Bug(
             "a loss runs again without its units",
             "transforms.zero.lazy_params",
