@@ -15,13 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from functional_ds.comm.record.collective import Call, Here
+from functional_ds.comm.record.collective import Call, Handle, Here
 from functional_ds.comm.record.errors import CommError
-from functional_ds.comm.record.group import Group, World, call_site
+from functional_ds.comm.record.group import Beside, Group, World, at_site, call_site, last
+from functional_ds.comm.record.watched import Watched
 
 from .call_log import CallLog
 from .gloo import GLOO, Communicator, Started
 from .nccl import NCCL, message
+from .side_stream import SideStream
 from .worker import Performed, Posted, Queued, Worker
 
 __all__ = ["DEFAULT_TIMEOUT", "ProcessWorld", "leave_process_world", "process_world", "torch_group"]
@@ -132,6 +134,7 @@ class ProcessWorld(World):
     call_log: CallLog | None = None
     barrier_log: CallLog | None = None
     checked_blocks: int = 0
+    _streams: dict[tuple[Any, ...], Any] = attrs.field(factory=dict)  # of chains, by lane and device
     _batch: list[tuple[dist.P2POp, Started]] | None = None
     _left: bool = False
 
@@ -140,7 +143,7 @@ class ProcessWorld(World):
         """The CPU if the world has a backend for it, else CUDA."""
         return torch.device("cpu" if "cpu" in self._backends else "cuda")
 
-    def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, async_op: bool) -> _ProcessHandle:
+    def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, async_op: bool) -> Handle:
         if self._left:
             shown = call.shown(group.rank)
             raise CommError(f"{shown} on {group!r}: its processes' group was destroyed; take a group of the new world")
@@ -159,7 +162,8 @@ class ProcessWorld(World):
             agreed = None  # the log is waited for once a call
         if agreed is not None:  # a tree without leaves sends nothing, but must be compared, too
             agreed()
-        return _ProcessHandle(call, tensors, group, here, parts)
+        handle = _ProcessHandle(call, tensors, group, here, parts)
+        return Watched.of(handle, call, tensors, group) if async_op and self.call_log else handle
 
     def _start_gloo(
         self, call: Call, group: Group, payload: Tensor, agreed: Callable[[], None] | None, async_op: bool
@@ -213,6 +217,21 @@ class ProcessWorld(World):
                     started.works = works
         finally:
             self._batch = outer
+
+    def beside(self, steps: Callable[[], Iterator[Any]], lane: Group, device: torch.device) -> Beside:
+        """Carries out the steps on a thread of the lane's; on CUDA at once, on a stream of the lane's."""
+        if device.type != "cuda":
+            site = call_site()
+
+            def job() -> Any:
+                with at_site(site):
+                    return last(steps())
+
+            return self._worker(lane, "beside")[1].submit(job)
+        key = (lane.ranks, lane.name, device)
+        if key not in self._streams:
+            self._streams[key] = torch.cuda.Stream(device)
+        return SideStream.run(steps, self._streams[key])
 
     def __attrs_post_init__(self) -> None:
         weakref.finalize(self, _close, self.workers)  # before the interpreter exits, too

@@ -1,5 +1,6 @@
 """Whole units from shards: each gathered when first touched, some ahead, a bounded number at a time."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import attrs
@@ -9,7 +10,7 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.sharding.layout import Layout
 
-from .collectives import Collectives, InFlight
+from .collectives import Collectives
 from .prefetch import FetchPlan, FetchTrace, plan_fetches
 
 __all__ = ["Gatherer"]
@@ -48,7 +49,7 @@ class Gatherer:
     _trace: FetchTrace = attrs.field(factory=FetchTrace)
     _plan: FetchPlan = attrs.field(factory=FetchPlan)
     _made: int = 0  # fetches of the plan that were made
-    _in_flight: InFlight[list[Tensor]] = attrs.field(factory=InFlight)
+    _in_flight: "deque[comm.Pending[list[Tensor]]]" = attrs.field(factory=deque)
     _asked: list[int] = attrs.field(factory=list)
     _first_levels: "dict[int, comm.Pending[object]]" = attrs.field(factory=dict)  # hpZ's secondary shards, by unit
 
@@ -99,11 +100,9 @@ class Gatherer:
         for unit in fetch.evict:
             self._drop(unit)
         for ahead in self._plan.fetches[self._made + len(self._in_flight) : self._made + 1 + self.prefetch]:
-            self._in_flight.push(self._start(ahead.unit))
+            self._in_flight.append(self._start(ahead.unit))
         self._made += 1
-        self.whole[fetch.unit] = self._in_flight.pop()
-        if len(self.collectives.groups.levels) > 1:
-            self._in_flight.advance()  # beside the computation
+        self.whole[fetch.unit] = self._in_flight.popleft().wait()
 
     def _sharded(self, unit: int) -> list[int]:
         return [index for index in self.layout.units[unit].segments if not self.layout.segments[index].persistent]

@@ -247,8 +247,6 @@ class LazyParams:
         self._leaves.clear()
         self._homes.clear()
         self._roots.clear()
-        if self.reducer is not None:
-            self.reducer.close()
         self._handle = self.reducer = None
         self.source = WholeParams(self.layout, ())
 

@@ -9,11 +9,10 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base.torch_private import foreach_add_, foreach_copy_
-from functional_ds.comm.record.pending import relay
 from functional_ds.sharding.layout import Layout
 from functional_ds.step.tape import dense, wide
 
-from .collectives import Collectives, InFlight
+from .collectives import Collectives
 
 __all__ = ["ReduceOrder", "Reducer"]
 
@@ -52,7 +51,6 @@ class Reducer:
         more: whether further micro-batches will be added to the result.
         local: this rank's sums, ``[segment.size]``, by segment.
         sums: sums over the ranks, ``[segment.shard]``, by segment.
-        in_flight: the reductions of this rank, those of other reducers included: a pipeline's stages have one each.
     """
 
     layout: Layout
@@ -62,11 +60,10 @@ class Reducer:
     more: bool
     local: dict[int, Tensor]
     sums: dict[int, Tensor]
-    in_flight: InFlight[list[Tensor]] = attrs.field(factory=InFlight)
     _expected: Counter[int] = attrs.field(factory=Counter)  # unit -> backward nodes that have not run
     _completed: list[int] = attrs.field(factory=list)
     _posted: int = 0
-    _own: "deque[tuple[int, comm.Pending[list[Tensor]]]]" = attrs.field(factory=deque)  # those of them that are its own
+    _own: "deque[tuple[int, comm.Pending[list[Tensor]]]]" = attrs.field(factory=deque)  # reductions in flight
 
     def expect(self, unit: int) -> None:
         """Announces one more backward node of the unit."""
@@ -106,11 +103,6 @@ class Reducer:
             self._trace_order()
             results = self.sums
         return [results[index] for index, segment in enumerate(self.layout.segments) if segment.trainable]
-
-    def close(self) -> None:
-        """Gives up the reductions that nobody has waited for, as after an error."""
-        for _, pending in self._own:
-            self.in_flight.discard(pending)
 
     # -- on this rank --------------------------------------------------------------------------------------------------
 
@@ -153,7 +145,7 @@ class Reducer:
         this rank has not reached. After the timeout a third reduction starts, at the cost of its memory.
         """
         while len(self._own) >= _MAX_IN_FLIGHT:
-            if not self.in_flight.poll(self._own[0][1], self.order.timeout_s):
+            if not self._own[0][1].poll(self.order.timeout_s):
                 self.order.timeout_s = 0.0
                 return
             self._settle()
@@ -167,17 +159,13 @@ class Reducer:
             return [self._with_earlier(index, value) for index, value in zip(trained, found, strict=True)]
 
         pending = collectives.reduce(segments, flats)
-        if collectives.replicates and not self.more:  # replicas sum once a step, over all micro-batches
-            pending = relay(pending, lambda found: collectives.replicate(segments, summed(found)))
-        else:
-            pending = pending.then(summed)
-        self._own.append((unit, self.in_flight.push(pending)))
-        if collectives.reduce_levels > 1:
-            self.in_flight.advance()
+        # Replicas sum once a step, over all micro-batches.
+        pending = pending.then(summed) if self.more else collectives.replicate(segments, pending, summed, flats[0].device)
+        self._own.append((unit, pending))
 
     def _settle(self) -> None:
         unit, pending = self._own.popleft()
-        self.sums.update(zip(self.trained(unit), self.in_flight.wait(pending), strict=True))
+        self.sums.update(zip(self.trained(unit), pending.wait(), strict=True))
 
     def _with_earlier(self, index: int, value: Tensor) -> Tensor:
         """Adds the shards of earlier micro-batches."""

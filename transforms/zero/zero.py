@@ -255,7 +255,6 @@ class Zero(ZeroConfig):
             more=not tape.last,
             local={} if each else carry,
             sums=carry if each else {},
-            in_flight=cache.in_flight,
         )
 
     # -- what is summed over the ranks ---------------------------------------------------------------------------------
