@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from functional_ds import comm
+from functional_ds.comm.algorithms.bruck import bruck
 from functional_ds.sharding.layout import Layout
 
 from .collectives import Collectives
@@ -125,11 +126,14 @@ class Gatherer:
     def _ask(self, unit: int) -> bool:
         """One round: each rank sends the unit that it needs, or that it has finished, and all fetch these units.
 
+        The hosts meet here, in ⌈log2 n⌉ messages each.
+
         Returns:
             Whether all ranks have finished.
         """
         control = self.collectives.groups.shards.channel("control")
-        needs = set(comm.all_gather(torch.tensor([unit]), control).tolist()) - {_FINISHED}
+        mine = torch.tensor([unit], device=control.world.device)
+        needs = set(bruck(mine, control).tolist()) - {_FINISHED}
         for need in sorted(needs):
             for old in [old for old in self.whole if old != unit][: max(0, len(self.whole) - self.max_live_units + 1)]:
                 self._drop(old)
