@@ -57,7 +57,7 @@ class World(ABC):
         return nullcontext()
 
     def beside(self, steps: Callable[[], Iterator[Any]], lane: "Group", device: torch.device) -> Beside:
-        """Carries out ``steps()`` beside the program, after what it was given for the lane before; the last value is the result.
+        """Carries out ``steps()`` beside the program, after those of the lane before; the last value is the result.
 
         Here nothing waits for another rank, so the steps are done when this returns.
         """

@@ -13,11 +13,11 @@ from .collective import Call, Handle, Here
 from .errors import WrittenError
 from .group import Group, call_site
 
-__all__ = ["Watched"]
+__all__ = ["WatchedInputs"]
 
 
 @attrs.define(eq=False)
-class Watched:
+class WatchedInputs:
     """A call under way; the wait raises where an input was written since the start.
 
     A transport may read an input at any time until the wait. A write is noticed by torch's version counter, and by a checksum
@@ -32,10 +32,10 @@ class Watched:
     before: "Sequence[tuple[int | None, int]]"
 
     @staticmethod
-    def of(inner: Handle, call: Call, tensors: Sequence[Tensor], group: Group) -> "Watched":
+    def of(inner: Handle, call: Call, tensors: Sequence[Tensor], group: Group) -> "WatchedInputs":
         """The handle, watched from now on."""
         tensors = tensors if call.collective.reads(Here(call.options, group.rank, group.size)) else ()
-        return Watched(inner, call, group, tensors, call_site(), [_state(tensor) for tensor in tensors])
+        return WatchedInputs(inner, call, group, tensors, call_site(), [_state(tensor) for tensor in tensors])
 
     @property
     def ended(self) -> float | None:
@@ -70,4 +70,4 @@ def _state(tensor: Tensor) -> tuple[int | None, int]:
         return version, 0
     with torch.no_grad():
         plain = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    return version, zlib.crc32(plain.view(torch.uint8).numpy()) if plain.numel() else 0
+    return version, zlib.crc32(plain.view(torch.uint8).numpy().data) if plain.numel() else 0

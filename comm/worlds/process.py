@@ -15,15 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
+from functional_ds.base.side_stream import SideStream
 from functional_ds.comm.record.collective import Call, Handle, Here
 from functional_ds.comm.record.errors import CommError
 from functional_ds.comm.record.group import Beside, Group, World, at_site, call_site, last
-from functional_ds.comm.record.watched import Watched
+from functional_ds.comm.record.watched import WatchedInputs
 
 from .call_log import CallLog
 from .gloo import GLOO, Communicator, Started
 from .nccl import NCCL, message
-from .side_stream import SideStream
 from .worker import Performed, Posted, Queued, Worker
 
 __all__ = ["DEFAULT_TIMEOUT", "ProcessWorld", "leave_process_world", "process_world", "torch_group"]
@@ -163,7 +163,7 @@ class ProcessWorld(World):
         if agreed is not None:  # a tree without leaves sends nothing, but must be compared, too
             agreed()
         handle = _ProcessHandle(call, tensors, group, here, parts)
-        return Watched.of(handle, call, tensors, group) if async_op and self.call_log else handle
+        return WatchedInputs.of(handle, call, tensors, group) if async_op and self.call_log else handle
 
     def _start_gloo(
         self, call: Call, group: Group, payload: Tensor, agreed: Callable[[], None] | None, async_op: bool

@@ -20,9 +20,10 @@ from torch import Tensor
 from functional_ds.comm.record.collective import Call, Handle, Here
 from functional_ds.comm.record.errors import CommError, DeadlockError, MismatchError, UnmatchedError
 from functional_ds.comm.record.group import Beside, Group, World, at_site, call_site, last
-from functional_ds.comm.record.watched import Watched
+from functional_ds.comm.record.watched import WatchedInputs
 
 from .current import enter, exclusive_simulation
+from .group_call import GroupCall, RankCall, copied
 from .rng_state import RngState, drop_spare_normal, kept_rng
 from .shapes import run_on_shapes
 
@@ -38,57 +39,10 @@ class _AbortedError(BaseException):
     """Ends the other ranks once one has failed. It is no Exception, so that user code does not catch it."""
 
 
-@attrs.frozen(eq=False)
-class _RankCall:
-    """One rank's part of a collective: its call, its inputs and the call site."""
-
-    call: Call
-    here: Here
-    inputs: list[Tensor]
-    site: str
-
-    def __str__(self) -> str:
-        return self.call.signature(self.inputs, self.here)
-
-
-@attrs.define(eq=False)
-class _GroupCall:
-    """One collective of one group: the calls so far, and the results once all members have called."""
-
-    group: Group
-    members: tuple[int, ...]  # ranks of the world, in the denotation's order
-    agreement: tuple[Any, ...]
-    arrivals: dict[int, _RankCall] = attrs.field(factory=dict)
-    outputs: dict[int, list[Tensor]] | None = None
-
-    @property
-    def done(self) -> bool:
-        return self.outputs is not None
-
-    def missing(self) -> list[int]:
-        return [rank for rank in self.members if rank not in self.arrivals]
-
-    def complete(self) -> None:
-        """Applies the denotation to each leaf; by law 12 that is the meaning of a coalesced call."""
-        arrivals = [self.arrivals[rank] for rank in self.members]
-        call = arrivals[0].call
-        options = call.merged([arrival.call.private() for arrival in arrivals])
-        leaves = zip(*(arrival.inputs for arrival in arrivals), strict=True)
-        with torch.inference_mode(False), torch.no_grad():  # whichever modes the last rank is in
-            results = [call.collective.denotation(xs, options) for xs in leaves]
-        self.outputs = {rank: [result[i] for result in results] for i, rank in enumerate(self.members)}
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    """The values as a message would carry them: contiguous, and independent of the sender's modes."""
-    with torch.inference_mode(False):
-        return tensor.detach().clone(memory_format=torch.contiguous_format)
-
-
 @attrs.define(eq=False)
 class _SimulatedHandle:
     world: "SimulatedWorld"
-    slot: _GroupCall
+    slot: GroupCall
     ended: float | None = None
 
     def wait(self) -> list[Tensor]:
@@ -173,10 +127,10 @@ class SimulatedWorld(World):
         key = (group.ranks, group.name, row.order(call.options))
         turn = self.counts[key] = self.counts.get(key, -1) + 1
         members = tuple(group.ranks[member] for member in row.members(call.options, group.size))
-        arrival = _RankCall(call, here, [_copy(t) for t in tensors], call_site())
-        slot = _GroupCall(group, members, call.agreement(tensors, here))
+        arrival = RankCall(call, here, [copied(t) for t in tensors], call_site())
+        slot = GroupCall(group, members, call.agreement(tensors, here))
         handle = _SimulatedHandle(self, self.simulator.arrive((*key, turn), self.rank, slot, arrival))
-        return Watched.of(handle, call, tensors, group) if async_op else handle
+        return WatchedInputs.of(handle, call, tensors, group) if async_op else handle
 
 
 class Simulator:
@@ -189,18 +143,18 @@ class Simulator:
         self.batons = [threading.Lock() for _ in range(world_size)]  # all are locked except the one of the rank that runs
         for baton in self.batons:
             baton.acquire()
-        self.waiting: dict[int, _GroupCall | _Job] = {}
+        self.waiting: dict[int, GroupCall | _Job] = {}
         self.polling: set[int] = set()
         self.fruitless = 0  # polls in a row that found nothing, since the last call of any rank
         self.unfinished = set(range(world_size))
-        self.slots: dict[tuple[Any, ...], _GroupCall] = {}  # collectives that are not complete
+        self.slots: dict[tuple[Any, ...], GroupCall] = {}  # collectives that are not complete
         self.rng_states = RngState.now().copies(world_size)
         self.failure: BaseException | None = None
         self.over = threading.Event()
 
     # -- what a rank calls while it holds the baton --------------------------------------------------------------------
 
-    def arrive(self, key: tuple[Any, ...], rank: int, slot: _GroupCall, arrival: _RankCall) -> _GroupCall:
+    def arrive(self, key: tuple[Any, ...], rank: int, slot: GroupCall, arrival: RankCall) -> GroupCall:
         """Adds a call to its collective; raises MismatchError where it differs from the first member's."""
         self.check()
         known = self.slots.setdefault(key, slot)
@@ -217,7 +171,7 @@ class Simulator:
             known.complete()
         return known
 
-    def wait(self, rank: int, slot: _GroupCall | _Job, *, polls: bool = False) -> bool:
+    def wait(self, rank: int, slot: GroupCall | _Job, *, polls: bool = False) -> bool:
         """Lets other ranks run until the collective is complete. A poll also ends when no other rank can continue."""
         drop_spare_normal()
         while not slot.done:
@@ -228,7 +182,7 @@ class Simulator:
         self.check()
         return True
 
-    def poll(self, rank: int, slot: _GroupCall | _Job, patient: bool) -> bool:
+    def poll(self, rank: int, slot: GroupCall | _Job, patient: bool) -> bool:
         """Whether the collective is complete; other ranks run first.
 
         A patient poll lets them run until none can continue; any other poll, for a number of turns that the seed picks.
@@ -359,7 +313,7 @@ class Simulator:
                 lines.append(f"  rank {rank}, beside its program, waits in {self.describe_wait(slot, rank)}")
         return "\n".join(lines)
 
-    def describe_wait(self, slot: _GroupCall | _Job, rank: int) -> str:
+    def describe_wait(self, slot: GroupCall | _Job, rank: int) -> str:
         """The rank's call, its call site, and the ranks that have not called."""
         if isinstance(slot, _Job):
             return f"a chain of collectives begun at {slot.site}"

@@ -186,7 +186,7 @@ class Collectives:
         self, first: "comm.Pending[Any]", *rest: "Callable[[Any], comm.Pending[Any]]", device: torch.device
     ) -> PendingFlats:
         """All reductions of a rank are one lane, those of a pipeline's stages included."""
-        return relay(first, *rest, lane=_channel(self.groups.shards), device=device)  # type: ignore[return-value]
+        return relay(first, *rest, lane=_channel(self.groups.shards), device=device)
 
     def _reduce_to_owner(self, flats: Flats, owner: int) -> PendingFlats:
         group = self.groups.shards

@@ -1,7 +1,8 @@
 """The reduction of units' gradients: each as soon as it is complete, in one order on all ranks."""
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import attrs
 import torch
@@ -13,6 +14,7 @@ from functional_ds.sharding.layout import Layout
 from functional_ds.step.tape import dense, wide
 
 from .collectives import Collectives
+from .prefetch import FetchPlan
 
 __all__ = ["ReduceOrder", "Reducer"]
 
@@ -27,11 +29,15 @@ class ReduceOrder:
         units: first the reverse of the layout's order; after the first pass, the order in which rank 0 completed them.
         traced: whether rank 0's order is known.
         timeout_s: how long a rank waits for a reduction before it starts a third; 0 once that was in vain.
+        plan: the fetches of a backward pass for which the ranks agreed on ``after``.
+        after: unit -> how many of these fetches all ranks start before the unit's reduction.
     """
 
     units: tuple[int, ...]
     traced: bool = False
     timeout_s: float = 2.0
+    plan: FetchPlan | None = None
+    after: Mapping[int, int] = attrs.field(factory=dict)
 
 
 @attrs.define(eq=False)
@@ -42,6 +48,10 @@ class Reducer:
     micro-batches), then over the ranks, then onto ``sums`` (in stages 2 and 3, the shards of earlier micro-batches).
 
     Law: every rank reduces every unit once, in ``order``, whenever and in whatever order it completes them.
+
+    Gathers and reductions use groups of their own, and NCCL may block where ranks launch these in different orders. So in a
+    pass whose fetches are planned, the ranks agree after how many of them each unit was complete on all ranks; where the
+    next pass has the same plan, they start the unit's reduction there.
 
     Attributes:
         layout: the units.
@@ -63,6 +73,9 @@ class Reducer:
     _expected: Counter[int] = attrs.field(factory=Counter)  # unit -> backward nodes that have not run
     _completed: list[int] = attrs.field(factory=list)
     _posted: int = 0
+    _plan: FetchPlan | None = None
+    _made: int = 0  # fetches of the plan that were made
+    _completed_after: dict[int, int] = attrs.field(factory=dict)  # unit -> fetches made
     _own: "deque[tuple[int, comm.Pending[list[Tensor]]]]" = attrs.field(factory=deque)  # reductions in flight
 
     def expect(self, unit: int) -> None:
@@ -92,15 +105,26 @@ class Reducer:
         self._expected[unit] = 0 if last else self._expected[unit] - 1
         if not self._expected[unit]:
             self._completed.append(unit)
+            self._completed_after[unit] = self._made
             self._post()
 
-    def finish(self) -> list[Tensor]:
-        """All gradients, one a trained segment, after the last reduction."""
+    def fetched(self, plan: FetchPlan, made: int) -> None:
+        """Says that so many fetches of the pass's plan were made."""
+        self._plan, self._made = plan, made
+        self._post()
+
+    @property
+    def late(self) -> bool:
+        """Whether this rank completed a unit after the place that the ranks agreed on."""
+        return self._placed and any(made > self.order.after[unit] for unit, made in self._completed_after.items())
+
+    def finish(self, *, renew: bool = False) -> list[Tensor]:
+        """All gradients, one a trained segment, after the last reduction; ``renew`` says that a rank was late."""
         results = self.local
         if self.now:
             while self._own:
                 self._settle()
-            self._trace_order()
+            self._trace_order(renew)
             results = self.sums
         return [results[index] for index, segment in enumerate(self.layout.segments) if segment.trainable]
 
@@ -132,11 +156,18 @@ class Reducer:
     def _post(self) -> None:
         """Starts the reductions of completed units whose turn it is."""
         turns = self.order.units
-        while self.now and self._posted < len(turns) and turns[self._posted] in self._completed:
+        while self.now and self._posted < len(turns) and self._due(turns[self._posted]):
             unit = turns[self._posted]
             self._posted += 1
             self._limit_in_flight()
             self._start(unit)
+
+    @property
+    def _placed(self) -> bool:
+        return self._plan is not None and self.order.plan is self._plan
+
+    def _due(self, unit: int) -> bool:
+        return unit in self._completed and (not self._placed or self._made >= self.order.after[unit])
 
     def _limit_in_flight(self) -> None:
         """Waits until fewer than two reductions are in flight, up to a timeout, which avoids a deadlock.
@@ -173,8 +204,15 @@ class Reducer:
             return self.sums[index].add_(value)
         return wide(value) if self.more and value.element_size() == 2 else value
 
-    def _trace_order(self) -> None:
+    def _trace_order(self, renew: bool) -> None:
         """From the second pass on, all ranks keep the order in which rank 0 completed the units of the first."""
-        if not self.order.traced:
-            agreed = self.collectives.groups.broadcast(torch.tensor(self._completed, dtype=torch.int64), "control")
-            self.order.units, self.order.traced = tuple(agreed.tolist()), True
+        order, groups = self.order, self.collectives.groups
+        device = groups.group.world.device
+        if not order.traced:
+            agreed = groups.broadcast(torch.tensor(self._completed, dtype=torch.int64, device=device), "control")
+            order.units, order.traced = tuple(agreed.tolist()), True
+        if self._plan is not None and (renew or not self._placed):
+            mine = torch.tensor([self._completed_after[unit] for unit in order.units], device=device)
+            latest = comm.all_reduce(mine, groups.shards.channel("control"), op="max")
+            # A unit's turn comes after the turns of those before it.
+            order.plan, order.after = self._plan, dict(zip(order.units, accumulate(latest.tolist(), max), strict=True))

@@ -64,6 +64,17 @@ def test_after_the_wait_anybody_may_write(call: str) -> None:
     comm.simulate(program, call, add, True, world_size=2)
 
 
+def named(call: str, how: str) -> None:
+    """Whether a write is named; a late one, or a receiver's, is not."""
+    if how == "late":
+        test_who_receives_may_write_into_what_told_the_shape(call)
+        return
+    with pytest.raises(BaseException) as caught:
+        comm.simulate(program, call, {write.__name__: write for write in WRITES}[how], world_size=2)
+        raise KeyError
+    assert caught.type is comm.WrittenError
+
+
 @pytest.mark.parametrize("call", ["broadcast", "isend"])
 def test_who_receives_may_write_into_what_told_the_shape(call: str) -> None:
     def receiver() -> None:

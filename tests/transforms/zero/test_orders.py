@@ -151,3 +151,56 @@ def test_secondary_shards_on_processes() -> None:
     program = alike((0, 1, 0), 3, hpz=True, max_live_units=1)
     for found in comm.spawn(on_ranks, program, world_size=4):
         agrees(found, plainly(program))
+
+
+# -- over several communicators ---------------------------------------------------------------------------------------
+
+
+def launches(program: Program) -> list[list[tuple[str, str]]]:
+    """What this rank started in each step, over all groups."""
+    log: list[tuple[str, str]] = []
+
+    def logged(name: str) -> Any:
+        def start(x: Any, group: comm.Group, **options: Any) -> Any:
+            log.append((name, group.name))
+            return getattr(comm, name)(x, group, **options)
+
+        return start
+
+    rank = comm.world().rank
+    knobs = {**dict(program.knobs), "all_gather": logged("all_gather"), "reduce_scatter": logged("reduce_scatter")}
+    current: list[Order] = [()]
+    zero = transforms.zero(3, **knobs, **program.grid.groups(blocks=False))
+    step = zero(fds.train_step(lambda params, x: through(params, current[0], x), fds.sgd(LR)))
+    state, found = step.init(weights(program.units)), []
+    for orders in program.steps:
+        current[0] = orders[rank]
+        log.clear()
+        state, _ = step(state, rows(program.grid.size)[rank])
+        found.append([*log])
+    return found
+
+
+def launches_agree(program: Program, seed: int = 0) -> None:
+    """The last step's launches, since the ranks need a few steps to learn each other's order."""
+    first, *others = comm.simulate(launches, program, world_size=program.grid.size, seed=seed)
+    assert all(other[-1] == first[-1] for other in others)
+
+
+PAIR = Grid(1, 1, 2)
+UP, DOWN = (0, 0, 1, 2, 3), (3, 3, 2, 1, 0)  # the first unit twice, or its backward would not need it
+GATED = Program(((UP, (3, 1)),) * 5, PAIR, (("max_live_units", 2), ("prefetch", 1)))
+# The plan stays: the same units are fetched, but rank 0 completes them later.
+REGATED = Program(((UP, UP),) * 4 + ((DOWN, UP),) * 4, PAIR, (("max_live_units", 4), ("reshard_last_units", True)))
+
+
+@pytest.mark.law(19)
+@given(data=st.data(), seed=st.integers(0, 99))
+def test_communicators_are_used_in_one_order(data: st.DataObject, seed: int) -> None:
+    """NCCL may block where ranks launch gathers and reductions in different orders, though each has a group of its own."""
+    grid = Grid(1, 1, data.draw(st.integers(2, 3)))
+    orders = st.lists(st.integers(0, 3), min_size=1, max_size=6).map(tuple)
+    phases = data.draw(st.lists(st.tuples(*[orders] * grid.size), min_size=1, max_size=2))
+    knobs = {"max_live_units": data.draw(st.integers(1, 3)), "prefetch": data.draw(st.integers(0, 2))}
+    steps = tuple(gated for gated in phases for _ in range(5))
+    launches_agree(Program(steps, grid, tuple(knobs.items())), seed)

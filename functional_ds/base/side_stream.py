@@ -1,4 +1,4 @@
-"""Chains of CUDA collectives on a stream of their own, so that the computation waits for their results alone."""
+"""Steps on a CUDA stream of their own: the computation goes on meanwhile, and waits for their result alone."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -7,7 +7,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from functional_ds.base import tree
+from . import tree
 
 __all__ = ["SideStream"]
 
