@@ -44,8 +44,9 @@ class UnitSource(Protocol):
         """The unit's flat tensors, ``[segment.size]``, one a segment."""
         ...
 
-    def finish(self, *, reshard: bool) -> None:
-        """Ends a pass; ``reshard`` frees all units."""
+    def finish(self, *, reshard: bool, note: bool = False) -> bool:
+        """Ends a pass; ``reshard`` frees all units. Whether any rank gave a note."""
+        ...
 
     def release(self, unit: int) -> None:
         """Says that nothing refers to the unit any more."""
@@ -69,8 +70,9 @@ class WholeParams:
         """The unit's flat tensors."""
         return [self.flats[index].detach() for index in self.layout.units[unit].segments]
 
-    def finish(self, *, reshard: bool) -> None:
+    def finish(self, *, reshard: bool, note: bool = False) -> bool:
         """Does nothing."""
+        return note
 
     def release(self, unit: int) -> None:
         """Does nothing."""
@@ -308,8 +310,6 @@ class LazyParams:
         self._nested.clear()
         self._lazy = []
         self._roots.clear()
-        if self.reducer is not None:
-            self.reducer.close()
         self._handle = self.reducer = None
         self.source = WholeParams(self.layout, ())
 
@@ -348,11 +348,12 @@ class LazyParams:
             self._lazy[leaf].grad = grad if before is None else before + grad
 
     def _collect(self, grads: list[Tensor | None]) -> list[Tensor]:
-        self.source.finish(reshard=True)
         if self.reducer is None:
+            self.source.finish(reshard=True)
             return []
+        renew = self.source.finish(reshard=True, note=self.reducer.out_of_place)
         self._collect_nested(self.reducer)
-        return self.reducer.finish()
+        return self.reducer.finish(renew=renew)
 
     def _collect_nested(self, reducer: Reducer) -> None:
         """Hands on what backward passes within this one left after their units were complete."""
