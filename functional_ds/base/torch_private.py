@@ -37,6 +37,7 @@ __all__ = [
     "disable_torch_function_subclass",
     "foreach_add_",
     "foreach_copy_",
+    "hooks_of",
     "is_fake",
     "make_wrapper_subclass",
     "non_persistent_buffers_of",
@@ -112,6 +113,11 @@ def storage_id(held: Tensor | torch.UntypedStorage) -> int:
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was written to in place. Without it, changed values would be used for gradients without an error."""
     return tensor._version
+
+
+def hooks_of(tensor: Tensor) -> list[Callable[..., Any]]:
+    """A leaf's gradient hooks. Without it, those of a module's parameters would be dropped without a word."""
+    return [*(tensor._backward_hooks or {}).values(), *(tensor._post_accumulate_grad_hooks or {}).values()]
 
 
 def schema_of(operator: Any) -> Any:
