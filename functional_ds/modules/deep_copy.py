@@ -11,20 +11,20 @@ from typing import Any, Protocol
 import attrs
 from torch import Tensor, nn
 
-__all__ = ["Holder", "deep_copy", "reached"]
+__all__ = ["TensorPlace", "deep_copy", "reached"]
 
 _ATOMS = (str, bytes, int, float, complex, type, types.ModuleType, Tensor)
 _REBUILT = (tuple, types.MethodType, functools.partial)  # cannot be written into, so copies of them are made anew, too
 
 
-class Holder(Protocol):
+class TensorPlace(Protocol):
     """A place that holds a value: a dict, a list or the cell of a closure."""
 
     def __setitem__(self, key: Any, value: Any) -> None: ...
 
 
 @attrs.frozen
-class _Cell:
+class _ClosureCell:
     """The cell of a closure, as a place."""
 
     cell: types.CellType
@@ -34,12 +34,12 @@ class _Cell:
 
 
 @attrs.frozen
-class _Items:
+class _TupleItems:
     """The places of a tuple, which is made anew in its own place."""
 
     kind: type
     items: list[Any]
-    holder: Holder
+    holder: TensorPlace
     key: Any
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -48,7 +48,7 @@ class _Items:
 
 
 @attrs.frozen
-class _Fixed:
+class _FixedArguments:
     """The defaults of a function, or the arguments of a partial one, as a place for a tuple."""
 
     owner: Any
@@ -87,7 +87,7 @@ def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     return made
 
 
-def reached(module: nn.Module, wanted: Collection[int]) -> list[tuple[int, Holder, Any]]:
+def reached(module: nn.Module, wanted: Collection[int]) -> list[tuple[int, TensorPlace, Any]]:
     """The places beside ``_parameters`` and ``_buffers`` that hold one of the tensors: attributes, containers, closures.
 
     Args:
@@ -242,10 +242,10 @@ class _PlaceSearch:
     """
 
     wanted: Collection[int]
-    found: list[tuple[int, Holder, Any]] = attrs.field(factory=list)
+    found: list[tuple[int, TensorPlace, Any]] = attrs.field(factory=list)
     _seen: set[int] = attrs.field(factory=set)
 
-    def visit(self, value: Any, holder: Holder, key: Any) -> None:
+    def visit(self, value: Any, holder: TensorPlace, key: Any) -> None:
         """Looks at a value and into it."""
         if id(value) in self.wanted:
             self.found.append((id(value), holder, key))
@@ -255,17 +255,17 @@ class _PlaceSearch:
         if isinstance(value, types.FunctionType):
             for cell in value.__closure__ or ():
                 if _is_filled(cell):
-                    self.visit(cell.cell_contents, _Cell(cell), None)
-            self.visit(value.__defaults__, _Fixed(value), None)
+                    self.visit(cell.cell_contents, _ClosureCell(cell), None)
+            self.visit(value.__defaults__, _FixedArguments(value), None)
             self.visit(value.__kwdefaults__, {}, None)
         elif isinstance(value, functools.partial):
             self.visit(value.func, {}, None)
-            self.visit(value.args, _Fixed(value), None)
+            self.visit(value.args, _FixedArguments(value), None)
             self.visit(value.keywords, {}, None)
         elif isinstance(value, dict):
             for name, item in value.items():
                 self.visit(item, value, name)
         elif isinstance(value, (list, tuple, deque)):
-            into = _Items(type(value), list(value), holder, key) if isinstance(value, tuple) else value
+            into = _TupleItems(type(value), list(value), holder, key) if isinstance(value, tuple) else value
             for index, item in enumerate(value):
                 self.visit(item, into, index)

@@ -23,7 +23,7 @@ from functional_ds.remat.region import called, current_region
 from functional_ds.step.buffers import Held
 from functional_ds.step.tape import Tape, current_tape
 
-from .deep_copy import Holder, deep_copy, reached
+from .deep_copy import TensorPlace, deep_copy, reached
 from .refusals import check_elsewhere, check_module
 from .shared_memory import SharedMemory
 from .skeleton import ABSENT, Place, Skeleton, is_mutable, joined, put_attribute
@@ -324,11 +324,11 @@ class Apply:
         with unset_fake_temporarily(), torch.inference_mode(False):
             module = deep_copy(self.module, memo)
         owners = dict(module.named_modules())
-        slots: dict[str, list[tuple[Holder, Any]]] = {
+        slots: dict[str, list[tuple[TensorPlace, Any]]] = {
             name: [(owners[path].__dict__["_parameters"], key) for path, key in places] for name, places in self._places.items()
         }
         names = {id(memo[id(x)]): name for name, x in (*self._bare.items(), *buffers.items()) if id(x) in memo}
-        elsewhere: dict[str, list[tuple[Holder, Any]]] = {name: [] for name in self._elsewhere}
+        elsewhere: dict[str, list[tuple[TensorPlace, Any]]] = {name: [] for name in self._elsewhere}
         for found, holder, key in reached(module, names):
             (slots if names[found] in slots else elsewhere)[names[found]].append((holder, key))
         rnns = [each for each in owners.values() if isinstance(each, nn.RNNBase)]

@@ -31,7 +31,7 @@ def attributes_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 @attrs.frozen
-class _Extent:
+class _ByteRange:
     """Where a tensor lies.
 
     Attributes:
@@ -46,15 +46,15 @@ class _Extent:
     end: int
 
     @staticmethod
-    def of(name: str, tensor: Tensor) -> "_Extent | None":
+    def of(name: str, tensor: Tensor) -> "_ByteRange | None":
         if type(tensor) not in _KINDS or tensor.layout != torch.strided or not tensor.numel():
             return None
         extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         address = 0 if tensor.is_meta else tensor.data_ptr()
         start = address or int(tensor.storage_offset()) * tensor.element_size()
-        return _Extent(name, tensor, 0 if address else storage_id(tensor), start, start + extent * tensor.element_size())
+        return _ByteRange(name, tensor, 0 if address else storage_id(tensor), start, start + extent * tensor.element_size())
 
-    def meets(self, other: "_Extent") -> bool:
+    def meets(self, other: "_ByteRange") -> bool:
         """Whether the two, which begin in this order and lie in one another's range, share an element."""
         one, two, size = self.tensor, other.tensor, self.tensor.element_size()
         dense = all(each.end - each.start == each.tensor.nbytes for each in (self, other))
@@ -117,8 +117,8 @@ class SharedMemory:
         return SharedMemory(shared, stale)
 
 
-def _overlapping(named: list[tuple[str, Tensor]]) -> Iterator[tuple[_Extent, _Extent]]:
-    found = [extent for name, tensor in named if (extent := _Extent.of(name, tensor)) is not None]
+def _overlapping(named: list[tuple[str, Tensor]]) -> Iterator[tuple[_ByteRange, _ByteRange]]:
+    found = [extent for name, tensor in named if (extent := _ByteRange.of(name, tensor)) is not None]
     found.sort(key=lambda each: (each.space, each.start))
     for index, one in enumerate(found):
         for other in found[index + 1 :]:

@@ -14,7 +14,7 @@ from functional_ds.base import tree
 from functional_ds.base.torch_private import buffers_of, refresh_flat_weights, version_of
 from functional_ds.step.buffers import Held, bit_equal
 
-from .deep_copy import Holder
+from .deep_copy import TensorPlace
 
 __all__ = ["ABSENT", "Place", "Skeleton", "is_mutable", "joined", "put_attribute"]
 
@@ -43,8 +43,8 @@ class Skeleton:
     owners: dict[str, nn.Module]
     names: Mapping[Place, str]
     places: Mapping[str, list[Place]]
-    slots: dict[str, list[tuple[Holder, Any]]]
-    elsewhere: dict[str, list[tuple[Holder, Any]]]
+    slots: dict[str, list[tuple[TensorPlace, Any]]]
+    elsewhere: dict[str, list[tuple[TensorPlace, Any]]]
     rnns: list[nn.RNNBase]
     version: int
     tensors: list[str]

@@ -39,13 +39,13 @@ def watched(kind: str, params: Mapping[str, Tensor], tape: Tape) -> Iterator[Non
         params: by name; they may be placeholders.
         tape: it knows which memory is that of a param.
     """
-    watch = _Watch(kind, params, tape)
+    watch = _WriteWatch(kind, params, tape)
     with _Assignments(watch), _Operations(watch):
         yield
 
 
 @attrs.define(eq=False)
-class _Watch:
+class _WriteWatch:
     kind: str
     params: Mapping[str, Tensor]
     tape: Tape
@@ -82,7 +82,7 @@ def _place(tensor: Tensor) -> tuple[int, int, int]:
 
 
 class _Assignments(TorchFunctionMode):
-    def __init__(self, watch: _Watch) -> None:
+    def __init__(self, watch: _WriteWatch) -> None:
         super().__init__()
         self._watch = watch
 
@@ -96,7 +96,7 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class _Operations(TorchDispatchMode):
-    def __init__(self, watch: _Watch) -> None:
+    def __init__(self, watch: _WriteWatch) -> None:
         super().__init__()
         self._watch = watch
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from functional_ds.base import tree
 from functional_ds.base.batch import rows_of
+from functional_ds.base.containers import register_containers
 from functional_ds.base.marks import trainable
 from functional_ds.base.weighted import Weighted
 from functional_ds.sharding.leaf_map import LeafMap
@@ -138,6 +139,7 @@ class Step:
     def measure(self, state: State, batch: Any) -> Metrics:
         """``evaluate`` with all metrics of the loss function."""
         check_state(self, state)
+        register_containers(batch)
         return _means(self.sum_over_ranks(state, self.phases["measure"](self, state, batch)))
 
     def params(self, state: State) -> Any:
