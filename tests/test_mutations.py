@@ -1200,8 +1200,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
     ],
     (ranks_keep_the_first_ranks_buffers,): [
-        Bug("each rank keeps its own", "step.buffers", 'if group.size == 1 or policy == "own":', "if True:"),
-        Bug("the second rank's count", "step.buffers", "(rank if by_writer else 0, shape, dtype)", "(1, shape, dtype)"),
+        Bug("each rank keeps its own", "step.buffer_sync", 'if group.size == 1 or policy == "own":', "if True:"),
+        Bug("the second rank's count", "step.buffer_sync", "(rank if by_writer else 0, shape, dtype)", "(1, shape, dtype)"),
         Bug(
             "what kept its bits is not sent",
             "step.buffers",

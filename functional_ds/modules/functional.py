@@ -20,7 +20,7 @@ from functional_ds.base.torch_private import (
     version_of,
 )
 from functional_ds.remat.region import called, current_region
-from functional_ds.step.buffers import Held
+from functional_ds.step.buffers import BufferScope, Held
 from functional_ds.step.tape import Tape, current_tape
 
 from .deep_copy import TensorPlace, deep_copy, reached
@@ -166,7 +166,7 @@ class Apply:
         held, known = self._held(tape)
         found = self._run(held, params, function, tape, trial=False)
         if not known and tape.buffers is not None and tape.buffers.keeps:
-            self._refuse_loss(held)
+            self._refuse_loss(held, tape.buffers)
         return found
 
     def dressed(self, params: Mapping[str, Tensor], dress: Callable[[Tensor], Tensor]) -> nn.Module:
@@ -209,14 +209,21 @@ class Apply:
                 )
             self._written[self.modes] = self._written.get(self.modes, frozenset()) | held.written()
 
-    def _refuse_loss(self, held: Held) -> None:
+    def _refuse_loss(self, held: Held, scope: BufferScope) -> None:
         lost = sorted(held.written())
-        if lost:
+        if not lost:
+            return
+        what = f"the module {type(self.module).__name__} wrote {lost[0]!r}, which would be lost, because the state "
+        if scope.buffers is not None and scope.buffers.known.pickled:
             raise RuntimeError(
-                f"the module {type(self.module).__name__} wrote {lost[0]!r}, which would be lost, because the state does not "
-                "have its buffers: call step.init(params, modules=apply) with the apply that fds.functional gave for it, or "
-                "apply.module.eval()"
+                f"{what}was pickled, which parts it from its modules: use fds.save(state, folder) and fds.load(folder, "
+                "like=step.init(params)), or carry its values over: fds.tree.unflatten(fds.tree.structure(step.init(params)), "
+                "fds.tree.leaves(state))"
             )
+        raise RuntimeError(
+            f"{what}does not have its buffers: call step.init(params, modules=apply) with the apply that fds.functional gave for "
+            "it, or apply.module.eval()"
+        )
 
     # -- copies of the module ------------------------------------------------------------------------------------------
 
