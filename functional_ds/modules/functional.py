@@ -221,8 +221,8 @@ class Apply:
                 "fds.tree.leaves(state))"
             )
         raise RuntimeError(
-            f"{what}does not have its buffers: call step.init(params, modules=apply) with the apply that fds.functional gave for "
-            "it, or apply.module.eval()"
+            f"{what}does not have its buffers: call step.init(params, modules=apply) with the apply that fds.functional gave "
+            "for it, or apply.module.eval()"
         )
 
     # -- copies of the module ------------------------------------------------------------------------------------------
