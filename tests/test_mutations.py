@@ -32,8 +32,11 @@ from functional_ds.transforms.zero.gather import Gatherer
 from functional_ds.transforms.zero.prefetch import FetchTrace, plan_fetches
 from functional_ds.transforms.zero.process_groups import ProcessGroups
 from tests.comm.debug import test_written
-from tests.modules.test_buffers import as_ddp, network, plain, rows
+from tests.modules import test_functional
+from tests.modules.test_buffers import as_ddp, network, plain, rows, test_one_rank_may_be_the_first_to_write
+from tests.modules.test_functional import Around
 from tests.planting import Bug, planted
+from tests.remat import test_argument_snapshot
 from tests.remat.test_remat import awkward, outcome
 from tests.transforms.models import CASES, Blocks, Case, Tied, own_rows, run
 from tests.transforms.rules import assert_close, fresh, linear, trained
@@ -1048,6 +1051,39 @@ def ranks_keep_the_first_ranks_buffers() -> None:
         torch.testing.assert_close(buffers, want_buffers)
 
 
+def modules_that_reach_themselves_are_functions(how: str) -> None:
+    """Past their attributes: by closures, hooks and lists."""
+    build = partial(Around, how)
+    torch.testing.assert_close(test_functional.ours(build, None), test_functional.plain(build))
+
+
+def buffers_have_several_names() -> None:
+    """One buffer, also in an attribute or a closure."""
+    for how in ("attribute", "cell"):
+        build = partial(test_functional.Counted, how)
+        torch.testing.assert_close(test_functional.ours(build, None), test_functional.plain(build))
+
+
+def what_training_would_part_is_refused(how: str) -> None:
+    """Weights that are written, and memory that is shared."""
+    if how in ("tied by data", "interleaved"):
+        assert raises(ValueError, partial(fds.functional, test_functional.Shares(how))) == (how == "tied by data")
+    elif how == "attribute":
+        assert raises(RuntimeError, partial(test_functional.ours, partial(test_functional.Shares, how), None))
+    else:
+        assert raises(RuntimeError, partial(test_functional.ours, partial(test_functional.Clipped, how), None))
+
+
+def caches_are_as_they_were() -> None:
+    """Law 28 for objects among the arguments."""
+    test_argument_snapshot.test_a_cache_is_as_it_was("positional", "recompute")
+
+
+def ranks_agree_when_one_begins_to_write() -> None:
+    """In the step in which a rank writes a buffer that none has written before."""
+    test_one_rank_may_be_the_first_to_write(0, "mean")
+
+
 def scatter_and_publish_are_inverse(half: bool) -> None:
     """In ZeRO 1 and with mixed precision: what is stored comes back, and ``trained`` lines up with the gradients."""
 
@@ -1218,13 +1254,54 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
     ],
     (ranks_keep_the_first_ranks_buffers,): [
-        Bug("each rank keeps its own", "step.buffers", 'if group.size == 1 or policy == "own":', "if True:"),
-        Bug("the second rank's count", "step.buffers", "(rank if by_writer else 0, shape, dtype)", "(1, shape, dtype)"),
+        Bug("each rank keeps its own", "step.buffer_sync", 'if group.size == 1 or policy == "own":', "if True:"),
+        Bug("the second rank's count", "step.buffer_sync", "(rank if by_writer else 0, shape, dtype)", "(1, shape, dtype)"),
         Bug(
             "what kept its bits is not sent",
             "step.buffers",
             "name in written or name.rpartition",
             "name in () and name.rpartition",
+        ),
+    ],
+    (ranks_agree_when_one_begins_to_write,): [
+        Bug("others are not told", "step.buffer_sync", "known.agreed.clear()", "known.agreed", comm.DeadlockError),
+    ],
+    (modules_that_reach_themselves_are_functions, "detached"): [
+        Bug("closures lead to the original", "modules.deep_copy", "held[key] = new", "pass", RuntimeError),
+    ],
+    (modules_that_reach_themselves_are_functions, "closure over a weight"): [
+        Bug(
+            "closures keep placeholders",
+            "modules.deep_copy",
+            "self.visit(cell.cell_contents, _ClosureCell(cell), None)",
+            "pass",
+            RuntimeError,
+        ),
+    ],
+    (buffers_have_several_names,): [
+        Bug("one name is forgotten", "modules.skeleton", "holder[where] = held.values[name]", "pass"),
+    ],
+    (what_training_would_part_is_refused, "data.copy_"): [
+        Bug("no operation is looked at", "modules.write_watch", "if schema.is_mutable and", "if False and"),
+    ],
+    (what_training_would_part_is_refused, "data ="): [
+        Bug("no assignment is looked at", "modules.write_watch", "if func == _SET_DATA:", "if False:"),
+    ],
+    (what_training_would_part_is_refused, "tied by data"): [
+        Bug("no overlap is looked for", "modules.shared_memory", "if one.meets(other):", "if False:"),
+    ],
+    (what_training_would_part_is_refused, "interleaved"): [
+        Bug("ranges are taken for elements", "modules.shared_memory", "if dense or", "if True or"),
+    ],
+    (what_training_would_part_is_refused, "attribute"): [
+        Bug("attributes keep old weights", "modules.functional", "memo.update(memory.stale)", "pass"),
+    ],
+    (caches_are_as_they_were,): [
+        Bug(
+            "a cache grows twice",
+            "remat.region",
+            "snapshot([None if _is_value(leaf) else leaf for leaf in leaves])",
+            "[None if _is_value(leaf) else leaf for leaf in leaves]",
         ),
     ],
     (scatter_and_publish_are_inverse, True): [

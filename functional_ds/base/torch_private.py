@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
+import torch.utils._pytree as torch_pytree
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import detect_fake_mode
@@ -41,11 +42,13 @@ __all__ = [
     "foreach_copy_",
     "gradients",
     "held_elsewhere",
+    "hooks_of",
     "is_fake",
     "make_wrapper_subclass",
     "non_persistent_buffers_of",
     "outside_functorch",
     "parameters_of",
+    "pytree_node_of",
     "refresh_flat_weights",
     "run_backward",
     "saved_tensors_hooks_in_force",
@@ -148,6 +151,11 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def hooks_of(tensor: Tensor) -> list[Callable[..., Any]]:
+    """A leaf's gradient hooks. Without it, those of a module's parameters would be dropped without a word."""
+    return [*(tensor._backward_hooks or {}).values(), *(tensor._post_accumulate_grad_hooks or {}).values()]
+
+
 def schema_of(operator: Any) -> Any:
     """An operator's name, arguments and which of those it writes to (``torch.FunctionSchema``)."""
     return operator._schema
@@ -166,6 +174,15 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
 def non_persistent_buffers_of(module: nn.Module) -> set[str]:
     """The names of a module's own buffers that its ``state_dict`` leaves out; a state has those only if they are written."""
     return module._non_persistent_buffers_set
+
+
+def pytree_node_of(kind: type) -> tuple[Callable[[Any], tuple[Sequence[Any], Any]], Callable[[Any, Any], Any]] | None:
+    """How torch's own pytrees take a class apart and put it together again; None if they do not know it.
+
+    Without it, batches that other libraries have registered there (transformers' outputs, tensordict) would be leaves.
+    """
+    node = torch_pytree.SUPPORTED_NODES.get(kind)
+    return None if node is None else (node.flatten_fn, node.unflatten_fn)
 
 
 def refresh_flat_weights(rnn: nn.RNNBase) -> None:

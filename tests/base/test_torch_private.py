@@ -215,6 +215,25 @@ def views_share_a_storage() -> None:
         assert private.storage_id(z) == private.storage_id(z.view(2, 1))
 
 
+@checks("pytree_node_of")
+def classes_that_torchs_pytrees_know() -> None:
+    flatten, unflatten = private.pytree_node_of(dict) or pytest.fail("dict is unknown")
+    children, context = flatten({"x": 1})
+    assert unflatten(list(children), context) == {"x": 1}
+    assert private.pytree_node_of(int) is None
+
+
+@checks("hooks_of")
+def hooks_of_a_leaf() -> None:
+    leaf = nn.Parameter(torch.ones(2))
+    assert private.hooks_of(leaf) == []
+    handles = [leaf.register_hook(lambda grad: grad), leaf.register_post_accumulate_grad_hook(lambda p: None)]
+    assert len(private.hooks_of(leaf)) == 2
+    for handle in handles:
+        handle.remove()
+    assert private.hooks_of(leaf) == []
+
+
 @checks("version_of")
 def writes_count() -> None:
     x = torch.ones(4)

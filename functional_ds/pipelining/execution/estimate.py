@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from functional_ds.base import tree
+from functional_ds.base.containers import register_containers
 from functional_ds.base.marks import is_trainable
 from functional_ds.base.prng import Key
 from functional_ds.base.torch_private import FakeTensorMode, TorchDispatchMode
@@ -47,6 +48,7 @@ def estimated(stages: Stages, params: Any, batch: Any, *, flops: float = 1e12, l
     >>> costs.forward, costs.inputs, costs.weights, costs.message, costs.activations
     ((512.0, 512.0), (0.0, 512.0), (512.0, 512.0), (128.0, 128.0), (128.0, 256.0))
     """
+    register_containers(batch)
     held = stages.by_path(params)
     stages.check(params, batch)
     found: list[_StageCost] = []
