@@ -1,10 +1,12 @@
 """``estimated``: the costs of a model's stages, from shapes alone."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import flop_registry
 
 from functional_ds.base import tree
@@ -46,6 +48,8 @@ def estimated(stages: Stages, params: Any, batch: Any, *, flops: float = 1e12, l
     >>> costs = estimated(model, params, torch.empty(4, 8, device="meta"), flops=1.0)
     >>> costs.forward, costs.inputs, costs.weights, costs.message, costs.activations
     ((512.0, 512.0), (0.0, 512.0), (512.0, 512.0), (128.0, 128.0), (128.0, 256.0))
+    >>> costs.shared  # what the first stage gives
+    (0.0, 128.0)
     """
     held = stages.by_path(params)
     stages.check(params, batch)
@@ -54,7 +58,7 @@ def estimated(stages: Stages, params: Any, batch: Any, *, flops: float = 1e12, l
         micro = tree.map(_empty, batch)
         for index in range(len(stages)):
             own = {path: _empty(held[path]).requires_grad_(is_trainable(held[path])) for path in stages[index].paths}
-            found.append(_run(stages, index, own, found[-1].after if found else None, micro))
+            found.append(_run(stages, index, own, found[-1] if found else None, micro))
     sent = [0 if each.after is None else each.after.bytes for each in found]
     sent[-1] = sent[-2] if len(sent) > 1 else 0  # nothing is sent; a link between all stages has one size
     further = {} if link is None else {"link": link}
@@ -64,23 +68,35 @@ def estimated(stages: Stages, params: Any, batch: Any, *, flops: float = 1e12, l
         weights=[each.weights / flops for each in found],
         message=sent,
         activations=[each.activations for each in found],
+        shared=[each.shared for each in found],
         **further,
     )
 
 
 @attrs.frozen
 class _StageCost:
-    """One stage's operations of F, I and W, the bytes that its forward saves, and what it sends on."""
+    """One stage's costs.
+
+    Attributes:
+        forward, inputs, weights: operations of F, I and W.
+        activations: the bytes that its forward saves.
+        shared: of these, the bytes of what came from the stage before, which has saved them, too.
+        after: what it sends on.
+        saves: for each tensor of that, whether its forward has saved it.
+    """
 
     forward: int
     inputs: int
     weights: int
     activations: int
+    shared: int
     after: Boundary | None
+    saves: Sequence[bool]
 
 
-def _run(stages: Stages, index: int, own: dict[str, Tensor], before: Boundary | None, micro: Any) -> _StageCost:
-    x, inputs = (None, []) if before is None else before.value([torch.empty_like(leaf) for leaf in before.onward])
+def _run(stages: Stages, index: int, own: dict[str, Tensor], before: _StageCost | None, micro: Any) -> _StageCost:
+    arrived = [] if before is None or before.after is None else [torch.empty_like(leaf) for leaf in before.after.onward]
+    x, inputs = (None, []) if before is None or before.after is None else before.after.value(arrived)
     apart = [leaf for leaf in (*own.values(), *tree.leaves(micro)) if isinstance(leaf, Tensor)]
     with SavedBytes(lambda: apart) as saved, FlopCounter() as forward:
         y = stages.run(index, own, x, micro, Key.of(0))
@@ -88,12 +104,15 @@ def _run(stages: Stages, index: int, own: dict[str, Tensor], before: Boundary | 
     after = None if last else Boundary.of(y)
     given = [weigh(y[0] if isinstance(y, tuple) else y, "the loss").sum] if after is None else tree.leaves(y)
     outputs = [output for output in given if output.requires_grad]
+    saves = [_storage(leaf) in saved.sizes for leaf in given]
     in_flight = InFlightMicroBatch.of(inputs, outputs)
     with FlopCounter() as back:
         in_flight.backward_inputs([torch.ones_like(output) for output in outputs], [w for w in own.values() if w.requires_grad])
     with FlopCounter() as weights:
         in_flight.backward_weights()
-    return _StageCost(forward.total, back.total, weights.total, saved.bytes, after)
+    both = {_storage(leaf) for leaf, kept in zip(arrived, before.saves if before else (), strict=True) if kept}
+    shared = sum(saved.sizes[storage] for storage in both if storage in saved.sizes)
+    return _StageCost(forward.total, back.total, weights.total, saved.bytes, shared, after, saves)
 
 
 class FlopCounter(TorchDispatchMode):
@@ -118,6 +137,10 @@ class FlopCounter(TorchDispatchMode):
         if formula is not None:
             self.total += formula(*args, **kwargs, out_val=result)
         return result
+
+
+def _storage(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def _empty(leaf: Any) -> Any:

@@ -43,6 +43,11 @@ class GatheredParams:
     _freed: bool = False
     _through: bool = True  # whether autograd records the view
 
+    @property
+    def whole(self) -> bool:
+        """Whether ``gather`` has nothing to do."""
+        return self._tape is not None and not self._freed
+
     def gather(self) -> None:
         """Makes the leaves whole; collective where they are sharded. A second call does nothing."""
         if self._tape is None:
