@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     unset_fake_temporarily,
 )
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "run_backward",
     "saved_tensors_hooks_in_force",
     "schema_of",
+    "storage_bytes",
     "storage_id",
     "unscale_",
     "unset_fake_temporarily",
@@ -98,6 +100,12 @@ def run_backward(outputs: Sequence[Any], seeds: Sequence[Tensor], leaves: Sequen
     torch.autograd.Variable._execution_engine.run_backward(
         tuple(outputs), tuple(seeds), keep_graph, False, tuple(leaves), allow_unreachable=True, accumulate_grad=True
     )
+
+
+def storage_bytes(reference: StorageWeakRef) -> int | None:
+    """The bytes that a storage has now; None once it is freed. Without it, memory that was given back by ``resize_`` counts."""
+    storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return None if storage is None else storage.nbytes()
 
 
 def storage_id(held: Tensor | torch.UntypedStorage) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch import Tensor, nn
 
 from functional_ds import comm
@@ -165,6 +166,18 @@ def views_share_a_storage() -> None:
     with private.FakeTensorMode():
         z = torch.ones(2)
         assert private.storage_id(z) == private.storage_id(z.view(2, 1))
+
+
+@checks("storage_bytes")
+def a_weak_reference_knows_the_bytes() -> None:
+    for device in ("cpu", "meta"):
+        x = torch.ones(4, device=device)
+        reference = StorageWeakRef(x.untyped_storage())
+        assert private.storage_bytes(reference) == 16
+        x.untyped_storage().resize_(0)
+        assert private.storage_bytes(reference) == 0
+        del x
+        assert private.storage_bytes(reference) is None
 
 
 @checks("version_of")
