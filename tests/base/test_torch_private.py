@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from functional_ds import comm
 from functional_ds.base import torch_private as private
