@@ -7,22 +7,22 @@ import attrs
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.flop_counter import flop_registry
 
 from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable
 from functional_ds.base.prng import Key
-from functional_ds.base.torch_private import FakeTensorMode, TorchDispatchMode
+from functional_ds.base.torch_private import FakeTensorMode
 from functional_ds.base.weighted import weigh
 from functional_ds.comm.algorithms.cost import Link
 from functional_ds.pipelining.planning.costs import Costs
 from functional_ds.pipelining.stages.stages import Stages
 
 from .boundary import Boundary
+from .flops import FlopCounter
 from .in_flight import InFlightMicroBatch
 from .recorder import SavedBytes
 
-__all__ = ["FlopCounter", "estimated"]
+__all__ = ["estimated"]
 
 
 def estimated(stages: Stages, params: Any, batch: Any, *, flops: float = 1e12, link: Link | None = None) -> Costs:
@@ -113,30 +113,6 @@ def _run(stages: Stages, index: int, own: dict[str, Tensor], before: _StageCost 
     both = {_storage(leaf) for leaf, kept in zip(arrived, before.saves if before else (), strict=True) if kept}
     shared = sum(saved.sizes[storage] for storage in both if storage in saved.sizes)
     return _StageCost(forward.total, back.total, weights.total, saved.bytes, shared, after, saves)
-
-
-class FlopCounter(TorchDispatchMode):
-    """Counts the floating-point operations of matrix products, convolutions and attention inside, by torch's formulas.
-
-    Unlike ``torch.utils.flop_counter.FlopCounterMode`` it sets no hooks on modules.
-
-    >>> with FlopCounter() as counter:
-    ...     _ = torch.ones(2, 3) @ torch.ones(3, 5)
-    >>> counter.total
-    60
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        formula = flop_registry.get(func.overloadpacket)
-        if formula is not None:
-            self.total += formula(*args, **kwargs, out_val=result)
-        return result
 
 
 def _storage(tensor: Tensor) -> StorageWeakRef:

@@ -1,5 +1,6 @@
 """Costs from shapes alone, of stages that were cut from a module."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -7,6 +8,7 @@ from torch import nn
 import functional_ds as fds
 from functional_ds import memory
 from functional_ds import pipelining as pp
+from functional_ds.pipelining.execution.flops import FlopCounter
 
 NET = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Tanh(), nn.Linear(16, 16, bias=False))
 
@@ -46,3 +48,37 @@ def test_tensors_without_values_will_do() -> None:
     for held, batch in ((bare, rows(8)), (params, rows(8, "meta")), (bare, rows(8, "meta"))):
         assert pp.estimated(stages, held, batch, flops=1.0) == expected
         assert [x.shape for x in stages.check(held, batch)[0]] == [(8, 16)]
+
+
+@pytest.mark.parametrize("function", ["attention", "math", "mv", "dot", "addr", "addbmm", "grouped"])
+def test_every_product_counts(function: str) -> None:
+    """Two operations for each multiplication: whatever kernel computes it, forward and backward."""
+
+    def leaf(*shape: int) -> torch.Tensor:
+        return torch.ones(*shape, requires_grad=True)
+
+    q, k, v = (leaf(2, 3, 8, 16) for _ in range(3))
+    weights = q @ k.mT
+    with FlopCounter() as forward:
+        if function == "attention":
+            y, count = F.scaled_dot_product_attention(q, k, v, is_causal=True), 2 * 2 * (2 * 3) * 8 * 8 * 16
+        elif function == "math":
+            y, count = weights.softmax(-1) @ v, 2 * (2 * 3) * 8 * 8 * 16
+        elif function == "mv":
+            y, count = leaf(4, 5) @ leaf(5), 2 * 4 * 5
+        elif function == "dot":
+            y, count = leaf(5) @ leaf(5), 2 * 5
+        elif function == "addr":
+            y, count = torch.addr(leaf(3, 4), leaf(3), leaf(4)), 2 * 3 * 4
+        elif function == "addbmm":
+            y, count = torch.addbmm(leaf(3, 4), leaf(2, 3, 5), leaf(2, 5, 4)), 2 * 2 * 3 * 5 * 4
+        else:
+            ends = torch.tensor([2, 8], dtype=torch.int32)
+            y, count = F.grouped_mm(leaf(8, 16), leaf(2, 16, 32), offs=ends), 2 * 8 * 16 * 32
+    assert forward.total == count
+    with FlopCounter() as backward:
+        (y * torch.ones(y.shape)).sum().backward()
+    if function in ("math", "grouped", "addbmm"):
+        assert backward.total == 2 * count + (function == "math") * 2 * 2 * (2 * 3) * 8 * 8 * 16
+    elif function == "attention":
+        assert backward.total == 5 * count // 2  # its two products' gradients, and the scores anew
