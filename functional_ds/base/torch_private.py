@@ -131,7 +131,7 @@ def run_backward(outputs: Sequence[Any], seeds: Sequence[Tensor], leaves: Sequen
 
 def storage_bytes(reference: StorageWeakRef) -> int | None:
     """The bytes that a storage has now; None once it is freed. Without it, memory that was given back by ``resize_`` counts."""
-    storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
     return None if storage is None else storage.nbytes()
 
 

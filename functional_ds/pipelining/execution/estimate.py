@@ -1,6 +1,7 @@
 """``estimated``: the costs of a model's stages, from shapes alone."""
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -11,11 +12,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable
 from functional_ds.base.prng import Key
-from functional_ds.base.torch_private import FakeTensorMode
+from functional_ds.base.torch_private import FakeTensorMode, TorchDispatchMode, is_fake
 from functional_ds.base.weighted import weigh
 from functional_ds.comm.algorithms.cost import Link
 from functional_ds.pipelining.planning.costs import Costs
 from functional_ds.pipelining.stages.stages import Stages
+from functional_ds.step.tape import Tape
 
 from .boundary import Boundary
 from .flops import FlopCounter
@@ -29,7 +31,7 @@ def estimated(stages: Stages, params: Any, batch: Any, *, flops: float = 1e12, l
     """Costs of the stages for a micro-batch like ``batch``, found on tensors without values.
 
     Law: ``activations`` is what a ``Recorder`` counts in a run, to the byte: the distinct storages that autograd saves in a
-    forward, without params and the batch.
+    forward, without params, the batch, and what outlives the backward (a module's buffers).
 
     Args:
         stages: the model's stages.
@@ -54,11 +56,13 @@ def estimated(stages: Stages, params: Any, batch: Any, *, flops: float = 1e12, l
     held = stages.by_path(params)
     stages.check(params, batch)
     found: list[_StageCost] = []
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with Tape(records=False), FakeTensorMode(allow_non_fake_inputs=True) as mode, _Standing(mode), torch.enable_grad():
         micro = tree.map(_empty, batch)
         for index in range(len(stages)):
             own = {path: _empty(held[path]).requires_grad_(is_trainable(held[path])) for path in stages[index].paths}
             found.append(_run(stages, index, own, found[-1] if found else None, micro))
+        gc.collect()  # a graph may be in a cycle
+        activations = [each.activations for each in found]
     sent = [0 if each.after is None else each.after.bytes for each in found]
     sent[-1] = sent[-2] if len(sent) > 1 else 0  # nothing is sent; a link between all stages has one size
     further = {} if link is None else {"link": link}
@@ -67,10 +71,25 @@ def estimated(stages: Stages, params: Any, batch: Any, *, flops: float = 1e12, l
         inputs=[each.inputs / flops for each in found],
         weights=[each.weights / flops for each in found],
         message=sent,
-        activations=[each.activations for each in found],
+        activations=activations,
         shared=[each.shared for each in found],
         **further,
     )
+
+
+class _Standing(TorchDispatchMode):
+    """Holds on to what stands for tensors with values, such as a module's buffers: it outlives a backward, as they do."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self._mode, self._held = mode, dict[int, Tensor]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for x in tree.leaves((args, kwargs or {})):
+            if isinstance(x, Tensor) and not is_fake(x):
+                fake = self._mode.from_tensor(x)
+                self._held[id(fake)] = fake
+        return func(*args, **(kwargs or {}))
 
 
 @attrs.frozen
@@ -79,19 +98,24 @@ class _StageCost:
 
     Attributes:
         forward, inputs, weights: operations of F, I and W.
-        activations: the bytes that its forward saves.
+        saved: the bytes of each storage that its forward saves.
         shared: of these, the bytes of what came from the stage before, which has saved them, too.
         after: what it sends on.
-        saves: for each tensor of that, whether its forward has saved it.
+        keeps: for each tensor of that, whether its forward has saved it.
     """
 
     forward: int
     inputs: int
     weights: int
-    activations: int
+    saved: Mapping[StorageWeakRef, int]
     shared: int
     after: Boundary | None
-    saves: Sequence[bool]
+    keeps: Sequence[bool]
+
+    @property
+    def activations(self) -> int:
+        """The bytes that its forward saves, and that are gone by now: a module's buffers outlive the backward."""
+        return sum(size for storage, size in self.saved.items() if storage.expired())
 
 
 def _run(stages: Stages, index: int, own: dict[str, Tensor], before: _StageCost | None, micro: Any) -> _StageCost:
@@ -104,15 +128,15 @@ def _run(stages: Stages, index: int, own: dict[str, Tensor], before: _StageCost 
     after = None if last else Boundary.of(y)
     given = [weigh(y[0] if isinstance(y, tuple) else y, "the loss").sum] if after is None else tree.leaves(y)
     outputs = [output for output in given if output.requires_grad]
-    saves = [_storage(leaf) in saved.sizes for leaf in given]
+    keeps = [_storage(leaf) in saved.sizes for leaf in given]
     in_flight = InFlightMicroBatch.of(inputs, outputs)
     with FlopCounter() as back:
         in_flight.backward_inputs([torch.ones_like(output) for output in outputs], [w for w in own.values() if w.requires_grad])
     with FlopCounter() as weights:
         in_flight.backward_weights()
-    both = {_storage(leaf) for leaf, kept in zip(arrived, before.saves if before else (), strict=True) if kept}
+    both = {_storage(leaf) for leaf, kept in zip(arrived, before.keeps if before else (), strict=True) if kept}
     shared = sum(saved.sizes[storage] for storage in both if storage in saved.sizes)
-    return _StageCost(forward.total, back.total, weights.total, saved.bytes, shared, after, saves)
+    return _StageCost(forward.total, back.total, weights.total, saved.sizes, shared, after, keeps)
 
 
 def _storage(tensor: Tensor) -> StorageWeakRef:

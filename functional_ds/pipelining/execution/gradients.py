@@ -82,6 +82,8 @@ def gradients(
         if spec.recorder is not None:
             spec.recorder.begin()
         runner.run(_steps(spec, state))
+        if spec.recorder is not None:
+            spec.recorder.end()
         _push_shared(runner, placement)
         grads: list[Any] = [None] * sum(len(held.places) for held in gathered.values())
         for held in gathered.values():

@@ -1,5 +1,6 @@
 """``Recorder``: when a rank's actions ran, what it waited for, and how many bytes their activations held."""
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
@@ -20,6 +21,8 @@ from functional_ds.pipelining.schedules.schedule import Schedule
 
 __all__ = ["Recorder", "SavedBytes"]
 
+Held = dict[tuple[int, int], Mapping[StorageWeakRef, int]]  # the storages that forwards left, by (stage, micro-batch)
+
 
 @attrs.define(eq=False, repr=False)
 class Recorder:
@@ -34,7 +37,8 @@ class Recorder:
         times: start and end of each compute action, in the row's order.
         waits: what this rank waited for, in order.
         saved: bytes that each forward left for its backward, by (stage, micro-batch).
-        peak: the most bytes that were held for backwards at a time; memory that several forwards left counts once.
+        peak: the most bytes that were held for backwards at a time; memory that several forwards left counts once. Params, the
+            batch and what outlives the step (a module's buffers) do not count.
 
     >>> Recorder()
     <Recorder: 0 actions, peak 0 bytes>
@@ -46,7 +50,8 @@ class Recorder:
     saved: dict[tuple[int, int], int] = attrs.field(factory=dict, init=False)
     peak: int = attrs.field(default=0, init=False)
     _began: float = attrs.field(default=0.0, init=False)  # the computing of the action under way
-    _sizes: dict[tuple[int, int], Mapping[StorageWeakRef, int]] = attrs.field(factory=dict, init=False)  # not yet freed
+    _held: list[Held] = attrs.field(factory=list, init=False)  # after each forward
+    _now_held: Held = attrs.field(factory=dict, init=False)
 
     def __repr__(self) -> str:
         return f"<Recorder: {len(self.times)} actions, peak {self.peak:,} bytes>"
@@ -56,8 +61,22 @@ class Recorder:
         self.times.clear()
         self.waits.clear()
         self.saved.clear()
-        self._sizes.clear()
+        self._held.clear()
+        self._now_held = {}
         self.peak = 0
+
+    def end(self) -> None:
+        """Adds up the bytes. What is still there after all backwards was no activation."""
+        seen = {storage for held in self._held for sizes in held.values() for storage in sizes}
+        if not all(storage.expired() for storage in seen):
+            gc.collect()  # a graph may be in a cycle
+        lasting = {storage for storage in seen if not storage.expired()}
+        for held in self._held:
+            for micro, sizes in held.items():
+                self.saved[micro] = sum(size for storage, size in sizes.items() if storage not in lasting)
+            union = {storage: size for sizes in held.values() for storage, size in sizes.items() if storage not in lasting}
+            self.peak = max(self.peak, sum(union.values()))
+        self._held.clear()
 
     @contextmanager
     def action(self, action: Action, apart: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
@@ -67,14 +86,13 @@ class Recorder:
             with SavedBytes(apart) as saved:
                 yield
                 ended = self._now()
-            self.saved[micro], self._sizes[micro] = saved.bytes, saved.sizes
-            held = {key: size for sizes in self._sizes.values() for key, size in sizes.items()}
-            self.peak = max(self.peak, sum(held.values()))
+            self._now_held = {**self._now_held, micro: saved.sizes}
+            self._held.append(self._now_held)
         else:
             yield
             ended = self._now()
         if action.kind in (Kind.B, Kind.W):
-            del self._sizes[micro]
+            self._now_held = {key: sizes for key, sizes in self._now_held.items() if key != micro}
         if action.kind in COMPUTE:
             self.times.append((self._began, ended))
 

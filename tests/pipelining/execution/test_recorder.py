@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 import functional_ds as fds
-from functional_ds import comm, transforms
+from functional_ds import comm, memory, transforms
 from functional_ds import pipelining as pp
 from functional_ds.base.torch_private import is_fake
 from tests.pipelining.cases import generated
@@ -135,7 +136,7 @@ def test_memory_of_two_stages_on_one_rank_counts_once() -> None:
         recorder = pp.Recorder()
         step = transforms.pipeline(schedule, model, recorder=recorder)(fds.train_step(model, fds.sgd(0.1)))
         step(step.init(params), batch)
-        assert not recorder._sizes
+        assert not recorder._now_held
         return recorder.peak
 
     costs = pp.estimated(model, params, (torch.ones(1, 2),))
@@ -148,6 +149,43 @@ def test_memory_of_two_stages_on_one_rank_counts_once() -> None:
         predicted = pp.timeline(schedule, costs)
         assert list(predicted.peak) == expected
         assert all(predicted.memory(rank)[1][-1] == 0 for rank in range(schedule.ranks))
+
+
+class Scaled(nn.Module):
+    """A product with a small buffer, a large one and a constant, which autograd saves each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16, bias=False)
+        self.register_buffer("small", torch.linspace(0.5, 1.5, 16).repeat(64, 1))
+        self.register_buffer("large", torch.ones(512, 64), persistent=False)
+        self.constant = torch.ones(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = len(x)
+        return torch.tanh(self.inner(x)) * self.small[:rows] * self.large[:rows, :16] * self.constant[:rows]
+
+
+def test_buffers_are_no_activations() -> None:
+    """They are there before and after: 128 bytes of tanh a micro-batch, and on the last stage its input and its output."""
+    rows = torch.ones(8, 16), torch.ones(8, 16)
+    micro = fds.tree.map(lambda x: x[:2], rows)
+    stages, params = pp.cut(
+        nn.Sequential(Scaled(), Scaled()), ["1"], example=micro, loss=lambda y, batch: F.mse_loss(y, batch[1])
+    )
+
+    def program() -> int:
+        recorder = pp.Recorder()
+        step = transforms.pipeline(pp.gpipe(2, 4), stages, recorder=recorder)(fds.train_step(stages, fds.sgd(0.1)))
+        step(step.init(params), rows)
+        assert set(recorder.saved.values()) <= {128, 384}
+        return recorder.peak
+
+    costs = pp.estimated(stages, params, micro)
+    assert costs.activations == (128.0, 384.0)
+    assert sum(costs.activations) == memory.activations(stages, params, micro).kept
+    found = comm.simulate(program, world_size=2)
+    assert found == [4 * 128, 4 * 384] == list(pp.timeline(pp.gpipe(2, 4), costs).peak)
 
 
 def test_a_limit_that_holds_counts_memory_once() -> None:
