@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from functional_ds import comm
 from functional_ds.base import torch_private as private
@@ -38,6 +39,37 @@ def fake_tensors_have_shapes_and_no_memory() -> None:
     assert private.is_fake(y)
     assert not private.is_fake(torch.ones(1))
     assert (y.shape, y.device.type) == ((2**40, 2), "cpu")
+
+
+@checks("CPU_ATTENTION", "CPU_ATTENTION_BACKWARD")
+def attention_on_the_cpu_has_a_kernel() -> None:
+    seen = []
+
+    class Seen(private.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append((func, [x.shape for x in args if isinstance(x, Tensor)]))
+            return func(*args, **(kwargs or {}))
+
+    query, key, value = (torch.ones(2, 4, size, 8, requires_grad=True) for size in (3, 5, 5))
+    with Seen():
+        torch.nn.functional.scaled_dot_product_attention(query, key, value).sum().backward()
+    shapes = dict(seen)
+    assert shapes[private.CPU_ATTENTION] == [query.shape, key.shape, value.shape]
+    assert shapes[private.CPU_ATTENTION_BACKWARD][:4] == [query.shape, query.shape, key.shape, value.shape]
+
+
+@checks("GROUPED_PRODUCT")
+def grouped_products_have_shapes_in_every_dtype() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        rows, weights = torch.ones(8, 16, dtype=dtype), torch.ones(2, 16, 24, dtype=dtype)
+        ends = torch.tensor([3, 8], dtype=torch.int32)
+        for a, b in ((rows, weights), (weights.mT, rows.T), (rows.T, torch.ones(8, 24, dtype=dtype)), (weights.mT, weights)):
+            offs = None if a.dim() == b.dim() == 3 else ends
+            with private.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                x, y = mode.from_tensor(a), mode.from_tensor(b)
+                found = private.GROUPED_PRODUCT(x, y, offs)
+            expected = private.GROUPED_PRODUCT(a, b, offs)
+            assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
 
 
 @checks("FakeTensorConverter")
@@ -232,6 +264,18 @@ def hooks_of_a_leaf() -> None:
     for handle in handles:
         handle.remove()
     assert private.hooks_of(leaf) == []
+
+
+@checks("storage_bytes")
+def a_weak_reference_knows_the_bytes() -> None:
+    for device in ("cpu", "meta"):
+        x = torch.ones(4, device=device)
+        reference = StorageWeakRef(x.untyped_storage())
+        assert private.storage_bytes(reference) == 16
+        x.untyped_storage().resize_(0)
+        assert private.storage_bytes(reference) == 0
+        del x
+        assert private.storage_bytes(reference) is None
 
 
 @checks("version_of")
