@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from functional_ds.base.side_stream import Sent, SideStream
+from functional_ds.base.side_stream import PayloadOnGpu, SideStream
 from functional_ds.comm.record.collective import Call, Handle, Here
 from functional_ds.comm.record.errors import CommError
 from functional_ds.comm.record.group import Beside, Group, World, at_site, call_site, last
@@ -48,7 +48,7 @@ class _Coalesced:
     places: Sequence[int]
     shares: Sequence[int]
     started: Started | Performed | Posted | Queued
-    sent: Sent | None = None
+    sent: PayloadOnGpu | None = None
 
     def pieces(self) -> Sequence[Tensor]:
         result = self.started.wait()
@@ -163,7 +163,7 @@ class ProcessWorld(World):
             payload = torch.cat(payloads, dim=-1) if len(payloads) > 1 else _dense(payloads[0])
             start = self._start_nccl if device.type == "cuda" else self._start_gloo
             shares = [part.shape[-1] for part in payloads]
-            parts.append(_Coalesced(places, shares, start(call, group, payload, agreed, async_op), Sent.of(payload)))
+            parts.append(_Coalesced(places, shares, start(call, group, payload, agreed, async_op), PayloadOnGpu.of(payload)))
             agreed = None  # the log is waited for once a call
         if agreed is not None:  # a tree without leaves sends nothing, but must be compared, too
             agreed()

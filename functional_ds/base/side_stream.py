@@ -9,20 +9,20 @@ from torch import Tensor
 
 from . import tree
 
-__all__ = ["Sent", "SideStream"]
+__all__ = ["PayloadOnGpu", "SideStream"]
 
 
 @attrs.frozen(eq=False)
-class Sent:
+class PayloadOnGpu:
     """A tensor that a transport reads, allocated for the stream that was current at the start."""
 
     tensor: Tensor
     stream: Any
 
     @staticmethod
-    def of(tensor: Tensor) -> "Sent | None":
+    def of(tensor: Tensor) -> "PayloadOnGpu | None":
         """None for tensors of the host's."""
-        return Sent(tensor, torch.cuda.current_stream(tensor.device)) if tensor.is_cuda else None
+        return PayloadOnGpu(tensor, torch.cuda.current_stream(tensor.device)) if tensor.is_cuda else None
 
     def arrived(self) -> None:
         """Says that the current stream has waited for the transport: if it is another one, the allocator must know."""
