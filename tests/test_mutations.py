@@ -1268,9 +1268,6 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (what_training_would_part_is_refused, "whole: data.copy_"): [
         Bug("no value is looked at", "modules.write_watch", "if not all(map(torch.equal,", "if any(map(lambda *_: False,"),
     ],
-    (what_training_would_part_is_refused, "whole: data ="): [
-        Bug("no storage is looked at", "modules.write_watch", "if storage_id(params[name]) != storage:", "if False:"),
-    ],
     (what_training_would_part_is_refused, "sharded: data.copy_"): [
         Bug("no operation is looked at", "modules.write_watch", "if schema.is_mutable and", "if False and"),
     ],

@@ -410,7 +410,7 @@ def test_parameters_in_shared_memory_are_refused(what: str) -> None:
 
 
 def test_ties_by_data_are_refused_without_values() -> None:
-    with pytest.raises(ValueError, match="'a.weight' and 'b.weight' share memory"):
+    with pytest.raises(ValueError, match=r"'a.weight' and 'b.weight' share memory"):
         fds.deferred(lambda: Shares("tied by data"))
     fds.deferred(lambda: Shares("beside"))
 
