@@ -13,6 +13,7 @@ from functional_ds.sharding.sources import from_source
 
 from .functional import Apply, functional
 from .init_recorder import Initialisation, Place
+from .shared_memory import SharedMemory
 
 __all__ = ["deferred"]
 
@@ -89,6 +90,7 @@ def deferred(build: Callable[[], nn.Module], *, device: str | torch.device = "cp
     mode.fake_tensor_converter = _Unremembered()
     with mode, _Copies(), recording:
         module = build()
+    SharedMemory.of(module, dict(module.named_parameters()), {})  # refuses what the meta device would part
     places = _bare(module, recording)
     for owner in module.modules():
         for tensors in (buffers_of(owner), owner.__dict__):

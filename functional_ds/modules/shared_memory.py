@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from functional_ds.base import tree
-from functional_ds.base.torch_private import buffers_of, storage_id
+from functional_ds.base.torch_private import buffers_of, is_fake, storage_id
 
 from .skeleton import Place, joined
 
@@ -47,10 +47,10 @@ class _ByteRange:
 
     @staticmethod
     def of(name: str, tensor: Tensor) -> "_ByteRange | None":
-        if type(tensor) not in _KINDS or tensor.layout != torch.strided or not tensor.numel():
+        if not (type(tensor) in _KINDS or is_fake(tensor)) or tensor.layout != torch.strided or not tensor.numel():
             return None
         extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        address = 0 if tensor.is_meta else tensor.data_ptr()
+        address = 0 if tensor.is_meta or is_fake(tensor) else tensor.data_ptr()
         start = address or int(tensor.storage_offset()) * tensor.element_size()
         return _ByteRange(name, tensor, 0 if address else storage_id(tensor), start, start + extent * tensor.element_size())
 

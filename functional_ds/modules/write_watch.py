@@ -1,4 +1,4 @@
-"""Writes into parameters within a module's call, found by the operations themselves: ``x.data`` leaves no version behind."""
+"""Writes into parameters within a module's call: ``x.data`` leaves no version behind, so values or operations are compared."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,10 +10,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from functional_ds.base import tree
-from functional_ds.base.torch_private import TorchDispatchMode, schema_of, storage_id
+from functional_ds.base.torch_private import TorchDispatchMode, disable_dispatch_modes, schema_of, storage_id
 from functional_ds.step.tape import Tape
 
 __all__ = ["refuse_write", "watched"]
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
 
 
 def refuse_write(kind: str, name: str, parameter: Tensor | None, how: str) -> None:
@@ -32,16 +35,36 @@ def refuse_write(kind: str, name: str, parameter: Tensor | None, how: str) -> No
 
 @contextmanager
 def watched(kind: str, params: Mapping[str, Tensor], tape: Tape) -> Iterator[None]:
-    """Within it a write into one of the params raises; it costs time at each operation.
+    """Within it a write into one of the params raises; it reads them all, or costs time at each operation.
+
+    Params that are there are compared by their values, which leaves compiled functions alone. Those whose memory comes and goes
+    are not there to be compared: operations are looked at.
 
     Args:
         kind: the module's class.
         params: by name; they may be placeholders.
         tape: it knows which memory is that of a param.
     """
-    watch = _WriteWatch(kind, params, tape)
-    with _Assignments(watch), _Operations(watch):
-        yield
+    if tape.placeholders:
+        watch = _WriteWatch(kind, params, tape)
+        with _Assignments(watch), _Operations(watch):
+            yield
+        return
+    before = {name: (storage_id(param), _sums(param)) for name, param in params.items() if param.layout == torch.strided}
+    yield
+    for name, (storage, sums) in before.items():
+        if storage_id(params[name]) != storage:
+            refuse_write(kind, name, params[name], f"{name.rpartition('.')[2]}.data = ...")
+        if not all(map(torch.equal, sums, _sums(params[name]))):
+            refuse_write(kind, name, params[name], "its values have changed")
+
+
+def _sums(param: Tensor) -> tuple[Tensor, ...]:
+    """Sums of the elements' bits, along the first and the last dim."""
+    with torch.no_grad(), disable_dispatch_modes():  # no recorder takes it for what the module computes
+        x = param.detach()
+        bits = (torch.view_as_real(x) if x.is_complex() else x).contiguous().view(_BITS[x.real.element_size()])
+        return (bits.sum(dtype=torch.int64),) if bits.dim() < 2 else tuple(bits.sum(dim, dtype=torch.int64) for dim in (0, -1))
 
 
 @attrs.define(eq=False)

@@ -288,6 +288,29 @@ def test_an_embedding_that_renormalises_is_refused(stage: int | None) -> None:
         comm.simulate(program, world_size=1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.uint8])
+def test_a_reordered_weight_is_a_written_one(dtype: torch.dtype) -> None:
+    class Flips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+            self.weight = nn.Parameter(torch.arange(6).view(2, 3).to(dtype), requires_grad=dtype.is_floating_point)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.data.copy_(self.weight.data.flip(0))
+            return x * self.scale
+
+    with pytest.raises(RuntimeError, match=r"Flips wrote into its (frozen )?parameter 'weight' in place"):
+        ours(Flips, None)
+
+
+def test_compiled_parts_are_compiled_in_the_first_step() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(torch.compile(nn.Linear(3, 3), backend="eager", fullgraph=True), nn.BatchNorm1d(3))
+
+    assert ours(build, None) == pytest.approx(plain(build), rel=1e-4)
+
+
 class Late(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -384,6 +407,12 @@ class Shares(nn.Module):
 def test_parameters_in_shared_memory_are_refused(what: str) -> None:
     with pytest.raises(ValueError, match=r"the parameters '[ab].weight' and '[ab].weight' share memory.*b.weight = a.weight"):
         fds.functional(Shares(what))
+
+
+def test_ties_by_data_are_refused_without_values() -> None:
+    with pytest.raises(ValueError, match=r"'a.weight' and 'b.weight' share memory"):
+        fds.deferred(lambda: Shares("tied by data"))
+    fds.deferred(lambda: Shares("beside"))
 
 
 @pytest.mark.parametrize("what", ["beside", "interleaved"])
