@@ -12,7 +12,7 @@ from functional_ds.comm.record.collective import Options
 
 from .gloo import Started
 
-__all__ = ["NCCL", "message"]
+__all__ = ["NCCL"]
 
 # torch 2.13 renamed these two, and warns of the old names.
 _ALL_GATHER = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
@@ -34,7 +34,10 @@ def _numbers(tensor: Tensor) -> Tensor:
 
 
 def _raw(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8) if tensor.numel() else tensor
+    """The bytes of a contiguous tensor; without elements, too, since torch compares the dtypes of what is sent and received."""
+    if tensor.numel():
+        return tensor.view(torch.uint8)
+    return tensor.new_empty((*tensor.shape[:-1], tensor.shape[-1] * tensor.itemsize), dtype=torch.uint8)
 
 
 def _started(work: dist.Work | None, result: Tensor) -> Started:
@@ -129,27 +132,24 @@ def all_to_all_rows(pg: ProcessGroup, rows: Tensor, options: Options) -> Started
 
 
 def permute(pg: ProcessGroup, piece: Tensor, options: Options) -> Started:
-    rank, perm = pg.rank(), options["perm"]
+    """All ranks call, those without a source or a destination, too: a communicator connects at its first call."""
+    perm, n, rank = options["perm"], pg.size(), pg.rank()
     source, target = perm.source.get(rank), perm.target.get(rank)
+    sent = piece if target is not None else piece[:0]
     received = torch.zeros_like(piece) if source is None else torch.empty_like(piece)
-    ops = []
-    if source == rank:
-        received.copy_(piece)
-    elif source is not None:
-        ops.append(dist.P2POp(dist.irecv, _raw(received), group=pg, group_peer=source))
-    if target not in (None, rank):
-        ops.append(dist.P2POp(dist.isend, _raw(piece), group=pg, group_peer=target))
-    return Started(dist.batch_isend_irecv(ops) if ops else [], lambda: received)
+    into = received if source is not None else received[:0]
+    sends = [sent.nbytes if peer == target else 0 for peer in range(n)]
+    arrivals = [into.nbytes if peer == source else 0 for peer in range(n)]
+    return _started(dist.all_to_all_single(_raw(into), _raw(sent), arrivals, sends, group=pg, async_op=True), received)
 
 
-def message(pg: ProcessGroup, piece: Tensor, options: Options) -> tuple[dist.P2POp, Callable[[], Tensor]]:
-    """A point-to-point message that is not posted yet, since NCCL takes a batch of them at once, and its result."""
-    if pg.rank() == options["src"]:
-        op = dist.P2POp(dist.isend, _raw(piece), group=pg, tag=options["tag"], group_peer=options["dst"])
-        return op, lambda: piece.new_zeros(()).expand(piece.shape)
-    received = torch.empty_like(piece)
-    op = dist.P2POp(dist.irecv, _raw(received), group=pg, tag=options["tag"], group_peer=options["src"])
-    return op, lambda: received
+def transfer(pg: ProcessGroup, piece: Tensor, options: Options) -> Started:
+    """A message from rank 0 to rank 1 of a communicator of these two."""
+    sends = pg.rank() == 0
+    buffer = piece if sends else torch.empty_like(piece)
+    op = dist.P2POp(dist.isend if sends else dist.irecv, _raw(buffer), group=pg, group_peer=1 if sends else 0)
+    works = dist.batch_isend_irecv([op]) if piece.numel() else []
+    return Started(works, lambda: piece.new_zeros(()).expand(piece.shape) if sends else buffer)
 
 
 def barrier(pg: ProcessGroup, piece: Tensor, options: Options) -> Started:
@@ -167,5 +167,6 @@ NCCL: dict[str, Callable[[ProcessGroup, Tensor, Options], Started]] = {
     "all_to_all": all_to_all,
     "all_to_all_rows": all_to_all_rows,
     "permute": permute,
+    "transfer": transfer,
     "barrier": barrier,
 }
