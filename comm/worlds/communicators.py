@@ -39,9 +39,13 @@ class CommunicatorKey:
         """The communicator of a call on a group."""
         if call.collective.primitive != "transfer":
             return CommunicatorKey(tuple(sorted(group.ranks)), group.ranks, group.name, False, -1, group.ranks)
-        options = call.options
-        ranks = group.ranks[options["src"]], group.ranks[options["dst"]]
-        return CommunicatorKey(tuple(sorted(ranks)), group.ranks, group.name, True, options["tag"], ranks)
+        return CommunicatorKey.between(group, call.options["src"], call.options["dst"], call.options["tag"])
+
+    @staticmethod
+    def between(group: Group, src: int, dst: int, tag: int) -> "CommunicatorKey":
+        """The communicator of messages from one rank of a group to another."""
+        ranks = group.ranks[src], group.ranks[dst]
+        return CommunicatorKey(tuple(sorted(ranks)), group.ranks, group.name, True, tag, ranks)
 
     def connected_together(self) -> "list[CommunicatorKey]":
         """Those to connect at the first use of this one: for messages both directions, since either may come first."""

@@ -199,6 +199,14 @@ class ProcessWorld(World):
         self._batch.append((key, started, launch))
         return started
 
+    def in_launch_order(self, device: torch.device) -> bool:
+        return device.type == "cuda" or "cpu" not in self._supported
+
+    def connect(self, edges: Sequence[tuple[int, int]], group: Group, device: torch.device) -> None:
+        if self.in_launch_order(device):
+            for key in sorted(CommunicatorKey.between(group, group.rank, peer, tag) for tag, peer in edges):
+                self._communicator(key)
+
     def adopt(self, pg: dist.ProcessGroup, name: str) -> Group:
         """The group for a process group of torch's."""
         ranks = tuple(dist.get_process_group_ranks(pg))

@@ -7,8 +7,9 @@ continue, the simulator knows who waits for whom.
 
 import random
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, TypeVarTuple, cast
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, TypeVar, TypeVarTuple, cast
 
 import attrs
 import torch
@@ -18,7 +19,9 @@ from functional_ds.comm.record.collective import Call, Here
 from functional_ds.comm.record.errors import CommError, DeadlockError, MismatchError, UnmatchedError
 from functional_ds.comm.record.group import Group, World, call_site
 
+from .communicators import CommunicatorKey
 from .current import enter, exclusive_simulation
+from .nccl_rules import NcclRules, Operation
 from .rng_state import RngState, drop_spare_normal, kept_rng
 from .shapes import run_on_shapes
 
@@ -91,6 +94,8 @@ class _SimulatedHandle:
         return outputs.pop(self.world.rank)
 
     def poll(self, timeout: float) -> bool:
+        if self.world.simulator.rules is not None:  # as on NCCL, where the host never waits
+            return True
         return self.world.simulator.poll(self.world.rank, self.slot, timeout > 0)
 
 
@@ -102,11 +107,13 @@ class SimulatedWorld(World):
         simulator: runs all ranks.
         counts: for each order of calls, the index of the last one.
         thread: the only thread that may call collectives.
+        unposted: the messages of an open batch.
     """
 
     simulator: "Simulator"
     counts: dict[tuple[Any, ...], int] = attrs.field(factory=dict)
     thread: int = attrs.field(factory=threading.get_ident)
+    unposted: list[Operation] | None = None
 
     def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, async_op: bool) -> _SimulatedHandle:
         if threading.get_ident() != self.thread:
@@ -120,14 +127,45 @@ class SimulatedWorld(World):
         members = tuple(group.ranks[member] for member in row.members(call.options, group.size))
         arrival = _RankCall(call, here, [_copy(t) for t in tensors], call_site())
         slot = _GroupCall(group, members, call.agreement(tensors, here))
-        return _SimulatedHandle(self, self.simulator.arrive((*key, turn), self.rank, slot, arrival))
+        slot = self.simulator.arrive((*key, turn), self.rank, slot, arrival)
+        if self.simulator.rules is not None:
+            where = f"{arrival} on group {group.name!r} at {arrival.site}"
+            self._launch(Operation((*key, turn), members, CommunicatorKey.of(call, group), where))
+        return _SimulatedHandle(self, slot)
+
+    def in_launch_order(self, device: torch.device) -> bool:
+        return self.simulator.rules is not None
+
+    def connect(self, edges: Sequence[tuple[int, int]], group: Group, device: torch.device) -> None:
+        if self.simulator.rules is not None:
+            keys = [CommunicatorKey.between(group, group.rank, peer, tag) for tag, peer in edges]
+            site = call_site()
+            self.simulator.rules.connect(self.rank, [Operation(key, key.ends, key, f"messages at {site}") for key in keys])
+
+    def _launch(self, operation: Operation) -> None:
+        if self.unposted is not None and operation.communicator.messages:
+            self.unposted.append(operation)
+        elif self.simulator.rules is not None:
+            self.simulator.rules.launch(self.rank, [operation])
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Under NCCL's rules, messages of a batch are launched together at its end."""
+        outer, self.unposted = self.unposted, []
+        try:
+            yield
+            if self.simulator.rules is not None and self.unposted:
+                self.simulator.rules.launch(self.rank, self.unposted)
+        finally:
+            self.unposted = outer
 
 
 class Simulator:
     """Lets one rank run at a time: the one that holds the baton."""
 
-    def __init__(self, world_size: int, seed: int) -> None:
+    def __init__(self, world_size: int, seed: int, rules: NcclRules | None = None) -> None:
         self.random = random.Random(seed)
+        self.rules = rules
         self.batons = [threading.Lock() for _ in range(world_size)]  # all are locked except the one of the rank that runs
         for baton in self.batons:
             baton.acquire()
@@ -264,7 +302,14 @@ class Simulator:
         return "\n".join(["all ranks have finished, but some never came to what others started", *sorted(stories)])
 
 
-def simulate(program: Callable[[*Ts], T], *args: *Ts, world_size: int, seed: int = 0, shapes_only: bool = False) -> list[T]:
+def simulate(
+    program: Callable[[*Ts], T],
+    *args: *Ts,
+    world_size: int,
+    seed: int = 0,
+    shapes_only: bool = False,
+    rules: Literal["nccl"] | None = None,
+) -> list[T]:
     """Runs ``program(*args)`` on ``world_size`` simulated ranks and returns their results in rank order.
 
     Law: if ranks communicate through collectives only, the result does not depend on ``seed``, and equals that of ``spawn``
@@ -280,11 +325,13 @@ def simulate(program: Callable[[*Ts], T], *args: *Ts, world_size: int, seed: int
         seed: picks the interleaving.
         shapes_only: the ranks pass tensors without values (``device="meta"``) and get such tensors. Each rank runs by itself,
             and the calls are compared afterwards. A ``ledger`` can so count programs on thousands of ranks.
+        rules: "nccl" also reports programs that run here and would hang on NCCL, as if all tensors were on GPUs.
 
     Raises:
         MismatchError: ranks of one group called different collectives; names both call sites.
         DeadlockError: no rank can continue; names where each rank waits and for which ranks. With ``shapes_only`` no rank
-            waits, so deadlocks are not found.
+            waits, so deadlocks are not found. With ``rules="nccl"``, ranks launch calls in orders that contradict each other;
+            names these calls.
         UnmatchedError: some ranks never made a call that others had started asynchronously.
         CommError: a rank called a collective from another thread.
         Exception: the exception that a rank raised, with a note that names the rank.
@@ -295,9 +342,14 @@ def simulate(program: Callable[[*Ts], T], *args: *Ts, world_size: int, seed: int
     """
     if type(world_size) is not int or world_size < 1:
         raise ValueError(f"world_size={world_size!r}: a world has at least one rank")
+    if rules not in (None, "nccl"):
+        raise ValueError(f"rules={rules!r} are unknown; use 'nccl', or None for what every transport allows")
     if shapes_only:
+        if rules is not None:
+            raise ValueError(f"shapes_only=True and rules={rules!r}: each rank runs by itself there, in no common order")
         return run_on_shapes(program, args, world_size)
-    simulator, ranks = Simulator(world_size, seed), tuple(range(world_size))
+    simulator = Simulator(world_size, seed, NcclRules.of(world_size) if rules else None)
+    ranks = tuple(range(world_size))
     results: list[T | None] = [None] * world_size
 
     def run(rank: int) -> None:

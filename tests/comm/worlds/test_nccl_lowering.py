@@ -145,7 +145,7 @@ def _train(lowered: bool) -> list[list[float]]:
     if lowered:
         nccl_over_gloo.install(cpu=False)
     found = []
-    for zero in (T.zero(0), T.zero(1), T.zero(2, aggregate="owner"), T.zero(3, max_live_units=1), T.data_parallel()):
+    for zero in (T.zero(0), T.zero(1), T.zero(2, aggregate="owner"), T.zero(3, max_live_units=1)):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
         apply, params = fds.functional(model)
