@@ -30,12 +30,13 @@ from functional_ds.transforms.zero.config import ZeroConfig
 from functional_ds.transforms.zero.gather import Gatherer
 from functional_ds.transforms.zero.prefetch import FetchTrace, plan_fetches
 from functional_ds.transforms.zero.process_groups import ProcessGroups
+from tests.comm.debug import test_written
 from tests.modules.test_buffers import as_ddp, network, plain, rows
 from tests.planting import Bug, planted
 from tests.remat.test_remat import awkward, outcome
 from tests.transforms.models import CASES, Blocks, Case, Tied, own_rows, run
 from tests.transforms.rules import assert_close, fresh, linear, trained
-from tests.transforms.zero import test_levels
+from tests.transforms.zero import test_levels, test_orders
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -224,15 +225,19 @@ def results_have_memory_of_their_own() -> None:
 
 
 def calls_read_their_input_at_once() -> None:
-    """Law 11: what happens to the input of a call under way does not show."""
+    """Law 11: what happens to the input of a call under way does not show on other ranks, and is named on this one."""
 
     def program() -> float:
         x = torch.ones(1)
         pending = comm.all_reduce(x, async_op=True)
-        x.zero_()
+        if rank() == 0:
+            x.zero_()
+            assert raises(comm.WrittenError, pending.wait)
+            return 0.0
         return pending.wait().item()  # type: ignore[no-any-return]
 
-    assert comm.simulate(program, world_size=2) == [2.0, 2.0]
+    for seed in range(5):
+        assert comm.simulate(program, world_size=2, seed=seed) == [0.0, 2.0]
 
 
 def adjoints_are_transposes() -> None:
@@ -1141,7 +1146,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (calls_read_their_input_at_once,): [
         Bug(
             "the simulator reads inputs late",
-            "comm.worlds.simulator",
+            "comm.worlds.group_call",
             "tensor.detach().clone(memory_format=torch.contiguous_format)",
             "tensor.detach()",
         ),
@@ -1376,15 +1381,15 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "nobody asks the others",
             "transforms.zero.gather",
-            "comm.all_gather(torch.tensor([unit]), control).tolist()",
-            "[unit]",
+            "set(bruck(mine, control).tolist())",
+            "{unit}",
             comm.MismatchError,
         ),
         Bug(
             "a rank leaves while others need units",
             "transforms.zero.gather",
-            "while not self._ask(_FINISHED):\n            pass",
-            "self._ask(_FINISHED)",
+            "while (last := self._ask(_FINISHED_WITH_NOTE if note else _FINISHED)) is None:\n            pass",
+            "last = self._ask(_FINISHED) or set()",
             comm.DeadlockError,
         ),
     ],
@@ -1392,17 +1397,16 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "a gather that skips a level starts at once",
             "transforms.zero.collectives",
-            "return relay(first, *rest).then(",
-            "return (relay(first, *rest) if first._finish else rest[0](first.wait())).then(",
-            comm.MismatchError,
+            "gathered = relay(first, *rest, lane=lane, device=shards[0].device)",
+            "gathered = relay(first, *rest, lane=lane, device=shards[0].device) if first._finish else rest[0](first.wait())",
         ),
     ],
     (test_levels.test_units_that_are_fetched_again, 3, True): [
         Bug(
             "gathers go on in the order of their arrival",
             "transforms.zero.collectives",
-            "all(pending.poll() for pending in self._pending)",
-            "[pending.poll() for pending in self._pending]",
+            'self.groups.levels[-1].channel("gather")\n',
+            "self.groups.levels[-1].channel(str(id(shards)))\n",
             comm.MismatchError,
         ),
     ],
@@ -1417,11 +1421,48 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     ],
     (test_levels.test_pipelines_over_nodes, 3, "intra_node"): [
         Bug(
-            "each pipeline stage has a queue of its own",
-            "transforms.zero.state",
-            "LeafMap.of_layout(alone, None), self.in_flight)",
-            "LeafMap.of_layout(alone, None))",
+            "each pipeline stage has a lane of its own",
+            "transforms.zero.collectives",
+            "lane=_channel(self.groups.shards)",
+            "lane=self.groups.shards.channel(str(id(self)))",
             comm.MismatchError,
+        ),
+    ],
+    (test_orders.launches_agree, test_orders.GATED): [
+        Bug("reductions start when they are complete", "transforms.zero.reduce", "not self._placed or", "True or"),
+        Bug(
+            "the ranks' own places count",
+            "transforms.zero.reduce",
+            'channel("control"), op="max")',
+            'channel("control"), op="min")',
+        ),
+    ],
+    (test_orders.launches_agree, test_orders.REGATED): [
+        Bug(
+            "nobody hears that a rank was late",
+            "transforms.zero.gather",
+            "_FINISHED_WITH_NOTE if note else",
+            "_FINISHED if note else",
+        ),
+    ],
+    (test_written.named, "all_reduce", "add"): [
+        Bug("writes are not noticed", "comm.record.watched", "if _state(tensor) != before:", "if False:"),
+    ],
+    (test_written.named, "all_reduce", "data"): [
+        Bug(
+            "writes that torch does not count are not noticed",
+            "comm.record.watched",
+            "zlib.crc32(plain.view(torch.uint8).numpy().data)",
+            "1",
+        ),
+    ],
+    (test_written.named, "broadcast", "late"): [
+        Bug(
+            "who receives may not write",
+            "comm.record.watched",
+            "if call.collective.reads(",
+            "if True or call.collective.reads(",
+            comm.WrittenError,
         ),
     ],
     (any_rank_touches_any_units,): [

@@ -7,15 +7,18 @@ their hosts wait for each other.
 """
 
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import attrs
 
+from functional_ds.comm.record.collective import Call
 from functional_ds.comm.record.errors import DeadlockError
+from functional_ds.comm.record.group import Group
 
 from .communicators import CommunicatorKey
 
-__all__ = ["NcclRules", "Operation"]
+__all__ = ["NcclRules", "Operation", "RankRules"]
 
 
 @attrs.frozen
@@ -151,3 +154,49 @@ def _described(path: list[tuple[int, Operation]], first: int) -> str:
         for (rank, operation), other in zip(cycle, others, strict=True)
     ]
     return "\n".join((_HANGS, *lines, _MEND))
+
+
+@attrs.define(eq=False)
+class RankRules:
+    """The rules, for the calls of one rank.
+
+    Attributes:
+        rank: the rank.
+        rules: those of all ranks.
+        unposted: the messages of an open batch.
+    """
+
+    rank: int
+    rules: NcclRules
+    unposted: list[Operation] | None = None
+
+    def launch(self, call: Call, group: Group, key: Hashable, ranks: tuple[int, ...], text: str) -> None:
+        """Launches a call; a message of a batch at the batch's end.
+
+        Args:
+            call: the call.
+            group: its group.
+            key: the same on all ranks that take part, and no other call's.
+            ranks: these ranks.
+            text: the call and its call site.
+        """
+        operation = Operation(key, ranks, CommunicatorKey.of(call, group), text)
+        if self.unposted is not None and operation.communicator.messages:
+            self.unposted.append(operation)
+        else:
+            self.rules.launch(self.rank, [operation])
+
+    def connect(self, edges: Sequence[tuple[int, int]], group: Group, site: str) -> None:
+        """Connects the rank to others: a tag, and a rank of the group, of each."""
+        keys = [CommunicatorKey.between(group, group.rank, peer, tag) for tag, peer in edges]
+        self.rules.connect(self.rank, [Operation(key, key.ends, key, f"messages on {group} at {site}") for key in keys])
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Messages that are launched within this context run beside each other."""
+        outer, self.unposted = self.unposted, []
+        try:
+            yield
+            self.rules.launch(self.rank, self.unposted)
+        finally:
+            self.unposted = outer

@@ -40,8 +40,9 @@ class UnitSource(Protocol):
         """The unit's flat tensors, ``[segment.size]``, one a segment."""
         ...
 
-    def finish(self, *, reshard: bool) -> None:
-        """Ends a pass; ``reshard`` frees all units."""
+    def finish(self, *, reshard: bool, note: bool = False) -> bool:
+        """Ends a pass; ``reshard`` frees all units. Whether any rank gave a note."""
+        ...
 
     def release(self, unit: int) -> None:
         """Says that nothing refers to the unit any more."""
@@ -62,8 +63,9 @@ class WholeParams:
         """The unit's flat tensors."""
         return [self.flats[index].detach() for index in self.layout.units[unit].segments]
 
-    def finish(self, *, reshard: bool) -> None:
+    def finish(self, *, reshard: bool, note: bool = False) -> bool:
         """Does nothing."""
+        return note
 
     def release(self, unit: int) -> None:
         """Does nothing."""
@@ -247,8 +249,6 @@ class LazyParams:
         self._leaves.clear()
         self._homes.clear()
         self._roots.clear()
-        if self.reducer is not None:
-            self.reducer.close()
         self._handle = self.reducer = None
         self.source = WholeParams(self.layout, ())
 
@@ -293,5 +293,7 @@ class LazyParams:
                 self.completed(unit, [grads.get(self.layout.paths[slot.leaf]) for slot in slots], last=True)
 
     def _collect(self, grads: list[Tensor | None]) -> list[Tensor]:
-        self.source.finish(reshard=True)
-        return [] if self.reducer is None else self.reducer.finish()
+        if self.reducer is None:
+            self.source.finish(reshard=True)
+            return []
+        return self.reducer.finish(renew=self.source.finish(reshard=True, note=self.reducer.late))

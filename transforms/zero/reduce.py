@@ -1,7 +1,8 @@
 """The reduction of units' gradients: each as soon as it is complete, in one order on all ranks."""
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import attrs
 import torch
@@ -9,11 +10,11 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base.torch_private import foreach_add_, foreach_copy_
-from functional_ds.comm.record.pending import relay
 from functional_ds.sharding.layout import Layout
 from functional_ds.step.tape import dense, wide
 
-from .collectives import Collectives, InFlight
+from .collectives import Collectives
+from .prefetch import FetchPlan
 
 __all__ = ["ReduceOrder", "Reducer"]
 
@@ -28,11 +29,15 @@ class ReduceOrder:
         units: first the reverse of the layout's order; after the first pass, the order in which rank 0 completed them.
         traced: whether rank 0's order is known.
         timeout_s: how long a rank waits for a reduction before it starts a third; 0 once that was in vain.
+        plan: the fetches of a backward pass for which the ranks agreed on ``after``.
+        after: unit -> how many of these fetches all ranks start before the unit's reduction.
     """
 
     units: tuple[int, ...]
     traced: bool = False
     timeout_s: float = 2.0
+    plan: FetchPlan | None = None
+    after: Mapping[int, int] = attrs.field(factory=dict)
 
 
 @attrs.define(eq=False)
@@ -44,6 +49,10 @@ class Reducer:
 
     Law: every rank reduces every unit once, in ``order``, whenever and in whatever order it completes them.
 
+    Gathers and reductions use groups of their own, and NCCL may block where ranks launch these in different orders. So in a
+    pass whose fetches are planned, the ranks agree after how many of them each unit was complete on all ranks; where the
+    next pass has the same plan, they start the unit's reduction there.
+
     Attributes:
         layout: the units.
         collectives: reduces a unit.
@@ -52,7 +61,6 @@ class Reducer:
         more: whether further micro-batches will be added to the result.
         local: this rank's sums, ``[segment.size]``, by segment.
         sums: sums over the ranks, ``[segment.shard]``, by segment.
-        in_flight: the reductions of this rank, those of other reducers included: a pipeline's stages have one each.
     """
 
     layout: Layout
@@ -62,11 +70,13 @@ class Reducer:
     more: bool
     local: dict[int, Tensor]
     sums: dict[int, Tensor]
-    in_flight: InFlight[list[Tensor]] = attrs.field(factory=InFlight)
     _expected: Counter[int] = attrs.field(factory=Counter)  # unit -> backward nodes that have not run
     _completed: list[int] = attrs.field(factory=list)
     _posted: int = 0
-    _own: "deque[tuple[int, comm.Pending[list[Tensor]]]]" = attrs.field(factory=deque)  # those of them that are its own
+    _plan: FetchPlan | None = None
+    _made: int = 0  # fetches of the plan that were made
+    _completed_after: dict[int, int] = attrs.field(factory=dict)  # unit -> fetches made
+    _own: "deque[tuple[int, comm.Pending[list[Tensor]]]]" = attrs.field(factory=deque)  # reductions in flight
 
     def expect(self, unit: int) -> None:
         """Announces one more backward node of the unit."""
@@ -95,22 +105,28 @@ class Reducer:
         self._expected[unit] = 0 if last else self._expected[unit] - 1
         if not self._expected[unit]:
             self._completed.append(unit)
+            self._completed_after[unit] = self._made
             self._post()
 
-    def finish(self) -> list[Tensor]:
-        """All gradients, one a trained segment, after the last reduction."""
+    def fetched(self, plan: FetchPlan, made: int) -> None:
+        """Says that so many fetches of the pass's plan were made."""
+        self._plan, self._made = plan, made
+        self._post()
+
+    @property
+    def late(self) -> bool:
+        """Whether this rank completed a unit after the place that the ranks agreed on."""
+        return self._placed and any(made > self.order.after[unit] for unit, made in self._completed_after.items())
+
+    def finish(self, *, renew: bool = False) -> list[Tensor]:
+        """All gradients, one a trained segment, after the last reduction; ``renew`` says that a rank was late."""
         results = self.local
         if self.now:
             while self._own:
                 self._settle()
-            self._trace_order()
+            self._trace_order(renew)
             results = self.sums
         return [results[index] for index, segment in enumerate(self.layout.segments) if segment.trainable]
-
-    def close(self) -> None:
-        """Gives up the reductions that nobody has waited for, as after an error."""
-        for _, pending in self._own:
-            self.in_flight.discard(pending)
 
     # -- on this rank --------------------------------------------------------------------------------------------------
 
@@ -140,11 +156,18 @@ class Reducer:
     def _post(self) -> None:
         """Starts the reductions of completed units whose turn it is."""
         turns = self.order.units
-        while self.now and self._posted < len(turns) and turns[self._posted] in self._completed:
+        while self.now and self._posted < len(turns) and self._due(turns[self._posted]):
             unit = turns[self._posted]
             self._posted += 1
             self._limit_in_flight()
             self._start(unit)
+
+    @property
+    def _placed(self) -> bool:
+        return self._plan is not None and self.order.plan is self._plan
+
+    def _due(self, unit: int) -> bool:
+        return unit in self._completed and (not self._placed or self._made >= self.order.after[unit])
 
     def _limit_in_flight(self) -> None:
         """Waits until fewer than two reductions are in flight, up to a timeout, which avoids a deadlock.
@@ -153,7 +176,7 @@ class Reducer:
         this rank has not reached. After the timeout a third reduction starts, at the cost of its memory.
         """
         while len(self._own) >= _MAX_IN_FLIGHT:
-            if not self.in_flight.poll(self._own[0][1], self.order.timeout_s):
+            if not self._own[0][1].poll(self.order.timeout_s):
                 self.order.timeout_s = 0.0
                 return
             self._settle()
@@ -167,17 +190,13 @@ class Reducer:
             return [self._with_earlier(index, value) for index, value in zip(trained, found, strict=True)]
 
         pending = collectives.reduce(segments, flats)
-        if collectives.replicates and not self.more:  # replicas sum once a step, over all micro-batches
-            pending = relay(pending, lambda found: collectives.replicate(segments, summed(found)))
-        else:
-            pending = pending.then(summed)
-        self._own.append((unit, self.in_flight.push(pending)))
-        if collectives.reduce_levels > 1:
-            self.in_flight.advance()
+        # Replicas sum once a step, over all micro-batches.
+        pending = pending.then(summed) if self.more else collectives.replicate(segments, pending, summed, flats[0].device)
+        self._own.append((unit, pending))
 
     def _settle(self) -> None:
         unit, pending = self._own.popleft()
-        self.sums.update(zip(self.trained(unit), self.in_flight.wait(pending), strict=True))
+        self.sums.update(zip(self.trained(unit), pending.wait(), strict=True))
 
     def _with_earlier(self, index: int, value: Tensor) -> Tensor:
         """Adds the shards of earlier micro-batches."""
@@ -185,8 +204,15 @@ class Reducer:
             return self.sums[index].add_(value)
         return wide(value) if self.more and value.element_size() == 2 else value
 
-    def _trace_order(self) -> None:
+    def _trace_order(self, renew: bool) -> None:
         """From the second pass on, all ranks keep the order in which rank 0 completed the units of the first."""
-        if not self.order.traced:
-            agreed = self.collectives.groups.broadcast(torch.tensor(self._completed, dtype=torch.int64), "control")
-            self.order.units, self.order.traced = tuple(agreed.tolist()), True
+        order, groups = self.order, self.collectives.groups
+        device = groups.group.world.device
+        if not order.traced:
+            agreed = groups.broadcast(torch.tensor(self._completed, dtype=torch.int64, device=device), "control")
+            order.units, order.traced = tuple(agreed.tolist()), True
+        if self._plan is not None and (renew or not self._placed):
+            mine = torch.tensor([self._completed_after[unit] for unit in order.units], device=device)
+            latest = comm.all_reduce(mine, groups.shards.channel("control"), op="max")
+            # A unit's turn comes after the turns of those before it.
+            order.plan, order.after = self._plan, dict(zip(order.units, accumulate(latest.tolist(), max), strict=True))
