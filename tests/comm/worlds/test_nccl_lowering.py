@@ -140,25 +140,25 @@ def test_messages_and_rows_of_nobody() -> None:
 # -- NCCL as the only backend -----------------------------------------------------------------------------------------
 
 
+def _losses(zero: Any) -> list[float]:
+    torch.manual_seed(0)
+    apply, params = fds.functional(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)))
+    loss = fds.train_step(lambda params, x: apply(params, x).square().mean(), fds.adamw(1e-2))
+    step = fds.compose(T.clip(1.0), T.accumulate(2), zero)(loss)
+    state, losses = step.init(params), []
+    for seed in range(2):
+        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(seed))[comm.world().rank :: 2]
+        state, metrics = step(state, x)
+        losses.append(metrics["loss"].item())
+    fds.memory.measured(state).of_all_ranks()
+    return losses
+
+
 def _train(lowered: bool) -> list[list[float]]:
-    """Two steps of everything that compares something between ranks on the host."""
+    """Everything that compares something between ranks on the host."""
     if lowered:
         nccl_over_gloo.install(cpu=False)
-    found = []
-    for zero in (T.zero(0), T.zero(1), T.zero(2, aggregate="owner"), T.zero(3, max_live_units=1)):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
-        apply, params = fds.functional(model)
-        loss = fds.train_step(lambda p, x: apply(p, x).square().mean(), fds.adamw(1e-2))
-        step = fds.compose(T.clip(1.0), T.accumulate(2), zero)(loss)
-        state, losses = step.init(params), []
-        for seed in range(2):
-            x = torch.randn(8, 3, generator=torch.Generator().manual_seed(seed))[comm.world().rank :: 2]
-            state, metrics = step(state, x)
-            losses.append(metrics["loss"].item())
-        fds.memory.measured(state).of_all_ranks()
-        found.append(losses)
-    return found
+    return [_losses(zero) for zero in (T.zero(0), T.zero(1), T.zero(2, aggregate="owner"), T.zero(3, max_live_units=1))]
 
 
 def test_nccl_can_be_the_only_backend() -> None:
