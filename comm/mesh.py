@@ -37,8 +37,7 @@ class Mesh:
     Law: over ``mesh["a", "b"]``, an all_reduce is one over a and one over b, in any order, and sharding is sharding over a,
     then over b.
 
-    A mesh and its groups cost nothing until they are used. Over NCCL the members of a group connect at its first use, and all
-    ranks of the world must first use their groups in one order.
+    A mesh and its groups cost nothing until they are used. Over NCCL the members of a group connect at its first use.
 
     Attributes:
         axes: the sizes by name, outermost first.

@@ -16,7 +16,7 @@ from functional_ds.comm.record.collective import Call
 from functional_ds.comm.record.errors import DeadlockError
 from functional_ds.comm.record.group import Group
 
-from .communicators import CommunicatorKey
+from .nccl import CommunicatorKey
 
 __all__ = ["NcclRules", "Operation", "RankRules"]
 

@@ -23,9 +23,8 @@ from functional_ds.comm.record.group import Beside, Group, World, at_site, call_
 from functional_ds.comm.record.watched import WatchedInputs
 
 from .call_log import CallLog
-from .communicators import CommunicatorKey
 from .gloo import GLOO, Communicator, Started
-from .nccl import NCCL
+from .nccl import NCCL, CommunicatorKey
 from .worker import Performed, Posted, Queued, Worker
 
 __all__ = ["DEFAULT_TIMEOUT", "ProcessWorld", "leave_process_world", "process_world"]
