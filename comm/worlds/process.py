@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from functional_ds.base.side_stream import SideStream
+from functional_ds.base.side_stream import Sent, SideStream
 from functional_ds.base.torch_private import new_process_group
 from functional_ds.comm.record.collective import Call, Handle, Here
 from functional_ds.comm.record.errors import CommError
@@ -44,15 +44,20 @@ class _Coalesced:
         shares: each leaf's elements along the payload's last dim.
         started: the primitive under way.
         device: where the results belong.
+        sent: the payload, where it is on a GPU.
     """
 
     places: Sequence[int]
     shares: Sequence[int]
     started: Started | Performed | Posted | Queued
     device: torch.device
+    sent: Sent | None = None
 
     def pieces(self) -> Sequence[Tensor]:
         result = self.started.wait().to(self.device)
+        if self.sent is not None:
+            self.sent.arrived()
+            self.sent = None
         # Copies, because views would share one storage, and each would keep all of it alive.
         return [result] if len(self.shares) == 1 else [x.clone() for x in result.split(self.shares, dim=-1)]
 
@@ -162,7 +167,9 @@ class ProcessWorld(World):
             payload = torch.cat(payloads, dim=-1) if len(payloads) > 1 else _dense(payloads[0])
             start = self._start_nccl if carrier.type == "cuda" else self._start_gloo
             shares = [part.shape[-1] for part in payloads]
-            parts.append(_Coalesced(places, shares, start(call, group, payload.to(carrier), agreed, async_op), device))
+            payload = payload.to(carrier)
+            started = start(call, group, payload, agreed, async_op)
+            parts.append(_Coalesced(places, shares, started, device, Sent.of(payload)))
             agreed = None  # the log is waited for once a call
         if agreed is not None:  # a tree without leaves sends nothing, but must be compared, too
             agreed()

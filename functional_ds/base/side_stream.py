@@ -9,7 +9,26 @@ from torch import Tensor
 
 from . import tree
 
-__all__ = ["SideStream"]
+__all__ = ["Sent", "SideStream"]
+
+
+@attrs.frozen(eq=False)
+class Sent:
+    """A tensor that a transport reads, allocated for the stream that was current at the start."""
+
+    tensor: Tensor
+    stream: Any
+
+    @staticmethod
+    def of(tensor: Tensor) -> "Sent | None":
+        """None for tensors of the host's."""
+        return Sent(tensor, torch.cuda.current_stream(tensor.device)) if tensor.is_cuda else None
+
+    def arrived(self) -> None:
+        """Says that the current stream has waited for the transport: if it is another one, the allocator must know."""
+        current = torch.cuda.current_stream(self.tensor.device)
+        if current != self.stream:
+            self.tensor.record_stream(current)
 
 
 @attrs.frozen(eq=False)

@@ -31,6 +31,7 @@ class ReduceOrder:
         timeout_s: how long a rank waits for a reduction before it starts a third; 0 once that was in vain.
         plan: the fetches of a backward pass for which the ranks agreed on ``after``.
         after: unit -> how many of these fetches all ranks start before the unit's reduction.
+        late: the units that got gradients after they were complete, on any rank, in the first pass. They are reduced twice.
     """
 
     units: tuple[int, ...]
@@ -38,6 +39,7 @@ class ReduceOrder:
     timeout_s: float = 2.0
     plan: FetchPlan | None = None
     after: Mapping[int, int] = attrs.field(factory=dict)
+    late: tuple[int, ...] = ()
 
 
 @attrs.define(eq=False)
@@ -70,6 +72,7 @@ class Reducer:
     more: bool
     local: dict[int, Tensor]
     sums: dict[int, Tensor]
+    _late: set[int] = attrs.field(factory=set)
     _expected: Counter[int] = attrs.field(factory=Counter)  # unit -> backward nodes that have not run
     _completed: list[int] = attrs.field(factory=list)
     _posted: int = 0
@@ -99,9 +102,7 @@ class Reducer:
             device: where the sums lie.
             last: whether no other node of the unit will run, whatever was announced.
         """
-        found = iter(grads)
-        for index in self.trained(unit):
-            self._accumulate(index, [next(found, None) for _ in self.layout.segments[index].slots], device)
+        self._add(unit, grads, device)
         self._expected[unit] = 0 if last else self._expected[unit] - 1
         if not self._expected[unit]:
             self._completed.append(unit)
@@ -114,21 +115,50 @@ class Reducer:
         self._post()
 
     @property
-    def late(self) -> bool:
+    def out_of_place(self) -> bool:
         """Whether this rank completed a unit after the place that the ranks agreed on."""
         return self._placed and any(made > self.order.after[unit] for unit, made in self._completed_after.items())
+
+    def add_late(self, unit: int, grads: Sequence[Tensor | None], device: torch.device) -> None:
+        """Adds gradients that came after the unit was complete: of a backward pass within the backward pass.
+
+        Args:
+            unit: whose.
+            grads: as for ``add``.
+            device: where the sums lie.
+
+        Raises:
+            RuntimeError: no rank had any in the first pass, so the other ranks would not join another reduction.
+        """
+        if self.now and self.order.traced and unit not in self.order.late:
+            raise RuntimeError(
+                "the backward pass of a custom autograd.Function ran another backward pass, which gave the params "
+                f"{self._paths(unit)} gradients. In the first step none did, and the ranks agreed then on what they sum: use "
+                "the Function in the first step, too, or torch.utils.checkpoint with use_reentrant=False in its place"
+            )
+        self._late.add(unit)
+        self._add(unit, grads, device)
 
     def finish(self, *, renew: bool = False) -> list[Tensor]:
         """All gradients, one a trained segment, after the last reduction; ``renew`` says that a rank was late."""
         results = self.local
         if self.now:
-            while self._own:
-                self._settle()
+            self._settle_all()
             self._trace_order(renew)
+            for unit in self.order.late:
+                if unit not in self._late:
+                    self._add(unit, (), self.sums[self.trained(unit)[0]].device)
+                self._start(unit, again=True)
+            self._settle_all()
             results = self.sums
         return [results[index] for index, segment in enumerate(self.layout.segments) if segment.trainable]
 
     # -- on this rank --------------------------------------------------------------------------------------------------
+
+    def _add(self, unit: int, grads: Sequence[Tensor | None], device: torch.device) -> None:
+        found = iter(grads)
+        for index in self.trained(unit):
+            self._accumulate(index, [next(found, None) for _ in self.layout.segments[index].slots], device)
 
     def _accumulate(self, index: int, leaves: Sequence[Tensor | None], device: torch.device) -> None:
         segment = self.layout.segments[index]
@@ -181,7 +211,8 @@ class Reducer:
                 return
             self._settle()
 
-    def _start(self, unit: int) -> None:
+    def _start(self, unit: int, *, again: bool = False) -> None:
+        """Starts the reduction of what this rank has; ``again``: it is added to what was reduced before."""
         trained, collectives = self.trained(unit), self.collectives
         segments = [self.layout.segments[index] for index in trained]
         flats = [self.local.pop(index) for index in trained]
@@ -190,9 +221,17 @@ class Reducer:
             return [self._with_earlier(index, value) for index, value in zip(trained, found, strict=True)]
 
         pending = collectives.reduce(segments, flats)
-        # Replicas sum once a step, over all micro-batches.
-        pending = pending.then(summed) if self.more else collectives.replicate(segments, pending, summed, flats[0].device)
+        if self.more:  # replicas sum once a step, over all micro-batches
+            pending = pending.then(summed)
+        elif again:
+            pending = collectives.replicate(segments, pending, list, flats[0].device).then(summed)
+        else:
+            pending = collectives.replicate(segments, pending, summed, flats[0].device)
         self._own.append((unit, pending))
+
+    def _settle_all(self) -> None:
+        while self._own:
+            self._settle()
 
     def _settle(self) -> None:
         unit, pending = self._own.popleft()
@@ -205,14 +244,22 @@ class Reducer:
         return wide(value) if self.more and value.element_size() == 2 else value
 
     def _trace_order(self, renew: bool) -> None:
-        """From the second pass on, all ranks keep the order in which rank 0 completed the units of the first."""
+        """From the second pass on, all ranks keep the order in which rank 0 completed the units of the first.
+
+        Which units got late gradients, on any rank, they agree on then, too.
+        """
         order, groups = self.order, self.collectives.groups
         device = groups.group.world.device
         if not order.traced:
             agreed = groups.broadcast(torch.tensor(self._completed, dtype=torch.int64, device=device), "control")
-            order.units, order.traced = tuple(agreed.tolist()), True
+            mine = torch.tensor([unit in self._late for unit in agreed.tolist()], dtype=torch.int64, device=device)
+            late = groups.any_rank(mine)
+            order.units, order.traced, order.late = tuple(agreed.tolist()), True, tuple(agreed[late > 0].tolist())
         if self._plan is not None and (renew or not self._placed):
             mine = torch.tensor([self._completed_after[unit] for unit in order.units], device=device)
             latest = comm.all_reduce(mine, groups.shards.channel("control"), op="max")
             # A unit's turn comes after the turns of those before it.
             order.plan, order.after = self._plan, dict(zip(order.units, accumulate(latest.tolist(), max), strict=True))
+
+    def _paths(self, unit: int) -> list[str]:
+        return [self.layout.paths[slot.leaf] for index in self.trained(unit) for slot in self.layout.segments[index].slots]

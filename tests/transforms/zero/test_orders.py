@@ -117,16 +117,21 @@ def programs(draw: st.DrawFn) -> Program:
         "prefetch": draw(st.integers(0, 3)),
         "reshard_last_units": draw(st.booleans()),
         "persistence_threshold": draw(st.sampled_from([0, 0, WIDTH**2])),
+        "aggregate": draw(st.sampled_from(["reduce_scatter", "reduce_scatter", "all_reduce"])),
+        "gradient_predivide_factor": draw(st.sampled_from([1.0, 1.0, 4.0])),
         "unit_of": draw(st.sampled_from([None, lambda path: f"pair {int(path.split('.')[1]) // 2}"])),
     }
     return Program(steps, grid, tuple(knobs.items()), draw(st.sampled_from([1, 1, 2])), units)
 
 
 @pytest.mark.law(19)
-@settings(max_examples=3000 if LAWS else 60)
+@settings(max_examples=3000 if LAWS else 40)
 @given(program=programs(), seed=st.integers(0, 9999))
 def test_any_units_in_any_order(program: Program, seed: int) -> None:
-    """Stage 3 with any knobs together on any levels, whatever each rank uses and when, is plain PyTorch."""
+    """Stage 3 with any knobs together on any levels, whatever each rank uses and when, is plain PyTorch.
+
+    ``make laws`` draws 3,000 programs, on up to 8 ranks in nodes and replicas.
+    """
     event(f"{program.grid}, hpz {dict(program.knobs)['hpz']}")
     expected = plainly(program)
     for found in comm.simulate(on_ranks, program, world_size=program.grid.size, seed=seed):
@@ -142,7 +147,7 @@ def test_secondary_shards_in_other_orders(order: Order, knobs: dict[str, int]) -
     """A repeated gather inside a node beside gathers across nodes: equal sizes would swap values, others would hang."""
     program = alike(order, 3, hpz=True, **knobs)
     expected = plainly(program)
-    for seed in range(20):
+    for seed in range(10):
         for found in comm.simulate(on_ranks, program, world_size=4, seed=seed):
             agrees(found, expected)
 
