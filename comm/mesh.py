@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from functional_ds.comm.record.group import Group, World
 from functional_ds.comm.worlds.current import world
-from functional_ds.comm.worlds.process import ProcessWorld, torch_group
+from functional_ds.comm.worlds.process import ProcessWorld
 
 __all__ = ["Mesh", "mesh"]
 
@@ -37,8 +37,7 @@ class Mesh:
     Law: over ``mesh["a", "b"]``, an all_reduce is one over a and one over b, in any order, and sharding is sharding over a,
     then over b.
 
-    A mesh and its groups cost nothing until they are used. Over NCCL the members of a group connect at its first use, and all
-    ranks of the world must first use their groups in one order.
+    A mesh and its groups cost nothing until they are used. Over NCCL the members of a group connect at its first use.
 
     Attributes:
         axes: the sizes by name, outermost first.
@@ -145,7 +144,7 @@ class Mesh:
             raise ValueError("device_mesh(): a DeviceMesh needs processes; start them with comm.spawn or torchrun")
         if device_type is None:
             device_type = "cuda" if "cuda:nccl" in dist.get_backend_config() else "cpu"
-        process_groups = [torch_group(self[axis].ranks, axis) for axis in self.axes]
+        process_groups = [self.world.process_group(self[axis].ranks, axis) for axis in self.axes]
         grid = torch.tensor(self.ranks, dtype=torch.int).view(*self.axes.values())
         return DeviceMesh.from_group(process_groups, device_type, grid, mesh_dim_names=tuple(self.axes))
 

@@ -53,21 +53,37 @@ def keep_freed_memory() -> None:
 _BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")
 
 
-def _local_device(backend: str | None, local_rank: int, ranks_here: int) -> str:
-    """The backend to use. Selects this rank's GPU if the backend is NCCL's."""
+def _local_device(backend: str | None, local_rank: int, ranks_here: int) -> tuple[str, torch.device | None]:
+    """The backend to use, and this rank's GPU if the backend is NCCL's, which becomes the current one.
+
+    A launcher may show each process a GPU of its own, which is then number 0 there (SLURM's ``--gpus-per-task``).
+    """
     if backend is not None and backend not in _BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown; use one of {', '.join(map(repr, _BACKENDS))}, or None to choose")
     wants_gpu = torch.cuda.is_available() if backend is None else "nccl" in backend
     if not wants_gpu:
-        return backend or "gloo"
+        return backend or "gloo", None
     gpus = torch.cuda.device_count()
-    if ranks_here > gpus:
+    if ranks_here > gpus != 1:
         raise ValueError(
             f"{ranks_here} ranks on this host and {gpus} GPUs: NCCL needs a GPU for each rank; "
-            f"start at most {gpus} ranks here, or pass backend='gloo' to run on CPUs"
+            f"start at most {gpus} ranks here, show each process one GPU, or pass backend='gloo' to run on CPUs"
         )
-    torch.cuda.set_device(local_rank)
-    return backend or "cpu:gloo,cuda:nccl"
+    device = torch.device("cuda", 0 if gpus == 1 else local_rank)
+    torch.cuda.set_device(device)
+    return backend or "cpu:gloo,cuda:nccl", device
+
+
+def _check_own_gpu(store: Store, rank: int, size: int) -> None:
+    """Refuses a GPU that two ranks have. It has asked for all ranks' before it answers, so all ranks refuse."""
+    found = [store.get(f"functional_ds/gpu/{other}") for other in range(size)]
+    same = [other for other, gpu in enumerate(found) if gpu == found[rank]]
+    shared = same if len(same) > 1 else next(([a, b] for b in range(size) for a in range(b) if found[a] == found[b]), [])
+    if shared:
+        raise ValueError(
+            f"ranks {shared} have the same GPU: NCCL needs a GPU for each rank; start fewer ranks, show each process a GPU "
+            "of its own, or pass backend='gloo' to run on CPUs"
+        )
 
 
 def _from_environment(variable: str) -> int | None:
@@ -127,7 +143,7 @@ def init_distributed(
     Raises:
         ValueError: a rank out of range; world_size without rank; an unknown backend; no address to meet at; an environment
             variable that is not an integer; the process is in a world with another size or rank already; NCCL with more ranks
-            on this host than GPUs.
+            on this host than GPUs, or two ranks on one GPU.
         TimedOutError: some processes have not joined; names their ranks.
     """
     if simulated_world() is None and not dist.is_initialized():
@@ -146,7 +162,8 @@ def init_distributed(
 
 def _join(backend: str | None, rank: int, size: int, init_method: str | None, timeout: timedelta, store: Store | None) -> None:
     local_rank, ranks_here = _from_environment("LOCAL_RANK"), _from_environment("LOCAL_WORLD_SIZE")
-    chosen = _local_device(backend, rank if local_rank is None else local_rank, size if ranks_here is None else ranks_here)
+    ranks_here = size if ranks_here is None else ranks_here
+    chosen, device = _local_device(backend, rank if local_rank is None else local_rank, ranks_here)
     if init_method is not None and not init_method.startswith(("tcp://", "file://", "env://")):
         raise ValueError(f"init_method={init_method!r} is unknown; use 'tcp://host:port', 'file:///path' or 'env://'")
     if store is None and init_method in (None, "env://"):
@@ -165,7 +182,12 @@ def _join(backend: str | None, rank: int, size: int, init_method: str | None, ti
         store, rank, size = next(rendezvous(init_method or "env://", rank, size, timeout=timeout))
     # The launcher's store may outlive a world: a prefix keeps this world's keys apart from those of an earlier one.
     store = meet(store, rank=rank, size=size, timeout=timeout)
-    dist.init_process_group(chosen, store=store, rank=rank, world_size=size, timeout=timeout)
+    if device is not None:
+        store.set(f"functional_ds/gpu/{rank}", str(torch.cuda.get_device_properties(device).uuid))
+        if ranks_here > torch.cuda.device_count():
+            _check_own_gpu(store, rank, size)
+    # With a device, NCCL connects all ranks here, not at a first call that some of them may have no part in.
+    dist.init_process_group(chosen, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device)
 
 
 def destroy_process_group() -> None:

@@ -21,8 +21,10 @@ import functional_ds as fds
 import functional_ds.checkpointing.writer  # loaded late otherwise, and bugs are planted in what is there
 from functional_ds import checkpointing, comm, transforms, tree
 from functional_ds.base.prng import Key
+from functional_ds.comm.worlds.nccl import CommunicatorKey, _raw
 from functional_ds.fitting import RollBack
 from functional_ds.optim.matrix_owners import MatrixOwners
+from functional_ds.pipelining import one_f_one_b
 from functional_ds.sharding.layout import Layout, shard, unshard
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.transforms.precision.stochastic_rounding import round_stochastically
@@ -32,6 +34,7 @@ from functional_ds.transforms.zero.gather import Gatherer
 from functional_ds.transforms.zero.prefetch import FetchTrace, plan_fetches
 from functional_ds.transforms.zero.process_groups import ProcessGroups
 from tests.comm.debug import test_written
+from tests.comm.worlds import test_nccl_rules
 from tests.modules import test_functional
 from tests.modules.test_buffers import as_ddp, network, plain, rows, test_one_rank_may_be_the_first_to_write
 from tests.modules.test_functional import Around
@@ -40,6 +43,7 @@ from tests.remat import test_argument_snapshot
 from tests.remat.test_remat import awkward, outcome
 from tests.transforms.models import CASES, Blocks, Case, Tied, own_rows, run
 from tests.transforms.rules import assert_close, fresh, linear, trained
+from tests.transforms.staged import on_mesh
 from tests.transforms.zero import test_levels, test_nested_autograd, test_orders
 
 pytestmark = pytest.mark.timeout(60)
@@ -304,6 +308,40 @@ def a_mesh_is_a_grid() -> None:
     """Ranks are numbered row by row."""
     groups = comm.simulate(lambda: [comm.mesh(a=2, b=3)[axis].ranks for axis in "ab"], world_size=6)
     assert groups == [[(r % 3, r % 3 + 3), tuple(r // 3 * 3 + i for i in range(3))] for r in range(6)]
+
+
+def communicators_are_told_apart() -> None:
+    """Each direction and tag of messages between two ranks has its own, by one name on both; they connect in one order."""
+
+    def keys() -> list[CommunicatorKey]:
+        group = comm.new_group([2, 0, 1], "some")
+        between = [CommunicatorKey.between(group, src, dst, tag) for src, dst in ((0, 1), (1, 0), (0, 2)) for tag in (0, 1)]
+        return [*between, CommunicatorKey.of(comm.Call(comm.TABLE[0], {"op": "sum"}), group)]
+
+    first, *others = comm.simulate(keys, world_size=3)
+    assert all(other == first for other in others)
+    assert len({key.digest() for key in first}) == len(first)
+    assert first[0].connected_together() == first[2].connected_together() == sorted([first[0], first[2]])
+
+
+def nothing_has_bytes() -> None:
+    """What a rank sends has the dtype of what the others expect, without elements, too."""
+    assert [_raw(torch.ones(rows, 4)).dtype for rows in (0, 3)] == [torch.uint8] * 2
+    assert _raw(torch.ones(0, 4)).shape == (0, 16)
+
+
+def nccls_rules_name_contradictions() -> None:
+    """Programs whose ranks launch calls in different orders, and no others."""
+    for program, ranks, parts in test_nccl_rules.FAULTS:
+        named = ""
+        try:
+            comm.simulate(program, world_size=ranks, rules="nccl")
+        except comm.DeadlockError as error:
+            named = str(error)
+        assert all(part in named for part in parts)
+    comm.simulate(test_nccl_rules.rings_in_a_batch, world_size=4, rules="nccl")
+    comm.simulate(lambda: comm.algorithms.double_tree(torch.ones(3)), world_size=5, rules="nccl")
+    comm.simulate(partial(on_mesh, zero=None, dp=1), one_f_one_b(2, 4), 12, world_size=2, rules="nccl")
 
 
 def the_simulator_finds_mismatches() -> None:
@@ -1229,6 +1267,27 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     ],
     (a_mesh_is_a_grid,): [
         Bug("a mesh counts by columns", "comm.mesh", "math.prod(sizes[i + 1 :])", "math.prod(sizes[:i])"),
+    ],
+    (communicators_are_told_apart,): [
+        Bug("tags share a communicator", "comm.worlds.nccl", "group.name, True, tag, ranks)", "group.name, True, 0, ranks)"),
+        Bug("directions share one", "comm.worlds.nccl", "= group.ranks[src], group.ranks[dst]", "= group.ranks[:2]"),
+        Bug("each connects its own first", "comm.worlds.nccl", "return sorted([self, attrs.", "return list([self, attrs."),
+    ],
+    (nothing_has_bytes,): [
+        Bug("an empty side stays", "comm.worlds.nccl", "if tensor.numel():\n        return", "if True:\n        return"),
+    ],
+    (nccls_rules_name_contradictions,): [
+        Bug("nobody follows who waits", "comm.worlds.nccl_rules", "if other not in free and", "if False and"),
+        Bug("a batch is one call after another", "comm.worlds.nccl_rules", "if self.unposted is not None and", "if False and"),
+        Bug("hosts never connect", "comm.worlds.nccl_rules", "or communicator in connected:", "or True:"),
+        Bug(
+            "trees connect as they go",
+            "comm.worlds.simulator",
+            "self.rules.connect(edges, group, call_site())",
+            "pass",
+            comm.DeadlockError,
+        ),
+        Bug("receives are early", "comm.worlds.simulator", "return self.rules is not None", "return False", comm.DeadlockError),
     ],
     (the_simulator_finds_mismatches,): [
         Bug("nobody compares calls", "comm.worlds.simulator", "if known.agreement != slot.agreement:", "if False:"),

@@ -130,6 +130,7 @@ def through(trees: int, role: TreeRole, chunks: int, group: Group) -> Callable[[
         raise ValueError(f"chunks={chunks}: a value is cut into at least one chunk")
 
     def total(flat: Tensor, op: str) -> Tensor:
+        group.world.connect([*role.leaf, *role.inner, *role.children, *role.apex], group, flat.device)
         pieces = cut(flat, chunks * trees)
         rows = [pieces[i : i + trees] for i in range(0, len(pieces), trees)]
         pending = [_rise(parts, role, group, op) for parts in rows]

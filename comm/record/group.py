@@ -56,6 +56,22 @@ class World(ABC):
         """Point-to-point messages that are started within this context form one batch, so they cannot block each other."""
         return nullcontext()
 
+    def in_launch_order(self, device: torch.device) -> bool:
+        """Whether calls on tensors there run in the order in which each rank starts them, as on NCCL: ranks need one order."""
+        return False
+
+    def connect(self, edges: "Sequence[tuple[int, int]]", group: "Group", device: torch.device) -> None:
+        """Prepares messages between this rank and others, where two ranks that first use a connection wait for each other.
+
+        All ranks that have an edge must call it, before any message on it.
+
+        Args:
+            edges: a tag, and a rank of the group, of each.
+            group: the group of the messages.
+            device: where their tensors are.
+        """
+        return None
+
     def beside(self, steps: Callable[[], Iterator[Any]], lane: "Group", device: torch.device) -> Beside:
         """Carries out ``steps()`` beside the program, after those of the lane before; the last value is the result.
 

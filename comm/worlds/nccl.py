@@ -1,18 +1,21 @@
 """Collectives of CUDA tensors, as NCCL's own collectives. A wait makes the current stream wait, not the host."""
 
+import hashlib
 from collections.abc import Callable, Sequence
 
+import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
-from functional_ds.comm.record.collective import Options
+from functional_ds.comm.record.collective import Call, Options
+from functional_ds.comm.record.group import Group
 
 from .gloo import Started
 
-__all__ = ["NCCL", "message"]
+__all__ = ["NCCL", "CommunicatorKey"]
 
 # torch 2.13 renamed these two, and warns of the old names.
 _ALL_GATHER = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
@@ -26,6 +29,54 @@ _OPS = {
 }
 
 
+@attrs.frozen(order=True)
+class CommunicatorKey:
+    """What names a communicator on all its ranks, whatever else each of them has connected before.
+
+    A group has one communicator for its collectives. Between two of its ranks there is one for each direction and tag of
+    messages: NCCL knows no tags, and one communicator runs its work in order, so messages that face each other would wait for
+    each other. Keys are ordered, and a rank that needs several connects them in that order, so no two ranks wait crosswise.
+
+    Attributes:
+        ends: its ranks in ascending order.
+        group: the ranks of the group, in the group's order.
+        name: the group's.
+        tag: of messages; -1 for collectives.
+        messages: whether it carries messages.
+        ranks: its ranks, as ranks of the world, in its own order; for messages (source, destination).
+    """
+
+    ends: tuple[int, ...]
+    group: tuple[int, ...]
+    name: str
+    messages: bool
+    tag: int
+    ranks: tuple[int, ...]
+
+    @staticmethod
+    def of(call: Call, group: Group) -> "CommunicatorKey":
+        """The communicator of a call on a group."""
+        if call.collective.primitive != "transfer":
+            return CommunicatorKey(tuple(sorted(group.ranks)), group.ranks, group.name, False, -1, group.ranks)
+        return CommunicatorKey.between(group, call.options["src"], call.options["dst"], call.options["tag"])
+
+    @staticmethod
+    def between(group: Group, src: int, dst: int, tag: int) -> "CommunicatorKey":
+        """The communicator of messages from one rank of a group to another."""
+        ranks = group.ranks[src], group.ranks[dst]
+        return CommunicatorKey(tuple(sorted(ranks)), group.ranks, group.name, True, tag, ranks)
+
+    def connected_together(self) -> "list[CommunicatorKey]":
+        """Those to connect at the first use of this one: for messages both directions, since either may come first."""
+        if not self.messages:
+            return [self]
+        return sorted([self, attrs.evolve(self, ranks=self.ranks[::-1])])
+
+    def digest(self) -> str:
+        """A short name, equal on all ranks."""
+        return hashlib.sha1(repr(attrs.astuple(self)).encode(), usedforsecurity=False).hexdigest()
+
+
 def _numbers(tensor: Tensor) -> Tensor:
     """The tensor as a dtype that NCCL can reduce: complex numbers as pairs, bools (min and max only) as bytes."""
     if tensor.is_complex():
@@ -34,7 +85,10 @@ def _numbers(tensor: Tensor) -> Tensor:
 
 
 def _raw(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8) if tensor.numel() else tensor
+    """The bytes of a contiguous tensor; without elements, too, since torch compares the dtypes of what is sent and received."""
+    if tensor.numel():
+        return tensor.view(torch.uint8)
+    return tensor.new_empty((*tensor.shape[:-1], tensor.shape[-1] * tensor.itemsize), dtype=torch.uint8)
 
 
 def _started(work: dist.Work | None, result: Tensor) -> Started:
@@ -129,27 +183,24 @@ def all_to_all_rows(pg: ProcessGroup, rows: Tensor, options: Options) -> Started
 
 
 def permute(pg: ProcessGroup, piece: Tensor, options: Options) -> Started:
-    rank, perm = pg.rank(), options["perm"]
+    """All ranks call, those without a source or a destination, too: a communicator connects at its first call."""
+    perm, n, rank = options["perm"], pg.size(), pg.rank()
     source, target = perm.source.get(rank), perm.target.get(rank)
+    sent = piece if target is not None else piece[:0]
     received = torch.zeros_like(piece) if source is None else torch.empty_like(piece)
-    ops = []
-    if source == rank:
-        received.copy_(piece)
-    elif source is not None:
-        ops.append(dist.P2POp(dist.irecv, _raw(received), group=pg, group_peer=source))
-    if target not in (None, rank):
-        ops.append(dist.P2POp(dist.isend, _raw(piece), group=pg, group_peer=target))
-    return Started(dist.batch_isend_irecv(ops) if ops else [], lambda: received)
+    into = received if source is not None else received[:0]
+    sends = [sent.nbytes if peer == target else 0 for peer in range(n)]
+    arrivals = [into.nbytes if peer == source else 0 for peer in range(n)]
+    return _started(dist.all_to_all_single(_raw(into), _raw(sent), arrivals, sends, group=pg, async_op=True), received)
 
 
-def message(pg: ProcessGroup, piece: Tensor, options: Options) -> tuple[dist.P2POp, Callable[[], Tensor]]:
-    """A point-to-point message that is not posted yet, since NCCL takes a batch of them at once, and its result."""
-    if pg.rank() == options["src"]:
-        op = dist.P2POp(dist.isend, _raw(piece), group=pg, tag=options["tag"], group_peer=options["dst"])
-        return op, lambda: piece.new_zeros(()).expand(piece.shape)
-    received = torch.empty_like(piece)
-    op = dist.P2POp(dist.irecv, _raw(received), group=pg, tag=options["tag"], group_peer=options["src"])
-    return op, lambda: received
+def transfer(pg: ProcessGroup, piece: Tensor, options: Options) -> Started:
+    """A message from rank 0 to rank 1 of a communicator of these two."""
+    sends = pg.rank() == 0
+    buffer = piece if sends else torch.empty_like(piece)
+    op = dist.P2POp(dist.isend if sends else dist.irecv, _raw(buffer), group=pg, group_peer=1 if sends else 0)
+    works = dist.batch_isend_irecv([op]) if piece.numel() else []
+    return Started(works, lambda: piece.new_zeros(()).expand(piece.shape) if sends else buffer)
 
 
 def barrier(pg: ProcessGroup, piece: Tensor, options: Options) -> Started:
@@ -167,5 +218,6 @@ NCCL: dict[str, Callable[[ProcessGroup, Tensor, Options], Started]] = {
     "all_to_all": all_to_all,
     "all_to_all_rows": all_to_all_rows,
     "permute": permute,
+    "transfer": transfer,
     "barrier": barrier,
 }

@@ -1,13 +1,13 @@
 """Ranks as processes: collectives of CPU tensors are messages over Gloo, those of CUDA tensors are NCCL's own."""
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
-from inspect import signature
 from time import monotonic
-from typing import Any, NoReturn
+from typing import Any
 
 import attrs
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from functional_ds.base.side_stream import PayloadOnGpu, SideStream
+from functional_ds.base.torch_private import new_process_group
 from functional_ds.comm.record.collective import Call, Handle, Here
 from functional_ds.comm.record.errors import CommError
 from functional_ds.comm.record.group import Beside, Group, World, at_site, call_site, last
@@ -23,10 +24,10 @@ from functional_ds.comm.record.watched import WatchedInputs
 
 from .call_log import CallLog
 from .gloo import GLOO, Communicator, Started
-from .nccl import NCCL, message
+from .nccl import NCCL, CommunicatorKey
 from .worker import Performed, Posted, Queued, Worker
 
-__all__ = ["DEFAULT_TIMEOUT", "ProcessWorld", "leave_process_world", "process_world", "torch_group"]
+__all__ = ["DEFAULT_TIMEOUT", "ProcessWorld", "leave_process_world", "process_world"]
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 _POSTED = 2**20  # bytes: smaller messages are posted by the caller's thread, which is faster than waking another
@@ -42,16 +43,18 @@ class _Coalesced:
         places: their indices among the call's leaves.
         shares: each leaf's elements along the payload's last dim.
         started: the primitive under way.
+        device: where the results belong.
         sent: the payload, where it is on a GPU.
     """
 
     places: Sequence[int]
     shares: Sequence[int]
     started: Started | Performed | Posted | Queued
+    device: torch.device
     sent: PayloadOnGpu | None = None
 
     def pieces(self) -> Sequence[Tensor]:
-        result = self.started.wait()
+        result = self.started.wait().to(self.device)
         if self.sent is not None:
             self.sent.arrived()
             self.sent = None
@@ -124,7 +127,8 @@ class ProcessWorld(World):
         store: the key-value store that all ranks share.
         timeout: for a message, and for a call under ``checked``.
         adopted: torch's process groups that were made outside, by ranks and name; the default group is one.
-        nccl_groups: torch's process groups for CUDA tensors, made when a group first needs one.
+        communicators: torch's process groups for CUDA tensors, made when a call first needs one.
+        process_groups: how many groups of these ranks and name this rank has made for the program's own use.
         workers: each group's communicator, and the thread for its asynchronous calls.
         call_log: under ``checked()``, compares calls before they start.
         barrier_log: compares monitored barriers outside ``checked()``.
@@ -134,13 +138,14 @@ class ProcessWorld(World):
     store: Store
     timeout: timedelta = DEFAULT_TIMEOUT
     adopted: dict[Key, dist.ProcessGroup] = attrs.field(factory=dict)
-    nccl_groups: dict[Key, dist.ProcessGroup] = attrs.field(factory=dict)
+    communicators: dict[CommunicatorKey, dist.ProcessGroup] = attrs.field(factory=dict)
+    process_groups: Counter[Key] = attrs.field(factory=Counter)
     workers: dict[tuple[Key, Hashable], tuple[Communicator, Worker]] = attrs.field(factory=dict)
     call_log: CallLog | None = None
     barrier_log: CallLog | None = None
     checked_blocks: int = 0
     _streams: dict[tuple[Any, ...], Any] = attrs.field(factory=dict)  # of chains, by lane and device
-    _batch: list[tuple[dist.P2POp, Started]] | None = None
+    _batch: list[tuple[CommunicatorKey, Started, Callable[[], Started]]] | None = None
     _left: bool = False
 
     @cached_property
@@ -157,13 +162,14 @@ class ProcessWorld(World):
         parts = []
         for places in _by_kind(tensors):
             device = tensors[places[0]].device
-            if device.type not in self._supported:
-                self._refuse(device, group)
+            carrier = self._carrier(device, group)
             payloads = [pack(_plain(tensors[place]), here) for place in places]
             payload = torch.cat(payloads, dim=-1) if len(payloads) > 1 else _dense(payloads[0])
-            start = self._start_nccl if device.type == "cuda" else self._start_gloo
+            start = self._start_nccl if carrier.type == "cuda" else self._start_gloo
             shares = [part.shape[-1] for part in payloads]
-            parts.append(_Coalesced(places, shares, start(call, group, payload, agreed, async_op), PayloadOnGpu.of(payload)))
+            payload = payload.to(carrier)
+            started = start(call, group, payload, agreed, async_op)
+            parts.append(_Coalesced(places, shares, started, device, PayloadOnGpu.of(payload)))
             agreed = None  # the log is waited for once a call
         if agreed is not None:  # a tree without leaves sends nothing, but must be compared, too
             agreed()
@@ -193,16 +199,24 @@ class ProcessWorld(World):
     ) -> Started:
         if agreed is not None:
             agreed()
-        pg, row = self._nccl_group(group), call.collective
-        if row.primitive != "transfer":
-            return NCCL[row.primitive](pg, payload, call.options)
-        op, finish = message(pg, payload, call.options)
-        started = Started([], finish)
-        if self._batch is None:
-            started.works = dist.batch_isend_irecv([op])
-        else:
-            self._batch.append((op, started))
+        key, primitive = CommunicatorKey.of(call, group), NCCL[call.collective.primitive]
+
+        def launch() -> Started:
+            return primitive(self._communicator(key), payload, call.options)
+
+        if self._batch is None or not key.messages:
+            return launch()
+        started = Started((), lambda: payload)
+        self._batch.append((key, started, launch))
         return started
+
+    def in_launch_order(self, device: torch.device) -> bool:
+        return device.type == "cuda" or "cpu" not in self._supported
+
+    def connect(self, edges: Sequence[tuple[int, int]], group: Group, device: torch.device) -> None:
+        if self.in_launch_order(device):
+            for key in sorted(CommunicatorKey.between(group, group.rank, peer, tag) for tag, peer in edges):
+                self._communicator(key)
 
     def adopt(self, pg: dist.ProcessGroup, name: str) -> Group:
         """The group for a process group of torch's."""
@@ -212,14 +226,17 @@ class ProcessWorld(World):
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Over NCCL, messages within this context are posted as one batch at its end; over Gloo each is posted at once."""
+        """Over NCCL, messages within this context are posted at its end, in the order of their communicators on all ranks.
+
+        Each is a call of its own, since NCCL leaves open what group calls mean that differ between ranks. Over Gloo each
+        message is posted at once.
+        """
         outer, self._batch = self._batch, []
         try:
             yield
-            if self._batch:
-                works = dist.batch_isend_irecv([op for op, _ in self._batch])
-                for _, started in self._batch:
-                    started.works = works
+            for _, started, launch in sorted(self._batch, key=lambda message: message[0]):
+                launched = launch()
+                started.works, started.finish = launched.works, launched.finish
         finally:
             self._batch = outer
 
@@ -244,7 +261,7 @@ class ProcessWorld(World):
     def leave(self) -> None:
         """Makes every later call on this world's groups raise."""
         self._left = True
-        self.nccl_groups.clear()
+        self.communicators.clear()
         _close(self.workers)
         self.workers.clear()
         self.adopted.clear()
@@ -281,37 +298,41 @@ class ProcessWorld(World):
         """The kinds of devices whose tensors can be sent: CPU over Gloo, CUDA over NCCL."""
         return {kind for kind, backend in (("cpu", "gloo"), ("cuda", "nccl")) if self._backends.get(kind) == backend}
 
-    def _refuse(self, device: torch.device, group: Group) -> NoReturn:
+    def _carrier(self, device: torch.device, group: Group) -> torch.device:
+        """Where a tensor on ``device`` is sent from: CPU tensors go through this rank's GPU where NCCL is the only backend."""
+        if device.type in self._supported:
+            return device
+        if device.type == "cpu" and "cuda" in self._supported:
+            return self.device
         names = ", ".join(f"{kind} by {backend}" for kind, backend in self._backends.items())
         raise ValueError(
             f"a tensor is on {device}, and the world of {group!r} serves {names}: move it there, "
             "or call init_distributed with a backend for that device (Gloo for CPU, NCCL for CUDA tensors)"
         )
 
-    def _nccl_group(self, group: Group) -> dist.ProcessGroup:
-        """torch's NCCL group. torch numbers such groups, so their members must first use them in one order."""
-        key = (group.ranks, group.name)
-        pg = self.adopted.get(key) or self.nccl_groups.get(key)
-        if pg is None:
-            pg = self.nccl_groups[key] = torch_group(group.ranks, group.name)
-        return pg
+    def _communicator(self, key: CommunicatorKey) -> dist.ProcessGroup:
+        """torch's process group for a communicator. Its ranks alone connect, at its first use."""
+        adopted = None if key.messages else self.adopted.get((key.ranks, key.name))
+        if adopted is None and key not in self.communicators:
+            for each in key.connected_together():
+                self.communicators[each] = self._connected(each.ranks, f"functional_ds/{each.name}/{each.digest()}")
+        return adopted or self.communicators[key]
+
+    def process_group(self, ranks: Sequence[int], name: str) -> dist.ProcessGroup:
+        """A new process group of torch's with the ranks in this order; all members must call this alike."""
+        made = self.process_groups[tuple(ranks), name]
+        self.process_groups[tuple(ranks), name] += 1
+        return self._connected(ranks, f"functional_ds/{name}/{list(ranks)}/{made}")
+
+    def _connected(self, ranks: Sequence[int], name: str) -> dist.ProcessGroup:
+        device = torch.device("cuda", torch.cuda.current_device()) if "cuda" in self._supported else None
+        return new_process_group(ranks, name, timeout=self.timeout, device=device)
 
 
 def _close(workers: dict[tuple[Key, Hashable], tuple[Communicator, Worker]]) -> None:
     """Ends the threads of a world."""
     for _, worker in workers.values():
         worker.close(_CLOSING)
-
-
-def torch_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
-    """A new torch process group with the ranks in this order. All members must create their groups in one order."""
-    in_order: dict[str, Any] = {}
-    if list(ranks) != sorted(ranks):
-        if "sort_ranks" not in signature(dist.new_group).parameters:
-            raise CommError(f"group {name!r} has ranks {list(ranks)}, not ascending; for torch that needs torch >= 2.12")
-        in_order["sort_ranks"] = False
-    pg: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name, **in_order)
-    return pg
 
 
 _WORLDS: dict[dist.ProcessGroup, Group] = {}  # at most one entry: torch's default process group and its world

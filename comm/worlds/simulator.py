@@ -11,7 +11,8 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar, TypeVarTuple, cast
+from contextlib import AbstractContextManager
+from typing import Any, Literal, TypeVar, TypeVarTuple, cast
 
 import attrs
 import torch
@@ -24,6 +25,7 @@ from functional_ds.comm.record.watched import WatchedInputs
 
 from .current import enter, exclusive_simulation
 from .group_call import GroupCall, RankCall, copied
+from .nccl_rules import NcclRules, RankRules
 from .rng_state import RngState, drop_spare_normal, kept_rng
 from .shapes import run_on_shapes
 
@@ -53,6 +55,8 @@ class _SimulatedHandle:
         return outputs.pop(self.world.rank)
 
     def poll(self, timeout: float) -> bool:
+        if self.world.rules is not None:  # as on NCCL, where the host never waits
+            return True
         return self.world.simulator.poll(self.world.here, self.slot, timeout > 0)
 
 
@@ -96,12 +100,14 @@ class SimulatedWorld(World):
         counts: for each order of calls, the index of the last one.
         threads: the threads that may call collectives, by identifier: each one's number in the schedule.
         lanes: what runs beside the program, by lane.
+        rules: what NCCL's rules would say of this rank's calls, if anybody asks.
     """
 
     simulator: "Simulator"
     counts: dict[tuple[Any, ...], int] = attrs.field(factory=dict)
     threads: dict[int, int] = attrs.field(factory=dict)
     lanes: dict[tuple[Any, ...], _Lane] = attrs.field(factory=dict)
+    rules: RankRules | None = None
 
     @property
     def here(self) -> int:
@@ -109,6 +115,8 @@ class SimulatedWorld(World):
         return self.threads.get(threading.get_ident(), self.rank)
 
     def beside(self, steps: Callable[[], Iterator[Any]], lane: Group, device: torch.device) -> Beside:
+        if self.rules is not None:  # all is launched at once, as on CUDA
+            return super().beside(steps, lane, device)
         key = (lane.ranks, lane.name)
         if key not in self.lanes:
             self.lanes[key] = self.simulator.lane(self, lane)
@@ -129,8 +137,21 @@ class SimulatedWorld(World):
         members = tuple(group.ranks[member] for member in row.members(call.options, group.size))
         arrival = RankCall(call, here, [copied(t) for t in tensors], call_site())
         slot = GroupCall(group, members, call.agreement(tensors, here))
-        handle = _SimulatedHandle(self, self.simulator.arrive((*key, turn), self.rank, slot, arrival))
+        slot = self.simulator.arrive((*key, turn), self.rank, slot, arrival)
+        if self.rules is not None:
+            self.rules.launch(call, group, (*key, turn), members, f"{arrival} on group {group.name!r} at {arrival.site}")
+        handle = _SimulatedHandle(self, slot)
         return WatchedInputs.of(handle, call, tensors, group) if async_op else handle
+
+    def in_launch_order(self, device: torch.device) -> bool:
+        return self.rules is not None
+
+    def connect(self, edges: Sequence[tuple[int, int]], group: Group, device: torch.device) -> None:
+        if self.rules is not None:
+            self.rules.connect(edges, group, call_site())
+
+    def batch(self) -> AbstractContextManager[None]:
+        return super().batch() if self.rules is None else self.rules.batch()
 
 
 class Simulator:
@@ -328,7 +349,14 @@ class Simulator:
         return "\n".join(["all ranks have finished, but some never came to what others started", *sorted(stories)])
 
 
-def simulate(program: Callable[[*Ts], T], *args: *Ts, world_size: int, seed: int = 0, shapes_only: bool = False) -> list[T]:
+def simulate(
+    program: Callable[[*Ts], T],
+    *args: *Ts,
+    world_size: int,
+    seed: int = 0,
+    shapes_only: bool = False,
+    rules: Literal["nccl"] | None = None,
+) -> list[T]:
     """Runs ``program(*args)`` on ``world_size`` simulated ranks and returns their results in rank order.
 
     Law: if ranks communicate through collectives only, the result does not depend on ``seed``, and equals that of ``spawn``
@@ -344,11 +372,13 @@ def simulate(program: Callable[[*Ts], T], *args: *Ts, world_size: int, seed: int
         seed: picks the interleaving.
         shapes_only: the ranks pass tensors without values (``device="meta"``) and get such tensors. Each rank runs by itself,
             and the calls are compared afterwards. A ``ledger`` can so count programs on thousands of ranks.
+        rules: "nccl" also reports programs that run here and would hang on NCCL, as if all tensors were on GPUs.
 
     Raises:
         MismatchError: ranks of one group called different collectives; names both call sites.
         DeadlockError: no rank can continue; names where each rank waits and for which ranks. With ``shapes_only`` no rank
-            waits, so deadlocks are not found.
+            waits, so deadlocks are not found. With ``rules="nccl"``, ranks launch calls in orders that contradict each other;
+            names these calls.
         UnmatchedError: some ranks never made a call that others had started asynchronously.
         CommError: a rank called a collective from another thread.
         Exception: the exception that a rank raised, with a note that names the rank.
@@ -359,9 +389,14 @@ def simulate(program: Callable[[*Ts], T], *args: *Ts, world_size: int, seed: int
     """
     if type(world_size) is not int or world_size < 1:
         raise ValueError(f"world_size={world_size!r}: a world has at least one rank")
+    if rules not in (None, "nccl"):
+        raise ValueError(f"rules={rules!r} are unknown; use 'nccl', or None for what every transport allows")
     if shapes_only:
+        if rules is not None:
+            raise ValueError(f"shapes_only=True and rules={rules!r}: each rank runs by itself there, in no common order")
         return run_on_shapes(program, args, world_size)
     simulator, ranks = Simulator(world_size, seed), tuple(range(world_size))
+    device_rules = NcclRules.of(world_size) if rules else None
     results: list[T | None] = [None] * world_size
 
     def run(rank: int) -> None:
@@ -370,7 +405,8 @@ def simulate(program: Callable[[*Ts], T], *args: *Ts, world_size: int, seed: int
         torch.set_num_threads(1)  # one rank runs at a time, and each thread would start a pool of its own
         try:
             # Autograd without threads: a backward pass stays on its rank's thread.
-            world = SimulatedWorld(rank, simulator, threads={threading.get_ident(): rank})
+            own_rules = None if device_rules is None else RankRules(rank, device_rules)
+            world = SimulatedWorld(rank, simulator, threads={threading.get_ident(): rank}, rules=own_rules)
             with enter(world, ranks), torch.autograd.set_multithreading_enabled(False):
                 simulator.check()
                 results[rank] = program(*args)

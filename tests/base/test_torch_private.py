@@ -5,6 +5,7 @@ import importlib
 import re
 import weakref
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -345,6 +346,25 @@ def what_is_not_finite_is_found() -> None:
         grads, found = [torch.full((2,), 6.0), torch.tensor([bad])], torch.zeros(1)
         private.unscale_(grads, found, torch.full((1,), 0.5))
         assert (grads[0].tolist(), found.item()) == ([3.0, 3.0], expected)
+
+
+@checks("new_process_group")
+def a_process_group_by_its_name() -> None:
+    dist = torch.distributed
+    try:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        everyone: Any = dist.group.WORLD
+        everyone.bound_device_id = torch.device("cuda", 0)  # as if NCCL had connected it; the new group must not split it
+        pg = private.new_process_group([0], "mine", timeout=timedelta(seconds=7))
+        assert everyone.bound_device_id == torch.device("cuda", 0)
+        everyone.bound_device_id = None
+        assert (pg.group_name, pg.size(), dist.get_process_group_ranks(pg)) == ("mine", 1, [0])
+        x = torch.ones(1)
+        dist.all_reduce(x, group=pg)
+        with pytest.raises(ValueError, match="already been created"):
+            private.new_process_group([0], "mine", timeout=timedelta(seconds=7))
+    finally:
+        comm.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", private.__all__)

@@ -112,9 +112,10 @@ def measure(spec: PipelineSpec, step: Step, state: State, batch: Any) -> dict[st
 
 
 def _steps(spec: PipelineSpec, state: State) -> list[tuple[Action, ...]]:
-    """This rank's steps. GPUs carry messages in the order in which they are posted, so there receives must not be early."""
+    """This rank's steps. Where messages run in the order in which they are posted, as on GPUs, receives must not be early."""
     placement: Placement = state.slots["pipeline"]
-    return placement.cache.row(spec.schedule, spec.group.rank, lead=_LEAD if state.step.device.type == "cpu" else 0)
+    ordered = spec.group.world.in_launch_order(state.step.device)
+    return placement.cache.row(spec.schedule, spec.group.rank, lead=0 if ordered else _LEAD)
 
 
 def _runner(

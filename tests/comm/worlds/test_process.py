@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from functional_ds import comm
+from functional_ds.comm import setup
 from functional_ds.comm.worlds import gloo
 from functional_ds.testing import assert_same
 from tests.comm import cases
@@ -374,6 +376,33 @@ def test_more_ranks_than_gpus_are_refused(backend: str | None, monkeypatch: pyte
     with pytest.raises(ValueError, match=r"3 ranks on this host and 2 GPUs.*start at most 2 ranks here.*backend='gloo'"):
         comm.init_distributed(backend)
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(("gpus", "number"), [(1, 0), (4, 3)])
+def test_a_process_may_see_its_own_gpu_alone(gpus: int, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under SLURM: there it is number 0, whatever the process's rank. NCCL connects it at once."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    joined: dict[str, Any] = {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-7"))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: joined.update(options))
+    comm.init_distributed()
+    assert joined["device_id"] == torch.device("cuda", number)
+
+
+def test_ranks_that_share_a_gpu_are_named() -> None:
+    """Where each process sees one GPU, only the processes together can tell."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    for rank, gpu in enumerate("abca"):
+        store.set(f"functional_ds/gpu/{rank}", gpu)
+    for rank in range(4):
+        with pytest.raises(ValueError, match=r"ranks \[0, 3\] have the same GPU: NCCL needs a GPU for each rank"):
+            setup._check_own_gpu(store, rank, 4)
+    setup._check_own_gpu(store, 2, 3)
 
 
 SCRIPT = """

@@ -1,0 +1,202 @@
+"""What NCCL would hang on, in a program whose calls match: ranks whose devices run them in orders that contradict each other.
+
+A host launches a call and goes on; its device runs what was launched in order, and each call runs until all its ranks run it.
+On several communicators a device may run several calls at once, but only while it has room for them, so NCCL asks for one
+order on all ranks. Messages of one batch have no order among themselves. Two ranks connect at their first message, and there
+their hosts wait for each other.
+"""
+
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import attrs
+
+from functional_ds.comm.record.collective import Call
+from functional_ds.comm.record.errors import DeadlockError
+from functional_ds.comm.record.group import Group
+
+from .nccl import CommunicatorKey
+
+__all__ = ["NcclRules", "Operation", "RankRules"]
+
+
+@attrs.frozen
+class Operation:
+    """A rank's part of a call.
+
+    Attributes:
+        key: the same on all ranks that take part.
+        ranks: these ranks, as ranks of the world.
+        communicator: what carries it.
+        text: the call and its call site, for messages.
+        connects: whether two ranks connect, which their hosts wait for.
+    """
+
+    key: Hashable
+    ranks: tuple[int, ...]
+    communicator: CommunicatorKey
+    text: str
+    connects: bool = False
+
+
+_HANGS = 'under rules="nccl": NCCL runs calls in the order in which each rank launches them, and these wait for each other'
+_MEND = """launch calls on several groups, channels or tags in one order on all ranks, and messages that face each other as
+one batch (comm.batch_p2p)"""
+
+
+@attrs.define(eq=False)
+class _Launch:
+    """What a rank launches at once: one operation, or a batch of messages.
+
+    Attributes:
+        running: the operations that run, by key.
+        rest: those that wait until two ranks have connected.
+    """
+
+    running: dict[Hashable, Operation]
+    rest: deque[Operation]
+
+    def go_on(self) -> None:
+        """Starts operations up to the next connection, at which the host stops."""
+        while self.rest and not any(operation.connects for operation in self.running.values()):
+            operation = self.rest.popleft()
+            self.running[operation.key] = operation
+
+
+@attrs.define(eq=False)
+class NcclRules:
+    """What each rank's device has still to run, while a program is simulated.
+
+    Attributes:
+        queues: each rank's launches in order; the first one runs.
+        connected: the communicators of messages that each rank has connected.
+    """
+
+    queues: list[deque[_Launch]]
+    connected: list[set[CommunicatorKey]]
+
+    @staticmethod
+    def of(world_size: int) -> "NcclRules":
+        """The rules for a world in which nothing was launched."""
+        return NcclRules([deque() for _ in range(world_size)], [set() for _ in range(world_size)])
+
+    def launch(self, rank: int, operations: Iterable[Operation]) -> None:
+        """Adds operations that run beside each other.
+
+        Raises:
+            DeadlockError: they, and what other ranks run, wait for each other; names the calls and their lines.
+        """
+        found = sorted(operations, key=lambda operation: operation.communicator)
+        self._launch(rank, [each for operation in found for each in (*self._connection(rank, operation), operation)])
+
+    def connect(self, rank: int, operations: Iterable[Operation]) -> None:
+        """Connects what carries these operations, without launching them."""
+        found = sorted(operations, key=lambda operation: operation.communicator)
+        self._launch(rank, [each for operation in found for each in self._connection(rank, operation)])
+
+    def _connection(self, rank: int, operation: Operation) -> list[Operation]:
+        communicator, connected = operation.communicator, self.connected[rank]
+        if not communicator.messages or communicator in connected:
+            return []
+        together = communicator.connected_together()
+        connected.update(together)
+        text = f"{operation.text}, which connects the two ranks,"
+        return [attrs.evolve(operation, key=("connects", together[0]), text=text, connects=True)]
+
+    def _launch(self, rank: int, operations: list[Operation]) -> None:
+        if not operations:
+            return
+        launch = _Launch({}, deque(operations))
+        self.queues[rank].append(launch)
+        launch.go_on()
+        if len(self.queues[rank]) > 1:
+            return
+        moved, free = [rank], set[int]()
+        for each in moved:  # grows
+            moved += self._run(each)
+        for each in moved:
+            self._check(each, [], free)
+
+    def _runs(self, rank: int) -> dict[Hashable, Operation]:
+        return self.queues[rank][0].running if self.queues[rank] else {}
+
+    def _run(self, rank: int) -> list[int]:
+        """Ends what all its ranks run; returns the ranks that run something else now."""
+        moved = []
+        for operation in [each for each in self._runs(rank).values() if all(each.key in self._runs(r) for r in each.ranks)]:
+            for other in operation.ranks:
+                launch = self.queues[other][0]
+                del launch.running[operation.key]
+                launch.go_on()
+                if not launch.running:
+                    self.queues[other].popleft()
+                moved.append(other)
+        return moved
+
+    def _check(self, rank: int, path: list[tuple[int, Operation]], free: set[int]) -> None:
+        """Follows who waits for whom, from a rank on; ``free`` are those that wait for no cycle."""
+        for operation in self._runs(rank).values():
+            here = [*path, (rank, operation)]
+            for other in operation.ranks:
+                if other not in free and self.queues[other] and operation.key not in self._runs(other):
+                    if other in [each for each, _ in here]:
+                        raise DeadlockError(_described(here, other))
+                    self._check(other, here, free)
+        free.add(rank)
+
+
+def _described(path: list[tuple[int, Operation]], first: int) -> str:
+    cycle = path[[rank for rank, _ in path].index(first) :]
+    others = [rank for rank, _ in [*cycle[1:], cycle[0]]]
+    lines = [
+        f"  rank {rank} launched {operation.text} and waits there for rank {other}"
+        for (rank, operation), other in zip(cycle, others, strict=True)
+    ]
+    return "\n".join((_HANGS, *lines, _MEND))
+
+
+@attrs.define(eq=False)
+class RankRules:
+    """The rules, for the calls of one rank.
+
+    Attributes:
+        rank: the rank.
+        rules: those of all ranks.
+        unposted: the messages of an open batch.
+    """
+
+    rank: int
+    rules: NcclRules
+    unposted: list[Operation] | None = None
+
+    def launch(self, call: Call, group: Group, key: Hashable, ranks: tuple[int, ...], text: str) -> None:
+        """Launches a call; a message of a batch at the batch's end.
+
+        Args:
+            call: the call.
+            group: its group.
+            key: the same on all ranks that take part, and no other call's.
+            ranks: these ranks.
+            text: the call and its call site.
+        """
+        operation = Operation(key, ranks, CommunicatorKey.of(call, group), text)
+        if self.unposted is not None and operation.communicator.messages:
+            self.unposted.append(operation)
+        else:
+            self.rules.launch(self.rank, [operation])
+
+    def connect(self, edges: Sequence[tuple[int, int]], group: Group, site: str) -> None:
+        """Connects the rank to others: a tag, and a rank of the group, of each."""
+        keys = [CommunicatorKey.between(group, group.rank, peer, tag) for tag, peer in edges]
+        self.rules.connect(self.rank, [Operation(key, key.ends, key, f"messages on {group} at {site}") for key in keys])
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Messages that are launched within this context run beside each other."""
+        outer, self.unposted = self.unposted, []
+        try:
+            yield
+            self.rules.launch(self.rank, self.unposted)
+        finally:
+            self.unposted = outer
