@@ -4,9 +4,10 @@ None of it has a public form there. torch may change any of it in any release, s
 for each entry, and another that no other file uses anything private of torch.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     unset_fake_temporarily,
 )
+from torch._C._distributed_c10d import PythonCallbackWork
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
@@ -31,13 +33,18 @@ __all__ = [
     "TorchDispatchMode",
     "UnsupportedFakeTensorException",
     "buffers_of",
+    "cuda_without_a_driver",
     "detect_fake_mode",
     "disable_dispatch_modes",
     "disable_torch_function",
     "disable_torch_function_subclass",
     "foreach_add_",
     "foreach_copy_",
+    "instead_of_engine",
+    "instead_of_grouping",
+    "instead_of_make_wrapper_subclass",
     "is_fake",
+    "later_work",
     "make_wrapper_subclass",
     "non_persistent_buffers_of",
     "parameters_of",
@@ -163,3 +170,61 @@ def unscale_(grads: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> N
     torch's GradScaler does it so. Otherwise each gradient would take a kernel and a temporary tensor of its own.
     """
     torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse_scale)
+
+
+# -- for the simulated device of functional_ds.testing -----------------------------------------------------------------------
+
+
+@contextmanager
+def cuda_without_a_driver() -> Iterator[None]:
+    """Within the block ``device="cuda"`` reaches dispatch modes, on builds of torch without CUDA, too.
+
+    torch initialises CUDA before it allocates anything there, and ``torch.tensor`` copies to a device below the modes unless
+    told otherwise, as FakeTensorMode tells it.
+    """
+    with mock.patch.object(torch.cuda, "_lazy_init", lambda: None):
+        before = torch._C._only_lift_cpu_tensors()
+        torch._C._set_only_lift_cpu_tensors(True)
+        try:
+            yield
+        finally:
+            torch._C._set_only_lift_cpu_tensors(before)
+
+
+class _Engine:
+    def __init__(self, engine: Any, wrapper: Callable[..., Any]) -> None:
+        self._engine, self._wrapper = engine, wrapper
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._wrapper(self._engine.run_backward, *args, **kwargs)
+
+
+def instead_of_engine(wrapper: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """Within the block every backward pass is ``wrapper(run_backward, ...)``. torch leaves function modes before a pass."""
+    return mock.patch.object(
+        torch.autograd.Variable, "_execution_engine", _Engine(torch.autograd.Variable._execution_engine, wrapper)
+    )
+
+
+def instead_of_grouping(change: Callable[[dict[Any, Any]], dict[Any, Any]]) -> AbstractContextManager[Any]:
+    """Within the block the groups of tensors, by device and dtype, in which torch's optimizers compute, are changed so."""
+    original = torch._C._group_tensors_by_device_and_dtype
+    return mock.patch.object(
+        torch._C, "_group_tensors_by_device_and_dtype", lambda *args, **kwargs: change(original(*args, **kwargs))
+    )
+
+
+def instead_of_make_wrapper_subclass(wrapper: Callable[..., Tensor]) -> AbstractContextManager[Any]:
+    """Within the block tensors without memory are made by ``wrapper(make, ...)``."""
+    original = Tensor._make_wrapper_subclass
+    return mock.patch.object(
+        Tensor, "_make_wrapper_subclass", staticmethod(lambda *args, **kwargs: wrapper(original, *args, **kwargs))
+    )
+
+
+def later_work(wait: Callable[[Any], bool]) -> Any:
+    """A ``torch.distributed.Work`` as operators return it, whose ``wait`` is the function, which gets the time-out."""
+    return PythonCallbackWork(wait).boxed()
