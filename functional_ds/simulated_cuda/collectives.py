@@ -15,7 +15,7 @@ from functional_ds.base.torch_private import later_work, schema_of
 from functional_ds.comm.record.collective import Call, Handle
 from functional_ds.comm.record.group import Group
 
-from .gpu import Access, SimulatedGpu, tensors_in
+from .gpu import Access, SimulatedGpu, Touch, tensors_in
 from .streams import SimulatedEvent
 
 __all__ = ["StreamedHandle", "collective", "started"]
@@ -37,11 +37,14 @@ def collective(gpu: SimulatedGpu, func: Any, args: Any, kwargs: Any) -> Any:
     writes = [] if written is None else list(tensors_in(args[written]))
     reads = [] if read is None else list(tensors_in(args[read]))
     held = any(map(gpu.holds, [*reads, *writes]))
+    sent = args
+    if held and name in {"_allgather_base_", "_reduce_scatter_base_"}:  # NCCL looks at sizes alone, Gloo at shapes
+        sent = (args[0].view(-1), args[1].view(-1), *args[2:])
     with gpu.paused():
-        out = func(*args, **kwargs)
+        out = func(*sent, **kwargs)
     if not held:
         return out
-    *results, script = out if isinstance(out, tuple) else (out,)
+    *results, script = (args[0], out[-1]) if sent is not args else out if isinstance(out, tuple) else (out,)
     work, group = dist.Work.unbox(script), dist.ProcessGroup.unbox(next(x for x in args if isinstance(x, torch.ScriptObject)))
     stream = gpu.communicator(group.group_name, group.group_desc or group.group_name)
     stream.wait_stream(gpu.stream)
@@ -81,7 +84,7 @@ class StreamedHandle:
             gpu.put(result)
         for result in fresh:
             if (memory := gpu.memory_of(result)) is not None:
-                gpu.note(memory, self.access, write=True)
+                gpu.note(memory, Touch(self.access, 0, result.nbytes, write=True))
         gpu.stream.wait_event(self.done)
         return results
 

@@ -15,7 +15,7 @@ from functional_ds.base.torch_private import detect_fake_mode, disable_torch_fun
 from .findings import Finding, Kind, Site, here
 from .streams import Clock, SimulatedStream
 
-__all__ = ["DEVICE", "HOST", "Access", "Memory", "SimulatedGpu", "has_own_dispatch", "tensors_in"]
+__all__ = ["DEVICE", "HOST", "Access", "Memory", "SimulatedGpu", "Touch", "has_own_dispatch", "tensors_in"]
 
 DEVICE, HOST = torch.device("cuda", 0), torch.device("cpu")
 _TIMES = itertools.count(1)  # of all devices: a thread's streams may outlive one
@@ -36,6 +36,25 @@ class Access:
         return any(clock.get(self.stream.id, 0) >= self.time for clock in clocks)
 
 
+@attrs.frozen(eq=False)
+class Touch:
+    """An access to the bytes ``start`` to ``stop`` of a storage."""
+
+    access: Access
+    start: int
+    stop: int
+    write: bool
+
+    def covers(self, other: "Touch") -> bool:
+        """Whether what must follow both must follow this one only: it follows the other, with no fewer bytes."""
+        inside = self.start <= other.start and other.stop <= self.stop
+        return inside and (self.write or (not other.write and self.access.stream is other.access.stream))
+
+    def conflicts(self, other: "Touch") -> bool:
+        """Whether it must follow the other."""
+        return (self.write or other.write) and self.start < other.stop and other.start < self.stop
+
+
 @attrs.define(eq=False)
 class Memory:
     """A storage on the device, or a pinned one on the host.
@@ -45,8 +64,7 @@ class Memory:
         nbytes: that it takes on the device.
         device: whether it is on the device.
         home: the stream that it was allocated for.
-        written: the last write.
-        reads: for each stream, the last read since then.
+        touches: the accesses that later ones may have to follow.
         uses: for each stream, the last access.
         recorded: streams for which the allocator keeps it, by ``record_stream``.
     """
@@ -55,21 +73,24 @@ class Memory:
     nbytes: int
     device: bool
     home: SimulatedStream
-    written: Access | None = None
-    reads: dict[int, Access] = attrs.field(factory=dict)
+    touches: list[Touch] = attrs.field(factory=list)
     uses: dict[int, Access] = attrs.field(factory=dict)
     recorded: set[int] = attrs.field(factory=set)
     ref: Any = None
 
-    def conflicts(self, access: Access, *, write: bool) -> Iterator[tuple[Access, str]]:
-        """Notes an access; yields each earlier one that it must follow and does not, and what that one does."""
-        before = [(self.written, "write"), *((read, "read") for read in self.reads.values() if write)]
-        yield from ((one, verb) for one, verb in before if one is not None and not one.over(access.stream.clock))
-        if write:
-            self.written, self.reads = access, {}
-        else:
-            self.reads[access.stream.id] = access
-        self.uses[access.stream.id] = access
+    def touch(self, touch: Touch) -> list[Touch]:
+        """Notes an access; returns the earlier ones that it must follow and does not."""
+        clock = touch.access.stream.clock
+        found = [each for each in self.touches if touch.conflicts(each) and not each.access.over(clock)]
+        self.touches = [each for each in self.touches if not touch.covers(each)]
+        self.touches.append(touch)
+        self.uses[touch.access.stream.id] = touch.access
+        return found
+
+    @property
+    def written(self) -> Access | None:
+        """The last write."""
+        return next((each.access for each in reversed(self.touches) if each.write), None)
 
 
 @attrs.define(eq=False, repr=False)
@@ -195,16 +216,15 @@ class SimulatedGpu:
         self, what: str, reads: Iterable[Tensor], writes: Iterable[Tensor], stream: SimulatedStream | None = None
     ) -> Access:
         """Work on a stream, by default the current one, that reads and writes these tensors' memory."""
-        stream = stream or self.stream
-        known = {True: {}, False: {}}  # type: dict[bool, dict[int, Memory]]
+        access = self.begin(what, stream or self.stream)
+        seen: set[tuple[int, int, int]] = set()
         for write, tensors in ((True, writes), (False, reads)):
             for tensor in tensors:
-                if (memory := self.memory_of(tensor)) is not None and id(memory) not in known[True]:
-                    known[write][id(memory)] = memory
-        access = self.begin(what, stream)
-        for write, memories in known.items():
-            for memory in memories.values():
-                self.note(memory, access, write=write)
+                if (memory := self.memory_of(tensor)) is not None:
+                    start, stop = _extent(tensor)
+                    if (id(memory), start, stop) not in seen:
+                        self.note(memory, Touch(access, start, stop, write))
+                        seen.add((id(memory), start, stop))
         return access
 
     def begin(self, what: str, stream: SimulatedStream) -> Access:
@@ -214,13 +234,16 @@ class SimulatedGpu:
         stream.clock[stream.id] = time = next(_TIMES)
         return Access(stream, time, what, here())
 
-    def note(self, memory: Memory, access: Access, *, write: bool) -> None:
+    def note(self, memory: Memory, touch: Touch) -> None:
         """An access by work that has begun; reports a race with any earlier one."""
-        for one, verb in memory.conflicts(access, write=write):
+        access = touch.access
+        for each in memory.touch(touch):
+            one = each.access
             self.report(
                 "race",
-                f"{access.what} on {access.stream.name} {'writes' if write else 'reads'} {memory.text}, which {one.what} on "
-                f"{one.stream.name} may still {verb}: {access.stream.name} must wait for an event after it, or for its stream",
+                f"{access.what} on {access.stream.name} {'writes' if touch.write else 'reads'} {memory.text}, which {one.what} "
+                f"on {one.stream.name} may still {'write' if each.write else 'read'}: {access.stream.name} must wait for an "
+                "event after it, or for its stream",
                 one.site,
                 access.site,
             )
@@ -322,6 +345,16 @@ def has_own_dispatch(tensor: Tensor) -> bool:
     """Whether a tensor is of a kind that carries operators out in its own way, and may have no memory."""
     kind = type(tensor)
     return kind is not Tensor and kind is not nn.Parameter and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """The bytes of its storage that a tensor spans, with what lies between its rows."""
+    if not tensor.numel():
+        return 0, 0
+    with disable_torch_function():
+        start, size = tensor.storage_offset(), tensor.element_size()
+        last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start * size, (start + last + 1) * size
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -127,6 +127,6 @@ def assembled(
         base,
         params=tree.unflatten(params, [found["params"][0] for found in contents]),
         optimizer=rest["optimizer"],
-        step=first.step.to(device),
+        step=on_device(first.step, device),
         slots={**base.slots, **rest["slots"]},
     )

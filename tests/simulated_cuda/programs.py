@@ -1,0 +1,101 @@
+"""Training runs that know no device but the one they are given."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import functional_ds as fds
+from functional_ds import comm
+from functional_ds import transforms as T
+from functional_ds.testing import Finding, simulated_cuda
+
+ROWS, WIDTH, CLASSES = 8, 8, 4
+
+
+class Block(nn.Module):
+    """A residual block with a norm and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.dropout(self.down(torch.relu(self.up(self.norm(x)))))
+        return found
+
+
+def network() -> nn.Module:
+    """Three blocks and a head, without dropout."""
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block(), Block(), nn.Linear(WIDTH, CLASSES)).eval()
+
+
+def batch(i: int, device: str) -> tuple[Tensor, Tensor]:
+    """This rank's rows of the i-th batch."""
+    generator, rank, size = torch.Generator().manual_seed(i), comm.world().rank, comm.world().size
+    x = torch.randn(ROWS, WIDTH, generator=generator)[rank::size].contiguous()
+    y = torch.randint(0, CLASSES, (ROWS,), generator=generator)[rank::size].contiguous()
+    return x.to(device), y.to(device)
+
+
+# By name: the transforms, and the optimizer if it is not AdamW.
+CHAINS: dict[str, Callable[[], tuple[list[Any], Any]]] = {
+    "stage 0": lambda: ([T.zero(0)], None),
+    "stage 1, accumulated": lambda: ([T.accumulate(2), T.zero(1), T.clip(1.0)], None),
+    "stage 2, averaged": lambda: ([T.ema(0.9), T.zero(2)], None),
+    "stage 3": lambda: ([T.zero(3), T.clip(1.0)], None),
+    "fp16": lambda: ([T.mixed_precision("fp16"), T.zero(3)], None),
+    "autocast": lambda: ([T.mixed_precision("bf16,?.norm.*=f32", autocast=True), T.zero(2)], None),
+    "recomputed": lambda: ([T.remat("[012]"), T.zero(3)], None),
+    "activations on the host": lambda: ([T.remat("[012]", policy="offload"), T.zero(0)], None),
+    "optimizer on the host": lambda: ([T.offload("cpu", None, buffer_bytes=256), T.zero(1)], None),
+    "params on the host": lambda: ([T.offload("cpu", "cpu", buffer_bytes=256), T.zero(3)], None),
+    "muon": lambda: ([T.zero(3)], fds.muon(1e-2, others=fds.adamw(1e-2))),
+    "lamb": lambda: ([T.zero(1)], fds.lamb(1e-2)),
+    "one bit": lambda: ([T.local_gradients(comm.world())], fds.one_bit_adam(1e-2, warmup=1)),
+}
+
+
+def losses(
+    name: str, device: str, keyed: bool = False, *, steps: int = 3, after_first: Callable[[], None] = lambda: None
+) -> list[Tensor]:
+    """The losses of a run on a device; ``keyed`` draws dropout from a ``Key``."""
+    chain, optimizer = CHAINS[name]()
+    apply, params = fds.functional(network())
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        return cross_entropy(apply(params, batch[0]), batch[1])
+
+    def keyed_loss(params: Any, batch: Any, key: Any) -> Tensor:
+        return cross_entropy(key.dropout(apply(params, batch[0]), 0.1, "logits"), batch[1])
+
+    step = fds.compose(*chain)(fds.train_step(keyed_loss if keyed else loss, optimizer or fds.adamw(1e-2)))
+    state = step.init({path: leaf.detach().to(device) for path, leaf in params.items()})
+    found, batches = [], [batch(i, device) for i in range(steps)]
+    for each in batches:
+        state, metrics = step(state, each)
+        found.append(metrics["loss"])
+        if len(found) == 1:
+            after_first()
+    leaves = [*fds.tree.leaves(step.params(state)), *found]
+    assert {leaf.device.type for leaf in leaves} == {device}
+    return found
+
+
+def simulated(program: Callable[..., list[Tensor]], *args: Any) -> tuple[list[Tensor], list[Finding]]:
+    """The losses of ``program(*args)`` on this rank's simulated device, and what was found: host syncs after its first step."""
+    with simulated_cuda(check=False) as gpu:
+        first: list[Finding] = []
+        found = program(*args, after_first=lambda: first.extend(gpu.findings))
+        known = [each for each in gpu.findings if each.kind != "host sync" or each not in first]
+        return [loss.cpu() for loss in found], known
+
+
+def on_processes(name: str) -> tuple[list[Tensor], list[str]]:
+    """On this process's simulated device."""
+    found, findings = simulated(losses, name, "cuda")
+    return found, [str(each) for each in findings]

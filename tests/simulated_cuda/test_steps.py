@@ -1,0 +1,41 @@
+"""Whole steps on a simulated device: the values of the CPU, no race, no early free, and no wait that is not known here."""
+
+import pytest
+import torch
+
+from functional_ds import comm
+from functional_ds.testing import assert_same
+from tests.simulated_cuda.programs import CHAINS, losses, on_processes, simulated
+
+# Where the host waits for the device, and why it must.
+WAITS = {
+    "programs.py": "a test copies its batch",
+    "piece_update.py": "an update on the host reads the step's number",
+    "leaf_states.py": "an update on the host reads the weight of its gradients",
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_step_is_the_cpus_and_nothing_is_found(name: str, ranks: int) -> None:
+    expected = comm.simulate(losses, name, "cpu", world_size=ranks)
+    for (found, findings), plain in zip(comm.simulate(simulated, losses, name, "cuda", world_size=ranks), expected, strict=True):
+        assert_same(found, plain)
+        assert [str(each) for each in findings if each.kind != "host sync"] == []
+        assert {each.second.file.rpartition("/")[2] for each in findings} - WAITS.keys() == set()
+
+
+def test_draws_of_a_key_let_no_host_wait() -> None:
+    (expected,) = comm.simulate(losses, "stage 0", "cpu", True, world_size=1)
+    ((found, findings),) = comm.simulate(simulated, losses, "stage 0", "cuda", True, world_size=1)
+    assert_same(found, expected)
+    assert [str(each) for each in findings if "programs.py" not in each.second.file] == []
+
+
+@pytest.mark.parametrize("name", ["stage 3", "stage 1, accumulated"])
+def test_processes_over_nccls_lowering(name: str) -> None:
+    """The library calls torch.distributed as it calls NCCL's."""
+    expected = comm.simulate(losses, name, "cpu", world_size=2)
+    for (found, findings), plain in zip(comm.spawn(on_processes, name, world_size=2), expected, strict=True):
+        torch.testing.assert_close(found, plain)
+        assert [each for each in findings if "programs.py" not in each] == []
