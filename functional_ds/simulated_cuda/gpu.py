@@ -275,7 +275,8 @@ class SimulatedGpu:
     def finish(self, access: Access) -> None:
         """Waits until a collective has carried its values."""
         _, wait = self._messages.pop(access, ((), lambda: None))
-        wait()
+        with self.paused():
+            wait()
 
     def communicator(self, key: Any, name: str) -> SimulatedStream:
         """The stream of a communicator, made when it is first used."""

@@ -95,7 +95,35 @@ def simulated(program: Callable[..., list[Tensor]], *args: Any) -> tuple[list[Te
         return [loss.cpu() for loss in found], known
 
 
-def on_processes(name: str) -> tuple[list[Tensor], list[str]]:
+COLLECTIVES: dict[str, Callable[[Tensor], Any]] = {
+    "all_reduce": comm.all_reduce,
+    "all_gather": comm.all_gather,
+    "reduce_scatter": comm.reduce_scatter,
+    "broadcast": comm.broadcast,
+    "reduce": comm.reduce,
+    "gather": comm.gather,
+    "all_to_all": comm.all_to_all,
+    "permute": lambda x: comm.permute(x, [(0, 1), (1, 0)]),
+    "exchange": lambda x: comm.batch_p2p([comm.Send(x, 1 - comm.world().rank), comm.Recv(x, 1 - comm.world().rank)])[1],
+    "asynchronous": lambda x: comm.all_reduce(x, async_op=True).wait() + 1,
+}
+
+
+def sent() -> list[tuple[Tensor, Tensor]]:
+    """This rank's results of the collectives on a simulated device and on the host."""
+    host = torch.arange(4.0) + 10 * comm.world().rank
+    with simulated_cuda() as gpu:
+        device = host.cuda()
+        found = []
+        for call in COLLECTIVES.values():
+            result = call(device)
+            assert result.is_cuda
+            found.append((result.cpu(), call(host)))
+        assert len(gpu.findings) == len(found) + 1  # the copies
+    return found
+
+
+def on_processes(names: tuple[str, ...]) -> tuple[list[tuple[list[Tensor], list[str]]], list[tuple[Tensor, Tensor]]]:
     """On this process's simulated device."""
-    found, findings = simulated(losses, name, "cuda")
-    return found, [str(each) for each in findings]
+    runs = [simulated(losses, name, "cuda") for name in names]
+    return [(found, [str(each) for each in findings]) for found, findings in runs], sent()

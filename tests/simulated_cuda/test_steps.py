@@ -32,10 +32,13 @@ def test_draws_of_a_key_let_no_host_wait() -> None:
     assert [str(each) for each in findings if "programs.py" not in each.second.file] == []
 
 
-@pytest.mark.parametrize("name", ["stage 3", "stage 1, accumulated"])
-def test_processes_over_nccls_lowering(name: str) -> None:
-    """The library calls torch.distributed as it calls NCCL's."""
-    expected = comm.simulate(losses, name, "cpu", world_size=2)
-    for (found, findings), plain in zip(comm.spawn(on_processes, name, world_size=2), expected, strict=True):
-        torch.testing.assert_close(found, plain)
-        assert [each for each in findings if "programs.py" not in each] == []
+def test_processes_over_nccls_lowering() -> None:
+    """The library calls torch.distributed as it calls NCCL's: steps, and all collectives."""
+    names = ("stage 3", "stage 1, accumulated")
+    expected = [comm.simulate(losses, name, "cpu", world_size=2) for name in names]
+    for rank, (runs, sent) in enumerate(comm.spawn(on_processes, names, world_size=2)):
+        for (found, findings), plain in zip(runs, expected, strict=True):
+            torch.testing.assert_close(found, plain[rank])
+            assert [each for each in findings if "programs.py" not in each] == []
+        for found, plain in sent:
+            assert_same(found, plain)
