@@ -38,6 +38,7 @@ __all__ = [
     "disable_dispatch_modes",
     "disable_torch_function",
     "disable_torch_function_subclass",
+    "fake_tensors_as_if_on",
     "foreach_add_",
     "foreach_copy_",
     "instead_of_engine",
@@ -223,6 +224,21 @@ def instead_of_make_wrapper_subclass(wrapper: Callable[..., Tensor]) -> Abstract
     return mock.patch.object(
         Tensor, "_make_wrapper_subclass", staticmethod(lambda *args, **kwargs: wrapper(original, *args, **kwargs))
     )
+
+
+def fake_tensors_as_if_on(host: torch.device) -> AbstractContextManager[Any]:
+    """Within the block autograd takes new fake tensors for the host's, whatever device they say they are on.
+
+    A mode must answer ``prim::device`` so, too. Autograd ends the process for a device that this build of torch does not have.
+    """
+    original = Tensor._make_subclass
+
+    def make(*args: Any, **kwargs: Any) -> Tensor:
+        if "device_for_backend_keys" in kwargs:
+            kwargs["device_for_backend_keys"] = host
+        return original(*args, **kwargs)
+
+    return mock.patch.object(Tensor, "_make_subclass", staticmethod(make))
 
 
 def later_work(wait: Callable[[Any], bool]) -> Any:

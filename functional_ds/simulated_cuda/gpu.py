@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from functional_ds.base.torch_private import detect_fake_mode, disable_torch_function, storage_id
+from functional_ds.base.torch_private import disable_torch_function, storage_id
 
 from .findings import Finding, Kind, Site, here
 from .streams import Clock, SimulatedStream
@@ -171,9 +171,9 @@ class SimulatedGpu:
         if self._paused:
             return False
         if has_own_dispatch(tensor):
-            return _MARK in tensor.__dict__ and detect_fake_mode() is None
+            return _MARK in tensor.__dict__
         memory = self.memory_of(tensor)
-        return memory is not None and memory.device and detect_fake_mode() is None
+        return memory is not None and memory.device
 
     def put(self, tensor: Tensor, *, device: bool = True) -> Memory | None:
         """Registers a tensor's new memory: on the device, else as pinned."""

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from functional_ds.base.torch_private import TorchDispatchMode, disable_torch_function, schema_of, storage_id
+from functional_ds.base.torch_private import (
+    TorchDispatchMode,
+    detect_fake_mode,
+    disable_torch_function,
+    is_fake,
+    schema_of,
+    storage_id,
+)
 
 from .collectives import collective
 from .gpu import DEVICE, HOST, SimulatedGpu, has_own_dispatch, tensors_in
@@ -114,10 +121,13 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, gpu = kwargs or {}, self.gpu
         given = list(tensors_in((*args, *kwargs.values())))
+        if func is torch.ops.prim.device.default:  # autograd asks for the device of a fake tensor, and has no such one
+            found = func(*args, **kwargs)
+            return HOST if found.type == "cuda" else found
+        if not gpu.active or any(map(is_fake, given)) or detect_fake_mode() is not None:
+            return func(*args, **kwargs)  # the fake mode, which comes after this one, knows devices itself
         if any(map(has_own_dispatch, given)):
             return NotImplemented
-        if not gpu.active:
-            return func(*args, **kwargs)
         if func.namespace == "c10d":
             return collective(gpu, func, args, kwargs)
         with disable_torch_function():
@@ -133,8 +143,8 @@ class Operators(TorchDispatchMode):
             return self._copied(func, args, kwargs)
         on_device = any(held) if gpu.intent is None else gpu.intent
         if (device := kwargs.get("device")) is not None:
-            on_device = on_device or device.type == "cuda"
-            kwargs = {**kwargs, "device": HOST}
+            on_device = device.type == "cuda" or (on_device and device.type == "cpu")
+            kwargs = {**kwargs, "device": HOST if device.type == "cuda" else device}
         pinned = kwargs.pop("pin_memory", None) is True or operator.name == "_pin_memory"
         if operator.name != "copy_":
             _check_devices(operator, given, held, args)
@@ -147,7 +157,7 @@ class Operators(TorchDispatchMode):
         fresh = [tensor for tensor in tensors_in(out) if _memory_id(tensor) not in before or not tensor.numel()]
         if pinned or on_device:
             for tensor in fresh:
-                if gpu.memory_of(tensor) is None:
+                if not tensor.is_meta and gpu.memory_of(tensor) is None:
                     gpu.put(tensor, device=not pinned)
         self._note(operator, args, kwargs, given, held, fresh, on_device=on_device and not pinned)
         return out

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from functional_ds.base.torch_private import (
     cuda_without_a_driver,
+    fake_tensors_as_if_on,
     instead_of_engine,
     instead_of_grouping,
     instead_of_make_wrapper_subclass,
@@ -20,7 +21,7 @@ from functional_ds.comm.worlds.simulator import SimulatedWorld
 
 from .collectives import started
 from .current import current_gpu, enter_gpu
-from .gpu import DEVICE, HOST, SimulatedGpu
+from .gpu import DEVICE, HOST, SimulatedGpu, tensors_in
 from .operators import Functions, Operators, is_device
 from .streams import SimulatedEvent, SimulatedStream, on_stream
 
@@ -222,7 +223,7 @@ def _backward(original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: 
     gpu = current_gpu()
     if gpu is None or not gpu.active:
         return original(outputs, *args, **kwargs)
-    with gpu.intending(any(isinstance(x, Tensor) and gpu.holds(x) for x in outputs)), Functions(gpu):
+    with gpu.intending(any(map(gpu.holds, tensors_in((outputs, *args))))), Functions(gpu):
         return original(outputs, *args, **kwargs)
 
 
@@ -261,6 +262,7 @@ def _patches() -> Iterator[AbstractContextManager[Any]]:
     yield mock.patch.object(dist, "get_backend_config", config)
     yield mock.patch.object(SimulatedWorld, "start", _start(SimulatedWorld.start))
     yield cuda_without_a_driver()
+    yield fake_tensors_as_if_on(HOST)
     yield instead_of_grouping(_grouped)
     yield instead_of_engine(_backward)
     yield instead_of_make_wrapper_subclass(_make_wrapper)
