@@ -11,7 +11,7 @@ import torch
 
 from functional_ds.base import torch_private
 
-__all__ = ["Finding", "Kind", "Site", "here"]
+__all__ = ["Finding", "Kind", "Site", "here", "is_programs"]
 
 Kind = Literal["race", "early free", "host sync"]
 _SKIPPED = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parent) + os.sep, torch_private.__file__, "<")
@@ -51,13 +51,19 @@ class Finding:
         return f"{self.kind}: {self.text}\n    at    {self.second}" + (f"\n    after {self.first}" if self.first else "")
 
 
+def is_programs(frame: FrameType) -> bool:
+    """Whether a frame is neither torch's, nor the simulation's, nor that of a mode that passes operators on."""
+    code = frame.f_code
+    return not code.co_filename.startswith(_SKIPPED) and code.co_name not in ("__torch_dispatch__", "__torch_function__")
+
+
 def here() -> Site:
     """The innermost line outside of torch and of the simulation, and its caller."""
     frame: FrameType | None = sys._getframe(1)
     found: list[tuple[str, int]] = []
     while frame is not None and len(found) < 2:
         file = frame.f_code.co_filename
-        if not file.startswith(_SKIPPED) and not file.startswith(_STANDARD):
+        if is_programs(frame) and not file.startswith(_STANDARD):
             found.append((file, frame.f_lineno))
         frame = frame.f_back
     sites = [Site(file, line) for file, line in found] or [Site("unknown", 0)]

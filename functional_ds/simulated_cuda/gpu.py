@@ -1,9 +1,11 @@
 """A simulated device: which memory is on it, what has been launched, and what went wrong."""
 
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import attrs
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 from functional_ds.base.torch_private import disable_torch_function, storage_id
 
-from .findings import Finding, Kind, Site, here
+from .findings import Finding, Kind, Site, here, is_programs
 from .streams import Clock, SimulatedStream
 
 __all__ = ["DEVICE", "HOST", "Access", "Memory", "SimulatedGpu", "Touch", "has_own_dispatch", "tensors_in"]
@@ -115,6 +117,7 @@ class SimulatedGpu:
     random: Tensor = attrs.field(factory=lambda: torch.Generator().manual_seed(0).get_state())
     moves_to_host: bool = False
     intent: bool | None = None  # whether the memory that a torch function allocates is on the device; None outside of one
+    function: FrameType | None = None  # that called this torch function
     assigns: bool = False  # within x[i] = value
     allocated: int = 0  # bytes on the device
     peak: int = 0
@@ -320,12 +323,22 @@ class SimulatedGpu:
     @contextmanager
     def intending(self, device: bool | None, *, assigns: bool = False) -> Iterator[None]:
         """Within the block new memory is on the device, or on the host."""
-        before = self.intent, self.assigns
-        self.intent, self.assigns = device, assigns
+        before = self.intent, self.function, self.assigns
+        self.intent, self.function, self.assigns = device, sys._getframe(2), assigns
         try:
             yield
         finally:
-            self.intent, self.assigns = before
+            self.intent, self.function, self.assigns = before
+
+    @property
+    def intended(self) -> bool | None:
+        """The intent of the torch function that is computing; None in a hook or mode that runs within it."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame is not self.function:
+            if is_programs(frame):
+                return None
+            frame = frame.f_back
+        return self.intent
 
     @contextmanager
     def drawing(self) -> Iterator[None]:

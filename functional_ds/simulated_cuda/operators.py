@@ -141,7 +141,8 @@ class Operators(TorchDispatchMode):
             return memory is not None and not memory.device
         if operator.name == "_to_copy":
             return self._copied(func, args, kwargs)
-        on_device = any(held) if gpu.intent is None else gpu.intent
+        intent = gpu.intended
+        on_device = any(held) if intent is None else intent
         if (device := kwargs.get("device")) is not None:
             on_device = device.type == "cuda" or (on_device and device.type == "cpu")
             kwargs = {**kwargs, "device": HOST if device.type == "cuda" else device}

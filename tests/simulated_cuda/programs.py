@@ -90,9 +90,14 @@ def simulated(program: Callable[..., list[Tensor]], *args: Any) -> tuple[list[Te
     """The losses of ``program(*args)`` on this rank's simulated device, and what was found: host syncs after its first step."""
     with simulated_cuda(check=False) as gpu:
         first: list[Finding] = []
-        found = program(*args, after_first=lambda: first.extend(gpu.findings))
-        known = [each for each in gpu.findings if each.kind != "host sync" or each not in first]
-        return [loss.cpu() for loss in found], known
+
+        def after_first() -> None:
+            first.extend([*gpu.races, *gpu.early_frees])
+            gpu.clear()
+
+        found = program(*args, after_first=after_first)
+        findings = [*first, *gpu.findings]
+        return [loss.cpu() for loss in found], findings
 
 
 COLLECTIVES: dict[str, Callable[[Tensor], Any]] = {
