@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch._C._distributed_c10d import PythonCallbackWork
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -21,7 +22,6 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     unset_fake_temporarily,
 )
-from torch._C._distributed_c10d import PythonCallbackWork
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
@@ -183,7 +183,7 @@ def cuda_without_a_driver() -> Iterator[None]:
     torch initialises CUDA before it allocates anything there, and ``torch.tensor`` copies to a device below the modes unless
     told otherwise, as FakeTensorMode tells it.
     """
-    with mock.patch.object(torch.cuda, "_lazy_init", lambda: None):
+    with mock.patch.object(torch.cuda, "_lazy_init"):
         before = torch._C._only_lift_cpu_tensors()
         torch._C._set_only_lift_cpu_tensors(True)
         try:

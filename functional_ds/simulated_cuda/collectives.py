@@ -94,7 +94,13 @@ class StreamedHandle:
 
 
 def started(
-    gpu: SimulatedGpu, start: Callable[..., Handle], world: Any, call: Call, tensors: Sequence[Tensor], group: Group, options: Any
+    gpu: SimulatedGpu,
+    start: Callable[..., Handle],
+    world: Any,
+    call: Call,
+    tensors: Sequence[Tensor],
+    group: Group,
+    options: Any,
 ) -> Handle:
     """Starts a simulated world's collective."""
     if not any(map(gpu.holds, tensors)):

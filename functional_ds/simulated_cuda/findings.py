@@ -20,7 +20,7 @@ _STANDARD = (str(Path(os.__file__).parent / "contextlib.py"), str(Path(os.__file
 
 @attrs.frozen
 class Site:
-    """A line of code, and the line that called its function."""
+    """A line of code, and the nearest one of another file that led to it."""
 
     file: str
     line: int
@@ -58,12 +58,12 @@ def is_programs(frame: FrameType) -> bool:
 
 
 def here() -> Site:
-    """The innermost line outside of torch and of the simulation, and its caller."""
+    """The innermost line outside of torch and of the simulation, and the nearest one of another file that led to it."""
     frame: FrameType | None = sys._getframe(1)
     found: list[tuple[str, int]] = []
     while frame is not None and len(found) < 2:
         file = frame.f_code.co_filename
-        if is_programs(frame) and not file.startswith(_STANDARD):
+        if is_programs(frame) and not file.startswith(_STANDARD) and (not found or found[0][0] != file):
             found.append((file, frame.f_lineno))
         frame = frame.f_back
     sites = [Site(file, line) for file, line in found] or [Site("unknown", 0)]

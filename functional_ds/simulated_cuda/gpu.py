@@ -208,8 +208,8 @@ class SimulatedGpu:
             if not safe and not use.over(memory.home.clock, self.host.clock):
                 self.report(
                     "early free",
-                    f"{memory.text} of {memory.home.name} is freed while {use.what} on {use.stream.name} may still use it: call "
-                    f"record_stream(that stream), or let {memory.home.name} wait for it first",
+                    f"{memory.text} of {memory.home.name} is freed while {use.what} on {use.stream.name} may still use it: "
+                    f"call record_stream(that stream), or let {memory.home.name} wait for it first",
                     use.site,
                 )
 

@@ -163,9 +163,7 @@ class Operators(TorchDispatchMode):
         self._note(operator, args, kwargs, given, held, fresh, on_device=on_device and not pinned)
         return out
 
-    def _note(
-        self, operator: _Operator, args: Any, kwargs: Any, given: Any, held: Any, fresh: Any, *, on_device: bool
-    ) -> None:
+    def _note(self, operator: _Operator, args: Any, kwargs: Any, given: Any, held: Any, fresh: Any, *, on_device: bool) -> None:
         gpu = self.gpu
         if not operator.launches:
             return

@@ -120,7 +120,9 @@ def _cuda(
 def _numpy(original: Any) -> Any:
     def numpy(gpu: SimulatedGpu, self: Tensor, *args: Any, **kwargs: Any) -> Any:
         if gpu.holds(self):
-            raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host first.")
+            raise TypeError(
+                "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host first."
+            )
         gpu.launch("numpy", [self], [], gpu.host)
         return original(self, *args, **kwargs)
 
@@ -189,6 +191,13 @@ _CUDA: dict[str, Callable[..., Any]] = {
 }
 
 
+_ACCELERATOR: dict[str, Callable[..., Any]] = {
+    **{name: _CUDA[name] for name in ("is_available", "device_count", "current_stream", "set_stream", "synchronize")},
+    "current_accelerator": lambda gpu, check_available=False: torch.device("cuda"),
+    "current_device_index": lambda gpu: 0,
+}
+
+
 class _Autocast(torch.autocast):
     """Casts on the host where the device is asked for: its operators are what runs."""
 
@@ -254,8 +263,12 @@ def _patches() -> Iterator[AbstractContextManager[Any]]:
     yield from (mock.patch.object(Tensor, name, new) for name, new in tensors.items())
     yield from (mock.patch.object(cuda, name, _instead(getattr(cuda, name), new)) for name, new in _CUDA.items())
     yield mock.patch.multiple(cuda, Stream=SimulatedStream, Event=SimulatedEvent, stream=on_stream)
-    accelerator = _instead(torch.accelerator.current_accelerator, lambda gpu, *_, **__: torch.device("cuda"))
-    yield mock.patch.object(torch.accelerator, "current_accelerator", accelerator)
+    accelerator = torch.accelerator
+    yield from (
+        mock.patch.object(accelerator, name, _instead(getattr(accelerator, name), new)) for name, new in _ACCELERATOR.items()
+    )
+    cudnn = torch.backends.cudnn
+    yield mock.patch.object(cudnn, "is_acceptable", _instead(cudnn.is_acceptable, lambda gpu, tensor: False))
     yield mock.patch.multiple(torch, autocast=_Autocast)
     yield mock.patch.multiple(torch.amp, autocast=_Autocast)
     config = _instead(dist.get_backend_config, lambda gpu, group=None: "cpu:gloo,cuda:nccl")

@@ -56,6 +56,10 @@ class SimulatedStream:
         require_gpu().host.clock.join(self.clock)
         return True
 
+    def is_capturing(self) -> bool:
+        """False: no graph is captured."""
+        return False
+
     def __enter__(self) -> "SimulatedStream":
         self._entered = on_stream(self)
         self._entered.__enter__()

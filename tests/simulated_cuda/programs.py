@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy
 
 import functional_ds as fds
 from functional_ds import comm
+from functional_ds import pipelining as pp
 from functional_ds import transforms as T
 from functional_ds.testing import Finding, simulated_cuda
 
@@ -83,6 +84,22 @@ def losses(
             after_first()
     leaves = [*fds.tree.leaves(step.params(state)), *found]
     assert {leaf.device.type for leaf in leaves} == {device}
+    return found
+
+
+def pipelined(schedule: str, device: str, *, after_first: Callable[[], None] = lambda: None) -> list[Tensor]:
+    """The losses of a pipeline of two stages on a device."""
+    rows = [torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    batches = [(x.to(device), (torch.arange(ROWS) % CLASSES).to(device)) for x in rows]
+    stages, params = pp.cut(network().to(device), ["2"], loss=lambda y, batch: cross_entropy(y, batch[1]), example=batches[0])
+    step = T.pipeline(getattr(pp, schedule)(2, 4), stages)(fds.train_step(stages, fds.adamw(1e-2)))
+    state, found = step.init(params), []
+    for batch in batches:
+        state, metrics = step(state, batch)
+        found.append(metrics["loss"])
+        if len(found) == 1:
+            after_first()
+    assert {loss.device.type for loss in found} == {device}
     return found
 
 

@@ -25,7 +25,9 @@ def test_an_input_that_is_written_before_the_wait_is_a_race() -> None:
             return [each.text for each in gpu.races]
 
     for (text,) in comm.simulate(program, world_size=2):
-        assert text.startswith("add_ on the default stream writes float32[4], which nccl all_reduce on NCCL's stream of 'world'")
+        assert text.startswith(
+            "add_ on the default stream writes float32[4], which nccl all_reduce on NCCL's stream of 'world'"
+        )
 
 
 def test_a_wait_on_one_stream_orders_no_other() -> None:

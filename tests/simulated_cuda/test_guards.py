@@ -4,14 +4,10 @@ A guard is a wait of a stream, ``record_stream``, an event that the host waits f
 """
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import attrs
 import pytest
 import torch
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 import functional_ds as fds
 from functional_ds import comm
@@ -47,7 +43,11 @@ def written_after() -> list[Finding]:
 def copied() -> list[Finding]:
     """To the host and back, and back again after an event."""
     with simulated_cuda(check=False) as gpu:
-        first, second, value = CopyStream(gpu_device(), "first"), CopyStream(gpu_device(), "second"), torch.ones(4, device="cuda")
+        first, second, value = (
+            CopyStream(gpu_device(), "first"),
+            CopyStream(gpu_device(), "second"),
+            torch.ones(4, device="cuda"),
+        )
         host = first.to_host(value)
         del value
         back = second.copy([(torch.empty(4, device="cuda"), host)], after=torch.cuda.current_stream().record_event())
@@ -97,12 +97,28 @@ ACTIVATIONS, PARAMS, OPTIMIZER = chain("activations on the host"), chain("params
 GUARDS = [
     Guard("a copy back is waited for", COPIES, "current.wait_event(self.copied)", "pass", "race", ACTIVATIONS),
     Guard("a copy back is kept", COPIES, "self.tensor.record_stream(current)", "pass", "early free", ACTIVATIONS),
-    Guard("copies follow the device", COPIES, "self._stream.wait_stream(current_stream(self.device))", "pass", "race", ACTIVATIONS),
-    Guard("the device follows copies", COPIES, "current_stream(self.device).wait_stream(self._stream)", "pass", "race", written_after),
+    Guard(
+        "copies follow the device", COPIES, "self._stream.wait_stream(current_stream(self.device))", "pass", "race", ACTIVATIONS
+    ),
+    Guard(
+        "the device follows copies",
+        COPIES,
+        "current_stream(self.device).wait_stream(self._stream)",
+        "pass",
+        "race",
+        written_after,
+    ),
     Guard("copies follow other streams' copies", COPIES, "self._stream.wait_stream(other._stream)", "pass", "race", PARAMS),
     Guard("copies follow an event", COPIES, "self._stream.wait_event(after)", "pass", "race", OPTIMIZER),
     Guard("what is copied is kept", COPIES, "tensor.record_stream(self._stream)", "pass", "early free", ACTIVATIONS),
-    Guard("copies do not block", COPIES, "target.copy_(source, non_blocking=True)", "target.copy_(source)", "host sync", ACTIVATIONS),
+    Guard(
+        "copies do not block",
+        COPIES,
+        "target.copy_(source, non_blocking=True)",
+        "target.copy_(source)",
+        "host sync",
+        ACTIVATIONS,
+    ),
     Guard(
         "copies back do not block",
         COPIES,
@@ -114,10 +130,19 @@ GUARDS = [
     Guard("the host's memory is pinned", COPIES, "pin_memory=True", "pin_memory=False", "host sync", ACTIVATIONS),
     Guard("an update follows fetches", UPDATE, "incoming.wait_for(self.storage.prefetcher.copies)", "device", "race", PARAMS),
     Guard("an update waits for gradients", BUFFERS, "self._arrived.synchronize()", "pass", "race", OPTIMIZER),
-    Guard("buffers are emptied first", BUFFERS, "self.incoming.copy(pairs, after=self._left)", "self.incoming.copy(pairs)", "race", OPTIMIZER),
+    Guard(
+        "buffers are emptied first",
+        BUFFERS,
+        "self.incoming.copy(pairs, after=self._left)",
+        "self.incoming.copy(pairs)",
+        "race",
+        OPTIMIZER,
+    ),
     Guard("a draw copies nothing", "base.prng", 'number if number.device.type == "cpu" else', "", "host sync", keyed),
     Guard("a weight is not copied", "base.weighted", "and overlaps(device)", "and False", "host sync", weighed),
-    Guard("a save waits for its copy", "checkpointing.writer", "current_stream(device).synchronize()", "pass", "race", snapshot),
+    Guard(
+        "a save waits for its copy", "checkpointing.writer", "current_stream(device).synchronize()", "pass", "race", snapshot
+    ),
 ]
 
 

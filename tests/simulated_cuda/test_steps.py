@@ -5,7 +5,7 @@ import torch
 
 from functional_ds import comm
 from functional_ds.testing import assert_same
-from tests.simulated_cuda.programs import CHAINS, losses, on_processes, simulated
+from tests.simulated_cuda.programs import CHAINS, losses, on_processes, pipelined, simulated
 
 # Where the host waits for the device, and why it must.
 WAITS = {
@@ -15,14 +15,26 @@ WAITS = {
 }
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize(("name", "ranks"), [*((name, 2) for name in CHAINS), ("stage 3", 1)])
 def test_a_step_is_the_cpus_and_nothing_is_found(name: str, ranks: int) -> None:
     expected = comm.simulate(losses, name, "cpu", world_size=ranks)
-    for (found, findings), plain in zip(comm.simulate(simulated, losses, name, "cuda", world_size=ranks), expected, strict=True):
+    for (found, findings), plain in zip(
+        comm.simulate(simulated, losses, name, "cuda", world_size=ranks), expected, strict=True
+    ):
         assert_same(found, plain)
         assert [str(each) for each in findings if each.kind != "host sync"] == []
         assert {each.second.file.rpartition("/")[2] for each in findings} - WAITS.keys() == set()
+
+
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "gpipe"])
+def test_a_pipeline_is_the_cpus_and_nothing_is_found(schedule: str) -> None:
+    """Its stages are traced on tensors without values, which say that they are on the device, too."""
+    expected = comm.simulate(pipelined, schedule, "cpu", world_size=2)
+    for (found, findings), plain in zip(
+        comm.simulate(simulated, pipelined, schedule, "cuda", world_size=2), expected, strict=True
+    ):
+        assert_same(found, plain)
+        assert [str(each) for each in findings if "programs.py" not in each.second.file] == []
 
 
 def test_draws_of_a_key_let_no_host_wait() -> None:
