@@ -90,7 +90,7 @@ class CopyStream:
             for target, source in pairs:
                 target.copy_(source)
             return None
-        with on_stream(self._stream):
+        with on_stream(self.device, self._stream):
             if after is not None:
                 self._stream.wait_event(after)
             for target, source in pairs:
@@ -114,5 +114,5 @@ class CopyStream:
         """Starts to copy a tensor of the host's to the device; a CPU device gets the tensor itself."""
         if not self.overlaps:
             return Arrival(host.to(self.device))
-        with on_stream(self._stream):
+        with on_stream(self.device, self._stream):
             return Arrival(host.to(self.device, non_blocking=True), self._stream.record_event())

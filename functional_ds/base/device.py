@@ -43,9 +43,9 @@ def current_stream(device: torch.device) -> Any:
     return torch.get_device_module(device).current_stream(device)
 
 
-def on_stream(stream: Any) -> AbstractContextManager[Any]:
-    """Within the block the stream is the current one of its device."""
-    found: AbstractContextManager[Any] = torch.get_device_module(stream.device).stream(stream)
+def on_stream(device: torch.device, stream: Any) -> AbstractContextManager[Any]:
+    """Within the block the stream is the device's current one."""
+    found: AbstractContextManager[Any] = torch.get_device_module(device).stream(stream)
     return found
 
 
@@ -100,5 +100,4 @@ def is_pinned(tensor: Tensor) -> bool:
 def peak_bytes() -> int | None:
     """The most bytes that torch's allocator has had on the device in use; None where there is none."""
     device = in_use()
-    module = None if device is None else torch.get_device_module(device)
-    return int(module.max_memory_allocated(device)) if hasattr(module, "max_memory_allocated") else None
+    return None if device is None else int(torch.get_device_module(device).max_memory_allocated(device))

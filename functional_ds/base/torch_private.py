@@ -236,7 +236,8 @@ def fake_tensors_as_if_on(host: torch.device) -> AbstractContextManager[Any]:
     def make(*args: Any, **kwargs: Any) -> Tensor:
         if "device_for_backend_keys" in kwargs:
             kwargs["device_for_backend_keys"] = host
-        return original(*args, **kwargs)
+        made: Tensor = original(*args, **kwargs)
+        return made
 
     return mock.patch.object(Tensor, "_make_subclass", staticmethod(make))
 

@@ -17,7 +17,7 @@ from functional_ds.base.torch_private import disable_torch_function, storage_id
 from .findings import Finding, Kind, Site, here, is_programs
 from .streams import Clock, SimulatedStream
 
-__all__ = ["DEVICE", "HOST", "Access", "Memory", "SimulatedGpu", "Touch", "has_own_dispatch", "tensors_in"]
+__all__ = ["DEVICE", "HOST", "Access", "SimulatedGpu", "SimulatedMemory", "Touch", "has_own_dispatch", "tensors_in"]
 
 DEVICE, HOST = torch.device("cuda", 0), torch.device("cpu")
 _TIMES = itertools.count(1)  # of all devices: a thread's streams may outlive one
@@ -58,7 +58,7 @@ class Touch:
 
 
 @attrs.define(eq=False)
-class Memory:
+class SimulatedMemory:
     """A storage on the device, or a pinned one on the host.
 
     Attributes:
@@ -121,7 +121,7 @@ class SimulatedGpu:
     assigns: bool = False  # within x[i] = value
     allocated: int = 0  # bytes on the device
     peak: int = 0
-    _memory: dict[int, Memory] = attrs.field(factory=dict)
+    _memory: dict[int, SimulatedMemory] = attrs.field(factory=dict)
     _messages: dict[Access, tuple[Sequence[Tensor], Callable[[], Any]]] = attrs.field(factory=dict)
     _communicators: dict[Any, SimulatedStream] = attrs.field(factory=dict)
     _paused: int = 0
@@ -138,7 +138,7 @@ class SimulatedGpu:
 
     @property
     def early_frees(self) -> list[Finding]:
-        """Memory that was freed while work on another stream might still use it."""
+        """SimulatedMemory that was freed while work on another stream might still use it."""
         return self._of("early free")
 
     @property
@@ -162,7 +162,7 @@ class SimulatedGpu:
 
     # -- memory ----------------------------------------------------------------------------------------------------------
 
-    def memory_of(self, tensor: Tensor) -> Memory | None:
+    def memory_of(self, tensor: Tensor) -> SimulatedMemory | None:
         """What is known of a tensor's memory; None for plain host memory, and for a tensor that has none."""
         if has_own_dispatch(tensor):
             return None
@@ -178,7 +178,7 @@ class SimulatedGpu:
         memory = self.memory_of(tensor)
         return memory is not None and memory.device
 
-    def put(self, tensor: Tensor, *, device: bool = True) -> Memory | None:
+    def put(self, tensor: Tensor, *, device: bool = True) -> SimulatedMemory | None:
         """Registers a tensor's new memory: on the device, else as pinned."""
         if has_own_dispatch(tensor):
             tensor.__dict__[_MARK] = True
@@ -189,7 +189,7 @@ class SimulatedGpu:
             key, storage = storage_id(tensor), tensor.untyped_storage()
         home = self.stream if device else self.host
         text, nbytes = f"{str(tensor.dtype)[6:]}{list(tensor.shape)}", storage.nbytes() if device else 0
-        memory = self._memory[key] = Memory(text, nbytes, device, home)
+        memory = self._memory[key] = SimulatedMemory(text, nbytes, device, home)
         self.allocated += nbytes
         self.peak = max(self.peak, self.allocated)
         own = weakref.ref(self)
@@ -201,7 +201,7 @@ class SimulatedGpu:
         memory.ref = weakref.ref(storage, freed)
         return memory
 
-    def _freed(self, memory: Memory) -> None:
+    def _freed(self, memory: SimulatedMemory) -> None:
         self.allocated -= memory.nbytes
         for use in memory.uses.values():
             safe = use.stream is memory.home or use.stream.id in memory.recorded or not memory.device
@@ -237,7 +237,7 @@ class SimulatedGpu:
         stream.clock[stream.id] = time = next(_TIMES)
         return Access(stream, time, what, here())
 
-    def note(self, memory: Memory, touch: Touch) -> None:
+    def note(self, memory: SimulatedMemory, touch: Touch) -> None:
         """An access by work that has begun; reports a race with any earlier one."""
         access = touch.access
         for each in memory.touch(touch):
@@ -297,9 +297,9 @@ class SimulatedGpu:
     def block(self, what: str, tensor: Tensor | None) -> None:
         """An operation lets the host wait for the current stream, which nobody asked for."""
         memory = None if tensor is None else self.memory_of(tensor)
-        made = None if memory is None or memory.written is None else memory.written
+        made = None if memory is None else memory.written
         source = f", computed by {made.what} on {made.stream.name}" if made else ""
-        self.report("host sync", f"{what} lets the host wait for {self.stream.name}{source}", made and made.site)
+        self.report("host sync", f"{what} lets the host wait for {self.stream.name}{source}", made.site if made else None)
         self._reach(self.stream.clock)
 
     @contextmanager
@@ -366,7 +366,7 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
     if not tensor.numel():
         return 0, 0
     with disable_torch_function():
-        start, size = tensor.storage_offset(), tensor.element_size()
+        start, size = int(tensor.storage_offset()), tensor.element_size()
         last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start * size, (start + last + 1) * size
 

@@ -17,7 +17,7 @@ from functional_ds.base.torch_private import (
     storage_id,
 )
 
-from .collectives import collective
+from .communicators import collective
 from .gpu import DEVICE, HOST, SimulatedGpu, has_own_dispatch, tensors_in
 
 __all__ = ["Functions", "Operators"]

@@ -19,11 +19,11 @@ from functional_ds.base.torch_private import (
 )
 from functional_ds.comm.worlds.simulator import SimulatedWorld
 
-from .collectives import started
-from .current import current_gpu, enter_gpu
+from .communicators import started
 from .gpu import DEVICE, HOST, SimulatedGpu, tensors_in
 from .operators import Functions, Operators, is_device
 from .streams import SimulatedEvent, SimulatedStream, on_stream
+from .thread import current_gpu, enter_gpu
 
 __all__ = ["simulated_cuda"]
 
@@ -87,7 +87,7 @@ def _to(original: Any) -> Callable[..., Tensor]:
             finally:
                 gpu.moves_to_host = False
 
-        return _Move.apply(self, move) if self.requires_grad and torch.is_grad_enabled() else move(self)  # type: ignore[no-any-return]
+        return _Move.apply(self, move) if self.requires_grad and torch.is_grad_enabled() else move(self)
 
     return _instead(original, to)  # type: ignore[no-any-return]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .current import current_gpu, require_gpu
+from .thread import current_gpu, require_gpu
 
 __all__ = ["Clock", "SimulatedEvent", "SimulatedStream"]
 

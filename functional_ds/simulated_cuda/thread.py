@@ -1,24 +1,20 @@
 """The simulated device of the current thread."""
 
 import threading
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .gpu import SimulatedGpu
+from typing import Any
 
 __all__ = ["current_gpu", "enter_gpu", "require_gpu"]
 
 _THREAD = threading.local()  # gpu: the thread's simulated device
 
 
-def current_gpu() -> "SimulatedGpu | None":
-    """The thread's simulated device, if it has one."""
-    found: SimulatedGpu | None = getattr(_THREAD, "gpu", None)
-    return found
+def current_gpu() -> Any:
+    """The thread's ``SimulatedGpu``; None if it has none."""
+    return getattr(_THREAD, "gpu", None)
 
 
-def require_gpu() -> "SimulatedGpu":
-    """The thread's simulated device.
+def require_gpu() -> Any:
+    """The thread's ``SimulatedGpu``.
 
     Raises:
         RuntimeError: the thread has none.
@@ -32,7 +28,7 @@ def require_gpu() -> "SimulatedGpu":
     return gpu
 
 
-def enter_gpu(gpu: "SimulatedGpu | None") -> "SimulatedGpu | None":
+def enter_gpu(gpu: Any) -> Any:
     """Makes it the thread's simulated device; returns the one before."""
     before = current_gpu()
     _THREAD.gpu = gpu
