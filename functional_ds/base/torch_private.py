@@ -4,6 +4,7 @@ None of it has a public form there. torch may change any of it in any release, s
 for each entry, and another that no other file uses anything private of torch.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
@@ -11,7 +12,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._C._distributed_c10d import PythonCallbackWork
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -41,6 +42,7 @@ __all__ = [
     "fake_tensors_as_if_on",
     "foreach_add_",
     "foreach_copy_",
+    "held_elsewhere",
     "instead_of_engine",
     "instead_of_grouping",
     "instead_of_make_wrapper_subclass",
@@ -48,6 +50,7 @@ __all__ = [
     "later_work",
     "make_wrapper_subclass",
     "non_persistent_buffers_of",
+    "outside_functorch",
     "parameters_of",
     "refresh_flat_weights",
     "run_backward",
@@ -90,6 +93,23 @@ def disable_torch_function() -> AbstractContextManager[Any]:
 def disable_torch_function_subclass() -> AbstractContextManager[Any]:
     """Switches off ``__torch_function__`` of subclasses within the block, so that a lazy leaf's metadata needs no gather."""
     return torch._C.DisableTorchFunctionSubclass()
+
+
+def outside_functorch() -> AbstractContextManager[Any]:
+    """Switches off torch.func's transforms within the block: a param that one meets first is fetched as outside of it."""
+    return temporarily_clear_interpreter_stack()
+
+
+def held_elsewhere(held: list[Any]) -> list[bool]:
+    """Which objects somebody beside this list refers to. torch counts what C++ holds of a tensor as one reference more."""
+    return [count > _ALONE for count in _references(held)]
+
+
+def _references(held: list[Any]) -> list[int]:
+    return [sys.getrefcount(held[place]) for place in range(len(held))]
+
+
+_ALONE = _references([object()])[0]
 
 
 def saved_tensors_hooks_in_force() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
@@ -244,4 +264,6 @@ def fake_tensors_as_if_on(host: torch.device) -> AbstractContextManager[Any]:
 
 def later_work(wait: Callable[[Any], bool]) -> Any:
     """A ``torch.distributed.Work`` as operators return it, whose ``wait`` is the function, which gets the time-out."""
+    from torch._C._distributed_c10d import PythonCallbackWork  # which builds of torch without torch.distributed lack
+
     return PythonCallbackWork(wait).boxed()
