@@ -48,6 +48,7 @@ __all__ = [
     "instead_of_make_wrapper_subclass",
     "is_fake",
     "later_work",
+    "lift_on_the_host",
     "make_wrapper_subclass",
     "non_persistent_buffers_of",
     "outside_functorch",
@@ -196,20 +197,20 @@ def unscale_(grads: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> N
 # -- for the simulated device of functional_ds.testing -----------------------------------------------------------------------
 
 
-@contextmanager
-def cuda_without_a_driver() -> Iterator[None]:
-    """Within the block ``device="cuda"`` reaches dispatch modes, on builds of torch without CUDA, too.
+def cuda_without_a_driver() -> AbstractContextManager[Any]:
+    """Within the block ``device="cuda"`` reaches dispatch modes, on builds of torch without CUDA, too."""
+    return mock.patch.object(torch.cuda, "_lazy_init")
 
-    torch initialises CUDA before it allocates anything there, and ``torch.tensor`` copies to a device below the modes unless
-    told otherwise, as FakeTensorMode tells it.
-    """
-    with mock.patch.object(torch.cuda, "_lazy_init"):
-        before = torch._C._only_lift_cpu_tensors()
-        torch._C._set_only_lift_cpu_tensors(True)
-        try:
-            yield
-        finally:
-            torch._C._set_only_lift_cpu_tensors(before)
+
+@contextmanager
+def lift_on_the_host() -> Iterator[None]:
+    """Within the block this thread's ``torch.tensor`` copies to a device where dispatch modes see it, as in FakeTensorMode."""
+    before = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)
+    try:
+        yield
+    finally:
+        torch._C._set_only_lift_cpu_tensors(before)
 
 
 class _Engine:

@@ -16,6 +16,7 @@ from functional_ds.base.torch_private import (
     instead_of_engine,
     instead_of_grouping,
     instead_of_make_wrapper_subclass,
+    lift_on_the_host,
 )
 from functional_ds.comm.worlds.simulator import SimulatedWorld
 
@@ -337,7 +338,7 @@ def simulated_cuda(*, check: bool = True) -> Iterator[SimulatedGpu]:
     with _INSTALLED:
         before = enter_gpu(gpu)
         try:
-            with Functions(gpu), Operators(gpu):
+            with lift_on_the_host(), Functions(gpu), Operators(gpu):
                 yield gpu
         finally:
             enter_gpu(before)

@@ -236,7 +236,7 @@ def what_is_not_finite_is_found() -> None:
         assert (grads[0].tolist(), found.item()) == ([3.0, 3.0], expected)
 
 
-@checks("cuda_without_a_driver")
+@checks("cuda_without_a_driver", "lift_on_the_host")
 def modes_see_cuda() -> None:
     class Seen(private.TorchDispatchMode):
         found: list[str] = []  # noqa: RUF012
@@ -246,7 +246,7 @@ def modes_see_cuda() -> None:
                 self.found.append(f"{func} {device.type}")
             return func(*args, **(kwargs or {}))
 
-    with private.cuda_without_a_driver(), Seen():
+    with private.cuda_without_a_driver(), private.lift_on_the_host(), Seen():
         torch.empty(1, device="cuda")
         torch.tensor([1.0], device="cuda:0")
     assert Seen.found == ["aten.empty.memory_format cuda", "aten._to_copy.default cuda"]

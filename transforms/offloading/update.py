@@ -163,7 +163,7 @@ class Update:
         """
         self.inner.first()
         state, error = self.inner.state, self.changes.error
-        failed = torch.tensor(float(error is not None), device=state.step.device)
+        failed = torch.full((), float(error is not None), device=state.step.device)  # no copy, which would stop the host
         count = int(self.inner.step.sum_over_ranks(state, failed))
         if error is not None:
             raise error
