@@ -5,8 +5,8 @@ complete when a call returns.
 """
 
 import threading
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ __all__ = [
     "on_stream",
     "overlaps",
     "peak_bytes",
+    "redrawn",
     "rng_state",
     "set_rng_state",
     "side_stream",
@@ -90,6 +91,17 @@ def forked_rng() -> AbstractContextManager[None]:
     """Draws within the block leave the default generators of the CPU and of the device in use as they were."""
     device = in_use()
     return torch.random.fork_rng([]) if device is None else torch.random.fork_rng([device], device_type=device.type)
+
+
+@contextmanager
+def redrawn(device: torch.device, state: Tensor) -> Iterator[None]:
+    """Within the block the device draws from this state on; afterwards its generator is as it was."""
+    before = rng_state(device)
+    set_rng_state(device, state)
+    try:
+        yield
+    finally:
+        set_rng_state(device, before)
 
 
 def is_pinned(tensor: Tensor) -> bool:

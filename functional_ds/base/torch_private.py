@@ -199,7 +199,7 @@ def unscale_(grads: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> N
 
 def cuda_without_a_driver() -> AbstractContextManager[Any]:
     """Within the block ``device="cuda"`` reaches dispatch modes, on builds of torch without CUDA, too."""
-    return mock.patch.object(torch.cuda, "_lazy_init")
+    return mock.patch.multiple(torch.cuda, _lazy_init=mock.DEFAULT, _initialized=True)
 
 
 @contextmanager

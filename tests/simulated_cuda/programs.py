@@ -1,5 +1,6 @@
 """Training runs that know no device but the one they are given."""
 
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +44,12 @@ def batch(i: int, device: str) -> tuple[Tensor, Tensor]:
     return x.to(device), y.to(device)
 
 
+def replicated() -> tuple[list[Any], Any]:
+    """ZeRO-3 within hosts of two ranks, and data parallelism between them."""
+    mesh = comm.mesh(hosts=2, ranks=2)
+    return [T.zero(3, mesh["ranks"], replicate=mesh["hosts"])], None
+
+
 # By name: the transforms, and the optimizer if it is not AdamW.
 CHAINS: dict[str, Callable[[], tuple[list[Any], Any]]] = {
     "stage 0": lambda: ([T.zero(0)], None),
@@ -55,6 +62,8 @@ CHAINS: dict[str, Callable[[], tuple[list[Any], Any]]] = {
     "activations on the host": lambda: ([T.remat("[012]", policy="offload"), T.zero(0)], None),
     "optimizer on the host": lambda: ([T.offload("cpu", None, buffer_bytes=256), T.zero(1)], None),
     "params on the host": lambda: ([T.offload("cpu", "cpu", buffer_bytes=256), T.zero(3)], None),
+    "on the disk": lambda: ([T.offload("disk", "disk", path=tempfile.gettempdir(), buffer_bytes=256), T.zero(3)], None),
+    "replicated": replicated,
     "muon": lambda: ([T.zero(3)], fds.muon(1e-2, others=fds.adamw(1e-2))),
     "lamb": lambda: ([T.zero(1)], fds.lamb(1e-2)),
     "one bit": lambda: ([T.local_gradients(comm.world())], fds.one_bit_adam(1e-2, warmup=1)),
