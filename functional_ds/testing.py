@@ -1,4 +1,6 @@
-"""Strategies and helpers for property tests of programs that run on many ranks; needs Hypothesis (the extra ``test``).
+"""Tools for tests; needs Hypothesis (the extra ``test``).
+
+Strategies and helpers for property tests of programs that run on many ranks, and a simulated CUDA device.
 
 Values are small integers, held in whatever dtype, so that sums are exact and laws hold bit for bit.
 
@@ -23,6 +25,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from functional_ds.base import tree
+from functional_ds.simulated_cuda.findings import Finding
+from functional_ds.simulated_cuda.gpu import SimulatedGpu
+from functional_ds.simulated_cuda.stand_ins import simulated_cuda
 
 from . import comm
 
@@ -35,14 +40,17 @@ __all__ = [
     "DTYPES",
     "FLOATING",
     "INTEGRAL",
+    "Finding",
     "Inputs",
     "Leaf",
+    "SimulatedGpu",
     "assert_same",
     "inputs",
     "leaves",
     "schedules",
     "seeds",
     "shapes",
+    "simulated_cuda",
     "trees",
     "world_sizes",
 ]

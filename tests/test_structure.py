@@ -24,6 +24,7 @@ LAYERS = (
     ("comm.record",),
     ("comm.worlds",),
     ("comm",),
+    ("simulated_cuda",),
     ("comm.algorithms", "comm.compression", "comm.debug"),
     ("sharding",),
     ("optim",),

@@ -9,8 +9,9 @@ from pathlib import Path
 from time import perf_counter
 
 import attrs
-import torch
 from torch import Tensor
+
+from functional_ds.base.device import synchronize
 
 from .collective import Call, Handle, Here
 
@@ -122,8 +123,7 @@ class _Timed:
 
 
 def _synchronize(tensors: Sequence[Tensor]) -> None:
-    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-        torch.cuda.synchronize(device)
+    synchronize(tensor.device for tensor in tensors)
 
 
 def begin(ledgers: "Sequence[Ledger]", tensors: Sequence[Tensor]) -> float:

@@ -7,6 +7,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from .device import current_stream, on_stream, overlaps, side_stream
+
 __all__ = ["Arrival", "CopyStream"]
 
 
@@ -16,7 +18,7 @@ class Arrival:
 
     Attributes:
         tensor: the copy, which must not be used before ``wait``.
-        copied: the CUDA event after the copy; None where the copy is complete.
+        copied: the device's event after the copy; None where the copy is complete.
     """
 
     tensor: Tensor
@@ -25,7 +27,7 @@ class Arrival:
     def wait(self) -> Tensor:
         """Lets the device's current stream wait for the copy, and returns the tensor."""
         if self.copied is not None:
-            current = torch.cuda.current_stream(self.tensor.device)
+            current = current_stream(self.tensor.device)
             current.wait_event(self.copied)
             self.tensor.record_stream(current)  # the allocator knows the copy's stream only
         return self.tensor
@@ -35,8 +37,12 @@ class Arrival:
 class CopyStream:
     """A stream of copies from and to one device.
 
-    On CUDA the copies run on a stream of their own, from and to pinned memory, in the order of the calls. On any other
-    device each copy is complete when the call returns, and the methods that order streams do nothing.
+    Where the device has streams, the copies run on one of their own, from and to pinned memory, in the order of the calls. On
+    a CPU each copy is complete when the call returns, and the methods that order streams do nothing.
+
+    Attributes:
+        device: beside the host.
+        purpose: copies for one purpose share one stream of a thread, whichever record they are made with.
 
     >>> stream = CopyStream(torch.device("cpu"))
     >>> stream.to_device(stream.to_host(torch.arange(3))).wait()
@@ -44,44 +50,47 @@ class CopyStream:
     """
 
     device: torch.device
-    _cuda: Any = None
+    purpose: str = "copies"
 
     @property
     def overlaps(self) -> bool:
         """Whether copies run beside the device's computation."""
-        return self.device.type == "cuda"
+        return overlaps(self.device)
 
     @property
     def _stream(self) -> Any:
-        if self._cuda is None:  # made at the first copy, not before CUDA is needed
-            self._cuda = torch.cuda.Stream(self.device)
-        return self._cuda
+        return side_stream(self.device, self.purpose)
 
     def wait_for_device(self) -> None:
         """Orders the copies that follow after the work that the device's current stream has queued."""
         if self.overlaps:
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+            self._stream.wait_stream(current_stream(self.device))
+
+    def wait_for(self, other: "CopyStream") -> None:
+        """Orders the copies that follow after the other stream's copies so far."""
+        if self.overlaps:
+            self._stream.wait_stream(other._stream)
 
     def hold_device(self) -> None:
         """Orders the work that the device's current stream queues from now on after the copies so far."""
         if self.overlaps:
-            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+            current_stream(self.device).wait_stream(self._stream)
 
     def copy(self, pairs: Iterable[tuple[Tensor, Tensor]], *, after: Any = None) -> Any:
         """Copies the second tensor of each pair into the first.
 
         Args:
             pairs: targets and sources.
-            after: a CUDA event that the copies wait for.
+            after: an event of the device that the copies wait for.
 
         Returns:
-            The CUDA event after the copies; None where they are complete.
+            The device's event after the copies; None where they are complete.
         """
         if not self.overlaps:
             for target, source in pairs:
                 target.copy_(source)
             return None
-        with torch.cuda.stream(self._stream):
+        with on_stream(self.device, self._stream):
             if after is not None:
                 self._stream.wait_event(after)
             for target, source in pairs:
@@ -89,9 +98,9 @@ class CopyStream:
             return self._stream.record_event()
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """A copy in the host's memory; on CUDA it is complete when the copies that follow on this stream begin.
+        """A copy in the host's memory; with streams it is complete when the copies that follow on this stream begin.
 
-        On CUDA the tensor must not be written into until ``hold_device`` was called.
+        There the tensor must not be written into until ``hold_device`` was called.
         """
         if not self.overlaps:
             return tensor.to("cpu", copy=True)
@@ -105,5 +114,5 @@ class CopyStream:
         """Starts to copy a tensor of the host's to the device; a CPU device gets the tensor itself."""
         if not self.overlaps:
             return Arrival(host.to(self.device))
-        with torch.cuda.stream(self._stream):
+        with on_stream(self.device, self._stream):
             return Arrival(host.to(self.device, non_blocking=True), self._stream.record_event())

@@ -20,6 +20,11 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
+def _beside(number: Tensor, device: torch.device) -> Tensor:
+    """A number to compute with on a device. One on the host goes with each kernel by value; a copy would stop the host."""
+    return number if number.device.type == "cpu" else number.to(device)
+
+
 @tree.record
 class Key:
     """Where random numbers come from: a seed, the step, and the global index of the batch's first row.
@@ -51,8 +56,9 @@ class Key:
         rows = like.shape[0] if like.dim() else 1
         columns = like.numel() // max(rows, 1)
         salt = zlib.crc32(name.encode())
-        run = _mix(_mix(self.seed.to(device) + _GOLDEN) + self.step.to(device) * _GOLDEN + salt)
-        per_row = _mix(run + (self.row.to(device) + torch.arange(rows, device=device)) * _GOLDEN)
+        seed, step, row = (_beside(number, device) for number in (self.seed, self.step, self.row))
+        run = _mix(_mix(seed + _GOLDEN) + step * _GOLDEN + salt)
+        per_row = _mix(run + (row + torch.arange(rows, device=device)) * _GOLDEN)
         bits = _mix(per_row[:, None] + torch.arange(columns, device=device) * _GOLDEN)  # [rows, columns]
         return ((bits >> 40) & 0xFFFFFF).to(torch.float32).mul_(2.0**-24).view(like.shape)
 

@@ -5,10 +5,11 @@ for each entry, and another that no other file uses anything private of torch.
 """
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -41,16 +42,23 @@ __all__ = [
     "TorchDispatchMode",
     "UnsupportedFakeTensorException",
     "buffers_of",
+    "cuda_without_a_driver",
     "detect_fake_mode",
     "disable_dispatch_modes",
     "disable_torch_function",
     "disable_torch_function_subclass",
+    "fake_tensors_as_if_on",
     "foreach_add_",
     "foreach_copy_",
     "gradients",
     "held_elsewhere",
     "hooks_of",
+    "instead_of_engine",
+    "instead_of_grouping",
+    "instead_of_make_wrapper_subclass",
     "is_fake",
+    "later_work",
+    "lift_on_the_host",
     "make_wrapper_subclass",
     "new_process_group",
     "non_persistent_buffers_of",
@@ -290,3 +298,79 @@ def new_process_group(
         everyone.bound_device_id = bound
     c10d._world.pg_group_ranks[pg] = {rank: place for place, rank in enumerate(ranks)}
     return pg
+
+
+# -- for the simulated device of functional_ds.testing -----------------------------------------------------------------------
+
+
+def cuda_without_a_driver() -> AbstractContextManager[Any]:
+    """Within the block ``device="cuda"`` reaches dispatch modes, on builds of torch without CUDA, too."""
+    return mock.patch.multiple(torch.cuda, _lazy_init=mock.DEFAULT, _initialized=True)
+
+
+@contextmanager
+def lift_on_the_host() -> Iterator[None]:
+    """Within the block this thread's ``torch.tensor`` copies to a device where dispatch modes see it, as in FakeTensorMode."""
+    before = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)
+    try:
+        yield
+    finally:
+        torch._C._set_only_lift_cpu_tensors(before)
+
+
+class _Engine:
+    def __init__(self, engine: Any, wrapper: Callable[..., Any]) -> None:
+        self._engine, self._wrapper = engine, wrapper
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._wrapper(self._engine.run_backward, *args, **kwargs)
+
+
+def instead_of_engine(wrapper: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """Within the block every backward pass is ``wrapper(run_backward, ...)``. torch leaves function modes before a pass."""
+    return mock.patch.object(
+        torch.autograd.Variable, "_execution_engine", _Engine(torch.autograd.Variable._execution_engine, wrapper)
+    )
+
+
+def instead_of_grouping(change: Callable[[dict[Any, Any]], dict[Any, Any]]) -> AbstractContextManager[Any]:
+    """Within the block the groups of tensors, by device and dtype, in which torch's optimizers compute, are changed so."""
+    original = torch._C._group_tensors_by_device_and_dtype
+    return mock.patch.object(
+        torch._C, "_group_tensors_by_device_and_dtype", lambda *args, **kwargs: change(original(*args, **kwargs))
+    )
+
+
+def instead_of_make_wrapper_subclass(wrapper: Callable[..., Tensor]) -> AbstractContextManager[Any]:
+    """Within the block tensors without memory are made by ``wrapper(make, ...)``."""
+    original = Tensor._make_wrapper_subclass
+    return mock.patch.object(
+        Tensor, "_make_wrapper_subclass", staticmethod(lambda *args, **kwargs: wrapper(original, *args, **kwargs))
+    )
+
+
+def fake_tensors_as_if_on(host: torch.device) -> AbstractContextManager[Any]:
+    """Within the block autograd takes new fake tensors for the host's, whatever device they say they are on.
+
+    A mode must answer ``prim::device`` so, too. Autograd ends the process for a device that this build of torch does not have.
+    """
+    original = Tensor._make_subclass
+
+    def make(*args: Any, **kwargs: Any) -> Tensor:
+        if "device_for_backend_keys" in kwargs:
+            kwargs["device_for_backend_keys"] = host
+        made: Tensor = original(*args, **kwargs)
+        return made
+
+    return mock.patch.object(Tensor, "_make_subclass", staticmethod(make))
+
+
+def later_work(wait: Callable[[Any], bool]) -> Any:
+    """A ``torch.distributed.Work`` as operators return it, whose ``wait`` is the function, which gets the time-out."""
+    from torch._C._distributed_c10d import PythonCallbackWork  # which builds of torch without torch.distributed lack
+
+    return PythonCallbackWork(wait).boxed()

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from . import tree
+from .device import overlaps
 
 __all__ = ["Weighted", "weigh"]
 
@@ -50,5 +51,12 @@ def weigh(value: Any, what: str) -> Weighted:
     if total.dtype == torch.bool or (whole and found is not value):
         total = total.to(torch.get_default_dtype())  # sums of bools are bools; means are weighed, on other ranks if not here
     if isinstance(found.weight, Tensor):
-        return Weighted(total, found.weight.detach().to(total.device, torch.float32).reshape(()))
+        return Weighted(total, _number(found.weight.detach().reshape(()), total.device))
     return Weighted(total, torch.full((), float(found.weight), dtype=torch.float32, device=total.device))
+
+
+def _number(weight: Tensor, device: torch.device) -> Tensor:
+    """The weight in fp32 on a device. From the host it goes with a kernel by value; a copy would stop the host."""
+    if weight.device.type == "cpu" and overlaps(device):
+        return torch.zeros((), dtype=torch.float32, device=device).add_(weight)
+    return weight.to(device, torch.float32)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base import tree
+from functional_ds.base.device import is_pinned
 from functional_ds.base.marks import like_marked
 from functional_ds.state_dict.all_or_none import all_or_none, gather_or_none
 from functional_ds.state_dict.describe import TensorShard, as_before, as_tensors, dense, describe
@@ -183,8 +184,7 @@ def _empty_like(state: State) -> State:
     """A state with new, uninitialised memory for every tensor, and the same marks."""
 
     def empty(leaf: Tensor) -> Tensor:
-        pinned = leaf.device.type == "cpu" and torch.cuda.is_available() and leaf.is_pinned()
-        return like_marked(torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device, pin_memory=pinned), leaf)
+        return like_marked(torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device, pin_memory=is_pinned(leaf)), leaf)
 
     return tree.map(empty, state)  # type: ignore[no-any-return]
 

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, cre
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 
+from functional_ds.base.device import current_stream, overlaps
 from functional_ds.base.files import FileLock, write_atomically
 from functional_ds.state_dict.describe import TensorShard
 from functional_ds.state_dict.errors import CheckpointError
@@ -111,16 +112,15 @@ class WriteData:
         """A copy on the host, which later changes of the state do not reach; in ``buffer`` if it has the right size."""
         nbytes = self.nbytes
         if buffer is None or buffer.numel() != nbytes:
-            buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-        start, devices = 0, set()
+            pinned = any(overlaps(view.device) for view in self.views)
+            buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        start, devices = 0, {view.device for view in self.views}
         for view in self.views:
             data = _bytes(view)
             buffer[start : start + data.numel()].copy_(data, non_blocking=True)
             start += data.numel()
-            devices.add(view.device)
-        for device in devices:
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()
+        for device in filter(overlaps, devices):
+            current_stream(device).synchronize()
         return WriteData((), buffer)
 
     def pieces(self) -> Iterator[memoryview]:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from functional_ds import comm
+from functional_ds.base.device import forked_rng, in_use, rng_state, set_rng_state
 
 from .positions import from_json, gathered
 
@@ -20,9 +21,9 @@ class Generators:
 
     def kept(self) -> Any:
         """All ranks' values as JSON. Collective."""
-        generators, device = {"cpu": torch.get_rng_state()}, self._device()
+        generators, device = {"cpu": torch.get_rng_state()}, in_use()
         if device is not None:
-            generators["cuda"] = torch.cuda.get_rng_state(device)
+            generators[device.type] = rng_state(device)
         return {"count": comm.world().size, **gathered({"generators": generators})}
 
     def restore(self, kept: Any) -> None:
@@ -31,16 +32,11 @@ class Generators:
         if kept is None or world.size != kept["count"]:  # an older checkpoint, or other ranks
             return
         ranks = from_json([kept["all"]] * kept["count"] if "all" in kept else kept["ranks"])
-        mine, device = ranks[world.rank]["generators"], self._device()
+        mine, device = ranks[world.rank]["generators"], in_use()
         torch.set_rng_state(mine["cpu"])
-        if device is not None and "cuda" in mine:
-            torch.cuda.set_rng_state(mine["cuda"], device)
+        if device is not None and device.type in mine:
+            set_rng_state(device, mine[device.type])
 
     def apart(self) -> AbstractContextManager[None]:
         """Inside, draws leave the generators as they were: an evaluation is no part of the training."""
-        device = self._device()
-        return torch.random.fork_rng([] if device is None else [device])
-
-    def _device(self) -> torch.device | None:
-        device = comm.world().world.device
-        return device if device.type == "cuda" else None
+        return forked_rng()

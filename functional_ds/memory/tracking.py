@@ -5,11 +5,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base import tree
+from functional_ds.base.device import peak_bytes
 from functional_ds.base.weighted import Weighted
 from functional_ds.step.compose import wrap
 from functional_ds.step.state import State
@@ -70,6 +70,7 @@ class Tracked:
 
 def peak() -> int:
     """The peak bytes of this process: those of torch's allocator if a GPU is in use, else its resident memory."""
-    if torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated()
+    found = peak_bytes()
+    if found is not None:
+        return found
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

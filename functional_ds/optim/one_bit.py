@@ -354,7 +354,8 @@ class _At:
         """
         rule = self.rule
         total, residual = self._mean(moved, state.residual)
-        scale = torch.as_tensor(gain, dtype=torch.float32)
+        scale = gain if isinstance(gain, Tensor) else torch.full((), gain, device=own[0].device)  # no copy stops the host
+        scale = scale.float()
         step = rule.lr if rule.weighs else rule.lr * scale
         for p, synced, mean, travelled, root in zip(own, since, state.exp_avg, total, roots, strict=True):
             known = torch.where(root.isfinite(), travelled, 0)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from functional_ds import comm
 from functional_ds.base import tree
+from functional_ds.base.device import in_use, redrawn, rng_state
 from functional_ds.base.torch_private import detect_fake_mode
 
 from .argument_snapshot import snapshot
@@ -95,6 +96,7 @@ class Region:
     names: set[str] = attrs.field(factory=set)
     modules: ModuleCalls = attrs.field(init=False)
     _recorder: OpRecorder | None = None
+    _drawn: tuple[torch.device, Tensor] | None = None  # the device's generator before the function, where checkpoint loses it
     _outer: SavedTensorHooks = attrs.field(factory=SavedTensorHooks.in_force)
     _tape: TapeNow = attrs.field(factory=TapeNow.now)
 
@@ -117,6 +119,9 @@ class Region:
     def recompute(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs the function under torch's checkpoint: its backward pass runs it again, without the operations kept."""
         values, rebuilt = _separated(args, kwargs)
+        device = in_use()
+        if device is not None and all(value.device != device for value in values):  # torch's checkpoint asks its inputs only
+            self._drawn = device, rng_state(device)
         first = [(args, kwargs)]  # the caller's own containers, into which the function may write, once
 
         def body(*given: Tensor) -> Any:
@@ -165,7 +170,8 @@ class Region:
     @contextmanager
     def _second_run(self) -> Iterator[None]:
         self.modules.rewind()
-        with self._tape.restored(), self._entered(again=True):
+        draws = nullcontext() if self._drawn is None else redrawn(*self._drawn)
+        with draws, self._tape.restored(), self._entered(again=True):
             yield
 
     @contextmanager

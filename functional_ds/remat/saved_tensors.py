@@ -226,7 +226,7 @@ class TensorStore:
             self.log.compare(self.group)
 
     def _to_host(self, flat: Tensor) -> HostTensor:
-        stream = self._streams.setdefault(flat.device, CopyStream(flat.device))
+        stream = self._streams.setdefault(flat.device, CopyStream(flat.device, "activations"))
         found = HostTensor(stream.to_host(flat), stream, self._last)
         self._last = weakref.ref(found)
         return found

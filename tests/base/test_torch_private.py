@@ -367,6 +367,83 @@ def a_process_group_by_its_name() -> None:
         comm.destroy_process_group()
 
 
+@checks("cuda_without_a_driver", "lift_on_the_host")
+def modes_see_cuda() -> None:
+    class Seen(private.TorchDispatchMode):
+        found: list[str] = []  # noqa: RUF012
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if (device := (kwargs or {}).pop("device", None)) is not None:
+                self.found.append(f"{func} {device.type}")
+            return func(*args, **(kwargs or {}))
+
+    with private.cuda_without_a_driver(), private.lift_on_the_host(), Seen():
+        torch.empty(1, device="cuda")
+        torch.tensor([1.0], device="cuda:0")
+    assert Seen.found == ["aten.empty.memory_format cuda", "aten._to_copy.default cuda"]
+
+
+@checks("instead_of_engine")
+def backward_passes_can_be_watched() -> None:
+    found = []
+
+    def watched(run: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append(len(outputs))
+        return run(outputs, *args, **kwargs)
+
+    x = torch.ones(2, requires_grad=True)
+    with private.instead_of_engine(watched):
+        x.sum().backward()
+        torch.autograd.grad([x.sum(), x.prod()], x)
+        private.run_backward([x.sum()], [torch.ones(())], [x], keep_graph=False)
+    x.sum().backward()
+    assert found == [1, 2, 1]
+
+
+@checks("instead_of_make_wrapper_subclass")
+def tensors_without_memory_can_be_watched() -> None:
+    found = []
+
+    def watched(make: Any, cls: Any, *args: Any, **kwargs: Any) -> Tensor:
+        found.append(kwargs["device"])
+        return make(cls, *args, **kwargs)  # type: ignore[no-any-return]
+
+    with private.instead_of_make_wrapper_subclass(watched):
+        a_tensor_without_memory()
+    a_tensor_without_memory()
+    assert found == [torch.device("cpu")]
+
+
+@checks("instead_of_grouping")
+def optimizers_ask_for_groups() -> None:
+    found = []
+
+    def seen(groups: dict[Any, Any]) -> dict[Any, Any]:
+        found.extend(groups)
+        return groups
+
+    x = nn.Parameter(torch.ones(2))
+    x.grad = torch.ones(2)
+    with private.instead_of_grouping(seen):
+        torch.optim.AdamW([x], fused=True).step()
+    assert found == [(torch.device("cpu"), torch.float32)]
+
+
+@checks("fake_tensors_as_if_on")
+def autograd_takes_fake_tensors_for_the_hosts() -> None:
+    with private.fake_tensors_as_if_on(torch.device("cpu")), private.FakeTensorMode():
+        x = torch.empty(2, device="cuda:0")
+        assert (x.device.type, torch.relu(x).device.type) == ("cuda", "cuda")
+
+
+@checks("later_work")
+def a_work_can_be_a_function() -> None:
+    found = []
+    work = torch.distributed.Work.unbox(private.later_work(lambda timeout: not found.append(timeout)))  # type: ignore[attr-defined,func-returns-value]
+    work.wait()
+    assert len(found) == 1
+
+
 @pytest.mark.parametrize("name", private.__all__)
 def test_entry(name: str) -> None:
     """Does what the library needs of it."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import functional_ds as fds
 from functional_ds import comm, fitting
 from functional_ds import pipelining as pp
-from functional_ds.testing import assert_same
+from functional_ds.testing import assert_same, simulated_cuda
 
 
 def batch(index: int) -> Tensor:
@@ -44,6 +44,29 @@ def test_dropout_and_running_statistics_go_on(tmp_path: Path, ranks: int) -> Non
     want = comm.simulate(run, tmp_path / "whole", 6, *layers, world_size=ranks)
     comm.simulate(run, tmp_path / "parts", 4, *layers, world_size=ranks)
     assert_same(comm.simulate(run, tmp_path / "parts", 6, *layers, world_size=ranks), want)
+
+
+@pytest.mark.law(37)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_devices_dropout_goes_on(tmp_path: Path, ranks: int) -> None:
+    """The device draws from a generator of its own, also where the world's own tensors are on the host."""
+
+    def go(name: str, steps: int) -> dict[str, Tensor]:
+        with simulated_cuda():
+            torch.manual_seed(comm.world().rank)
+            apply, params = fds.functional(nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1)).cuda())
+            step = fds.transforms.zero(1)(fds.train_step(lambda params, x: apply(params, x).square().mean(), fds.adamw(0.05)))
+            state = step.init({path: torch.full_like(leaf, 0.1) for path, leaf in params.items()})
+            evaluation = fds.Evaluation(lambda state: {"drawn": torch.rand(3, device="cuda").sum()}, every=1)
+            options: dict[str, Any] = {"evaluation": evaluation} if name == "evaluated" else {}
+            checkpoints = fds.Checkpoints(tmp_path / name, every=2)
+            state = fds.fit(step, state, lambda i: batch(i).cuda(), steps=steps, checkpoints=checkpoints, **options)
+            return {path: leaf.cpu() for path, leaf in step.params(state).items()}
+
+    want = comm.simulate(go, "whole", 6, world_size=ranks)
+    assert_same(comm.simulate(go, "evaluated", 6, world_size=ranks), want)
+    comm.simulate(go, "parts", 4, world_size=ranks)
+    assert_same(comm.simulate(go, "parts", 6, world_size=ranks), want)
 
 
 @pytest.mark.law(37)

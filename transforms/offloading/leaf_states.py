@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from functional_ds.base import tree
+from functional_ds.base.device import is_pinned, overlaps
 from functional_ds.base.tree import NAMESPACE
 from functional_ds.step.state import State
 
@@ -32,8 +33,14 @@ __all__ = [
 
 
 def on_device(values: Any, device: torch.device) -> Any:
-    """The tree with every tensor on the device."""
-    return tree.map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, values)
+    """The tree with every tensor on the device. The host waits for what it gets, but not for the device to get its scalars."""
+
+    def moved(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.to(device, non_blocking=not leaf.dim() and overlaps(device) and not is_pinned(leaf))
+
+    return tree.map(moved, values)
 
 
 def flat(tree_: Any) -> tuple[list[Any], optree.PyTreeSpec]:
@@ -120,6 +127,6 @@ def assembled(
         base,
         params=tree.unflatten(params, [found["params"][0] for found in contents]),
         optimizer=rest["optimizer"],
-        step=first.step.to(device),
+        step=on_device(first.step, device),
         slots={**base.slots, **rest["slots"]},
     )

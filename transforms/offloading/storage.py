@@ -47,8 +47,8 @@ class Storage:
     _pool: tuple[Buffer, ...] = ()
 
     def __attrs_post_init__(self) -> None:
-        self.prefetcher = Prefetcher(CopyStream(self.device))
-        self.incoming, self.outgoing = CopyStream(self.device), CopyStream(self.device)
+        self.prefetcher = Prefetcher(CopyStream(self.device, "prefetch"))
+        self.incoming, self.outgoing = CopyStream(self.device, "incoming"), CopyStream(self.device, "outgoing")
         offloaded = (unit for unit in self.plan.units if unit.offloaded)
         self.regions = regions_of(offloaded, files=self.disk is not None, cuda=self.cuda)
 

@@ -93,6 +93,8 @@ class Update:
         buffers, fetching = self.storage.buffers, deque[_Fetching]()
         for stream in (self.storage.incoming, self.storage.outgoing):
             stream.wait_for_device()
+        # A fetch that nobody asked for may still read params on the host, which are written once ``incoming`` has come.
+        self.storage.incoming.wait_for(self.storage.prefetcher.copies)
         todo = zip(pieces, cycle(buffers), strict=False)
         try:
             fetching.extend(self._fetch(*each) for each in islice(todo, len(buffers)))
@@ -161,7 +163,7 @@ class Update:
         """
         self.inner.first()
         state, error = self.inner.state, self.changes.error
-        failed = torch.tensor(float(error is not None), device=state.step.device)
+        failed = torch.full((), float(error is not None), device=state.step.device)  # no copy, which would stop the host
         with self._waiting():  # for the slowest rank
             count = int(self.inner.step.sum_over_ranks(state, failed))
         if error is not None:

@@ -8,6 +8,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from functional_ds.base.device import forked_rng
 from functional_ds.base.prng import Key
 from functional_ds.base.torch_private import FakeTensorMode, disable_dispatch_modes, disable_torch_function_subclass
 from functional_ds.modules.functional import Apply
@@ -76,7 +77,7 @@ class ProgramCache:
 
     def trace(self, params: Params, arguments: Arguments) -> Program:
         """Traces the module's forward, unseen by modes around it; with values for constants if that can be done."""
-        with disable_dispatch_modes(), torch.random.fork_rng():
+        with disable_dispatch_modes(), forked_rng():
             try:
                 return self._trace(params, arguments, constants=True)
             except Exception:  # an error that has nothing to do with constants comes again

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from functional_ds.base.containers import register_containers
+from functional_ds.base.device import forked_rng, synchronize
 from functional_ds.base.prng import Key
 from functional_ds.modules.functional import Apply, functional
 from functional_ds.pipelining.stages.from_functions import call_with
@@ -131,7 +132,7 @@ def seconds(
     device = next((leaf.device for leaf in params.values()), torch.device("cpu"))
     trained = [leaf for leaf in params.values() if leaf.requires_grad]
     times: list[list[float]] = [[] for _ in parts]
-    with torch.enable_grad(), torch.random.fork_rng():
+    with torch.enable_grad(), forked_rng():
         for _ in range(rounds + 1):
             x: list[Tensor] = []
             for part, taken in zip(parts, times, strict=True):
@@ -152,6 +153,5 @@ def _backward(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
 
 
 def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize([device])
     return time.perf_counter()

@@ -1,0 +1,115 @@
+"""Devices that compute beside the host: their streams, pinned memory and random generators.
+
+Each asks torch's module for the kind of device (``torch.cuda``, ``torch.xpu``, ...). On the CPU and on meta tensors all work is
+complete when a call returns.
+"""
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "current_stream",
+    "forked_rng",
+    "in_use",
+    "is_pinned",
+    "on_stream",
+    "overlaps",
+    "peak_bytes",
+    "redrawn",
+    "rng_state",
+    "set_rng_state",
+    "side_stream",
+    "synchronize",
+]
+
+_THREAD = threading.local()  # streams: side streams by device and purpose, as torch's current streams are the thread's
+
+
+def overlaps(device: torch.device) -> bool:
+    """Whether the device computes and copies beside the host, on streams.
+
+    >>> overlaps(torch.device("cpu")), overlaps(torch.device("cuda"))
+    (False, True)
+    """
+    return device.type not in ("cpu", "meta") and hasattr(torch.get_device_module(device), "Stream")
+
+
+def current_stream(device: torch.device) -> Any:
+    """The stream that gets the device's work on this thread."""
+    return torch.get_device_module(device).current_stream(device)
+
+
+def on_stream(device: torch.device, stream: Any) -> AbstractContextManager[Any]:
+    """Within the block the stream is the device's current one."""
+    found: AbstractContextManager[Any] = torch.get_device_module(device).stream(stream)
+    return found
+
+
+def side_stream(device: torch.device, purpose: str) -> Any:
+    """This thread's stream of the device for one purpose, the same at each call: the allocator pools memory by stream."""
+    streams: dict[tuple[torch.device, str], Any] = _THREAD.__dict__.setdefault("streams", {})
+    kind = torch.get_device_module(device).Stream
+    found = streams.get((device, purpose))
+    if type(found) is not kind:
+        found = streams[device, purpose] = kind(device)
+    return found
+
+
+def synchronize(devices: Iterable[torch.device]) -> None:
+    """The host waits for all work of the devices, each once."""
+    for device in set(devices):
+        if overlaps(device):
+            torch.get_device_module(device).synchronize(device)
+
+
+def in_use() -> torch.device | None:
+    """The accelerator that this process computes on; None where it has initialised none."""
+    found = torch.accelerator.current_accelerator()
+    if found is None:
+        return None
+    module = torch.get_device_module(found)
+    return torch.device(found.type, module.current_device()) if module.is_initialized() else None
+
+
+def rng_state(device: torch.device) -> Tensor:
+    """The state of the device's default generator."""
+    found: Tensor = torch.get_device_module(device).get_rng_state(device)
+    return found
+
+
+def set_rng_state(device: torch.device, state: Tensor) -> None:
+    """Sets the state of the device's default generator."""
+    torch.get_device_module(device).set_rng_state(state, device)
+
+
+def forked_rng() -> AbstractContextManager[None]:
+    """Draws within the block leave the default generators of the CPU and of the device in use as they were."""
+    device = in_use()
+    return torch.random.fork_rng([]) if device is None else torch.random.fork_rng([device], device_type=device.type)
+
+
+@contextmanager
+def redrawn(device: torch.device, state: Tensor) -> Iterator[None]:
+    """Within the block the device draws from this state on; afterwards its generator is as it was."""
+    before = rng_state(device)
+    set_rng_state(device, state)
+    try:
+        yield
+    finally:
+        set_rng_state(device, before)
+
+
+def is_pinned(tensor: Tensor) -> bool:
+    """Whether the tensor lies in pinned memory; does not initialise a device."""
+    return tensor.device.type == "cpu" and in_use() is not None and tensor.is_pinned()
+
+
+def peak_bytes() -> int | None:
+    """The most bytes that torch's allocator has had on the device in use; None where there is none."""
+    device = in_use()
+    return None if device is None else int(torch.get_device_module(device).max_memory_allocated(device))

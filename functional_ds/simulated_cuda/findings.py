@@ -1,0 +1,70 @@
+"""What the simulated device finds, and the lines of code that it names."""
+
+import os
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Literal
+
+import attrs
+import torch
+
+from functional_ds.base import torch_private
+
+__all__ = ["Finding", "Kind", "Site", "here", "is_programs"]
+
+Kind = Literal["race", "early free", "host sync"]
+_SKIPPED = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parent) + os.sep, torch_private.__file__, "<")
+_STANDARD = (str(Path(os.__file__).parent / "contextlib.py"), str(Path(os.__file__).parent / "unittest") + os.sep)
+
+
+@attrs.frozen
+class Site:
+    """A line of code, and the nearest one of another file that led to it."""
+
+    file: str
+    line: int
+    caller: "Site | None" = None
+
+    def __str__(self) -> str:
+        path = os.path.relpath(self.file) if self.file.startswith(str(Path.cwd()) + os.sep) else self.file
+        return f"{path}:{self.line}" + (f" (called from {self.caller})" if self.caller else "")
+
+
+@attrs.frozen
+class Finding:
+    """A fault, or a wait of the host that the program did not ask for.
+
+    Attributes:
+        kind: "race", "early free" or "host sync".
+        text: what is wrong and what would do.
+        first: the earlier access; None where the memory had none.
+        second: the later access, the line that frees the memory, or the line that waits.
+    """
+
+    kind: Kind
+    text: str
+    first: Site | None
+    second: Site
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}\n    at    {self.second}" + (f"\n    after {self.first}" if self.first else "")
+
+
+def is_programs(frame: FrameType) -> bool:
+    """Whether a frame is neither torch's, nor the simulation's, nor that of a mode that passes operators on."""
+    code = frame.f_code
+    return not code.co_filename.startswith(_SKIPPED) and code.co_name not in ("__torch_dispatch__", "__torch_function__")
+
+
+def here() -> Site:
+    """The innermost line outside of torch and of the simulation, and the nearest one of another file that led to it."""
+    frame: FrameType | None = sys._getframe(1)
+    found: list[tuple[str, int]] = []
+    while frame is not None and len(found) < 2:
+        file = frame.f_code.co_filename
+        if is_programs(frame) and not file.startswith(_STANDARD) and (not found or found[0][0] != file):
+            found.append((file, frame.f_lineno))
+        frame = frame.f_back
+    sites = [Site(file, line) for file, line in found] or [Site("unknown", 0)]
+    return attrs.evolve(sites[0], caller=sites[1]) if len(sites) > 1 else sites[0]

@@ -1,0 +1,346 @@
+"""What stands in for torch's CUDA while a thread has a simulated device. Other threads get torch's own."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from functional_ds.base.torch_private import (
+    cuda_without_a_driver,
+    fake_tensors_as_if_on,
+    instead_of_engine,
+    instead_of_grouping,
+    instead_of_make_wrapper_subclass,
+    lift_on_the_host,
+)
+from functional_ds.comm.worlds.simulator import SimulatedWorld
+
+from .communicators import started
+from .gpu import DEVICE, HOST, SimulatedGpu, tensors_in
+from .operators import Functions, Operators, is_device
+from .streams import SimulatedEvent, SimulatedStream, on_stream
+from .thread import current_gpu, enter_gpu
+
+__all__ = ["simulated_cuda"]
+
+
+def _instead(original: Any, ours: Callable[..., Any]) -> Any:
+    """``ours`` on a thread with a simulated device, else the original."""
+
+    def either(*args: Any, **kwargs: Any) -> Any:
+        gpu = current_gpu()
+        return original(*args, **kwargs) if gpu is None or not gpu.active else ours(gpu, *args, **kwargs)
+
+    return either
+
+
+def _property(name: str, ours: Callable[[SimulatedGpu, Tensor], Any]) -> Any:
+    """A property of tensors: ``ours`` for those on the device."""
+    original = getattr(Tensor, name)
+
+    def get(self: Tensor) -> Any:
+        gpu = current_gpu()
+        return ours(gpu, self) if gpu is not None and gpu.holds(self) else original.__get__(self)
+
+    return property(get)
+
+
+# -- tensors -------------------------------------------------------------------------------------------------------------
+
+
+class _Move(torch.autograd.Function):
+    """A copy between host and device, whose gradient is copied back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, move: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.home, ctx.dtype = x.device, x.dtype
+        return move(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].to(ctx.home, ctx.dtype), None
+
+
+def _to(original: Any) -> Callable[..., Tensor]:
+    def to(gpu: SimulatedGpu, self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        options = _options(args, kwargs)
+        device = options.pop("device", None)
+        here = gpu.holds(self)
+        there = here if device is None else is_device(device)
+        if not here and not there:
+            return original(self, *args, **kwargs)  # type: ignore[no-any-return]
+        if here and there:
+            options.pop("non_blocking", None)
+            copy, dtype = options.pop("copy", False), options.get("dtype")
+            if copy and dtype in (None, self.dtype):
+                return self.clone(memory_format=options.get("memory_format") or torch.preserve_format)
+            return original(self, **{"dtype": self.dtype, **options})  # type: ignore[no-any-return]
+
+        def move(x: Tensor) -> Tensor:
+            gpu.moves_to_host = not there
+            try:
+                return original(x, **{**options, "device": DEVICE if there else HOST, "copy": True})  # type: ignore[no-any-return]
+            finally:
+                gpu.moves_to_host = False
+
+        return _Move.apply(self, move) if self.requires_grad and torch.is_grad_enabled() else move(self)
+
+    return _instead(original, to)  # type: ignore[no-any-return]
+
+
+def _options(args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of ``Tensor.to`` by their names."""
+    options, rest = dict(kwargs), list(args)
+    if "other" in options:
+        rest.insert(0, options.pop("other"))
+    if rest and isinstance(rest[0], Tensor):
+        other = rest.pop(0)
+        options.update(device=other.device, dtype=other.dtype)
+    elif rest and not isinstance(rest[0], torch.dtype):
+        options["device"] = rest.pop(0)
+    names = ["dtype", "non_blocking", "copy"] if "dtype" not in options else ["non_blocking", "copy"]
+    options.update(zip(names, rest, strict=False))
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _cpu(gpu: SimulatedGpu, self: Tensor, memory_format: Any = torch.preserve_format) -> Tensor:
+    return self.to(HOST, memory_format=memory_format)
+
+
+def _cuda(
+    gpu: SimulatedGpu, self: Tensor, device: Any = None, non_blocking: bool = False, memory_format: Any = torch.preserve_format
+) -> Tensor:
+    return self.to(DEVICE, non_blocking=non_blocking, memory_format=memory_format)
+
+
+def _numpy(original: Any) -> Any:
+    def numpy(gpu: SimulatedGpu, self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if gpu.holds(self):
+            raise TypeError(
+                "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host first."
+            )
+        gpu.launch("numpy", [self], [], gpu.host)
+        return original(self, *args, **kwargs)
+
+    return _instead(original, numpy)
+
+
+def _tolist(original: Any) -> Any:
+    def tolist(gpu: SimulatedGpu, self: Tensor) -> Any:
+        if gpu.holds(self):
+            gpu.launch("tolist", [self], [])
+            gpu.block("tolist", self)
+        else:
+            gpu.launch("tolist", [self], [], gpu.host)
+        return original(self)
+
+    return _instead(original, tolist)
+
+
+def _record_stream(gpu: SimulatedGpu, self: Tensor, stream: SimulatedStream) -> None:
+    if (memory := gpu.memory_of(self)) is not None:
+        memory.recorded.add(stream.id)
+
+
+# -- torch.cuda ----------------------------------------------------------------------------------------------------------
+
+
+def _get_rng_state(gpu: SimulatedGpu, device: Any = None) -> Tensor:
+    return gpu.random.clone()
+
+
+def _set_rng_state(gpu: SimulatedGpu, state: Tensor, device: Any = None) -> None:
+    gpu.random = state.clone()
+
+
+def _seed(gpu: SimulatedGpu, seed: int) -> None:
+    gpu.random = torch.Generator().manual_seed(int(seed)).get_state()
+
+
+def _set_stream(gpu: SimulatedGpu, stream: SimulatedStream) -> None:
+    gpu.stream = stream
+
+
+_CUDA: dict[str, Callable[..., Any]] = {
+    "is_available": lambda gpu: True,
+    "is_initialized": lambda gpu: True,
+    "is_bf16_supported": lambda gpu, *_, **__: True,
+    "is_current_stream_capturing": lambda gpu: False,
+    "device_count": lambda gpu: 1,
+    "current_device": lambda gpu: 0,
+    "set_device": lambda gpu, device: None,
+    "device": lambda gpu, device: nullcontext(),
+    "get_device_name": lambda gpu, device=None: "simulated",
+    "get_device_capability": lambda gpu, device=None: (9, 0),
+    "current_stream": lambda gpu, device=None: gpu.stream,
+    "default_stream": lambda gpu, device=None: gpu.default,
+    "set_stream": _set_stream,
+    "synchronize": SimulatedGpu.synchronize,
+    "get_rng_state": _get_rng_state,
+    "set_rng_state": _set_rng_state,
+    "manual_seed": _seed,
+    "manual_seed_all": _seed,
+    "empty_cache": lambda gpu: None,
+    "memory_allocated": lambda gpu, device=None: gpu.allocated,
+    "max_memory_allocated": lambda gpu, device=None: gpu.peak,
+    "reset_peak_memory_stats": SimulatedGpu.reset_peak,
+}
+
+
+_ACCELERATOR: dict[str, Callable[..., Any]] = {
+    **{name: _CUDA[name] for name in ("is_available", "device_count", "current_stream", "set_stream", "synchronize")},
+    "current_accelerator": lambda gpu, check_available=False: torch.device("cuda"),
+    "current_device_index": lambda gpu: 0,
+}
+
+
+class _Autocast(torch.autocast):
+    """Casts on the host where the device is asked for: its operators are what runs."""
+
+    def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
+        simulated = device_type == "cuda" and current_gpu() is not None
+        super().__init__("cpu" if simulated else device_type, *args, **kwargs)
+
+
+# -- everything ----------------------------------------------------------------------------------------------------------
+
+
+def _make_wrapper(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """A tensor without memory, for example a lazy leaf of ZeRO-3."""
+    gpu = current_gpu()
+    if gpu is None or kwargs.get("device") is None or not is_device(kwargs["device"]):
+        return original(*args, **kwargs)
+    made = original(*args, **{**kwargs, "device": HOST})
+    gpu.put(made)
+    return made
+
+
+def _grouped(found: dict[Any, Any]) -> dict[Any, Any]:
+    """torch's optimizers group tensors by device, below Python; each group's first list holds its params."""
+    gpu = current_gpu()
+    if gpu is None:
+        return found
+    return {(DEVICE if gpu.holds(group[0][0][0]) else device, dtype): group for (device, dtype), group in found.items()}
+
+
+def _backward(original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """A backward pass: what it allocates is where its outputs are; hooks call torch functions as any program."""
+    gpu = current_gpu()
+    if gpu is None or not gpu.active:
+        return original(outputs, *args, **kwargs)
+    with gpu.intending(any(map(gpu.holds, tensors_in((outputs, *args))))), Functions(gpu):
+        return original(outputs, *args, **kwargs)
+
+
+def _start(original: Any) -> Any:
+    def start(world: Any, call: Any, tensors: Any, group: Any, **options: Any) -> Any:
+        gpu = current_gpu()
+        if gpu is None or not gpu.active:
+            return original(world, call, tensors, group, **options)
+        return started(gpu, original, world, call, tensors, group, options)
+
+    return start
+
+
+def _patches() -> Iterator[AbstractContextManager[Any]]:
+    cuda = torch.cuda
+    tensors: dict[str, Any] = {
+        "device": _property("device", lambda gpu, _: DEVICE),
+        "is_cuda": _property("is_cuda", lambda gpu, _: True),
+        "is_cpu": _property("is_cpu", lambda gpu, _: False),
+        "get_device": _instead(Tensor.get_device, lambda gpu, self: 0 if gpu.holds(self) else -1),
+        "to": _to(Tensor.to),
+        "cpu": _instead(Tensor.cpu, _cpu),
+        "cuda": _instead(Tensor.cuda, _cuda),
+        "numpy": _numpy(Tensor.numpy),
+        "tolist": _tolist(Tensor.tolist),
+        "record_stream": _instead(Tensor.record_stream, _record_stream),
+    }
+    yield from (mock.patch.object(Tensor, name, new) for name, new in tensors.items())
+    yield from (mock.patch.object(cuda, name, _instead(getattr(cuda, name), new)) for name, new in _CUDA.items())
+    yield mock.patch.multiple(cuda, Stream=SimulatedStream, Event=SimulatedEvent, stream=on_stream)
+    accelerator = torch.accelerator
+    yield from (
+        mock.patch.object(accelerator, name, _instead(getattr(accelerator, name), new)) for name, new in _ACCELERATOR.items()
+    )
+    cudnn = torch.backends.cudnn
+    yield mock.patch.object(cudnn, "is_acceptable", _instead(cudnn.is_acceptable, lambda gpu, tensor: False))
+    yield mock.patch.multiple(torch, autocast=_Autocast)
+    yield mock.patch.multiple(torch.amp, autocast=_Autocast)
+    config = _instead(dist.get_backend_config, lambda gpu, group=None: "cpu:gloo,cuda:nccl")
+    yield mock.patch.object(dist, "get_backend_config", config)
+    yield mock.patch.object(SimulatedWorld, "start", _start(SimulatedWorld.start))
+    yield cuda_without_a_driver()
+    yield fake_tensors_as_if_on(HOST)
+    yield instead_of_grouping(_grouped)
+    yield instead_of_engine(_backward)
+    yield instead_of_make_wrapper_subclass(_make_wrapper)
+
+
+class _Installed:
+    """The stand-ins are torch's attributes while any thread has a simulated device."""
+
+    def __init__(self) -> None:
+        self._lock, self._count, self._stack = threading.Lock(), 0, ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._count == 0:
+                for patch in _patches():
+                    self._stack.enter_context(patch)
+            self._count += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._count -= 1
+            if self._count == 0:
+                self._stack.close()
+
+
+_INSTALLED = _Installed()  # torch's attributes are the process's
+
+
+@contextmanager
+def simulated_cuda(*, check: bool = True) -> Iterator[SimulatedGpu]:
+    """Gives this thread a CUDA device that is simulated on the CPU, and names what would go wrong on a real one.
+
+    Within the block ``device="cuda"`` works without a GPU: tensors have values and say that they are on ``cuda:0``. Streams and
+    events are vector clocks, so that a fault is found whether or not it changes a value this time:
+
+    - a race: an access that is not ordered after the last conflicting one;
+    - an early free: memory that is freed while work on another stream may still use it, without ``record_stream``;
+    - a host sync: ``.item()``, a blocking copy, and whatever else lets the host wait without ``synchronize``.
+
+    Each finding names the lines of both accesses. Enter the block on the rank: in the program that ``comm.simulate`` or
+    ``comm.spawn`` runs. Collectives then run on a stream of their communicator's own, as NCCL's do.
+
+    Args:
+        check: whether to raise at the end of the block if there were races or early frees.
+
+    Raises:
+        AssertionError: at the end of the block: all races and early frees, with their lines.
+
+    Cost: about 0.1 ms an operator, and the host computes it. Backward passes run on the stream that is current when they
+    start; background threads see host tensors.
+
+    >>> with simulated_cuda() as gpu:
+    ...     x = torch.ones(3, device="cuda")
+    ...     total = x.sum().item()
+    >>> total, [each.kind for each in gpu.findings]
+    (3.0, ['host sync'])
+    """
+    gpu = SimulatedGpu()
+    with _INSTALLED:
+        before = enter_gpu(gpu)
+        try:
+            with lift_on_the_host(), Functions(gpu), Operators(gpu):
+                yield gpu
+        finally:
+            enter_gpu(before)
+    if check:
+        gpu.check()

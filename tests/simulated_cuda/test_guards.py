@@ -1,0 +1,157 @@
+"""Every guard of the library's own streams and copies is needed: without it, the simulated device reports it.
+
+A guard is a wait of a stream, ``record_stream``, an event that the host waits for, pinned memory, or a copy beside the device.
+"""
+
+from collections.abc import Callable
+
+import attrs
+import pytest
+import torch
+
+import functional_ds as fds
+from functional_ds import comm
+from functional_ds.base.copy_stream import CopyStream
+from functional_ds.base.weighted import Weighted
+from functional_ds.checkpointing.writer import WriteData
+from functional_ds.testing import Finding, simulated_cuda
+from tests.planting import Bug, planted
+from tests.simulated_cuda.programs import losses, simulated
+
+
+def keyed() -> list[Finding]:
+    """A step that draws from a key."""
+    return comm.simulate(simulated, losses, "stage 0", "cuda", True, world_size=1)[0][1]
+
+
+def chain(name: str) -> Callable[[], list[Finding]]:
+    """The steps of a chain."""
+    return lambda: comm.simulate(simulated, losses, name, "cuda", world_size=1)[0][1]
+
+
+def written_after() -> list[Finding]:
+    """A saved tensor is offloaded and then written into."""
+    with simulated_cuda(check=False) as gpu:
+        x = torch.ones(4, 4, device="cuda", requires_grad=True)
+        y = fds.remat(lambda x: (x * 2).sin(), policy="recompute,inputs=offload")(h := x * 1)
+        with torch.no_grad():
+            h.add_(1)
+        y.sum().backward()
+        return list(gpu.findings)
+
+
+def copied() -> list[Finding]:
+    """To the host and back, and back again after an event."""
+    with simulated_cuda(check=False) as gpu:
+        first, second, value = (
+            CopyStream(gpu_device(), "first"),
+            CopyStream(gpu_device(), "second"),
+            torch.ones(4, device="cuda"),
+        )
+        host = first.to_host(value)
+        del value
+        back = second.copy([(torch.empty(4, device="cuda"), host)], after=torch.cuda.current_stream().record_event())
+        assert back is not None
+        arrival = first.to_device(host)
+        total = arrival.wait() + 1
+        del arrival, total
+        return list(gpu.findings)
+
+
+def gpu_device() -> torch.device:
+    """The simulated device."""
+    return torch.device("cuda", 0)
+
+
+def snapshot() -> list[Finding]:
+    """A state's bytes on the host, for a save in the background."""
+    with simulated_cuda(check=False) as gpu:
+        list(WriteData((torch.arange(8.0, device="cuda"),)).snapshot(None).pieces())
+        return list(gpu.findings)
+
+
+def weighed() -> list[Finding]:
+    """A loss whose weight is on the host."""
+    with simulated_cuda(check=False) as gpu:
+        from functional_ds.base.weighted import weigh
+
+        weigh(Weighted(torch.ones((), device="cuda"), torch.tensor(3)), "loss")
+        return list(gpu.findings)
+
+
+@attrs.frozen
+class Guard:
+    """A guard, what happens without it, and a program that shows it."""
+
+    name: str
+    module: str
+    old: str
+    new: str
+    kind: str
+    program: Callable[[], list[Finding]]
+
+
+COPIES, UPDATE, BUFFERS = "base.copy_stream", "transforms.offloading.update", "transforms.offloading.buffers"
+ACTIVATIONS, PARAMS, OPTIMIZER = chain("activations on the host"), chain("params on the host"), chain("optimizer on the host")
+
+GUARDS = [
+    Guard("a copy back is waited for", COPIES, "current.wait_event(self.copied)", "pass", "race", ACTIVATIONS),
+    Guard("a copy back is kept", COPIES, "self.tensor.record_stream(current)", "pass", "early free", ACTIVATIONS),
+    Guard(
+        "copies follow the device", COPIES, "self._stream.wait_stream(current_stream(self.device))", "pass", "race", ACTIVATIONS
+    ),
+    Guard(
+        "the device follows copies",
+        COPIES,
+        "current_stream(self.device).wait_stream(self._stream)",
+        "pass",
+        "race",
+        written_after,
+    ),
+    Guard("copies follow other streams' copies", COPIES, "self._stream.wait_stream(other._stream)", "pass", "race", PARAMS),
+    Guard("copies follow an event", COPIES, "self._stream.wait_event(after)", "pass", "race", OPTIMIZER),
+    Guard("what is copied is kept", COPIES, "tensor.record_stream(self._stream)", "pass", "early free", ACTIVATIONS),
+    Guard(
+        "copies do not block",
+        COPIES,
+        "target.copy_(source, non_blocking=True)",
+        "target.copy_(source)",
+        "host sync",
+        ACTIVATIONS,
+    ),
+    Guard(
+        "copies back do not block",
+        COPIES,
+        "host.to(self.device, non_blocking=True)",
+        "host.to(self.device)",
+        "host sync",
+        ACTIVATIONS,
+    ),
+    Guard("the host's memory is pinned", COPIES, "pin_memory=True", "pin_memory=False", "host sync", ACTIVATIONS),
+    Guard("an update follows fetches", UPDATE, "incoming.wait_for(self.storage.prefetcher.copies)", "device", "race", PARAMS),
+    Guard("an update waits for gradients", BUFFERS, "self._arrived.synchronize()", "pass", "race", OPTIMIZER),
+    Guard(
+        "buffers are emptied first",
+        BUFFERS,
+        "self.incoming.copy(pairs, after=self._left)",
+        "self.incoming.copy(pairs)",
+        "race",
+        OPTIMIZER,
+    ),
+    Guard("a draw copies nothing", "base.prng", 'number if number.device.type == "cpu" else', "", "host sync", keyed),
+    Guard("a weight is not copied", "base.weighted", "and overlaps(device)", "and False", "host sync", weighed),
+    Guard(
+        "a save waits for its copy", "checkpointing.writer", "current_stream(device).synchronize()", "pass", "race", snapshot
+    ),
+]
+
+
+@pytest.mark.parametrize("guard", [pytest.param(guard, id=guard.name) for guard in GUARDS])
+def test_a_guard_is_needed(guard: Guard) -> None:
+    before = guard.program()
+    assert [str(each) for each in before if each.kind != "host sync"] == []
+    with planted(Bug(guard.name, guard.module, guard.old, guard.new)):
+        after = guard.program()
+    sites = {each.second for each in before}
+    new = [each for each in after if each.second not in sites]
+    assert guard.kind in {each.kind for each in new}, "\n".join(map(str, new))
