@@ -19,6 +19,7 @@ from .phases import Layer, Phase, check_phases, compose_phase
 from .state import State, UpdateError
 from .tape import Tape
 from .traits import Trait
+from .unused import summed_over_ranks, with_idle
 
 __all__ = ["Metrics", "Step", "Transform"]
 
@@ -67,12 +68,14 @@ class Step:
         base: the phases' meaning on one device.
         layers: what each transform added, in the order of composition.
         buffers: which rank's module buffers data-parallel transforms keep: "first", "mean" or "own".
+        skips_unused: whether the optimizer leaves leaves alone that no rank's loss has used; else their gradients are zeros.
     """
 
     base: Mapping[str, Phase]
     name: str
     layers: tuple[Layer, ...] = ()
     buffers: str = "first"
+    skips_unused: bool = True
     phases: Mapping[str, Phase] = attrs.field(init=False)
 
     @phases.default
@@ -120,16 +123,16 @@ class Step:
         after, grads, metrics = self.gradients(self._at_rows(state, batch), batch, None, True)
         after = self.sync_buffers(tree.replace(after, key=state.key, batch=structure))
         after, grads = self.reduce(after, grads)
-        weight, metrics = self.sum_over_ranks(after, (grads.weight, metrics))
+        weight, metrics, unused = summed_over_ranks(self, after, (grads.weight, metrics))
         weight = torch.where(weight == 0, torch.ones_like(weight), weight)  # nothing weighed: no gradient, not 0 / 0
-        before = tree.replace(state)
+        after, before = tree.replace(after, unused=unused), tree.replace(state)
         own = state.donate(after) if donate else after.clone()
         try:
             own, more = self.update(own, Weighted(grads.sum, weight))
         except UpdateError:
             state.restore(before)
             raise
-        return own, {**_means(metrics), **more}
+        return with_idle(own, unused, before.step), {**_means(metrics), **more}
 
     def evaluate(self, state: State, batch: Any) -> Tensor:
         """The loss over all ranks' batches, without gradients; the params are viewed as in training."""

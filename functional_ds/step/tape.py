@@ -85,6 +85,7 @@ class Tape:
         slots: what transforms keep for this pass, by name.
         buffers: what modules hold beside parameters in this pass; None where nothing that they write is to be kept.
         modules: the copies of modules that this pass uses.
+        unused: after the backward pass, the places of the trained leaves without a gradient, as ``Step.leaf_map`` counts.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Tape:
         self.slots: dict[str, Any] = {}
         self.buffers = buffers
         self.modules: dict[Any, list[Any]] = {}
+        self.unused: list[int] = []
         self._inspects = inspects
         self._leaves: list[Tensor] = []
         self._collect: Callable[[list[Tensor | None]], list[Tensor]] = self._add
@@ -237,6 +239,7 @@ class Tape:
         return self._collect([None] * len(self._leaves) if pushed is None else pushed)
 
     def _add(self, grads: list[Tensor | None]) -> list[Tensor]:
+        self.unused = [place for place, grad in enumerate(grads) if grad is None]
         found = [
             torch.zeros_like(leaf) if grad is None else dense(grad) for grad, leaf in zip(grads, self._leaves, strict=True)
         ]

@@ -2,6 +2,8 @@
 
 from collections import Counter, deque
 from collections.abc import Sequence
+from itertools import chain
+from operator import or_
 
 import attrs
 import torch
@@ -65,6 +67,7 @@ class Reducer:
     in_flight: InFlight[list[Tensor]] = attrs.field(factory=InFlight)
     _expected: Counter[int] = attrs.field(factory=Counter)  # unit -> backward nodes that have not run
     _completed: list[int] = attrs.field(factory=list)
+    _used: dict[int, list[bool]] = attrs.field(factory=dict)  # segment -> whether each leaf has got a gradient
     _posted: int = 0
     _own: "deque[tuple[int, comm.Pending[list[Tensor]]]]" = attrs.field(factory=deque)  # those of them that are its own
 
@@ -107,6 +110,12 @@ class Reducer:
             results = self.sums
         return [results[index] for index, segment in enumerate(self.layout.segments) if segment.trainable]
 
+    def unused(self) -> list[int]:
+        """The places of the leaves that have got no gradient in this pass, among the leaves of all trained segments."""
+        trained = [(index, segment) for index, segment in enumerate(self.layout.segments) if segment.trainable]
+        used = chain.from_iterable(self._used.get(index, [False] * len(segment.slots)) for index, segment in trained)
+        return [place for place, one in enumerate(used) if not one]
+
     def close(self) -> None:
         """Gives up the reductions that nobody has waited for, as after an error."""
         for _, pending in self._own:
@@ -119,6 +128,9 @@ class Reducer:
         fresh = index not in self.local
         if fresh:
             self.local[index] = self._buffer(index, leaves, device)
+        used = [leaf is not None for leaf in leaves]
+        before = self._used.get(index)
+        self._used[index] = used if before is None else list(map(or_, before, used))
         pairs = zip(segment.views(self.local[index]), leaves, strict=True)
         found = [(view, dense(grad)) for view, grad in pairs if grad is not None and grad.numel()]
         if found:
