@@ -30,6 +30,7 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "UnsupportedFakeTensorException",
+    "backward_pass",
     "buffers_of",
     "detect_fake_mode",
     "disable_dispatch_modes",
@@ -98,6 +99,14 @@ def run_backward(outputs: Sequence[Any], seeds: Sequence[Tensor], leaves: Sequen
     torch.autograd.Variable._execution_engine.run_backward(
         tuple(outputs), tuple(seeds), keep_graph, False, tuple(leaves), allow_unreachable=True, accumulate_grad=True
     )
+
+
+def backward_pass() -> int:
+    """A number for the backward pass that this thread runs, -1 for none; one that it starts inside has another.
+
+    Without it, operations of a backward pass inside a function would be taken for the function's own.
+    """
+    return torch._C._current_graph_task_id()
 
 
 def storage_id(held: Tensor | torch.UntypedStorage) -> int:

@@ -155,6 +155,24 @@ def a_backward_pass_without_checks() -> None:
     assert x.grad.tolist() == [6.0, 6.0], "gradients add up"
 
 
+@checks("backward_pass")
+def each_backward_pass_has_a_number() -> None:
+    seen, x = [private.backward_pass()], torch.ones(1, requires_grad=True)
+    y, z = x * 2, x * 3
+
+    def inside(grad: Tensor) -> None:
+        seen.append(private.backward_pass())
+        torch.autograd.grad(z, x)
+        seen.append(private.backward_pass())
+
+    y.register_hook(inside)
+    z.register_hook(lambda grad: seen.append(private.backward_pass()))
+    torch.autograd.grad(y, x)
+    assert seen[0] == private.backward_pass() == -1
+    assert seen[1] == seen[3] != seen[2]
+    assert -1 not in seen[1:]
+
+
 @checks("storage_id")
 def views_share_a_storage() -> None:
     x, y = torch.ones(4), torch.ones(4)
