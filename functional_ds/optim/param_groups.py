@@ -83,11 +83,11 @@ def grouped(name: str, choose: Callable[[LeafMap], Sequence[int]], rules: Sequen
 
     def make(leaf_map: LeafMap) -> Optimizer:
         chosen = choose(leaf_map)
-        groups, found = list[_Group](), []
+        groups, found = list[_RuleLeaves](), []
         for index, rule in enumerate(rules):
             extents, inner = leaf_map.select(leaf for leaf, which in enumerate(chosen) if which == index)
             if inner.leaves:  # else there is nothing for it on any rank
-                groups.append(_Group(extents, inner, BoundOptimizer(rule)))
+                groups.append(_RuleLeaves(extents, inner, BoundOptimizer(rule)))
                 groups[-1].rule.at(groups[-1].found)  # refuses what is not correct for such tensors
                 found.append((index, tuple(leaf.path for leaf in inner.leaves)))
         made = _Groups(tuple(groups), tuple(index for index, _ in found), tuple(paths for _, paths in found))
@@ -101,7 +101,7 @@ def _shown(where: PathFilter) -> str:
 
 
 @attrs.frozen(eq=False)
-class _Group:
+class _RuleLeaves:
     extents: tuple[TensorRange, ...]
     leaf_map: LeafMap
     rule: BoundOptimizer
@@ -115,7 +115,7 @@ class _Group:
 
 @attrs.frozen(eq=False)
 class _Groups:
-    groups: tuple[_Group, ...]
+    groups: tuple[_RuleLeaves, ...]
     rules: tuple[int, ...]
     leaves: tuple[tuple[str, ...], ...]
 

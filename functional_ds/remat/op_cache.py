@@ -40,7 +40,7 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether it has one storage and is no subclass: a function may first try something on fake tensors, which are not its own."""
+    """Whether it has one storage, and is no subclass: fake tensors, on which a function may try something, are not its own."""
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
 
 

@@ -51,8 +51,8 @@ class _SavedStorage:
 class RematReport:
     """The activations of the forward passes that ran while the report was open, to the byte.
 
-    Each storage counts once, under the first part that noted it. Params and sparse tensors do not count. What the autograd graph holds outside of
-    any part counts only if ``T.remat`` is among the step's transforms.
+    Each storage counts once, under the first part that noted it. Params and sparse tensors do not count. What the autograd
+    graph holds outside of any part counts only if ``T.remat`` is among the step's transforms.
 
     Law: saved + recomputed, plus the wholes of offloaded and partitioned, is what autograd alone would hold, plus inputs that
     only a second run needs, plus named tensors that only a second run is spared, plus what is held in two places.

@@ -132,7 +132,8 @@ class StateParts:
 
     def put(self, selection: LeafSelection, before: Any, after: Any, counts: Collection[str]) -> None:
         """Puts what became of the tensors in the state of some leaves into this one; numbers stay."""
-        views, moved = (self.spec.flatten_up_to(state) for state in (before, after))
+        views: list[Any] = self.spec.flatten_up_to(before)
+        moved: list[Any] = self.spec.flatten_up_to(after)
         for role, node, old, new in zip(self.roles, self.nodes, views, moved, strict=True):
             if isinstance(node, list) and role not in counts and not self._holds_numbers(node):
                 selection.put(node, old, new)

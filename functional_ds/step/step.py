@@ -68,6 +68,7 @@ class Step:
         base: the phases' meaning on one device.
         layers: what each transform added, in the order of composition.
         buffers: which rank's module buffers data-parallel transforms keep: "first", "mean" or "own".
+        draws: whether the loss function draws random numbers, so that ranks must know how many rows come before theirs.
         skips_unused: whether the optimizer leaves leaves alone that no rank's loss has used; else their gradients are zeros.
     """
 
@@ -75,6 +76,7 @@ class Step:
     name: str
     layers: tuple[Layer, ...] = ()
     buffers: str = "first"
+    draws: bool = True
     skips_unused: bool = True
     phases: Mapping[str, Phase] = attrs.field(init=False)
 
@@ -292,8 +294,15 @@ class Step:
         """The state as the gradients see it: its key at this step and at this rank's rows."""
         if state.key is None:
             return state
-        index, _ = self.batch_shard(state)
-        return tree.replace(state, key=state.key.at(step=state.step, rows=index * rows_of(batch)))
+        index, count = self.batch_shard(state)
+        rows = rows_of(batch)
+        before: Tensor | int = index * rows
+        if self.draws and count > 1 and self.wraps("sum_over_ranks"):  # ranks may have different numbers of rows
+            told = torch.zeros(2, count, dtype=torch.int64, device=state.step.device)  # rows of each part, ranks that have it
+            told[:, index] = torch.tensor([rows, 1])
+            shared, ranks = self.sum_over_ranks(state, told)
+            before = (shared[:index] // ranks[:index]).sum()
+        return tree.replace(state, key=state.key.at(step=state.step, rows=before))
 
 
 def _means(metrics: Mapping[str, Weighted]) -> Metrics:

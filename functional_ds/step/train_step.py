@@ -1,5 +1,6 @@
 """The single-device training step: what every transform starts from and every law compares with."""
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Collection
@@ -23,7 +24,7 @@ from .buffers import BUFFERS, POLICIES, BufferScope
 from .phases import Phase
 from .state import State, UpdateError
 from .step import Metrics, Step
-from .tape import Tape
+from .tape import Tape, current_tape
 from .unused import unused_leaves, with_unused
 
 __all__ = ["train_step", "with_buffers"]
@@ -78,6 +79,9 @@ def train_step(
         further = {"key": state.key} if with_key else {}
         found = step.forward(state, lambda given: loss_fn(params, given, **further), batch)
         value, metrics = _with_metrics(found)
+        tape = current_tape()
+        if tape is not None:
+            tape.slots["mean"] = not isinstance(value, Weighted)
         return weigh(value, "the loss"), {name: weigh(m, f"the metric {name!r}") for name, m in metrics.items()}
 
     def update(step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
@@ -121,7 +125,7 @@ def train_step(
         "select": _select,
     }
     name = f"train_step({getattr(loss_fn, '__name__', type(loss_fn).__name__)}, {rule})"
-    return Step(base, name, buffers=buffers, skips_unused=unused == "skip")
+    return Step(base, name, buffers=buffers, draws=with_key and getattr(loss_fn, "draws", True), skips_unused=unused == "skip")
 
 
 def _with_metrics(found: Any) -> tuple[Any, dict[str, Any]]:
@@ -174,7 +178,7 @@ def autograd(
         params = step.view(state, tape)
         loss, metrics = step.loss(state, params, batch)
         grads = tape.backward(loss.sum)
-        state = with_unused(step, state, tape.unused)
+        state = with_unused(step, state, tape.unused())
     weight = loss.weight if carry is None else carry.weight + loss.weight
     return with_buffers(state, scope), Weighted(grads, weight), tree.map(torch.detach, {"loss": loss, **metrics})
 
@@ -190,9 +194,11 @@ def _finite(step: Step, state: State, grads: list[Tensor]) -> Tensor:
 
 
 def _norm(step: Step, state: State, grads: list[Tensor]) -> Tensor:
-    wide = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in reals(grads)]
-    return (
-        torch.linalg.vector_norm(torch.stack([w.float() for w in wide]))
-        if wide
-        else state.step.new_zeros((), dtype=torch.float32)
-    )
+    """In fp32, or in fp64 where a gradient is."""
+    parts = reals(grads)
+    if not parts:
+        return state.step.new_zeros((), dtype=torch.float32)
+    widest = functools.reduce(torch.promote_types, (g.dtype for g in parts), torch.float32)
+    norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in parts]
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(widest) for norm in norms]))
+    return total

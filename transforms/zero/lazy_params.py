@@ -164,7 +164,7 @@ class LazyParams:
         tape.at_forward_end(lambda: self._end_forward(tape.records, backward))
         if tape.records:
             self._handle, self._roots = tape.watch(torch.zeros((), device=self.device)), tape.roots
-            tape.collect_with(partial(self._collect, tape))
+            tape.collect_with(self._collect, self._unused)
             tape.push_with(self._push)
             if self.source.frees:
                 tape.during_forward(saved_tensors_hooks(self._pack, self._unpack))
@@ -292,9 +292,9 @@ class LazyParams:
             if slots:
                 self.completed(unit, [grads.get(self.layout.paths[slot.leaf]) for slot in slots], last=True)
 
-    def _collect(self, tape: Tape, grads: list[Tensor | None]) -> list[Tensor]:
+    def _collect(self, grads: list[Tensor | None]) -> list[Tensor]:
         self.source.finish(reshard=True)
-        if self.reducer is None:
-            return []
-        tape.unused = self.reducer.unused()
-        return self.reducer.finish()
+        return [] if self.reducer is None else self.reducer.finish()
+
+    def _unused(self) -> list[int]:
+        return [] if self.reducer is None else self.reducer.unused()

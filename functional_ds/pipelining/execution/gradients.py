@@ -10,7 +10,7 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base import tree
-from functional_ds.base.batch import least_rows, split
+from functional_ds.base.batch import micro_rows, split
 from functional_ds.base.weighted import Weighted
 from functional_ds.pipelining.schedules.action import Action
 from functional_ds.pipelining.schedules.schedule import Schedule
@@ -122,7 +122,7 @@ def _runner(
     placement: Placement = state.slots["pipeline"]
     parts = {stage: [part.name for part in placement.parts_of(stage)] for stage in spec.schedule.stages_of(spec.group.rank)}
     batches = split(batch, spec.schedule.microbatches, uneven=True)
-    sizes = [least_rows(each) for each in batches]
+    sizes = micro_rows(batch, spec.schedule.microbatches)
     shares = {rows: rows * spec.weight / sum(sizes) for rows in sizes}
     weights = {rows: None if share == 1 else share for rows, share in shares.items()}
     leaves = _leaves(step, state, gathered, parts)

@@ -466,5 +466,7 @@ def test_params_on_the_host_of_owned_units(n: int, live: int, optimizer: Any, fo
         return dict(fds.tree.named(step.params(state)))
 
     offload = T.offload(optimizer, "cpu", **({"path": folder} if optimizer == "disk" else {}))
-    for found, expected in zip(comm.simulate(program, offload, world_size=n), comm.simulate(program, world_size=n), strict=True):
+    for found, expected in zip(
+        comm.simulate(program, offload, world_size=n), comm.simulate(program, world_size=n), strict=True
+    ):
         assert_same(found, expected)
