@@ -34,20 +34,20 @@ def test_clip_is_torchs(dtype: torch.dtype, limit: float, stage: int | None) -> 
     generator = torch.Generator().manual_seed(0)
     shapes = [(5, 3), (7,), (2, 2)]
     params = [torch.zeros(shape, dtype=dtype) for shape in shapes]
+    exact = stage is None and dtype == torch.float64
+    rtol = 0.0 if exact else 1e-12 if dtype == torch.float64 else 1e-6
+
+    def program(grads: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+        transforms = [] if stage is None else [T.zero(stage)]
+        base = fds.train_step(lambda p, batch: sum((x * g).sum() for x, g in zip(p, batch, strict=True)), fds.sgd(1.0))
+        step = fds.compose(*transforms, T.clip(limit))(base)
+        state, metrics = step(step.init(params), grads)
+        return step.params(state), metrics["grad_norm"]
+
     for size in (1e-7, 1e-3, 10.0):
         grads = [torch.randn(shape, dtype=dtype, generator=generator) * size for shape in shapes]
         expected, norm = clipped_by_torch(params, grads, limit)
-
-        def program() -> tuple[list[Tensor], Tensor]:
-            transforms = [] if stage is None else [T.zero(stage)]
-            loss = lambda p, batch: sum((x * g).sum() for x, g in zip(p, batch, strict=True))  # noqa: E731
-            step = fds.compose(*transforms, T.clip(limit))(fds.train_step(loss, fds.sgd(1.0)))
-            state, metrics = step(step.init(params), grads)
-            return step.params(state), metrics["grad_norm"]
-
-        for found, total in comm.simulate(program, world_size=1 if stage is None else 2):
-            exact = stage is None and dtype == torch.float64
-            rtol = 0.0 if exact else 1e-12 if dtype == torch.float64 else 1e-6
+        for found, total in comm.simulate(program, grads, world_size=1 if stage is None else 2):
             torch.testing.assert_close(total, norm, rtol=rtol, atol=0.0)
             for one, other in zip(found, expected, strict=True):
                 torch.testing.assert_close(one, other, rtol=rtol, atol=0.0)
