@@ -44,7 +44,7 @@ def split(batch: Any, k: int, *, uneven: bool = False) -> list[Any]:
         return [batch]
     spec = tree.structure(batch)
     if not _counts(batch):
-        raise ValueError(f"batch: no leaf has rows to cut into {k} micro-batches: {tree.summary(batch)}")
+        raise ValueError(f"batch: {tree.summary(batch)} has no rows to cut into {k} micro-batches")
     rows = rows_of(batch)
     cuts = list(accumulate(micro_rows(batch, k)))[:-1]
     pieces = []
