@@ -34,6 +34,10 @@ laws: $(VENV)/.extra-test  ## run the laws alone, with many more examples each
 faults: $(VENV)/.extra-test  ## kill ranks fifty times under torchrun; cut off a host
 	@FUNCTIONAL_DS_KILLS=50 $(BIN)/python -m pytest --timeout=600 tests/fitting/test_killed.py tests/fitting/test_hosts.py $(ARGS)
 
+.PHONY: versions
+versions:  ## run the tests on each Python and torch that this machine can have
+	@$(PYTHON) .ci/versions $(ARGS)
+
 .PHONY: bench
 bench: $(VENV)/.extra-bench  ## compare with DDP, FSDP2, DeepSpeed and others
 	@$(BIN)/python benchmarks/peers.py $(ARGS)

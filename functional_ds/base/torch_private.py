@@ -4,12 +4,14 @@ None of it has a public form there. torch may change any of it in any release, s
 for each entry, and another that no other file uses anything private of torch.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -38,9 +40,11 @@ __all__ = [
     "disable_torch_function_subclass",
     "foreach_add_",
     "foreach_copy_",
+    "held_elsewhere",
     "is_fake",
     "make_wrapper_subclass",
     "non_persistent_buffers_of",
+    "outside_functorch",
     "parameters_of",
     "refresh_flat_weights",
     "run_backward",
@@ -83,6 +87,23 @@ def disable_torch_function() -> AbstractContextManager[Any]:
 def disable_torch_function_subclass() -> AbstractContextManager[Any]:
     """Switches off ``__torch_function__`` of subclasses within the block, so that a lazy leaf's metadata needs no gather."""
     return torch._C.DisableTorchFunctionSubclass()
+
+
+def outside_functorch() -> AbstractContextManager[Any]:
+    """Switches off torch.func's transforms within the block: a param that one meets first is fetched as outside of it."""
+    return temporarily_clear_interpreter_stack()
+
+
+def held_elsewhere(held: list[Any]) -> list[bool]:
+    """Which objects somebody beside this list refers to. torch counts what C++ holds of a tensor as one reference more."""
+    return [count > _ALONE for count in _references(held)]
+
+
+def _references(held: list[Any]) -> list[int]:
+    return [sys.getrefcount(held[place]) for place in range(len(held))]
+
+
+_ALONE = _references([object()])[0]
 
 
 def saved_tensors_hooks_in_force() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:

@@ -59,6 +59,10 @@ class Gatherer:
         self._trace, self._made, self._asked = trace, 0, []
         self._plan = FetchPlan() if trace.uses is None else plan_fetches(trace.uses, self.max_live_units, tuple(self.whole))
 
+    def resume(self, on_drop: Callable[[int], None]) -> None:
+        """Goes on with a pass after its loss has failed and runs again: the other ranks notice nothing of that."""
+        self.on_drop = on_drop
+
     def fetch(self, unit: int) -> list[Tensor]:
         """The unit's flat tensors, one a segment."""
         if unit not in self.whole and not self._sharded(unit):

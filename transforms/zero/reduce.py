@@ -30,11 +30,13 @@ class ReduceOrder:
         units: first the reverse of the layout's order; after the first pass, the order in which rank 0 completed them.
         traced: whether rank 0's order is known.
         timeout_s: how long a rank waits for a reduction before it starts a third; 0 once that was in vain.
+        late: the units that got gradients after they were complete, on any rank, in the first pass. They are reduced twice.
     """
 
     units: tuple[int, ...]
     traced: bool = False
     timeout_s: float = 2.0
+    late: tuple[int, ...] = ()
 
 
 @attrs.define(eq=False)
@@ -65,6 +67,7 @@ class Reducer:
     local: dict[int, Tensor]
     sums: dict[int, Tensor]
     in_flight: InFlight[list[Tensor]] = attrs.field(factory=InFlight)
+    _late: set[int] = attrs.field(factory=set)
     _expected: Counter[int] = attrs.field(factory=Counter)  # unit -> backward nodes that have not run
     _completed: list[int] = attrs.field(factory=list)
     _used: dict[int, list[bool]] = attrs.field(factory=dict)  # segment -> whether each leaf has got a gradient
@@ -92,21 +95,43 @@ class Reducer:
             device: where the sums lie.
             last: whether no other node of the unit will run, whatever was announced.
         """
-        found = iter(grads)
-        for index in self.trained(unit):
-            self._accumulate(index, [next(found, None) for _ in self.layout.segments[index].slots], device)
+        self._add(unit, grads, device)
         self._expected[unit] = 0 if last else self._expected[unit] - 1
         if not self._expected[unit]:
             self._completed.append(unit)
             self._post()
 
+    def add_late(self, unit: int, grads: Sequence[Tensor | None], device: torch.device) -> None:
+        """Adds gradients that came after the unit was complete: of a backward pass within the backward pass.
+
+        Args:
+            unit: whose.
+            grads: as for ``add``.
+            device: where the sums lie.
+
+        Raises:
+            RuntimeError: no rank had any in the first pass, so the other ranks would not join another reduction.
+        """
+        if self.now and self.order.traced and unit not in self.order.late:
+            raise RuntimeError(
+                "the backward pass of a custom autograd.Function ran another backward pass, which gave the params "
+                f"{self._paths(unit)} gradients. In the first step none did, and the ranks agreed then on what they sum: use "
+                "the Function in the first step, too, or torch.utils.checkpoint with use_reentrant=False in its place"
+            )
+        self._late.add(unit)
+        self._add(unit, grads, device)
+
     def finish(self) -> list[Tensor]:
         """All gradients, one a trained segment, after the last reduction."""
         results = self.local
         if self.now:
-            while self._own:
-                self._settle()
+            self._settle_all()
             self._trace_order()
+            for unit in self.order.late:
+                if unit not in self._late:
+                    self._add(unit, (), self.sums[self.trained(unit)[0]].device)
+                self._start(unit, again=True)
+            self._settle_all()
             results = self.sums
         return [results[index] for index, segment in enumerate(self.layout.segments) if segment.trainable]
 
@@ -122,6 +147,11 @@ class Reducer:
             self.in_flight.discard(pending)
 
     # -- on this rank --------------------------------------------------------------------------------------------------
+
+    def _add(self, unit: int, grads: Sequence[Tensor | None], device: torch.device) -> None:
+        found = iter(grads)
+        for index in self.trained(unit):
+            self._accumulate(index, [next(found, None) for _ in self.layout.segments[index].slots], device)
 
     def _accumulate(self, index: int, leaves: Sequence[Tensor | None], device: torch.device) -> None:
         segment = self.layout.segments[index]
@@ -170,7 +200,8 @@ class Reducer:
                 return
             self._settle()
 
-    def _start(self, unit: int) -> None:
+    def _start(self, unit: int, *, again: bool = False) -> None:
+        """Starts the reduction of what this rank has; ``again``: it is added to what was reduced before."""
         trained, collectives = self.trained(unit), self.collectives
         segments = [self.layout.segments[index] for index in trained]
         flats = [self.local.pop(index) for index in trained]
@@ -180,12 +211,19 @@ class Reducer:
 
         pending = collectives.reduce(segments, flats)
         if collectives.replicates and not self.more:  # replicas sum once a step, over all micro-batches
-            pending = relay(pending, lambda found: collectives.replicate(segments, summed(found)))
+            if again:
+                pending = relay(pending, lambda found: collectives.replicate(segments, found)).then(summed)
+            else:
+                pending = relay(pending, lambda found: collectives.replicate(segments, summed(found)))
         else:
             pending = pending.then(summed)
         self._own.append((unit, self.in_flight.push(pending)))
         if collectives.reduce_levels > 1:
             self.in_flight.advance()
+
+    def _settle_all(self) -> None:
+        while self._own:
+            self._settle()
 
     def _settle(self) -> None:
         unit, pending = self._own.popleft()
@@ -198,7 +236,16 @@ class Reducer:
         return wide(value) if self.more and value.element_size() == 2 else value
 
     def _trace_order(self) -> None:
-        """From the second pass on, all ranks keep the order in which rank 0 completed the units of the first."""
+        """From the second pass on, all ranks keep the order in which rank 0 completed the units of the first.
+
+        Which units got late gradients, on any rank, they agree on then, too.
+        """
         if not self.order.traced:
-            agreed = self.collectives.groups.broadcast(torch.tensor(self._completed, dtype=torch.int64), "control")
+            groups = self.collectives.groups
+            agreed = groups.broadcast(torch.tensor(self._completed, dtype=torch.int64), "control")
+            late = groups.any_rank(torch.tensor([unit in self._late for unit in agreed.tolist()], dtype=torch.int64))
             self.order.units, self.order.traced = tuple(agreed.tolist()), True
+            self.order.late = tuple(agreed[late > 0].tolist())
+
+    def _paths(self, unit: int) -> list[str]:
+        return [self.layout.paths[slot.leaf] for index in self.trained(unit) for slot in self.layout.segments[index].slots]

@@ -31,6 +31,7 @@ class ZeroCache:
         backward: what backward passes fetched.
         subsets: the same for some leaves alone, by their paths.
         layouts: the layout with other dtypes, by these.
+        functional: whether this rank's loss uses torch.func, so that it is given all units before it begins.
     """
 
     order: ReduceOrder
@@ -40,6 +41,7 @@ class ZeroCache:
     backward: FetchTrace = attrs.field(factory=FetchTrace)
     subsets: "dict[frozenset[str], Subset]" = attrs.field(factory=dict)
     layouts: dict[tuple[torch.dtype, ...], Layout] = attrs.field(factory=dict)
+    functional: bool = False
 
     @staticmethod
     def fresh(layout: Layout, leaf_map: LeafMap, in_flight: InFlight[list[Tensor]] | None = None) -> "ZeroCache":

@@ -223,7 +223,7 @@ class Zero(ZeroConfig):
         reducer = self._reducer(layout, cache, collectives, tape) if tape.records else None
         source = self._source(layout, state.params, collectives, tape)
         params = LazyParams(layout, source, reducer, device, reshard_last_units=self.reshard_last_units)
-        return params.open(tape, cache.forward, cache.backward)
+        return params.open(tape, cache)
 
     def _source(
         self, layout: Layout, stored: Sequence[Any], collectives: Collectives, tape: Tape
