@@ -41,6 +41,7 @@ from tests.modules.test_functional import Around
 from tests.planting import Bug, planted
 from tests.remat import test_argument_snapshot
 from tests.remat.test_remat import awkward, outcome
+from tests.step import test_unused
 from tests.transforms.models import CASES, Blocks, Case, Tied, own_rows, run
 from tests.transforms.rules import assert_close, fresh, linear, trained
 from tests.transforms.staged import on_mesh
@@ -735,6 +736,13 @@ def skipped_updates_move_nothing(rule: str) -> None:
     comm.simulate(program, world_size=2)
 
 
+def unused_leaves_stay(stage: int) -> None:
+    rule, theirs = test_unused.RULES["adamw"]
+    expected = test_unused.plain(theirs)
+    for found in comm.simulate(test_unused.params_of, rule, transforms.zero(stage), world_size=2):
+        test_unused.check(found, expected)
+
+
 def the_mean_is_by_hand(stage: int) -> None:
     """mean ← decay · mean + (1 - decay) · params."""
 
@@ -1422,7 +1430,9 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
     ],
     (norms_are_of_the_whole_gradient, None): [
-        Bug("small gradients are scaled up", "transforms.clip", "torch.clamp(norm / limit, min=1.0)", "(norm / limit)"),
+        Bug(
+            "small gradients are scaled up", "transforms.clip", "torch.clamp((norm + _EPS) / limit, min=1.0)", "(norm / limit)"
+        ),
         Bug("the norm is the sum's, not the mean's", "transforms.clip", "grads.sum) / grads.weight", "grads.sum)"),
     ],
     (norms_are_of_the_whole_gradient, 0): [
@@ -1790,9 +1800,14 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "routes do not heed skips",
             "optim.param_groups",
-            "guarded(rule, views, own, old, rate)",
-            "rule.update(views, own, old, rate)",
+            "tree.replace(grads, sum=group.views(dense))",
+            "tree.replace(grads, sum=group.views(dense), skip=None)",
         ),
+    ],
+    (unused_leaves_stay, 2): [
+        Bug("a rank's own leaves are taken for all ranks'", "step.unused", "if not count}", "if True}"),
+        Bug("updates that left a leaf alone count", "optim.bind", "unused.idle.get(leaf.path, 0) if counts else 0", "0"),
+        Bug("unused leaves move", "optim.bind", "if leaf.path not in unused.paths:", "if True:"),
     ],
     (the_mean_is_by_hand, 2): [
         Bug("the mean forgets what it should keep", "transforms.ema", "part = 1 - decay if", "part = decay if"),

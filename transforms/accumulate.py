@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from functional_ds.base import tree
-from functional_ds.base.batch import least_rows, split
+from functional_ds.base.batch import rows_of, split
 from functional_ds.base.weighted import Weighted
 from functional_ds.step.compose import wrap
 from functional_ds.step.state import State
@@ -19,7 +19,8 @@ def accumulate(k: int) -> Transform:
 
     Law 23: ``accumulate(k)`` on a batch is the step on the whole batch, and ``accumulate(j) ∘ accumulate(k) =
     accumulate(j k)``. Sums of half-precision gradients are kept in fp32,
-    and where the sum is what is reduced (stages 0 and 1) they travel so. Every leaf of a batch is cut along dim 0.
+    and where the sum is what is reduced (stages 0 and 1) they travel so. Every leaf of a batch is
+    cut along dim 0; a leaf with one row, and one without rows, goes with every micro-batch.
 
     Raises:
         ValueError: k is no positive integer; the batch's rows do not divide by k.
@@ -37,7 +38,7 @@ def accumulate(k: int) -> Transform:
         inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
     ) -> tuple[State, Weighted, dict[str, Weighted]]:
         parts = split(batch, k)
-        rows = least_rows(parts[0])
+        rows = rows_of(batch) // k
         metrics: dict[str, Weighted] = {}
         first = state.key
         for i, micro in enumerate(parts):

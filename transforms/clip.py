@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
 from functional_ds.step.compose import wrap
 from functional_ds.step.state import State
@@ -11,12 +12,16 @@ from functional_ds.step.step import Metrics, Step, Transform
 
 __all__ = ["clip"]
 
+_EPS = 1e-6  # torch's and DeepSpeed's
+
 
 def clip(limit: float) -> Transform:
     """Scales the gradient down to a 2-norm of at most ``limit``; the norm before is the metric ``grad_norm``.
 
-    Laws: ``g ↦ g · min(1, limit / ‖g‖)``; ``clip ∘ clip = clip``; it commutes with sharding (law 27). The norm is of the
-    whole gradient, over all ranks, and the scaling is one division of the gradients' weight, which costs no pass.
+    Laws: ``g ↦ g · min(1, limit / (‖g‖ + 1e-6))``, as ``torch.nn.utils.clip_grad_norm_`` does; ``clip ∘ clip = clip`` within a
+    relative 1e-6 / limit; it commutes with sharding (law 27). The norm is of the whole gradient, over all ranks. The scaling is
+    one division of the gradients' weight, which costs no pass; only where there are fp64 gradients these are multiplied, as a
+    weight is fp32.
 
     Raises:
         ValueError: the limit is not positive.
@@ -26,7 +31,11 @@ def clip(limit: float) -> Transform:
 
     def update(inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
         norm = step.norm(state, grads.sum) / grads.weight
-        shrunk = Weighted(grads.sum, grads.weight * torch.clamp(norm / limit, min=1.0))
+        if any(grad.dtype in (torch.float64, torch.complex128) for grad in grads.sum):
+            factor = torch.clamp(limit / (norm + _EPS), max=1.0)
+            shrunk = tree.replace(grads, sum=[(grad * factor).to(grad.dtype) for grad in grads.sum])
+        else:
+            shrunk = tree.replace(grads, weight=grads.weight * torch.clamp((norm + _EPS) / limit, min=1.0))
         state, metrics = inner(step, state, shrunk)
         return state, {**metrics, "grad_norm": norm}
 

@@ -7,7 +7,7 @@ import attrs
 from torch import Tensor
 
 from functional_ds import comm
-from functional_ds.base.batch import least_rows
+from functional_ds.base.batch import rows_of
 from functional_ds.base.weighted import Weighted
 from functional_ds.pipelining.execution.gradients import PipelineSpec, gradients, measure
 from functional_ds.pipelining.execution.placement import Placement
@@ -184,7 +184,7 @@ class _Pipeline:
 
     def measure(self, inner: Any, step: Step, state: State, batch: Any) -> dict[str, Weighted]:
         """Runs the forwards alone; a batch with few rows is split into as many micro-batches as it has rows."""
-        count = max(1, min(least_rows(batch), self.schedule.microbatches))
+        count = max(1, min(rows_of(batch), self.schedule.microbatches))
         few = count < self.schedule.microbatches
         schedule = self.inference.first(count) if few else self.inference
         return measure(self._spec(schedule), step, state, batch)
@@ -209,8 +209,9 @@ class _Pipeline:
     def norm(self, inner: Any, step: Step, state: State, grads: list[Tensor]) -> Tensor:
         """‖g‖² = AR Σ ‖g of own leaves‖², shared leaves counted once (law 27)."""
         group = self.ranks()
-        counted = self._counted(step, state, grads, group)
-        return comm.all_reduce(inner(step, state, counted) ** 2, group).sqrt()  # type: ignore[no-any-return]
+        own = inner(step, state, self._counted(step, state, grads, group))
+        total: Tensor = comm.all_reduce(own.double() ** 2, group).sqrt()  # stages may differ in their widest dtype
+        return total.to(own.dtype)
 
     def finite(self, inner: Any, step: Step, state: State, grads: list[Tensor]) -> Tensor:
         """Whether all stages' gradients are finite."""

@@ -86,6 +86,7 @@ def replicated(
         finite = torch.stack([mean.isfinite().all() for mean in means]).all() if means else torch.tensor(True)
         memory = tree.map(lambda new, old: torch.where(finite, new, old), memory, before)
         shaped = [_like((mean * weight).view(-1), grad) for mean, grad in zip(means, grads.sum, strict=True)]
+        state = state if init is None else tree.replace(state, unused=frozenset())  # what is owed comes in any step
         return state.put(**{slot: memory}), tree.replace(grads, sum=shaped)
 
     return wrap(

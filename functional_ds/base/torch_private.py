@@ -41,6 +41,7 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "UnsupportedFakeTensorException",
+    "backward_pass",
     "buffers_of",
     "cuda_without_a_driver",
     "detect_fake_mode",
@@ -182,6 +183,14 @@ def storage_bytes(reference: StorageWeakRef) -> int | None:
     """The bytes that a storage has now; None once it is freed. Without it, memory that was given back by ``resize_`` counts."""
     storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
     return None if storage is None else storage.nbytes()
+
+
+def backward_pass() -> int:
+    """A number for the backward pass that this thread runs, -1 for none; one that it starts inside has another.
+
+    Without it, operations of a backward pass inside a function would be taken for the function's own.
+    """
+    return torch._C._current_graph_task_id()
 
 
 def storage_id(held: Tensor | torch.UntypedStorage) -> int:

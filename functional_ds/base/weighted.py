@@ -25,11 +25,13 @@ class Weighted:
 
     Attributes:
         skip: where an optimizer is given gradients: a bool scalar, whether to move nothing; None for never.
+        unused: where an optimizer is given gradients: the leaves that the loss did not use, an ``Unused``; None for none.
     """
 
     sum: Any
     weight: Any
     skip: Any = None
+    unused: Any = tree.static(default=None)
 
     def mean(self) -> Any:
         """The sum divided by the weight, leaf by leaf."""

@@ -1,18 +1,22 @@
 """Binds an optimizer to the tensors that it gets, and refuses one that a trial shows to be wrong for such tensors."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
 from functional_ds import comm
+from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
 from functional_ds.sharding.leaf_map import LeafMap
+from functional_ds.sharding.leaf_selection import IndivisibleStateError, LeafSelection, StateParts
 
-from .optimizer import Optimizer, PerParameter
+from .kernels import guarded
+from .optimizer import Optimizer, PerParameter, Rate
 
-__all__ = ["BoundOptimizer", "Trial", "bound", "tried"]
+__all__ = ["BoundOptimizer", "Trial", "tried"]
 
 _SCALES = (
     1e4,
@@ -48,6 +52,7 @@ class BoundOptimizer:
     rule: Optimizer | PerParameter
     _trial: Trial | None = None
     _last: tuple[LeafMap, Optimizer] | None = None
+    _counts: frozenset[str] | None = None
 
     def at(self, leaf_map: Callable[[], LeafMap]) -> Optimizer:
         """The optimizer for tensors with this leaf map; ``leaf_map`` is not called for an elementwise optimizer.
@@ -64,13 +69,67 @@ class BoundOptimizer:
             self._last = (found, _made(self.rule, found, self._trial))
         return self._last[1]
 
+    def update(
+        self, params: list[Tensor], grads: Weighted, state: Any, *, rate: Rate, leaf_map: Callable[[], LeafMap]
+    ) -> tuple[list[Tensor], Any]:
+        """The optimizer's update; it leaves alone what ``grads.skip`` and ``grads.unused`` say.
+
+        Leaves that were used in equally many updates are updated together, as views of the tensors. The optimizer gets its
+        counts of updates less those that left these leaves alone, so each leaf moves as it would by itself.
+
+        Args:
+            params: the trained tensors, which are written into.
+            grads: their gradients.
+            state: the optimizer's.
+            rate: what multiplies the learning rate.
+            leaf_map: gives the leaf map of the tensors.
+
+        Raises:
+            IndivisibleStateError: leaves are unused, and the state cannot be taken apart by leaves; nothing has changed.
+        """
+        pair, unused = self.at(leaf_map), grads.unused
+        if unused is None or pair.skips_unused:
+            return guarded(pair, params, grads, state, rate)
+        try:
+            parts = StateParts.of(state, params)
+            counts = self._counting(parts)
+        except IndivisibleStateError as error:
+            raise IndivisibleStateError(
+                f"optimizer: {self} cannot skip leaves, because {error}; in this step, or one before, no rank's loss used "
+                f"{', '.join(map(repr, sorted({*unused.paths, *unused.idle})[:3]))}. Give such leaves gradients of zero with "
+                "fds.train_step(..., unused='zeros'), or give them another optimizer with fds.param_groups"
+            ) from None
+        if not unused.paths and not counts:
+            return guarded(pair, params, grads, state, rate)
+        found, moved = leaf_map(), [*params]
+        dense = tree.replace(grads, sum=[grad.contiguous() if found.flat else grad for grad in grads.sum], unused=None)
+        together: dict[int, list[int]] = {}  # by how many updates left them alone
+        for place, leaf in enumerate(found.leaves):
+            if leaf.path not in unused.paths:
+                together.setdefault(unused.idle.get(leaf.path, 0) if counts else 0, []).append(place)
+        for idle, places in sorted(together.items()):
+            some = LeafSelection.of(found, places)
+            rule = _made(self.rule, attrs.evolve(some.leaf_map, partial=found.partial or len(together) > 1), self._trial)
+            views, before = some.views(moved), parts.select(some, counts, idle)
+            own = tree.replace(dense, sum=some.views(dense.sum))
+            new, after = guarded(rule, [*views], own, before, rate)
+            some.put(moved, views, new)
+            parts.put(some, before, after, counts)
+        return moved, parts.joined(counts, 1 if grads.skip is None else grads.skip.logical_not())
+
+    def _counting(self, parts: StateParts) -> frozenset[str]:
+        """The roles of the state's numbers that count updates, as an update of an example shows.
+
+        Raises:
+            IndivisibleStateError: a number of the state neither stays nor counts.
+        """
+        roles = {role for role, _ in parts.numbers()}
+        if self._counts is None:
+            self._counts = _counting(self.rule) if roles else frozenset()
+        return self._counts
+
     def __str__(self) -> str:
         return str(self.rule)
-
-
-def bound(rule: Optimizer | PerParameter, leaf_map: LeafMap) -> Optimizer:
-    """The optimizer for tensors with this leaf map; raises as ``BoundOptimizer.at`` does."""
-    return BoundOptimizer(rule).at(lambda: leaf_map)
 
 
 def _made(rule: Optimizer | PerParameter, leaf_map: LeafMap, trial: Trial | None) -> Optimizer:
@@ -148,3 +207,20 @@ def _moved(rule: Optimizer, start: Tensor, grads: Sequence[Tensor], as_tensors: 
 def _agree(expected: Tensor, found: Tensor) -> bool:
     size = expected.abs().nan_to_num(0.0, 0.0).max().item()
     return torch.allclose(found, expected, rtol=_RTOL, atol=_ATOL * size, equal_nan=True)
+
+
+def _counting(rule: Optimizer | PerParameter) -> frozenset[str]:
+    params, grads = [torch.zeros(2)], [torch.zeros(2)]
+    try:
+        pair = rule if isinstance(rule, Optimizer) else rule.make(LeafMap.of({"example": params[0]}))
+        state = pair.init(params)
+        before = [(role, float(number)) for role, number in StateParts.of(state, params).numbers()]
+        params, state = pair.update(params, Weighted(grads, torch.ones(())), state, 1.0)
+        after = [float(number) for _, number in StateParts.of(state, params).numbers()]
+    except Exception as error:
+        raise IndivisibleStateError(f"its state has numbers, and it fails on an example ({error})") from None
+    grown = {role: new - old for (role, old), new in zip(before, after, strict=True)}
+    odd = next((role for role, growth in grown.items() if growth not in (0, 1)), None)
+    if odd is not None:
+        raise IndivisibleStateError(f"the number {odd!r} in its state changes with the updates and does not count them")
+    return frozenset(role for role, growth in grown.items() if growth)

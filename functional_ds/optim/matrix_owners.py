@@ -51,6 +51,11 @@ class MatrixOwners:
             owners.append(owner)
         return MatrixOwners(leaf_map, tuple(owners))
 
+    def select(self, leaf_map: LeafMap) -> "MatrixOwners":
+        """The same owners of some of the leaves; ``leaf_map`` is that of the tensors which hold these alone."""
+        owners = {leaf.path: owner for leaf, owner in zip(self.leaf_map.leaves, self.owner, strict=True)}
+        return MatrixOwners(leaf_map, tuple(owners[leaf.path] for leaf in leaf_map.leaves))
+
     @property
     def owned(self) -> list[int]:
         """The leaves that this rank owns."""

@@ -32,6 +32,9 @@ class Optimizer:
         elementwise: whether each element moves as its own gradients say, whatever the other elements' are. Where this is
             unknown (None), a small example is tried before the optimizer first gets tensors that ZeRO has flattened or cut,
             and an optimizer that moves the example's pieces otherwise than the whole is refused. ``True`` turns the trial off.
+        skips_unused: whether ``update`` itself leaves alone the leaves that ``grads.unused`` names. For an optimizer that does
+            not, the library calls it with views of the other leaves. Its state must then consist of lists like that of the
+            params and of numbers that stay or count updates.
     """
 
     init: Callable[[list[Tensor]], Any]
@@ -39,6 +42,7 @@ class Optimizer:
     name: str = "optimizer"
     skips: bool = False
     elementwise: bool | None = None
+    skips_unused: bool = False
 
     def __repr__(self) -> str:
         return self.name

@@ -10,8 +10,7 @@ from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
 from functional_ds.sharding.leaf_map import LeafMap, TensorRange, match_leaves
 
-from .bind import bound
-from .kernels import guarded
+from .bind import BoundOptimizer
 from .optimizer import Optimizer, PerParameter, Rate, as_optimizer
 
 __all__ = ["GroupStates", "PathFilter", "by_decay", "grouped", "param_groups"]
@@ -84,14 +83,15 @@ def grouped(name: str, choose: Callable[[LeafMap], Sequence[int]], rules: Sequen
 
     def make(leaf_map: LeafMap) -> Optimizer:
         chosen = choose(leaf_map)
-        groups, found = [], []
+        groups, found = list[_RuleLeaves](), []
         for index, rule in enumerate(rules):
             extents, inner = leaf_map.select(leaf for leaf, which in enumerate(chosen) if which == index)
             if inner.leaves:  # else there is nothing for it on any rank
-                groups.append((extents, bound(rule, inner)))
+                groups.append(_RuleLeaves(extents, inner, BoundOptimizer(rule)))
+                groups[-1].rule.at(groups[-1].found)  # refuses what is not correct for such tensors
                 found.append((index, tuple(leaf.path for leaf in inner.leaves)))
         made = _Groups(tuple(groups), tuple(index for index, _ in found), tuple(paths for _, paths in found))
-        return Optimizer(made.init, made.update, name, skips=True)
+        return Optimizer(made.init, made.update, name, skips=True, skips_unused=True)
 
     return PerParameter(make, name)
 
@@ -100,24 +100,36 @@ def _shown(where: PathFilter) -> str:
     return getattr(where, "__name__", repr(where))
 
 
-@attrs.frozen
+@attrs.frozen(eq=False)
+class _RuleLeaves:
+    extents: tuple[TensorRange, ...]
+    leaf_map: LeafMap
+    rule: BoundOptimizer
+
+    def found(self) -> LeafMap:
+        return self.leaf_map
+
+    def views(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [extent.view(tensors) for extent in self.extents]
+
+
+@attrs.frozen(eq=False)
 class _Groups:
-    groups: tuple[tuple[tuple[TensorRange, ...], Optimizer], ...]
+    groups: tuple[_RuleLeaves, ...]
     rules: tuple[int, ...]
     leaves: tuple[tuple[str, ...], ...]
 
     def init(self, params: list[Tensor]) -> GroupStates:
         """The state of each group."""
-        states = tuple(rule.init([extent.view(params) for extent in extents]) for extents, rule in self.groups)
+        states = tuple(group.rule.at(group.found).init(group.views(params)) for group in self.groups)
         return GroupStates(states, self.rules, self.leaves)
 
     def update(self, params: list[Tensor], grads: Weighted, state: GroupStates, rate: Rate) -> tuple[list[Tensor], GroupStates]:
         """Each rule updates its own views. Results that it returns in other memory are copied into them."""
         states, dense = [], [grad.contiguous() for grad in grads.sum]
-        for (extents, rule), old in zip(self.groups, state.states, strict=True):
-            views = [extent.view(params) for extent in extents]
-            own = tree.replace(grads, sum=[extent.view(dense) for extent in extents])
-            moved, new = guarded(rule, views, own, old, rate)
+        for group, old in zip(self.groups, state.states, strict=True):
+            views, own = group.views(params), tree.replace(grads, sum=group.views(dense))
+            moved, new = group.rule.update(views, own, old, rate=rate, leaf_map=group.found)
             for view, other in zip(views, moved, strict=True):
                 if other.data_ptr() != view.data_ptr():
                     view.copy_(other)

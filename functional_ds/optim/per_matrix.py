@@ -11,6 +11,7 @@ from torch import Tensor
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
 from functional_ds.sharding.leaf_map import LeafMap, match_leaves
+from functional_ds.sharding.leaf_selection import LeafSelection, Unused
 
 from .kernels import check, means
 from .matrix_owners import MatrixOwners
@@ -108,24 +109,30 @@ def per_matrix(
         def update(params: list[Tensor], grads: Weighted, state: MatrixStates, rate: Rate) -> tuple[list[Tensor], MatrixStates]:
             if grads.skip is not None and bool(grads.skip):
                 return params, state
-            count, new = state.count + 1, {}
+            count, new, unused = state.count + 1, dict(state.whole), grads.unused or Unused(frozenset(), {})
+            owned, moving = owners, params
+            if unused.paths:
+                some = LeafSelection.of(leaf_map, [i for i, leaf in enumerate(leaves) if leaf.path not in unused.paths])
+                owned, moving = owners.select(some.leaf_map), some.views(params)
+                grads = tree.replace(grads, sum=some.views(grads.sum))
 
             def ruled(leaf: int, grad: Tensor, *param: Tensor) -> Tensor:
-                path = leaves[leaf].path
+                path = owned.leaf_map.leaves[leaf].path
                 further = {"param": param[0]} if takes_param else {}
-                found, new[path] = rule(grad, state.whole[path], int(count), **further)
+                step = int(count) - unused.idle.get(path, 0)
+                found, new[path] = rule(grad, state.whole[path], step, **further)
                 if found.shape != grad.shape:
                     raise ValueError(
                         f"{shown}: for {path!r} of shape {list(grad.shape)} it returned an update of shape {list(found.shape)}"
                     )
                 return found.to(travels)
 
-            rows = [leaf_map.views(means(grads, params)), *([leaf_map.views(params)] if takes_param else [])]
-            changes = owners.apply(ruled, *rows, dtype=travels)
-            descend(leaf_map, params, changes, lr=lr * rate, weight_decay=weight_decay)
+            rows = [owned.leaf_map.views(each) for each in (means(grads, moving), *([moving] if takes_param else []))]
+            changes = owned.apply(ruled, *rows, dtype=travels)
+            descend(owned.leaf_map, moving, changes, lr=lr * rate, weight_decay=weight_decay)
             return params, MatrixStates(count, new)
 
-        return Optimizer(start, update, shown, skips=True)
+        return Optimizer(start, update, shown, skips=True, skips_unused=True)
 
     return on_matrices(make, others, matrices, kind=shown, name=f"{shown}(lr={lr}, weight_decay={weight_decay}, {{others}})")
 

@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from functional_ds.base.torch_private import TorchDispatchMode, schema_of, version_of
+from functional_ds.base.torch_private import TorchDispatchMode, backward_pass, schema_of, version_of
 
 from .policy import Keep, RematPolicy
 from .saved_tensors import Offloaded, Resident, TensorStore
@@ -40,8 +40,8 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether it is no subclass: a function may try something on fake tensors the first time, which are not its own."""
-    return type(tensor) in (Tensor, nn.Parameter)
+    """Whether it has one storage, and is no subclass: fake tensors, on which a function may try something, are not its own."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -65,14 +65,18 @@ def _outputs(out: Any) -> tuple[Any, ...]:
 class _CallIndex:
     """Numbers a function's operations; the second run gets the same numbers.
 
-    Only differentiated operations count: gathers of params and the inside of collectives, which come and go, are not.
+    Only differentiated operations count: gathers of params and the inside of collectives, which come and go, are not. Nor do
+    those of a backward pass that the function starts: in the first run alone it recomputes what it needs.
     """
 
     def __init__(self) -> None:
         self._calls: Counter[Any] = Counter()
+        self._backward = backward_pass()  # in which the function runs: none the first time
 
     def __call__(self, func: Any, given: Sequence[Tensor]) -> _Operation | None:
-        if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in given if _is_plain(tensor)):
+        if backward_pass() != self._backward or not torch.is_grad_enabled():
+            return None
+        if not any(tensor.requires_grad for tensor in given if _is_plain(tensor)):
             return None
         self._calls[func] += 1
         return func, self._calls[func]
@@ -84,7 +88,7 @@ class _Allocation:
 
     Attributes:
         storage: alive as long as somebody else uses it.
-        operation: None where the second run could not tell it.
+        operation: None where the second run could not tell it, as in a backward pass inside.
         signature: of what the operation was given.
         view: shape, strides and offset of the output that lies in it.
         others: the operation's further outputs, if it has several.

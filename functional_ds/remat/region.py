@@ -169,9 +169,8 @@ class Region:
 
     @contextmanager
     def _second_run(self) -> Iterator[None]:
-        self.modules.rewind()
         draws = nullcontext() if self._drawn is None else redrawn(*self._drawn)
-        with draws, self._tape.restored(), self._entered(again=True):
+        with self.modules.rewound(), draws, self._tape.restored(), self._entered(again=True):
             yield
 
     @contextmanager
@@ -205,13 +204,16 @@ class Region:
 
     def _store_hooks(self, inputs: Sequence[Any], origin: Callable[[Tensor], str | None]) -> AbstractContextManager[Any]:
         """Stores what autograd saves: the inputs, and tensors that ``origin`` knows. Any other is left to the outer hooks."""
-        addresses = {_address(value) for value in inputs if _is_movable(value)}
+        own = [value for value in inputs if _is_value(value) and value.layout == torch.strided]
+        addresses = set(map(_address, own))
+        movable = {_address(value) for value in own if value.requires_grad}  # the caller keeps any other anyway
 
         def pack(tensor: Tensor) -> Resident | Offloaded | _Outer:
             what = None
             if type(tensor) is Tensor and tensor.layout == torch.strided and not self._tape.claims(tensor):
                 what = origin(tensor) or ("inputs" if _address(tensor) in addresses else None)
-            how = Keep.SAVE if what is None else self.policy.of(what)
+            stays = what is None or (what == "inputs" and _address(tensor) not in movable)
+            how = Keep.SAVE if what is None or stays else self.policy.of(what)
             if what is None or how is Keep.SAVE:
                 if what is not None:
                     self.notes.saved(what, tensor)
@@ -257,10 +259,6 @@ def _separated(args: Any, kwargs: Any) -> tuple[list[Tensor], Callable[[Sequence
 def _is_value(leaf: Any) -> bool:
     """Whether it is a computed tensor: no parameter, which stays anyway, and nothing that stands for one."""
     return type(leaf) is Tensor and not (leaf.is_leaf and leaf.requires_grad)
-
-
-def _is_movable(leaf: Any) -> bool:
-    return _is_value(leaf) and bool(leaf.requires_grad) and leaf.layout == torch.strided
 
 
 def _address(tensor: Tensor) -> int:

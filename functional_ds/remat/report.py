@@ -51,8 +51,8 @@ class _SavedStorage:
 class RematReport:
     """The activations of the forward passes that ran while the report was open, to the byte.
 
-    Each storage counts once, under the first part that noted it. Params do not count. What the autograd graph holds outside of
-    any part counts only if ``T.remat`` is among the step's transforms.
+    Each storage counts once, under the first part that noted it. Params and sparse tensors do not count. What the autograd
+    graph holds outside of any part counts only if ``T.remat`` is among the step's transforms.
 
     Law: saved + recomputed, plus the wholes of offloaded and partitioned, is what autograd alone would hold, plus inputs that
     only a second run needs, plus named tensors that only a second run is spared, plus what is held in two places.
@@ -118,6 +118,8 @@ class RematReport:
 
     def note(self, part: str, what: str, tensor: Tensor, *, saved: bool) -> None:
         """The backward pass needs this tensor's memory, which is held, or will be computed again."""
+        if tensor.layout != torch.strided:
+            return
         entry = self._entry(part, what, tensor)
         if saved and not entry.saved:
             entry.part, entry.what, entry.saved = part, what, True

@@ -59,9 +59,15 @@ class ModuleCalls:
     _left: Iterator[Rewind] | None = None  # those that this run has not come to yet; None in the first run
     _inside: frozenset[nn.Module] = frozenset()  # the modules that are being called, and their submodules
 
-    def rewind(self) -> None:
-        """A further run begins."""
-        self._left = iter(self._snapshots)
+    @contextmanager
+    def rewound(self) -> Iterator[None]:
+        """A further run, maybe in the middle of the first: a backward pass inside the function runs it again that far."""
+        before, self._left = (self._left, self._inside), iter(self._snapshots)
+        self._inside = frozenset()
+        try:
+            yield
+        finally:
+            self._left, self._inside = before
 
     @contextmanager
     def calling(self, module: nn.Module) -> Iterator[None]:

@@ -81,7 +81,7 @@ class Resident:
     """A saved tensor that stays on its device.
 
     Attributes:
-        whole: bytes of its memory.
+        whole: bytes of its memory; 0 for a sparse tensor.
         held: bytes that this rank holds for it.
     """
 
@@ -91,7 +91,7 @@ class Resident:
         # The tensor itself would keep alive the graph that it belongs to.
         self.tensor = tensor.detach() if tensor.grad_fn is not None else tensor
         self.version = version_of(tensor)
-        self.whole = self.held = tensor.untyped_storage().nbytes()
+        self.whole = self.held = tensor.untyped_storage().nbytes() if tensor.layout == torch.strided else 0
 
     @property
     def changed(self) -> bool:

@@ -67,6 +67,7 @@ def describe(state: State) -> list[TensorShard]:
     frames = (places.stored, places.trained)
     for name in ("optimizer", "step", "key", "skip"):
         walk.visit((name,), getattr(state, name), frames, places.parts)
+    walk.visit(("idle",), state.idle, (), places.parts)
     for name, slot in sorted(state.slots.items()):
         walk.slot(name, slot, frames, places.parts)
     return walk.found

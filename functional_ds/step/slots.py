@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
+from functional_ds.base import tree
 from functional_ds.sharding.layout import Layout
 from functional_ds.sharding.leaf_map import LeafMap
 
@@ -67,6 +68,9 @@ def with_room(state: "State", names: Mapping[str, tuple[tuple[int, ...], torch.d
     Args:
         names: the checkpoint's tensors by name.
     """
+    if "step" in names:  # what is counted beside it comes with it
+        counted = [name.removeprefix("idle.") for name in names if name.startswith("idle.")]
+        state = tree.replace(state, idle={path: torch.zeros((), dtype=torch.int64) for path in counted})
     for key, slot in state.slots.items():
         if hasattr(slot, "grown"):
             roles = {role.value: field for field, role in slot.roles.items()}

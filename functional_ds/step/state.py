@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import attrs
 import optree
 import torch
 from torch import Tensor
@@ -32,6 +33,9 @@ class State:
         key: where random draws come from; None while evaluating.
         slots: what each transform keeps, by the name of its slot, and ``"buffers"``: what modules hold beside parameters.
         skip: within an update: a bool scalar, whether it is to leave params, optimizer and step as they are. None for never.
+        idle: for each leaf that the loss did not always use: how many updates left it alone, by path; int64, on the host.
+        unused: within a step: the paths of the trained leaves that the loss has not used so far, after the gradients on no
+            rank. None where nothing has been differentiated yet, and where all were used.
         batch: the structure of the batches so far; None before the first.
     """
 
@@ -41,6 +45,8 @@ class State:
     key: Key | None
     slots: dict[str, Any]
     skip: Tensor | None = None
+    idle: dict[str, Tensor] = attrs.field(factory=dict)
+    unused: frozenset[str] | None = tree.static(default=None)
     batch: optree.PyTreeSpec | None = tree.static(default=None)
 
     def donate(self, after: "State | None" = None) -> "State":

@@ -21,6 +21,7 @@ from .phases import Layer, Phase, check_phases, compose_phase
 from .state import State, UpdateError
 from .tape import Tape
 from .traits import Trait
+from .unused import summed_over_ranks, with_idle
 
 __all__ = ["Metrics", "Step", "Transform"]
 
@@ -69,12 +70,16 @@ class Step:
         base: the phases' meaning on one device.
         layers: what each transform added, in the order of composition.
         buffers: which rank's module buffers data-parallel transforms keep: "first", "mean" or "own".
+        draws: whether the loss function draws random numbers, so that ranks must know how many rows come before theirs.
+        skips_unused: whether the optimizer leaves leaves alone that no rank's loss has used; else their gradients are zeros.
     """
 
     base: Mapping[str, Phase]
     name: str
     layers: tuple[Layer, ...] = ()
     buffers: str = "first"
+    draws: bool = True
+    skips_unused: bool = True
     phases: Mapping[str, Phase] = attrs.field(init=False)
 
     @phases.default
@@ -121,17 +126,17 @@ class Step:
         structure = check_batch(self, state, batch)
         after, grads, metrics = self.gradients(self._at_rows(state, batch), batch, None, True)
         after, grads = self.reduce(tree.replace(after, key=state.key, batch=structure), grads)
-        weight, metrics, news = self.sum_over_ranks(after, (grads.weight, metrics, unagreed(after)))
+        weight, metrics, news, unused = summed_over_ranks(self, after, (grads.weight, metrics, unagreed(after)))
         after = self.sync_buffers(agreed_anew(after, news))
         weight = torch.where(weight == 0, torch.ones_like(weight), weight)  # nothing weighed: no gradient, not 0 / 0
-        before = tree.replace(state)
+        after, before = tree.replace(after, unused=unused), tree.replace(state)
         own = state.donate(after) if donate else after.clone()
         try:
             own, more = self.update(own, Weighted(grads.sum, weight))
         except UpdateError:
             state.restore(before)
             raise
-        return own, {**_means(metrics), **more}
+        return with_idle(own, unused, before.step), {**_means(metrics), **more}
 
     def evaluate(self, state: State, batch: Any) -> Tensor:
         """The loss over all ranks' batches, without gradients; the params are viewed as in training."""
@@ -292,8 +297,15 @@ class Step:
         """The state as the gradients see it: its key at this step and at this rank's rows."""
         if state.key is None:
             return state
-        index, _ = self.batch_shard(state)
-        return tree.replace(state, key=state.key.at(step=state.step, rows=index * rows_of(batch)))
+        index, count = self.batch_shard(state)
+        rows = rows_of(batch)
+        before: Tensor | int = index * rows
+        if self.draws and count > 1 and self.wraps("sum_over_ranks"):  # ranks may have different numbers of rows
+            told = torch.zeros(2, count, dtype=torch.int64, device=state.step.device)  # rows of each part, ranks that have it
+            told[:, index] = torch.tensor([rows, 1])
+            shared, ranks = self.sum_over_ranks(state, told)
+            before = (shared[:index] // ranks[:index]).sum()
+        return tree.replace(state, key=state.key.at(step=state.step, rows=before))
 
 
 def _means(metrics: Mapping[str, Weighted]) -> Metrics:

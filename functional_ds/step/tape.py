@@ -133,6 +133,8 @@ class Tape:
         self._inspects = inspects
         self._leaves: list[Tensor] = []
         self._collect: Callable[[list[Tensor | None]], list[Tensor]] = self._add
+        self._unused: Callable[[], list[int]] | None = None
+        self._without: list[int] = []  # the watched leaves that got no gradient
         self._push: Callable[[Mapping[str, Tensor]], None] | None = None
         self._pushed: list[Tensor | None] | None = None
         self._forward = ExitStack()
@@ -200,9 +202,16 @@ class Tape:
         """Does ``work`` when the tape closes, whatever happened."""
         self._whole.callback(work)
 
-    def collect_with(self, collect: Callable[[list[Tensor | None]], list[Tensor]]) -> None:
-        """Says how the leaves' gradients of this pass become those of the step so far, ``carry`` included."""
-        self._collect = collect
+    def collect_with(
+        self, collect: Callable[[list[Tensor | None]], list[Tensor]], unused: Callable[[], list[int]] | None = None
+    ) -> None:
+        """Says how the leaves' gradients of this pass become those of the step so far, ``carry`` included.
+
+        Args:
+            collect: from the watched leaves' gradients, None where there is none, to those of the step.
+            unused: the places of the trained leaves that got none in this pass, if the watched leaves are not those.
+        """
+        self._collect, self._unused = collect, unused
 
     def push_with(self, push: Callable[[Mapping[str, Tensor]], None]) -> None:
         """Says how the gradients of what the view gave, by path, are taken; else autograd takes them back to the leaves."""
@@ -242,6 +251,10 @@ class Tape:
             if grad is not None:
                 raise _bypassed(self.placeholders[id(suspect)])
         return list(grads[: len(self._leaves)])
+
+    def unused(self) -> list[int]:
+        """The places of the trained leaves that got no gradient in this pass, in the order of ``Step.leaf_map``."""
+        return self._without if self._unused is None else self._unused()
 
     def takes(self, given: Mapping[str, Tensor]) -> bool:
         """Whether ``push_with``'s function takes the gradients of what a view gave: nothing was computed from its own."""
@@ -283,6 +296,7 @@ class Tape:
         return self._collect([None] * len(self._leaves) if pushed is None else pushed)
 
     def _add(self, grads: list[Tensor | None]) -> list[Tensor]:
+        self._without = [place for place, grad in enumerate(grads) if grad is None]
         found = [
             torch.zeros_like(leaf) if grad is None else dense(grad) for grad, leaf in zip(grads, self._leaves, strict=True)
         ]

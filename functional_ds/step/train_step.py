@@ -1,5 +1,6 @@
 """The single-device training step: what every transform starts from and every law compares with."""
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Collection
@@ -14,16 +15,18 @@ from functional_ds.base.torch_private import unscale_
 from functional_ds.base.weighted import Weighted, weigh
 from functional_ds.comm.worlds.rng_state import RngState
 from functional_ds.optim.bind import BoundOptimizer
-from functional_ds.optim.kernels import guarded, reals
+from functional_ds.optim.kernels import reals
 from functional_ds.optim.optimizer import as_optimizer
 from functional_ds.sharding.leaf_map import LeafMap
+from functional_ds.sharding.leaf_selection import IndivisibleStateError
 from functional_ds.sharding.sources import values_of
 
 from .buffers import BUFFERS, POLICIES, BufferScope
 from .phases import Phase
-from .state import State
+from .state import State, UpdateError
 from .step import Metrics, Step
-from .tape import PassAgain, Tape
+from .tape import PassAgain, Tape, current_tape
+from .unused import unused_leaves, with_unused
 
 __all__ = ["train_step", "with_buffers"]
 
@@ -37,7 +40,9 @@ def _takes_key(loss_fn: Callable[..., Any]) -> bool:
         return False
 
 
-def train_step(loss_fn: Callable[..., Any], optimizer: Any, *, seed: int = 0, buffers: str = "first") -> Step:
+def train_step(
+    loss_fn: Callable[..., Any], optimizer: Any, *, seed: int = 0, buffers: str = "first", unused: str = "skip"
+) -> Step:
     """The step that minimises ``loss_fn(params, batch)`` on one device.
 
     Args:
@@ -49,6 +54,9 @@ def train_step(loss_fn: Callable[..., Any], optimizer: Any, *, seed: int = 0, bu
         seed: of the key.
         buffers: which of the buffers that modules write (running statistics, say) data-parallel ranks keep: "first", those of
             the first rank, as DistributedDataParallel does; "mean", the mean of floating ones; "own", each rank its own.
+        unused: what the optimizer makes of trained leaves that the loss used on no rank and in no micro-batch: "skip" leaves
+            them and their part of its state alone, as ``torch.optim`` does where ``grad`` is None; "zeros" gives it zeros, so
+            that momentum and weight decay go on.
 
     >>> import functional_ds as fds
     >>> step = fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(0.5))
@@ -60,6 +68,8 @@ def train_step(loss_fn: Callable[..., Any], optimizer: Any, *, seed: int = 0, bu
         raise TypeError(f"loss_fn={loss_fn!r} is not callable")
     if buffers not in POLICIES:
         raise ValueError(f"buffers={buffers!r} is none of {', '.join(POLICIES)}")
+    if unused not in ("skip", "zeros"):
+        raise ValueError(f"unused={unused!r} is neither 'skip' nor 'zeros'")
     rule = BoundOptimizer(as_optimizer(optimizer))
     with_key = _takes_key(loss_fn)
 
@@ -72,15 +82,22 @@ def train_step(loss_fn: Callable[..., Any], optimizer: Any, *, seed: int = 0, bu
         further = {"key": state.key} if with_key else {}
         found = step.forward(state, lambda given: loss_fn(params, given, **further), batch)
         value, metrics = _with_metrics(found)
+        tape = current_tape()
+        if tape is not None:
+            tape.slots["mean"] = not isinstance(value, Weighted)
         return weigh(value, "the loss"), {name: weigh(m, f"the metric {name!r}") for name, m in metrics.items()}
 
     def update(step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
         leaves, spec = tree.flatten(state.params)
-        pair = rule.at(lambda: step.leaf_map(state))
         weight = torch.as_tensor(grads.weight)
         weight = torch.where(weight == 0, math.inf, weight)  # nothing weighed: no gradient, not 0 / 0
-        grads = tree.replace(grads, weight=weight, skip=state.skip)
-        moved, optimizer_state = guarded(pair, trainable(state.params), grads, state.optimizer, step.rate(state))
+        grads = tree.replace(grads, weight=weight, skip=state.skip, unused=unused_leaves(step, state))
+        try:
+            moved, optimizer_state = rule.update(
+                trainable(state.params), grads, state.optimizer, rate=step.rate(state), leaf_map=lambda: step.leaf_map(state)
+            )
+        except IndivisibleStateError as error:
+            raise UpdateError(str(error)) from None
         new = iter(moved)
         params = tree.unflatten(spec, [next(new) if is_trainable(leaf) else leaf for leaf in leaves])
         count = 1 if state.skip is None else state.skip.logical_not()
@@ -110,7 +127,8 @@ def train_step(loss_fn: Callable[..., Any], optimizer: Any, *, seed: int = 0, bu
         "leaf_map": lambda step, state: LeafMap.of(state.params),
         "select": _select,
     }
-    return Step(base, f"train_step({getattr(loss_fn, '__name__', type(loss_fn).__name__)}, {rule})", buffers=buffers)
+    name = f"train_step({getattr(loss_fn, '__name__', type(loss_fn).__name__)}, {rule})"
+    return Step(base, name, buffers=buffers, draws=with_key and getattr(loss_fn, "draws", True), skips_unused=unused == "skip")
 
 
 def _with_metrics(found: Any) -> tuple[Any, dict[str, Any]]:
@@ -186,6 +204,7 @@ def _pass(
         loss, metrics = step.loss(state, params, batch)
         _check_graph(loss, tape)
         grads = tape.backward(loss.sum)
+        state = with_unused(step, state, tape.unused())
     weight = loss.weight if carry is None else carry.weight + loss.weight
     return with_buffers(state, scope), Weighted(grads, weight), tree.map(torch.detach, {"loss": loss, **metrics})
 
@@ -215,9 +234,11 @@ def _finite(step: Step, state: State, grads: list[Tensor]) -> Tensor:
 
 
 def _norm(step: Step, state: State, grads: list[Tensor]) -> Tensor:
-    wide = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in reals(grads)]
-    return (
-        torch.linalg.vector_norm(torch.stack([w.float() for w in wide]))
-        if wide
-        else state.step.new_zeros((), dtype=torch.float32)
-    )
+    """In fp32, or in fp64 where a gradient is."""
+    parts = reals(grads)
+    if not parts:
+        return state.step.new_zeros((), dtype=torch.float32)
+    widest = functools.reduce(torch.promote_types, (g.dtype for g in parts), torch.float32)
+    norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in parts]
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(widest) for norm in norms]))
+    return total

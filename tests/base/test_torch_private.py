@@ -236,6 +236,24 @@ def transforms_can_be_left() -> None:
     assert torch.func.vmap(torch.func.grad(f))(torch.ones(3, 2)).tolist() == [[2.0, 2.0]] * 3
 
 
+@checks("backward_pass")
+def each_backward_pass_has_a_number() -> None:
+    seen, x = [private.backward_pass()], torch.ones(1, requires_grad=True)
+    y, z = x * 2, x * 3
+
+    def inside(grad: Tensor) -> None:
+        seen.append(private.backward_pass())
+        torch.autograd.grad(z, x)
+        seen.append(private.backward_pass())
+
+    y.register_hook(inside)
+    z.register_hook(lambda grad: seen.append(private.backward_pass()))
+    torch.autograd.grad(y, x)
+    assert seen[0] == private.backward_pass() == -1
+    assert seen[1] == seen[3] != seen[2]
+    assert -1 not in seen[1:]
+
+
 @checks("storage_id")
 def views_share_a_storage() -> None:
     x, y = torch.ones(4), torch.ones(4)

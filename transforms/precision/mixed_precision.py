@@ -19,6 +19,7 @@ from functional_ds.step.compose import wrap
 from functional_ds.step.slots import Role
 from functional_ds.step.state import State
 from functional_ds.step.step import Metrics, Step, Transform
+from functional_ds.step.tape import current_tape
 from functional_ds.step.traits import Trait
 
 from .loss_scale import DynamicScale, LossScale, NoScale, StaticScale
@@ -227,7 +228,10 @@ class _MixedPrecision:
     def loss(self, inner: Any, step: Step, state: State, params: Any, batch: Any) -> tuple[Weighted, dict[str, Weighted]]:
         """The inner loss; scaled where gradients are wanted."""
         found, further = inner(step, state, params, batch)
-        loss, metrics = self._output(found), {name: self._output(metric) for name, metric in further.items()}
+        tape, parts = current_tape(), 1
+        if tape is not None and tape.records and tape.slots["mean"] and self.policy.compute == torch.float16:
+            parts = 1 if step.has(Trait.PIPELINES) else step.batch_shard(state)[1] * step.micro_batches(state)
+        loss, metrics = self._share(found, parts), {name: self._output(metric) for name, metric in further.items()}
         if torch.is_grad_enabled():
             scale = _slot(state).loss_scale
             loss = scale.unscale(tree.replace(loss, sum=scale.scale(loss.sum)))
@@ -241,6 +245,16 @@ class _MixedPrecision:
     def _cast(self, leaf: Any) -> Any:
         smooth = isinstance(leaf, Tensor) and leaf.is_floating_point()
         return like_marked(leaf.detach().to(self.policy.compute), leaf) if smooth else leaf
+
+    def _share(self, found: Weighted, parts: int) -> Weighted:
+        """The part that a rank's micro-batch has in a mean over the whole batch.
+
+        Its fp16 gradients are those that one device would have, so they overflow where those do, and so do their sums.
+        """
+        loss = self._output(found)
+        if parts == 1:
+            return loss
+        return Weighted(_Share.apply(found.sum, parts, loss.sum.dtype), loss.weight / parts)
 
     def _output(self, found: Weighted) -> Weighted:
         return Weighted(found.sum.to(self.policy.output), found.weight.float())  # in bf16, 257 tokens would be 256
@@ -324,6 +338,19 @@ class _MixedPrecision:
             for (path, old), new in zip(named, leaves, strict=True)
         ]
         return tree.unflatten(tree.structure(kept), _rounded([old for _, old in named], leaves, uniforms))
+
+
+class _Share(torch.autograd.Function):
+    """``loss.to(dtype) / parts``. Its backward pass casts first: a scale that the loss's dtype does not hold is infinite."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, parts: int, dtype: torch.dtype) -> Tensor:
+        ctx.parts, ctx.dtype = parts, loss.dtype
+        return loss.to(dtype) / parts
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.to(ctx.dtype) / ctx.parts, None, None
 
 
 def _slot(state: State) -> Mixed:

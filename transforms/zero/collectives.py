@@ -98,7 +98,8 @@ class Collectives:
     def _broadcast(self, segments: Sequence[Segment], shards: Sequence[Tensor]) -> PendingFlats:
         group, owner = self.groups.shards, segments[0].owner or 0
         own = group.rank == owner
-        whole = [x.detach() if own else x.new_empty(s.size) for s, x in zip(segments, shards, strict=True)]
+        room = (torch.empty(s.size, dtype=x.dtype, device=x.device) for s, x in zip(segments, shards, strict=True))
+        whole = [x.detach() for x in shards] if own else list(room)  # shards may lie on the host
         return comm.broadcast(whole, owner, group, async_op=True)
 
     def _next_level(self, level: comm.Group) -> Callable[[Any], "comm.Pending[Any]"]:

@@ -134,7 +134,7 @@ class LazyParams:
         self._held: set[int] = set()  # freed units of which somebody else held a leaf
         self._nested: dict[int, Tensor] = {}  # leaf -> its gradients of backward passes within the backward pass
         self._lazy: list[Any] = []
-        self._saved = SavedPlaces(layout, self._fetch, self._unused)
+        self._saved = SavedPlaces(layout, self._fetch, self._freeable)
         self._reshard = reshard_last_units
         self._in_backward = False
         self._repeats = False  # whether the loss runs again if it has to
@@ -157,7 +157,7 @@ class LazyParams:
         if tape.records:
             if any(segment.trainable for segment in self.layout.segments):
                 self._handle, self._roots = tape.watch(torch.zeros((), device=self.device)), tape.roots
-            tape.collect_with(self._collect)
+            tape.collect_with(self._collect, self._unused)
             tape.push_with(self._push)
             if self.source.frees:
                 if not cache.functional:
@@ -322,7 +322,7 @@ class LazyParams:
     def _fetch(self, unit: int) -> Sequence[Tensor]:
         return self.source.fetch(unit)
 
-    def _unused(self, unit: int) -> None:
+    def _freeable(self, unit: int) -> None:
         if self._in_backward:
             self.source.release(unit)
 
@@ -363,3 +363,6 @@ class LazyParams:
             nested = [self._nested.get(leaf) for leaf in self._trained_leaves(unit)]
             if any(grad is not None for grad in nested):
                 reducer.add_nested(unit, nested, self.device)
+
+    def _unused(self) -> list[int]:
+        return [] if self.reducer is None else self.reducer.unused()

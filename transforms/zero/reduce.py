@@ -2,7 +2,8 @@
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
+from operator import or_
 
 import attrs
 import torch
@@ -75,6 +76,7 @@ class Reducer:
     _nested: set[int] = attrs.field(factory=set)
     _expected: set[int] = attrs.field(factory=set)  # the units that have a backward node
     _completed: list[int] = attrs.field(factory=list)
+    _used: dict[int, list[bool]] = attrs.field(factory=dict)  # segment -> whether each leaf has got a gradient
     _posted: int = 0
     _plan: FetchPlan | None = None
     _made: int = 0  # fetches of the plan that were made
@@ -150,6 +152,12 @@ class Reducer:
             results = self.sums
         return [results[index] for index, segment in enumerate(self.layout.segments) if segment.trainable]
 
+    def unused(self) -> list[int]:
+        """The places of the leaves that have got no gradient in this pass, among the leaves of all trained segments."""
+        trained = [(index, segment) for index, segment in enumerate(self.layout.segments) if segment.trainable]
+        used = chain.from_iterable(self._used.get(index, [False] * len(segment.slots)) for index, segment in trained)
+        return [place for place, one in enumerate(used) if not one]
+
     # -- on this rank --------------------------------------------------------------------------------------------------
 
     def _add(self, unit: int, grads: Sequence[Tensor | None], device: torch.device) -> None:
@@ -162,6 +170,9 @@ class Reducer:
         fresh = index not in self.local
         if fresh:
             self.local[index] = self._buffer(index, leaves, device)
+        used = [leaf is not None for leaf in leaves]
+        before = self._used.get(index)
+        self._used[index] = used if before is None else list(map(or_, before, used))
         pairs = zip(segment.views(self.local[index]), leaves, strict=True)
         found = [(view, dense(grad)) for view, grad in pairs if grad is not None and grad.numel()]
         if found:

@@ -28,6 +28,7 @@ class GatheredParams:
         carry: gradients of earlier batches of the same optimizer step.
         last: whether no further batch follows.
         leaves: by path; an empty dict before the first ``gather``.
+        used: the paths of leaves whose gradients were pushed.
     """
 
     step: Step
@@ -37,6 +38,7 @@ class GatheredParams:
     carry: list[Tensor] | None = None
     last: bool = True
     leaves: dict[str, Tensor] = attrs.field(factory=dict)
+    used: set[str] = attrs.field(factory=set)
     _seen: dict[str, Tensor] = attrs.field(factory=dict)
     _gathered: dict[int, tuple[str, int]] = attrs.field(factory=dict)  # a leaf's path and the bytes of each storage of the view
     _tape: Tape | None = None
@@ -70,6 +72,7 @@ class GatheredParams:
     def push(self, grads: Mapping[str, Tensor]) -> None:
         """Takes the gradients by all leaves, by path, and starts their reductions."""
         tape, freed = self._opened(), self._freed
+        self.used.update(grads)
         if self._through:
             self.gather()  # autograd may have saved a leaf's memory for the view's backward
         tape.push(self._seen, grads, through=self._through)
@@ -79,6 +82,10 @@ class GatheredParams:
     def collect(self) -> list[Tensor]:
         """The gradients of the stored params."""
         return self._opened().collect()
+
+    def unused(self) -> frozenset[str]:
+        """The paths of the trained leaves whose gradients were not pushed."""
+        return frozenset(path for path, leaf in self.leaves.items() if leaf.requires_grad and path not in self.used)
 
     def close(self) -> None:
         """Closes the tape, also after an error."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base import tree
-from functional_ds.base.batch import least_rows, split
+from functional_ds.base.batch import micro_rows, split
 from functional_ds.base.weighted import Weighted
 from functional_ds.pipelining.schedules.action import Action
 from functional_ds.pipelining.schedules.schedule import Schedule
@@ -20,6 +20,7 @@ from functional_ds.step.state import State
 from functional_ds.step.step import Step
 from functional_ds.step.tape import Tape, wide
 from functional_ds.step.train_step import with_buffers
+from functional_ds.step.unused import without
 
 from .boundary import Crossing, TensorMeta, boundaries, signature, view_metas
 from .gathered import GatheredParams
@@ -89,6 +90,7 @@ def gradients(
         for held in gathered.values():
             for place, grad in zip(held.places, held.collect(), strict=True):
                 grads[place] = grad
+        state = without(state, frozenset().union(*(held.unused() for held in gathered.values())))
         metrics = _metrics(runner, state)
     weight = metrics["loss"].weight if carry is None else carry.weight + metrics["loss"].weight
     return with_buffers(state, scope), Weighted(grads, weight), metrics
@@ -126,7 +128,7 @@ def _runner(
     if Rehearsal.fits(batch, spec.group):
         return Rehearsal.of(spec, step, state, gathered, parts)
     batches = split(batch, spec.schedule.microbatches, uneven=True)
-    sizes = [least_rows(each) for each in batches]
+    sizes = micro_rows(batch, spec.schedule.microbatches)
     shares = {rows: rows * spec.weight / sum(sizes) for rows in sizes}
     weights = {rows: None if share == 1 else share for rows, share in shares.items()}
     leaves = _leaves(step, state, gathered, parts)
@@ -198,9 +200,11 @@ def _push_shared(runner: Runner, placement: Placement) -> None:
             held.gather()
             found = [runner.grads(stage) for stage in part.stages if stage in runner.parts]
             sums = [_sum(runner, held.leaves[path], [grads[path] for grads in found if path in grads]) for path in part.paths]
+            used = {path for grads in found for path in grads}
             trained = [(path, total) for path, total in zip(part.paths, sums, strict=True) if held.leaves[path].requires_grad]
             totals = _exchanged([total for _, total in trained], part, runner.group)
             held.push({path: total for (path, _), total in zip(trained, totals, strict=True)})
+            held.used &= used  # others may have used the rest, and say so
 
 
 def _sum(runner: Runner, leaf: Tensor, grads: Sequence[Tensor]) -> Tensor:

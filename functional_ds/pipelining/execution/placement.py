@@ -79,12 +79,14 @@ class Placement:
     Attributes:
         spec: the structure of the user's tree.
         paths: all its leaves, in order.
+        trained: those of them that are trained.
         parts: the leaves by the stages that use them; every stage has a part of its own, which may be empty.
         cache: what is found once.
     """
 
     spec: optree.PyTreeSpec = tree.static()
     paths: tuple[str, ...] = tree.static()
+    trained: tuple[str, ...] = tree.static()
     parts: tuple[StageParams, ...] = tree.static()
     cache: PipelineCache = tree.static()
 
@@ -109,7 +111,8 @@ class Placement:
             StageParams(_title(used), used, tuple(sorted({placement[stage] for stage in used})), tuple(held))
             for used, held in sorted(shared.items())
         ]
-        return Placement(tree.structure(params), paths, tuple(parts), PipelineCache())
+        trained = tuple(path for path, leaf in tree.named(params) if is_trainable(leaf))
+        return Placement(tree.structure(params), paths, trained, tuple(parts), PipelineCache())
 
     def parts_of(self, stage: int) -> list[StageParams]:
         """A stage's parts: its own first, then those that it shares."""
@@ -126,9 +129,9 @@ class Placement:
         return {path: mark_part(leaf, ", ".join(filter(None, (name, part_of(leaf))))) for path, (leaf, name) in own.items()}
 
     def elsewhere(self, leaf_map: LeafMap, rank: int) -> LeafMap:
-        """A rank's leaf map, with the paths that only other ranks hold."""
+        """A rank's leaf map, with the paths of trained leaves that only other ranks hold."""
         mine = {path for part in self.here(rank) for path in part.paths}
-        return attrs.evolve(leaf_map, other_paths=tuple(path for path in self.paths if path not in mine))
+        return attrs.evolve(leaf_map, other_paths=tuple(path for path in self.trained if path not in mine))
 
     def copies(self, leaf_map: LeafMap, rank: int) -> set[int]:
         """The places of the optimizer's tensors that hold leaves which another rank counts."""

@@ -133,6 +133,11 @@ class _StageFunction:
     inputs: Callable[..., Any] | None = None
     loss: Callable[..., Any] | None = None
 
+    @property
+    def draws(self) -> bool:
+        """Whether it may draw random numbers."""
+        return takes_key(self.piece.function, self.inputs, self.loss)
+
     def __call__(self, params: Params, x: Any, batch: Any, key: Key | None) -> Any:
         kept: dict[str, Any] = {}
         if self.inputs is not None:
@@ -166,6 +171,11 @@ def call_with(function: Callable[..., Any], *args: Any, **offered: Any) -> Any:
     """``function(*args, **offered)``, but without ``batch`` and ``key`` where the function has no such parameter."""
     wanted = _wanted(function, len(args))
     return function(*args, **{name: value for name, value in offered.items() if name in wanted or name not in _OPTIONAL})
+
+
+def takes_key(*functions: Callable[..., Any] | None) -> bool:
+    """Whether one of the functions has a parameter ``key``, for random draws."""
+    return any(function is not None and "key" in _wanted(function, 0) for function in functions)
 
 
 _OPTIONAL = ("batch", "key")

@@ -108,6 +108,11 @@ class Stages:
     sizes: Mapping[str, int] = attrs.field(factory=dict)
     apply: Apply | None = None
 
+    @property
+    def draws(self) -> bool:
+        """Whether a stage may draw random numbers."""
+        return any(getattr(stage.run, "draws", True) for stage in self.stages)
+
     def __call__(self, params: Any, batch: Any, key: Key | None = None) -> Any:
         """The loss of a batch; for a ``LossInput`` the last stage's loss alone.
 

@@ -13,7 +13,7 @@ from functional_ds.base.containers import register_containers
 from functional_ds.base.device import forked_rng, synchronize
 from functional_ds.base.prng import Key
 from functional_ds.modules.functional import Apply, functional
-from functional_ds.pipelining.stages.from_functions import call_with
+from functional_ds.pipelining.stages.from_functions import call_with, takes_key
 from functional_ds.pipelining.stages.stages import Params, Stage, Stages
 
 from .cache import ProgramCache
@@ -99,6 +99,11 @@ class _StageRun:
     cache: ProgramCache
     index: int
     loss: Callable[..., Any] | None
+
+    @property
+    def draws(self) -> bool:
+        """Whether it may draw random numbers."""
+        return takes_key(self.cache.inputs, self.loss)
 
     def __call__(self, params: Params, x: Any, batch: Any, key: Key | None) -> Any:
         arguments = self.cache.arguments(batch, key)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import functional_ds as fds
@@ -448,3 +448,25 @@ def test_it_says_what_it_does(tmp_path: Path) -> None:
     step = fds.compose(T.offload("disk", "cpu", path=tmp_path), T.zero(3))(base())
     assert f"offload(optimizer='disk', params='cpu', path='{tmp_path}') -> zero(3" in str(step)
     assert "offload(optimizer='cpu', ratio=0.25)" in str(T.offload("cpu", ratio=0.25)(base()))
+
+
+@pytest.mark.law(28)
+@pytest.mark.parametrize(("n", "live"), [(2, 2), (3, 1)])
+@pytest.mark.parametrize("optimizer", ["cpu", "disk"])
+def test_params_on_the_host_of_owned_units(n: int, live: int, optimizer: Any, folder: str) -> None:
+    """Ranks that do not own a unit make room for it on the device, wherever the owner's params lie."""
+    apply, params = fds.functional(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
+
+    def program(*before: fds.Transform) -> dict[str, Tensor]:
+        zero = T.zero(3, aggregate="owner", max_live_units=live)
+        step = fds.compose(*before, zero)(fds.train_step(lambda p, x: apply(p, x).square().mean(), fds.adamw(0.1)))
+        state = step.init(params)
+        for i in range(2):
+            state, _ = step(state, torch.randn(4, 4, generator=torch.Generator().manual_seed(i)))
+        return dict(fds.tree.named(step.params(state)))
+
+    offload = T.offload(optimizer, "cpu", **({"path": folder} if optimizer == "disk" else {}))
+    for found, expected in zip(
+        comm.simulate(program, offload, world_size=n), comm.simulate(program, world_size=n), strict=True
+    ):
+        assert_same(found, expected)

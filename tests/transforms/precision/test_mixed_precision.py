@@ -353,7 +353,7 @@ def dynamic_run(stage: int) -> tuple[list[float], list[float], list[int], list[A
     chain = transforms.mixed_precision("fp16", scale), transforms.zero(stage)
     step = fds.compose(*chain)(fds.train_step(lambda p, x: (p["w"] * x).sum(), fds.adamw(0.1)))
     state, scales, skips, counts = step.init({"w": torch.ones(4)}), [], [], []
-    x = torch.full((4,), 3.0 if comm.world().rank == 1 else 0.5)  # rank 1's gradient: 3 · scale; in all 3.5 · scale
+    x = torch.full((4,), 6.0 if comm.world().rank == 1 else 1.0)  # rank 1's share of the mean: 3 · scale; in all 3.5 · scale
     for _ in range(6):
         state, metrics = step(state, x)
         scales.append(metrics["loss_scale"].item())

@@ -65,7 +65,7 @@ def test_scaling_by_a_power_of_two_changes_no_bit(power: int, stage: int, n: int
 @pytest.mark.law(27)
 @given(limit=st.floats(0.01, 20.0), stage=st.sampled_from(STAGES), n=st.sampled_from((1, 2, 3)))
 def test_the_norm_counts_everything_once_and_clipping_commutes(limit: float, stage: int, n: int) -> None:
-    """‖g‖² = AR Σ ‖owned shards‖²; clipping commutes with sharding; clip ∘ clip = clip."""
+    """‖g‖² = AR Σ ‖owned shards‖²; clipping commutes with sharding; clip ∘ clip = clip but for torch's 1e-6 beside the norm."""
     alone = gradient(limit=limit, rows=12)
     norm = torch.sqrt(sum((g**2).sum() for g in gradient(rows=12)["mean"]))  # type: ignore[call-overload]
     torch.testing.assert_close(alone["grad_norm"], norm, rtol=1e-5, atol=0)
@@ -75,7 +75,7 @@ def test_the_norm_counts_everything_once_and_clipping_commutes(limit: float, sta
     for a, b in zip(once, twice, strict=True):
         torch.testing.assert_close(a["grad_norm"], norm, rtol=1e-5, atol=0)
         torch.testing.assert_close(a["norm"], alone["norm"], rtol=1e-5, atol=0)
-        torch.testing.assert_close(a["mean"], b["mean"], rtol=1e-6, atol=0)
+        torch.testing.assert_close(a["mean"], b["mean"], rtol=1e-6 + 1e-6 / limit, atol=0)
         assert a["finite"]
 
 
