@@ -18,7 +18,7 @@ from functional_ds import comm
 from functional_ds import pipelining as pp
 from functional_ds import transforms as T
 
-__all__ = ["ENDS", "End"]
+__all__ = ["ALONE", "ENDS", "End"]
 
 KEPT: list[Any] = []  # until the interpreter ends, as a script's globals
 LARGE = 400_000  # elements: too many for the caller's thread to post
@@ -73,7 +73,7 @@ def leaves(count: int) -> list[dict[str, Tensor]]:
 
 
 def trained(stage: int, fault: Fault) -> None:
-    """Four steps of ZeRO."""
+    """Steps of ZeRO."""
 
     def loss(params: list[dict[str, Tensor]], x: Tensor) -> Tensor:
         for each in params:
@@ -85,7 +85,7 @@ def trained(stage: int, fault: Fault) -> None:
 
 
 def piped(make: Callable[[int, int], pp.Schedule], fault: Fault) -> None:
-    """Four steps of a pipeline of two ranks."""
+    """Steps of a pipeline of two ranks."""
     schedule = make(2, 4)
     params = leaves(schedule.stages)
     stages = pp.stages([partial(layer, fault=fault)] * schedule.stages, params, loss=lambda y, x: y.square().mean())
@@ -94,7 +94,7 @@ def piped(make: Callable[[int, int], pp.Schedule], fault: Fault) -> None:
 
 
 def run(step: Any, state: Any, batch: Tensor, fault: Fault) -> None:
-    for index in range(4):
+    for index in range(3):
         fault.arm(index)
         state, metrics = step(state, batch)
         KEPT[:] = [state, metrics]
@@ -218,7 +218,7 @@ class End:
         program: what each rank runs.
         blamed: the rank that torchrun must name; None where all end well.
         code: that rank's exit code.
-        said: what the ranks' stderr must have.
+        said: what that rank's stderr must have.
     """
 
     program: Callable[[], None]
@@ -227,44 +227,47 @@ class End:
     said: tuple[str, ...] = ()
 
 
-NAMED = ("under way", "recv(src=0) on 'world'")
+def raising(run: Callable[[Fault], None], where: str, rank: int) -> End:
+    return End(partial(run, Fault(where, rank)), rank, said=RAISED)
+
+
 RAISED = ("FaultError",)
+GIVEN_UP = ("rank 1 ends and gives up", "under way: recv(src=0) on 'world'")
 
 ENDS: dict[str, End] = {
     "zero": End(partial(trained, 3, Fault())),
     "pipeline": End(partial(piped, pp.one_f_one_b, Fault())),
     **{
-        f"zero {stage} {where} {rank}": End(partial(trained, stage, Fault(where, rank)), rank, said=RAISED)
+        f"zero {stage}, {where} of rank {rank}": raising(partial(trained, stage), where, rank)
         for stage in range(4)
         for where in ("forward", "backward")
         for rank in range(2)
     },
     **{
-        f"pipeline {make.__name__} {where} {rank}": End(partial(piped, make, Fault(where, rank)), rank, said=RAISED)
+        f"pipeline {make.__name__}, {where} of rank {rank}": raising(partial(piped, make), where, rank)
         for make in (pp.one_f_one_b, pp.zbv)
         for where in ("forward", "backward")
         for rank in range(2)
     },
-    "receive, raise": End(partial(receive_nobody_sends, then="raise"), 1, said=RAISED),
-    "large receive, raise": End(partial(receive_nobody_sends, then="raise", size=LARGE), 1, said=RAISED),
-    "receive, exit": End(partial(receive_nobody_sends, then="exit"), 1, 7),
-    "receive": End(partial(receive_nobody_sends, then="kept"), said=NAMED),
-    "receive, polled": End(partial(receive_nobody_sends, then="polled"), said=NAMED),
-    "receive, dropped": End(partial(receive_nobody_sends, then="dropped"), said=NAMED),
-    "large receive": End(partial(receive_nobody_sends, then="kept", size=LARGE), said=NAMED),
+    "a receive, and a raise": End(partial(receive_nobody_sends, then="raise"), 1, said=RAISED + GIVEN_UP),
+    "a large receive, and a raise": End(partial(receive_nobody_sends, then="raise", size=LARGE), 1, said=RAISED + GIVEN_UP),
+    "a receive, and an exit": End(partial(receive_nobody_sends, then="exit"), 1, 7, GIVEN_UP),
+    "a receive, and destroy": End(raises_and_destroys, 1, said=RAISED + GIVEN_UP),
+    "a receive": End(partial(receive_nobody_sends, then="kept")),
+    "a receive that is polled": End(partial(receive_nobody_sends, then="polled")),
+    "a receive that is dropped": End(partial(receive_nobody_sends, then="dropped")),
+    "a large receive": End(partial(receive_nobody_sends, then="kept", size=LARGE)),
     "received later": End(partial(received_later, 3, kept=True)),
     "received later, dropped": End(partial(received_later, 3, kept=False)),
-    "large, received later": End(partial(received_later, LARGE, kept=True)),
+    "received later, large": End(partial(received_later, LARGE, kept=True)),
     "reduced later": End(partial(reduced_later, 3)),
-    "large, reduced later": End(partial(reduced_later, LARGE)),
+    "reduced later, large": End(partial(reduced_later, LARGE)),
     "many threads": End(many_threads),
-    "destroys ours": End(partial(destroys, "ours", pending=False)),
-    "destroys torch's": End(partial(destroys, "torch's", pending=False)),
-    "destroys ours, receive": End(partial(destroys, "ours", pending=True), said=("under way",)),
-    "destroys torch's, receive": End(partial(destroys, "torch's", pending=True), said=("under way",)),
-    "raises and destroys": End(raises_and_destroys, 1, said=RAISED),
-    "forked": End(forked),
-    "torch alone": End(plain),
-    "torch alone, thread": End(plain_thread),
-    "torch alone, raise": End(plain_raise, 1),
+    "our destroy": End(partial(destroys, "ours", pending=False)),
+    "torch's destroy": End(partial(destroys, "torch's", pending=False)),
+    "our destroy, and a receive": End(partial(destroys, "ours", pending=True)),
+    "torch's destroy, and a receive": End(partial(destroys, "torch's", pending=True)),
+    "a child": End(forked),
 }
+
+ALONE: dict[str, Callable[[], None]] = {"collectives": plain, "a receive in a thread": plain_thread, "a raise": plain_raise}
