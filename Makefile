@@ -35,6 +35,10 @@ faults: $(VENV)/.extra-test  ## kill ranks fifty times under torchrun; cut off a
 	@FUNCTIONAL_DS_KILLS=50 FUNCTIONAL_DS_ENDS=200 $(BIN)/python -m pytest --timeout=600 \
 	  tests/fitting/test_killed.py tests/fitting/test_hosts.py tests/ends $(ARGS)
 
+.PHONY: versions
+versions:  ## run the tests on each Python and torch that this machine can have
+	@$(PYTHON) .ci/versions $(ARGS)
+
 .PHONY: bench
 bench: $(VENV)/.extra-bench  ## compare with DDP, FSDP2, DeepSpeed and others
 	@$(BIN)/python benchmarks/peers.py $(ARGS)

@@ -10,6 +10,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from .files import open_regular
+
 __all__ = ["PAGE", "DirectFile", "aligned", "padded"]
 
 PAGE = 4096  # bytes; direct reads and writes need addresses, offsets and sizes that are multiples of it
@@ -52,8 +54,11 @@ class DirectFile:
             path: the file.
             flags: those of ``os.open``.
             direct: whether to bypass the page cache where possible.
+
+        Raises:
+            OSError: it cannot be opened, or is no regular file.
         """
-        descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
+        descriptor = open_regular(path, flags)
         if not (direct and _DIRECT):
             return DirectFile(descriptor, direct=False)
         try:

@@ -1,17 +1,30 @@
 """Files that survive a crash: atomic replacement, fsync, writes at an offset, reserved space, and locks between processes."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import socket
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-__all__ = ["FileLock", "lock_folder", "process_note", "reserve", "sync_folder", "write_at", "write_atomically", "write_synced"]
+__all__ = [
+    "FileLock",
+    "lock_folder",
+    "open_regular",
+    "process_note",
+    "read_regular",
+    "reserve",
+    "sync_folder",
+    "write_at",
+    "write_atomically",
+    "write_synced",
+]
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -30,15 +43,46 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Writes a small file and returns once the disk has it; a write that fails leaves no file."""
+    """Writes a small file and returns once the disk has it; a write that fails leaves no file.
+
+    The file is a new one: what had the name, perhaps a link to a file elsewhere, is taken away and not written into.
+    """
+    path.unlink(missing_ok=True)
     try:
-        with path.open("wb") as file:
+        with path.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
     except BaseException:
         path.unlink(missing_ok=True)
         raise
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
+    """The descriptor of a file that holds bytes. Neither this call nor a read waits for a writer, as with a pipe.
+
+    Args:
+        path: the file.
+        flags: those of ``os.open``.
+
+    Raises:
+        OSError: it cannot be opened; or is a pipe, a socket, a device or a folder.
+    """
+    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        raise OSError(errno.EINVAL, "it is no file of bytes, but a pipe or a device", str(path))
+    os.set_blocking(descriptor, True)
+    return descriptor
+
+
+def read_regular(path: Path) -> bytes:
+    """The content of a file, as ``open_regular`` opens it."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        return file.read()
 
 
 def sync_folder(path: Path) -> None:
@@ -98,9 +142,12 @@ class FileLock:
         """The lock, on a file that is created if missing; None if somebody has it.
 
         Raises:
-            OSError: the file cannot be opened for writing.
+            OSError: the file cannot be opened for writing; or is a link, whose target the lock would overwrite.
         """
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+        if os.fstat(descriptor).st_nlink > 1:
+            os.close(descriptor)
+            raise OSError(errno.EMLINK, "the file has other names", str(path))
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -117,10 +164,18 @@ class FileLock:
     def owner(path: Path) -> dict[str, Any] | None:
         """The ``process_note`` of the process that has or last had the lock; None if the file does not say."""
         try:
-            found = json.loads(path.read_bytes())
+            found = json.loads(read_regular(path))
             return {"host": found["host"], "pid": found["pid"]}
         except (OSError, ValueError, KeyError, TypeError):
             return None
+
+    @property
+    def lost(self) -> bool:
+        """Whether the path is no longer this file, so that others may lock what is there now."""
+        try:
+            return not os.path.samestat(os.fstat(self.descriptor), os.lstat(self.path))
+        except OSError:
+            return True
 
     def release(self) -> None:
         """Lets others take the lock."""

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import attrs
 
-from functional_ds.base.files import sync_folder, write_synced
+from functional_ds.base.files import read_regular, sync_folder, write_synced
 from functional_ds.state_dict.errors import CheckpointError, DamagedError, NoCheckpointError
 
 from .manifest import MANIFEST, Manifest, Summary, read_summary
@@ -30,6 +30,7 @@ __all__ = [
     "check_free",
     "check_pointer",
     "check_tag",
+    "checked_path",
     "clean",
     "hidden_place",
     "latest",
@@ -58,12 +59,23 @@ def tags(path: str | Path) -> list[str]:
 
     Checkpoints without a readable manifest are left out. ``verify`` checks the data.
     """
-    return [summary.tag for summary in summaries(Path(path))]
+    return [summary.tag for summary in summaries(checked_path(path))]
 
 
 def latest(path: str | Path) -> str | None:
     """The tag of the checkpoint that ``load`` tries first; None if there is none. Not collective."""
-    return next(iter(candidates(Path(path))[0]), None)
+    return next(iter(candidates(checked_path(path))[0]), None)
+
+
+def checked_path(path: str | Path) -> Path:
+    """The path, if a file may be called so.
+
+    Raises:
+        ValueError: it has a NUL character.
+    """
+    if "\0" in str(path):
+        raise ValueError(f"path={str(path)!r} has a NUL character, which no file system takes")
+    return Path(path)
 
 
 def check_tag(tag: str) -> str:
@@ -146,7 +158,7 @@ def open_manifest(folder: Path, tag: str) -> tuple[Path, Manifest]:
         known = ", ".join(tags(folder)) or "none"
         raise NoCheckpointError(f"{folder} has no checkpoint {tag!r}; there are: {known}")
     try:
-        data = (place / MANIFEST).read_bytes()
+        data = read_regular(place / MANIFEST)
     except OSError as error:
         raise DamagedError(f"{place / MANIFEST} cannot be read: {error.strerror}") from error
     found = Manifest.decode(data, str(place / MANIFEST))
@@ -191,7 +203,7 @@ def read_pointer(folder: Path) -> str | None:
         DamagedError: it was altered, or cannot be read.
     """
     try:
-        data = (folder / POINTER).read_bytes()
+        data = read_regular(folder / POINTER)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -319,8 +331,9 @@ def make_folder(path: str | Path) -> Path:
 
     Raises:
         CheckpointError: it cannot be created, or contains a folder named ``latest``.
+        ValueError: no file system takes this name.
     """
-    folder = Path(path)
+    folder = checked_path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -19,7 +19,7 @@ from functional_ds.step.slots import with_room
 from functional_ds.step.state import State
 
 from . import storage
-from .directory import candidates, check_pointer, check_tag, open_manifest, read_pointer, written
+from .directory import candidates, check_pointer, check_tag, checked_path, open_manifest, read_pointer, written
 
 __all__ = ["load", "verify"]
 
@@ -34,7 +34,7 @@ def verify(path: str | Path, tag: str | None = None) -> None:
         NewerFormatError: a later version of this library wrote it.
         NoCheckpointError: there is no checkpoint.
     """
-    folder = Path(path)
+    folder = checked_path(path)
     if tag is None:
         pointed = read_pointer(folder)
         found = written(folder)
@@ -93,7 +93,7 @@ def load(
         raise TypeError(f"like={type(like).__name__}: load takes a state that a step made, as from step.init(params)")
     group = (comm.world() if group is None else group).channel("checkpoint")
     choice = Choice.of(only, missing=allow_missing, extra=allow_extra)
-    loading = _Loading(Path(path), group, like, choice, donate)
+    loading = _Loading(checked_path(path), group, like, choice, donate)
     if tag is not None:
         check_tag(tag)
         state, extra = loading.attempt(tag)

@@ -25,7 +25,7 @@ def take_lock(folder: Path) -> FileLock:
         try:
             lock = FileLock.take(folder / LOCK)
         except OSError as error:
-            raise CheckpointError(f"{folder} is not writable: {error.strerror}") from error
+            raise CheckpointError(f"{folder} is not writable; {LOCK}: {error.strerror}") from error
         if lock is not None:
             return lock
         owner = FileLock.owner(folder / LOCK)

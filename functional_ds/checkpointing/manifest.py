@@ -3,13 +3,16 @@
 import hashlib
 import json
 import math
+import os
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
 
+from functional_ds.base.files import open_regular
 from functional_ds.state_dict.errors import DamagedError, NewerFormatError
 
 __all__ = ["BLOCK", "DTYPES", "MANIFEST", "Chunk", "DataFile", "Manifest", "StoredTensor", "Summary", "read_summary"]
@@ -125,6 +128,7 @@ class Manifest:
             summary, body = (json.loads(line) for line in rest.splitlines())
             files = tuple(_file(*row) for row in body["files"])
             tensors = {name: _tensor(files, *row) for name, row in body["tensors"].items()}
+            _check_files(files, tensors)
             return Manifest(Summary(**summary), files, tensors, body["extra"])
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise DamagedError(f"{where} is no manifest of this library's: {error}") from error
@@ -133,7 +137,7 @@ class Manifest:
 def read_summary(folder: Path) -> Summary | None:
     """The summary of a checkpoint's folder, without its checksum being checked; None if it cannot be read."""
     try:
-        with (folder / MANIFEST).open("rb") as file:
+        with os.fdopen(open_regular(folder / MANIFEST), "rb") as file:
             header, line = file.readline(1 << 12), file.readline(1 << 16)
         if _version(header.rstrip(b"\n"), str(folder)) > _VERSION:
             return None
@@ -185,8 +189,30 @@ def _tensor(files: tuple[DataFile, ...], dtype: Any, shape: Any, chunks: Any) ->
         DTYPES[dtype],
         tuple(Chunk(*(_whole(number, "a place") for number in chunk)) for chunk in chunks),
     )
-    for chunk in found.chunks:
+    stop = 0
+    for chunk in sorted(found.chunks, key=lambda chunk: (chunk.offset, chunk.numel)):
+        if chunk.offset != stop:
+            what = "no chunk" if chunk.offset > stop else "two chunks"
+            raise ValueError(f"a tensor has {what} for its elements {min(stop, chunk.offset)} to {max(stop, chunk.offset)}")
+        stop = chunk.offset + chunk.numel
         size = files[chunk.file].size if chunk.file < len(files) else -1
         if chunk.offset + chunk.numel > found.numel or chunk.position + chunk.numel * found.dtype.itemsize > size:
             raise ValueError(f"{chunk} lies outside of its tensor or file")
+    if stop != found.numel:
+        raise ValueError(f"a tensor has no chunk for its elements {stop} to {found.numel}")
     return found
+
+
+def _check_files(files: tuple[DataFile, ...], tensors: Mapping[str, StoredTensor]) -> None:
+    """Each byte of a file belongs to one chunk at most, and each file has a name of its own."""
+    if len({file.name for file in files}) != len(files):
+        raise ValueError("two data files have one name")
+    used = sorted(
+        (chunk.file, chunk.position, chunk.position + chunk.numel * tensor.dtype.itemsize)
+        for tensor in tensors.values()
+        for chunk in tensor.chunks
+        if chunk.numel
+    )
+    for (one, _, stop), (other, start, _) in pairwise(used):
+        if one == other and start < stop:
+            raise ValueError(f"two chunks share the bytes {start} to {stop} of {files[one].name}")

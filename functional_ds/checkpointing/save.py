@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -181,7 +182,7 @@ class Saver:
             tasks = assign_writes(ranks)
             data = all_or_none(group, lambda: self._data(request, shards, tasks[group.rank], snapshot))
             undo.pop_all()
-        pending = PendingCheckpoint(self.folder, request, ranks, tasks, self._retention)
+        pending = PendingCheckpoint(self.folder, request, ranks, tasks, self._retention, self._lock)
         self._writer = CheckpointWriter(pending, group.rank, data)
         return request.tag
 
@@ -194,6 +195,10 @@ class Saver:
         shards = describe(as_tensors(state))
         request = SaveRequest(tag, step, tuple(metadata_of(shards)))
         if self._group.rank == 0:
+            if self._lock is not None and self._lock.lost:
+                warnings.warn(f"{self.folder} was removed or replaced while a Saver was open; it is made anew", stacklevel=6)
+                self._release()
+                self._open(self.folder)
             check_free(self.folder, tag)
             staged = staging(self.folder)
             undo.callback(shutil.rmtree, staged, ignore_errors=True)

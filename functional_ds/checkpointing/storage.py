@@ -7,8 +7,10 @@ import os
 import zlib
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -37,7 +39,7 @@ def write(path: Path, pieces: Iterable[memoryview]) -> DataFile:
     with DirectFile.open(path, flags) as file, ThreadPoolExecutor(1) as pool:
         writes: deque[Future[None]] = deque()
         for part in _packed(pieces, (_buffer(_WRITE_SIZE), _buffer(_WRITE_SIZE))):
-            writes.append(pool.submit(file.write, part, position=size))
+            writes.append(_submit(pool, partial(file.write, part, position=size)))
             size += len(part)
             checks.update(part)
             if len(writes) == 2:  # the next part overwrites the buffer of the first
@@ -46,6 +48,16 @@ def write(path: Path, pieces: Iterable[memoryview]) -> DataFile:
             pending.result()
         file.sync()
     return DataFile(path.name, size, checks.finish())
+
+
+def _submit(pool: ThreadPoolExecutor, write: Callable[[], None]) -> "Future[None]":
+    """Starts the write; once the interpreter ends, no pool starts anything any more, and it is made here."""
+    with suppress(RuntimeError):
+        return pool.submit(write)
+    write()
+    done: Future[None] = Future()
+    done.set_result(None)
+    return done
 
 
 def _buffer(nbytes: int) -> memoryview:
@@ -150,8 +162,6 @@ def _read_ranges(path: Path, file: DataFile, ranges: list[_BlockRange]) -> None:
 
 def _opened(path: Path, file: DataFile) -> DirectFile:
     try:
-        if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
-            raise DamagedError(f"{path} is no file")
         source = DirectFile.open(path)
     except OSError as error:
         raise DamagedError(f"{path} cannot be read: {error.strerror}") from error

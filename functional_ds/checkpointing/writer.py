@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, cre
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from functional_ds.base.files import write_atomically
+from functional_ds.base.files import FileLock, write_atomically
 from functional_ds.state_dict.describe import TensorShard
 from functional_ds.state_dict.errors import CheckpointError
 
@@ -159,6 +159,7 @@ class PendingCheckpoint:
         ranks: what each rank has.
         tasks: what each rank writes.
         retention: which checkpoints stay afterwards.
+        lock: on the folder; None on the other ranks.
     """
 
     folder: Path
@@ -166,6 +167,7 @@ class PendingCheckpoint:
     ranks: Sequence[Sequence[ShardMetadata]] = attrs.field(repr=False)
     tasks: Sequence[Sequence[WriteTask]] = attrs.field(repr=False)
     retention: Retention
+    lock: FileLock | None = None
 
     @property
     def staged(self) -> Path:
@@ -223,6 +225,8 @@ class CheckpointWriter:
                 self._publish(file)
         except BaseException as error:  # the main thread raises it, whatever it is
             self.error = error
+            if not threading.main_thread().is_alive():  # nobody will
+                threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, self._thread)))
         finally:
             self._data = None
             self._written.set()
@@ -249,6 +253,8 @@ class CheckpointWriter:
         write_atomically(pending.staged / MANIFEST, pending.manifest(files, sequence).encode())
         if self._given_up.is_set():
             raise CheckpointError("it was given up")
+        if pending.lock is not None and pending.lock.lost:
+            raise CheckpointError("the folder was removed or replaced meanwhile")
         publish(pending.folder, pending.staged, tag=pending.request.tag)
         retain(pending.folder, pending.request.tag, retention=pending.retention)
 

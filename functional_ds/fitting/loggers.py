@@ -73,7 +73,7 @@ class CsvLog:
 
     def _kept(self, done: int) -> Iterator[list[str]]:
         """Whole lines up to a step; the last line may be incomplete if the run was killed."""
-        whole = self.path.read_text(encoding="utf-8").rpartition("\n")[0]
+        whole = self.path.read_text(encoding="utf-8", errors="replace").rpartition("\n")[0]
         for row in csv.reader(whole.splitlines()):
             if len(row) == 3 and row[0].isdigit() and int(row[0]) <= done:
                 yield row

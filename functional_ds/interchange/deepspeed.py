@@ -189,7 +189,7 @@ class _Reading:
     def updates(self) -> int:
         """The number of updates; steps that overflowed do not count."""
         made = max(self.files.updates, default=0)
-        return made or self.files.model.get("global_steps", 0) - self.files.model.get("skipped_steps", 0)
+        return made or self.files.steps[0] - self.files.steps[1]
 
 
 def _fill_scale(scale: Any, scaler: Any) -> None:

@@ -7,6 +7,7 @@ optimizer's states of them. ``*mp_rank_00_model_states.pt`` has the parameters' 
     stage 3       each parameter is padded and split into equal pieces for the ranks; a rank's pieces are concatenated
 """
 
+import contextlib
 import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -120,7 +121,7 @@ class ZeroFiles:
         aliases: from further names of tied parameters to their names in ``params``.
         flats: for each rank and each flat tensor, its values by kind.
         updates: for each flat tensor, the number of updates.
-        model: the rest of the model's file.
+        steps: how many the engine counted, and how many of these it skipped.
         scaler: the loss scaler's attributes.
     """
 
@@ -130,7 +131,7 @@ class ZeroFiles:
     aliases: Mapping[str, str]
     flats: Sequence[Sequence[Mapping[str, Tensor]]]
     updates: Sequence[int]
-    model: Mapping[str, Any]
+    steps: tuple[int, ...]
     scaler: Any
 
     @staticmethod
@@ -145,22 +146,32 @@ class ZeroFiles:
         folder = _tagged(path, tag)
         ranks = _by_rank(folder, "_optim_states.pt")
         optim = [_section(load_pickle(file), file) for file in ranks]
-        stage = int(optim[0].get("zero_stage", 1))
+        with _structured(folder):
+            stage = int(optim[0].get("zero_stage", 1))
+        models = [load_pickle(file) for file in _model_files(folder, stage)]
+        with _structured(folder):
+            return ZeroFiles._parse(folder, stage, optim, models)
+
+    @staticmethod
+    def _parse(
+        folder: Path, stage: int, optim: Sequence[Mapping[str, Any]], models: Sequence[Mapping[str, Any]]
+    ) -> "ZeroFiles":
         count = optim[0].get("partition_count", len(optim))
         expected = max(count) if isinstance(count, list) else count
         if expected != len(optim):
             raise DamagedError(f"path: {folder} was written by {expected} ranks, and has the files of {len(optim)}")
-        models = [load_pickle(file) for file in _model_files(folder, stage)]
-        flats = [_flats(each, stage, file) for each, file in zip(optim, ranks, strict=True)]
-        shapes = [{name: tuple(shape) for name, shape in group.items()} for group in models[0]["param_shapes"]]
-        try:
-            trained = _in_pieces(shapes, flats) if stage == 3 else _in_groups(shapes, flats, optim[0])
-        except (IndexError, KeyError, ValueError) as error:
-            raise DamagedError(f"path: {folder}: its flat tensors do not hold the parameters that it names: {error}") from error
+        flats = [_flats(each, stage) for each in optim]
+        shapes = [{name: torch.Size(shape) for name, shape in group.items()} for group in models[0]["param_shapes"]]
+        if any(side < 0 for group in shapes for shape in group.values() for side in shape):
+            raise ValueError("a parameter has a negative size")
+        trained = _in_pieces(shapes, flats) if stage == 3 else _in_groups(shapes, flats, optim[0])
         params = {**trained, **_frozen(models, trained)}
         aliases = {alias: name for alias, name in models[0].get("shared_params", {}).items() if alias not in params}
         scaler = optim[0].get("loss_scaler")
-        return ZeroFiles(folder, stage, params, aliases, flats, _updates(optim[0], stage), models[0], scaler)
+        if scaler is not None and getattr(scaler, "dynamic", False):
+            float(scaler.cur_scale), int(scaler.cur_iter), int(scaler.last_overflow_iter)
+        counts = tuple(int(models[0].get(name, 0)) for name in ("global_steps", "skipped_steps"))
+        return ZeroFiles(folder, stage, params, aliases, flats, _updates(optim[0], stage), counts, scaler)
 
     def kinds(self) -> set[str]:
         """The kinds of values that every trained parameter has."""
@@ -197,6 +208,20 @@ class ZeroFiles:
                 yield low, flat[begin : begin + high - low]
 
 
+@contextlib.contextmanager
+def _structured(folder: Path) -> Iterator[None]:
+    """What goes wrong within the block is the files' structure."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        what = f"a key is missing: {error}" if isinstance(error, KeyError) else str(error)
+        raise DamagedError(
+            f"path: {folder}: its files do not fit each other, or are not as DeepSpeed writes them: {what}"
+        ) from error
+
+
 # -- files ---------------------------------------------------------------------------------------------------------------
 
 
@@ -207,10 +232,10 @@ def _tagged(path: Path, tag: str | None) -> Path:
             raise NoCheckpointError(
                 f"path: {path} has no file 'latest'; is it the folder that DeepSpeed saved to? Else pass tag="
             )
-        tag = latest.read_text().strip()
+        tag = latest.read_text(errors="replace").strip()
     if not isinstance(tag, str):
         raise TypeError(f"tag={tag!r} must be a string; pass tag={str(tag)!r}")
-    if not tag or Path(tag).name != tag or tag in (".", ".."):
+    if not tag or "\0" in tag or Path(tag).name != tag or tag in (".", ".."):
         raise ValueError(f"tag={tag!r} is no plain name of a folder in {path}")
     if not (path / tag).is_dir():
         raise NoCheckpointError(f"path: {path} has no checkpoint {tag!r}")
@@ -249,11 +274,13 @@ def _section(content: Any, file: Path) -> dict[str, Any]:
     return found
 
 
-def _flats(section: Mapping[str, Any], stage: int, file: Path) -> list[dict[str, Tensor]]:
+def _flats(section: Mapping[str, Any], stage: int) -> list[dict[str, Tensor]]:
     """A rank's flat tensors, each with the optimizer's states of its length."""
     masters: list[Tensor] = section["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"]
     found = []
-    for master, state in zip(masters, _states(section, stage, len(masters), file), strict=True):
+    for master, state in zip(masters, _states(section, stage, len(masters)), strict=True):
+        if master.dim() != 1 or not master.is_floating_point():
+            raise ValueError(f"a flat tensor is {master.dtype}{list(master.shape)}")
         kinds = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim() == 1}
         found.append({MASTER: master, **{key: value for key, value in kinds.items() if value.numel() >= master.numel()}})
     return found
@@ -263,12 +290,12 @@ def _base(section: Mapping[str, Any], stage: int) -> Any:
     return section["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
 
 
-def _states(section: Mapping[str, Any], stage: int, count: int, file: Path) -> list[dict[str, Any]]:
+def _states(section: Mapping[str, Any], stage: int, count: int) -> list[dict[str, Any]]:
     """The optimizer's states of a rank's flat tensors, empty before the first update."""
     base = _base(section, stage)
     states = base if isinstance(base, list) else [base["state"].get(i, {}) for i in range(count)]  # a list: elastic_checkpoint
     if len(states) != count:
-        raise DamagedError(f"path: {file} has {count} flat tensors, and states of {len(states)}")
+        raise ValueError(f"a rank has {count} flat tensors, and states of {len(states)}")
     return states
 
 
@@ -279,7 +306,10 @@ def _updates(section: Mapping[str, Any], stage: int) -> list[int]:
     states = base if isinstance(base, list) else [base["state"].get(i, {}) for i in range(count)]
     groups = [] if isinstance(base, list) else base["param_groups"]
     common = max([section.get("base_optimizer_state_step", 0), *(group.get("step", 0) for group in groups)])
-    return [int(state.get("step", common)) for state in states]
+    found = [int(state.get("step", common)) for state in states]
+    if min(found, default=0) < 0:
+        raise ValueError(f"the numbers of updates are {found}")
+    return found
 
 
 # -- which elements are where ----------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from functional_ds.base import tree
+from functional_ds.base.files import read_regular
 from functional_ds.modules.functional import Apply
 from functional_ds.sharding.sources import from_source
 
@@ -81,6 +82,8 @@ def open_files(path: Path) -> SafetensorsFiles:
 
 def _file(path: Path) -> SafetensorsFiles:
     safe_open, SafetensorError = _library()
+    if not path.is_file():  # opening a pipe would wait for a writer
+        raise ValueError(f"path: {path} is no file of bytes, but a pipe or a device")
     try:
         file = safe_open(path, framework="pt")
         tensors = {}
@@ -119,7 +122,7 @@ def _indexed(folder: Path, index: str = INDEX) -> SafetensorsFiles:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        where = json.loads(index.read_bytes())["weight_map"]
+        where = json.loads(read_regular(index))["weight_map"]
         wrong = not all(isinstance(name, str) and isinstance(file, str) for name, file in where.items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"path: {index} is damaged, or no index: {error!r}") from error

@@ -4,6 +4,7 @@ import copy
 import itertools
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from operator import is_
 from typing import Any
 
@@ -112,6 +113,7 @@ class Apply:
         self._written: dict[tuple[bool, ...], frozenset[str]] = {}  # by modes: the buffers that calls write
         self._watched = [vars(each) for each in self.module.modules()]
         self._seen = [dict(each) for each in self._watched]
+        self._values = [*itertools.chain.from_iterable(map(dict.values, self._watched))]
         self._changes: list[tuple[int, str, Any]] = []  # module by place, attribute, value
 
     @property
@@ -323,6 +325,11 @@ class Apply:
 
     def _notice(self) -> None:
         """Looks for attributes that have been set on ``module`` since the last call."""
+        values = [*itertools.chain.from_iterable(map(dict.values, self._watched))]
+        with suppress(RuntimeError):  # tensors of many elements are compared only where they are not the same
+            if values == self._values:  # quick: what is the same object is equal
+                return
+        self._values = values
         for place, (now, before) in enumerate(zip(self._watched, self._seen, strict=True)):
             if len(now) == len(before) and all(map(is_, now.values(), before.values())):
                 continue

@@ -21,6 +21,7 @@ import functional_ds as fds
 from functional_ds import comm
 from functional_ds import transforms as T
 from functional_ds.checkpointing import CheckpointError, DamagedError, NoCheckpointError, StructureError
+from functional_ds.interchange.deepspeed_files import load_pickle
 from functional_ds.state_dict.describe import describe
 from functional_ds.testing import assert_same
 from tests.interchange.zero_layout import DynamicLossScaler, Layout, values_of
@@ -303,6 +304,70 @@ def test_flat_tensors_that_are_too_short_are_refused(tmp_path: Path) -> None:
     torch.save(content, file)
     with pytest.raises(DamagedError, match="'b' ends at 53 of 5 elements"):
         fds.from_deepspeed(tmp_path, like=state)
+
+
+def places(content: Any, where: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The keys on the way to each part of a file's content."""
+    if isinstance(content, dict):
+        inner = [places(value, (*where, key)) for key, value in content.items()]
+    elif isinstance(content, (list, tuple)):
+        inner = [places(value, (*where, index)) for index, value in enumerate(content)]
+    else:
+        inner = []
+    return [*([where] if where else []), *(place for each in inner for place in each)]
+
+
+GONE = object()
+OTHERS: tuple[Any, ...] = (
+    GONE,
+    None,
+    -1,
+    7,
+    2**70,
+    0.5,
+    float("nan"),
+    "text",
+    [],
+    {},
+    [None],
+    {"a": None},
+    torch.zeros(()),
+    torch.zeros(1, 2),
+)
+
+
+@given(stage=st.sampled_from([1, 2, 3]), scaled=st.booleans(), data=st.data())
+def test_malformed_files_are_named(
+    tmp_path_factory: pytest.TempPathFactory, stage: int, scaled: bool, data: st.DataObject
+) -> None:
+    """Whatever part of a file is gone or something else: the state is read, or an error of this library's names the folder."""
+    scaler = DynamicLossScaler(cur_scale=2.0, cur_iter=3, last_overflow_iter=-1, cur_hysteresis=1, scale_window=2, dynamic=True)
+    layout = Layout(
+        stage, 2, [["a"], ["b"]], values_of({"a": [3], "b": [2]}), {"c": torch.ones(2)}, scaler=scaler if scaled else None
+    )
+    path = layout.write(tmp_path_factory.mktemp("ds"))
+    mixed = (T.mixed_precision("fp16", T.DynamicScale(2.0)),) if scaled else ()
+    params = {"a": torch.zeros(3), "b": torch.zeros(2), "c": nn.Parameter(torch.zeros(2), requires_grad=False)}
+    _, state = begun(params, mixed)
+    file = data.draw(st.sampled_from(sorted((path / "global_step3").iterdir())), label="file")
+    content = load_pickle(file)
+    where = data.draw(st.sampled_from(places(content)), label="where")
+    holder = content
+    for key in where[:-1]:
+        holder = holder[key]
+    new = data.draw(st.sampled_from(OTHERS), label="new")
+    if isinstance(holder, tuple):
+        return
+    if new is GONE:
+        del holder[where[-1]]
+    else:
+        holder[where[-1]] = new
+    torch.save(content, file.with_suffix(".new"))  # the tensors are mapped from the old file
+    file.with_suffix(".new").replace(file)
+    try:
+        fds.from_deepspeed(path, like=state)
+    except CheckpointError as error:
+        assert str(path) in str(error)  # noqa: PT017
 
 
 # -- DeepSpeed itself ----------------------------------------------------------------------------------------------------

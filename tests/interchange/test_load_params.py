@@ -1,6 +1,7 @@
 """``fds.load_params``: into any step's shards, no rank holding the whole; and files that are not what they should be."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -192,3 +193,10 @@ def test_an_index_that_does_not_fit_its_files_is_refused(tmp_path: Path) -> None
     index.mkdir()
     with pytest.raises(ValueError, match="is damaged, or no index"):
         fds.load_params(tmp_path, like=LIKE)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_a_pipe_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match="no file of bytes"):
+        fds.load_params(tmp_path, like={"a": torch.zeros(2)})

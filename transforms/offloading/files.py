@@ -12,7 +12,7 @@ from threading import Lock
 import attrs
 
 from functional_ds.base.direct_io import DirectFile, padded
-from functional_ds.base.files import FileLock, lock_folder, process_note, reserve
+from functional_ds.base.files import FileLock, lock_folder, open_regular, process_note, reserve
 from functional_ds.step.state import UpdateError
 
 __all__ = ["Extent", "OffloadError", "ScratchFolder", "VersionedFile", "check_folder"]
@@ -74,7 +74,7 @@ class VersionedFile:
     def _grow(self, versions: int) -> None:
         before, more = self._versions * self.nbytes, versions * self.nbytes
         try:
-            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = open_regular(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
             try:
                 reserve(fd, more, position=before)
             finally:
