@@ -62,7 +62,9 @@ def _check_op(leaf: Tensor, here: Here) -> None:
         raise ValueError(f"op={op!r} of a bool tensor: use max for 'any' and min for 'all', or cast it first")
     if op != "product" and leaf.dtype in _WITHOUT_ARITHMETIC:
         wide = "float32 or bfloat16" if leaf.is_floating_point() else "int32 or int64"
-        raise ValueError(f"op={op!r} of a tensor of {leaf.dtype}, which torch has no {op} for: cast it to {wide} first, or all_gather it")
+        raise ValueError(
+            f"op={op!r} of a tensor of {leaf.dtype}, which torch has no {op} for: cast it to {wide} first, or all_gather it"
+        )
 
 
 def _check_rank(name: str, here: Here) -> None:

@@ -1,4 +1,4 @@
-"""The end of a world: its calls under way are finished, or given up with a message, before its connections and the interpreter go.
+"""The end of a world: calls under way are finished, or given up with a message, before the connections and the interpreter go.
 
 An interpreter that exits ends a thread wherever it is, and torch aborts the process if that is in its C++ code. A message that
 nobody waits for gets lost with the process.
@@ -51,7 +51,9 @@ def finish(workers: Iterable[Worker], rank: int, break_off: Callable[[], None]) 
         return
     calls = [call for worker in late for call in worker.under_way]
     more = f", and {len(calls) - _SHOWN} more" if len(calls) > _SHOWN else ""
-    print(f"rank {rank} ends and gives up, after {grace} s, what is under way: {', '.join(calls[:_SHOWN])}{more}", file=sys.stderr)
+    if sys.stderr is not None:
+        named = ", ".join(calls[:_SHOWN])
+        sys.stderr.write(f"rank {rank} ends and gives up, after {grace} s, what is under way: {named}{more}\n")
     break_off()
     deadline = monotonic() + GRACE
     for worker in late:

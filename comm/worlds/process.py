@@ -113,6 +113,11 @@ def _dense(payload: Tensor) -> Tensor:
 Key = tuple[tuple[int, ...], str]
 
 
+def _default_backends() -> dict[str, str]:
+    """The default group's backends by kind of device."""
+    return dict(pair.split(":", 1) for pair in str(dist.get_backend_config()).split(","))  # cpu:gloo,cuda:nccl
+
+
 @attrs.define(eq=False, slots=False)
 class ProcessWorld(World):
     """The world of one process.
@@ -145,6 +150,7 @@ class ProcessWorld(World):
     over: str = ""
     finished: bool = False
     given_up: bool = False
+    _backends: dict[str, str] = attrs.field(factory=_default_backends)
     _batch: list[tuple[dist.P2POp, Started]] | None = None
 
     @cached_property
@@ -280,11 +286,6 @@ class ProcessWorld(World):
         return int(self.store.compare_set(f"functional_ds/tag/{name}", "", str(mine)))
 
     @cached_property
-    def _backends(self) -> dict[str, str]:
-        """The default group's backends by kind of device."""
-        return dict(pair.split(":", 1) for pair in str(dist.get_backend_config()).split(","))  # cpu:gloo,cuda:nccl
-
-    @cached_property
     def _supported(self) -> set[str]:
         """The kinds of devices whose tensors can be sent: CPU over Gloo, CUDA over NCCL."""
         return {kind for kind, backend in (("cpu", "gloo"), ("cuda", "nccl")) if self._backends.get(kind) == backend}
@@ -322,9 +323,9 @@ _WORLDS: dict[dist.ProcessGroup, Group] = {}  # at most one entry: torch's defau
 def process_world(timeout: timedelta = DEFAULT_TIMEOUT) -> Group | None:
     """The world of torch's default process group, or None where there is none; ``timeout`` is for calls under ``checked``."""
     pg = dist.group.WORLD
-    everyone = _WORLDS.get(pg)
+    everyone = None if pg is None else _WORLDS.get(pg)
     if everyone is None:
-        leave_process_world()  # torch's own destroy_process_group has ended it
+        leave_process_world()  # one that torch's own destroy_process_group has ended
         if pg is None:
             return None
         world = ProcessWorld(dist.get_rank(), pg.get_group_store(), pg, timeout)

@@ -16,7 +16,7 @@ __all__ = ["RngState", "drop_spare_normal", "kept_rng"]
 
 @attrs.frozen(eq=False)
 class RngState:
-    """The states of torch's default CPU generator, of ``random``, of NumPy's global generator, of ``warnings``; torch's default dtype.
+    """The states of torch's default CPU generator, ``random``, NumPy's generator, ``warnings``, and the default dtype.
 
     Grad mode and autocast need no care here: torch keeps them for each thread.
     """

@@ -166,6 +166,23 @@ def raises_and_destroys() -> None:
         comm.destroy_process_group()
 
 
+def raises_while_checked() -> None:
+    """Rank 1 has a call under way whose other ranks it waits for in the store."""
+    with comm.checked():
+        if comm.world().rank == 1:
+            KEPT.append(comm.all_reduce(torch.ones(3), comm.world().channel("late"), async_op=True))
+            raise FaultError("in a checked block")
+        comm.recv(torch.empty(3), 1)
+
+
+def caught_elsewhere() -> None:
+    """The rank that loses the other one ends by an exit code of its own."""
+    try:
+        receive_nobody_sends(then="raise")
+    except comm.CommError:
+        sys.exit(5)
+
+
 def plain(*, collectives: int = 50) -> None:
     """torch alone, for comparison."""
     for _ in range(collectives):
@@ -189,19 +206,19 @@ def plain_raise() -> None:
 
 
 def forked() -> None:
-    """A child that is no rank, and ends as a program does."""
+    """A child is no rank: it says so, and ends as a program does."""
     for _ in range(2):
         comm.all_reduce(torch.ones(LARGE), async_op=True).wait()
         KEPT.append(comm.irecv(torch.empty(3), 1 - comm.world().rank))
         child = os.fork()
         if child == 0:
-            KEPT.clear()
-            try:
-                comm.all_reduce(torch.ones(3))
-            except comm.CommError as error:
-                assert "forked" in str(error)
-                os._exit(0)
-            os._exit(1)
+            refused = 0
+            for call in (comm.barrier, KEPT.pop().wait, partial(comm.all_reduce, torch.ones(3))):
+                try:
+                    call()
+                except comm.CommError as error:
+                    refused += "this process was forked from that of rank" in str(error)
+            sys.exit(0 if refused == 3 and comm.world().size == 2 else 1)
         assert os.waitpid(child, 0)[1] == 0
         comm.send(torch.ones(3), 1 - comm.world().rank)
         assert KEPT.pop().wait().sum() == 3
@@ -253,6 +270,8 @@ ENDS: dict[str, End] = {
     "a large receive, and a raise": End(partial(receive_nobody_sends, then="raise", size=LARGE), 1, said=RAISED + GIVEN_UP),
     "a receive, and an exit": End(partial(receive_nobody_sends, then="exit"), 1, 7, GIVEN_UP),
     "a receive, and destroy": End(raises_and_destroys, 1, said=RAISED + GIVEN_UP),
+    "a checked block, and a raise": End(raises_while_checked, 1, said=(*RAISED, "all_reduce(op='sum') on 'world/late'")),
+    "a raise, caught elsewhere": End(caught_elsewhere, 1, said=RAISED),
     "a receive": End(partial(receive_nobody_sends, then="kept")),
     "a receive that is polled": End(partial(receive_nobody_sends, then="polled")),
     "a receive that is dropped": End(partial(receive_nobody_sends, then="dropped")),

@@ -39,7 +39,7 @@ def run(program: Callable[[], None], rank: int, folder: Path) -> None:
 
 
 def watch(pids: list[int]) -> tuple[list[int | None], int | None]:
-    """Exit codes, None for a rank that hangs; and the rank to blame, the first that is seen to fail. The others are then ended."""
+    """Exit codes, None for a rank that hangs; the rank to blame, the first that is seen to fail. The others are then ended."""
     codes: list[int | None] = [None] * len(pids)
     blamed, deadline = None, time.monotonic() + PATIENCE
     while None in codes and time.monotonic() < deadline:
