@@ -134,13 +134,13 @@ def in_inference_mode() -> Any:
                 partial(comm.scatter, src=0),
                 partial(comm.permute, perm=[(0, 1), (2, 2)]),
             ):
-                value = x.view(2, -1) if isinstance(call, partial) else x
+                value = x.view(4, -1) if isinstance(call, partial) else x
                 found.append(call(value))
                 found.append(call(value, async_op=True).wait())
                 after.append(call(value, async_op=True))
             sent = comm.isend(x, (rank + 1) % 4)
             found.append(comm.irecv(x, (rank - 1) % 4).wait())
-            after.append(sent)
+            sent.wait()
     found.extend(pending.wait() for pending in after)
     for result in found:
         result.add_(0)  # refused for a tensor of the mode
