@@ -387,4 +387,4 @@ def barrier(group: Group | None = None) -> None:
     [None, None]
     """
     group = resolve_group(group)
-    apply(Call(BARRIER), (torch.empty(0, device=group.world.device),), group, False)
+    apply(Call(BARRIER), (torch.empty(0, dtype=torch.float32, device=group.world.device),), group, False)

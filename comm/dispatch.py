@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from functional_ds.base import tree as pytree
+from functional_ds.base.marks import is_dtensor
 from functional_ds.base.torch_private import is_fake
 from functional_ds.comm.record.collective import Call, Handle, Here
 from functional_ds.comm.record.errors import CommError
@@ -87,7 +88,15 @@ class _StartedCall:
         return any(leaf.requires_grad for leaf in self.leaves)
 
 
+def _in_inference_mode() -> bool:
+    """In every world results are tensors outside of it, whichever thread makes them."""
+    return not torch.is_grad_enabled() and torch.is_inference_mode_enabled()
+
+
 def _start(call: Call, leaves: Sequence[Tensor], group: Group, *, async_op: bool, early: bool | None = None) -> _StartedCall:
+    if _in_inference_mode():
+        with torch.inference_mode(False), torch.no_grad():
+            return _start(call, leaves, group, async_op=async_op, early=early)
     row, here = call.collective, Here(call.options, group.rank, group.size)
     if group.rank < 0:
         raise CommError(f"{call.shown(-1)}: rank {world().rank} is not in {group!r}; only its ranks may call its collectives")
@@ -95,6 +104,8 @@ def _start(call: Call, leaves: Sequence[Tensor], group: Group, *, async_op: bool
         for leaf in leaves:
             if leaf.layout is not torch.strided:
                 raise ValueError(f"a tensor of layout {leaf.layout} cannot travel: pass leaf.to_dense(), or its parts")
+            if is_dtensor(leaf):
+                raise ValueError("a DTensor cannot travel: pass this rank's part, leaf.to_local(), or all, leaf.full_tensor()")
             row.check(leaf, here)
     except ValueError as error:
         raise ValueError(f"{call.shown(group.rank)} on rank {group.rank} of {group.name!r}: {error}") from None
@@ -119,6 +130,9 @@ def _outline(call: Call, leaf: Tensor, here: Here) -> Tensor:
 
 def _finish(started: Sequence[_StartedCall], group: Group) -> list[list[Tensor]]:
     """Waits for the calls' results. Differentiable calls become one node of the autograd graph."""
+    if _in_inference_mode():
+        with torch.inference_mode(False), torch.no_grad():
+            return _finish(started, group)
     smooth = [one for one in started if one.differentiable] if torch.is_grad_enabled() else []
     if not smooth:
         return [one.handle.wait() for one in started]

@@ -5,6 +5,7 @@ The laws are checked on a few fixed cases; each must hold in the library as it i
 
 import math
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import pairwise
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
@@ -202,6 +204,44 @@ def nothing_is_left_over() -> None:
 
     assert raises(comm.UnmatchedError, partial(comm.simulate, alone, world_size=2))
     assert raises(comm.DeadlockError, partial(comm.simulate, facing, world_size=2))
+
+
+def ranks_keep_their_settings() -> None:
+    """Warning filters and the default dtype that a rank sets are not the caller's, nor another rank's."""
+    before = [*warnings.filters]
+
+    def program() -> tuple[Any, torch.dtype]:
+        if rank():
+            warnings.simplefilter("ignore")
+            torch.set_default_dtype(torch.float64)
+        comm.barrier()
+        return warnings.filters[0], torch.get_default_dtype()
+
+    try:
+        first, _ = comm.simulate(program, world_size=2)
+        assert first == (before[0], torch.float32)
+        assert ([*warnings.filters], torch.get_default_dtype()) == (before, torch.float32)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        warnings.filters[:] = before  # type: ignore[index]
+
+
+def results_outlive_inference_mode() -> None:
+    """They may be written to after the mode, also alone."""
+    with torch.inference_mode():
+        at_once, later = comm.all_reduce(torch.ones(2)), comm.all_gather(torch.ones(2), async_op=True).wait()
+    assert not at_once.is_inference()
+    assert not later.is_inference()
+
+
+def a_destroyed_world_is_refused() -> None:
+    """Also where torch's own function has destroyed it."""
+    here = comm.init_distributed("gloo", world_size=1, rank=0)
+    try:
+        dist.destroy_process_group()
+        assert raises(comm.CommError, partial(comm.all_reduce, torch.ones(1), here))
+    finally:
+        comm.destroy_process_group()
 
 
 def shapes_count_as_values_do() -> None:
@@ -1230,6 +1270,21 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     ],
     (nothing_is_left_over,): [
         Bug("leftovers are forgotten", "comm.worlds.simulator", "if simulator.slots:", "if False:"),
+    ],
+    (ranks_keep_their_settings,): [
+        Bug("ranks share warning filters", "comm.worlds.rng_state", "filters=[*self.filters]", "filters=self.filters"),
+        Bug("the default dtype stays", "comm.worlds.rng_state", "torch.set_default_dtype(self.dtype)", "pass"),
+    ],
+    (results_outlive_inference_mode,): [
+        Bug(
+            "results belong to inference mode",
+            "comm.dispatch",
+            "return not torch.is_grad_enabled() and torch.is_inference_mode_enabled()",
+            "return False",
+        ),
+    ],
+    (a_destroyed_world_is_refused,): [
+        Bug("a destroyed world goes on", "comm.worlds.process", "or dist.group.WORLD is not self._everyone", ""),
     ],
     (shapes_count_as_values_do,): [
         Bug("a loop counts once", "comm.worlds.shapes", "ledger.multiply(before, times)", "ledger.multiply(before, 1)"),

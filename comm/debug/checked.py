@@ -51,7 +51,8 @@ def checked(timeout: timedelta | None = None) -> Iterator[None]:
         return
     seconds = _seconds(timeout, here)
     outer, here.checked_blocks = here.call_log, here.checked_blocks + 1
-    here.call_log = CallLog(here.rank, PrefixStore(f"functional_ds/checked/{here.checked_blocks}", here.store), seconds)
+    store = PrefixStore(f"functional_ds/checked/{here.checked_blocks}", here.store)
+    here.call_log = CallLog(here.rank, store, seconds, given_up=lambda: here.given_up)
     try:
         yield
         here.call_log.finish()
@@ -87,6 +88,8 @@ def monitored_barrier(group: Group | None = None, *, timeout: timedelta | None =
     if not isinstance(here, ProcessWorld) or group.rank < 0:
         barrier(group)
         return
+    if here.is_over:
+        here.refuse(Call(BARRIER), group)
     if here.barrier_log is None:
         here.barrier_log = CallLog(here.rank, PrefixStore("functional_ds/barriers", here.store), 0, False)
     log = here.call_log or here.barrier_log

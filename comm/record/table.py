@@ -45,6 +45,13 @@ def _nothing(like: Tensor, shape: Sequence[int]) -> Tensor:
     return like.new_zeros(()).expand(list(shape))
 
 
+_WITHOUT_ARITHMETIC = {
+    dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize == 1
+} | {torch.uint16, torch.uint32, torch.uint64}
+
+
 def _check_op(leaf: Tensor, here: Here) -> None:
     op = here["op"]
     if not isinstance(op, str) or op not in OPS:
@@ -53,6 +60,11 @@ def _check_op(leaf: Tensor, here: Here) -> None:
         raise ValueError(f"op={op!r} of a complex tensor ({leaf.dtype}): complex numbers have no order; use sum or product")
     if leaf.dtype == torch.bool and op in ("sum", "product"):
         raise ValueError(f"op={op!r} of a bool tensor: use max for 'any' and min for 'all', or cast it first")
+    if op != "product" and leaf.dtype in _WITHOUT_ARITHMETIC:
+        wide = "float32 or bfloat16" if leaf.is_floating_point() else "int32 or int64"
+        raise ValueError(
+            f"op={op!r} of a tensor of {leaf.dtype}, which torch has no {op} for: cast it to {wide} first, or all_gather it"
+        )
 
 
 def _check_rank(name: str, here: Here) -> None:

@@ -47,12 +47,14 @@ class CallLog:
         store: holds the ranks' entries; no request to it waits for another rank.
         timeout: seconds to wait for other ranks.
         everything: whether every call is logged. Then a missing rank is known to be in no collective.
+        given_up: whether waits end with an error at once.
     """
 
     rank: int
     store: Store
     timeout: float
     everything: bool = True
+    given_up: Callable[[], bool] = bool
     _turns: dict[str, int] = attrs.field(factory=dict)
     _open: set[str] = attrs.field(factory=set)
     _failures: list[Exception] = attrs.field(factory=list)
@@ -104,6 +106,8 @@ class CallLog:
         """Returns once all keys are in the store; raises when one of their ranks has left, or after the timeout."""
         began, pause, told = monotonic(), _MIN_PAUSE, False
         while not self.store.check(list(keys.values())):
+            if self.given_up():
+                raise CommError(f"rank {self.rank} has given up {mine.signature} on group {group.name!r} at {mine.site}")
             waited = monotonic() - began
             if waited > _REPORT_AFTER:
                 missing = [rank for rank, key in keys.items() if not self.store.check([key])]

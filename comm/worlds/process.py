@@ -1,13 +1,14 @@
 """Ranks as processes: collectives of CPU tensors are messages over Gloo, those of CUDA tensors are NCCL's own."""
 
-import weakref
+import atexit
+import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import cached_property
-from time import monotonic
-from typing import Any
+from functools import cached_property, partial
+from time import monotonic, sleep
+from typing import Any, NoReturn
 
 import attrs
 import torch
@@ -24,6 +25,7 @@ from functional_ds.comm.record.watched import WatchedInputs
 
 from .call_log import CallLog
 from .gloo import GLOO, Communicator, Started
+from .leaving import GRACE, ending_error, finish, follows_another_rank
 from .nccl import NCCL, CommunicatorKey
 from .worker import Performed, Posted, Queued, Worker
 
@@ -31,8 +33,8 @@ __all__ = ["DEFAULT_TIMEOUT", "ProcessWorld", "leave_process_world", "process_wo
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 _POSTED = 2**20  # bytes: smaller messages are posted by the caller's thread, which is faster than waking another
-_CLOSING = 1.0  # seconds for a thread to end once its world is left
-_TAGS = 2**30  # smaller tags are free for the program's own messages through torch
+_GONE = "its processes' group was destroyed; take a group of the new world, which comm.init_distributed() joins"
+_TAGS = 2**30  # that of no message; smaller tags are free for the program's own messages through torch
 
 
 @attrs.define(eq=False)
@@ -88,6 +90,8 @@ class _ProcessHandle:
         except CommError:
             raise
         except RuntimeError as error:  # from Gloo or NCCL: a time-out, or a rank that has ended
+            if isinstance(self.group.world, ProcessWorld):
+                self.group.world.lost = True
             signature = self.call.signature(self.tensors, self.here)
             raise CommError(
                 f"rank {self.group.rank} of {self.group.name!r} failed in {signature} at {call_site()}: {error}\n"
@@ -119,6 +123,11 @@ def _dense(payload: Tensor) -> Tensor:
 Key = tuple[tuple[int, ...], str]
 
 
+def _default_backends() -> dict[str, str]:
+    """The default group's backends by kind of device."""
+    return dict(pair.split(":", 1) for pair in str(dist.get_backend_config()).split(","))  # cpu:gloo,cuda:nccl
+
+
 @attrs.define(eq=False, slots=False)
 class ProcessWorld(World):
     """The world of one process.
@@ -133,9 +142,14 @@ class ProcessWorld(World):
         call_log: under ``checked()``, compares calls before they start.
         barrier_log: compares monitored barriers outside ``checked()``.
         checked_blocks: the number of ``checked()`` blocks so far.
+        lost: whether a call has failed because another rank was gone.
+        over: why no more calls can be made; empty before ``leave``.
+        finished: whether calls have no threads any more.
+        given_up: whether calls under way fail.
     """
 
     store: Store
+    _everyone: dist.ProcessGroup
     timeout: timedelta = DEFAULT_TIMEOUT
     adopted: dict[Key, dist.ProcessGroup] = attrs.field(factory=dict)
     communicators: dict[CommunicatorKey, dist.ProcessGroup] = attrs.field(factory=dict)
@@ -144,9 +158,13 @@ class ProcessWorld(World):
     call_log: CallLog | None = None
     barrier_log: CallLog | None = None
     checked_blocks: int = 0
+    lost: bool = False
+    over: str = ""
+    finished: bool = False
+    given_up: bool = False
+    _backends: dict[str, str] = attrs.field(factory=_default_backends)
     _streams: dict[tuple[Any, ...], Any] = attrs.field(factory=dict)  # of chains, by lane and device
     _batch: list[tuple[CommunicatorKey, Started, Callable[[], Started]]] | None = None
-    _left: bool = False
 
     @cached_property
     def device(self) -> torch.device:
@@ -154,9 +172,8 @@ class ProcessWorld(World):
         return torch.device("cpu" if "cpu" in self._backends else "cuda")
 
     def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, async_op: bool) -> Handle:
-        if self._left:
-            shown = call.shown(group.rank)
-            raise CommError(f"{shown} on {group!r}: its processes' group was destroyed; take a group of the new world")
+        if self.is_over:
+            self.refuse(call, group)
         here, pack = Here(call.options, group.rank, group.size), call.collective.pack
         agreed = self.call_log.announce(call, tensors, group, here) if self.call_log else None
         parts = []
@@ -181,9 +198,10 @@ class ProcessWorld(World):
     ) -> Performed | Posted | Queued:
         comm, worker = self._worker(group, call.collective.order(call.options))
         primitive = GLOO[call.collective.primitive]
+        shown = partial(call.shown, group.rank)
         small = payload.numel() * payload.element_size() <= _POSTED
         if async_op and agreed is None and small and call.collective.primitive == "transfer" and worker.idle:
-            return Posted(worker, primitive(comm, payload, call.options).wait)
+            return Posted(worker, shown, primitive(comm, payload, call.options).wait)
 
         def job() -> Tensor:
             if agreed is not None:
@@ -192,7 +210,7 @@ class ProcessWorld(World):
 
         # A call that is waited for at once runs on the caller's thread, unless earlier calls are queued. It runs to its end
         # there, as it would on the worker, so that the group's messages keep one order on all ranks.
-        return worker.submit(job) if async_op or not worker.idle else worker.perform(job)
+        return worker.submit(job, shown) if async_op or not worker.idle else worker.perform(job)
 
     def _start_nccl(
         self, call: Call, group: Group, payload: Tensor, agreed: Callable[[], None] | None, async_op: bool
@@ -249,22 +267,49 @@ class ProcessWorld(World):
                 with at_site(site):
                     return last(steps())
 
-            return self._worker(lane, "beside")[1].submit(job)
+            return self._worker(lane, "beside")[1].submit(job, lambda: f"a chain of collectives beside {lane!r}")
         key = (lane.ranks, lane.name, device)
         if key not in self._streams:
             self._streams[key] = torch.cuda.Stream(device)
         return SideStream.run(steps, self._streams[key])
 
-    def __attrs_post_init__(self) -> None:
-        weakref.finalize(self, _close, self.workers)  # before the interpreter exits, too
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no more calls can be made."""
+        return bool(self.over) or dist.group.WORLD is not self._everyone
+
+    def refuse(self, call: Call, group: Group) -> NoReturn:
+        """Raises CommError: the world is over."""
+        raise CommError(f"{call.shown(group.rank)} on {group!r}: {self.over or _GONE}")
 
     def leave(self) -> None:
         """Makes every later call on this world's groups raise."""
-        self._left = True
+        self.over = self.over or _GONE
         self.communicators.clear()
-        _close(self.workers)
+        self.finish()
         self.workers.clear()
         self.adopted.clear()
+
+    def finish(self) -> None:
+        """Ends the threads; from now on calls run on their callers' threads."""
+        self.finished = True
+        finish([worker for _, worker in self.workers.values()], self.rank, self._break_off)
+
+    def disown(self) -> None:
+        """Makes every call raise: this process was forked from the rank's, and has neither its threads nor its connections."""
+        self.over = f"this process was forked from that of rank {self.rank} and is no rank: call it in the rank's own process"
+        for _, worker in self.workers.values():
+            worker.disown(CommError(f"a call of rank {self.rank} is waited for: {self.over}"))
+        self.workers.clear()
+
+    def _break_off(self) -> None:
+        """Gloo closes all connections of a process group when a wait for one message times out."""
+        self.given_up = True
+        other = (self.rank + 1) % self._everyone.size()
+        with suppress(RuntimeError):
+            self._everyone.recv([torch.empty(1, dtype=torch.uint8)], other, _TAGS).wait(timedelta(milliseconds=1))
 
     # -- transports ----------------------------------------------------------------------------------------------------
 
@@ -273,25 +318,14 @@ class ProcessWorld(World):
         found = self.workers.get(key)
         if found is None:
             tag = self._tag(repr(key)) if group.size > 1 else 0
-            found = self.workers[key] = Communicator(self._everyone, group.ranks, group.rank, tag), Worker(group.name)
+            found = self.workers[key] = Communicator(self._everyone, group.ranks, group.rank, tag), Worker(group)
+            found[1].closed = self.finished
         return found
 
     def _tag(self, name: str) -> int:
         """A number for the name. The first rank that asks sets it, and all others get the same; no rank waits."""
         mine = _TAGS + self.store.add("functional_ds/tags", 1)
         return int(self.store.compare_set(f"functional_ds/tag/{name}", "", str(mine)))
-
-    @cached_property
-    def _everyone(self) -> dist.ProcessGroup:
-        pg = dist.group.WORLD
-        if pg is None:
-            raise CommError("torch's default process group is gone; call comm.init_distributed()")
-        return pg
-
-    @cached_property
-    def _backends(self) -> dict[str, str]:
-        """The default group's backends by kind of device."""
-        return dict(pair.split(":", 1) for pair in str(dist.get_backend_config()).split(","))  # cpu:gloo,cuda:nccl
 
     @cached_property
     def _supported(self) -> set[str]:
@@ -329,31 +363,49 @@ class ProcessWorld(World):
         return new_process_group(ranks, name, timeout=self.timeout, device=device)
 
 
-def _close(workers: dict[tuple[Key, Hashable], tuple[Communicator, Worker]]) -> None:
-    """Ends the threads of a world."""
-    for _, worker in workers.values():
-        worker.close(_CLOSING)
-
-
 _WORLDS: dict[dist.ProcessGroup, Group] = {}  # at most one entry: torch's default process group and its world
 
 
 def process_world(timeout: timedelta = DEFAULT_TIMEOUT) -> Group | None:
     """The world of torch's default process group, or None where there is none; ``timeout`` is for calls under ``checked``."""
     pg = dist.group.WORLD
-    if pg is None:
-        return None
-    everyone = _WORLDS.get(pg)
+    everyone = None if pg is None else _WORLDS.get(pg)
     if everyone is None:
-        leave_process_world()
-        world = ProcessWorld(dist.get_rank(), pg.get_group_store(), timeout)
+        leave_process_world()  # one that torch's own destroy_process_group has ended
+        if pg is None:
+            return None
+        world = ProcessWorld(dist.get_rank(), pg.get_group_store(), pg, timeout)
         everyone = _WORLDS[pg] = world.adopt(pg, "world")
+        atexit.register(_end)
     return everyone
 
 
 def leave_process_world() -> None:
     """Closes the world of torch's default process group, if there is one."""
-    for everyone in _WORLDS.values():
-        if isinstance(everyone.world, ProcessWorld):
-            everyone.world.leave()
+    for world in _worlds():
+        world.leave()
     _WORLDS.clear()
+
+
+def _worlds() -> list[ProcessWorld]:
+    return [everyone.world for everyone in _WORLDS.values() if isinstance(everyone.world, ProcessWorld)]
+
+
+def _end() -> None:
+    """Before the interpreter ends. A rank that ends since it has lost another one gives that one time to end first.
+
+    A launcher that finds both at an end would take either for the one to blame.
+    """
+    lost = follows_another_rank(ending_error()) or any(world.lost for world in _worlds())
+    for world in _worlds():
+        world.finish()
+    if lost:
+        sleep(GRACE)
+
+
+def _forked() -> None:
+    for world in _worlds():
+        world.disown()
+
+
+os.register_at_fork(after_in_child=_forked)

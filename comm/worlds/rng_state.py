@@ -1,4 +1,4 @@
-"""State that belongs to the process, and of which each simulated rank has its own: random generators and warning filters."""
+"""State of the process of which each simulated rank has its own: random generators, warning filters, the default dtype."""
 
 import random
 import warnings
@@ -16,7 +16,7 @@ __all__ = ["RngState", "drop_spare_normal", "kept_rng"]
 
 @attrs.frozen(eq=False)
 class RngState:
-    """The states of torch's default CPU generator, of ``random``, of NumPy's global generator, and of ``warnings``.
+    """The states of torch's default CPU generator, ``random``, NumPy's generator, ``warnings``, and the default dtype.
 
     Grad mode and autocast need no care here: torch keeps them for each thread.
     """
@@ -24,36 +24,44 @@ class RngState:
     torch_state: Tensor
     python_state: Any
     numpy_bits: Any
-    warning_state: tuple[Any, ...]
+    filters: list[Any]
+    show: tuple[Any, ...]
+    dtype: torch.dtype
 
     @classmethod
     def now(cls) -> "RngState":
         """The current state."""
-        filters = (warnings.filters, warnings.showwarning, warnings._showwarnmsg_impl)  # type: ignore[attr-defined]
-        return cls(torch.get_rng_state(), random.getstate(), mtrand.get_bit_generator(), filters)
+        show = (warnings.showwarning, warnings._showwarnmsg_impl)  # type: ignore[attr-defined]
+        filters: list[Any] = warnings.filters  # type: ignore[assignment]  # a list, which is changed in place
+        bits = mtrand.get_bit_generator()
+        return cls(torch.get_rng_state(), random.getstate(), bits, filters, show, torch.get_default_dtype())
 
     def copies(self, count: int) -> "list[RngState]":
-        """Independent copies. NumPy's generator is an object and gets copied; the other states are values."""
+        """Independent copies. NumPy's generator and the filters are objects and get copied; the other states are values."""
         kind, state = type(self.numpy_bits), self.numpy_bits.state
         found = [kind(0) for _ in range(count)]
         for bits in found:
             bits.state = state
-        return [attrs.evolve(self, numpy_bits=bits) for bits in found]
+        return [attrs.evolve(self, numpy_bits=bits, filters=[*self.filters]) for bits in found]
 
     def restore(self) -> None:
-        """Sets the process's generators and filters to this state."""
+        """Sets the process's generators, filters and default dtype to this state."""
         torch.set_rng_state(self.torch_state)
         random.setstate(self.python_state)
         mtrand.set_bit_generator(self.numpy_bits)
-        if warnings.filters is not self.warning_state[0] or warnings.showwarning is not self.warning_state[1]:
-            warnings.filters, warnings.showwarning, warnings._showwarnmsg_impl = self.warning_state  # type: ignore[attr-defined]
+        if torch.get_default_dtype() is not self.dtype:
+            torch.set_default_dtype(self.dtype)
+        warnings.showwarning, warnings._showwarnmsg_impl = self.show  # type: ignore[attr-defined]
+        others, warnings.filters = warnings.filters, self.filters
+        if others != self.filters:  # otherwise modules may remember which warnings they have shown
             warnings._filters_mutated()  # type: ignore[attr-defined]
 
 
 @contextmanager
 def kept_rng() -> Iterator[RngState]:
-    """Restores the state when the block ends; yields it."""
+    """Yields the state, and restores it when the block ends, which has a copy of it."""
     now = RngState.now()
+    now.copies(1)[0].restore()
     try:
         yield now
     finally:

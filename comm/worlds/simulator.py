@@ -7,6 +7,7 @@ continue, the simulator knows who waits for whom.
 What a rank does beside its program (``World.beside``) has threads of its own, one a lane, which take part in the schedule.
 """
 
+import ctypes
 import random
 import threading
 from collections import deque
@@ -31,6 +32,7 @@ from .shapes import run_on_shapes
 
 __all__ = ["SimulatedWorld", "simulate"]
 
+_PATIENCE = 1.0  # seconds for the ranks to end when the caller is interrupted
 _MAX_FRUITLESS_POLLS = 10_000  # after which a program that only polls is reported as a deadlock
 
 T = TypeVar("T")
@@ -172,6 +174,8 @@ class Simulator:
         self.rng_states = RngState.now().copies(world_size)
         self.failure: BaseException | None = None
         self.over = threading.Event()
+        self.running: int | None = None
+        self.abandoned = False
 
     # -- what a rank calls while it holds the baton --------------------------------------------------------------------
 
@@ -244,9 +248,20 @@ class Simulator:
         """Passes the baton to the successor; returns when it is back."""
         if successor != rank:
             self.rng_states[rank] = RngState.now()
-            self.batons[successor].release()
-            self.batons[rank].acquire()
-            self.rng_states[rank].restore()
+            self.pass_to(successor)
+            self.take(rank)
+
+    def take(self, rank: int) -> None:
+        """Waits for the baton."""
+        self.batons[rank].acquire()
+        if self.abandoned:  # the process is its caller's again
+            raise _AbortedError
+        self.rng_states[rank].restore()
+
+    def pass_to(self, successor: int) -> None:
+        """Lets the successor run."""
+        self.running = successor
+        self.batons[successor].release()
 
     # -- the schedule --------------------------------------------------------------------------------------------------
 
@@ -270,7 +285,15 @@ class Simulator:
             self.failure = self.failure or DeadlockError(self.describe())
             successor = self.pick()
         if successor is not None:
-            self.batons[successor].release()
+            self.pass_to(successor)
+
+    def interrupt(self, threads: Sequence[threading.Thread]) -> None:
+        """Ends the ranks: the one that runs at its next line of Python. If that takes long, they end later, by themselves."""
+        rank = self.running
+        if rank is not None and rank in self.unfinished:
+            ident, error = ctypes.c_ulong(threads[rank].ident or 0), ctypes.py_object(_AbortedError)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, error)
+        self.abandoned = not self.over.wait(_PATIENCE)
 
     # -- beside the program --------------------------------------------------------------------------------------------
 
@@ -362,8 +385,8 @@ def simulate(
     Law: if ranks communicate through collectives only, the result does not depend on ``seed``, and equals that of ``spawn``
     bit for bit.
 
-    Each rank has its own default torch generator, Python and NumPy generators and warning filters. They start as copies of
-    the caller's, which do not change.
+    Each rank has its own default torch generator, Python and NumPy generators, warning filters and default dtype. They start as
+    copies of the caller's, which do not change. Ctrl-C ends the ranks where they are.
 
     Args:
         program: what each rank runs.
@@ -400,10 +423,9 @@ def simulate(
     results: list[T | None] = [None] * world_size
 
     def run(rank: int) -> None:
-        simulator.batons[rank].acquire()
-        simulator.rng_states[rank].restore()
         torch.set_num_threads(1)  # one rank runs at a time, and each thread would start a pool of its own
         try:
+            simulator.take(rank)
             # Autograd without threads: a backward pass stays on its rank's thread.
             own_rules = None if device_rules is None else RankRules(rank, device_rules)
             world = SimulatedWorld(rank, simulator, threads={threading.get_ident(): rank}, rules=own_rules)
@@ -424,14 +446,14 @@ def simulate(
         try:
             for worker in workers:
                 worker.start()
-            simulator.batons[simulator.random.randrange(world_size)].release()
+            simulator.pass_to(simulator.random.randrange(world_size))
             simulator.over.wait()
-        except BaseException as error:  # KeyboardInterrupt: the ranks end at their next collective
+        except BaseException as error:  # KeyboardInterrupt
             simulator.failure = simulator.failure or error
-            simulator.over.wait()
+            simulator.interrupt(workers)
             raise
         finally:
-            for worker in workers:
+            for worker in [] if simulator.abandoned else workers:
                 worker.join()
             simulator.end_lanes()
             torch.set_num_threads(threads)

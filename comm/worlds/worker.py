@@ -3,14 +3,17 @@
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import RLock, Thread, current_thread
 from time import perf_counter
 from typing import Any
+from weakref import ReferenceType, ref
 
 import attrs
 from torch import Tensor
+
+from functional_ds.comm.record.errors import CommError
+from functional_ds.comm.record.group import Group
 
 __all__ = ["Performed", "Posted", "Queued", "Worker"]
 
@@ -22,6 +25,7 @@ _IDLE = 5.0  # seconds: a thread without jobs ends after these; the next job sta
 class Queued:
     """A job in the worker's queue."""
 
+    worker: "Worker"
     future: "Future[tuple[Any, float]]"
 
     @property
@@ -31,10 +35,12 @@ class Queued:
 
     def wait(self) -> Any:
         """Returns its result or raises its error."""
+        self.worker.check()
         return self.future.result()[0]
 
     def poll(self, timeout: float) -> bool:
         """Whether it has ended; waits up to ``timeout`` seconds for that."""
+        self.worker.check()
         return bool(wait_for([self.future], timeout).done)
 
 
@@ -65,16 +71,20 @@ class Posted:
     """
 
     worker: "Worker"
+    shown: Callable[[], str]
     finish: Callable[[], Tensor]
     ended: float | None = None
     _looked: Queued | None = None
-    _waited: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        self.worker.posted[id(self)] = ref(self)
 
     def wait(self) -> Tensor:
         """Returns its result or raises its error."""
         if self._looked is not None:
             return self._looked.wait()  # type: ignore[no-any-return]
-        self._waited = True
+        self.worker.check()
+        self.worker.posted.pop(id(self), None)
         result = self.finish()
         self.ended = perf_counter()
         return result
@@ -83,48 +93,68 @@ class Posted:
         """Whether it has ended; waits up to ``timeout`` seconds for that."""
         if self.ended is not None:
             return True
-        if self._looked is None:
-            self._looked = self.worker.submit(self.finish)
-        if self._looked.poll(timeout):
-            self.ended = self._looked.ended
+        looked = self.look()
+        if looked.poll(timeout):
+            self.ended = looked.ended
             return True
         return False
 
+    def look(self) -> Queued:
+        """Makes the worker wait for it."""
+        if self._looked is None:
+            self.worker.posted.pop(id(self), None)
+            self._looked = self.worker.submit(self.finish, self.shown)
+        return self._looked
+
     def __del__(self) -> None:
-        if not self._waited and self._looked is None:
-            with suppress(RuntimeError):  # at the interpreter's end no thread can be started
-                self.worker.submit(self.finish)
+        if self.worker.posted.pop(id(self), None) is not None and not self.worker.closed:
+            self.worker.submit(self.finish, self.shown)
 
 
 class Worker:
-    """Runs jobs in order on a thread of its own.
+    """Runs a group's jobs in order on a thread of its own.
 
     Posting a message can block for milliseconds on Gloo's lock, and the second round of an all-reduce starts when the first one
     ends. On a separate thread neither delays the caller.
+
+    Attributes:
+        posted: the messages that the caller's thread has posted and not waited for.
+        closed: whether there is no thread any more; a job is then run by who submits it.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, group: Group) -> None:
+        self._group = group
         self._lock = RLock()  # reentrant: a record that is dropped under it submits a job
         self._jobs: SimpleQueue[tuple[Callable[[], Any], Future[tuple[Any, float]]] | None] = SimpleQueue()
-        self._given = self._done = 0
-        self._name = name
+        self._under_way: dict[Future[tuple[Any, float]], Callable[[], str]] = {}
         self._thread: Thread | None = None
+        self._disowned: CommError | None = None
+        self.posted: dict[int, ReferenceType[Posted]] = {}
+        self.closed = False
 
     @property
     def idle(self) -> bool:
         """Whether all jobs are done."""
-        return self._given == self._done
+        return not self._under_way
 
-    def submit(self, job: Callable[[], Any]) -> Queued:
-        """Queues a job."""
+    @property
+    def under_way(self) -> list[str]:
+        """The calls whose jobs are not done, as text."""
+        return [f"{shown()} on {self._group.name!r}" for shown in [*self._under_way.values()]]
+
+    def submit(self, job: Callable[[], Any], shown: Callable[[], str]) -> Queued:
+        """Queues a job, which is part of the call that ``shown`` gives as text."""
         future: Future[tuple[Any, float]] = Future()
         with self._lock:
-            self._given += 1
-            self._jobs.put((job, future))
-            if self._thread is None:
-                self._thread = Thread(target=self._run, daemon=True, name=f"worker {self._name}")
-                self._thread.start()
-        return Queued(future)
+            self._under_way[future] = shown
+            if not self.closed:
+                self._jobs.put((job, future))
+                if self._thread is None:
+                    self._thread = Thread(target=self._run, daemon=True, name=f"worker {self._group.name}")
+                    self._thread.start()
+                return Queued(self, future)
+        self._carry_out(job, future)
+        return Queued(self, future)
 
     def perform(self, job: Callable[[], Tensor]) -> Performed:
         """Runs a job on the caller's thread; the worker must be idle."""
@@ -134,18 +164,32 @@ class Worker:
             result = error
         return Performed(result, perf_counter())
 
-    def close(self, timeout: float) -> None:
-        """Ends the thread after the jobs so far.
+    def close(self) -> None:
+        """Lets the thread end after the jobs so far and all messages that are posted."""
+        for reference in [*self.posted.values()]:
+            posted = reference()
+            if posted is not None:
+                posted.look()
+        with self._lock:
+            self.closed = True
+            self._jobs.put(None)
 
-        An interpreter that exits ends a thread wherever it is, and torch aborts the process if that is in its C++ code.
-
-        Args:
-            timeout: the seconds to wait for the thread, which may wait for another rank.
-        """
+    def join(self, timeout: float) -> bool:
+        """Waits up to ``timeout`` seconds for the thread of a closed worker; returns whether it has ended."""
         thread = self._thread
         if thread is not None and thread is not current_thread():
-            self._jobs.put(None)
-            thread.join(timeout)
+            thread.join(max(0.0, timeout))
+        return self._thread is None
+
+    def disown(self, error: CommError) -> None:
+        """Closes the worker of a forked process, which has no such thread: waits raise the error from now on."""
+        self.closed, self._disowned = True, error
+        self.posted.clear()
+
+    def check(self) -> None:
+        """Raises the error of a worker that a forked process has from its parent."""
+        if self._disowned is not None:
+            raise self._disowned
 
     def _run(self) -> None:
         while True:
@@ -159,11 +203,12 @@ class Worker:
                         self._thread = None
                         return
                 continue
-            job, future = found
-            del found
-            try:
-                future.set_result((job(), perf_counter()))
-            except BaseException as error:  # raised again by ``wait``
-                future.set_exception(error)
-            self._done += 1
-            del job, future  # otherwise the last result stays in memory until the next job
+            self._carry_out(*found)
+            del found  # otherwise the last result stays in memory until the next job
+
+    def _carry_out(self, job: Callable[[], Tensor], future: "Future[tuple[Tensor, float]]") -> None:
+        try:
+            future.set_result((job(), perf_counter()))
+        except BaseException as error:  # raised again by ``wait``
+            future.set_exception(error)
+        del self._under_way[future]

@@ -1,6 +1,7 @@
 """What leaves are marked with: whether the optimizer moves them, in which dtype they are stored, to what they belong."""
 
 import re
+import sys
 import weakref
 from typing import Any
 
@@ -13,6 +14,7 @@ __all__ = [
     "ORIGIN",
     "ModuleRef",
     "freeze",
+    "is_dtensor",
     "is_trainable",
     "like_marked",
     "mark_module",
@@ -32,6 +34,14 @@ def is_trainable(leaf: Tensor) -> bool:
     if not (leaf.is_floating_point() or leaf.is_complex()):
         return False
     return type(leaf) is Tensor or leaf.requires_grad or not isinstance(leaf, nn.Parameter)  # the cheapest first
+
+
+def is_dtensor(leaf: Tensor) -> bool:
+    """Whether a tensor is a DTensor, which torch lays over a mesh of its own."""
+    if type(leaf) in (Tensor, nn.Parameter):
+        return False
+    tensors = sys.modules.get("torch.distributed.tensor")  # slow to import, and imported where there is a DTensor
+    return tensors is not None and isinstance(leaf, tensors.DTensor)
 
 
 def trainable(params: Any) -> list[Tensor]:

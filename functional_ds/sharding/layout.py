@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from functional_ds.base import tree
-from functional_ds.base.marks import is_trainable, like_marked, part_of, stored_in
+from functional_ds.base.marks import is_dtensor, is_trainable, like_marked, part_of, stored_in
 
 from .grouping import UnitOf, unit_names
 from .sources import home, piece
@@ -131,9 +131,18 @@ class Layout:
             unit_of: names the unit of a path, by default its block (``fds.units.by_block``).
             persistent: tells which leaves stay whole; they get segments of their own.
             owned: gives each whole unit to one rank: the largest unit first, each to the rank that owns least so far.
+
+        Raises:
+            TypeError: a leaf is no tensor, or a DTensor.
         """
         leaves = tree.tensors(params, "params")
         paths = tuple(path for path, _ in tree.named(params))
+        for path, leaf in zip(paths, leaves, strict=True):
+            if is_dtensor(leaf):
+                raise TypeError(
+                    f"params: the leaf {path!r} is a DTensor, which torch has cut over a mesh of its own; pass whole tensors, "
+                    "leaf.full_tensor(), and the transforms cut them"
+                )
         place = {path: index for index, path in enumerate(paths)}
         written = {path: leaves[place[path]] for path in tree.as_written(params)}  # as a model uses its leaves, more or less
         members: dict[tuple[str | None, str], dict[_Kind, list[int]]] = {}

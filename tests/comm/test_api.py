@@ -45,6 +45,21 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], Message]] = {
         ValueError,
         "op='product' of a bool tensor",
     ),
+    "sum of float8": (
+        lambda: comm.all_reduce(ONES.to(torch.float8_e4m3fn)),
+        ValueError,
+        "op='sum' of a tensor of torch.float8_e4m3fn, which torch has no sum for: cast it to float32 or bfloat16 first",
+    ),
+    "avg of float8": (
+        lambda: comm.reduce_scatter(ONES.to(torch.float8_e5m2), op="avg"),
+        ValueError,
+        "of a tensor of torch.float8_e5m2, which torch has no sum for",
+    ),
+    "max of uint32": (
+        lambda: comm.reduce(ONES.to(torch.uint32), op="max"),
+        ValueError,
+        "op='max' of a tensor of torch.uint32, which torch has no max for: cast it to int32 or int64 first",
+    ),
     "avg of integers": (
         lambda: comm.all_reduce({"a": ONES, "b": ONES.int()}, op="avg"),
         ValueError,

@@ -1,15 +1,21 @@
 """Joining and leaving worlds of processes, groups of some ranks, and asking where one is."""
 
 import re
+import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
+import functional_ds as fds
 from functional_ds import comm
+from functional_ds import transforms as T
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -148,6 +154,40 @@ def test_a_group_of_a_world_that_was_left_raises() -> None:
             with pytest.raises(comm.CommError, match=r"all_reduce\(op='sum'\) on Group.*was destroyed; take a group of"):
                 comm.all_reduce(torch.tensor(1), group)
     assert comm.all_reduce(torch.tensor(1)).item() == 1
+
+
+def test_a_group_raises_after_torchs_own_destroy_process_group() -> None:
+    """As after ours: collectives, messages and barriers, also once another world was joined."""
+    here = comm.init_distributed("gloo", world_size=1, rank=0)
+    some, channel = comm.new_group([0], "some"), here.channel("other")
+    late = comm.all_reduce(torch.tensor(1), channel, async_op=True)
+    dist.destroy_process_group()
+    for again in (False, True):
+        if again:
+            comm.init_distributed("gloo", world_size=1, rank=0)
+        for group in (here, some, channel):
+            for call in (partial(comm.all_reduce, torch.tensor(1)), comm.monitored_barrier, comm.barrier):
+                with pytest.raises(comm.CommError, match=r"on Group.*was destroyed; take a group of the new world"):
+                    call(group=group)
+    assert comm.all_reduce(torch.tensor(1)).item() == late.wait().item() == 1
+
+
+@pytest.mark.parametrize("call", [comm.barrier, comm.monitored_barrier, partial(comm.broadcast_object, 1)])
+def test_a_first_call_after_torchs_own_destroy_process_group_raises(call: Callable[..., Any]) -> None:
+    here = comm.init_distributed("gloo", world_size=1, rank=0)
+    dist.destroy_process_group()
+    with pytest.raises(comm.CommError, match=r"on Group.*was destroyed; take a group of the new world"):
+        call(group=here)
+
+
+def test_torchs_own_destroy_process_group_ends_the_threads() -> None:
+    """As soon as anybody asks for the world; nothing is said, since nothing is under way."""
+    here = comm.init_distributed("gloo", world_size=1, rank=0)
+    comm.all_reduce(torch.tensor(1), here.channel("other"), async_op=True)
+    assert [thread.name for thread in threading.enumerate() if "worker" in thread.name] == ["worker world/other"]
+    dist.destroy_process_group()
+    assert comm.world().world is not here.world
+    assert not [thread.name for thread in threading.enumerate() if "worker" in thread.name]
 
 
 def test_leaving_no_world_does_nothing() -> None:
@@ -330,3 +370,18 @@ def test_processes_leave_and_join_again(tmp_path: Path) -> None:
             assert (place, same, ranks) == ((r + turn) % 3, False, [0, 1, 2] if turn == 0 else [2, 0, 1])
             assert refused is True
             assert came == (r - 1) % 3
+
+
+def test_a_dtensor_is_refused_by_name() -> None:
+    """By collectives, and by steps that cut params; a step alone takes it, as torch does."""
+    comm.init_distributed("gloo", world_size=1, rank=0)
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    leaf = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    with pytest.raises(ValueError, match=r"a DTensor cannot travel: pass this rank's part, leaf.to_local\(\), or"):
+        comm.all_gather([torch.ones(1), leaf])
+    assert comm.all_gather(leaf.to_local()).tolist() == [1.0] * 4
+    for stage in range(4):
+        step = T.zero(stage)(fds.train_step(lambda p, x: (p["w"] * x).sum(), fds.sgd(0.1)))
+        with pytest.raises(TypeError, match=r"params: the leaf 'w' is a DTensor.*pass whole tensors, leaf.full_tensor\(\)"):
+            step.init({"w": leaf})
+        assert step.params(step.init({"w": leaf.full_tensor()}))["w"].tolist() == [1.0] * 4

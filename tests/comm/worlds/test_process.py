@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -119,6 +120,35 @@ def gradients() -> Any:
     return x.grad
 
 
+def in_inference_mode() -> Any:
+    """Whether results are tensors of the mode, at once, later, and after it; with and without threads."""
+    rank, found, after = comm.world().rank, [], []
+    with torch.inference_mode():
+        for size in (4, 400_000):
+            x = torch.ones(size) * (rank + 1)
+            for call in (
+                comm.all_reduce,
+                comm.all_gather,
+                comm.reduce_scatter,
+                comm.broadcast,
+                partial(comm.all_gather, dim=1),
+                partial(comm.all_gather, uneven=True),
+                partial(comm.scatter, src=0),
+                partial(comm.permute, perm=[(0, 1), (2, 2)]),
+            ):
+                value = x.view(4, -1) if isinstance(call, partial) else x
+                found.append(call(value))
+                found.append(call(value, async_op=True).wait())
+                after.append(call(value, async_op=True))
+            sent = comm.isend(x, (rank + 1) % 4)
+            found.append(comm.irecv(x, (rank - 1) % 4).wait())
+            sent.wait()
+    found.extend(pending.wait() for pending in after)
+    for result in found:
+        result.add_(0)  # refused for a tensor of the mode
+    return [result.sum() for result in found]
+
+
 def alone_on_an_axis() -> Any:
     """Every row of the table over a group of one."""
     drawn = [case for case in cases.draw(30, 1, seed=1) if not case.special]
@@ -137,6 +167,7 @@ SAME = {
         messages_around,
         lazy_views,
         gradients,
+        in_inference_mode,
         alone_on_an_axis,
     )
 }

@@ -1,5 +1,6 @@
 """The simulator: one schedule for a seed, one result for all seeds, and errors that say who, what and where."""
 
+import os
 import random
 import signal
 import sys
@@ -251,6 +252,89 @@ def test_the_warning_filters_outlive_an_error() -> None:
     with pytest.raises(OurError):
         comm.simulate(program, world_size=3)
     assert warnings.filters is before
+
+
+@pytest.mark.parametrize("world", ["simulate", "shapes_only", "symmetric"])
+def test_settings_of_a_rank_are_its_own(world: str) -> None:
+    """Filters set without catch_warnings, and the default dtype: neither another rank nor the caller has them afterwards."""
+
+    def program() -> tuple[Any, ...]:
+        warnings.simplefilter("error" if rank() else "ignore")
+        torch.set_default_dtype(torch.float64 if rank() else torch.float16)
+        comm.barrier()
+        return warnings.filters[0][0], torch.get_default_dtype(), torch.ones(1, device="meta").dtype
+
+    before = [*warnings.filters], torch.get_default_dtype()
+    if world == "symmetric":
+        assert comm.symmetric(program, world_size=2) == ("ignore", torch.float16, torch.float16)
+    else:
+        found = comm.simulate(program, world_size=2, shapes_only=world == "shapes_only")
+        assert found == [("ignore", torch.float16, torch.float16), ("error", torch.float64, torch.float64)]
+    assert ([*warnings.filters], torch.get_default_dtype()) == before
+
+
+def test_a_warning_shown_once_is_shown_once_whoever_ran_between() -> None:
+    """Ranks that take turns do not make modules forget what they have shown."""
+
+    def program() -> None:
+        for _ in range(5):
+            warnings.warn("seen", stacklevel=1)
+            comm.barrier()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        comm.simulate(program, world_size=2)
+    assert [str(warning.message) for warning in caught] == ["seen"]
+
+
+def interrupted(program: Callable[[], Any]) -> None:
+    """Simulates three ranks until Ctrl-C."""
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        comm.simulate(program, world_size=3)
+    timer.join()
+
+
+def test_ctrl_c_ends_ranks_that_call_no_collective() -> None:
+    """Where they are, with what they do at the end; then there may be another simulation."""
+    ended = []
+
+    def program() -> None:
+        comm.barrier()
+        try:
+            while rank() == 1:
+                pass
+            comm.barrier()
+        finally:
+            ended.append(rank())
+
+    interrupted(program)
+    assert sorted(ended) == [0, 1, 2]
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("rank")]
+    assert comm.simulate(rank, world_size=2) == [0, 1]
+
+
+def test_ctrl_c_leaves_a_rank_behind_that_python_cannot_end() -> None:
+    """It ends by itself, and changes nothing of the caller's."""
+    held = threading.Event()
+
+    def program() -> None:
+        if rank() == 1:
+            held.wait()
+        comm.barrier()
+
+    before = torch.get_rng_state()
+    interrupted(program)
+    torch.manual_seed(7)
+    mine = torch.get_rng_state()
+    held.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("rank"):
+            thread.join(10)
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("rank")]
+    assert torch.equal(torch.get_rng_state(), mine)
+    torch.set_rng_state(before)
 
 
 def test_threads_are_as_before() -> None:
