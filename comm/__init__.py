@@ -17,6 +17,7 @@ from functional_ds.comm.record.errors import (
     RankFailedError,
     TimedOutError,
     UnmatchedError,
+    WrittenError,
 )
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.ledger import Ledger, Row
@@ -77,6 +78,7 @@ __all__ = [
     "TimedOutError",
     "TopK",
     "UnmatchedError",
+    "WrittenError",
     "agree",
     "algorithms",
     "all_gather",

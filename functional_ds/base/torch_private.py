@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
+import torch.utils._pytree as torch_pytree
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import detect_fake_mode
@@ -43,12 +44,15 @@ __all__ = [
     "disable_torch_function_subclass",
     "foreach_add_",
     "foreach_copy_",
+    "gradients",
     "held_elsewhere",
+    "hooks_of",
     "is_fake",
     "make_wrapper_subclass",
     "non_persistent_buffers_of",
     "outside_functorch",
     "parameters_of",
+    "pytree_node_of",
     "refresh_flat_weights",
     "run_backward",
     "saved_tensors_hooks_in_force",
@@ -150,6 +154,18 @@ def run_backward(outputs: Sequence[Any], seeds: Sequence[Tensor], leaves: Sequen
     )
 
 
+def gradients(outputs: Sequence[Tensor], seeds: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    """``torch.autograd.grad(outputs, leaves, seeds, allow_unused=True)``, also by leaves with ``__torch_function__``.
+
+    torch would hand the call to that of a lazy leaf, which stands for another tensor.
+    """
+    engine = torch.autograd.Variable._execution_engine
+    found = engine.run_backward(
+        tuple(outputs), tuple(seeds), False, False, tuple(leaves), allow_unreachable=True, accumulate_grad=False
+    )
+    return list(found)
+
+
 def storage_bytes(reference: StorageWeakRef) -> int | None:
     """The bytes that a storage has now; None once it is freed. Without it, memory that was given back by ``resize_`` counts."""
     storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
@@ -170,6 +186,11 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def hooks_of(tensor: Tensor) -> list[Callable[..., Any]]:
+    """A leaf's gradient hooks. Without it, those of a module's parameters would be dropped without a word."""
+    return [*(tensor._backward_hooks or {}).values(), *(tensor._post_accumulate_grad_hooks or {}).values()]
+
+
 def schema_of(operator: Any) -> Any:
     """An operator's name, arguments and which of those it writes to (``torch.FunctionSchema``)."""
     return operator._schema
@@ -188,6 +209,15 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
 def non_persistent_buffers_of(module: nn.Module) -> set[str]:
     """The names of a module's own buffers that its ``state_dict`` leaves out; a state has those only if they are written."""
     return module._non_persistent_buffers_set
+
+
+def pytree_node_of(kind: type) -> tuple[Callable[[Any], tuple[Sequence[Any], Any]], Callable[[Any, Any], Any]] | None:
+    """How torch's own pytrees take a class apart and put it together again; None if they do not know it.
+
+    Without it, batches that other libraries have registered there (transformers' outputs, tensordict) would be leaves.
+    """
+    node = torch_pytree.SUPPORTED_NODES.get(kind)
+    return None if node is None else (node.flatten_fn, node.unflatten_fn)
 
 
 def refresh_flat_weights(rnn: nn.RNNBase) -> None:

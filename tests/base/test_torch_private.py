@@ -187,6 +187,54 @@ def a_backward_pass_without_checks() -> None:
     assert x.grad.tolist() == [6.0, 6.0], "gradients add up"
 
 
+@checks("gradients")
+def gradients_by_leaves_that_override_torch() -> None:
+    class Overriding(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError("torch asked the leaf")
+
+    x, unused = torch.ones(2, requires_grad=True), torch.ones(2).as_subclass(Overriding)
+    with private.disable_torch_function_subclass():
+        unused.requires_grad_()
+    found, none = private.gradients([x * 3], [torch.ones(2)], [x, unused])
+    assert none is None
+    assert found is not None
+    assert found.tolist() == [3.0, 3.0]
+
+
+@checks("held_elsewhere")
+def what_cpp_holds_counts_as_a_reference() -> None:
+    held = [torch.ones(2, requires_grad=True) for _ in range(3)]
+    assert private.held_elsewhere(held) == [False, False, False]
+    other, product = held[0], held[1] * held[1]  # autograd holds the leaf
+    assert private.held_elsewhere(held) == [True, True, False]
+    del other, product
+    assert private.held_elsewhere(held) == [False, False, False]
+
+
+@checks("outside_functorch")
+def transforms_can_be_left() -> None:
+    def f(x: Tensor) -> Tensor:
+        with private.outside_functorch() as transforms:
+            assert len(transforms) == 2
+            plain = Doubled.apply(torch.ones(2, requires_grad=True))  # a function that no transform takes
+        with private.outside_functorch():
+            assert type(plain.grad_fn).__name__ == "DoubledBackward"
+        return (x * plain).sum()
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad * 2
+
+    assert torch.func.vmap(torch.func.grad(f))(torch.ones(3, 2)).tolist() == [[2.0, 2.0]] * 3
+
+
 @checks("storage_id")
 def views_share_a_storage() -> None:
     x, y = torch.ones(4), torch.ones(4)
@@ -197,6 +245,25 @@ def views_share_a_storage() -> None:
     with private.FakeTensorMode():
         z = torch.ones(2)
         assert private.storage_id(z) == private.storage_id(z.view(2, 1))
+
+
+@checks("pytree_node_of")
+def classes_that_torchs_pytrees_know() -> None:
+    flatten, unflatten = private.pytree_node_of(dict) or pytest.fail("dict is unknown")
+    children, context = flatten({"x": 1})
+    assert unflatten(list(children), context) == {"x": 1}
+    assert private.pytree_node_of(int) is None
+
+
+@checks("hooks_of")
+def hooks_of_a_leaf() -> None:
+    leaf = nn.Parameter(torch.ones(2))
+    assert private.hooks_of(leaf) == []
+    handles = [leaf.register_hook(lambda grad: grad), leaf.register_post_accumulate_grad_hook(lambda p: None)]
+    assert len(private.hooks_of(leaf)) == 2
+    for handle in handles:
+        handle.remove()
+    assert private.hooks_of(leaf) == []
 
 
 @checks("storage_bytes")

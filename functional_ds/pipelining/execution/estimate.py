@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from functional_ds.base import tree
+from functional_ds.base.containers import register_containers
 from functional_ds.base.marks import is_trainable
 from functional_ds.base.prng import Key
 from functional_ds.base.torch_private import FakeTensorMode, TorchDispatchMode, is_fake
@@ -53,6 +54,7 @@ def estimated(stages: Stages, params: Any, batch: Any, *, flops: float = 1e12, l
     >>> costs.shared  # what the first stage gives
     (0.0, 128.0)
     """
+    register_containers(batch)
     held = stages.by_path(params)
     stages.check(params, batch)
     found: list[_StageCost] = []
