@@ -473,5 +473,5 @@ def test_scripted_modules(how: str) -> None:
         return torch.jit.script(net) if how == "script" else torch.jit.trace(net, rows(0))  # type: ignore[no-any-return]
 
     assert ours(build, None) == pytest.approx(plain(build), rel=1e-4)
-    with pytest.raises(RuntimeError, match=r"went straight into a custom autograd.Function or a compiled function"):
+    with pytest.raises(RuntimeError, match=r"went straight into a custom autograd.Function.* a compiled function"):
         ours(build, 3)
