@@ -157,7 +157,7 @@ class LazyParams:
         if tape.records:
             if any(segment.trainable for segment in self.layout.segments):
                 self._handle, self._roots = tape.watch(torch.zeros((), device=self.device)), tape.roots
-            tape.collect_with(self._collect, self._unused)
+            tape.collect_with(self._collect, self._without_gradient)
             tape.push_with(self._push)
             if self.source.frees:
                 if not cache.functional:
@@ -364,5 +364,5 @@ class LazyParams:
             if any(grad is not None for grad in nested):
                 reducer.add_nested(unit, nested, self.device)
 
-    def _unused(self) -> list[int]:
+    def _without_gradient(self) -> list[int]:
         return [] if self.reducer is None else self.reducer.unused()
