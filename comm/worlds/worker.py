@@ -6,6 +6,7 @@ from concurrent.futures import wait as wait_for
 from queue import Empty, SimpleQueue
 from threading import RLock, Thread, current_thread
 from time import perf_counter
+from typing import Any
 from weakref import ReferenceType, ref
 
 import attrs
@@ -26,14 +27,14 @@ class Queued:
     """A job in the worker's queue."""
 
     worker: "Worker"
-    future: "Future[tuple[Tensor, float]]"
+    future: "Future[tuple[Any, float]]"
 
     @property
     def ended(self) -> float | None:
         """When it ended; None before that."""
         return self.future.result()[1] if self.future.done() and not self.future.exception() else None
 
-    def wait(self) -> Tensor:
+    def wait(self) -> Any:
         """Returns its result or raises its error."""
         self.worker.check()
         return self.future.result()[0]
@@ -82,7 +83,7 @@ class Posted:
     def wait(self) -> Tensor:
         """Returns its result or raises its error."""
         if self._looked is not None:
-            return self._looked.wait()
+            return self._looked.wait()  # type: ignore[no-any-return]
         self.worker.check()
         self.worker.posted.pop(id(self), None)
         result = self.finish()
@@ -125,8 +126,8 @@ class Worker:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._lock = RLock()  # reentrant: a record that is dropped under it submits a job
-        self._jobs: SimpleQueue[tuple[Callable[[], Tensor], Future[tuple[Tensor, float]]] | None] = SimpleQueue()
-        self._under_way: dict[Future[tuple[Tensor, float]], Call] = {}
+        self._jobs: SimpleQueue[tuple[Callable[[], Any], Future[tuple[Any, float]]] | None] = SimpleQueue()
+        self._under_way: dict[Future[tuple[Any, float]], Call | None] = {}
         self._thread: Thread | None = None
         self._disowned: CommError | None = None
         self.posted: dict[int, ReferenceType[Posted]] = {}
@@ -140,11 +141,12 @@ class Worker:
     @property
     def under_way(self) -> list[str]:
         """The calls whose jobs are not done, as text."""
-        return [f"{call.shown(self._group.rank)} on {self._group.name!r}" for call in [*self._under_way.values()]]
+        shown = [call and call.shown(self._group.rank) for call in [*self._under_way.values()]]
+        return [f"{text or 'a chain of collectives'} on {self._group.name!r}" for text in shown]
 
-    def submit(self, job: Callable[[], Tensor], call: Call) -> Queued:
+    def submit(self, job: Callable[[], Any], call: Call | None = None) -> Queued:
         """Queues a job, which is part of the call."""
-        future: Future[tuple[Tensor, float]] = Future()
+        future: Future[tuple[Any, float]] = Future()
         with self._lock:
             self._under_way[future] = call
             if not self.closed:
@@ -206,7 +208,7 @@ class Worker:
             self._carry_out(*found)
             del found  # otherwise the last result stays in memory until the next job
 
-    def _carry_out(self, job: Callable[[], Tensor], future: "Future[tuple[Tensor, float]]") -> None:
+    def _carry_out(self, job: Callable[[], Any], future: "Future[tuple[Any, float]]") -> None:
         try:
             future.set_result((job(), perf_counter()))
         except BaseException as error:  # raised again by ``wait``

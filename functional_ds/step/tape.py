@@ -9,11 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from functional_ds.base.torch_private import storage_id
+from functional_ds.base.torch_private import gradients, storage_id
 
 from .buffers import BufferScope
 
-__all__ = ["Tape", "current_tape", "inspect_graph"]
+__all__ = ["PassAgain", "Tape", "current_tape", "inspect_graph"]
+
+
+class PassAgain(RuntimeError):
+    """A forward pass failed on what its view can do without: the loss, which is pure, may run once more.
+
+    Attributes:
+        left: what the view goes on with then.
+    """
+
+    def __init__(self, words: str, left: Any) -> None:
+        super().__init__(words)
+        self.left = left
 
 
 def inspect_graph(roots: Sequence[Tensor], placeholders: Mapping[int, str], watched: Sequence[Tensor] = ()) -> None:
@@ -41,10 +53,7 @@ def inspect_graph(roots: Sequence[Tensor], placeholders: Mapping[int, str], watc
             )
         variable = getattr(node, "variable", None)
         if variable is not None and id(variable) in placeholders:
-            raise RuntimeError(
-                f"the parameter {placeholders[id(variable)]!r} went straight into a custom autograd.Function or a compiled "
-                "function, where its gradient would be lost; pass p.view_as(p) instead of p"
-            )
+            raise _bypassed(placeholders[id(variable)])
         if isinstance(variable, nn.Parameter) and variable.requires_grad and id(variable) not in known:
             raise RuntimeError(
                 f"the loss uses a parameter of shape {list(variable.shape)} that is none of the step's params, so it would not "
@@ -56,6 +65,13 @@ def inspect_graph(roots: Sequence[Tensor], placeholders: Mapping[int, str], watc
         )  # in order, so errors do not vary
         todo.extend(each for each in following if each not in seen)
         seen.update(following)
+
+
+def _bypassed(path: str) -> RuntimeError:
+    return RuntimeError(
+        f"the parameter {path!r} went straight into a custom autograd.Function, a compiled function or a transform of "
+        "torch.func, where its gradient would be lost; pass p.view_as(p) instead of p"
+    )
 
 
 _HERE = threading.local()  # the tapes that this thread has open
@@ -80,6 +96,9 @@ class Tape:
         last: whether this is the last micro-batch of the optimizer step.
         roots: further tensors to begin the backward pass at, with gradient zero, so that their nodes run in any case.
         placeholders: paths of the tensors that only stand for a parameter, by id; what is fetched together is in a row.
+        suspects: those that may have gone past the tape, as far as the view can tell.
+        repeats: whether the pass runs again after a ``PassAgain``.
+        left: what such a pass has left.
         claims: functions that know a param, or a view of one, whose memory comes and goes.
         calls: who runs modules inside of a module, the outermost last.
         slots: what transforms keep for this pass, by name.
@@ -94,6 +113,8 @@ class Tape:
         carry: list[Tensor] | None = None,
         last: bool = True,
         inspects: bool = False,
+        repeats: bool = False,
+        left: Any = None,
         buffers: BufferScope | None = None,
     ) -> None:
         self.records = records
@@ -101,6 +122,9 @@ class Tape:
         self.last = last
         self.roots: list[Tensor] = []
         self.placeholders: dict[int, str] = {}
+        self.suspects: list[Tensor] = []
+        self.repeats = repeats
+        self.left = left
         self.claims: list[Callable[[Tensor], bool]] = []
         self.calls: tuple[Any, ...] = ()
         self.slots: dict[str, Any] = {}
@@ -135,6 +159,11 @@ class Tape:
                 _HERE.tapes.remove(self)
             self._whole.close()
             self._leaves = []  # the tape is in a cycle, and the params' memory should not wait for the garbage collector
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is a leaf to differentiate by."""
+        return bool(self._leaves)
 
     @contextmanager
     def resumed(self) -> Iterator[None]:
@@ -186,16 +215,33 @@ class Tape:
         self._forward.close()
 
     def backward(self, loss: Tensor) -> list[Tensor]:
-        """The gradients of ``loss`` by the watched leaves, plus ``carry``; a leaf that the loss does not use gets zeros."""
+        """The gradients of ``loss`` by the watched leaves, plus ``carry``; a leaf that the loss does not use gets zeros.
+
+        A custom function's backward may run backward passes of its own, as reversible blocks do: what these leave in ``.grad``
+        belongs to the gradients. What a ``backward()`` inside of the loss left there does not.
+        """
         self.end_forward()
+        for leaf in self._leaves:
+            leaf.grad = None
         roots = [root for root in (loss, *self.roots) if root.requires_grad]
         if self._inspects:
             inspect_graph(roots, self.placeholders, self._leaves)
         grads: list[Tensor | None] = [None] * len(self._leaves)
         if roots and self._leaves:
             seeds = [None if root is loss else torch.zeros_like(root) for root in roots]
-            grads = list(torch.autograd.grad(roots, self._leaves, seeds, allow_unused=True))
+            grads = self._differentiate(roots, seeds)
+            grads = [_sum(leaf.grad, grad) for leaf, grad in zip(self._leaves, grads, strict=True)]
         return self._collect(grads)
+
+    def _differentiate(self, roots: list[Tensor], seeds: list[Tensor | None]) -> list[Tensor | None]:
+        if not self.suspects:
+            return list(torch.autograd.grad(roots, self._leaves, seeds, allow_unused=True))
+        ones = [torch.ones_like(root) if seed is None else seed for root, seed in zip(roots, seeds, strict=True)]
+        grads = gradients(roots, ones, [*self._leaves, *self.suspects])
+        for suspect, grad in zip(self.suspects, grads[len(self._leaves) :], strict=True):
+            if grad is not None:
+                raise _bypassed(self.placeholders[id(suspect)])
+        return list(grads[: len(self._leaves)])
 
     def takes(self, given: Mapping[str, Tensor]) -> bool:
         """Whether ``push_with``'s function takes the gradients of what a view gave: nothing was computed from its own."""
@@ -243,6 +289,10 @@ class Tape:
         if self.carry is None:
             return _apart(found) if self.last else [wide(grad) for grad in found]
         return [total.add_(grad) for total, grad in zip(self.carry, found, strict=True)]
+
+
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return other if one is None else one if other is None else one + other
 
 
 def dense(grad: Tensor) -> Tensor:

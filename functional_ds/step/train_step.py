@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable, like_marked, trainable
 from functional_ds.base.torch_private import unscale_
 from functional_ds.base.weighted import Weighted, weigh
+from functional_ds.comm.worlds.rng_state import RngState
 from functional_ds.optim.bind import BoundOptimizer
 from functional_ds.optim.kernels import guarded, reals
 from functional_ds.optim.optimizer import as_optimizer
@@ -22,9 +23,11 @@ from .buffers import BUFFERS, POLICIES, BufferScope
 from .phases import Phase
 from .state import State
 from .step import Metrics, Step
-from .tape import Tape
+from .tape import PassAgain, Tape
 
 __all__ = ["train_step", "with_buffers"]
+
+T = TypeVar("T")
 
 
 def _takes_key(loss_fn: Callable[..., Any]) -> bool:
@@ -139,9 +142,13 @@ def with_buffers(state: State, scope: BufferScope) -> State:
 
 
 def _measure(step: Step, state: State, batch: Any) -> dict[str, Weighted]:
-    with Tape(records=False, buffers=BufferScope(state.slots.get(BUFFERS), keeps=False)) as tape:
-        loss, metrics = step.loss(tree.replace(state, key=None), step.view(state, tape), batch)
-    return {"loss": loss, **metrics}
+    def run(left: Any) -> dict[str, Weighted]:
+        scope = BufferScope(state.slots.get(BUFFERS), keeps=False)
+        with Tape(records=False, repeats=left is None, left=left, buffers=scope) as tape:
+            loss, metrics = step.loss(tree.replace(state, key=None), step.view(state, tape), batch)
+        return {"loss": loss, **metrics}
+
+    return _repeated(run)
 
 
 def _select(step: Step, state: State, paths: Collection[str]) -> tuple[State, tuple[int, ...]]:
@@ -154,14 +161,47 @@ def autograd(
     step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
 ) -> tuple[State, Weighted, dict[str, Weighted]]:
     """Autograd through loss ∘ view. The graphs of a state's first batch are looked through for what would lose gradients."""
+    first = RngState.now() if state.batch is None else None
+    return _repeated(lambda left: _pass(step, state, batch, carry, last, left), first)
+
+
+def _repeated(run: Callable[[Any], T], first: RngState | None = None) -> T:
+    """``run(None)``, and after a ``PassAgain`` ``run(what it has left)``; ``first`` is the state of random draws before."""
+    try:
+        return run(None)
+    except PassAgain as again:
+        left = again.left
+    if first is not None:  # outside of the handler, which would hold the memory of the first run
+        first.restore()
+    return run(left)
+
+
+def _pass(
+    step: Step, state: State, batch: Any, carry: Weighted | None, last: bool, left: Any
+) -> tuple[State, Weighted, dict[str, Weighted]]:
     scope = BufferScope(state.slots.get(BUFFERS))
-    so_far = None if carry is None else carry.sum
-    with Tape(carry=so_far, last=last, inspects=state.batch is None, buffers=scope) as tape:
+    so_far, first = None if carry is None else carry.sum, state.batch is None
+    with Tape(carry=so_far, last=last, inspects=first, repeats=left is None, left=left, buffers=scope) as tape:
         params = step.view(state, tape)
         loss, metrics = step.loss(state, params, batch)
+        _check_graph(loss, tape)
         grads = tape.backward(loss.sum)
     weight = loss.weight if carry is None else carry.weight + loss.weight
     return with_buffers(state, scope), Weighted(grads, weight), tree.map(torch.detach, {"loss": loss, **metrics})
+
+
+def _check_graph(loss: Weighted, tape: Tape) -> None:
+    """Refuses a loss that nothing would be trained by. One of weight zero has no part in the step.
+
+    Raises:
+        RuntimeError: as ``backward`` does.
+    """
+    if tape.trains and not loss.sum.requires_grad and bool(torch.as_tensor(loss.weight != 0)):
+        raise RuntimeError(
+            f"the loss {loss.sum} has no graph, so it would train nothing: it does not depend on params, or was computed under "
+            "torch.no_grad() or torch.inference_mode(), or taken out by detach() or item(). Return the tensor itself; a batch "
+            "without targets weighs nothing: return fds.Weighted(torch.zeros(()), 0)"
+        )
 
 
 def _finite(step: Step, state: State, grads: list[Tensor]) -> Tensor:

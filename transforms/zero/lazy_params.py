@@ -1,7 +1,7 @@
 """The params that a loss function sees: fetched unit by unit at first use, and their gradients handed to a reducer."""
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -9,16 +9,17 @@ import attrs
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from functional_ds.base import tree
-from functional_ds.base.torch_private import version_of
+from functional_ds.base.torch_private import disable_torch_function_subclass, held_elsewhere, outside_functorch
 from functional_ds.sharding.layout import Layout
-from functional_ds.step.tape import Tape
+from functional_ds.step.tape import PassAgain, Tape
 
 from .lazy_tensor import LazyTensor
 from .prefetch import FetchTrace
 from .reduce import Reducer
+from .saved_places import SavedPlaces
+from .state import ZeroCache
 
 __all__ = ["LazyParams", "UnitSource", "WholeParams"]
 
@@ -36,12 +37,16 @@ class UnitSource(Protocol):
     def begin(self, trace: FetchTrace) -> None:
         """Starts a pass over the units."""
 
+    def resume(self, on_drop: Callable[[int], None]) -> None:
+        """Goes on with a pass whose loss runs again."""
+
     def fetch(self, unit: int) -> Sequence[Tensor]:
         """The unit's flat tensors, ``[segment.size]``, one a segment."""
         ...
 
-    def finish(self, *, reshard: bool) -> None:
-        """Ends a pass; ``reshard`` frees all units."""
+    def finish(self, *, reshard: bool, note: bool = False) -> bool:
+        """Ends a pass; ``reshard`` frees all units. Whether any rank gave a note."""
+        ...
 
     def release(self, unit: int) -> None:
         """Says that nothing refers to the unit any more."""
@@ -58,12 +63,16 @@ class WholeParams:
     def begin(self, trace: FetchTrace) -> None:
         """Does nothing."""
 
+    def resume(self, on_drop: Callable[[int], None]) -> None:
+        """Does nothing."""
+
     def fetch(self, unit: int) -> Sequence[Tensor]:
         """The unit's flat tensors."""
         return [self.flats[index].detach() for index in self.layout.units[unit].segments]
 
-    def finish(self, *, reshard: bool) -> None:
+    def finish(self, *, reshard: bool, note: bool = False) -> bool:
         """Does nothing."""
+        return note
 
     def release(self, unit: int) -> None:
         """Does nothing."""
@@ -85,41 +94,11 @@ class _UnitNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, token: Tensor | None, *grads: Tensor | None) -> tuple[None, None, None, None]:
-        ctx.params.completed(ctx.unit, grads)
+        if token is None:  # of a backward pass that the loss, or a custom function, runs for itself
+            ctx.params.found(ctx.unit, grads)
+        else:
+            ctx.params.completed(ctx.unit, grads)
         return None, None, None, None
-
-
-class _SavedPlace:
-    """What autograd saves in place of a tensor that lies in a unit: which unit, and where."""
-
-    __slots__ = ("offset", "release", "segment", "shape", "stride", "unit")
-
-    def __init__(self, unit: int, segment: int, tensor: Tensor, release: Callable[[int], None]) -> None:
-        self.unit, self.segment, self.release = unit, segment, release
-        self.shape, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
-
-    def __del__(self) -> None:
-        self.release(self.unit)
-
-
-class _SavedTensor:
-    """What autograd saves of any other tensor. With hooks in force torch does not check for later changes, so this does."""
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        # An output saved with its grad_fn would keep its own node alive.
-        self.tensor = tensor.detach() if tensor.grad_fn is not None else tensor
-        self.version = version_of(tensor)
-
-    def unchanged(self) -> Tensor:
-        """The tensor, as it was."""
-        if version_of(self.tensor) != self.version:
-            raise RuntimeError(
-                f"a tensor of shape {list(self.tensor.shape)} that the backward pass needs has been modified by an inplace "
-                f"operation: it is at version {version_of(self.tensor)}, expected {self.version}; use the out-of-place one"
-            )
-        return self.tensor
 
 
 class LazyParams:
@@ -128,7 +107,8 @@ class LazyParams:
     A first touch fetches the leaf's unit from the source. Where gradients are wanted it also puts a node into the graph, which
     will hand the unit's gradients to the reducer. If the source frees units, what autograd saves of a unit is replaced by its
     place, so that the unit can be freed after its forward and fetched again when the backward pass first needs it, without
-    recomputing activations.
+    recomputing activations. A leaf is one tensor throughout a pass: when its unit is freed, it lets go of the memory, and gets
+    the unit's new memory when that is fetched again. So all its uses are uses of one tensor, as on one device.
 
     Args:
         layout: the units.
@@ -149,40 +129,77 @@ class LazyParams:
     ) -> None:
         self.layout, self.reducer, self.device = layout, reducer, device
         self._leaves: dict[int, dict[int, Tensor]] = {}  # unit -> leaf -> the fetched tensor
-        self._homes: dict[int, tuple[int, int, StorageWeakRef]] = {}  # data pointer -> unit, segment in it, storage
-        self._saved: Counter[int] = Counter()  # unit -> saved tensors that still refer to it
+        self._trained: dict[int, list[Tensor]] = {}  # unit -> its trained leaves, throughout a pass
+        self._empty: dict[int, set[int]] = {}  # freed unit -> which of those have no memory
+        self._held: set[int] = set()  # freed units of which somebody else held a leaf
+        self._nested: dict[int, Tensor] = {}  # leaf -> its gradients of backward passes within the backward pass
+        self._lazy: list[Any] = []
+        self._saved = SavedPlaces(layout, self._fetch, self._unused)
         self._reshard = reshard_last_units
         self._in_backward = False
+        self._repeats = False  # whether the loss runs again if it has to
+        self._cache: ZeroCache
+        self._bypassed = False  # whether a leaf was touched where autograd does not record
         self._handle: Tensor | None = None
         self._roots: list[Tensor] = []
         self.source = source(self.forget)
 
-    def open(self, tape: Tape, forward: FetchTrace, backward: FetchTrace) -> Any:
+    def open(self, tape: Tape, cache: ZeroCache) -> Any:
         """The tree of lazy leaves. Their forward pass begins here, and their backward pass ends with the tape's."""
-        self.source.begin(forward)
+        self._cache, self._repeats = cache, tape.repeats
+        if tape.left is None:
+            self.source.begin(cache.forward)
+        else:
+            self.source, tape.left = tape.left, None
+            self.source.resume(self.forget)
         tape.at_end(self._close)
-        tape.at_forward_end(lambda: self._end_forward(tape.records, backward))
+        tape.at_forward_end(lambda: self._end_forward(tape, cache.backward))
         if tape.records:
-            self._handle, self._roots = tape.watch(torch.zeros((), device=self.device)), tape.roots
+            if any(segment.trainable for segment in self.layout.segments):
+                self._handle, self._roots = tape.watch(torch.zeros((), device=self.device)), tape.roots
             tape.collect_with(self._collect)
             tape.push_with(self._push)
             if self.source.frees:
-                tape.during_forward(saved_tensors_hooks(self._pack, self._unpack))
-                tape.claims.append(lambda tensor: self._home(tensor) is not None)
-        leaves = self._lazy_leaves(tape.records)
+                if not cache.functional:
+                    tape.during_forward(self._hooks())
+                tape.claims.append(lambda tensor: self._saved.home(tensor) is not None)
+        leaves = self._lazy = self._lazy_leaves(tape.records)
+        if cache.functional and self.source.frees:
+            self._leaves.update((unit, self._enter(unit)) for unit in range(len(self.layout.units)))
         slots = (s for unit in self.layout.units for index in unit.segments for s in self.layout.segments[index].slots)
         tape.placeholders.update({id(leaves[slot.leaf]): self.layout.paths[slot.leaf] for slot in slots})
         return tree.unflatten(self.layout.spec, leaves)
 
     def forget(self, unit: int) -> None:
-        """Drops the leaves of a unit that the source has freed. An operation that holds them may still save them."""
+        """Lets go of the memory of a unit that the source has freed, except of leaves that somebody else holds now."""
+        if self._cache.functional and not self._in_backward:
+            return
         self._leaves.pop(unit, None)
+        if unit in self._trained:
+            self._empty[unit] = set()
+            self._held.add(unit)
+            self._held = {each for each in self._held if not self._emptied(each)}
 
-    def completed(self, unit: int, grads: Sequence[Tensor | None], *, last: bool = False) -> None:
-        """Takes the gradients of a backward node of the unit, perhaps the last whatever nodes were made."""
+    def _emptied(self, unit: int) -> bool:
+        """Whether no leaf of a freed unit has memory; takes that of leaves that nobody else holds."""
+        leaves, empty = self._trained[unit], self._empty[unit]
+        for place, held in enumerate(held_elsewhere(leaves)):
+            if not held and place not in empty:
+                leaves[place].data = leaves[place].new_empty(0)
+                empty.add(place)
+        return len(empty) == len(leaves)
+
+    def found(self, unit: int, grads: Sequence[Tensor | None]) -> None:
+        """Takes the gradients of a backward pass that is not the tape's: they are ``.grad`` of the leaves within the loss."""
+        for leaf, grad in zip(self._trained_leaves(unit), grads, strict=True):
+            if grad is not None:
+                self._found(leaf, grad)
+
+    def completed(self, unit: int, grads: Sequence[Tensor | None]) -> None:
+        """Takes the gradients of the unit's backward node."""
         if self.reducer is not None:
-            self.reducer.add(unit, grads, self.device, last=last)
-        if not self._saved[unit]:
+            self.reducer.add(unit, grads, self.device)
+        if not self._saved.refers_to(unit):
             self.source.release(unit)
 
     # -- forward -------------------------------------------------------------------------------------------------------
@@ -196,47 +213,92 @@ class LazyParams:
                 leaves[slot.leaf] = LazyTensor(slot.shape, segment.dtype, self.device, wants_grad, fetch)
         return leaves
 
+    @contextmanager
+    def _hooks(self) -> Iterator[None]:
+        """Replaces what autograd saves of units. torch.func refuses any hooks."""
+        try:
+            with saved_tensors_hooks(self._saved.pack, self._saved.unpack):
+                yield
+        except RuntimeError as error:
+            if "saved tensor hooks" in str(error):
+                raise self._again() from error
+            raise
+
+    def _again(self) -> RuntimeError:
+        """What is raised where torch.func comes between the loss and a unit: the loss runs again, with all units there.
+
+        A gather inside of a transform would be part of it; and forward-mode levels belong to the process, which simulated ranks
+        share.
+        """
+        words = "the loss uses torch.func, which does not go with the gathers and the saved-tensor hooks of zero(3)"
+        self._cache.functional = True
+        if self._repeats:
+            return PassAgain(words, self.source)
+        return RuntimeError(
+            f"{words} in a pipeline; use zero(2) there, or torch.autograd.grad(..., create_graph=True) instead of torch.func"
+        )
+
     def _leaf(self, unit: int, leaf: int) -> Tensor:
+        if not torch.is_grad_enabled():  # as in the forward of a custom autograd.Function
+            self._bypassed = True
         leaves = self._leaves.get(unit)
         if leaves is None:
             leaves = self._leaves[unit] = self._enter(unit)
         return leaves[leaf]
 
     def _enter(self, unit: int) -> dict[int, Tensor]:
-        """Fetches a unit; its leaves, the trained ones behind a node."""
-        flats = self.source.fetch(unit)
-        leaves: dict[int, Tensor] = {}
-        trained: list[int] = []
-        for place, (index, flat) in enumerate(zip(self.layout.units[unit].segments, flats, strict=True)):
-            segment = self.layout.segments[index]
-            if self.source.frees and flat.numel():
-                storage = flat.untyped_storage()
-                self._homes[storage.data_ptr()] = (unit, place, StorageWeakRef(storage))
-            leaves.update(zip((slot.leaf for slot in segment.slots), segment.views(flat), strict=True))
-            trained += [slot.leaf for slot in segment.slots] if segment.trainable else []
-        if trained and self._handle is not None:
-            views = tuple(leaves[i] for i in trained)
-            leaves.update(zip(trained, self._recomputed(views) if self._in_backward else self._node(unit, views), strict=True))
+        """Fetches a unit; its leaves, the trained ones behind a node. Whatever mode the loss is in is none of theirs."""
+        with torch.inference_mode(False), outside_functorch() as transforms:
+            if transforms and self.source.frees:
+                raise self._again()
+            flats = self.source.fetch(unit)
+            leaves: dict[int, Tensor] = {}
+            trained: list[int] = []
+            for place, (index, flat) in enumerate(zip(self.layout.units[unit].segments, flats, strict=True)):
+                segment = self.layout.segments[index]
+                if self.source.frees:
+                    self._saved.add(unit, place, flat)
+                leaves.update(zip((slot.leaf for slot in segment.slots), segment.views(flat), strict=True))
+                trained += [slot.leaf for slot in segment.slots] if segment.trainable else []
+            if trained and self._handle is not None:
+                # ``data`` knows of no base, which would keep the memory of a leaf that lets go of its own.
+                leaves.update(zip(trained, self._same(unit, [leaves[i].data for i in trained]), strict=True))
         return leaves
 
-    def _node(self, unit: int, views: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _same(self, unit: int, views: list[Tensor]) -> list[Tensor]:
+        """The unit's trained leaves, those of earlier touches with their memory back."""
+        if unit not in self._trained:
+            self._trained[unit] = self._recomputed(views) if self._in_backward else self._node(unit, views)
+        leaves = self._trained[unit]
+        self._held.discard(unit)
+        for place in self._empty.pop(unit, ()):
+            leaves[place].data = views[place]
+        return leaves
+
+    def _node(self, unit: int, views: Sequence[Tensor]) -> list[Tensor]:
         with torch.enable_grad():
-            token, *outputs = _UnitNode.apply(self, unit, views, self._handle)
+            outputs: list[Tensor]
+            token, *outputs = _UnitNode.apply(self, unit, tuple(views), self._handle)
         self._roots.append(token)
         if self.reducer is not None:
             self.reducer.expect(unit)
-        return tuple(outputs)
+        return outputs
 
-    def _recomputed(self, views: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Leaves for a recomputation, which checks that they require grad as before, and whose gradients are not used."""
-        return tuple(view.detach().requires_grad_() for view in views)
+    def _recomputed(self, views: Sequence[Tensor]) -> list[Tensor]:
+        """Leaves for a recomputation, which checks that they require grad as before.
 
-    def _end_forward(self, records: bool, backward: FetchTrace) -> None:
+        Their gradients are not used, unless a custom function runs a backward pass of its own on what it recomputes.
+        """
+        return [view.requires_grad_() for view in views]
+
+    def _end_forward(self, tape: Tape, backward: FetchTrace) -> None:
+        records = tape.records
         if records and self.reducer is not None:
             for unit in self.reducer.untouched():  # other ranks may have touched them
                 self._node(unit, ())
-        self._leaves.clear()
-        self._homes.clear()
+        if self._bypassed:
+            tape.suspects += [leaf for leaf in self._lazy if leaf.requires_grad]
+        self._drop_leaves()
         self.source.finish(reshard=self._reshard or not records)
         if records:
             self._in_backward = True
@@ -244,43 +306,24 @@ class LazyParams:
 
     def _close(self) -> None:
         """Lets go of everything. The graph's nodes refer to this object, and a cycle would keep the memory for a while."""
-        self._leaves.clear()
-        self._homes.clear()
+        self._drop_leaves()
+        self._nested.clear()
+        self._lazy = []
         self._roots.clear()
-        if self.reducer is not None:
-            self.reducer.close()
         self._handle = self.reducer = None
         self.source = WholeParams(self.layout, ())
 
+    def _drop_leaves(self) -> None:
+        for held in (self._leaves, self._trained, self._empty, self._held, self._saved):
+            held.clear()
+
     # -- backward ------------------------------------------------------------------------------------------------------
 
-    def _pack(self, tensor: Tensor) -> _SavedPlace | _SavedTensor:
-        home = self._home(tensor)
-        if home is None:
-            return _SavedTensor(tensor)
-        self._saved[home[0]] += 1
-        return _SavedPlace(*home, tensor, self._released)
+    def _fetch(self, unit: int) -> Sequence[Tensor]:
+        return self.source.fetch(unit)
 
-    def _home(self, tensor: Tensor) -> tuple[int, int] | None:
-        """The unit, and the segment in it, in whose memory the tensor lies."""
-        if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
-            return None
-        home = self._homes.get(tensor.untyped_storage().data_ptr())
-        if home is None or home[2].expired():  # other memory may lie there now
-            return None
-        unit, place, _ = home
-        segment = self.layout.segments[self.layout.units[unit].segments[place]]
-        return (unit, place) if segment.dtype == tensor.dtype else None
-
-    def _unpack(self, saved: _SavedPlace | _SavedTensor) -> Tensor:
-        if isinstance(saved, _SavedTensor):
-            return saved.unchanged()
-        flat = self.source.fetch(saved.unit)[saved.segment]
-        return torch.as_strided(flat, saved.shape, saved.stride, saved.offset)
-
-    def _released(self, unit: int) -> None:
-        self._saved[unit] -= 1
-        if self._in_backward and not self._saved[unit]:
+    def _unused(self, unit: int) -> None:
+        if self._in_backward:
             self.source.release(unit)
 
     def _push(self, grads: Mapping[str, Tensor]) -> None:
@@ -288,10 +331,35 @@ class LazyParams:
         if self.reducer is None:
             return
         for unit in reversed(range(len(self.layout.units))):
-            slots = [slot for index in self.reducer.trained(unit) for slot in self.layout.segments[index].slots]
-            if slots:
-                self.completed(unit, [grads.get(self.layout.paths[slot.leaf]) for slot in slots], last=True)
+            trained = self._trained_leaves(unit)
+            if trained:
+                self.completed(unit, [grads.get(self.layout.paths[leaf]) for leaf in trained])
+
+    def _trained_leaves(self, unit: int) -> list[int]:
+        segments = (self.layout.segments[index] for index in self.layout.units[unit].segments)
+        return [slot.leaf for segment in segments if segment.trainable for slot in segment.slots]
+
+    def _found(self, leaf: int, grad: Tensor) -> None:
+        if self._in_backward:
+            self._nested[leaf] = self._nested[leaf] + grad if leaf in self._nested else grad
+            return
+        with disable_torch_function_subclass():
+            before = self._lazy[leaf].grad
+            self._lazy[leaf].grad = grad if before is None else before + grad
 
     def _collect(self, grads: list[Tensor | None]) -> list[Tensor]:
-        self.source.finish(reshard=True)
-        return [] if self.reducer is None else self.reducer.finish()
+        if self.reducer is None:
+            self.source.finish(reshard=True)
+            return []
+        renew = self.source.finish(reshard=True, note=self.reducer.out_of_place)
+        self._collect_nested(self.reducer)
+        return self.reducer.finish(renew=renew)
+
+    def _collect_nested(self, reducer: Reducer) -> None:
+        """Hands on what backward passes within this one left after their units were complete."""
+        for unit, leaves in self._trained.items():
+            self.found(unit, [leaf.grad for leaf in leaves])
+        for unit in range(len(self.layout.units)) if self._nested else ():
+            nested = [self._nested.get(leaf) for leaf in self._trained_leaves(unit)]
+            if any(grad is not None for grad in nested):
+                reducer.add_nested(unit, nested, self.device)

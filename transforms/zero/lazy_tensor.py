@@ -14,10 +14,12 @@ _PROPERTIES = (
     *("shape", "dtype", "device", "layout", "requires_grad", "ndim", "is_leaf", "is_cuda", "is_cpu", "is_meta", "is_sparse"),
     *("is_quantized", "is_nested", "is_mkldnn", "is_xpu", "is_mps", "itemsize", "nbytes", "grad", "names"),
 )
+_GRAD: Any = Tensor.grad
 # The functions whose results follow from shape, dtype and device alone: they fetch nothing.
 _METADATA: frozenset[Any] = frozenset(
     [
         *(getattr(Tensor, name).__get__ for name in _PROPERTIES if hasattr(Tensor, name)),
+        *(_GRAD.__set__, _GRAD.__delete__),
         *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.ndimension, Tensor.stride, Tensor.is_contiguous),
         *(Tensor.element_size, Tensor.get_device, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_signed),
         *(Tensor.__len__, Tensor.__hash__, Tensor.type),
@@ -57,7 +59,8 @@ class LazyTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        return func(*(_fetched(x) for x in args), **{name: _fetched(x) for name, x in (kwargs or {}).items()})
+        with torch.no_grad():  # below autograd, which has taken the placeholder for the param
+            return func(*(_fetched(x) for x in args), **{name: _fetched(x) for name, x in (kwargs or {}).items()})
 
 
 def _fetched(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import attrs
+from torch import Tensor
 
 from functional_ds import comm
 
@@ -99,6 +100,13 @@ class ProcessGroups:
             if level is not None and level.size > 1:
                 value = comm.broadcast(value, 0, level.channel(channel) if channel else level)
         return value
+
+    def any_rank(self, flags: Tensor) -> Tensor:
+        """The largest of all ranks' values, on every rank."""
+        for level in (self.shards, self.replicas):
+            if level is not None and level.size > 1:
+                flags = comm.all_reduce(flags, level.channel("control"), op="max")
+        return flags
 
     def check_agreement(self, layout: Any) -> None:
         """Checks that all ranks have the same layout, and that the groups form a grid.
