@@ -286,9 +286,9 @@ class ProcessWorld(World):
 
     def leave(self) -> None:
         """Makes every later call on this world's groups raise."""
+        self.finish()
         self.over = self.over or _GONE
         self.communicators.clear()
-        self.finish()
         self.workers.clear()
         self.adopted.clear()
 

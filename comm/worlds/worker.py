@@ -206,7 +206,7 @@ class Worker:
             self._carry_out(*found)
             del found  # otherwise the last result stays in memory until the next job
 
-    def _carry_out(self, job: Callable[[], Tensor], future: "Future[tuple[Tensor, float]]") -> None:
+    def _carry_out(self, job: Callable[[], Any], future: "Future[tuple[Any, float]]") -> None:
         try:
             future.set_result((job(), perf_counter()))
         except BaseException as error:  # raised again by ``wait``
