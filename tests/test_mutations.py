@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
 import functional_ds as fds
 import functional_ds.checkpointing.writer  # loaded late otherwise, and bugs are planted in what is there
@@ -34,13 +35,16 @@ from functional_ds.transforms.zero.prefetch import FetchTrace, plan_fetches
 from functional_ds.transforms.zero.process_groups import ProcessGroups
 from tests.comm.debug import test_written
 from tests.comm.worlds import test_nccl_rules
-from tests.modules.test_buffers import as_ddp, network, plain, rows
+from tests.modules import test_functional
+from tests.modules.test_buffers import as_ddp, network, plain, rows, test_one_rank_may_be_the_first_to_write
+from tests.modules.test_functional import Around
 from tests.planting import Bug, planted
+from tests.remat import test_argument_snapshot
 from tests.remat.test_remat import awkward, outcome
 from tests.transforms.models import CASES, Blocks, Case, Tied, own_rows, run
 from tests.transforms.rules import assert_close, fresh, linear, trained
 from tests.transforms.staged import on_mesh
-from tests.transforms.zero import test_levels, test_orders
+from tests.transforms.zero import test_levels, test_nested_autograd, test_orders
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -492,18 +496,30 @@ def plans_are_the_shortest() -> None:
         assert len(plan_fetches(uses, 2).fetches) == fewest(uses, 2)
 
 
-def passes(recompute: bool) -> Case:
-    """A model that goes three times through its blocks."""
+class LastPlain(Blocks):
+    """All passes but the last are recomputed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for number in range(self.passes):
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False) if number + 1 < self.passes else block(x)
+        return self.out(x)
+
+
+def passes(recompute: bool | None) -> Case:
+    """A model that goes three times through its blocks; None recomputes all passes but the last."""
 
     def make() -> Any:
         torch.manual_seed(3)
-        apply, params = fds.functional(Blocks(recompute=recompute, passes=3))
+        kind = LastPlain if recompute is None else Blocks
+        apply, params = fds.functional(kind(recompute=bool(recompute), passes=3))
         return params, lambda p, batch: ((apply(p, batch[0]) - batch[1]) ** 2).mean()
 
     return Case(make, CASES["blocks"].batch)
 
 
-def several_passes_gather_no_more_than_needed(recompute: bool) -> None:
+def several_passes_gather_no_more_than_needed(recompute: bool | None) -> None:
     """Law 21: the plans' fetches are the fewest; the backward pass has no use for the first layer's params."""
     calls, _, sizes = traffic(passes(recompute), 3, 2)
     rest, *blocks = range(len(sizes))
@@ -1073,6 +1089,39 @@ def ranks_keep_the_first_ranks_buffers() -> None:
         torch.testing.assert_close(buffers, want_buffers)
 
 
+def modules_that_reach_themselves_are_functions(how: str) -> None:
+    """Past their attributes: by closures, hooks and lists."""
+    build = partial(Around, how)
+    torch.testing.assert_close(test_functional.ours(build, None), test_functional.plain(build))
+
+
+def buffers_have_several_names() -> None:
+    """One buffer, also in an attribute or a closure."""
+    for how in ("attribute", "cell"):
+        build = partial(test_functional.Counted, how)
+        torch.testing.assert_close(test_functional.ours(build, None), test_functional.plain(build))
+
+
+def what_training_would_part_is_refused(how: str) -> None:
+    """Weights that are written, and memory that is shared."""
+    if how in ("tied by data", "interleaved"):
+        assert raises(ValueError, partial(fds.functional, test_functional.Shares(how))) == (how == "tied by data")
+    elif how == "attribute":
+        assert raises(RuntimeError, partial(test_functional.ours, partial(test_functional.Shares, how), None))
+    else:
+        assert raises(RuntimeError, partial(test_functional.ours, partial(test_functional.Clipped, how), None))
+
+
+def caches_are_as_they_were() -> None:
+    """Law 28 for objects among the arguments."""
+    test_argument_snapshot.test_a_cache_is_as_it_was("positional", "recompute")
+
+
+def ranks_agree_when_one_begins_to_write() -> None:
+    """In the step in which a rank writes a buffer that none has written before."""
+    test_one_rank_may_be_the_first_to_write(0, "mean")
+
+
 def scatter_and_publish_are_inverse(half: bool) -> None:
     """In ZeRO 1 and with mixed precision: what is stored comes back, and ``trained`` lines up with the gradients."""
 
@@ -1264,13 +1313,54 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
     ],
     (ranks_keep_the_first_ranks_buffers,): [
-        Bug("each rank keeps its own", "step.buffers", 'if group.size == 1 or policy == "own":', "if True:"),
-        Bug("the second rank's count", "step.buffers", "(rank if by_writer else 0, shape, dtype)", "(1, shape, dtype)"),
+        Bug("each rank keeps its own", "step.buffer_sync", 'if group.size == 1 or policy == "own":', "if True:"),
+        Bug("the second rank's count", "step.buffer_sync", "(rank if by_writer else 0, shape, dtype)", "(1, shape, dtype)"),
         Bug(
             "what kept its bits is not sent",
             "step.buffers",
             "name in written or name.rpartition",
             "name in () and name.rpartition",
+        ),
+    ],
+    (ranks_agree_when_one_begins_to_write,): [
+        Bug("others are not told", "step.buffer_sync", "known.agreed.clear()", "known.agreed", comm.DeadlockError),
+    ],
+    (modules_that_reach_themselves_are_functions, "detached"): [
+        Bug("closures lead to the original", "modules.deep_copy", "held[key] = new", "pass", RuntimeError),
+    ],
+    (modules_that_reach_themselves_are_functions, "closure over a weight"): [
+        Bug(
+            "closures keep placeholders",
+            "modules.deep_copy",
+            "self.visit(cell.cell_contents, _ClosureCell(cell), None)",
+            "pass",
+            RuntimeError,
+        ),
+    ],
+    (buffers_have_several_names,): [
+        Bug("one name is forgotten", "modules.skeleton", "holder[where] = held.values[name]", "pass"),
+    ],
+    (what_training_would_part_is_refused, "data.copy_"): [
+        Bug("no operation is looked at", "modules.write_watch", "if schema.is_mutable and", "if False and"),
+    ],
+    (what_training_would_part_is_refused, "data ="): [
+        Bug("no assignment is looked at", "modules.write_watch", "if func == _SET_DATA:", "if False:"),
+    ],
+    (what_training_would_part_is_refused, "tied by data"): [
+        Bug("no overlap is looked for", "modules.shared_memory", "if one.meets(other):", "if False:"),
+    ],
+    (what_training_would_part_is_refused, "interleaved"): [
+        Bug("ranges are taken for elements", "modules.shared_memory", "if dense or", "if True or"),
+    ],
+    (what_training_would_part_is_refused, "attribute"): [
+        Bug("attributes keep old weights", "modules.functional", "memo.update(memory.stale)", "pass"),
+    ],
+    (caches_are_as_they_were,): [
+        Bug(
+            "a cache grows twice",
+            "remat.region",
+            "snapshot([None if _is_value(leaf) else leaf for leaf in leaves])",
+            "[None if _is_value(leaf) else leaf for leaf in leaves]",
         ),
     ],
     (scatter_and_publish_are_inverse, True): [
@@ -1377,13 +1467,12 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (traffic_is_exact, 1, 2): [
         Bug("stage 1 reduces each micro-batch", "transforms.zero.zero", "each = self.stage >= 2", "each = True"),
     ],
-    (zero_is_one_device, 3, "several passes"): [
-        Bug("a second use overwrites", "transforms.zero.reduce", "foreach_copy_ if fresh else foreach_add_", "foreach_copy_"),
+    (zero_is_one_device, 1, "mlp", 2, 2): [
         Bug(
-            "a unit is reduced after one backward",
+            "a second micro-batch overwrites",
             "transforms.zero.reduce",
-            "self._expected[unit] += 1",
-            "self._expected[unit] = 1",
+            "foreach_copy_ if fresh else foreach_add_",
+            "foreach_copy_",
         ),
     ],
     (zero_is_one_device, 2, "branching"): [
@@ -1431,9 +1520,70 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "recomputed leaves need no gradient",
             "transforms.zero.lazy_params",
-            "view.detach().requires_grad_() for",
-            "view.detach() for",
+            "view.requires_grad_() for",
+            "view for",
             RuntimeError,
+        ),
+    ],
+    (test_nested_autograd.test_losses_that_differentiate, test_nested_autograd.sam, 3, 2): [
+        Bug(
+            "a leaf is another tensor after an eviction",
+            "transforms.zero.lazy_params",
+            "if unit not in self._trained:",
+            "if unit not in self._leaves:",
+            RuntimeError,
+        ),
+        Bug(
+            "a leaf gets the first memory that its unit had",
+            "transforms.zero.lazy_params",
+            "leaves[place].data = views[place]",
+            "pass",
+            RuntimeError,
+        ),
+    ],
+    (test_nested_autograd.test_losses_that_differentiate, test_nested_autograd.sharpness, 1, 2): [
+        Bug(
+            "a backward pass of the loss is the tape's",
+            "transforms.zero.lazy_params",
+            "if token is None:",
+            "if False:",
+            Exception,
+        ),
+    ],
+    (test_nested_autograd.test_functions_whose_backward_runs_autograd, test_nested_autograd.Recomputing, None, 1): [
+        Bug("what functions leave in .grad is lost", "step.tape", "[_sum(leaf.grad, grad) for", "[grad for"),
+    ],
+    (test_nested_autograd.test_nested_gradients_of_one_rank,): [
+        Bug(
+            "gradients of nested passes stay where they are",
+            "transforms.zero.lazy_params",
+            "reducer.add_nested(unit, nested, self.device)",
+            "pass",
+        ),
+        Bug(
+            "a rank reduces its nested gradients alone",
+            "transforms.zero.reduce",
+            "groups.any_rank(torch.tensor([unit in self._nested for unit in agreed.tolist()], dtype=torch.int64))",
+            "torch.tensor([unit in self._nested for unit in agreed.tolist()], dtype=torch.int64)",
+            Exception,
+        ),
+    ],
+    (test_nested_autograd.test_torch_func_in_a_loss, test_nested_autograd.rows_alone, 3): [
+        Bug(
+            "a loss runs again without its units",
+            "transforms.zero.lazy_params",
+            "if cache.functional and self.source.frees:",
+            "if False:",
+            RuntimeError,
+        ),
+    ],
+    (test_nested_autograd.test_a_loss_without_a_graph, 2): [
+        Bug(
+            "a loss without a graph trains nothing",
+            "step.train_step",
+            "        _check_graph(loss, tape)\n",
+            "",
+            pytest.fail.Exception,
         ),
     ],
     (zero_is_one_device, 3, "branching"): [
@@ -1535,7 +1685,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (two_whole_units_and_the_next, False, False): [
         Bug(
             "autograd keeps whole units",
-            "transforms.zero.lazy_params",
+            "transforms.zero.saved_places",
             "self._homes.get(tensor.untyped_storage().data_ptr())",
             "None",
         ),
@@ -1552,7 +1702,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
             "there[0]",
         ),
     ],
-    (several_passes_gather_no_more_than_needed, True): [
+    (several_passes_gather_no_more_than_needed, None): [
         Bug(
             "a unit goes before its last use",
             "transforms.zero.gather",

@@ -1,6 +1,6 @@
 """The reduction of units' gradients: each as soon as it is complete, in one order on all ranks."""
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
@@ -31,7 +31,7 @@ class ReduceOrder:
         timeout_s: how long a rank waits for a reduction before it starts a third; 0 once that was in vain.
         plan: the fetches of a backward pass for which the ranks agreed on ``after``.
         after: unit -> how many of these fetches all ranks start before the unit's reduction.
-        late: the units that got gradients after they were complete, on any rank, in the first pass. They are reduced twice.
+        nested: the units that, on any rank, backward passes within the first one gave gradients. They are reduced twice.
     """
 
     units: tuple[int, ...]
@@ -39,7 +39,7 @@ class ReduceOrder:
     timeout_s: float = 2.0
     plan: FetchPlan | None = None
     after: Mapping[int, int] = attrs.field(factory=dict)
-    late: tuple[int, ...] = ()
+    nested: tuple[int, ...] = ()
 
 
 @attrs.define(eq=False)
@@ -72,8 +72,8 @@ class Reducer:
     more: bool
     local: dict[int, Tensor]
     sums: dict[int, Tensor]
-    _late: set[int] = attrs.field(factory=set)
-    _expected: Counter[int] = attrs.field(factory=Counter)  # unit -> backward nodes that have not run
+    _nested: set[int] = attrs.field(factory=set)
+    _expected: set[int] = attrs.field(factory=set)  # the units that have a backward node
     _completed: list[int] = attrs.field(factory=list)
     _posted: int = 0
     _plan: FetchPlan | None = None
@@ -82,8 +82,8 @@ class Reducer:
     _own: "deque[tuple[int, comm.Pending[list[Tensor]]]]" = attrs.field(factory=deque)  # reductions in flight
 
     def expect(self, unit: int) -> None:
-        """Announces one more backward node of the unit."""
-        self._expected[unit] += 1
+        """Announces the backward node of the unit."""
+        self._expected.add(unit)
 
     def untouched(self) -> list[int]:
         """The trained units that have no backward node."""
@@ -93,21 +93,18 @@ class Reducer:
         """The unit's segments that get gradients."""
         return [index for index in self.layout.units[unit].segments if self.layout.segments[index].trainable]
 
-    def add(self, unit: int, grads: Sequence[Tensor | None], device: torch.device, *, last: bool = False) -> None:
-        """Adds the gradients of one backward node.
+    def add(self, unit: int, grads: Sequence[Tensor | None], device: torch.device) -> None:
+        """Adds the gradients of a unit's backward node, which complete it.
 
         Args:
             unit: whose.
             grads: of the unit's trained leaves, in layout order; None, or an empty list, stands for zeros.
             device: where the sums lie.
-            last: whether no other node of the unit will run, whatever was announced.
         """
         self._add(unit, grads, device)
-        self._expected[unit] = 0 if last else self._expected[unit] - 1
-        if not self._expected[unit]:
-            self._completed.append(unit)
-            self._completed_after[unit] = self._made
-            self._post()
+        self._completed.append(unit)
+        self._completed_after[unit] = self._made
+        self._post()
 
     def fetched(self, plan: FetchPlan, made: int) -> None:
         """Says that so many fetches of the pass's plan were made."""
@@ -119,7 +116,7 @@ class Reducer:
         """Whether this rank completed a unit after the place that the ranks agreed on."""
         return self._placed and any(made > self.order.after[unit] for unit, made in self._completed_after.items())
 
-    def add_late(self, unit: int, grads: Sequence[Tensor | None], device: torch.device) -> None:
+    def add_nested(self, unit: int, grads: Sequence[Tensor | None], device: torch.device) -> None:
         """Adds gradients that came after the unit was complete: of a backward pass within the backward pass.
 
         Args:
@@ -130,13 +127,13 @@ class Reducer:
         Raises:
             RuntimeError: no rank had any in the first pass, so the other ranks would not join another reduction.
         """
-        if self.now and self.order.traced and unit not in self.order.late:
+        if self.now and self.order.traced and unit not in self.order.nested:
             raise RuntimeError(
                 "the backward pass of a custom autograd.Function ran another backward pass, which gave the params "
                 f"{self._paths(unit)} gradients. In the first step none did, and the ranks agreed then on what they sum: use "
                 "the Function in the first step, too, or torch.utils.checkpoint with use_reentrant=False in its place"
             )
-        self._late.add(unit)
+        self._nested.add(unit)
         self._add(unit, grads, device)
 
     def finish(self, *, renew: bool = False) -> list[Tensor]:
@@ -145,8 +142,8 @@ class Reducer:
         if self.now:
             self._settle_all()
             self._trace_order(renew)
-            for unit in self.order.late:
-                if unit not in self._late:
+            for unit in self.order.nested:
+                if unit not in self._nested:
                     self._add(unit, (), self.sums[self.trained(unit)[0]].device)
                 self._start(unit, again=True)
             self._settle_all()
@@ -246,15 +243,15 @@ class Reducer:
     def _trace_order(self, renew: bool) -> None:
         """From the second pass on, all ranks keep the order in which rank 0 completed the units of the first.
 
-        Which units got late gradients, on any rank, they agree on then, too.
+        Which units got gradients of nested passes, on any rank, they agree on then, too.
         """
         order, groups = self.order, self.collectives.groups
         device = groups.group.world.device
         if not order.traced:
             agreed = groups.broadcast(torch.tensor(self._completed, dtype=torch.int64, device=device), "control")
-            mine = torch.tensor([unit in self._late for unit in agreed.tolist()], dtype=torch.int64, device=device)
-            late = groups.any_rank(mine)
-            order.units, order.traced, order.late = tuple(agreed.tolist()), True, tuple(agreed[late > 0].tolist())
+            mine = torch.tensor([unit in self._nested for unit in agreed.tolist()], dtype=torch.int64, device=device)
+            nested = groups.any_rank(mine)
+            order.units, order.traced, order.nested = tuple(agreed.tolist()), True, tuple(agreed[nested > 0].tolist())
         if self._plan is not None and (renew or not self._placed):
             mine = torch.tensor([self._completed_after[unit] for unit in order.units], device=device)
             latest = comm.all_reduce(mine, groups.shards.channel("control"), op="max")

@@ -13,7 +13,7 @@ from functional_ds.base.weighted import Weighted
 from functional_ds.sharding.layout import Layout, Segment
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.sharding.sources import is_deferred
-from functional_ds.step.buffers import synced
+from functional_ds.step.buffer_sync import synced
 from functional_ds.step.compose import wrap
 from functional_ds.step.state import State
 from functional_ds.step.step import Metrics, Step
