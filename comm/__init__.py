@@ -5,6 +5,7 @@ from functional_ds.comm.compression.codecs import Blocks, Cast, Codec, OneBit, T
 from functional_ds.comm.compression.compressed import compressed
 from functional_ds.comm.compression.error_feedback import ErrorFeedback, Residual
 from functional_ds.comm.debug.checked import checked, monitored_barrier
+from functional_ds.comm.debug.clock import Offsets, clock_offsets
 from functional_ds.comm.debug.explore import explore
 from functional_ds.comm.debug.trace import Spread, ledger, spreads, write_trace
 from functional_ds.comm.record.collective import Call, Collective, Here
@@ -16,6 +17,7 @@ from functional_ds.comm.record.errors import (
     RankFailedError,
     TimedOutError,
     UnmatchedError,
+    WrittenError,
 )
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.ledger import Ledger, Row
@@ -63,6 +65,7 @@ __all__ = [
     "Ledger",
     "Mesh",
     "MismatchError",
+    "Offsets",
     "OneBit",
     "Pending",
     "Permutation",
@@ -75,6 +78,7 @@ __all__ = [
     "TimedOutError",
     "TopK",
     "UnmatchedError",
+    "WrittenError",
     "agree",
     "algorithms",
     "all_gather",
@@ -86,6 +90,7 @@ __all__ = [
     "broadcast",
     "broadcast_object",
     "checked",
+    "clock_offsets",
     "compressed",
     "copy_to",
     "cost",

@@ -44,7 +44,7 @@ class _Differentiable(torch.autograd.Function):
                     shown = call.shown(ctx.group.rank)
                     raise ValueError(f"{shown} has no transpose, so no gradient flows through it: detach its input")
                 smooth = [_in_graph(grad, token) for grad in rest[:count] if is_differentiable(grad)]
-                started.append(_start(adjoint, smooth, ctx.group, async_op=len(ctx.calls) > 1))
+                started.append(_start(adjoint, smooth, ctx.group, async_op=len(ctx.calls) > 1, early=False))
                 del rest[:count]
         back = iter([result for results in _finish(started, ctx.group) for result in results])
         return (None, None, *(next(back) if is_differentiable(grad) else None for grad in grads[:-1]))
@@ -87,7 +87,7 @@ class _StartedCall:
         return any(leaf.requires_grad for leaf in self.leaves)
 
 
-def _start(call: Call, leaves: Sequence[Tensor], group: Group, *, async_op: bool) -> _StartedCall:
+def _start(call: Call, leaves: Sequence[Tensor], group: Group, *, async_op: bool, early: bool | None = None) -> _StartedCall:
     row, here = call.collective, Here(call.options, group.rank, group.size)
     if group.rank < 0:
         raise CommError(f"{call.shown(-1)}: rank {world().rank} is not in {group!r}; only its ranks may call its collectives")
@@ -105,7 +105,8 @@ def _start(call: Call, leaves: Sequence[Tensor], group: Group, *, async_op: bool
     began = begin(group.world.ledgers, leaves)
     handle = group.world.start(call, leaves, group, async_op=async_op)
     for ledger in group.world.ledgers:
-        handle = ledger.record(call, leaves, here, group.name, group.ranks, handle, began)
+        going_on = async_op if early is None else early
+        handle = ledger.record(call, leaves, here, group.name, group.ranks, handle, began, early=going_on)
     return _StartedCall(call, leaves, handle)
 
 
@@ -160,13 +161,22 @@ def apply(call: Call, tree: Any, group: Group | None, async_op: bool) -> Any:
     )
 
 
-def apply_all(calls: Sequence[tuple[Call, Any]], group: Group | None, *, async_op: bool = True) -> Pending[list[Any]]:
-    """Starts all calls, each on its tree, as one batch; the results are in order."""
+def apply_all(
+    calls: Sequence[tuple[Call, Any]], group: Group | None, *, async_op: bool = True, early: bool = True
+) -> Pending[list[Any]]:
+    """Starts all calls, each on its tree, as one batch; the results are in order.
+
+    Args:
+        calls: each with its tree.
+        group: the ranks; None for the whole world.
+        async_op: whether the calls may run beside each other.
+        early: whether the caller goes on before it waits.
+    """
     group = resolve_group(group)
     trees = [flatten(call.title(group.rank)[0], tree) for call, tree in calls]
     pairs = zip(calls, trees, strict=True)
     with group.world.batch():
-        started = [_start(call, leaves, group, async_op=async_op) for (call, _), (leaves, _) in pairs]
+        started = [_start(call, leaves, group, async_op=async_op, early=early) for (call, _), (leaves, _) in pairs]
 
     def finish() -> list[Any]:
         results = _finish(started, group)

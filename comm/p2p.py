@@ -97,7 +97,7 @@ def batch_p2p(ops: Sequence[Send | Recv], group: Group | None = None, *, async_o
     for op in ops:
         if not isinstance(op, (Send, Recv)):
             raise TypeError(f"batch_p2p: ops are Send(value, dst) and Recv(like, src), not {type(op).__name__} {op!r}")
-    pending = apply_all([_call(op, group) for op in ops], group, async_op=async_op or len(ops) > 1)
+    pending = apply_all([_call(op, group) for op in ops], group, async_op=async_op or len(ops) > 1, early=async_op)
     return pending if async_op else pending.wait()
 
 

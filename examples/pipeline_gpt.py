@@ -6,7 +6,9 @@
     python examples/pipeline_gpt.py --schedule mine.csv                    a table of your own
     torchrun --nproc-per-node 4 examples/pipeline_gpt.py --dp 2            wherever torchrun runs
 
-Writes out/pipeline.svg: the timeline that is predicted from the first steps' times, beside that of the last step.
+Each step's bubble stands beside the least that the schedule permits for actions that take so long.
+
+Writes out/pipeline.svg: the timeline that is predicted from the times of the last step but one, beside that of the last step.
 """
 
 import argparse
@@ -99,7 +101,8 @@ def train(flags: argparse.Namespace) -> list[float]:
         losses.append(metrics["loss"].item())
         runs.append(recorder.run(schedule, mesh["pp"], costs=costs))
         if leads:
-            print(f"step {index + 1:>3}: loss {losses[-1]:.4f}, bubble {runs[-1].bubble:.0%}", flush=True)
+            bubble = f"bubble {runs[-1].bubble:.0%}, at least {runs[-1].least_bubble:.0%}"
+            print(f"step {index + 1:>3}: loss {losses[-1]:.4f}, {bubble}", flush=True)
     if leads:
         picture(flags, schedule, runs, recorder)
     return losses

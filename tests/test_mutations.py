@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
 import functional_ds as fds
 import functional_ds.checkpointing.writer  # loaded late otherwise, and bugs are planted in what is there
@@ -30,12 +31,16 @@ from functional_ds.transforms.zero.config import ZeroConfig
 from functional_ds.transforms.zero.gather import Gatherer
 from functional_ds.transforms.zero.prefetch import FetchTrace, plan_fetches
 from functional_ds.transforms.zero.process_groups import ProcessGroups
-from tests.modules.test_buffers import as_ddp, network, plain, rows
+from tests.comm.debug import test_written
+from tests.modules import test_functional
+from tests.modules.test_buffers import as_ddp, network, plain, rows, test_one_rank_may_be_the_first_to_write
+from tests.modules.test_functional import Around
 from tests.planting import Bug, planted
+from tests.remat import test_argument_snapshot
 from tests.remat.test_remat import awkward, outcome
 from tests.transforms.models import CASES, Blocks, Case, Tied, own_rows, run
 from tests.transforms.rules import assert_close, fresh, linear, trained
-from tests.transforms.zero import test_levels
+from tests.transforms.zero import test_levels, test_nested_autograd, test_orders
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -224,15 +229,19 @@ def results_have_memory_of_their_own() -> None:
 
 
 def calls_read_their_input_at_once() -> None:
-    """Law 11: what happens to the input of a call under way does not show."""
+    """Law 11: what happens to the input of a call under way does not show on other ranks, and is named on this one."""
 
     def program() -> float:
         x = torch.ones(1)
         pending = comm.all_reduce(x, async_op=True)
-        x.zero_()
+        if rank() == 0:
+            x.zero_()
+            assert raises(comm.WrittenError, pending.wait)
+            return 0.0
         return pending.wait().item()  # type: ignore[no-any-return]
 
-    assert comm.simulate(program, world_size=2) == [2.0, 2.0]
+    for seed in range(5):
+        assert comm.simulate(program, world_size=2, seed=seed) == [0.0, 2.0]
 
 
 def adjoints_are_transposes() -> None:
@@ -449,18 +458,30 @@ def plans_are_the_shortest() -> None:
         assert len(plan_fetches(uses, 2).fetches) == fewest(uses, 2)
 
 
-def passes(recompute: bool) -> Case:
-    """A model that goes three times through its blocks."""
+class LastPlain(Blocks):
+    """All passes but the last are recomputed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for number in range(self.passes):
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False) if number + 1 < self.passes else block(x)
+        return self.out(x)
+
+
+def passes(recompute: bool | None) -> Case:
+    """A model that goes three times through its blocks; None recomputes all passes but the last."""
 
     def make() -> Any:
         torch.manual_seed(3)
-        apply, params = fds.functional(Blocks(recompute=recompute, passes=3))
+        kind = LastPlain if recompute is None else Blocks
+        apply, params = fds.functional(kind(recompute=bool(recompute), passes=3))
         return params, lambda p, batch: ((apply(p, batch[0]) - batch[1]) ** 2).mean()
 
     return Case(make, CASES["blocks"].batch)
 
 
-def several_passes_gather_no_more_than_needed(recompute: bool) -> None:
+def several_passes_gather_no_more_than_needed(recompute: bool | None) -> None:
     """Law 21: the plans' fetches are the fewest; the backward pass has no use for the first layer's params."""
     calls, _, sizes = traffic(passes(recompute), 3, 2)
     rest, *blocks = range(len(sizes))
@@ -1030,6 +1051,39 @@ def ranks_keep_the_first_ranks_buffers() -> None:
         torch.testing.assert_close(buffers, want_buffers)
 
 
+def modules_that_reach_themselves_are_functions(how: str) -> None:
+    """Past their attributes: by closures, hooks and lists."""
+    build = partial(Around, how)
+    torch.testing.assert_close(test_functional.ours(build, None), test_functional.plain(build))
+
+
+def buffers_have_several_names() -> None:
+    """One buffer, also in an attribute or a closure."""
+    for how in ("attribute", "cell"):
+        build = partial(test_functional.Counted, how)
+        torch.testing.assert_close(test_functional.ours(build, None), test_functional.plain(build))
+
+
+def what_training_would_part_is_refused(how: str) -> None:
+    """Weights that are written, and memory that is shared."""
+    if how in ("tied by data", "interleaved"):
+        assert raises(ValueError, partial(fds.functional, test_functional.Shares(how))) == (how == "tied by data")
+    elif how == "attribute":
+        assert raises(RuntimeError, partial(test_functional.ours, partial(test_functional.Shares, how), None))
+    else:
+        assert raises(RuntimeError, partial(test_functional.ours, partial(test_functional.Clipped, how), None))
+
+
+def caches_are_as_they_were() -> None:
+    """Law 28 for objects among the arguments."""
+    test_argument_snapshot.test_a_cache_is_as_it_was("positional", "recompute")
+
+
+def ranks_agree_when_one_begins_to_write() -> None:
+    """In the step in which a rank writes a buffer that none has written before."""
+    test_one_rank_may_be_the_first_to_write(0, "mean")
+
+
 def scatter_and_publish_are_inverse(half: bool) -> None:
     """In ZeRO 1 and with mixed precision: what is stored comes back, and ``trained`` lines up with the gradients."""
 
@@ -1141,7 +1195,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (calls_read_their_input_at_once,): [
         Bug(
             "the simulator reads inputs late",
-            "comm.worlds.simulator",
+            "comm.worlds.group_call",
             "tensor.detach().clone(memory_format=torch.contiguous_format)",
             "tensor.detach()",
         ),
@@ -1200,13 +1254,54 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
     ],
     (ranks_keep_the_first_ranks_buffers,): [
-        Bug("each rank keeps its own", "step.buffers", 'if group.size == 1 or policy == "own":', "if True:"),
-        Bug("the second rank's count", "step.buffers", "(rank if by_writer else 0, shape, dtype)", "(1, shape, dtype)"),
+        Bug("each rank keeps its own", "step.buffer_sync", 'if group.size == 1 or policy == "own":', "if True:"),
+        Bug("the second rank's count", "step.buffer_sync", "(rank if by_writer else 0, shape, dtype)", "(1, shape, dtype)"),
         Bug(
             "what kept its bits is not sent",
             "step.buffers",
             "name in written or name.rpartition",
             "name in () and name.rpartition",
+        ),
+    ],
+    (ranks_agree_when_one_begins_to_write,): [
+        Bug("others are not told", "step.buffer_sync", "known.agreed.clear()", "known.agreed", comm.DeadlockError),
+    ],
+    (modules_that_reach_themselves_are_functions, "detached"): [
+        Bug("closures lead to the original", "modules.deep_copy", "held[key] = new", "pass", RuntimeError),
+    ],
+    (modules_that_reach_themselves_are_functions, "closure over a weight"): [
+        Bug(
+            "closures keep placeholders",
+            "modules.deep_copy",
+            "self.visit(cell.cell_contents, _ClosureCell(cell), None)",
+            "pass",
+            RuntimeError,
+        ),
+    ],
+    (buffers_have_several_names,): [
+        Bug("one name is forgotten", "modules.skeleton", "holder[where] = held.values[name]", "pass"),
+    ],
+    (what_training_would_part_is_refused, "data.copy_"): [
+        Bug("no operation is looked at", "modules.write_watch", "if schema.is_mutable and", "if False and"),
+    ],
+    (what_training_would_part_is_refused, "data ="): [
+        Bug("no assignment is looked at", "modules.write_watch", "if func == _SET_DATA:", "if False:"),
+    ],
+    (what_training_would_part_is_refused, "tied by data"): [
+        Bug("no overlap is looked for", "modules.shared_memory", "if one.meets(other):", "if False:"),
+    ],
+    (what_training_would_part_is_refused, "interleaved"): [
+        Bug("ranges are taken for elements", "modules.shared_memory", "if dense or", "if True or"),
+    ],
+    (what_training_would_part_is_refused, "attribute"): [
+        Bug("attributes keep old weights", "modules.functional", "memo.update(memory.stale)", "pass"),
+    ],
+    (caches_are_as_they_were,): [
+        Bug(
+            "a cache grows twice",
+            "remat.region",
+            "snapshot([None if _is_value(leaf) else leaf for leaf in leaves])",
+            "[None if _is_value(leaf) else leaf for leaf in leaves]",
         ),
     ],
     (scatter_and_publish_are_inverse, True): [
@@ -1313,13 +1408,12 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (traffic_is_exact, 1, 2): [
         Bug("stage 1 reduces each micro-batch", "transforms.zero.zero", "each = self.stage >= 2", "each = True"),
     ],
-    (zero_is_one_device, 3, "several passes"): [
-        Bug("a second use overwrites", "transforms.zero.reduce", "foreach_copy_ if fresh else foreach_add_", "foreach_copy_"),
+    (zero_is_one_device, 1, "mlp", 2, 2): [
         Bug(
-            "a unit is reduced after one backward",
+            "a second micro-batch overwrites",
             "transforms.zero.reduce",
-            "self._expected[unit] += 1",
-            "self._expected[unit] = 1",
+            "foreach_copy_ if fresh else foreach_add_",
+            "foreach_copy_",
         ),
     ],
     (zero_is_one_device, 2, "branching"): [
@@ -1367,24 +1461,85 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "recomputed leaves need no gradient",
             "transforms.zero.lazy_params",
-            "view.detach().requires_grad_() for",
-            "view.detach() for",
+            "view.requires_grad_() for",
+            "view for",
             RuntimeError,
+        ),
+    ],
+    (test_nested_autograd.test_losses_that_differentiate, test_nested_autograd.sam, 3, 2): [
+        Bug(
+            "a leaf is another tensor after an eviction",
+            "transforms.zero.lazy_params",
+            "if unit not in self._trained:",
+            "if unit not in self._leaves:",
+            RuntimeError,
+        ),
+        Bug(
+            "a leaf gets the first memory that its unit had",
+            "transforms.zero.lazy_params",
+            "leaves[place].data = views[place]",
+            "pass",
+            RuntimeError,
+        ),
+    ],
+    (test_nested_autograd.test_losses_that_differentiate, test_nested_autograd.sharpness, 1, 2): [
+        Bug(
+            "a backward pass of the loss is the tape's",
+            "transforms.zero.lazy_params",
+            "if token is None:",
+            "if False:",
+            Exception,
+        ),
+    ],
+    (test_nested_autograd.test_functions_whose_backward_runs_autograd, test_nested_autograd.Recomputing, None, 1): [
+        Bug("what functions leave in .grad is lost", "step.tape", "[_sum(leaf.grad, grad) for", "[grad for"),
+    ],
+    (test_nested_autograd.test_nested_gradients_of_one_rank,): [
+        Bug(
+            "gradients of nested passes stay where they are",
+            "transforms.zero.lazy_params",
+            "reducer.add_nested(unit, nested, self.device)",
+            "pass",
+        ),
+        Bug(
+            "a rank reduces its nested gradients alone",
+            "transforms.zero.reduce",
+            "groups.any_rank(torch.tensor([unit in self._nested for unit in agreed.tolist()], dtype=torch.int64))",
+            "torch.tensor([unit in self._nested for unit in agreed.tolist()], dtype=torch.int64)",
+            Exception,
+        ),
+    ],
+    (test_nested_autograd.test_torch_func_in_a_loss, test_nested_autograd.rows_alone, 3): [
+        Bug(
+            "a loss runs again without its units",
+            "transforms.zero.lazy_params",
+            "if cache.functional and self.source.frees:",
+            "if False:",
+            RuntimeError,
+        ),
+    ],
+    (test_nested_autograd.test_a_loss_without_a_graph, 2): [
+        Bug(
+            "a loss without a graph trains nothing",
+            "step.train_step",
+            "        _check_graph(loss, tape)\n",
+            "",
+            pytest.fail.Exception,
         ),
     ],
     (zero_is_one_device, 3, "branching"): [
         Bug(
             "nobody asks the others",
             "transforms.zero.gather",
-            "comm.all_gather(torch.tensor([unit]), control).tolist()",
-            "[unit]",
+            "set(bruck(mine, control).tolist())",
+            "{unit}",
             comm.MismatchError,
         ),
         Bug(
             "a rank leaves while others need units",
             "transforms.zero.gather",
-            "while not self._ask(_FINISHED):\n            pass",
-            "self._ask(_FINISHED)",
+            "while (last := self._ask(_FINISHED_WITH_NOTE if note else _FINISHED)) is None:\n            pass",
+            "last = self._ask(_FINISHED) or set()",
             comm.DeadlockError,
         ),
     ],
@@ -1392,18 +1547,16 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "a gather that skips a level starts at once",
             "transforms.zero.collectives",
-            "return relay(first, *rest).then(",
-            "return (relay(first, *rest) if first._finish else rest[0](first.wait())).then(",
-            comm.MismatchError,
+            "gathered = relay(first, *rest, lane=lane, device=shards[0].device)",
+            "gathered = relay(first, *rest, lane=lane, device=shards[0].device) if first._finish else rest[0](first.wait())",
         ),
     ],
-    (test_levels.test_units_that_are_fetched_again, 3, True): [
+    (test_levels.test_the_loss_may_communicate_inside_nodes, 2, False): [
         Bug(
             "gathers go on in the order of their arrival",
             "transforms.zero.collectives",
-            "all(pending.poll() for pending in self._pending)",
-            "[pending.poll() for pending in self._pending]",
-            comm.MismatchError,
+            'self.groups.levels[-1].channel("gather")\n',
+            "self.groups.levels[-1].channel(str(id(shards)))\n",
         ),
     ],
     (test_levels.test_the_loss_may_communicate_inside_nodes, 1, False): [
@@ -1417,11 +1570,48 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     ],
     (test_levels.test_pipelines_over_nodes, 3, "intra_node"): [
         Bug(
-            "each pipeline stage has a queue of its own",
-            "transforms.zero.state",
-            "LeafMap.of_layout(alone, None), self.in_flight)",
-            "LeafMap.of_layout(alone, None))",
+            "each pipeline stage has a lane of its own",
+            "transforms.zero.collectives",
+            "lane=_channel(self.groups.shards)",
+            "lane=self.groups.shards.channel(str(id(self)))",
             comm.MismatchError,
+        ),
+    ],
+    (test_orders.launches_agree, test_orders.GATED): [
+        Bug("reductions start when they are complete", "transforms.zero.reduce", "not self._placed or", "True or"),
+        Bug(
+            "the ranks' own places count",
+            "transforms.zero.reduce",
+            'channel("control"), op="max")',
+            'channel("control"), op="min")',
+        ),
+    ],
+    (test_orders.launches_agree, test_orders.REGATED): [
+        Bug(
+            "nobody hears that a rank was late",
+            "transforms.zero.gather",
+            "_FINISHED_WITH_NOTE if note else",
+            "_FINISHED if note else",
+        ),
+    ],
+    (test_written.named, "all_reduce", "add"): [
+        Bug("writes are not noticed", "comm.record.watched", "if _state(tensor) != before:", "if False:"),
+    ],
+    (test_written.named, "all_reduce", "data"): [
+        Bug(
+            "writes that torch does not count are not noticed",
+            "comm.record.watched",
+            "zlib.crc32(plain.view(torch.uint8).numpy().data)",
+            "1",
+        ),
+    ],
+    (test_written.named, "broadcast", "late"): [
+        Bug(
+            "who receives may not write",
+            "comm.record.watched",
+            "if call.collective.reads(",
+            "if True or call.collective.reads(",
+            comm.WrittenError,
         ),
     ],
     (any_rank_touches_any_units,): [
@@ -1436,7 +1626,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (two_whole_units_and_the_next, False, False): [
         Bug(
             "autograd keeps whole units",
-            "transforms.zero.lazy_params",
+            "transforms.zero.saved_places",
             "self._homes.get(tensor.untyped_storage().data_ptr())",
             "None",
         ),
@@ -1453,7 +1643,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
             "there[0]",
         ),
     ],
-    (several_passes_gather_no_more_than_needed, True): [
+    (several_passes_gather_no_more_than_needed, None): [
         Bug(
             "a unit goes before its last use",
             "transforms.zero.gather",

@@ -7,7 +7,7 @@ import attrs
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable, like_marked
-from functional_ds.step.buffers import synced
+from functional_ds.step.buffer_sync import synced
 from functional_ds.step.state import State
 from functional_ds.step.step import Step
 

@@ -55,7 +55,7 @@ def compressed(collective: Callable[..., Any], codec: Codec) -> "Compressed":
             ``TopK`` are biased: use them with ``ErrorFeedback``.
 
     Cost: as the plain collective's, in bytes of the codec's payload. The second phase of an asynchronous all_reduce starts
-    in a poll or wait after the first has ended, on the channel "compressed", so all ranks must poll and wait in one order.
+    when the first has ended, on the channel "compressed".
 
     Raises:
         ValueError: another collective; any error of the collective itself.
@@ -149,7 +149,9 @@ def _all_reduce(codec: Codec, x: Any, group: Group, *, op: str = "sum", async_op
     scattered = _reduce_scatter(codec, rows, group, op=plain, tiled=False, async_op=async_op)
     if not async_op:
         return whole(_all_gather(codec, scattered, late))
-    return relay(scattered, lambda pieces: _all_gather(codec, pieces, late, async_op=True)).then(whole)
+    device = leaves[0].device if leaves else group.world.device
+    chain = relay(scattered, lambda pieces: _all_gather(codec, pieces, late, async_op=True), lane=late, device=device)
+    return chain.then(whole)
 
 
 _PROGRAMS: Mapping[Callable[..., Any], _Program] = MappingProxyType(

@@ -47,8 +47,7 @@ class Spread:
         group: the group's name.
         ranks: the group's ranks.
         seconds: each rank's time, in the order of ``ranks``.
-        slowest: the rank that the others waited for. The last rank to call a collective spends the least time in it. This holds
-            for calls that are waited for at once; the time of an asynchronous call includes what its rank computed meanwhile.
+        slowest: the rank that the others waited for. The last rank to call a collective spends the least time in it.
     """
 
     collective: str
@@ -72,7 +71,8 @@ def spreads(ledgers: Sequence[Ledger]) -> list[Spread]:
     """A ``Spread`` for each collective of each group, from the ranks' timed ledgers; it prints as a line in milliseconds.
 
     ``ledgers`` are those of all ranks of a world, in any order: the results of ``simulate`` or ``spawn``, or, under torchrun,
-    ``comm.all_gather_object(sent)``. Collectives that some rank of the group has not timed are left out.
+    ``comm.all_gather_object(sent)``. Collectives that some rank of the group has not timed, or has let run beside other work,
+    are left out.
 
     >>> import torch
     >>> from functional_ds import comm
@@ -86,7 +86,7 @@ def spreads(ledgers: Sequence[Ledger]) -> list[Spread]:
     seconds: dict[tuple[str, str, tuple[int, ...]], dict[int, float]] = {}
     for one in ledgers:
         for row in one.rows:
-            if row.timed:
+            if row.timed and not row.overlapped:
                 seconds.setdefault((row.collective, row.group, row.ranks), {})[one.rank] = row.seconds
     return [
         Spread(collective, group, ranks, tuple(found[rank] for rank in ranks))
@@ -95,18 +95,23 @@ def spreads(ledgers: Sequence[Ledger]) -> list[Spread]:
     ]
 
 
-def write_trace(ledgers: Sequence[Ledger], path: str | Path) -> None:
+def write_trace(ledgers: Sequence[Ledger], path: str | Path, *, offsets: Sequence[float] | None = None) -> None:
     """Writes the ranks' timed calls as a Chrome trace, for ui.perfetto.dev or chrome://tracing.
 
     Each rank is a process of the trace, each group a thread, and each call a slice with the bytes that the rank sent.
-    Ranks on one host share a clock; clocks of different hosts differ.
+
+    Args:
+        ledgers: of the ranks.
+        path: the file.
+        offsets: what to add to each rank's times, by rank: ``comm.clock_offsets().seconds``. None where all ranks share a
+            clock, as on one host.
 
     Raises:
         ValueError: no ledger has times; open them with ``ledger(times=True)``.
     """
     if not any(one.events for one in ledgers):
         raise ValueError("ledgers: no ledger has times; open them with comm.ledger(times=True)")
-    start = min(event.began for one in ledgers for event in one.events)
+    start = min(event.began + _offset(offsets, one) for one in ledgers for event in one.events)
     slices: list[dict[str, object]] = []
     for one in ledgers:
         slices.append({"ph": "M", "name": "process_name", "pid": one.rank, "args": {"name": f"rank {one.rank}"}})
@@ -120,7 +125,7 @@ def write_trace(ledgers: Sequence[Ledger], path: str | Path) -> None:
                     "cat": event.group,
                     "pid": one.rank,
                     "tid": thread,
-                    "ts": (event.began - start) * 1e6,  # microseconds
+                    "ts": (event.began + _offset(offsets, one) - start) * 1e6,  # microseconds
                     "dur": (event.ended - event.began) * 1e6,
                     "args": {"bytes sent": event.bytes},
                 }
@@ -130,3 +135,7 @@ def write_trace(ledgers: Sequence[Ledger], path: str | Path) -> None:
             for group, thread in threads.items()
         ]
     Path(path).write_text(json.dumps({"traceEvents": slices, "displayTimeUnit": "ms"}))
+
+
+def _offset(offsets: Sequence[float] | None, one: Ledger) -> float:
+    return 0.0 if offsets is None else offsets[one.rank]

@@ -64,6 +64,10 @@ def _no_check(leaf: Tensor, here: Here) -> None:
     return None
 
 
+def _always(here: Here) -> bool:
+    return True
+
+
 def _no_transpose(options: Options) -> "Call | None":
     return None
 
@@ -93,6 +97,7 @@ class Collective:
         alone: for a row without communication, this rank's result from its own input.
         members: the group's ranks that take part; by default all.
         order: names the sequence that a call belongs to; calls of one sequence come in one order on all members.
+        reads: whether this rank's input is read; a receiver's, say, only tells the shape.
         private: options that may differ between ranks; the denotation gets them as a list, an entry a member.
         reconcile: raises MismatchError where the members' private options contradict each other.
         title: the name and the options to show, as this rank wrote them; by default the row's name and all options.
@@ -110,6 +115,7 @@ class Collective:
     alone: Callable[[Tensor, Here], Tensor] | None = None
     members: Callable[[Options, int], Sequence[int]] = _everyone
     order: Callable[[Options], Hashable] = _in_one_order
+    reads: Callable[[Here], bool] = _always
     private: tuple[str, ...] = ()
     reconcile: Callable[[Options], None] = _nothing_private
     title: Callable[[Options, int], tuple[str, Options]] | None = None

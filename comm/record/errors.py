@@ -8,6 +8,7 @@ __all__ = [
     "RankFailedError",
     "TimedOutError",
     "UnmatchedError",
+    "WrittenError",
 ]
 
 
@@ -37,3 +38,7 @@ class TimedOutError(CommError):
 
 class UnmatchedError(CommError):
     """All ranks have finished, and some never made a call that others had started."""
+
+
+class WrittenError(CommError):
+    """A tensor was written between an asynchronous collective's start and its wait."""

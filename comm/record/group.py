@@ -2,10 +2,12 @@
 
 import os
 import sys
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import NoReturn
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NoReturn, Protocol
 
 import attrs
 import torch
@@ -14,7 +16,19 @@ from torch import Tensor
 from .collective import Call, Handle
 from .ledger import Ledger
 
-__all__ = ["Group", "Ready", "Solo", "World", "call_site"]
+__all__ = ["Beside", "Group", "Ready", "Solo", "World", "at_site", "call_site", "last"]
+
+
+class Beside(Protocol):
+    """Steps that the world carries out beside the program."""
+
+    def wait(self) -> Any:
+        """Blocks until the last step is done; returns its value."""
+        ...
+
+    def poll(self, timeout: float) -> bool:
+        """Whether a wait would return at once; waits up to ``timeout`` seconds for that."""
+        ...
 
 
 @attrs.define(eq=False)
@@ -41,6 +55,13 @@ class World(ABC):
     def batch(self) -> AbstractContextManager[None]:
         """Point-to-point messages that are started within this context form one batch, so they cannot block each other."""
         return nullcontext()
+
+    def beside(self, steps: Callable[[], Iterator[Any]], lane: "Group", device: torch.device) -> Beside:
+        """Carries out ``steps()`` beside the program, after those of the lane before; the last value is the result.
+
+        Here nothing waits for another rank, so the steps are done when this returns.
+        """
+        return Ready(last(steps()))
 
     def repeat(self, times: int, body: Callable[[int], None]) -> None:
         """``body(0)``, ``body(1)``, ..., ``body(times - 1)``; without values, one run that counts as all of them."""
@@ -95,14 +116,19 @@ class Group:
         return f"Group({self.name!r}, {place}, ranks {list(self.ranks)})"
 
 
+def last(steps: Iterator[Any]) -> Any:
+    """The last value."""
+    return deque(steps, maxlen=1).pop()
+
+
 @attrs.define(eq=False)
 class Ready:
     """The handle of a collective that is complete."""
 
-    results: list[Tensor]
+    results: Any
     ended: float | None = None
 
-    def wait(self) -> list[Tensor]:
+    def wait(self) -> Any:
         return self.results
 
     def poll(self, timeout: float) -> bool:
@@ -123,8 +149,23 @@ class Solo(World):
 _LIBRARIES = ("functional_ds", "torch", "optree", "threading")
 
 
+_SITES = threading.local()  # site: of the call that the thread goes on with
+
+
+@contextmanager
+def at_site(site: str) -> Iterator[None]:
+    """Makes ``call_site`` of this thread return the site while the block runs."""
+    _SITES.site = site
+    try:
+        yield
+    finally:
+        _SITES.site = None
+
+
 def call_site() -> str:
     """The file and line of the user's call: the nearest frame outside this library and torch."""
+    if getattr(_SITES, "site", None):
+        return str(_SITES.site)
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
         frame = frame.f_back

@@ -20,6 +20,7 @@ __all__ = ["Event", "Ledger", "Row", "begin"]
 _RANKS_TIMES_INPUT = {"all_gather", "gather", "gather_from"}  # their value is the output, n times the input
 _SHARES = {"reduce_scatter", "all_to_all", "scatter", *_RANKS_TIMES_INPUT}  # (n - 1) / n of their value must move
 _TWICE = {"all_reduce", "reduce_from"}
+_OVERLAP = 0.1  # of a call's time: if its rank did other things for longer, its time says nothing about the transfer
 
 
 @attrs.define
@@ -35,8 +36,11 @@ class Row:
         bytes: bytes that this rank sent.
         ranks: the group's ranks.
         timed: the number of timed calls: under ``ledger(times=True)``, those that were waited for.
-        seconds: their total time, from start to end.
+        overlapped: of these, the asynchronous ones during which this rank did something else for more than a tenth of their
+            time. Nobody knows how much of it was transfer, so bandwidths leave them out.
+        seconds: their total time, from start to end; waiting for the last rank, or a message's other end, is part of it.
         payload: bytes of their values: the output of a gather, the input of any other collective.
+        overlapped_seconds, overlapped_payload: those of the overlapped calls.
     """
 
     collective: str
@@ -49,11 +53,15 @@ class Row:
     timed: int = attrs.field(default=0, repr=False, eq=False)
     seconds: float = attrs.field(default=0.0, repr=False, eq=False)
     payload: int = attrs.field(default=0, repr=False, eq=False)
+    overlapped: int = attrs.field(default=0, repr=False, eq=False)
+    overlapped_seconds: float = attrs.field(default=0.0, repr=False, eq=False)
+    overlapped_payload: int = attrs.field(default=0, repr=False, eq=False)
 
     @property
     def algorithmic_bandwidth(self) -> float | None:
-        """Bytes of the values per second; None if no call was timed."""
-        return self.payload / self.seconds if self.seconds else None
+        """Bytes of the values per second; None if no call was timed but those that overlapped."""
+        seconds = self.seconds - self.overlapped_seconds if self.timed > self.overlapped else 0.0
+        return (self.payload - self.overlapped_payload) / seconds if seconds > 0 else None
 
     @property
     def bus_bandwidth(self) -> float | None:
@@ -88,18 +96,25 @@ class _Timed:
     began: float
     sent: int
     payload: int
+    early: bool
+    started: float
 
     @property
     def ended(self) -> float | None:
         return self.inner.ended
 
     def wait(self) -> list[Tensor]:
+        meanwhile = perf_counter() - self.started
         results = self.inner.wait()
         _synchronize(results)
         ended = self.inner.ended or perf_counter()
         self.row.timed += 1
         self.row.seconds += ended - self.began
         self.row.payload += self.payload
+        if self.early and meanwhile > _OVERLAP * (ended - self.began):
+            self.row.overlapped += 1
+            self.row.overlapped_seconds += ended - self.began
+            self.row.overlapped_payload += self.payload
         self.ledger.events.append(Event(self.row.collective, self.row.group, self.began, ended, self.sent))
         return results
 
@@ -144,8 +159,21 @@ class Ledger:
         ranks: tuple[int, ...],
         handle: Handle,
         began: float,
+        *,
+        early: bool,
     ) -> Handle:
-        """Records a call on the group of this name and these ranks; returns the handle to wait for."""
+        """Records a call on the group of this name and these ranks; returns the handle to wait for.
+
+        Args:
+            call: what is called.
+            tensors: this rank's values.
+            here: this rank's place in the group.
+            group: its name.
+            ranks: its ranks.
+            handle: the call under way.
+            began: when it started.
+            early: whether the caller goes on before it waits.
+        """
         row = self._row(call.title(here.rank)[0], group, ranks)
         row.calls += 1
         payload = bytes_sent = 0
@@ -158,7 +186,7 @@ class Ledger:
         if not self.times:
             return handle
         payload *= here.n if row.collective in _RANKS_TIMES_INPUT else 1
-        return _Timed(handle, self, row, began, bytes_sent, payload)
+        return _Timed(handle, self, row, began, bytes_sent, payload, early, perf_counter())
 
     def _row(self, collective: str, group: str, ranks: tuple[int, ...]) -> Row:
         key = (collective, group, ranks)

@@ -1,10 +1,12 @@
 """The result of an asynchronous collective that is still under way."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
-import attrs
+import torch
+
+from .group import Group
 
 __all__ = ["Pending", "relay"]
 
@@ -81,50 +83,37 @@ class Pending(Generic[T]):
         return f"Pending({self._text()}, {'done' if self._finish is None else 'under way'})"
 
 
-@attrs.define(eq=False)
-class _Relay:
-    """A chain under way. ``poll`` and ``wait`` start its next collective once the one before it is complete."""
-
-    now: Pending[Any]
-    rest: list[Callable[[Any], Pending[Any]]]
-
-    def wait(self) -> Any:
-        while self.rest:
-            self._go_on()
-        return self.now.wait()
-
-    def poll(self, timeout: float) -> bool:
-        deadline = monotonic() + timeout
-        while self.now.poll(max(0.0, deadline - monotonic())):
-            if not self.rest:
-                return True
-            self._go_on()
-        return False
-
-    def _go_on(self) -> None:
-        value = self.now.wait()
-        self.now = self.rest.pop(0)(value)
-
-
-def relay(first: Pending[Any], *rest: Callable[[Any], Pending[Any]]) -> Pending[Any]:
+def relay(first: Pending[Any], *rest: Callable[[Any], Pending[Any]], lane: Group, device: torch.device) -> Pending[Any]:
     """A chain of collectives: each function gets the result of the one before and returns a ``Pending``.
 
-    ``poll`` and ``wait`` start the later collectives, so all ranks must call these on their chains in one order.
+    The world carries the chain out beside the program, the chains of one lane one after another. So when a later collective
+    starts depends on no ``poll`` or ``wait`` of this rank. All ranks begin the chains of a lane in one order, and nothing
+    else uses the channels of a chain's later collectives.
 
     Args:
         first: the first collective.
         rest: functions that start the later ones.
+        lane: names the lane; usually the channel of a later collective.
+        device: where the tensors are. On CUDA all collectives of the chain are launched at once, on a stream of the lane's.
 
-    >>> import torch
     >>> from functional_ds import comm
     >>> def program():
-    ...     rank = torch.tensor([float(comm.world().rank)])
-    ...     chain = relay(comm.all_reduce(rank, async_op=True), lambda total: comm.all_gather(total + rank, async_op=True))
+    ...     rank, late = torch.tensor([float(comm.world().rank)]), comm.world().channel("late")
+    ...     total = comm.all_reduce(rank, async_op=True)
+    ...     chain = relay(total, lambda x: comm.all_gather(x + rank, late, async_op=True), lane=late, device=rank.device)
     ...     return chain.wait().tolist()
     >>> comm.simulate(program, world_size=2)
     [[1.0, 2.0], [1.0, 2.0]]
     """
     if not rest:
         return first
-    chain = _Relay(first, list(rest))
-    return Pending(chain.wait, chain.poll, lambda: repr(chain.now))
+
+    def steps() -> Iterator[Any]:
+        value = first.wait()
+        for start in rest:
+            yield value
+            value = start(value).wait()
+        yield value
+
+    chain = lane.world.beside(steps, lane, device)
+    return Pending(chain.wait, chain.poll, lambda: f"a chain of collectives on {lane}")

@@ -103,6 +103,7 @@ BROADCAST: Collective = Collective(
     denotation=lambda xs, options: _copies(xs[options["src"]], len(xs)),
     adjoint=lambda options: Call(REDUCE, {"dst": options["src"], "op": "sum"}),
     volume=lambda leaf, here: (here.n - 1) * leaf.numel() if here.rank == here["src"] else 0,
+    reads=lambda here: here.rank == here["src"],
     primitive="broadcast",
     check=lambda leaf, here: _check_rank("src", here),
 )
@@ -209,6 +210,7 @@ SCATTER: Collective = Collective(
     denotation=lambda xs, options: [piece.clone() for piece in cut(xs[options["src"]], len(xs), options)],
     adjoint=lambda options: Call(GATHER, {"dst": options["src"], **_but(options, "src")}),
     volume=lambda leaf, here: (here.n - 1) * (leaf.numel() // here.n) if here.rank == here["src"] else 0,
+    reads=lambda here: here.rank == here["src"],
     primitive="scatter",
     pack=_pack_scattered,
     unpack=unpack_piece,
@@ -313,6 +315,7 @@ PERMUTE: Collective = Collective(
     denotation=_permute,
     adjoint=lambda options: Call(PERMUTE, {"perm": options["perm"].inverse}),
     volume=lambda leaf, here: leaf.numel() if here["perm"].target.get(here.rank, here.rank) != here.rank else 0,
+    reads=lambda here: here.rank in here["perm"].target,
     primitive="permute",
     check=_check_permute,
 )
@@ -332,6 +335,7 @@ TRANSFER: Collective = Collective(
     denotation=lambda xs, options: [_nothing(xs[0], xs[0].shape), xs[0].clone()],
     adjoint=lambda options: Call(TRANSFER, {**options, "src": options["dst"], "dst": options["src"]}),
     volume=lambda leaf, here: leaf.numel() if here.rank == here["src"] else 0,
+    reads=lambda here: here.rank == here["src"],
     primitive="transfer",
     members=lambda options, n: (options["src"], options["dst"]),
     order=lambda options: (options["src"], options["dst"], options["tag"]),

@@ -15,9 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from functional_ds.comm.record.collective import Call, Here
+from functional_ds.base.side_stream import Sent, SideStream
+from functional_ds.comm.record.collective import Call, Handle, Here
 from functional_ds.comm.record.errors import CommError
-from functional_ds.comm.record.group import Group, World, call_site
+from functional_ds.comm.record.group import Beside, Group, World, at_site, call_site, last
+from functional_ds.comm.record.watched import WatchedInputs
 
 from .call_log import CallLog
 from .gloo import GLOO, Communicator, Started
@@ -40,14 +42,19 @@ class _Coalesced:
         places: their indices among the call's leaves.
         shares: each leaf's elements along the payload's last dim.
         started: the primitive under way.
+        sent: the payload, where it is on a GPU.
     """
 
     places: Sequence[int]
     shares: Sequence[int]
     started: Started | Performed | Posted | Queued
+    sent: Sent | None = None
 
     def pieces(self) -> Sequence[Tensor]:
         result = self.started.wait()
+        if self.sent is not None:
+            self.sent.arrived()
+            self.sent = None
         # Copies, because views would share one storage, and each would keep all of it alive.
         return [result] if len(self.shares) == 1 else [x.clone() for x in result.split(self.shares, dim=-1)]
 
@@ -132,6 +139,7 @@ class ProcessWorld(World):
     call_log: CallLog | None = None
     barrier_log: CallLog | None = None
     checked_blocks: int = 0
+    _streams: dict[tuple[Any, ...], Any] = attrs.field(factory=dict)  # of chains, by lane and device
     _batch: list[tuple[dist.P2POp, Started]] | None = None
     _left: bool = False
 
@@ -140,7 +148,7 @@ class ProcessWorld(World):
         """The CPU if the world has a backend for it, else CUDA."""
         return torch.device("cpu" if "cpu" in self._backends else "cuda")
 
-    def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, async_op: bool) -> _ProcessHandle:
+    def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, async_op: bool) -> Handle:
         if self._left:
             shown = call.shown(group.rank)
             raise CommError(f"{shown} on {group!r}: its processes' group was destroyed; take a group of the new world")
@@ -155,11 +163,12 @@ class ProcessWorld(World):
             payload = torch.cat(payloads, dim=-1) if len(payloads) > 1 else _dense(payloads[0])
             start = self._start_nccl if device.type == "cuda" else self._start_gloo
             shares = [part.shape[-1] for part in payloads]
-            parts.append(_Coalesced(places, shares, start(call, group, payload, agreed, async_op)))
+            parts.append(_Coalesced(places, shares, start(call, group, payload, agreed, async_op), Sent.of(payload)))
             agreed = None  # the log is waited for once a call
         if agreed is not None:  # a tree without leaves sends nothing, but must be compared, too
             agreed()
-        return _ProcessHandle(call, tensors, group, here, parts)
+        handle = _ProcessHandle(call, tensors, group, here, parts)
+        return WatchedInputs.of(handle, call, tensors, group) if async_op and self.call_log else handle
 
     def _start_gloo(
         self, call: Call, group: Group, payload: Tensor, agreed: Callable[[], None] | None, async_op: bool
@@ -213,6 +222,21 @@ class ProcessWorld(World):
                     started.works = works
         finally:
             self._batch = outer
+
+    def beside(self, steps: Callable[[], Iterator[Any]], lane: Group, device: torch.device) -> Beside:
+        """Carries out the steps on a thread of the lane's; on CUDA at once, on a stream of the lane's."""
+        if device.type != "cuda":
+            site = call_site()
+
+            def job() -> Any:
+                with at_site(site):
+                    return last(steps())
+
+            return self._worker(lane, "beside")[1].submit(job)
+        key = (lane.ranks, lane.name, device)
+        if key not in self._streams:
+            self._streams[key] = torch.cuda.Stream(device)
+        return SideStream.run(steps, self._streams[key])
 
     def __attrs_post_init__(self) -> None:
         weakref.finalize(self, _close, self.workers)  # before the interpreter exits, too

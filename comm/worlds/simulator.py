@@ -3,22 +3,27 @@
 A rank runs until it waits for a collective that is not complete. Then the seed picks the rank that runs next. The last rank
 to call a collective computes its denotation for all members. So a simulated run is deterministic, and when no rank can
 continue, the simulator knows who waits for whom.
+
+What a rank does beside its program (``World.beside``) has threads of its own, one a lane, which take part in the schedule.
 """
 
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, TypeVarTuple, cast
 
 import attrs
 import torch
 from torch import Tensor
 
-from functional_ds.comm.record.collective import Call, Here
+from functional_ds.comm.record.collective import Call, Handle, Here
 from functional_ds.comm.record.errors import CommError, DeadlockError, MismatchError, UnmatchedError
-from functional_ds.comm.record.group import Group, World, call_site
+from functional_ds.comm.record.group import Beside, Group, World, at_site, call_site, last
+from functional_ds.comm.record.watched import WatchedInputs
 
 from .current import enter, exclusive_simulation
+from .group_call import GroupCall, RankCall, copied
 from .rng_state import RngState, drop_spare_normal, kept_rng
 from .shapes import run_on_shapes
 
@@ -34,64 +39,52 @@ class _AbortedError(BaseException):
     """Ends the other ranks once one has failed. It is no Exception, so that user code does not catch it."""
 
 
-@attrs.frozen(eq=False)
-class _RankCall:
-    """One rank's part of a collective: its call, its inputs and the call site."""
-
-    call: Call
-    here: Here
-    inputs: list[Tensor]
-    site: str
-
-    def __str__(self) -> str:
-        return self.call.signature(self.inputs, self.here)
-
-
-@attrs.define(eq=False)
-class _GroupCall:
-    """One collective of one group: the calls so far, and the results once all members have called."""
-
-    group: Group
-    members: tuple[int, ...]  # ranks of the world, in the denotation's order
-    agreement: tuple[Any, ...]
-    arrivals: dict[int, _RankCall] = attrs.field(factory=dict)
-    outputs: dict[int, list[Tensor]] | None = None
-
-    def missing(self) -> list[int]:
-        return [rank for rank in self.members if rank not in self.arrivals]
-
-    def complete(self) -> None:
-        """Applies the denotation to each leaf; by law 12 that is the meaning of a coalesced call."""
-        arrivals = [self.arrivals[rank] for rank in self.members]
-        call = arrivals[0].call
-        options = call.merged([arrival.call.private() for arrival in arrivals])
-        leaves = zip(*(arrival.inputs for arrival in arrivals), strict=True)
-        with torch.inference_mode(False), torch.no_grad():  # whichever modes the last rank is in
-            results = [call.collective.denotation(xs, options) for xs in leaves]
-        self.outputs = {rank: [result[i] for result in results] for i, rank in enumerate(self.members)}
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    """The values as a message would carry them: contiguous, and independent of the sender's modes."""
-    with torch.inference_mode(False):
-        return tensor.detach().clone(memory_format=torch.contiguous_format)
-
-
 @attrs.define(eq=False)
 class _SimulatedHandle:
     world: "SimulatedWorld"
-    slot: _GroupCall
+    slot: GroupCall
     ended: float | None = None
 
     def wait(self) -> list[Tensor]:
-        self.world.simulator.wait(self.world.rank, self.slot)
+        self.world.simulator.wait(self.world.here, self.slot)
         outputs = self.slot.outputs
         if outputs is None:
             raise DeadlockError(f"{self.slot.arrivals[self.world.rank]} was waited for and is not complete")
         return outputs.pop(self.world.rank)
 
     def poll(self, timeout: float) -> bool:
-        return self.world.simulator.poll(self.world.rank, self.slot, timeout > 0)
+        return self.world.simulator.poll(self.world.here, self.slot, timeout > 0)
+
+
+@attrs.define(eq=False)
+class _Job:
+    """Steps that a lane carries out."""
+
+    world: "SimulatedWorld"
+    steps: Callable[[], Iterator[Any]]
+    site: str
+    done: bool = False
+    value: Any = None
+
+    def run(self) -> None:
+        with at_site(self.site):
+            self.value = last(self.steps())
+
+    def wait(self) -> Any:
+        self.world.simulator.wait(self.world.here, self)
+        return self.value
+
+    def poll(self, timeout: float) -> bool:
+        return self.world.simulator.poll(self.world.here, self, timeout > 0)
+
+
+@attrs.define(eq=False)
+class _Lane:
+    """A thread that carries out jobs of one rank, in order; ``actor`` is its number in the schedule."""
+
+    world: "SimulatedWorld"
+    actor: int
+    jobs: deque[_Job] = attrs.field(factory=deque)
 
 
 @attrs.define(eq=False)
@@ -101,15 +94,31 @@ class SimulatedWorld(World):
     Attributes:
         simulator: runs all ranks.
         counts: for each order of calls, the index of the last one.
-        thread: the only thread that may call collectives.
+        threads: the threads that may call collectives, by identifier: each one's number in the schedule.
+        lanes: what runs beside the program, by lane.
     """
 
     simulator: "Simulator"
     counts: dict[tuple[Any, ...], int] = attrs.field(factory=dict)
-    thread: int = attrs.field(factory=threading.get_ident)
+    threads: dict[int, int] = attrs.field(factory=dict)
+    lanes: dict[tuple[Any, ...], _Lane] = attrs.field(factory=dict)
 
-    def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, async_op: bool) -> _SimulatedHandle:
-        if threading.get_ident() != self.thread:
+    @property
+    def here(self) -> int:
+        """The number of this thread in the schedule: the rank, or a lane's."""
+        return self.threads.get(threading.get_ident(), self.rank)
+
+    def beside(self, steps: Callable[[], Iterator[Any]], lane: Group, device: torch.device) -> Beside:
+        key = (lane.ranks, lane.name)
+        if key not in self.lanes:
+            self.lanes[key] = self.simulator.lane(self, lane)
+        job = _Job(self, steps, call_site())
+        self.lanes[key].jobs.append(job)
+        self.simulator.unfinished.add(self.lanes[key].actor)
+        return job
+
+    def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, async_op: bool) -> Handle:
+        if threading.get_ident() not in self.threads:
             raise CommError(
                 f"{call.shown(group.rank)} on simulated rank {self.rank} comes from thread "
                 f"{threading.current_thread().name!r}; a simulated rank is one thread: call collectives from there"
@@ -118,31 +127,34 @@ class SimulatedWorld(World):
         key = (group.ranks, group.name, row.order(call.options))
         turn = self.counts[key] = self.counts.get(key, -1) + 1
         members = tuple(group.ranks[member] for member in row.members(call.options, group.size))
-        arrival = _RankCall(call, here, [_copy(t) for t in tensors], call_site())
-        slot = _GroupCall(group, members, call.agreement(tensors, here))
-        return _SimulatedHandle(self, self.simulator.arrive((*key, turn), self.rank, slot, arrival))
+        arrival = RankCall(call, here, [copied(t) for t in tensors], call_site())
+        slot = GroupCall(group, members, call.agreement(tensors, here))
+        handle = _SimulatedHandle(self, self.simulator.arrive((*key, turn), self.rank, slot, arrival))
+        return WatchedInputs.of(handle, call, tensors, group) if async_op else handle
 
 
 class Simulator:
-    """Lets one rank run at a time: the one that holds the baton."""
+    """Lets one actor run at a time, the one that holds the baton: a rank (0 to n - 1) or a lane of one (from n on)."""
 
     def __init__(self, world_size: int, seed: int) -> None:
+        self.world_size = world_size
+        self.lanes: list[tuple[_Lane, threading.Thread]] = []
         self.random = random.Random(seed)
         self.batons = [threading.Lock() for _ in range(world_size)]  # all are locked except the one of the rank that runs
         for baton in self.batons:
             baton.acquire()
-        self.waiting: dict[int, _GroupCall] = {}
+        self.waiting: dict[int, GroupCall | _Job] = {}
         self.polling: set[int] = set()
         self.fruitless = 0  # polls in a row that found nothing, since the last call of any rank
         self.unfinished = set(range(world_size))
-        self.slots: dict[tuple[Any, ...], _GroupCall] = {}  # collectives that are not complete
+        self.slots: dict[tuple[Any, ...], GroupCall] = {}  # collectives that are not complete
         self.rng_states = RngState.now().copies(world_size)
         self.failure: BaseException | None = None
         self.over = threading.Event()
 
     # -- what a rank calls while it holds the baton --------------------------------------------------------------------
 
-    def arrive(self, key: tuple[Any, ...], rank: int, slot: _GroupCall, arrival: _RankCall) -> _GroupCall:
+    def arrive(self, key: tuple[Any, ...], rank: int, slot: GroupCall, arrival: RankCall) -> GroupCall:
         """Adds a call to its collective; raises MismatchError where it differs from the first member's."""
         self.check()
         known = self.slots.setdefault(key, slot)
@@ -159,10 +171,10 @@ class Simulator:
             known.complete()
         return known
 
-    def wait(self, rank: int, slot: _GroupCall, *, polls: bool = False) -> bool:
+    def wait(self, rank: int, slot: GroupCall | _Job, *, polls: bool = False) -> bool:
         """Lets other ranks run until the collective is complete. A poll also ends when no other rank can continue."""
         drop_spare_normal()
-        while slot.outputs is None:
+        while not slot.done:
             self.check()
             self.waiting[rank] = slot
             if not self.pass_on(rank, may_return=polls):
@@ -170,7 +182,7 @@ class Simulator:
         self.check()
         return True
 
-    def poll(self, rank: int, slot: _GroupCall, patient: bool) -> bool:
+    def poll(self, rank: int, slot: GroupCall | _Job, patient: bool) -> bool:
         """Whether the collective is complete; other ranks run first.
 
         A patient poll lets them run until none can continue; any other poll, for a number of turns that the seed picks.
@@ -178,12 +190,12 @@ class Simulator:
         if patient:
             found = self.wait(rank, slot, polls=True)
         else:
-            while slot.outputs is None and self.random.random() < 0.5:
+            while not slot.done and self.random.random() < 0.5:
                 self.check()
                 successor = self.pick()
                 self.hand_over(rank, rank if successor is None else successor)
             self.check()
-            found = slot.outputs is not None
+            found = slot.done
         self.fruitless = 0 if found else self.fruitless + 1
         if self.fruitless > _MAX_FRUITLESS_POLLS:
             self.waiting[rank] = slot
@@ -205,7 +217,7 @@ class Simulator:
         self.hand_over(rank, successor)
         self.polling.discard(rank)
         slot = self.waiting.pop(rank)
-        return slot.outputs is not None or self.failure is not None
+        return slot.done or self.failure is not None
 
     def hand_over(self, rank: int, successor: int) -> None:
         """Passes the baton to the successor; returns when it is back."""
@@ -224,7 +236,7 @@ class Simulator:
 
     def able(self, rank: int) -> bool:
         waiting = self.waiting.get(rank)
-        return waiting is None or waiting.outputs is not None or self.failure is not None
+        return waiting is None or waiting.done or self.failure is not None
 
     def finish(self, rank: int) -> None:
         """Removes a rank that is done; passes the baton on, or ends the run."""
@@ -239,20 +251,72 @@ class Simulator:
         if successor is not None:
             self.batons[successor].release()
 
+    # -- beside the program --------------------------------------------------------------------------------------------
+
+    def lane(self, world: SimulatedWorld, group: Group) -> _Lane:
+        """A new lane of the world's rank."""
+        lane = _Lane(world, len(self.batons))
+        self.batons.append(threading.Lock())
+        self.batons[-1].acquire()
+        self.rng_states += RngState.now().copies(1)
+        thread = threading.Thread(target=self.work, args=(lane, group), daemon=True, name=f"rank {world.rank}, {group.name}")
+        self.lanes.append((lane, thread))
+        thread.start()
+        return lane
+
+    def work(self, lane: _Lane, group: Group) -> None:
+        """Carries out a lane's jobs whenever it has the baton."""
+        world, actor = lane.world, lane.actor
+        world.threads[threading.get_ident()] = actor
+        with enter(world, range(self.world_size)), torch.autograd.set_multithreading_enabled(False):
+            while True:
+                self.batons[actor].acquire()
+                if self.over.is_set():
+                    return
+                self.rng_states[actor].restore()
+                while lane.jobs:
+                    self.carry_out(lane.jobs[0])
+                    lane.jobs.popleft()
+                self.rng_states[actor] = RngState.now()
+                self.finish(actor)
+
+    def carry_out(self, job: _Job) -> None:
+        try:
+            self.check()
+            job.run()
+        except _AbortedError:
+            pass
+        except BaseException as error:
+            error.add_note(f"raised on simulated rank {job.world.rank} of {self.world_size}, in a chain begun at {job.site}")
+            self.failure = self.failure or error
+        job.done = True
+
+    def end_lanes(self) -> None:
+        """Ends the lanes' threads; nothing runs any more."""
+        for lane, thread in self.lanes:
+            self.batons[lane.actor].release()
+            thread.join()
+
     # -- what went wrong -----------------------------------------------------------------------------------------------
 
     def describe(self) -> str:
         """The state of every rank: finished, or the call that it waits in and the ranks that it waits for."""
         lines = ["deadlock: no rank can go on"]
-        for rank in range(len(self.batons)):
+        for rank in range(self.world_size):
             if rank not in self.unfinished:
                 lines.append(f"  rank {rank} has finished")
             elif rank in self.waiting:
                 lines.append(f"  rank {rank} waits in {self.describe_wait(self.waiting[rank], rank)}")
+        for lane, _ in self.lanes:
+            if lane.actor in self.waiting:
+                rank, slot = lane.world.rank, self.waiting[lane.actor]
+                lines.append(f"  rank {rank}, beside its program, waits in {self.describe_wait(slot, rank)}")
         return "\n".join(lines)
 
-    def describe_wait(self, slot: _GroupCall, rank: int) -> str:
+    def describe_wait(self, slot: GroupCall | _Job, rank: int) -> str:
         """The rank's call, its call site, and the ranks that have not called."""
+        if isinstance(slot, _Job):
+            return f"a chain of collectives begun at {slot.site}"
         arrival, missing = slot.arrivals[rank], ", ".join(map(str, slot.missing()))
         return f"{arrival} on group {slot.group.name!r} at {arrival.site} for rank {missing}"
 
@@ -306,7 +370,8 @@ def simulate(program: Callable[[*Ts], T], *args: *Ts, world_size: int, seed: int
         torch.set_num_threads(1)  # one rank runs at a time, and each thread would start a pool of its own
         try:
             # Autograd without threads: a backward pass stays on its rank's thread.
-            with enter(SimulatedWorld(rank, simulator), ranks), torch.autograd.set_multithreading_enabled(False):
+            world = SimulatedWorld(rank, simulator, threads={threading.get_ident(): rank})
+            with enter(world, ranks), torch.autograd.set_multithreading_enabled(False):
                 simulator.check()
                 results[rank] = program(*args)
         except _AbortedError:
@@ -332,6 +397,7 @@ def simulate(program: Callable[[*Ts], T], *args: *Ts, world_size: int, seed: int
         finally:
             for worker in workers:
                 worker.join()
+            simulator.end_lanes()
             torch.set_num_threads(threads)
     if simulator.failure is not None:
         raise simulator.failure

@@ -7,6 +7,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import RLock, Thread, current_thread
 from time import perf_counter
+from typing import Any
 
 import attrs
 from torch import Tensor
@@ -21,14 +22,14 @@ _IDLE = 5.0  # seconds: a thread without jobs ends after these; the next job sta
 class Queued:
     """A job in the worker's queue."""
 
-    future: "Future[tuple[Tensor, float]]"
+    future: "Future[tuple[Any, float]]"
 
     @property
     def ended(self) -> float | None:
         """When it ended; None before that."""
         return self.future.result()[1] if self.future.done() and not self.future.exception() else None
 
-    def wait(self) -> Tensor:
+    def wait(self) -> Any:
         """Returns its result or raises its error."""
         return self.future.result()[0]
 
@@ -72,7 +73,7 @@ class Posted:
     def wait(self) -> Tensor:
         """Returns its result or raises its error."""
         if self._looked is not None:
-            return self._looked.wait()
+            return self._looked.wait()  # type: ignore[no-any-return]
         self._waited = True
         result = self.finish()
         self.ended = perf_counter()
@@ -104,7 +105,7 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._lock = RLock()  # reentrant: a record that is dropped under it submits a job
-        self._jobs: SimpleQueue[tuple[Callable[[], Tensor], Future[tuple[Tensor, float]]] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[Callable[[], Any], Future[tuple[Any, float]]] | None] = SimpleQueue()
         self._given = self._done = 0
         self._name = name
         self._thread: Thread | None = None
@@ -114,9 +115,9 @@ class Worker:
         """Whether all jobs are done."""
         return self._given == self._done
 
-    def submit(self, job: Callable[[], Tensor]) -> Queued:
+    def submit(self, job: Callable[[], Any]) -> Queued:
         """Queues a job."""
-        future: Future[tuple[Tensor, float]] = Future()
+        future: Future[tuple[Any, float]] = Future()
         with self._lock:
             self._given += 1
             self._jobs.put((job, future))

@@ -11,21 +11,27 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import torch
+import torch.utils._pytree as torch_pytree
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import (
+    _DISPATCH_META_HANDLERS,
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorConverter,
-    FakeTensorMode,
     UnsupportedFakeTensorException,
     unset_fake_temporarily,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode as TorchFakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
+    "CPU_ATTENTION",
+    "CPU_ATTENTION_BACKWARD",
+    "GROUPED_PRODUCT",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -42,7 +48,9 @@ __all__ = [
     "fake_tensors_as_if_on",
     "foreach_add_",
     "foreach_copy_",
+    "gradients",
     "held_elsewhere",
+    "hooks_of",
     "instead_of_engine",
     "instead_of_grouping",
     "instead_of_make_wrapper_subclass",
@@ -53,10 +61,12 @@ __all__ = [
     "non_persistent_buffers_of",
     "outside_functorch",
     "parameters_of",
+    "pytree_node_of",
     "refresh_flat_weights",
     "run_backward",
     "saved_tensors_hooks_in_force",
     "schema_of",
+    "storage_bytes",
     "storage_id",
     "unscale_",
     "unset_fake_temporarily",
@@ -64,6 +74,9 @@ __all__ = [
 ]
 
 T = TypeVar("T", bound=Tensor)
+CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
 
 # Re-exported names, and what needs them:
 # - FakeTensor, FakeTensorMode: tensors without values, on which modules, stages and memory predictions run. Without them
@@ -72,8 +85,29 @@ T = TypeVar("T", bound=Tensor)
 # - The three exceptions: how a fake tensor says that an operation needs values; stages and traces report them by name.
 # - unset_fake_temporarily: real tensors within a fake mode, for buffers and for recorded initial values.
 # - detect_fake_mode: whether a call is such a trial run, which must leave no trace in buffers and reports.
+# - CPU_ATTENTION, its backward, GROUPED_PRODUCT: operators for which torch has no count of operations, or no shape. Without
+#   them costs leave out attention on the CPU and experts.
 # - TorchDispatchMode: sees every operation below autograd. Tracing, rematerialisation policies and peaks rest on it. torch
 #   documents the class and keeps it in a private module.
+
+
+class FakeTensorMode(TorchFakeTensorMode):
+    """torch's, for grouped products of every dtype: torch knows their shape in bf16 alone, and computes others, too.
+
+    Without it, mixtures of experts could only be cut, priced and tried without values where they compute in bf16.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is GROUPED_PRODUCT and not any(x.dtype == torch.bfloat16 for x in args[:2]):
+            with self:
+                return _grouped_product(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _grouped_product(a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
+    """An empty result: rows, columns or the inner dim are in groups, where one of both has 2 dims or both have."""
+    groups = [len(offs)] if a.dim() == b.dim() == 2 and offs is not None else [len(a)] if a.dim() == b.dim() == 3 else []
+    return torch.empty(*groups, a.shape[-2], b.shape[-1], dtype=out_dtype or a.dtype, device=a.device)
 
 
 def is_fake(tensor: Tensor) -> bool:
@@ -129,6 +163,24 @@ def run_backward(outputs: Sequence[Any], seeds: Sequence[Tensor], leaves: Sequen
     )
 
 
+def gradients(outputs: Sequence[Tensor], seeds: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    """``torch.autograd.grad(outputs, leaves, seeds, allow_unused=True)``, also by leaves with ``__torch_function__``.
+
+    torch would hand the call to that of a lazy leaf, which stands for another tensor.
+    """
+    engine = torch.autograd.Variable._execution_engine
+    found = engine.run_backward(
+        tuple(outputs), tuple(seeds), False, False, tuple(leaves), allow_unreachable=True, accumulate_grad=False
+    )
+    return list(found)
+
+
+def storage_bytes(reference: StorageWeakRef) -> int | None:
+    """The bytes that a storage has now; None once it is freed. Without it, memory that was given back by ``resize_`` counts."""
+    storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return None if storage is None else storage.nbytes()
+
+
 def storage_id(held: Tensor | torch.UntypedStorage) -> int:
     """A number for a tensor's storage, the same for all its views. A later storage may get it once this one is freed.
 
@@ -141,6 +193,11 @@ def storage_id(held: Tensor | torch.UntypedStorage) -> int:
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was written to in place. Without it, changed values would be used for gradients without an error."""
     return tensor._version
+
+
+def hooks_of(tensor: Tensor) -> list[Callable[..., Any]]:
+    """A leaf's gradient hooks. Without it, those of a module's parameters would be dropped without a word."""
+    return [*(tensor._backward_hooks or {}).values(), *(tensor._post_accumulate_grad_hooks or {}).values()]
 
 
 def schema_of(operator: Any) -> Any:
@@ -161,6 +218,15 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
 def non_persistent_buffers_of(module: nn.Module) -> set[str]:
     """The names of a module's own buffers that its ``state_dict`` leaves out; a state has those only if they are written."""
     return module._non_persistent_buffers_set
+
+
+def pytree_node_of(kind: type) -> tuple[Callable[[Any], tuple[Sequence[Any], Any]], Callable[[Any, Any], Any]] | None:
+    """How torch's own pytrees take a class apart and put it together again; None if they do not know it.
+
+    Without it, batches that other libraries have registered there (transformers' outputs, tensordict) would be leaves.
+    """
+    node = torch_pytree.SUPPORTED_NODES.get(kind)
+    return None if node is None else (node.flatten_fn, node.unflatten_fn)
 
 
 def refresh_flat_weights(rnn: nn.RNNBase) -> None:
@@ -247,12 +313,21 @@ def instead_of_make_wrapper_subclass(wrapper: Callable[..., Tensor]) -> Abstract
     )
 
 
-def fake_tensors_as_if_on(host: torch.device) -> AbstractContextManager[Any]:
+@contextmanager
+def fake_tensors_as_if_on(host: torch.device) -> Iterator[None]:
     """Within the block autograd takes new fake tensors for the host's, whatever device they say they are on.
 
-    A mode must answer ``prim::device`` so, too. Autograd ends the process for a device that this build of torch does not have.
+    Autograd ends the process for a device that this build of torch does not have.
     """
-    original = Tensor._make_subclass
+    original, dispatch, ask = Tensor._make_subclass, FakeTensor.__torch_dispatch__, torch.ops.prim.device.default
+    handle = _DISPATCH_META_HANDLERS[ask]
+
+    def answered(found: Any) -> Any:
+        return host if isinstance(found, torch.device) and found.type not in ("cpu", "meta") else found
+
+    def seen(cls: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+        found = dispatch(func, *args, **kwargs)
+        return answered(found) if func is ask else found
 
     def make(*args: Any, **kwargs: Any) -> Tensor:
         if "device_for_backend_keys" in kwargs:
@@ -260,7 +335,12 @@ def fake_tensors_as_if_on(host: torch.device) -> AbstractContextManager[Any]:
         made: Tensor = original(*args, **kwargs)
         return made
 
-    return mock.patch.object(Tensor, "_make_subclass", staticmethod(make))
+    with (
+        mock.patch.object(Tensor, "_make_subclass", staticmethod(make)),
+        mock.patch.object(FakeTensor, "__torch_dispatch__", classmethod(seen)),
+        mock.patch.dict(_DISPATCH_META_HANDLERS, {ask: lambda args: answered(handle(args))}),
+    ):
+        yield
 
 
 def later_work(wait: Callable[[Any], bool]) -> Any:

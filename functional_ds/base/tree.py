@@ -12,6 +12,7 @@ __all__ = [
     "NAMESPACE",
     "as_written",
     "flatten",
+    "is_leaf",
     "leaves",
     "map",
     "named",
@@ -98,6 +99,11 @@ def unflatten(spec: optree.PyTreeSpec, leaves: Any) -> Any:
 def leaves(tree: Any) -> list[Any]:
     """The leaves, in order."""
     return optree.tree_leaves(tree, namespace=NAMESPACE)
+
+
+def is_leaf(value: Any) -> bool:
+    """Whether a value is no tree but a leaf."""
+    return bool(optree.tree_is_leaf(value, namespace=NAMESPACE))
 
 
 def structure(tree: Any) -> optree.PyTreeSpec:

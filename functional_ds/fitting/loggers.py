@@ -5,6 +5,7 @@ import io
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -193,16 +194,23 @@ class MetricLogger:
             self._bar.update()
 
     def log(self, done: int, metrics: Mapping[str, Any]) -> None:
-        """Logs a step's metrics, and the seconds that a step took. Reading the metrics waits for the device."""
+        """Logs a step's metrics, and the seconds that a step took since the last log. Reading metrics waits for the device."""
         if not self.loggers and self._bar is None:
             return
-        before, then = self._last
-        now = time.perf_counter()
+        numbers = {name: float(value) for name, value in metrics.items()}  # first, for the device may be behind
+        (before, then), now = self._last, time.perf_counter()
         self._last = done, now
-        numbers = {name: float(value) for name, value in metrics.items()}
         self._pass_on(done, {**numbers, "seconds_per_step": (now - then) / max(done - before, 1)})
         if self._bar is not None:
             self._bar.set_postfix_str(f"loss {numbers.get('loss', float('nan')):.4g}", refresh=False)
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """What runs inside, an evaluation or a save, is no part of a step's seconds."""
+        began = time.perf_counter()
+        yield
+        done, then = self._last
+        self._last = done, then + time.perf_counter() - began
 
     def evaluated(self, done: int, found: Mapping[str, Any]) -> None:
         """Logs an evaluation's numbers."""

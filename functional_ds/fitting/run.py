@@ -182,9 +182,10 @@ class TrainingRun:
     def _evaluate(self) -> None:
         if self.evaluation is not None and self.evaluated != self.done:
             self.watch.at(self.done, "evaluating")
-            with self.generators.apart():
-                numbers = self.evaluation.function(self.state)
-            self.metrics.evaluated(self.done, numbers)
+            with self.metrics.apart():
+                with self.generators.apart():
+                    numbers = self.evaluation.function(self.state)
+                self.metrics.evaluated(self.done, numbers)
             self.evaluated = self.done
 
     # -- losses that are not finite ------------------------------------------------------------------------------------
@@ -198,9 +199,10 @@ class TrainingRun:
             verdict = self.health.verdict(self._finite())
             if verdict.streak or verdict.spoiled or verdict.worst >= self.on_non_finite.after:
                 return
-        self.checkpoints.save(
-            self.state, self.generators, done=self.done, data=reader.position, rollbacks=self.progress.rollbacks
-        )
+        with self.metrics.apart():
+            self.checkpoints.save(
+                self.state, self.generators, done=self.done, data=reader.position, rollbacks=self.progress.rollbacks
+            )
 
     def _finite(self) -> Tensor:
         """Whether all trained params are finite. Offloaded ones are fetched one at a time. One collective."""

@@ -124,4 +124,5 @@ def _run(
     gc.collect()  # a graph may be in a cycle
     lasting = mode.live.holds()
     kept, lasts = sum(size for key, size in held.items() if key not in lasting), sum(lasting.values())
-    return Activations(kept, forward - lasts, max(mode.live.peak - lasts, 0))
+    before = sum(size for key, size in held.items() if key in lasting)  # what lasts may also be made in the backward pass
+    return Activations(kept, forward - before, max(mode.live.peak - lasts, 0))

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from functional_ds.base import tree
+from functional_ds.base.torch_private import storage_bytes
 
 __all__ = ["Live", "holdings", "places", "stored"]
 
@@ -51,7 +52,7 @@ class Live:
 
     def __init__(self) -> None:
         self.peak = 0
-        self._sum = 0  # of all storages that were not yet seen to be freed
+        self._sum = 0  # of all storages that were not yet seen to be freed; none has more
         self._known: dict[StorageWeakRef, int] = {}
 
     def __repr__(self) -> str:
@@ -70,10 +71,15 @@ class Live:
 
     @property
     def bytes(self) -> int:
-        """The bytes that are allocated now."""
-        for key in [key for key in self._known if key.expired()]:
-            self._sum -= self._known.pop(key)
-        return self._sum
+        """The bytes that are allocated now; a storage that was resized counts with what it has."""
+        now = 0
+        for key, size in [*self._known.items()]:
+            left = storage_bytes(key)
+            if left is None:
+                self._sum -= self._known.pop(key)
+            else:
+                now += min(left, size)
+        return now
 
     def holds(self) -> dict[Hashable, int]:
         """The storages that are allocated now: bytes by the identity that ``holdings`` has."""

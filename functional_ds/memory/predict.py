@@ -14,8 +14,6 @@ from functional_ds.step.compose import wrap
 from functional_ds.step.slots import stored_layout
 from functional_ds.step.state import State
 from functional_ds.step.step import Step
-from functional_ds.step.tape import wide_dtype
-from functional_ds.step.traits import Trait
 
 from .account import Memory, measured
 from .counting import Live, stored
@@ -38,8 +36,7 @@ def predicted(make: Callable[[], Step], params: Any, *, world_size: int = 1, ran
 
     Gathered units count as they arrive: a compressed gather's as what is sent. Not counted: activations
     (``activations``), gradients before they are reduced (at most three units in stages 2 and 3), and what kernels need.
-    A pipeline's ranks differ, so ask for each; there gathered units are not counted, and gradients are sums over
-    micro-batches.
+    A pipeline's ranks differ, so ask for each; gradients are sums over micro-batches there.
 
     Args:
         make: makes the step.
@@ -68,8 +65,7 @@ def predicted(make: Callable[[], Step], params: Any, *, world_size: int = 1, ran
         if not isinstance(step, Step):
             raise TypeError(f"make: it gives {step!r}, and not a step")
         state = step.init(bare)
-        pipelined = step.has(Trait.PIPELINES)
-        grads, gathered = (_sums(step, state), 0) if pipelined else _gradients(step, state, tree.as_written(bare))
+        grads, gathered = _gradients(step, state, tree.as_written(bare))
         return measured(state, gradients=grads).plus(gathered=gathered)
 
     found: Memory = comm.symmetric(program, world_size=world_size, rank=rank)
@@ -108,16 +104,6 @@ def _gradients(step: Step, state: State, order: Sequence[str]) -> tuple[int, int
     world.observe = silent  # type: ignore[attr-defined]
     _, grads = probe.reduce(state, grads)
     return stored(grads.sum), live.peak
-
-
-def _sums(step: Step, state: State) -> int:
-    """The bytes of a pipeline's sums of gradients, as the optimizer gets them: in fp32 at least."""
-    stored_as, leaves = stored_layout(state), tree.leaves(state.params)
-    if stored_as is None:
-        return sum(leaf.numel() * wide_dtype(leaf.dtype).itemsize for leaf in leaves if is_trainable(leaf))
-    copies = 1 if step.leaf_map(state).group is not None else stored_as.layout.n
-    pairs = [(s.shard * copies, leaf) for s, leaf in zip(stored_as.layout.segments, leaves, strict=True) if s.trainable]
-    return sum(size * wide_dtype(leaf.dtype).itemsize for size, leaf in pairs)
 
 
 def _is_trained(state: State) -> bool:

@@ -1,16 +1,16 @@
 """Any module as a pure function of its parameters and buffers."""
 
-import copy
 import itertools
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from functional_ds.base import tree
 from functional_ds.base.marks import ModuleRef, mark_module
 from functional_ds.base.torch_private import (
     buffers_of,
@@ -20,11 +20,15 @@ from functional_ds.base.torch_private import (
     unset_fake_temporarily,
     version_of,
 )
-from functional_ds.remat.region import called
-from functional_ds.step.buffers import Held
+from functional_ds.remat.region import called, current_region
+from functional_ds.step.buffers import BufferScope, Held
 from functional_ds.step.tape import Tape, current_tape
 
+from .deep_copy import TensorPlace, deep_copy, reached
+from .refusals import check_elsewhere, check_module
+from .shared_memory import SharedMemory
 from .skeleton import ABSENT, Place, Skeleton, is_mutable, joined, put_attribute
+from .write_watch import refuse_write, watched
 
 __all__ = ["Apply", "functional"]
 
@@ -56,33 +60,6 @@ def _buffer_names(module: nn.Module) -> dict[Place, str]:
     }
 
 
-def _shared_memory(module: nn.Module, names: Mapping[Place, str]) -> dict[str, str]:
-    """The buffers that overlap another tensor of the module, by name, with the name of that.
-
-    Raises:
-        ValueError: a buffer overlaps a parameter that is trained: it would not follow it.
-    """
-    found: dict[str, Tensor] = {}
-    for path, owner in module.named_modules():
-        for key, tensor in {**vars(owner), **parameters_of(owner), **buffers_of(owner)}.items():
-            if type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_meta:
-                found[names.get((path, key)) or joined(path, key)] = tensor
-    starts = {name: tensor.data_ptr() for name, tensor in found.items()}
-    ordered = sorted((name for name in starts if starts[name]), key=starts.__getitem__)
-    shared: dict[str, str] = {}
-    buffers = {*names.values()}
-    for index, one in enumerate(ordered):
-        tensor = found[one]
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        end = starts[one] + extent * tensor.element_size()
-        for other in itertools.takewhile(lambda name, end=end: starts[name] < end, ordered[index + 1 :]):  # type: ignore[misc]
-            if not buffers.isdisjoint((one, other)):
-                if any(isinstance(each, nn.Parameter) and each.requires_grad for each in (tensor, found[other])):
-                    raise ValueError(f"fds.functional: {one!r} and {other!r} share memory, and training would change only one")
-                shared |= {one: other, other: one}
-    return shared
-
-
 class Apply:
     """``apply(params, *args, **kwargs)`` is ``module(*args, **kwargs)`` with these parameters.
 
@@ -101,15 +78,20 @@ class Apply:
 
     def __init__(self, module: nn.Module) -> None:
         self._places, params = _places(module)
+        check_module(module, params)
         self._bare = {name: nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for name, p in params.items()}
         memo: dict[int, Any] = {id(p): self._bare[name] for name, p in params.items()}
-        self.module = copy.deepcopy(module, memo)
+        memory = SharedMemory.of(module, params, _buffer_names(module))
+        memo.update(memory.stale)
+        self.module = deep_copy(module, memo)
         self._pool: list[Skeleton] = []
         self._names = _buffer_names(self.module)
         self._by_name: dict[str, list[Place]] = {}
         for place, name in self._names.items():
             self._by_name.setdefault(name, []).append(place)
-        self._shared = _shared_memory(module, self._names)
+        self._shared = memory.buffers
+        own = {id(buffer): name for name, buffer in self.module.named_buffers()}
+        self._elsewhere = {own[key] for key, _, _ in reached(self.module, own)}  # buffers that are attributes or the like, too
         self._written: dict[tuple[bool, ...], frozenset[str]] = {}  # by modes: the buffers that calls write
         self._watched = [vars(each) for each in self.module.modules()]
         self._seen = [dict(each) for each in self._watched]
@@ -186,14 +168,14 @@ class Apply:
         held, known = self._held(tape)
         found = self._run(held, params, function, tape, trial=False)
         if not known and tape.buffers is not None and tape.buffers.keeps:
-            self._refuse_loss(held)
+            self._refuse_loss(held, tape.buffers)
         return found
 
     def dressed(self, params: Mapping[str, Tensor], dress: Callable[[Tensor], Tensor]) -> nn.Module:
         """A new copy of the module, with all parameters given and ``dress(buffer)`` for each of its buffers."""
         memo: dict[int, Any] = {id(bare): params[name] for name, bare in self._bare.items()}
         memo.update((id(buffer), dress(buffer)) for _, buffer in self.module.named_buffers())
-        return copy.deepcopy(self.module, memo)
+        return deep_copy(self.module, memo)
 
     def __repr__(self) -> str:
         return f"Apply({type(self.module).__name__}, {len(self._bare)} parameters, {len(self.buffers)} buffers)"
@@ -229,14 +211,21 @@ class Apply:
                 )
             self._written[self.modes] = self._written.get(self.modes, frozenset()) | held.written()
 
-    def _refuse_loss(self, held: Held) -> None:
+    def _refuse_loss(self, held: Held, scope: BufferScope) -> None:
         lost = sorted(held.written())
-        if lost:
+        if not lost:
+            return
+        what = f"the module {type(self.module).__name__} wrote {lost[0]!r}, which would be lost, because the state "
+        if scope.buffers is not None and scope.buffers.known.pickled:
             raise RuntimeError(
-                f"the module {type(self.module).__name__} wrote {lost[0]!r}, which would be lost, because the state does not "
-                "have its buffers: call step.init(params, modules=apply) with the apply that fds.functional gave for it, or "
-                "apply.module.eval()"
+                f"{what}was pickled, which parts it from its modules: use fds.save(state, folder) and fds.load(folder, "
+                "like=step.init(params)), or carry its values over: fds.tree.unflatten(fds.tree.structure(step.init(params)), "
+                "fds.tree.leaves(state))"
             )
+        raise RuntimeError(
+            f"{what}does not have its buffers: call step.init(params, modules=apply) with the apply that fds.functional gave "
+            "for it, or apply.module.eval()"
+        )
 
     # -- copies of the module ------------------------------------------------------------------------------------------
 
@@ -252,19 +241,23 @@ class Apply:
         self._notice()
         skeleton, temporary = self._lease(params, held, tape, trial)
         skeleton.put(held)
-        versions = [] if tape is None else [(name, p, version_of(p)) for name, p in params.items() if not p.requires_grad]
+        kind = type(self.module).__name__
+        plain = tape is not None and not tape.placeholders
+        versions = [version_of(p) for p in params.values()] if plain else []
         try:
-            found = called(skeleton.module, function)(skeleton.module)
-            for name, parameter, version in versions:
-                if version_of(parameter) != version:
-                    raise RuntimeError(
-                        f"the module {type(self.module).__name__} wrote into its frozen parameter {name!r} in place; a forward "
-                        "pass may write buffers alone: make it one (register_buffer)"
-                    )
+            watches = held.looks and tape is not None and not trial
+            with watched(kind, params, tape) if watches else nullcontext():  # type: ignore[arg-type]
+                found = called(skeleton.module, function)(skeleton.module)
+            if plain and versions != [version_of(p) for p in params.values()]:
+                name = next(n for (n, p), v in zip(params.items(), versions, strict=True) if version_of(p) != v)
+                refuse_write(kind, name, params[name], "under no_grad")
             return found
         finally:
             if not trial:
-                skeleton.note(held)
+                assigned = skeleton.note(held)
+                if self._elsewhere:
+                    reruns = bool(skeleton.calls) or current_region() is not None
+                    check_elsewhere(kind, self._elsewhere, assigned, held.written() if reruns else ())
                 self._learn(held)
             if temporary:
                 self._release(skeleton, held)
@@ -340,21 +333,26 @@ class Apply:
 
     def _new(self) -> Skeleton:
         """One more copy, which shares the module's buffers until it is given others."""
-        memo: dict[int, Any] = {id(buffer): buffer for buffer in self.module.buffers()}
+        buffers = dict(self.module.named_buffers())
+        memo: dict[int, Any] = {id(x): x.detach() if name in self._elsewhere else x for name, x in buffers.items()}
         with unset_fake_temporarily(), torch.inference_mode(False):
-            module = copy.deepcopy(self.module, memo)
+            module = deep_copy(self.module, memo)
         owners = dict(module.named_modules())
-        slots = {
+        slots: dict[str, list[tuple[TensorPlace, Any]]] = {
             name: [(owners[path].__dict__["_parameters"], key) for path, key in places] for name, places in self._places.items()
         }
+        names = {id(memo[id(x)]): name for name, x in (*self._bare.items(), *buffers.items()) if id(x) in memo}
+        elsewhere: dict[str, list[tuple[TensorPlace, Any]]] = {name: [] for name in self._elsewhere}
+        for found, holder, key in reached(module, names):
+            (slots if names[found] in slots else elsewhere)[names[found]].append((holder, key))
         rnns = [each for each in owners.values() if isinstance(each, nn.RNNBase)]
         tensors = [
             joined(path, key)
             for path, owner in owners.items()
             for key, value in vars(owner).items()
-            if key not in _OF_MODULES and is_mutable(value)
+            if key not in _OF_MODULES and is_mutable(value) and not any(id(x) in names for x in tree.leaves(value))
         ]
-        return Skeleton(module, owners, self._names, self._by_name, slots, rnns, len(self._changes), tensors)
+        return Skeleton(module, owners, self._names, self._by_name, slots, elsewhere, rnns, len(self._changes), tensors)
 
 
 def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor]]:

@@ -14,6 +14,8 @@ from functional_ds.base import tree
 from functional_ds.base.torch_private import buffers_of, refresh_flat_weights, version_of
 from functional_ds.step.buffers import Held, bit_equal
 
+from .deep_copy import TensorPlace
+
 __all__ = ["ABSENT", "Place", "Skeleton", "is_mutable", "joined", "put_attribute"]
 
 Place = tuple[str, str]  # a module's path and an attribute
@@ -27,6 +29,8 @@ class Skeleton:
 
     Attributes:
         owners: the modules in it, by path.
+        slots: the places of each parameter.
+        elsewhere: further places of buffers: attributes, lists, closures.
         tensors: the names of attributes that are tensors, or lists and the like of them, and no buffers.
         version: up to which change of ``Apply.module`` its attributes are those of that module.
         attributes: each module's own attributes when it was leased; what a call changes is taken back at the end.
@@ -39,7 +43,8 @@ class Skeleton:
     owners: dict[str, nn.Module]
     names: Mapping[Place, str]
     places: Mapping[str, list[Place]]
-    slots: dict[str, list[tuple[dict[str, Any], str]]]
+    slots: dict[str, list[tuple[TensorPlace, Any]]]
+    elsewhere: dict[str, list[tuple[TensorPlace, Any]]]
     rnns: list[nn.RNNBase]
     version: int
     tensors: list[str]
@@ -78,14 +83,20 @@ class Skeleton:
                 store = self._stores.get(path)
                 if store is not None and store.get(key, ABSENT) is not buffer:
                     store[key] = buffer
+        for name, places in self.elsewhere.items():
+            for holder, where in places:
+                holder[where] = held.values[name]
 
-    def note(self, held: Held) -> None:
-        """Takes over the buffers that a call has set anew."""
+    def note(self, held: Held) -> list[str]:
+        """Takes over the buffers that a call has set anew, and gives their names."""
+        assigned = []
         for path, store in self._stores.items():
             for key, buffer in store.items():
                 name = self.names.get((path, key)) or joined(path, key)
                 if held.values.get(name) is not buffer:
                     held.values[name] = store[key] = _usable(buffer)
+                    assigned.append(name)
+        return assigned
 
     def lease(self, held: Held) -> None:
         """Remembers the attributes that the module has by itself; tensors among them may be written, and are copied."""
@@ -121,7 +132,9 @@ class Skeleton:
                 continue
             for key in [key for key in {**now, **before} if now.get(key, ABSENT) is not before.get(key, ABSENT)]:
                 name, value = joined(path, key), now.get(key, ABSENT)
-                if held is not None and _is_state(key, value) and self._has_written(name, value, before.get(key), held):
+                if self.elsewhere and held is not None and any(value is held.values.get(each) for each in self.elsewhere):
+                    pass  # a buffer, under another name
+                elif held is not None and _is_state(key, value) and self._has_written(name, value, before.get(key), held):
                     held.attributes[name] = memo.setdefault(id(value), tree.map(_usable, value))
                 put_attribute(now, key, before.get(key, ABSENT))
         for store, buffers in zip(self._stores.values(), self._shared, strict=True):

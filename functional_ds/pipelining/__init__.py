@@ -4,8 +4,9 @@ from functional_ds.pipelining.execution.estimate import estimated
 from functional_ds.pipelining.execution.recorder import Recorder
 from functional_ds.pipelining.planning.costs import Costs
 from functional_ds.pipelining.planning.draw import draw, text
+from functional_ds.pipelining.planning.observed import measured, observed
 from functional_ds.pipelining.planning.search import optimize
-from functional_ds.pipelining.planning.timeline import Span, Timeline, measured, observed, timeline
+from functional_ds.pipelining.planning.timeline import Span, Timeline, WaitSpan, timeline
 from functional_ds.pipelining.schedules.action import ALL, Action, Kind
 from functional_ds.pipelining.schedules.csv import from_csv, to_csv
 from functional_ds.pipelining.schedules.generators import (
@@ -40,6 +41,7 @@ __all__ = [
     "Stage",
     "Stages",
     "Timeline",
+    "WaitSpan",
     "balanced",
     "breadth_first",
     "by_name",

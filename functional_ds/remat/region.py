@@ -16,6 +16,7 @@ from functional_ds.base import tree
 from functional_ds.base.device import in_use, redrawn, rng_state
 from functional_ds.base.torch_private import detect_fake_mode
 
+from .argument_snapshot import snapshot
 from .op_cache import OpRecorder, Replayer
 from .policy import Keep, RematPolicy
 from .report import Notes, open_report
@@ -235,15 +236,19 @@ class _Outer:
 
 
 def _separated(args: Any, kwargs: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
-    """The tensors among arguments, each once, and what puts others in their places; the latter holds none of them."""
+    """The tensors among arguments, each once, and what puts others in their places; the latter holds none of them.
+
+    Each time it gives the arguments as they are now, also where a run writes into an object among them.
+    """
     leaves, spec = tree.flatten((args, kwargs))
     values = list({id(leaf): leaf for leaf in leaves if _is_value(leaf)}.values())
     number = {id(value): i for i, value in enumerate(values)}
     places = [number[id(leaf)] if _is_value(leaf) else None for leaf in leaves]
-    others = [None if _is_value(leaf) else leaf for leaf in leaves]
+    others = snapshot([None if _is_value(leaf) else leaf for leaf in leaves])
 
     def rebuilt(given: Sequence[Tensor]) -> Any:
-        found = (other if which is None else given[which] for which, other in zip(places, others, strict=True))
+        pairs = zip(places, snapshot(others), strict=True)
+        found = (other if which is None else given[which] for which, other in pairs)
         return tree.unflatten(spec, found)
 
     return values, rebuilt

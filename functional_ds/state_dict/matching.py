@@ -23,9 +23,12 @@ _SLICE = re.compile(r"\[\d+ of \d+\]$")  # of a leaf that tensor parallelism has
 
 
 def fits(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a name, or the part before its slash, matches. Masters are params, and a leaf's name stands for its slices."""
+    """Whether a name, or the part before its slash or first dot, matches.
+
+    Masters are params, and a leaf's name stands for its slices.
+    """
     role, _, leaf = name.partition("/")
-    names = {name, role} | ({"params", f"params/{leaf}"} if role in _FORMS else set())
+    names = {name, role, role.partition(".")[0]} | ({"params", f"params/{leaf}"} if role in _FORMS else set())
     names |= {_SLICE.sub("", each) for each in names}
     return any(fnmatchcase(each, pattern) for each in names for pattern in patterns)
 

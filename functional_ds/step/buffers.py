@@ -12,15 +12,22 @@ import attrs
 import torch
 from torch import Tensor
 
-from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.marks import module_of
 from functional_ds.base.torch_private import disable_dispatch_modes, version_of
 
 from .slots import Role
-from .state import State
 
-__all__ = ["BUFFERS", "POLICIES", "BufferScope", "Buffers", "Held", "Modules", "bit_equal", "synced", "synchronized"]
+__all__ = [
+    "BUFFERS",
+    "POLICIES",
+    "Agreement",
+    "BufferScope",
+    "Buffers",
+    "Held",
+    "Modules",
+    "bit_equal",
+]
 
 BUFFERS = "buffers"  # the name of the slot
 POLICIES = ("first", "mean", "own")
@@ -75,6 +82,25 @@ class Modules:
         return Modules(named)
 
 
+@attrs.frozen
+class Agreement:
+    """Which rank of a group gives which buffer.
+
+    Attributes:
+        written: this rank's written buffers when the ranks agreed.
+        givers: by (key, name): the rank, the shape and the dtype. Ranks that write a buffer themselves know its shape.
+        by_writer: whether each rank gives what it writes.
+    """
+
+    written: frozenset[tuple[str, str]]
+    givers: Mapping[tuple[str, str], tuple[int, tuple[int, ...], torch.dtype]]
+    by_writer: bool
+
+    def covers(self, mine: frozenset[tuple[str, str]]) -> bool:
+        """Whether it has what this rank's modules write now."""
+        return self.written == mine if self.by_writer else mine <= self.givers.keys()
+
+
 @attrs.define(eq=False)
 class Known:
     """What a program has found out about its modules; it changes no value, and is not saved.
@@ -84,12 +110,19 @@ class Known:
         written: for each key, which of the module's buffers its passes write, once a pass has been looked at.
         modes: the modes in which that was so.
         agreed: for each group of ranks, which rank gives which buffer.
+        pickled: whether the state comes out of a pickle, in which modules are not.
     """
 
     keys: dict[Any, str] = attrs.field(factory=dict)
     written: dict[str, frozenset[str]] = attrs.field(factory=dict)
     modes: dict[str, tuple[bool, ...]] = attrs.field(factory=dict)
-    agreed: dict[tuple[tuple[int, ...], str], "Agreement"] = attrs.field(factory=dict)
+    agreed: dict[tuple[tuple[int, ...], str], Agreement] = attrs.field(factory=dict)
+    pickled: bool = False
+
+    @property
+    def mine(self) -> frozenset[tuple[str, str]]:
+        """The buffers that this rank's passes write, with their modules' keys."""
+        return frozenset((key, name) for key, names in self.written.items() for name in names)
 
     def __eq__(self, other: object) -> bool:
         """Two states of one structure may know different things."""
@@ -101,7 +134,7 @@ class Known:
         return self
 
     def __reduce__(self) -> Any:
-        return Known, ()  # modules do not travel with a state
+        return Known, ({}, {}, {}, {}, True)  # modules do not travel with a state
 
 
 @tree.record
@@ -286,83 +319,6 @@ def _with_siblings(written: Collection[str], values: Iterable[str]) -> frozenset
     """With the other buffers of the modules that wrote some: what was written may have the bits that it had before."""
     owners = {name.rpartition(".")[0] for name in written}
     return frozenset(name for name in values if name in written or name.rpartition(".")[0] in owners)
-
-
-@attrs.frozen
-class Agreement:
-    """Which rank of a group gives which buffer.
-
-    Attributes:
-        written: this rank's written buffers when the ranks agreed.
-        givers: by (key, name): the rank, the shape and the dtype. Ranks that write a buffer themselves know its shape.
-    """
-
-    written: frozenset[tuple[str, str]]
-    givers: Mapping[tuple[str, str], tuple[int, tuple[int, ...], torch.dtype]]
-
-
-def synchronized(buffers: Buffers, group: comm.Group, *, policy: str | None = None) -> Buffers:
-    """The buffers that the ranks of a group keep after each has run its own rows, or its own stages.
-
-    ``"first"``: those of the group's first rank, as DistributedDataParallel has it. ``"mean"``: the mean of floating ones, the
-    first rank's of others. ``"own"``: each rank keeps what it has. ``"writer"``: each of the first rank that writes it.
-
-    All ranks must write the same buffers in the same steps (or, in a pipeline, those of their stages).
-
-    Cost: in the first step, and when modules begin to write others, one small message; in each step a broadcast of the written
-    buffers, or an all-reduce of them for ``"mean"``. Nothing is sent where no rank writes any.
-    """
-    policy = policy or buffers.policy
-    if group.size == 1 or policy == "own":
-        return buffers
-    known = buffers.known
-    mine = frozenset((key, name) for key, names in known.written.items() for name in names)
-    where = group.ranks, group.name
-    agreed = known.agreed.get(where)
-    if agreed is None or (agreed.written != mine if policy == "writer" else not mine <= agreed.givers.keys()):
-        known.agreed[where] = _agree(buffers, mine, group, by_writer=policy == "writer")
-    return _exchanged(buffers, known.agreed[where], group, policy)
-
-
-def synced(state: State, group: comm.Group, *, policy: str | None = None) -> State:
-    """A state with such buffers; one without modules as it is."""
-    held = state.slots.get(BUFFERS)
-    return state.put(**{BUFFERS: synchronized(held, group, policy=policy)}) if isinstance(held, Buffers) else state
-
-
-def _agree(buffers: Buffers, mine: frozenset[tuple[str, str]], group: comm.Group, *, by_writer: bool) -> Agreement:
-    """Every rank says what it writes."""
-    told = [(key, name, tuple(b.shape), b.dtype) for key, name in sorted(mine) if (b := buffers.values[key][name]) is not None]
-    givers: dict[tuple[str, str], tuple[int, tuple[int, ...], torch.dtype]] = {}
-    for rank, each in enumerate(comm.all_gather_object(told, group.channel("control"))):
-        for key, name, shape, dtype in each:
-            givers.setdefault((key, name), (rank if by_writer else 0, shape, dtype))
-    return Agreement(mine, dict(sorted(givers.items())))
-
-
-def _exchanged(buffers: Buffers, agreed: Agreement, group: comm.Group, policy: str) -> Buffers:
-    values = {key: dict(held) for key, held in buffers.values.items()}
-    means = [each for each, (_, _, dtype) in agreed.givers.items() if policy == "mean" and dtype.is_floating_point]
-    if means:
-        found = comm.all_reduce([values[key][name] for key, name in means], group, op="avg")
-        for (key, name), mean in zip(means, found, strict=True):
-            values[key][name] = mean
-    for giver in sorted({rank for rank, _, _ in agreed.givers.values()}):
-        names = [each for each, (rank, _, _) in agreed.givers.items() if rank == giver and each not in means]
-        sent = [_room(values, each, agreed, group) for each in names]
-        for (key, name), value in zip(names, comm.broadcast(sent, giver, group) if names else (), strict=True):
-            values[key][name] = value
-    return tree.replace(buffers, values=values)
-
-
-def _room(values: dict[str, dict[str, Any]], which: tuple[str, str], agreed: Agreement, group: comm.Group) -> Tensor:
-    """This rank's buffer, as large as the giver's."""
-    key, name = which
-    found = values[key].get(name)
-    _, shape, dtype = agreed.givers[which]
-    if found is not None and (which in agreed.written or (tuple(found.shape), found.dtype) == (shape, dtype)):
-        return found.detach()  # type: ignore[no-any-return]
-    return torch.empty(shape, dtype=dtype, device=group.world.device if found is None else found.device)
 
 
 def _deepened(held: Any, inside: str, room: Any) -> Any:

@@ -7,6 +7,7 @@ import optree
 from torch import Tensor, nn
 
 from functional_ds.base import tree
+from functional_ds.base.containers import register_containers
 from functional_ds.base.marks import trainable
 from functional_ds.sharding.leaf_map import LeafMap
 
@@ -69,6 +70,8 @@ def check_batch(step: Strategy, state: State, batch: Any) -> optree.PyTreeSpec:
         TypeError: a leaf of the batch is neither a tensor nor a number or string.
         ValueError: the structure is another than that of the batches before; the params have no values, and the batch has.
     """
+    if state.batch is None:
+        register_containers(batch)
     found = tree.structure(batch)
     if state.batch is None:
         _check_leaves(batch)

@@ -9,10 +9,12 @@ from torch import Tensor
 
 from functional_ds.base import tree
 from functional_ds.base.batch import rows_of
+from functional_ds.base.containers import register_containers
 from functional_ds.base.marks import trainable
 from functional_ds.base.weighted import Weighted
 from functional_ds.sharding.leaf_map import LeafMap
 
+from .buffer_sync import agreed_anew, unagreed
 from .buffers import BUFFERS, Buffers, Modules
 from .checks import check_batch, check_params, check_state
 from .phases import Layer, Phase, check_phases, compose_phase
@@ -118,9 +120,9 @@ class Step:
         check_state(self, state)
         structure = check_batch(self, state, batch)
         after, grads, metrics = self.gradients(self._at_rows(state, batch), batch, None, True)
-        after = self.sync_buffers(tree.replace(after, key=state.key, batch=structure))
-        after, grads = self.reduce(after, grads)
-        weight, metrics = self.sum_over_ranks(after, (grads.weight, metrics))
+        after, grads = self.reduce(tree.replace(after, key=state.key, batch=structure), grads)
+        weight, metrics, news = self.sum_over_ranks(after, (grads.weight, metrics, unagreed(after)))
+        after = self.sync_buffers(agreed_anew(after, news))
         weight = torch.where(weight == 0, torch.ones_like(weight), weight)  # nothing weighed: no gradient, not 0 / 0
         before = tree.replace(state)
         own = state.donate(after) if donate else after.clone()
@@ -138,6 +140,7 @@ class Step:
     def measure(self, state: State, batch: Any) -> Metrics:
         """``evaluate`` with all metrics of the loss function."""
         check_state(self, state)
+        register_containers(batch)
         return _means(self.sum_over_ranks(state, self.phases["measure"](self, state, batch)))
 
     def params(self, state: State) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from functional_ds.base.torch_private import disable_torch_function_subclass, storage_id
+from functional_ds.base.torch_private import gradients, storage_id
 
 from .buffers import BufferScope
 
@@ -236,8 +236,8 @@ class Tape:
     def _differentiate(self, roots: list[Tensor], seeds: list[Tensor | None]) -> list[Tensor | None]:
         if not self.suspects:
             return list(torch.autograd.grad(roots, self._leaves, seeds, allow_unused=True))
-        with disable_torch_function_subclass():
-            grads = torch.autograd.grad(roots, [*self._leaves, *self.suspects], seeds, allow_unused=True)
+        ones = [torch.ones_like(root) if seed is None else seed for root, seed in zip(roots, seeds, strict=True)]
+        grads = gradients(roots, ones, [*self._leaves, *self.suspects])
         for suspect, grad in zip(self.suspects, grads[len(self._leaves) :], strict=True):
             if grad is not None:
                 raise _bypassed(self.placeholders[id(suspect)])

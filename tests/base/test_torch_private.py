@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from functional_ds import comm
 from functional_ds.base import torch_private as private
@@ -38,6 +39,37 @@ def fake_tensors_have_shapes_and_no_memory() -> None:
     assert private.is_fake(y)
     assert not private.is_fake(torch.ones(1))
     assert (y.shape, y.device.type) == ((2**40, 2), "cpu")
+
+
+@checks("CPU_ATTENTION", "CPU_ATTENTION_BACKWARD")
+def attention_on_the_cpu_has_a_kernel() -> None:
+    seen = []
+
+    class Seen(private.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append((func, [x.shape for x in args if isinstance(x, Tensor)]))
+            return func(*args, **(kwargs or {}))
+
+    query, key, value = (torch.ones(2, 4, size, 8, requires_grad=True) for size in (3, 5, 5))
+    with Seen():
+        torch.nn.functional.scaled_dot_product_attention(query, key, value).sum().backward()
+    shapes = dict(seen)
+    assert shapes[private.CPU_ATTENTION] == [query.shape, key.shape, value.shape]
+    assert shapes[private.CPU_ATTENTION_BACKWARD][:4] == [query.shape, query.shape, key.shape, value.shape]
+
+
+@checks("GROUPED_PRODUCT")
+def grouped_products_have_shapes_in_every_dtype() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        rows, weights = torch.ones(8, 16, dtype=dtype), torch.ones(2, 16, 24, dtype=dtype)
+        ends = torch.tensor([3, 8], dtype=torch.int32)
+        for a, b in ((rows, weights), (weights.mT, rows.T), (rows.T, torch.ones(8, 24, dtype=dtype)), (weights.mT, weights)):
+            offs = None if a.dim() == b.dim() == 3 else ends
+            with private.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                x, y = mode.from_tensor(a), mode.from_tensor(b)
+                found = private.GROUPED_PRODUCT(x, y, offs)
+            expected = private.GROUPED_PRODUCT(a, b, offs)
+            assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
 
 
 @checks("FakeTensorConverter")
@@ -155,6 +187,54 @@ def a_backward_pass_without_checks() -> None:
     assert x.grad.tolist() == [6.0, 6.0], "gradients add up"
 
 
+@checks("gradients")
+def gradients_by_leaves_that_override_torch() -> None:
+    class Overriding(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError("torch asked the leaf")
+
+    x, unused = torch.ones(2, requires_grad=True), torch.ones(2).as_subclass(Overriding)
+    with private.disable_torch_function_subclass():
+        unused.requires_grad_()
+    found, none = private.gradients([x * 3], [torch.ones(2)], [x, unused])
+    assert none is None
+    assert found is not None
+    assert found.tolist() == [3.0, 3.0]
+
+
+@checks("held_elsewhere")
+def what_cpp_holds_counts_as_a_reference() -> None:
+    held = [torch.ones(2, requires_grad=True) for _ in range(3)]
+    assert private.held_elsewhere(held) == [False, False, False]
+    other, product = held[0], held[1] * held[1]  # autograd holds the leaf
+    assert private.held_elsewhere(held) == [True, True, False]
+    del other, product
+    assert private.held_elsewhere(held) == [False, False, False]
+
+
+@checks("outside_functorch")
+def transforms_can_be_left() -> None:
+    def f(x: Tensor) -> Tensor:
+        with private.outside_functorch() as transforms:
+            assert len(transforms) == 2
+            plain = Doubled.apply(torch.ones(2, requires_grad=True))  # a function that no transform takes
+        with private.outside_functorch():
+            assert type(plain.grad_fn).__name__ == "DoubledBackward"
+        return (x * plain).sum()
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad * 2
+
+    assert torch.func.vmap(torch.func.grad(f))(torch.ones(3, 2)).tolist() == [[2.0, 2.0]] * 3
+
+
 @checks("storage_id")
 def views_share_a_storage() -> None:
     x, y = torch.ones(4), torch.ones(4)
@@ -165,6 +245,37 @@ def views_share_a_storage() -> None:
     with private.FakeTensorMode():
         z = torch.ones(2)
         assert private.storage_id(z) == private.storage_id(z.view(2, 1))
+
+
+@checks("pytree_node_of")
+def classes_that_torchs_pytrees_know() -> None:
+    flatten, unflatten = private.pytree_node_of(dict) or pytest.fail("dict is unknown")
+    children, context = flatten({"x": 1})
+    assert unflatten(list(children), context) == {"x": 1}
+    assert private.pytree_node_of(int) is None
+
+
+@checks("hooks_of")
+def hooks_of_a_leaf() -> None:
+    leaf = nn.Parameter(torch.ones(2))
+    assert private.hooks_of(leaf) == []
+    handles = [leaf.register_hook(lambda grad: grad), leaf.register_post_accumulate_grad_hook(lambda p: None)]
+    assert len(private.hooks_of(leaf)) == 2
+    for handle in handles:
+        handle.remove()
+    assert private.hooks_of(leaf) == []
+
+
+@checks("storage_bytes")
+def a_weak_reference_knows_the_bytes() -> None:
+    for device in ("cpu", "meta"):
+        x = torch.ones(4, device=device)
+        reference = StorageWeakRef(x.untyped_storage())
+        assert private.storage_bytes(reference) == 16
+        x.untyped_storage().resize_(0)
+        assert private.storage_bytes(reference) == 0
+        del x
+        assert private.storage_bytes(reference) is None
 
 
 @checks("version_of")

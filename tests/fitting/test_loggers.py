@@ -1,11 +1,15 @@
 """Loggers: what is in their files, and that a resumed run does not say twice what it did once."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import functional_ds as fds
 from functional_ds.fitting import CsvLog, TensorBoard
 from functional_ds.fitting.loggers import checked
 
@@ -48,6 +52,46 @@ def test_tensorboard_hides_what_a_run_took_back(tmp_path: Path) -> None:
     found = EventAccumulator(str(tmp_path))
     found.Reload()
     assert [(event.step, event.value) for event in found.Scalars("loss")] == [(1, 1.0), (2, 20.0)]
+
+
+def test_a_steps_seconds_are_the_steps_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two seconds each, whatever evaluations and saves take between them; reading the metrics of a slow device is a part."""
+    clock = [0.0]
+    monkeypatch.setattr("functional_ds.fitting.loggers.time.perf_counter", lambda: clock[0])
+    step = fds.train_step(lambda params, batch: (params["w"] * batch).sum(), fds.sgd(0.1))
+
+    class Late:
+        """A number that the device has not computed yet."""
+
+        def __float__(self) -> float:
+            clock[0] += 0.5
+            return 1.0
+
+    def slow(state: fds.State, batch: torch.Tensor) -> Any:
+        clock[0] += 1.5
+        state, metrics = step(state, batch)
+        return state, {**metrics, "late": Late()}
+
+    def evaluation(state: fds.State) -> dict[str, float]:
+        clock[0] += 100
+        return {"validation": 0.0}
+
+    class Slow(CsvLog):
+        def log(self, done: int, numbers: Mapping[str, float]) -> None:
+            super().log(done, numbers)
+            clock[0] += 50 * ("validation" in numbers)
+
+    fds.fit(
+        slow,
+        step.init({"w": torch.ones(2)}),
+        lambda index: torch.ones(2),
+        steps=4,
+        evaluation=fds.Evaluation(evaluation, every=1),
+        logging=fds.Logging([Slow(tmp_path / "log.csv")], every=1),
+        on_non_finite=None,
+    )
+    seconds = [float(value) for _, name, value in lines(tmp_path / "log.csv") if name == "seconds_per_step"]
+    assert seconds == [2.0] * 4
 
 
 def test_something_else_is_refused() -> None:

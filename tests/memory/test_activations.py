@@ -106,3 +106,23 @@ def test_other_losses() -> None:
     assert activations(loss, params, torch.ones(8)).kept == 32  # exp's result
     with pytest.raises(ValueError, match="the loss must be a scalar"):
         activations(lambda p, b: p["w"] * b, params, torch.ones(8))
+
+
+def test_what_a_backward_pass_leaves_is_not_taken_from_the_forwards_peak() -> None:
+    """The peak of the forward pass is at least what is kept at its end, whatever a backward pass stores for good."""
+    stored: list[Tensor] = []
+
+    class Stores(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            stored.append(torch.zeros(1000) + 1)
+            return grads[0]
+
+    found = activations(
+        lambda params, x: Stores.apply(torch.tanh(x @ params["w"])).sum(), {"w": torch.ones(4, 4)}, torch.ones(2, 4)
+    )
+    assert found.kept == 2 * 4 * 4 <= found.forward

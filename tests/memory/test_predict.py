@@ -198,6 +198,40 @@ def test_a_pipelines_ranks_are_predicted(stage: int | None, half: bool) -> None:
         same(memory.predicted(make, params, world_size=n, rank=rank), found)
 
 
+@pytest.mark.law(20)
+@pytest.mark.parametrize(("stage", "resident"), [(2, None), (3, None), (3, 1), (3, 2)])
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_a_pipelines_ranks_gather_is_predicted(stage: int, resident: int | None, shared: bool) -> None:
+    """In stage 3 whole units of a rank's stages; with ``resident`` of so many, and one more while it is fetched again."""
+    params = [{"w": torch.ones(16, 16), "v": torch.ones(8 + i, 16)} for i in range(6)]
+    uses = [(f"{i}", "0") if shared and i == 4 else (f"{i}",) for i in range(6)]
+    pieces = [pipelining.Piece(lambda p, x: torch.tanh(x @ p[0]["w"]) + p[0]["v"].sum(), uses=each) for each in uses]
+    model = pipelining.stages(pieces, params, loss=lambda y, batch: y.square().mean())
+
+    def make(gather: Any = comm.all_gather) -> fds.Step:
+        mesh = comm.mesh(dp=2, pp=2)
+        schedule = pipelining.interleaved_one_f_one_b(2, 2, v=3)
+        piped = T.pipeline(schedule, model, mesh["pp"], resident=resident)
+        options = {"all_gather": gather} if stage == 3 else {}
+        return fds.compose(T.zero(stage, mesh["dp"], **options), piped)(fds.train_step(model, fds.sgd(0.1)))
+
+    def most() -> int:
+        tracked = memory.Tracked()
+        step = make(tracked)
+        state = step.init(params)
+        for _ in range(2):
+            state, _ = step(state, (torch.ones(8, 16),))
+        return tracked.live.peak
+
+    found = comm.simulate(most, world_size=4)
+    assert [memory.predicted(make, params, world_size=4, rank=rank).gathered for rank in range(4)] == found
+    whole = 3 * 2 * 16 * 16 * 4
+    for peak in found:
+        assert (peak == 0) == (stage < 3)
+        assert peak >= (stage == 3 and resident is None) * whole / 2
+        assert resident is None or peak <= (resident + 1 + 2 * shared) * whole / 3
+
+
 def test_a_large_model_costs_nothing() -> None:
     """7.5 B parameters on 64 ranks: the paper's table, within what the embedding's remainder and padding make."""
 

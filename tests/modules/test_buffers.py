@@ -1,6 +1,7 @@
 """Buffers of modules are state (law 59): read from it, returned with it, and nowhere else."""
 
 import copy
+import pickle
 import threading
 from pathlib import Path
 from typing import Any
@@ -632,6 +633,80 @@ def test_ranks_may_write_known_buffers_in_other_steps() -> None:
     assert_same(one, other)
 
 
+@pytest.mark.parametrize("stage", [0, 3, "local"])
+@pytest.mark.parametrize("policy", ["first", "mean"])
+def test_one_rank_may_be_the_first_to_write(stage: Any, policy: str) -> None:
+    """The ranks agree again, in the step in which any of them writes what none has written before."""
+
+    def program() -> Any:
+        apply, params = fds.functional(Skipping(3))
+        made = transforms.compressed_gradients(comm.Cast(torch.float32)) if stage == "local" else transforms.zero(stage)
+        loss = lambda p, batch: apply(p, batch[0], int(batch[1][0])).square().mean()  # noqa: E731
+        step = made(fds.train_step(loss, fds.sgd(0.1), buffers=policy))
+        state, found = step.init(params), []
+        for index in range(4):
+            which = {1: 0, 2: 1}.get(index, 2) if comm.world().rank == 1 else 2
+            state, _ = step(state, (rows(index), torch.full((8,), which)))
+            found.append({name: buffer.clone() for name, buffer in step.module_buffers(state).items()})
+        return found
+
+    one, other = comm.simulate(program, world_size=2)
+    assert_same(one, other)
+    counts = [found["one.running_mean"].any().item() for found in one]
+    assert counts == ([False] * 4 if policy == "first" else [False, True, True, True])
+
+
+def first_writer_program() -> Any:
+    """For processes."""
+    torch.manual_seed(0)
+    apply, params = fds.functional(Skipping(3))
+    loss = lambda p, batch: apply(p, batch[0], int(batch[1][0])).square().mean()  # noqa: E731
+    step = transforms.zero(1)(fds.train_step(loss, fds.sgd(0.1), buffers="mean"))
+    state = step.init(params)
+    for index in range(3):
+        state, _ = step(state, (rows(index), torch.full((8,), 0 if index == comm.world().rank == 1 else 2)))
+    return step.module_buffers(state)
+
+
+def test_one_process_may_be_the_first_to_write() -> None:
+    for found, want in zip(
+        comm.spawn(first_writer_program, world_size=2), comm.simulate(first_writer_program, world_size=2), strict=True
+    ):
+        assert_same(found, want)
+
+
+def test_a_state_out_of_a_pickle_has_no_modules() -> None:
+    """It is refused, and both ways that the message names continue the run."""
+
+    def build() -> tuple[fds.Step, fds.State]:
+        apply, params = fds.functional(network())
+        step = fds.train_step(lambda p, x: apply(p, x).square().mean(), fds.sgd(0.1))
+        return step, step.init(params)
+
+    step, state = build()
+    state, _ = step(state, rows(0))
+    again = pickle.loads(pickle.dumps(state))
+    want, _ = step(state, rows(1), donate=False)
+    step, fresh = build()
+    with pytest.raises(RuntimeError, match=r"the state was pickled, which parts it from its modules: use fds.save"):
+        step(again, rows(1))
+    carried = fds.tree.unflatten(fds.tree.structure(fresh), fds.tree.leaves(again))
+    found, _ = step(carried, rows(1))
+    assert_same(step.module_buffers(found), step.module_buffers(want))
+    assert_same(step.params(found), step.params(want))
+
+
+def test_only_the_buffers_are_loaded(tmp_path: Path) -> None:
+    apply, params = fds.functional(network())
+    step = fds.train_step(lambda p, x: apply(p, x).square().mean(), fds.sgd(0.1))
+    trained, _ = step(step.init(params), rows(0))
+    fds.save(trained, tmp_path)
+    fresh = step.init(params)
+    found = fds.load(tmp_path, like=fresh, only="buffers")
+    assert_same(step.module_buffers(found), step.module_buffers(trained))
+    assert_same(step.params(found), step.params(step.init(params)))
+
+
 def test_two_modules_in_one_dict_are_refused() -> None:
     """The buffers of one would be no part of the state."""
     one, params = fds.functional(nn.Sequential(nn.BatchNorm1d(3)))
@@ -655,14 +730,14 @@ class Aliased(nn.Module):
         elif what == "buffer":
             self.register_buffer("other", self.mean[1:])
         else:
-            self.other = self.mean
+            self.other = self.mean[:] if what == "view" else self.mean
 
     def forward(self, x: Tensor) -> Tensor:
         self.mean.add_(x.detach().mean(0))
         return self.inner(x) + self.other.sum()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("what", ["parameter", "buffer", "attribute"])
+@pytest.mark.parametrize("what", ["parameter", "buffer", "view"])
 def test_buffers_in_shared_memory_are_refused(what: str) -> None:
     """Once one of the tensors is written, as they are apart in a state."""
     if what == "parameter":

@@ -1,7 +1,6 @@
 """What a step refuses by name, before anything has changed (law 61)."""
 
 from collections import UserDict
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -22,9 +21,16 @@ def made(*strategy: fds.Transform) -> tuple[fds.Step, fds.State]:
     return step, step.init({"w": torch.ones(3, 2)})
 
 
-@dataclass
 class Batch:
-    x: Tensor
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Pairs(UserDict[str, Tensor]):
+    """A mapping that no dict makes."""
+
+    def __init__(self, one: Tensor, other: Tensor) -> None:
+        super().__init__(one=one, other=other)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +38,7 @@ class Batch:
     [
         (3, r"batch: 3 has no tensor, so it has no rows.*torch.tensor"),
         (Batch(torch.ones(4, 3)), r"batch: it is a Batch, in which no tensors are found; pass a dict, list or tuple"),
-        (UserDict(x=torch.ones(4, 3)), r"batch: it is a UserDict, in which no tensors are found; pass dict\(batch\)"),
+        (Pairs(torch.ones(4, 3), torch.ones(4, 3)), r"batch: it is a Pairs, in which no tensors are found; pass dict\(batch\)"),
         ({"x": torch.ones(4, 3).numpy()}, r"the leaf at 'x' is a ndarray.*torch.as_tensor\(array\)"),
     ],
 )

@@ -126,7 +126,7 @@ OPTIONS = st.fixed_dictionaries(
     {},
     optional={
         "unit_of": st.sampled_from([lambda path: path, lambda path: "all"]),
-        "prefetch": st.integers(0, 2),
+        "prefetch": st.integers(0, 3),
         "max_live_units": st.integers(1, 3),
         "persistence_threshold": st.sampled_from([0, 9]),
         "aggregate": st.sampled_from(["reduce_scatter", "all_reduce", "owner"]),

@@ -164,7 +164,8 @@ class Update:
         self.inner.first()
         state, error = self.inner.state, self.changes.error
         failed = torch.full((), float(error is not None), device=state.step.device)  # no copy, which would stop the host
-        count = int(self.inner.step.sum_over_ranks(state, failed))
+        with self._waiting():  # for the slowest rank
+            count = int(self.inner.step.sum_over_ranks(state, failed))
         if error is not None:
             raise error
         if count:

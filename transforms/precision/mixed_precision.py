@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 import attrs
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from functional_ds.base import tree
-from functional_ds.base.marks import is_trainable, like_marked, mark_stored, stored_in
+from functional_ds.base.marks import is_trainable, like_marked, mark_stored, module_of, stored_in
 from functional_ds.base.torch_private import foreach_copy_
 from functional_ds.base.weighted import Weighted
 from functional_ds.step.compose import wrap
@@ -50,7 +50,8 @@ def mixed_precision(
     the metric ``skipped`` 1.0. The metric ``loss_scale`` is what the step used. Nothing is read back from the device.
 
     Put it before ``zero``: what is stored, then what is gathered. Integer and complex leaves stay as they are, and so does
-    a frozen leaf that has the stored dtype already. Buffers keep their dtype: name batch norms as exceptions ("*bn*=f32").
+    a frozen leaf that has the stored dtype already. Buffers keep their dtype, and the weights of batch norms stay fp32, as
+    their running statistics do, unless an exception names them.
 
     Args:
         policy: a ``Policy``, or the words of one.
@@ -97,6 +98,17 @@ def _scale(given: Any, policy: Policy) -> LossScale:
         if isinstance(number, int | float) and math.frexp(number)[0] != 0.5:
             warnings.warn(f"loss_scale: {name}={number} is no power of two, so scaling rounds gradients", stacklevel=3)
     return scale
+
+
+def _wide_norm(leaf: Tensor) -> Tensor:
+    """The leaf, marked to stay fp32 if it belongs to a batch norm: its kernels want weights of its statistics' dtype."""
+    found = None if stored_in(leaf) is not None else module_of(leaf)
+    if found is None:
+        return leaf
+    apply, name = found
+    owner = apply.module.get_submodule(name.rpartition(".")[0])
+    norms = isinstance(owner, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm))
+    return mark_stored(leaf, torch.float32) if norms and owner.running_mean is not None else leaf
 
 
 @tree.record
@@ -171,7 +183,8 @@ class _MixedPrecision:
 
     def prepare(self, inner: Any, step: Step, params: Any) -> Any:
         """Marks the exceptions while leaves have paths of their own."""
-        return inner(step, self.policy.mark(params))
+        marked = self.policy.mark(params)
+        return inner(step, tree.map(_wide_norm, marked) if self.policy.compute.itemsize == 2 else marked)
 
     def init(self, inner: Any, step: Step, params: Any) -> State:
         """The optimizer's state of wide params, which then become masters, or go."""

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import attrs
 import torch
@@ -18,57 +18,10 @@ from functional_ds.sharding.layout import Segment
 from .config import ZeroConfig
 from .process_groups import ProcessGroups
 
-__all__ = ["Collectives", "InFlight"]
+__all__ = ["Collectives"]
 
-T = TypeVar("T")
 Flats = list[Tensor]
 PendingFlats = comm.Pending[Flats]
-
-
-@attrs.frozen(eq=False)
-class InFlight(Generic[T]):
-    """A queue of hierarchical collectives in flight.
-
-    The second level of such a collective starts when somebody polls or waits for it. All ranks must start these in one order,
-    so the queue polls or waits for an entry only after all earlier ones. Ranks must push in one order, too.
-    """
-
-    _pending: "deque[comm.Pending[T]]" = attrs.field(factory=deque)
-
-    def __len__(self) -> int:
-        return len(self._pending)
-
-    def push(self, pending: "comm.Pending[T]") -> "comm.Pending[T]":
-        """Appends a collective, which from here on is polled and waited for through the queue."""
-        self._pending.append(pending)
-        return pending
-
-    def pop(self) -> T:
-        """Waits for the oldest one."""
-        return self._pending.popleft().wait()
-
-    def wait(self, pending: "comm.Pending[T]") -> T:
-        """Waits for all up to ``pending``."""
-        while pending in self._pending:
-            self.pop()
-        return pending.wait()
-
-    def poll(self, pending: "comm.Pending[T]", timeout_s: float = 0.0) -> bool:
-        """Whether all up to ``pending`` are done, waiting for each at most ``timeout_s`` seconds; starts what levels it can."""
-        while pending in self._pending:
-            if not self._pending[0].poll(timeout_s):
-                return False
-            self._pending.popleft()
-        return True
-
-    def advance(self) -> None:
-        """Starts the levels that can start."""
-        all(pending.poll() for pending in self._pending)  # stops at the first that is not done
-
-    def discard(self, pending: "comm.Pending[T]") -> None:
-        """Gives one up."""
-        if pending in self._pending:
-            self._pending.remove(pending)
 
 
 @attrs.frozen(eq=False)
@@ -87,6 +40,7 @@ class Collectives:
 
     Reductions have a channel of their own, "reduce", since ranks may order them otherwise than gathers. So has the second
     level of a gather, "gather": it starts when the first is done, at no fixed place among the loss function's collectives.
+    The later levels go on in the order in which the ranks started the first ones (``relay``), whatever a rank polls.
 
     Attributes:
         groups: the groups of this rank.
@@ -115,8 +69,9 @@ class Collectives:
         if not self.groups.levels:  # one rank's shards are whole, wherever they are
             return _done([shard.detach() for shard in shards])
         first = self.gather_first_level(shards) if first_level is None else first_level
-        rest = [self._next_level(level) for level in self.groups.levels[1:]]
-        return relay(first, *rest).then(lambda found: self._decoded(found, segments, shards))
+        rest, lane = [self._next_level(level) for level in self.groups.levels[1:]], self.groups.levels[-1].channel("gather")
+        gathered = relay(first, *rest, lane=lane, device=shards[0].device)
+        return gathered.then(lambda found: self._decoded(found, segments, shards))
 
     def gather_first_level(self, shards: Sequence[Tensor]) -> "comm.Pending[Any]":
         """The first level alone, encoded; any number of ``gather`` may use one result."""
@@ -124,19 +79,19 @@ class Collectives:
 
     def gather_all(self, segments: Sequence[Segment], stored: Sequence[Tensor], which: Sequence[int]) -> Flats:
         """All-gathers the segments listed in ``which``, up to two more in flight; returns ``stored`` with those whole."""
-        whole, in_flight = list(stored), InFlight[tuple[int, Tensor]]()
+        whole, in_flight = list(stored), deque[comm.Pending[tuple[int, Tensor]]]()
         del stored
 
         def arrive() -> None:
-            i, flat = in_flight.pop()
+            i, flat = in_flight.popleft().wait()
             whole[i] = like_marked(flat, whole[i])
 
         for i in which:
             if self.groups.levels or segments[i].owner is not None:
-                in_flight.push(self.gather([segments[i]], [whole[i]]).then(partial(_numbered, i)))
+                in_flight.append(self.gather([segments[i]], [whole[i]]).then(partial(_numbered, i)))
             if len(in_flight) > 2:
                 arrive()
-        while len(in_flight):
+        while in_flight:
             arrive()
         return whole
 
@@ -171,18 +126,8 @@ class Collectives:
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
-    @property
-    def reduce_levels(self) -> int:
-        """Over how many groups, one after the other, a gradient is reduced."""
-        return len(self.groups.levels) + (self.groups.n_replicas > 1)
-
-    @property
-    def replicates(self) -> bool:
-        """Whether replicas still have to sum what ``reduce`` returns."""
-        return self.config.stage > 0 and self.groups.n_replicas > 1
-
     def reduce(self, segments: Sequence[Segment], flats: Sequence[Tensor]) -> PendingFlats:
-        """Sums gradients over the group.
+        """Sums gradients over the group, level by level.
 
         Args:
             segments: how the gradients lie; all of one unit.
@@ -201,14 +146,27 @@ class Collectives:
         if self.config.aggregate == "all_reduce":
             return self._all_reduce_and_shard(segments, flats)
         first, *rest = reversed(self.groups.levels)
-        return relay(self._scatter(flats, first), *(lambda pieces, level=level: self._scatter(pieces, level) for level in rest))
+        later = (lambda pieces, level=level: self._scatter(pieces, level) for level in rest)
+        return self._chain(self._scatter(flats, first), *later, device=flats[0].device)
 
-    def replicate(self, segments: Sequence[Segment], shards: Sequence[Tensor]) -> PendingFlats:
-        """Sums shards of gradients, ``[segment.shard]``, over the replicas."""
+    def replicate(
+        self, segments: Sequence[Segment], shards: PendingFlats, added: Callable[[Flats], Flats], device: torch.device
+    ) -> PendingFlats:
+        """Sums ``added(shards)`` over the replicas.
+
+        Args:
+            segments: how the gradients lie; all of one unit.
+            shards: what ``reduce`` returned.
+            added: adds the shards of earlier micro-batches.
+            device: where the gradients lie.
+        """
         replicas = self.groups.replicas
-        if replicas is None or replicas.size == 1 or segments[0].owner not in (None, self.groups.shards.rank):
-            return _done(list(shards))
-        return comm.all_reduce(list(shards), _channel(replicas), async_op=True)
+        if self.config.stage == 0 or replicas is None or replicas.size == 1:
+            return shards.then(added)
+        if segments[0].owner not in (None, self.groups.shards.rank):
+            return shards.then(added)
+        later = lambda found: comm.all_reduce(added(found), _channel(replicas), async_op=True)  # noqa: E731
+        return self._chain(shards, later, device=device)
 
     def _reduce_whole(self, flats: Flats) -> PendingFlats:
         """Stage 0. Each rank of a group sends only its shard of the sum to the other replicas."""
@@ -217,11 +175,18 @@ class Collectives:
             level = group if replicas is None or replicas.size == 1 else replicas
             return _done(flats) if level.size == 1 else all_reduce(flats, _channel(level), async_op=True)
         rows = [flat.view(group.size, -1) for flat in flats]  # [n * m] -> [n, m]
-        return relay(
+        return self._chain(
             comm.reduce_scatter(rows, _channel(group), tiled=False, async_op=True),
             lambda pieces: all_reduce(pieces, _channel(replicas), async_op=True),
             lambda pieces: comm.all_gather(pieces, group.channel("return"), async_op=True),  # starts in an order of its own
+            device=rows[0].device,
         )
+
+    def _chain(
+        self, first: "comm.Pending[Any]", *rest: "Callable[[Any], comm.Pending[Any]]", device: torch.device
+    ) -> PendingFlats:
+        """All reductions of a rank are one lane, those of a pipeline's stages included."""
+        return relay(first, *rest, lane=_channel(self.groups.shards), device=device)
 
     def _reduce_to_owner(self, flats: Flats, owner: int) -> PendingFlats:
         group = self.groups.shards

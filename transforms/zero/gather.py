@@ -1,5 +1,6 @@
 """Whole units from shards: each gathered when first touched, some ahead, a bounded number at a time."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import attrs
@@ -7,14 +8,15 @@ import torch
 from torch import Tensor
 
 from functional_ds import comm
+from functional_ds.comm.algorithms.bruck import bruck
 from functional_ds.sharding.layout import Layout
 
-from .collectives import Collectives, InFlight
+from .collectives import Collectives
 from .prefetch import FetchPlan, FetchTrace, plan_fetches
 
 __all__ = ["Gatherer"]
 
-_FINISHED = -1
+_FINISHED, _FINISHED_WITH_NOTE = -1, -2
 
 
 @attrs.define(eq=False)
@@ -34,6 +36,7 @@ class Gatherer:
         max_live_units: how many units are whole at once, beside those that are fetched ahead.
         prefetch: how many units are fetched ahead of the one that is needed.
         hpz: whether to keep the first level of each gather, over ``inter_node``, and to send it once.
+        on_fetch: is called with a pass's plan and how many of its fetches were made, at the beginning and after each.
         whole: the flat tensors of whole units, ``[segment.size]``, by unit.
     """
 
@@ -44,11 +47,12 @@ class Gatherer:
     max_live_units: int = 2
     prefetch: int = 1
     hpz: bool = False
+    on_fetch: Callable[[FetchPlan, int], None] = lambda plan, made: None
     whole: dict[int, list[Tensor]] = attrs.field(factory=dict)
     _trace: FetchTrace = attrs.field(factory=FetchTrace)
     _plan: FetchPlan = attrs.field(factory=FetchPlan)
     _made: int = 0  # fetches of the plan that were made
-    _in_flight: InFlight[list[Tensor]] = attrs.field(factory=InFlight)
+    _in_flight: "deque[comm.Pending[list[Tensor]]]" = attrs.field(factory=deque)
     _asked: list[int] = attrs.field(factory=list)
     _first_levels: "dict[int, comm.Pending[object]]" = attrs.field(factory=dict)  # hpZ's secondary shards, by unit
 
@@ -58,6 +62,7 @@ class Gatherer:
         """Starts a pass; units that are whole stay so."""
         self._trace, self._made, self._asked = trace, 0, []
         self._plan = FetchPlan() if trace.uses is None else plan_fetches(trace.uses, self.max_live_units, tuple(self.whole))
+        self.on_fetch(self._plan, 0)
 
     def resume(self, on_drop: Callable[[int], None]) -> None:
         """Goes on with a pass after its loss has failed and runs again: the other ranks notice nothing of that."""
@@ -73,20 +78,25 @@ class Gatherer:
             self._ask(unit)
         return self.whole[unit]
 
-    def finish(self, *, reshard: bool) -> None:
+    def finish(self, *, reshard: bool, note: bool = False) -> bool:
         """Ends a pass: takes part in the gathers that other ranks still need, then frees units.
 
         Args:
             reshard: whether to free all units, or to leave those that the next pass may begin with.
+            note: what all ranks get to know.
+
+        Returns:
+            Whether any rank gave the note.
         """
         while self._made < len(self._plan.fetches):
             self._follow_plan()
-        while not self._ask(_FINISHED):
+        while (last := self._ask(_FINISHED_WITH_NOTE if note else _FINISHED)) is None:
             pass
         kept = () if reshard or self._asked else self._plan.end
         for unit in [unit for unit in self.whole if unit not in kept]:
             self._drop(unit)
         self._trace.extend(self._asked, len(self.layout.units))
+        return _FINISHED_WITH_NOTE in last
 
     def release(self, unit: int) -> None:
         """Frees a unit that nothing refers to any more, unless the plan uses it again."""
@@ -103,11 +113,10 @@ class Gatherer:
         for unit in fetch.evict:
             self._drop(unit)
         for ahead in self._plan.fetches[self._made + len(self._in_flight) : self._made + 1 + self.prefetch]:
-            self._in_flight.push(self._start(ahead.unit))
+            self._in_flight.append(self._start(ahead.unit))
         self._made += 1
-        self.whole[fetch.unit] = self._in_flight.pop()
-        if len(self.collectives.groups.levels) > 1:
-            self._in_flight.advance()  # beside the computation
+        self.whole[fetch.unit] = self._in_flight.popleft().wait()
+        self.on_fetch(self._plan, self._made)
 
     def _sharded(self, unit: int) -> list[int]:
         return [index for index in self.layout.units[unit].segments if not self.layout.segments[index].persistent]
@@ -127,17 +136,21 @@ class Gatherer:
 
         return pending.then(with_persistent)
 
-    def _ask(self, unit: int) -> bool:
+    def _ask(self, unit: int) -> set[int] | None:
         """One round: each rank sends the unit that it needs, or that it has finished, and all fetch these units.
 
+        The hosts meet here, in ⌈log2 n⌉ messages each.
+
         Returns:
-            Whether all ranks have finished.
+            What the ranks sent, if all have finished.
         """
         control = self.collectives.groups.shards.channel("control")
-        needs = set(comm.all_gather(torch.tensor([unit]), control).tolist()) - {_FINISHED}
+        mine = torch.tensor([unit], device=control.world.device)
+        sent = set(bruck(mine, control).tolist())
+        needs = sent - {_FINISHED, _FINISHED_WITH_NOTE}
         for need in sorted(needs):
             for old in [old for old in self.whole if old != unit][: max(0, len(self.whole) - self.max_live_units + 1)]:
                 self._drop(old)
             self.whole[need] = self._start(need).wait()
             self._asked.append(need)
-        return not needs
+        return None if needs else sent

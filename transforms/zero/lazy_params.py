@@ -1,6 +1,5 @@
 """The params that a loss function sees: fetched unit by unit at first use, and their gradients handed to a reducer."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -10,16 +9,16 @@ import attrs
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from functional_ds.base import tree
-from functional_ds.base.torch_private import disable_torch_function_subclass, held_elsewhere, outside_functorch, version_of
+from functional_ds.base.torch_private import disable_torch_function_subclass, held_elsewhere, outside_functorch
 from functional_ds.sharding.layout import Layout
 from functional_ds.step.tape import PassAgain, Tape
 
 from .lazy_tensor import LazyTensor
 from .prefetch import FetchTrace
 from .reduce import Reducer
+from .saved_places import SavedPlaces
 from .state import ZeroCache
 
 __all__ = ["LazyParams", "UnitSource", "WholeParams"]
@@ -45,8 +44,9 @@ class UnitSource(Protocol):
         """The unit's flat tensors, ``[segment.size]``, one a segment."""
         ...
 
-    def finish(self, *, reshard: bool) -> None:
-        """Ends a pass; ``reshard`` frees all units."""
+    def finish(self, *, reshard: bool, note: bool = False) -> bool:
+        """Ends a pass; ``reshard`` frees all units. Whether any rank gave a note."""
+        ...
 
     def release(self, unit: int) -> None:
         """Says that nothing refers to the unit any more."""
@@ -70,8 +70,9 @@ class WholeParams:
         """The unit's flat tensors."""
         return [self.flats[index].detach() for index in self.layout.units[unit].segments]
 
-    def finish(self, *, reshard: bool) -> None:
+    def finish(self, *, reshard: bool, note: bool = False) -> bool:
         """Does nothing."""
+        return note
 
     def release(self, unit: int) -> None:
         """Does nothing."""
@@ -98,39 +99,6 @@ class _UnitNode(torch.autograd.Function):
         else:
             ctx.params.completed(ctx.unit, grads)
         return None, None, None, None
-
-
-class _SavedPlace:
-    """What autograd saves in place of a tensor that lies in a unit: which unit, and where."""
-
-    __slots__ = ("offset", "release", "segment", "shape", "stride", "unit")
-
-    def __init__(self, unit: int, segment: int, tensor: Tensor, release: Callable[[int], None]) -> None:
-        self.unit, self.segment, self.release = unit, segment, release
-        self.shape, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
-
-    def __del__(self) -> None:
-        self.release(self.unit)
-
-
-class _SavedTensor:
-    """What autograd saves of any other tensor. With hooks in force torch does not check for later changes, so this does."""
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        # An output saved with its grad_fn would keep its own node alive.
-        self.tensor = tensor.detach() if tensor.grad_fn is not None else tensor
-        self.version = version_of(tensor)
-
-    def unchanged(self) -> Tensor:
-        """The tensor, as it was."""
-        if version_of(self.tensor) != self.version:
-            raise RuntimeError(
-                f"a tensor of shape {list(self.tensor.shape)} that the backward pass needs has been modified by an inplace "
-                f"operation: it is at version {version_of(self.tensor)}, expected {self.version}; use the out-of-place one"
-            )
-        return self.tensor
 
 
 class LazyParams:
@@ -164,10 +132,9 @@ class LazyParams:
         self._trained: dict[int, list[Tensor]] = {}  # unit -> its trained leaves, throughout a pass
         self._empty: dict[int, set[int]] = {}  # freed unit -> which of those have no memory
         self._held: set[int] = set()  # freed units of which somebody else held a leaf
-        self._late: dict[int, Tensor] = {}  # leaf -> its gradients of backward passes within the backward pass
+        self._nested: dict[int, Tensor] = {}  # leaf -> its gradients of backward passes within the backward pass
         self._lazy: list[Any] = []
-        self._homes: dict[int, tuple[int, int, StorageWeakRef]] = {}  # data pointer -> unit, segment in it, storage
-        self._saved: Counter[int] = Counter()  # unit -> saved tensors that still refer to it
+        self._saved = SavedPlaces(layout, self._fetch, self._unused)
         self._reshard = reshard_last_units
         self._in_backward = False
         self._repeats = False  # whether the loss runs again if it has to
@@ -195,7 +162,7 @@ class LazyParams:
             if self.source.frees:
                 if not cache.functional:
                     tape.during_forward(self._hooks())
-                tape.claims.append(lambda tensor: self._home(tensor) is not None)
+                tape.claims.append(lambda tensor: self._saved.home(tensor) is not None)
         leaves = self._lazy = self._lazy_leaves(tape.records)
         if cache.functional and self.source.frees:
             self._leaves.update((unit, self._enter(unit)) for unit in range(len(self.layout.units)))
@@ -228,11 +195,11 @@ class LazyParams:
             if grad is not None:
                 self._found(leaf, grad)
 
-    def completed(self, unit: int, grads: Sequence[Tensor | None], *, last: bool = False) -> None:
-        """Takes the gradients of a backward node of the unit, perhaps the last whatever nodes were made."""
+    def completed(self, unit: int, grads: Sequence[Tensor | None]) -> None:
+        """Takes the gradients of the unit's backward node."""
         if self.reducer is not None:
-            self.reducer.add(unit, grads, self.device, last=last)
-        if not self._saved[unit]:
+            self.reducer.add(unit, grads, self.device)
+        if not self._saved.refers_to(unit):
             self.source.release(unit)
 
     # -- forward -------------------------------------------------------------------------------------------------------
@@ -250,7 +217,7 @@ class LazyParams:
     def _hooks(self) -> Iterator[None]:
         """Replaces what autograd saves of units. torch.func refuses any hooks."""
         try:
-            with saved_tensors_hooks(self._pack, self._unpack):
+            with saved_tensors_hooks(self._saved.pack, self._saved.unpack):
                 yield
         except RuntimeError as error:
             if "saved tensor hooks" in str(error):
@@ -289,13 +256,13 @@ class LazyParams:
             trained: list[int] = []
             for place, (index, flat) in enumerate(zip(self.layout.units[unit].segments, flats, strict=True)):
                 segment = self.layout.segments[index]
-                if self.source.frees and flat.numel():
-                    storage = flat.untyped_storage()
-                    self._homes[storage.data_ptr()] = (unit, place, StorageWeakRef(storage))
+                if self.source.frees:
+                    self._saved.add(unit, place, flat)
                 leaves.update(zip((slot.leaf for slot in segment.slots), segment.views(flat), strict=True))
                 trained += [slot.leaf for slot in segment.slots] if segment.trainable else []
             if trained and self._handle is not None:
-                leaves.update(zip(trained, self._same(unit, [leaves[i] for i in trained]), strict=True))
+                # ``data`` knows of no base, which would keep the memory of a leaf that lets go of its own.
+                leaves.update(zip(trained, self._same(unit, [leaves[i].data for i in trained]), strict=True))
         return leaves
 
     def _same(self, unit: int, views: list[Tensor]) -> list[Tensor]:
@@ -322,7 +289,7 @@ class LazyParams:
 
         Their gradients are not used, unless a custom function runs a backward pass of its own on what it recomputes.
         """
-        return [view.detach().requires_grad_() for view in views]
+        return [view.requires_grad_() for view in views]
 
     def _end_forward(self, tape: Tape, backward: FetchTrace) -> None:
         records = tape.records
@@ -340,50 +307,23 @@ class LazyParams:
     def _close(self) -> None:
         """Lets go of everything. The graph's nodes refer to this object, and a cycle would keep the memory for a while."""
         self._drop_leaves()
-        self._late.clear()
+        self._nested.clear()
         self._lazy = []
         self._roots.clear()
-        if self.reducer is not None:
-            self.reducer.close()
         self._handle = self.reducer = None
         self.source = WholeParams(self.layout, ())
 
     def _drop_leaves(self) -> None:
-        for held in (self._leaves, self._trained, self._empty, self._held, self._homes):
+        for held in (self._leaves, self._trained, self._empty, self._held, self._saved):
             held.clear()
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
-    def _pack(self, tensor: Tensor) -> _SavedPlace | _SavedTensor:
-        home = self._home(tensor)
-        if home is None:
-            return _SavedTensor(tensor)
-        self._saved[home[0]] += 1
-        return _SavedPlace(*home, tensor, self._released)
+    def _fetch(self, unit: int) -> Sequence[Tensor]:
+        return self.source.fetch(unit)
 
-    def _home(self, tensor: Tensor) -> tuple[int, int] | None:
-        """The unit, and the segment in it, in whose memory the tensor lies."""
-        if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
-            return None
-        try:
-            home = self._homes.get(tensor.untyped_storage().data_ptr())
-        except RuntimeError:  # a tensor of a torch.func transform or of a subclass
-            return None
-        if home is None or home[2].expired():  # other memory may lie there now
-            return None
-        unit, place, _ = home
-        segment = self.layout.segments[self.layout.units[unit].segments[place]]
-        return (unit, place) if segment.dtype == tensor.dtype else None
-
-    def _unpack(self, saved: _SavedPlace | _SavedTensor) -> Tensor:
-        if isinstance(saved, _SavedTensor):
-            return saved.unchanged()
-        flat = self.source.fetch(saved.unit)[saved.segment]
-        return torch.as_strided(flat, saved.shape, saved.stride, saved.offset)
-
-    def _released(self, unit: int) -> None:
-        self._saved[unit] -= 1
-        if self._in_backward and not self._saved[unit]:
+    def _unused(self, unit: int) -> None:
+        if self._in_backward:
             self.source.release(unit)
 
     def _push(self, grads: Mapping[str, Tensor]) -> None:
@@ -393,7 +333,7 @@ class LazyParams:
         for unit in reversed(range(len(self.layout.units))):
             trained = self._trained_leaves(unit)
             if trained:
-                self.completed(unit, [grads.get(self.layout.paths[leaf]) for leaf in trained], last=True)
+                self.completed(unit, [grads.get(self.layout.paths[leaf]) for leaf in trained])
 
     def _trained_leaves(self, unit: int) -> list[int]:
         segments = (self.layout.segments[index] for index in self.layout.units[unit].segments)
@@ -401,24 +341,25 @@ class LazyParams:
 
     def _found(self, leaf: int, grad: Tensor) -> None:
         if self._in_backward:
-            self._late[leaf] = self._late[leaf] + grad if leaf in self._late else grad
+            self._nested[leaf] = self._nested[leaf] + grad if leaf in self._nested else grad
             return
         with disable_torch_function_subclass():
             before = self._lazy[leaf].grad
             self._lazy[leaf].grad = grad if before is None else before + grad
 
     def _collect(self, grads: list[Tensor | None]) -> list[Tensor]:
-        self.source.finish(reshard=True)
         if self.reducer is None:
+            self.source.finish(reshard=True)
             return []
-        self._collect_late(self.reducer)
-        return self.reducer.finish()
+        renew = self.source.finish(reshard=True, note=self.reducer.out_of_place)
+        self._collect_nested(self.reducer)
+        return self.reducer.finish(renew=renew)
 
-    def _collect_late(self, reducer: Reducer) -> None:
+    def _collect_nested(self, reducer: Reducer) -> None:
         """Hands on what backward passes within this one left after their units were complete."""
         for unit, leaves in self._trained.items():
             self.found(unit, [leaf.grad for leaf in leaves])
-        for unit in range(len(self.layout.units)) if self._late else ():
-            late = [self._late.get(leaf) for leaf in self._trained_leaves(unit)]
-            if any(grad is not None for grad in late):
-                reducer.add_late(unit, late, self.device)
+        for unit in range(len(self.layout.units)) if self._nested else ():
+            nested = [self._nested.get(leaf) for leaf in self._trained_leaves(unit)]
+            if any(grad is not None for grad in nested):
+                reducer.add_nested(unit, nested, self.device)

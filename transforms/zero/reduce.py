@@ -1,7 +1,8 @@
 """The reduction of units' gradients: each as soon as it is complete, in one order on all ranks."""
 
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import attrs
 import torch
@@ -9,11 +10,11 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base.torch_private import foreach_add_, foreach_copy_
-from functional_ds.comm.record.pending import relay
 from functional_ds.sharding.layout import Layout
 from functional_ds.step.tape import dense, wide
 
-from .collectives import Collectives, InFlight
+from .collectives import Collectives
+from .prefetch import FetchPlan
 
 __all__ = ["ReduceOrder", "Reducer"]
 
@@ -28,13 +29,17 @@ class ReduceOrder:
         units: first the reverse of the layout's order; after the first pass, the order in which rank 0 completed them.
         traced: whether rank 0's order is known.
         timeout_s: how long a rank waits for a reduction before it starts a third; 0 once that was in vain.
-        late: the units that got gradients after they were complete, on any rank, in the first pass. They are reduced twice.
+        plan: the fetches of a backward pass for which the ranks agreed on ``after``.
+        after: unit -> how many of these fetches all ranks start before the unit's reduction.
+        nested: the units that, on any rank, backward passes within the first one gave gradients. They are reduced twice.
     """
 
     units: tuple[int, ...]
     traced: bool = False
     timeout_s: float = 2.0
-    late: tuple[int, ...] = ()
+    plan: FetchPlan | None = None
+    after: Mapping[int, int] = attrs.field(factory=dict)
+    nested: tuple[int, ...] = ()
 
 
 @attrs.define(eq=False)
@@ -46,6 +51,10 @@ class Reducer:
 
     Law: every rank reduces every unit once, in ``order``, whenever and in whatever order it completes them.
 
+    Gathers and reductions use groups of their own, and NCCL may block where ranks launch these in different orders. So in a
+    pass whose fetches are planned, the ranks agree after how many of them each unit was complete on all ranks; where the
+    next pass has the same plan, they start the unit's reduction there.
+
     Attributes:
         layout: the units.
         collectives: reduces a unit.
@@ -54,7 +63,6 @@ class Reducer:
         more: whether further micro-batches will be added to the result.
         local: this rank's sums, ``[segment.size]``, by segment.
         sums: sums over the ranks, ``[segment.shard]``, by segment.
-        in_flight: the reductions of this rank, those of other reducers included: a pipeline's stages have one each.
     """
 
     layout: Layout
@@ -64,16 +72,18 @@ class Reducer:
     more: bool
     local: dict[int, Tensor]
     sums: dict[int, Tensor]
-    in_flight: InFlight[list[Tensor]] = attrs.field(factory=InFlight)
-    _late: set[int] = attrs.field(factory=set)
-    _expected: Counter[int] = attrs.field(factory=Counter)  # unit -> backward nodes that have not run
+    _nested: set[int] = attrs.field(factory=set)
+    _expected: set[int] = attrs.field(factory=set)  # the units that have a backward node
     _completed: list[int] = attrs.field(factory=list)
     _posted: int = 0
-    _own: "deque[tuple[int, comm.Pending[list[Tensor]]]]" = attrs.field(factory=deque)  # those of them that are its own
+    _plan: FetchPlan | None = None
+    _made: int = 0  # fetches of the plan that were made
+    _completed_after: dict[int, int] = attrs.field(factory=dict)  # unit -> fetches made
+    _own: "deque[tuple[int, comm.Pending[list[Tensor]]]]" = attrs.field(factory=deque)  # reductions in flight
 
     def expect(self, unit: int) -> None:
-        """Announces one more backward node of the unit."""
-        self._expected[unit] += 1
+        """Announces the backward node of the unit."""
+        self._expected.add(unit)
 
     def untouched(self) -> list[int]:
         """The trained units that have no backward node."""
@@ -83,22 +93,30 @@ class Reducer:
         """The unit's segments that get gradients."""
         return [index for index in self.layout.units[unit].segments if self.layout.segments[index].trainable]
 
-    def add(self, unit: int, grads: Sequence[Tensor | None], device: torch.device, *, last: bool = False) -> None:
-        """Adds the gradients of one backward node.
+    def add(self, unit: int, grads: Sequence[Tensor | None], device: torch.device) -> None:
+        """Adds the gradients of a unit's backward node, which complete it.
 
         Args:
             unit: whose.
             grads: of the unit's trained leaves, in layout order; None, or an empty list, stands for zeros.
             device: where the sums lie.
-            last: whether no other node of the unit will run, whatever was announced.
         """
         self._add(unit, grads, device)
-        self._expected[unit] = 0 if last else self._expected[unit] - 1
-        if not self._expected[unit]:
-            self._completed.append(unit)
-            self._post()
+        self._completed.append(unit)
+        self._completed_after[unit] = self._made
+        self._post()
 
-    def add_late(self, unit: int, grads: Sequence[Tensor | None], device: torch.device) -> None:
+    def fetched(self, plan: FetchPlan, made: int) -> None:
+        """Says that so many fetches of the pass's plan were made."""
+        self._plan, self._made = plan, made
+        self._post()
+
+    @property
+    def out_of_place(self) -> bool:
+        """Whether this rank completed a unit after the place that the ranks agreed on."""
+        return self._placed and any(made > self.order.after[unit] for unit, made in self._completed_after.items())
+
+    def add_nested(self, unit: int, grads: Sequence[Tensor | None], device: torch.device) -> None:
         """Adds gradients that came after the unit was complete: of a backward pass within the backward pass.
 
         Args:
@@ -109,33 +127,28 @@ class Reducer:
         Raises:
             RuntimeError: no rank had any in the first pass, so the other ranks would not join another reduction.
         """
-        if self.now and self.order.traced and unit not in self.order.late:
+        if self.now and self.order.traced and unit not in self.order.nested:
             raise RuntimeError(
                 "the backward pass of a custom autograd.Function ran another backward pass, which gave the params "
                 f"{self._paths(unit)} gradients. In the first step none did, and the ranks agreed then on what they sum: use "
                 "the Function in the first step, too, or torch.utils.checkpoint with use_reentrant=False in its place"
             )
-        self._late.add(unit)
+        self._nested.add(unit)
         self._add(unit, grads, device)
 
-    def finish(self) -> list[Tensor]:
-        """All gradients, one a trained segment, after the last reduction."""
+    def finish(self, *, renew: bool = False) -> list[Tensor]:
+        """All gradients, one a trained segment, after the last reduction; ``renew`` says that a rank was late."""
         results = self.local
         if self.now:
             self._settle_all()
-            self._trace_order()
-            for unit in self.order.late:
-                if unit not in self._late:
+            self._trace_order(renew)
+            for unit in self.order.nested:
+                if unit not in self._nested:
                     self._add(unit, (), self.sums[self.trained(unit)[0]].device)
                 self._start(unit, again=True)
             self._settle_all()
             results = self.sums
         return [results[index] for index, segment in enumerate(self.layout.segments) if segment.trainable]
-
-    def close(self) -> None:
-        """Gives up the reductions that nobody has waited for, as after an error."""
-        for _, pending in self._own:
-            self.in_flight.discard(pending)
 
     # -- on this rank --------------------------------------------------------------------------------------------------
 
@@ -170,11 +183,18 @@ class Reducer:
     def _post(self) -> None:
         """Starts the reductions of completed units whose turn it is."""
         turns = self.order.units
-        while self.now and self._posted < len(turns) and turns[self._posted] in self._completed:
+        while self.now and self._posted < len(turns) and self._due(turns[self._posted]):
             unit = turns[self._posted]
             self._posted += 1
             self._limit_in_flight()
             self._start(unit)
+
+    @property
+    def _placed(self) -> bool:
+        return self._plan is not None and self.order.plan is self._plan
+
+    def _due(self, unit: int) -> bool:
+        return unit in self._completed and (not self._placed or self._made >= self.order.after[unit])
 
     def _limit_in_flight(self) -> None:
         """Waits until fewer than two reductions are in flight, up to a timeout, which avoids a deadlock.
@@ -183,7 +203,7 @@ class Reducer:
         this rank has not reached. After the timeout a third reduction starts, at the cost of its memory.
         """
         while len(self._own) >= _MAX_IN_FLIGHT:
-            if not self.in_flight.poll(self._own[0][1], self.order.timeout_s):
+            if not self._own[0][1].poll(self.order.timeout_s):
                 self.order.timeout_s = 0.0
                 return
             self._settle()
@@ -198,16 +218,13 @@ class Reducer:
             return [self._with_earlier(index, value) for index, value in zip(trained, found, strict=True)]
 
         pending = collectives.reduce(segments, flats)
-        if collectives.replicates and not self.more:  # replicas sum once a step, over all micro-batches
-            if again:
-                pending = relay(pending, lambda found: collectives.replicate(segments, found)).then(summed)
-            else:
-                pending = relay(pending, lambda found: collectives.replicate(segments, summed(found)))
-        else:
+        if self.more:  # replicas sum once a step, over all micro-batches
             pending = pending.then(summed)
-        self._own.append((unit, self.in_flight.push(pending)))
-        if collectives.reduce_levels > 1:
-            self.in_flight.advance()
+        elif again:
+            pending = collectives.replicate(segments, pending, list, flats[0].device).then(summed)
+        else:
+            pending = collectives.replicate(segments, pending, summed, flats[0].device)
+        self._own.append((unit, pending))
 
     def _settle_all(self) -> None:
         while self._own:
@@ -215,7 +232,7 @@ class Reducer:
 
     def _settle(self) -> None:
         unit, pending = self._own.popleft()
-        self.sums.update(zip(self.trained(unit), self.in_flight.wait(pending), strict=True))
+        self.sums.update(zip(self.trained(unit), pending.wait(), strict=True))
 
     def _with_earlier(self, index: int, value: Tensor) -> Tensor:
         """Adds the shards of earlier micro-batches."""
@@ -223,17 +240,23 @@ class Reducer:
             return self.sums[index].add_(value)
         return wide(value) if self.more and value.element_size() == 2 else value
 
-    def _trace_order(self) -> None:
+    def _trace_order(self, renew: bool) -> None:
         """From the second pass on, all ranks keep the order in which rank 0 completed the units of the first.
 
-        Which units got late gradients, on any rank, they agree on then, too.
+        Which units got gradients of nested passes, on any rank, they agree on then, too.
         """
-        if not self.order.traced:
-            groups = self.collectives.groups
-            agreed = groups.broadcast(torch.tensor(self._completed, dtype=torch.int64), "control")
-            late = groups.any_rank(torch.tensor([unit in self._late for unit in agreed.tolist()], dtype=torch.int64))
-            self.order.units, self.order.traced = tuple(agreed.tolist()), True
-            self.order.late = tuple(agreed[late > 0].tolist())
+        order, groups = self.order, self.collectives.groups
+        device = groups.group.world.device
+        if not order.traced:
+            agreed = groups.broadcast(torch.tensor(self._completed, dtype=torch.int64, device=device), "control")
+            mine = torch.tensor([unit in self._nested for unit in agreed.tolist()], dtype=torch.int64, device=device)
+            nested = groups.any_rank(mine)
+            order.units, order.traced, order.nested = tuple(agreed.tolist()), True, tuple(agreed[nested > 0].tolist())
+        if self._plan is not None and (renew or not self._placed):
+            mine = torch.tensor([self._completed_after[unit] for unit in order.units], device=device)
+            latest = comm.all_reduce(mine, groups.shards.channel("control"), op="max")
+            # A unit's turn comes after the turns of those before it.
+            order.plan, order.after = self._plan, dict(zip(order.units, accumulate(latest.tolist(), max), strict=True))
 
     def _paths(self, unit: int) -> list[str]:
         return [self.layout.paths[slot.leaf] for index in self.trained(unit) for slot in self.layout.segments[index].slots]

@@ -12,7 +12,6 @@ from functional_ds.sharding.layout import Layout
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.step.slots import Role
 
-from .collectives import InFlight
 from .prefetch import FetchTrace
 from .reduce import ReduceOrder
 
@@ -26,7 +25,6 @@ class ZeroCache:
     Attributes:
         order: in which order units are reduced.
         leaf_map: which leaf lies where in the shards.
-        in_flight: the reductions of this rank; empty between steps.
         forward: what forward passes fetched.
         backward: what backward passes fetched.
         subsets: the same for some leaves alone, by their paths.
@@ -36,7 +34,6 @@ class ZeroCache:
 
     order: ReduceOrder
     leaf_map: LeafMap
-    in_flight: InFlight[list[Tensor]] = attrs.field(factory=InFlight)
     forward: FetchTrace = attrs.field(factory=FetchTrace)
     backward: FetchTrace = attrs.field(factory=FetchTrace)
     subsets: "dict[frozenset[str], Subset]" = attrs.field(factory=dict)
@@ -44,16 +41,16 @@ class ZeroCache:
     functional: bool = False
 
     @staticmethod
-    def fresh(layout: Layout, leaf_map: LeafMap, in_flight: InFlight[list[Tensor]] | None = None) -> "ZeroCache":
+    def fresh(layout: Layout, leaf_map: LeafMap) -> "ZeroCache":
         """Before the first step."""
         units = dict.fromkeys(s.unit for s in reversed(layout.segments) if s.trainable)
-        return ZeroCache(ReduceOrder(tuple(units)), leaf_map, InFlight() if in_flight is None else in_flight)
+        return ZeroCache(ReduceOrder(tuple(units)), leaf_map)
 
     def subset(self, layout: Layout, paths: frozenset[str]) -> "Subset":
-        """The leaves with these paths, with a cache of their own; all reductions of a rank are in one queue."""
+        """The leaves with these paths, with a cache of their own."""
         if paths not in self.subsets:
             alone, segments = layout.restrict(paths)
-            cache = ZeroCache.fresh(alone, LeafMap.of_layout(alone, None), self.in_flight)
+            cache = ZeroCache.fresh(alone, LeafMap.of_layout(alone, None))
             self.subsets[paths] = Subset(alone, segments, cache)
         return self.subsets[paths]
 

@@ -13,7 +13,7 @@ from functional_ds.base.weighted import Weighted
 from functional_ds.sharding.layout import Layout, Segment
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.sharding.sources import is_deferred
-from functional_ds.step.buffers import synced
+from functional_ds.step.buffer_sync import synced
 from functional_ds.step.compose import wrap
 from functional_ds.step.state import State
 from functional_ds.step.step import Metrics, Step
@@ -25,6 +25,7 @@ from .config import ZeroConfig
 from .cost_report import report_costs
 from .gather import Gatherer
 from .lazy_params import LazyParams, UnitSource, WholeParams
+from .prefetch import FetchPlan
 from .process_groups import ProcessGroups
 from .reduce import Reducer
 from .state import Partition, ZeroCache
@@ -221,12 +222,12 @@ class Zero(ZeroConfig):
         collectives = Collectives(self.process_groups(), self, lambda dtype: step.comm_dtype(state, dtype))
         device = state.params[0].device if state.params else torch.device("cpu")
         reducer = self._reducer(layout, cache, collectives, tape) if tape.records else None
-        source = self._source(layout, state.params, collectives, tape)
+        source = self._source(layout, state.params, collectives, tape, reducer)
         params = LazyParams(layout, source, reducer, device, reshard_last_units=self.reshard_last_units)
         return params.open(tape, cache)
 
     def _source(
-        self, layout: Layout, stored: Sequence[Any], collectives: Collectives, tape: Tape
+        self, layout: Layout, stored: Sequence[Any], collectives: Collectives, tape: Tape, reducer: Reducer | None
     ) -> Callable[[Callable[[int], None]], UnitSource]:
         groups = collectives.groups
         offloaded = any(not isinstance(shard, Tensor) for shard in stored)  # on the host or a disk
@@ -240,6 +241,7 @@ class Zero(ZeroConfig):
             max_live_units=self.max_live_units,
             prefetch=self.prefetch,
             hpz=self.hpz and tape.records and len(groups.levels) > 1,
+            on_fetch=_ignore if reducer is None else reducer.fetched,
         )
 
     def _reducer(self, layout: Layout, cache: ZeroCache, collectives: Collectives, tape: Tape) -> Reducer:
@@ -255,7 +257,6 @@ class Zero(ZeroConfig):
             more=not tape.last,
             local={} if each else carry,
             sums=carry if each else {},
-            in_flight=cache.in_flight,
         )
 
     # -- what is summed over the ranks ---------------------------------------------------------------------------------
@@ -308,6 +309,10 @@ class Zero(ZeroConfig):
 
 
 zero = Zero
+
+
+def _ignore(plan: FetchPlan, made: int) -> None:
+    """Nobody waits for fetches in a pass without gradients."""
 
 
 def _of_rank_0(leaf: Tensor, groups: ProcessGroups) -> Tensor:

@@ -1,33 +1,38 @@
 """``estimated``: the costs of a model's stages, from shapes alone."""
 
+import gc
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from functional_ds.base import tree
+from functional_ds.base.containers import register_containers
 from functional_ds.base.marks import is_trainable
 from functional_ds.base.prng import Key
-from functional_ds.base.torch_private import FakeTensorMode, TorchDispatchMode
+from functional_ds.base.torch_private import FakeTensorMode, TorchDispatchMode, is_fake
 from functional_ds.base.weighted import weigh
 from functional_ds.comm.algorithms.cost import Link
 from functional_ds.pipelining.planning.costs import Costs
 from functional_ds.pipelining.stages.stages import Stages
+from functional_ds.step.tape import Tape
 
 from .boundary import Boundary
+from .flops import FlopCounter
 from .in_flight import InFlightMicroBatch
 from .recorder import SavedBytes
 
-__all__ = ["FlopCounter", "estimated"]
+__all__ = ["estimated"]
 
 
 def estimated(stages: Stages, params: Any, batch: Any, *, flops: float = 1e12, link: Link | None = None) -> Costs:
     """Costs of the stages for a micro-batch like ``batch``, found on tensors without values.
 
     Law: ``activations`` is what a ``Recorder`` counts in a run, to the byte: the distinct storages that autograd saves in a
-    forward, without params and the batch.
+    forward, without params, the batch, and what outlives the backward (a module's buffers).
 
     Args:
         stages: the model's stages.
@@ -46,15 +51,20 @@ def estimated(stages: Stages, params: Any, batch: Any, *, flops: float = 1e12, l
     >>> costs = estimated(model, params, torch.empty(4, 8, device="meta"), flops=1.0)
     >>> costs.forward, costs.inputs, costs.weights, costs.message, costs.activations
     ((512.0, 512.0), (0.0, 512.0), (512.0, 512.0), (128.0, 128.0), (128.0, 256.0))
+    >>> costs.shared  # what the first stage gives
+    (0.0, 128.0)
     """
+    register_containers(batch)
     held = stages.by_path(params)
     stages.check(params, batch)
     found: list[_StageCost] = []
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with Tape(records=False), FakeTensorMode(allow_non_fake_inputs=True) as mode, _Standing(mode), torch.enable_grad():
         micro = tree.map(_empty, batch)
         for index in range(len(stages)):
             own = {path: _empty(held[path]).requires_grad_(is_trainable(held[path])) for path in stages[index].paths}
-            found.append(_run(stages, index, own, found[-1].after if found else None, micro))
+            found.append(_run(stages, index, own, found[-1] if found else None, micro))
+        gc.collect()  # a graph may be in a cycle
+        activations = [each.activations for each in found]
     sent = [0 if each.after is None else each.after.bytes for each in found]
     sent[-1] = sent[-2] if len(sent) > 1 else 0  # nothing is sent; a link between all stages has one size
     further = {} if link is None else {"link": link}
@@ -63,24 +73,56 @@ def estimated(stages: Stages, params: Any, batch: Any, *, flops: float = 1e12, l
         inputs=[each.inputs / flops for each in found],
         weights=[each.weights / flops for each in found],
         message=sent,
-        activations=[each.activations for each in found],
+        activations=activations,
+        shared=[each.shared for each in found],
         **further,
     )
 
 
+class _Standing(TorchDispatchMode):
+    """Holds on to what stands for tensors with values, such as a module's buffers: it outlives a backward, as they do."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self._mode, self._held = mode, dict[int, Tensor]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for x in tree.leaves((args, kwargs or {})):
+            if isinstance(x, Tensor) and not is_fake(x):
+                fake = self._mode.from_tensor(x)
+                self._held[id(fake)] = fake
+        return func(*args, **(kwargs or {}))
+
+
 @attrs.frozen
 class _StageCost:
-    """One stage's operations of F, I and W, the bytes that its forward saves, and what it sends on."""
+    """One stage's costs.
+
+    Attributes:
+        forward, inputs, weights: operations of F, I and W.
+        saved: the bytes of each storage that its forward saves.
+        shared: of these, the bytes of what came from the stage before, which has saved them, too.
+        after: what it sends on.
+        keeps: for each tensor of that, whether its forward has saved it.
+    """
 
     forward: int
     inputs: int
     weights: int
-    activations: int
+    saved: Mapping[StorageWeakRef, int]
+    shared: int
     after: Boundary | None
+    keeps: Sequence[bool]
+
+    @property
+    def activations(self) -> int:
+        """The bytes that its forward saves, and that are gone by now: a module's buffers outlive the backward."""
+        return sum(size for storage, size in self.saved.items() if storage.expired())
 
 
-def _run(stages: Stages, index: int, own: dict[str, Tensor], before: Boundary | None, micro: Any) -> _StageCost:
-    x, inputs = (None, []) if before is None else before.value([torch.empty_like(leaf) for leaf in before.onward])
+def _run(stages: Stages, index: int, own: dict[str, Tensor], before: _StageCost | None, micro: Any) -> _StageCost:
+    arrived = [] if before is None or before.after is None else [torch.empty_like(leaf) for leaf in before.after.onward]
+    x, inputs = (None, []) if before is None or before.after is None else before.after.value(arrived)
     apart = [leaf for leaf in (*own.values(), *tree.leaves(micro)) if isinstance(leaf, Tensor)]
     with SavedBytes(lambda: apart) as saved, FlopCounter() as forward:
         y = stages.run(index, own, x, micro, Key.of(0))
@@ -88,36 +130,19 @@ def _run(stages: Stages, index: int, own: dict[str, Tensor], before: Boundary | 
     after = None if last else Boundary.of(y)
     given = [weigh(y[0] if isinstance(y, tuple) else y, "the loss").sum] if after is None else tree.leaves(y)
     outputs = [output for output in given if output.requires_grad]
+    keeps = [_storage(leaf) in saved.sizes for leaf in given]
     in_flight = InFlightMicroBatch.of(inputs, outputs)
     with FlopCounter() as back:
         in_flight.backward_inputs([torch.ones_like(output) for output in outputs], [w for w in own.values() if w.requires_grad])
     with FlopCounter() as weights:
         in_flight.backward_weights()
-    return _StageCost(forward.total, back.total, weights.total, saved.bytes, after)
+    both = {_storage(leaf) for leaf, kept in zip(arrived, before.keeps if before else (), strict=True) if kept}
+    shared = sum(saved.sizes[storage] for storage in both if storage in saved.sizes)
+    return _StageCost(forward.total, back.total, weights.total, saved.sizes, shared, after, keeps)
 
 
-class FlopCounter(TorchDispatchMode):
-    """Counts the floating-point operations of matrix products, convolutions and attention inside, by torch's formulas.
-
-    Unlike ``torch.utils.flop_counter.FlopCounterMode`` it sets no hooks on modules.
-
-    >>> with FlopCounter() as counter:
-    ...     _ = torch.ones(2, 3) @ torch.ones(3, 5)
-    >>> counter.total
-    60
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        formula = flop_registry.get(func.overloadpacket)
-        if formula is not None:
-            self.total += formula(*args, **kwargs, out_val=result)
-        return result
+def _storage(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def _empty(leaf: Any) -> Any:

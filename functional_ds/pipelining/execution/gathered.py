@@ -38,10 +38,15 @@ class GatheredParams:
     last: bool = True
     leaves: dict[str, Tensor] = attrs.field(factory=dict)
     _seen: dict[str, Tensor] = attrs.field(factory=dict)
-    _gathered: dict[int, str] = attrs.field(factory=dict)  # the path of a leaf in each storage that the view has made
+    _gathered: dict[int, tuple[str, int]] = attrs.field(factory=dict)  # a leaf's path and the bytes of each storage of the view
     _tape: Tape | None = None
     _freed: bool = False
     _through: bool = True  # whether autograd records the view
+
+    @property
+    def whole(self) -> bool:
+        """Whether ``gather`` has nothing to do."""
+        return self._tape is not None and not self._freed
 
     def gather(self) -> None:
         """Makes the leaves whole; collective where they are sharded. A second call does nothing."""
@@ -54,7 +59,7 @@ class GatheredParams:
     def free(self) -> None:
         """Frees the memory of gathered leaves. The leaves stay the same tensors, and ``gather`` fills them again."""
         if not self._freed:
-            for path in self._gathered.values():
+            for path, _ in self._gathered.values():
                 self.leaves[path].untyped_storage().resize_(0)
             self._freed = True
 
@@ -94,16 +99,17 @@ class GatheredParams:
         tape.step_aside()
         self.leaves = {path: leaf.detach().requires_grad_(leaf.requires_grad) for path, leaf in self._seen.items()}
         stored = {storage_id(leaf) for leaf in tree.leaves(self.state.params) if isinstance(leaf, Tensor)}  # not on a disk
-        made = {storage_id(leaf): path for path, leaf in self.leaves.items()}
-        self._gathered = {storage: path for storage, path in made.items() if storage not in stored}
+        made = {storage_id(leaf): (path, leaf.untyped_storage().nbytes()) for path, leaf in self.leaves.items()}
+        self._gathered = {storage: held for storage, held in made.items() if storage not in stored}
         return tape
 
     def _regather(self) -> None:
         with Tape(records=False) as tape:
             given = self.step.view(self.state, tape)
-            for path in self._gathered.values():
-                leaf, fresh = self.leaves[path], given[path].detach().untyped_storage()
-                leaf.untyped_storage().resize_(fresh.nbytes())
+            for path, size in self._gathered.values():
+                leaf = self.leaves[path]
+                leaf.untyped_storage().resize_(size)  # before the gather, so that whoever counts at gathers sees both
+                fresh = given[path].detach().untyped_storage()
                 leaf.untyped_storage().copy_(fresh, non_blocking=False)
 
 

@@ -25,6 +25,7 @@ from .boundary import Crossing, TensorMeta, boundaries, signature, view_metas
 from .gathered import GatheredParams
 from .placement import Placement, StageParams
 from .recorder import Recorder
+from .rehearsal import Rehearsal
 from .runner import MicroBatch, Runner
 
 __all__ = ["PipelineSpec", "gradients", "measure"]
@@ -81,6 +82,8 @@ def gradients(
         if spec.recorder is not None:
             spec.recorder.begin()
         runner.run(_steps(spec, state))
+        if spec.recorder is not None:
+            spec.recorder.end()
         _push_shared(runner, placement)
         grads: list[Any] = [None] * sum(len(held.places) for held in gathered.values())
         for held in gathered.values():
@@ -119,6 +122,8 @@ def _runner(
 ) -> Runner:
     placement: Placement = state.slots["pipeline"]
     parts = {stage: [part.name for part in placement.parts_of(stage)] for stage in spec.schedule.stages_of(spec.group.rank)}
+    if Rehearsal.fits(batch, spec.group):
+        return Rehearsal.of(spec, step, state, gathered, parts)
     batches = split(batch, spec.schedule.microbatches, uneven=True)
     sizes = [least_rows(each) for each in batches]
     shares = {rows: rows * spec.weight / sum(sizes) for rows in sizes}
@@ -208,7 +213,7 @@ def _sum(runner: Runner, leaf: Tensor, grads: Sequence[Tensor]) -> Tensor:
 
 def _exchanged(own: list[Tensor], part: StageParams, group: comm.Group) -> list[Tensor]:
     """The sums over the part's ranks, added in the order of ranks, so that all ranks get the same bits."""
-    others = [rank for rank in part.ranks if rank != group.rank]
+    others = [] if comm.is_symmetric(group) else [rank for rank in part.ranks if rank != group.rank]
     if not others or not own:
         return own
     ops = [op for rank in others for op in (comm.Send(own, rank), comm.Recv(own, rank))]

@@ -11,6 +11,7 @@ from functional_ds import comm
 from functional_ds.pipelining.schedules.action import Action, Kind
 
 from .boundary import Boundary
+from .recorder import Recorder
 
 __all__ = ["Mailbox"]
 
@@ -29,15 +30,17 @@ class Mailbox:
         group: the pipeline's ranks.
         placement: the rank that holds each stage.
         boundaries: for each micro-batch, what crosses after each stage.
+        recorder: takes notes of waiting.
     """
 
     group: comm.Group
     placement: Sequence[int]
     boundaries: Sequence[Sequence[Boundary]]
+    recorder: Recorder | None = None
     _local: dict[_Key, list[Tensor]] = attrs.field(factory=dict)
     _outgoing: dict[_Key, list[Tensor]] = attrs.field(factory=dict)
     _incoming: "dict[_Key, comm.Pending[list[Tensor]]]" = attrs.field(factory=dict)
-    _sent: "deque[list[comm.Pending[Any]]]" = attrs.field(factory=deque)
+    _sent: "deque[list[tuple[Action, int, comm.Pending[Any]]]]" = attrs.field(factory=deque)
 
     def put(self, kind: Kind, stage: int, j: int, values: list[Tensor]) -> None:
         """Hands on what a stage has computed; nothing from the last stage's outputs or the first stage's inputs."""
@@ -51,7 +54,11 @@ class Mailbox:
     def take(self, kind: Kind, stage: int, j: int) -> list[Tensor]:
         """What a stage needs; waits until it has arrived."""
         key = kind, stage, j
-        return self._local.pop(key) if key in self._local else self._incoming.pop(key).wait()
+        if key in self._local:
+            return self._local.pop(key)
+        source = self.placement[stage - 1 if kind is Kind.F else stage + 1]
+        received = Action(Kind.RECV_F if kind is Kind.F else Kind.RECV_B, stage, j)
+        return self._waited(received, source, self._incoming.pop(key))  # type: ignore[no-any-return]
 
     def post(self, actions: Sequence[Action]) -> None:
         """Starts a schedule's neighbouring sends and receives as one batch.
@@ -78,11 +85,20 @@ class Mailbox:
             self._wait_for_oldest()
 
     def _send(self, kind: Kind, stage: int, j: int, *, to: int) -> None:
-        self._sent[-1].append(comm.isend(self._outgoing.pop((kind, stage, j)), self.placement[to], self.group))
+        sent = Action(Kind.SEND_F if kind is Kind.F else Kind.SEND_B, stage, j)
+        pending = comm.isend(self._outgoing.pop((kind, stage, j)), self.placement[to], self.group)
+        self._sent[-1].append((sent, self.placement[to], pending))
 
     def _receive(self, kind: Kind, stage: int, j: int, *, source: int, like: list[Tensor]) -> None:
         self._incoming[kind, stage, j] = comm.irecv(like, self.placement[source], self.group)
 
     def _wait_for_oldest(self) -> None:
-        for pending in self._sent.popleft():
-            pending.wait()
+        for action, to, pending in self._sent.popleft():
+            self._waited(action, to, pending)
+
+    def _waited(self, action: Action, rank: int, pending: comm.Pending[Any]) -> Any:
+        """The result of a message from or to a rank."""
+        if self.recorder is None:
+            return pending.wait()
+        with self.recorder.waiting(action, rank):
+            return pending.wait()

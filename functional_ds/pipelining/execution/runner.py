@@ -76,7 +76,8 @@ class Runner:
     _weights: dict[int, list[Tensor]] = attrs.field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
-        self._mail = Mailbox(self.group, self.placement, [micro.crossing.boundaries for micro in self.micros])
+        boundaries = [micro.crossing.boundaries for micro in self.micros]
+        self._mail = Mailbox(self.group, self.placement, boundaries, self.recorder)
 
     def run(self, steps: Iterable[tuple[Action, ...]]) -> None:
         """Carries out all actions in order; then every message has arrived."""
@@ -160,8 +161,11 @@ class Runner:
 
     def params(self, stage: int) -> dict[str, Tensor]:
         """A stage's leaves by path, gathered. Stages may share memory, but not leaves, so that each sums its own gradients."""
-        for name in self.parts[stage]:
-            self.gathered[name].gather()
+        absent = [name for name in self.parts[stage] if not self.gathered[name].whole]
+        if absent:
+            with nullcontext() if self.recorder is None else self.recorder.waiting(Action(Kind.GATHER, stage, ALL)):
+                for name in absent:
+                    self.gathered[name].gather()
         if stage not in self._params:
             held = ((path, leaf) for name in self.parts[stage] for path, leaf in self.gathered[name].leaves.items())
             self._params[stage] = {path: self._leaf(leaf) for path, leaf in held}

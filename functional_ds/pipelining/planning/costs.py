@@ -7,6 +7,7 @@ import attrs
 import numpy as np
 
 from functional_ds.comm.algorithms.cost import Link
+from functional_ds.pipelining.schedules.action import Kind
 from functional_ds.pipelining.schedules.earliest import Floats
 
 __all__ = ["Costs", "PerStage"]
@@ -40,6 +41,8 @@ class Costs:
         message: bytes that a stage sends to the next, and of the gradient that comes back.
         activations: bytes that a forward leaves for its backward.
         kept: of these, the bytes that W still needs after I; by default all.
+        shared: of these, the bytes that the stage before leaves, too, because they are what it gave. They count once where both
+            stages are on one rank.
         gather, reduce: seconds of a stage's gather and reduce.
 
     >>> Costs(forward=[1, 2], weights=0.5).seconds(2).tolist()  # of F, I, W, B; a row for each stage
@@ -56,6 +59,7 @@ class Costs:
     message: PerStage = attrs.field(default=0.0, converter=_per_stage, validator=_not_negative)
     activations: PerStage = attrs.field(default=1.0, converter=_per_stage, validator=_not_negative)
     kept: PerStage | None = attrs.field(default=None, converter=_per_stage, validator=_not_negative)
+    shared: PerStage = attrs.field(default=0.0, converter=_per_stage, validator=_not_negative)
     gather: PerStage = attrs.field(default=0.0, converter=_per_stage, validator=_not_negative)
     reduce: PerStage = attrs.field(default=0.0, converter=_per_stage, validator=_not_negative)
 
@@ -85,6 +89,13 @@ class Costs:
     def crossing(self, stages: int) -> Floats:
         """[stage]: seconds of a message between the stage and the next."""
         return self.link.latency + self.of("message", stages) / self.link.bandwidth
+
+    def shared_on(self, placement: Sequence[int]) -> Floats:
+        """[stage]: bytes that a stage's forward leaves and need not take, as the stage before it on its rank has taken them."""
+        count = len(placement)
+        least = self.freed(count)[:, Kind.W]
+        beside = [stage > 0 and placement[stage - 1] == rank for stage, rank in enumerate(placement)]
+        return np.where(beside, np.minimum(self.of("shared", count), np.minimum(least, np.roll(least, 1))), 0.0)
 
     def freed(self, stages: int) -> Floats:
         """[stage, kind]: bytes that are freed at the end of F, I, W and B."""

@@ -13,6 +13,7 @@ __all__ = ["draw", "text"]
 # The literature's colours: blue forwards, teal and green backwards.
 _COLOURS = {Kind.F: "#4c72b0", Kind.I: "#64b5cd", Kind.W: "#55a868", Kind.B: "#2a8b8b"}
 _NAMES = {Kind.F: "forward", Kind.I: "backward for inputs", Kind.W: "backward for weights", Kind.B: "backward"}
+_WAITING = "#bbbbbb"
 _LABELLED = 600  # with more actions than this, a picture has no room for their numbers
 _MEMORY_LINES = 8
 
@@ -52,6 +53,7 @@ def draw(
     axes[0][0].set_xlim(0, max(each.makespan for each in shown) or 1)  # all share it
     used = [kind for kind in _COLOURS if any(each.schedule.has(kind) for each in shown)]
     handles = [_patch(_COLOURS[kind], _NAMES[kind]) for kind in used]
+    handles += [_patch(_WAITING, "waiting")] if any(map(any, (each.waits for each in shown))) else []
     figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=9)
     if title:
         figure.suptitle(title)
@@ -72,6 +74,9 @@ def _gantt(axes: Any, timeline: Timeline) -> None:
     most = max(chunks.values())
     numbers = sum(map(len, schedule.codes)) <= _LABELLED
     for rank in range(schedule.ranks):
+        waited = [wait for wait in timeline.waits[rank] if wait.start >= 0] if timeline.waits else []
+        bars = [(wait.start, wait.end - wait.start) for wait in waited]
+        axes.broken_barh(bars, (rank - 0.08, 0.16), facecolor=_WAITING)
         for kind, colour in _COLOURS.items():
             for chunk in range(most + 1):
                 spans = [s for s in timeline.spans(rank) if s.action.kind is kind and chunks[s.action.stage] == chunk]

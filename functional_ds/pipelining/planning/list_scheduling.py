@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 
 import attrs
+import numpy as np
 
 from functional_ds.pipelining.schedules.action import Action, Kind, packed
 from functional_ds.pipelining.schedules.schedule import Schedule
@@ -108,8 +109,9 @@ class _ListScheduler:
         self.events: list[tuple[float, int]] = []  # heap of (time, rank)
         self.seconds: list[list[float]] = costs.seconds(count).tolist()
         self.crossing: list[float] = costs.crossing(count).tolist()
-        self.taken: list[float] = costs.of("activations", count).tolist()
-        self.freed: list[list[float]] = costs.freed(count).tolist()
+        shared = costs.shared_on(placement)  # counted with the stage before, whose backward comes later
+        self.taken: list[float] = (costs.of("activations", count) - shared).tolist()
+        self.freed: list[list[float]] = (costs.freed(count) - np.outer(shared, [0, 0, 1, 1])).tolist()  # of F, I, W, B
         self.needed = [
             sum(self.taken[later] for later in range(stage, count) if placement[later] == rank)
             for stage, rank in enumerate(placement)

@@ -1,21 +1,20 @@
 """``timeline``: when each action of a schedule starts and ends, and how much memory each rank holds."""
 
 import html
-from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import attrs
 import numpy as np
 
 from functional_ds.pipelining.schedules.action import Action, Codes, Kind, kinds, stages, unpack
 from functional_ds.pipelining.schedules.earliest import Floats, earliest_times
-from functional_ds.pipelining.schedules.graph import Graph, build_graph, sent_graph
+from functional_ds.pipelining.schedules.graph import Graph, build_graph, sent_graph, weights_done
 from functional_ds.pipelining.schedules.schedule import Schedule
 
 from .costs import Costs
 
-__all__ = ["Span", "Timeline", "measured", "observed", "timeline"]
+__all__ = ["Span", "Timeline", "WaitSpan", "timeline"]
 
 _SHOWN_RANKS = 32
 
@@ -29,6 +28,21 @@ class Span(NamedTuple):
     end: float
 
 
+class WaitSpan(NamedTuple):
+    """What a rank waited for, and when (seconds).
+
+    Attributes:
+        action: the message that was to arrive (``RECV_F``, ``RECV_B``) or to be taken (``SEND_F``, ``SEND_B``), or the gather.
+        source: the message's other rank; None for a gather.
+        start, end: of the wait.
+    """
+
+    action: Action
+    source: int | None
+    start: float
+    end: float
+
+
 @attrs.frozen(eq=False, repr=False, slots=False)  # with slots, nothing could be cached
 class Timeline:
     """A schedule with the start and end of every action, predicted or observed.
@@ -36,6 +50,7 @@ class Timeline:
     Attributes:
         schedule: the schedule that was timed.
         costs: the stages' costs, for memory and for the times of messages.
+        waits: of a run, what each rank waited for, where that was recorded.
 
     >>> from functional_ds.pipelining import one_f_one_b
     >>> timed = timeline(one_f_one_b(2, 3))
@@ -52,6 +67,7 @@ class Timeline:
     _graph: Graph
     _start: Floats
     _end: Floats
+    waits: tuple[tuple[WaitSpan, ...], ...] = ()
 
     @cached_property
     def makespan(self) -> float:
@@ -71,6 +87,16 @@ class Timeline:
         """The fraction of the makespan in which a rank does not compute, on average."""
         whole = self.schedule.ranks * self.makespan
         return float(1 - (self._end - self._start).sum() / whole) if whole else 0.0
+
+    @cached_property
+    def least_bubble(self) -> float:
+        """The bubble if each action took as long as here, and began as soon as its rank and what it needs were ready.
+
+        Law: ``bubble >= least_bubble``.
+        """
+        duration = self._end - self._start
+        whole = self.schedule.ranks * float(earliest_times(self._graph, duration)[1].max(initial=0.0))
+        return float(1 - duration.sum() / whole) if whole else 0.0
 
     @cached_property
     def gaps(self) -> tuple[float, ...]:
@@ -128,10 +154,16 @@ class Timeline:
         """The bytes that each compute action takes at its start and frees at its end."""
         row, count = self._graph.rows[rank], self.schedule.stages
         kind, stage = kinds(row), stages(row)
-        taken = np.where(kind == Kind.F, self.costs.of("activations", count)[stage], 0.0)
+        shared = self.costs.shared_on(self.schedule.placement)
+        taken = np.where(kind == Kind.F, (self.costs.of("activations", count) - shared)[stage], 0.0)
         if not self._trains:
             return taken, taken  # inference keeps nothing
-        return taken, self.costs.freed(count)[stage, kind]
+        freed = self.costs.freed(count)[stage, kind]
+        for later in np.flatnonzero(shared):
+            if self.schedule.placement[later] == rank:  # the memory goes with the last of both stages' backwards
+                done = np.minimum(weights_done(self._graph, int(later) - 1), weights_done(self._graph, int(later)))
+                freed[done - self._graph.span(rank).start] -= shared[later]
+        return taken, freed
 
     @cached_property
     def _trains(self) -> bool:
@@ -232,54 +264,6 @@ def timeline(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     delay = _delays(schedule, costs, graph) if crossing.any() else None
     gates = _gates(schedule, costs, graph) if np.any(np.asarray(costs.gather)) else None
     return Timeline(schedule, costs, graph, *earliest_times(graph, duration, delay, gates))
-
-
-def observed(schedule: Schedule, times: Sequence[Sequence[tuple[float, float]]], costs: Costs | None = None) -> Timeline:
-    """The timeline of a run. The earliest start becomes time 0.
-
-    Args:
-        schedule: what was run.
-        times: for each rank the (start, end) of each of its compute actions, in their order.
-        costs: for the timeline's memory only; by default units.
-
-    Raises:
-        ScheduleError: as ``timeline``.
-        ValueError: times for another number of ranks or actions, or times of one rank that overlap.
-
-    >>> from functional_ds.pipelining import gpipe
-    >>> run = observed(gpipe(1, 2), [[(5.0, 6.0), (6.0, 7.5), (7.5, 9.0), (9.0, 11.0)]])
-    >>> run.makespan, measured(run).forward, measured(run).backward
-    (6.0, (1.25,), (1.75,))
-    """
-    schedule = schedule.compute_only()
-    graph = build_graph(schedule)
-    counts = [len(row) for row in graph.rows]
-    if [len(each) for each in times] != counts:
-        raise ValueError(f"times have {[len(each) for each in times]} pairs for the ranks; the schedule has {counts} actions")
-    flat = np.array([pair for each in times for pair in each], np.float64).reshape(-1, 2)
-    flat -= flat[:, 0].min(initial=np.inf) if len(flat) else 0.0
-    for rank in range(schedule.ranks):
-        order = flat[graph.span(rank)].ravel()  # start, end, start, end, ...
-        back = np.diff(order) < -1e-9 * order.max(initial=0.0)
-        if back.any():
-            place = (int(back.argmax()) + 1) // 2
-            raise ValueError(f"times[{rank}][{place}]={times[rank][place]}: {schedule[rank][place]} starts or ends too early")
-    return Timeline(schedule, costs or Costs(), graph, flat[:, 0].copy(), flat[:, 1].copy())
-
-
-def measured(run: Timeline, costs: Costs | None = None) -> Costs:
-    """Costs with the mean times of a run's actions; all else, and kinds that did not occur, as in ``costs`` (the run's)."""
-    costs = costs or run.costs
-    count = run.schedule.stages
-    sums, occurrences = np.zeros((count, 4)), np.zeros((count, 4))
-    for rank, row in enumerate(run._graph.rows):
-        start, end = run.times(rank)
-        np.add.at(sums, (stages(row), kinds(row)), end - start)
-        np.add.at(occurrences, (stages(row), kinds(row)), 1)
-    mean = np.where(occurrences > 0, sums / np.maximum(occurrences, 1), costs.seconds(count))
-    fields = ("forward", "inputs", "weights", "backward")
-    changes: dict[str, Any] = {name: mean[:, i] for i, name in enumerate(fields) if occurrences[:, i].any()}
-    return attrs.evolve(costs, **changes)
 
 
 def _delays(schedule: Schedule, costs: Costs, graph: Graph) -> Floats:

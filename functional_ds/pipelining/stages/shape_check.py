@@ -25,7 +25,7 @@ NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, Unsup
 def check_shapes(stages: Sequence[tuple[str, StageFunction]], params: Mapping[str, Tensor], batch: Any) -> tuple[Any, ...]:
     """What each stage sends to the next, as tensors on the device "meta".
 
-    Where a stage needs values, all stages run on the real tensors.
+    Where a stage needs values, all stages run on the real tensors. Meta tensors stand for tensors on the others' device.
 
     Args:
         stages: each stage's name and function.
@@ -36,7 +36,9 @@ def check_shapes(stages: Sequence[tuple[str, StageFunction]], params: Mapping[st
         ValueError: a stage cannot take what the one before gives.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    faked = [_mapped(mode.from_tensor, each) for each in (dict(params), batch, Key.of(0))]
+    given = dict(params), batch, Key.of(0)
+    device = next((leaf.device for leaf in tree.leaves(given[:2]) if isinstance(leaf, Tensor) and not leaf.is_meta), "cpu")
+    faked = [_mapped(lambda leaf: _standing_for(leaf, mode, device), each) for each in given]
     try:
         with mode:
             sent = _run_all(stages, *faked)
@@ -44,6 +46,15 @@ def check_shapes(stages: Sequence[tuple[str, StageFunction]], params: Mapping[st
         with torch.no_grad():
             sent = _run_all(stages, params, batch, Key.of(0))
     return tuple(_mapped(_meta, x) for x in sent)
+
+
+def _standing_for(leaf: Tensor, mode: FakeTensorMode, device: torch.device | str) -> Tensor:
+    """A tensor without values; in place of a meta tensor one on a device, for a forward may ask where it computes."""
+    if not leaf.is_meta:
+        return mode.from_tensor(leaf)
+    with mode:
+        found = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)
+        return found.requires_grad_(leaf.requires_grad)
 
 
 def _mapped(function: Callable[[Tensor], Any], value: Any) -> Any:

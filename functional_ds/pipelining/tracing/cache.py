@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from functional_ds.base.device import forked_rng
 from functional_ds.base.prng import Key
-from functional_ds.base.torch_private import FakeTensorMode, disable_torch_function_subclass, unset_fake_temporarily
+from functional_ds.base.torch_private import FakeTensorMode, disable_dispatch_modes, disable_torch_function_subclass
 from functional_ds.modules.functional import Apply
 from functional_ds.pipelining.stages.from_functions import call_with, first_input
 from functional_ds.pipelining.stages.stages import Params
@@ -76,8 +76,8 @@ class ProgramCache:
         return split_program(program, [program.calls[each] for each in split_points])
 
     def trace(self, params: Params, arguments: Arguments) -> Program:
-        """Traces the module's forward; with values for constants if that can be done."""
-        with unset_fake_temporarily(), forked_rng():
+        """Traces the module's forward, unseen by modes around it; with values for constants if that can be done."""
+        with disable_dispatch_modes(), forked_rng():
             try:
                 return self._trace(params, arguments, constants=True)
             except Exception:  # an error that has nothing to do with constants comes again

@@ -9,6 +9,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from functional_ds.base.containers import register_containers
 from functional_ds.base.device import forked_rng, synchronize
 from functional_ds.base.prng import Key
 from functional_ds.modules.functional import Apply, functional
@@ -71,6 +72,7 @@ def cut(
     apply, params = functional(module)
     starts = candidates(module, at, blocks)
     cache = ProgramCache(apply, inputs, modules_around(starts))
+    register_containers(example)
     arguments = cache.arguments(example, None)
     program = cache.trace(params, arguments)
     if isinstance(at, int):

@@ -136,7 +136,8 @@ class _Tracer:
                 result = self._record(path, partial(forward, *args, **kwargs), args, kwargs)
         except NEEDS_VALUES as error:
             raise ValueError(
-                f"{path}: its forward asks for a tensor's value ({error}), so its results' shapes are unknown"
+                f"{path}: its forward asks for a tensor's value ({error}), so its results' shapes are unknown; choose a form "
+                "without (for experts of transformers experts_implementation='grouped_mm' or 'batched_mm')"
             ) from error
         _refuse_opaque((args, kwargs), f"{path} was called with, and wrote into,")
         _refuse_opaque(result, f"{path} returns")
@@ -220,7 +221,8 @@ class _Tracer:
         if number is None or self.table.requires_grad[number] != tensor.requires_grad:
             raise ValueError(
                 f"{call_site()}: {what} comes from code that is not seen from outside, such as an autograd.Function, "
-                "checkpoint(use_reentrant=True) or torch.func; put it into a module of its own, which then runs as a whole"
+                "checkpoint(use_reentrant=True) or torch.func; put it into a module of its own, which then runs as a whole. "
+                "What a hook takes out of such a module (router logits, by output_router_logits=True) cannot be used outside"
             )
         return number
 

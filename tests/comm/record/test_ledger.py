@@ -321,8 +321,9 @@ def test_the_table_as_text_and_as_csv(tmp_path: Path) -> None:
     with (tmp_path / "book.csv").open() as file:
         head, *rows = csv.reader(file)
     sizes = ["collective", "group", "size", "calls", "elements", "bytes"]
-    assert head == [*sizes, "ranks", "timed", "seconds", "payload", "algorithmic_bandwidth", "bus_bandwidth"]
-    untimed = ["0 1", "0", "0.0", "0", "", ""]
+    overlapped = ["overlapped", "overlapped_seconds", "overlapped_payload"]
+    assert head == [*sizes, "ranks", "timed", "seconds", "payload", *overlapped, "algorithmic_bandwidth", "bus_bandwidth"]
+    untimed = ["0 1", "0", "0.0", "0", "0", "0.0", "0", "", ""]
     assert rows == [
         ["all_reduce", "world", "2", "1", "4000", "16000", *untimed],
         ["all_gather", "world", "2", "1", "1", "8", *untimed],
@@ -400,6 +401,48 @@ def test_a_pending_is_timed_to_its_end() -> None:
         return [(book.rows[0].timed, len(book.events)) for book in (outer, inner)]
 
     assert comm.simulate(program, world_size=2) == [[(1, 1)] * 2] * 2
+
+
+def test_what_a_rank_computes_beside_a_call_is_no_transfer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An early receive has a time and no bandwidth; one that is waited for at once has both; nor is its rank waited for."""
+    clock = [0.0]
+    monkeypatch.setattr("functional_ds.comm.record.ledger.perf_counter", lambda: clock[0])
+
+    def program(early: bool, both: bool) -> comm.Ledger:
+        x, here = torch.ones(4), comm.world()
+        with comm.ledger(times=True) as book:
+            if early:
+                pending = comm.irecv(x, 1) if here.rank == 0 else comm.isend(x, 0)
+                clock[0] += 10
+                pending.wait()
+            if both:
+                clock[0] += 2 * (1 - here.rank)  # rank 0 is late
+                found = comm.recv(x, 1) if here.rank == 0 else comm.send(x, 0)
+                assert found.shape == (4,)
+                comm.all_reduce(x)
+        return book
+
+    def row(book: comm.Ledger) -> comm.Row:
+        return next(row for row in book.rows if row.collective in ("send", "recv"))
+
+    for book in comm.simulate(program, True, False, world_size=2):
+        found = row(book)
+        assert (found.timed, found.overlapped, found.seconds >= 10) == (1, 1, True)
+        assert (found.algorithmic_bandwidth, found.bus_bandwidth) == (None, None)
+        assert f"{found.seconds * 1e3:.3f}" in book.table()
+    for seed in range(8):
+        for book in comm.simulate(program, True, True, world_size=2, seed=seed):
+            found = row(book)
+            assert (found.timed, found.overlapped, found.overlapped_payload) == (2, 1, 16)
+            alone = found.seconds - found.overlapped_seconds
+            assert found.algorithmic_bandwidth == (16 / alone if alone else None)
+    books = comm.simulate(program, True, True, world_size=2)
+    assert {spread.collective for spread in comm.spreads(books)} == {"all_reduce"}
+    comm.write_trace(books, tmp_path / "plain.json")
+    comm.write_trace(books, tmp_path / "moved.json", offsets=(0.0, 64.0))
+    plain, moved = (json.loads((tmp_path / f"{name}.json").read_text())["traceEvents"] for name in ("plain", "moved"))
+    shifts = {(one["pid"], two["ts"] - one["ts"]) for one, two in zip(plain, moved, strict=True) if one["ph"] == "X"}
+    assert {pid: shift - dict(shifts)[0] for pid, shift in shifts} == {0: 0, 1: 64e6}
 
 
 def two_axes() -> comm.Ledger:

@@ -12,6 +12,13 @@ from functional_ds import comm, transforms
 from functional_ds import pipelining as pp
 from functional_ds.pipelining.execution.in_flight import InFlightMicroBatch
 from functional_ds.pipelining.execution.split_backward import backward_inputs
+from tests.pipelining.execution.test_estimate import test_tracing_a_module_is_no_part_of_its_forward
+from tests.pipelining.execution.test_recorder import (
+    test_buffers_are_no_activations,
+    test_gathers_are_no_computing,
+    test_memory_of_two_stages_on_one_rank_counts_once,
+    timed,
+)
 from tests.planting import Bug, planted
 from tests.transforms.pipeline.test_pipeline import alone, assert_same
 from tests.transforms.staged import on_mesh
@@ -71,6 +78,25 @@ def two_parts_are_the_whole() -> None:
     x, w, v = (torch.tensor(float(i), requires_grad=True) for i in (2, 3, 5))
     backward_inputs([x * w * w * v], [torch.tensor(1.0)], [x], [w, v]).run()
     assert [leaf.grad.item() for leaf in (x, w, v)] == [45.0, 60.0, 18.0]  # type: ignore[union-attr]
+
+
+def possible(*, seconds: list[tuple[float, float]], ahead: float = 0.0) -> pp.Timeline:
+    """A run; times that no one clock can have shown break the law."""
+    try:
+        return timed(pp.one_f_one_b(len(seconds), 4), seconds, ahead=ahead)[0]
+    except ValueError as error:
+        raise AssertionError from error
+
+
+def waiting_is_no_computing() -> None:
+    """A slow last stage: what the first one waits for is in no cost."""
+    assert pp.measured(possible(seconds=[(1.0, 2.0), (10.0, 20.0)])).backward == (2.0, 20.0)
+
+
+def clocks_are_one() -> None:
+    """Ranks whose clocks are 64 and 128 seconds ahead."""
+    near, far = (possible(seconds=[(1.0, 2.0)] * 3, ahead=ahead) for ahead in (0.0, 64.0))
+    assert near.bubble == pytest.approx(far.bubble)
 
 
 BUGS: dict[tuple[Any, ...], list[Bug]] = {
@@ -135,6 +161,74 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
             "pipelining.execution.in_flight",
             "if storage_id(weight.grad) in taken:",
             "if False:",
+        ),
+    ],
+    (waiting_is_no_computing,): [
+        Bug(
+            "waiting counts as computing",
+            "pipelining.execution.mailbox",
+            "if self.recorder is None:",
+            "if True:",
+        ),
+        Bug(
+            "an action begins before its wait is over",
+            "pipelining.execution.recorder",
+            "self._began = self._now()\n        self.waits",
+            "self._now()\n        self.waits",
+        ),
+    ],
+    (test_gathers_are_no_computing,): [
+        Bug(
+            "a gather is part of the forward",
+            "pipelining.execution.runner",
+            "nullcontext() if self.recorder is None else",
+            "nullcontext() if True else",
+        ),
+    ],
+    (clocks_are_one,): [
+        Bug("clocks of other ranks are not moved", "pipelining.execution.recorder", "start + more, end + more", "start, end"),
+        Bug("an offset has the wrong sign", "comm.debug.clock", "(began + ended) / 2 - there", "there - (began + ended) / 2"),
+    ],
+    (test_memory_of_two_stages_on_one_rank_counts_once,): [
+        Bug(
+            "what neighbours share is counted twice",
+            "pipelining.planning.timeline",
+            'self.costs.of("activations", count) - shared',
+            'self.costs.of("activations", count)',
+        ),
+        Bug(
+            "what neighbours share is never freed",
+            "pipelining.planning.timeline",
+            "freed[done - self._graph.span(rank).start] -= shared[later]",
+            "freed[done - self._graph.span(rank).start] -= 2 * shared[later]",
+        ),
+        Bug(
+            "an estimate takes what came as what is new",
+            "pipelining.execution.estimate",
+            "keeps = [_storage(leaf) in saved.sizes for leaf in given]",
+            "keeps = [False for leaf in given]",
+        ),
+    ],
+    (test_buffers_are_no_activations,): [
+        Bug(
+            "buffers are activations of a run",
+            "pipelining.execution.recorder",
+            "for storage in seen if not storage.expired()",
+            "for storage in seen if False",
+        ),
+        Bug(
+            "buffers are activations of an estimate",
+            "pipelining.execution.estimate",
+            "self._held[id(fake)] = fake",
+            "pass",
+        ),
+    ],
+    (test_tracing_a_module_is_no_part_of_its_forward,): [
+        Bug(
+            "tracing is seen by modes around it",
+            "pipelining.tracing.cache",
+            "with disable_dispatch_modes(), torch",
+            "with torch",
         ),
     ],
     (two_parts_are_the_whole,): [

@@ -348,13 +348,13 @@ def test_functions_whose_backward_runs_autograd(function: type[Function], stage:
 
 
 @pytest.mark.parametrize("aggregate", ["all_reduce", "owner"])
-def test_late_gradients_and_other_reductions(aggregate: str) -> None:
+def test_nested_gradients_and_other_reductions(aggregate: str) -> None:
     wanted = reversible_plain(Recomputing, 2)
     for found in comm.simulate(lambda: reversible(Recomputing, T.zero(2, aggregate=aggregate)), world_size=2):
         assert_same(found, wanted)
 
 
-def test_late_gradients_and_replicas() -> None:
+def test_nested_gradients_and_replicas() -> None:
     def program(*more: fds.Transform) -> dict[str, Tensor]:
         mesh = comm.mesh(replica=2, shard=2)
         return reversible(Recomputing, T.zero(3, mesh["shard"], replicate=mesh["replica"]), *more)
@@ -365,7 +365,7 @@ def test_late_gradients_and_replicas() -> None:
         assert_same(found, reversible_plain(Recomputing, 8))
 
 
-def test_late_gradients_of_one_rank() -> None:
+def test_nested_gradients_of_one_rank() -> None:
     """Only rank 1 runs the Function; the sums have its gradients."""
 
     def loss(call: Call, params: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -397,7 +397,7 @@ def test_late_gradients_of_one_rank() -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_late_gradients_that_begin_later(stage: int) -> None:
+def test_nested_gradients_that_begin_later(stage: int) -> None:
     """Ranks agree in the first step on what they sum, so what only a later step does is refused."""
     calls = []
 

@@ -1,0 +1,271 @@
+"""Deep copies of modules whose functions and weak references lead into the copy, too."""
+
+import copy
+import functools
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Protocol
+
+import attrs
+from torch import Tensor, nn
+
+__all__ = ["TensorPlace", "deep_copy", "reached"]
+
+_ATOMS = (str, bytes, int, float, complex, type, types.ModuleType, Tensor)
+_REBUILT = (tuple, types.MethodType, functools.partial)  # cannot be written into, so copies of them are made anew, too
+
+
+class TensorPlace(Protocol):
+    """A place that holds a value: a dict, a list or the cell of a closure."""
+
+    def __setitem__(self, key: Any, value: Any) -> None: ...
+
+
+@attrs.frozen
+class _ClosureCell:
+    """The cell of a closure, as a place."""
+
+    cell: types.CellType
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.cell.cell_contents = value
+
+
+@attrs.frozen
+class _TupleItems:
+    """The places of a tuple, which is made anew in its own place."""
+
+    kind: type
+    items: list[Any]
+    holder: TensorPlace
+    key: Any
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.items[key] = value
+        self.holder[self.key] = self.kind(*self.items) if hasattr(self.kind, "_fields") else self.kind(self.items)
+
+
+@attrs.frozen
+class _FixedArguments:
+    """The defaults of a function, or the arguments of a partial one, as a place for a tuple."""
+
+    owner: Any
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if isinstance(self.owner, functools.partial):
+            self.owner.__setstate__((self.owner.func, value, self.owner.keywords, vars(self.owner)))  # type: ignore[attr-defined]
+        else:
+            self.owner.__defaults__ = value
+
+
+def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """``copy.deepcopy(module, memo)``, in which closures, bound methods and weak references lead into the copy.
+
+    ``copy.deepcopy`` takes functions and weak references as they are, so they would lead to the original. What a function
+    refers to beside the module's parts (a dict of the caller's, into which a hook writes, say) stays shared.
+
+    Args:
+        module: any.
+        memo: what stands for what, by id, as ``copy.deepcopy`` has it; it grows.
+
+    Raises:
+        TypeError: something in the module cannot be copied; the message names the attribute.
+    """
+    try:
+        made = copy.deepcopy(module, memo)
+    except (TypeError, RuntimeError, ValueError) as error:
+        name, value = _culprit(module, memo)
+        raise TypeError(
+            f"fds.functional: {type(module).__name__} cannot be copied, because {name} is a {type(value).__name__}: {error}; "
+            "make it in forward, or keep it outside of the module"
+        ) from error
+    rebinding = _Rebinding(memo, {id(value) for value in memo.values()})
+    for owner in made.modules():
+        rebinding.within(owner.__dict__)
+    return made
+
+
+def reached(module: nn.Module, wanted: Collection[int]) -> list[tuple[int, TensorPlace, Any]]:
+    """The places beside ``_parameters`` and ``_buffers`` that hold one of the tensors: attributes, containers, closures.
+
+    Args:
+        module: any.
+        wanted: the tensors' ids.
+    """
+    search = _PlaceSearch(wanted)
+    for owner in module.modules():
+        for key, value in vars(owner).items():
+            if key not in ("_parameters", "_buffers", "_modules"):
+                search.visit(value, owner.__dict__, key)
+    return search.found
+
+
+def _culprit(module: nn.Module, memo: Mapping[int, Any]) -> tuple[str, Any]:
+    """The attribute that cannot be copied."""
+    for path, owner in module.named_modules():
+        for key, value in vars(owner).items():
+            if key == "_modules":
+                continue
+            try:
+                copy.deepcopy(value, dict(memo))
+            except (TypeError, RuntimeError, ValueError):
+                return f"the attribute {f'{path}.{key}' if path else key!r}", value
+    return "one of its modules", module
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    """What a value refers to, as far as ``copy.deepcopy`` does not see it, or a closure's containers have it."""
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *vars(value).values()]
+    if isinstance(value, types.MethodType):
+        return value.__self__, value.__func__
+    if isinstance(value, functools.partial):
+        return value.func, *value.args, *value.keywords.values()
+    if type(value) is weakref.ref:
+        return (value(),)
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, (list, tuple, deque)) else ()
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018  # an empty cell raises
+    except ValueError:
+        return False
+    return True
+
+
+@attrs.define(eq=False)
+class _Rebinding:
+    """Lets what lies in a copy refer to the copy.
+
+    Attributes:
+        memo: the copies by the ids of the originals.
+        copies: their ids: what may be written into.
+    """
+
+    memo: Mapping[int, Any]
+    copies: set[int]
+    _done: dict[int, Any] = attrs.field(factory=dict)
+    _kept: list[Any] = attrs.field(factory=list)  # what has its id in ``_done`` stays alive
+
+    def within(self, held: dict[Any, Any]) -> None:
+        """Replaces what a dict of the copy holds."""
+        for key, value in [*held.items()]:
+            new = self.of(value)
+            if new is not value:
+                held[key] = new
+
+    def of(self, value: Any) -> Any:
+        """What is to stand in place of a value."""
+        if isinstance(value, _ATOMS) and id(value) not in self.memo:
+            return value
+        if id(value) in self.memo and id(value) not in self.copies:
+            return self.memo[id(value)]
+        if id(value) not in self._done:
+            self._done[id(value)] = value
+            self._kept.append(value)
+            if id(value) in self.copies:
+                self._fill(value)
+            if isinstance(value, _REBUILT) or id(value) not in self.copies:
+                self._done[id(value)] = self._again(value) if self._leads_back(value, set()) else value
+        return self._done[id(value)]
+
+    def _fill(self, value: Any) -> None:
+        """Goes on inside of a copy."""
+        if isinstance(value, dict):
+            self.within(value)
+        elif isinstance(value, (list, deque)):
+            for index, item in enumerate(value):
+                new = self.of(item)
+                if new is not item:
+                    value[index] = new
+        elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, types.MethodType):
+            self.within(value.__dict__)
+
+    def _leads_back(self, value: Any, seen: set[int]) -> bool:
+        """Whether it refers to an original that has a copy."""
+        if id(value) in self.memo and id(value) not in self.copies:
+            return self.memo[id(value)] is not value
+        if id(value) in seen or (id(value) in self.copies and not isinstance(value, _REBUILT)) or isinstance(value, _ATOMS):
+            return False
+        seen.add(id(value))
+        return any(self._leads_back(each, seen) for each in _inside(value))
+
+    def _again(self, value: Any) -> Any:
+        """The like of a value that leads back, which leads into the copy."""
+        if isinstance(value, types.FunctionType):
+            return self._function(value)
+        if isinstance(value, types.MethodType):
+            return types.MethodType(self.of(value.__func__), self.of(value.__self__))
+        if isinstance(value, functools.partial):
+            return functools.partial(self.of(value.func), *map(self.of, value.args), **self._mapped(value.keywords))
+        if type(value) is weakref.ref:
+            return weakref.ref(self.of(value()))
+        if isinstance(value, tuple):
+            items = [self.of(each) for each in value]
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        made = copy.copy(value)
+        self._fill(made)
+        return made
+
+    def _function(self, value: types.FunctionType) -> Callable[..., Any]:
+        cells = value.__closure__ or ()
+        leading = [_is_filled(cell) and self._leads_back(cell.cell_contents, set()) for cell in cells]
+        closure = tuple(types.CellType() if leads else cell for cell, leads in zip(cells, leading, strict=True))
+        made = types.FunctionType(value.__code__, value.__globals__, value.__name__, None, closure)
+        self._done[id(value)] = made  # before its cells: it may refer to itself
+        for cell, new, leads in zip(cells, closure, leading, strict=True):
+            if leads:
+                new.cell_contents = self.of(cell.cell_contents)
+        made.__defaults__ = None if value.__defaults__ is None else tuple(map(self.of, value.__defaults__))
+        made.__kwdefaults__ = None if value.__kwdefaults__ is None else self._mapped(value.__kwdefaults__)
+        made.__dict__.update(self._mapped(vars(value)))
+        made.__qualname__, made.__doc__, made.__module__ = value.__qualname__, value.__doc__, value.__module__
+        return made
+
+    def _mapped(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: self.of(each) for key, each in values.items()}
+
+
+@attrs.define(eq=False)
+class _PlaceSearch:
+    """Looks for tensors in places that may be set.
+
+    Attributes:
+        wanted: their ids.
+        found: with the places.
+    """
+
+    wanted: Collection[int]
+    found: list[tuple[int, TensorPlace, Any]] = attrs.field(factory=list)
+    _seen: set[int] = attrs.field(factory=set)
+
+    def visit(self, value: Any, holder: TensorPlace, key: Any) -> None:
+        """Looks at a value and into it."""
+        if id(value) in self.wanted:
+            self.found.append((id(value), holder, key))
+        if id(value) in self._seen or isinstance(value, (*_ATOMS, nn.Module)):
+            return
+        self._seen.add(id(value))
+        if isinstance(value, types.FunctionType):
+            for cell in value.__closure__ or ():
+                if _is_filled(cell):
+                    self.visit(cell.cell_contents, _ClosureCell(cell), None)
+            self.visit(value.__defaults__, _FixedArguments(value), None)
+            self.visit(value.__kwdefaults__, {}, None)
+        elif isinstance(value, functools.partial):
+            self.visit(value.func, {}, None)
+            self.visit(value.args, _FixedArguments(value), None)
+            self.visit(value.keywords, {}, None)
+        elif isinstance(value, dict):
+            for name, item in value.items():
+                self.visit(item, value, name)
+        elif isinstance(value, (list, tuple, deque)):
+            into = _TupleItems(type(value), list(value), holder, key) if isinstance(value, tuple) else value
+            for index, item in enumerate(value):
+                self.visit(item, into, index)

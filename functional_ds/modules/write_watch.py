@@ -1,0 +1,110 @@
+"""Writes into parameters within a module's call, found by the operations themselves: ``x.data`` leaves no version behind."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from functional_ds.base import tree
+from functional_ds.base.torch_private import TorchDispatchMode, schema_of, storage_id
+from functional_ds.step.tape import Tape
+
+__all__ = ["refuse_write", "watched"]
+
+
+def refuse_write(kind: str, name: str, parameter: Tensor | None, how: str) -> None:
+    """Raises RuntimeError: the module of this kind wrote into the parameter of this name."""
+    if parameter is not None and not parameter.requires_grad:
+        raise RuntimeError(
+            f"the module {kind} wrote into its frozen parameter {name!r} in place; a forward pass may write buffers alone: "
+            "make it one (register_buffer)"
+        )
+    raise RuntimeError(
+        f"the module {kind} wrote into its parameter {name!r} in place ({how}), and a forward pass may write buffers alone: "
+        "compute the weight from the parameter instead (torch.nn.utils.parametrize; not nn.Embedding(max_norm=)), or change "
+        "params after the update, in a transform: fds.wrap(..., update=...)"
+    )
+
+
+@contextmanager
+def watched(kind: str, params: Mapping[str, Tensor], tape: Tape) -> Iterator[None]:
+    """Within it a write into one of the params raises; it costs time at each operation.
+
+    Args:
+        kind: the module's class.
+        params: by name; they may be placeholders.
+        tape: it knows which memory is that of a param.
+    """
+    watch = _WriteWatch(kind, params, tape)
+    with _Assignments(watch), _Operations(watch):
+        yield
+
+
+@attrs.define(eq=False)
+class _WriteWatch:
+    kind: str
+    params: Mapping[str, Tensor]
+    tape: Tape
+    _places: list[tuple[int, int, int, str]] | None = None
+
+    def look(self, written: Any, how: str) -> None:
+        """Refuses a write into memory that is a param's."""
+        for tensor in tree.leaves(written):
+            if isinstance(tensor, Tensor) and tensor.layout == torch.strided and (name := self._name(tensor)) is not None:
+                refuse_write(self.kind, name, self.params.get(name), how)
+
+    def assigned(self, tensor: Any) -> None:
+        """Refuses ``param.data = ...``."""
+        name = next((name for name, param in self.params.items() if param is tensor), None)
+        if name is not None:
+            refuse_write(self.kind, name, self.params[name], f"{name.rpartition('.')[2]}.data = ...")
+
+    def _name(self, tensor: Tensor) -> str | None:
+        if any(claim(tensor) for claim in self.tape.claims):
+            alike = [name for name, param in self.params.items() if param.shape == tensor.shape]
+            return alike[0] if len(alike) == 1 else f"of shape {list(tensor.shape)}"
+        if self._places is None:  # placeholders are not fetched where their memory comes and goes: ``claims`` know it
+            known = {} if self.tape.claims else self.params
+            self._places = [(*_place(param.detach()), name) for name, param in known.items()]
+        storage, start, _ = _place(tensor)
+        return next((name for its, low, high, name in self._places if its == storage and low <= start < high), None)
+
+
+def _place(tensor: Tensor) -> tuple[int, int, int]:
+    """The storage, and the range in it in bytes."""
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return storage_id(tensor), start, start + extent * tensor.element_size()
+
+
+class _Assignments(TorchFunctionMode):
+    def __init__(self, watch: _WriteWatch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _SET_DATA:
+            self._watch.assigned(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, watch: _WriteWatch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given, schema = kwargs or {}, schema_of(func)
+        if schema.is_mutable and func.namespace == "aten":
+            for place, argument in enumerate(schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    value = args[place] if place < len(args) else given.get(argument.name)
+                    self._watch.look(value, str(func.overloadpacket))
+        return func(*args, **given)

@@ -1,0 +1,109 @@
+"""What autograd saves of gathered units: which unit and where, so that the unit can be freed and gathered again."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from functional_ds.base.torch_private import version_of
+from functional_ds.sharding.layout import Layout
+
+__all__ = ["SavedPlace", "SavedPlaces", "SavedTensor"]
+
+
+class SavedPlace:
+    """What autograd saves in place of a tensor that lies in a unit: which unit, and where."""
+
+    __slots__ = ("offset", "release", "segment", "shape", "stride", "unit")
+
+    def __init__(self, unit: int, segment: int, tensor: Tensor, release: Callable[[int], None]) -> None:
+        self.unit, self.segment, self.release = unit, segment, release
+        self.shape, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+
+    def __del__(self) -> None:
+        self.release(self.unit)
+
+
+class SavedTensor:
+    """What autograd saves of any other tensor. With hooks in force torch does not check for later changes, so this does."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # An output saved with its grad_fn would keep its own node alive.
+        self.tensor = tensor.detach() if tensor.grad_fn is not None else tensor
+        self.version = version_of(tensor)
+
+    def unchanged(self) -> Tensor:
+        """The tensor, as it was."""
+        if version_of(self.tensor) != self.version:
+            raise RuntimeError(
+                f"a tensor of shape {list(self.tensor.shape)} that the backward pass needs has been modified by an inplace "
+                f"operation: it is at version {version_of(self.tensor)}, expected {self.version}; use the out-of-place one"
+            )
+        return self.tensor
+
+
+class SavedPlaces:
+    """The saved-tensor hooks of one pass.
+
+    Args:
+        layout: the units.
+        fetch: gives a unit's flat tensors, ``[segment.size]``, one a segment.
+        unused: is called with a unit when nothing saved refers to it any more.
+    """
+
+    def __init__(self, layout: Layout, fetch: Callable[[int], Sequence[Tensor]], unused: Callable[[int], None]) -> None:
+        self._layout, self._fetch, self._unused = layout, fetch, unused
+        self._homes: dict[int, tuple[int, int, StorageWeakRef]] = {}  # data pointer -> unit, segment in it, storage
+        self._saved: Counter[int] = Counter()  # unit -> saved tensors that still refer to it
+
+    def add(self, unit: int, place: int, flat: Tensor) -> None:
+        """A segment of a unit lies in this tensor now."""
+        if flat.numel():
+            storage = flat.untyped_storage()
+            self._homes[storage.data_ptr()] = (unit, place, StorageWeakRef(storage))
+
+    def clear(self) -> None:
+        """Forgets where units lie."""
+        self._homes.clear()
+
+    def refers_to(self, unit: int) -> bool:
+        """Whether anything saved refers to the unit."""
+        return self._saved[unit] > 0
+
+    def pack(self, tensor: Tensor) -> SavedPlace | SavedTensor:
+        """What to save of a tensor."""
+        home = self.home(tensor)
+        if home is None:
+            return SavedTensor(tensor)
+        self._saved[home[0]] += 1
+        return SavedPlace(*home, tensor, self._released)
+
+    def unpack(self, saved: SavedPlace | SavedTensor) -> Tensor:
+        """The tensor again."""
+        if isinstance(saved, SavedTensor):
+            return saved.unchanged()
+        flat = self._fetch(saved.unit)[saved.segment]
+        return torch.as_strided(flat, saved.shape, saved.stride, saved.offset)
+
+    def home(self, tensor: Tensor) -> tuple[int, int] | None:
+        """The unit, and the segment in it, in whose memory the tensor lies."""
+        if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
+            return None
+        try:
+            home = self._homes.get(tensor.untyped_storage().data_ptr())
+        except RuntimeError:  # it has no memory: a derivative that is known to be zero, or a subclass
+            return None
+        if home is None or home[2].expired():  # other memory may lie there now
+            return None
+        unit, place, _ = home
+        segment = self._layout.segments[self._layout.units[unit].segments[place]]
+        return (unit, place) if segment.dtype == tensor.dtype else None
+
+    def _released(self, unit: int) -> None:
+        self._saved[unit] -= 1
+        if not self._saved[unit]:
+            self._unused(unit)
