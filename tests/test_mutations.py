@@ -1507,7 +1507,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (draws_depend_on_the_position,): [
         Bug("every rank draws as rank 0", "transforms.zero.zero", "index * places + place,", "index * places,"),
         Bug("micro-batches draw alike", "transforms.accumulate", "rows=i * rows", "rows=0"),
-        Bug("steps draw alike", "base.prng", "self.step.to(device) * _GOLDEN", "0"),
+        Bug("steps draw alike", "base.prng", "step * _GOLDEN", "0 * _GOLDEN"),
         Bug("names draw alike", "base.prng", " + salt", ""),
     ],
     # ZeRO: what is reduced

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import (
+    _DISPATCH_META_HANDLERS,
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
@@ -362,12 +363,21 @@ def instead_of_make_wrapper_subclass(wrapper: Callable[..., Tensor]) -> Abstract
     )
 
 
-def fake_tensors_as_if_on(host: torch.device) -> AbstractContextManager[Any]:
+@contextmanager
+def fake_tensors_as_if_on(host: torch.device) -> Iterator[None]:
     """Within the block autograd takes new fake tensors for the host's, whatever device they say they are on.
 
-    A mode must answer ``prim::device`` so, too. Autograd ends the process for a device that this build of torch does not have.
+    Autograd ends the process for a device that this build of torch does not have.
     """
-    original = Tensor._make_subclass
+    original, dispatch, ask = Tensor._make_subclass, FakeTensor.__torch_dispatch__, torch.ops.prim.device.default
+    handle = _DISPATCH_META_HANDLERS[ask]
+
+    def answered(found: Any) -> Any:
+        return host if isinstance(found, torch.device) and found.type not in ("cpu", "meta") else found
+
+    def seen(cls: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+        found = dispatch(func, *args, **kwargs)
+        return answered(found) if func is ask else found
 
     def make(*args: Any, **kwargs: Any) -> Tensor:
         if "device_for_backend_keys" in kwargs:
@@ -375,7 +385,12 @@ def fake_tensors_as_if_on(host: torch.device) -> AbstractContextManager[Any]:
         made: Tensor = original(*args, **kwargs)
         return made
 
-    return mock.patch.object(Tensor, "_make_subclass", staticmethod(make))
+    with (
+        mock.patch.object(Tensor, "_make_subclass", staticmethod(make)),
+        mock.patch.object(FakeTensor, "__torch_dispatch__", classmethod(seen)),
+        mock.patch.dict(_DISPATCH_META_HANDLERS, {ask: lambda args: answered(handle(args))}),
+    ):
+        yield
 
 
 def later_work(wait: Callable[[Any], bool]) -> Any:

@@ -121,9 +121,6 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, gpu = kwargs or {}, self.gpu
         given = list(tensors_in((*args, *kwargs.values())))
-        if func is torch.ops.prim.device.default:  # autograd asks for the device of a fake tensor, and has no such one
-            found = func(*args, **kwargs)
-            return HOST if found.type == "cuda" else found
         if not gpu.active or any(map(is_fake, given)) or detect_fake_mode() is not None:
             return func(*args, **kwargs)  # the fake mode, which comes after this one, knows devices itself
         if any(map(has_own_dispatch, given)):
