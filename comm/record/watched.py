@@ -69,5 +69,7 @@ def _state(tensor: Tensor) -> tuple[int | None, int]:
     if tensor.device.type != "cpu":
         return version, 0
     with torch.no_grad():
-        plain = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+        plain = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+        if plain.stride(0) != 1:  # also a single element, which torch calls contiguous whatever its stride
+            plain = plain.clone(memory_format=torch.contiguous_format)
     return version, zlib.crc32(plain.view(torch.uint8).numpy().data) if plain.numel() else 0
