@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from functional_ds.base.side_stream import SideStream
 from functional_ds.base.torch_private import (
     cuda_without_a_driver,
     fake_tensors_as_if_on,
@@ -247,6 +248,16 @@ def _start(original: Any) -> Any:
     return start
 
 
+def _beside(original: Any) -> Any:
+    def beside(gpu: SimulatedGpu, world: Any, steps: Any, lane: Any, device: torch.device) -> Any:
+        """A chain of collectives, launched on a side stream as a world of processes does it."""
+        if device.type != "cuda":
+            return original(world, steps, lane, device)
+        return SideStream.run(steps, gpu.communicator(("lane", lane.ranks, lane.name), f"{lane.name} (chains)"))
+
+    return _instead(original, beside)
+
+
 def _patches() -> Iterator[AbstractContextManager[Any]]:
     cuda = torch.cuda
     tensors: dict[str, Any] = {
@@ -275,6 +286,7 @@ def _patches() -> Iterator[AbstractContextManager[Any]]:
     config = _instead(dist.get_backend_config, lambda gpu, group=None: "cpu:gloo,cuda:nccl")
     yield mock.patch.object(dist, "get_backend_config", config)
     yield mock.patch.object(SimulatedWorld, "start", _start(SimulatedWorld.start))
+    yield mock.patch.object(SimulatedWorld, "beside", _beside(SimulatedWorld.beside))
     yield cuda_without_a_driver()
     yield fake_tensors_as_if_on(HOST)
     yield instead_of_grouping(_grouped)

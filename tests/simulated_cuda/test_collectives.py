@@ -1,5 +1,7 @@
 """Collectives on a simulated device: a stream of each communicator's own, and waits that order what follows."""
 
+from contextlib import suppress
+
 import pytest
 import torch
 
@@ -20,8 +22,8 @@ def test_an_input_that_is_written_before_the_wait_is_a_race() -> None:
             x = torch.ones(4, device="cuda")
             pending = comm.all_reduce(x, async_op=True)
             x.add_(1)
-            pending.wait()
-            x.add_(1)
+            with suppress(comm.CommError):  # the simulator sees the write, too
+                pending.wait()
             return [each.text for each in gpu.races]
 
     for (text,) in comm.simulate(program, world_size=2):

@@ -24,9 +24,9 @@ def keyed() -> list[Finding]:
     return comm.simulate(simulated, losses, "stage 0", "cuda", True, world_size=1)[0][1]
 
 
-def chain(name: str) -> Callable[[], list[Finding]]:
+def chain(name: str, ranks: int = 1) -> Callable[[], list[Finding]]:
     """The steps of a chain."""
-    return lambda: comm.simulate(simulated, losses, name, "cuda", world_size=1)[0][1]
+    return lambda: comm.simulate(simulated, losses, name, "cuda", world_size=ranks)[0][1]
 
 
 def written_after() -> list[Finding]:
@@ -138,6 +138,7 @@ GUARDS = [
         "race",
         OPTIMIZER,
     ),
+    Guard("a chain is waited for", "base.side_stream", "current.wait_event(self.done)", "pass", "race", chain("replicated", 4)),
     Guard("a draw copies nothing", "base.prng", 'number if number.device.type == "cpu" else', "", "host sync", keyed),
     Guard("a weight is not copied", "base.weighted", "and overlaps(device)", "and False", "host sync", weighed),
     Guard(
