@@ -58,19 +58,20 @@ class Strategy:
     ranks: int = 1
     accumulate: int = 1
     clip: float | None = None
-    remat: bool = False
+    remat: str | None = None
     units: str = "blocks"
     live: int = 2
     prefetch: int = 1
     offload: str | None = None
 
-    def transforms(self, folder: str) -> list[fds.Transform]:
+    def transforms(self, params: Mapping[str, Tensor], folder: str) -> list[fds.Transform]:
         """In an order that is allowed."""
         found: list[fds.Transform] = []
         if self.clip is not None:
             found.append(T.clip(self.clip))
-        if self.remat:
-            found.append(T.remat())
+        if self.remat is not None:
+            numbered = any(part.isdigit() for name in params for part in name.split("."))
+            found.append(T.remat(None if numbered else "", policy=self.remat))
         if self.accumulate > 1:
             found.append(T.accumulate(self.accumulate))
         if self.offload is not None:
@@ -91,7 +92,7 @@ def strategies(draw: st.DrawFn, by_row: bool) -> Strategy:
         ranks=draw(st.sampled_from([1, 2, 4])) if shared else 1,
         accumulate=draw(st.sampled_from([1, 2])) if by_row else 1,
         clip=draw(st.none() | st.just(0.5)),
-        remat=draw(st.booleans()),
+        remat=draw(st.sampled_from([None, None, "recompute", "recompute,matmuls=save", "offload"])),
         units=draw(st.sampled_from(["blocks", "leaves", "one"])),
         live=draw(st.integers(1, 3)),
         prefetch=draw(st.integers(0, 2)),
@@ -128,7 +129,7 @@ def cut(batch: Any) -> Any:
 
 def ours(program: Program, rule: Rule, strategy: Strategy, folder: str) -> tuple[list[float], dict[str, Tensor]]:
     apply, params = fds.functional(built(program))
-    step = fds.compose(*strategy.transforms(folder))(fds.train_step(apply, rule.ours()))
+    step = fds.compose(*strategy.transforms(params, folder))(fds.train_step(apply, rule.ours()))
     state, losses = step.init(params), []
     for count in range(STEPS):
         state, metrics = step(state, cut(program.batch(ROWS, count)))
