@@ -123,9 +123,9 @@ def _dense(payload: Tensor) -> Tensor:
 Key = tuple[tuple[int, ...], str]
 
 
-def _default_backends() -> dict[str, str]:
-    """The default group's backends by kind of device."""
-    return dict(pair.split(":", 1) for pair in str(dist.get_backend_config()).split(","))  # cpu:gloo,cuda:nccl
+def _config() -> str:
+    """The default group's backends, such as "cpu:gloo,cuda:nccl"."""
+    return str(dist.get_backend_config())
 
 
 @attrs.define(eq=False, slots=False)
@@ -162,9 +162,15 @@ class ProcessWorld(World):
     over: str = ""
     finished: bool = False
     given_up: bool = False
-    _backends: dict[str, str] = attrs.field(factory=_default_backends)
+    _begun: str = attrs.field(factory=_config)
     _streams: dict[tuple[Any, ...], Any] = attrs.field(factory=dict)  # of chains, by lane and device
     _batch: list[tuple[CommunicatorKey, Started, Callable[[], Started]]] | None = None
+
+    @cached_property
+    def _backends(self) -> dict[str, str]:
+        """The default group's backends by kind of device; those of the beginning where the group is gone."""
+        config = _config() if dist.is_initialized() else self._begun
+        return dict(pair.split(":", 1) for pair in config.split(","))
 
     @cached_property
     def device(self) -> torch.device:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "arriving",
     "current_stream",
     "forked_rng",
     "in_use",
@@ -102,6 +103,11 @@ def redrawn(device: torch.device, state: Tensor) -> Iterator[None]:
         yield
     finally:
         set_rng_state(device, before)
+
+
+def arriving(host: Tensor, device: torch.device) -> Tensor:
+    """A copy of a tensor in the host's memory on the device; the host does not wait for it."""
+    return host.pin_memory().to(device, non_blocking=True) if overlaps(device) else host.to(device)
 
 
 def is_pinned(tensor: Tensor) -> bool:

@@ -50,13 +50,21 @@ def watched(kind: str, params: Mapping[str, Tensor], tape: Tape) -> Iterator[Non
         with _Assignments(watch), _Operations(watch):
             yield
         return
-    before = {name: (storage_id(param), _sums(param)) for name, param in params.items() if param.layout == torch.strided}
+    before = {name: found for name, param in params.items() if (found := _values(param)) is not None}
     yield
     for name, (storage, sums) in before.items():
         if storage_id(params[name]) != storage:
             refuse_write(kind, name, params[name], f"{name.rpartition('.')[2]}.data = ...")
         if not all(map(torch.equal, sums, _sums(params[name]))):
             refuse_write(kind, name, params[name], "its values have changed")
+
+
+def _values(param: Tensor) -> tuple[int, tuple[Tensor, ...]] | None:
+    """The storage and sums of its values; None where there are none to compare, as of a tensor of a torch.func transform."""
+    try:
+        return (storage_id(param), _sums(param)) if param.layout == torch.strided else None
+    except NotImplementedError:
+        return None
 
 
 def _sums(param: Tensor) -> tuple[Tensor, ...]:

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 
 from functional_ds.base import tree
+from functional_ds.base.device import arriving
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.sharding.leaf_selection import Unused
 
@@ -57,7 +58,7 @@ def summed_over_ranks(step: Summing, state: State, scalars: Any) -> tuple[Any, .
     if own or leaf_map.other_paths:  # with those that other ranks of a pipeline hold, in one order on all ranks
         here = {leaf.path for leaf in leaves}
         paths = sorted(here.union(leaf_map.other_paths))
-        used = torch.tensor([float(path in here and path not in own) for path in paths], device=device)
+        used = arriving(torch.tensor([float(path in here and path not in own) for path in paths]), device)
     else:
         used = torch.ones(len(leaves), device=device)
     *scalars, users = step.sum_over_ranks(state, (*scalars, used))

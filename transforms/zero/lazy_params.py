@@ -16,7 +16,7 @@ from functional_ds.sharding.layout import Layout
 from functional_ds.step.tape import PassAgain, Tape
 
 from .lazy_tensor import LazyTensor
-from .prefetch import FetchTrace
+from .prefetch import FetchPlan, FetchTrace
 from .reduce import Reducer
 from .saved_places import SavedPlaces
 from .state import ZeroCache
@@ -37,7 +37,7 @@ class UnitSource(Protocol):
     def begin(self, trace: FetchTrace) -> None:
         """Starts a pass over the units."""
 
-    def resume(self, on_drop: Callable[[int], None]) -> None:
+    def resume(self, on_drop: Callable[[int], None], on_fetch: Callable[[FetchPlan, int], None] | None) -> None:
         """Goes on with a pass whose loss runs again."""
 
     def fetch(self, unit: int) -> Sequence[Tensor]:
@@ -63,7 +63,7 @@ class WholeParams:
     def begin(self, trace: FetchTrace) -> None:
         """Does nothing."""
 
-    def resume(self, on_drop: Callable[[int], None]) -> None:
+    def resume(self, on_drop: Callable[[int], None], on_fetch: Callable[[FetchPlan, int], None] | None) -> None:
         """Does nothing."""
 
     def fetch(self, unit: int) -> Sequence[Tensor]:
@@ -151,7 +151,7 @@ class LazyParams:
             self.source.begin(cache.forward)
         else:
             self.source, tape.left = tape.left, None
-            self.source.resume(self.forget)
+            self.source.resume(self.forget, None if self.reducer is None else self.reducer.fetched)
         tape.at_end(self._close)
         tape.at_forward_end(lambda: self._end_forward(tape, cache.backward))
         if tape.records:

@@ -209,12 +209,15 @@ def test_processes_give_the_bits_of_the_simulator() -> None:
 
 @pytest.mark.parametrize("aggregate", ["reduce_scatter", "all_reduce", "owner"])
 def test_predivision_keeps_sums_in_range(aggregate: str) -> None:
-    """Two gradients of 40,000 overflow fp16 when they are added; divided by two before, they do not, and all is as it was."""
+    """Two gradients of 40,000 overflow fp16 when they are added; divided by two before, they do not, and all is as it was.
+
+    Those of a plain mean are divided by the number of ranks in any case.
+    """
 
     def program(factor: float) -> tuple[float, float]:
         chosen = transforms.zero(2, aggregate=aggregate, gradient_predivide_factor=factor)
         step = fds.compose(transforms.mixed_precision("fp16", 1.0), chosen, transforms.clip(1e9))(
-            fds.train_step(lambda p, x: (p["w"] * x).sum(), fds.sgd(2.0**-12))
+            fds.train_step(lambda p, x: fds.Weighted((p["w"] * x).sum(), 1.0), fds.sgd(2.0**-12))
         )
         state, metrics = step(step.init({"w": torch.zeros(4)}), torch.full((4,), 40000.0))
         return metrics["skipped"].item(), step.params(state)["w"][0].item()
