@@ -215,7 +215,7 @@ REFUSALS = [
         error=ValueError,
         says="names the file '../other.safetensors', which is not in its folder; nothing was opened",
         advises="Put the file there",
-        why="A model from elsewhere could read any file.",
+        why="A model from elsewhere could have any file read.",
         instead="Put the file into the folder of its index.",
         program=within(astray),
     ),

@@ -143,7 +143,7 @@ REFUSALS = [
         error=ValueError,
         says="the loss must be a scalar",
         advises=r"Weighted\(sum, weight\)",
-        why="How its elements weigh is not said.",
+        why="It does not say how its elements weigh.",
         instead="Return a mean, or `fds.Weighted(sum, weight)`.",
         program=lambda: once(lambda params, x: x @ params["w"]),
     ),
@@ -162,7 +162,7 @@ REFUSALS = [
         says="a transform of torch.func, where its gradient would be lost",
         advises=r"pass p.view_as\(p\)",
         why="Its gradient would be lost.",
-        instead="Differentiate by views of the params, in stages 0 to 2.",
+        instead="Differentiate by views of the params: `p.view_as(p)`.",
         program=lambda: on_two(through_func, T.zero(1)),
     ),
     Refusal(

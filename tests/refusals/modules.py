@@ -179,7 +179,7 @@ REFUSALS = [
         error=RuntimeError,
         says="a call under remat wrote its buffer 'count'",
         advises="refer to it by its name",
-        why="A recomputation cannot put the old value where the list refers to.",
+        why="A recomputation puts old values back by name, and the list would see the new one.",
         instead="Refer to the buffer by its name.",
         program=lambda: train(Counts(assigns=False), T.remat("")),
     ),

@@ -11,7 +11,7 @@ from functional_ds import comm
 from functional_ds import pipelining as pp
 from functional_ds import transforms as T
 from functional_ds.step.state import UpdateError
-from tests.refusals.refusal import Refusal, made, rows, square, weights
+from tests.refusals.refusal import Refusal, made, rows, weights
 
 
 def begin(*strategy: fds.Transform, rule: Any = None, ranks: int = 2) -> None:

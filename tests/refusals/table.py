@@ -1,6 +1,5 @@
 """Prints the tables of what is refused; ``python -m tests.refusals.table --write`` puts them into docs/refused.md."""
 
-import re
 import sys
 from pathlib import Path
 
@@ -25,18 +24,17 @@ def table(refusals: list[Refusal]) -> str:
 
 def block(page: str, area: str) -> str:
     """What stands on the page between ``<!-- refused: area -->`` and ``<!-- /refused: area -->``."""
-    return page.split(f"<!-- refused: {area} -->\n")[1].split(f"<!-- /refused: {area} -->")[0]
+    return page.partition(f"<!-- refused: {area} -->\n")[2].partition(f"<!-- /refused: {area} -->")[0]
 
 
 def written(page: str) -> str:
     """The page with its tables renewed."""
     for area, refusals in AREAS.items():
-        marks = f"<!-- refused: {area} -->\n", f"<!-- /refused: {area} -->"
-        page, found = re.subn(
-            "(?<=" + marks[0] + ").*?(?=" + marks[1] + ")", lambda _, new=table(refusals): new, page, flags=re.DOTALL
-        )
-        if found != 1:
-            raise SystemExit(f"{PAGE.name} has {found} blocks {marks[0].strip()}, not one")
+        start, end = f"<!-- refused: {area} -->\n", f"<!-- /refused: {area} -->"
+        if (page.count(start), page.count(end)) != (1, 1):
+            raise SystemExit(f"{PAGE.name} must have one block {start.strip()} ... {end}")
+        before, _, rest = page.partition(start)
+        page = before + start + table(refusals) + end + rest.partition(end)[2]
     return page
 
 
