@@ -182,7 +182,7 @@ REFUSALS = [
         advises="wait",
         why="It has no values yet.",
         instead="Call `.wait()`.",
-        program=lambda: on_two(lambda: comm.all_reduce(ONE, async_op=True) + 1),  # type: ignore[operator]
+        program=lambda: on_two(lambda: comm.all_reduce(ONE, async_op=True) + 1),
     ),
     Refusal(
         what="a lambda or an inner function in `comm.spawn`",

@@ -19,7 +19,7 @@ class Doubled(Function):
         return w * 2
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad * 2
 
 
@@ -74,7 +74,7 @@ class Recomputing(Function):
             return body(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
         x = ctx.saved_tensors[0].detach().requires_grad_()
         with torch.enable_grad():
             ctx.body(x).backward(grad)
