@@ -97,7 +97,10 @@ def load(
     loading = _Loading(checked_path(path), group, like, choice, donate)
     if tag is not None:
         check_tag(tag)
-        state, extra = loading.attempt(tag)
+        try:
+            state, extra = loading.attempt(tag)
+        except DamagedError as error:
+            raise DamagedError(f"{error}; load another tag, or none, which takes the newest whole checkpoint") from error
     else:
         state, extra = loading.newest()
     if donate:

@@ -61,7 +61,10 @@ def load_pickle(path: Path) -> Any:
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
         what = ", ".join(_others(path)) or str(error).splitlines()[-1]
-        raise CheckpointError(f"path: {path} holds what is not loaded, as opening it could run code: {what}") from error
+        raise CheckpointError(
+            f"path: {path} holds what is not loaded, as opening it could run code: {what}; "
+            "torch.serialization.safe_globals allows a class that you trust"
+        ) from error
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError) as error:
         raise DamagedError(f"path: {path} is damaged, or no file of torch.save: {str(error).splitlines()[0]}") from error
 

@@ -136,7 +136,9 @@ def _weight_map(index: Path) -> dict[str, str]:
             or ".." in PurePosixPath(file).parts
         )
         if outside or not file:
-            raise ValueError(f"path: {index} names the file {file!r}, which is not in its folder; nothing was opened")
+            raise ValueError(
+                f"path: {index} names the file {file!r}, which is not in its folder; nothing was opened. Put the file there"
+            )
         if not (index.parent / file).is_file():
             raise FileNotFoundError(f"path: {index} names the file {file!r}, which is not there")
     return dict(where)

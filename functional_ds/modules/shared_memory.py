@@ -108,7 +108,10 @@ class SharedMemory:
                 )
             if trained and second.name in buffers:
                 both = f"{one.name!r} and {other.name!r}"
-                raise ValueError(f"fds.functional: {both} share memory, and training would change only one")
+                raise ValueError(
+                    f"fds.functional: {both} share memory, and training would change only one; give the buffer memory of its "
+                    "own, or compute it in forward"
+                )
             if trained:
                 what = f"the attribute {second.name!r} shared memory with the parameter {first.name!r}"
                 stale.setdefault(id(second.tensor), Stale(f"{what} when {_FOLLOWS}: use the parameter itself in forward"))

@@ -77,7 +77,9 @@ def check_batch(step: Strategy, state: State, batch: Any) -> optree.PyTreeSpec:
         _check_leaves(batch)
         _refuse_bare(step, state, batch)
     elif state.batch != found:
-        raise ValueError(f"batch: its structure is {found}, but the batches so far had {state.batch}")
+        raise ValueError(
+            f"batch: its structure is {found}, but the batches so far had {state.batch}; give all batches one structure"
+        )
     return found
 
 

@@ -1,0 +1,222 @@
+"""Modules that are refused: what they do is no function of params and buffers."""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import functional_ds as fds
+from functional_ds import transforms as T
+from tests.refusals.refusal import Refusal, made, rows, train
+
+
+def hooked() -> None:
+    net = nn.Linear(3, 3)
+    net.weight.register_hook(lambda grad: grad / 10)
+    fds.functional(net)
+
+
+class Two(nn.Module):
+    """Two layers, and something of the first one kept beside them."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.a, self.b, self.how = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False), how
+        if how == "tied":
+            self.b.weight.data = self.a.weight.data
+        elif how == "buffer":
+            self.register_buffer("mean", self.a.weight.data[0])
+        elif how == "attribute":
+            self.kept = self.a.weight.data
+        elif how == "generator":
+            self.stream = (each for each in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "clamp":
+            with torch.no_grad():
+                self.a.weight.clamp_(-0.1, 0.1)
+        kept = self.kept.sum() if self.how == "attribute" else 0.0
+        return self.b(self.a(x)) + kept  # type: ignore[no-any-return]
+
+
+class Counts(nn.Module):
+    """Counts its calls in a buffer, to which a list refers, too."""
+
+    def __init__(self, assigns: bool) -> None:
+        super().__init__()
+        self.inner, self.assigns = nn.Linear(3, 3), assigns
+        self.register_buffer("count", torch.zeros(()))
+        self.listed = [self.count]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.assigns:
+            self.count = self.count + 1
+        else:
+            self.listed[0].add_(1)
+        return self.inner(x) * (1 + self.count)  # type: ignore[no-any-return]
+
+
+def scripted() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        train(torch.jit.script(nn.Linear(3, 3)), T.zero(1))
+
+
+def with_copies() -> None:
+    apply, params = fds.functional(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    step = made(loss=lambda params, x: apply(params, x).sum())
+    step(step.init({path: leaf.detach().clone() for path, leaf in params.items()}), rows())
+
+
+class Memory(nn.Module):
+    """Writes a large buffer for batches of more than four rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.register_buffer("memory", torch.zeros(1 << 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > 4:
+            self.memory.add_(1)
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+def deferred() -> Any:
+    def build() -> nn.Module:
+        net = nn.Linear(3, 3)
+        net.weight.detach().numpy()[:] = 0
+        return net
+
+    return fds.deferred(build)
+
+
+REFUSALS = [
+    Refusal(
+        what="a hook on a parameter (`register_hook`)",
+        error=ValueError,
+        says="the parameter 'weight' has a hook",
+        advises=r"on a view.*fds.wrap\(..., reduce=",
+        why="It would not run: gradients are values of a step.",
+        instead="Register the hook on a view, in `forward`, or change gradients in a transform around `reduce`.",
+        program=hooked,
+    ),
+    Refusal(
+        what="weights tied by `.data`",
+        error=ValueError,
+        says="'a.weight' and 'b.weight' share memory, which training would part",
+        advises="b.weight = a.weight",
+        why="Each would be trained alone.",
+        instead="Assign the parameter itself: `b.weight = a.weight`.",
+        program=lambda: train(Two("tied")),
+    ),
+    Refusal(
+        what="a buffer in a weight's memory",
+        error=ValueError,
+        says="'a.weight' and 'mean' share memory, and training would change only one",
+        advises="memory of its own",
+        why="The update makes new weights, and the buffer would keep the old ones.",
+        instead="Give the buffer memory of its own, or compute it in `forward`.",
+        program=lambda: train(Two("buffer")),
+    ),
+    Refusal(
+        what="an attribute made of a weight, read in `forward`",
+        error=RuntimeError,
+        says="'kept' shared memory with the parameter 'a.weight'",
+        advises="use the parameter itself",
+        why="It would keep the values from before the training.",
+        instead="Read the parameter itself.",
+        program=lambda: train(Two("attribute")),
+    ),
+    Refusal(
+        what="a weight that `forward` writes (`clamp_`, `.data`)",
+        error=RuntimeError,
+        says="Two wrote into its parameter 'a.weight' in place",
+        advises=r"parametrize.*fds.wrap\(..., update=",
+        why="Params are an input of the step, and the write would be lost.",
+        instead="Use a parametrization, or change weights after the update, in a transform around `update`.",
+        program=lambda: train(Two("clamp")),
+    ),
+    Refusal(
+        what="`nn.Embedding(max_norm=...)`",
+        error=RuntimeError,
+        says="Embedding wrote into its parameter 'weight' in place",
+        advises=r"parametrize.*fds.wrap\(..., update=",
+        why="It writes its weight in `forward`, too.",
+        instead="Renormalise in a parametrization, or after the update.",
+        program=lambda: train(nn.Embedding(4, 3, max_norm=0.1), batches=(torch.arange(4),)),
+    ),
+    Refusal(
+        what="a lazy module that has not run",
+        error=ValueError,
+        says="has no shape yet",
+        advises="call the module once on an example",
+        why="Its parameters have no shape.",
+        instead="Call it once on an example.",
+        program=lambda: train(nn.LazyLinear(3)),
+    ),
+    Refusal(
+        what="an attribute that cannot be copied (a generator, a lock)",
+        error=TypeError,
+        says="Two cannot be copied, because the attribute 'stream' is a generator",
+        advises="make it in forward, or keep it outside",
+        why="Steps run a copy of the module.",
+        instead="Make it in `forward`, or keep it outside of the module.",
+        program=lambda: train(Two("generator")),
+    ),
+    Refusal(
+        what="a buffer that `forward` assigns and a list refers to",
+        error=RuntimeError,
+        says="a call assigned its buffer 'count'",
+        advises="write it in place, or refer to it by its name",
+        why="The list would keep the old tensor.",
+        instead="Write the buffer in place, or refer to it by its name.",
+        program=lambda: train(Counts(assigns=True)),
+    ),
+    Refusal(
+        what="a buffer that a list refers to, written under `remat`",
+        error=RuntimeError,
+        says="a call under remat wrote its buffer 'count'",
+        advises="refer to it by its name",
+        why="A recomputation puts old values back by name, and the list would see the new one.",
+        instead="Refer to the buffer by its name.",
+        program=lambda: train(Counts(assigns=False), T.remat("")),
+    ),
+    Refusal(
+        what="a large buffer that is first written in a later step",
+        error=RuntimeError,
+        says="the buffer 'memory' was written in place, and was not in the first step",
+        advises="let the module assign a new tensor",
+        why="The state before the step would change with it.",
+        instead="Assign a new tensor to the buffer.",
+        program=lambda: train(Memory(), batches=(rows(4), rows(8))),
+    ),
+    Refusal(
+        what="a module with BatchNorm whose state was made of copies of its parameters",
+        error=RuntimeError,
+        says="does not have its buffers|would be lost",
+        advises=r"step.init\(params, modules=apply\)",
+        why="The running statistics would have no place in the state.",
+        instead="Call `step.init(params, modules=apply)`, or `apply.module.eval()`.",
+        program=with_copies,
+    ),
+    Refusal(
+        what="a scripted module, under ZeRO",
+        error=RuntimeError,
+        says="the parameter 'weight' went straight into .* a compiled function",
+        advises="view_as",
+        why="It takes no lazy parameter, so gradients would be lost.",
+        instead="Use the module that was scripted.",
+        program=scripted,
+    ),
+    Refusal(
+        what="a deferred module that computes its weights with NumPy",
+        error=RuntimeError,
+        says=r"\.numpy\(\) of a tensor of shape \[3, 3\], whose values are computed later",
+        advises=r"copy_\(torch.from_numpy",
+        why="The values do not exist yet, and what NumPy does is not recorded.",
+        instead="Use torch's operations, or `weight.copy_(torch.from_numpy(...))`.",
+        program=deferred,
+    ),
+]

@@ -1,0 +1,257 @@
+"""Strategies that are refused: transforms and optimizers that would compute something else together."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+import functional_ds as fds
+from functional_ds import comm
+from functional_ds import pipelining as pp
+from functional_ds import transforms as T
+from functional_ds.step.state import UpdateError
+from tests.refusals.refusal import Refusal, made, rows, weights
+
+
+def begin(*strategy: fds.Transform, rule: Any = None, ranks: int = 2) -> None:
+    comm.simulate(lambda: made(*strategy, rule=rule).init(weights()), world_size=ranks)
+
+
+def normed() -> fds.Optimizer:
+    """Divides the gradients by their norm, which shards do not have."""
+
+    def update(params: list[Tensor], grads: fds.Weighted, state: Any, rate: Any) -> tuple[list[Tensor], Any]:
+        norm = torch.stack([g.norm() for g in grads.sum]).norm()
+        return [p - 0.1 * g / norm for p, g in zip(params, grads.sum, strict=True)], state
+
+    return fds.Optimizer(lambda params: (), update, "normed")
+
+
+def undivided() -> None:
+    """An optimizer whose state is one tensor for all leaves, and a loss that leaves one out."""
+    rule = fds.Optimizer(lambda params: torch.zeros(9), lambda p, g, s, r: (p, s), "odd", elementwise=True)
+    step = made(rule=rule)
+    step(step.init(weights() | {"head": torch.ones(3)}), rows())
+
+
+def slices() -> None:
+    def program() -> None:
+        mesh = comm.mesh(tp=2)
+        made(T.tensor_parallel({"w": 1}, mesh["tp"]), rule=fds.lamb(0.1)).init(weights())
+
+    comm.simulate(program, world_size=2)
+
+
+def clipped_by_rank() -> None:
+    step = made(T.local_gradients(), T.clip(1.0), rule=fds.one_bit_adam(0.1, 1))
+    step(step.init(weights()), rows())
+
+
+def stages(count: int = 2) -> tuple[Any, Any]:
+    params = [{"w": torch.eye(3)} for _ in range(count)]
+    return pp.stages([lambda p, x: x @ p["w"]] * count, params, loss=lambda y, batch: y.mean()), params
+
+
+def another_loss() -> None:
+    model, params = stages()
+    step = T.pipeline(pp.gpipe(2, 2), model)(fds.train_step(lambda params, x: x.sum(), fds.sgd(0.1)))
+    comm.simulate(lambda: step(step.init(params), rows()), world_size=2)
+
+
+def accumulated_pipeline() -> None:
+    model, _ = stages()
+    fds.compose(T.accumulate(2), T.pipeline(pp.gpipe(2, 2), model))(fds.train_step(model, fds.sgd(0.1)))
+
+
+class Doubled(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad * 2
+
+
+class Does(nn.Module):
+    """Two layers with something between them."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.second, self.how = nn.Linear(3, 3), nn.Linear(3, 3), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        if self.how == "branches" and y.sum() > 0:
+            y = -y
+        if self.how == "function":
+            y = Doubled.apply(y).tanh()
+        if self.how == "writes":
+            y = x.add_(y)
+        return self.second(y)  # type: ignore[no-any-return]
+
+
+def cut(how: str) -> None:
+    pp.cut(Does(how), ["second"], loss=lambda y, batch: y.mean(), example=rows())
+
+
+def another_state() -> None:
+    T.zero(1)(made())(made().init(weights()), rows())
+
+
+def uneven() -> None:
+    step = made(T.accumulate(3))
+    step(step.init(weights()), rows(4))
+
+
+def other_models() -> None:
+    comm.simulate(lambda: made(T.zero(1)).init({"w": torch.ones(3, 2 + comm.world().rank)}), world_size=2)
+
+
+REFUSALS = [
+    Refusal(
+        what="a state that another strategy made",
+        error=ValueError,
+        says="it is the state of another strategy",
+        advises=r"fds.load\(folder, like=step.init",
+        why="What its transforms keep is missing, or would be dropped.",
+        instead="Carry the values over: `fds.save`, then `fds.load(folder, like=step.init(params))`.",
+        program=another_state,
+    ),
+    Refusal(
+        what="two `zero`, or a transform of `view` before it",
+        error=ValueError,
+        says="this step has another view already",
+        advises="use one zero, and put it before",
+        why="Each replaces how params are stored.",
+        instead="Use one `zero`, before transforms that wrap `view`.",
+        program=lambda: made(T.zero(1), T.zero(3)),
+    ),
+    Refusal(
+        what="two transforms for data parallelism",
+        error=ValueError,
+        says="this step has a transform that reduces gradients already",
+        advises="use either",
+        why="Gradients would be summed twice.",
+        instead="Use one of `zero`, `replicated`, `local_gradients`, `compressed_gradients`.",
+        program=lambda: begin(T.zero(1), T.compressed_gradients(comm.OneBit())),
+    ),
+    Refusal(
+        what="`local_gradients` with an optimizer that does not sum over ranks",
+        error=ValueError,
+        says="params would drift apart",
+        advises=r"use fds.one_bit_adam or fds.zero_one_adam, or T.zero\(0\)",
+        why="Params would drift apart.",
+        instead="Use `fds.one_bit_adam`, `fds.zero_one_adam`, or `T.zero(0)`.",
+        program=lambda: begin(T.local_gradients()),
+    ),
+    Refusal(
+        what="`offload` after `zero`",
+        error=ValueError,
+        says="offload",
+        advises="put it before zero",
+        why="Each rank would offload all of the state.",
+        instead="Compose `offload` before `zero`.",
+        program=lambda: made(T.zero(1), T.offload("cpu")),
+    ),
+    Refusal(
+        what="`ema` after `zero` or `mixed_precision`",
+        error=ValueError,
+        says="this step stores params in its own way already",
+        advises="put ema before zero and mixed_precision",
+        why="The average would be of what is stored, not of the params.",
+        instead="Compose `ema` first.",
+        program=lambda: made(T.zero(1), T.ema(0.9)),
+    ),
+    Refusal(
+        what="an optimizer that needs whole leaves, under ZeRO",
+        error=ValueError,
+        says="normed.* is not elementwise",
+        advises="Clip with T.clip; .*fds.per_matrix.*fds.PerParameter",
+        why="It would get shards.",
+        instead="Use `T.clip`, `fds.per_matrix` or `fds.PerParameter`.",
+        program=lambda: begin(T.zero(1), rule=normed()),
+    ),
+    Refusal(
+        what="LAMB or Muon on slices of tensor parallelism",
+        error=ValueError,
+        says="'w' is one of 2 slices, but lamb looks at whole leaves",
+        advises="param_groups",
+        why="Norms of slices are not the leaf's.",
+        instead="Give those leaves another optimizer by `fds.param_groups`.",
+        program=slices,
+    ),
+    Refusal(
+        what="a loss that leaves params out, with an optimizer whose state is not per leaf",
+        error=UpdateError,
+        says="odd cannot skip leaves, because its state has",
+        advises="unused='zeros'",
+        why="The state of what was left out cannot be kept as it was.",
+        instead="Pass `unused='zeros'`, or give those leaves an optimizer of their own.",
+        program=undivided,
+    ),
+    Refusal(
+        what="rows that do not divide into micro-batches",
+        error=ValueError,
+        says="4 rows, which do not divide into 3 micro-batches",
+        advises="use a multiple of 3 rows on each rank",
+        why="Micro-batches of different sizes would weigh the same.",
+        instead="Pass a multiple of `k` rows on each rank.",
+        program=uneven,
+    ),
+    Refusal(
+        what="other params on other ranks",
+        error=ValueError,
+        says=r"ranks \[1\] of group 'world' have other leaves, shapes, dtypes or frozen leaves than rank 0",
+        advises="build the same model on every rank",
+        why="Shards would be parts of different tensors.",
+        instead="Build the same model on every rank.",
+        program=other_models,
+    ),
+    Refusal(
+        what="`accumulate` before `pipeline`",
+        error=ValueError,
+        says="it replaces the gradients, which another transform of this step wraps already",
+        advises="put pipeline before it",
+        why="A pipeline runs micro-batches itself.",
+        instead="Compose `pipeline` first.",
+        program=accumulated_pipeline,
+    ),
+    Refusal(
+        what="a pipeline whose step has another loss function",
+        error=ValueError,
+        says="this step is a pipeline, so its loss function must be the stages themselves",
+        advises=r"train_step\(stages, optimizer\)",
+        why="The stages have a loss of their own, and the other one would be ignored.",
+        instead="Write `fds.train_step(stages, optimizer)`.",
+        program=another_loss,
+    ),
+    Refusal(
+        what="`pp.cut` of a module that branches on values of tensors",
+        error=ValueError,
+        says=r"strategies\.py:\d+: __bool__ asks for a tensor's value",
+        advises="move it into a module of its own",
+        why="A stage would repeat the example's branch for every batch.",
+        instead="Use `torch.where`, or put the branch into a module of its own.",
+        program=lambda: cut("branches"),
+    ),
+    Refusal(
+        what="`pp.cut` through a custom `autograd.Function`",
+        error=ValueError,
+        says="comes from code that is not seen from outside, such as an autograd.Function",
+        advises="put it into a module of its own",
+        why="The recorded operations would lack it.",
+        instead="Put it into a module of its own, which runs as a whole.",
+        program=lambda: cut("function"),
+    ),
+    Refusal(
+        what="`pp.cut` of a module that writes into its input",
+        error=ValueError,
+        says="writes into one of the module's inputs",
+        advises="clone it first",
+        why="Every stage takes its inputs from the batch, where the write would be missing.",
+        instead="Clone the input first.",
+        program=lambda: cut("writes"),
+    ),
+]
