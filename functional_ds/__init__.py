@@ -29,7 +29,7 @@ from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.sharding.sources import from_source
 from functional_ds.step.compose import compose, wrap
 from functional_ds.step.phases import innermost, outermost
-from functional_ds.step.state import DonatedStateError, State
+from functional_ds.step.state import DonatedStateError, State, UpdateError
 from functional_ds.step.step import Step, Transform
 from functional_ds.step.tape import Tape
 from functional_ds.step.train_step import train_step
@@ -69,6 +69,7 @@ __all__ = [
     "Step",
     "Tape",
     "Transform",
+    "UpdateError",
     "Weighted",
     "__version__",
     "adagrad",

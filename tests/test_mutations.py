@@ -1337,11 +1337,22 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug("each connects its own first", "comm.worlds.nccl", "return sorted([self, attrs.", "return list([self, attrs."),
     ],
     (nothing_has_bytes,): [
-        Bug("an empty side stays", "comm.worlds.nccl", "if tensor.numel():\n        return", "if True:\n        return"),
+        Bug(
+            "an empty side stays",
+            "comm.worlds.nccl",
+            "return tensor.view(torch.uint8)\n\n\ndef _started",
+            "return tensor.view(torch.uint8) if tensor.numel() else tensor\n\n\ndef _started",
+        ),
     ],
     (nccls_rules_name_contradictions,): [
         Bug("nobody follows who waits", "comm.worlds.nccl_rules", "if other not in free and", "if False and"),
-        Bug("a batch is one call after another", "comm.worlds.nccl_rules", "if self.unposted is not None and", "if False and"),
+        Bug(
+            "a batch is one call after another",
+            "comm.worlds.nccl_rules",
+            "if self.unposted is not None and",
+            "if False and",
+            comm.DeadlockError,
+        ),
         Bug("hosts never connect", "comm.worlds.nccl_rules", "or communicator in connected:", "or True:"),
         Bug(
             "trees connect as they go",
@@ -1633,8 +1644,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "a rank reduces its nested gradients alone",
             "transforms.zero.reduce",
-            "groups.any_rank(torch.tensor([unit in self._nested for unit in agreed.tolist()], dtype=torch.int64))",
-            "torch.tensor([unit in self._nested for unit in agreed.tolist()], dtype=torch.int64)",
+            "nested = groups.any_rank(mine)",
+            "nested = mine",
             Exception,
         ),
     ],

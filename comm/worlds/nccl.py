@@ -86,9 +86,7 @@ def _numbers(tensor: Tensor) -> Tensor:
 
 def _raw(tensor: Tensor) -> Tensor:
     """The bytes of a contiguous tensor; without elements, too, since torch compares the dtypes of what is sent and received."""
-    if tensor.numel():
-        return tensor.view(torch.uint8)
-    return tensor.new_empty((*tensor.shape[:-1], tensor.shape[-1] * tensor.itemsize), dtype=torch.uint8)
+    return tensor.view(torch.uint8)
 
 
 def _started(work: dist.Work | None, result: Tensor) -> Started:

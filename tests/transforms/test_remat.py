@@ -408,7 +408,7 @@ def count(policy: str | None, stage: int | None = None) -> tuple[int, fds.RematR
     seen: list[int] = []
 
     def forward(inner: Any, step: fds.Step, state: fds.State, function: Any, batch: Any) -> Any:
-        counted = Counted([*fds.tree.leaves(state.params), *batch])
+        counted = Counted(fds.tree.leaves(state.params))
         with saved_tensors_hooks(counted.pack, lambda tensor: tensor):
             found = inner(step, state, function, batch)
         seen.append(counted.bytes)

@@ -227,8 +227,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
         Bug(
             "tracing is seen by modes around it",
             "pipelining.tracing.cache",
-            "with disable_dispatch_modes(), torch",
-            "with torch",
+            "with disable_dispatch_modes(), forked_rng",
+            "with forked_rng",
         ),
     ],
     (two_parts_are_the_whole,): [
