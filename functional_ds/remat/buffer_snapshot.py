@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from functional_ds.base import tree
-from functional_ds.base.torch_private import buffers_of, disable_dispatch_modes, version_of
+from functional_ds.base.torch_private import buffers_of, disable_dispatch_modes, parameters_of, version_of
 
 __all__ = ["Rewind"]
 
@@ -22,8 +22,12 @@ _ABSENT = object()
 
 @attrs.frozen(eq=False)
 class _Had:
-    """What one module had: buffers and plain attributes. ``_ABSENT`` stands for what the call made."""
+    """What one module had: parameters, buffers and plain attributes. ``_ABSENT`` stands for what the call made.
 
+    Parameters may be others by then: ``torch.func.functional_call`` puts its own in for a call.
+    """
+
+    params: Mapping[str, Any]
     buffers: Mapping[str, Any]
     attributes: Mapping[str, Any]
 
@@ -42,9 +46,10 @@ class Rewind:
         Those have another version or other bits: ``x.data`` and the kernels of norms leave no version.
         """
         owners = [
-            (path, owner, dict(buffers_of(owner)), set(vars(owner)), _plain(owner)) for path, owner in module.named_modules()
+            (path, owner, dict(parameters_of(owner)), dict(buffers_of(owner)), set(vars(owner)), _plain(owner))
+            for path, owner in module.named_modules()
         ]
-        every = {id(b): b for _, _, buffers, _, _ in owners for b in buffers.values() if b is not None}
+        every = {id(b): b for _, _, _, buffers, _, _ in owners for b in buffers.values() if b is not None}
         copies, versions = _copies(every.values()), {key: version_of(b) for key, b in every.items()}
         try:
             yield
@@ -52,10 +57,10 @@ class Rewind:
             written = {key for key, b in every.items() if _is_small(b) or version_of(b) != versions[key]}
             written |= _other_bits([(b, copies[key]) for key, b in every.items() if key not in written])
             self._copies = [copies[key] for key in written]
-            for path, owner, buffers, names, plain in owners:
+            for path, owner, params, buffers, names, plain in owners:
                 had = {name: copies[id(b)] if id(b) in written else b for name, b in buffers.items()}
                 made = dict.fromkeys((name for name in buffers_of(owner) if name not in buffers), _ABSENT)
-                self._had[path] = _Had({**had, **made}, {**plain, **dict.fromkeys(set(vars(owner)) - names, _ABSENT)})
+                self._had[path] = _Had(params, {**had, **made}, {**plain, **dict.fromkeys(set(vars(owner)) - names, _ABSENT)})
 
     @contextmanager
     def again(self, module: nn.Module) -> Iterator[None]:
@@ -65,11 +70,13 @@ class Rewind:
         now = []
         for owner, had in owners:
             buffers = {name: further.get(id(buffer), buffer) for name, buffer in had.buffers.items()}
-            now.append((owner, _put(buffers_of(owner), buffers), _put(owner.__dict__, _copied(had.attributes))))
+            put = _put(parameters_of(owner), had.params), _put(buffers_of(owner), buffers)
+            now.append((owner, *put, _put(owner.__dict__, _copied(had.attributes))))
         try:
             yield
         finally:
-            for owner, buffers, attributes in now:
+            for owner, params, buffers, attributes in now:
+                _put(parameters_of(owner), params)
                 _put(buffers_of(owner), buffers)
                 _put(owner.__dict__, attributes)
 

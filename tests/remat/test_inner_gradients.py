@@ -121,3 +121,31 @@ def test_sparse_inputs(policy: str) -> None:
         else:
             y = function(x.to_sparse())
         torch.testing.assert_close(torch.autograd.grad(y.sum(), w)[0], expected)
+
+
+class FastWeights(nn.Module):
+    """A second pass with params that a step of its own has changed, by ``functional_call`` (MAML)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        params = dict(self.net.named_parameters())
+        grads = torch.autograd.grad(self.net(x).square().mean(), list(params.values()), create_graph=True)
+        fast = {name: p - 0.5 * grad for (name, p), grad in zip(params.items(), grads, strict=True)}
+        return torch.func.functional_call(self.net, fast, x).square().mean()
+
+
+@pytest.mark.parametrize("policy", ["recompute", "recompute,matmuls=save", "recompute,inputs=offload", "offload"])
+@pytest.mark.parametrize("blocks", [None, "net", ""])
+def test_params_that_stand_in_for_a_call(blocks: str | None, policy: str) -> None:
+    """A block that ran with other params runs again with those."""
+    torch.manual_seed(1)
+    module, x = FastWeights(), torch.randn(5, 2)
+    module(x).backward()
+    apply, params = fds.functional(module)
+    step = T.remat(blocks, policy=policy)(fds.train_step(apply, fds.sgd(1.0)))
+    state, _ = step(step.init(params), x)
+    for name, p in module.named_parameters():
+        torch.testing.assert_close(step.params(state)[name], (p - p.grad).detach())
