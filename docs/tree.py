@@ -27,6 +27,7 @@ READING = {
 
 SATELLITES = {
     "pipelines": "functional_ds/pipelining transforms/pipeline.py",
+    "tensor, sequence and expert parallelism": "functional_ds/parallel transforms/parallel",
     "checkpoints": "functional_ds/checkpointing functional_ds/state_dict",
     "the training loop": "functional_ds/fitting",
     "optimizers": "functional_ds/optim",

@@ -49,6 +49,10 @@ with optional("functional_ds.interchange"):
     from .interchange import export, from_deepspeed, load_params
 with optional("functional_ds.memory"):
     from . import memory
+with optional("functional_ds.parallel"):
+    from .parallel import experts as moe
+    from .parallel import sequence as seq
+    from .parallel import tensor as tp
 with optional("functional_ds.pipelining"):
     from . import pipelining
 
@@ -93,6 +97,7 @@ __all__ = [
     "load",
     "load_params",
     "memory",
+    "moe",
     "muon",
     "one_bit_adam",
     "outermost",
@@ -103,8 +108,10 @@ __all__ = [
     "remat_policies",
     "remat_report",
     "save",
+    "seq",
     "sgd",
     "shard",
+    "tp",
     "train_step",
     "transforms",
     "tree",

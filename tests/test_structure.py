@@ -31,6 +31,7 @@ LAYERS = (
     ("step",),
     ("remat", "state_dict"),
     ("modules",),
+    ("parallel", "parallel.tensor", "parallel.sequence", "parallel.experts"),
     ("memory", "checkpointing", "interchange"),
     ("fitting",),
     ("pipelining.schedules",),
@@ -38,7 +39,7 @@ LAYERS = (
     ("pipelining.stages",),
     ("pipelining.execution", "pipelining.tracing"),
     ("root",),
-    ("transforms.offloading", "transforms.precision", "transforms.zero"),
+    ("transforms.offloading", "transforms.parallel", "transforms.precision", "transforms.zero"),
     ("transforms",),
 )
 

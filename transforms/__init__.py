@@ -1,6 +1,7 @@
 """Transforms: functions from steps to steps, for data parallelism, precision, memory and schedules."""
 
 from functional_ds.base.optional import optional
+from functional_ds.transforms.parallel.tensor_parallel import tensor_parallel
 from functional_ds.transforms.precision.loss_scale import DynamicScale, LossScale, NoScale, StaticScale
 from functional_ds.transforms.precision.mixed_precision import mixed_precision
 from functional_ds.transforms.precision.policy import Policy
@@ -14,7 +15,6 @@ from .local_gradients import local_gradients
 from .remat import remat
 from .replicated import replicated
 from .schedule import one_cycle, range_test, schedule, warmup, warmup_cosine, warmup_decay
-from .tensor_parallel import tensor_parallel
 
 # Each of these files and folders can be left out of an installation.
 with optional("functional_ds.transforms.offloading", "functional_ds.transforms.offload"):

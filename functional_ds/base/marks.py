@@ -19,11 +19,13 @@ __all__ = [
     "like_marked",
     "mark_module",
     "mark_part",
-    "mark_slice",
+    "mark_sharers",
+    "mark_slices",
     "mark_stored",
     "module_of",
     "part_of",
-    "slice_of",
+    "sharers_of",
+    "slices_of",
     "stored_in",
     "trainable",
 ]
@@ -53,7 +55,7 @@ def like_marked(value: Tensor, model: Tensor) -> Tensor:
     """``value``, marked as ``model`` is."""
     frozen = isinstance(model, nn.Parameter) and not model.requires_grad
     marked = nn.Parameter(value, requires_grad=False) if frozen else value
-    names = (_STORED_IN, _PART, _SLICE, _MODULE, *((ORIGIN,) if value.is_meta else ()))  # values need no origin
+    names = (_STORED_IN, _PART, _SLICES, _SHARERS, _MODULE, *((ORIGIN,) if value.is_meta else ()))  # values need no origin
     marks = {name: getattr(model, name) for name in names if getattr(model, name, None) is not None}
     return _marked(marked, marks) if marks else marked
 
@@ -81,14 +83,30 @@ def part_of(leaf: Tensor) -> str | None:
     return getattr(leaf, _PART, None)
 
 
-def mark_slice(leaf: Tensor, index: int, count: int) -> Tensor:
-    """The leaf's values in a new tensor, marked to be one of ``count`` slices of the whole leaf."""
-    return _marked(like_marked(leaf.detach(), leaf), {_SLICE: (index, count)})
+def mark_slices(leaf: Tensor, slices: tuple[Any, ...]) -> Tensor:
+    """The leaf's values in a new tensor, marked to be a slice of a whole leaf, along one dim or several."""
+    return _marked(like_marked(leaf.detach(), leaf), {_SLICES: slices})
 
 
-def slice_of(leaf: Tensor) -> tuple[int, int] | None:
-    """Which slice of how many a leaf is marked to be."""
-    return getattr(leaf, _SLICE, None)
+def slices_of(leaf: Tensor) -> tuple[Any, ...]:
+    """The slices (``LeafSlice``) that a leaf is marked to be, one for each dim that is cut."""
+    return getattr(leaf, _SLICES, ())
+
+
+def mark_sharers(leaf: Tensor, blocks: tuple[tuple[int, ...], ...]) -> Tensor:
+    """The leaf's values in a new tensor, marked to be the same on some of the data-parallel ranks alone, as experts are.
+
+    Args:
+        leaf: this rank's.
+        blocks: the places of the data-parallel ranks in their group, those that hold the same leaf in one block; the blocks
+            are of one size.
+    """
+    return _marked(like_marked(leaf.detach(), leaf), {_SHARERS: blocks})
+
+
+def sharers_of(leaf: Tensor) -> tuple[tuple[int, ...], ...] | None:
+    """The blocks of data-parallel ranks that hold the same leaf; None where all do."""
+    return getattr(leaf, _SHARERS, None)
 
 
 class ModuleRef:
@@ -123,7 +141,8 @@ def module_of(leaf: Tensor) -> tuple[Any, str] | None:
 
 
 # Marks are attributes of a tensor's own, as pytrees have no place for them.
-_STORED_IN, _PART, _SLICE, _MODULE = "_fds_stored_in", "_fds_part", "_fds_slice", "_fds_module"
+_STORED_IN, _PART, _SLICES, _MODULE = "_fds_stored_in", "_fds_part", "_fds_slices", "_fds_module"
+_SHARERS = "_fds_sharers"
 ORIGIN = "_fds_origin"  # what ``materialise`` marks leaves with that have no values yet
 
 

@@ -8,7 +8,7 @@ import attrs
 from torch import Tensor
 
 from functional_ds.base import tree
-from functional_ds.base.marks import is_trainable, slice_of
+from functional_ds.base.marks import is_trainable, slices_of
 from functional_ds.sharding.layout import Layout, Segment
 from functional_ds.sharding.leaf_map import LeafMap, TensorRange
 from functional_ds.step.slots import stored_layout
@@ -140,7 +140,8 @@ class StateLayout:
 
 
 def _slices(named: Sequence[tuple[str, Tensor]]) -> dict[str, tuple[int, int]]:
-    return {path: cut for path, leaf in named if (cut := slice_of(leaf)) is not None and cut[1] > 1}
+    found = {path: slices_of(leaf) for path, leaf in named}
+    return {path: (cuts[0].rank, len(cuts[0].ranges_by_rank)) for path, cuts in found.items() if cuts}
 
 
 def of_extents(parts: LeafMap, extents: Sequence[TensorRange]) -> Frame:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base import tree
-from functional_ds.base.marks import like_marked, mark_part, mark_slice, part_of
+from functional_ds.base.marks import like_marked, mark_part, part_of
 from functional_ds.sharding.leaf_map import LeafMap
+from functional_ds.sharding.leaf_slice import LeafSlice, mark_slice
 from functional_ds.sharding.sources import from_source, home, is_deferred, values_of
 from functional_ds.step.compose import wrap
 from functional_ds.step.state import State
@@ -86,14 +87,17 @@ class _TensorParallel:
         return inner(step, tree.unflatten(tree.structure(params), leaves))  # type: ignore[no-any-return]
 
     def _slice(self, leaf: Tensor, dim: int, group: comm.Group) -> Tensor:
+        dim %= leaf.dim()
+        cut = LeafSlice.even(dim, leaf.shape[dim], group.size, group.rank)
+
         def own(whole: Tensor) -> Tensor:
-            return whole.detach().chunk(group.size, dim)[group.rank].contiguous()
+            return cut.of(whole.detach()).contiguous()
 
         piece = like_marked(own(leaf), leaf)
         if is_deferred(leaf):  # its values are read where they are stored; a slice of them are the slice's
             piece = from_source(piece, lambda path: own(values_of(leaf)), device=home(leaf))
         marked = mark_part(piece, ", ".join(filter(None, (part_of(leaf), _SLICED))))
-        return mark_slice(marked, group.rank, group.size)
+        return mark_slice(marked, cut)
 
     def params(self, inner: Any, step: Step, state: State) -> Any:
         """The user's tree, slices put together."""

@@ -1,0 +1,180 @@
+"""Slices of leaves, for tensor and expert parallelism: which positions along a dim each rank holds; index arithmetic alone."""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+from functional_ds.base.marks import mark_slices, slices_of
+
+__all__ = ["LeafSlice", "mark_slice", "runs", "whole_shape"]
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+@attrs.frozen
+class LeafSlice:
+    """The positions along one dim of a leaf that each rank of a group holds, and which rank this is.
+
+    Every rank's slice is the concatenation of its ranges. Ranks may hold the same range, as they hold a key-value head where
+    there are fewer heads than ranks; then their gradients must be summed, and norms count it once.
+
+    Attributes:
+        dim: of the leaf.
+        size: of the whole leaf along the dim.
+        ranges_by_rank: starts and stops, for each rank.
+        rank: this rank's index in the group.
+    """
+
+    dim: int
+    size: int
+    ranges_by_rank: tuple[Ranges, ...]
+    rank: int
+
+    @staticmethod
+    def even(dim: int, sizes: int | Sequence[int], n: int, rank: int) -> "LeafSlice":
+        """Equal slices; of several sizes, of each of several blocks that lie side by side, as packed projections do.
+
+        Args:
+            dim: of the leaf.
+            sizes: of the whole leaf along the dim, or of the blocks in it, in order.
+            n: how many ranks there are.
+            rank: this rank's index.
+
+        Raises:
+            ValueError: a size does not divide by n.
+
+        >>> LeafSlice.even(0, [4, 2], 2, 1).ranges
+        ((2, 4), (5, 6))
+        """
+        blocks = [sizes] if isinstance(sizes, int) else list(sizes)
+        for size in blocks:
+            if size % n:
+                raise ValueError(f"sizes={sizes!r}: {size} along dim {dim} does not divide by the {n} ranks")
+        starts = list(itertools.accumulate(blocks, initial=0))
+        pairs = list(zip(starts[:-1], (size // n for size in blocks), strict=True))
+        return LeafSlice(dim, starts[-1], tuple(tuple((s + r * m, s + (r + 1) * m) for s, m in pairs) for r in range(n)), rank)
+
+    @staticmethod
+    def heads(dim: int, count: int, width: int, n: int, rank: int) -> "LeafSlice":
+        """Whole heads: ``count / n`` a rank, or one head on each of ``n / count`` neighbouring ranks.
+
+        Args:
+            dim: of the leaf.
+            count: the number of heads.
+            width: of a head along the dim.
+            n: how many ranks there are.
+            rank: this rank's index.
+
+        Raises:
+            ValueError: neither number divides by the other.
+
+        >>> LeafSlice.heads(0, 2, 8, 4, 3).ranges_by_rank
+        (((0, 8),), ((0, 8),), ((8, 16),), ((8, 16),))
+        """
+        if count % n and n % count:
+            raise ValueError(f"heads: {count} heads along dim {dim} and {n} ranks: neither number divides by the other")
+        if count % n == 0:
+            return LeafSlice.even(dim, count * width, n, rank)
+        each = n // count
+        return LeafSlice(dim, count * width, tuple((((r // each) * width, (r // each + 1) * width),) for r in range(n)), rank)
+
+    @property
+    def ranges(self) -> Ranges:
+        """This rank's."""
+        return self.ranges_by_rank[self.rank]
+
+    @property
+    def sharers(self) -> tuple[int, ...]:
+        """The ranks that hold the same slice as this one, this one among them."""
+        return tuple(r for r, ranges in enumerate(self.ranges_by_rank) if ranges == self.ranges)
+
+    @property
+    def first_holders(self) -> tuple[int, ...]:
+        """The first rank of each set of sharers; their slices make up the whole leaf."""
+        first: dict[Ranges, int] = {}
+        for rank, ranges in enumerate(self.ranges_by_rank):
+            first.setdefault(ranges, rank)
+        return tuple(first.values())
+
+    def of(self, whole: Tensor) -> Tensor:
+        """This rank's slice of a whole leaf, in new memory if it is more than one range."""
+        pieces = [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
+
+    def whole(self, slices: Sequence[Tensor]) -> Tensor:
+        """The whole leaf of all ranks' slices, in rank order."""
+        found = [
+            (start, piece)
+            for rank in self.first_holders
+            for (start, _), piece in zip(self.ranges_by_rank[rank], self._split(slices[rank], rank), strict=True)
+        ]
+        return torch.cat([piece for _, piece in sorted(found, key=lambda pair: pair[0])], self.dim)
+
+    def _split(self, piece: Tensor, rank: int) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = piece.split([stop - start for start, stop in self.ranges_by_rank[rank]], self.dim)
+        return found
+
+
+def mark_slice(leaf: Tensor, cut: LeafSlice) -> Tensor:
+    """The leaf's values in a new tensor, marked to be a slice of a whole leaf along one more dim.
+
+    Raises:
+        ValueError: it is a slice along this dim already.
+    """
+    before: tuple[LeafSlice, ...] = slices_of(leaf)
+    if any(each.dim == cut.dim for each in before):
+        raise ValueError(f"a leaf of shape {list(leaf.shape)} is a slice along dim {cut.dim} already; let one transform cut it")
+    return mark_slices(leaf, (*before, cut))
+
+
+def whole_shape(shape: Sequence[int], slices: Sequence[LeafSlice]) -> tuple[int, ...]:
+    """The shape of the whole leaf, from that of a slice."""
+    sizes = {cut.dim: cut.size for cut in slices}
+    return tuple(sizes.get(dim, size) for dim, size in enumerate(shape))
+
+
+def runs(shape: Sequence[int], slices: Sequence[LeafSlice], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """Where elements ``start`` to ``stop`` of a flattened slice lie in the flattened whole leaf.
+
+    Args:
+        shape: of the slice.
+        slices: what it is of the whole leaf.
+        start: the first element.
+        stop: the element after the last.
+
+    Yields:
+        (place in the flattened slice, place in the flattened whole leaf, number of neighbouring elements).
+
+    >>> list(runs((2, 2), [LeafSlice.even(1, 4, 2, 1)], 1, 4))
+    [(1, 3, 1), (2, 6, 2)]
+    """
+    if not slices:
+        if stop > start:
+            yield start, start, stop - start
+        return
+    positions = {cut.dim: [p for first, last in cut.ranges for p in range(first, last)] for cut in slices}
+    whole, last = whole_shape(shape, slices), max(positions)
+    block = math.prod(shape[last + 1 :])  # neighbours in both: the dims after the last that is cut
+    stretches = _stretches(next(cut for cut in slices if cut.dim == last).ranges, block)
+    row = shape[last] * block
+    strides = [math.prod(whole[dim + 1 :]) for dim in range(last)]
+    for index in range(start // row, -(-stop // row)) if row else ():
+        rest, target = index, 0
+        for dim in reversed(range(last)):
+            rest, at = divmod(rest, shape[dim])
+            target += (positions[dim][at] if dim in positions else at) * strides[dim]
+        for here, there, length in stretches:
+            low, high = max(index * row + here, start), min(index * row + here + length, stop)
+            if high > low:
+                yield low, target + there + low - index * row - here, high - low
+
+
+def _stretches(ranges: Ranges, block: int) -> list[tuple[int, int, int]]:
+    """(place in a row of the slice, place in a row of the whole leaf, number of elements) of each range."""
+    lengths = [(stop - start) * block for start, stop in ranges]
+    places = itertools.accumulate(lengths, initial=0)
+    return [(place, start * block, length) for place, (start, _), length in zip(places, ranges, lengths, strict=False)]
