@@ -243,14 +243,14 @@ class Apply:
         skeleton.put(held)
         kind = type(self.module).__name__
         plain = tape is not None and not tape.placeholders
-        versions = [version_of(p) for p in params.values()] if plain else []
+        versions = _marks(params) if plain else []
         try:
             watches = held.looks and tape is not None and not trial
             with watched(kind, params, tape) if watches else nullcontext():  # type: ignore[arg-type]
                 found = called(skeleton.module, function)(skeleton.module)
-            if plain and versions != [version_of(p) for p in params.values()]:
-                name = next(n for (n, p), v in zip(params.items(), versions, strict=True) if version_of(p) != v)
-                refuse_write(kind, name, params[name], "under no_grad")
+            if plain and versions != (after := _marks(params)):
+                name = next(n for n, old, new in zip(params, versions, after, strict=True) if old != new)
+                refuse_write(kind, name, params[name], "under no_grad, or by .data =")
             return found
         finally:
             if not trial:
@@ -353,6 +353,14 @@ class Apply:
             if key not in _OF_MODULES and is_mutable(value) and not any(id(x) in names for x in tree.leaves(value))
         ]
         return Skeleton(module, owners, self._names, self._by_name, slots, elsewhere, rnns, len(self._changes), tensors)
+
+
+def _marks(params: Mapping[str, Tensor]) -> list[tuple[int, int]]:
+    """What a write in place changes, and what an assignment of ``data`` does."""
+    try:
+        return [(version_of(p), p.data_ptr()) for p in params.values()]
+    except (RuntimeError, NotImplementedError):  # fake tensors, and those of a torch.func transform, have no memory
+        return [(version_of(p), 0) for p in params.values()]
 
 
 def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor]]:
