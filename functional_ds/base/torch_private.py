@@ -53,9 +53,9 @@ __all__ = [
     "foreach_add_",
     "foreach_copy_",
     "gradients",
-    "held_elsewhere",
     "graph_number",
     "has_late_hooks",
+    "held_elsewhere",
     "hooks_of",
     "instead_of_engine",
     "instead_of_grouping",
@@ -211,8 +211,8 @@ def version_of(tensor: Tensor) -> int:
 
 
 def graph_number(tensor: Tensor) -> int:
-    """How many nodes this thread had put into graphs when it computed a tensor. Without it, only the first graph is looked at."""
-    return -1 if tensor.grad_fn is None else tensor.grad_fn._sequence_nr()  # type: ignore[attr-defined]
+    """How many nodes this thread had put into graphs when it made a tensor. Without it, only first graphs are looked at."""
+    return -1 if tensor.grad_fn is None else tensor.grad_fn._sequence_nr()
 
 
 def has_late_hooks(tensor: Tensor) -> bool:

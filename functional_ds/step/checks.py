@@ -90,8 +90,8 @@ def refuse_other_names(metrics: Mapping[str, Any], total: Tensor | None) -> None
     *found, ranks = total.tolist()
     if found != [number * ranks for number in _two_numbers(metrics)]:
         raise ValueError(
-            f"the loss function returned the metrics {sorted(metrics)} on this rank, and others on another rank; return the same "
-            "metrics on every rank, fds.Weighted(0, 0) where a rank has nothing to add"
+            f"the loss function returned the metrics {sorted(metrics)} on this rank, and others on another rank; return the "
+            "same metrics on every rank, fds.Weighted(torch.zeros(()), 0) where a rank has nothing to add"
         )
 
 

@@ -156,8 +156,8 @@ def refuse_donated(state: State) -> None:
     """
     if getattr(state.step, _DONATED, False):
         raise DonatedStateError(
-            "state: it shares its tensors with a state that was donated to a step, which has reused their memory; go on with the "
-            "state that the step returned, or call step(state, batch, donate=False), or state.clone() before the step"
+            "state: it shares its tensors with a state that was donated to a step, which has reused their memory; go on with "
+            "the state that the step returned, or call step(state, batch, donate=False), or state.clone() before the step"
         )
 
 

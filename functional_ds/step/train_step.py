@@ -84,7 +84,7 @@ def train_step(
         found = step.forward(state, lambda given: loss_fn(params, given, **further), batch)
         value, metrics = _with_metrics(found)
         if "loss" in metrics:
-            raise ValueError('the loss function returned a metric named "loss", which is the name of the loss itself; rename it')
+            raise ValueError('the loss function returned a metric named "loss", which is the name of the loss: rename it')
         tape = current_tape()
         if tape is not None:
             tape.slots["mean"] = not isinstance(value, Weighted)

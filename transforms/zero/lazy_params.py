@@ -226,7 +226,7 @@ class LazyParams:
                 raise self._again() from error
             raise
 
-    def _again(self) -> RuntimeError:
+    def _again(self) -> BaseException:
         """What is raised where torch.func comes between the loss and a unit: the loss runs again, with all units there.
 
         A gather inside of a transform would be part of it; and forward-mode levels belong to the process, which simulated ranks
@@ -279,8 +279,8 @@ class LazyParams:
         for version, (place, leaf) in zip(before, leaves.items(), strict=False):
             if version_of(leaf) != version:
                 raise RuntimeError(
-                    f"the loss wrote into the parameter {self.layout.paths[place]!r} in place, and a forward pass may write buffers "
-                    "alone: compute the weight from the parameter instead, or change params after the update, in a transform: "
+                    f"the loss wrote into the parameter {self.layout.paths[place]!r} in place, and a forward pass may write "
+                    "buffers alone: compute the weight from the parameter instead, or change params after the update, in a transform: "
                     "fds.wrap(..., update=...)"
                 )
 

@@ -30,10 +30,11 @@ _METADATA: frozenset[Any] = frozenset(
 
 _DATA: Any = Tensor.data
 _REFUSED = {
-    _DATA.__set__: "the loss set the data of a parameter of shape {shape}, which is none of its own under zero: compute what it "
-    "needs from the parameter, or change params after the update, in a transform: fds.wrap(..., update=...)",
+    _DATA.__set__: "the loss set the data of a parameter of shape {shape}, which is none of its own under zero: compute what "
+    "it needs from the parameter, or change params after the update, in a transform: fds.wrap(..., update=...)",
     Tensor.register_post_accumulate_grad_hook: "the loss registered a hook on a parameter of shape {shape} by "
-    "register_post_accumulate_grad_hook, which would never run, because gradients are not accumulated in .grad; use register_hook",
+    "register_post_accumulate_grad_hook, which would never run, because gradients are not accumulated in .grad; use "
+    "register_hook",
 }
 _IN_PLACE = [
     getattr(Tensor, name)
