@@ -24,10 +24,11 @@ from functional_ds.remat.region import called, current_region
 from functional_ds.step.buffers import BufferScope, Held
 from functional_ds.step.tape import Tape, current_tape
 
+from .attributes import ABSENT, is_mutable, put_attribute
 from .deep_copy import TensorPlace, deep_copy, reached
 from .refusals import check_elsewhere, check_module
 from .shared_memory import SharedMemory
-from .skeleton import ABSENT, Place, Skeleton, is_mutable, joined, put_attribute
+from .skeleton import Place, Skeleton, joined
 from .write_watch import refuse_write, watched
 
 __all__ = ["Apply", "functional"]
@@ -352,7 +353,10 @@ class Apply:
             for key, value in vars(owner).items()
             if key not in _OF_MODULES and is_mutable(value) and not any(id(x) in names for x in tree.leaves(value))
         ]
-        return Skeleton(module, owners, self._names, self._by_name, slots, elsewhere, rnns, len(self._changes), tensors)
+        version = len(self._changes)
+        return Skeleton(
+            module, owners, self._names, self._by_name, slots, elsewhere, rnns, version, self._changes, tensors
+        )
 
 
 def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor]]:

@@ -11,8 +11,9 @@ from functional_ds.base import tree
 from functional_ds.base.torch_private import buffers_of, is_fake, storage_id
 
 from .skeleton import Place, joined
+from .stale import Stale
 
-__all__ = ["SharedMemory", "Stale", "attributes_of"]
+__all__ = ["SharedMemory", "attributes_of"]
 
 _KINDS = (Tensor, nn.Parameter)
 _FOLLOWS = "fds.functional got the module, and would not follow training"
@@ -129,34 +130,3 @@ def _overlapping(named: list[tuple[str, Tensor]]) -> Iterator[tuple[_ByteRange, 
                 break
             if one.meets(other):
                 yield one, other
-
-
-class Stale:
-    """Stands in a copy for an attribute that would not follow training, and says so when it is used.
-
-    Modules that assign the attribute in each forward pass (``torch.nn.utils.weight_norm``, ``spectral_norm``, ``prune``) never
-    use it.
-    """
-
-    def __init__(self, message: str) -> None:
-        self._message = message
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(self._message)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self._refuse()
-
-    def __deepcopy__(self, memo: Any) -> "Stale":
-        return self
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuses to be computed with."""
-        given = tree.leaves((args, kwargs))
-        return next(each for each in given if isinstance(each, Stale))._refuse()
-
-    __getitem__ = __len__ = __iter__ = __bool__ = __float__ = __int__ = __neg__ = __add__ = __radd__ = _refuse
-    __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = __pow__ = _refuse

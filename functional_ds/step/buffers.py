@@ -26,6 +26,7 @@ __all__ = [
     "Buffers",
     "Held",
     "Modules",
+    "Others",
     "bit_equal",
 ]
 
@@ -137,6 +138,25 @@ class Known:
         return Known, ({}, {}, {}, {}, True)  # modules do not travel with a state
 
 
+@attrs.define(eq=False)
+class Others:
+    """What forward passes have set on modules and a state's tree cannot hold: strings, members of enums, objects, modes.
+
+    It goes on from step to step with the state; no checkpoint has it, and ``fds.save`` warns.
+
+    Attributes:
+        by_key: for each module the values by the names of the attributes, with what was known of its ``apply`` then.
+    """
+
+    by_key: Mapping[str, Mapping[str, tuple[Any, int]]] = attrs.field(factory=dict)
+
+    def __eq__(self, other: object) -> bool:
+        """It is no part of a state's structure."""
+        return isinstance(other, Others)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 @tree.record
 class Buffers:
     """The slot of the modules' buffers.
@@ -146,12 +166,14 @@ class Buffers:
         attributes: other tensors and numbers that forward passes have set on modules, likewise.
         known: what the program has found out about its modules.
         policy: whose buffers data-parallel ranks keep.
+        others: what else they have set.
     """
 
     values: dict[str, dict[str, Any]]
     attributes: dict[str, dict[str, Any]]
     known: Known = tree.static()
     policy: str = tree.static(default="first")
+    others: Others = tree.static(default=Others())
 
     roles: ClassVar[Mapping[str, Role]] = {"values": Role.BUFFER, "attributes": Role.ATTRIBUTE}
 
@@ -215,6 +237,7 @@ class Held:
     Attributes:
         values: its buffers by name; those that may be written are copies.
         attributes: what passes have set on it beside buffers.
+        others: what they have set that no tree can hold.
         looks: whether bits are to be compared, because nothing is known yet of what the module writes.
         complete: whether it has the buffers, too, that a state leaves out.
     """
@@ -222,6 +245,7 @@ class Held:
     values: dict[str, Any]
     attributes: dict[str, Any]
     looks: bool
+    others: dict[str, tuple[Any, int]] = attrs.field(factory=dict, init=False)
     complete: bool = attrs.field(default=False, init=False)
     _before: dict[str, Any] = attrs.field(factory=dict)  # as the state has them
     _versions: dict[str, int] = attrs.field(factory=dict)
@@ -294,6 +318,7 @@ class BufferScope:
                 known.written.pop(key, None)
                 known.modes[key] = module.modes
             self._held[key] = Held.of(self.buffers.values[key], self.buffers.attributes[key], known.written.get(key))
+            self._held[key].others.update(self.buffers.others.by_key.get(key, {}))
         return self._held[key]
 
     def collect(self) -> Buffers | None:
@@ -301,6 +326,7 @@ class BufferScope:
         if self.buffers is None or not self.keeps:
             return self.buffers
         values, attributes, known = dict(self.buffers.values), dict(self.buffers.attributes), self.buffers.known
+        others = dict(self.buffers.others.by_key)
         for key, held in self._held.items():
             spoilt = held.spoilt()
             if spoilt is not None:
@@ -312,7 +338,10 @@ class BufferScope:
             known.written[key] = known.written.get(key, frozenset()) | _with_siblings(found, held.values)
             kept = values[key].keys() | known.written[key]
             values[key], attributes[key] = {n: b for n, b in held.values.items() if n in kept}, held.attributes
-        return tree.replace(self.buffers, values=values, attributes=attributes)
+            others[key] = held.others
+        others = {key: held for key, held in others.items() if held}
+        changed = {"others": Others(others)} if others or self.buffers.others.by_key else {}
+        return tree.replace(self.buffers, values=values, attributes=attributes, **changed)
 
 
 def _with_siblings(written: Collection[str], values: Iterable[str]) -> frozenset[str]:
