@@ -83,7 +83,9 @@ def kept(name: str, value: Any) -> Any:
         f"the attribute {name!r} was computed, with a graph, in an earlier pass, whose graph is gone: keep what later passes "
         "read without one (.detach().clone()), and return from forward what the loss needs"
     )
-    return value if value is ABSENT else tree.map(lambda leaf: stale if has_graph(leaf) else leaf, value)
+    if not has_graph(value):
+        return value
+    return tree.map(lambda leaf: stale if has_graph(leaf) else leaf, value)
 
 
 def copied(value: Any, memo: dict[int, Any]) -> Any:

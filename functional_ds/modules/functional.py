@@ -29,6 +29,7 @@ from .deep_copy import TensorPlace, deep_copy, reached
 from .refusals import check_elsewhere, check_module
 from .shared_memory import SharedMemory
 from .skeleton import Place, Skeleton, joined
+from .stale import HiddenAttributes
 from .write_watch import refuse_write, watched
 
 __all__ = ["Apply", "functional"]
@@ -98,6 +99,7 @@ class Apply:
         self._seen = [dict(each) for each in self._watched]
         self._values = [*itertools.chain.from_iterable(map(dict.values, self._watched))]
         self._changes: list[tuple[int, str, Any]] = []  # module by place, attribute, value
+        self._hidden = HiddenAttributes(self.module, self._seen)
 
     @property
     def bare(self) -> Mapping[str, nn.Parameter]:
@@ -176,6 +178,7 @@ class Apply:
         """A new copy of the module, with all parameters given and ``dress(buffer)`` for each of its buffers."""
         memo: dict[int, Any] = {id(bare): params[name] for name, bare in self._bare.items()}
         memo.update((id(buffer), dress(buffer)) for _, buffer in self.module.named_buffers())
+        self._hidden.undo(memo)
         return deep_copy(self.module, memo)
 
     def __repr__(self) -> str:
@@ -252,6 +255,8 @@ class Apply:
             if plain and versions != [version_of(p) for p in params.values()]:
                 name = next(n for (n, p), v in zip(params.items(), versions, strict=True) if version_of(p) != v)
                 refuse_write(kind, name, params[name], "under no_grad")
+            if held.looks:
+                self._hidden.hide(skeleton.passing())
             return found
         finally:
             if not trial:
@@ -301,6 +306,8 @@ class Apply:
 
     def _release(self, skeleton: Skeleton, held: Held) -> None:
         skeleton.settle(None if skeleton.tried else held)
+        if held.others:
+            self._hidden.hide([name for name, other in held.others.items() if other.passing])
         skeleton.bind({name: self._bare[name] for name in skeleton.bound})
         if not skeleton.tried:
             self._pool.append(skeleton)
@@ -337,6 +344,7 @@ class Apply:
         buffers = dict(self.module.named_buffers())
         memo: dict[int, Any] = {id(x): x.detach() if name in self._elsewhere else x for name, x in buffers.items()}
         with unset_fake_temporarily(), torch.inference_mode(False):
+            self._hidden.undo(memo)
             module = deep_copy(self.module, memo)
         owners = dict(module.named_modules())
         slots: dict[str, list[tuple[TensorPlace, Any]]] = {
@@ -353,9 +361,10 @@ class Apply:
             for key, value in vars(owner).items()
             if key not in _OF_MODULES and is_mutable(value) and not any(id(x) in names for x in tree.leaves(value))
         ]
+        bare = {name: memo[id(x)] for name, x in self._bare.items() if id(x) in memo}
         version = len(self._changes)
         return Skeleton(
-            module, owners, self._names, self._by_name, slots, elsewhere, rnns, version, self._changes, tensors
+            module, owners, self._names, self._by_name, slots, elsewhere, rnns, version, self._changes, tensors, bare
         )
 
 

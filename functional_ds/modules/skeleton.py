@@ -1,6 +1,7 @@
 """A copy of a module without memory of its own, into which calls put parameters and buffers."""
 
 import functools
+import gc
 from collections.abc import Mapping
 from operator import is_
 from typing import Any
@@ -10,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from functional_ds.base import tree
-from functional_ds.base.torch_private import buffers_of, refresh_flat_weights, version_of
+from functional_ds.base.torch_private import buffers_of, held_elsewhere, refresh_flat_weights, version_of
 from functional_ds.step.buffers import Held, bit_equal
+from functional_ds.step.other_attributes import OtherAttribute
 
 from .attributes import ABSENT, copied, has_graph, is_state, kept, put_attribute, usable
 from .deep_copy import TensorPlace
+from .stale import Stale
 
 __all__ = ["Place", "Skeleton", "joined"]
 
@@ -29,6 +32,7 @@ class Skeleton:
         owners: the modules in it, by path.
         slots: the places of each parameter.
         elsewhere: further places of buffers: attributes, lists, closures.
+        placeholders: the parameters without values that it was made with, until others are put in their places.
         tensors: the names of attributes that are tensors, or lists and the like of them, and no buffers.
         version: up to which change of ``Apply.module`` its attributes are those of that module.
         changes: those changes.
@@ -48,6 +52,7 @@ class Skeleton:
     version: int
     changes: list[tuple[int, str, Any]]
     tensors: list[str]
+    placeholders: dict[str, Tensor]
     attributes: list[dict[str, Any]] = attrs.field(factory=list)
     tried: bool = False
     identity: tuple[int, ...] = ()
@@ -68,14 +73,33 @@ class Skeleton:
         return [dict(store) for store in self._stores.values()]
 
     def bind(self, params: Mapping[str, Tensor]) -> None:
-        """Puts the parameters in place, wherever they belong."""
+        """Puts the parameters in place, wherever they belong.
+
+        Raises:
+            ValueError: the copy has a parameter in a further place, which nothing can be put into.
+        """
         for name, parameter in params.items():
             for owner, key in self.slots[name]:
                 owner[key] = parameter
         for rnn in self.rnns:  # these read their weights from a second list
             refresh_flat_weights(rnn)
+        if self.placeholders:
+            self._check_places(params)
         self.bound = params
         self.identity = tuple(map(id, params.values()))
+
+    def _check_places(self, params: Mapping[str, Tensor]) -> None:
+        names, bare = [name for name in self.placeholders if name in params], self.placeholders
+        tensors, self.placeholders = [bare.pop(name) for name in names], {}
+        if any(held_elsewhere(tensors)):
+            gc.collect()
+        for name, held in zip(names, held_elsewhere(tensors), strict=True):
+            if held:
+                raise ValueError(
+                    f"fds.functional: something in {type(self.module).__name__} holds the parameter {name!r} where a call "
+                    "cannot put the step's: the key of a dict, a set, or an object that hides it. Key tables by the "
+                    "parameter's name, and refer to parameters by attributes, lists, tuples or the values of dicts"
+                )
 
     def put(self, held: Held) -> None:
         """Lets the modules have these buffers."""
@@ -119,9 +143,9 @@ class Skeleton:
             touched.add(path)
             value = held.attributes.get(name, vars(owner).get(key))
             if name in held.others:
-                value, version = held.others[name]
-                if self._is_set_anew(name, version):
+                if self._is_set_anew(name, held.others[name].version):
                     continue
+                value = held.others[name].value
             if id(value) not in memo:
                 memo[id(value)] = copied(value, memo)
             put_attribute(owner.__dict__, key, memo[id(value)])
@@ -179,9 +203,10 @@ class Skeleton:
                 del held.attributes[name]
             return
         held.attributes.pop(name, None)
-        held.others[name] = kept(name, value), self.version
-        if value is before:
-            del held.others[name]
+        held.others.pop(name, None)
+        if value is not before:
+            rest = kept(name, value)
+            held.others[name] = OtherAttribute(rest, self.version, any(isinstance(x, Stale) for x in tree.leaves(rest)))
 
     def passing(self) -> list[str]:
         """The attributes that calls have set to what has a graph."""

@@ -1,10 +1,14 @@
 """What stands in place of an attribute whose value is another call's, or would not follow training."""
 
+import copy
 from typing import Any
+
+import attrs
+from torch import nn
 
 from functional_ds.base import tree
 
-__all__ = ["Stale"]
+__all__ = ["HiddenAttributes", "Stale"]
 
 
 class Stale:
@@ -37,3 +41,38 @@ class Stale:
     __getitem__ = __setitem__ = __len__ = __iter__ = __bool__ = __float__ = __int__ = __neg__ = __add__ = __radd__ = _refuse
     __call__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
     __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = __pow__ = _refuse
+
+
+@attrs.define(eq=False)
+class HiddenAttributes:
+    """The attributes of ``Apply.module`` that calls set to what has a graph: reading them there says that they did not change.
+
+    Attributes:
+        module: ``Apply.module``.
+        seen: for each module in it, the attributes that are no changes of the user's.
+    """
+
+    module: nn.Module
+    seen: list[dict[str, Any]]
+    _own: dict[int, tuple[Stale, Any]] = attrs.field(factory=dict)
+    _names: set[str] = attrs.field(factory=set)
+
+    def hide(self, names: list[str]) -> None:
+        """Puts something that says so in their places."""
+        for name in [name for name in names if name not in self._names]:
+            self._names.add(name)
+            path, _, key = name.rpartition(".")
+            place, owner = next(
+                (place, owner) for place, (its, owner) in enumerate(self.module.named_modules()) if its == path
+            )
+            if key in vars(owner) and not isinstance(vars(owner)[key], Stale):
+                stale = Stale(
+                    f"the attribute {name!r} of apply.module is not what a call has set: a call changes a copy of the module; "
+                    "let forward return the value, (output, aux), and add it in the loss"
+                )
+                self._own[id(stale)] = stale, vars(owner)[key]
+                owner.__dict__[key] = self.seen[place][key] = stale
+
+    def undo(self, memo: dict[int, Any]) -> None:
+        """Lets a deep copy of the module have the attributes that it was built with."""
+        memo.update((place, copy.deepcopy(own, memo)) for place, (_, own) in self._own.items())

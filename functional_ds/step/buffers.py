@@ -16,6 +16,7 @@ from functional_ds.base import tree
 from functional_ds.base.marks import module_of
 from functional_ds.base.torch_private import disable_dispatch_modes, version_of
 
+from .other_attributes import OtherAttribute, OtherAttributes
 from .slots import Role
 
 __all__ = [
@@ -26,7 +27,6 @@ __all__ = [
     "Buffers",
     "Held",
     "Modules",
-    "Others",
     "bit_equal",
 ]
 
@@ -138,25 +138,6 @@ class Known:
         return Known, ({}, {}, {}, {}, True)  # modules do not travel with a state
 
 
-@attrs.define(eq=False)
-class Others:
-    """What forward passes have set on modules and a state's tree cannot hold: strings, members of enums, objects, modes.
-
-    It goes on from step to step with the state; no checkpoint has it, and ``fds.save`` warns.
-
-    Attributes:
-        by_key: for each module the values by the names of the attributes, with what was known of its ``apply`` then.
-    """
-
-    by_key: Mapping[str, Mapping[str, tuple[Any, int]]] = attrs.field(factory=dict)
-
-    def __eq__(self, other: object) -> bool:
-        """It is no part of a state's structure."""
-        return isinstance(other, Others)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
 @tree.record
 class Buffers:
     """The slot of the modules' buffers.
@@ -173,7 +154,7 @@ class Buffers:
     attributes: dict[str, dict[str, Any]]
     known: Known = tree.static()
     policy: str = tree.static(default="first")
-    others: Others = tree.static(default=Others())
+    others: OtherAttributes = tree.static(default=OtherAttributes())
 
     roles: ClassVar[Mapping[str, Role]] = {"values": Role.BUFFER, "attributes": Role.ATTRIBUTE}
 
@@ -201,6 +182,12 @@ class Buffers:
         """By name; for several modules by their keys first."""
         found = {key: {**values, **self.attributes.get(key, {})} for key, values in self.values.items()}
         return found[""] if [*found] == [""] else found
+
+    def unsaved(self) -> list[str]:
+        """The attributes that no checkpoint has, although forward passes have set them."""
+        gone = {(key, name) for key, held in self.attributes.items() for name, value in held.items() if value is None}
+        gone |= {(key, name) for key, held in self.others.by_key.items() for name, other in held.items() if not other.passing}
+        return sorted(".".join(filter(None, each)) for each in gone)
 
     def grown(self, names: Iterable[tuple[str, str, tuple[int, ...], torch.dtype]]) -> "Buffers":
         """With room for buffers that a checkpoint has and a fresh state lacks, as modules make some only when they run.
@@ -245,7 +232,7 @@ class Held:
     values: dict[str, Any]
     attributes: dict[str, Any]
     looks: bool
-    others: dict[str, tuple[Any, int]] = attrs.field(factory=dict, init=False)
+    others: dict[str, OtherAttribute] = attrs.field(factory=dict, init=False)
     complete: bool = attrs.field(default=False, init=False)
     _before: dict[str, Any] = attrs.field(factory=dict)  # as the state has them
     _versions: dict[str, int] = attrs.field(factory=dict)
@@ -340,7 +327,7 @@ class BufferScope:
             values[key], attributes[key] = {n: b for n, b in held.values.items() if n in kept}, held.attributes
             others[key] = held.others
         others = {key: held for key, held in others.items() if held}
-        changed = {"others": Others(others)} if others or self.buffers.others.by_key else {}
+        changed = {"others": OtherAttributes(others)} if others or self.buffers.others.by_key else {}
         return tree.replace(self.buffers, values=values, attributes=attributes, **changed)
 
 
