@@ -120,8 +120,8 @@ def _holders_of_hooks(module: nn.Module) -> Iterator[Any]:
     """
     parts: set[int] | None = None
     for owner in module.modules():
-        for hooks in [value for key, value in vars(owner).items() if value and key.endswith("_hooks")]:
-            for hook in hooks.values() if isinstance(hooks, dict) else ():
+        for hooks in [value for key, value in vars(owner).items() if key.endswith("_hooks") and isinstance(value, dict)]:
+            for hook in hooks.values():
                 holder = hook.__self__ if isinstance(hook, types.MethodType) else None
                 if holder is None or isinstance(holder, (type, nn.Module)):
                     continue

@@ -2,7 +2,7 @@
 
 import functools
 import gc
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from operator import is_
 from typing import Any
 
@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from functional_ds.base import tree
-from functional_ds.base.torch_private import buffers_of, held_elsewhere, refresh_flat_weights, version_of
+from functional_ds.base.torch_private import buffers_of, held_elsewhere, parameters_of, refresh_flat_weights, version_of
 from functional_ds.step.buffers import Held, bit_equal
 from functional_ds.step.other_attributes import OtherAttribute
 
 from .attributes import ABSENT, copied, has_graph, is_state, kept, put_attribute, usable
 from .deep_copy import TensorPlace
+from .refusals import refuse_flags
 from .stale import Stale
 
 __all__ = ["Place", "Skeleton", "joined"]
@@ -30,7 +31,8 @@ class Skeleton:
 
     Attributes:
         owners: the modules in it, by path.
-        slots: the places of each parameter.
+        owned: the places of each parameter among the modules' parameters.
+        slots: all its places.
         elsewhere: further places of buffers: attributes, lists, closures.
         placeholders: the parameters without values that it was made with, until others are put in their places.
         tensors: the names of attributes that are tensors, or lists and the like of them, and no buffers.
@@ -40,10 +42,13 @@ class Skeleton:
         tried: whether it ran without values.
         identity: of the parameters that it has.
         calls: who runs the modules inside of it.
+        marked: the tensors in the place of parameters that are marked as such.
+        flags: which of the parameters required grad when they were put in place.
     """
 
     module: nn.Module
     owners: dict[str, nn.Module]
+    owned: Mapping[str, list[Place]]
     names: Mapping[Place, str]
     places: Mapping[str, list[Place]]
     slots: dict[str, list[tuple[TensorPlace, Any]]]
@@ -58,6 +63,8 @@ class Skeleton:
     identity: tuple[int, ...] = ()
     calls: tuple[Any, ...] = ()
     bound: Mapping[str, Tensor] = attrs.field(factory=dict)
+    marked: list[tuple[Tensor, Collection[str]]] = attrs.field(factory=list)
+    flags: list[bool] = attrs.field(factory=list)
     _plain: list[tuple[nn.Module, Any]] = attrs.field(factory=list)  # the modules that ``calls`` run, and their own forward
     _leased: list[dict[str, Any]] = attrs.field(factory=list)  # the attributes with what the state had
     _copies: dict[str, tuple[Any, Any, list[Any]]] = attrs.field(factory=dict)  # with their structure, leaves and versions
@@ -90,7 +97,7 @@ class Skeleton:
 
     def _check_places(self, params: Mapping[str, Tensor]) -> None:
         names, bare = [name for name in self.placeholders if name in params], self.placeholders
-        tensors, self.placeholders = [bare.pop(name) for name in names], {}
+        tensors = [bare.pop(name) for name in names]
         if any(held_elsewhere(tensors)):
             gc.collect()
         for name, held in zip(names, held_elsewhere(tensors), strict=True):
@@ -207,6 +214,50 @@ class Skeleton:
         if value is not before:
             rest = kept(name, value)
             held.others[name] = OtherAttribute(rest, self.version, any(isinstance(x, Stale) for x in tree.leaves(rest)))
+
+    def check(self, kind: str, aliases: Mapping[str, str], held: Held) -> None:
+        """Refuses a forward pass that has put other parameters in their places, or changed which require grad.
+
+        Args:
+            kind: the module's class.
+            aliases: attributes that shared memory, each with the name of what; a call may write into neither.
+            held: what the module has in this pass.
+        """
+        for name, parameter in self.bound.items():
+            for path, key in self.owned[name]:
+                if parameters_of(self.owners[path]).get(key) is not parameter:
+                    raise RuntimeError(
+                        f"the module {kind} set its parameter {joined(path, key)!r} to another tensor in forward, and a step's "
+                        "params keep their places: choose between parameters by an attribute that is a number"
+                    )
+        if self.flags and self.flags != [p.requires_grad for p in self.bound.values()]:
+            refuse_flags(kind)
+        if aliases:
+            self._check_aliases(kind, aliases, held)
+
+    def _check_aliases(self, kind: str, aliases: Mapping[str, str], held: Held) -> None:
+        """Refuses a write into an attribute that shared memory with another attribute or a buffer: here they are parted."""
+        for name, (given, _, versions) in self._copies.items():
+            path, key = _parted(name)
+            other = next((its for each, its in aliases.items() if f"{each}.".startswith(f"{name}.")), None)
+            if other is None or name in held.attributes or vars(self.owners[path]).get(key, ABSENT) is not given:
+                continue
+            if any(version_of(leaf) != version for leaf, version in versions if isinstance(leaf, Tensor)):
+                raise RuntimeError(
+                    f"the module {kind} wrote into its attribute {name!r}, which shares memory with its {other!r}: what is written "
+                    "to one would not be in the other; keep one of them, and compute the other from it in forward"
+                )
+
+    def assigned(self, held: Held) -> list[tuple[str, Tensor]]:
+        """The tensors without a graph that forward has set as attributes and buffers."""
+        found = [(name, x) for name, x in held.values.items() if x is not None and held.is_assigned(name)]
+        for (path, owner), leased in zip(self.owners.items(), self._leased, strict=True):
+            now = vars(owner)
+            if len(now) == len(leased) and all(map(is_, now.values(), leased.values())):
+                continue
+            new = [(joined(path, key), x) for key, x in now.items() if x is not leased.get(key, ABSENT) and key != "forward"]
+            found += [(name, x) for name, v in new for x in tree.leaves(v) if isinstance(x, Tensor) and not x.requires_grad]
+        return found
 
     def passing(self) -> list[str]:
         """The attributes that calls have set to what has a graph."""

@@ -62,9 +62,7 @@ class HiddenAttributes:
         for name in [name for name in names if name not in self._names]:
             self._names.add(name)
             path, _, key = name.rpartition(".")
-            place, owner = next(
-                (place, owner) for place, (its, owner) in enumerate(self.module.named_modules()) if its == path
-            )
+            place, owner = next((place, owner) for place, (its, owner) in enumerate(self.module.named_modules()) if its == path)
             if key in vars(owner) and not isinstance(vars(owner)[key], Stale):
                 stale = Stale(
                     f"the attribute {name!r} of apply.module is not what a call has set: a call changes a copy of the module; "

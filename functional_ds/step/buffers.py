@@ -251,6 +251,10 @@ class Held:
             self.values[name] = self._given[name] = _plain(buffer) if _is_small(buffer) else buffer
             self._before[name], self._versions[name] = buffer, version_of(self.values[name])
 
+    def is_assigned(self, name: str) -> bool:
+        """Whether the pass has set a buffer to another tensor."""
+        return self.values[name] is not self._given.get(name)
+
     def written(self) -> frozenset[str]:
         """The buffers that are others now; where it ``looks``, by their bits, too: kernels of norms leave no other trace."""
         changed = {n for n, b in self.values.items() if n not in self._versions and b is not None}
