@@ -1,4 +1,4 @@
-"""What attributes hold that forward passes set: what a state can have, what goes on beside it, and what is of one pass alone."""
+"""What forward passes set as attributes: what a state can have, what goes on beside it, and what is of one pass alone."""
 
 import enum
 import types

@@ -31,7 +31,7 @@ class ParameterMarks:
         put: list[tuple[Tensor, Collection[str]]] = []
         for p in params.values():
             if type(p) is not nn.Parameter and not hasattr(p, _OF_TORCH):
-                p._is_param = True  # type: ignore[attr-defined]
+                p._is_param = True
                 put.append((p, (_OF_TORCH,)))
         for name, attributes in self._attributes.items():
             if name in params:

@@ -31,9 +31,9 @@ def check_module(module: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
     for name, parameter in params.items():
         if type(parameter) is not nn.Parameter and not is_fake(parameter) and not is_dtensor(parameter):
             raise ValueError(
-                f"fds.functional: the parameter {name!r} of {kind} is a {type(parameter).__name__}, and a step has plain tensors "
-                "in the place of parameters, so what the class does would be lost: use nn.Parameter, and do in forward, or in "
-                "torch.nn.utils.parametrize, what the class does"
+                f"fds.functional: the parameter {name!r} of {kind} is a {type(parameter).__name__}, and a step has plain "
+                "tensors in the place of parameters, so what the class does would be lost: use nn.Parameter, and do "
+                "that in forward or in torch.nn.utils.parametrize"
             )
     own = {id(parameter): name for name, parameter in params.items()}
     left = own.keys() - {id(parameter) for _, parameter in module.named_parameters()}
@@ -45,11 +45,11 @@ def check_module(module: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
         )
     for path, owner in module.named_modules():
         for key, value in vars(owner).items():
-            name = _name_in_keys(value, own)
-            if name is not None and key not in _OF_MODULES:
+            found = None if key in _OF_MODULES else _name_in_keys(value, own)
+            if found is not None:
                 raise ValueError(
-                    f"fds.functional: the keys of {key!r} in {path or kind} are parameters or their ids, here that of {name!r}; a "
-                    "step has other tensors in the place of parameters: use their names as keys"
+                    f"fds.functional: the keys of {key!r} in {path or kind} are parameters or their ids, here that of "
+                    f"{found!r}; a step has other tensors in the place of parameters: use their names as keys"
                 )
     for name, parameter in params.items():
         if hooks_of(parameter):
@@ -76,9 +76,8 @@ def refuse_flags(kind: str, error: RuntimeError | None = None) -> None:
     """
     if error is None or "you can only change requires_grad flags of leaf variables" in str(error):
         raise RuntimeError(
-            f"the module {kind} changed requires_grad of a parameter in forward, and which params a step trains stays as it is: "
-            "use what is to get no gradients detached (torch.func.functional_call with detached parameters), or train the parts "
-            "by steps of their own, with fds.freeze"
+            f"the module {kind} changed requires_grad of a parameter in forward, and a step trains the same params throughout; "
+            "use detached parameters there (torch.func.functional_call), or train the parts by steps of their own (fds.freeze)"
         ) from error
 
 

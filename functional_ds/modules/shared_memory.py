@@ -1,7 +1,6 @@
 """Tensors of a module that lie in the same memory, which functional values cannot do."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import attrs
 from torch import Tensor, nn

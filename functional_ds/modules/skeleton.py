@@ -7,11 +7,10 @@ from operator import is_
 from typing import Any
 
 import attrs
-import torch
 from torch import Tensor, nn
 
 from functional_ds.base import tree
-from functional_ds.base.torch_private import buffers_of, held_elsewhere, parameters_of, refresh_flat_weights, version_of
+from functional_ds.base.torch_private import buffers_of, held_elsewhere, refresh_flat_weights, version_of
 from functional_ds.step.buffers import Held, bit_equal
 from functional_ds.step.other_attributes import OtherAttribute
 
@@ -225,7 +224,9 @@ class Skeleton:
         """
         for name, parameter in self.bound.items():
             for path, key in self.owned[name]:
-                if parameters_of(self.owners[path]).get(key) is not parameter:
+                if (
+                    vars(self.owners[path])["_parameters"].get(key) is not parameter
+                ):  # what bind writes; scripted modules wrap it
                     raise RuntimeError(
                         f"the module {kind} set its parameter {joined(path, key)!r} to another tensor in forward, and a step's "
                         "params keep their places: choose between parameters by an attribute that is a number"
@@ -244,8 +245,8 @@ class Skeleton:
                 continue
             if any(version_of(leaf) != version for leaf, version in versions if isinstance(leaf, Tensor)):
                 raise RuntimeError(
-                    f"the module {kind} wrote into its attribute {name!r}, which shares memory with its {other!r}: what is written "
-                    "to one would not be in the other; keep one of them, and compute the other from it in forward"
+                    f"the module {kind} wrote into its attribute {name!r}, which shares memory with its {other!r}: what is "
+                    "written to one would not be in the other; keep one of them, and compute the other from it in forward"
                 )
 
     def assigned(self, held: Held) -> list[tuple[str, Tensor]]:

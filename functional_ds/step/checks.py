@@ -46,8 +46,8 @@ def check_params(params: Any) -> None:
     trained = [(path, leaf) for path, leaf in tree.named(params) if is_trainable(leaf)]
     for one, other in overlapping(trained):
         raise ValueError(
-            f"params: the leaves at {one.name!r} and {other.name!r} share memory, and the step would train each alone. If they are "
-            "tied, give one leaf alone, and use it twice in the loss; modules that share a part go into one module "
+            f"params: the leaves at {one.name!r} and {other.name!r} share memory, and the step would train each alone. If they "
+            "are tied, give one leaf alone, and use it twice in the loss; modules that share a part go into one module "
             "(nn.ModuleDict), of which fds.functional takes the parameters once. If not, clone one of them"
         )
 
