@@ -10,7 +10,7 @@ import attrs
 from torch import Tensor, nn
 
 from functional_ds.base import tree
-from functional_ds.base.torch_private import buffers_of, held_elsewhere, refresh_flat_weights, version_of
+from functional_ds.base.torch_private import buffers_of, held_elsewhere, parameters_of, refresh_flat_weights, version_of
 from functional_ds.step.buffers import Held, bit_equal
 from functional_ds.step.other_attributes import OtherAttribute
 
@@ -224,9 +224,8 @@ class Skeleton:
         """
         for name, parameter in self.bound.items():
             for path, key in self.owned[name]:
-                if (
-                    vars(self.owners[path])["_parameters"].get(key) is not parameter
-                ):  # what bind writes; scripted modules wrap it
+                own = parameters_of(self.owners[path])  # scripted modules have a dict of another kind, and keep theirs
+                if isinstance(own, dict) and own.get(key) is not parameter:
                     raise RuntimeError(
                         f"the module {kind} set its parameter {joined(path, key)!r} to another tensor in forward, and a step's "
                         "params keep their places: choose between parameters by an attribute that is a number"
