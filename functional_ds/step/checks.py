@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from functional_ds.base import tree
+from functional_ds.base.byte_ranges import overlapping
 from functional_ds.base.containers import register_containers
-from functional_ds.base.marks import trainable
+from functional_ds.base.marks import is_trainable, trainable
 from functional_ds.sharding.leaf_map import LeafMap
 
 from .buffers import BUFFERS
@@ -38,6 +39,7 @@ def check_params(params: Any) -> None:
 
     Raises:
         TypeError: a leaf is none; ``params`` is a module.
+        ValueError: two trained leaves share memory, so that the step would part what is tied.
     """
     if isinstance(params, nn.Module):
         raise TypeError(
@@ -45,6 +47,13 @@ def check_params(params: Any) -> None:
             "call apply(params, ...), and pass params"
         )
     tree.tensors(params, "params")
+    trained = [(path, leaf) for path, leaf in tree.named(params) if is_trainable(leaf)]
+    for one, other in overlapping(trained):
+        raise ValueError(
+            f"params: the leaves at {one.name!r} and {other.name!r} share memory, and the step would train each alone. If they "
+            "are tied, give one leaf alone, and use it twice in the loss; modules that share a part go into one module "
+            "(nn.ModuleDict), of which fds.functional takes the parameters once. If not, clone one of them"
+        )
 
 
 def check_state(step: Strategy, state: Any) -> None:

@@ -280,8 +280,8 @@ class LazyParams:
             if version_of(leaf) != version:
                 raise RuntimeError(
                     f"the loss wrote into the parameter {self.layout.paths[place]!r} in place, and a forward pass may write "
-                    "buffers alone: compute the weight from the parameter instead, or change params after the update, in a transform: "
-                    "fds.wrap(..., update=...)"
+                    "buffers alone: compute the weight from the parameter instead, or change params after the update, in a "
+                    "transform: fds.wrap(..., update=...)"
                 )
 
     def _same(self, unit: int, views: list[Tensor]) -> list[Tensor]:

@@ -12,7 +12,7 @@ __all__ = ["LazyTensor"]
 
 _PROPERTIES = (
     *("shape", "dtype", "device", "layout", "requires_grad", "ndim", "is_leaf", "is_cuda", "is_cpu", "is_meta", "is_sparse"),
-    *("is_quantized", "is_nested", "is_mkldnn", "is_xpu", "is_mps", "itemsize", "nbytes", "grad", "names"),
+    *("is_quantized", "is_nested", "is_mkldnn", "is_xpu", "is_mps", "itemsize", "nbytes", "grad", "grad_fn", "names"),
 )
 _GRAD: Any = Tensor.grad
 # The functions whose results follow from shape, dtype and device alone: they fetch nothing.
