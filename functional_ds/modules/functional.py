@@ -401,8 +401,8 @@ class Apply:
 def _versions(params: Mapping[str, Tensor]) -> list[tuple[int, int]]:
     """What a write in place changes, and what an assignment of ``data`` does."""
     try:
-        return [(version_of(p), p.data_ptr()) for p in params.values()]
-    except (RuntimeError, NotImplementedError):  # fake tensors, and those of a torch.func transform, have no memory
+        return [(version_of(p), p.data_ptr() if type(p) in (Tensor, nn.Parameter) else 0) for p in params.values()]
+    except RuntimeError:  # tensors of a torch.func transform have no memory
         return [(version_of(p), 0) for p in params.values()]
 
 

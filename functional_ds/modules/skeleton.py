@@ -224,7 +224,7 @@ class Skeleton:
         """
         for name, parameter in self.bound.items():
             for path, key in self.owned[name]:
-                own = parameters_of(self.owners[path])  # scripted modules have a dict of another kind, and keep theirs
+                own: Any = parameters_of(self.owners[path])  # scripted modules have a dict of another kind, and keep theirs
                 if isinstance(own, dict) and own.get(key) is not parameter:
                     raise RuntimeError(
                         f"the module {kind} set its parameter {joined(path, key)!r} to another tensor in forward, and a step's "

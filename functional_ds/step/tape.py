@@ -257,8 +257,8 @@ class Tape:
             if has_late_hooks(leaf):
                 raise RuntimeError(
                     f"the loss registered a hook on a parameter of shape {list(leaf.shape)} by "
-                    "register_post_accumulate_grad_hook, which would never run, because gradients are not accumulated in .grad; "
-                    "use register_hook"
+                    "register_post_accumulate_grad_hook, which would never run, because gradients are not accumulated in "
+                    ".grad; use register_hook"
                 )
 
     def _differentiate(self, roots: list[Tensor], seeds: list[Tensor | None]) -> list[Tensor | None]:
