@@ -53,6 +53,8 @@ __all__ = [
     "foreach_add_",
     "foreach_copy_",
     "gradients",
+    "graph_number",
+    "has_late_hooks",
     "held_elsewhere",
     "hooks_of",
     "instead_of_engine",
@@ -206,6 +208,16 @@ def storage_id(held: Tensor | torch.UntypedStorage) -> int:
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was written to in place. Without it, changed values would be used for gradients without an error."""
     return tensor._version
+
+
+def graph_number(tensor: Tensor) -> int:
+    """How many nodes this thread had put into graphs when it made a tensor. Without it, only first graphs are looked at."""
+    return -1 if tensor.grad_fn is None else tensor.grad_fn._sequence_nr()
+
+
+def has_late_hooks(tensor: Tensor) -> bool:
+    """Whether hooks wait for a leaf's ``.grad``. Without it, they would never run, and nothing would say so."""
+    return bool(tensor._post_accumulate_grad_hooks)
 
 
 def hooks_of(tensor: Tensor) -> list[Callable[..., Any]]:

@@ -18,6 +18,7 @@ from functional_ds.state_dict.all_or_none import all_or_none, gather_or_none
 from functional_ds.state_dict.describe import TensorShard, as_tensors, describe
 from functional_ds.state_dict.errors import CheckpointError
 from functional_ds.state_dict.fingerprint import fingerprints
+from functional_ds.step.buffers import BUFFERS, Buffers
 from functional_ds.step.state import State
 
 from .directory import Retention, check_free, check_pointer, check_tag, clean, make_folder, staging
@@ -172,6 +173,7 @@ class Saver:
         if self._closed:
             raise CheckpointError(f"this Saver of {self.folder} is closed; make another one")
         self.wait()
+        _warn_of_unsaved(state)
         group = self._group
         with ExitStack() as undo:
             (_, shards), requests = gather_or_none(
@@ -290,3 +292,14 @@ def save(
     """
     with Saver(path, group=group, keep_last=keep_last, keep_every=keep_every) as saver:
         return saver._start(state, tag=tag, extra=extra, snapshot=False)
+
+
+def _warn_of_unsaved(state: Any) -> None:
+    held = state.slots.get(BUFFERS) if isinstance(state, State) else None
+    lost = held.unsaved() if isinstance(held, Buffers) else []
+    if lost:
+        warnings.warn(
+            f"state: forward passes have set {', '.join(lost)} to what no checkpoint has (None, strings, objects, modes, or "
+            "nothing by del), so a run that is resumed begins with what the module was built with; use tensors and numbers",
+            stacklevel=4,
+        )

@@ -5,7 +5,7 @@ import functools
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import attrs
@@ -60,6 +60,30 @@ class _FixedArguments:
             self.owner.__defaults__ = value
 
 
+@attrs.frozen
+class _Fields:
+    """The attributes of an object of any class, frozen ones and slots, too."""
+
+    owner: Any
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        object.__setattr__(self.owner, key, value)
+
+
+def _fields_of(value: Any) -> dict[str, Any]:
+    """An object's attributes, in its ``__dict__`` and in slots."""
+    if isinstance(value, (types.FunctionType, types.MethodType)):
+        return {}
+    slots = [name for kind in type(value).__mro__ for name in _names(vars(kind).get("__slots__", ()))]
+    found = {name: getattr(value, name) for name in slots if not name.startswith("__") and hasattr(value, name)}
+    fields = getattr(value, "__dict__", None)
+    return {**found, **fields} if isinstance(fields, dict) else found
+
+
+def _names(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
 def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """``copy.deepcopy(module, memo)``, in which closures, bound methods and weak references lead into the copy.
 
@@ -73,6 +97,8 @@ def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     Raises:
         TypeError: something in the module cannot be copied; the message names the attribute.
     """
+    for holder in _holders_of_hooks(module):
+        memo.setdefault(id(holder), holder)
     try:
         made = copy.deepcopy(module, memo)
     except (TypeError, RuntimeError, ValueError) as error:
@@ -87,6 +113,33 @@ def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     return made
 
 
+def _holders_of_hooks(module: nn.Module) -> Iterator[Any]:
+    """The objects of the caller's, outside of the module, whose methods are hooks: they stay shared.
+
+    One that leads to a part of the module is none: the copy's hook must lead into the copy.
+    """
+    parts: set[int] | None = None
+    for owner in module.modules():
+        for hooks in [value for key, value in vars(owner).items() if key.endswith("_hooks") and isinstance(value, dict)]:
+            for hook in hooks.values():
+                holder = hook.__self__ if isinstance(hook, types.MethodType) else None
+                if holder is None or isinstance(holder, (type, nn.Module)):
+                    continue
+                if parts is None:
+                    parts = {id(x) for x in (*module.modules(), *module.parameters(), *module.buffers())}
+                if not _leads_to(holder, parts, set()):
+                    yield holder
+
+
+def _leads_to(value: Any, parts: Collection[int], seen: set[int]) -> bool:
+    if id(value) in parts:
+        return True
+    if id(value) in seen or isinstance(value, _ATOMS):
+        return False
+    seen.add(id(value))
+    return any(_leads_to(each, parts, seen) for each in (*_inside(value), *_fields_of(value).values()))
+
+
 def reached(module: nn.Module, wanted: Collection[int]) -> list[tuple[int, TensorPlace, Any]]:
     """The places beside ``_parameters`` and ``_buffers`` that hold one of the tensors: attributes, containers, closures.
 
@@ -94,7 +147,7 @@ def reached(module: nn.Module, wanted: Collection[int]) -> list[tuple[int, Tenso
         module: any.
         wanted: the tensors' ids.
     """
-    search = _PlaceSearch(wanted)
+    search = _PlaceSearch(wanted, set(map(id, module.modules())))
     for owner in module.modules():
         for key, value in vars(owner).items():
             if key not in ("_parameters", "_buffers", "_modules"):
@@ -238,10 +291,12 @@ class _PlaceSearch:
 
     Attributes:
         wanted: their ids.
+        modules: the ids of the modules that are looked at by themselves.
         found: with the places.
     """
 
     wanted: Collection[int]
+    modules: Collection[int]
     found: list[tuple[int, TensorPlace, Any]] = attrs.field(factory=list)
     _seen: set[int] = attrs.field(factory=set)
 
@@ -249,9 +304,10 @@ class _PlaceSearch:
         """Looks at a value and into it."""
         if id(value) in self.wanted:
             self.found.append((id(value), holder, key))
-        if id(value) in self._seen or isinstance(value, (*_ATOMS, nn.Module)):
+        if id(value) in self._seen or id(value) in self.modules or isinstance(value, _ATOMS):
             return
-        self._seen.add(id(value))
+        if not isinstance(value, tuple):  # each place that a tuple has gets a new one
+            self._seen.add(id(value))
         if isinstance(value, types.FunctionType):
             for cell in value.__closure__ or ():
                 if _is_filled(cell):
@@ -266,6 +322,10 @@ class _PlaceSearch:
             for name, item in value.items():
                 self.visit(item, value, name)
         elif isinstance(value, (list, tuple, deque)):
-            into = _TupleItems(type(value), list(value), holder, key) if isinstance(value, tuple) else value
+            places = _TupleItems(type(value), list(value), holder, key) if isinstance(value, tuple) else value
             for index, item in enumerate(value):
-                self.visit(item, into, index)
+                self.visit(item, places, index)
+        elif type(value) is not weakref.ref:
+            into = _Fields(value)
+            for name, item in _fields_of(value).items():
+                self.visit(item, into, name)

@@ -24,11 +24,14 @@ from functional_ds.remat.region import called, current_region
 from functional_ds.step.buffers import BufferScope, Held
 from functional_ds.step.tape import Tape, current_tape
 
+from .attributes import ABSENT, is_mutable, put_attribute
 from .deep_copy import TensorPlace, deep_copy, reached
-from .refusals import check_elsewhere, check_module
+from .parameter_marks import ParameterMarks, attributes_on
+from .refusals import check_elsewhere, check_module, refuse_flags
 from .shared_memory import SharedMemory
-from .skeleton import ABSENT, Place, Skeleton, is_mutable, joined, put_attribute
-from .write_watch import refuse_write, watched
+from .skeleton import Place, Skeleton, joined
+from .stale import HiddenAttributes
+from .write_watch import refuse_aliases, refuse_write, watched
 
 __all__ = ["Apply", "functional"]
 
@@ -89,7 +92,8 @@ class Apply:
         self._by_name: dict[str, list[Place]] = {}
         for place, name in self._names.items():
             self._by_name.setdefault(name, []).append(place)
-        self._shared = memory.buffers
+        self._shared, self._aliases = memory.buffers, memory.attributes
+        self._marks = ParameterMarks(params)
         own = {id(buffer): name for name, buffer in self.module.named_buffers()}
         self._elsewhere = {own[key] for key, _, _ in reached(self.module, own)}  # buffers that are attributes or the like, too
         self._written: dict[tuple[bool, ...], frozenset[str]] = {}  # by modes: the buffers that calls write
@@ -97,6 +101,7 @@ class Apply:
         self._seen = [dict(each) for each in self._watched]
         self._values = [*itertools.chain.from_iterable(map(dict.values, self._watched))]
         self._changes: list[tuple[int, str, Any]] = []  # module by place, attribute, value
+        self._hidden = HiddenAttributes(self.module, self._seen)
 
     @property
     def bare(self) -> Mapping[str, nn.Parameter]:
@@ -175,6 +180,7 @@ class Apply:
         """A new copy of the module, with all parameters given and ``dress(buffer)`` for each of its buffers."""
         memo: dict[int, Any] = {id(bare): params[name] for name, bare in self._bare.items()}
         memo.update((id(buffer), dress(buffer)) for _, buffer in self.module.named_buffers())
+        self._hidden.undo(memo)
         return deep_copy(self.module, memo)
 
     def __repr__(self) -> str:
@@ -203,12 +209,13 @@ class Apply:
 
     def _learn(self, held: Held) -> None:
         """Large buffers that calls do not write need no copies."""
-        if held.looks:
+        if held.looks or self._shared:
             for name in held.written() & self._shared.keys():
                 raise RuntimeError(
                     f"the module {type(self.module).__name__} wrote the buffer {name!r}, which shares memory with its "
                     f"{self._shared[name]!r}: what is written to one would not be in the other; let each have memory of its own"
                 )
+        if held.looks:
             self._written[self.modes] = self._written.get(self.modes, frozenset()) | held.written()
 
     def _refuse_loss(self, held: Held, scope: BufferScope) -> None:
@@ -243,15 +250,23 @@ class Apply:
         skeleton.put(held)
         kind = type(self.module).__name__
         plain = tape is not None and not tape.placeholders
-        versions = [version_of(p) for p in params.values()] if plain else []
+        versions = _versions(params) if plain else []
         try:
             watches = held.looks and tape is not None and not trial
-            with watched(kind, params, tape) if watches else nullcontext():  # type: ignore[arg-type]
+            with (
+                watched(kind, params, tape) if watches else nullcontext(),  # type: ignore[arg-type]
+                self._marks.on(params) if tape is None else nullcontext(),
+            ):
                 found = called(skeleton.module, function)(skeleton.module)
-            if plain and versions != [version_of(p) for p in params.values()]:
-                name = next(n for (n, p), v in zip(params.items(), versions, strict=True) if version_of(p) != v)
-                refuse_write(kind, name, params[name], "under no_grad")
+            if plain and versions != (after := _versions(params)):
+                name = next(n for n, old, new in zip(params, versions, after, strict=True) if old != new)
+                refuse_write(kind, name, params[name], "under no_grad, or by .data =")
+            if held.looks:
+                self._hidden.hide(skeleton.passing())
             return found
+        except RuntimeError as error:
+            refuse_flags(kind, error)
+            raise
         finally:
             if not trial:
                 assigned = skeleton.note(held)
@@ -276,6 +291,7 @@ class Apply:
         if self not in tape.modules:
             tape.modules[self] = []
             tape.at_end(lambda: self._release_all(tape))
+            tape.at_forward_end(lambda: self._check_forward(tape))
         identity = tuple(map(id, params.values()))
         skeleton: Skeleton
         for skeleton, _ in tape.modules[self]:
@@ -283,6 +299,8 @@ class Apply:
                 break
         else:
             skeleton = self._ready(self._free(), params, tape.calls, held)
+            skeleton.marked = self._marks.put(params)
+            skeleton.flags = [] if tape.placeholders else [p.requires_grad for p in params.values()]
             tape.modules[self].append((skeleton, held))
         skeleton.tried |= trial
         return skeleton
@@ -294,12 +312,23 @@ class Apply:
             skeleton.lease(held)
         return skeleton
 
+    def _check_forward(self, tape: Tape) -> None:
+        """Refuses what a forward pass did to the parameters themselves."""
+        kind = type(self.module).__name__
+        for skeleton, held in tape.modules.get(self, ()):
+            if not skeleton.tried:
+                skeleton.check(kind, self._aliases, held)
+                refuse_aliases(kind, skeleton.assigned(held), skeleton.bound, tape)
+
     def _release_all(self, tape: Tape) -> None:
         for skeleton, held in reversed(tape.modules.pop(self)):
             self._release(skeleton, held)
 
     def _release(self, skeleton: Skeleton, held: Held) -> None:
+        self._marks.take(skeleton.marked)
         skeleton.settle(None if skeleton.tried else held)
+        if held.others:
+            self._hidden.hide([name for name, other in held.others.items() if other.passing])
         skeleton.bind({name: self._bare[name] for name in skeleton.bound})
         if not skeleton.tried:
             self._pool.append(skeleton)
@@ -336,6 +365,7 @@ class Apply:
         buffers = dict(self.module.named_buffers())
         memo: dict[int, Any] = {id(x): x.detach() if name in self._elsewhere else x for name, x in buffers.items()}
         with unset_fake_temporarily(), torch.inference_mode(False):
+            self._hidden.undo(memo)
             module = deep_copy(self.module, memo)
         owners = dict(module.named_modules())
         slots: dict[str, list[tuple[TensorPlace, Any]]] = {
@@ -352,7 +382,28 @@ class Apply:
             for key, value in vars(owner).items()
             if key not in _OF_MODULES and is_mutable(value) and not any(id(x) in names for x in tree.leaves(value))
         ]
-        return Skeleton(module, owners, self._names, self._by_name, slots, elsewhere, rnns, len(self._changes), tensors)
+        return Skeleton(
+            module,
+            owners,
+            owned=self._places,
+            names=self._names,
+            places=self._by_name,
+            slots=slots,
+            elsewhere=elsewhere,
+            rnns=rnns,
+            version=len(self._changes),
+            changes=self._changes,
+            tensors=tensors,
+            placeholders={name: memo[id(x)] for name, x in self._bare.items() if id(x) in memo},
+        )
+
+
+def _versions(params: Mapping[str, Tensor]) -> list[tuple[int, int]]:
+    """What a write in place changes, and what an assignment of ``data`` does."""
+    try:
+        return [(version_of(p), p.data_ptr() if type(p) in (Tensor, nn.Parameter) else 0) for p in params.values()]
+    except RuntimeError:  # tensors of a torch.func transform have no memory
+        return [(version_of(p), 0) for p in params.values()]
 
 
 def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor]]:
@@ -368,5 +419,8 @@ def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor]]:
     """
     apply = Apply(module)
     ref = ModuleRef(apply)
-    found = {name: nn.Parameter(p.detach(), requires_grad=p.requires_grad) for name, p in _places(module)[1].items()}
+    own = _places(module)[1]
+    found = {name: nn.Parameter(p.detach(), requires_grad=p.requires_grad) for name, p in own.items()}
+    for name, parameter in found.items():
+        vars(parameter).update(attributes_on(own[name]))
     return apply, {name: mark_module(parameter, ref, name) for name, parameter in found.items()}

@@ -1,17 +1,23 @@
 """What modules are refused for, beside memory that they share and weights that they write."""
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from functional_ds.base.torch_private import hooks_of
+from functional_ds.base.marks import is_dtensor
+from functional_ds.base.torch_private import hooks_of, is_fake
 
-__all__ = ["check_elsewhere", "check_module"]
+__all__ = ["check_elsewhere", "check_module", "refuse_flags"]
+
+_OF_MODULES = ("_parameters", "_buffers", "_modules")
 
 
 def check_module(module: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
-    """Refuses parameters and buffers without a shape, and parameters with hooks, which would not run.
+    """Refuses parameters and buffers without a shape, and what would not be a parameter's any more in a copy.
+
+    That are hooks, subclasses, tables by ``id``, and parameters that the module does not give its optimizer.
 
     Raises:
         ValueError: the module has one.
@@ -21,6 +27,30 @@ def check_module(module: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
             raise ValueError(
                 f"fds.functional: {name!r} has no shape yet, as its module is lazy; call the module once on an example before"
             )
+    kind = type(module).__name__
+    for name, parameter in params.items():
+        if type(parameter) is not nn.Parameter and not is_fake(parameter) and not is_dtensor(parameter):
+            raise ValueError(
+                f"fds.functional: the parameter {name!r} of {kind} is a {type(parameter).__name__}, and a step has plain "
+                "tensors in the place of parameters, so what the class does would be lost: use nn.Parameter, and do "
+                "that in forward or in torch.nn.utils.parametrize"
+            )
+    own = {id(parameter): name for name, parameter in params.items()}
+    left = own.keys() - {id(parameter) for _, parameter in module.named_parameters()}
+    left |= own.keys() - {id(parameter) for parameter in module.parameters()}
+    for name in sorted(own[each] for each in left if params[own[each]].requires_grad):
+        raise ValueError(
+            f"fds.functional: {kind}.named_parameters() or parameters() leaves out {name!r}, so torch would not train it: set "
+            "requires_grad=False on the parameter, which then stays as it is"
+        )
+    for path, owner in module.named_modules():
+        for key, value in vars(owner).items():
+            found = None if key in _OF_MODULES else _name_in_keys(value, own)
+            if found is not None:
+                raise ValueError(
+                    f"fds.functional: the keys of {key!r} in {path or kind} are parameters or their ids, here that of "
+                    f"{found!r}; a step has other tensors in the place of parameters: use their names as keys"
+                )
     for name, parameter in params.items():
         if hooks_of(parameter):
             raise ValueError(
@@ -29,6 +59,26 @@ def check_module(module: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
                 "weight); w.register_hook(hook), which torch.nn.utils.parametrize can do for any module; or change gradients "
                 "in a transform: fds.wrap(..., reduce=...)"
             )
+
+
+def _name_in_keys(value: Any, own: Mapping[int, str]) -> str | None:
+    """The parameter that is, or whose id is, a key of a dict or an item of a set."""
+    if not isinstance(value, (dict, set, frozenset)) or not isinstance(next(iter(value), None), (int, Tensor)):
+        return None
+    return next((own[at] for each in value if (at := each if isinstance(each, int) else id(each)) in own), None)
+
+
+def refuse_flags(kind: str, error: RuntimeError | None = None) -> None:
+    """Refuses ``requires_grad_()`` of a parameter in forward; of errors, torch's about it alone.
+
+    Raises:
+        RuntimeError: with what would do.
+    """
+    if error is None or "you can only change requires_grad flags of leaf variables" in str(error):
+        raise RuntimeError(
+            f"the module {kind} changed requires_grad of a parameter in forward, and a step trains the same params throughout; "
+            "use detached parameters there (torch.func.functional_call), or train the parts by steps of their own (fds.freeze)"
+        ) from error
 
 
 def check_elsewhere(kind: str, names: Collection[str], assigned: Collection[str], rerun: Collection[str]) -> None:

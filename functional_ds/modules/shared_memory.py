@@ -1,20 +1,19 @@
 """Tensors of a module that lie in the same memory, which functional values cannot do."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import attrs
-import torch
 from torch import Tensor, nn
 
 from functional_ds.base import tree
-from functional_ds.base.torch_private import buffers_of, is_fake, storage_id
+from functional_ds.base.byte_ranges import overlapping
+from functional_ds.base.torch_private import buffers_of
 
 from .skeleton import Place, joined
+from .stale import Stale
 
-__all__ = ["SharedMemory", "Stale", "attributes_of"]
+__all__ = ["SharedMemory", "attributes_of"]
 
-_KINDS = (Tensor, nn.Parameter)
 _FOLLOWS = "fds.functional got the module, and would not follow training"
 
 
@@ -31,50 +30,17 @@ def attributes_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 @attrs.frozen
-class _ByteRange:
-    """Where a tensor lies.
-
-    Attributes:
-        space: 0 for addresses; else a storage that has none.
-        start: in bytes, as ``end``.
-    """
-
-    name: str
-    tensor: Tensor
-    space: int
-    start: int
-    end: int
-
-    @staticmethod
-    def of(name: str, tensor: Tensor) -> "_ByteRange | None":
-        if not (type(tensor) in _KINDS or is_fake(tensor)) or tensor.layout != torch.strided or not tensor.numel():
-            return None
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        address = 0 if tensor.is_meta or is_fake(tensor) else tensor.data_ptr()
-        start = address or int(tensor.storage_offset()) * tensor.element_size()
-        return _ByteRange(name, tensor, 0 if address else storage_id(tensor), start, start + extent * tensor.element_size())
-
-    def meets(self, other: "_ByteRange") -> bool:
-        """Whether the two, which begin in this order and lie in one another's range, share an element."""
-        one, two, size = self.tensor, other.tensor, self.tensor.element_size()
-        dense = all(each.end - each.start == each.tensor.nbytes for each in (self, other))
-        if dense or one.element_size() != two.element_size() or (other.start - self.start) % size:
-            return True
-        marked = torch.zeros((max(self.end, other.end) - self.start) // size, dtype=torch.bool)
-        marked.as_strided(one.shape, one.stride(), 0).fill_(True)
-        return bool(marked.as_strided(two.shape, two.stride(), (other.start - self.start) // size).any())
-
-
-@attrs.frozen
 class SharedMemory:
     """What shares memory in a module.
 
     Attributes:
         buffers: those that overlap another buffer, an attribute or a frozen parameter, with the name of that.
+        attributes: those that overlap another attribute or a buffer, with the name of that.
         stale: what is to stand in place of attributes that would not follow training, by their ids.
     """
 
     buffers: Mapping[str, str]
+    attributes: Mapping[str, str]
     stale: Mapping[int, "Stale"]
 
     @staticmethod
@@ -93,12 +59,13 @@ class SharedMemory:
         for name, tensor in attributes_of(module):
             named.setdefault(id(tensor), (name, tensor))
         shared: dict[str, str] = {}
+        aliases: dict[str, str] = {}
         computed = ((name, x) for name, x in attributes_of(module) if x.grad_fn is not None)
         stale = {
             id(x): Stale(f"the attribute {name!r} was computed, with a graph, before {_FOLLOWS}: compute it in forward")
             for name, x in computed
         }
-        for one, other in _overlapping([named[key] for key in named]):
+        for one, other in overlapping([named[key] for key in named]):
             first, second = (one, other) if one.name in params else (other, one)
             trained = first.name in params and first.tensor.requires_grad
             if second.name in params and (trained or second.tensor.requires_grad):
@@ -117,46 +84,7 @@ class SharedMemory:
                 stale.setdefault(id(second.tensor), Stale(f"{what} when {_FOLLOWS}: use the parameter itself in forward"))
             elif not buffers.isdisjoint((one.name, other.name)):
                 shared |= {one.name: other.name, other.name: one.name}
-        return SharedMemory(shared, stale)
-
-
-def _overlapping(named: list[tuple[str, Tensor]]) -> Iterator[tuple[_ByteRange, _ByteRange]]:
-    found = [extent for name, tensor in named if (extent := _ByteRange.of(name, tensor)) is not None]
-    found.sort(key=lambda each: (each.space, each.start))
-    for index, one in enumerate(found):
-        for other in found[index + 1 :]:
-            if (other.space, other.start) >= (one.space, one.end):
-                break
-            if one.meets(other):
-                yield one, other
-
-
-class Stale:
-    """Stands in a copy for an attribute that would not follow training, and says so when it is used.
-
-    Modules that assign the attribute in each forward pass (``torch.nn.utils.weight_norm``, ``spectral_norm``, ``prune``) never
-    use it.
-    """
-
-    def __init__(self, message: str) -> None:
-        self._message = message
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(self._message)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self._refuse()
-
-    def __deepcopy__(self, memo: Any) -> "Stale":
-        return self
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuses to be computed with."""
-        given = tree.leaves((args, kwargs))
-        return next(each for each in given if isinstance(each, Stale))._refuse()
-
-    __getitem__ = __len__ = __iter__ = __bool__ = __float__ = __int__ = __neg__ = __add__ = __radd__ = _refuse
-    __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = __pow__ = _refuse
+            if first.name not in params:
+                pairs = ((one.name, other.name), (other.name, one.name))
+                aliases |= {name: its for name, its in pairs if name not in buffers}
+        return SharedMemory(shared, aliases, stale)

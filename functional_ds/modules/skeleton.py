@@ -1,26 +1,27 @@
 """A copy of a module without memory of its own, into which calls put parameters and buffers."""
 
 import functools
-from collections import deque
-from collections.abc import Mapping
+import gc
+from collections.abc import Collection, Mapping
 from operator import is_
 from typing import Any
 
 import attrs
-import torch
 from torch import Tensor, nn
 
 from functional_ds.base import tree
-from functional_ds.base.torch_private import buffers_of, refresh_flat_weights, version_of
+from functional_ds.base.torch_private import buffers_of, held_elsewhere, parameters_of, refresh_flat_weights, version_of
 from functional_ds.step.buffers import Held, bit_equal
+from functional_ds.step.other_attributes import OtherAttribute
 
+from .attributes import ABSENT, copied, has_graph, is_state, kept, put_attribute, usable
 from .deep_copy import TensorPlace
+from .refusals import refuse_flags
+from .stale import Stale
 
-__all__ = ["ABSENT", "Place", "Skeleton", "is_mutable", "joined", "put_attribute"]
+__all__ = ["Place", "Skeleton", "joined"]
 
 Place = tuple[str, str]  # a module's path and an attribute
-ABSENT = object()
-_NUMBERS = (bool, int, float, complex)
 
 
 @attrs.define(eq=False)
@@ -29,31 +30,42 @@ class Skeleton:
 
     Attributes:
         owners: the modules in it, by path.
-        slots: the places of each parameter.
+        owned: the places of each parameter among the modules' parameters.
+        slots: all its places.
         elsewhere: further places of buffers: attributes, lists, closures.
+        placeholders: the parameters without values that it was made with, until others are put in their places.
         tensors: the names of attributes that are tensors, or lists and the like of them, and no buffers.
         version: up to which change of ``Apply.module`` its attributes are those of that module.
+        changes: those changes.
         attributes: each module's own attributes when it was leased; what a call changes is taken back at the end.
         tried: whether it ran without values.
         identity: of the parameters that it has.
         calls: who runs the modules inside of it.
+        marked: the tensors in the place of parameters that are marked as such.
+        flags: which of the parameters required grad when they were put in place.
     """
 
     module: nn.Module
     owners: dict[str, nn.Module]
+    owned: Mapping[str, list[Place]]
     names: Mapping[Place, str]
     places: Mapping[str, list[Place]]
     slots: dict[str, list[tuple[TensorPlace, Any]]]
     elsewhere: dict[str, list[tuple[TensorPlace, Any]]]
     rnns: list[nn.RNNBase]
     version: int
+    changes: list[tuple[int, str, Any]]
     tensors: list[str]
+    placeholders: dict[str, Tensor]
     attributes: list[dict[str, Any]] = attrs.field(factory=list)
     tried: bool = False
     identity: tuple[int, ...] = ()
     calls: tuple[Any, ...] = ()
     bound: Mapping[str, Tensor] = attrs.field(factory=dict)
+    marked: list[tuple[Tensor, Collection[str]]] = attrs.field(factory=list)
+    flags: list[bool] = attrs.field(factory=list)
     _plain: list[tuple[nn.Module, Any]] = attrs.field(factory=list)  # the modules that ``calls`` run, and their own forward
+    _leased: list[dict[str, Any]] = attrs.field(factory=list)  # the attributes with what the state had
     _copies: dict[str, tuple[Any, Any, list[Any]]] = attrs.field(factory=dict)  # with their structure, leaves and versions
     _stores: dict[str, dict[str, Any]] = attrs.field(init=False)  # where each module has its buffers
     _shared: list[dict[str, Any]] = attrs.field(init=False)  # what it had there by itself
@@ -67,14 +79,33 @@ class Skeleton:
         return [dict(store) for store in self._stores.values()]
 
     def bind(self, params: Mapping[str, Tensor]) -> None:
-        """Puts the parameters in place, wherever they belong."""
+        """Puts the parameters in place, wherever they belong.
+
+        Raises:
+            ValueError: the copy has a parameter in a further place, which nothing can be put into.
+        """
         for name, parameter in params.items():
             for owner, key in self.slots[name]:
                 owner[key] = parameter
         for rnn in self.rnns:  # these read their weights from a second list
             refresh_flat_weights(rnn)
+        if self.placeholders:
+            self._check_places(params)
         self.bound = params
         self.identity = tuple(map(id, params.values()))
+
+    def _check_places(self, params: Mapping[str, Tensor]) -> None:
+        names, bare = [name for name in self.placeholders if name in params], self.placeholders
+        tensors = [bare.pop(name) for name in names]
+        if any(held_elsewhere(tensors)):
+            gc.collect()
+        for name, held in zip(names, held_elsewhere(tensors), strict=True):
+            if held:
+                raise ValueError(
+                    f"fds.functional: something in {type(self.module).__name__} holds the parameter {name!r} where a call "
+                    "cannot put the step's: the key of a dict, a set, or an object that hides it. Key tables by the "
+                    "parameter's name, and refer to parameters by attributes, lists, tuples or the values of dicts"
+                )
 
     def put(self, held: Held) -> None:
         """Lets the modules have these buffers."""
@@ -90,33 +121,56 @@ class Skeleton:
     def note(self, held: Held) -> list[str]:
         """Takes over the buffers that a call has set anew, and gives their names."""
         assigned = []
-        for path, store in self._stores.items():
+        for (path, store), own in zip(self._stores.items(), self._shared, strict=True):
+            if own and not own.keys() <= store.keys():
+                name = joined(path, min(own.keys() - store.keys()))
+                raise RuntimeError(f"a call deleted its buffer {name!r}, and a state has one set of buffers: set it to None")
             for key, buffer in store.items():
                 name = self.names.get((path, key)) or joined(path, key)
                 if held.values.get(name) is not buffer:
-                    held.values[name] = store[key] = _usable(buffer)
+                    held.values[name] = store[key] = usable(buffer, {})
                     assigned.append(name)
         return assigned
 
     def lease(self, held: Held) -> None:
-        """Remembers the attributes that the module has by itself; tensors among them may be written, and are copied."""
+        """Remembers the attributes that the module has by itself, and puts in place those that the state has.
+
+        Tensors among them may be written, and are copied.
+        """
         self.attributes = [dict(vars(owner)) for owner in self.owners.values()]
         self._copies = {}
-        memo: dict[int, Any] = {}  # modules may share a dict
-        for name in (*self.tensors, *(name for name in held.attributes if name not in self.tensors)):
+        memo: dict[int, Any] = {}  # modules may share a dict, and attributes a tensor
+        touched = set()
+        for name in dict.fromkeys((*self.tensors, *held.attributes, *held.others)):
             path, key = _parted(name)
             owner = self.owners.get(path)
-            if owner is not None:
-                value = held.attributes.get(name, vars(owner).get(key))
-                if id(value) not in memo:
-                    memo[id(value)] = tree.map(_copied, value)
-                owner.__dict__[key] = copied = memo[id(value)]
-                self._copies[name] = copied, tree.structure(copied), _versioned(copied)
+            if owner is None:
+                continue
+            touched.add(path)
+            value = held.attributes.get(name, vars(owner).get(key))
+            if name in held.others:
+                if self._is_set_anew(name, held.others[name].version):
+                    continue
+                value = held.others[name].value
+            if id(value) not in memo:
+                memo[id(value)] = copied(value, memo)
+            put_attribute(owner.__dict__, key, memo[id(value)])
+            if name not in held.others:
+                self._copies[name] = memo[id(value)], tree.structure(memo[id(value)]), _versioned(memo[id(value)])
+        self._leased = [
+            dict(vars(owner)) if path in touched else before
+            for (path, owner), before in zip(self.owners.items(), self.attributes, strict=True)
+        ]
+
+    def _is_set_anew(self, name: str, version: int) -> bool:
+        """Whether the user has set an attribute of ``Apply.module`` since a forward pass did."""
+        paths = [*self.owners]
+        return any(joined(paths[place], key) == name for place, key, _ in self.changes[version:])
 
     def _has_written(self, name: str, value: Any, before: Any, held: Held) -> bool:
         """Whether calls have set an attribute, or written into its tensors."""
-        copied, structure, versions = self._copies.get(name, (None, None, []))
-        if name in held.attributes or value is not copied or tree.structure(value) != structure:
+        given, structure, versions = self._copies.get(name, (None, None, []))
+        if name in held.attributes or value is not given or tree.structure(value) != structure:
             return True
         if any(one is not other or v != w for (one, v), (other, w) in zip(_versioned(value), versions, strict=True)):
             return True
@@ -124,23 +178,95 @@ class Skeleton:
         return held.looks and not all(map(bit_equal, leaves, [x for x in tree.leaves(before) if isinstance(x, Tensor)]))
 
     def settle(self, held: Held | None) -> None:
-        """Takes back what calls have set: tensors and numbers go to ``held``, anything else is forgotten."""
+        """Takes back what calls have set: it goes to ``held``."""
         memo: dict[int, Any] = {}
-        for (path, owner), before in zip(self.owners.items(), self.attributes, strict=True):
+        for (path, owner), before, leased in zip(self.owners.items(), self.attributes, self._leased, strict=True):
             now = vars(owner)
-            if len(now) == len(before) and all(map(is_, now.values(), before.values())):
+            if leased is before and len(now) == len(before) and all(map(is_, now.values(), before.values())):
                 continue
-            for key in [key for key in {**now, **before} if now.get(key, ABSENT) is not before.get(key, ABSENT)]:
+            for key in {**now, **before, **leased}:
                 name, value = joined(path, key), now.get(key, ABSENT)
-                if self.elsewhere and held is not None and any(value is held.values.get(each) for each in self.elsewhere):
-                    pass  # a buffer, under another name
-                elif held is not None and _is_state(key, value) and self._has_written(name, value, before.get(key), held):
-                    held.attributes[name] = memo.setdefault(id(value), tree.map(_usable, value))
-                put_attribute(now, key, before.get(key, ABSENT))
+                if held is not None and (value is not leased.get(key, ABSENT) or name in self._copies or name in held.others):
+                    self._keep(name, value, before.get(key, ABSENT), held, memo)
+                if value is not before.get(key, ABSENT):
+                    put_attribute(now, key, before.get(key, ABSENT))
         for store, buffers in zip(self._stores.values(), self._shared, strict=True):
             if store or buffers:
                 store.clear()
                 store.update(buffers)
+
+    def _keep(self, name: str, value: Any, before: Any, held: Held, memo: dict[int, Any]) -> None:
+        """Takes over one attribute that calls have set, or may have written into."""
+        key = _parted(name)[1]
+        if key == "forward" or (self.elsewhere and any(value is held.values.get(each) for each in self.elsewhere)):
+            return  # who runs the module; a buffer, under another name
+        if key != "training" and is_state(value):
+            if name in self._copies and not self._has_written(name, value, before, held):
+                return
+            held.others.pop(name, None)
+            held.attributes[name] = usable(value, memo)
+            if value is before and not tree.leaves(value):  # as it was built, and no leaf that could say so
+                del held.attributes[name]
+            return
+        held.attributes.pop(name, None)
+        held.others.pop(name, None)
+        if value is not before:
+            rest = kept(name, value)
+            held.others[name] = OtherAttribute(rest, self.version, any(isinstance(x, Stale) for x in tree.leaves(rest)))
+
+    def check(self, kind: str, aliases: Mapping[str, str], held: Held) -> None:
+        """Refuses a forward pass that has put other parameters in their places, or changed which require grad.
+
+        Args:
+            kind: the module's class.
+            aliases: attributes that shared memory, each with the name of what; a call may write into neither.
+            held: what the module has in this pass.
+        """
+        for name, parameter in self.bound.items():
+            for path, key in self.owned[name]:
+                own: Any = parameters_of(self.owners[path])  # scripted modules have a dict of another kind, and keep theirs
+                if isinstance(own, dict) and own.get(key) is not parameter:
+                    raise RuntimeError(
+                        f"the module {kind} set its parameter {joined(path, key)!r} to another tensor in forward, and a step's "
+                        "params keep their places: choose between parameters by an attribute that is a number"
+                    )
+        if self.flags and self.flags != [p.requires_grad for p in self.bound.values()]:
+            refuse_flags(kind)
+        if aliases:
+            self._check_aliases(kind, aliases, held)
+
+    def _check_aliases(self, kind: str, aliases: Mapping[str, str], held: Held) -> None:
+        """Refuses a write into an attribute that shared memory with another attribute or a buffer: here they are parted."""
+        for name, (given, _, versions) in self._copies.items():
+            path, key = _parted(name)
+            other = next((its for each, its in aliases.items() if f"{each}.".startswith(f"{name}.")), None)
+            if other is None or name in held.attributes or vars(self.owners[path]).get(key, ABSENT) is not given:
+                continue
+            if any(version_of(leaf) != version for leaf, version in versions if isinstance(leaf, Tensor)):
+                raise RuntimeError(
+                    f"the module {kind} wrote into its attribute {name!r}, which shares memory with its {other!r}: what is "
+                    "written to one would not be in the other; keep one of them, and compute the other from it in forward"
+                )
+
+    def assigned(self, held: Held) -> list[tuple[str, Tensor]]:
+        """The tensors without a graph that forward has set as attributes and buffers."""
+        found = [(name, x) for name, x in held.values.items() if x is not None and held.is_assigned(name)]
+        for (path, owner), leased in zip(self.owners.items(), self._leased, strict=True):
+            now = vars(owner)
+            if len(now) == len(leased) and all(map(is_, now.values(), leased.values())):
+                continue
+            new = [(joined(path, key), x) for key, x in now.items() if x is not leased.get(key, ABSENT) and key != "forward"]
+            found += [(name, x) for name, v in new for x in tree.leaves(v) if isinstance(x, Tensor) and not x.requires_grad]
+        return found
+
+    def passing(self) -> list[str]:
+        """The attributes that calls have set to what has a graph."""
+        return [
+            joined(path, key)
+            for (path, owner), leased in zip(self.owners.items(), self._leased, strict=True)
+            for key, value in vars(owner).items()
+            if value is not leased.get(key, ABSENT) and key not in ("training", "forward") and has_graph(value)
+        ]
 
     def divert(self, calls: tuple[Any, ...]) -> None:
         """Lets each of ``calls`` run the modules that it chooses, the last outermost. They are this copy's, not the user's."""
@@ -156,50 +282,14 @@ class Skeleton:
                 module.__dict__["forward"] = functools.partial(call.run, path, module.forward)
 
 
-def put_attribute(into: dict[str, Any], key: str, value: Any) -> None:
-    """``ABSENT`` takes the entry away."""
-    if value is ABSENT:
-        into.pop(key, None)
-    else:
-        into[key] = value
-
-
 def _parted(name: str) -> Place:
     path, _, key = name.rpartition(".")
     return path, key
-
-
-def _is_state(key: str, value: Any) -> bool:
-    """Whether an attribute is what a state can hold: tensors and numbers, alone or in lists, tuples and dicts."""
-    if value is ABSENT or key in ("training", "forward"):
-        return False
-    return all(  # a tensor with a graph is of this pass alone
-        not leaf.requires_grad if isinstance(leaf, Tensor) else type(leaf) in _NUMBERS for leaf in tree.leaves(value)
-    )
-
-
-def is_mutable(value: Any) -> bool:
-    """Whether an attribute is a tensor, or a structure of tensors and numbers, that a call may write into."""
-    return isinstance(value, (Tensor, list, tuple, dict, deque)) and all(
-        not (x.requires_grad or x.is_meta) if isinstance(x, Tensor) else type(x) in _NUMBERS for x in tree.leaves(value)
-    )
 
 
 def _versioned(value: Any) -> list[tuple[Any, int]]:
     return [(leaf, version_of(leaf) if isinstance(leaf, Tensor) else 0) for leaf in tree.leaves(value)]
 
 
-def _copied(leaf: Any) -> Any:
-    return _usable(leaf.detach().clone()) if isinstance(leaf, Tensor) else leaf
-
-
 def joined(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
-
-
-def _usable(buffer: Any) -> Any:
-    """A tensor that training may use, whatever mode it was made in; anything else as it is."""
-    if not isinstance(buffer, Tensor) or not buffer.is_inference():
-        return buffer
-    with torch.inference_mode(False):
-        return buffer.clone()

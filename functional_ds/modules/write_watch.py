@@ -13,7 +13,7 @@ from functional_ds.base import tree
 from functional_ds.base.torch_private import TorchDispatchMode, disable_dispatch_modes, schema_of, storage_id
 from functional_ds.step.tape import Tape
 
-__all__ = ["refuse_write", "watched"]
+__all__ = ["refuse_aliases", "refuse_write", "watched"]
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
@@ -31,6 +31,27 @@ def refuse_write(kind: str, name: str, parameter: Tensor | None, how: str) -> No
         "compute the weight from the parameter instead (torch.nn.utils.parametrize; not nn.Embedding(max_norm=)), or change "
         "params after the update, in a transform: fds.wrap(..., update=...)"
     )
+
+
+def refuse_aliases(kind: str, assigned: list[tuple[str, Tensor]], params: Mapping[str, Tensor], tape: Tape) -> None:
+    """Refuses attributes and buffers that forward has set to the memory of a param, which the update writes and ZeRO frees.
+
+    Args:
+        kind: the module's class.
+        assigned: what it has set, by name.
+        params: by name.
+        tape: it knows which memory is that of a param.
+
+    Raises:
+        RuntimeError: there is one.
+    """
+    watch = _WriteWatch(kind, params, tape) if assigned else None
+    for name, tensor in assigned:
+        if watch is not None and tensor.layout == torch.strided and (param := watch.name_of(tensor)) is not None:
+            raise RuntimeError(
+                f"the module {kind} set {name!r} to the memory of its parameter {param!r} (detach() copies nothing), which the "
+                "update changes: set it to .detach().clone() to keep the values, or read the parameter itself"
+            )
 
 
 @contextmanager
@@ -85,7 +106,7 @@ class _WriteWatch:
     def look(self, written: Any, how: str) -> None:
         """Refuses a write into memory that is a param's."""
         for tensor in tree.leaves(written):
-            if isinstance(tensor, Tensor) and tensor.layout == torch.strided and (name := self._name(tensor)) is not None:
+            if isinstance(tensor, Tensor) and tensor.layout == torch.strided and (name := self.name_of(tensor)) is not None:
                 refuse_write(self.kind, name, self.params.get(name), how)
 
     def assigned(self, tensor: Any) -> None:
@@ -94,7 +115,8 @@ class _WriteWatch:
         if name is not None:
             refuse_write(self.kind, name, self.params[name], f"{name.rpartition('.')[2]}.data = ...")
 
-    def _name(self, tensor: Tensor) -> str | None:
+    def name_of(self, tensor: Tensor) -> str | None:
+        """The param in whose memory a tensor lies; its shape where several could be it."""
         if any(claim(tensor) for claim in self.tape.claims):
             alike = [name for name, param in self.params.items() if param.shape == tensor.shape]
             return alike[0] if len(alike) == 1 else f"of shape {list(tensor.shape)}"

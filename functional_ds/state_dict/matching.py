@@ -83,6 +83,10 @@ class Differences:
             ("of another kind", self.other),
         ]
         lines = [f"\n  {title}: {_listed(names)}" for title, names in lists if names]
+        if any(name.startswith(f"{Role.ATTRIBUTE.value}.") for name in self.missing | self.extra | self.other):
+            lines.append(
+                "\n  attributes are what a module's forward has set: give a list that grows a fixed length, or make it a tensor"
+            )
         if lines:
             raise StructureError(f"{what} has another structure than like:{''.join(lines)}")
 

@@ -16,6 +16,7 @@ from functional_ds.base import tree
 from functional_ds.base.marks import module_of
 from functional_ds.base.torch_private import disable_dispatch_modes, version_of
 
+from .other_attributes import OtherAttribute, OtherAttributes
 from .slots import Role
 
 __all__ = [
@@ -146,12 +147,14 @@ class Buffers:
         attributes: other tensors and numbers that forward passes have set on modules, likewise.
         known: what the program has found out about its modules.
         policy: whose buffers data-parallel ranks keep.
+        others: what else they have set.
     """
 
     values: dict[str, dict[str, Any]]
     attributes: dict[str, dict[str, Any]]
     known: Known = tree.static()
     policy: str = tree.static(default="first")
+    others: OtherAttributes = tree.static(default=OtherAttributes())
 
     roles: ClassVar[Mapping[str, Role]] = {"values": Role.BUFFER, "attributes": Role.ATTRIBUTE}
 
@@ -179,6 +182,12 @@ class Buffers:
         """By name; for several modules by their keys first."""
         found = {key: {**values, **self.attributes.get(key, {})} for key, values in self.values.items()}
         return found[""] if [*found] == [""] else found
+
+    def unsaved(self) -> list[str]:
+        """The attributes that no checkpoint has, although forward passes have set them."""
+        gone = {(key, name) for key, held in self.attributes.items() for name, value in held.items() if value is None}
+        gone |= {(key, name) for key, held in self.others.by_key.items() for name, other in held.items() if not other.passing}
+        return sorted(".".join(filter(None, each)) for each in gone)
 
     def grown(self, names: Iterable[tuple[str, str, tuple[int, ...], torch.dtype]]) -> "Buffers":
         """With room for buffers that a checkpoint has and a fresh state lacks, as modules make some only when they run.
@@ -215,6 +224,7 @@ class Held:
     Attributes:
         values: its buffers by name; those that may be written are copies.
         attributes: what passes have set on it beside buffers.
+        others: what they have set that no tree can hold.
         looks: whether bits are to be compared, because nothing is known yet of what the module writes.
         complete: whether it has the buffers, too, that a state leaves out.
     """
@@ -222,6 +232,7 @@ class Held:
     values: dict[str, Any]
     attributes: dict[str, Any]
     looks: bool
+    others: dict[str, OtherAttribute] = attrs.field(factory=dict, init=False)
     complete: bool = attrs.field(default=False, init=False)
     _before: dict[str, Any] = attrs.field(factory=dict)  # as the state has them
     _versions: dict[str, int] = attrs.field(factory=dict)
@@ -239,6 +250,10 @@ class Held:
         if name not in self.values:
             self.values[name] = self._given[name] = _plain(buffer) if _is_small(buffer) else buffer
             self._before[name], self._versions[name] = buffer, version_of(self.values[name])
+
+    def is_assigned(self, name: str) -> bool:
+        """Whether the pass has set a buffer to another tensor."""
+        return self.values[name] is not self._given.get(name)
 
     def written(self) -> frozenset[str]:
         """The buffers that are others now; where it ``looks``, by their bits, too: kernels of norms leave no other trace."""
@@ -294,6 +309,7 @@ class BufferScope:
                 known.written.pop(key, None)
                 known.modes[key] = module.modes
             self._held[key] = Held.of(self.buffers.values[key], self.buffers.attributes[key], known.written.get(key))
+            self._held[key].others.update(self.buffers.others.by_key.get(key, {}))
         return self._held[key]
 
     def collect(self) -> Buffers | None:
@@ -301,6 +317,7 @@ class BufferScope:
         if self.buffers is None or not self.keeps:
             return self.buffers
         values, attributes, known = dict(self.buffers.values), dict(self.buffers.attributes), self.buffers.known
+        others = dict(self.buffers.others.by_key)
         for key, held in self._held.items():
             spoilt = held.spoilt()
             if spoilt is not None:
@@ -312,7 +329,10 @@ class BufferScope:
             known.written[key] = known.written.get(key, frozenset()) | _with_siblings(found, held.values)
             kept = values[key].keys() | known.written[key]
             values[key], attributes[key] = {n: b for n, b in held.values.items() if n in kept}, held.attributes
-        return tree.replace(self.buffers, values=values, attributes=attributes)
+            others[key] = held.others
+        others = {key: held for key, held in others.items() if held}
+        changed = {"others": OtherAttributes(others)} if others or self.buffers.others.by_key else {}
+        return tree.replace(self.buffers, values=values, attributes=attributes, **changed)
 
 
 def _with_siblings(written: Collection[str], values: Iterable[str]) -> frozenset[str]:

@@ -1,21 +1,24 @@
 """What a step refuses at its boundary: params, batches and states of the wrong kind."""
 
+import zlib
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 import optree
+import torch
 from torch import Tensor, nn
 
 from functional_ds.base import tree
+from functional_ds.base.byte_ranges import overlapping
 from functional_ds.base.containers import register_containers
-from functional_ds.base.marks import trainable
+from functional_ds.base.marks import is_trainable, trainable
 from functional_ds.sharding.leaf_map import LeafMap
 
 from .buffers import BUFFERS
 from .phases import Layer
-from .state import State
+from .state import State, refuse_donated
 
-__all__ = ["check_batch", "check_params", "check_state"]
+__all__ = ["check_batch", "check_params", "check_state", "name_sum", "refuse_other_names"]
 
 _PLAIN = (bool, int, float, complex, str, bytes)  # beside tensors, a batch may have these
 
@@ -28,12 +31,15 @@ class Strategy(Protocol):
 
     def leaf_map(self, state: State) -> LeafMap: ...
 
+    def wraps(self, phase: str) -> bool: ...
+
 
 def check_params(params: Any) -> None:
     """Refuses what is no tree of tensors.
 
     Raises:
         TypeError: a leaf is none; ``params`` is a module.
+        ValueError: two trained leaves share memory, so that the step would part what is tied.
     """
     if isinstance(params, nn.Module):
         raise TypeError(
@@ -41,6 +47,13 @@ def check_params(params: Any) -> None:
             "call apply(params, ...), and pass params"
         )
     tree.tensors(params, "params")
+    trained = [(path, leaf) for path, leaf in tree.named(params) if is_trainable(leaf)]
+    for one, other in overlapping(trained):
+        raise ValueError(
+            f"params: the leaves at {one.name!r} and {other.name!r} share memory, and the step would train each alone. If they "
+            "are tied, give one leaf alone, and use it twice in the loss; modules that share a part go into one module "
+            "(nn.ModuleDict), of which fds.functional takes the parameters once. If not, clone one of them"
+        )
 
 
 def check_state(step: Strategy, state: Any) -> None:
@@ -52,6 +65,7 @@ def check_state(step: Strategy, state: Any) -> None:
     """
     if not isinstance(state, State):
         raise TypeError(f"state: {type(state).__name__} is no State; pass what step.init(params) or step(state, batch) gave")
+    refuse_donated(state)
     wanted = {layer.slot: layer.name for layer in step.layers if layer.slot is not None}
     missing, extra = wanted.keys() - state.slots.keys(), state.slots.keys() - wanted.keys() - {BUFFERS}
     if missing or extra:
@@ -61,6 +75,38 @@ def check_state(step: Strategy, state: Any) -> None:
             f"state: it is the state of another strategy than {step}{lacks}{has}. Use the state of this step's init, or carry "
             "the values over: fds.save(state, folder), then fds.load(folder, like=step.init(params))"
         )
+
+
+def name_sum(step: Strategy, state: State, metrics: Mapping[str, Any]) -> Tensor | None:
+    """What ranks sum to see that their metrics have the same names; None where these were seen before.
+
+    Sums over ranks match metrics by their places. The numbers are small, so their sum is exact in fp32 for 4,096 ranks.
+    """
+    names = ("metrics", *metrics)
+    if len(metrics) < 2 or not step.wraps("sum_over_ranks") or state.step.is_meta or not state.graphs.is_new(names):
+        return None
+    return torch.tensor([*_two_numbers(metrics), 1.0], device=state.step.device)
+
+
+def refuse_other_names(metrics: Mapping[str, Any], total: Tensor | None) -> None:
+    """Refuses metrics that have other names on another rank.
+
+    Raises:
+        ValueError: they have.
+    """
+    if total is None or total.is_meta:
+        return
+    *found, ranks = total.tolist()
+    if found != [number * ranks for number in _two_numbers(metrics)]:
+        raise ValueError(
+            f"the loss function returned the metrics {sorted(metrics)} on this rank, and others on another rank; return the "
+            "same metrics on every rank, fds.Weighted(torch.zeros(()), 0) where a rank has nothing to add"
+        )
+
+
+def _two_numbers(metrics: Mapping[str, Any]) -> list[float]:
+    number = zlib.crc32("\n".join(sorted(metrics)).encode())
+    return [float(number & 0xFFF), float(number >> 12 & 0xFFF)]
 
 
 def check_batch(step: Strategy, state: State, batch: Any) -> optree.PyTreeSpec:

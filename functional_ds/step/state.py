@@ -11,7 +11,7 @@ from functional_ds.base import tree
 from functional_ds.base.marks import like_marked
 from functional_ds.base.prng import Key
 
-__all__ = ["DonatedStateError", "State", "UpdateError"]
+__all__ = ["DonatedStateError", "SeenGraphs", "State", "UpdateError", "mark_donated", "refuse_donated"]
 
 
 class DonatedStateError(RuntimeError):
@@ -20,6 +20,37 @@ class DonatedStateError(RuntimeError):
 
 class UpdateError(RuntimeError):
     """An update failed and changed nothing: the state that the step was given can be used again, donated or not."""
+
+
+@attrs.define(eq=False)
+class SeenGraphs:
+    """Which kinds of graphs were looked through for what would lose gradients; it changes no value, and is not saved.
+
+    Attributes:
+        kinds: of each: how many nodes it has, or which leaves it leaves without a gradient.
+    """
+
+    kinds: set[Any] = attrs.field(factory=set)
+
+    def is_new(self, kind: Any) -> bool:
+        """Whether no graph was of this kind so far; from now on one was."""
+        if kind in self.kinds:
+            return False
+        self.kinds.add(kind)
+        return True
+
+    def __eq__(self, other: object) -> bool:
+        """Two states of one structure may have seen different graphs."""
+        return isinstance(other, SeenGraphs)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __deepcopy__(self, memo: Any) -> "SeenGraphs":
+        return SeenGraphs({*self.kinds})
+
+    def __reduce__(self) -> Any:
+        return SeenGraphs, ()
 
 
 @tree.record
@@ -37,6 +68,7 @@ class State:
         unused: within a step: the paths of the trained leaves that the loss has not used so far, after the gradients on no
             rank. None where nothing has been differentiated yet, and where all were used.
         batch: the structure of the batches so far; None before the first.
+        graphs: the kinds of graphs that its losses have had.
     """
 
     params: Any
@@ -48,6 +80,7 @@ class State:
     idle: dict[str, Tensor] = attrs.field(factory=dict)
     unused: frozenset[str] | None = tree.static(default=None)
     batch: optree.PyTreeSpec | None = tree.static(default=None)
+    graphs: SeenGraphs = tree.static(default=attrs.Factory(SeenGraphs))
 
     def donate(self, after: "State | None" = None) -> "State":
         """The same state, or ``after``, which may share tensors with it, as a new value; neither can be used any more.
@@ -105,6 +138,27 @@ class State:
         found = [x for x in tree.leaves(params) if isinstance(x, Tensor)]
         device = found[0].device if found else torch.device("cpu")
         return State(params, optimizer, torch.zeros((), dtype=torch.int64, device=device), Key.of(seed), {})
+
+
+_DONATED = "_fds_donated"
+
+
+def mark_donated(state: State) -> None:
+    """Marks the count of updates, which all aliases of the state share, and no copy or later state."""
+    setattr(state.step, _DONATED, True)
+
+
+def refuse_donated(state: State) -> None:
+    """Refuses an alias of a state that was donated, as ``copy.copy`` and ``state.put`` make them.
+
+    Raises:
+        DonatedStateError: it is one.
+    """
+    if getattr(state.step, _DONATED, False):
+        raise DonatedStateError(
+            "state: it shares its tensors with a state that was donated to a step, which has reused their memory; go on with "
+            "the state that the step returned, or call step(state, batch, donate=False), or state.clone() before the step"
+        )
 
 
 def _row(held: Any) -> str:

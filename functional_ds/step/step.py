@@ -16,9 +16,9 @@ from functional_ds.sharding.leaf_map import LeafMap
 
 from .buffer_sync import agreed_anew, unagreed
 from .buffers import BUFFERS, Buffers, Modules
-from .checks import check_batch, check_params, check_state
+from .checks import check_batch, check_params, check_state, name_sum, refuse_other_names
 from .phases import Layer, Phase, check_phases, compose_phase
-from .state import State, UpdateError
+from .state import State, UpdateError, mark_donated
 from .tape import Tape
 from .traits import Trait
 from .unused import summed_over_ranks, with_idle
@@ -126,7 +126,9 @@ class Step:
         structure = check_batch(self, state, batch)
         after, grads, metrics = self.gradients(self._at_rows(state, batch), batch, None, True)
         after, grads = self.reduce(tree.replace(after, key=state.key, batch=structure), grads)
-        weight, metrics, news, unused = summed_over_ranks(self, after, (grads.weight, metrics, unagreed(after)))
+        names = name_sum(self, state, metrics)
+        weight, metrics, news, names, unused = summed_over_ranks(self, after, (grads.weight, metrics, unagreed(after), names))
+        refuse_other_names(metrics, names)
         after = self.sync_buffers(agreed_anew(after, news))
         weight = torch.where(weight == 0, torch.ones_like(weight), weight)  # nothing weighed: no gradient, not 0 / 0
         after, before = tree.replace(after, unused=unused), tree.replace(state)
@@ -136,6 +138,8 @@ class Step:
         except UpdateError:
             state.restore(before)
             raise
+        if donate:
+            mark_donated(before)
         return with_idle(own, unused, before.step), {**_means(metrics), **more}
 
     def evaluate(self, state: State, batch: Any) -> Tensor:
@@ -146,7 +150,10 @@ class Step:
         """``evaluate`` with all metrics of the loss function."""
         check_state(self, state)
         register_containers(batch)
-        return _means(self.sum_over_ranks(state, self.phases["measure"](self, state, batch)))
+        found = self.phases["measure"](self, state, batch)
+        metrics, names = self.sum_over_ranks(state, (found, name_sum(self, state, found)))
+        refuse_other_names(metrics, names)
+        return _means(metrics)
 
     def params(self, state: State) -> Any:
         """The user's tree again, whole; collective where the params are sharded."""

@@ -9,15 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from functional_ds.base.torch_private import gradients, storage_id
+from functional_ds.base.torch_private import gradients, graph_number, has_late_hooks, storage_id
 
 from .buffers import BufferScope
 
 __all__ = ["PassAgain", "Tape", "current_tape", "inspect_graph"]
 
 
-class PassAgain(RuntimeError):
+class PassAgain(BaseException):
     """A forward pass failed on what its view can do without: the loss, which is pure, may run once more.
+
+    It is no ``Exception``, so that a loss that catches those does not catch it.
 
     Attributes:
         left: what the view goes on with then.
@@ -97,6 +99,7 @@ class Tape:
         roots: further tensors to begin the backward pass at, with gradient zero, so that their nodes run in any case.
         placeholders: paths of the tensors that only stand for a parameter, by id; what is fetched together is in a row.
         suspects: those that may have gone past the tape, as far as the view can tell.
+        inspects: whether a graph of this kind is to be looked through for what would lose gradients.
         repeats: whether the pass runs again after a ``PassAgain``.
         left: what such a pass has left.
         claims: functions that know a param, or a view of one, whose memory comes and goes.
@@ -112,7 +115,7 @@ class Tape:
         records: bool = True,
         carry: list[Tensor] | None = None,
         last: bool = True,
-        inspects: bool = False,
+        inspects: Callable[[Any], bool] = lambda kind: False,
         repeats: bool = False,
         left: Any = None,
         buffers: BufferScope | None = None,
@@ -130,7 +133,7 @@ class Tape:
         self.slots: dict[str, Any] = {}
         self.buffers = buffers
         self.modules: dict[Any, list[Any]] = {}
-        self._inspects = inspects
+        self.inspects = inspects
         self._leaves: list[Tensor] = []
         self._collect: Callable[[list[Tensor | None]], list[Tensor]] = self._add
         self._unused: Callable[[], list[int]] | None = None
@@ -148,6 +151,7 @@ class Tape:
             _HERE.tapes = []
         _HERE.tapes.append(self)
         self._forward.enter_context(torch.set_grad_enabled(self.records))
+        self._first_node = graph_number(torch.zeros((), requires_grad=True).view(())) if self.records else 0
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -233,7 +237,8 @@ class Tape:
         for leaf in self._leaves:
             leaf.grad = None
         roots = [root for root in (loss, *self.roots) if root.requires_grad]
-        if self._inspects:
+        self._refuse_hooks()
+        if roots and self.inspects(max(map(graph_number, roots)) - self._first_node):
             inspect_graph(roots, self.placeholders, self._leaves)
         grads: list[Tensor | None] = [None] * len(self._leaves)
         if roots and self._leaves:
@@ -241,6 +246,20 @@ class Tape:
             grads = self._differentiate(roots, seeds)
             grads = [_sum(leaf.grad, grad) for leaf, grad in zip(self._leaves, grads, strict=True)]
         return self._collect(grads)
+
+    def inspect_again(self, loss: Tensor) -> None:
+        """Looks through the graph if no other has left the same leaves without a gradient, which may be lost ones."""
+        if loss.requires_grad and self.inspects(tuple(self.unused())):
+            inspect_graph([loss, *self.roots], self.placeholders, self._leaves)
+
+    def _refuse_hooks(self) -> None:
+        for leaf in self._leaves:
+            if has_late_hooks(leaf):
+                raise RuntimeError(
+                    f"the loss registered a hook on a parameter of shape {list(leaf.shape)} by "
+                    "register_post_accumulate_grad_hook, which would never run, because gradients are not accumulated in "
+                    ".grad; use register_hook"
+                )
 
     def _differentiate(self, roots: list[Tensor], seeds: list[Tensor | None]) -> list[Tensor | None]:
         if not self.suspects:

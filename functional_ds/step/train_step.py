@@ -26,6 +26,7 @@ from .phases import Phase
 from .state import State, UpdateError
 from .step import Metrics, Step
 from .tape import PassAgain, Tape, current_tape
+from .traits import Trait
 from .unused import unused_leaves, with_unused
 
 __all__ = ["train_step", "with_buffers"]
@@ -82,6 +83,8 @@ def train_step(
         further = {"key": state.key} if with_key else {}
         found = step.forward(state, lambda given: loss_fn(params, given, **further), batch)
         value, metrics = _with_metrics(found)
+        if "loss" in metrics:
+            raise ValueError('the loss function returned a metric named "loss", which is the name of the loss: rename it')
         tape = current_tape()
         if tape is not None:
             tape.slots["mean"] = not isinstance(value, Weighted)
@@ -166,7 +169,7 @@ def _measure(step: Step, state: State, batch: Any) -> dict[str, Weighted]:
             loss, metrics = step.loss(tree.replace(state, key=None), step.view(state, tape), batch)
         return {"loss": loss, **metrics}
 
-    return _repeated(run)
+    return _repeated(run, RngState.now() if step.has(Trait.SHARDS_PARAMS) else None)
 
 
 def _select(step: Step, state: State, paths: Collection[str]) -> tuple[State, tuple[int, ...]]:
@@ -179,18 +182,18 @@ def autograd(
     step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
 ) -> tuple[State, Weighted, dict[str, Weighted]]:
     """Autograd through loss ∘ view. The graphs of a state's first batch are looked through for what would lose gradients."""
-    first = RngState.now() if state.batch is None else None
-    return _repeated(lambda left: _pass(step, state, batch, carry, last, left), first)
+    before = RngState.now() if state.batch is None or step.has(Trait.SHARDS_PARAMS) else None  # who else raises ``PassAgain``
+    return _repeated(lambda left: _pass(step, state, batch, carry, last, left), before)
 
 
-def _repeated(run: Callable[[Any], T], first: RngState | None = None) -> T:
-    """``run(None)``, and after a ``PassAgain`` ``run(what it has left)``; ``first`` is the state of random draws before."""
+def _repeated(run: Callable[[Any], T], before: RngState | None = None) -> T:
+    """``run(None)``, and after a ``PassAgain`` ``run(what it has left)``, from the state of random draws before."""
     try:
         return run(None)
     except PassAgain as again:
         left = again.left
-    if first is not None:  # outside of the handler, which would hold the memory of the first run
-        first.restore()
+    if before is not None:  # outside of the handler, which would hold the memory of the first run
+        before.restore()
     return run(left)
 
 
@@ -198,12 +201,13 @@ def _pass(
     step: Step, state: State, batch: Any, carry: Weighted | None, last: bool, left: Any
 ) -> tuple[State, Weighted, dict[str, Weighted]]:
     scope = BufferScope(state.slots.get(BUFFERS))
-    so_far, first = None if carry is None else carry.sum, state.batch is None
-    with Tape(carry=so_far, last=last, inspects=first, repeats=left is None, left=left, buffers=scope) as tape:
+    so_far, inspects = None if carry is None else carry.sum, state.graphs.is_new
+    with Tape(carry=so_far, last=last, inspects=inspects, repeats=left is None, left=left, buffers=scope) as tape:
         params = step.view(state, tape)
         loss, metrics = step.loss(state, params, batch)
         _check_graph(loss, tape)
         grads = tape.backward(loss.sum)
+        tape.inspect_again(loss.sum)
         state = with_unused(step, state, tape.unused())
     weight = loss.weight if carry is None else carry.weight + loss.weight
     return with_buffers(state, scope), Weighted(grads, weight), tree.map(torch.detach, {"loss": loss, **metrics})

@@ -285,6 +285,23 @@ def hooks_of_a_leaf() -> None:
     assert private.hooks_of(leaf) == []
 
 
+@checks("has_late_hooks")
+def hooks_after_accumulation() -> None:
+    leaf = nn.Parameter(torch.ones(2))
+    leaf.register_hook(lambda grad: grad)
+    assert not private.has_late_hooks(leaf)
+    leaf.register_post_accumulate_grad_hook(lambda p: None)
+    assert private.has_late_hooks(leaf)
+
+
+@checks("graph_number")
+def nodes_of_a_thread_are_counted() -> None:
+    x = torch.ones(2, requires_grad=True)
+    assert private.graph_number(x) == -1
+    first = private.graph_number(x * 2)
+    assert private.graph_number((x * 2).sum() + 1) == first + 3
+
+
 @checks("storage_bytes")
 def a_weak_reference_knows_the_bytes() -> None:
     for device in ("cpu", "meta"):

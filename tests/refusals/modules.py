@@ -57,6 +57,65 @@ class Counts(nn.Module):
         return self.inner(x) * (1 + self.count)  # type: ignore[no-any-return]
 
 
+class Changes(nn.Module):
+    """Changes something of itself, or of its parameters, in forward."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.a, self.b, self.how = nn.Linear(3, 3), nn.Linear(3, 3), how
+        self.last: Any = None
+        self.whole = torch.zeros(4)
+        self.part = self.whole[:2]
+        if how == "set":
+            self.held = {self.a.weight}
+        elif how == "keys":
+            self.held = {id(self.a.weight): 1.0}
+        elif how == "class":
+            self.a.weight = type("Scaled", (nn.Parameter,), {})(self.a.weight.data)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.b(self.a(x))
+        if self.how == "graph":
+            found, self.last = found + (0.0 if self.last is None else self.last), found
+        elif self.how == "detached":
+            self.last = self.a.weight.detach()
+        elif self.how == "view":
+            self.part.add_(1)
+        elif self.how == "swap":
+            self.a.weight, self.b.weight = self.b.weight, self.a.weight
+        elif self.how == "flags":
+            self.b.requires_grad_(False)
+        return found  # type: ignore[no-any-return]
+
+
+class LeavesOut(nn.Linear):
+    def parameters(self, recurse: bool = True) -> Any:
+        return iter([self.weight])
+
+
+class SetsAux(nn.Linear):
+    aux: Any
+
+    def forward(self, input: Tensor) -> Tensor:
+        found = super().forward(input)
+        self.aux = found.sum()
+        return found
+
+
+def read_from_module() -> None:
+    net = SetsAux(3, 3)
+    net.aux = torch.zeros(())
+    apply, params = fds.functional(net)
+    step = made(loss=lambda params, x: apply(params, x).sum() + apply.module.aux)
+    step(step.init(params), rows())
+
+
+def shared_between_two() -> None:
+    encoder = nn.Linear(3, 3)
+    trees = {name: fds.functional(nn.Sequential(encoder, nn.Linear(3, 3)))[1] for name in "ab"}
+    made().init(trees)
+
+
 def scripted() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -218,5 +277,104 @@ REFUSALS = [
         why="The values do not exist yet, and what NumPy does is not recorded.",
         instead="Use torch's operations, or `weight.copy_(torch.from_numpy(...))`.",
         program=deferred,
+    ),
+    Refusal(
+        what="an attribute with a graph that a later step reads",
+        error=RuntimeError,
+        says="'last' was computed, with a graph, in an earlier pass",
+        advises="detach",
+        why="The graph is gone, and its params have moved.",
+        instead="Keep `.detach().clone()`.",
+        program=lambda: train(Changes("graph"), batches=(rows(), rows())),
+    ),
+    Refusal(
+        what="an attribute that `forward` sets, read from `apply.module`",
+        error=RuntimeError,
+        says="'aux' of apply.module is not what a call has set",
+        advises="let forward return",
+        why="A call changes a copy of the module.",
+        instead="Return the value from `forward`, beside the output.",
+        program=read_from_module,
+    ),
+    Refusal(
+        what="an attribute or buffer that `forward` sets to `weight.detach()`",
+        error=RuntimeError,
+        says="set 'last' to the memory of its parameter 'a.weight'",
+        advises="clone",
+        why="The update changes that memory, and ZeRO frees it.",
+        instead="Set it to `.detach().clone()`, or read the parameter itself.",
+        program=lambda: train(Changes("detached")),
+    ),
+    Refusal(
+        what="a write into one of two attributes in one memory, or into a view of a buffer",
+        error=RuntimeError,
+        says="'part', which shares memory with its 'whole'",
+        advises="keep one of them",
+        why="Each is a value of its own here, and the other would not change.",
+        instead="Keep one, and take the view in `forward`.",
+        program=lambda: train(Changes("view")),
+    ),
+    Refusal(
+        what="parameters that `forward` swaps",
+        error=RuntimeError,
+        says="set its parameter 'a.weight' to another tensor",
+        advises="choose between parameters",
+        why="Params keep their places.",
+        instead="Choose between them by a number.",
+        program=lambda: train(Changes("swap")),
+    ),
+    Refusal(
+        what="`requires_grad_()` in `forward`",
+        error=RuntimeError,
+        says="changed requires_grad of a parameter in forward",
+        advises="functional_call",
+        why="A step trains the same params throughout.",
+        instead="Use detached parameters, or a step for each part.",
+        program=lambda: train(Changes("flags")),
+    ),
+    Refusal(
+        what="a subclass of `nn.Parameter`",
+        error=ValueError,
+        says="'a.weight' of Changes is a Scaled",
+        advises="use nn.Parameter",
+        why="Plain tensors take the place of parameters, and what the class does would be lost.",
+        instead="Use `nn.Parameter`, and a parametrization.",
+        program=lambda: train(Changes("class")),
+    ),
+    Refusal(
+        what="a table by `id(parameter)`, or by parameters",
+        error=ValueError,
+        says="the keys of 'held' in Changes",
+        advises="names as keys",
+        why="Other tensors take the place of parameters.",
+        instead="Use their names as keys.",
+        program=lambda: train(Changes("keys")),
+    ),
+    Refusal(
+        what="a parameter in a set, or in an object that hides it",
+        error=ValueError,
+        says="(the keys of 'held' in Changes|holds the parameter)",
+        advises="names",
+        why="A call could not put the step's params there.",
+        instead="Refer to it by an attribute, a list or the values of a dict.",
+        program=lambda: train(Changes("set")),
+    ),
+    Refusal(
+        what="a module whose `parameters()` leaves some out",
+        error=ValueError,
+        says="leaves out 'bias'",
+        advises="requires_grad=False",
+        why="PyTorch's optimizer would not train those.",
+        instead="Freeze them: `requires_grad=False`.",
+        program=lambda: train(LeavesOut(3, 3)),
+    ),
+    Refusal(
+        what="trained leaves in one memory, as of two modules with a common part",
+        error=ValueError,
+        says="share memory, and the step would train each alone",
+        advises="ModuleDict",
+        why="What is tied would be parted.",
+        instead="Put the modules into one `nn.ModuleDict`.",
+        program=shared_between_two,
     ),
 ]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from functional_ds.base import tree
-from functional_ds.base.torch_private import disable_torch_function_subclass, held_elsewhere, outside_functorch
+from functional_ds.base.torch_private import disable_torch_function_subclass, held_elsewhere, outside_functorch, version_of
 from functional_ds.sharding.layout import Layout
 from functional_ds.step.tape import PassAgain, Tape
 
@@ -130,6 +130,7 @@ class LazyParams:
         self.layout, self.reducer, self.device = layout, reducer, device
         self._leaves: dict[int, dict[int, Tensor]] = {}  # unit -> leaf -> the fetched tensor
         self._trained: dict[int, list[Tensor]] = {}  # unit -> its trained leaves, throughout a pass
+        self._versions: dict[int, list[int]] = {}  # unit -> the version of each leaf, where the unit's memory comes and goes
         self._empty: dict[int, set[int]] = {}  # freed unit -> which of those have no memory
         self._held: set[int] = set()  # freed units of which somebody else held a leaf
         self._nested: dict[int, Tensor] = {}  # leaf -> its gradients of backward passes within the backward pass
@@ -174,6 +175,7 @@ class LazyParams:
         """Lets go of the memory of a unit that the source has freed, except of leaves that somebody else holds now."""
         if self._cache.functional and not self._in_backward:
             return
+        self._refuse_writes(unit)
         self._leaves.pop(unit, None)
         if unit in self._trained:
             self._empty[unit] = set()
@@ -210,7 +212,7 @@ class LazyParams:
             for slot in segment.slots:
                 fetch = partial(self._leaf, segment.unit, slot.leaf)
                 wants_grad = records and segment.trainable
-                leaves[slot.leaf] = LazyTensor(slot.shape, segment.dtype, self.device, wants_grad, fetch)
+                leaves[slot.leaf] = LazyTensor(slot.shape, segment.dtype, self.device, wants_grad, fetch, self.source.frees)
         return leaves
 
     @contextmanager
@@ -224,7 +226,7 @@ class LazyParams:
                 raise self._again() from error
             raise
 
-    def _again(self) -> RuntimeError:
+    def _again(self) -> BaseException:
         """What is raised where torch.func comes between the loss and a unit: the loss runs again, with all units there.
 
         A gather inside of a transform would be part of it; and forward-mode levels belong to the process, which simulated ranks
@@ -263,7 +265,24 @@ class LazyParams:
             if trained and self._handle is not None:
                 # ``data`` knows of no base, which would keep the memory of a leaf that lets go of its own.
                 leaves.update(zip(trained, self._same(unit, [leaves[i].data for i in trained]), strict=True))
+            if self.source.frees and not self._in_backward:
+                self._versions[unit] = [version_of(leaf) for leaf in leaves.values()]
         return leaves
+
+    def _refuse_writes(self, unit: int) -> None:
+        """Refuses what the loss has written into a unit that is not stored whole: it would be lost with the unit's memory.
+
+        Raises:
+            RuntimeError: with the leaf's path.
+        """
+        before, leaves = self._versions.pop(unit, ()), self._leaves.get(unit, {})
+        for version, (place, leaf) in zip(before, leaves.items(), strict=False):
+            if version_of(leaf) != version:
+                raise RuntimeError(
+                    f"the loss wrote into the parameter {self.layout.paths[place]!r} in place, and a forward pass may write "
+                    "buffers alone: compute the weight from the parameter instead, or change params after the update, in a "
+                    "transform: fds.wrap(..., update=...)"
+                )
 
     def _same(self, unit: int, views: list[Tensor]) -> list[Tensor]:
         """The unit's trained leaves, those of earlier touches with their memory back."""
@@ -296,6 +315,9 @@ class LazyParams:
         if records and self.reducer is not None:
             for unit in self.reducer.untouched():  # other ranks may have touched them
                 self._node(unit, ())
+        for unit in [*self._versions]:
+            self._refuse_writes(unit)
+        self._set_grads_aside()
         if self._bypassed:
             tape.suspects += [leaf for leaf in self._lazy if leaf.requires_grad]
         self._drop_leaves()
@@ -303,6 +325,15 @@ class LazyParams:
         if records:
             self._in_backward = True
             self.source.begin(backward)
+
+    def _set_grads_aside(self) -> list[Tensor | None]:
+        """What was assigned to the leaves' ``grad``, which is None then: within the loss it has no part in the gradients."""
+        with disable_torch_function_subclass():
+            found = [leaf.grad for leaf in self._lazy]
+            for leaf, grad in zip(self._lazy, found, strict=True):
+                if grad is not None:
+                    leaf.grad = None
+        return found
 
     def _close(self) -> None:
         """Lets go of everything. The graph's nodes refer to this object, and a cycle would keep the memory for a while."""
@@ -359,6 +390,9 @@ class LazyParams:
         """Hands on what backward passes within this one left after their units were complete."""
         for unit, leaves in self._trained.items():
             self.found(unit, [leaf.grad for leaf in leaves])
+        for index, grad in enumerate(self._set_grads_aside()):
+            if grad is not None:
+                self._found(index, grad)
         for unit in range(len(self.layout.units)) if self._nested else ():
             nested = [self._nested.get(leaf) for leaf in self._trained_leaves(unit)]
             if any(grad is not None for grad in nested):

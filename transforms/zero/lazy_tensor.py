@@ -12,7 +12,7 @@ __all__ = ["LazyTensor"]
 
 _PROPERTIES = (
     *("shape", "dtype", "device", "layout", "requires_grad", "ndim", "is_leaf", "is_cuda", "is_cpu", "is_meta", "is_sparse"),
-    *("is_quantized", "is_nested", "is_mkldnn", "is_xpu", "is_mps", "itemsize", "nbytes", "grad", "names"),
+    *("is_quantized", "is_nested", "is_mkldnn", "is_xpu", "is_mps", "itemsize", "nbytes", "grad", "grad_fn", "names"),
 )
 _GRAD: Any = Tensor.grad
 # The functions whose results follow from shape, dtype and device alone: they fetch nothing.
@@ -28,6 +28,22 @@ _METADATA: frozenset[Any] = frozenset(
 )
 
 
+_DATA: Any = Tensor.data
+_REFUSED = {
+    _DATA.__set__: "the loss set the data of a parameter of shape {shape}, which is none of its own under zero: compute what "
+    "it needs from the parameter, or change params after the update, in a transform: fds.wrap(..., update=...)",
+    Tensor.register_post_accumulate_grad_hook: "the loss registered a hook on a parameter of shape {shape} by "
+    "register_post_accumulate_grad_hook, which would never run, because gradients are not accumulated in .grad; use "
+    "register_hook",
+}
+_IN_PLACE = [
+    getattr(Tensor, name)
+    for name in dir(Tensor)
+    if (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"
+]
+_WATCHED = frozenset([_DATA.__get__, *_REFUSED, *filter(callable, _IN_PLACE)])
+
+
 class LazyTensor(torch.Tensor):
     """A leaf as the loss function sees it: shape, dtype and device are known, the values are fetched at first use.
 
@@ -36,13 +52,20 @@ class LazyTensor(torch.Tensor):
     """
 
     _fetch: Callable[[], Tensor]
+    _frees: bool
 
     @staticmethod
     def __new__(
-        cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool, fetch: Callable[[], Tensor]
+        cls,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        requires_grad: bool,
+        fetch: Callable[[], Tensor],
+        frees: bool,
     ) -> "LazyTensor":
         self = make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
-        self._fetch = fetch
+        self._fetch, self._frees = fetch, frees
         return self
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -53,6 +76,8 @@ class LazyTensor(torch.Tensor):
         if func in _METADATA:
             with disable_torch_function_subclass():
                 return func(*args, **(kwargs or {}))
+        if func in _WATCHED and isinstance(args[0], LazyTensor):
+            return _watched(func, *args, **(kwargs or {}))
         return func(*(_fetched(x) for x in args), **{name: _fetched(x) for name, x in (kwargs or {}).items()})
 
     @classmethod
@@ -61,6 +86,16 @@ class LazyTensor(torch.Tensor):
     ) -> Any:
         with torch.no_grad():  # below autograd, which has taken the placeholder for the param
             return func(*(_fetched(x) for x in args), **{name: _fetched(x) for name, x in (kwargs or {}).items()})
+
+
+def _watched(func: Any, leaf: LazyTensor, *others: Any, **named: Any) -> Any:
+    """What may write into the leaf. Where its memory comes and goes, its version must tell of that, and it is fetched last."""
+    if func in _REFUSED:
+        raise RuntimeError(_REFUSED[func].format(shape=list(leaf.shape)))
+    if leaf._frees and func == _DATA.__get__:
+        return leaf._fetch().detach()
+    rest = [_fetched(x) for x in others], {name: _fetched(x) for name, x in named.items()}
+    return func(leaf._fetch(), *rest[0], **rest[1])
 
 
 def _fetched(value: Any) -> Any:

@@ -1,0 +1,60 @@
+"""Which tensors lie in the same memory."""
+
+from collections.abc import Iterable, Iterator
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from .torch_private import is_fake, storage_id
+
+__all__ = ["ByteRange", "overlapping"]
+
+_KINDS = (Tensor, nn.Parameter)
+
+
+@attrs.frozen
+class ByteRange:
+    """Where a tensor lies.
+
+    Attributes:
+        space: 0 for addresses; else a storage that has none.
+        start: in bytes, as ``end``.
+    """
+
+    name: str
+    tensor: Tensor
+    space: int
+    start: int
+    end: int
+
+    @staticmethod
+    def of(name: str, tensor: Tensor) -> "ByteRange | None":
+        if not (type(tensor) in _KINDS or is_fake(tensor)) or tensor.layout != torch.strided or not tensor.numel():
+            return None
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        address = 0 if tensor.is_meta or is_fake(tensor) else tensor.data_ptr()
+        start = address or int(tensor.storage_offset()) * tensor.element_size()
+        return ByteRange(name, tensor, 0 if address else storage_id(tensor), start, start + extent * tensor.element_size())
+
+    def meets(self, other: "ByteRange") -> bool:
+        """Whether the two, which begin in this order and lie in one another's range, share an element."""
+        one, two, size = self.tensor, other.tensor, self.tensor.element_size()
+        dense = all(each.end - each.start == each.tensor.nbytes for each in (self, other))
+        if dense or one.element_size() != two.element_size() or (other.start - self.start) % size:
+            return True
+        marked = torch.zeros((max(self.end, other.end) - self.start) // size, dtype=torch.bool)
+        marked.as_strided(one.shape, one.stride(), 0).fill_(True)
+        return bool(marked.as_strided(two.shape, two.stride(), (other.start - self.start) // size).any())
+
+
+def overlapping(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[ByteRange, ByteRange]]:
+    """The pairs of tensors that share an element, with their names."""
+    found = [extent for name, tensor in named if (extent := ByteRange.of(name, tensor)) is not None]
+    found.sort(key=lambda each: (each.space, each.start))
+    for index, one in enumerate(found):
+        for other in found[index + 1 :]:
+            if (other.space, other.start) >= (one.space, one.end):
+                break
+            if one.meets(other):
+                yield one, other

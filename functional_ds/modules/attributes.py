@@ -1,0 +1,113 @@
+"""What forward passes set as attributes: what a state can have, what goes on beside it, and what is of one pass alone."""
+
+import enum
+import types
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from functional_ds.base import tree
+
+from .stale import Stale
+
+__all__ = ["ABSENT", "Absent", "copied", "has_graph", "is_mutable", "is_state", "kept", "put_attribute", "usable"]
+
+_NUMBERS = (bool, int, float, complex)
+_PLAIN = (str, bytes, type, enum.Enum, types.ModuleType, np.generic, torch.dtype, torch.device, *_NUMBERS)
+
+
+class Absent(enum.Enum):
+    """Stands for an attribute that is not there; a copy of it is itself."""
+
+    ABSENT = 0
+
+
+ABSENT = Absent.ABSENT
+
+
+def put_attribute(into: dict[str, Any], key: str, value: Any) -> None:
+    """``ABSENT`` takes the entry away."""
+    if value is ABSENT:
+        into.pop(key, None)
+    else:
+        into[key] = value
+
+
+def is_state(value: Any) -> bool:
+    """Whether a value is what a state can hold: tensors and numbers, alone or in lists, tuples and dicts."""
+    return value is not ABSENT and all(  # a tensor with a graph is of this pass alone
+        not leaf.requires_grad if isinstance(leaf, Tensor) else type(leaf) in _NUMBERS for leaf in tree.leaves(value)
+    )
+
+
+def is_mutable(value: Any) -> bool:
+    """Whether an attribute is a tensor, or a structure of tensors and numbers, that a call may write into."""
+    return isinstance(value, (Tensor, list, tuple, dict, deque)) and all(
+        not (x.requires_grad or x.is_meta) if isinstance(x, Tensor) else type(x) in _NUMBERS for x in tree.leaves(value)
+    )
+
+
+def has_graph(value: Any) -> bool:
+    """Whether a value is, or holds, a tensor that gradients flow through: it is of one pass alone."""
+    todo, seen = [value], set()
+    while todo:
+        each = todo.pop()
+        if isinstance(each, Tensor):
+            if each.requires_grad:
+                return True
+        elif not isinstance(each, _PLAIN) and id(each) not in seen:
+            seen.add(id(each))
+            todo.extend(_inside(each))
+    return False
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        yield from value.values()
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        yield from value
+    elif isinstance(value, types.FunctionType):
+        yield from (cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType())
+    fields = getattr(value, "__dict__", None)
+    if isinstance(fields, dict):
+        yield from fields.values()
+
+
+def kept(name: str, value: Any) -> Any:
+    """What the next pass finds in place of a value that no state can hold."""
+    stale = Stale(
+        f"the attribute {name!r} was computed, with a graph, in an earlier pass, whose graph is gone: keep what later passes "
+        "read without one (.detach().clone()), and return from forward what the loss needs"
+    )
+    if not has_graph(value):
+        return value
+    return tree.map(lambda leaf: stale if has_graph(leaf) else leaf, value)
+
+
+def copied(value: Any, memo: dict[int, Any]) -> Any:
+    """A structure with copies of its tensors and arrays, which a pass may write into; what it has twice is one copy."""
+
+    def one(leaf: Any) -> Any:
+        if not isinstance(leaf, (Tensor, np.ndarray)):
+            return leaf
+        if id(leaf) not in memo:
+            memo[id(leaf)] = usable(leaf.detach().clone(), {}) if isinstance(leaf, Tensor) else leaf.copy()
+        return memo[id(leaf)]
+
+    return value if value is ABSENT else tree.map(one, value)
+
+
+def usable(value: Any, memo: dict[int, Any]) -> Any:
+    """A structure with tensors that training may use, whatever mode they were made in."""
+
+    def one(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.is_inference():
+            return leaf
+        with torch.inference_mode(False):
+            return memo.setdefault(id(leaf), leaf.clone())
+
+    return tree.map(one, value)

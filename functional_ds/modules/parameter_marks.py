@@ -1,0 +1,59 @@
+"""What a parameter is beside its values: an ``nn.Parameter``, with attributes that users have set on it."""
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["ParameterMarks", "attributes_on"]
+
+_OF_TORCH = "_is_param"  # by which ``isinstance(tensor, nn.Parameter)`` is true, as torch documents it for custom tensors
+
+
+def attributes_on(parameter: Tensor) -> dict[str, Any]:
+    """What users have set on a parameter."""
+    return {key: value for key, value in vars(parameter).items() if key != _OF_TORCH and not key.startswith("_fds")}
+
+
+class ParameterMarks:
+    """Lets tensors be parameters while they are in the place of a module's.
+
+    Args:
+        params: the module's, by name.
+    """
+
+    def __init__(self, params: Mapping[str, nn.Parameter]) -> None:
+        self._attributes = {name: found for name, p in params.items() if (found := attributes_on(p))}
+
+    def put(self, params: Mapping[str, Tensor]) -> list[tuple[Tensor, Collection[str]]]:
+        """Marks tensors, and gives what ``take`` is to take from each."""
+        put: list[tuple[Tensor, Collection[str]]] = []
+        for p in params.values():
+            if type(p) is not nn.Parameter and not hasattr(p, _OF_TORCH):
+                p._is_param = True
+                put.append((p, (_OF_TORCH,)))
+        for name, attributes in self._attributes.items():
+            if name in params:
+                held = vars(params[name])
+                new = {key: value for key, value in attributes.items() if key not in held}
+                held.update(new)
+                put.append((params[name], new))
+        return put
+
+    @staticmethod
+    def take(put: list[tuple[Tensor, Collection[str]]]) -> None:
+        """Takes the marks back."""
+        for tensor, keys in put:
+            for key in keys:
+                vars(tensor).pop(key, None)
+        put.clear()
+
+    @contextmanager
+    def on(self, params: Mapping[str, Tensor]) -> Iterator[None]:
+        """The marks are there inside of the block."""
+        put = self.put(params)
+        try:
+            yield
+        finally:
+            self.take(put)
