@@ -1426,10 +1426,10 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug("no assignment is looked at", "modules.write_watch", "if func == _SET_DATA:", "if False:"),
     ],
     (what_training_would_part_is_refused, "tied by data"): [
-        Bug("no overlap is looked for", "modules.shared_memory", "if one.meets(other):", "if False:"),
+        Bug("no overlap is looked for", "base.byte_ranges", "if one.meets(other):", "if False:"),
     ],
     (what_training_would_part_is_refused, "interleaved"): [
-        Bug("ranges are taken for elements", "modules.shared_memory", "if dense or", "if True or"),
+        Bug("ranges are taken for elements", "base.byte_ranges", "if dense or", "if True or"),
     ],
     (what_training_would_part_is_refused, "attribute"): [
         Bug("attributes keep old weights", "modules.functional", "memo.update(memory.stale)", "pass"),
