@@ -1,0 +1,366 @@
+"""What each value of a traced program is along its groups, and the first place that contradicts it.
+
+Each group is looked at by itself. What a value is follows from declarations, from collectives (``Collective.takes`` and
+``gives``), and through operations from their inputs; a result whose bits differ between ranks is varying whatever it came from.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+import attrs
+
+from functional_ds.comm.record.group import Group
+from functional_ds.comm.record.variance import Variance
+
+from .linearity import DRAWN_INTO, MOVES, PRODUCTS, SCALES, SUMS, SUMS_OF_PRODUCTS, makes_constants
+from .op_trace import OpTrace, TracedEvent, Values
+
+__all__ = ["Misuse", "first_misuse"]
+
+# "constant": made from plain numbers; "unknown": equal so far, and nobody says that it must be.
+_Kind = Literal["constant", "unknown"] | Variance
+_R, _I, _V, _P = Variance.REPLICATED, Variance.INVARIANT, Variance.VARYING, Variance.PARTIAL
+
+_MANY = 32  # elements of a draw, of which equal bits are no chance
+
+
+@attrs.frozen
+class Misuse:
+    """A place where a program contradicts what its values are.
+
+    Attributes:
+        index: of the event, in its rank's trace.
+        rank: of the world.
+        text: what is wrong there.
+        why_unequal: for a value that is declared equal and is not, where it began to differ.
+    """
+
+    index: int
+    rank: int
+    text: str
+    why_unequal: str = ""
+
+
+@attrs.frozen
+class _State:
+    """What a value is along the group.
+
+    Attributes:
+        kind: its variance, or what is known instead.
+        since: what made it so.
+        drawn: the line of the random draw that it is, with equal bits on the ranks.
+        repeated: where a value that all ranks have was made part of it, so that a sum over ranks counts that n times.
+    """
+
+    kind: _Kind
+    since: str = ""
+    drawn: str = ""
+    repeated: str = ""
+
+    @property
+    def claimed(self) -> bool:
+        """Whether the ranks have it alike by a declaration or a collective, not by chance."""
+        return self.kind in (_R, _I)
+
+
+_CONSTANT, _UNKNOWN = _State("constant"), _State("unknown")
+
+
+class _MisuseFound(Exception):  # ends a walk
+    def __init__(self, text: str, why_unequal: str = "") -> None:
+        super().__init__(text)
+        self.text, self.why_unequal = text, why_unequal
+
+
+def first_misuse(traces: Sequence[OpTrace]) -> Misuse | None:
+    """The first contradiction in the ranks' traces, by the place in the rank's program, or None."""
+    groups: dict[tuple[int, ...], Group] = {}
+    for trace in traces:
+        for event in trace.events:
+            if event.group is not None and event.group.size > 1:
+                groups.setdefault(event.group.ranks, event.group)
+    found: list[Misuse] = []
+    for group in groups.values():
+        bits = _Bits(group, traces)
+        for rank in group.ranks:
+            misuse = _Walk(group, rank, traces[rank], bits).run()
+            found += [] if misuse is None else [misuse]
+    return min(found, key=lambda each: (each.index, each.rank), default=None)
+
+
+class _Bits:
+    """The checksums that the ranks of a group have for one key."""
+
+    def __init__(self, group: Group, traces: Sequence[OpTrace]) -> None:
+        self.group = group
+        self.found: dict[int, list[tuple[int, int]]] = {}
+        for rank in group.ranks:
+            for value in traces[rank].values:
+                if value.bits is not None:
+                    self.found.setdefault(value.key, []).append((rank, value.bits))
+
+    def differ(self, key: int) -> str:
+        """Two ranks that have different bits, as text; empty where none have."""
+        found = self.found.get(key, ())
+        for rank, bits in found:
+            if bits != found[0][1]:
+                return f"ranks {found[0][0]} and {rank}"
+        return ""
+
+    def complete(self, key: int) -> bool:
+        """Whether all ranks have bits for it."""
+        return len(self.found.get(key, ())) == self.group.size
+
+
+class _Walk:
+    """One rank's trace, along one group."""
+
+    def __init__(self, group: Group, rank: int, trace: OpTrace, bits: _Bits) -> None:
+        self.group, self.rank, self.trace, self.bits = group, rank, trace, bits
+        self.members = frozenset(group.ranks)
+        self.states: dict[int, _State] = {}
+        self.event: TracedEvent
+        self.steps: Mapping[str, Callable[[], None]] = {
+            "first use": self._first_use,
+            "draw": self._draw,
+            "operator": self._operator,
+            "write": self._operator,
+            "call": self._call,
+            "declaration": self._declaration,
+            "gradient": self._gradient,
+        }
+
+    def run(self) -> Misuse | None:
+        """The first contradiction."""
+        for index, event in enumerate(self.trace.events):
+            self.event = event
+            try:
+                self.steps[event.kind]()
+            except _MisuseFound as found:
+                return Misuse(index, self.rank, found.text, found.why_unequal)
+        return None
+
+    # -- events --------------------------------------------------------------------------------------------------------
+
+    def _first_use(self) -> None:
+        (number,) = self.event.outputs
+        differ = self._differ(number)
+        self.states[number] = _State(_V, f"{differ} pass different values at {self.event.site}") if differ else _UNKNOWN
+
+    def _draw(self) -> None:
+        self._check_partial()
+        for number in self.event.outputs:
+            value = self.trace.values[number]
+            size = 1
+            for side in value.shape:
+                size *= side
+            differ = self._differ(number)
+            if differ:
+                self.states[number] = _State(_V, f"{differ} draw different numbers at {self.event.site}")
+            else:
+                alike = size >= _MANY and self.bits.complete(value.key)
+                self.states[number] = _State("constant", drawn=self.event.site if alike else "")
+
+    def _operator(self) -> None:
+        state = self._combined()
+        for number in self.event.outputs:
+            differ = "" if state.kind in (_V, _P) else self._differ(number)
+            made = f"{self.event.name} at {self.event.site} gives {differ} different values"
+            self.states[number] = _State(_V, made) if differ else state
+
+    def _call(self) -> None:
+        event, group, call = self.event, self.event.group, self.event.call
+        if group is None or call is None:
+            return
+        takes, gives = call.takes(), call.collective.gives
+        inputs = [self.states[number] for number in event.inputs]
+        if not self.members <= set(group.ranks):
+            return self._other_group(inputs, overlaps=len(self.members & set(group.ranks)) > 1)
+        for number, state in zip(event.inputs, inputs, strict=True):
+            if takes is _P:
+                self._check_summed(state, number, self._where())
+            elif takes is _I:
+                self._check_invariant(number, state)
+            elif state.kind is _P and event.call is not None and "op" in event.call.options:
+                self._fail(f"{self._where()} combines terms of a partial sum by op={event.call.options['op']!r}", state)
+        for number in event.outputs:
+            self.states[number] = _State(gives, self._where())
+
+    def _other_group(self, inputs: Sequence[_State], *, overlaps: bool) -> None:
+        """A collective along other ranks, such as another axis of a mesh, is like an operation here."""
+        for place, number in enumerate(self.event.outputs):
+            state = inputs[min(place, len(inputs) - 1)] if inputs else _UNKNOWN
+            if state.kind is _P and overlaps:
+                state = _State(_V, f"{self._where()} has summed some of its terms")
+            differ = "" if state.kind in (_V, _P) else self._differ(number)
+            self.states[number] = _State(_V, f"{self._where()} gives {differ} different values") if differ else state
+
+    def _declaration(self) -> None:
+        event, kind = self.event, self.event.variance
+        concerned = event.group is not None and self.members <= set(event.group.ranks)
+        for number, made in zip(event.inputs, event.outputs, strict=True):
+            state = self.states[number]
+            if not concerned or kind is None:
+                self.states[made] = state
+                continue
+            if kind.equal and (differ := self._differ(made)):
+                why = state.since if state.kind is _V else f"{differ} have different bits"
+                raise _MisuseFound(f"comm.{kind.value} at {event.site}: {differ} of {self._name()} have different values", why)
+            if kind is _P:
+                self._check_summed(state, number, f"comm.partial at {event.site}")
+            self.states[made] = _State(kind, f"comm.{kind.value} at {event.site}")
+
+    def _gradient(self) -> None:
+        event, kind = self.event, self.event.variance
+        concerned = event.group is not None and self.members <= set(event.group.ranks)
+        for number, made in zip(event.inputs, event.outputs, strict=True):
+            if concerned and kind is not None:
+                self.states[made] = _State(kind.dual, f"as the gradient of comm.{kind.value} at {event.site}")
+            else:
+                self.states[made] = self.states[number]
+
+    # -- operations ----------------------------------------------------------------------------------------------------
+
+    def _combined(self) -> _State:
+        """What an operator makes of its inputs, as long as bits do not say otherwise."""
+        event = self.event
+        if makes_constants(event.name):
+            return _CONSTANT
+        numbers = event.operands[1] if event.name == "copy" and isinstance(event.operands[1], Values) else event.inputs
+        states = [self.states[number] for number in numbers]
+        kinds = {state.kind for state in states}
+        if _P in kinds:
+            return self._check_partial()
+        if _V in kinds:
+            return self._varying(numbers, states)
+        drawn = next((state.drawn for state in states if state.drawn), "")
+        if not kinds or kinds == {"constant"}:
+            return _State("unknown") if event.backward else _State("constant", drawn=drawn)
+        if "unknown" in kinds or (event.backward and "constant" in kinds):  # a gradient of ones is nobody's claim
+            return _UNKNOWN
+        return next(state for kind in (_R, _I) for state in states if state.kind is kind)
+
+    def _varying(self, numbers: Sequence[int], states: Sequence[_State]) -> _State:
+        event, name = self.event, self.event.name
+        drawn = next((state.drawn for state in states if state.drawn), "")
+        since = next(state.since for state in states if state.kind is _V)
+        if drawn and name in DRAWN_INTO and not event.backward:
+            raise _MisuseFound(
+                f"{name} at {event.site} brings a random draw with equal bits on all ranks of {self._name()}, made at {drawn}, "
+                f"into a value that differs between them ({since}): draw by global position (fds.Key), or seed ranks apart"
+            )
+        return _State(_V, since, repeated="" if event.backward else self._repeated(numbers, states))
+
+    def _repeated(self, numbers: Sequence[int], states: Sequence[_State]) -> str:
+        """Where something that all ranks have was added to what each has of its own."""
+        name = self.event.name
+        if name not in SUMS | MOVES | SCALES | PRODUCTS:
+            return ""
+        before = next((state.repeated for state in states if state.repeated), "")
+        if name in SUMS or name in ("cat", "stack", "write"):
+            shapes = {self.trace.values[number].shape for number in numbers}
+            if name in ("cat", "stack", "write") or len(shapes) == 1:  # a bias of each row is that row's
+                for number, state in zip(numbers, states, strict=True):
+                    if state.claimed and not self.trace.values[number].zero:
+                        return before or f"{name} at {self.event.site} ({state.since})"
+        elif name in PRODUCTS | SCALES and any(state.kind is _V and not state.repeated for state in states):
+            return ""
+        return before
+
+    def _check_partial(self) -> _State:
+        """What an operator makes of partial sums; it must be linear in them, and the same on all ranks."""
+        event, name = self.event, self.event.name
+        states = [self.states[number] for number in event.inputs]
+        partial = next((state for state in states if state.kind is _P), None)
+        if partial is None or event.backward:  # a derivative is linear
+            return partial or _UNKNOWN
+        if name in SUMS:
+            self._check_added(event.inputs, partial)
+            for plain in event.operands:
+                if isinstance(plain, (int, float)) and not isinstance(plain, bool) and plain != 0:
+                    self._fail(f"{name} at {event.site} adds {plain} to each rank's term of a partial sum", partial)
+            return partial
+        if name in SUMS_OF_PRODUCTS:
+            first, *others = [each for each in event.operands if isinstance(each, Values)]
+            self._check_added(first, partial)
+            self._check_scaled([number for each in others for number in each])
+            return partial
+        if name in MOVES:
+            repeated = self._repeated(event.inputs, states) if name in ("cat", "stack", "write") else partial.repeated
+            return attrs.evolve(partial, repeated=repeated)
+        if name in PRODUCTS or (name in SCALES and self.states[event.inputs[0]].kind is _P):
+            self._check_scaled(event.inputs)
+            return partial
+        self._fail(f"{name} at {event.site} is not linear, and acts on a partial sum", partial)
+        return partial
+
+    def _check_added(self, numbers: Sequence[int], partial: _State) -> None:
+        """What all ranks have must not be added to each rank's term."""
+        for number in numbers:
+            state = self.states[number]
+            if state.kind not in (_P, _V) and not self.trace.values[number].zero and not self._differ(number):
+                since = f" ({state.since})" if state.since else ""
+                text = f"{self.event.name} at {self.event.site} adds a value that all ranks have{since} to a partial sum"
+                self._fail(text, partial, "it is counted once a rank: add it after the sum")
+
+    def _check_scaled(self, numbers: Sequence[int]) -> None:
+        """At most one factor is partial, and no other differs between ranks."""
+        states = [self.states[number] for number in numbers]
+        partial = [state for state in states if state.kind is _P]
+        varying = next((state for state in states if state.kind is _V), None)
+        text = f"{self.event.name} at {self.event.site} multiplies"
+        if len(partial) > 1:
+            self._fail(f"{text} two partial sums", partial[0], "a product of sums is no sum of products")
+        if partial and varying is not None:
+            self._fail(f"{text} a value that differs between ranks ({varying.since}) by a partial sum", partial[0])
+
+    # -- collectives ---------------------------------------------------------------------------------------------------
+
+    def _check_summed(self, state: _State, number: int, what: str) -> None:
+        n, zero = self.group.size, self.trace.values[number].zero
+        if state.claimed and not zero:
+            subject = "a gradient" if self.event.backward else "a value"
+            raise _MisuseFound(
+                f"{what} sums {subject} that all ranks of {self._name()} have alike ({state.since}), so it is {n} times too "
+                "large: use it as it is, op='avg', or comm.varying first if others count it as often"
+            )
+        if state.repeated and not zero:
+            raise _MisuseFound(
+                f"{what} sums what {state.repeated} made of a value that all ranks of {self._name()} have and one that "
+                f"differs, so the former counts {n} times: add it after the sum, or comm.varying first if others count it as often"
+            )
+
+    def _check_invariant(self, number: int, state: _State) -> None:
+        differ = self._differ(number)
+        if state.kind is _P:
+            self._fail(f"{self._where()} takes a value that is the same on all ranks, and gets a partial sum", state)
+        if not differ:
+            return
+        if self.event.transposed is not None:
+            raise _MisuseFound(
+                f"the gradient of what {self._where()} gave differs between {differ} of {self._name()}: the ranks use the "
+                "result in different ways, so put comm.copy_to before that use, which sums their gradients"
+            )
+        why = f" ({state.since})" if state.kind is _V else ""
+        raise _MisuseFound(
+            f"{self._where()} takes a value that is the same on all ranks of {self._name()}, and {differ} have different ones"
+            f"{why}"
+        )
+
+    # -- words ---------------------------------------------------------------------------------------------------------
+
+    def _fail(self, text: str, state: _State, advice: str = "sum it first, with comm.reduce_from or comm.all_reduce") -> None:
+        since = f" (partial since {state.since})" if state.since else ""
+        raise _MisuseFound(f"{text} along {self._name()}{since}; {advice}")
+
+    def _differ(self, number: int) -> str:
+        return self.bits.differ(self.trace.values[number].key)
+
+    def _where(self) -> str:
+        event = self.event
+        if event.transposed is not None:
+            return f"the transpose of the call at {event.transposed}, a {event.name},"
+        return f"{event.name} at {event.site}"
+
+    def _name(self) -> str:
+        return f"group {self.group.name!r} {list(self.group.ranks)}"
