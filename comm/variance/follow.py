@@ -101,15 +101,16 @@ class _Bits:
 
     def differ(self, key: int) -> str:
         """Two ranks that have different bits, as text; empty where none have."""
-        found = self.found.get(key, ())
+        found = self.found.get(key, [])
         for rank, bits in found:
             if bits != found[0][1]:
                 return f"ranks {found[0][0]} and {rank}"
         return ""
 
-    def complete(self, key: int) -> bool:
-        """Whether all ranks have bits for it."""
-        return len(self.found.get(key, ())) == self.group.size
+    def some(self, key: int) -> list[int]:
+        """The ranks that have bits for it, if not all have."""
+        found = self.found.get(key, [])
+        return [rank for rank, _ in found] if len(found) < self.group.size else []
 
 
 class _Walk:
@@ -144,8 +145,7 @@ class _Walk:
 
     def _first_use(self) -> None:
         (number,) = self.event.outputs
-        differ = self._differ(number)
-        self.states[number] = _State(_V, f"{differ} pass different values at {self.event.site}") if differ else _UNKNOWN
+        self.states[number] = self._unless_different(number, _UNKNOWN, "pass different values", "pass one")
 
     def _draw(self) -> None:
         self._check_partial()
@@ -154,19 +154,14 @@ class _Walk:
             size = 1
             for side in value.shape:
                 size *= side
-            differ = self._differ(number)
-            if differ:
-                self.states[number] = _State(_V, f"{differ} draw different numbers at {self.event.site}")
-            else:
-                alike = size >= _MANY and self.bits.complete(value.key)
-                self.states[number] = _State("constant", drawn=self.event.site if alike else "")
+            alike = _State("constant", drawn=self.event.site if size >= _MANY else "")
+            self.states[number] = self._unless_different(number, alike, "draw different numbers", "draw")
 
     def _operator(self) -> None:
         state = self._combined()
         for number in self.event.outputs:
-            differ = "" if state.kind in (_V, _P) else self._differ(number)
-            made = f"{self.event.name} at {self.event.site} gives {differ} different values"
-            self.states[number] = _State(_V, made) if differ else state
+            name = self.event.name
+            self.states[number] = self._unless_different(number, state, f"get different values from {name}", f"call {name}")
 
     def _call(self) -> None:
         event, group, call = self.event, self.event.group, self.event.call
@@ -192,8 +187,8 @@ class _Walk:
             state = inputs[min(place, len(inputs) - 1)] if inputs else _UNKNOWN
             if state.kind is _P and overlaps:
                 state = _State(_V, f"{self._where()} has summed some of its terms")
-            differ = "" if state.kind in (_V, _P) else self._differ(number)
-            self.states[number] = _State(_V, f"{self._where()} gives {differ} different values") if differ else state
+            name = self.event.name
+            self.states[number] = self._unless_different(number, state, f"get different values from {name}", f"call {name}")
 
     def _declaration(self) -> None:
         event, kind = self.event, self.event.variance
@@ -218,6 +213,17 @@ class _Walk:
                 self.states[made] = _State(kind.dual, f"as the gradient of comm.{kind.value} at {event.site}")
             else:
                 self.states[made] = self.states[number]
+
+    def _unless_different(self, number: int, state: _State, differ: str, some: str) -> _State:
+        """The state, or varying where the ranks' bits differ, or some ranks compute something else."""
+        if state.kind in (_V, _P):
+            return state
+        key, site = self.trace.values[number].key, self.event.site
+        if pair := self.bits.differ(key):
+            return _State(_V, f"{pair} {differ} at {site}")
+        if ranks := self.bits.some(key):
+            return _State(_V, f"of {self._name()} only ranks {ranks} {some} at {site}")
+        return state
 
     # -- operations ----------------------------------------------------------------------------------------------------
 
@@ -327,7 +333,7 @@ class _Walk:
         if state.repeated and not zero:
             raise _MisuseFound(
                 f"{what} sums what {state.repeated} made of a value that all ranks of {self._name()} have and one that "
-                f"differs, so the former counts {n} times: add it after the sum, or comm.varying first if others count it as often"
+                f"differs, so the former counts {n} times: add it after the sum, or comm.varying first if that is meant"
             )
 
     def _check_invariant(self, number: int, state: _State) -> None:

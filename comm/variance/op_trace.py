@@ -184,8 +184,11 @@ class OpTrace(TorchDispatchMode):
         return event
 
     def _define(self, event: TracedEvent, tensors: Sequence[Tensor], *, writes: int) -> None:
-        """New values for the tensors, of which the first ``writes`` were written into."""
-        alike = event.kind == "draw" or makes_constants(event.name)  # whatever the inputs are
+        """New values for the tensors, of which the first ``writes`` were written into.
+
+        All ranks come to a draw, a constant, a collective or a declaration with their own inputs, so these leave the keys alone.
+        """
+        alike = event.kind == "draw" or event.group is not None or makes_constants(event.name)
         keys = () if alike else tuple(self.values[number].key for number in event.inputs)
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         key = hash((event.kind, event.name, event.site, keys, shapes))
