@@ -98,6 +98,11 @@ class _Bits:
             for value in traces[rank].values:
                 if value.bits is not None:
                     self.found.setdefault(value.key, []).append((rank, value.bits))
+            for event in traces[rank].events:
+                for place, number in enumerate(event.inputs if event.call is not None else ()):
+                    bits = traces[rank].values[number].bits
+                    if bits is not None:
+                        self.found.setdefault(hash((event.key, "input", place)), []).append((rank, bits))
 
     def differ(self, key: int) -> str:
         """Two ranks that have different bits, as text; empty where none have."""
@@ -171,11 +176,11 @@ class _Walk:
         inputs = [self.states[number] for number in event.inputs]
         if not self.members <= set(group.ranks):
             return self._other_group(inputs, overlaps=len(self.members & set(group.ranks)) > 1)
-        for number, state in zip(event.inputs, inputs, strict=True):
+        for place, (number, state) in enumerate(zip(event.inputs, inputs, strict=True)):
             if takes is _P:
                 self._check_summed(state, number, self._where())
             elif takes is _I:
-                self._check_invariant(number, state)
+                self._check_invariant(place, state)
             elif state.kind is _P and event.call is not None and "op" in event.call.options:
                 self._fail(f"{self._where()} combines terms of a partial sum by op={event.call.options['op']!r}", state)
         for number in event.outputs:
@@ -336,8 +341,8 @@ class _Walk:
                 f"differs, so the former counts {n} times: add it after the sum, or comm.varying first if that is meant"
             )
 
-    def _check_invariant(self, number: int, state: _State) -> None:
-        differ = self._differ(number)
+    def _check_invariant(self, place: int, state: _State) -> None:
+        differ = self.bits.differ(hash((self.event.key, "input", place)))
         if state.kind is _P:
             self._fail(f"{self._where()} takes a value that is the same on all ranks, and gets a partial sum", state)
         if not differ:

@@ -63,6 +63,7 @@ class TracedEvent:
         call: the collective.
         variance: what was declared.
         transposed: the line of the call whose transpose it is.
+        key: a collective's or declaration's, equal on all ranks that come to it.
     """
 
     kind: Kind
@@ -76,6 +77,7 @@ class TracedEvent:
     call: Call | None = None
     variance: Variance | None = None
     transposed: str | None = None
+    key: int = 0
 
 
 @attrs.define(eq=False)
@@ -180,22 +182,27 @@ class OpTrace(TorchDispatchMode):
 
     def _event(self, kind: Kind, name: str, inputs: tuple[int, ...], **fields: Any) -> TracedEvent:
         event = TracedEvent(kind, name, call_site(), backward_pass() != -1, inputs, **fields)
+        if event.group is not None:  # its ranks come in one order
+            event.key = self._new_key(kind, name, event.group.name)
         self.events.append(event)
         return event
 
-    def _define(self, event: TracedEvent, tensors: Sequence[Tensor], *, writes: int) -> None:
-        """New values for the tensors, of which the first ``writes`` were written into.
-
-        All ranks come to a draw, a constant, a collective or a declaration with their own inputs, so these leave the keys alone.
-        """
-        alike = event.kind == "draw" or event.group is not None or makes_constants(event.name)
-        keys = () if alike else tuple(self.values[number].key for number in event.inputs)
-        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
-        key = hash((event.kind, event.name, event.site, keys, shapes))
+    def _new_key(self, *what: Any) -> int:
+        key = hash(what)
         self._times[key] += 1
+        return hash((key, self._times[key]))
+
+    def _define(self, event: TracedEvent, tensors: Sequence[Tensor], *, writes: int) -> None:
+        """New values for the tensors, of which the first ``writes`` were written into."""
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+        key = event.key
+        if event.group is None:
+            alike = event.kind == "draw" or makes_constants(event.name)  # whatever the inputs are
+            inputs = () if alike else tuple(self.values[number].key for number in event.inputs)
+            key = self._new_key(event.kind, event.name, event.site, inputs, shapes)
         for place, tensor in enumerate(tensors):
             bits, zero = _checksum(tensor) if _has_content(event.name) else (None, False)
-            self.values.append(TracedValue(hash((key, self._times[key], place)), bits, zero, shapes[place]))
+            self.values.append(TracedValue(hash((key, place)), bits, zero, shapes[place]))
             number = len(self.values) - 1
             event.outputs.append(number)
             if _is_plain(tensor):
