@@ -181,8 +181,8 @@ class _Walk:
                 self._check_summed(state, number, self._where())
             elif takes is _I:
                 self._check_invariant(place, state)
-            elif state.kind is _P and event.call is not None and "op" in event.call.options:
-                self._fail(f"{self._where()} combines terms of a partial sum by op={event.call.options['op']!r}", state)
+            elif state.kind is _P:
+                self._fail(f"{self._where()} takes a value of each rank's own, and gets a term of a partial sum", state)
         for number in event.outputs:
             self.states[number] = _State(gives, self._where())
 
@@ -197,11 +197,12 @@ class _Walk:
 
     def _declaration(self) -> None:
         event, kind = self.event, self.event.variance
-        concerned = event.group is not None and self.members <= set(event.group.ranks)
+        ranks = set() if event.group is None else set(event.group.ranks)
         for number, made in zip(event.inputs, event.outputs, strict=True):
             state = self.states[number]
-            if not concerned or kind is None:
-                self.states[made] = state
+            if not self.members <= ranks or kind is None:
+                some = kind is _V and len(self.members & ranks) > 1  # of the terms, perhaps
+                self.states[made] = _State(_V, f"comm.varying at {event.site}") if some and state.kind is _P else state
                 continue
             if kind.equal and (differ := self._differ(made)):
                 why = state.since if state.kind is _V else f"{differ} have different bits"

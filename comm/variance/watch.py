@@ -69,6 +69,8 @@ class RankWatch:
         """Compares the leaves with the other ranks' once all have come, and their gradients in the backward pass."""
         site = call_site()
         self.trace.declare(kind, leaves, group, gradient=False, site=site)
+        if kind is Variance.VARYING and not distinct:  # nothing to compare
+            return
         turn = self._turn((group.ranks, group.name))
         with self.trace.paused():
             copies = [leaf.detach().clone() for leaf in leaves]
