@@ -12,33 +12,17 @@ import attrs
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.variance import Variance
 
+from .declarations import Contradiction
 from .linearity import DRAWN_INTO, MOVES, PRODUCTS, SCALES, SUMS, SUMS_OF_PRODUCTS, makes_constants
 from .op_trace import OpTrace, TracedEvent, Values
 
-__all__ = ["Misuse", "first_misuse"]
+__all__ = ["contradictions"]
 
 # "constant": made from plain numbers; "unknown": equal so far, and nobody says that it must be.
 _Kind = Literal["constant", "unknown"] | Variance
 _R, _I, _V, _P = Variance.REPLICATED, Variance.INVARIANT, Variance.VARYING, Variance.PARTIAL
 
 _MANY = 32  # elements of a draw, of which equal bits are no chance
-
-
-@attrs.frozen
-class Misuse:
-    """A place where a program contradicts what its values are.
-
-    Attributes:
-        index: of the event, in its rank's trace.
-        rank: of the world.
-        text: what is wrong there.
-        why_unequal: for a value that is declared equal and is not, where it began to differ.
-    """
-
-    index: int
-    rank: int
-    text: str
-    why_unequal: str = ""
 
 
 @attrs.frozen
@@ -66,26 +50,27 @@ class _State:
 _CONSTANT, _UNKNOWN = _State("constant"), _State("unknown")
 
 
-class _MisuseFound(Exception):  # ends a walk
-    def __init__(self, text: str, why_unequal: str = "") -> None:
+class _FoundError(Exception):
+    """Ends a walk."""
+
+    def __init__(self, text: str, since: str = "") -> None:
         super().__init__(text)
-        self.text, self.why_unequal = text, why_unequal
+        self.text, self.since = text, since
 
 
-def first_misuse(traces: Sequence[OpTrace]) -> Misuse | None:
-    """The first contradiction in the ranks' traces, by the place in the rank's program, or None."""
+def contradictions(traces: Sequence[OpTrace]) -> list[Contradiction]:
+    """For each rank and group, the first place in the rank's trace that contradicts what its values are."""
     groups: dict[tuple[int, ...], Group] = {}
     for trace in traces:
         for event in trace.events:
             if event.group is not None and event.group.size > 1:
                 groups.setdefault(event.group.ranks, event.group)
-    found: list[Misuse] = []
+    found: list[Contradiction] = []
     for group in groups.values():
         bits = _Bits(group, traces)
         for rank in group.ranks:
-            misuse = _Walk(group, rank, traces[rank], bits).run()
-            found += [] if misuse is None else [misuse]
-    return min(found, key=lambda each: (each.index, each.rank), default=None)
+            found += _Walk(group, rank, traces[rank], bits).run()
+    return found
 
 
 class _Bits:
@@ -136,15 +121,15 @@ class _Walk:
             "gradient": self._gradient,
         }
 
-    def run(self) -> Misuse | None:
-        """The first contradiction."""
+    def run(self) -> list[Contradiction]:
+        """The first contradiction, if there is one."""
         for index, event in enumerate(self.trace.events):
             self.event = event
             try:
                 self.steps[event.kind]()
-            except _MisuseFound as found:
-                return Misuse(index, self.rank, found.text, found.why_unequal)
-        return None
+            except _FoundError as found:
+                return [Contradiction(index, self.rank, found.text, found.since)]
+        return []
 
     # -- events --------------------------------------------------------------------------------------------------------
 
@@ -204,9 +189,8 @@ class _Walk:
                 some = kind is _V and len(self.members & ranks) > 1  # of the terms, perhaps
                 self.states[made] = _State(_V, f"comm.varying at {event.site}") if some and state.kind is _P else state
                 continue
-            if kind.equal and (differ := self._differ(made)):
-                why = state.since if state.kind is _V else f"{differ} have different bits"
-                raise _MisuseFound(f"comm.{kind.value} at {event.site}: {differ} of {self._name()} have different values", why)
+            if kind.equal and self._differ(made):
+                raise _FoundError("", state.since if state.kind is _V else "")  # the comparison of the ranks says more
             if kind is _P:
                 self._check_summed(state, number, f"comm.partial at {event.site}")
             self.states[made] = _State(kind, f"comm.{kind.value} at {event.site}")
@@ -257,7 +241,7 @@ class _Walk:
         drawn = next((state.drawn for state in states if state.drawn), "")
         since = next(state.since for state in states if state.kind is _V)
         if drawn and name in DRAWN_INTO and not event.backward:
-            raise _MisuseFound(
+            raise _FoundError(
                 f"{name} at {event.site} brings a random draw with equal bits on all ranks of {self._name()}, made at {drawn}, "
                 f"into a value that differs between them ({since}): draw by global position (fds.Key), or seed ranks apart"
             )
@@ -332,12 +316,12 @@ class _Walk:
         n, zero = self.group.size, self.trace.values[number].zero
         if state.claimed and not zero:
             subject = "a gradient" if self.event.backward else "a value"
-            raise _MisuseFound(
+            raise _FoundError(
                 f"{what} sums {subject} that all ranks of {self._name()} have alike ({state.since}), so it is {n} times too "
                 "large: use it as it is, op='avg', or comm.varying first if others count it as often"
             )
         if state.repeated and not zero:
-            raise _MisuseFound(
+            raise _FoundError(
                 f"{what} sums what {state.repeated} made of a value that all ranks of {self._name()} have and one that "
                 f"differs, so the former counts {n} times: add it after the sum, or comm.varying first if that is meant"
             )
@@ -349,12 +333,12 @@ class _Walk:
         if not differ:
             return
         if self.event.transposed is not None:
-            raise _MisuseFound(
+            raise _FoundError(
                 f"the gradient of what {self._where()} gave differs between {differ} of {self._name()}: the ranks use the "
                 "result in different ways, so put comm.copy_to before that use, which sums their gradients"
             )
         why = f" ({state.since})" if state.kind is _V else ""
-        raise _MisuseFound(
+        raise _FoundError(
             f"{self._where()} takes a value that is the same on all ranks of {self._name()}, and {differ} have different ones"
             f"{why}"
         )
@@ -363,7 +347,7 @@ class _Walk:
 
     def _fail(self, text: str, state: _State, advice: str = "sum it first, with comm.reduce_from or comm.all_reduce") -> None:
         since = f" (partial since {state.since})" if state.since else ""
-        raise _MisuseFound(f"{text} along {self._name()}{since}; {advice}")
+        raise _FoundError(f"{text} along {self._name()}{since}; {advice}")
 
     def _differ(self, number: int) -> str:
         return self.bits.differ(self.trace.values[number].key)
@@ -375,4 +359,4 @@ class _Walk:
         return f"{event.name} at {event.site}"
 
     def _name(self) -> str:
-        return f"group {self.group.name!r} {list(self.group.ranks)}"
+        return f"group {self.group.name.partition('/')[0]!r} {list(self.group.ranks)}"  # not a channel of it

@@ -109,6 +109,11 @@ class OpTrace(TorchDispatchMode):
         self._times: Counter[int] = Counter()
         self._quiet = False
 
+    @property
+    def index(self) -> int:
+        """Of the last event."""
+        return len(self.events) - 1
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Records nothing while the block runs."""

@@ -7,13 +7,14 @@ import attrs
 import torch
 from torch import Tensor
 
+from functional_ds.base.torch_private import is_fake
 from functional_ds.comm.record.collective import Call, Handle
 from functional_ds.comm.record.errors import VarianceError
 from functional_ds.comm.record.group import Group, call_site
 from functional_ds.comm.record.variance import Variance
 
 from .declarations import Claim, Declarations
-from .follow import first_misuse
+from .follow import contradictions
 from .op_trace import OpTrace, TracedEvent
 
 __all__ = ["RankWatch", "Watches"]
@@ -66,7 +67,9 @@ class RankWatch:
     def declare(
         self, kind: Variance, leaves: Sequence[Tensor], group: Group, names: Sequence[str], *, distinct: bool = False
     ) -> None:
-        """Compares the leaves with the other ranks' once all have come, and their gradients in the backward pass."""
+        """Holds the leaves to the other ranks', once all have come, and their gradients in the backward pass."""
+        if any(leaf.is_meta or is_fake(leaf) for leaf in leaves):  # a trial run without values
+            return
         site = call_site()
         self.trace.declare(kind, leaves, group, gradient=False, site=site)
         if kind is Variance.VARYING and not distinct:  # nothing to compare
@@ -74,12 +77,12 @@ class RankWatch:
         turn = self._turn((group.ranks, group.name))
         with self.trace.paused():
             copies = [leaf.detach().clone() for leaf in leaves]
-            self.declarations.reach(turn, self.rank, Claim(kind, group, names, copies, site, distinct))
+            self.declarations.reach(turn, self.rank, Claim(kind, group, names, copies, site, self.trace.index, distinct))
         if kind is Variance.VARYING or not torch.is_grad_enabled():
             return
         for place, leaf in enumerate(leaves):
             if leaf.requires_grad:
-                claim = Claim(kind, group, (names[place],), (), site, gradient=True)
+                claim = Claim(kind, group, (names[place],), (), site, 0, gradient=True)
                 leaf.register_hook(self._gradient_of((*turn, place), claim))
 
     def _gradient_of(self, key: tuple[Hashable, ...], claim: Claim) -> Callable[[Tensor], Tensor]:
@@ -89,7 +92,7 @@ class RankWatch:
             self.trace.declare(claim.kind, [own], claim.group, gradient=True, site=claim.site)
             if claim.kind.dual.equal:
                 with self.trace.paused():
-                    found = attrs.evolve(claim, leaves=[own.detach()])
+                    found = attrs.evolve(claim, leaves=[own.detach()], index=self.trace.index)
                     self.declarations.reach(self._turn(key), self.rank, found)
             return own
 
@@ -112,28 +115,20 @@ class Watches:
         self.ranks[rank] = RankWatch(rank, self.declarations)
         return self.ranks[rank]
 
-    def finish(self) -> None:
-        """What is wrong when all ranks have finished.
+    def check(self, failure: BaseException | None) -> None:
+        """What the ranks' programs contradict, once they have ended. A failure gets it as a note.
 
         Raises:
-            VarianceError: a declaration that not all ranks came to, or the first contradiction in what they computed.
+            VarianceError: names the first contradiction by its place in a rank's program.
         """
-        self.declarations.finish()
-        misuse = first_misuse(self._traces())
-        if misuse is not None:
-            raise VarianceError(misuse.text)
-
-    def explained(self, error: VarianceError) -> VarianceError:
-        """An error that a rank raised, or the contradiction before it that led to it."""
-        misuse = first_misuse(self._traces())
-        if misuse is None:
-            return error
-        if misuse.why_unequal:
-            error.add_note(f"the values differ since {misuse.why_unequal}")
-            return error
-        earlier = VarianceError(misuse.text)
-        earlier.__cause__ = error
-        return earlier
-
-    def _traces(self) -> list[OpTrace]:
-        return [self.ranks[rank].trace for rank in sorted(self.ranks)]
+        declared = self.declarations.all_found(ended=failure is None)
+        followed = contradictions([self.ranks[rank].trace for rank in sorted(self.ranks)])
+        worded = [each for each in (*declared, *followed) if each.text]
+        if not worded:
+            return
+        first = min(worded, key=lambda each: (each.index, each.rank))
+        since = next((each.since for each in followed if each.since and each.index == first.index), "")
+        text = f"{first.text}; they differ since {since}" if since else first.text
+        if failure is None:
+            raise VarianceError(text)
+        failure.add_note(f"values were not what they were declared to be before that: {text}")

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from functional_ds.comm.record.collective import Call, Handle, Here
-from functional_ds.comm.record.errors import CommError, DeadlockError, MismatchError, UnmatchedError, VarianceError
+from functional_ds.comm.record.errors import CommError, DeadlockError, MismatchError, UnmatchedError
 from functional_ds.comm.record.group import Beside, Group, World, at_site, call_site, last
 from functional_ds.comm.record.watched import WatchedInputs
 from functional_ds.comm.variance.watch import Watches
@@ -470,11 +470,11 @@ def simulate(
             simulator.end_lanes()
             torch.set_num_threads(threads)
     if simulator.failure is not None:
-        if watches is not None and isinstance(simulator.failure, VarianceError):
-            raise watches.explained(simulator.failure)
+        if watches is not None:
+            watches.check(simulator.failure)
         raise simulator.failure
     if simulator.slots:
         raise UnmatchedError(simulator.describe_unmatched())
     if watches is not None:
-        watches.finish()
+        watches.check(None)
     return cast(list[T], results)
