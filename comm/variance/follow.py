@@ -73,6 +73,10 @@ def contradictions(traces: Sequence[OpTrace]) -> list[Contradiction]:
     return found
 
 
+def _input_key(event: TracedEvent, place: int) -> int:
+    return hash((event.key, "input", place))
+
+
 class _Bits:
     """The checksums that the ranks of a group have for one key."""
 
@@ -87,7 +91,7 @@ class _Bits:
                 for place, number in enumerate(event.inputs if event.call is not None else ()):
                     bits = traces[rank].values[number].bits
                     if bits is not None:
-                        self.found.setdefault(hash((event.key, "input", place)), []).append((rank, bits))
+                        self.found.setdefault(_input_key(event, place), []).append((rank, bits))
 
     def differ(self, key: int) -> str:
         """Two ranks that have different bits, as text; empty where none have."""
@@ -163,7 +167,7 @@ class _Walk:
             return self._other_group(inputs, overlaps=len(self.members & set(group.ranks)) > 1)
         for place, (number, state) in enumerate(zip(event.inputs, inputs, strict=True)):
             if takes is _P:
-                self._check_summed(state, number, self._where())
+                self._check_summed(state, number, self._where(), _input_key(event, place))
             elif takes is _I:
                 self._check_invariant(place, state)
             elif state.kind is _P:
@@ -192,7 +196,7 @@ class _Walk:
             if kind.equal and self._differ(made):
                 raise _FoundError("", state.since if state.kind is _V else "")  # the comparison of the ranks says more
             if kind is _P:
-                self._check_summed(state, number, f"comm.partial at {event.site}")
+                self._check_summed(state, number, f"comm.partial at {event.site}", self.trace.values[made].key)
             self.states[made] = _State(kind, f"comm.{kind.value} at {event.site}")
 
     def _gradient(self) -> None:
@@ -278,8 +282,10 @@ class _Walk:
             return partial
         if name in SUMS_OF_PRODUCTS:
             first, *others = [each for each in event.operands if isinstance(each, Values)]
-            self._check_added(first, partial)
-            self._check_scaled([number for each in others for number in each])
+            factors = [number for each in others for number in each]
+            product_is_partial = any(self.states[number].kind is _P for number in factors)
+            self._check_added(first if product_is_partial else factors, partial)
+            self._check_scaled(factors)
             return partial
         if name in MOVES:
             repeated = self._repeated(event.inputs, states) if name in ("cat", "stack", "write") else partial.repeated
@@ -312,9 +318,10 @@ class _Walk:
 
     # -- collectives ---------------------------------------------------------------------------------------------------
 
-    def _check_summed(self, state: _State, number: int, what: str) -> None:
+    def _check_summed(self, state: _State, number: int, what: str, key: int) -> None:
+        """Of several values that all ranks have, each rank may take another one: ``key`` has the bits that they took."""
         n, zero = self.group.size, self.trace.values[number].zero
-        if state.claimed and not zero:
+        if state.claimed and not zero and not self.bits.differ(key):
             subject = "a gradient" if self.event.backward else "a value"
             raise _FoundError(
                 f"{what} sums {subject} that all ranks of {self._name()} have alike ({state.since}), so it is {n} times too "
@@ -327,7 +334,7 @@ class _Walk:
             )
 
     def _check_invariant(self, place: int, state: _State) -> None:
-        differ = self.bits.differ(hash((self.event.key, "input", place)))
+        differ = self.bits.differ(_input_key(self.event, place))
         if state.kind is _P:
             self._fail(f"{self._where()} takes a value that is the same on all ranks, and gets a partial sum", state)
         if not differ:

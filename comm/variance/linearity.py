@@ -11,14 +11,15 @@ SUMS = frozenset({"add", "sub", "rsub", "lerp"})
 # The same; elements go somewhere else, so nothing of one tensor is added to another's.
 MOVES = frozenset(
     [
-        *("alias", "as_strided", "cat", "clone", "complex", "conj", "conj_physical", "constant_pad_nd"),
-        *("contiguous", "copy", "cumsum", "detach", "diag", "diag_embed", "diagonal", "expand", "flip", "imag"),
+        *("adaptive_avg_pool2d", "alias", "as_strided", "avg_pool2d", "avg_pool3d", "cat", "clone", "col2im"),
+        *("complex", "conj", "conj_physical", "constant_pad_nd", "contiguous", "copy", "cumsum", "detach", "diag"),
+        *("diag_embed", "diagonal", "expand", "fft_c2c", "fft_c2r", "fft_r2c", "flip", "im2col", "imag"),
         *("index_add", "index_copy", "index_put", "lift", "lift_fresh", "mean", "movedim", "narrow", "neg"),
         *("neg_view", "pad", "permute", "positive", "real", "repeat", "reshape", "reshape_alias", "resolve_conj"),
         *("resolve_neg", "roll", "scatter_add", "select", "select_scatter", "slice", "slice_scatter", "split"),
         *("split_with_sizes", "squeeze", "stack", "sum", "t", "to", "to_copy", "trace", "transpose", "tril", "triu"),
-        *("unbind", "unfold", "unsafe_view", "unsqueeze", "view", "view_as_complex", "view_as_real", "view_copy"),
-        *("where", "write"),
+        *("unbind", "unfold", "unsafe_view", "unsqueeze", "upsample_nearest1d", "upsample_nearest2d", "view"),
+        *("view_as_complex", "view_as_real", "view_copy", "where", "write"),
     ]
 )
 

@@ -132,13 +132,22 @@ class OpTrace(TorchDispatchMode):
         written = _written(func, args, kwargs)
         known = set(map(id, written))
         made = [each for each in _tensors([out]) if id(each) not in known]
-        if written or made:
-            name = schema_of(func).name.partition("::")[2].removeprefix("_foreach_").strip("_")
+        name = schema_of(func).name.partition("::")[2]
+        if name.startswith("_foreach_") and isinstance(operands[0], Values):
+            for place in range(len(operands[0])):
+                each = tuple(Values(x[place : place + 1]) if isinstance(x, Values) else x for x in operands)
+                self._operator(name.removeprefix("_foreach_"), each, written[place : place + 1], made[place : place + 1])
+        elif written or made:
             draws = torch.Tag.nondeterministic_seeded in func.tags
-            inputs = tuple(number for each in operands if isinstance(each, Values) for number in each)
-            event = self._event("draw" if draws else "operator", name, inputs, operands=operands)
-            self._define(event, [*written, *made], writes=len(written))
+            self._operator(name, operands, written, made, draws=draws)
         return out
+
+    def _operator(
+        self, name: str, operands: tuple[Any, ...], written: Sequence[Tensor], made: Sequence[Tensor], *, draws: bool = False
+    ) -> None:
+        inputs = tuple(number for each in operands if isinstance(each, Values) for number in each)
+        event = self._event("draw" if draws else "operator", name.strip("_"), inputs, operands=operands)
+        self._define(event, [*written, *made], writes=len(written))
 
     # -- what is not an operation --------------------------------------------------------------------------------------
 
@@ -260,7 +269,9 @@ def _checksum(tensor: Tensor) -> tuple[int | None, bool]:
     if not _is_plain(tensor) or tensor.is_meta:
         return None, False
     data = raw_bytes(tensor).numpy()
-    return zlib.crc32(data.data) if data.size else 0, not data.any()
+    signed = tensor.is_floating_point() and tensor.itemsize > 1  # -0.0 is zero, and torch counts no float8
+    zero = not tensor.detach().count_nonzero() if signed else not data.any()
+    return zlib.crc32(data.data) if data.size else 0, zero
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:
