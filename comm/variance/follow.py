@@ -303,7 +303,7 @@ class _Walk:
             if state.kind not in (_P, _V) and not self.trace.values[number].zero and not self._differ(number):
                 since = f" ({state.since})" if state.since else ""
                 text = f"{self.event.name} at {self.event.site} adds a value that all ranks have{since} to a partial sum"
-                self._fail(text, partial, "it is counted once a rank: add it after the sum")
+                self._fail(text, partial, f"the sum counts it {self.group.size} times: sum first, and add it then")
 
     def _check_scaled(self, numbers: Sequence[int]) -> None:
         """At most one factor is partial, and no other differs between ranks."""
@@ -339,9 +339,9 @@ class _Walk:
             self._fail(f"{self._where()} takes a value that is the same on all ranks, and gets a partial sum", state)
         if not differ:
             return
-        if self.event.transposed is not None:
+        if forward := self._forward():
             raise _FoundError(
-                f"the gradient of what {self._where()} gave differs between {differ} of {self._name()}: the ranks use the "
+                f"the gradient of what {forward} gave differs between {differ} of {self._name()}: the ranks use the "
                 "result in different ways, so put comm.copy_to before that use, which sums their gradients"
             )
         why = f" ({state.since})" if state.kind is _V else ""
@@ -360,10 +360,14 @@ class _Walk:
         return self.bits.differ(self.trace.values[number].key)
 
     def _where(self) -> str:
+        transposed = self._forward()
+        return f"the backward pass of {transposed}" if transposed else f"{self.event.name} at {self.event.site}"
+
+    def _forward(self) -> str:
+        """The call whose transpose the event is, or nothing."""
         event = self.event
-        if event.transposed is not None:
-            return f"the transpose of the call at {event.transposed}, a {event.name},"
-        return f"{event.name} at {event.site}"
+        forward = None if event.call is None else event.call.collective.adjoint(event.call.options)
+        return "" if event.transposed is None or forward is None else f"{forward.collective.name} at {event.transposed}"
 
     def _name(self) -> str:
         return f"group {self.group.name.partition('/')[0]!r} {list(self.group.ranks)}"  # not a channel of it

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -30,7 +30,7 @@ def error_of(program: Callable[[], Any], world_size: int = 2, seed: int = 0) -> 
 # -- what they hold to -------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=25)
+@pytest.mark.law(51)
 @given(inputs(sizes=world_sizes(4)), st.data())
 def test_equal_holds_iff_all_bits_are_equal(case: Inputs, data: Any) -> None:
     """Of any tree, dtype and layout; one changed bit on one rank is found, and its place named."""

@@ -45,6 +45,7 @@ def test_the_dual_of_the_dual_is_the_kind(kind: Variance) -> None:
     assert kind.dual.dual is kind
 
 
+@pytest.mark.law(51)
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 def test_transposes_go_between_duals(row: Collective) -> None:
     """From a to b, the transpose goes from b's dual to a's dual."""
@@ -156,13 +157,15 @@ def passes(n: int, layers: Sequence[str], seed: int, missing: int = -1) -> bool 
     return all(is_dense(grads, dense, rank, n) for rank, (_, grads) in enumerate(found))
 
 
-@settings(max_examples=8)
+@pytest.mark.law(51)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(st.lists(st.sampled_from(LAYERS), min_size=1, max_size=3), st.sampled_from((2, 3)), seeds())
 def test_programs_that_pass_have_the_dense_gradients(layers: list[str], n: int, seed: int) -> None:
     assert passes(n, layers, seed) is True
 
 
-@settings(max_examples=12)
+@pytest.mark.law(51)
+@settings(max_examples=settings.default.max_examples)
 @given(st.lists(st.sampled_from(LAYERS[1:]), min_size=1, max_size=2), st.sampled_from((2, 3)), seeds(), st.data())
 def test_a_collective_that_is_missing_is_named(layers: list[str], n: int, seed: int, data: Any) -> None:
     """The error has this file and a line, or nothing was missing."""
