@@ -17,7 +17,7 @@ from .collective import Call, Handle
 from .ledger import Ledger
 from .variance import Variance
 
-__all__ = ["Beside", "Group", "Ready", "Solo", "Watch", "World", "at_site", "call_site", "last"]
+__all__ = ["Beside", "Group", "Ready", "Solo", "ValueWatch", "World", "at_site", "call_site", "last"]
 
 
 class Beside(Protocol):
@@ -32,7 +32,7 @@ class Beside(Protocol):
         ...
 
 
-class Watch(Protocol):
+class ValueWatch(Protocol):
     """Follows what a rank's values are along groups, in a simulation that checks it."""
 
     def declare(
@@ -60,7 +60,7 @@ class World(ABC):
 
     rank: int
     ledgers: list[Ledger] = attrs.field(factory=list, init=False)
-    watch: Watch | None = attrs.field(default=None, init=False)
+    watch: ValueWatch | None = attrs.field(default=None, init=False)
 
     @property
     def device(self) -> torch.device:

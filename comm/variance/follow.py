@@ -88,7 +88,7 @@ class _Bits:
                 if value.bits is not None:
                     self.found.setdefault(value.key, []).append((rank, value.bits))
             for event in traces[rank].events:
-                for place, number in enumerate(event.inputs if event.call is not None else ()):
+                for place, number in enumerate(event.inputs if event.key else ()):
                     bits = traces[rank].values[number].bits
                     if bits is not None:
                         self.found.setdefault(_input_key(event, place), []).append((rank, bits))
@@ -261,7 +261,7 @@ class _Walk:
             shapes = {self.trace.values[number].shape for number in numbers}
             if name in ("cat", "stack", "write") or len(shapes) == 1:  # a bias of each row is that row's
                 for number, state in zip(numbers, states, strict=True):
-                    if state.claimed and not self.trace.values[number].zero:
+                    if state.claimed and not self.trace.values[number].zero and not self._taken(number):
                         return before or f"{name} at {self.event.site} ({state.since})"
         elif name in PRODUCTS | SCALES and any(state.kind is _V and not state.repeated for state in states):
             return ""
@@ -300,7 +300,7 @@ class _Walk:
         """What all ranks have must not be added to each rank's term."""
         for number in numbers:
             state = self.states[number]
-            if state.kind not in (_P, _V) and not self.trace.values[number].zero and not self._differ(number):
+            if state.kind not in (_P, _V) and not self.trace.values[number].zero and not self._taken(number):
                 since = f" ({state.since})" if state.since else ""
                 text = f"{self.event.name} at {self.event.site} adds a value that all ranks have{since} to a partial sum"
                 self._fail(text, partial, f"the sum counts it {self.group.size} times: sum first, and add it then")
@@ -309,12 +309,13 @@ class _Walk:
         """At most one factor is partial, and no other differs between ranks."""
         states = [self.states[number] for number in numbers]
         partial = [state for state in states if state.kind is _P]
-        varying = next((state for state in states if state.kind is _V), None)
+        since = next((state.since for state in states if state.kind is _V), "")
+        since = since or next((f"{taken} take other ones" for number in numbers if (taken := self._taken(number))), "")
         text = f"{self.event.name} at {self.event.site} multiplies"
         if len(partial) > 1:
             self._fail(f"{text} two partial sums", partial[0], "a product of sums is no sum of products")
-        if partial and varying is not None:
-            self._fail(f"{text} a value that differs between ranks ({varying.since}) by a partial sum", partial[0])
+        if partial and since:
+            self._fail(f"{text} a value that differs between ranks ({since}) by a partial sum", partial[0])
 
     # -- collectives ---------------------------------------------------------------------------------------------------
 
@@ -358,6 +359,15 @@ class _Walk:
 
     def _differ(self, number: int) -> str:
         return self.bits.differ(self.trace.values[number].key)
+
+    def _taken(self, number: int) -> str:
+        """Two ranks that have different bits in an input of the event that is no term of a sum.
+
+        Of several values, such as the pieces of what all ranks have, each rank may take another one.
+        """
+        if self.states[number].kind is _P:
+            return ""
+        return self.bits.differ(_input_key(self.event, self.event.inputs.index(number)))
 
     def _where(self) -> str:
         transposed = self._forward()

@@ -3,7 +3,7 @@
 Of a partial sum ``x = Σ x_r`` each rank has ``x_r``; ``f(x) = Σ f(x_r)`` holds for linear ``f`` alone.
 """
 
-__all__ = ["DRAWN_INTO", "MOVES", "PRODUCTS", "SCALES", "SUMS", "SUMS_OF_PRODUCTS", "makes_constants"]
+__all__ = ["ARITHMETIC", "DRAWN_INTO", "MOVES", "PRODUCTS", "SCALES", "SUMS", "SUMS_OF_PRODUCTS", "makes_constants"]
 
 # f(x + y) = f(x) + f(y), jointly in all tensors.
 SUMS = frozenset({"add", "sub", "rsub", "lerp"})
@@ -33,6 +33,9 @@ SCALES = frozenset(
 
 # The first tensor plus a product of the others.
 SUMS_OF_PRODUCTS = frozenset({"addmm", "baddbmm", "addbmm", "addmv", "addr", "addcmul"})
+
+# Where it matters that ranks may take other ones of several values, each of which all have.
+ARITHMETIC = SUMS | PRODUCTS | SCALES | SUMS_OF_PRODUCTS
 
 # Where a random draw meets a value.
 DRAWN_INTO = frozenset({"mul", "add", "sub", "rsub", "div", "where", "masked_fill", "addcmul", "native_dropout"})

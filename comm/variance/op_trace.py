@@ -17,7 +17,7 @@ from functional_ds.comm.record.group import Group, call_site
 from functional_ds.comm.record.variance import Variance
 
 from .declarations import raw_bytes
-from .linearity import makes_constants
+from .linearity import ARITHMETIC, makes_constants
 
 __all__ = ["OpTrace", "TracedEvent", "TracedValue", "Values"]
 
@@ -63,7 +63,7 @@ class TracedEvent:
         call: the collective.
         variance: what was declared.
         transposed: the line of the call whose transpose it is.
-        key: a collective's or declaration's, equal on all ranks that come to it.
+        key: equal on all ranks, of collectives, declarations and arithmetic; else 0.
     """
 
     kind: Kind
@@ -198,6 +198,8 @@ class OpTrace(TorchDispatchMode):
         event = TracedEvent(kind, name, call_site(), backward_pass() != -1, inputs, **fields)
         if event.group is not None:  # its ranks come in one order
             event.key = self._new_key(kind, name, event.group.name)
+        elif name in ARITHMETIC:
+            event.key = self._new_key(kind, name, event.site)
         self.events.append(event)
         return event
 

@@ -42,7 +42,7 @@ class _FollowedHandle:
 
 @attrs.define(eq=False)
 class RankWatch:
-    """Follows one rank's values; implements ``Watch``.
+    """Follows one rank's values; implements ``ValueWatch``.
 
     Attributes:
         rank: of the world.
@@ -92,7 +92,7 @@ class RankWatch:
             self.trace.declare(claim.kind, [own], claim.group, gradient=True, site=claim.site)
             if claim.kind.dual.equal:
                 with self.trace.paused():
-                    found = attrs.evolve(claim, leaves=[own.detach()], index=self.trace.index)
+                    found = attrs.evolve(claim, leaves=[grad.detach().clone()], index=self.trace.index)
                     self.declarations.reach(self._turn(key), self.rank, found)
             return own
 

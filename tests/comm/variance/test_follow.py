@@ -136,6 +136,15 @@ def test_terms_are_not_scaled_by_what_differs() -> None:
     assert "multiplies a value that differs between ranks (ranks 0 and 1 " in says(program)
 
 
+def test_terms_are_not_scaled_by_other_parts_of_what_all_have() -> None:
+    def program(scale: float) -> None:
+        part = comm.replicated(matrix(7)).chunk(2)[rank()]
+        comm.partial(matrix(rank())[:2]) * (part if scale == 1 else scale * part)
+
+    assert "(ranks 0 and 1 take other ones) by a partial sum" in says(lambda: program(1))
+    assert "only ranks [0] call mul" in says(lambda: program(2))
+
+
 def test_terms_are_not_moved() -> None:
     assert "all_gather at test_follow.py:" in says(lambda: comm.all_gather(comm.partial(matrix(rank()))))
     assert "gets a term of a partial sum" in says(lambda: comm.all_reduce(comm.partial(matrix(rank())), op="max"))
@@ -180,6 +189,27 @@ def test_what_is_added_to_each_ranks_own_counts_n_times() -> None:
 
 def test_a_bias_of_each_row_counts_once_a_row() -> None:
     assert says(lambda: comm.all_reduce((comm.varying(matrix(rank())) + comm.replicated(matrix(7)[0])).sum())) == ""
+
+
+def test_each_rank_may_take_another_part_of_what_all_have() -> None:
+    def program(use: Any) -> None:
+        use(comm.partial(matrix(rank())[:2]), comm.replicated(matrix(7)).chunk(2)[rank()])
+
+    assert says(lambda: program(lambda term, part: term + part)) == ""
+    assert says(lambda: program(lambda term, part: comm.reduce_from(term + 2 * part))) == ""
+    assert says(lambda: program(lambda term, part: comm.all_reduce(comm.varying(term) + part))) == ""
+
+
+def test_gradients_that_share_memory_are_what_each_is() -> None:
+    """Autograd gives both terms of an addition one gradient."""
+
+    def program() -> None:
+        a = comm.replicated(matrix(1).requires_grad_())
+        b = comm.varying(matrix(rank()).requires_grad_())
+        _, grad = torch.autograd.grad(((a + b) * matrix(rank())).sum(), [a, b])
+        grad.square()
+
+    assert says(program) == ""
 
 
 # -- several axes ------------------------------------------------------------------------------------------------------
@@ -285,3 +315,12 @@ def test_equal_draws_for_values_that_differ_are_named(noise: Any) -> None:
     assert "brings a random draw with equal bits on all ranks" in says(lambda: program(comm.varying, False))
     assert says(lambda: program(comm.varying, True)) == ""
     assert says(lambda: program(lambda x: comm.replicated(x * 0), False)) == ""
+
+
+def test_what_one_rank_draws_is_nobody_elses() -> None:
+    def program() -> None:
+        x = comm.varying(torch.arange(64.0))
+        if rank() == 0:
+            x * torch.rand(64)
+
+    assert says(program) == ""
