@@ -26,7 +26,7 @@ _MANY = 32  # elements of a draw, of which equal bits are no chance
 
 
 @attrs.frozen
-class _State:
+class _ValueState:
     """What a value is along the group.
 
     Attributes:
@@ -47,7 +47,7 @@ class _State:
         return self.kind in (_R, _I)
 
 
-_CONSTANT, _UNKNOWN = _State("constant"), _State("unknown")
+_CONSTANT, _UNKNOWN = _ValueState("constant"), _ValueState("unknown")
 
 
 class _FoundError(Exception):
@@ -69,7 +69,7 @@ def contradictions(traces: Sequence[OpTrace]) -> list[Contradiction]:
     for group in groups.values():
         bits = _Bits(group, traces)
         for rank in group.ranks:
-            found += _Walk(group, rank, traces[rank], bits).run()
+            found += _GroupWalk(group, rank, traces[rank], bits).run()
     return found
 
 
@@ -107,13 +107,13 @@ class _Bits:
         return [rank for rank, _ in found] if len(found) < self.group.size else []
 
 
-class _Walk:
+class _GroupWalk:
     """One rank's trace, along one group."""
 
     def __init__(self, group: Group, rank: int, trace: OpTrace, bits: _Bits) -> None:
         self.group, self.rank, self.trace, self.bits = group, rank, trace, bits
         self.members = frozenset(group.ranks)
-        self.states: dict[int, _State] = {}
+        self.states: dict[int, _ValueState] = {}
         self.event: TracedEvent
         self.steps: Mapping[str, Callable[[], None]] = {
             "first use": self._first_use,
@@ -148,7 +148,7 @@ class _Walk:
             size = 1
             for side in value.shape:
                 size *= side
-            alike = _State("constant", drawn=self.event.site if size >= _MANY else "")
+            alike = _ValueState("constant", drawn=self.event.site if size >= _MANY else "")
             self.states[number] = self._unless_different(number, alike, "draw different numbers", "draw")
 
     def _operator(self) -> None:
@@ -173,14 +173,14 @@ class _Walk:
             elif state.kind is _P:
                 self._fail(f"{self._where()} takes a value of each rank's own, and gets a term of a partial sum", state)
         for number in event.outputs:
-            self.states[number] = _State(gives, self._where())
+            self.states[number] = _ValueState(gives, self._where())
 
-    def _other_group(self, inputs: Sequence[_State], *, overlaps: bool) -> None:
+    def _other_group(self, inputs: Sequence[_ValueState], *, overlaps: bool) -> None:
         """A collective along other ranks, such as another axis of a mesh, is like an operation here."""
         for place, number in enumerate(self.event.outputs):
             state = inputs[min(place, len(inputs) - 1)] if inputs else _UNKNOWN
             if state.kind is _P and overlaps:
-                state = _State(_V, f"{self._where()} has summed some of its terms")
+                state = _ValueState(_V, f"{self._where()} has summed some of its terms")
             name = self.event.name
             self.states[number] = self._unless_different(number, state, f"get different values from {name}", f"call {name}")
 
@@ -191,37 +191,37 @@ class _Walk:
             state = self.states[number]
             if not self.members <= ranks or kind is None:
                 some = kind is _V and len(self.members & ranks) > 1  # of the terms, perhaps
-                self.states[made] = _State(_V, f"comm.varying at {event.site}") if some and state.kind is _P else state
+                self.states[made] = _ValueState(_V, f"comm.varying at {event.site}") if some and state.kind is _P else state
                 continue
             if kind.equal and self._differ(made):
                 raise _FoundError("", state.since if state.kind is _V else "")  # the comparison of the ranks says more
             if kind is _P:
                 self._check_summed(state, number, f"comm.partial at {event.site}", self.trace.values[made].key)
-            self.states[made] = _State(kind, f"comm.{kind.value} at {event.site}")
+            self.states[made] = _ValueState(kind, f"comm.{kind.value} at {event.site}")
 
     def _gradient(self) -> None:
         event, kind = self.event, self.event.variance
         concerned = event.group is not None and self.members <= set(event.group.ranks)
         for number, made in zip(event.inputs, event.outputs, strict=True):
             if concerned and kind is not None:
-                self.states[made] = _State(kind.dual, f"as the gradient of comm.{kind.value} at {event.site}")
+                self.states[made] = _ValueState(kind.dual, f"as the gradient of comm.{kind.value} at {event.site}")
             else:
                 self.states[made] = self.states[number]
 
-    def _unless_different(self, number: int, state: _State, differ: str, some: str) -> _State:
+    def _unless_different(self, number: int, state: _ValueState, differ: str, some: str) -> _ValueState:
         """The state, or varying where the ranks' bits differ, or some ranks compute something else."""
         if state.kind in (_V, _P):
             return state
         key, site = self.trace.values[number].key, self.event.site
         if pair := self.bits.differ(key):
-            return _State(_V, f"{pair} {differ} at {site}")
+            return _ValueState(_V, f"{pair} {differ} at {site}")
         if ranks := self.bits.some(key):
-            return _State(_V, f"of {self._name()} only ranks {ranks} {some} at {site}")
+            return _ValueState(_V, f"of {self._name()} only ranks {ranks} {some} at {site}")
         return state
 
     # -- operations ----------------------------------------------------------------------------------------------------
 
-    def _combined(self) -> _State:
+    def _combined(self) -> _ValueState:
         """What an operator makes of its inputs, as long as bits do not say otherwise."""
         event = self.event
         if makes_constants(event.name):
@@ -235,12 +235,12 @@ class _Walk:
             return self._varying(numbers, states)
         drawn = next((state.drawn for state in states if state.drawn), "")
         if not kinds or kinds == {"constant"}:
-            return _State("unknown") if event.backward else _State("constant", drawn=drawn)
+            return _ValueState("unknown") if event.backward else _ValueState("constant", drawn=drawn)
         if "unknown" in kinds or (event.backward and "constant" in kinds):  # a gradient of ones is nobody's claim
             return _UNKNOWN
         return next(state for kind in (_R, _I) for state in states if state.kind is kind)
 
-    def _varying(self, numbers: Sequence[int], states: Sequence[_State]) -> _State:
+    def _varying(self, numbers: Sequence[int], states: Sequence[_ValueState]) -> _ValueState:
         event, name = self.event, self.event.name
         drawn = next((state.drawn for state in states if state.drawn), "")
         since = next(state.since for state in states if state.kind is _V)
@@ -249,9 +249,9 @@ class _Walk:
                 f"{name} at {event.site} brings a random draw with equal bits on all ranks of {self._name()}, made at {drawn}, "
                 f"into a value that differs between them ({since}): draw by global position (fds.Key), or seed ranks apart"
             )
-        return _State(_V, since, repeated="" if event.backward else self._repeated(numbers, states))
+        return _ValueState(_V, since, repeated="" if event.backward else self._repeated(numbers, states))
 
-    def _repeated(self, numbers: Sequence[int], states: Sequence[_State]) -> str:
+    def _repeated(self, numbers: Sequence[int], states: Sequence[_ValueState]) -> str:
         """Where something that all ranks have was added to what each has of its own."""
         name = self.event.name
         if name not in SUMS | MOVES | SCALES | PRODUCTS:
@@ -267,7 +267,7 @@ class _Walk:
             return ""
         return before
 
-    def _check_partial(self) -> _State:
+    def _check_partial(self) -> _ValueState:
         """What an operator makes of partial sums; it must be linear in them, and the same on all ranks."""
         event, name = self.event, self.event.name
         states = [self.states[number] for number in event.inputs]
@@ -296,7 +296,7 @@ class _Walk:
         self._fail(f"{name} at {event.site} is not linear, and acts on a partial sum", partial)
         return partial
 
-    def _check_added(self, numbers: Sequence[int], partial: _State) -> None:
+    def _check_added(self, numbers: Sequence[int], partial: _ValueState) -> None:
         """What all ranks have must not be added to each rank's term."""
         for number in numbers:
             state = self.states[number]
@@ -319,7 +319,7 @@ class _Walk:
 
     # -- collectives ---------------------------------------------------------------------------------------------------
 
-    def _check_summed(self, state: _State, number: int, what: str, key: int) -> None:
+    def _check_summed(self, state: _ValueState, number: int, what: str, key: int) -> None:
         """Of several values that all ranks have, each rank may take another one: ``key`` has the bits that they took."""
         n, zero = self.group.size, self.trace.values[number].zero
         if state.claimed and not zero and not self.bits.differ(key):
@@ -334,7 +334,7 @@ class _Walk:
                 f"differs, so the former counts {n} times: add it after the sum, or comm.varying first if that is meant"
             )
 
-    def _check_invariant(self, place: int, state: _State) -> None:
+    def _check_invariant(self, place: int, state: _ValueState) -> None:
         differ = self.bits.differ(_input_key(self.event, place))
         if state.kind is _P:
             self._fail(f"{self._where()} takes a value that is the same on all ranks, and gets a partial sum", state)
@@ -353,7 +353,9 @@ class _Walk:
 
     # -- words ---------------------------------------------------------------------------------------------------------
 
-    def _fail(self, text: str, state: _State, advice: str = "sum it first, with comm.reduce_from or comm.all_reduce") -> None:
+    def _fail(
+        self, text: str, state: _ValueState, advice: str = "sum it first, with comm.reduce_from or comm.all_reduce"
+    ) -> None:
         since = f" (partial since {state.since})" if state.since else ""
         raise _FoundError(f"{text} along {self._name()}{since}; {advice}")
 

@@ -81,7 +81,7 @@ class TracedEvent:
 
 
 @attrs.define(eq=False)
-class _Memory:
+class _TracedStorage:
     """A storage: the value of all of it, and the values of tensors that lie in it.
 
     The weak reference keeps the storage's number from being given to another one.
@@ -104,7 +104,7 @@ class OpTrace(TorchDispatchMode):
         super().__init__()
         self.events: list[TracedEvent] = []
         self.values: list[TracedValue] = []
-        self._memory: dict[int, _Memory] = {}
+        self._memory: dict[int, _TracedStorage] = {}
         self._room = _SWEEP
         self._times: Counter[int] = Counter()
         self._quiet = False
@@ -228,7 +228,7 @@ class OpTrace(TorchDispatchMode):
         storage = storage_id(tensor)
         memory = self._memory.get(storage)
         if memory is None:
-            self._memory[storage] = memory = _Memory(StorageWeakRef(tensor.untyped_storage()), number)
+            self._memory[storage] = memory = _TracedStorage(StorageWeakRef(tensor.untyped_storage()), number)
             self._forget()
         elif written:
             memory.tensors.clear()
