@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import functional_ds as fds
 from functional_ds import comm, transforms
@@ -92,6 +92,45 @@ def test_pipelines_are_clean(strategy: str) -> None:
     comm.simulate(trained, {"dp": 2, "pp": 2, "tp": 1}, strategy, 1, world_size=4, variance=True)
 
 
+def module(*strategy: fds.Transform, rule: fds.Optimizer) -> float:
+    """A module's loss after some steps."""
+    torch.manual_seed(0)
+    apply, leaves = fds.functional(
+        nn.Sequential(nn.Linear(WIDTH, 8), nn.Sequential(nn.Tanh(), nn.Linear(8, 8)), nn.LayerNorm(8))
+    )
+    here = comm.world()
+
+    def loss(p: Any, x: Tensor) -> fds.Weighted:
+        return fds.Weighted(comm.partial(apply(comm.replicated(p, here), x).square().sum(), here), len(x))
+
+    step = fds.compose(*strategy)(fds.train_step(loss, rule))
+    state = step.init(leaves)
+    rows = torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH).sin().chunk(here.size)[here.rank]
+    for _ in range(3):
+        state, metrics = step(state, rows)
+    return metrics["loss"].item()
+
+
+STRATEGIES = {
+    "remat": lambda: [transforms.remat("1"), transforms.zero(3)],
+    "averages": lambda: [transforms.ema(0.9), transforms.zero(1), transforms.clip(1.0)],
+    "fp16": lambda: [transforms.mixed_precision("fp16"), transforms.zero(2)],
+    "compressed": lambda: [transforms.compressed_gradients(comm.OneBit())],
+    "one bit": lambda: [transforms.local_gradients()],
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_other_strategies_are_clean(name: str) -> None:
+    rule = fds.one_bit_adam(0.01, warmup=1) if name == "one bit" else fds.adamw(0.01)
+    comm.simulate(lambda: module(*STRATEGIES[name](), rule=rule), world_size=2, variance=True)
+
+
+def test_a_strategy_that_sums_no_gradients_is_named() -> None:
+    with pytest.raises(comm.VarianceError, match=r"fused_adamw at .* is not linear, and acts on a partial sum"):
+        comm.simulate(lambda: module(rule=fds.adamw(0.01)), world_size=2, variance=True)
+
+
 # -- bugs in the library -----------------------------------------------------------------------------------------------
 
 BUGS = (
@@ -125,7 +164,7 @@ BUGS = (
             "        return _done([x[level.rank] for x in rows])",
         ),
         {"dp": 2, "pp": 1, "tp": 1},
-        "zero 1",
+        "zero 3",
         r"is not linear, and acts on a partial sum along group 'dp' \[0, 1\]",
     ),
 )
