@@ -48,13 +48,18 @@ def declarations_hold() -> None:
 BUGS = (
     (
         bugs_are_named,
-        Bug("gradients have their value's kind", "comm.variance.follow", '_State(kind.dual, f"as the', '_State(kind, f"as the'),
+        Bug(
+            "gradients have their value's kind",
+            "comm.variance.follow",
+            '_ValueState(kind.dual, f"as the',
+            '_ValueState(kind, f"as the',
+        ),
     ),
     (bugs_are_named, Bug("a zero is no exception", "comm.variance.follow", "if state.claimed and not zero and", "if zero and")),
     (
         bugs_are_named,
         Bug(
-            "a tensor takes the seen value's kind",
+            "every collective is another axis's",
             "comm.variance.follow",
             "if not self.members <= set(group.ranks):",
             "if True:",
