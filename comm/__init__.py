@@ -17,6 +17,7 @@ from functional_ds.comm.record.errors import (
     RankFailedError,
     TimedOutError,
     UnmatchedError,
+    VarianceError,
     WrittenError,
 )
 from functional_ds.comm.record.group import Group
@@ -24,6 +25,7 @@ from functional_ds.comm.record.ledger import Ledger, Row
 from functional_ds.comm.record.pending import Pending
 from functional_ds.comm.record.permutation import Permutation
 from functional_ds.comm.record.table import TABLE
+from functional_ds.comm.record.variance import Variance
 from functional_ds.comm.worlds.current import world
 from functional_ds.comm.worlds.simulator import simulate
 from functional_ds.comm.worlds.symmetric import is_symmetric, symmetric
@@ -41,6 +43,7 @@ from .api import (
     repeat,
     scatter,
 )
+from .declare import invariant, partial, replicated, varying
 from .exchange import all_to_all, permute
 from .megatron import copy_to, gather_from, reduce_from, scatter_to
 from .mesh import Mesh, mesh
@@ -78,6 +81,8 @@ __all__ = [
     "TimedOutError",
     "TopK",
     "UnmatchedError",
+    "Variance",
+    "VarianceError",
     "WrittenError",
     "agree",
     "algorithms",
@@ -102,6 +107,7 @@ __all__ = [
     "get_rank",
     "get_world_size",
     "init_distributed",
+    "invariant",
     "irecv",
     "is_initialized",
     "is_symmetric",
@@ -110,12 +116,14 @@ __all__ = [
     "mesh",
     "monitored_barrier",
     "new_group",
+    "partial",
     "permute",
     "recv",
     "reduce",
     "reduce_from",
     "reduce_scatter",
     "repeat",
+    "replicated",
     "scatter",
     "scatter_to",
     "send",
@@ -123,6 +131,7 @@ __all__ = [
     "spawn",
     "spreads",
     "symmetric",
+    "varying",
     "world",
     "write_trace",
 ]

@@ -15,6 +15,7 @@ from functional_ds.comm.record.collective import Call
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.pending import Pending
 from functional_ds.comm.record.table import ALL_GATHER, ALL_REDUCE, BARRIER, BROADCAST, GATHER, REDUCE, REDUCE_SCATTER, SCATTER
+from functional_ds.comm.record.variance import Variance
 
 from .dispatch import apply, check_avg, flatten, resolve_dim, resolve_group
 from .uneven import all_gather_uneven
@@ -41,7 +42,10 @@ def _reducing(call: Call, tree: T, group: Group | None, async_op: bool) -> Any:
     if call.options["op"] != "avg":
         return apply(call, tree, group, async_op)
     group = resolve_group(group)
-    check_avg(flatten(call.collective.name, tree)[0], "avg")
+    leaves = flatten(call.collective.name, tree)[0]
+    check_avg(leaves, "avg")
+    if group.world.watch is not None:  # of values that all ranks have alike, a mean counts none n times
+        group.world.watch.declare(Variance.VARYING, leaves, group, [""] * len(leaves))
 
     def divided(total: T) -> T:
         mean: T = pytree.map(lambda leaf: leaf / group.size, total)

@@ -14,7 +14,7 @@ from functional_ds.base.marks import is_dtensor
 from functional_ds.base.torch_private import is_fake
 from functional_ds.comm.record.collective import Call, Handle, Here
 from functional_ds.comm.record.errors import CommError
-from functional_ds.comm.record.group import Group, Ready
+from functional_ds.comm.record.group import Group, Ready, call_site
 from functional_ds.comm.record.ledger import begin
 from functional_ds.comm.record.pending import Pending
 from functional_ds.comm.worlds.current import world
@@ -27,7 +27,7 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, started: "Sequence[_StartedCall]", group: Group, *leaves: Tensor) -> tuple[Tensor, ...]:
-        ctx.calls, ctx.group = [(one.call, len(one.leaves)) for one in started], group
+        ctx.calls, ctx.group = [(one.call, len(one.leaves), one.site) for one in started], group
         results = [result for one in started for result in one.handle.wait()]
         ctx.mark_non_differentiable(*(r for r in results if not is_differentiable(r)))
         token = torch.empty(0, device=leaves[0].device)
@@ -39,13 +39,13 @@ class _Differentiable(torch.autograd.Function):
         *rest, _ = grads
         (token,), started = ctx.saved_tensors, []
         with ctx.group.world.batch():
-            for call, count in ctx.calls:
+            for call, count, site in ctx.calls:
                 adjoint = call.collective.adjoint(call.options)
                 if adjoint is None:
                     shown = call.shown(ctx.group.rank)
                     raise ValueError(f"{shown} has no transpose, so no gradient flows through it: detach its input")
                 smooth = [_in_graph(grad, token) for grad in rest[:count] if is_differentiable(grad)]
-                started.append(_start(adjoint, smooth, ctx.group, async_op=len(ctx.calls) > 1, early=False))
+                started.append(_start(adjoint, smooth, ctx.group, async_op=len(ctx.calls) > 1, early=False, transposed=site))
                 del rest[:count]
         back = iter([result for results in _finish(started, ctx.group) for result in results])
         return (None, None, *(next(back) if is_differentiable(grad) else None for grad in grads[:-1]))
@@ -77,11 +77,12 @@ def check_avg(leaves: Sequence[Tensor], op: str) -> None:
 
 @attrs.frozen(eq=False)
 class _StartedCall:
-    """A call under way: its leaves and its handle."""
+    """A call under way: its leaves and its handle; its line, where somebody follows values."""
 
     call: Call
     leaves: Sequence[Tensor]
     handle: Handle
+    site: str | None = None
 
     @property
     def differentiable(self) -> bool:
@@ -93,10 +94,18 @@ def _in_inference_mode() -> bool:
     return not torch.is_grad_enabled() and torch.is_inference_mode_enabled()
 
 
-def _start(call: Call, leaves: Sequence[Tensor], group: Group, *, async_op: bool, early: bool | None = None) -> _StartedCall:
+def _start(
+    call: Call,
+    leaves: Sequence[Tensor],
+    group: Group,
+    *,
+    async_op: bool,
+    early: bool | None = None,
+    transposed: str | None = None,
+) -> _StartedCall:
     if _in_inference_mode():
         with torch.inference_mode(False), torch.no_grad():
-            return _start(call, leaves, group, async_op=async_op, early=early)
+            return _start(call, leaves, group, async_op=async_op, early=early, transposed=transposed)
     row, here = call.collective, Here(call.options, group.rank, group.size)
     if group.rank < 0:
         raise CommError(f"{call.shown(-1)}: rank {world().rank} is not in {group!r}; only its ranks may call its collectives")
@@ -109,16 +118,25 @@ def _start(call: Call, leaves: Sequence[Tensor], group: Group, *, async_op: bool
             row.check(leaf, here)
     except ValueError as error:
         raise ValueError(f"{call.shown(group.rank)} on rank {group.rank} of {group.name!r}: {error}") from None
+    watch = group.world.watch
+    if watch is None:
+        return _StartedCall(call, leaves, _begin(call, leaves, group, async_op, early))
+    handle = watch.start(call, leaves, group, lambda: _begin(call, leaves, group, async_op, early), transposed)
+    return _StartedCall(call, leaves, handle, call_site())
+
+
+def _begin(call: Call, leaves: Sequence[Tensor], group: Group, async_op: bool, early: bool | None) -> Handle:
+    row, here = call.collective, Here(call.options, group.rank, group.size)
     if row.alone is not None:
-        return _StartedCall(call, leaves, Ready([row.alone(leaf.detach().contiguous(), here) for leaf in leaves]))
+        return Ready([row.alone(leaf.detach().contiguous(), here) for leaf in leaves])
     if any(map(is_fake, leaves)):
-        return _StartedCall(call, leaves, Ready([_outline(call, leaf, here) for leaf in leaves]))
+        return Ready([_outline(call, leaf, here) for leaf in leaves])
     began = begin(group.world.ledgers, leaves)
     handle = group.world.start(call, leaves, group, async_op=async_op)
     for ledger in group.world.ledgers:
         going_on = async_op if early is None else early
         handle = ledger.record(call, leaves, here, group.name, group.ranks, handle, began, early=going_on)
-    return _StartedCall(call, leaves, handle)
+    return handle
 
 
 def _outline(call: Call, leaf: Tensor, here: Here) -> Tensor:

@@ -17,6 +17,7 @@ Values are small integers, held in whatever dtype, so that sums are exact and la
 import random
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
@@ -44,6 +45,7 @@ __all__ = [
     "Inputs",
     "Leaf",
     "SimulatedGpu",
+    "assert_like_one_rank",
     "assert_same",
     "inputs",
     "leaves",
@@ -243,3 +245,50 @@ def assert_same(actual: Any, expected: Any, *, bits: bool = True) -> None:
             raise AssertionError(f"{where}{x.dtype}{list(x.shape)} is not {y.dtype}{list(y.shape)}")
         if not (torch.equal(_bits(x), _bits(y)) if bits else torch.equal(x, y)):
             raise AssertionError(f"{where}{x} is not {y}")
+
+
+def assert_like_one_rank(
+    program: Callable[..., Any],
+    *args: Any,
+    world_size: int,
+    seed: int = 0,
+    rtol: float | None = None,
+    atol: float | None = None,
+) -> None:
+    """Raises unless ``program(*args)`` returns on every one of ``world_size`` ranks what it returns on one rank alone.
+
+    Law 51: what is declared with ``comm.replicated``, ``invariant``, ``varying`` and ``partial`` is checked on the way, in
+    ``comm.simulate(..., variance=True)``. A constant factor contradicts no declaration, so the results are compared, too: a
+    program returns losses, gradients and params as on one device.
+
+    Args:
+        program: what each rank runs; it returns a pytree of tensors and numbers.
+        args: what each rank passes to it.
+        world_size: how many ranks.
+        seed: picks the interleaving.
+        rtol: relative tolerance; by default torch's for the dtype.
+        atol: absolute tolerance; by default torch's for the dtype.
+
+    Raises:
+        VarianceError: a rank's value is not what it is declared to be.
+        AssertionError: a rank's result differs from that of one rank; names the rank and the leaf.
+
+    >>> def mean(divide_by):
+    ...     x = torch.arange(4.0).chunk(comm.world().size)[comm.world().rank]
+    ...     return comm.all_reduce(comm.partial(x.sum())) / (divide_by or len(x))
+    >>> assert_like_one_rank(mean, 4, world_size=2)
+    >>> assert_like_one_rank(mean, None, world_size=2)
+    Traceback (most recent call last):
+        ...
+    AssertionError: rank 0 of 2, the result itself: Scalars are not close!
+    ...
+    """
+    (expected,) = comm.simulate(program, *args, world_size=1)
+    for rank, found in enumerate(comm.simulate(program, *args, world_size=world_size, seed=seed, variance=True)):
+        where = f"rank {rank} of {world_size}"
+        if tree.structure(found) != tree.structure(expected):
+            raise AssertionError(f"{where}: the result's structure {tree.structure(found)} is not {tree.structure(expected)}")
+        for (path, x), (_, y) in zip(tree.named(found), tree.named(expected), strict=True):
+            leaf = f"{where}, {f'[{path}]' if path else 'the result itself'}"
+            close = partial(torch.testing.assert_close, rtol=rtol, atol=atol, equal_nan=True)
+            close(x, y, msg=partial("{}: {}".format, leaf))

@@ -70,7 +70,7 @@ def _records(folder: Path) -> list[Any]:
         (cost.sent("ring", 8, 4, 0), memory.measured(state), memory.SIXTEEN, memory.Formula(4, 12)),
         (memory.Activations(1, 2, 3), memory.Live(), memory.Tracked()),
         (schedule, timeline, pp.Span(0, action, 0.0, 1.0), action, action.kind, pp.Costs(), pp.Recorder()),
-        (pp.WaitSpan(action, 1, 0.0, 1.0), comm.Offsets((0.0, 1.0))),
+        (pp.WaitSpan(action, 1, 0.0, 1.0), comm.Offsets((0.0, 1.0)), comm.Variance.PARTIAL),
         (piece, stages, stages.stages[0], pp.LossInput(torch.ones(99), torch.ones(99))),
     ]
     return [record for row in live for record in row]

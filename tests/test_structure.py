@@ -22,6 +22,7 @@ from tests.sources import ROOT, TOPS, Source, circles, library
 LAYERS = (
     ("base",),
     ("comm.record",),
+    ("comm.variance",),
     ("comm.worlds",),
     ("comm",),
     ("simulated_cuda",),

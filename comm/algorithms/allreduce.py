@@ -22,6 +22,7 @@ from torch import Tensor
 
 from functional_ds.base import tree as pytree
 from functional_ds.comm.api import repeat
+from functional_ds.comm.declare import varying
 from functional_ds.comm.dispatch import check_avg, flatten, is_differentiable, resolve_group
 from functional_ds.comm.exchange import permute
 from functional_ds.comm.record.collective import Here
@@ -42,6 +43,8 @@ Total = Callable[[Tensor, str], Tensor]  # from a flat payload and an op to the 
 
 def _all_reduce(name: str, x: T, total: Total, op: str, *groups: Group) -> T:
     """Applies ``total`` to the leaves of ``x``, one payload for each dtype and device."""
+    for group in groups:
+        varying(x, group)  # its messages carry terms of a sum, which they add up
     leaves, spec = flatten(name, x)
     plain = "sum" if op == "avg" else op
     n = math.prod(group.size for group in groups)

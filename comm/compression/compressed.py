@@ -11,6 +11,7 @@ from torch import Tensor
 
 from functional_ds.base import tree as pytree
 from functional_ds.comm.api import all_gather, all_reduce, reduce_scatter
+from functional_ds.comm.declare import varying
 from functional_ds.comm.dispatch import check_avg, flatten, is_differentiable, resolve_dim, resolve_group
 from functional_ds.comm.exchange import all_to_all
 from functional_ds.comm.record.collective import Call, Here
@@ -184,6 +185,7 @@ def crop(rows: Tensor, shape: torch.Size) -> Tensor:
 
 def check_leaves(call: Call, x: Any, group: Group) -> tuple[list[Tensor], optree.PyTreeSpec]:
     """The leaves and structure of a value; raises ValueError where the plain collective would."""
+    varying(x, group)  # a codec acts on each rank's own terms of a sum
     leaves, spec = flatten(call.collective.name, x)
     here = Here(call.options, group.rank, group.size)
     try:

@@ -6,6 +6,8 @@ from typing import Any, Protocol
 import attrs
 from torch import Tensor
 
+from .variance import Variance
+
 __all__ = ["Call", "Collective", "Handle", "Here", "Options"]
 
 Options = Mapping[str, Any]
@@ -101,6 +103,8 @@ class Collective:
         private: options that may differ between ranks; the denotation gets them as a list, an entry a member.
         reconcile: raises MismatchError where the members' private options contradict each other.
         title: the name and the options to show, as this rank wrote them; by default the row's name and all options.
+        takes: what its input is along the group, where it sums or moves values.
+        gives: what its result is along the group; the transpose takes ``gives.dual`` and gives ``takes.dual``.
     """
 
     name: str
@@ -119,6 +123,8 @@ class Collective:
     private: tuple[str, ...] = ()
     reconcile: Callable[[Options], None] = _nothing_private
     title: Callable[[Options, int], tuple[str, Options]] | None = None
+    takes: Variance = Variance.VARYING
+    gives: Variance = Variance.VARYING
 
     def __repr__(self) -> str:
         return f"Collective({self.name!r})"
@@ -140,6 +146,11 @@ class Call:
         """The name and options as the program on this rank wrote them."""
         row = self.collective
         return (row.name, self.options) if row.title is None else row.title(self.options, rank)
+
+    def takes(self) -> Variance:
+        """What the call's input is along the group: a partial sum for sums alone, whatever each rank has for a max."""
+        row = self.collective
+        return row.takes if self.options.get("op", "sum") == "sum" else Variance.VARYING
 
     def shown(self, rank: int) -> str:
         """The call as text."""

@@ -8,6 +8,7 @@ __all__ = [
     "RankFailedError",
     "TimedOutError",
     "UnmatchedError",
+    "VarianceError",
     "WrittenError",
 ]
 
@@ -38,6 +39,10 @@ class TimedOutError(CommError):
 
 class UnmatchedError(CommError):
     """All ranks have finished, and some never made a call that others had started."""
+
+
+class VarianceError(CommError):
+    """A value is not what it was declared to be along a group of ranks, or is used as if it were something else."""
 
 
 class WrittenError(CommError):

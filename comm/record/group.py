@@ -15,8 +15,9 @@ from torch import Tensor
 
 from .collective import Call, Handle
 from .ledger import Ledger
+from .variance import Variance
 
-__all__ = ["Beside", "Group", "Ready", "Solo", "World", "at_site", "call_site", "last"]
+__all__ = ["Beside", "Group", "Ready", "Solo", "ValueWatch", "World", "at_site", "call_site", "last"]
 
 
 class Beside(Protocol):
@@ -31,6 +32,22 @@ class Beside(Protocol):
         ...
 
 
+class ValueWatch(Protocol):
+    """Follows what a rank's values are along groups, in a simulation that checks it."""
+
+    def declare(
+        self, kind: Variance, leaves: Sequence[Tensor], group: "Group", names: Sequence[str], *, distinct: bool = False
+    ) -> None:
+        """Holds the leaves to what they are declared to be along the group."""
+        ...
+
+    def start(
+        self, call: Call, leaves: Sequence[Tensor], group: "Group", begin: Callable[[], Handle], transposed: str | None
+    ) -> Handle:
+        """Starts a collective by ``begin``; ``transposed`` is the line of the call whose transpose it is."""
+        ...
+
+
 @attrs.define(eq=False)
 class World(ABC):
     """The ranks that run together, as one of them sees them. A subclass says how they exchange values: ``start``.
@@ -38,10 +55,12 @@ class World(ABC):
     Attributes:
         rank: this rank.
         ledgers: those that are open on this rank; each records every call.
+        watch: follows the rank's values, in a simulation with ``variance=True``.
     """
 
     rank: int
     ledgers: list[Ledger] = attrs.field(factory=list, init=False)
+    watch: ValueWatch | None = attrs.field(default=None, init=False)
 
     @property
     def device(self) -> torch.device:

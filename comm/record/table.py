@@ -14,6 +14,7 @@ from .collective import Call, Collective, Here, Options
 from .errors import MismatchError
 from .reduction import OPS, chunk_bounds, fold
 from .tiling import check_cut, check_dim, cut, join, pack_cut, pack_rows, piece_shape, unpack_joined, unpack_piece, unpack_rows
+from .variance import Variance
 
 __all__ = [
     "ALL_GATHER",
@@ -99,6 +100,8 @@ ALL_REDUCE: Collective = Collective(
     volume=_all_reduce_volume,
     primitive="all_reduce",
     check=_check_op,
+    takes=Variance.PARTIAL,
+    gives=Variance.REPLICATED,
 )
 
 REDUCE: Collective = Collective(
@@ -108,6 +111,7 @@ REDUCE: Collective = Collective(
     volume=lambda leaf, here: 0 if here.rank == here["dst"] else leaf.numel(),
     primitive="reduce",
     check=_check_reduce,
+    takes=Variance.PARTIAL,
 )
 
 BROADCAST: Collective = Collective(
@@ -118,6 +122,7 @@ BROADCAST: Collective = Collective(
     reads=lambda here: here.rank == here["src"],
     primitive="broadcast",
     check=lambda leaf, here: _check_rank("src", here),
+    gives=Variance.REPLICATED,
 )
 
 
@@ -194,6 +199,7 @@ ALL_GATHER: Collective = Collective(
     unpack=_unpack_gathered,
     check=_check_gather,
     shape=_rows_shape,
+    gives=Variance.REPLICATED,
 )
 
 REDUCE_SCATTER: Collective = Collective(
@@ -205,6 +211,7 @@ REDUCE_SCATTER: Collective = Collective(
     pack=lambda leaf, here: pack_rows(leaf, here) if _uneven(here.options) else pack_cut(leaf, here),
     unpack=lambda piece, leaf, here: (unpack_rows if _uneven(here.options) else unpack_piece)(piece, leaf, here),
     check=_check_reduce_scatter,
+    takes=Variance.PARTIAL,
 )
 
 GATHER: Collective = Collective(
@@ -369,6 +376,8 @@ COPY_TO: Collective = Collective(
     denotation=lambda xs, options: [x.clone() for x in xs],
     adjoint=lambda options: Call(REDUCE_FROM, {"op": "sum"}),
     alone=lambda x, here: x.clone(),
+    takes=Variance.INVARIANT,
+    gives=Variance.REPLICATED,
 )
 
 REDUCE_FROM: Collective = Collective(
@@ -378,6 +387,8 @@ REDUCE_FROM: Collective = Collective(
     volume=ALL_REDUCE.volume,
     primitive="all_reduce",
     check=_check_op,
+    takes=Variance.PARTIAL,
+    gives=Variance.INVARIANT,
 )
 
 SCATTER_TO: Collective = Collective(
@@ -386,6 +397,7 @@ SCATTER_TO: Collective = Collective(
     adjoint=lambda options: Call(GATHER_FROM, {**options, "tiled": True}),
     check=check_cut,
     alone=_own_slice,
+    takes=Variance.INVARIANT,
 )
 
 GATHER_FROM: Collective = Collective(
@@ -396,6 +408,7 @@ GATHER_FROM: Collective = Collective(
     primitive="all_gather",
     unpack=ALL_GATHER.unpack,
     check=_check_gather,
+    gives=Variance.INVARIANT,
 )
 
 TABLE: tuple[Collective, ...] = (

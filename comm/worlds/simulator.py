@@ -12,7 +12,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, TypeVar, TypeVarTuple, cast
 
 import attrs
@@ -23,6 +23,7 @@ from functional_ds.comm.record.collective import Call, Handle, Here
 from functional_ds.comm.record.errors import CommError, DeadlockError, MismatchError, UnmatchedError
 from functional_ds.comm.record.group import Beside, Group, World, at_site, call_site, last
 from functional_ds.comm.record.watched import WatchedInputs
+from functional_ds.comm.variance.watch import Watches
 
 from .current import enter, exclusive_simulation
 from .group_call import GroupCall, RankCall, copied
@@ -379,6 +380,7 @@ def simulate(
     seed: int = 0,
     shapes_only: bool = False,
     rules: Literal["nccl"] | None = None,
+    variance: bool = False,
 ) -> list[T]:
     """Runs ``program(*args)`` on ``world_size`` simulated ranks and returns their results in rank order.
 
@@ -396,6 +398,8 @@ def simulate(
         shapes_only: the ranks pass tensors without values (``device="meta"``) and get such tensors. Each rank runs by itself,
             and the calls are compared afterwards. A ``ledger`` can so count programs on thousands of ranks.
         rules: "nccl" also reports programs that run here and would hang on NCCL, as if all tensors were on GPUs.
+        variance: compares what ranks declare of their values (``replicated`` and its kin), and follows values through the
+            program. Each operation then takes some hundred microseconds of the host, and a pass over its result.
 
     Raises:
         MismatchError: ranks of one group called different collectives; names both call sites.
@@ -404,6 +408,8 @@ def simulate(
             names these calls.
         UnmatchedError: some ranks never made a call that others had started asynchronously.
         CommError: a rank called a collective from another thread.
+        VarianceError: with ``variance``, a value is not what it was declared to be, or a collective, operation or gradient
+            contradicts what it is; names the line.
         Exception: the exception that a rank raised, with a note that names the rank.
 
     >>> from functional_ds import comm
@@ -417,9 +423,11 @@ def simulate(
     if shapes_only:
         if rules is not None:
             raise ValueError(f"shapes_only=True and rules={rules!r}: each rank runs by itself there, in no common order")
+        if variance:
+            raise ValueError("shapes_only=True and variance=True: tensors have no values there that could be compared")
         return run_on_shapes(program, args, world_size)
     simulator, ranks = Simulator(world_size, seed), tuple(range(world_size))
-    device_rules = NcclRules.of(world_size) if rules else None
+    device_rules, watches = NcclRules.of(world_size) if rules else None, Watches() if variance else None
     results: list[T | None] = [None] * world_size
 
     def run(rank: int) -> None:
@@ -429,7 +437,11 @@ def simulate(
             # Autograd without threads: a backward pass stays on its rank's thread.
             own_rules = None if device_rules is None else RankRules(rank, device_rules)
             world = SimulatedWorld(rank, simulator, threads={threading.get_ident(): rank}, rules=own_rules)
-            with enter(world, ranks), torch.autograd.set_multithreading_enabled(False):
+            followed: AbstractContextManager[Any] = nullcontext()
+            if watches is not None:
+                world.watch = own_watch = watches.of(rank)
+                followed = own_watch.trace
+            with enter(world, ranks), torch.autograd.set_multithreading_enabled(False), followed:
                 simulator.check()
                 results[rank] = program(*args)
         except _AbortedError:
@@ -458,7 +470,11 @@ def simulate(
             simulator.end_lanes()
             torch.set_num_threads(threads)
     if simulator.failure is not None:
+        if watches is not None:
+            watches.check(simulator.failure)
         raise simulator.failure
     if simulator.slots:
         raise UnmatchedError(simulator.describe_unmatched())
+    if watches is not None:
+        watches.check(None)
     return cast(list[T], results)

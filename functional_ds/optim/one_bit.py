@@ -323,7 +323,8 @@ class _At:
     def _compressed(self, params: list[Tensor], grads: Weighted, state: OneBitState, rate: Rate, done: int) -> OneBitState:
         rule, own = self.rule, reals(params)
         share, gain = self.group.size / grads.weight, self._gain(rate, done)
-        for mean, grad in zip(state.exp_avg, gradients(grads, params), strict=True):
+        local_grads = comm.varying(gradients(grads, params), self.group)  # each rank's momentum is of its own gradients
+        for mean, grad in zip(state.exp_avg, local_grads, strict=True):
             mean.lerp_(grad * share.to(grad.dtype), 1 - rule.betas[0])
         roots = self._roots(state.exp_avg_sq, rule.exact.before(done))
         if state.local is None:
@@ -366,7 +367,7 @@ class _At:
 
     def _mean(self, values: list[Tensor], residual: comm.Residual | None) -> tuple[list[Tensor], comm.Residual | None]:
         if self.rule.codec is None or residual is None:
-            return [total / self.group.size for total in comm.all_reduce(values, self.group)], None
+            return comm.all_reduce(values, self.group, op="avg"), None
         found: tuple[list[Tensor], comm.Residual] = comm.ErrorFeedback(self.rule.codec).all_reduce(
             values, residual, self.group, op="avg"
         )

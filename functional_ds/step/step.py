@@ -7,6 +7,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.batch import rows_of
 from functional_ds.base.containers import register_containers
@@ -215,6 +216,8 @@ class Step:
 
     def sum_over_ranks(self, state: State, scalars: Any) -> Any:
         """Scalars, summed over the ranks that share a batch."""
+        if self.wraps("sum_over_ranks"):
+            comm.varying(scalars)  # what all ranks have counts n times, and so does its weight
         return self.phases["sum_over_ranks"](self, state, scalars)
 
     def scatter(self, state: State) -> State:

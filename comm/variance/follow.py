@@ -1,0 +1,385 @@
+"""What each value of a traced program is along its groups, and the first place that contradicts it.
+
+Each group is looked at by itself. What a value is follows from declarations, from collectives (``Collective.takes`` and
+``gives``), and through operations from their inputs; a result whose bits differ between ranks is varying whatever it came from.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+import attrs
+
+from functional_ds.comm.record.group import Group
+from functional_ds.comm.record.variance import Variance
+
+from .declarations import Contradiction
+from .linearity import DRAWN_INTO, MOVES, PRODUCTS, SCALES, SUMS, SUMS_OF_PRODUCTS, makes_constants
+from .op_trace import OpTrace, TracedEvent, Values
+
+__all__ = ["contradictions"]
+
+# "constant": made from plain numbers; "unknown": equal so far, and nobody says that it must be.
+_Kind = Literal["constant", "unknown"] | Variance
+_R, _I, _V, _P = Variance.REPLICATED, Variance.INVARIANT, Variance.VARYING, Variance.PARTIAL
+
+_MANY = 32  # elements of a draw, of which equal bits are no chance
+
+
+@attrs.frozen
+class _ValueState:
+    """What a value is along the group.
+
+    Attributes:
+        kind: its variance, or what is known instead.
+        since: what made it so.
+        drawn: the line of the random draw that it is, with equal bits on the ranks.
+        repeated: where a value that all ranks have was made part of it, so that a sum over ranks counts that n times.
+    """
+
+    kind: _Kind
+    since: str = ""
+    drawn: str = ""
+    repeated: str = ""
+
+    @property
+    def claimed(self) -> bool:
+        """Whether the ranks have it alike by a declaration or a collective, not by chance."""
+        return self.kind in (_R, _I)
+
+
+_CONSTANT, _UNKNOWN = _ValueState("constant"), _ValueState("unknown")
+
+
+class _FoundError(Exception):
+    """Ends a walk."""
+
+    def __init__(self, text: str, since: str = "") -> None:
+        super().__init__(text)
+        self.text, self.since = text, since
+
+
+def contradictions(traces: Sequence[OpTrace]) -> list[Contradiction]:
+    """For each rank and group, the first place in the rank's trace that contradicts what its values are."""
+    groups: dict[tuple[int, ...], Group] = {}
+    for trace in traces:
+        for event in trace.events:
+            if event.group is not None and event.group.size > 1:
+                groups.setdefault(event.group.ranks, event.group)
+    found: list[Contradiction] = []
+    for group in groups.values():
+        bits = _Bits(group, traces)
+        for rank in group.ranks:
+            found += _GroupWalk(group, rank, traces[rank], bits).run()
+    return found
+
+
+def _input_key(event: TracedEvent, place: int) -> int:
+    return hash((event.key, "input", place))
+
+
+class _Bits:
+    """The checksums that the ranks of a group have for one key."""
+
+    def __init__(self, group: Group, traces: Sequence[OpTrace]) -> None:
+        self.group = group
+        self.found: dict[int, list[tuple[int, int]]] = {}
+        for rank in group.ranks:
+            for value in traces[rank].values:
+                if value.bits is not None:
+                    self.found.setdefault(value.key, []).append((rank, value.bits))
+            for event in traces[rank].events:
+                for place, number in enumerate(event.inputs if event.key else ()):
+                    bits = traces[rank].values[number].bits
+                    if bits is not None:
+                        self.found.setdefault(_input_key(event, place), []).append((rank, bits))
+
+    def differ(self, key: int) -> str:
+        """Two ranks that have different bits, as text; empty where none have."""
+        found = self.found.get(key, [])
+        for rank, bits in found:
+            if bits != found[0][1]:
+                return f"ranks {found[0][0]} and {rank}"
+        return ""
+
+    def some(self, key: int) -> list[int]:
+        """The ranks that have bits for it, if not all have."""
+        found = self.found.get(key, [])
+        return [rank for rank, _ in found] if len(found) < self.group.size else []
+
+
+class _GroupWalk:
+    """One rank's trace, along one group."""
+
+    def __init__(self, group: Group, rank: int, trace: OpTrace, bits: _Bits) -> None:
+        self.group, self.rank, self.trace, self.bits = group, rank, trace, bits
+        self.members = frozenset(group.ranks)
+        self.states: dict[int, _ValueState] = {}
+        self.event: TracedEvent
+        self.steps: Mapping[str, Callable[[], None]] = {
+            "first use": self._first_use,
+            "draw": self._draw,
+            "operator": self._operator,
+            "write": self._operator,
+            "call": self._call,
+            "declaration": self._declaration,
+            "gradient": self._gradient,
+        }
+
+    def run(self) -> list[Contradiction]:
+        """The first contradiction, if there is one."""
+        for index, event in enumerate(self.trace.events):
+            self.event = event
+            try:
+                self.steps[event.kind]()
+            except _FoundError as found:
+                return [Contradiction(index, self.rank, found.text, found.since)]
+        return []
+
+    # -- events --------------------------------------------------------------------------------------------------------
+
+    def _first_use(self) -> None:
+        (number,) = self.event.outputs
+        self.states[number] = self._unless_different(number, _UNKNOWN, "pass different values", "pass one")
+
+    def _draw(self) -> None:
+        self._check_partial()
+        for number in self.event.outputs:
+            value = self.trace.values[number]
+            size = 1
+            for side in value.shape:
+                size *= side
+            alike = _ValueState("constant", drawn=self.event.site if size >= _MANY else "")
+            self.states[number] = self._unless_different(number, alike, "draw different numbers", "draw")
+
+    def _operator(self) -> None:
+        state = self._combined()
+        for number in self.event.outputs:
+            name = self.event.name
+            self.states[number] = self._unless_different(number, state, f"get different values from {name}", f"call {name}")
+
+    def _call(self) -> None:
+        event, group, call = self.event, self.event.group, self.event.call
+        if group is None or call is None:
+            return
+        takes, gives = call.takes(), call.collective.gives
+        inputs = [self.states[number] for number in event.inputs]
+        if not self.members <= set(group.ranks):
+            return self._other_group(inputs, overlaps=len(self.members & set(group.ranks)) > 1)
+        for place, (number, state) in enumerate(zip(event.inputs, inputs, strict=True)):
+            if takes is _P:
+                self._check_summed(state, number, self._where(), _input_key(event, place))
+            elif takes is _I:
+                self._check_invariant(place, state)
+            elif state.kind is _P:
+                self._fail(f"{self._where()} takes a value of each rank's own, and gets a term of a partial sum", state)
+        for number in event.outputs:
+            self.states[number] = _ValueState(gives, self._where())
+
+    def _other_group(self, inputs: Sequence[_ValueState], *, overlaps: bool) -> None:
+        """A collective along other ranks, such as another axis of a mesh, is like an operation here."""
+        for place, number in enumerate(self.event.outputs):
+            state = inputs[min(place, len(inputs) - 1)] if inputs else _UNKNOWN
+            if state.kind is _P and overlaps:
+                state = _ValueState(_V, f"{self._where()} has summed some of its terms")
+            name = self.event.name
+            self.states[number] = self._unless_different(number, state, f"get different values from {name}", f"call {name}")
+
+    def _declaration(self) -> None:
+        event, kind = self.event, self.event.variance
+        ranks = set() if event.group is None else set(event.group.ranks)
+        for number, made in zip(event.inputs, event.outputs, strict=True):
+            state = self.states[number]
+            if not self.members <= ranks or kind is None:
+                some = kind is _V and len(self.members & ranks) > 1  # of the terms, perhaps
+                self.states[made] = _ValueState(_V, f"comm.varying at {event.site}") if some and state.kind is _P else state
+                continue
+            if kind.equal and self._differ(made):
+                raise _FoundError("", state.since if state.kind is _V else "")  # the comparison of the ranks says more
+            if kind is _P:
+                self._check_summed(state, number, f"comm.partial at {event.site}", self.trace.values[made].key)
+            self.states[made] = _ValueState(kind, f"comm.{kind.value} at {event.site}")
+
+    def _gradient(self) -> None:
+        event, kind = self.event, self.event.variance
+        concerned = event.group is not None and self.members <= set(event.group.ranks)
+        for number, made in zip(event.inputs, event.outputs, strict=True):
+            if concerned and kind is not None:
+                self.states[made] = _ValueState(kind.dual, f"as the gradient of comm.{kind.value} at {event.site}")
+            else:
+                self.states[made] = self.states[number]
+
+    def _unless_different(self, number: int, state: _ValueState, differ: str, some: str) -> _ValueState:
+        """The state, or varying where the ranks' bits differ, or some ranks compute something else."""
+        if state.kind in (_V, _P):
+            return state
+        key, site = self.trace.values[number].key, self.event.site
+        if pair := self.bits.differ(key):
+            return _ValueState(_V, f"{pair} {differ} at {site}")
+        if ranks := self.bits.some(key):
+            return _ValueState(_V, f"of {self._name()} only ranks {ranks} {some} at {site}")
+        return state
+
+    # -- operations ----------------------------------------------------------------------------------------------------
+
+    def _combined(self) -> _ValueState:
+        """What an operator makes of its inputs, as long as bits do not say otherwise."""
+        event = self.event
+        if makes_constants(event.name):
+            return _CONSTANT
+        numbers = event.operands[1] if event.name == "copy" and isinstance(event.operands[1], Values) else event.inputs
+        states = [self.states[number] for number in numbers]
+        kinds = {state.kind for state in states}
+        if _P in kinds:
+            return self._check_partial()
+        if _V in kinds:
+            return self._varying(numbers, states)
+        drawn = next((state.drawn for state in states if state.drawn), "")
+        if not kinds or kinds == {"constant"}:
+            return _ValueState("unknown") if event.backward else _ValueState("constant", drawn=drawn)
+        if "unknown" in kinds or (event.backward and "constant" in kinds):  # a gradient of ones is nobody's claim
+            return _UNKNOWN
+        return next(state for kind in (_R, _I) for state in states if state.kind is kind)
+
+    def _varying(self, numbers: Sequence[int], states: Sequence[_ValueState]) -> _ValueState:
+        event, name = self.event, self.event.name
+        drawn = next((state.drawn for state in states if state.drawn), "")
+        since = next(state.since for state in states if state.kind is _V)
+        if drawn and name in DRAWN_INTO and not event.backward:
+            raise _FoundError(
+                f"{name} at {event.site} brings a random draw with equal bits on all ranks of {self._name()}, made at {drawn}, "
+                f"into a value that differs between them ({since}): draw by global position (fds.Key), or seed ranks apart"
+            )
+        return _ValueState(_V, since, repeated="" if event.backward else self._repeated(numbers, states))
+
+    def _repeated(self, numbers: Sequence[int], states: Sequence[_ValueState]) -> str:
+        """Where something that all ranks have was added to what each has of its own."""
+        name = self.event.name
+        if name not in SUMS | MOVES | SCALES | PRODUCTS:
+            return ""
+        before = next((state.repeated for state in states if state.repeated), "")
+        if name in SUMS or name in ("cat", "stack", "write"):
+            shapes = {self.trace.values[number].shape for number in numbers}
+            if name in ("cat", "stack", "write") or len(shapes) == 1:  # a bias of each row is that row's
+                for number, state in zip(numbers, states, strict=True):
+                    if state.claimed and not self.trace.values[number].zero and not self._taken(number):
+                        return before or f"{name} at {self.event.site} ({state.since})"
+        elif name in PRODUCTS | SCALES and any(state.kind is _V and not state.repeated for state in states):
+            return ""
+        return before
+
+    def _check_partial(self) -> _ValueState:
+        """What an operator makes of partial sums; it must be linear in them, and the same on all ranks."""
+        event, name = self.event, self.event.name
+        states = [self.states[number] for number in event.inputs]
+        partial = next((state for state in states if state.kind is _P), None)
+        if partial is None or event.backward:  # a derivative is linear
+            return partial or _UNKNOWN
+        if name in SUMS:
+            self._check_added(event.inputs, partial)
+            for plain in event.operands:
+                if isinstance(plain, (int, float)) and not isinstance(plain, bool) and plain != 0:
+                    self._fail(f"{name} at {event.site} adds {plain} to each rank's term of a partial sum", partial)
+            return partial
+        if name in SUMS_OF_PRODUCTS:
+            first, *others = [each for each in event.operands if isinstance(each, Values)]
+            factors = [number for each in others for number in each]
+            product_is_partial = any(self.states[number].kind is _P for number in factors)
+            self._check_added(first if product_is_partial else factors, partial)
+            self._check_scaled(factors)
+            return partial
+        if name in MOVES:
+            repeated = self._repeated(event.inputs, states) if name in ("cat", "stack", "write") else partial.repeated
+            return attrs.evolve(partial, repeated=repeated)
+        if name in PRODUCTS or (name in SCALES and self.states[event.inputs[0]].kind is _P):
+            self._check_scaled(event.inputs)
+            return partial
+        self._fail(f"{name} at {event.site} is not linear, and acts on a partial sum", partial)
+        return partial
+
+    def _check_added(self, numbers: Sequence[int], partial: _ValueState) -> None:
+        """What all ranks have must not be added to each rank's term."""
+        for number in numbers:
+            state = self.states[number]
+            if state.kind not in (_P, _V) and not self.trace.values[number].zero and not self._taken(number):
+                since = f" ({state.since})" if state.since else ""
+                text = f"{self.event.name} at {self.event.site} adds a value that all ranks have{since} to a partial sum"
+                self._fail(text, partial, f"the sum counts it {self.group.size} times: sum first, and add it then")
+
+    def _check_scaled(self, numbers: Sequence[int]) -> None:
+        """At most one factor is partial, and no other differs between ranks."""
+        states = [self.states[number] for number in numbers]
+        partial = [state for state in states if state.kind is _P]
+        since = next((state.since for state in states if state.kind is _V), "")
+        since = since or next((f"{taken} take other ones" for number in numbers if (taken := self._taken(number))), "")
+        text = f"{self.event.name} at {self.event.site} multiplies"
+        if len(partial) > 1:
+            self._fail(f"{text} two partial sums", partial[0], "a product of sums is no sum of products")
+        if partial and since:
+            self._fail(f"{text} a value that differs between ranks ({since}) by a partial sum", partial[0])
+
+    # -- collectives ---------------------------------------------------------------------------------------------------
+
+    def _check_summed(self, state: _ValueState, number: int, what: str, key: int) -> None:
+        """Of several values that all ranks have, each rank may take another one: ``key`` has the bits that they took."""
+        n, zero = self.group.size, self.trace.values[number].zero
+        if state.claimed and not zero and not self.bits.differ(key):
+            subject = "a gradient" if self.event.backward else "a value"
+            raise _FoundError(
+                f"{what} sums {subject} that all ranks of {self._name()} have alike ({state.since}), so it is {n} times too "
+                "large: use it as it is, op='avg', or comm.varying first if others count it as often"
+            )
+        if state.repeated and not zero:
+            raise _FoundError(
+                f"{what} sums what {state.repeated} made of a value that all ranks of {self._name()} have and one that "
+                f"differs, so the former counts {n} times: add it after the sum, or comm.varying first if that is meant"
+            )
+
+    def _check_invariant(self, place: int, state: _ValueState) -> None:
+        differ = self.bits.differ(_input_key(self.event, place))
+        if state.kind is _P:
+            self._fail(f"{self._where()} takes a value that is the same on all ranks, and gets a partial sum", state)
+        if not differ:
+            return
+        if forward := self._forward():
+            raise _FoundError(
+                f"the gradient of what {forward} gave differs between {differ} of {self._name()}: the ranks use the "
+                "result in different ways, so put comm.copy_to before that use, which sums their gradients"
+            )
+        why = f" ({state.since})" if state.kind is _V else ""
+        raise _FoundError(
+            f"{self._where()} takes a value that is the same on all ranks of {self._name()}, and {differ} have different ones"
+            f"{why}"
+        )
+
+    # -- words ---------------------------------------------------------------------------------------------------------
+
+    def _fail(
+        self, text: str, state: _ValueState, advice: str = "sum it first, with comm.reduce_from or comm.all_reduce"
+    ) -> None:
+        since = f" (partial since {state.since})" if state.since else ""
+        raise _FoundError(f"{text} along {self._name()}{since}; {advice}")
+
+    def _differ(self, number: int) -> str:
+        return self.bits.differ(self.trace.values[number].key)
+
+    def _taken(self, number: int) -> str:
+        """Two ranks that have different bits in an input of the event that is no term of a sum.
+
+        Of several values, such as the pieces of what all ranks have, each rank may take another one.
+        """
+        if self.states[number].kind is _P:
+            return ""
+        return self.bits.differ(_input_key(self.event, self.event.inputs.index(number)))
+
+    def _where(self) -> str:
+        transposed = self._forward()
+        return f"the backward pass of {transposed}" if transposed else f"{self.event.name} at {self.event.site}"
+
+    def _forward(self) -> str:
+        """The call whose transpose the event is, or nothing."""
+        event = self.event
+        forward = None if event.call is None else event.call.collective.adjoint(event.call.options)
+        return "" if event.transposed is None or forward is None else f"{forward.collective.name} at {event.transposed}"
+
+    def _name(self) -> str:
+        return f"group {self.group.name.partition('/')[0]!r} {list(self.group.ranks)}"  # not a channel of it

@@ -1,0 +1,52 @@
+"""Which of torch's operators are linear in what, by name, as data: a sum over ranks passes through those.
+
+Of a partial sum ``x = Σ x_r`` each rank has ``x_r``; ``f(x) = Σ f(x_r)`` holds for linear ``f`` alone.
+"""
+
+__all__ = ["ARITHMETIC", "DRAWN_INTO", "MOVES", "PRODUCTS", "SCALES", "SUMS", "SUMS_OF_PRODUCTS", "makes_constants"]
+
+# f(x + y) = f(x) + f(y), jointly in all tensors.
+SUMS = frozenset({"add", "sub", "rsub", "lerp"})
+
+# The same; elements go somewhere else, so nothing of one tensor is added to another's.
+MOVES = frozenset(
+    [
+        *("adaptive_avg_pool2d", "alias", "as_strided", "avg_pool2d", "avg_pool3d", "cat", "clone", "col2im"),
+        *("complex", "conj", "conj_physical", "constant_pad_nd", "contiguous", "copy", "cumsum", "detach", "diag"),
+        *("diag_embed", "diagonal", "expand", "fft_c2c", "fft_c2r", "fft_r2c", "flip", "im2col", "imag"),
+        *("index_add", "index_copy", "index_put", "lift", "lift_fresh", "mean", "movedim", "narrow", "neg"),
+        *("neg_view", "pad", "permute", "positive", "real", "repeat", "reshape", "reshape_alias", "resolve_conj"),
+        *("resolve_neg", "roll", "scatter_add", "select", "select_scatter", "slice", "slice_scatter", "split"),
+        *("split_with_sizes", "squeeze", "stack", "sum", "t", "to", "to_copy", "trace", "transpose", "tril", "triu"),
+        *("unbind", "unfold", "unsafe_view", "unsqueeze", "upsample_nearest1d", "upsample_nearest2d", "view"),
+        *("view_as_complex", "view_as_real", "view_copy", "where", "write"),
+    ]
+)
+
+# Linear in each tensor while the others stay.
+PRODUCTS = frozenset({"mul", "mm", "bmm", "mv", "dot", "vdot", "matmul", "outer", "ger", "kron", "convolution", "grouped_mm"})
+
+# Linear in the first tensor; the others say how it is scaled, or where its elements go.
+SCALES = frozenset(
+    {"div", "true_divide", "index", "index_select", "gather", "take", "embedding", "masked_fill", "masked_scatter"}
+)
+
+# The first tensor plus a product of the others.
+SUMS_OF_PRODUCTS = frozenset({"addmm", "baddbmm", "addbmm", "addmv", "addr", "addcmul"})
+
+# Where it matters that ranks may take other ones of several values, each of which all have.
+ARITHMETIC = SUMS | PRODUCTS | SCALES | SUMS_OF_PRODUCTS
+
+# Where a random draw meets a value.
+DRAWN_INTO = frozenset({"mul", "add", "sub", "rsub", "div", "where", "masked_fill", "addcmul", "native_dropout"})
+
+_CONSTANTS = frozenset({"arange", "empty", "eye", "fill", "full", "linspace", "ones", "scalar_tensor", "zero", "zeros"})
+
+
+def makes_constants(name: str) -> bool:
+    """Whether the results depend on shapes and plain numbers alone.
+
+    >>> makes_constants("zeros_like"), makes_constants("new_empty"), makes_constants("mul")
+    (True, True, False)
+    """
+    return name.removeprefix("new_").partition("_")[0] in _CONSTANTS or name in _CONSTANTS

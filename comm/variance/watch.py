@@ -1,0 +1,134 @@
+"""The watch of a simulated rank: what its values are declared to be, and what becomes of them."""
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+from functional_ds.base.torch_private import is_fake
+from functional_ds.comm.record.collective import Call, Handle
+from functional_ds.comm.record.errors import VarianceError
+from functional_ds.comm.record.group import Group, call_site
+from functional_ds.comm.record.variance import Variance
+
+from .declarations import Claim, Declarations
+from .follow import contradictions
+from .op_trace import OpTrace, TracedEvent
+
+__all__ = ["RankWatch", "Watches"]
+
+
+@attrs.define(eq=False)
+class _FollowedHandle:
+    """A collective under way, whose results become values of the trace."""
+
+    inner: Handle
+    trace: OpTrace
+    event: TracedEvent
+    ended: float | None = None
+
+    def wait(self) -> list[Tensor]:
+        with self.trace.paused():
+            results = self.inner.wait()
+        self.trace.give(self.event, results)
+        return results
+
+    def poll(self, timeout: float) -> bool:
+        with self.trace.paused():
+            return self.inner.poll(timeout)
+
+
+@attrs.define(eq=False)
+class RankWatch:
+    """Follows one rank's values; implements ``ValueWatch``.
+
+    Attributes:
+        rank: of the world.
+        declarations: those of all ranks.
+        trace: what this rank has computed.
+        counts: how many declarations and gradients this rank has come to, by group and declaration.
+    """
+
+    rank: int
+    declarations: Declarations
+    trace: OpTrace = attrs.field(factory=OpTrace)
+    counts: Counter[Hashable] = attrs.field(factory=Counter)
+
+    def start(
+        self, call: Call, leaves: Sequence[Tensor], group: Group, begin: Callable[[], Handle], transposed: str | None
+    ) -> Handle:
+        """Starts a collective, whose results are followed."""
+        event = self.trace.call(call, leaves, group, transposed)
+        with self.trace.paused():
+            return _FollowedHandle(begin(), self.trace, event)
+
+    def declare(
+        self, kind: Variance, leaves: Sequence[Tensor], group: Group, names: Sequence[str], *, distinct: bool = False
+    ) -> None:
+        """Holds the leaves to the other ranks', once all have come, and their gradients in the backward pass."""
+        if any(leaf.is_meta or is_fake(leaf) for leaf in leaves):  # a trial run without values
+            return
+        site = call_site()
+        self.trace.declare(kind, leaves, group, gradient=False, site=site)
+        if kind is Variance.VARYING and not distinct:  # nothing to compare
+            return
+        turn = self._turn((group.ranks, group.name))
+        with self.trace.paused():
+            copies = [leaf.detach().clone() for leaf in leaves]
+            self.declarations.reach(turn, self.rank, Claim(kind, group, names, copies, site, self.trace.index, distinct))
+        if kind is Variance.VARYING or not torch.is_grad_enabled():
+            return
+        for place, leaf in enumerate(leaves):
+            if leaf.requires_grad:
+                claim = Claim(kind, group, (names[place],), (), site, 0, gradient=True)
+                leaf.register_hook(self._gradient_of((*turn, place), claim))
+
+    def _gradient_of(self, key: tuple[Hashable, ...], claim: Claim) -> Callable[[Tensor], Tensor]:
+        def hook(grad: Tensor) -> Tensor:
+            with self.trace.paused():
+                own = grad.clone()  # autograd may use one tensor for the gradients of several values
+            self.trace.declare(claim.kind, [own], claim.group, gradient=True, site=claim.site)
+            if claim.kind.dual.equal:
+                with self.trace.paused():
+                    found = attrs.evolve(claim, leaves=[grad.detach().clone()], index=self.trace.index)
+                    self.declarations.reach(self._turn(key), self.rank, found)
+            return own
+
+        return hook
+
+    def _turn(self, key: tuple[Hashable, ...]) -> tuple[Hashable, ...]:
+        self.counts[key] += 1
+        return (*key, self.counts[key])
+
+
+@attrs.define(eq=False)
+class Watches:
+    """The watches of all ranks of a simulation."""
+
+    declarations: Declarations = attrs.field(factory=Declarations)
+    ranks: dict[int, RankWatch] = attrs.field(factory=dict)
+
+    def of(self, rank: int) -> RankWatch:
+        """A rank's, which is new."""
+        self.ranks[rank] = RankWatch(rank, self.declarations)
+        return self.ranks[rank]
+
+    def check(self, failure: BaseException | None) -> None:
+        """What the ranks' programs contradict, once they have ended. A failure gets it as a note.
+
+        Raises:
+            VarianceError: names the first contradiction by its place in a rank's program.
+        """
+        declared = self.declarations.all_found(ended=failure is None)
+        followed = contradictions([self.ranks[rank].trace for rank in sorted(self.ranks)])
+        worded = [each for each in (*declared, *followed) if each.text]
+        if not worded:
+            return
+        first = min(worded, key=lambda each: (each.index, each.rank))
+        since = next((each.since for each in followed if each.since and each.index == first.index), "")
+        text = f"{first.text}; they differ since {since}" if since else first.text
+        if failure is None:
+            raise VarianceError(text)
+        failure.add_note(f"values were not what they were declared to be before that: {text}")

@@ -1,0 +1,176 @@
+"""The library's strategies, followed value by value (law 51): clean they pass, and with a bug planted the line is named."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import functional_ds as fds
+from functional_ds import comm, transforms
+from functional_ds import pipelining as pp
+from functional_ds.testing import assert_like_one_rank
+from tests.planting import Bug, planted
+
+WIDTH, ROWS = 6, 8
+DIMS = {"up": 1, "bias": 0, "down": 0}
+
+
+def params() -> list[Any]:
+    generator = torch.Generator().manual_seed(1)
+
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator) / 2
+
+    return [{"scale": leaf(WIDTH), "up": leaf(WIDTH, 12), "bias": leaf(12), "down": leaf(12, WIDTH)} for _ in range(2)]
+
+
+def layer(dp: comm.Group, tp: comm.Group) -> Any:
+    """A block whose params are replicated over dp, and cut or invariant over tp."""
+
+    def block(p: Any, x: Tensor) -> Tensor:
+        comm.replicated({name: value for name, value in p.items() if name == "scale"}, dp)
+        comm.varying({name: p[name] for name in DIMS}, tp)
+        x = comm.invariant(x * comm.invariant(p["scale"], tp), tp)
+        hidden = torch.tanh(comm.copy_to(x, tp) @ p["up"] + p["bias"])
+        return x + comm.reduce_from(comm.partial(hidden @ p["down"], tp), tp)
+
+    return block
+
+
+def trained(sizes: dict[str, int], strategy: str, steps: int = 2) -> Any:
+    """Losses and params after some steps; a world of one rank has axes of one."""
+    n = comm.world().size
+    mesh = comm.mesh(**(dict.fromkeys(sizes, 1) if n == 1 else sizes))
+    dp, pipe, tp = mesh["dp"], mesh["pp"], mesh["tp"]
+    schedule = pp.one_f_one_b(pipe.size, 2)
+    stages = [layer(dp, tp)] * 2 if pipe.size == 2 else [lambda p, x: layer(dp, tp)(p[1], layer(dp, tp)(p[0], x))]
+
+    def loss(y: Tensor, batch: Any) -> fds.Weighted:
+        return fds.Weighted(comm.invariant((y - batch[1]).square().sum(), tp), len(y))
+
+    model = pp.stages(stages, params() if pipe.size == 2 else [params()], loss=loss)
+    chain = {
+        "clip": [transforms.clip(0.1)],
+        "zero 0": [transforms.zero(0, dp)],
+        "zero 1": [transforms.zero(1, dp), transforms.clip(0.1)],
+        "zero 2": [transforms.zero(2, dp), transforms.accumulate(2)],
+        "zero 3": [transforms.zero(3, dp), transforms.clip(0.1)],
+        "bf16": [transforms.mixed_precision("bf16"), transforms.zero(2, dp)],
+        "int8": [transforms.zero(2, dp, reduce_scatter=comm.compressed(comm.reduce_scatter, comm.Blocks(8)))],
+        "owner": [transforms.zero(1, dp, aggregate="owner")],
+    }[strategy]
+    piped = [transforms.pipeline(schedule, model, pipe)] if sizes["pp"] > 1 else []
+    sliced = [transforms.tensor_parallel({f"{name}$": dim for name, dim in DIMS.items()}, tp)]
+    step = fds.compose(*chain, *piped, *sliced)(fds.train_step(model, fds.adamw(1e-2, eps=1e-4)))
+    state = step.init(params() if pipe.size == 2 else [params()])
+    whole = torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH), torch.linspace(1, -2, ROWS * WIDTH).view(ROWS, WIDTH)
+    batch = tuple(x.tensor_split(dp.size)[dp.rank] for x in whole)
+    found = []
+    for _ in range(steps):
+        state, metrics = step(state, batch)
+        found.append(metrics["loss"])
+    return found, fds.tree.leaves(step.params(state))
+
+
+EXACT = ("zero 0", "zero 1", "zero 2", "zero 3", "owner")
+
+
+@pytest.mark.law(51)
+@pytest.mark.parametrize("strategy", EXACT)
+def test_data_and_tensor_parallel_is_clean_and_one_rank(strategy: str) -> None:
+    assert_like_one_rank(trained, {"dp": 2, "pp": 1, "tp": 2}, strategy, world_size=4, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["bf16", "int8"])
+def test_what_rounds_is_clean(strategy: str) -> None:
+    comm.simulate(trained, {"dp": 2, "pp": 1, "tp": 1}, strategy, world_size=2, variance=True)
+
+
+@pytest.mark.parametrize("strategy", ["zero 0", "zero 3"])
+def test_pipelines_are_clean(strategy: str) -> None:
+    comm.simulate(trained, {"dp": 2, "pp": 2, "tp": 1}, strategy, 1, world_size=4, variance=True)
+
+
+def module(*strategy: fds.Transform, rule: fds.Optimizer) -> float:
+    """A module's loss after some steps."""
+    torch.manual_seed(0)
+    apply, leaves = fds.functional(
+        nn.Sequential(nn.Linear(WIDTH, 8), nn.Sequential(nn.Tanh(), nn.Linear(8, 8)), nn.LayerNorm(8))
+    )
+    here = comm.world()
+
+    def loss(p: Any, x: Tensor) -> fds.Weighted:
+        return fds.Weighted(comm.partial(apply(comm.replicated(p, here), x).square().sum(), here), len(x))
+
+    step = fds.compose(*strategy)(fds.train_step(loss, rule))
+    state = step.init(leaves)
+    rows = torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH).sin().chunk(here.size)[here.rank]
+    for _ in range(3):
+        state, metrics = step(state, rows)
+    return metrics["loss"].item()
+
+
+STRATEGIES = {
+    "remat": lambda: [transforms.remat("1"), transforms.zero(3)],
+    "averages": lambda: [transforms.ema(0.9), transforms.zero(1), transforms.clip(1.0)],
+    "fp16": lambda: [transforms.mixed_precision("fp16"), transforms.zero(2)],
+    "compressed": lambda: [transforms.compressed_gradients(comm.OneBit())],
+    "one bit": lambda: [transforms.local_gradients()],
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_other_strategies_are_clean(name: str) -> None:
+    rule = fds.one_bit_adam(0.01, warmup=1) if name == "one bit" else fds.adamw(0.01)
+    comm.simulate(lambda: module(*STRATEGIES[name](), rule=rule), world_size=2, variance=True)
+
+
+def test_a_strategy_that_sums_no_gradients_is_named() -> None:
+    with pytest.raises(comm.VarianceError, match=r"fused_adamw at .* is not linear, and acts on a partial sum"):
+        comm.simulate(lambda: module(rule=fds.adamw(0.01)), world_size=2, variance=True)
+
+
+# -- bugs in the library -----------------------------------------------------------------------------------------------
+
+BUGS = (
+    (
+        Bug(
+            "tensor_parallel counts what all ranks have n times",
+            "transforms.parallel.tensor_parallel",
+            "comm.all_reduce(sliced**2, self.ranks()) + rest**2",
+            "comm.all_reduce(sliced**2 + rest**2, self.ranks())",
+        ),
+        {"dp": 1, "pp": 1, "tp": 2},
+        "clip",
+        r"sums what add at .* made of a value that all ranks of group 'tp' \[0, 1\] have and one that differs",
+    ),
+    (
+        Bug(
+            "zero leaves gradients as they are",
+            "transforms.zero.collectives",
+            "            return self._reduce_whole(flats)",
+            "            return _done(flats)",
+        ),
+        {"dp": 2, "pp": 1, "tp": 1},
+        "zero 0",
+        r"fused_adamw at .* is not linear, and acts on a partial sum along group 'dp' \[0, 1\]",
+    ),
+    (
+        Bug(
+            "zero cuts gradients without a sum",
+            "transforms.zero.collectives",
+            "        return self.config.reduce_scatter(rows, _channel(level), tiled=False, async_op=True)",
+            "        return _done([x[level.rank] for x in rows])",
+        ),
+        {"dp": 2, "pp": 1, "tp": 1},
+        "zero 3",
+        r"is not linear, and acts on a partial sum along group 'dp' \[0, 1\]",
+    ),
+)
+
+
+@pytest.mark.parametrize(("bug", "sizes", "strategy", "says"), BUGS, ids=[case[0].name for case in BUGS])
+def test_a_bug_of_the_library_is_named(bug: Bug, sizes: dict[str, int], strategy: str, says: str) -> None:
+    with planted(bug), pytest.raises(comm.VarianceError, match=says):
+        comm.simulate(trained, sizes, strategy, world_size=2, variance=True)
