@@ -164,22 +164,17 @@ class _Loading:
 
     def filled(self, reader: Any, sources: Sequence[str | None]) -> State:
         """A new state, or one in like's memory, whose shards are read from the tensors of these names."""
-        from .dcp import FlatLoadPlanner, FlatShards
-
         state = dense(self.tensors) if self.donate else _empty_like(self.tensors)
         shards = describe(state)
         if not self.donate:
             _copy_rest(
                 self.tensors, state, [shard for shard, source in zip(shards, sources, strict=True) if source is not None]
             )
-        found: dict[str, list[tuple[int, Tensor]]] = {}
+        wanted: dict[str, list[TensorShard]] = {}
         for shard, source in zip(shards, sources, strict=True):
             if source is not None:
-                found.setdefault(source, []).append((shard.offset, shard.view))
-        flat = {name: FlatShards(reader.manifest.tensors[name].numel, tuple(own)) for name, own in found.items()}
-        planner = FlatLoadPlanner([shard.view for shard in shards if shard.shared])
-        planner.set_up_planner(flat, reader.read_metadata())
-        reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
+                wanted.setdefault(source, []).append(shard)
+        reader.fill(wanted)
         return state
 
 
