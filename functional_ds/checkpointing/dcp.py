@@ -182,7 +182,7 @@ class CheckpointReader(StorageReader):
             dims: the dims that count, see ``Region.boxes``.
             near: leaves out chunks that have nothing between these positions along the dims.
         """
-        stored, found = self.manifest.tensors[name], {}
+        stored, found = self.manifest.tensors[name], dict[torch.Size, tuple[Chunk, Box]]()
         for chunk in stored.chunks:
             region, stop = stored.slices[chunk.slice], chunk.offset + chunk.numel
             if near is None or _meet(near, region.bounds(chunk.offset, stop, dims)):

@@ -258,9 +258,9 @@ def _tensor(
     for region, stop in zip(found.slices, stops, strict=True):
         if found.whole and stop != region.numel:
             raise ValueError(f"a tensor has no chunk for its elements {stop} to {region.numel}")
-    what = wrong(sides, found.slices) if found.whole else None
-    if what is not None:
-        raise ValueError(f"a tensor has {what}")
+    damage = wrong(sides, found.slices) if found.whole else None
+    if damage is not None:
+        raise ValueError(f"a tensor has {damage}")
     return found
 
 

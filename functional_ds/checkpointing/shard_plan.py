@@ -172,8 +172,8 @@ def assign_writes(ranks: Sequence[Sequence[ShardMetadata]]) -> list[list[WriteTa
         found = wrong(holders[0].shard.region.shape, tuple(slices))
         if found is not None:
             raise CheckpointError(f"the ranks have {found} of {name}; call save on all ranks of the state")
-        for region, own in slices.items():
-            for each in _ranges(name, region, own):
+        for region, sharers in slices.items():
+            for each in _ranges(name, region, sharers):
                 if len(each.holders) == 1:
                     writes.add(each.holders[0], each.low, each.high)
                 else:
