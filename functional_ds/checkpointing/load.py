@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from functional_ds.step.state import State
 
 from . import storage
 from .directory import candidates, check_pointer, check_tag, checked_path, open_manifest, read_pointer, written
+from .numbered_slices import with_whole_leaves
 
 __all__ = ["load", "verify"]
 
@@ -118,7 +120,9 @@ class _Loading:
         """Finds the shards to fill."""
         self.room, self.tensors = like, as_tensors(like)
         self.shards = describe(self.tensors)
-        self.known = set().union(*comm.all_gather_object({shard.name for shard in self.shards}, self.group))
+        self.known: dict[str, tuple[int, ...]] = {}
+        for theirs in comm.all_gather_object({shard.name: shard.shape for shard in self.shards}, self.group):
+            self.known |= theirs
 
     def newest(self) -> tuple[State, Any]:
         """The state of the newest whole checkpoint."""
@@ -150,7 +154,8 @@ class _Loading:
 
         group = self.group
         reader = all_or_none(group, lambda: CheckpointReader(self.folder, tag))
-        manifest = reader.manifest
+        tensors = with_whole_leaves(reader.manifest.tensors, self.known)
+        reader.manifest = manifest = attrs.evolve(reader.manifest, tensors=tensors)
         rank = group.rank if group.size == manifest.summary.ranks else None
         there = {name: (each.shape, each.dtype) for name, each in manifest.tensors.items() if self.choice.wants(name)}
         self._describe(with_room(self.like, there))

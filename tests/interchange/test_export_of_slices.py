@@ -16,8 +16,22 @@ from functional_ds.interchange.safetensors_writer import SafetensorsWriter
 from functional_ds.sharding import sources
 from functional_ds.sharding.leaf_slice import LeafSlice
 from functional_ds.sharding.sources import sliced
-from tests.checkpointing.meshes import Plan, Setting, begun, cut_over, expected, filled, meshes, of_leaves, plans, whole_params
+from functional_ds.state_dict.describe import describe
+from tests.checkpointing.meshes import (
+    Dim,
+    Plan,
+    Setting,
+    begun,
+    cut_over,
+    expected,
+    filled,
+    meshes,
+    of_leaves,
+    plans,
+    whole_params,
+)
 from tests.checkpointing.states import places_of
+from tests.interchange.zero_layout import Layout, values_of
 
 ONE = Setting(1, 1, 1, 1, None)
 
@@ -152,3 +166,23 @@ def test_a_slice_is_not_exported_as_a_tree(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'w' is the slice \[:, 3:6\] of a leaf of shape \[4, 6\]"):
         fds.export({"w": leaf}, tmp_path)
     assert cut_over(None, {"w": ()}, {"w": leaf})["w"] is leaf
+
+
+def test_deepspeeds_leaves_go_into_slices(tmp_path: Path) -> None:
+    """Each rank reads what lies in its slices, and in its shards of those."""
+    values = values_of({"a": [4, 6], "b": [6], "c": [2, 4, 3]})
+    path = Layout(2, 2, [["a", "b", "c"]], values).write(tmp_path)
+    plan = {"a": (Dim(4), Dim(6, "tp", (6,))), "b": (Dim(6, "tp", (2, 4)),), "c": (Dim(2, "ep", (2,)), Dim(4), Dim(3))}
+
+    def program() -> None:
+        params = {name: torch.zeros(entry["master"].shape) for name, entry in values.items()}
+        for shard in describe(
+            fds.from_deepspeed(path, like=begun(plan, Setting(2, 2, 2, 1, 2), params), allow_missing="averages")
+        ):
+            role, _, leaf = shard.name.partition("/")
+            if role in ("params", "optimizer.exp_avg"):
+                places = places_of(shard.region)[shard.offset : shard.offset + shard.view.numel()]
+                kind = "master" if role == "params" else "exp_avg"
+                assert torch.equal(shard.view, values[leaf][kind].reshape(-1)[places])
+
+    comm.simulate(program, world_size=8)
