@@ -152,10 +152,7 @@ class _Matcher:
         name = self.best_form(shard)
         if name not in self.stored and name in self.per_rank:
             if self.rank is None:
-                if not fits(shard.name, self.choice.allow_missing):
-                    self.found.other.add(
-                        f"{shard.name} (each rank had its own, and there are other ranks now; allow_missing=... keeps like's)"
-                    )
+                self.leave(shard, "there are other ranks now")
                 return None
             name = per_rank_name(name, self.rank)
         there = self.stored.get(name)
@@ -168,12 +165,17 @@ class _Matcher:
             self.found.other.add(f"{shard.name} ({list(there.shape)} there, {list(shard.shape)} here)")
             return None
         if not there.holds(shard.region, shard.offset, shard.offset + shard.view.numel()):
-            self.found.other.add(f"{shard.name} (each rank had its own, of another slice; allow_missing=... keeps like's)")
+            self.leave(shard, "this rank had another slice")
             return None
         if not _converts(there.dtype, shard.view.dtype):
             self.found.other.add(f"{shard.name} ({there.dtype} there, {shard.view.dtype} here)")
             return None
         return name
+
+    def leave(self, shard: TensorShard, why: str) -> None:
+        """Keeps like's value in the place of what each rank had of its own; notes it, unless it may be missing."""
+        if not fits(shard.name, self.choice.allow_missing):
+            self.found.other.add(f"{shard.name} (each rank had its own, and {why}; allow_missing=... keeps like's)")
 
     def best_form(self, shard: TensorShard) -> str:
         """The form of a leaf to read: its own if state and checkpoint have the same forms and dtype, else the most exact."""
