@@ -36,7 +36,7 @@ _STAGED = 64 << 20  # bytes that are read at once into memory other than the tar
 
 @attrs.frozen(eq=False)
 class LocalBoxes:
-    """A global tensor of this shape, and the boxes of it that a rank has, each with a view of the rank's memory.
+    """A global tensor of this shape, of which a rank wants so many elements, and its boxes with views of the rank's memory.
 
     It implements torch's protocol for checkpointable tensors. A rank's shard is a range of a flattened slice; boxes are what
     it is in the whole tensor. So, whatever the ranks, stages, units and slices were at the save and are now, a load reads where
@@ -44,6 +44,7 @@ class LocalBoxes:
     """
 
     shape: tuple[int, ...]
+    wanted: int
     boxes: tuple[tuple[Box, Tensor], ...] = attrs.field(repr=False)
 
     def size(self) -> torch.Size:
@@ -88,7 +89,7 @@ class BoxLoadPlanner(DefaultLoadPlanner):
         for item in plan.items:
             found[item.dest_index.fqn] += item.lengths.numel()
         for name, tensor in self.state_dict.items():
-            wanted = sum(box.numel for box, _ in tensor.boxes)
+            wanted = tensor.wanted
             if found[name] != wanted:
                 raise DamagedError(f"the checkpoint holds {found[name]} of {wanted} elements of {name} that this rank needs")
         return plan
@@ -172,7 +173,8 @@ class CheckpointReader(StorageReader):
             (min((box.start[i] for box, _ in own), default=0), max((box.start[i] + box.shape[i] for box, _ in own), default=0))
             for i in range(len(grouped(stored.shape, dims)))
         ]
-        return LocalBoxes(grouped(stored.shape, dims), own), self.boxes_of(name, dims, near)
+        wanted = sum(shard.view.numel() for shard in shards)
+        return LocalBoxes(grouped(stored.shape, dims), wanted, own), self.boxes_of(name, dims, near)
 
     def boxes_of(self, name: str, dims: Sequence[int], near: Sequence[tuple[int, int]] | None = None) -> TensorStorageMetadata:
         """A tensor as torch describes it: the boxes that its chunks make.
