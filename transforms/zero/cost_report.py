@@ -281,7 +281,8 @@ def report_costs(
     copies = replicas if replicas is not None else getattr(config.replicate, "size", 1)
     over = _Level(getattr(config.replicate, "name", "replicas"), copies) if copies > 1 else None
     several = tuple(level for level in levels if level.size > 1)
-    return CostReport(config, config.layout(params, count), _Level(name, count), several, over, stored_dtype, comm_dtype)
+    ranks = config.process_groups().shards.ranks if n is None and intra_node is None else None
+    return CostReport(config, config.layout(params, count, ranks), _Level(name, count), several, over, stored_dtype, comm_dtype)
 
 
 def _payload(collective: Callable[..., Any], elements: int, dtype: torch.dtype) -> int:
