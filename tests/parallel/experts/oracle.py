@@ -9,7 +9,7 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.parallel.experts.routing import Routing
 
-E, M, I = 4, 8, 12  # experts, width, inner width
+E, M, INNER = 4, 8, 12  # experts, width, inner width
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -19,7 +19,7 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 def weights_of(experts: int = E, *, seed: int = 1) -> dict[str, Tensor]:
     """Of gated MLPs."""
-    return {"gate_up": numbers(experts, 2 * I, M, seed=seed) / 3, "down": numbers(experts, M, I, seed=seed + 1) / 3}
+    return {"gate_up": numbers(experts, 2 * INNER, M, seed=seed) / 3, "down": numbers(experts, M, INNER, seed=seed + 1) / 3}
 
 
 def gated(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

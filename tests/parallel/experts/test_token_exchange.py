@@ -29,7 +29,9 @@ def on_ranks(ranks: int, k: int, spread: str, way: str, *, shared: bool = False)
     def program() -> dict[str, Tensor]:
         group = comm.world()
         routing = routing_of(TOKENS[group.rank], k, seed=group.rank, spread=spread)
-        leaves = on({"x": numbers(TOKENS[group.rank], M, seed=10 + group.rank), "w": routing.weights, **own(weights_of(), group)})
+        leaves = on(
+            {"x": numbers(TOKENS[group.rank], M, seed=10 + group.rank), "w": routing.weights, **own(weights_of(), group)}
+        )
         routing = moe.Routing(routing.experts, leaves["w"], E)
         f = moe.gated_mlp(leaves["gate_up"], leaves["down"])
         beside = (lambda x: 2 * x.tanh()) if shared else None
