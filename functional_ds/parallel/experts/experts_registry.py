@@ -62,7 +62,7 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
         out = out if tp is None else comm.reduce_from(out, tp)
         if module.has_bias:
             out = out + bias_of("down_proj_bias", groups, len(rows))
-        return module.post_expert_norm(out) if module.has_post_expert_norm else out  # type: ignore[no-any-return]
+        return module.post_expert_norm(out) if module.has_post_expert_norm else out
 
     return exchange(f, hidden_states, routing=Routing(top_k_index, top_k_weights, module.num_experts)).to(hidden_states.dtype)
 
