@@ -98,8 +98,8 @@ def mark_sharers(leaf: Tensor, blocks: tuple[tuple[int, ...], ...]) -> Tensor:
 
     Args:
         leaf: this rank's.
-        blocks: the places of the data-parallel ranks in their group, those that hold the same leaf in one block; the blocks
-            are of one size.
+        blocks: the data-parallel ranks, as ranks of the world, those that hold the same leaf in one block; the blocks are of
+            one size.
     """
     return _marked(like_marked(leaf.detach(), leaf), {_SHARERS: blocks})
 

@@ -133,11 +133,13 @@ class LeafMap:
             segment, end = segments[tensor], slot.offset + slot.numel
             size = max(segment.shard, 1)
             reached = range(slot.offset // size, -(-end // size)) if segment.owner is None else (segment.owner,)
-            for rank in reached:
-                start, stop = segment.cut(rank)
+            for place in reached:
+                start, stop = segment.bounds(place)
                 low, high = max(slot.offset, start), min(end, stop)
                 if high > low:
-                    ranks[rank].append(LeafShard(leaf, low - slot.offset, tensor, low - start, high - low))
+                    part = LeafShard(leaf, low - slot.offset, tensor, low - start, high - low)
+                    for rank in segment.holders(place):
+                        ranks[rank].append(part)
         return LeafMap(leaves, tuple(map(tuple, ranks)), group, group.rank, flat=True)
 
     def refuse_slices(self, what: str) -> None:

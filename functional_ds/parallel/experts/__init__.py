@@ -6,6 +6,7 @@ from .capacity import Capacity
 from .experts_registry import register_experts
 from .grouped import RowGroups, grouped_linear
 from .mlp import gated_mlp, mlp
+from .router_bias import count_demand, router_bias
 from .routing import Routing, jitter, route
 from .token_exchange import ExchangeVolume, ExpertFunction, exchange, exchange_volume
 
@@ -17,6 +18,7 @@ __all__ = [
     "Routing",
     "RowGroups",
     "balance_loss",
+    "count_demand",
     "exchange",
     "exchange_volume",
     "gated_mlp",
@@ -26,5 +28,6 @@ __all__ = [
     "mlp",
     "register_experts",
     "route",
+    "router_bias",
     "z_loss",
 ]
