@@ -1,7 +1,7 @@
 """How many rows an expert takes, and which choices are dropped beyond that, by groups of fixed rows."""
 
 import math
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import attrs
 import torch
@@ -12,7 +12,7 @@ __all__ = ["Capacity"]
 Drop = Literal["error", "position", "probability"]
 
 
-def _positive(record: "Capacity", field: "attrs.Attribute[float]", value: float) -> None:
+def _positive(record: "Capacity", field: "attrs.Attribute[Any]", value: float) -> None:
     if not value > 0:
         raise ValueError(f"{field.name}={value!r}: a number above 0")
 

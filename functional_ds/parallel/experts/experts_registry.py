@@ -63,7 +63,7 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
         out = out if tp is None else comm.reduce_from(out, tp)
         if module.has_bias:
             out = out + bias_of("down_proj_bias", groups, len(rows))
-        return module.post_expert_norm(out) if module.has_post_expert_norm else out  # type: ignore[no-any-return]
+        return module.post_expert_norm(out) if module.has_post_expert_norm else out
 
     routing = Routing(top_k_index, top_k_weights, module.num_experts)
     count_choices(module, routing)

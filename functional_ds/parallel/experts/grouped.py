@@ -111,7 +111,7 @@ class _Rows(torch.autograd.Function):
         ctx.save_for_backward(rows, matrices)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         rows, matrices = ctx.saved_tensors
         grad = grad.contiguous()
         by_rows = _Rows.apply(grad, matrices.mT, ctx.groups) if ctx.needs_input_grad[0] else None
@@ -142,7 +142,7 @@ class _Products(torch.autograd.Function):
         ctx.save_for_backward(left, right)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         left, right = ctx.saved_tensors
         grad = grad.contiguous()
         by_left = _Rows.apply(right, grad.mT, ctx.groups) if ctx.needs_input_grad[0] else None

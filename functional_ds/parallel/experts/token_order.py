@@ -73,7 +73,7 @@ class _Spread(torch.autograd.Function):
         _, ctx.order = inputs
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return combine(grad, None, ctx.order), None
 
 
@@ -99,7 +99,7 @@ class _Combine(torch.autograd.Function):
         ctx.save_for_backward(*([] if weights is None else [rows, weights]))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         order: TokenOrder = ctx.order
         by_row = spread(grad, order)
         if not ctx.saved_tensors:
