@@ -60,7 +60,7 @@ def test_deepseek_v3(stage: int) -> None:
     def program() -> Any:
         mesh = comm.mesh(dp=4).split("dp", edp=2, ep=2)
         dp = mesh["edp", "ep"]
-        chain = [T.zero(stage, dp), T.experts(r"mlp\.experts\.", mesh["ep"], edp=mesh["edp"])]
+        chain = [T.zero(stage, dp), T.experts(r"mlp\.experts\.", mesh["ep"], edp=mesh["edp"]), T.remat()]
         return trained(chain, (dp.rank, dp.size))
 
     losses, violations, biases = trained([], (0, 1))
