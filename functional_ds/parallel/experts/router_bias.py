@@ -7,7 +7,6 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from functional_ds.base.torch_private import backward_pass
 from functional_ds.step.axes import axis
 from functional_ds.step.tape import current_tape
 
@@ -40,11 +39,11 @@ class RouterBiases:
 
     Attributes:
         biases: [E] by router, added to the scores for the choice of experts alone.
-        demands: of this pass; None where nobody counts, as in an evaluation.
+        demands: of this call of the loss function, or of a pipeline's stage.
     """
 
     biases: Mapping[str, Tensor]
-    demands: Demands | None
+    demands: Demands
 
     def check(self, router: str) -> str:
         """The router's name.
@@ -83,7 +82,7 @@ def count_demand(router: str, demand: Tensor) -> None:
         ValueError: the step's balance has no such router, or one of another number of experts.
     """
     found: RouterBiases | None = axis("balance")
-    if found is None or found.demands is None or demand.is_meta or backward_pass() >= 0:
+    if found is None or demand.is_meta:
         return
     bias = found.biases[found.check(router)]
     if demand.shape != bias.shape:
@@ -99,7 +98,7 @@ def count_choices(experts: Any, routing: Routing) -> None:
         routing: what it was given.
     """
     found: RouterBiases | None = axis("balance")
-    if found is None or found.demands is None or backward_pass() >= 0:
+    if found is None:
         return
     block = (_path(experts) or "").rpartition(".")[0]
     for router in [name for name in found.biases if block and name.startswith(f"{block}.")]:
