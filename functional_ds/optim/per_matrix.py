@@ -140,7 +140,9 @@ def per_matrix(
 
         return Optimizer(start, update, shown, skips=True, skips_unused=True)
 
-    return on_matrices(make, others, matrices, stacks, kind=shown, name=f"{shown}(lr={lr}, weight_decay={weight_decay}, {{others}})")
+    return on_matrices(
+        make, others, matrices, stacks, kind=shown, name=f"{shown}(lr={lr}, weight_decay={weight_decay}, {{others}})"
+    )
 
 
 def on_matrices(

@@ -130,11 +130,9 @@ class LeafMap:
         """
         segments = [segment for segment in layout.segments if segment.trainable]
         slots = [(tensor, slot) for tensor, segment in enumerate(segments) for slot in segment.slots]
+        shared = [None if group is None else segment.sharers for segment in segments]
         leaves = tuple(
-            LeafSpec(
-                layout.paths[slot.leaf], slot.shape, slot.numel, segments[t].dtype, sharers=group and segments[t].sharers
-            )
-            for t, slot in slots
+            LeafSpec(layout.paths[slot.leaf], slot.shape, slot.numel, segments[t].dtype, sharers=shared[t]) for t, slot in slots
         )
         if group is None:
             shards = tuple(LeafShard(i, 0, t, slot.offset, slot.numel) for i, (t, slot) in enumerate(slots))

@@ -42,8 +42,8 @@ def balance(rate: float, routers: Mapping[str, int] | str, *, over: comm.Group |
 
     Args:
         rate: how far a bias moves; 0.001 in DeepSeek-V3, whose scores lie between 0 and 1.
-        routers: the number of experts by router, for biases that lie in the slot; or a regular expression for names of module
-            buffers that are biases already, such as ``"e_score_correction_bias$"`` in Hugging Face's models: then these are moved.
+        routers: the number of experts by router, for biases that lie in the slot; or a regular expression for module buffers that
+            are such biases, ``"e_score_correction_bias$"`` for DeepSeek-V3 in Hugging Face: then these are moved.
         over: further ranks whose tokens differ, beside those over which the step sums its metrics: tensor-parallel ranks whose
             routers see a part of the sequence each.
 
@@ -151,7 +151,8 @@ class _Balance:
         if missing or not biases:
             which = ", ".join(map(repr, sorted(missing))) or f"buffers that match {self.routers!r}, of which there are none,"
             raise ValueError(
-                f"{self}: the loss counted no choices of {which}; call fds.moe.count_demand(router, routing.demand()) where it routes"
+                f"{self}: the loss counted no choices of {which}; call fds.moe.count_demand(router, routing.demand()) where it "
+                "routes"
             )
 
     def update(self, inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:

@@ -61,8 +61,8 @@ class Experts:
 
     Raises:
         TypeError: ``ep`` or ``edp`` is no group.
-        ValueError: the expression matches no path; the number of experts does not divide by the ranks; a leaf is cut along dim 0
-            already; the two groups make no grid, or are not the group of ``zero``; no transform before this one sums gradients.
+        ValueError: the expression matches no path; the number of experts does not divide by the ranks; a leaf is cut along dim
+            0 already; the groups make no grid, or are not that of ``zero``; no transform before this one sums gradients.
 
     >>> import functional_ds as fds
     >>> from functional_ds import transforms as T

@@ -14,7 +14,7 @@ from functional_ds import comm
 from functional_ds import transforms as T
 from tests.planting import Bug, planted
 from tests.transforms.parallel import test_balance
-from tests.transforms.parallel.mixture import PATTERN, batch, loss, params
+from tests.transforms.parallel.mixture import PATTERN, loss, params
 from tests.transforms.parallel.test_experts import assert_same, local, on_ranks, trained
 
 pytestmark = pytest.mark.timeout(60)
@@ -165,7 +165,12 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
         ),
     ],
     (each_expert_has_a_state_of_its_own,): [
-        Bug("experts are numbered on each rank", "sharding.stacks", "_matrix(leaf, which * count + place)", "_matrix(leaf, place)"),
+        Bug(
+            "experts are numbered on each rank",
+            "sharding.stacks",
+            "_matrix(leaf, which * count + place)",
+            "_matrix(leaf, place)",
+        ),
     ],
     (biases_are_one_devices, 2, 2, True): [
         Bug(
