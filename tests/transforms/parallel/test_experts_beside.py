@@ -123,6 +123,22 @@ def test_pipelines_whose_stages_have_experts(stage: int) -> None:
         assert_same(found, expected)
 
 
+def test_whole_params_are_those_of_any_step() -> None:
+    """What ``step.params`` gives has no mark of where it came from."""
+
+    def program() -> Any:
+        mesh = comm.mesh(dp=2).split("dp", edp=1, ep=2)
+        base = fds.train_step(loss, fds.sgd(0.1))
+        step = fds.compose(T.zero(1, mesh["edp", "ep"]), T.experts(PATTERN, mesh["ep"]))(base)
+        found = step.params(step.init(params()))
+        return [
+            T.zero(stage)(base).init(found).slots["zero"].layout == T.zero(stage)(base).init(params()).slots["zero"].layout
+            for stage in (0, 3)
+        ]
+
+    assert comm.simulate(program, world_size=2) == [[True, True]] * 2
+
+
 def test_a_checkpoint_of_the_same_mesh(tmp_path: Path) -> None:
     """It goes on as if there had been none."""
 
@@ -229,7 +245,7 @@ def test_optimizers_that_look_at_whole_leaves(stage: int) -> None:
             fds.compose(*chain)(fds.train_step(loss, rule)).init(params())
 
     for rule, name in ((fds.lamb(0.1), "lamb"), (fds.muon(0.1, fds.adamw(0.1)), "muon")):
-        words = rf"{name}: '0.\w+' is one of 2 slices, but {name} looks at whole leaves"
+        words = rf"{name}: '0.\w+' is the slice .*, cut along dim 0 of 4 over 2 ranks, but {name} looks at whole leaves"
         comm.simulate(lambda rule=rule, words=words: program(rule, words), world_size=2)
 
 
