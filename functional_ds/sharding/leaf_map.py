@@ -17,7 +17,7 @@ from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable, slices_of
 
-from .layout import Layout
+from .layout import Blocks, Layout
 from .leaf_region import LeafRegion
 from .leaf_slice import LeafSlice
 
@@ -34,6 +34,8 @@ class LeafSpec:
         numel: the elements of this shape.
         dtype: its dtype.
         slices: what this rank has of the whole leaf, one for each dim that tensor or expert parallelism has cut.
+        sharers: of shards: the blocks of ranks that share a slice, as ``Segment.sharers`` has them; None where all ranks do.
+        stack: for a matrix out of a stack: the path of the leaf.
     """
 
     path: str
@@ -41,6 +43,8 @@ class LeafSpec:
     numel: int
     dtype: torch.dtype
     slices: tuple[LeafSlice, ...] = ()
+    sharers: Blocks | None = None
+    stack: str | None = None
 
     @property
     def region(self) -> LeafRegion:
@@ -135,8 +139,10 @@ class LeafMap:
         """
         segments = [segment for segment in layout.segments if segment.trainable]
         slots = [(tensor, slot) for tensor, segment in enumerate(segments) for slot in segment.slots]
+        shared = [None if group is None else segment.sharers for segment in segments]
         leaves = tuple(
-            LeafSpec(layout.paths[slot.leaf], slot.shape, slot.numel, segments[t].dtype, slot.slices) for t, slot in slots
+            LeafSpec(layout.paths[slot.leaf], slot.shape, slot.numel, segments[t].dtype, slot.slices, shared[t])
+            for t, slot in slots
         )
         if group is None:
             shards = tuple(LeafShard(i, 0, t, slot.offset, slot.numel) for i, (t, slot) in enumerate(slots))
@@ -146,11 +152,13 @@ class LeafMap:
             segment, end = segments[tensor], slot.offset + slot.numel
             size = max(segment.shard, 1)
             reached = range(slot.offset // size, -(-end // size)) if segment.owner is None else (segment.owner,)
-            for rank in reached:
-                start, stop = segment.cut(rank)
+            for place in reached:
+                start, stop = segment.bounds(place)
                 low, high = max(slot.offset, start), min(end, stop)
                 if high > low:
-                    ranks[rank].append(LeafShard(leaf, low - slot.offset, tensor, low - start, high - low))
+                    part = LeafShard(leaf, low - slot.offset, tensor, low - start, high - low)
+                    for rank in segment.holders(place):
+                        ranks[rank].append(part)
         return LeafMap(leaves, tuple(map(tuple, ranks)), group, group.rank, flat=True)
 
     def refuse_slices(self, what: str) -> None:
