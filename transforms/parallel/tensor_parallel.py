@@ -95,7 +95,7 @@ def tensor_parallel(plan: Plan, group: comm.Group | None = None, *, sequence_dim
     if group is not None and not isinstance(group, comm.Group):
         raise TypeError(f"group={group!r} is no group: pass mesh['tp'], comm.world() or None")
     for value in plan.values():
-        if isinstance(value, bool) or not isinstance(value, int):
+        if not isinstance(value, int):
             word_of(value)
     return _TensorParallel(dict(plan), group, TensorCalls(dict(plan), sequence_dim)).transform()
 
@@ -204,8 +204,8 @@ class _TensorParallel:
         modules = _cuts(state).in_modules
         if modules and not self.calls.seen and not step.has(Trait.PIPELINES):
             raise ValueError(
-                f"tensor_parallel: {sorted(modules)[0]!r} is a slice of a module's parameter, and the loss called no module that "
-                "the plan cuts: call apply(params, ...) of fds.functional with the params that the loss gets"
+                f"tensor_parallel: {sorted(modules)[0]!r} is a slice of a module's parameter, and the loss called no module "
+                "that the plan cuts: call apply(params, ...) of fds.functional with the params that the loss gets"
             )
         return found
 

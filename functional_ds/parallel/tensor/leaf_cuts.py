@@ -59,8 +59,8 @@ def cuts_of(params: Any, plan: Plan, group: comm.Group) -> Cuts:
     places = {path: _places(path, leaf) for path, leaf in tree.named(params)}
     for path, leaf in tree.named(params):
         found: dict[str, LeafSlice] = {}
-        for key, dim in _dims(plan, path):
-            found[key] = _even(path, leaf, dim, [_size(path, leaf, dim)], group)
+        for key, at in _dims(plan, path):
+            found[key] = _even(path, leaf, at, [_size(path, leaf, at)], group)
         for place in places[path]:
             for key, value in _claims(plan, place):
                 used.add(key)
@@ -106,9 +106,8 @@ def _claims(plan: Plan, place: _Place) -> Iterator[tuple[str, str | Packed]]:
     for key, value in plan.items():
         if isinstance(value, int):
             continue
-        if fits(key, place.path) or (place.owner and fits(key, place.owner)):
-            yield key, value
-        elif word_of(value).summed and any(fits(key, above) for above in _above(place.owner)):
+        above = _above(place.owner) if word_of(value).summed else []
+        if any(fits(key, path) for path in (place.path, *filter(None, [place.owner]), *above)):
             yield key, value
 
 
@@ -247,6 +246,6 @@ def _check_lists(key: str, inside: Mapping[str, nn.Module]) -> None:
     for path, module in inside.items():
         if fits(key, path) and not isinstance(module, (nn.ModuleList, nn.Sequential)):
             raise ValueError(
-                f"plan: {key!r} is 'sequence_parallel', and {path!r} is a {type(module).__name__}: name the list of layers, whose "
-                "first takes its part of the sequence and whose last gathers it"
+                f"plan: {key!r} is 'sequence_parallel', and {path!r} is a {type(module).__name__}: name the list of layers, "
+                "whose first takes its part of the sequence and whose last gathers it"
             )

@@ -1,4 +1,4 @@
-"""Calls of a module's layers whose params are slices: collectives before and after each, in the library's copy of the module."""
+"""Calls of a module's layers whose params are slices, in the library's copy of the module: collectives around each."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from functional_ds.step.tape import Tape, current_tape
 from .leaf_cuts import heads_of, is_transposed, kv_groups
 from .pairs import shared, summed, tensor_group
 from .vocabulary import local_rows
-from .words import WORDS, Packed, Plan, Word, fits, word_of
+from .words import WHOLE, WORDS, Packed, Plan, Word, fits, word_of
 
 __all__ = ["TensorCalls"]
 
@@ -40,7 +40,7 @@ class _Way:
         rope: of ``"mla_kv_a_proj"``: the features that go to the attention directly.
     """
 
-    word: Word = Word()
+    word: Word = WHOLE
     name: str = ""
     sequence: bool = False
     first: bool = False
@@ -92,7 +92,7 @@ class TensorCalls:
 
     def _way(self, root: nn.Module, path: str, module: nn.Module, lists: Sequence[str]) -> _Way:
         value = self._value(path)
-        word = Word() if value is None else word_of(value)
+        word = WHOLE if value is None else word_of(value)
         name = "" if value is None else value.word if isinstance(value, Packed) else value
         inside = [each for each in lists if path.startswith(f"{each}.")]
         above = root.get_submodule(path.rpartition(".")[0])
@@ -105,7 +105,9 @@ class TensorCalls:
         local = tuple(
             key.rpartition(".")[2]
             for key, each in self.plan.items()
-            if each == "local" and (not (owner := key.rpartition(".")[0]) or fits(owner, path)) and key.rpartition(".")[2] in vars(module)
+            if each == "local"
+            and (not (owner := key.rpartition(".")[0]) or fits(owner, path))
+            and key.rpartition(".")[2] in vars(module)
         )
         return _Way(
             word=word,
@@ -131,9 +133,7 @@ class TensorCalls:
             found = self._call(path, module, way, group, forward, args, kwargs)
         return _with_output(found, lambda y: comm.gather_from(y, group, dim=self._dim(y))) if way.last else found
 
-    def _call(
-        self, path: str, module: nn.Module, way: _Way, group: comm.Group, forward: Any, args: Any, kwargs: Any
-    ) -> Any:
+    def _call(self, path: str, module: nn.Module, way: _Way, group: comm.Group, forward: Any, args: Any, kwargs: Any) -> Any:
         if way.word.cuts == "rows" and isinstance(module, nn.Embedding):
             return self._embedding(module, group, forward, *args, **kwargs)
         if way.word.cuts in ("outputs", "rows", "features"):
@@ -225,11 +225,11 @@ def _tied(module: nn.Module) -> Word:
     weight = getattr(module, "weight", None)
     if isinstance(module, nn.Embedding) and isinstance(weight, Tensor):
         by_rows, by_features = weight.shape[0] != module.num_embeddings, weight.shape[1] != module.embedding_dim
-        return WORDS["vocab"] if by_rows else WORDS["embedding_colwise"] if by_features else Word()
+        return WORDS["vocab"] if by_rows else WORDS["embedding_colwise"] if by_features else WHOLE
     if isinstance(module, nn.Linear) and isinstance(weight, Tensor):
         by_outputs, by_inputs = weight.shape[0] != module.out_features, weight.shape[1] != module.in_features
-        return WORDS["colwise_gather_output"] if by_outputs else WORDS["rowwise_split_input"] if by_inputs else Word()
-    return Word()
+        return WORDS["colwise_gather_output"] if by_outputs else WORDS["rowwise_split_input"] if by_inputs else WHOLE
+    return WHOLE
 
 
 def _owner_of(forward: Callable[..., Any]) -> nn.Module:

@@ -1,5 +1,6 @@
 """Products with what is gathered, and products that are reduced, piece by piece, so that messages and products overlap."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -83,10 +84,7 @@ def _assembled(pieces: Sequence[Tensor], n: int, dim: int) -> Tensor:
 
 def _weight_gradient(grads: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensor:
     products = [g.flatten(0, -2).t() @ x.flatten(0, -2) for g, x in zip(grads, inputs, strict=True)]
-    total = products[0]
-    for product in products[1:]:
-        total = total + product
-    return total
+    return functools.reduce(torch.add, products)
 
 
 class _GatheredProducts(torch.autograd.Function):
@@ -113,9 +111,7 @@ class _GatheredProducts(torch.autograd.Function):
         again = _gather(kept[0], group, dim, chunks) if ctx.regather and any(wants_weights) else []
 
         def product(j: int) -> Tensor:
-            total = pieces[0][j] @ weights[0]
-            for each, weight in zip(pieces[1:], weights[1:], strict=True):
-                total = total + each[j] @ weight
+            total: Tensor = functools.reduce(torch.add, [each[j] @ w for each, w in zip(pieces, weights, strict=True)])
             return total
 
         reduced = _scatter(product, group, dim, chunks) if wants_x else []

@@ -1,13 +1,17 @@
 """Plans of tensor parallelism: which words say how a layer is cut, and which paths a plan's keys mean."""
 
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
 from torch import nn
 
-__all__ = ["Packed", "Plan", "Word", "fits", "plan_of", "word_of"]
+__all__ = ["WHOLE", "WORDS", "Packed", "Plan", "Word", "fits", "plan_of", "word_of"]
+
+
+def _sizes(given: int | Sequence[int]) -> int | tuple[int, ...]:
+    return given if isinstance(given, int) else tuple(given)
 
 
 @attrs.frozen
@@ -24,7 +28,7 @@ class Packed:
     Packed(sizes=(64, 32, 32), word='colwise')
     """
 
-    sizes: int | tuple[int, ...] = attrs.field(converter=lambda sizes: sizes if isinstance(sizes, int) else tuple(sizes))
+    sizes: int | tuple[int, ...] = attrs.field(converter=_sizes)
     word: str = "colwise"
 
     def blocks(self, size: int) -> tuple[int, ...]:
@@ -63,6 +67,8 @@ class Word:
     after: str = ""
     summed: bool = False
 
+
+WHOLE = Word()
 
 # Most are Hugging Face's (transformers/distributed/tensor_parallel.py); "vocab", "replicated" and "local" are ours.
 WORDS: Mapping[str, Word] = {
