@@ -97,19 +97,28 @@ def tensor_parallel(plan: Plan, group: comm.Group | None = None, *, sequence_dim
     for value in plan.values():
         if not isinstance(value, int):
             word_of(value)
-    return _TensorParallel(dict(plan), group, TensorCalls(dict(plan), sequence_dim)).transform()
+    return _TensorParallel(dict(plan), group, sequence_dim).transform()
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class _Known:
-    """A plan's cuts in the state: not compared with another state's structure."""
+    """A plan's cuts in the state: not compared with another state's structure.
+
+    Attributes:
+        cuts: which leaves are slices.
+        calls: runs modules on this rank; None before the first pass.
+    """
 
     cuts: Cuts
+    calls: TensorCalls | None = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Known)
 
     __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> Any:
+        return _Known, (self.cuts,)
 
 
 @tree.record
@@ -123,7 +132,7 @@ class TensorSlices:
 class _TensorParallel:
     plan: Plan
     group: comm.Group | None
-    calls: TensorCalls
+    sequence_dim: int
 
     def transform(self) -> Transform:
         """The phases that it wraps."""
@@ -188,13 +197,14 @@ class _TensorParallel:
         run = with_axis("tp", group, function)
         if tape is None:
             return inner(step, state, run, batch)
-        before, tape.calls = tape.calls, (self.calls, *tape.calls)
+        calls = self._calls(state)
+        before, tape.calls = tape.calls, (calls, *tape.calls)
         drawn = _draws(state) if tape.records and group.size > 1 else []
         try:
             found = inner(step, state, run, batch)
         finally:
             tape.calls = before
-            self.calls.leave(tape)
+            calls.leave(tape)
         if not all(map(torch.equal, drawn, _draws(state) if drawn else [])):
             raise RuntimeError(
                 "tensor_parallel: the loss drew from torch's random generator (nn.Dropout in training?); on slices the ranks' "
@@ -202,12 +212,18 @@ class _TensorParallel:
                 "key.dropout(x, p, name, places=...)"
             )
         modules = _cuts(state).in_modules
-        if modules and not self.calls.seen and not step.has(Trait.PIPELINES):
+        if modules and not calls.seen and not step.has(Trait.PIPELINES):
             raise ValueError(
                 f"tensor_parallel: {sorted(modules)[0]!r} is a slice of a module's parameter, and the loss called no module "
                 "that the plan cuts: call apply(params, ...) of fds.functional with the params that the loss gets"
             )
         return found
+
+    def _calls(self, state: State) -> TensorCalls:
+        known: _Known = state.slots[_SLOT].known
+        if known.calls is None:
+            known.calls = TensorCalls(self.plan, self.ranks(), self.sequence_dim)
+        return known.calls
 
     # -- gradients ---------------------------------------------------------------------------------------------------------
 

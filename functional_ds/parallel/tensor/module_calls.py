@@ -17,7 +17,7 @@ from functional_ds.remat.region import current_region
 from functional_ds.step.tape import Tape, current_tape
 
 from .leaf_cuts import heads_of, is_transposed, kv_groups
-from .pairs import shared, summed, tensor_group
+from .pairs import shared, summed
 from .vocabulary import local_rows
 from .words import WHOLE, WORDS, Packed, Plan, Word, fits, word_of
 
@@ -54,13 +54,17 @@ class _Way:
 class TensorCalls:
     """Runs the layers of a module that a plan cuts, as ``Tape.calls``.
 
+    It holds the group, as a recomputation by torch's own checkpoint may run in a thread without a tape; so it is this rank's.
+
     Attributes:
         plan: by path.
+        group: the ranks.
         sequence_dim: the dim of activations that ``"sequence_parallel"`` cuts.
         seen: whether a module had such layers.
     """
 
     plan: Plan
+    group: comm.Group
     sequence_dim: int = 1
     seen: bool = False
     _ways: "WeakKeyDictionary[nn.Module, _Way]" = attrs.field(factory=WeakKeyDictionary)
@@ -77,6 +81,11 @@ class TensorCalls:
         for path, each in named.items():
             way = self._way(module, path, each, lists)
             way = attrs.evolve(way, block=way.sequence and path in blocks)
+            if way.block and path.rpartition(".")[0] in lists:
+                raise ValueError(
+                    f"plan: {path!r} is a layer of a sequence_parallel list and holds cut linears itself: its norms take a part "
+                    "of the sequence and its linears the whole; put the linears into modules of their own, an attention or an MLP"
+                )
             if not way.word.cuts and held[path] & cut:
                 way = attrs.evolve(way, name="tied")
             if way != _Way(sequence=way.sequence) or kv_groups(each) is not None:
@@ -122,7 +131,7 @@ class TensorCalls:
     def run(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls a module."""
         module = _owner_of(forward)
-        way, group = self._ways[module], tensor_group(None, "tensor_parallel")
+        way, group = self._ways[module], self.group
         if way.name == "tied":
             way = attrs.evolve(way, word=_tied(module))
         if way.first:

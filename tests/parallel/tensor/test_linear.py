@@ -86,9 +86,7 @@ class Block:
             ups, biases = [own[f"up{i}"] for i in range(self.heads)], [own.get(f"bias{i}") for i in range(self.heads)]
             again = {"regather": True} if self.regather else {}
             hidden = fds.tp.column(own["x"], ups, bias=biases, group=here, gather_output=self.ends, **more, **again)
-            y = fds.tp.row(
-                self.joined(hidden), own["down"], bias=own.get("bias"), group=here, split_input=self.ends, **more
-            )
+            y = fds.tp.row(self.joined(hidden), own["down"], bias=own.get("bias"), group=here, split_input=self.ends, **more)
             grads = self.gradients(y, own, start)
         for name, (dim, _) in cut.items():
             grads[name] = comm.all_gather(grads[name], here, dim=dim)
@@ -192,7 +190,10 @@ def test_bad_input_is_refused() -> None:
     for call, words in (
         (lambda: fds.tp.column(x, w), r"tp.column: group=None, and no T.tensor_parallel is in the running step"),
         (lambda: fds.tp.row(x, w, group=3), "tp.row: group=3 is no group"),  # type: ignore[arg-type]
-        (lambda: fds.tp.column(x, w.t(), group=here), r"x of shape \[2, 4, 6\] does not fit this rank's weight of shape \[6, 3\]"),
+        (
+            lambda: fds.tp.column(x, w.t(), group=here),
+            r"x of shape \[2, 4, 6\] does not fit this rank's weight of shape \[6, 3\]",
+        ),
         (lambda: fds.tp.column(x, w, group=here, chunks=2), "chunks=2 needs sequence_dim="),
         (lambda: fds.tp.column(x, w, group=here, regather=True), "regather=True needs sequence_dim="),
         (lambda: fds.tp.column(x, w, group=here, sequence_dim=2), "sequence_dim=2 is no dim of x"),

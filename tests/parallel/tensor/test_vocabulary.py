@@ -38,9 +38,7 @@ def agrees(n: int, rows: int, tokens: tuple[int, ...], smoothing: float, z_loss:
         here = comm.world()
         own = whole.chunk(n, -1)[here.rank].clone().requires_grad_()
         with comm.ledger() as sent:
-            loss = fds.tp.cross_entropy(
-                own, labels, group=here, label_smoothing=smoothing, z_loss=z_loss, ignore_index=ignored
-            )
+            loss = fds.tp.cross_entropy(own, labels, group=here, label_smoothing=smoothing, z_loss=z_loss, ignore_index=ignored)
             forward = [(row.collective, row.calls, row.elements) for row in sent.rows]
             (found,) = torch.autograd.grad(loss.sum, own)
         assert sent.elements == sum(elements for _, _, elements in forward)  # nothing backward
@@ -106,7 +104,10 @@ def test_an_embedding_is_the_whole_vocabularys(n: int, rows: int, padding: int |
 def test_bad_input_is_refused() -> None:
     """Ids and labels that are none, shapes and shares."""
     here, logits = comm.world(), torch.zeros(2, 4)
-    for labels, words in ((torch.tensor([0, 4]), "the label 4 is none of the vocabulary's 4"), (torch.zeros(3).long(), "labels of shape")):
+    for labels, words in (
+        (torch.tensor([0, 4]), "the label 4 is none of the vocabulary's 4"),
+        (torch.zeros(3).long(), "labels of shape"),
+    ):
         with pytest.raises(ValueError, match=words):
             fds.tp.cross_entropy(logits, labels, group=here)
     with pytest.raises(ValueError, match=r"label_smoothing=1.5 must be in \[0, 1\)"):
