@@ -83,8 +83,8 @@ class TensorCalls:
             way = attrs.evolve(way, block=way.sequence and path in blocks)
             if way.block and path.rpartition(".")[0] in lists:
                 raise ValueError(
-                    f"plan: {path!r} is a layer of a sequence_parallel list and holds cut linears itself: its norms take a part "
-                    "of the sequence and its linears the whole; put the linears into modules of their own, an attention or an MLP"
+                    f"plan: {path!r} is a layer of a sequence_parallel list and holds cut linears itself: its norms take a part"
+                    " of the sequence and its linears the whole; put them into modules of their own, an attention or an MLP"
                 )
             if not way.word.cuts and held[path] & cut:
                 way = attrs.evolve(way, name="tied")
