@@ -152,6 +152,11 @@ def test_plans_that_are_refused() -> None:
 
 def test_torchs_own_draws_are_refused() -> None:
     """A rank's mask would not be the single device's; in eval mode, or with one rank, nothing is drawn."""
+    draws_are_refused()
+
+
+def draws_are_refused() -> None:
+    """``nn.Dropout`` between cut layers."""
     module = net()
     module.mlp.act = nn.Dropout(0.5)  # type: ignore[union-attr, assignment]
     assert "the loss drew from torch's random generator" in refused(PLAN, module)

@@ -48,10 +48,16 @@ def model_of(kind: str) -> nn.Module:
         more = {"tie_word_embeddings": name[0] == "t", "attention_bias": name[0] == "b", "mlp_bias": name[0] == "b"}
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_key_value_heads=kv, **more))
     elif name == "qwen3":
-        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, num_key_value_heads=kv, head_dim=8))
+        config = transformers.Qwen3Config(**SIZES, num_key_value_heads=kv, head_dim=8, attn_implementation="eager")
+        model = transformers.Qwen3ForCausalLM(config)  # eager attention repeats key-value heads by the module's count
     elif name == "mixtral":
         config = transformers.MixtralConfig(**SIZES, num_key_value_heads=kv, num_local_experts=4)
         model = transformers.MixtralForCausalLM(config)
+    elif name == "deepseek":  # latent attention, shared experts, groups of experts
+        sizes = {"moe_intermediate_size": 16, "q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 8, "num_key_value_heads": 4}
+        routing = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+        rope = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "bos_token_id": 0, "eos_token_id": 1}
+        model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**SIZES, **sizes, **routing, **rope))
     elif name == "phi3":  # fused projections, which are gathered
         model = transformers.Phi3ForCausalLM(
             transformers.Phi3Config(**SIZES, num_key_value_heads=kv, pad_token_id=0, eos_token_id=1)
@@ -218,6 +224,11 @@ def test_any_model_on_slices_is_plain_pytorch(run: Run) -> None:
 @pytest.mark.parametrize("sequence", [False, True])
 def test_what_a_layer_sends(kind: str, sequence: bool) -> None:
     """Two all-reduces forward and two backward a layer; with the sequence cut, gathers and scatters of the same elements."""
+    sends(kind, sequence)
+
+
+def sends(kind: str, sequence: bool) -> None:
+    """Law 40's volumes."""
     run, n, layers = Run(kind, sequence=sequence, vocab=kind != "gpt2", steps=1), 2, 2
     share = tokens().numel() * 32 * (n - 1) // n  # elements of an activation that a gather or a scatter sends
     replicated = sum(leaf.numel() for leaf in functional_of(kind)[1].values() if leaf.dim() == 1)

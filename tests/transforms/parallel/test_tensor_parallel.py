@@ -174,6 +174,24 @@ def test_processes_give_the_bits_of_the_simulator() -> None:
             assert_close(here[2][name], leaf, TOLERANCE)
 
 
+def ranks_may_begin_otherwise() -> None:
+    """``init`` takes rank 0's leaves."""
+
+    def program() -> Any:
+        params = {"w": torch.arange(4.0) + 10 * comm.world().rank, "b": torch.ones(1) * comm.world().rank}
+        step = transforms.tensor_parallel({"w": 0})(fds.train_step(lambda p, x: p["w"].sum(), fds.sgd(0.1)))
+        return step.params(step.init(params))
+
+    for found in comm.simulate(program, world_size=2):
+        assert found["w"].tolist() == [0.0, 1.0, 2.0, 3.0]
+        assert found["b"].tolist() == [0.0]
+
+
+def test_ranks_begin_with_rank_0s_leaves() -> None:
+    """As under ZeRO."""
+    ranks_may_begin_otherwise()
+
+
 def test_what_does_not_divide_or_match() -> None:
     step = fds.train_step(lambda p, x: p[0]["up"].sum(), fds.sgd(0.1))
 
