@@ -77,7 +77,9 @@ def cuts_of(params: Any, plan: Plan, group: comm.Group) -> Cuts:
             slices[path] = next(iter(found.values()))
             if places[path][0].module is not None and any(isinstance(plan[key], (str, Packed)) for key in found):
                 in_modules.add(path)
-    _check_used(plan, used, [place for each in places.values() for place in each], group.size)
+    everywhere = [place for each in places.values() for place in each]
+    _check_used(plan, used, everywhere, group.size)
+    _check_tokenwise(plan, everywhere, {path: leaf.dim() for path, leaf in tree.named(params)}, places, slices)
     return Cuts(slices, frozenset(summed - slices.keys()), frozenset(in_modules))
 
 
@@ -229,6 +231,26 @@ def _check_used(plan: Plan, used: Iterable[str], places: Sequence[_Place], n: in
         elif isinstance(value, int) or word_of(value).cuts or not any(fits(key, path) for path in (*inside, *known)):
             near = difflib.get_close_matches(key, [*known, *inside], 1, 0.0)
             raise ValueError(f"plan: {key!r} matches no path; the nearest is {near[0] if near else 'none'!r}")
+
+
+def _check_tokenwise(
+    plan: Plan, everywhere: Sequence[_Place], dims: Mapping[str, int], places: Mapping[str, Sequence[_Place]], slices: Any
+) -> None:
+    """Refuses layers that would see a part of the sequence, unless the plan says that they act on each token alone."""
+    lists = [key for key, value in plan.items() if value == "sequence_parallel"]
+    if not lists:
+        return
+    words = {place.owner: [value for _, value in _claims(plan, place) if value != "sequence_parallel"] for place in everywhere}
+    blocks = {_parted(owner)[0] for owner, found in words.items() if any(word_of(value).cuts == "outputs" for value in found)}
+    for path, several in places.items():
+        for place in several if dims[path] > 1 and path not in slices else ():
+            above = [*_above(place.owner), place.owner]
+            if not words[place.owner] and not blocks & {*above} and any(fits(key, each) for key in lists for each in above):
+                raise ValueError(
+                    f"plan: {place.path!r} lies in a sequence_parallel list and is not cut, so it would see a part of the "
+                    f"sequence: cut what it lies in, or say {{{place.owner!r}: 'replicated'}} if it acts on each token alone, "
+                    "as a router does"
+                )
 
 
 def _check_local(key: str, inside: Mapping[str, nn.Module], n: int) -> None:

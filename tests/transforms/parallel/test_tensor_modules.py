@@ -83,6 +83,8 @@ def plan_of(kind: str, *, vocab: bool = False, sequence: bool = False) -> dict[s
     """The model's own plan."""
     plan: dict[str, Any] = dict(GPT2) if kind == "gpt2" else dict(fds.tp.plan_of(model_of(kind)))
     layers = "transformer.h" if kind == "gpt2" else "model.layers"
+    if sequence and kind == "mixtral":
+        plan["mlp.gate"] = "replicated"  # the router acts on each token alone
     return plan | ({"lm_head": "vocab"} if vocab else {}) | ({layers: "sequence_parallel"} if sequence else {})
 
 
@@ -196,7 +198,7 @@ KINDS = (
 
 def runs(draw: Any) -> Run:
     kind, zero = draw(st.sampled_from(KINDS)), draw(st.sampled_from((None, 0, 1, 2, 3)))
-    sequence = kind != "phi3" and draw(st.booleans())
+    sequence = kind not in ("phi3", "deepseek") and draw(st.booleans())  # whose attention is not cut
     return Run(
         kind,
         tp=draw(st.sampled_from((1, 2, 4))),
@@ -295,3 +297,11 @@ def test_a_teacher_of_the_same_module_stays_whole() -> None:
 
     plan = {"0": "vocab", "1": "colwise", "3": "rowwise"}
     assert comm.simulate(lambda: program(T.tensor_parallel(plan)), world_size=2) == [pytest.approx(program(), rel=1e-5)] * 2
+
+
+def test_layers_that_would_see_a_part_of_the_sequence_are_refused() -> None:
+    """DeepSeek's plan leaves its attention whole: it must not run on a part of the sequence."""
+    with pytest.raises(
+        ValueError, match=r"'model.layers.0.self_attn.kv_a_proj_with_mqa.weight' lies in a sequence_parallel list"
+    ):
+        comm.simulate(Run("deepseek", sequence=True), world_size=2)
