@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from functional_ds.base import tree
 from functional_ds.base.files import read_regular
-from functional_ds.base.marks import slices_of
+from functional_ds.base.marks import ModuleRef, mark_module, slices_of
 from functional_ds.modules.functional import Apply
 from functional_ds.sharding.leaf_slice import whole_shape
 from functional_ds.sharding.sources import from_source
@@ -173,6 +173,7 @@ def load_params(
         like: a tree of tensors with the names, shapes and dtypes that are wanted, and with frozen leaves marked. Files have
             whole leaves, also where ``like`` has slices of them.
         module: whose parameters they are: a tied parameter is found under any of its names, and buffers do not count as extra.
+            Leaves are marked as parameters of an ``apply``, so that plans of tensor parallelism know their layers.
         rename: from a leaf's path to its name in the file.
         allow_missing: patterns (``fnmatch``'s) of leaves that the file may lack: those keep ``like``'s values.
         allow_extra: patterns of names in the file that need no leaf.
@@ -204,6 +205,10 @@ def load_params(
     _check_kinds(named, found)
     deferred = from_source(like, _FileSource(found), device=device)
     leaves = [new if leaf in found else named[leaf] for leaf, new in tree.named(deferred)]
+    if isinstance(module, Apply):
+        ref, own = ModuleRef(module), Naming.of(module).ties
+        pairs = zip(named, leaves, strict=True)
+        leaves = [mark_module(x, ref, name) if name in own and name in found else x for name, x in pairs]
     return tree.unflatten(tree.structure(like), leaves)
 
 
