@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from functional_ds.sharding.region import Box, grouped, stretches
+from functional_ds.sharding.leaf_region import Box, grouped, stretches
 from functional_ds.state_dict.describe import TensorShard
 from functional_ds.state_dict.errors import DamagedError, StructureError
 
@@ -181,7 +181,7 @@ class CheckpointReader(StorageReader):
 
         Args:
             name: the tensor.
-            dims: the dims that count, see ``Region.boxes``.
+            dims: the dims that count, see ``LeafRegion.boxes``.
             near: leaves out chunks that have nothing between these positions along the dims.
         """
         stored, found = self.manifest.tensors[name], dict[torch.Size, tuple[Chunk, Box]]()

@@ -14,7 +14,7 @@ import attrs
 import torch
 
 from functional_ds.base.files import open_regular
-from functional_ds.sharding.region import Region, fault
+from functional_ds.sharding.leaf_region import LeafRegion, fault
 from functional_ds.state_dict.errors import DamagedError, NewerFormatError
 
 __all__ = ["BLOCK", "DTYPES", "MANIFEST", "Chunk", "DataFile", "Manifest", "StoredTensor", "Summary", "read_summary"]
@@ -64,12 +64,12 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     chunks: tuple[Chunk, ...]
-    slices: tuple[Region, ...] = attrs.field()
+    slices: tuple[LeafRegion, ...] = attrs.field()
     whole: bool = True
 
     @slices.default
-    def _all(self) -> tuple[Region, ...]:
-        return (Region(self.shape),)
+    def _all(self) -> tuple[LeafRegion, ...]:
+        return (LeafRegion(self.shape),)
 
     @property
     def numel(self) -> int:
@@ -79,9 +79,9 @@ class StoredTensor:
     @property
     def plain(self) -> bool:
         """Whether it is whole and in no slices."""
-        return self.whole and self.slices == (Region(self.shape),)
+        return self.whole and self.slices == (LeafRegion(self.shape),)
 
-    def holds(self, region: Region, start: int, stop: int) -> bool:
+    def holds(self, region: LeafRegion, start: int, stop: int) -> bool:
         """Whether it has these elements of a region; of a part of a tensor, whether it is just these."""
         return self.whole or [(self.slices[c.slice], c.offset, c.offset + c.numel) for c in self.chunks] == [
             (region, start, stop)
@@ -227,7 +227,7 @@ def _row(tensor: StoredTensor) -> list[Any]:
 
 def _tensor(
     files: tuple[DataFile, ...],
-    wrong: Callable[[tuple[int, ...], tuple[Region, ...]], str | None],
+    wrong: Callable[[tuple[int, ...], tuple[LeafRegion, ...]], str | None],
     dtype: Any,
     shape: Any,
     chunks: Any,
@@ -264,11 +264,11 @@ def _tensor(
     return found
 
 
-def _region(shape: tuple[int, ...], ranges: Any) -> Region:
+def _region(shape: tuple[int, ...], ranges: Any) -> LeafRegion:
     pairs = [
         (_whole(dim, "a dim"), tuple((_whole(a, "a place"), _whole(b, "a place")) for a, b in each)) for dim, each in ranges
     ]
-    found = Region(shape, tuple(pairs))
+    found = LeafRegion(shape, tuple(pairs))
     found.check()
     return found
 

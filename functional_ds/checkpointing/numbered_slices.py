@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 import attrs
 
+from functional_ds.sharding.leaf_region import LeafRegion
 from functional_ds.sharding.leaf_slice import LeafSlice
-from functional_ds.sharding.region import Region
 
 from .manifest import StoredTensor
 
@@ -49,4 +49,4 @@ def _whole(parts: list[StoredTensor], shape: tuple[int, ...]) -> StoredTensor | 
         return None
     cuts = [LeafSlice.even(dims[0], shape[dims[0]], n, rank) for rank in range(n)]
     chunks = tuple(attrs.evolve(chunk, slice=i) for i, part in enumerate(parts) for chunk in part.chunks)
-    return StoredTensor(shape, first.dtype, chunks, tuple(Region.of(first.shape, [cut]) for cut in cuts))
+    return StoredTensor(shape, first.dtype, chunks, tuple(LeafRegion.of(first.shape, [cut]) for cut in cuts))

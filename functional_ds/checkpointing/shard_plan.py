@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from functional_ds.sharding.region import Region, fault
+from functional_ds.sharding.leaf_region import LeafRegion, fault
 from functional_ds.state_dict.describe import TensorShard
 from functional_ds.state_dict.errors import CheckpointError
 from functional_ds.state_dict.fingerprint import SHORT, fingerprints
@@ -24,7 +24,7 @@ class ShardMetadata:
     """A ``TensorShard`` without its values, as the other ranks see it; ``fingerprint`` tells copies with other values apart."""
 
     name: str
-    region: Region
+    region: LeafRegion
     dtype: str
     itemsize: int
     offset: int
@@ -114,7 +114,7 @@ def metadata_of(shards: Sequence[TensorShard]) -> list[ShardMetadata]:
 
 def replicated(ranks: Sequence[Sequence[ShardMetadata]]) -> list[list[int]]:
     """For each rank the indices of its shards that have no fingerprint yet and that another rank has as well."""
-    having: dict[tuple[str, Region, int, int], list[tuple[int, int]]] = {}
+    having: dict[tuple[str, LeafRegion, int, int], list[tuple[int, int]]] = {}
     for rank, own in enumerate(ranks):
         for index, shard in enumerate(own):
             if shard.numel > SHORT and not shard.per_rank:
@@ -148,8 +148,8 @@ def assign_writes(ranks: Sequence[Sequence[ShardMetadata]]) -> list[list[WriteTa
         CheckpointError: ranks have tensors of one name with other shapes or dtypes; no rank has some of the elements; slices
             that are not equal overlap.
 
-    >>> both = ShardMetadata("a", Region((4,)), "uint8", 1, 0, 4, False, 7)
-    >>> one = ShardMetadata("b", Region((2,)), "uint8", 1, 0, 2, False, 7)
+    >>> both = ShardMetadata("a", LeafRegion((4,)), "uint8", 1, 0, 4, False, 7)
+    >>> one = ShardMetadata("b", LeafRegion((2,)), "uint8", 1, 0, 2, False, 7)
     >>> [[task.name for task in tasks] for tasks in assign_writes([[both, one], [both]])]
     [['b'], ['a']]
     """
@@ -166,7 +166,7 @@ def assign_writes(ranks: Sequence[Sequence[ShardMetadata]]) -> list[list[WriteTa
             for holder in holders:
                 writes.add(holder, holder.shard.offset, holder.shard.stop, name=per_rank_name(name, holder.rank))
             continue
-        slices: dict[Region, list[_Holder]] = {}
+        slices: dict[LeafRegion, list[_Holder]] = {}
         for holder in holders:
             slices.setdefault(holder.shard.region, []).append(holder)
         found = wrong(holders[0].shard.region.shape, tuple(slices))
@@ -220,14 +220,14 @@ def _check_agreement(name: str, holders: Sequence[_Holder]) -> None:
 
 def _differ(holders: Sequence[_Holder]) -> bool:
     """Whether ranks have other values for the same elements."""
-    found: dict[tuple[Region, int, int], int] = {}
+    found: dict[tuple[LeafRegion, int, int], int] = {}
     return any(
         shard.per_rank or found.setdefault((shard.region, shard.offset, shard.numel), shard.fingerprint) != shard.fingerprint
         for shard in (holder.shard for holder in holders)
     )
 
 
-def _ranges(name: str, region: Region, holders: Sequence[_Holder]) -> list[_Range]:
+def _ranges(name: str, region: LeafRegion, holders: Sequence[_Holder]) -> list[_Range]:
     """Neighbouring ranges from a slice's beginning to its end, each with the ranks that have it."""
     total = region.numel
     if not total:

@@ -15,7 +15,7 @@ from functional_ds.base import tree
 from functional_ds.base.marks import slices_of
 from functional_ds.comm.record.group import Solo
 from functional_ds.modules.functional import Apply
-from functional_ds.sharding.region import Region, grouped
+from functional_ds.sharding.leaf_region import LeafRegion, grouped
 from functional_ds.state_dict.describe import as_tensors, describe
 from functional_ds.state_dict.fingerprint import fingerprints
 from functional_ds.step.slots import Role, fields_of_role
@@ -275,13 +275,13 @@ def _of_tree(params: Any, averaged: bool) -> list[LocalShard]:
     for path, leaf in named:
         if leaf.is_meta:
             raise ValueError(f"params: {path!r} has no values yet; export the state that step.init(params) makes")
-        region = Region.of(tuple(leaf.shape), slices_of(leaf))
+        region = LeafRegion.of(tuple(leaf.shape), slices_of(leaf))
         if region.ranges:
             raise ValueError(
                 f"params: {path!r} is the slice {region} of a leaf of shape {list(region.shape)}; export the state, by all"
             )
     leaves = [(LeafInfo(path, tuple(leaf.shape), leaf.dtype), leaf.detach()) for path, leaf in named]
-    return [LocalShard(leaf, Region(leaf.shape), 0, values) for leaf, values in leaves]
+    return [LocalShard(leaf, LeafRegion(leaf.shape), 0, values) for leaf, values in leaves]
 
 
 def _refuse_twice(path: str) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from functional_ds import comm
-from functional_ds.sharding.region import Region, fault
+from functional_ds.sharding.leaf_region import LeafRegion, fault
 
 __all__ = ["LeafInfo", "LeafSend", "LocalShard", "chunk_bytes", "plan_sends", "stream"]
 
@@ -51,7 +51,7 @@ class LocalShard:
     """
 
     leaf: LeafInfo
-    region: Region
+    region: LeafRegion
     offset: int
     values: Tensor = attrs.field(repr=False)
     fingerprint: int = 0
@@ -62,7 +62,7 @@ class LeafSend:
     """Rank ``src`` sends ``numel`` elements of its slice of a leaf, from the slice's element ``offset`` on, to rank 0."""
 
     leaf: LeafInfo
-    region: Region
+    region: LeafRegion
     offset: int
     numel: int
     src: int
@@ -83,8 +83,8 @@ def plan_sends(shards: Sequence[LocalShard], group: comm.Group) -> tuple[tuple[L
     mine = [(shard.leaf, shard.region, shard.offset, shard.values.numel(), shard.fingerprint) for shard in shards]
     everyones = comm.all_gather_object(mine, group) if group.size > 1 else [mine]
     leaves: dict[str, LeafInfo] = {}
-    pieces: dict[LeafInfo, dict[Region, list[LeafSend]]] = {}
-    found: dict[tuple[LeafInfo, Region, int, int], int] = {}
+    pieces: dict[LeafInfo, dict[LeafRegion, list[LeafSend]]] = {}
+    found: dict[tuple[LeafInfo, LeafRegion, int, int], int] = {}
     for rank, theirs in enumerate(everyones):
         for leaf, region, offset, numel, fingerprint in theirs:
             first = leaves.setdefault(leaf.path, leaf)
@@ -119,7 +119,7 @@ def _described(leaf: LeafInfo) -> str:
     return f"{leaf.path!r} of shape {list(leaf.shape)} and {leaf.dtype}"
 
 
-def _cover(leaf: LeafInfo, region: Region, pieces: Sequence[LeafSend]) -> Iterator[LeafSend]:
+def _cover(leaf: LeafInfo, region: LeafRegion, pieces: Sequence[LeafSend]) -> Iterator[LeafSend]:
     """Sends that cover each element of a slice once."""
     done = 0
     while done < region.numel:
@@ -164,7 +164,7 @@ def stream(
 
     Cost: ranks other than 0 send what rank 0 lacks, once. Memory: about eight chunks on rank 0, two on others.
     """
-    own: dict[tuple[LeafInfo, Region], list[LocalShard]] = {}
+    own: dict[tuple[LeafInfo, LeafRegion], list[LocalShard]] = {}
     for shard in shards:
         own.setdefault((shard.leaf, shard.region), []).append(shard)
     parts = [part for send in sends for part in _chunks(send, chunk // cast(send.leaf).itemsize)]
@@ -196,7 +196,7 @@ def _chunks(send: LeafSend, numel: int) -> Iterator[LeafSend]:
         yield attrs.evolve(send, offset=send.offset + start, numel=min(size, send.numel - start))
 
 
-def _mine(send: LeafSend, own: dict[tuple[LeafInfo, Region], list[LocalShard]]) -> Tensor:
+def _mine(send: LeafSend, own: dict[tuple[LeafInfo, LeafRegion], list[LocalShard]]) -> Tensor:
     for shard in own[send.leaf, send.region]:
         start = send.offset - shard.offset
         if start >= 0 and start + send.numel <= shard.values.numel():

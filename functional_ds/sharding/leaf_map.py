@@ -18,8 +18,8 @@ from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable, slices_of
 
 from .layout import Blocks, Layout
+from .leaf_region import LeafRegion
 from .leaf_slice import LeafSlice
-from .region import Region
 
 __all__ = ["LeafMap", "LeafShard", "LeafSpec", "TensorRange", "match_leaves"]
 
@@ -47,9 +47,9 @@ class LeafSpec:
     stack: str | None = None
 
     @property
-    def region(self) -> Region:
+    def region(self) -> LeafRegion:
         """Which of the whole leaf's elements these are; the whole leaf where a dim is cut over one rank."""
-        return Region.of(self.shape, self.slices)
+        return LeafRegion.of(self.shape, self.slices)
 
 
 @attrs.frozen

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from functional_ds.base import tree
 from functional_ds.base.marks import ORIGIN, is_trainable, like_marked, slices_of
 
+from .leaf_region import Box, LeafRegion, grouped, stretches
 from .leaf_slice import LeafSlice, mark_slice
-from .region import Box, Region, grouped, stretches
 
 __all__ = ["Origin", "Source", "Whole", "from_source", "home", "is_deferred", "piece", "sliced", "values_of"]
 
@@ -131,7 +131,7 @@ def piece(leaf: Tensor, start: int, stop: int) -> Tensor:
     origin = _origin(leaf)
     if origin is None:
         return leaf.detach().reshape(-1)[start:stop]
-    region = Region.of(tuple(leaf.shape), slices_of(leaf))
+    region = LeafRegion.of(tuple(leaf.shape), slices_of(leaf))
     if not region.ranges:
         return _read(origin, start, stop, region).to(device=origin.device, dtype=leaf.dtype)
     flat = torch.empty(stop - start, dtype=leaf.dtype, device=origin.device)
@@ -143,7 +143,7 @@ def piece(leaf: Tensor, start: int, stop: int) -> Tensor:
     return flat
 
 
-def _read(origin: Origin, start: int, stop: int, region: Region) -> Tensor:
+def _read(origin: Origin, start: int, stop: int, region: LeafRegion) -> Tensor:
     found: Any = origin.source.read(origin.path, start, stop)
     if not isinstance(found, Tensor) or found.numel() != stop - start:
         gave = f"{found.numel()} elements" if isinstance(found, Tensor) else f"a {type(found).__name__}"
@@ -153,7 +153,7 @@ def _read(origin: Origin, start: int, stop: int, region: Region) -> Tensor:
     return found.detach().reshape(-1)
 
 
-def _reads(region: Region, start: int, stop: int, gap: int) -> Iterator[tuple[int, int, list[tuple[Box, Box]]]]:
+def _reads(region: LeafRegion, start: int, stop: int, gap: int) -> Iterator[tuple[int, int, list[tuple[Box, Box]]]]:
     """What to read of a whole leaf for a range of a slice: from where to where, and boxes in the slice and in the leaf."""
     shape, total = grouped(region.shape, region.dims), math.prod(region.shape)
     pairs = []

@@ -16,7 +16,7 @@ from functional_ds.base.tree import NAMESPACE
 from functional_ds.optim.param_groups import GroupStates
 from functional_ds.optim.per_matrix import MatrixStates
 from functional_ds.sharding.leaf_map import LeafMap
-from functional_ds.sharding.region import Region
+from functional_ds.sharding.leaf_region import LeafRegion
 from functional_ds.step.slots import Role
 from functional_ds.step.state import State
 
@@ -41,7 +41,7 @@ class TensorShard:
     """
 
     name: str
-    region: Region
+    region: LeafRegion
     offset: int
     view: Tensor = attrs.field(repr=False)
     shared: bool = False
@@ -50,7 +50,7 @@ class TensorShard:
     @staticmethod
     def whole(name: str, value: Tensor, *, per_rank: bool = False) -> "TensorShard":
         """All of a global tensor."""
-        return TensorShard(name, Region(tuple(value.shape)), 0, value.detach().reshape(-1), per_rank=per_rank)
+        return TensorShard(name, LeafRegion(tuple(value.shape)), 0, value.detach().reshape(-1), per_rank=per_rank)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -188,7 +188,7 @@ class _Walk:
             found = place.form_of(child)
             if found is None:
                 count = child.detach().view(1)
-                self.found += [TensorShard(names[leaf], Region(()), 0, count, shared=True) for leaf in place.members]
+                self.found += [TensorShard(names[leaf], LeafRegion(()), 0, count, shared=True) for leaf in place.members]
                 continue
             form, lanes = found
             flat = child.detach().reshape(-1)

@@ -11,7 +11,7 @@ from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable, slices_of
 from functional_ds.sharding.layout import Layout, Segment
 from functional_ds.sharding.leaf_map import LeafMap, TensorRange
-from functional_ds.sharding.region import Region
+from functional_ds.sharding.leaf_region import LeafRegion
 from functional_ds.step.slots import stored_layout
 from functional_ds.step.state import State
 
@@ -80,7 +80,7 @@ class Frame:
         places: the layout of each tensor.
     """
 
-    leaves: tuple[tuple[str, Region], ...]
+    leaves: tuple[tuple[str, LeafRegion], ...]
     places: tuple[TensorLayout, ...]
 
     def fits(self, children: Sequence[Any]) -> bool:
@@ -140,7 +140,7 @@ def of_extents(parts: LeafMap, extents: Sequence[TensorRange]) -> Frame:
 
 def _alone(params: Any) -> tuple[Frame, Frame]:
     named = tree.named(params)
-    leaves = tuple((path, Region.of(tuple(leaf.shape), slices_of(leaf))) for path, leaf in named)
+    leaves = tuple((path, LeafRegion.of(tuple(leaf.shape), slices_of(leaf))) for path, leaf in named)
     places = [
         TensorLayout((TensorForm(tuple(leaf.shape), (Cut(i, 0, 0, leaf.numel()),)),), (i,), leaf.is_complex())
         for i, (_, leaf) in enumerate(named)
@@ -150,7 +150,7 @@ def _alone(params: Any) -> tuple[Frame, Frame]:
 
 
 def _of_layout(layout: Layout, rank: int | None) -> tuple[Frame, Frame]:
-    regions = {slot.leaf: Region.of(slot.shape, slot.slices) for segment in layout.segments for slot in segment.slots}
+    regions = {slot.leaf: LeafRegion.of(slot.shape, slot.slices) for segment in layout.segments for slot in segment.slots}
     leaves = tuple((path, regions[i]) for i, path in enumerate(layout.paths))
     places = []
     for segment in layout.segments:

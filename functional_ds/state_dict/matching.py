@@ -7,7 +7,7 @@ from typing import Protocol
 import attrs
 import torch
 
-from functional_ds.sharding.region import Region
+from functional_ds.sharding.leaf_region import LeafRegion
 from functional_ds.step.slots import Role
 
 from .describe import TensorShard
@@ -97,7 +97,7 @@ class StoredShape(Protocol):
     def dtype(self) -> torch.dtype: ...
     @property
     def numel(self) -> int: ...
-    def holds(self, region: Region, start: int, stop: int) -> bool: ...
+    def holds(self, region: LeafRegion, start: int, stop: int) -> bool: ...
 
 
 def per_rank_name(name: str, rank: int) -> str:

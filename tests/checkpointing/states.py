@@ -8,7 +8,7 @@ from torch import Tensor
 
 import functional_ds as fds
 from functional_ds import comm, transforms
-from functional_ds.sharding.region import Region
+from functional_ds.sharding.leaf_region import LeafRegion
 from functional_ds.state_dict.describe import as_tensors, describe
 from tests.transforms.rules import ROWS, RULES, fresh, linear
 
@@ -77,7 +77,7 @@ def contents(state: fds.State, group: comm.Group | None = None) -> dict[str, Ten
     return {name: flat for name, flat in whole.items() if name.partition("/")[2] not in empty}
 
 
-def places_of(region: Region) -> Tensor:
+def places_of(region: LeafRegion) -> Tensor:
     """Where a slice's elements lie in the flattened whole tensor."""
     found = torch.arange(math.prod(region.shape)).view(region.shape)
     for dim, ranges in region.ranges:

@@ -16,7 +16,7 @@ from functional_ds.checkpointing.shard_plan import (
     replicated,
     with_fingerprints,
 )
-from functional_ds.sharding.region import Region
+from functional_ds.sharding.leaf_region import LeafRegion
 from functional_ds.state_dict.describe import TensorShard
 from functional_ds.state_dict.fingerprint import _row_sums, fingerprints
 from functional_ds.state_dict.matching import per_rank_name
@@ -33,7 +33,7 @@ def holdings(draw: st.DrawFn) -> tuple[int, list[list[TensorShard]]]:
     values = torch.arange(float(total))
     found: list[list[TensorShard]] = [[] for _ in range(ranks)]
     for low, high, rank in pieces or [(0, 0, 0)]:
-        found[rank].append(TensorShard("x", Region((total,)), low, values[low:high]))
+        found[rank].append(TensorShard("x", LeafRegion((total,)), low, values[low:high]))
     return total, found
 
 
@@ -67,7 +67,7 @@ def test_every_element_is_written_once(case: tuple[int, list[list[TensorShard]]]
 @given(st.lists(st.integers(1, 1 << 22), min_size=8, max_size=30), st.integers(2, 4))
 def test_copies_are_shared_out_evenly(sizes: list[int], ranks: int) -> None:
     """Where all ranks have everything, no rank writes more than its part and one of the pieces that are not cut up."""
-    own = [ShardMetadata(f"t{i}", Region((n,)), "float32", 4, 0, n, False, 0) for i, n in enumerate(sizes)]
+    own = [ShardMetadata(f"t{i}", LeafRegion((n,)), "float32", 4, 0, n, False, 0) for i, n in enumerate(sizes)]
     load = [sum(4 * task.numel for task in tasks) for tasks in assign_writes([own] * ranks)]
     assert sum(load) == 4 * sum(sizes)
     assert max(load) <= 4 * sum(sizes) / ranks + (4 << 20) + 4 * ranks * len(sizes)

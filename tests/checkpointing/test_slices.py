@@ -17,8 +17,8 @@ import functional_ds as fds
 from functional_ds import comm, transforms
 from functional_ds.checkpointing.dcp import CheckpointReader
 from functional_ds.checkpointing.manifest import MANIFEST, Manifest
+from functional_ds.sharding.leaf_region import LeafRegion
 from functional_ds.sharding.leaf_slice import LeafSlice
-from functional_ds.sharding.region import Region
 from functional_ds.sharding.sources import sliced
 from functional_ds.testing import assert_same
 from tests.checkpointing.meshes import RULES, Plan, Setting, begun, filled, meshes, of_leaves, plans, wanted, whole_params
@@ -225,7 +225,7 @@ def test_a_slice_is_one_chunk_of_a_manifest(tmp_path: Path) -> None:
 )
 def test_slices_that_overlap_or_leave_a_gap_are_damage(tmp_path: Path, slices: Any, said: str | None) -> None:
     manifest = saved_slices(tmp_path)
-    regions = tuple(Region((4, 6), ((1, ranges),)) for ranges in slices)
+    regions = tuple(LeafRegion((4, 6), ((1, ranges),)) for ranges in slices)
     tensors = {**manifest.tensors, "params/w": attrs.evolve(manifest.tensors["params/w"], slices=regions)}
     (tmp_path / "1" / MANIFEST).write_bytes(attrs.evolve(manifest, tensors=tensors).encode())
     if said is None:

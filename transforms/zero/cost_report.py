@@ -12,7 +12,7 @@ from functional_ds import comm
 from functional_ds.comm.compression.compressed import Compressed, encode_leaf
 from functional_ds.comm.record.reduction import chunk_bounds
 from functional_ds.sharding.layout import Layout, Segment
-from functional_ds.sharding.region import Region
+from functional_ds.sharding.leaf_region import LeafRegion
 
 from .config import ZeroConfig
 
@@ -197,7 +197,7 @@ class CostReport:
     def __str__(self) -> str:
         config, layout = self.config, self.layout
         sizes = [sum(s.size for s in self._of(unit)) for unit in range(len(layout.units))]
-        regions = [Region.of(slot.shape, slot.slices) for segment in layout.segments for slot in segment.slots]
+        regions = [LeafRegion.of(slot.shape, slot.slices) for segment in layout.segments for slot in segment.slots]
         cut = [region for region in regions if region.ranges]
         lines = [
             str(config),

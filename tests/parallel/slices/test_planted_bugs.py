@@ -103,8 +103,8 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
         Bug(
             "a rank's leaf is taken for the whole",
             "state_dict.leaf_places",
-            "Region.of(slot.shape, slot.slices) for",
-            "Region(slot.shape) for",
+            "LeafRegion.of(slot.shape, slot.slices) for",
+            "LeafRegion(slot.shape) for",
             shows=Exception,
         ),
         Bug(
@@ -116,14 +116,14 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
         ),
         Bug(
             "blocks of a packed leaf lie one after the other",
-            "sharding.region",
+            "sharding.leaf_region",
             "yield first, start + first - done, last - first",
             "yield first, ranges[0][0] + first, last - first",
             shows=Exception,
         ),
         Bug(
             "the rows before the first whole row are left out",
-            "sharding.region",
+            "sharding.leaf_region",
             "end = row if last > first else tail",
             "end = head + 1",
             shows=Exception,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .leaf_slice import LeafSlice, Ranges, whole_shape
 
-__all__ = ["Box", "Region", "fault", "grouped", "stretches"]
+__all__ = ["Box", "LeafRegion", "fault", "grouped", "stretches"]
 
 _CELLS = 1 << 24  # more than any plan of slices makes, and less than fills a host
 
@@ -67,7 +67,7 @@ class Box:
 
 
 @attrs.frozen
-class Region:
+class LeafRegion:
     """What ranks with one slice have of a whole leaf: ranges along some dims, and all of the others.
 
     Its elements are numbered as in the slice, flattened. Equal slices give equal regions, whoever has them.
@@ -81,19 +81,19 @@ class Region:
     ranges: tuple[tuple[int, Ranges], ...] = ()
 
     @staticmethod
-    def of(shape: Sequence[int], slices: Sequence[LeafSlice]) -> "Region":
+    def of(shape: Sequence[int], slices: Sequence[LeafSlice]) -> "LeafRegion":
         """The region of a rank's leaf.
 
         Args:
             shape: of the slice.
             slices: what it is of the whole leaf.
 
-        >>> Region.of((2, 3), [LeafSlice.even(1, 6, 2, 1)])
-        Region(shape=(2, 6), ranges=((1, ((3, 6),)),))
+        >>> LeafRegion.of((2, 3), [LeafSlice.even(1, 6, 2, 1)])
+        LeafRegion(shape=(2, 6), ranges=((1, ((3, 6),)),))
         """
         whole = whole_shape(shape, slices)
         found = ((cut.dim, _merged(cut.ranges)) for cut in sorted(slices, key=lambda cut: cut.dim))
-        return Region(whole, tuple((dim, ranges) for dim, ranges in found if ranges != ((0, whole[dim]),)))
+        return LeafRegion(whole, tuple((dim, ranges) for dim, ranges in found if ranges != ((0, whole[dim]),)))
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -106,9 +106,9 @@ class Region:
         cut = {dim: sum(stop - start for start, stop in ranges) for dim, ranges in self.ranges}
         return math.prod(cut.get(dim, size) for dim, size in enumerate(self.shape))
 
-    def with_pairs(self) -> "Region":
+    def with_pairs(self) -> "LeafRegion":
         """The same of a tensor that has two numbers for each of these elements, along one more dim."""
-        return Region((*self.shape, 2), self.ranges)
+        return LeafRegion((*self.shape, 2), self.ranges)
 
     def __str__(self) -> str:
         cut = dict(self.ranges)
@@ -133,7 +133,7 @@ class Region:
             stop: the element after the last.
             dims: the dims that count, those that are cut among them. Between them dims are taken together, see ``grouped``.
 
-        >>> region = Region((4, 6), ((1, ((3, 6),)),))
+        >>> region = LeafRegion((4, 6), ((1, ((3, 6),)),))
         >>> [(box.start, box.shape, box.place) for box in region.boxes(1, 12, (1,))]
         [((0, 4), (1, 2), 1), ((1, 3), (3, 3), 3)]
         """
@@ -171,10 +171,10 @@ def grouped(shape: Sequence[int], dims: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[first:stop]) for first, stop in _groups(shape, dims))
 
 
-def fault(shape: Sequence[int], regions: Iterable[Region]) -> str | None:
+def fault(shape: Sequence[int], regions: Iterable[LeafRegion]) -> str | None:
     """What is wrong where regions are to be a whole leaf, each element once; None if they are.
 
-    >>> left, right = (Region((2, 6), ((1, (each,)),)) for each in ((0, 3), (3, 6)))
+    >>> left, right = (LeafRegion((2, 6), ((1, (each,)),)) for each in ((0, 3), (3, 6)))
     >>> fault((2, 6), [left, right]), fault((2, 6), [left])
     (None, 'nothing at [:, 3:6]')
     """
@@ -197,7 +197,7 @@ def fault(shape: Sequence[int], regions: Iterable[Region]) -> str | None:
     if not len(wrong):
         return None
     where = tuple((dim, ((each[i], each[i + 1]),)) for dim, each, i in zip(dims, edges, wrong[0], strict=True))
-    place = str(Region(tuple(shape), where))
+    place = str(LeafRegion(tuple(shape), where))
     return f"nothing at {place}" if not count[tuple(wrong[0])] else f"slices that overlap at {place}"
 
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from functional_ds.sharding.leaf_region import Box, LeafRegion, fault, grouped, stretches
 from functional_ds.sharding.leaf_slice import LeafSlice
-from functional_ds.sharding.region import Box, Region, fault, grouped, stretches
 from tests.sharding.test_leaf_slice import cuts
 
 
@@ -23,7 +23,7 @@ def test_boxes_are_the_elements_of_a_slice(case: Any, data: st.DataObject) -> No
     piece = whole
     for cut in found:
         piece = cut.of(piece)
-    region = Region.of(tuple(piece.shape), found)
+    region = LeafRegion.of(tuple(piece.shape), found)
     region.check()
     assert (region.shape, region.numel) == (shape, piece.numel())
     dims = sorted({*region.dims, *data.draw(st.sets(st.integers(0, len(shape) - 1)))})
@@ -70,20 +70,20 @@ def test_all_slices_are_the_whole_leaf(case: Any) -> None:
     grid: list[list[LeafSlice]] = [[]]
     for cut in found:
         grid = [[*row, LeafSlice(cut.dim, cut.size, cut.ranges_by_rank, rank)] for row in grid for rank in range(n)]
-    regions = list(dict.fromkeys(Region.of(tuple(piece.shape), row) for row in grid))
+    regions = list(dict.fromkeys(LeafRegion.of(tuple(piece.shape), row) for row in grid))
     assert fault(shape, regions) is None
     if len(regions) > 1:
         assert "nothing at" in str(fault(shape, regions[1:]))
-        assert "overlap" in str(fault(shape, [*regions, Region(shape)]))
+        assert "overlap" in str(fault(shape, [*regions, LeafRegion(shape)]))
 
 
 def test_regions_that_cannot_be_are_refused() -> None:
     for ranges in (((1, ((0, 7),)),), ((1, ((3, 3),)),), ((1, ((0, 4), (2, 6))),), ((1, ((4, 2),)),), ((2, ((0, 1),)),)):
         with pytest.raises(ValueError, match=r"ranges of|not dims of"):
-            Region((4, 6), ranges).check()
+            LeafRegion((4, 6), ranges).check()
 
 
 def test_more_edges_than_any_plan_makes_are_no_plan() -> None:
     """A manifest from elsewhere does not fill the memory."""
     many = tuple((2 * i, 2 * i + 1) for i in range(3000))
-    assert "edges" in str(fault((6000, 6000), [Region((6000, 6000), ((0, many), (1, many)))]))
+    assert "edges" in str(fault((6000, 6000), [LeafRegion((6000, 6000), ((0, many), (1, many)))]))
