@@ -12,7 +12,7 @@ from functional_ds import comm
 from functional_ds import pipelining as pp
 from functional_ds import transforms as T
 from tests.transforms.parallel.mixture import PATTERN, batch, layer, loss, params
-from tests.transforms.parallel.test_experts import assert_same, on_ranks, trained
+from tests.transforms.parallel.test_experts import TOLERANCE, assert_same, on_ranks, trained
 
 STAGES = (0, 1, 2, 3)
 
@@ -139,23 +139,40 @@ def test_whole_params_are_those_of_any_step() -> None:
     assert comm.simulate(program, world_size=2) == [[True, True]] * 2
 
 
-def test_a_checkpoint_of_the_same_mesh(tmp_path: Path) -> None:
-    """It goes on as if there had been none."""
+@pytest.mark.law(50)
+@pytest.mark.parametrize(
+    ("before", "after"), [((2, 2, 2), (2, 2, 2)), ((1, 2, 2), (3, 1, 4)), ((3, 1, 4), (0, 2, 2)), ((0, 1, 2), (1, 1, 1))]
+)
+def test_a_checkpoint_goes_to_any_other_mesh(before: Any, after: Any, tmp_path: Path) -> None:
+    """From any stage, edp and ep to any other; AdamW, masters and averages go on as if there had been none."""
 
-    def program() -> Any:
-        mesh = comm.mesh(dp=4).split("dp", edp=2, ep=2)
+    def begin(stage: int, edp: int, ep: int) -> Any:
+        mesh = comm.mesh(dp=edp * ep).split("dp", edp=edp, ep=ep)
         dp = mesh["edp", "ep"]
-        chain = T.zero(2, dp), T.experts(PATTERN, mesh["ep"], edp=mesh["edp"])
-        step = fds.compose(*chain)(fds.train_step(lambda p, b: loss(p, b, mesh["ep"]), fds.adamw(1e-2)))
-        mine = tuple(x.tensor_split(4)[dp.rank] for x in batch(8))
-        state, _ = step(step.init(params()), mine)
-        fds.save(state, tmp_path)
-        state, _ = step(state, mine)
-        other, _ = step(fds.load(tmp_path, like=step.init(params())), mine)
-        return step.params(state), step.params(other)
+        chain = [T.ema(0.5), T.zero(stage, dp), T.experts(PATTERN, mesh["ep"], edp=mesh["edp"])]
+        step = fds.compose(*chain)(fds.train_step(lambda p, b: loss(p, b, mesh["ep"]), fds.adamw(1e-2, eps=1e-4)))
+        return step, step.init(params()), tuple(x.tensor_split(dp.size)[dp.rank] for x in batch(8))
 
-    for one, other in comm.simulate(program, world_size=4):
-        assert all(torch.equal(one[path], other[path]) for path in one)
+    def save() -> None:
+        step, state, mine = begin(*before)
+        state, _ = step(state, mine)
+        fds.save(state, tmp_path)
+
+    def load() -> Any:
+        step, state, mine = begin(*after)
+        state, _ = step(fds.load(tmp_path, like=state), mine)
+        return step.params(state), T.averaged(step, state)
+
+    comm.simulate(save, world_size=before[1] * before[2])
+    alone = fds.compose(T.ema(0.5))(fds.train_step(loss, fds.adamw(1e-2, eps=1e-4)))
+    state = alone.init(params())
+    for _ in range(2):
+        state, _ = alone(state, batch(8))
+    expected = alone.params(state), T.averaged(alone, state)
+    for found in comm.simulate(load, world_size=after[1] * after[2]):
+        for ours, theirs in zip(found, expected, strict=True):
+            for path, leaf in theirs.items():
+                torch.testing.assert_close(ours[path], leaf, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def on_two_processes() -> Any:

@@ -175,25 +175,25 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
     (biases_are_one_devices, 2, 2, True): [
         Bug(
             "a recomputation counts again",
-            "transforms.parallel.balance",
+            "transforms.parallel.load_balance",
             "if counting is not None and backward_pass() < 0:",
             "if counting is not None:",
         ),
         Bug(
             "the last micro-batch counts alone",
-            "transforms.parallel.balance",
+            "transforms.parallel.load_balance",
             "found = Demands(dict(slot.demand))",
             "found = Demands()",
         ),
         Bug(
             "each rank counts for itself",
-            "transforms.parallel.balance",
+            "transforms.parallel.load_balance",
             "demand = step.sum_over_ranks(state, slot.demand)",
             "demand = slot.demand",
         ),
         Bug(
             "a bias follows the load",
-            "transforms.parallel.balance",
+            "transforms.parallel.load_balance",
             "(demand.sum() - len(demand) * demand)",
             "(len(demand) * demand - demand.sum())",
         ),
@@ -201,7 +201,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
     (test_balance.test_a_skipped_update_moves_no_bias, "after"): [
         Bug(
             "a skipped update moves biases",
-            "transforms.parallel.balance",
+            "transforms.parallel.load_balance",
             'skip = metrics["skipped"] > 0 if skip is None and "skipped" in metrics else skip',
             "skip = skip",
         ),
