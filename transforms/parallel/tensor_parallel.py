@@ -209,7 +209,7 @@ class _TensorParallel:
             raise RuntimeError(
                 "tensor_parallel: the loss drew from torch's random generator (nn.Dropout in training?); on slices the ranks' "
                 "masks would not be the single device's. Set its probability to 0, or draw by the step's Key: "
-                "key.dropout(x, p, name, places=...)"
+                "key.dropout(x, p, name, places=fds.tp.places(x, dim))"
             )
         modules = _cuts(state).in_modules
         if modules and not calls.seen and not step.has(Trait.PIPELINES):
