@@ -18,6 +18,7 @@ from functional_ds.parallel.tensor.words import Plan, word_of
 from functional_ds.sharding.leaf_map import LeafMap, LeafShard
 from functional_ds.sharding.leaf_slice import LeafSlice
 from functional_ds.sharding.sources import is_deferred, sliced
+from functional_ds.state_dict.fingerprint import fingerprints
 from functional_ds.step.axes import with_axis
 from functional_ds.step.compose import wrap
 from functional_ds.step.phases import innermost
@@ -63,7 +64,8 @@ def tensor_parallel(plan: Plan, group: comm.Group | None = None, *, sequence_dim
 
     Cost: a layer of attention and MLP sends two all-reduces forward and two backward, of one activation each; with
     ``"sequence_parallel"`` as many all-gathers and reduce-scatters, and the same elements. A step adds one all-reduce of the
-    gradients of replicated leaves that are used on slices, one among the ranks that share heads, and a few scalars.
+    gradients of replicated leaves that are used on slices, one among the ranks that share heads, and a few scalars; the first
+    step compares the ranks' batches.
 
     Put it after ``zero`` and ``pipeline``, whose ranks lie along other axes. ``init`` takes rank 0's params. Optimizers that
     look at whole leaves (``lamb``, ``muon``) refuse slices. Torch's own random draws (``nn.Dropout``) are refused: a rank would
@@ -76,7 +78,8 @@ def tensor_parallel(plan: Plan, group: comm.Group | None = None, *, sequence_dim
 
     Raises:
         ValueError: a key matches no path, or two the same; a word is unknown; a size or a number of heads does not divide by
-            the ranks; another transform has cut a leaf along the dim; the group shares ranks with ZeRO's.
+            the ranks; another transform has cut a leaf along the dim; the group shares ranks with ZeRO's; in the first
+            step: the ranks' batches differ.
         TypeError: ``group`` is no group.
         RuntimeError: when the step runs: the loss draws from torch's generator.
 
@@ -101,7 +104,7 @@ def tensor_parallel(plan: Plan, group: comm.Group | None = None, *, sequence_dim
 
 
 @attrs.define(eq=False)
-class _Known:
+class _KnownCuts:
     """A plan's cuts in the state: not compared with another state's structure.
 
     Attributes:
@@ -113,19 +116,19 @@ class _Known:
     calls: TensorCalls | None = None
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Known)
+        return isinstance(other, _KnownCuts)
 
     __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> Any:
-        return _Known, (self.cuts,)
+        return _KnownCuts, (self.cuts,)
 
 
 @tree.record
 class TensorSlices:
     """What this transform keeps in its slot: which leaves are slices."""
 
-    known: _Known = tree.static()
+    known: _KnownCuts = tree.static()
 
 
 @attrs.frozen(eq=False)
@@ -158,7 +161,7 @@ class _TensorParallel:
         """The inner state of slices."""
         group = self.ranks()
         cuts = cuts_of(params, self.plan, group)
-        slot = TensorSlices(_Known(cuts))
+        slot = TensorSlices(_KnownCuts(cuts))
         leaves = [_sliced(path, leaf, cuts.slices.get(path), group) for path, leaf in tree.named(params)]
         state: State = inner(step, tree.unflatten(tree.structure(params), leaves)).put(**{_SLOT: slot})
         _check_axes(group, step.leaf_map(state))
@@ -184,6 +187,8 @@ class _TensorParallel:
         """The inner forward, with the layers that the plan cuts run in their ways, and the group as ``axis("tp")``."""
         tape, group = current_tape(), self.ranks()
         run = with_axis("tp", group, function)
+        if state.batch is None and group.size > 1 and not step.has(Trait.PIPELINES):
+            _check_batch(batch, group)
         if tape is None:
             return inner(step, state, run, batch)
         calls = self._calls(state)
@@ -198,7 +203,7 @@ class _TensorParallel:
             raise RuntimeError(
                 "tensor_parallel: the loss drew from torch's random generator (nn.Dropout in training?); on slices the ranks' "
                 "masks would not be the single device's. Set its probability to 0, or draw by the step's Key: "
-                "key.dropout(x, p, name, places=...)"
+                "key.dropout(x, p, name, places=fds.tp.places(x, dim))"
             )
         modules = _cuts(state).in_modules
         if modules and not calls.seen and not step.has(Trait.PIPELINES):
@@ -209,7 +214,7 @@ class _TensorParallel:
         return found
 
     def _calls(self, state: State) -> TensorCalls:
-        known: _Known = state.slots[_SLOT].known
+        known: _KnownCuts = state.slots[_SLOT].known
         if known.calls is None:
             known.calls = TensorCalls(self.plan, self.ranks(), self.sequence_dim)
         return known.calls
@@ -272,6 +277,21 @@ def _check_axes(group: comm.Group, parts: LeafMap) -> None:
             f"tensor_parallel: its group {group.name!r} and that of zero share the ranks {sorted(other)}: they must lie along "
             "two axes of a mesh, mesh['tp'] and mesh['dp'] of comm.mesh(dp=..., tp=...)"
         )
+
+
+def _check_batch(batch: Any, group: comm.Group) -> None:
+    """Refuses batches that differ over the group, before the first step."""
+    known = [x.detach().flatten() for x in tree.leaves(batch) if isinstance(x, Tensor) and x.layout == torch.strided]
+    if known and not any(x.is_meta for x in known):
+        own = torch.tensor(fingerprints(known), device=group.world.device)
+        told = comm.all_gather(own, group.channel("control"), tiled=False)
+        others = [rank for rank, row in enumerate(told) if not torch.equal(row, told[0])]
+        if others:
+            raise ValueError(
+                f"tensor_parallel: the ranks {[group.ranks[rank] for rank in others]} have another batch than rank "
+                f"{group.ranks[0]}: all ranks of {group.name!r} compute the same rows; only data-parallel ranks, "
+                "mesh['dp'].rank of mesh['dp'].size, have rows of their own"
+            )
 
 
 def _draws(state: State) -> list[Tensor]:

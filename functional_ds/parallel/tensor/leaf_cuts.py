@@ -34,7 +34,7 @@ class Cuts:
 
 
 @attrs.frozen
-class _Place:
+class _LeafPlace:
     """Where a leaf stands in a module: a tied leaf has several places."""
 
     module: nn.Module | None
@@ -83,14 +83,14 @@ def cuts_of(params: Any, plan: Plan, group: comm.Group) -> Cuts:
     return Cuts(slices, frozenset(summed - slices.keys()), frozenset(in_modules))
 
 
-def _places(path: str, leaf: Tensor) -> list[_Place]:
+def _places(path: str, leaf: Tensor) -> list[_LeafPlace]:
     known = module_of(leaf)
     if known is None:
-        return [_Place(None, path, *_parted(path))]
+        return [_LeafPlace(None, path, *_parted(path))]
     apply, name = known
     module: nn.Module = apply.module
     every = dict(module.named_parameters(remove_duplicate=False))
-    return [_Place(module, each, *_parted(each)) for each, parameter in every.items() if parameter is every[name]]
+    return [_LeafPlace(module, each, *_parted(each)) for each, parameter in every.items() if parameter is every[name]]
 
 
 def _parted(path: str) -> tuple[str, str]:
@@ -103,7 +103,7 @@ def _dims(plan: Plan, path: str) -> Iterator[tuple[str, int]]:
     yield from ((key, dim) for key, dim in plan.items() if isinstance(dim, int) and re.search(key, path))
 
 
-def _claims(plan: Plan, place: _Place) -> Iterator[tuple[str, str | Packed]]:
+def _claims(plan: Plan, place: _LeafPlace) -> Iterator[tuple[str, str | Packed]]:
     """The keys that mean this place: its module, the leaf itself, or, where all below a module is meant, one above it."""
     for key, value in plan.items():
         if isinstance(value, int):
@@ -118,7 +118,7 @@ def _above(path: str) -> list[str]:
     return [".".join(parts[:count]) for count in range(1, len(parts))]
 
 
-def _twice(plan: Plan, path: str, places: Sequence[_Place]) -> bool:
+def _twice(plan: Plan, path: str, places: Sequence[_LeafPlace]) -> bool:
     """Whether two keys cut the leaf at one place, or a word and a regular expression do."""
     regexes = len(list(_dims(plan, path)))
     words = [sum(bool(word_of(value).cuts) for _, value in _claims(plan, place)) for place in places]
@@ -131,7 +131,7 @@ def _size(path: str, leaf: Tensor, dim: int) -> int:
     return leaf.shape[dim]
 
 
-def _dim(word: Word, leaf: Tensor, place: _Place) -> int | None:
+def _dim(word: Word, leaf: Tensor, place: _LeafPlace) -> int | None:
     """The dim of a leaf that a word cuts; None where the leaf stays whole."""
     turned = is_transposed(_owner(place))
     if leaf.dim() < 2:
@@ -142,7 +142,7 @@ def _dim(word: Word, leaf: Tensor, place: _Place) -> int | None:
     return {"outputs": outputs, "inputs": inputs, "rows": outputs, "features": inputs}[word.cuts]
 
 
-def _slice(place: _Place, leaf: Tensor, dim: int, value: str | Packed, group: comm.Group) -> LeafSlice:
+def _slice(place: _LeafPlace, leaf: Tensor, dim: int, value: str | Packed, group: comm.Group) -> LeafSlice:
     """This rank's slice; whole heads where the layer is an attention's."""
     packed = value if isinstance(value, Packed) else Packed(word_of(value).packed or 1)
     sizes = packed.blocks(leaf.shape[dim])
@@ -172,7 +172,7 @@ def _even(path: str, leaf: Tensor, dim: int, sizes: Sequence[int], group: comm.G
     return LeafSlice.even(dim % leaf.dim(), sizes, group.size, group.rank)
 
 
-def _owner(place: _Place) -> nn.Module | None:
+def _owner(place: _LeafPlace) -> nn.Module | None:
     return None if place.module is None else place.module.get_submodule(place.owner)
 
 
@@ -184,18 +184,18 @@ def is_transposed(module: nn.Module | None) -> bool:
 # -- heads --------------------------------------------------------------------------------------------------------------
 
 
-def _attention(place: _Place) -> nn.Module | None:
+def _attention(place: _LeafPlace) -> nn.Module | None:
     above = _parted(place.owner)[0]
     return None if place.module is None or not place.owner else place.module.get_submodule(above)
 
 
-def _head_size(place: _Place) -> int | None:
+def _head_size(place: _LeafPlace) -> int | None:
     """The size of a head, where the layer is a part of an attention that says so."""
     size = getattr(_attention(place), "head_dim", None)
     return size if isinstance(size, int) and size > 0 else None
 
 
-def _is_kv(place: _Place, count: int) -> bool:
+def _is_kv(place: _LeafPlace, count: int) -> bool:
     attention = _attention(place)
     found = None if attention is None else kv_groups(attention)
     return found is not None and count == heads_of(attention) // found
@@ -217,7 +217,7 @@ def heads_of(attention: nn.Module | None) -> int:
 # -- what a plan leaves over ----------------------------------------------------------------------------------------------
 
 
-def _check_used(plan: Plan, used: Iterable[str], places: Sequence[_Place], n: int) -> None:
+def _check_used(plan: Plan, used: Iterable[str], places: Sequence[_LeafPlace], n: int) -> None:
     known = {name: None for place in places for name in (place.path, place.owner)}
     modules = {id(place.module): place.module for place in places if place.module is not None}
     inside = {path: module for each in modules.values() for path, module in each.named_modules()}
@@ -234,7 +234,11 @@ def _check_used(plan: Plan, used: Iterable[str], places: Sequence[_Place], n: in
 
 
 def _check_tokenwise(
-    plan: Plan, everywhere: Sequence[_Place], dims: Mapping[str, int], places: Mapping[str, Sequence[_Place]], slices: Any
+    plan: Plan,
+    everywhere: Sequence[_LeafPlace],
+    dims: Mapping[str, int],
+    places: Mapping[str, Sequence[_LeafPlace]],
+    slices: Any,
 ) -> None:
     """Refuses layers that would see a part of the sequence, unless the plan says that they act on each token alone."""
     lists = [key for key, value in plan.items() if value == "sequence_parallel"]

@@ -177,6 +177,18 @@ def test_a_module_that_the_loss_goes_around_is_refused() -> None:
     assert apply.module is not None
 
 
+def test_batches_that_differ_are_refused() -> None:
+    """Before the first step: all ranks of the group compute the same rows."""
+    apply, params = fds.functional(net())
+
+    def program() -> None:
+        step = T.tensor_parallel(PLAN)(fds.train_step(lambda p, ids: apply(p, ids).sum(), fds.sgd(0.1)))
+        step(step.init(params), torch.arange(8).chunk(comm.world().size)[comm.world().rank])
+
+    with pytest.raises(ValueError, match=r"the ranks \[1\] have another batch than rank 0"):
+        comm.simulate(program, world_size=2)
+
+
 def test_axes_and_claims() -> None:
     """A group that shares ranks with ZeRO's, and two transforms that cut one leaf."""
     params = {"w": torch.ones(4, 4)}

@@ -12,7 +12,7 @@ from tests.parallel.tensor.test_plans import draws_are_refused
 from tests.planting import Bug, planted
 from tests.transforms.parallel import test_tensor_modules
 from tests.transforms.parallel.test_tensor_modules import Run, sends
-from tests.transforms.parallel.test_tensor_parallel import ranks_may_begin_otherwise
+from tests.transforms.parallel.test_tensor_parallel import draws_agree, ranks_may_begin_otherwise
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -22,6 +22,7 @@ PIECES = "parallel.tensor.sequence_products"
 LOSS = "parallel.tensor.vocabulary"
 CUTS = "parallel.tensor.leaf_cuts"
 CALLS = "parallel.tensor.module_calls"
+DRAWS = "parallel.tensor.slice_draws"
 STEP = "transforms.parallel.tensor_parallel"
 
 dense = Block(2)
@@ -115,6 +116,11 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
     ],
     (draws_are_refused,): [
         Bug("ranks draw masks of their own", STEP, "if tape.records and group.size > 1 else []", "if False else []"),
+    ],
+    (draws_agree, 2, 1, True, 1): [
+        Bug(
+            "every rank draws the first features' mask", DRAWS, "range(here.rank * size, (here.rank + 1) * size)", "range(size)"
+        ),
     ],
     (ranks_may_begin_otherwise,): [
         Bug("ranks begin with their own leaves", STEP, "comm.broadcast(leaf.detach(), 0, group)", "leaf.detach().clone()"),

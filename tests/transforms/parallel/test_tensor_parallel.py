@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import functional_ds as fds
 from functional_ds import comm, transforms
 from functional_ds import pipelining as pp
+from functional_ds.step.axes import axis
 from tests.transforms.rules import assert_close
 
 TOLERANCE = 2e-5
@@ -174,6 +175,55 @@ def test_processes_give_the_bits_of_the_simulator() -> None:
         for name, leaf in alone[2].items():
             assert torch.equal(here[2][name], there[2][name])
             assert_close(here[2][name], leaf, TOLERANCE)
+
+
+def draws_agree(tp: int, dp: int, sequence: bool, accumulate: int) -> None:
+    """Law 49."""
+    generator = torch.Generator().manual_seed(4)
+    params = {"up": torch.randn(8, 4, generator=generator), "down": torch.randn(4, 8, generator=generator)}
+    batch = torch.randn(4, 4, 4, generator=generator)
+
+    def loss(p: Any, x: Tensor, key: fds.Key | None) -> Tensor:
+        """Residual dropout between blocks, and dropout of hidden features."""
+        cut: dict[str, Any] = {"sequence_dim": 1} if sequence else {}
+        group = None if comm.world().size > 1 else comm.world()
+        here = comm.world() if group else axis("tp")
+        x = x.chunk(here.size, 1)[here.rank] if sequence else x
+        between = fds.tp.places(x, 1, group=group) if sequence else None
+        x = x if key is None else key.dropout(x, 0.5, "x", places=between)
+        hidden = fds.tp.column(x, p["up"], group=group, **cut)
+        hidden = hidden if key is None else key.dropout(hidden, 0.5, "hidden", places=fds.tp.places(hidden, -1, group=group))
+        y = fds.tp.row(hidden.tanh(), p["down"], group=group, **cut)
+        y = y if key is None else key.dropout(x + y, 0.5, "y", places=between)
+        return (comm.gather_from(y, here, dim=1) if sequence else y).square().mean()
+
+    def program(*, alone: bool = False) -> Any:
+        mesh = comm.mesh(dp=1 if alone else dp, tp=1 if alone else tp)
+        plan = {"up": "colwise", "down": "rowwise"}
+        strategy = (
+            transforms.zero(2, mesh["dp"]),
+            transforms.accumulate(accumulate),
+            transforms.tensor_parallel(plan, mesh["tp"]),
+        )
+        step = fds.compose(*([] if alone else strategy))(fds.train_step(loss, fds.sgd(0.1), seed=7))
+        state, found = step.init(params), []
+        for _ in range(2):
+            state, metrics = step(state, batch if alone else batch.chunk(dp)[mesh["dp"].rank])
+            found.append(metrics["loss"].item())
+        return found, step.params(state)
+
+    expected = program(alone=True)
+    for found, params_of_rank in comm.simulate(program, world_size=dp * tp):
+        assert found == pytest.approx(expected[0], rel=TOLERANCE)
+        assert_close(params_of_rank, expected[1], TOLERANCE)
+
+
+@pytest.mark.law(49)
+@settings(max_examples=settings.default.max_examples // 2)
+@given(tp=st.sampled_from((1, 2, 4)), dp=st.sampled_from((1, 2)), sequence=st.booleans(), accumulate=st.sampled_from((1, 2)))
+def test_draws_on_slices_are_one_devices(tp: int, dp: int, sequence: bool, accumulate: int) -> None:
+    """Dropout of features that are cut, and of activations between blocks, whole or cut along the sequence."""
+    draws_agree(tp, dp, sequence, accumulate)
 
 
 def ranks_may_begin_otherwise() -> None:
