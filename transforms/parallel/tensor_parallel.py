@@ -10,14 +10,14 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.device import in_use, rng_state
-from functional_ds.base.marks import like_marked, mark_part, mark_slices, part_of
+from functional_ds.base.marks import like_marked, mark_part, mark_slices, part_of, slices_of
 from functional_ds.base.weighted import Weighted
 from functional_ds.parallel.tensor.leaf_cuts import Cuts, cuts_of
 from functional_ds.parallel.tensor.module_calls import TensorCalls
 from functional_ds.parallel.tensor.words import Plan, word_of
 from functional_ds.sharding.leaf_map import LeafMap, LeafShard
-from functional_ds.sharding.leaf_slice import LeafSlice, mark_slice
-from functional_ds.sharding.sources import from_source, home, is_deferred, values_of
+from functional_ds.sharding.leaf_slice import LeafSlice
+from functional_ds.sharding.sources import is_deferred, sliced
 from functional_ds.state_dict.fingerprint import fingerprints
 from functional_ds.step.axes import with_axis
 from functional_ds.step.compose import wrap
@@ -149,7 +149,6 @@ class _TensorParallel:
             params=self.params,
             norm=self.norm,
             finite=self.finite,
-            leaf_map=self.leaf_map,
         )
 
     def ranks(self) -> comm.Group:
@@ -164,10 +163,7 @@ class _TensorParallel:
         cuts = cuts_of(params, self.plan, group)
         slot = TensorSlices(_KnownCuts(cuts))
         leaves = [_sliced(path, leaf, cuts.slices.get(path), group) for path, leaf in tree.named(params)]
-        known = step.wrapped(
-            "slices", leaf_map=lambda inner, step, state: inner(step, state.put(**{_SLOT: slot}))
-        )  # the state that the inner init makes has none yet
-        state: State = inner(known, tree.unflatten(tree.structure(params), leaves)).put(**{_SLOT: slot})
+        state: State = inner(step, tree.unflatten(tree.structure(params), leaves)).put(**{_SLOT: slot})
         _check_axes(group, step.leaf_map(state))
         return state
 
@@ -180,17 +176,10 @@ class _TensorParallel:
             if cut is None:
                 return leaf
             rows = comm.all_gather(leaf.detach(), group, tiled=False)
-            return mark_slices(like_marked(cut.whole(list(rows.unbind())), leaf), ())
+            others = tuple(other for other in slices_of(leaf) if other.dim != cut.dim)
+            return mark_slices(like_marked(cut.whole(list(rows.unbind())), leaf), others)
 
         return tree.unflatten(tree.structure(found), [whole(path, leaf) for path, leaf in tree.named(found)])
-
-    def leaf_map(self, inner: Any, step: Step, state: State) -> LeafMap:
-        """Which of the leaves are slices."""
-        found: LeafMap = inner(step, state)
-        slices = _cuts(state).slices
-        ways = [len(slices[leaf.path].first_holders) if leaf.path in slices else 1 for leaf in found.leaves]
-        leaves = (attrs.evolve(leaf, slices=leaf.slices * n) for leaf, n in zip(found.leaves, ways, strict=True))
-        return attrs.evolve(found, leaves=tuple(leaves))
 
     # -- how the loss runs -------------------------------------------------------------------------------------------------
 
@@ -268,22 +257,15 @@ def _cuts(state: State) -> Cuts:
 
 def _sliced(path: str, leaf: Tensor, cut: LeafSlice | None, group: comm.Group) -> Tensor:
     """This rank's slice of rank 0's leaf; every rank reads deferred ones itself."""
-    deferred = is_deferred(leaf)
-    if not deferred and group.size > 1 and not leaf.is_meta:
+    if not is_deferred(leaf) and group.size > 1 and not leaf.is_meta:
         leaf = like_marked(comm.broadcast(leaf.detach(), 0, group), leaf)
     if cut is None:
         return leaf
 
-    def own(whole: Tensor) -> Tensor:
-        return cut.of(whole.detach()).contiguous()
-
-    piece = like_marked(own(leaf), leaf)
-    if deferred:  # its values are read where they are stored; a slice of them are the slice's
-        piece = from_source(piece, lambda path: own(values_of(leaf)), device=home(leaf))
     sharers = len(cut.sharers)
     parts = (part_of(leaf), _SLICED, f"on {sharers} ranks each" if sharers > 1 else None)
     try:
-        return mark_slice(mark_part(piece, ", ".join(filter(None, parts))), cut)
+        return mark_part(sliced(leaf, cut), ", ".join(filter(None, parts)))
     except ValueError as error:
         raise ValueError(f"plan: {path!r}: {error}") from None
 
