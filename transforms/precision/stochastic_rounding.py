@@ -33,7 +33,7 @@ def round_stochastically(wide: Tensor, uniform: Tensor) -> Tensor:
 class Draws:
     """The uniform numbers for one update.
 
-    Laws 29, 49: an element's number depends on the seed, the step, the leaf and the place in the whole leaf, not on how leaves are
+    Laws 29, 49: an element's number depends on the seed, the step, the leaf and the place in the whole leaf, however leaves are
     cut.
 
     Attributes:
