@@ -244,7 +244,7 @@ def save(
 ) -> str:
     """Writes the state as the checkpoint ``tag`` in the folder ``path``, and returns the tag once it is published.
 
-    Law 37: ``load_M ∘ save_N = id``, bitwise, for any numbers of ranks N and M, stages, units and meshes.
+    Laws 37 and 50: ``load_M ∘ save_N = id``, bitwise, for any numbers of ranks N and M, stages, units, meshes and slices.
 
     Collective over ``group``. One of the ranks that have an element writes it, straight from the state's memory; beside that a
     rank needs a few MB. A checkpoint of the same tag is replaced. Whatever fails meanwhile, earlier checkpoints can be loaded.
