@@ -65,8 +65,8 @@ def load(
 ) -> Any:
     """The saved state as a value of ``like``'s structure: with its ranks, stage, units, precision and devices.
 
-    Laws 37 and 50: ``load_M ∘ save_N = id``, bitwise, slices included; ``run(k + j) = run(j) ∘ load ∘ save ∘ run(k)``, bitwise at
-    equal n.
+    Laws 37 and 50: ``load_M ∘ save_N = id``, bitwise, slices included;
+    ``run(k + j) = run(j) ∘ load ∘ save ∘ run(k)``, bitwise at equal n.
 
     Collective over ``group``. Each rank reads and checks the blocks of 1 MiB that contain its own elements; nothing is
     unpickled. If the precision differs, a leaf is read from the most exact form that was saved, and floating tensors are cast.
