@@ -1,6 +1,8 @@
 """Transforms: functions from steps to steps, for data parallelism, precision, memory and schedules."""
 
 from functional_ds.base.optional import optional
+from functional_ds.transforms.parallel.experts import Experts, experts
+from functional_ds.transforms.parallel.load_balance import balance
 from functional_ds.transforms.parallel.tensor_parallel import tensor_parallel
 from functional_ds.transforms.precision.loss_scale import DynamicScale, LossScale, NoScale, StaticScale
 from functional_ds.transforms.precision.mixed_precision import mixed_precision
@@ -26,6 +28,7 @@ with optional("functional_ds.pipelining", "functional_ds.transforms.pipeline"):
 
 __all__ = [
     "DynamicScale",
+    "Experts",
     "LossScale",
     "NoScale",
     "OffloadError",
@@ -34,9 +37,11 @@ __all__ = [
     "Zero",
     "accumulate",
     "averaged",
+    "balance",
     "clip",
     "compressed_gradients",
     "ema",
+    "experts",
     "local_gradients",
     "mixed_precision",
     "offload",

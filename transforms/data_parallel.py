@@ -6,7 +6,7 @@ import attrs
 
 from functional_ds import comm
 from functional_ds.base import tree
-from functional_ds.base.marks import is_trainable, like_marked
+from functional_ds.base.marks import is_trainable, like_marked, sharers_of
 from functional_ds.step.buffer_sync import synced
 from functional_ds.step.state import State
 from functional_ds.step.step import Step
@@ -47,9 +47,15 @@ class Replicas:
         """Rank 0's params, on every rank.
 
         Raises:
-            ValueError: the ranks' params differ in structure.
+            ValueError: the ranks' params differ in structure, or some leaf is not the same on all ranks.
         """
         group = self.ranks()
+        for path, leaf in tree.named(params):
+            if sharers_of(leaf) is not None:
+                raise ValueError(
+                    f"params: the leaf {path!r} holds other experts on other ranks of {group.name!r}, and this transform keeps "
+                    "all params the same on all ranks; use T.zero(0, ...) in its place"
+                )
         shapes = [(path, tuple(leaf.shape), str(leaf.dtype), is_trainable(leaf)) for path, leaf in tree.named(params)]
         differ, mend = "other leaves, shapes, dtypes or frozen leaves", "build the same model on every rank"
         comm.agree(shapes, group, what="params", differ=differ, mend=mend)

@@ -3,9 +3,12 @@
 Leaves are grouped into *units*, which are gathered as one (FSDP's units), and within a unit into *segments*. A segment is one
 flat tensor (FSDP's flat parameter): it holds leaves of one dtype with equal marks, so all are trained or all are frozen. It is
 padded to a multiple of n and cut into n contiguous shards.
+
+Leaves that are the same on some of the ranks alone, as experts are, lie in units of their own. Their segments are cut into as
+many shards as ranks hold the same leaf.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -14,12 +17,24 @@ import torch
 from torch import Tensor
 
 from functional_ds.base import tree
-from functional_ds.base.marks import is_dtensor, is_trainable, like_marked, part_of, stored_in
+from functional_ds.base.marks import (
+    is_dtensor,
+    is_trainable,
+    like_marked,
+    mark_slices,
+    part_of,
+    sharers_of,
+    slices_of,
+    stored_in,
+)
 
 from .grouping import UnitOf, unit_names
+from .leaf_slice import LeafSlice
 from .sources import home, piece
 
 __all__ = ["Layout", "Segment", "Slot", "Unit", "shard", "unshard"]
+
+Blocks = tuple[tuple[int, ...], ...]
 
 _ALIGNMENT = 16  # bytes; every leaf of a flat tensor starts at a multiple of this, as vector loads want it
 
@@ -33,12 +48,14 @@ class Slot:
         offset: where it begins in the flat tensor.
         shape: its shape.
         numel: its number of elements.
+        slices: what this rank's leaf is of a whole one; ranks that share the layout may have other slices.
     """
 
     leaf: int
     offset: int
     shape: tuple[int, ...]
     numel: int
+    slices: tuple[LeafSlice, ...] = attrs.field(default=(), repr=False)
 
 
 @attrs.frozen
@@ -52,8 +69,10 @@ class Segment:
         slots: their places.
         shard: the elements of a rank's shard; if one rank owns the segment, of that rank's.
         size: the elements of the flat tensor: ``n * shard``, or ``shard`` if one rank owns the segment.
-        owner: the rank that has the whole segment; None if every rank has a shard.
+        owner: the rank that has the whole segment, or its place in each block; None if every rank has a shard.
         persistent: whether its params stay whole on every rank in stage 3, which gathers others at first touch.
+        sharers: where the leaves are the same on some of the n ranks alone: all ranks in blocks, those of a block share a
+            segment and have its shards in their order. None where all ranks share it.
     """
 
     unit: int
@@ -64,12 +83,30 @@ class Segment:
     size: int
     owner: int | None = None
     persistent: bool = False
+    sharers: Blocks | None = None
+
+    @property
+    def alone(self) -> bool:
+        """Whether no two ranks share it, so that there is nothing to gather or to reduce."""
+        return self.sharers is not None and len(self.sharers[0]) == 1
+
+    def place(self, rank: int) -> int:
+        """Which of the shards rank ``rank`` has."""
+        return rank if self.sharers is None else next(block.index(rank) for block in self.sharers if rank in block)
+
+    def holders(self, place: int) -> tuple[int, ...]:
+        """The ranks that have this shard: one in each block."""
+        return (place,) if self.sharers is None else tuple(block[place] for block in self.sharers)
 
     def cut(self, rank: int) -> tuple[int, int]:
         """The start and stop of rank ``rank``'s shard in the flat tensor."""
+        return self.bounds(self.place(rank))
+
+    def bounds(self, place: int) -> tuple[int, int]:
+        """The start and stop of a shard in the flat tensor."""
         if self.owner is None:
-            return rank * self.shard, (rank + 1) * self.shard
-        return (0, self.size) if rank == self.owner else (0, 0)
+            return place * self.shard, (place + 1) * self.shard
+        return (0, self.size) if place == self.owner else (0, 0)
 
     def own(self, flat: Tensor, rank: int) -> Tensor:
         """Rank ``rank``'s shard, as a view of the flat tensor."""
@@ -114,6 +151,11 @@ class Layout:
             f"{elements:,} elements, {self.n} shards)"
         )
 
+    @property
+    def has_sharers(self) -> bool:
+        """Whether some leaves are the same on a block of the ranks alone."""
+        return any(segment.sharers is not None for segment in self.segments)
+
     @staticmethod
     def of(
         params: Any,
@@ -122,6 +164,7 @@ class Layout:
         *,
         persistent: Callable[[Tensor], bool] = lambda leaf: False,
         owned: bool = False,
+        ranks: Sequence[int] | None = None,
     ) -> "Layout":
         """The layout of a tree. Leaves that are marked as different parts of the model lie in different units.
 
@@ -131,9 +174,11 @@ class Layout:
             unit_of: names the unit of a path, by default its block (``fds.units.by_block``).
             persistent: tells which leaves stay whole; they get segments of their own.
             owned: gives each whole unit to one rank: the largest unit first, each to the rank that owns least so far.
+            ranks: which rank of the world has which shard, for leaves that are marked with their sharers; None for 0 to n - 1.
 
         Raises:
             TypeError: a leaf is no tensor, or a DTensor.
+            ValueError: the sharers of a leaf are not these ranks.
         """
         leaves = tree.tensors(params, "params")
         paths = tuple(path for path, _ in tree.named(params))
@@ -145,21 +190,23 @@ class Layout:
                 )
         place = {path: index for index, path in enumerate(paths)}
         written = {path: leaves[place[path]] for path in tree.as_written(params)}  # as a model uses its leaves, more or less
-        members: dict[tuple[str | None, str], dict[_Kind, list[int]]] = {}
-        names = unit_names(unit_of, written)
+        members: dict[tuple[str | None, Blocks | None, str], dict[_Kind, list[int]]] = {}
+        names, shards = unit_names(unit_of, written), {rank: place for place, rank in enumerate(ranks or range(n))}
         for path, leaf in written.items():
             kind = leaf.dtype, is_trainable(leaf), stored_in(leaf), persistent(leaf)
-            members.setdefault((part_of(leaf), names[path]), {}).setdefault(kind, []).append(place[path])
-        owners = _owners([sum(leaves[i].nbytes for kind in kinds.values() for i in kind) for kinds in members.values()], n)
+            unit = part_of(leaf), _sharers(path, leaf, shards), names[path]
+            members.setdefault(unit, {}).setdefault(kind, []).append(place[path])
+        sizes = [sum(leaves[i].nbytes for kind in kinds.values() for i in kind) for kinds in members.values()]
+        owners = _owners(list(zip(sizes, (sharers for _, sharers, _ in members), strict=True)), n)
         units: list[Unit] = []
         segments: list[Segment] = []
-        for ((part, name), kinds), owner in zip(members.items(), owners, strict=True):
-            first = len(segments)
+        for ((part, sharers, name), kinds), owner in zip(members.items(), owners, strict=True):
+            first, count = len(segments), n if sharers is None else len(sharers[0])
             for (dtype, trainable, _, whole), indices in kinds.items():
                 slots, size = _slots(dtype, [(i, leaves[i]) for i in indices])
-                shard = size if owned else -(-size // n)
-                owned_by, size = (owner, size) if owned else (None, n * shard)
-                segments.append(Segment(len(units), dtype, trainable, slots, shard, size, owned_by, whole))
+                shard = size if owned else -(-size // count)
+                owned_by, size = (owner, size) if owned else (None, count * shard)
+                segments.append(Segment(len(units), dtype, trainable, slots, shard, size, owned_by, whole, sharers))
             units.append(Unit(name if part is None else f"{part}: {name}", tuple(range(first, len(segments)))))
         return Layout(n, tuple(units), tuple(segments), paths, tree.structure(params))
 
@@ -218,14 +265,16 @@ class Layout:
             low, high = max(slot.offset, start), min(slot.offset + slot.numel, stop)
             if high > low:
                 flat[low - start : high - start] = piece(leaf, low - slot.offset, high - slot.offset)
-        return like_marked(flat, like)
+        flat = like_marked(flat, like)
+        return mark_slices(flat, ()) if slices_of(like) else flat  # its slots have the slices
 
     def unflatten(self, flats: Sequence[Tensor]) -> Any:
         """The inverse of ``flatten``; the leaves share no memory with the flat tensors."""
         leaves: list[Tensor | None] = [None] * len(self.paths)
         for segment, flat in zip(self.segments, flats, strict=True):
             for slot, view in zip(segment.slots, segment.views(flat.detach()), strict=True):
-                leaves[slot.leaf] = like_marked(view.clone(), flat)
+                leaf = like_marked(view.clone(), flat)
+                leaves[slot.leaf] = mark_slices(leaf, slot.slices) if slot.slices else leaf
         return tree.unflatten(self.spec, leaves)
 
     def own(self, flats: Sequence[Tensor], rank: int) -> list[Tensor]:
@@ -243,16 +292,39 @@ def _slots(dtype: torch.dtype, members: list[tuple[int, Tensor]]) -> tuple[tuple
     for index, leaf in members:
         start = -(-end // step) * step
         end = start + leaf.numel()
-        slots.append(Slot(index, start, tuple(leaf.shape), leaf.numel()))
+        slots.append(Slot(index, start, tuple(leaf.shape), leaf.numel(), slices_of(leaf)))
     return tuple(slots), end
 
 
-def _owners(sizes: Sequence[int], n: int) -> list[int]:
-    """A rank for each size: the largest size first, each to the rank that owns least so far."""
+def _sharers(path: str, leaf: Tensor, shards: Mapping[int, int]) -> Blocks | None:
+    """A leaf's blocks of sharers, by their shards.
+
+    Raises:
+        ValueError: they are not the ranks that have the shards.
+    """
+    blocks = sharers_of(leaf)
+    if blocks is None:
+        return None
+    named = sorted(rank for block in blocks for rank in block)
+    if named != sorted(shards) or len({len(block) for block in blocks}) != 1:
+        raise ValueError(
+            f"params: the leaf {path!r} is shared within the blocks {[list(block) for block in blocks]} of ranks, but data "
+            f"parallelism is over the ranks {list(shards)}; all of these must be in blocks of one size: of experts, pass the "
+            "two axes into which mesh.split cuts that of zero"
+        )
+    return tuple(tuple(shards[rank] for rank in block) for block in blocks) if len(shards) > 1 else None
+
+
+def _owners(sizes: Sequence[tuple[int, Blocks | None]], n: int) -> list[int]:
+    """An owner for each size, or its place in each block of sharers: the largest size first, each to who owns least so far."""
     load, owners = [0] * n, [0] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        owners[index] = load.index(min(load))
-        load[owners[index]] += sizes[index]
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i][0]):
+        size, blocks = sizes[index]
+        columns = list(zip(*blocks, strict=True)) if blocks else [(rank,) for rank in range(n)]
+        heaviest = [max(load[rank] for rank in column) for column in columns]
+        owners[index] = heaviest.index(min(heaviest))
+        for rank in columns[owners[index]]:
+            load[rank] += size
     return owners
 
 
@@ -278,9 +350,11 @@ def shard(params: Any, layout: Layout, rank: int) -> list[Tensor]:
 
 
 def unshard(shards: Sequence[Sequence[Tensor]], layout: Layout) -> Any:
-    """The tree, from all ranks' shards in rank order; the inverse of ``shard``."""
+    """The tree, from all ranks' shards in rank order; the inverse of ``shard``. Leaves with sharers are the first block's."""
     if len(shards) != layout.n:
         raise ValueError(f"shards: {len(shards)} ranks' shards for a layout of {layout.n}")
-    return layout.unflatten(
-        [like_marked(torch.cat([p.detach() for p in pieces]), pieces[0]) for pieces in zip(*shards, strict=True)]
-    )
+    flats = []
+    for segment, pieces in zip(layout.segments, zip(*shards, strict=True), strict=True):
+        own = pieces if segment.sharers is None else [pieces[rank] for rank in segment.sharers[0]]
+        flats.append(like_marked(torch.cat([p.detach() for p in own]), own[0]))
+    return layout.unflatten(flats)

@@ -20,3 +20,4 @@ class Trait(Enum):
     RESIDENT_SLOT = auto()  # its slot must stay on the device
     PIPELINES = auto()  # runs stages on several ranks, each with its own leaves
     CASTS = auto()  # stores params in another dtype than the optimizer updates
+    CUTS_EXPERTS = auto()  # stores slices of experts over some of the data-parallel ranks

@@ -233,9 +233,9 @@ def test_a_newer_format(run: Path) -> None:
 
     path = run / "2" / MANIFEST
     rest = path.read_bytes().split(b"\n", 1)[1]
-    path.write_bytes(manifest._header(rest, 2) + rest)
+    path.write_bytes(manifest._header(rest, 3) + rest)
     for tag in ("2", None):
-        with pytest.raises(checkpointing.NewerFormatError, match="has the format 2, and this version"):
+        with pytest.raises(checkpointing.NewerFormatError, match="has the format 3, and this version"):
             load(run, tag)
 
 

@@ -1,5 +1,6 @@
 """Strategies that are refused: transforms and optimizers that would compute something else together."""
 
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -39,6 +40,19 @@ def slices() -> None:
     def program() -> None:
         mesh = comm.mesh(tp=2)
         made(T.tensor_parallel({"w": 1}, mesh["tp"]), rule=fds.lamb(0.1)).init(weights())
+
+    comm.simulate(program, world_size=2)
+
+
+def two_ranks(batch: Tensor | None, plan: Any = None) -> None:
+    """Dropout between two linears, cut over two ranks; without a batch each rank has its own."""
+    layers = nn.Sequential(OrderedDict(up=nn.Linear(3, 4), drop=nn.Dropout(0.5), down=nn.Linear(4, 3)))
+    apply, params = fds.functional(nn.Sequential(OrderedDict(layers=nn.Sequential(layers))))
+
+    def program() -> None:
+        cut = T.tensor_parallel(plan or {"up": "colwise", "down": "rowwise"})
+        step = made(cut, loss=lambda p, x: apply(p, x).square().mean())
+        step(step.init(params), rows() * comm.world().rank if batch is None else batch)
 
     comm.simulate(program, world_size=2)
 
@@ -176,11 +190,38 @@ REFUSALS = [
     Refusal(
         what="LAMB or Muon on slices of tensor parallelism",
         error=ValueError,
-        says="'w' is one of 2 slices, but lamb looks at whole leaves",
+        says="over 2 ranks, but lamb looks at whole leaves",
         advises="param_groups",
         why="Norms of slices are not the leaf's.",
         instead="Give those leaves another optimizer by `fds.param_groups`.",
         program=slices,
+    ),
+    Refusal(
+        what="`nn.Dropout` in training, between layers that tensor parallelism cuts",
+        error=RuntimeError,
+        says="the loss drew from torch's random generator",
+        advises=r"key.dropout\(x, p, name, places=fds.tp.places\(x, dim\)\)",
+        why="Each rank would draw another mask than a single device.",
+        instead="Draw by the step's `Key` with `fds.tp.places`, or set the probability to 0.",
+        program=lambda: two_ranks(rows()),
+    ),
+    Refusal(
+        what="tensor-parallel ranks with different batches",
+        error=ValueError,
+        says=r"the ranks \[1\] have another batch than rank 0",
+        advises="mesh\\['dp'\\].rank",
+        why="They compute parts of one batch's activations, whose sum would mean nothing.",
+        instead="Give rows by the place in `mesh['dp']`, and all ranks of `mesh['tp']` the same.",
+        program=lambda: two_ranks(None),
+    ),
+    Refusal(
+        what='a layer of a `"sequence_parallel"` list that the plan does not cut',
+        error=ValueError,
+        says="lies in a sequence_parallel list and is not cut",
+        advises="'replicated'} if it acts on each token alone",
+        why="It would see a part of the sequence.",
+        instead='Cut what it lies in, or say `"replicated"` if it acts on each token alone.',
+        program=lambda: two_ranks(rows(), {"layers": "sequence_parallel"}),
     ),
     Refusal(
         what="a loss that leaves params out, with an optimizer whose state is not per leaf",

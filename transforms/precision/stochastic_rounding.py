@@ -1,11 +1,14 @@
 """Stochastic rounding to bf16."""
 
+import math
+
 import attrs
 import torch
 from torch import Tensor
 
 from functional_ds.base.prng import Key
 from functional_ds.sharding.leaf_map import LeafMap
+from functional_ds.sharding.leaf_region import LeafRegion, grouped
 
 __all__ = ["Draws", "round_stochastically"]
 
@@ -30,7 +33,8 @@ def round_stochastically(wide: Tensor, uniform: Tensor) -> Tensor:
 class Draws:
     """The uniform numbers for one update.
 
-    Law 29: an element's number depends on the seed, the step, the leaf and the place in the leaf, not on how leaves are cut.
+    Laws 29, 49: an element's number depends on the seed, the step, the leaf and the place in the whole leaf, however leaves are
+    cut.
 
     Attributes:
         parts: what lies where in the tensors that the optimizer gets.
@@ -52,7 +56,11 @@ class Draws:
         for piece in self.parts.shards:
             if piece.tensor == which:
                 own = found.view(-1)[piece.start : piece.start + piece.numel]
-                self._fill(own, f"{name} of {self.parts.leaves[piece.leaf].path}", piece.offset)
+                leaf = self.parts.leaves[piece.leaf]
+                if leaf.region.ranges:
+                    self._fill_slice(own, f"{name} of {leaf.path}", piece.offset, leaf.region)
+                else:
+                    self._fill(own, f"{name} of {leaf.path}", piece.offset)
         return found
 
     def for_state(self, path: str, like: Tensor) -> Tensor:
@@ -69,6 +77,18 @@ class Draws:
 
     def _fits(self, which: int, like: Tensor) -> bool:
         return all(piece.start + piece.numel <= like.numel() for piece in self.parts.shards if piece.tensor == which)
+
+    def _fill_slice(self, own: Tensor, name: str, offset: int, region: LeafRegion) -> None:
+        shape, key = grouped(region.shape, region.dims), Key(self.key.seed, self.key.step, torch.zeros_like(self.key.step))
+        for start in range(offset, offset + own.numel(), _CHUNK):
+            for box in region.boxes(start, min(start + _CHUNK, offset + own.numel()), region.dims):
+                there = box.in_whole(shape)
+                at = torch.full((), there.place, dtype=torch.int64, device=own.device)
+                for size, stride in zip(there.shape, there.strides, strict=True):
+                    at = at[..., None] + torch.arange(size, device=own.device) * stride
+                room = torch.empty(at.numel(), device=own.device)
+                drawn = key.uniform(room, name, places={0: (at.reshape(-1), math.prod(shape))})
+                box.view(own, offset).copy_(drawn.view(box.shape))
 
     def _fill(self, own: Tensor, name: str, offset: int) -> None:
         for done in range(0, own.numel(), _CHUNK):

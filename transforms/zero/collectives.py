@@ -35,6 +35,8 @@ class Collectives:
     | aggregate="all_reduce" | the same | AR over the group, of which each rank keeps its shard |
     | aggregate="owner" | broadcast from the owner | reduce to the owner |
 
+    Leaves that only a block of the ranks shares, as experts are, travel within the block, in one level.
+
     A codec encodes params once, whatever the number of levels, so the loss of precision does not depend on it. Gradients are
     summed after each level and encoded anew.
 
@@ -64,18 +66,19 @@ class Collectives:
             shards: this rank's shards, ``[segment.shard]``.
             first_level: the result of ``gather_first_level`` for these shards, to skip that level.
         """
-        if segments[0].owner is not None:
-            return self._broadcast(segments, shards)
-        if not self.groups.levels:  # one rank's shards are whole, wherever they are
+        groups = self.groups.among(segments[0].sharers)
+        if not groups.levels:  # one rank's shards are whole, wherever they are
             return _done([shard.detach() for shard in shards])
-        first = self.gather_first_level(shards) if first_level is None else first_level
-        rest, lane = [self._next_level(level) for level in self.groups.levels[1:]], self.groups.levels[-1].channel("gather")
+        if segments[0].owner is not None:
+            return self._broadcast(segments, shards, groups.shards)
+        first = self._first_level(shards, groups) if first_level is None else first_level
+        rest, lane = [self._next_level(level) for level in groups.levels[1:]], groups.levels[-1].channel("gather")
         gathered = relay(first, *rest, lane=lane, device=shards[0].device)
         return gathered.then(lambda found: self._decoded(found, segments, shards))
 
     def gather_first_level(self, shards: Sequence[Tensor]) -> "comm.Pending[Any]":
         """The first level alone, encoded; any number of ``gather`` may use one result."""
-        return self._all_gather(self._encoded([shard.detach() for shard in shards]), self.groups.levels[0])
+        return self._first_level(shards, self.groups)
 
     def gather_all(self, segments: Sequence[Segment], stored: Sequence[Tensor], which: Sequence[int]) -> Flats:
         """All-gathers the segments listed in ``which``, up to two more in flight; returns ``stored`` with those whole."""
@@ -87,7 +90,7 @@ class Collectives:
             whole[i] = like_marked(flat, whole[i])
 
         for i in which:
-            if self.groups.levels or segments[i].owner is not None:
+            if self.groups.among(segments[i].sharers).levels:
                 in_flight.append(self.gather([segments[i]], [whole[i]]).then(partial(_numbered, i)))
             if len(in_flight) > 2:
                 arrive()
@@ -95,8 +98,11 @@ class Collectives:
             arrive()
         return whole
 
-    def _broadcast(self, segments: Sequence[Segment], shards: Sequence[Tensor]) -> PendingFlats:
-        group, owner = self.groups.shards, segments[0].owner or 0
+    def _first_level(self, shards: Sequence[Tensor], groups: ProcessGroups) -> "comm.Pending[Any]":
+        return self._all_gather(self._encoded([shard.detach() for shard in shards]), groups.levels[0])
+
+    def _broadcast(self, segments: Sequence[Segment], shards: Sequence[Tensor], group: comm.Group) -> PendingFlats:
+        owner = segments[0].owner or 0
         own = group.rank == owner
         room = (torch.empty(s.size, dtype=x.dtype, device=x.device) for s, x in zip(segments, shards, strict=True))
         whole = [x.detach() for x in shards] if own else list(room)  # shards may lie on the host
@@ -138,15 +144,16 @@ class Collectives:
             Pending: this rank's shards of the sums, ``[segment.shard]``; in stage 0 whole sums over all ranks.
         """
         flats = [self._to_comm_dtype(flat) for flat in flats]
+        groups = self.groups.among(segments[0].sharers)
         if self.config.stage == 0:
-            return self._reduce_whole(flats)
-        if self.groups.n == 1:
+            return self._reduce_whole(flats, groups)
+        if groups.n == 1:
             return _done(flats)
         if segments[0].owner is not None:
-            return self._reduce_to_owner(flats, segments[0].owner)
+            return self._reduce_to_owner(flats, segments[0].owner, groups.shards)
         if self.config.aggregate == "all_reduce":
-            return self._all_reduce_and_shard(segments, flats)
-        first, *rest = reversed(self.groups.levels)
+            return self._all_reduce_and_shard(segments, flats, groups.shards)
+        first, *rest = reversed(groups.levels)
         later = (lambda pieces, level=level: self._scatter(pieces, level) for level in rest)
         return self._chain(self._scatter(flats, first), *later, device=flats[0].device)
 
@@ -164,14 +171,14 @@ class Collectives:
         replicas = self.groups.replicas
         if self.config.stage == 0 or replicas is None or replicas.size == 1:
             return shards.then(added)
-        if segments[0].owner not in (None, self.groups.shards.rank):
+        if segments[0].owner not in (None, segments[0].place(self.groups.shards.rank)):
             return shards.then(added)
         later = lambda found: comm.all_reduce(added(found), _channel(replicas), async_op=True)  # noqa: E731
         return self._chain(shards, later, device=device)
 
-    def _reduce_whole(self, flats: Flats) -> PendingFlats:
+    def _reduce_whole(self, flats: Flats, groups: ProcessGroups) -> PendingFlats:
         """Stage 0. Each rank of a group sends only its shard of the sum to the other replicas."""
-        group, replicas, all_reduce = self.groups.group, self.groups.replicas, self.config.all_reduce
+        group, replicas, all_reduce = groups.group, groups.replicas, self.config.all_reduce
         if replicas is None or replicas.size == 1 or group.size == 1:
             level = group if replicas is None or replicas.size == 1 else replicas
             return _done(flats) if level.size == 1 else all_reduce(flats, _channel(level), async_op=True)
@@ -189,16 +196,14 @@ class Collectives:
         """All reductions of a rank are one lane, those of a pipeline's stages included."""
         return relay(first, *rest, lane=_channel(self.groups.shards), device=device)
 
-    def _reduce_to_owner(self, flats: Flats, owner: int) -> PendingFlats:
-        group = self.groups.shards
+    def _reduce_to_owner(self, flats: Flats, owner: int, group: comm.Group) -> PendingFlats:
         pending = comm.reduce(flats, owner, _channel(group), async_op=True)
         return pending.then(lambda sums: [total if group.rank == owner else total.new_empty(0) for total in sums])
 
-    def _all_reduce_and_shard(self, segments: Sequence[Segment], flats: Flats) -> PendingFlats:
-        group = self.groups.shards
+    def _all_reduce_and_shard(self, segments: Sequence[Segment], flats: Flats, group: comm.Group) -> PendingFlats:
         pending = self.config.all_reduce(flats, _channel(group), async_op=True)
         return pending.then(  # type: ignore[no-any-return]
-            lambda sums: [total[slice(*s.cut(group.rank))].clone() for total, s in zip(sums, segments, strict=True)]
+            lambda sums: [total[slice(*s.bounds(group.rank))].clone() for total, s in zip(sums, segments, strict=True)]
         )
 
     def _scatter(self, flats: Sequence[Tensor], level: comm.Group) -> PendingFlats:

@@ -1,7 +1,7 @@
 """ZeRO's configuration: every argument of ``zero``, checked before anything is allocated."""
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import isfinite
 from typing import Any, Literal
 
@@ -73,14 +73,15 @@ class ZeroConfig:
         """The groups of this rank; without ``group`` those of the current world."""
         return ProcessGroups.of(self.group or comm.world(), self.intra_node, self.replicate)
 
-    def layout(self, params: Any, n: int) -> Layout:
-        """How ``params`` lie in the shards of ``n`` ranks."""
+    def layout(self, params: Any, n: int, ranks: Sequence[int] | None = None) -> Layout:
+        """How ``params`` lie in the shards of ``n`` ranks, in the order of the shards; None for ranks 0 to n - 1."""
         return Layout.of(
             params,
             n,
             self.unit_of,
             persistent=lambda leaf: 0 < self.persistence_threshold >= leaf.numel(),
             owned=self.aggregate == "owner",
+            ranks=ranks,
         )
 
     def stays_whole(self, segment: Segment) -> bool:

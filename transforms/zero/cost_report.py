@@ -1,5 +1,6 @@
 """The bytes that a configuration of ZeRO will store and send, computed from shapes."""
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ from functional_ds import comm
 from functional_ds.comm.compression.compressed import Compressed, encode_leaf
 from functional_ds.comm.record.reduction import chunk_bounds
 from functional_ds.sharding.layout import Layout, Segment
+from functional_ds.sharding.leaf_region import LeafRegion
 
 from .config import ZeroConfig
 
@@ -65,13 +67,13 @@ class CostReport:
         whole = sum(s.size * self._itemsize(s) for s in self.whole)
         sharded = sum(self._own(s, rank) * self._itemsize(s) for s in self.sharded)
         beside = self.config.inexact and self.config.stage and self.layout.n > 1
-        exact = sum(self._own(s, rank) * self._itemsize(s) for s in self.whole) if beside else 0
+        exact = sum(self._own(s, rank) * self._itemsize(s) for s in self.whole if not s.alone) if beside else 0
         return whole + sharded + exact
 
     def fetched(self) -> int:
         """Bytes of the units that stage 3 has whole or in flight at once, at most: its largest ones."""
         sizes = [
-            sum(s.size * self._itemsize(s) for s in self._of(unit) if not s.persistent)
+            sum(s.size * self._itemsize(s) for s in self._of(unit) if not (s.persistent or s.alone))
             for unit in range(len(self.layout.units))
         ]
         most = sorted(sizes, reverse=True)[: self.config.max_live_units + self.config.prefetch]
@@ -81,7 +83,7 @@ class CostReport:
         """Bytes of the secondary shards that ``hpz`` keeps from the forward pass to the end of the backward."""
         if not self.config.hpz or len(self.levels) < 2:
             return 0
-        return self.levels[0].size * sum(self._payload(s, s.shard) for s in self.sharded)
+        return self.levels[0].size * sum(self._payload(s, s.shard) for s in self.sharded if s.sharers is None)
 
     def sent(self, *, micro_batches: int = 1, rank: int = 0, replica: int = 0) -> dict[tuple[str, str], int]:
         """Bytes that a rank sends in a step, by collective and group, as a ledger names them.
@@ -125,16 +127,23 @@ class CostReport:
     def _payload(self, segment: Segment, elements: int) -> int:
         return _payload(self.config.all_gather, elements, self._dtype(segment))
 
+    def _levels(self, segment: Segment) -> tuple[_Level, ...]:
+        """The groups of the segment's gather; of leaves with sharers, the block."""
+        if segment.sharers is None:
+            return self.levels
+        return () if segment.alone else (_Level(f"{self.group.name}:sharers", len(segment.sharers[0])),)
+
     def _gather(
         self, sent: Counter[tuple[str, str]], s: Segment, rank: int, times: int, *, inter_node: int, intra_node: int = 2
     ) -> None:
+        levels = self._levels(s)
         if s.owner is not None:
-            size = (self.layout.n - 1) * s.size * self._itemsize(s) if rank == s.owner else 0
-            sent["broadcast", self.levels[0].name if self.levels else ""] += intra_node * times * size
+            if levels and s.place(rank) == s.owner:
+                sent["broadcast", levels[0].name] += intra_node * times * (levels[0].size - 1) * s.size * self._itemsize(s)
             return
         payload = self._payload(s, s.shard)
-        for place, level in enumerate(self.levels):
-            passes = inter_node if place == 0 and len(self.levels) > 1 else intra_node
+        for place, level in enumerate(levels):
+            passes = inter_node if place == 0 and len(levels) > 1 else intra_node
             group = f"{level.name}/gather" if place else level.name
             sent["all_gather", group] += passes * times * (level.size - 1) * payload
             payload *= level.size
@@ -146,20 +155,20 @@ class CostReport:
         comm_dtype = (self.comm_dtype or dtype) if (summed if config.stage < 2 else dtype) == dtype else summed
         comm_dtype = comm_dtype if s.dtype.is_floating_point else s.dtype
         copies = self.replicas.size if self.replicas is not None else 1
+        levels = self._levels(s)
         if config.stage == 0:
             self._reduce_whole(sent, s, comm_dtype, copies, replica)
             return
         if s.owner is not None:
-            if self.levels:
-                sent["reduce", f"{self.levels[0].name}/reduce"] += (
-                    0 if rank == s.owner else times * s.size * comm_dtype.itemsize
-                )
+            if levels and s.place(rank) != s.owner:
+                sent["reduce", f"{levels[0].name}/reduce"] += times * s.size * comm_dtype.itemsize
         elif config.aggregate == "all_reduce":
-            for key, size in _all_reduce(config.all_reduce, self.group, s.size, comm_dtype, rank).items():
+            group = self.group if s.sharers is None else _Level(f"{self.group.name}:sharers", len(s.sharers[0]))
+            for key, size in _all_reduce(config.all_reduce, group, s.size, comm_dtype, s.place(rank)).items():
                 sent[key] += times * size
         else:
             elements = s.size
-            for level in reversed(self.levels):
+            for level in reversed(levels):
                 elements //= level.size
                 name, size = _scatter(config.reduce_scatter, elements, comm_dtype)
                 sent[name, f"{level.name}/reduce"] += times * (level.size - 1) * size
@@ -171,13 +180,14 @@ class CostReport:
     def _reduce_whole(
         self, sent: Counter[tuple[str, str]], s: Segment, comm_dtype: torch.dtype, copies: int, replica: int
     ) -> None:
-        config = self.config
+        config, levels = self.config, self._levels(s)
         if self.replicas is None or copies == 1:
-            sent.update(_all_reduce(config.all_reduce, self.group, s.size, comm_dtype, 0))
-        elif not self.levels:
+            for level in levels:
+                sent.update(_all_reduce(config.all_reduce, level, s.size, comm_dtype, 0))
+        elif not levels:
             sent.update(_all_reduce(config.all_reduce, self.replicas, s.size, comm_dtype, replica))
         else:
-            (level,) = self.levels
+            (level,) = levels
             for name, channel in (("reduce_scatter", "reduce"), ("all_gather", "return")):
                 sent[name, f"{level.name}/{channel}"] += (level.size - 1) * s.shard * comm_dtype.itemsize
             sent.update(_all_reduce(config.all_reduce, self.replicas, s.shard, comm_dtype, replica))
@@ -187,6 +197,8 @@ class CostReport:
     def __str__(self) -> str:
         config, layout = self.config, self.layout
         sizes = [sum(s.size for s in self._of(unit)) for unit in range(len(layout.units))]
+        regions = [LeafRegion.of(slot.shape, slot.slices) for segment in layout.segments for slot in segment.slots]
+        cut = [region for region in regions if region.ranges]
         lines = [
             str(config),
             f"ranks      {layout.n} shards"
@@ -198,6 +210,9 @@ class CostReport:
             + (f", {_elements(self.whole):,} elements whole" if self.whole else "")
             + (f", {_elements(self.sharded):,} in shards" if self.sharded else ""),
         ]
+        if cut:
+            here, whole = sum(region.numel for region in cut), sum(math.prod(region.shape) for region in cut)
+            lines.append(f"slices     {len(cut)} of {len(regions)} leaves: {here:,} elements of {whole:,}")
         if config.stage == 3:
             lines.append(
                 f"fetched    {config.max_live_units} whole and {config.prefetch} ahead, at most {self.fetched():,} bytes"
@@ -239,7 +254,7 @@ def report_costs(
 
     Args:
         config: ``zero(...)``, whose method this is.
-        params: a tree; shapes and dtypes are enough.
+        params: a tree; shapes and dtypes are enough. Under tensor or expert parallelism, a rank's slices.
         n: how many ranks shard the state; by default the size of the group, or of the current world.
         intra_node: how many of them make a block; by default as given to ``zero``.
         replicas: how many replicas there are; by default as given to ``zero``.
@@ -273,7 +288,8 @@ def report_costs(
     copies = replicas if replicas is not None else getattr(config.replicate, "size", 1)
     over = _Level(getattr(config.replicate, "name", "replicas"), copies) if copies > 1 else None
     several = tuple(level for level in levels if level.size > 1)
-    return CostReport(config, config.layout(params, count), _Level(name, count), several, over, stored_dtype, comm_dtype)
+    ranks = config.process_groups().shards.ranks if n is None and intra_node is None else None
+    return CostReport(config, config.layout(params, count, ranks), _Level(name, count), several, over, stored_dtype, comm_dtype)
 
 
 def _payload(collective: Callable[..., Any], elements: int, dtype: torch.dtype) -> int:

@@ -121,12 +121,16 @@ class Gatherer:
         self.on_fetch(self._plan, self._made)
 
     def _sharded(self, unit: int) -> list[int]:
-        return [index for index in self.layout.units[unit].segments if not self.layout.segments[index].persistent]
+        """The segments that are not whole here: nobody shares the others, or they are persistent."""
+        return [i for i in self.layout.units[unit].segments if not self.layout.segments[i].persistent and not self._alone(i)]
+
+    def _alone(self, index: int) -> bool:
+        return self.layout.segments[index].alone and isinstance(self.shards[index], Tensor)  # else it is fetched from its file
 
     def _start(self, unit: int) -> "comm.Pending[list[Tensor]]":
         indices, sharded = self.layout.units[unit].segments, self._sharded(unit)
         segments, shards = [self.layout.segments[i] for i in sharded], [self.shards[i] for i in sharded]
-        if self.hpz and unit not in self._first_levels:
+        if self.hpz and segments[0].sharers is None and unit not in self._first_levels:
             self._first_levels[unit] = self.collectives.gather_first_level(shards)
         pending = self.collectives.gather(segments, shards, self._first_levels.get(unit))
         if len(sharded) == len(indices):

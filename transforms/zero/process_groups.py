@@ -6,6 +6,7 @@ import attrs
 from torch import Tensor
 
 from functional_ds import comm
+from functional_ds.sharding.layout import Blocks
 
 __all__ = ["ProcessGroups"]
 
@@ -66,6 +67,19 @@ class ProcessGroups:
         order = tuple(group.ranks[index % count * size + index // count] for index in range(group.size))
         shards = group if order == group.ranks else world.group(order, group.name)
         return ProcessGroups(group, block, inter_node, shards, replicate)
+
+    def among(self, sharers: Blocks | None) -> "ProcessGroups":
+        """The groups over which leaves with these sharers are gathered and reduced: this rank's block, in one level.
+
+        Args:
+            sharers: the blocks of shards, as ``Segment.sharers`` has them; None for leaves that all ranks share.
+        """
+        if sharers is None:
+            return self
+        block = next(block for block in sharers if self.shards.rank in block)
+        ranks = [self.shards.ranks[place] for place in block]
+        own = self.group.world.group(ranks, f"{self.group.name}:sharers")
+        return ProcessGroups(own, None, None, own, self.replicas)
 
     @property
     def levels(self) -> tuple[comm.Group, ...]:

@@ -1,6 +1,7 @@
 """ZeRO: optimizer states, gradients and params in shards (Rajbhandari, Rasley, Ruwase, He 2020)."""
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -51,7 +52,8 @@ class Zero(ZeroConfig):
     sends in a step (law 21): 2Ψ(n-1)/n in stages 0 to 2, 3Ψ(n-1)/n in stage 3, less what ``reshard_last_units=False`` saves
     there; docs/zero.md has the formulas of all other arguments. Gradients are sent in the dtype that the policy
     of ``mixed_precision`` names. Reductions overlap the backward pass. ``init`` takes rank 0's params and ignores the others';
-    every rank reads deferred ones (``fds.deferred``, ``fds.from_source``).
+    every rank reads deferred ones (``fds.deferred``, ``fds.from_source``). Leaves that ``experts`` has cut are gathered and
+    reduced among the ranks that hold the same experts.
     ``print(zero(...).cost_report(params, n=8))`` shows the costs.
 
     Args:
@@ -110,7 +112,7 @@ class Zero(ZeroConfig):
         stage = self.stage
         published = stage in (1, 2) or bool(self.persistence_threshold)
         sharded: dict[str, Any] = {"scatter": self.scatter, "update": self.update, "publish": self.publish} if published else {}
-        scattered: dict[str, Any] = {"norm": self.norm, "finite": self.finite} if stage else {}
+        scattered: dict[str, Any] = {"norm": self.norm, "finite": self.finite}
         divided: dict[str, Any] = {"reduce": self.reduce} if self.gradient_predivide_factor != 1 else {}
         return wrap(
             str(self),
@@ -140,7 +142,7 @@ class Zero(ZeroConfig):
     def init(self, inner: Any, step: Step, params: Any) -> State:
         """The inner init of this rank's shards (stage 0: of whole flat tensors); gathers what stays whole."""
         groups = self.process_groups()
-        layout = self.layout(params, groups.n)
+        layout = self.layout(params, groups.n, groups.shards.ranks)
         groups.check_agreement((layout.paths, layout.segments, layout.units))
         parts = LeafMap.of_layout(layout, groups.shards if self.stage else None)
         cache = ZeroCache.fresh(layout, attrs.evolve(parts, group=None))
@@ -148,14 +150,14 @@ class Zero(ZeroConfig):
         known = step.wrapped("layout", leaf_map=lambda inner, step, state: inner(step, state.put(zero=new)))  # it has none yet
         leaves = tree.leaves(params)
         own = [
-            layout.stretch(leaves, index, *self._cut(segment, groups), lambda leaf: _of_rank_0(leaf, groups))
+            layout.stretch(leaves, index, *self._cut(segment, groups), partial(_of_first, groups=groups.among(segment.sharers)))
             for index, segment in enumerate(layout.segments)
         ]
         state: State = inner(known, own)
         exact: Sequence[Tensor | None] = ()
         whole = self._whole(layout) if self.stage else []
         if whole:
-            exact = self._exact(state.params, whole, groups)
+            exact = self._exact(layout, state.params, whole, groups)
             state = tree.replace(state, params=Collectives(groups, self).gather_all(layout.segments, state.params, whole))
         return state.put(zero=Partition(layout, cache, exact))
 
@@ -165,11 +167,14 @@ class Zero(ZeroConfig):
     def _whole(self, layout: Layout) -> list[int]:
         return [i for i, segment in enumerate(layout.segments) if self.stays_whole(segment)]
 
-    def _exact(self, shards: Sequence[Tensor], whole: Sequence[int], groups: ProcessGroups) -> Sequence[Tensor | None]:
+    def _exact(
+        self, layout: Layout, shards: Sequence[Tensor], whole: Sequence[int], groups: ProcessGroups
+    ) -> Sequence[Tensor | None]:
         """The exact shards to store beside whole segments, where gathers are not exact."""
         if groups.n == 1 or not self.inexact:
             return ()
-        return [shard if index in whole else None for index, shard in enumerate(shards)]
+        kept = [index in whole and not segment.alone for index, segment in enumerate(layout.segments)]
+        return [shard if keeps else None for shard, keeps in zip(shards, kept, strict=True)]
 
     def params(self, inner: Any, step: Step, state: State) -> Any:
         """The user's tree, gathered from the shards."""
@@ -206,7 +211,7 @@ class Zero(ZeroConfig):
         partition: Partition = state.slots["zero"]
         layout, own, groups = partition.layout, state.params, self.process_groups()
         whole = self._whole(layout)
-        exact = self._exact(own, whole, groups) if partition.exact else ()
+        exact = self._exact(layout, own, whole, groups) if partition.exact else ()
         stored = [partition.frozen.get(i, new) for i, new in enumerate(own)]
         state = tree.replace(state, params=()).put(zero=tree.replace(partition, exact=exact, frozen={}))
         del own
@@ -278,12 +283,23 @@ class Zero(ZeroConfig):
         return state
 
     def norm(self, inner: Any, step: Step, state: State, grads: list[Tensor]) -> Tensor:
-        """‖g‖² = AR Σ ‖owned shards‖² (law 27)."""
-        return comm.all_reduce(inner(step, state, grads) ** 2, self.process_groups().group).sqrt()  # type: ignore[no-any-return]
+        """‖g‖² = AR Σ ‖owned shards‖² (law 27); whole gradients that several ranks have count on the first of them."""
+        layout: Layout = state.slots["zero"].layout
+        groups = self.process_groups()
+        if self.stage == 0:
+            if not layout.has_sharers:
+                return inner(step, state, grads)  # type: ignore[no-any-return]
+            trained, rank = [segment for segment in layout.segments if segment.trainable], groups.shards.rank
+            pairs = zip(trained, grads, strict=True)
+            grads = [grad if rank in segment.holders(0) else grad.new_empty(0) for segment, grad in pairs]
+        return comm.all_reduce(inner(step, state, grads) ** 2, groups.group).sqrt()  # type: ignore[no-any-return]
 
     def finite(self, inner: Any, step: Step, state: State, grads: list[Tensor]) -> Tensor:
         """Whether the gradients are finite on all ranks."""
-        return comm.all_reduce(inner(step, state, grads), self.process_groups().group, op="min")  # type: ignore[no-any-return]
+        found = inner(step, state, grads)
+        if self.stage == 0 and not state.slots["zero"].layout.has_sharers:
+            return found  # type: ignore[no-any-return]
+        return comm.all_reduce(found, self.process_groups().group, op="min")  # type: ignore[no-any-return]
 
     def batch_shard(self, inner: Any, step: Step, state: State) -> tuple[int, int]:
         """The ranks share the part of the batch that the inner step would have."""
@@ -315,8 +331,8 @@ def _ignore(plan: FetchPlan, made: int) -> None:
     """Nobody waits for fetches in a pass without gradients."""
 
 
-def _of_rank_0(leaf: Tensor, groups: ProcessGroups) -> Tensor:
-    """Rank 0's leaf; every rank reads deferred ones itself."""
+def _of_first(leaf: Tensor, groups: ProcessGroups) -> Tensor:
+    """The leaf of the first rank that shares it; every rank reads deferred ones itself."""
     return leaf if is_deferred(leaf) else groups.broadcast(leaf.detach())
 
 

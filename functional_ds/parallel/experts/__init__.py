@@ -1,1 +1,33 @@
 """Expert parallelism of a model: routing, and the exchange of tokens between ranks that hold different experts."""
+
+from .axis import ExpertAxis
+from .balance_loss import balance_loss, load_metrics, z_loss
+from .capacity import Capacity
+from .experts_registry import register_experts
+from .grouped import RowGroups, grouped_linear
+from .mlp import gated_mlp, mlp
+from .router_bias import count_demand, router_bias
+from .routing import Routing, jitter, route
+from .token_exchange import ExchangeVolume, ExpertFunction, exchange, exchange_volume
+
+__all__ = [
+    "Capacity",
+    "ExchangeVolume",
+    "ExpertAxis",
+    "ExpertFunction",
+    "Routing",
+    "RowGroups",
+    "balance_loss",
+    "count_demand",
+    "exchange",
+    "exchange_volume",
+    "gated_mlp",
+    "grouped_linear",
+    "jitter",
+    "load_metrics",
+    "mlp",
+    "register_experts",
+    "route",
+    "router_bias",
+    "z_loss",
+]

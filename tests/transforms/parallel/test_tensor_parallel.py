@@ -1,16 +1,18 @@
 """Law 36 with a third axis: slices of leaves, along with pipelines and ZeRO, are the single-device step."""
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 import functional_ds as fds
 from functional_ds import comm, transforms
 from functional_ds import pipelining as pp
+from functional_ds.step.axes import axis
 from tests.transforms.rules import assert_close
 
 TOLERANCE = 2e-5
@@ -110,9 +112,136 @@ def test_optimizers_that_look_at_whole_leaves_refuse_slices(zero: int | None) ->
         fds.compose(*chain)(fds.train_step(lambda p, x: p[0]["up"].sum(), rule)).init(_params())
 
     for name, rule in (("lamb", fds.lamb(0.1)), ("muon", fds.muon(0.1, fds.adamw(0.1)))):
-        with pytest.raises(ValueError, match=rf"{name}: '0.\w+' is one of 2 slices, but {name} looks at whole leaves"):
+        with pytest.raises(
+            ValueError, match=rf"{name}: '0.\w+' is the slice (.|\n)* over 2 ranks, but {name} looks at whole leaves"
+        ):
             comm.simulate(lambda rule=rule: begin(rule), world_size=4)
         comm.simulate(lambda rule=rule: begin(fds.param_groups(dict.fromkeys(DIMS, fds.adamw(0.1)), rule)), world_size=4)
+
+
+class Mlp(nn.Module):
+    """A projection that packs blocks of 8 and of 4 features, and one back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        gates = hidden[..., : hidden.shape[-1] // 3 * 2].unflatten(-1, (-1, 2))
+        return self.down(gates.prod(-1) + hidden[..., hidden.shape[-1] // 3 * 2 :])  # type: ignore[no-any-return]
+
+
+class Layer(nn.Module):
+    """A norm and an MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(6), Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))  # type: ignore[no-any-return]
+
+
+def on_processes(group: bool = True) -> Any:
+    """Two steps of a small model: fused projections, a vocabulary, a norm on slices of the sequence."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(Layer(), Layer())
+    named = OrderedDict(embed=nn.Embedding(8, 6), layers=layers, head=nn.Linear(6, 8))
+    apply, params = fds.functional(nn.Sequential(named))
+
+    def loss(p: Any, ids: Tensor) -> Any:
+        logits = apply(p, ids)
+        if not group:
+            return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.roll(1, 1).flatten())
+        return fds.tp.cross_entropy(logits, ids.roll(1, 1))
+
+    plan = {"embed": "vocab", "head": "vocab", "layers": "sequence_parallel", "up": fds.tp.Packed([8, 4]), "down": "rowwise"}
+    strategy = [transforms.tensor_parallel(plan)] if group else []
+    step = fds.compose(*strategy, transforms.clip(0.1))(fds.train_step(loss, fds.adamw(1e-2)))
+    state, ids = step.init(params), torch.arange(8).view(2, 4)
+    for _ in range(2):
+        state, metrics = step(state, ids)
+    return metrics["loss"].item(), metrics["grad_norm"].item(), step.params(state)
+
+
+@pytest.mark.law(40)
+def test_processes_give_the_bits_of_the_simulator() -> None:
+    """Two Gloo processes and two simulated ranks end with the same bits, which are one device's up to rounding."""
+    alone = on_processes(group=False)
+    for here, there in zip(comm.simulate(on_processes, world_size=2), comm.spawn(on_processes, world_size=2), strict=True):
+        assert here[:2] == there[:2]
+        assert here[:2] == pytest.approx(alone[:2], rel=TOLERANCE)
+        for name, leaf in alone[2].items():
+            assert torch.equal(here[2][name], there[2][name])
+            assert_close(here[2][name], leaf, TOLERANCE)
+
+
+def draws_agree(tp: int, dp: int, sequence: bool, accumulate: int) -> None:
+    """Law 49."""
+    generator = torch.Generator().manual_seed(4)
+    params = {"up": torch.randn(8, 4, generator=generator), "down": torch.randn(4, 8, generator=generator)}
+    batch = torch.randn(4, 4, 4, generator=generator)
+
+    def loss(p: Any, x: Tensor, key: fds.Key | None) -> Tensor:
+        """Residual dropout between blocks, and dropout of hidden features."""
+        cut: dict[str, Any] = {"sequence_dim": 1} if sequence else {}
+        group = None if comm.world().size > 1 else comm.world()
+        here = comm.world() if group else axis("tp")
+        x = x.chunk(here.size, 1)[here.rank] if sequence else x
+        between = fds.tp.places(x, 1, group=group) if sequence else None
+        x = x if key is None else key.dropout(x, 0.5, "x", places=between)
+        hidden = fds.tp.column(x, p["up"], group=group, **cut)
+        hidden = hidden if key is None else key.dropout(hidden, 0.5, "hidden", places=fds.tp.places(hidden, -1, group=group))
+        y = fds.tp.row(hidden.tanh(), p["down"], group=group, **cut)
+        y = y if key is None else key.dropout(x + y, 0.5, "y", places=between)
+        return (comm.gather_from(y, here, dim=1) if sequence else y).square().mean()
+
+    def program(*, alone: bool = False) -> Any:
+        mesh = comm.mesh(dp=1 if alone else dp, tp=1 if alone else tp)
+        plan = {"up": "colwise", "down": "rowwise"}
+        strategy = (
+            transforms.zero(2, mesh["dp"]),
+            transforms.accumulate(accumulate),
+            transforms.tensor_parallel(plan, mesh["tp"]),
+        )
+        step = fds.compose(*([] if alone else strategy))(fds.train_step(loss, fds.sgd(0.1), seed=7))
+        state, found = step.init(params), []
+        for _ in range(2):
+            state, metrics = step(state, batch if alone else batch.chunk(dp)[mesh["dp"].rank])
+            found.append(metrics["loss"].item())
+        return found, step.params(state)
+
+    expected = program(alone=True)
+    for found, params_of_rank in comm.simulate(program, world_size=dp * tp):
+        assert found == pytest.approx(expected[0], rel=TOLERANCE)
+        assert_close(params_of_rank, expected[1], TOLERANCE)
+
+
+@pytest.mark.law(49)
+@settings(max_examples=settings.default.max_examples // 2)
+@given(tp=st.sampled_from((1, 2, 4)), dp=st.sampled_from((1, 2)), sequence=st.booleans(), accumulate=st.sampled_from((1, 2)))
+def test_draws_on_slices_are_one_devices(tp: int, dp: int, sequence: bool, accumulate: int) -> None:
+    """Dropout of features that are cut, and of activations between blocks, whole or cut along the sequence."""
+    draws_agree(tp, dp, sequence, accumulate)
+
+
+def ranks_may_begin_otherwise() -> None:
+    """``init`` takes rank 0's leaves."""
+
+    def program() -> Any:
+        params = {"w": torch.arange(4.0) + 10 * comm.world().rank, "b": torch.ones(1) * comm.world().rank}
+        step = transforms.tensor_parallel({"w": 0})(fds.train_step(lambda p, x: p["w"].sum(), fds.sgd(0.1)))
+        return step.params(step.init(params))
+
+    for found in comm.simulate(program, world_size=2):
+        assert found["w"].tolist() == [0.0, 1.0, 2.0, 3.0]
+        assert found["b"].tolist() == [0.0]
+
+
+def test_ranks_begin_with_rank_0s_leaves() -> None:
+    """As under ZeRO."""
+    ranks_may_begin_otherwise()
 
 
 def test_what_does_not_divide_or_match() -> None:

@@ -14,7 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 import functional_ds as fds
 from functional_ds import comm, transforms
-from functional_ds.transforms.precision.stochastic_rounding import round_stochastically
+from functional_ds.sharding.layout import Layout
+from functional_ds.sharding.leaf_map import LeafMap
+from functional_ds.sharding.leaf_slice import LeafSlice
+from functional_ds.sharding.sources import sliced
+from functional_ds.transforms.precision.stochastic_rounding import Draws, round_stochastically
 from tests.transforms.models import CASES, own_rows, run
 
 STAGES = (0, 1, 2, 3)
@@ -472,6 +476,33 @@ def test_draws_do_not_depend_on_n(kind: str, stage: int, n: int) -> None:
     """Stochastic rounding on n ranks in any stage gives the bits of one device without zero."""
     alone, found = stochastic_run(1, None, **RANDOM[kind]), stochastic_run(n, stage, **RANDOM[kind])
     assert all(fds.tree.leaves(fds.tree.map(torch.equal, alone, found)))
+
+
+@pytest.mark.law(49)
+@given(
+    dims=st.tuples(st.integers(1, 3), st.integers(1, 4)),
+    n=st.sampled_from((1, 2, 4)),
+    dim=st.integers(0, 1),
+    zero=st.booleans(),
+)
+def test_draws_on_slices_are_one_devices(dims: tuple[int, int], n: int, dim: int, zero: bool) -> None:
+    """Whichever dim is cut, in blocks, and in shards of the slice."""
+    sizes = [4 * dims[0], 8 * dims[1]]
+    whole = torch.zeros(sizes)
+    key, step = fds.Key.of(3), torch.tensor(2)
+    alone = Draws.of(LeafMap.of({"w": whole}), key, step).for_param(0, whole)
+
+    def program() -> None:
+        mesh = comm.mesh(dp=2 if zero else 1, tp=n)
+        cut = LeafSlice.even(dim, [sizes[dim] // 2] * 2 if dim else sizes[0], n, mesh["tp"].rank)
+        layout = Layout.of({"w": sliced(whole, cut)}, mesh["dp"].size)
+        parts = LeafMap.of_layout(layout, mesh["dp"])
+        like = torch.zeros(layout.segments[0].shard)
+        found = Draws.of(parts, key, step).for_param(0, like)
+        (shard,) = parts.shards
+        assert torch.equal(found[: shard.numel], cut.of(alone).reshape(-1)[shard.offset : shard.offset + shard.numel])
+
+    comm.simulate(program, world_size=n * (2 if zero else 1))
 
 
 def test_small_changes_are_not_lost_without_masters() -> None:

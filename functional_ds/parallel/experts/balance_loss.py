@@ -1,0 +1,110 @@
+"""Losses of routers, as sums over tokens, and the load of experts as metrics."""
+
+import torch
+from torch import Tensor
+
+from functional_ds import comm
+from functional_ds.base.weighted import Weighted
+
+from .routing import Routing
+
+__all__ = ["balance_loss", "load_metrics", "z_loss"]
+
+
+def balance_loss(
+    routing: Routing,
+    *,
+    sequence: int | None = None,
+    group: comm.Group | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """``E Σ_i f_i P_i`` times the number of tokens, so that it is divided by the weight of the loss that it is added to.
+
+    f_i is the part of the choices that fell on expert i (dropped ones included, without gradient), P_i the mean probability of
+    expert i (Fedus et al., "Switch Transformers", 2021); 1 at even routing. It is a sum over this rank's tokens:
+
+        fds.Weighted(cross_entropy_sum + 0.01 * balance_loss(routing, group=dp), tokens)
+
+    Law 48: with the counts of f summed over ``group``, the sum over its ranks, divided by their tokens, is the loss of all
+    their tokens at once. No factor depends on the number of ranks. The probabilities are not sent.
+
+    Args:
+        routing: of this rank's tokens; with probabilities.
+        sequence: f and P are taken for each so many tokens in a row, as in DeepSeek-V3's loss; None for all tokens together.
+            Only the loss by sequence does not depend on how a batch is cut into micro-batches.
+        group: the ranks over which f's tokens lie: all data-parallel ranks for the loss of the global batch; with ``sequence``
+            those that have parts of the same sequences. None: f is of this rank's tokens alone.
+        mask: true for the tokens that count, where those are not all: those that the loss's weight counts.
+
+    Cost: an all-reduce of E + 1 integers (for each sequence), none backward.
+
+    Raises:
+        ValueError: a routing without probabilities, tokens that are no whole sequences, or a mask of another size.
+
+    >>> even = Routing(torch.tensor([[0], [1]]), torch.ones(2, 1), 2, probabilities=torch.eye(2))
+    >>> balance_loss(even)
+    tensor(2.)
+    """
+    if routing.probabilities is None:
+        raise ValueError("a routing without probabilities: route() gives them, Routing(..., probabilities=scores) takes them")
+    tokens, k = routing.experts.shape
+    if sequence is not None and (sequence < 1 or tokens % sequence):
+        raise ValueError(f"sequence={sequence}: {tokens} tokens are no whole sequences")
+    rows, parts = (tokens, 1) if sequence is None else (sequence, tokens // sequence)
+    counts = mask_of(mask, tokens, routing.experts)
+    places = routing.experts + torch.arange(parts, device=counts.device).repeat_interleave(rows)[:, None] * routing.count
+    chosen = torch.zeros(parts * routing.count, dtype=torch.int64, device=counts.device)
+    chosen = chosen.index_add_(0, places.flatten(), counts.repeat_interleave(k)).view(parts, routing.count)
+    number = counts.view(parts, rows).sum(1, keepdim=True)
+    if group is not None:
+        chosen, number = comm.all_reduce([chosen, number], group)
+    wide = routing.probabilities.dtype
+    part = chosen.to(wide) / (number * k).clamp(min=1).to(wide)  # f, [parts, E]
+    mass = (routing.probabilities * counts[:, None].to(wide)).view(parts, rows, routing.count).sum(1)
+    return routing.count * (part * mass).sum()
+
+
+def mask_of(mask: Tensor | None, tokens: int, like: Tensor) -> Tensor:
+    """[tokens] integers, 1 for the tokens that count."""
+    if mask is None:
+        return torch.ones(tokens, dtype=torch.int64, device=like.device)
+    if mask.numel() != tokens:
+        raise ValueError(f"mask has shape {list(mask.shape)}, and the routing {tokens} tokens")
+    return (mask.reshape(-1) != 0).to(torch.int64)
+
+
+def z_loss(logits: Tensor, *, mask: Tensor | None = None) -> Tensor:
+    """``Σ_t (log Σ_i exp logits_ti)²``, a sum over tokens that keeps logits small (Zoph et al., "ST-MoE", 2022).
+
+    Args:
+        logits: [..., E], the router's.
+        mask: true for the tokens that count.
+
+    >>> z_loss(torch.zeros(3, 1))
+    tensor(0.)
+    """
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    each = wide.logsumexp(-1).square().flatten()
+    return each.sum() if mask is None else (each * mask_of(mask, len(each), each).to(each.dtype)).sum()
+
+
+def load_metrics(routing: Routing, *, mask: Tensor | None = None, prefix: str = "") -> dict[str, Weighted]:
+    """The load of each expert, relative to an even one, and the part of the choices that was dropped, as metrics of a loss.
+
+    They are sums over tokens with their weights, so those of a step are the global batch's, over all ranks and micro-batches.
+
+    Args:
+        routing: of this rank's tokens.
+        mask: true for the tokens that count.
+        prefix: put before the names ``load.0``, ``load.1``, ..., ``dropped``.
+
+    >>> load_metrics(Routing(torch.tensor([[0], [0]]), torch.ones(2, 1), 2))["load.0"].mean()
+    tensor(2.)
+    """
+    tokens, k = routing.experts.shape
+    counts = mask_of(mask, tokens, routing.experts)
+    choices = (counts.sum() * k).float()
+    demand = routing.demand(mask).float()
+    found = {f"{prefix}load.{i}": Weighted(load, choices / routing.count) for i, load in enumerate(demand.unbind())}
+    kept = choices if routing.kept is None else (routing.kept * counts[:, None]).sum().float()
+    return {**found, f"{prefix}dropped": Weighted(choices - kept, choices)}

@@ -1,0 +1,84 @@
+"""How many rows an expert takes, and which choices are dropped beyond that, by groups of fixed rows."""
+
+import math
+from typing import Any, Literal, get_args
+
+import attrs
+import torch
+from torch import Tensor
+
+__all__ = ["Capacity"]
+
+Drop = Literal["error", "position", "probability"]
+
+
+def _positive(record: "Capacity", field: "attrs.Attribute[Any]", value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"{field.name}={value!r}: a number above 0")
+
+
+def _known(record: "Capacity", field: "attrs.Attribute[str]", value: str) -> None:
+    if value not in get_args(Drop):
+        raise ValueError(f"drop={value!r}: one of {', '.join(map(repr, get_args(Drop)))}")
+
+
+@attrs.frozen
+class Capacity:
+    """At most ``ceil(factor · rows · k / E)`` choices an expert in each group of ``rows`` tokens, as GShard groups them.
+
+    The groups are counted from the first token, so as long as ranks and micro-batches hold whole groups, which choices are
+    dropped does not depend on how many of them there are (law 52). ``rows`` is best the length of a sequence.
+
+    Attributes:
+        factor: 1 takes as many as an even routing gives.
+        rows: the number of tokens in a group.
+        drop: which choices go beyond the capacity. "position": those of the last tokens; "probability": those with the smallest
+            weights, among equal ones those of the last tokens; "error": none, and ``exchange`` raises on all ranks.
+
+    >>> Capacity(1.25, rows=16).limit(2, 8)
+    5
+    """
+
+    factor: float = attrs.field(validator=_positive)
+    rows: int = attrs.field(validator=_positive, kw_only=True)
+    drop: Drop = attrs.field(default="position", validator=_known, kw_only=True)
+
+    def limit(self, k: int, experts: int) -> int:
+        """The number of choices that an expert takes from a group."""
+        return math.ceil(self.factor * self.rows * k / experts)
+
+    def apply(self, chosen: Tensor, weights: Tensor, experts: int) -> tuple[Tensor | None, Tensor | None]:
+        """Which of the choices [T, k] are kept, and the worst overflow.
+
+        Returns:
+            ``(kept, None)``, or with ``drop="error"`` ``(None, overflow)``: the number of choices above the limit (at most 0
+            where there are none), the expert and the group, as integers [3] on the device.
+
+        Raises:
+            ValueError: the tokens are no whole groups.
+        """
+        tokens, k = chosen.shape
+        if tokens % self.rows:
+            raise ValueError(
+                f"capacity: {tokens} tokens are no whole groups of rows={self.rows}, so what is dropped would depend on the "
+                "partition; let rows divide the tokens of every rank and micro-batch, such as the length of a sequence"
+            )
+        groups, limit = tokens // self.rows, self.limit(k, experts)
+        buckets = (
+            chosen + torch.arange(groups, device=chosen.device).repeat_interleave(self.rows)[:, None] * experts
+        ).flatten()
+        counts = torch.zeros(groups * experts, dtype=torch.int64, device=chosen.device)
+        counts.index_add_(0, buckets, torch.ones_like(buckets))
+        if self.drop == "error":
+            if not groups:
+                return None, counts.new_zeros(3)
+            worst = counts.argmax()
+            return None, torch.stack([counts[worst] - limit, worst % experts, worst // experts])
+        order = torch.arange(tokens * k, device=chosen.device)
+        if self.drop == "probability":
+            order = weights.detach().flatten().argsort(descending=True, stable=True)
+        order = order[buckets[order].argsort(stable=True)]
+        first = (counts.cumsum(0) - counts)[buckets[order]]
+        kept = torch.empty(tokens * k, dtype=torch.bool, device=chosen.device)
+        kept[order] = torch.arange(tokens * k, device=chosen.device) - first < limit
+        return kept.view(tokens, k), None

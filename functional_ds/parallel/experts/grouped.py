@@ -1,0 +1,159 @@
+"""Products of uneven groups of rows, each group with a matrix of its own: the linears of all local experts at once."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from functional_ds.base.torch_private import is_fake
+
+__all__ = ["RowGroups", "grouped_linear"]
+
+
+@attrs.frozen(eq=False)
+class RowGroups:
+    """Where each local expert's rows lie: expert e has the rows from ``ends[e - 1]`` to ``ends[e]``.
+
+    Attributes:
+        ends: int32 [experts], on the device.
+        counts: the number of rows of each, where the host knows them.
+    """
+
+    ends: Tensor
+    counts: tuple[int, ...] | None = None
+
+    @staticmethod
+    def of(counts: Sequence[int] | Tensor) -> "RowGroups":
+        """From the numbers of rows; of a tensor the host does not read them.
+
+        >>> RowGroups.of([2, 0, 1]).ends
+        tensor([2, 2, 3], dtype=torch.int32)
+        """
+        if isinstance(counts, Tensor):
+            return RowGroups(counts.cumsum(0).to(torch.int32))
+        return RowGroups(torch.tensor(counts).cumsum(0).to(torch.int32), tuple(counts))
+
+    @property
+    def size(self) -> int:
+        """The number of experts."""
+        return len(self.ends)
+
+    def read(self) -> list[int]:
+        """The numbers of rows; the host waits for them if it does not know them."""
+        if self.counts is not None:
+            return list(self.counts)
+        ends = self.ends.tolist()
+        return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+
+    def expert_of_row(self, rows: int) -> Tensor:
+        """The local expert of each row, integers [rows]."""
+        places = torch.arange(rows, device=self.ends.device, dtype=torch.int32)
+        return torch.searchsorted(self.ends, places, right=True)
+
+
+def grouped_linear(rows: Tensor, weight: Tensor, groups: RowGroups, *, bias: Tensor | None = None) -> Tensor:
+    """``rows @ weight[e].T + bias[e]`` for each row of expert e, without padding.
+
+    One ``torch.nn.functional.grouped_mm`` for all experts, or a product for each where that does not take the dtype or the
+    strides. Experts without rows get zeros as gradients. Differentiable again.
+
+    Args:
+        rows: [R, in], sorted by expert.
+        weight: [experts, out, in]; ``weight.mT`` of one that is stored as [experts, in, out].
+        groups: where each expert's rows lie.
+        bias: [experts, out].
+
+    Raises:
+        ValueError: sizes or dtypes that do not fit each other.
+
+    >>> grouped_linear(torch.ones(3, 2), torch.ones(2, 1, 2) * torch.tensor([1.0, 5.0]).view(2, 1, 1), RowGroups.of([1, 2]))
+    tensor([[ 2.],
+            [10.],
+            [10.]])
+    """
+    if weight.dim() != 3 or weight.shape[0] != groups.size:
+        raise ValueError(
+            f"the weight has shape {list(weight.shape)}, and the rows come in {groups.size} groups, one for each local expert: "
+            "[experts, out, in] is needed, with the experts of this rank alone"
+        )
+    if rows.dim() != 2 or rows.shape[1] != weight.shape[2]:
+        raise ValueError(f"rows of shape {list(rows.shape)} and a weight of shape {list(weight.shape)}: [R, in], [E, out, in]")
+    kind = rows.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        rows, weight, bias = rows.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    if rows.dtype != weight.dtype:
+        raise ValueError(f"rows of {rows.dtype} and a weight of {weight.dtype}: cast one")
+    out: Tensor = _Rows.apply(rows, weight.mT, groups)
+    return out if bias is None else out + bias.index_select(0, groups.expert_of_row(len(rows)))
+
+
+class _Rows(torch.autograd.Function):
+    """Rows [R, a] with matrices [E, a, b]: [R, b]."""
+
+    @staticmethod
+    def forward(rows: Tensor, matrices: Tensor, groups: RowGroups) -> Tensor:
+        if rows.is_meta or is_fake(rows):
+            return rows.new_empty(len(rows), matrices.shape[2])
+        if len(rows) and _fits(rows) and _fits(matrices):
+            return F.grouped_mm(rows, matrices, offs=groups.ends)
+        found = rows.new_empty(len(rows), matrices.shape[2])
+        for piece, matrix, out in zip(rows.split(groups.read()), matrices, found.split(groups.read()), strict=True):
+            torch.mm(piece, matrix, out=out)
+        return found
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, RowGroups], output: Tensor) -> None:
+        rows, matrices, ctx.groups = inputs
+        ctx.save_for_backward(rows, matrices)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        rows, matrices = ctx.saved_tensors
+        grad = grad.contiguous()
+        by_rows = _Rows.apply(grad, matrices.mT, ctx.groups) if ctx.needs_input_grad[0] else None
+        by_matrices = _Products.apply(rows, grad, ctx.groups) if ctx.needs_input_grad[1] else None
+        return by_rows, by_matrices, None
+
+
+class _Products(torch.autograd.Function):
+    """The transpose by the matrices: ``left.T @ right`` [E, a, b] of each expert's rows [R, a] and [R, b]."""
+
+    @staticmethod
+    def forward(left: Tensor, right: Tensor, groups: RowGroups) -> Tensor:
+        shape = (groups.size, left.shape[1], right.shape[1])
+        if left.is_meta or is_fake(left):
+            return left.new_empty(shape)
+        if not len(left):
+            return left.new_zeros(shape)
+        if _fits(left) and _fits(right):
+            return F.grouped_mm(left.mT, right, offs=groups.ends)
+        found = left.new_empty(shape)
+        for a, b, out in zip(left.split(groups.read()), right.split(groups.read()), found, strict=True):
+            torch.mm(a.mT, b, out=out)
+        return found
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, RowGroups], output: Tensor) -> None:
+        left, right, ctx.groups = inputs
+        ctx.save_for_backward(left, right)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        left, right = ctx.saved_tensors
+        grad = grad.contiguous()
+        by_left = _Rows.apply(right, grad.mT, ctx.groups) if ctx.needs_input_grad[0] else None
+        by_right = _Rows.apply(left, grad, ctx.groups) if ctx.needs_input_grad[1] else None
+        return by_left, by_right, None
+
+
+def _fits(tensor: Tensor) -> bool:
+    """Whether ``grouped_mm`` takes it: dense along one of the last dims, with strides and an address of whole 16 bytes."""
+    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16) or tensor.data_ptr() % 16:
+        return False
+    *outer, row, column = tensor.stride()
+    dense, other = (row, column) if row == 1 and tensor.shape[-2] != 1 else (column, row)
+    return dense == 1 and all(stride * tensor.element_size() % 16 == 0 for stride in (*outer, other))

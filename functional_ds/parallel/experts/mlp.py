@@ -1,0 +1,55 @@
+"""Expert functions: MLPs of all local experts at once, whole or cut over tensor-parallel ranks."""
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from functional_ds import comm
+
+from .grouped import RowGroups, grouped_linear
+from .token_exchange import ExpertFunction
+
+__all__ = ["gated_mlp", "mlp"]
+
+Activation = Callable[[Tensor], Tensor]
+
+
+def gated_mlp(
+    gate_up: Tensor, down: Tensor, *, activation: Activation = F.silu, tp: comm.Group | None = None
+) -> ExpertFunction:
+    """``down_e (activation(gate_e x) · up_e x)`` for the rows of each local expert e, as one product for gate and up.
+
+    Args:
+        gate_up: [experts, 2 I, M], the gate's rows first.
+        down: [experts, M, I].
+        activation: of the gate.
+        tp: the ranks that every expert is cut over: ``gate_up`` by columns of both blocks
+            (``LeafSlice.even(1, [I, I], n, rank)``), ``down`` by rows (``LeafSlice.even(2, I, n, rank)``). These ranks have the
+            same rows, and get the same results: one all-reduce of [R, M] forward, one backward. None: experts are whole.
+    """
+
+    def run(rows: Tensor, groups: RowGroups) -> Tensor:
+        gate, up = grouped_linear(rows if tp is None else comm.copy_to(rows, tp), gate_up, groups).chunk(2, -1)
+        out = grouped_linear(activation(gate) * up, down, groups)
+        return out if tp is None else comm.reduce_from(out, tp)
+
+    return run
+
+
+def mlp(up: Tensor, down: Tensor, *, activation: Activation = F.gelu, tp: comm.Group | None = None) -> ExpertFunction:
+    """``down_e activation(up_e x)`` for the rows of each local expert e.
+
+    Args:
+        up: [experts, I, M].
+        down: [experts, M, I].
+        activation: between the two.
+        tp: the ranks that every expert is cut over, ``up`` along dim 1 and ``down`` along dim 2, as in ``gated_mlp``.
+    """
+
+    def run(rows: Tensor, groups: RowGroups) -> Tensor:
+        hidden = activation(grouped_linear(rows if tp is None else comm.copy_to(rows, tp), up, groups))
+        out = grouped_linear(hidden, down, groups)
+        return out if tp is None else comm.reduce_from(out, tp)
+
+    return run

@@ -1,0 +1,224 @@
+"""Which experts each token goes to, with which weights: ``route`` computes it, ``Routing`` is the result as data."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from functional_ds.base import tree
+from functional_ds.base.prng import Key
+
+from .capacity import Capacity
+
+__all__ = ["Routing", "jitter", "route"]
+
+Gate = Literal["softmax", "sigmoid"]
+
+
+@tree.record
+class Routing:
+    """The experts of T tokens, k for each, as a pytree of tensors.
+
+    Attributes:
+        experts: the chosen experts, [T, k] integers, counted over all ranks' experts.
+        weights: [T, k], what each expert's result is multiplied by.
+        count: the number of experts E, over all ranks.
+        probabilities: [T, E], each token's scores divided by their sum, for balance losses; None where they are unknown.
+        kept: [T, k] bools, the choices that capacity left; None where all are kept.
+        overflow: [3] integers: by how many choices the fullest expert is above its capacity, which one, and in which group of
+            rows; None but with ``drop="error"``. ``exchange`` raises on all ranks if one has any.
+        limit: the capacity of an expert in a group; None where there is none.
+
+    >>> print(Routing(torch.tensor([[0, 1], [1, 2]]), torch.ones(2, 2), 4))
+    2 tokens, 2 of 4 experts each: load 1 2 1 0, none dropped
+    """
+
+    experts: Tensor
+    weights: Tensor
+    count: int = tree.static()
+    probabilities: Tensor | None = None
+    kept: Tensor | None = None
+    overflow: Tensor | None = None
+    limit: int | None = tree.static(default=None)
+
+    def demand(self, mask: Tensor | None = None) -> Tensor:
+        """How many choices each expert got, dropped ones included: [E] integers, on the device.
+
+        Args:
+            mask: [...], true for the tokens that count; None for all.
+        """
+        return self._counts(None if mask is None else mask.reshape(-1, 1).expand_as(self.experts))
+
+    def load(self) -> Tensor:
+        """How many rows each expert gets: [E] integers, on the device."""
+        return self._counts(self.kept)
+
+    def _counts(self, which: Tensor | None) -> Tensor:
+        flat = self.experts.flatten()
+        ones = torch.ones_like(flat) if which is None else which.flatten().to(flat.dtype)
+        return torch.zeros(self.count, dtype=flat.dtype, device=flat.device).index_add_(0, flat, ones)
+
+    def __str__(self) -> str:
+        """How many rows each expert gets; reads the values, so the host waits for them."""
+        tokens, k = self.experts.shape
+        text = f"{tokens} tokens, {k} of {self.count} experts each"
+        if self.experts.is_meta:
+            return text
+        load = self.load()
+        dropped = tokens * k - int(load.sum())
+        return f"{text}: load {' '.join(map(str, load.tolist()))}, {dropped or 'none'} dropped"
+
+    def check(self) -> "Routing":
+        """The routing itself; the host waits for its values. For routings that were not made by ``route``, and for debugging.
+
+        Raises:
+            ValueError: an expert out of range, twice for one token, above its capacity, or a weight that is not finite.
+        """
+        check_shapes(self)
+        ids = self.experts
+        if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < self.count):
+            raise ValueError(f"routing: experts from {int(ids.min())} to {int(ids.max())}; there are {self.count}, from 0 on")
+        twice = (ids.sort(1).values.diff(dim=1) == 0).any(1)
+        if bool(twice.any()):
+            token = int(twice.int().argmax())
+            raise ValueError(f"routing: token {token} has an expert twice: {ids[token].tolist()}")
+        if not bool(self.weights.isfinite().all()):
+            raise ValueError(f"routing: {int((~self.weights.isfinite()).sum())} weights are not finite")
+        overflow_error(self, [] if self.overflow is None else [self.overflow.tolist()])
+        return self
+
+
+def check_shapes(routing: Routing) -> None:
+    """Raises ValueError where the shapes of a routing do not fit each other."""
+    ids, shape = routing.experts, list(routing.experts.shape)
+    if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(f"routing: experts are {tree.summary(ids)}; integers [tokens, k] are needed")
+    for name, found, needed in (
+        ("weights", routing.weights, shape),
+        ("kept", routing.kept, shape),
+        ("probabilities", routing.probabilities, [shape[0], routing.count]),
+    ):
+        if found is not None and list(found.shape) != needed:
+            raise ValueError(f"routing: {name} have shape {list(found.shape)}, and experts {shape}: {needed} is needed")
+
+
+def overflow_error(routing: Routing, found: list[list[int]]) -> None:
+    """Raises ValueError for the first rank of a group whose tokens overflow the capacity."""
+    for rank, (excess, expert, group) in enumerate(found):
+        if excess > 0 and routing.limit is not None:
+            raise ValueError(
+                f"drop='error': {routing.limit + excess} tokens of group {group} of rank {rank} of {len(found)} chose expert "
+                f"{expert}, and its capacity is {routing.limit}: raise its factor, or drop by 'position' or 'probability'"
+            )
+
+
+def route(
+    logits: Tensor,
+    k: int,
+    *,
+    gate: Gate = "softmax",
+    normalise: bool = False,
+    scale: float = 1.0,
+    bias: Tensor | None = None,
+    groups: int = 1,
+    top_groups: int = 1,
+    group_top: int = 2,
+    capacity: Capacity | None = None,
+    noise: float = 0.0,
+    key: Key | None = None,
+    name: str = "route",
+) -> Routing:
+    """Each token's k experts: those with the highest scores.
+
+    Law: the softmax over the top k is ``normalise=True``, the renormalised top k of the softmax.
+
+    Scores and weights are computed in fp32 at least. A ``bias`` and noise take part in the choice alone: the weights are of
+    the scores without them, and no gradient flows to them. With ``groups`` the experts lie in groups of E / groups
+    neighbours, and a token chooses within its ``top_groups`` best ones. Groups that are the ranks' experts make this
+    device-limited routing. The table in docs/experts.md has the arguments of published routers.
+
+    Args:
+        logits: [..., E], the router's results.
+        k: the number of experts a token goes to.
+        gate: what makes logits scores.
+        normalise: whether a token's k weights are divided by their sum.
+        scale: what the weights are multiplied by at last.
+        bias: [E], added to the scores for the choice (Wang et al., "Auxiliary-loss-free load balancing", 2024).
+        groups: the number of groups of experts; 1 does not limit.
+        top_groups: the number of groups that a token's experts may lie in.
+        group_top: a group's score is the sum of its so many best experts': 2 in DeepSeek-V3, 1 in DeepSeek-V2.
+        capacity: how many choices an expert takes; None takes all (dropless).
+        noise: how much Gumbel noise is added to the logits for the choice; 1 draws experts by their probabilities.
+        key: where the noise is drawn from; by position, so on any number of ranks alike.
+        name: keeps the draws of several layers apart.
+
+    Raises:
+        ValueError: sizes that do not fit, or noise without a key.
+
+    >>> route(torch.tensor([[2.0, 1.0, 0.0]]), 2, normalise=True).weights
+    tensor([[0.7311, 0.2689]])
+    """
+    experts = logits.shape[-1] if logits.dim() else 0
+    _check(experts, k, gate, bias, groups, top_groups, group_top)
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    scores = _scores(wide, gate).reshape(-1, experts)
+    with torch.no_grad():
+        choice = scores
+        if noise:
+            if key is None:
+                raise ValueError(
+                    f"noise={noise} without a key: pass the one that the step gives to a loss with a parameter key"
+                )
+            draws = key.uniform(wide, name).clamp(min=2.0**-25)
+            choice = _scores(wide - noise * (-draws.log()).log(), gate).reshape(-1, experts)
+        if bias is not None:
+            choice = choice + bias
+        if groups > 1:
+            best = choice.view(-1, groups, experts // groups).topk(group_top).values.sum(-1).topk(top_groups).indices
+            open_ = torch.zeros(len(choice), groups, dtype=torch.bool, device=choice.device).scatter_(1, best, True)
+            choice = choice.masked_fill(~open_.repeat_interleave(experts // groups, 1), float("-inf"))
+        chosen = choice.topk(k).indices  # [T, k]
+    weights = scores.gather(1, chosen)
+    if normalise:
+        weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
+    weights = weights * scale if scale != 1 else weights
+    kept, overflow = (None, None) if capacity is None else capacity.apply(chosen, weights, experts)
+    limit = None if capacity is None else capacity.limit(k, experts)
+    probabilities = scores if gate == "softmax" else scores / (scores.sum(1, keepdim=True) + 1e-20)
+    return Routing(chosen, weights, experts, probabilities, kept, overflow, limit)
+
+
+def _scores(logits: Tensor, gate: Gate) -> Tensor:
+    return logits.softmax(-1) if gate == "softmax" else logits.sigmoid()
+
+
+def _check(experts: int, k: int, gate: str, bias: Tensor | None, groups: int, top_groups: int, group_top: int) -> None:
+    if gate not in ("softmax", "sigmoid"):
+        raise ValueError(f"gate={gate!r}: 'softmax' or 'sigmoid'")
+    if not 1 <= k <= experts:
+        raise ValueError(f"k={k} of {experts} experts: from 1 to the number of experts, the logits' last dim")
+    if bias is not None and list(bias.shape) != [experts]:
+        raise ValueError(f"bias has shape {list(bias.shape)}; [{experts}], one for each expert, is needed")
+    if groups == 1:
+        return
+    if groups < 1 or experts % groups:
+        raise ValueError(f"groups={groups}: {experts} experts do not divide by it")
+    each = experts // groups
+    if not 1 <= top_groups <= groups or k > top_groups * each:
+        raise ValueError(
+            f"top_groups={top_groups} of groups={groups} with {each} experts each: k={k} experts must fit into them"
+        )
+    if not 1 <= group_top <= each:
+        raise ValueError(f"group_top={group_top}: a group has {each} experts")
+
+
+def jitter(x: Tensor, epsilon: float, *, key: Key, name: str) -> Tensor:
+    """``x`` times uniform noise in ``1 - epsilon`` to ``1 + epsilon``, for a router's input (Fedus et al., 2021).
+
+    Args:
+        x: dim 0 counts the batch's rows.
+        epsilon: how far the factors lie from 1.
+        key: where the noise is drawn from; by position.
+        name: keeps draws apart.
+    """
+    return x * (1 + epsilon * (2 * key.uniform(x, name) - 1)).to(x.dtype)

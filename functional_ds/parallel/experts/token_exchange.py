@@ -1,0 +1,279 @@
+"""Dispatch and combine: tokens travel to the ranks that hold their experts, and the results back."""
+
+from collections.abc import Callable
+from typing import Literal
+
+import attrs
+import torch
+from torch import Tensor
+
+from functional_ds import comm
+from functional_ds.base.torch_private import is_fake
+from functional_ds.step.axes import axis
+from functional_ds.step.tape import current_tape
+
+from .axis import ExpertAxis
+from .grouped import RowGroups
+from .routing import Routing, check_shapes, overflow_error
+from .token_order import TokenOrder, combine, spread
+
+__all__ = ["ExchangeVolume", "ExpertFunction", "exchange", "exchange_volume"]
+
+Way = Literal["auto", "all_to_all", "gather"]
+ExpertFunction = Callable[[Tensor, RowGroups], Tensor]
+
+
+@attrs.frozen
+class ExchangeVolume:
+    """The elements of rows that each rank sends in one forward pass, as much as in its backward pass, for both ways.
+
+    Attributes:
+        all_to_all: at even routing.
+        gather: for any routing.
+    """
+
+    all_to_all: float
+    gather: float
+
+    @property
+    def way(self) -> Literal["all_to_all", "gather"]:
+        """The cheaper one."""
+        return "gather" if self.gather < self.all_to_all else "all_to_all"
+
+
+def exchange_volume(tokens: int, k: int, *, width: int, ranks: int) -> ExchangeVolume:
+    """What an exchange sends: ``2 T k M (P - 1)/P`` elements by all-to-all, ``2 T M (P - 1)`` by gathering; less iff k > P.
+
+    Args:
+        tokens: T, of one rank.
+        k: experts a token.
+        width: M, of a row.
+        ranks: P, of the expert-parallel group.
+
+    >>> exchange_volume(100, 2, width=8, ranks=4)
+    ExchangeVolume(all_to_all=2400.0, gather=4800)
+    """
+    return ExchangeVolume(2 * tokens * k * width * (ranks - 1) / ranks, 2 * tokens * width * (ranks - 1))
+
+
+def exchange(
+    f: ExpertFunction,
+    x: Tensor,
+    *,
+    routing: Routing,
+    group: comm.Group | None = None,
+    way: Way = "auto",
+    shared: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """The mixture ``Σ_j w_j f_{e_j}(x)`` of each token's experts, which lie on the ranks of ``group``, E / P on each.
+
+    Law 46: for any routing it is what one device computes with all experts, one rank without tokens and all tokens to one
+    rank included; value and gradients, by x, the weights and the experts' params. A choice that capacity dropped adds nothing.
+    Each rank has its own tokens, varying over ``group``, as has the result; x's and the weights' gradients are its own. The
+    gradients of a rank's experts are summed over the tokens of all ranks of ``group``, so divide them by the weight of these
+    tokens, as ``T.zero`` over all data-parallel ranks does: no factor P (law 47).
+
+    ``all_to_all`` sends a row for each choice that lies elsewhere and gets one back: 2 T k M (P - 1)/P elements at even
+    routing, as much backward, and E (P - 1)/P integers forward. ``gather`` sends every token to all ranks and sums their parts:
+    2 T M (P - 1) and the routing's 2 T k (P - 1), for any routing, as much backward but for the T k integers; T is the largest
+    of the ranks'. Its counts are (E + 1)(P - 1) integers. The host waits once, for the numbers of rows.
+
+    Args:
+        f: of rows [R, M], sorted by local expert, and where they lie (``RowGroups``): [R, M']. It is called once, also without
+            rows. ``gated_mlp`` makes one.
+        x: [..., M], the tokens.
+        routing: their experts, as from ``route``; T is the product of x's leading sizes.
+        group: the ranks that hold the experts, rank r those from r E/P on. None: what the running step has (``T.experts``), or
+            else one device that holds all.
+        way: "auto" takes the way that ``exchange_volume`` says is cheaper: "gather" where k > P.
+        shared: a function of x that is computed while rows travel; its result is added.
+
+    Raises:
+        ValueError: sizes that do not fit, experts that do not divide by the ranks, or an overflow with ``drop="error"``,
+            which all ranks name.
+
+    >>> import functional_ds as fds
+    >>> def program(x):
+    ...     scale = torch.tensor([1.0, 10.0])[comm.world().rank]  # two experts, one on each rank
+    ...     routing = fds.moe.Routing(torch.tensor([[0], [1]]), torch.ones(2, 1), 2)
+    ...     return exchange(lambda rows, groups: scale * rows, x, routing=routing, group=comm.world()).tolist()
+    >>> comm.simulate(program, torch.ones(2, 1), world_size=2)
+    [[[1.0], [10.0]], [[1.0], [10.0]]]
+    """
+    if way not in ("auto", "all_to_all", "gather"):
+        raise ValueError(f"way={way!r}: 'auto', 'all_to_all' or 'gather'")
+    group = _ranks(group)
+    size = 1 if group is None else group.size
+    rows = x.reshape(-1, x.shape[-1])
+    _check(rows, x, routing, size)
+    if group is None or size == 1:
+        out = _alone(f, rows, routing)
+        out = out.view(*x.shape[:-1], out.shape[-1])
+        return out if shared is None else out + shared(x)
+    volume = exchange_volume(1, routing.experts.shape[1], width=1, ranks=size)
+    by = _Gathered if (volume.way if way == "auto" else way) == "gather" else _AllToAll
+    under_way = by(routing, group).start(rows)
+    beside = None if shared is None else shared(x)
+    out = under_way(f)
+    if not len(rows):
+        _keep(out)
+    out = out.view(*x.shape[:-1], out.shape[-1])
+    return out if beside is None else out + beside
+
+
+def _ranks(group: comm.Group | None) -> comm.Group | None:
+    if group is not None:
+        if not isinstance(group, comm.Group):
+            raise TypeError(f"group={group!r} is no group: pass mesh['ep'], or None within a step that has T.experts")
+        return group
+    found = axis("ep")
+    return found.group if isinstance(found, ExpertAxis) else None
+
+
+def _check(rows: Tensor, x: Tensor, routing: Routing, ranks: int) -> None:
+    check_shapes(routing)
+    if len(routing.experts) != len(rows):
+        raise ValueError(
+            f"a routing of {len(routing.experts)} tokens for x of shape {list(x.shape)}, which has {len(rows)}: route these"
+        )
+    if routing.count % ranks:
+        raise ValueError(f"{routing.count} experts do not divide by the {ranks} ranks of the expert-parallel group")
+
+
+def _keep(out: Tensor) -> None:
+    """Makes the backward pass reach the exchange on a rank without tokens, even if its loss is a constant."""
+    tape = current_tape()
+    if tape is not None and tape.records and out.requires_grad:
+        tape.roots.append(out)
+
+
+def _known(rows: Tensor) -> bool:
+    """Whether there are values; else the routing is taken to be even."""
+    return not (rows.is_meta or is_fake(rows))
+
+
+def _even(total: int, parts: int) -> list[int]:
+    return [total // parts + (part < total % parts) for part in range(parts)]
+
+
+def _alone(f: ExpertFunction, rows: Tensor, routing: Routing) -> Tensor:
+    """On one device; the host waits only where capacity may have dropped rows, or refuses them."""
+    order = TokenOrder.of(routing.experts, routing.kept, routing.count)
+    load = routing.load()
+    if routing.overflow is not None and _known(rows):
+        overflow_error(routing, [routing.overflow.tolist()])
+    if routing.kept is None:
+        return combine(f(spread(rows, order), RowGroups.of(load)), routing.weights, order)
+    counts = load.tolist() if _known(rows) else _even(routing.experts.numel(), routing.count)
+    order = order.cut(sum(counts))
+    return combine(f(spread(rows, order), RowGroups(load.cumsum(0).to(torch.int32), tuple(counts))), routing.weights, order)
+
+
+@attrs.frozen(eq=False)
+class _AllToAll:
+    """Rows go to the ranks of their experts."""
+
+    routing: Routing
+    group: comm.Group
+
+    def start(self, rows: Tensor) -> Callable[[ExpertFunction], Tensor]:
+        """Sends the rows; what is returned does the rest."""
+        order = TokenOrder.of(self.routing.experts, self.routing.kept, self.routing.count)
+        sent, counts, table = self._counts(rows)
+        order = order.cut(sum(sent))
+        received = [sum(each) for each in counts]  # by source
+        pending = comm.all_to_all(spread(rows, order), self.group, input_splits=sent, output_splits=received, async_op=True)
+
+        def rest(f: ExpertFunction) -> Tensor:
+            arrived = pending.wait()  # sorted by source, then by expert
+            by_expert = _by_expert(counts, table)
+            groups = _groups([sum(each) for each in zip(*counts, strict=True)], table)
+            done = f(arrived, groups) if by_expert is None else combine(f(spread(arrived, by_expert), groups), None, by_expert)
+            back = comm.all_to_all(done, self.group, input_splits=received, output_splits=sent)
+            return combine(back, self.routing.weights, order)
+
+        return rest
+
+    def _counts(self, rows: Tensor) -> tuple[list[int], list[list[int]], Tensor]:
+        """The numbers of rows that go to each rank, and that come from each rank for each local expert, also on the device."""
+        size, routing = self.group.size, self.routing
+        if not _known(rows):
+            even = _even(routing.experts.numel(), routing.count)
+            local = len(even) // size
+            here = even[self.group.rank * local : (self.group.rank + 1) * local]
+            sent = [sum(even[r * local : (r + 1) * local]) for r in range(size)]
+            return sent, [here] * size, routing.experts.new_empty(size, local)
+        load = routing.load().view(size, -1)  # [P, E / P]
+        told = load if routing.overflow is None else torch.cat([load, routing.overflow.expand(size, 3)], 1)
+        heard = comm.all_to_all(told, self.group)
+        numbers = torch.cat([load.sum(1), heard.flatten()]).tolist()  # the host waits here
+        sent, each = numbers[:size], heard.shape[1]
+        counts = [numbers[start : start + each] for start in range(size, len(numbers), each)]
+        if routing.overflow is not None:
+            overflow_error(routing, [by_rank[-3:] for by_rank in counts])
+            counts = [by_rank[:-3] for by_rank in counts]
+        return sent, counts, heard[:, : load.shape[1]]
+
+
+def _groups(counts: list[int], table: Tensor) -> RowGroups:
+    """From the rows of each expert, and the same by source on the device."""
+    return RowGroups(table.sum(0).cumsum(0).to(torch.int32), tuple(counts))
+
+
+def _by_expert(counts: list[list[int]], table: Tensor) -> TokenOrder | None:
+    """From rows sorted by source to rows sorted by expert; None where that is the same."""
+    blocks = [expert for by_expert in counts for expert, rows in enumerate(by_expert) if rows]
+    if blocks == sorted(blocks):
+        return None
+    experts = torch.arange(table.shape[1], device=table.device).repeat(len(table))
+    ids = experts.repeat_interleave(table.flatten(), output_size=sum(map(sum, counts)))  # of each row
+    return TokenOrder.of(ids[:, None], None, table.shape[1])
+
+
+@attrs.frozen(eq=False)
+class _Gathered:
+    """Every rank gets all tokens, and computes its experts' part of each."""
+
+    routing: Routing
+    group: comm.Group
+
+    def start(self, rows: Tensor) -> Callable[[ExpertFunction], Tensor]:
+        """Gathers the tokens; what is returned does the rest."""
+        routing, group = self.routing, self.group
+        tokens, counts, table = self._counts(rows)
+        most = max(tokens)
+        ids = routing.experts if routing.kept is None else routing.experts.masked_fill(~routing.kept, -1)
+        mine = {"rows": rows, "weights": routing.weights, "ids": ids}
+        if min(tokens) < most:
+            mine = {
+                name: torch.cat([leaf, leaf.new_full((most - len(rows), leaf.shape[1]), -1 if name == "ids" else 0)])
+                for name, leaf in mine.items()
+            }
+        pending = comm.all_gather(mine, group, async_op=True)
+
+        def rest(f: ExpertFunction) -> Tensor:
+            everyones = pending.wait()
+            local = everyones["ids"] - group.rank * len(counts)
+            kept = (local >= 0) & (local < len(counts))
+            order = TokenOrder.of(local.masked_fill(~kept, 0), kept, len(counts)).cut(sum(counts))
+            part = combine(f(spread(everyones["rows"], order), _groups(counts, table)), everyones["weights"], order)
+            return comm.reduce_scatter(part, group)[: len(rows)]
+
+        return rest
+
+    def _counts(self, rows: Tensor) -> tuple[list[int], list[int], Tensor]:
+        """Every rank's tokens, the rows of each local expert, and these by source on the device."""
+        size, routing = self.group.size, self.routing
+        each = routing.count // size
+        local = slice(self.group.rank * each, (self.group.rank + 1) * each)
+        if not _known(rows):
+            even = [rows * size for rows in _even(routing.experts.numel(), routing.count)[local]]
+            return [len(rows)] * size, even, routing.experts.new_empty(size, each)
+        told = [routing.load(), routing.experts.new_full((1,), len(rows))]
+        told += [] if routing.overflow is None else [routing.overflow]
+        heard = comm.all_gather(torch.cat(told), self.group, tiled=False)
+        numbers = heard.tolist()  # the host waits here
+        if routing.overflow is not None:
+            overflow_error(routing, [by_rank[-3:] for by_rank in numbers])
+        counts = [sum(by_expert) for by_expert in zip(*(by_rank[local] for by_rank in numbers), strict=True)]
+        return [by_rank[routing.count] for by_rank in numbers], counts, heard[:, local]

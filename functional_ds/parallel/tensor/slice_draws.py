@@ -1,0 +1,39 @@
+"""Random draws on slices: where this rank's part of an activation lies in the whole."""
+
+from torch import Tensor
+
+from functional_ds import comm
+from functional_ds.base.prng import Places
+
+from .pairs import tensor_group
+
+__all__ = ["places"]
+
+
+def places(x: Tensor, dim: int, *, group: comm.Group | None = None) -> Places:
+    """Where this rank's part of an activation lies along a dim that is cut evenly, for draws by ``Key``.
+
+    Law 49: ``key.dropout(x_r, p, name, places=places(x_r, dim))`` is this rank's part of ``key.dropout(x, p, name)``. A
+    replicated activation needs no places: all ranks draw the same.
+
+    Args:
+        x: this rank's part: what ``column`` gives, with its features as the last dim; between blocks that are cut along the
+            sequence, an activation with the sequence as its dim.
+        dim: that is cut.
+        group: the ranks; None for those of the running step's ``T.tensor_parallel``.
+
+    >>> import torch
+    >>> from functional_ds.base.prng import Key
+    >>> def program():
+    ...     here, key, whole = comm.world(), Key.of(0), torch.ones(2, 4)
+    ...     part = whole.chunk(here.size, 1)[here.rank]
+    ...     return key.dropout(part, 0.5, "mlp", places=places(part, 1, group=here)), key.dropout(whole, 0.5, "mlp")
+    >>> (one, whole), (other, _) = comm.simulate(program, world_size=2)
+    >>> torch.equal(torch.cat([one, other], 1), whole)
+    True
+    """
+    here = tensor_group(group, "tp.places")
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"tp.places: dim={dim} is no dim of x, of shape {list(x.shape)}")
+    size = x.shape[dim]
+    return {dim % x.dim(): (range(here.rank * size, (here.rank + 1) * size), size * here.size)}

@@ -1,0 +1,200 @@
+"""Expert parallelism: experts in slices over some of the data-parallel ranks (Lepikhin et al., "GShard", 2020)."""
+
+import difflib
+import re
+from typing import Any
+
+import attrs
+from torch import Tensor
+
+from functional_ds import comm
+from functional_ds.base import tree
+from functional_ds.base.marks import like_marked, mark_part, mark_sharers, mark_slices, part_of, slices_of
+from functional_ds.parallel.experts.axis import ExpertAxis
+from functional_ds.sharding.leaf_slice import LeafSlice
+from functional_ds.sharding.sources import sliced
+from functional_ds.step.axes import with_axis
+from functional_ds.step.compose import wrap
+from functional_ds.step.state import State
+from functional_ds.step.step import Step
+from functional_ds.step.traits import Trait
+
+__all__ = ["Experts", "experts"]
+
+_PART = "experts"
+
+
+def _is_group(experts: Any, field: Any, value: Any) -> None:
+    if not (isinstance(value, comm.Group) or (value is None and field.name == "edp")):
+        raise TypeError(f"{field.name}={value!r} is no group: pass mesh[{field.name!r}]")
+    if value is not None and value.rank < 0:
+        raise ValueError(f"{field.name}={value!r}: this rank is not in it")
+
+
+@attrs.frozen(eq=False, repr=False)
+class Experts:
+    """Stores 1/n of the experts on each of the n ranks of ``ep``; each rank has its own batch, as without experts.
+
+    Leaves whose paths match hold one expert at each place along dim 0, say ``[E, a, b]``. Rank r of ``ep`` has the experts from
+    ``r E/n`` on, and the loss sees these: it sends each token to the ranks that hold the token's experts. Such ranks are
+    data-parallel for all other leaves. ``axis("ep")`` tells a model's functions the group.
+
+    Law 47: it is the single-device step on the whole leaves and the concatenated batch, whatever the size of ``ep``. The
+    gradients of experts come over ``ep`` by the transpose of the loss's exchange; ``zero`` sums them over ``edp``, the ranks
+    that hold the same experts, and divides them by the weight of all ranks' batches. The norm counts each expert once.
+
+    Put it after ``zero``, whose group is that of both axes together: ``mesh["dp"]`` for ``mesh.split("dp", edp=..., ep=...)``.
+    Where several axes share the batch, ``edp`` has them, too: ``experts["edp", "sp"]``.
+
+    Sends nothing in a step, beyond what the loss does. With Ψ elements of experts on a rank, ``zero`` gathers and reduces these
+    over d ranks in place of n d: each rank sends 2Ψ(d-1)/d in stages 0 to 2, and nothing where d = 1.
+
+    Each rank cuts its own params at ``init``, or reads its part of deferred ones, so build the same model on every rank. The
+    optimizers that look at whole leaves refuse slices, but for ``muon`` and ``per_matrix`` with ``stacks``.
+
+    Args:
+        pattern: a regular expression for the paths of the leaves that hold experts.
+        ep: the ranks over which experts are cut.
+        edp: the ranks that hold the same experts as this one; None where no other rank does.
+
+    Raises:
+        TypeError: ``ep`` or ``edp`` is no group.
+        ValueError: the expression matches no path; the number of experts does not divide by the ranks; a leaf is cut along dim
+            0 already; the groups make no grid, or are not that of ``zero``; no transform before this one sums gradients.
+
+    >>> import functional_ds as fds
+    >>> from functional_ds import transforms as T
+    >>> def program():
+    ...     mesh = comm.mesh(dp=2).split("dp", edp=1, ep=2)
+    ...
+    ...     def loss(p, x):  # the first rows are for the first expert, and so on
+    ...         mine = comm.all_to_all(x, mesh["ep"]) * p["experts"]
+    ...         return fds.Weighted(comm.all_to_all(mine, mesh["ep"]).sum(), 2.0)
+    ...
+    ...     step = fds.compose(T.zero(1, mesh["edp", "ep"]), experts("experts", mesh["ep"]))(fds.train_step(loss, fds.sgd(1.0)))
+    ...     state = step.init({"experts": torch.ones(2, 1)})
+    ...     state, metrics = step(state, torch.tensor([[1.0], [2.0]]))
+    ...     return state.params[0].tolist(), metrics["loss"].item(), step.params(state)["experts"].tolist()
+    >>> comm.simulate(program, world_size=2)[0]
+    ([0.5], 1.5, [[0.5], [0.0]])
+    """
+
+    pattern: str
+    ep: comm.Group = attrs.field(validator=_is_group)
+    edp: comm.Group | None = attrs.field(default=None, kw_only=True, validator=_is_group)
+
+    def __attrs_post_init__(self) -> None:
+        try:
+            re.compile(self.pattern)
+        except (re.error, TypeError) as error:
+            raise ValueError(f"pattern={self.pattern!r} is no regular expression: {error}") from None
+        self._check_blocks(self.blocks)
+
+    def __call__(self, step: Step) -> Step:
+        """The step with the phases that experts wrap."""
+        return wrap(
+            str(self),
+            traits=[Trait.CUTS_EXPERTS],
+            check=self.check,
+            init=self.init,
+            forward=self.forward,
+            params=self.params,
+        )(step)
+
+    def __repr__(self) -> str:
+        beside = "" if self.edp is None else f", edp={self.edp.name!r} of {self.edp.size}"
+        return f"experts({self.pattern!r}, {self.ep.name!r} of {self.ep.size}{beside})"
+
+    @property
+    def blocks(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of the world that hold the same experts, for each part of the experts.
+
+        Groups along the same axes of a mesh differ by a shift of their ranks.
+        """
+        here = self.ep.ranks[self.ep.rank]
+        return tuple(tuple(rank + other - here for rank in self._same) for other in self.ep.ranks)
+
+    @property
+    def _same(self) -> tuple[int, ...]:
+        return (self.ep.ranks[self.ep.rank],) if self.edp is None else self.edp.ranks
+
+    def _check_blocks(self, blocks: tuple[tuple[int, ...], ...]) -> None:
+        ranks = [rank for block in blocks for rank in block]
+        if len(set(ranks)) != len(ranks) or self.ep.ranks[self.ep.rank] not in self._same:
+            raise ValueError(
+                f"edp: the ranks {list(self._same)} of group {getattr(self.edp, 'name', None)!r} and the ranks "
+                f"{list(self.ep.ranks)} of ep={self.ep.name!r} share more than this rank; pass two axes of one mesh: "
+                'mesh.split("dp", edp=..., ep=...)'
+            )
+
+    def check(self, step: Step) -> None:
+        """Refuses a step whose gradients nobody sums, and one that has experts already.
+
+        Raises:
+            ValueError: it is such a step.
+        """
+        if self.ep.size > 1 and not step.has(Trait.REDUCES_GRADIENTS):
+            raise ValueError(
+                f"{self}: its ranks have batches of their own, and no transform before it sums their gradients ({step}); put "
+                "zero before it"
+            )
+        other = step.has(Trait.CUTS_EXPERTS)
+        if other:
+            raise ValueError(f"{self}: this step has {other} already; name all experts in one pattern")
+
+    # -- what is stored ------------------------------------------------------------------------------------------------
+
+    def init(self, inner: Any, step: Step, params: Any) -> State:
+        """The inner state of this rank's experts."""
+        if self.ep.size > 1:
+            groups = [group for group in (self.ep, self.edp) if group is not None]
+            mend = 'pass two axes of one mesh: mesh.split("dp", edp=..., ep=...)'
+            comm.agree(self.blocks, *groups, what="ep, edp", differ="other groups beside them", mend=mend)
+        return inner(step, self.cut(params))  # type: ignore[no-any-return]
+
+    def cut(self, params: Any) -> Any:
+        """This rank's experts and all other leaves, marked for ``zero(...).cost_report`` and the like."""
+        named = tree.named(params)
+        if not any(re.search(self.pattern, path) for path, _ in named):
+            near = difflib.get_close_matches(self.pattern, [path for path, _ in named], 1, 0.0)
+            raise ValueError(f"pattern={self.pattern!r} matches no path; the nearest is {near[0] if near else 'none'!r}")
+        leaves = [self._cut(path, leaf) if self._matches(path) else leaf for path, leaf in named]
+        return tree.unflatten(tree.structure(params), leaves)
+
+    def _matches(self, path: str) -> bool:
+        return self.ep.size > 1 and re.search(self.pattern, path) is not None
+
+    def _cut(self, path: str, leaf: Tensor) -> Tensor:
+        shape, n = list(leaf.shape), self.ep.size
+        if not shape or shape[0] % n:
+            raise ValueError(
+                f"pattern: {path!r} of shape {shape} does not divide along dim 0 by the {n} ranks {list(self.ep.ranks)} of "
+                f"{self.ep.name!r}: each must hold as many experts"
+            )
+        if any(cut.dim == 0 for cut in slices_of(leaf)):
+            raise ValueError(f"pattern: {path!r} of shape {shape} is cut along dim 0 already; let one transform cut it")
+        found = sliced(leaf, LeafSlice.even(0, shape[0], n, self.ep.rank))
+        return mark_sharers(mark_part(found, ", ".join(filter(None, (part_of(leaf), _PART)))), self.blocks)
+
+    def params(self, inner: Any, step: Step, state: State) -> Any:
+        """The user's tree, with the experts of all ranks."""
+        found = inner(step, state)
+
+        def whole(path: str, leaf: Tensor) -> Tensor:
+            if not self._matches(path):
+                return leaf
+            found = like_marked(comm.all_gather(leaf.detach(), self.ep), leaf)
+            found = mark_slices(found, tuple(cut for cut in slices_of(leaf) if cut.dim))
+            parts = [part for part in (part_of(leaf) or "").split(", ") if part != _PART]
+            return mark_sharers(mark_part(found, ", ".join(parts) or None), None)
+
+        return tree.unflatten(tree.structure(found), [whole(path, leaf) for path, leaf in tree.named(found)])
+
+    # -- what the loss sees --------------------------------------------------------------------------------------------
+
+    def forward(self, inner: Any, step: Step, state: State, function: Any, batch: Any) -> Any:
+        """The function, inside of which ``axis("ep")`` is the group of the experts."""
+        return inner(step, state, with_axis("ep", ExpertAxis(self.ep), function), batch)
+
+
+experts = Experts
