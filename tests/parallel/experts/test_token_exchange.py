@@ -12,7 +12,7 @@ from functional_ds import comm, moe
 from functional_ds.step.tape import Tape
 from tests.parallel.experts.oracle import E, M, close, gradients, mixture, numbers, on, own, weights_of
 
-TOKENS = (5, 0, 7, 2)  # of each rank
+TOKENS = (5, 7, 0, 2)  # of each rank
 
 
 def routing_of(tokens: int, k: int, *, seed: int, spread: str) -> moe.Routing:
@@ -197,18 +197,20 @@ def test_a_second_derivative_is_one_device_s(way: Any) -> None:
             close(found[name], expected[name].chunk(2)[rank])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_half_precision_sums_in_fp32(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "router"), [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)]
+)
+def test_half_precision_sums_in_fp32(dtype: torch.dtype, router: torch.dtype) -> None:
     """The combined result is rounded once; the weights' gradients come in their own dtype."""
     x = torch.randint(-9, 10, (8, M)).to(dtype)
-    weights = (torch.randint(1, 32, (8, 3)) / 16).requires_grad_()  # sums that fp32 has exactly
+    weights = (torch.randint(1, 32, (8, 3)) / 16).to(router).requires_grad_()  # sums that fp32 has exactly
     routing = moe.Routing(moe.route(numbers(8, E), 3).experts, weights, E)
     y = moe.exchange(lambda rows, groups: rows, x, routing=routing)
     assert y.dtype == dtype
-    assert torch.equal(y, (x.float() * weights.sum(1, keepdim=True)).to(dtype))
+    assert torch.equal(y, (x.float() * weights.float().sum(1, keepdim=True)).to(dtype))
     y.float().sum().backward()
     assert weights.grad is not None
-    assert weights.grad.dtype == torch.float32
+    assert weights.grad.dtype == router
 
 
 def test_a_rank_without_tokens_may_have_a_constant_loss() -> None:
