@@ -3,8 +3,9 @@
     python benchmarks/experts.py                        2 Gloo processes
     python benchmarks/experts.py --ranks 4 --rounds 9
 
-A contest is a forward and backward pass of one layer: router, exchange, gated MLPs of all experts, dropless. All contenders
-hold equal weights and get equal tokens; their results and gradients are compared with ours before anything is timed. A round
+A contest is a forward and backward pass of one layer: router, exchange, gated MLPs of all experts, dropless; with few large
+experts as in Mixtral, where the products take the time, and with many small ones as in Qwen3-MoE. All contenders hold
+equal weights and get equal tokens; their results and gradients are compared with ours before anything is timed. A round
 times each contender once, by its slowest rank. The ratio is our median over the rounds divided by theirs. DeepSpeed takes part
 where it is installed.
 """
@@ -30,6 +31,7 @@ from functional_ds import comm, moe
 
 RESULTS = Path(__file__).parent / "results"
 TARGET = 0.9
+SHAPES = {"coarse": {"experts": 8, "top": 2, "inner": 512}, "fine": {"experts": 32, "top": 8, "inner": 64}}
 TOLERANCE = 1e-4  # relative to the largest element; sums are in another order
 
 Found = dict[str, Tensor]
@@ -164,8 +166,13 @@ def difference(found: Found, expected: Found) -> float:
 
 
 def measure(flags: argparse.Namespace) -> list[dict[str, Any]]:
-    """What each rank runs; a row for each other contender."""
+    """What each rank runs; a row for each shape and other contender."""
     torch.set_num_threads(1)
+    return [row for shape in flags.shapes for row in contest(argparse.Namespace(**vars(flags), **SHAPES[shape]), shape)]
+
+
+def contest(flags: argparse.Namespace, shape: str) -> list[dict[str, Any]]:
+    """All contenders on layers of one shape."""
     world = comm.world()
     each = flags.experts // world.size
     own = slice(world.rank * each, (world.rank + 1) * each)
@@ -188,6 +195,7 @@ def measure(flags: argparse.Namespace) -> list[dict[str, Any]]:
                 times[who].append(spent)
     rows = [
         {
+            "shape": shape,
             "against": name,
             "difference": comm.all_reduce(torch.tensor(gaps[name]), op="max").item(),
             "ratio": statistics.median(times["ours"]) / statistics.median(times[name]),
@@ -207,8 +215,8 @@ def shown(row: dict[str, Any]) -> str:
     (_, mine), (name, theirs) = ((who, statistics.median(found) * 1e3) for who, found in row["seconds"].items())
     low, high = min(row["of_rounds"]), max(row["of_rounds"])
     return (
-        f"ours {mine:8.1f} ms   {name:<12} {theirs:8.1f} ms   ratio {row['ratio']:.3f} (target {TARGET}; rounds {low:.2f} to "
-        f"{high:.2f})   values and gradients differ by {row['difference']:.1e}"
+        f"{row['shape']:<7} ours {mine:8.1f} ms   {name:<12} {theirs:8.1f} ms   ratio {row['ratio']:.3f} (target {TARGET}; "
+        f"rounds {low:.2f} to {high:.2f})   values and gradients differ by {row['difference']:.1e}"
     )
 
 
@@ -219,9 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tokens", type=int, default=1024, help="of each rank")
     parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--inner", type=int, default=512)
-    parser.add_argument("--experts", type=int, default=16)
-    parser.add_argument("--top", type=int, default=2)
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--skew", type=float, default=0.0, help="above 0, some experts get more tokens")
     parser.add_argument("--out", type=Path, default=RESULTS)
     flags = parser.parse_args(argv)
@@ -233,7 +239,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     (flags.out / f"experts-{flags.ranks}-ranks.json").write_text(
         json.dumps({"machine": machine, "flags": kept, "rows": rows}, indent=1) + "\n"
     )
-    wrong = [row["against"] for row in rows if row["difference"] > TOLERANCE]
+    wrong = [f"{row['shape']} {row['against']}" for row in rows if row["difference"] > TOLERANCE]
     if wrong:
         print(f"values or gradients differ by more than {TOLERANCE}: {', '.join(wrong)}")
     return 1 if wrong else 0
