@@ -1210,7 +1210,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     ],
     # sharding and collectives
     (sharding_is_a_bijection,): [
-        Bug("shards are rounded down", "sharding.layout", "-(-size // n)", "size // n", RuntimeError),
+        Bug("shards are rounded down", "sharding.layout", "-(-size // count)", "size // count", RuntimeError),
         Bug(
             "shards begin one element late",
             "sharding.layout",
@@ -1502,13 +1502,13 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug("the norm is the sum's, not the mean's", "transforms.clip", "grads.sum) / grads.weight", "grads.sum)"),
     ],
     (norms_are_of_the_whole_gradient, 0): [
-        Bug("stage 0 counts replicas", "transforms.zero.zero", "self.finite} if stage else", "self.finite} if True else"),
+        Bug("stage 0 counts replicas", "transforms.zero.zero", "if self.stage == 0:\n            if not", "if False:\n            if not"),
     ],
     (norms_are_of_the_whole_gradient, 2): [
         Bug(
             "each rank clips by its own shards",
             "transforms.zero.zero",
-            "comm.all_reduce(inner(step, state, grads) ** 2, self.process_groups().group)",
+            "comm.all_reduce(inner(step, state, grads) ** 2, groups.group)",
             "(inner(step, state, grads) ** 2)",
         ),
     ],
@@ -1584,7 +1584,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "each rank keeps its own params",
             "transforms.zero.zero",
-            "lambda leaf: _of_rank_0(leaf, groups)",
+            "partial(_of_first, groups=groups.among(segment.sharers))",
             "lambda leaf: leaf",
         ),
     ],
@@ -1695,8 +1695,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "gathers go on in the order of their arrival",
             "transforms.zero.collectives",
-            'self.groups.levels[-1].channel("gather")\n',
-            "self.groups.levels[-1].channel(str(id(shards)))\n",
+            'groups.levels[-1].channel("gather")\n',
+            "groups.levels[-1].channel(str(id(shards)))\n",
         ),
     ],
     (test_levels.test_the_loss_may_communicate_inside_nodes, 1, False): [
@@ -2007,7 +2007,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "exact params stay old",
             "transforms.zero.zero",
-            "exact = self._exact(own, whole, groups) if partition.exact else ()",
+            "exact = self._exact(layout, own, whole, groups) if partition.exact else ()",
             "exact = partition.exact",
         ),
         Bug(

@@ -37,6 +37,7 @@ def muon(
     steps: int = 5,
     adjust: Literal["original", "match_rms_adamw"] = "original",
     matrices: PathFilter | None = None,
+    stacks: PathFilter | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> PerParameter:
     """Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) for matrices, another optimizer for all else.
@@ -63,6 +64,8 @@ def muon(
             et al. 2025, arXiv:2502.16982), with which learning rates and decays tuned for AdamW will do.
         matrices: a regular expression or a function of a path: which of the real two-dimensional leaves; None for all.
             Embeddings and output layers are usually left to ``others``.
+        stacks: likewise: which of the real three-dimensional leaves are stacks of matrices along dim 0, as experts are; None
+            for none.
         dtype: in which the iteration computes.
 
     Raises:
@@ -98,7 +101,7 @@ def muon(
         return Optimizer(lambda params: MuonState(zeros(params)), update)
 
     numbers = f"lr={lr}, momentum={momentum}, nesterov={nesterov}, weight_decay={weight_decay}, adjust={adjust!r}"
-    return on_matrices(make, others, matrices, kind="muon", name=f"muon({numbers}, {{others}})")
+    return on_matrices(make, others, matrices, stacks, kind="muon", name=f"muon({numbers}, {{others}})")
 
 
 def _averaged(grad: Tensor, mean: Tensor, momentum: float, nesterov: bool) -> Tensor:

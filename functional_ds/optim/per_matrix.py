@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -12,6 +13,7 @@ from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
 from functional_ds.sharding.leaf_map import LeafMap, match_leaves
 from functional_ds.sharding.leaf_selection import LeafSelection, Unused
+from functional_ds.sharding.stacks import unstacked
 
 from .kernels import check, means
 from .matrix_owners import MatrixOwners
@@ -42,6 +44,7 @@ def per_matrix(
     others: Any,
     weight_decay: float = 0.0,
     matrices: PathFilter | None = None,
+    stacks: PathFilter | None = None,
     dtype: torch.dtype | None = None,
     name: str | None = None,
 ) -> PerParameter:
@@ -71,6 +74,8 @@ def per_matrix(
         others: the optimizer of all leaves that are no matrices: ``fds.adamw(3e-4)``, say.
         weight_decay: decoupled, for matrices.
         matrices: a regular expression or a function of a path: which of the real two-dimensional leaves; None for all.
+        stacks: likewise: which of the real three-dimensional leaves are stacks of matrices along dim 0, as experts are; None
+            for none. Those of ``T.experts`` have owners among the ranks that hold the same experts.
         dtype: in which matrices, gradients and ``u`` travel and the rule gets them; None for fp32, or fp64 where a leaf is.
         name: for printing and errors; the rule's by default.
 
@@ -112,14 +117,15 @@ def per_matrix(
             count, new, unused = state.count + 1, dict(state.whole), grads.unused or Unused(frozenset(), {})
             owned, moving = owners, params
             if unused.paths:
-                some = LeafSelection.of(leaf_map, [i for i, leaf in enumerate(leaves) if leaf.path not in unused.paths])
+                used = [i for i, leaf in enumerate(leaves) if (leaf.stack or leaf.path) not in unused.paths]
+                some = LeafSelection.of(leaf_map, used)
                 owned, moving = owners.select(some.leaf_map), some.views(params)
                 grads = tree.replace(grads, sum=some.views(grads.sum))
 
             def ruled(leaf: int, grad: Tensor, *param: Tensor) -> Tensor:
-                path = owned.leaf_map.leaves[leaf].path
-                further = {"param": param[0]} if takes_param else {}
-                step = int(count) - unused.idle.get(path, 0)
+                spec = owned.leaf_map.leaves[leaf]
+                path, further = spec.path, {"param": param[0]} if takes_param else {}
+                step = int(count) - unused.idle.get(spec.stack or path, 0)
                 found, new[path] = rule(grad, state.whole[path], step, **further)
                 if found.shape != grad.shape:
                     raise ValueError(
@@ -134,11 +140,17 @@ def per_matrix(
 
         return Optimizer(start, update, shown, skips=True, skips_unused=True)
 
-    return on_matrices(make, others, matrices, kind=shown, name=f"{shown}(lr={lr}, weight_decay={weight_decay}, {{others}})")
+    return on_matrices(make, others, matrices, stacks, kind=shown, name=f"{shown}(lr={lr}, weight_decay={weight_decay}, {{others}})")
 
 
 def on_matrices(
-    make: Callable[[MatrixOwners], Optimizer], others: Any, matrices: PathFilter | None, *, kind: str, name: str
+    make: Callable[[MatrixOwners], Optimizer],
+    others: Any,
+    matrices: PathFilter | None,
+    stacks: PathFilter | None = None,
+    *,
+    kind: str,
+    name: str,
 ) -> PerParameter:
     """``make``'s optimizer for real matrices, ``others`` for all else.
 
@@ -146,6 +158,7 @@ def on_matrices(
         make: from the owners of the matrices to their optimizer.
         others: the optimizer of all other leaves.
         matrices: which of the matrices; None for all.
+        stacks: which of the leaves of three dims are stacks of matrices; None for none.
         kind: the optimizer's name in errors.
         name: for printing, with ``{others}`` where that optimizer's name goes.
     """
@@ -155,11 +168,17 @@ def on_matrices(
         leaves = leaf_map.leaves
         named = range(len(leaves)) if matrices is None else match_leaves(leaf_map, matrices, "matrices")
         found = {i for i in named if len(leaves[i].shape) == 2 and leaves[i].dtype.is_floating_point}
+        stacked = set() if stacks is None else match_leaves(leaf_map, stacks, "stacks")
+        found |= {i for i in stacked if len(leaves[i].shape) == 3 and leaves[i].dtype.is_floating_point}
         return [0 if i in found else 1 for i in range(len(leaves))]
 
     def made(leaf_map: LeafMap) -> Optimizer:
+        leaves = leaf_map.leaves
+        stacked = [i for i, leaf in enumerate(leaves) if len(leaf.shape) == 3]
+        whole = [attrs.evolve(x, slices=x.slices // x.experts[1]) if i in stacked else x for i, x in enumerate(leaves)]
+        leaf_map = attrs.evolve(leaf_map, leaves=tuple(whole))
         leaf_map.refuse_slices(kind)
-        return make(MatrixOwners.choose(leaf_map))
+        return make(MatrixOwners.choose(unstacked(leaf_map, stacked)))
 
     return grouped(name.replace("{others}", str(rest)), choose, (PerParameter(made, kind), rest))
 

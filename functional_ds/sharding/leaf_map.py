@@ -17,7 +17,7 @@ from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable
 
-from .layout import Layout
+from .layout import Blocks, Layout
 
 __all__ = ["LeafMap", "LeafShard", "LeafSpec", "TensorRange", "match_leaves"]
 
@@ -27,7 +27,10 @@ class LeafSpec:
     """A trained leaf of the user's tree, of the dtype that the user gave it.
 
     Attributes:
-        slices: over how many ranks tensor parallelism has cut the leaf; ``shape`` is that of one slice.
+        slices: over how many ranks tensor or expert parallelism has cut the leaf; ``shape`` is that of one slice.
+        experts: for a slice of experts along dim 0: which slice this rank has, and how many there are.
+        sharers: of shards: the blocks of ranks that share a slice, as ``Segment.sharers`` has them; None where all ranks do.
+        stack: for a matrix out of a stack: the path of the leaf.
     """
 
     path: str
@@ -35,6 +38,9 @@ class LeafSpec:
     numel: int
     dtype: torch.dtype
     slices: int = 1
+    experts: tuple[int, int] = (0, 1)
+    sharers: Blocks | None = None
+    stack: str | None = None
 
 
 @attrs.frozen
@@ -124,7 +130,12 @@ class LeafMap:
         """
         segments = [segment for segment in layout.segments if segment.trainable]
         slots = [(tensor, slot) for tensor, segment in enumerate(segments) for slot in segment.slots]
-        leaves = tuple(LeafSpec(layout.paths[slot.leaf], slot.shape, slot.numel, segments[t].dtype) for t, slot in slots)
+        leaves = tuple(
+            LeafSpec(
+                layout.paths[slot.leaf], slot.shape, slot.numel, segments[t].dtype, sharers=group and segments[t].sharers
+            )
+            for t, slot in slots
+        )
         if group is None:
             shards = tuple(LeafShard(i, 0, t, slot.offset, slot.numel) for i, (t, slot) in enumerate(slots))
             return LeafMap(leaves, (shards,), flat=True)
@@ -143,7 +154,7 @@ class LeafMap:
         return LeafMap(leaves, tuple(map(tuple, ranks)), group, group.rank, flat=True)
 
     def refuse_slices(self, what: str) -> None:
-        """Refuses slices of tensor parallelism, for the optimizer ``what``, which needs whole leaves.
+        """Refuses slices of tensor and expert parallelism, for the optimizer ``what``, which needs whole leaves.
 
         Raises:
             ValueError: some leaf is a slice.

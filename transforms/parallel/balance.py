@@ -123,11 +123,11 @@ class _Balance:
     def forward(self, inner: Any, step: Step, state: State, function: Any, batch: Any) -> Any:
         """The function, inside of which ``axis("balance")`` has the biases and takes the demands."""
         counting: Demands | None = state.slots["balance"].counting
-        found = None if counting is None else Demands()
+        found = Demands()
 
         def counted(given: Any) -> Any:
-            result = function(given)
-            if counting is not None and found is not None and backward_pass() < 0:  # what fails may run again from the start
+            result = function(given)  # which may fail and run again from the start
+            if counting is not None and backward_pass() < 0:  # a recomputation does not count again
                 counting.take(found)
             return result
 

@@ -193,9 +193,9 @@ class Experts:
     def leaf_map(self, inner: Any, step: Step, state: State) -> LeafMap:
         """Which of the leaves are slices."""
         found: LeafMap = inner(step, state)
-        ways = [self.ep.size if self._matches(leaf.path) else 1 for leaf in found.leaves]
-        leaves = (attrs.evolve(leaf, slices=leaf.slices * n) for leaf, n in zip(found.leaves, ways, strict=True))
-        return attrs.evolve(found, leaves=tuple(leaves))
+        n, own = self.ep.size, (self.ep.rank, self.ep.size)
+        cut = (attrs.evolve(x, slices=x.slices * n, experts=own) if self._matches(x.path) else x for x in found.leaves)
+        return attrs.evolve(found, leaves=tuple(cut))
 
     # -- what the loss sees --------------------------------------------------------------------------------------------
 

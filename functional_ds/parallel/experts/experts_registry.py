@@ -8,6 +8,7 @@ from functional_ds import comm
 from functional_ds.step.axes import axis
 
 from .grouped import RowGroups, grouped_linear
+from .router_bias import count_choices
 from .routing import Routing
 from .token_exchange import exchange
 
@@ -64,7 +65,9 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
             out = out + bias_of("down_proj_bias", groups, len(rows))
         return module.post_expert_norm(out) if module.has_post_expert_norm else out
 
-    return exchange(f, hidden_states, routing=Routing(top_k_index, top_k_weights, module.num_experts)).to(hidden_states.dtype)
+    routing = Routing(top_k_index, top_k_weights, module.num_experts)
+    count_choices(module, routing)
+    return exchange(f, hidden_states, routing=routing).to(hidden_states.dtype)
 
 
 def _cut_over(module: Any) -> comm.Group | None:

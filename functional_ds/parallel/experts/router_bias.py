@@ -2,14 +2,17 @@
 
 import difflib
 from collections.abc import Mapping
+from typing import Any
 
 import attrs
 from torch import Tensor
 
-from functional_ds.base.torch_private import backward_pass
 from functional_ds.step.axes import axis
+from functional_ds.step.tape import current_tape
 
-__all__ = ["Demands", "RouterBiases", "count_demand", "router_bias"]
+from .routing import Routing
+
+__all__ = ["Demands", "RouterBiases", "count_choices", "count_demand", "router_bias"]
 
 
 @attrs.frozen(eq=False)
@@ -36,11 +39,11 @@ class RouterBiases:
 
     Attributes:
         biases: [E] by router, added to the scores for the choice of experts alone.
-        demands: of this pass; None where nobody counts, as in an evaluation.
+        demands: of this call of the loss function, or of a pipeline's stage.
     """
 
     biases: Mapping[str, Tensor]
-    demands: Demands | None
+    demands: Demands
 
     def check(self, router: str) -> str:
         """The router's name.
@@ -79,9 +82,37 @@ def count_demand(router: str, demand: Tensor) -> None:
         ValueError: the step's balance has no such router, or one of another number of experts.
     """
     found: RouterBiases | None = axis("balance")
-    if found is None or found.demands is None or demand.is_meta or backward_pass() >= 0:
+    if found is None or demand.is_meta:
         return
     bias = found.biases[found.check(router)]
     if demand.shape != bias.shape:
         raise ValueError(f"demand has shape {list(demand.shape)}, and the router {router!r} {len(bias)} experts")
     found.demands.add(router, demand.detach().long())
+
+
+def count_choices(experts: Any, routing: Routing) -> None:
+    """``count_demand`` for a module of experts whose router's bias is a buffer beside it, as in DeepSeek-V3: of all its tokens.
+
+    Args:
+        experts: the module.
+        routing: what it was given.
+    """
+    found: RouterBiases | None = axis("balance")
+    if found is None:
+        return
+    block = (_path(experts) or "").rpartition(".")[0]
+    for router in [name for name in found.biases if block and name.startswith(f"{block}.")]:
+        count_demand(router, routing.demand())
+
+
+def _path(module: Any) -> str | None:
+    """The path of a module of the running pass, in the params' tree."""
+    tape = current_tape()
+    for apply, leased in [] if tape is None else tape.modules.items():
+        held = None if tape is None or tape.buffers is None else tape.buffers.buffers
+        key = "" if held is None else held.known.keys.get(apply, "")
+        for skeleton, _ in leased:
+            for path, owner in skeleton.owners.items():
+                if owner is module:
+                    return f"{key}.{path}" if key else path
+    return None

@@ -102,9 +102,10 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         order: TokenOrder = ctx.order
         by_row = spread(grad, order)
-        if not ctx.saved_tensors:
+        saved = ctx.saved_tensors  # once: torch.utils.checkpoint recomputes at the first access and refuses a second
+        if not saved:
             return by_row, None, None
-        rows, weights = ctx.saved_tensors
+        rows, weights = saved
         factors = weights.flatten().index_select(0, order.pairs)[:, None]
         by_rows = (by_row * factors).to(rows.dtype) if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:

@@ -60,8 +60,13 @@ def by_hand(rows: int) -> tuple[dict[str, Tensor], list[float]]:
 
 
 def trained(strategy: list[fds.Transform], rows: int, part: tuple[int, int], recompute: bool = False) -> Any:
+    def update(inner: Any, step: fds.Step, state: fds.State, grads: fds.Weighted) -> Any:
+        for demand in state.slots["balance"].demand.values():
+            assert int(demand.sum()) == K * int(mine[2].sum())  # each choice once, whatever is computed again
+        return inner(step, state, grads)
+
     step = fds.train_step(lambda p, b: loss(p, b, recompute=recompute), fds.sgd(0.1))
-    step = fds.compose(*strategy)(step)
+    step = fds.compose(*strategy, fds.wrap("look", update=update))(step)
     state, violations = step.init(params()), []
     mine = tuple(x.tensor_split(part[1])[part[0]] for x in batch(rows))
     for _ in range(STEPS):

@@ -1,0 +1,64 @@
+"""Stacks of matrices, such as the experts of a mixture: leaves of three dims whose places along dim 0 are matrices."""
+
+import math
+from collections.abc import Collection
+
+import attrs
+
+from .leaf_map import LeafMap, LeafShard, LeafSpec
+
+__all__ = ["unstacked"]
+
+
+def unstacked(leaf_map: LeafMap, stacks: Collection[int]) -> LeafMap:
+    """The leaf map in which every matrix of some leaves is a leaf ``path[number]``; the same tensors hold them.
+
+    Numbers count the experts of all ranks, so that a matrix has one name wherever it lies.
+
+    Args:
+        leaf_map: the leaves.
+        stacks: the indices of those that are stacks, ``[E, a, b]``.
+
+    >>> import torch
+    >>> found = unstacked(LeafMap.of({"w": torch.ones(2, 3, 4)}), [0])
+    >>> [leaf.path for leaf in found.leaves], [shard.start for shard in found.shards]
+    (['w[0]', 'w[1]'], [0, 12])
+    """
+    leaves: list[LeafSpec] = []
+    first: dict[tuple[int, int], int] = {}  # leaf and slice -> the new index of the slice's first matrix
+    for index, leaf in enumerate(leaf_map.leaves):
+        if index not in stacks:
+            first[index, 0] = len(leaves)
+            leaves.append(leaf)
+            continue
+        count, own = leaf.shape[0], leaf.experts[0]
+        for which in [own] if leaf.sharers is None else range(len(leaf.sharers)):
+            first[index, which] = len(leaves)
+            leaves += [_matrix(leaf, which * count + place) for place in range(count)]
+    shards = tuple(
+        tuple(part for shard in held for part in _parts(leaf_map, shard, rank, first, shard.leaf in stacks))
+        for rank, held in enumerate(leaf_map.shards_by_rank)
+    )
+    return attrs.evolve(leaf_map, leaves=tuple(leaves), shards_by_rank=shards)
+
+
+def _matrix(leaf: LeafSpec, number: int) -> LeafSpec:
+    shape = leaf.shape[1:]
+    return attrs.evolve(leaf, path=f"{leaf.path}[{number}]", shape=shape, numel=math.prod(shape), stack=leaf.path)
+
+
+def _parts(
+    leaf_map: LeafMap, shard: LeafShard, rank: int, first: dict[tuple[int, int], int], is_stack: bool
+) -> list[LeafShard]:
+    """A shard, cut where matrices begin."""
+    leaf = leaf_map.leaves[shard.leaf]
+    if not is_stack:
+        return [attrs.evolve(shard, leaf=first[shard.leaf, 0])]
+    blocks = leaf.sharers
+    which = leaf.experts[0] if blocks is None else next(number for number, block in enumerate(blocks) if rank in block)
+    size, stop, found = math.prod(leaf.shape[1:]), shard.offset + shard.numel, []
+    for number in range(shard.offset // size, -(-stop // size)) if size else ():
+        low, high = max(shard.offset, number * size), min(stop, (number + 1) * size)
+        place = first[shard.leaf, which] + number
+        found.append(LeafShard(place, low - number * size, shard.tensor, shard.start + low - shard.offset, high - low))
+    return found
