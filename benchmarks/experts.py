@@ -6,8 +6,8 @@
 A contest is a forward and backward pass of one layer: router, exchange, gated MLPs of all experts, dropless; with few large
 experts as in Mixtral, where the products take the time, and with many small ones as in Qwen3-MoE. All contenders hold
 equal weights and get equal tokens; their results and gradients are compared with ours before anything is timed. A round
-times each contender once, by its slowest rank. The ratio is our median over the rounds divided by theirs. DeepSpeed takes part
-where it is installed.
+times each contender once, by its slowest rank. The ratio is our median over the rounds divided by theirs. Those that are
+not installed take no part.
 """
 
 import argparse
@@ -177,10 +177,16 @@ def contest(flags: argparse.Namespace, shape: str) -> list[dict[str, Any]]:
     each = flags.experts // world.size
     own = slice(world.rank * each, (world.rank + 1) * each)
     x, probe = (numbers(seed + 2 * world.rank, flags.tokens, flags.width) for seed in (10, 11))
-    makers = {"ours": ours, "hugging_face": hugging_face}
-    if importlib.util.find_spec("deepspeed") is not None:
-        makers["deepspeed"] = deepspeed_layer
-    passes = {name: make(flags, x, probe, own) for name, make in makers.items()}
+    makers = {
+        "ours": (ours, "torch"),
+        "hugging_face": (hugging_face, "transformers"),
+        "deepspeed": (deepspeed_layer, "deepspeed"),
+    }
+    passes = {
+        name: make(flags, x, probe, own)
+        for name, (make, package) in makers.items()
+        if importlib.util.find_spec(package) is not None
+    }
     expected = passes["ours"]()
     gaps = {name: difference(run(), expected) for name, run in passes.items()}
     times: dict[str, list[float]] = {name: [] for name in passes}
