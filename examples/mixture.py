@@ -76,6 +76,8 @@ class Mixture(nn.Module):
             for name, param in self.named_parameters():
                 if param.dim() > 1:
                     param.normal_(std=0.2 if name.endswith("router") else param.shape[-1] ** -0.5, generator=generator)
+                elif name.endswith("bias"):
+                    param.zero_()
 
     def forward(self, tokens_BT: Tensor) -> tuple[Tensor, list[moe.Routing]]:
         x_BTC = self.wte(tokens_BT) + self.wpe(torch.arange(tokens_BT.shape[1]))
