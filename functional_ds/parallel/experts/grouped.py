@@ -95,7 +95,9 @@ class _Rows(torch.autograd.Function):
     """Rows [R, a] with matrices [E, a, b]: [R, b]."""
 
     @staticmethod
-    def forward(rows: Tensor, matrices: Tensor, groups: RowGroups) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, matrices: Tensor, groups: RowGroups) -> Tensor:
+        ctx.groups = groups
+        ctx.save_for_backward(rows, matrices)
         if rows.is_meta or is_fake(rows):
             return rows.new_empty(len(rows), matrices.shape[2])
         if len(rows) and _fits(rows) and _fits(matrices):
@@ -104,11 +106,6 @@ class _Rows(torch.autograd.Function):
         for piece, matrix, out in zip(rows.split(groups.read()), matrices, found.split(groups.read()), strict=True):
             torch.mm(piece, matrix, out=out)
         return found
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, RowGroups], output: Tensor) -> None:
-        rows, matrices, ctx.groups = inputs
-        ctx.save_for_backward(rows, matrices)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -123,7 +120,9 @@ class _Products(torch.autograd.Function):
     """The transpose by the matrices: ``left.T @ right`` [E, a, b] of each expert's rows [R, a] and [R, b]."""
 
     @staticmethod
-    def forward(left: Tensor, right: Tensor, groups: RowGroups) -> Tensor:
+    def forward(ctx: Any, left: Tensor, right: Tensor, groups: RowGroups) -> Tensor:
+        ctx.groups = groups
+        ctx.save_for_backward(left, right)
         shape = (groups.size, left.shape[1], right.shape[1])
         if left.is_meta or is_fake(left):
             return left.new_empty(shape)
@@ -135,11 +134,6 @@ class _Products(torch.autograd.Function):
         for a, b, out in zip(left.split(groups.read()), right.split(groups.read()), found, strict=True):
             torch.mm(a.mT, b, out=out)
         return found
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, RowGroups], output: Tensor) -> None:
-        left, right, ctx.groups = inputs
-        ctx.save_for_backward(left, right)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
