@@ -1502,7 +1502,12 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug("the norm is the sum's, not the mean's", "transforms.clip", "grads.sum) / grads.weight", "grads.sum)"),
     ],
     (norms_are_of_the_whole_gradient, 0): [
-        Bug("stage 0 counts replicas", "transforms.zero.zero", "if self.stage == 0:\n            if not", "if False:\n            if not"),
+        Bug(
+            "stage 0 counts replicas",
+            "transforms.zero.zero",
+            "if self.stage == 0:\n            if not",
+            "if False:\n            if not",
+        ),
     ],
     (norms_are_of_the_whole_gradient, 2): [
         Bug(

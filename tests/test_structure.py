@@ -49,7 +49,6 @@ INDEXES = {"comm.__init__"}
 # Imports inside of functions, and why they are not at the top of the file. They count for layers and circles, too.
 LATE = {
     ("checkpointing.load", "checkpointing.dcp"): "it imports torch.distributed.checkpoint, which is slow",
-    ("checkpointing.save", "checkpointing.writer"): "only saves in the background need it",
     ("fitting.checkpoints", "checkpointing.load"): "checkpointing may be left out",
     ("fitting.checkpoints", "checkpointing.save"): "checkpointing may be left out",
     ("testing", "pipelining.schedules.action"): "pipelining may be left out",

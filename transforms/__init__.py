@@ -1,8 +1,8 @@
 """Transforms: functions from steps to steps, for data parallelism, precision, memory and schedules."""
 
 from functional_ds.base.optional import optional
-from functional_ds.transforms.parallel.balance import balance
 from functional_ds.transforms.parallel.experts import Experts, experts
+from functional_ds.transforms.parallel.load_balance import balance
 from functional_ds.transforms.parallel.tensor_parallel import tensor_parallel
 from functional_ds.transforms.precision.loss_scale import DynamicScale, LossScale, NoScale, StaticScale
 from functional_ds.transforms.precision.mixed_precision import mixed_precision

@@ -53,8 +53,8 @@ class Replicas:
         for path, leaf in tree.named(params):
             if sharers_of(leaf) is not None:
                 raise ValueError(
-                    f"params: the leaf {path!r} holds other experts on other ranks of {group.name!r}, and this transform keeps all "
-                    "params the same on all ranks; use T.zero(0, ...) in its place"
+                    f"params: the leaf {path!r} holds other experts on other ranks of {group.name!r}, and this transform keeps "
+                    "all params the same on all ranks; use T.zero(0, ...) in its place"
                 )
         shapes = [(path, tuple(leaf.shape), str(leaf.dtype), is_trainable(leaf)) for path, leaf in tree.named(params)]
         differ, mend = "other leaves, shapes, dtypes or frozen leaves", "build the same model on every rank"

@@ -93,13 +93,13 @@ def slices_of(leaf: Tensor) -> tuple[Any, ...]:
     return getattr(leaf, _SLICES, ())
 
 
-def mark_sharers(leaf: Tensor, blocks: tuple[tuple[int, ...], ...]) -> Tensor:
+def mark_sharers(leaf: Tensor, blocks: tuple[tuple[int, ...], ...] | None) -> Tensor:
     """The leaf's values in a new tensor, marked to be the same on some of the data-parallel ranks alone, as experts are.
 
     Args:
         leaf: this rank's.
         blocks: the data-parallel ranks, as ranks of the world, those that hold the same leaf in one block; the blocks are of
-            one size.
+            one size. None takes the mark away.
     """
     return _marked(like_marked(leaf.detach(), leaf), {_SHARERS: blocks})
 

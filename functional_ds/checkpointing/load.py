@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from functional_ds.step.state import State
 
 from . import storage
 from .directory import candidates, check_pointer, check_tag, checked_path, open_manifest, read_pointer, written
+from .numbered_slices import with_whole_leaves
 
 __all__ = ["load", "verify"]
 
@@ -118,7 +120,9 @@ class _Loading:
         """Finds the shards to fill."""
         self.room, self.tensors = like, as_tensors(like)
         self.shards = describe(self.tensors)
-        self.known = set().union(*comm.all_gather_object({shard.name for shard in self.shards}, self.group))
+        self.known: dict[str, tuple[int, ...]] = {}
+        for theirs in comm.all_gather_object({shard.name: shard.shape for shard in self.shards}, self.group):
+            self.known |= theirs
 
     def newest(self) -> tuple[State, Any]:
         """The state of the newest whole checkpoint."""
@@ -150,7 +154,8 @@ class _Loading:
 
         group = self.group
         reader = all_or_none(group, lambda: CheckpointReader(self.folder, tag))
-        manifest = reader.manifest
+        tensors = with_whole_leaves(reader.manifest.tensors, self.known)
+        reader.manifest = manifest = attrs.evolve(reader.manifest, tensors=tensors)
         rank = group.rank if group.size == manifest.summary.ranks else None
         there = {name: (each.shape, each.dtype) for name, each in manifest.tensors.items() if self.choice.wants(name)}
         self._describe(with_room(self.like, there))
@@ -164,22 +169,17 @@ class _Loading:
 
     def filled(self, reader: Any, sources: Sequence[str | None]) -> State:
         """A new state, or one in like's memory, whose shards are read from the tensors of these names."""
-        from .dcp import FlatLoadPlanner, FlatShards
-
         state = dense(self.tensors) if self.donate else _empty_like(self.tensors)
         shards = describe(state)
         if not self.donate:
             _copy_rest(
                 self.tensors, state, [shard for shard, source in zip(shards, sources, strict=True) if source is not None]
             )
-        found: dict[str, list[tuple[int, Tensor]]] = {}
+        wanted: dict[str, list[TensorShard]] = {}
         for shard, source in zip(shards, sources, strict=True):
             if source is not None:
-                found.setdefault(source, []).append((shard.offset, shard.view))
-        flat = {name: FlatShards(reader.manifest.tensors[name].numel, tuple(own)) for name, own in found.items()}
-        planner = FlatLoadPlanner([shard.view for shard in shards if shard.shared])
-        planner.set_up_planner(flat, reader.read_metadata())
-        reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
+                wanted.setdefault(source, []).append(shard)
+        reader.fill(wanted)
         return state
 
 

@@ -4,7 +4,8 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,15 @@ import attrs
 import torch
 
 from functional_ds.base.files import open_regular
+from functional_ds.sharding.leaf_region import LeafRegion, fault
 from functional_ds.state_dict.errors import DamagedError, NewerFormatError
 
 __all__ = ["BLOCK", "DTYPES", "MANIFEST", "Chunk", "DataFile", "Manifest", "StoredTensor", "Summary", "read_summary"]
 
 MANIFEST = "manifest.json"
 BLOCK = 1 << 20  # bytes of a data file that share one checksum
-_FORMAT, _VERSION = "functional_ds checkpoint", 1
+_FORMAT, _VERSION = "functional_ds checkpoint", 2
+_WITHOUT_SLICES = 1  # what has none is written in the first version, which earlier libraries read
 _NAMES = (
     "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex32 complex64 complex128 "
     "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
@@ -29,26 +32,60 @@ DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in _NAM
 
 @attrs.frozen
 class Chunk:
-    """``numel`` elements of a flattened tensor, from ``offset`` on: in data file ``file``, from byte ``position`` on."""
+    """Elements of a tensor, or of a slice of it: neighbours in a file, as they are in the flattened slice.
+
+    Attributes:
+        offset: the first element in the flattened slice.
+        numel: how many elements.
+        file: the data file.
+        position: the byte of the file at which they begin.
+        slice: which of the tensor's slices.
+    """
 
     offset: int
     numel: int
     file: int
     position: int
+    slice: int = 0
 
 
 @attrs.frozen
 class StoredTensor:
-    """A tensor in a checkpoint."""
+    """A tensor in a checkpoint.
+
+    Attributes:
+        shape: its shape.
+        dtype: its dtype.
+        chunks: the elements, each in one chunk.
+        slices: what the chunks are of: disjoint regions that make up the tensor, or the one that is all of it.
+        whole: whether all elements are there; of what one rank alone had, there may be a part.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     chunks: tuple[Chunk, ...]
+    slices: tuple[LeafRegion, ...] = attrs.field()
+    whole: bool = True
+
+    @slices.default
+    def _all(self) -> tuple[LeafRegion, ...]:
+        return (LeafRegion(self.shape),)
 
     @property
     def numel(self) -> int:
         """The number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is whole and in no slices."""
+        return self.whole and self.slices == (LeafRegion(self.shape),)
+
+    def holds(self, region: LeafRegion, start: int, stop: int) -> bool:
+        """Whether it has these elements of a region; of a part of a tensor, whether it is just these."""
+        return self.whole or [(self.slices[c.slice], c.offset, c.offset + c.numel) for c in self.chunks] == [
+            (region, start, stop)
+        ]
 
 
 @attrs.frozen
@@ -99,14 +136,11 @@ class Manifest:
         """Three lines of JSON: the format with a checksum of the other lines, the summary, and the rest."""
         body = {
             "files": [[file.name, file.size, "".join(f"{check:08x}" for check in file.checks)] for file in self.files],
-            "tensors": {
-                name: [str(t.dtype).removeprefix("torch."), list(t.shape), [attrs.astuple(c) for c in t.chunks]]
-                for name, t in self.tensors.items()
-            },
+            "tensors": {name: _row(tensor) for name, tensor in self.tensors.items()},
             "extra": self.extra,
         }
         rest = b"".join(_line(part) for part in (attrs.asdict(self.summary), body))
-        return _header(rest, _VERSION) + rest
+        return _header(rest, _WITHOUT_SLICES if all(t.plain for t in self.tensors.values()) else _VERSION) + rest
 
     @staticmethod
     def decode(data: bytes, where: str) -> "Manifest":
@@ -127,7 +161,8 @@ class Manifest:
         try:
             summary, body = (json.loads(line) for line in rest.splitlines())
             files = tuple(_file(*row) for row in body["files"])
-            tensors = {name: _tensor(files, *row) for name, row in body["tensors"].items()}
+            wrong = cache(fault)  # most leaves of a model are cut in one of few ways
+            tensors = {name: _tensor(files, wrong, *row) for name, row in body["tensors"].items()}
             _check_files(files, tensors)
             return Manifest(Summary(**summary), files, tensors, body["extra"])
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -183,23 +218,58 @@ def _file(name: Any, size: Any, checks: Any) -> DataFile:
     return DataFile(name, size, found)
 
 
-def _tensor(files: tuple[DataFile, ...], dtype: Any, shape: Any, chunks: Any) -> StoredTensor:
+def _row(tensor: StoredTensor) -> list[Any]:
+    """A tensor as JSON; of its slices the ranges along each dim that is cut."""
+    width = 4 if tensor.plain else 5
+    row = [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), [attrs.astuple(c)[:width] for c in tensor.chunks]]
+    return row if tensor.plain else [*row, [region.ranges for region in tensor.slices], tensor.whole]
+
+
+def _tensor(
+    files: tuple[DataFile, ...],
+    wrong: Callable[[tuple[int, ...], tuple[LeafRegion, ...]], str | None],
+    dtype: Any,
+    shape: Any,
+    chunks: Any,
+    slices: Any = ((),),
+    whole: Any = True,
+) -> StoredTensor:
+    sides = tuple(_whole(side, "a side") for side in shape)
     found = StoredTensor(
-        tuple(_whole(side, "a side") for side in shape),
+        sides,
         DTYPES[dtype],
         tuple(Chunk(*(_whole(number, "a place") for number in chunk)) for chunk in chunks),
+        tuple(_region(sides, ranges) for ranges in slices),
+        whole is True,
     )
-    stop = 0
-    for chunk in sorted(found.chunks, key=lambda chunk: (chunk.offset, chunk.numel)):
-        if chunk.offset != stop:
+    stops = [0] * len(found.slices)
+    for chunk in sorted(found.chunks, key=lambda chunk: (chunk.slice, chunk.offset, chunk.numel)):
+        if chunk.slice >= len(stops):
+            raise ValueError(f"{chunk} is of a slice that is not there")
+        stop = stops[chunk.slice]
+        if chunk.offset < stop or (chunk.offset > stop and found.whole):
             what = "no chunk" if chunk.offset > stop else "two chunks"
             raise ValueError(f"a tensor has {what} for its elements {min(stop, chunk.offset)} to {max(stop, chunk.offset)}")
-        stop = chunk.offset + chunk.numel
+        stops[chunk.slice] = stop = chunk.offset + chunk.numel
         size = files[chunk.file].size if chunk.file < len(files) else -1
-        if chunk.offset + chunk.numel > found.numel or chunk.position + chunk.numel * found.dtype.itemsize > size:
+        total = found.slices[chunk.slice].numel
+        if stop > total or chunk.position + chunk.numel * found.dtype.itemsize > size:
             raise ValueError(f"{chunk} lies outside of its tensor or file")
-    if stop != found.numel:
-        raise ValueError(f"a tensor has no chunk for its elements {stop} to {found.numel}")
+    for region, stop in zip(found.slices, stops, strict=True):
+        if found.whole and stop != region.numel:
+            raise ValueError(f"a tensor has no chunk for its elements {stop} to {region.numel}")
+    damage = wrong(sides, found.slices) if found.whole else None
+    if damage is not None:
+        raise ValueError(f"a tensor has {damage}")
+    return found
+
+
+def _region(shape: tuple[int, ...], ranges: Any) -> LeafRegion:
+    pairs = [
+        (_whole(dim, "a dim"), tuple((_whole(a, "a place"), _whole(b, "a place")) for a, b in each)) for dim, each in ranges
+    ]
+    found = LeafRegion(shape, tuple(pairs))
+    found.check()
     return found
 
 

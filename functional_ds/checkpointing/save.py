@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 from torch import Tensor
@@ -23,11 +23,9 @@ from functional_ds.step.state import State
 from .directory import Retention, check_free, check_pointer, check_tag, clean, make_folder, staging
 from .lock import take_lock
 from .shard_plan import SaveRequest, ShardMetadata, WriteTask, assign_writes, metadata_of, replicated, with_fingerprints
+from .writer import CheckpointWriter, PendingCheckpoint, WriteData
 
 __all__ = ["Saver", "save"]
-
-if TYPE_CHECKING:  # it imports torch.distributed.checkpoint, which takes a second
-    from .writer import CheckpointWriter, WriteData
 
 
 class Saver:
@@ -167,8 +165,6 @@ class Saver:
 
     def _start(self, state: State, *, tag: str | None, extra: Mapping[str, Any] | None, snapshot: bool) -> str:
         """Starts a writer of the state's own memory, or of a snapshot of it."""
-        from .writer import CheckpointWriter, PendingCheckpoint
-
         if self._closed:
             raise CheckpointError(f"this Saver of {self.folder} is closed; make another one")
         self.wait()
@@ -218,9 +214,7 @@ class Saver:
 
     def _data(
         self, request: SaveRequest, shards: Sequence[TensorShard], tasks: Sequence[WriteTask], snapshot: bool
-    ) -> "WriteData":
-        from .writer import WriteData
-
+    ) -> WriteData:
         if not request.staged.is_dir():
             raise CheckpointError(f"{request.staged}: rank 0 made this folder; all ranks must see the same file system at path")
         data = WriteData.of(shards, tasks)

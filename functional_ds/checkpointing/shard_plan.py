@@ -1,13 +1,14 @@
 """Which rank writes what: every element of every tensor once, by one of the ranks that have it."""
 
-import math
 from collections.abc import Sequence
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import attrs
 
+from functional_ds.sharding.leaf_region import LeafRegion, fault
 from functional_ds.state_dict.describe import TensorShard
 from functional_ds.state_dict.errors import CheckpointError
 from functional_ds.state_dict.fingerprint import SHORT, fingerprints
@@ -23,7 +24,7 @@ class ShardMetadata:
     """A ``TensorShard`` without its values, as the other ranks see it; ``fingerprint`` tells copies with other values apart."""
 
     name: str
-    shape: tuple[int, ...]
+    region: LeafRegion
     dtype: str
     itemsize: int
     offset: int
@@ -33,7 +34,7 @@ class ShardMetadata:
 
     @property
     def stop(self) -> int:
-        """Where it ends in the flattened global tensor."""
+        """Where it ends in the flattened slice."""
         return self.offset + self.numel
 
 
@@ -58,7 +59,7 @@ class SaveRequest:
 
 @attrs.frozen
 class WriteTask:
-    """What a rank writes: ``numel`` elements of its shard ``index``, as elements of ``name`` from ``offset`` on."""
+    """What a rank writes: ``numel`` elements of its shard ``index``, as those of ``name``'s same slice from ``offset`` on."""
 
     name: str
     index: int
@@ -77,7 +78,7 @@ class _Holder:
 
 @attrs.frozen
 class _Range:
-    """Elements ``low`` to ``high`` of a flattened tensor, and the ranks that have them."""
+    """Elements ``low`` to ``high`` of a flattened slice, and the ranks that have them."""
 
     low: int
     high: int
@@ -99,7 +100,7 @@ def metadata_of(shards: Sequence[TensorShard]) -> list[ShardMetadata]:
     return [
         ShardMetadata(
             shard.name,
-            shard.shape,
+            shard.region,
             str(shard.view.dtype).removeprefix("torch."),
             shard.view.element_size(),
             shard.offset,
@@ -113,11 +114,11 @@ def metadata_of(shards: Sequence[TensorShard]) -> list[ShardMetadata]:
 
 def replicated(ranks: Sequence[Sequence[ShardMetadata]]) -> list[list[int]]:
     """For each rank the indices of its shards that have no fingerprint yet and that another rank has as well."""
-    having: dict[tuple[str, int, int], list[tuple[int, int]]] = {}
+    having: dict[tuple[str, LeafRegion, int, int], list[tuple[int, int]]] = {}
     for rank, own in enumerate(ranks):
         for index, shard in enumerate(own):
             if shard.numel > SHORT and not shard.per_rank:
-                having.setdefault((shard.name, shard.offset, shard.numel), []).append((rank, index))
+                having.setdefault((shard.name, shard.region, shard.offset, shard.numel), []).append((rank, index))
     found: list[list[int]] = [[] for _ in ranks]
     for rank, index in (pair for pairs in having.values() if len(pairs) > 1 for pair in pairs):
         found[rank].append(index)
@@ -139,16 +140,16 @@ def with_fingerprints(own: Sequence[ShardMetadata], indices: Sequence[int], *, f
 def assign_writes(ranks: Sequence[Sequence[ShardMetadata]]) -> list[list[WriteTask]]:
     """What each rank writes. Every rank computes the same from the same metadata.
 
-    Laws: the tasks for a tensor are disjoint and cover it; a rank writes only what it has. Copies are assigned so that all
-    ranks write about equally much. Where copies differ (error feedback, ranks that make steps of their own), each rank writes
-    its copy under a name of its own.
+    Laws: the tasks for a tensor are disjoint and cover it; a rank writes only what it has. Ranks with the same slice have
+    copies of its elements. Copies are assigned so that all ranks write about equally much. Where copies differ (error
+    feedback, ranks that make steps of their own), each rank writes its copy under a name of its own.
 
     Raises:
-        CheckpointError: ranks have tensors of one name with other shapes or dtypes; no rank has some of the elements.
+        CheckpointError: ranks have tensors of one name with other shapes or dtypes; no rank has some of the elements; slices
+            that are not equal overlap.
 
-    >>> from functional_ds.checkpointing.shard_plan import ShardMetadata, assign_writes
-    >>> both = ShardMetadata("a", (4,), "uint8", 1, 0, 4, False, 7)
-    >>> one = ShardMetadata("b", (2,), "uint8", 1, 0, 2, False, 7)
+    >>> both = ShardMetadata("a", LeafRegion((4,)), "uint8", 1, 0, 4, False, 7)
+    >>> one = ShardMetadata("b", LeafRegion((2,)), "uint8", 1, 0, 2, False, 7)
     >>> [[task.name for task in tasks] for tasks in assign_writes([[both, one], [both]])]
     [['b'], ['a']]
     """
@@ -158,17 +159,25 @@ def assign_writes(ranks: Sequence[Sequence[ShardMetadata]]) -> list[list[WriteTa
             tensors.setdefault(shard.name, []).append(_Holder(rank, index, shard))
     writes = _Writes([[] for _ in ranks], [0] * len(ranks))
     copied: list[_Range] = []
+    wrong = cache(fault)  # most leaves of a model are cut in one of few ways
     for name, holders in tensors.items():
         _check_agreement(name, holders)
         if _differ(holders):
             for holder in holders:
                 writes.add(holder, holder.shard.offset, holder.shard.stop, name=per_rank_name(name, holder.rank))
             continue
-        for each in _ranges(name, holders):
-            if len(each.holders) == 1:
-                writes.add(each.holders[0], each.low, each.high)
-            else:
-                copied.append(each)
+        slices: dict[LeafRegion, list[_Holder]] = {}
+        for holder in holders:
+            slices.setdefault(holder.shard.region, []).append(holder)
+        found = wrong(holders[0].shard.region.shape, tuple(slices))
+        if found is not None:
+            raise CheckpointError(f"the ranks have {found} of {name}; call save on all ranks of the state")
+        for region, sharers in slices.items():
+            for each in _ranges(name, region, sharers):
+                if len(each.holders) == 1:
+                    writes.add(each.holders[0], each.low, each.high)
+                else:
+                    copied.append(each)
     for each in sorted(copied, key=lambda each: -each.nbytes):
         writes.share(each)
     return [sorted(own, key=lambda task: (task.index, task.offset)) for own in writes.tasks]
@@ -202,25 +211,25 @@ def _check_agreement(name: str, holders: Sequence[_Holder]) -> None:
     first = holders[0]
     for holder in holders:
         one, other = holder.shard, first.shard
-        if (one.shape, one.dtype) != (other.shape, other.dtype):
+        if (one.region.shape, one.dtype) != (other.region.shape, other.dtype):
             raise CheckpointError(
-                f"{name} is {one.dtype}{list(one.shape)} on rank {holder.rank} and {other.dtype}{list(other.shape)} on rank "
-                f"{first.rank}; is this the state of one step on all ranks?"
+                f"{name} is {one.dtype}{list(one.region.shape)} on rank {holder.rank} and {other.dtype}"
+                f"{list(other.region.shape)} on rank {first.rank}; is this the state of one step on all ranks?"
             )
 
 
 def _differ(holders: Sequence[_Holder]) -> bool:
     """Whether ranks have other values for the same elements."""
-    found: dict[tuple[int, int], int] = {}
+    found: dict[tuple[LeafRegion, int, int], int] = {}
     return any(
-        shard.per_rank or found.setdefault((shard.offset, shard.numel), shard.fingerprint) != shard.fingerprint
+        shard.per_rank or found.setdefault((shard.region, shard.offset, shard.numel), shard.fingerprint) != shard.fingerprint
         for shard in (holder.shard for holder in holders)
     )
 
 
-def _ranges(name: str, holders: Sequence[_Holder]) -> list[_Range]:
-    """Neighbouring ranges from the tensor's beginning to its end, each with the ranks that have it."""
-    total = math.prod(holders[0].shard.shape)
+def _ranges(name: str, region: LeafRegion, holders: Sequence[_Holder]) -> list[_Range]:
+    """Neighbouring ranges from a slice's beginning to its end, each with the ranks that have it."""
+    total = region.numel
     if not total:
         return [_Range(0, 0, tuple(holders))]
     waiting = sorted((holder for holder in holders if holder.shard.numel), key=lambda holder: holder.shard.offset)
@@ -232,6 +241,7 @@ def _ranges(name: str, holders: Sequence[_Holder]) -> list[_Range]:
             next_ += 1
         active = [holder for holder in active if holder.shard.stop > low]
         if not active:
-            raise CheckpointError(f"no rank has the elements {low} to {high} of {name}; call save on all ranks of the state")
+            where = f"the slice {region} of {name}" if region.ranges else name
+            raise CheckpointError(f"no rank has the elements {low} to {high} of {where}; call save on all ranks of the state")
         found.append(_Range(low, high, tuple(active)))
     return found

@@ -10,16 +10,12 @@ import math
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan
 
 from functional_ds.base.device import current_stream, overlaps
 from functional_ds.base.files import FileLock, write_atomically
@@ -27,57 +23,35 @@ from functional_ds.state_dict.describe import TensorShard
 from functional_ds.state_dict.errors import CheckpointError
 
 from . import storage
-from .dcp import FlatShards, write_item
 from .directory import Retention, publish, retain, summaries
 from .manifest import DTYPES, MANIFEST, Chunk, DataFile, Manifest, StoredTensor, Summary
 from .shard_plan import SaveRequest, ShardMetadata, WriteTask
 
-__all__ = ["CheckpointWriter", "FlatSavePlanner", "PendingCheckpoint", "WriteData", "data_name", "stored_tensors"]
+__all__ = ["CheckpointWriter", "PendingCheckpoint", "WriteData", "data_name", "stored_tensors"]
 
 _CHUNK = 16 << 20  # bytes that are copied from a device at once
 
 
-class FlatSavePlanner(DefaultSavePlanner):
-    """torch's planner for a dict of ``FlatShards``."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        """The shard that an item writes."""
-        return self.state_dict[index.fqn].__get_tensor_shard__(index)
-
-
 def stored_tensors(ranks: Sequence[Sequence[ShardMetadata]], tasks: Sequence[Sequence[WriteTask]]) -> dict[str, StoredTensor]:
-    """The manifest's entries: torch's global plan, with the position of each chunk in its rank's file.
-
-    A rank's file holds the elements of its tasks, one task after the other.
-    """
-    plans, positions = [], {}
-    shapes: dict[str, tuple[int, ...]] = {}
+    """The manifest's entries. A rank's file holds the elements of its tasks, one task after the other."""
+    found: dict[str, list[tuple[ShardMetadata, Chunk]]] = {}
     for rank, (shards, own) in enumerate(zip(ranks, tasks, strict=True)):
-        items, position = [], 0
+        position = 0
         for task in own:
             shard = shards[task.index]
-            shapes[task.name] = shard.shape
-            items.append(write_item(task.name, math.prod(shard.shape), task.offset, task.numel, DTYPES[shard.dtype]))
-            positions[task.name, task.offset] = (rank, position)
+            found.setdefault(task.name, []).append((shard, Chunk(task.offset, task.numel, rank, position)))
             position += task.numel * shard.itemsize
-        plans.append(SavePlan(items))
-    _, metadata = create_default_global_save_plan(plans)
-    return {name: _stored(name, shapes[name], metadata, positions) for name in metadata.state_dict_metadata}
+    return {name: _stored(pieces) for name, pieces in found.items()}
 
 
-def _stored(
-    name: str, shape: tuple[int, ...], metadata: Metadata, positions: Mapping[tuple[str, int], tuple[int, int]]
-) -> StoredTensor:
-    found = metadata.state_dict_metadata[name]
-    if not isinstance(found, TensorStorageMetadata):
-        raise TypeError(f"{name} was planned as bytes")
-    chunks = sorted((chunk.offsets[0], chunk.sizes[0]) for chunk in found.chunks)
-    return StoredTensor(
-        shape, found.properties.dtype, tuple(Chunk(offset, n, *positions[name, offset]) for offset, n in chunks)
-    )
+def _stored(pieces: Sequence[tuple[ShardMetadata, Chunk]]) -> StoredTensor:
+    first, slices = pieces[0][0], sorted({shard.region for shard, _ in pieces}, key=lambda region: region.ranges)
+    number = {region: index for index, region in enumerate(slices)}
+    chunks = [attrs.evolve(chunk, slice=number[shard.region]) for shard, chunk in pieces]
+    ordered = tuple(sorted(chunks, key=lambda chunk: (chunk.slice, chunk.offset)))
+    shape = first.region.shape
+    whole = sum(chunk.numel for chunk in chunks) == math.prod(shape)
+    return StoredTensor(shape, DTYPES[first.dtype], ordered, tuple(slices), whole)
 
 
 @attrs.frozen(eq=False)
@@ -89,19 +63,9 @@ class WriteData:
 
     @staticmethod
     def of(shards: Sequence[TensorShard], tasks: Sequence[WriteTask]) -> "WriteData":
-        """The elements that the tasks name, through torch's planner."""
-        flat: dict[str, list[tuple[int, Tensor]]] = {}
-        totals: dict[str, int] = {}
-        for task in tasks:
-            shard = shards[task.index]
-            start = task.offset - shard.offset
-            flat.setdefault(task.name, []).append((task.offset, shard.view[start : start + task.numel]))
-            totals[task.name] = math.prod(shard.shape)
-        planner = FlatSavePlanner()
-        planner.set_up_planner({name: FlatShards(totals[name], tuple(found)) for name, found in flat.items()})
-        items = {(item.index.fqn, item.index.offset): item for item in planner.finish_plan(planner.create_local_plan()).items}
-        ordered = [items[task.name, torch.Size([task.offset])] for task in tasks]
-        return WriteData(tuple(found for found in map(planner.resolve_data, ordered) if isinstance(found, Tensor)))
+        """The elements that the tasks name."""
+        starts = [(shards[task.index], task.offset - shards[task.index].offset, task.numel) for task in tasks]
+        return WriteData(tuple(shard.view[start : start + numel] for shard, start, numel in starts))
 
     @property
     def nbytes(self) -> int:

@@ -10,6 +10,7 @@ import torch
 
 from functional_ds import comm
 from functional_ds.base import tree
+from functional_ds.sharding.leaf_region import grouped
 from functional_ds.state_dict.all_or_none import all_or_none
 from functional_ds.state_dict.describe import TensorShard, as_before, as_tensors, dense, describe
 from functional_ds.state_dict.matching import Choice, Differences, fits
@@ -181,10 +182,15 @@ class _Reading:
         if source.kind is None:
             shard.view.fill_(self.files.updates[source.param.group])
             return
-        for at, values in self.files.read(
-            source.param, source.kind, start=shard.offset, stop=shard.offset + shard.view.numel()
-        ):
-            shard.view[at - shard.offset : at - shard.offset + values.numel()].copy_(values)
+        region, shape = shard.region, grouped(shard.shape, shard.region.dims)
+        for box in region.boxes(shard.offset, shard.offset + shard.view.numel(), region.dims):
+            there, own = box.in_whole(shape), box.view(shard.view, shard.offset)
+            direct = there.dense and own.is_contiguous()
+            room = own.view(-1) if direct else torch.empty(there.extent, dtype=own.dtype, device=own.device)
+            for at, values in self.files.read(source.param, source.kind, start=there.place, stop=there.place + there.extent):
+                room[at - there.place : at - there.place + values.numel()].copy_(values)
+            if not direct:
+                own.copy_(there.view(room, there.place))
 
     def updates(self) -> int:
         """The number of updates; steps that overflowed do not count."""

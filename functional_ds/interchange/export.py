@@ -1,7 +1,7 @@
 """``export``: writes params as safetensors files, without any rank holding the whole model."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from functional_ds import comm
 from functional_ds.base import tree
-from functional_ds.base.marks import part_of
+from functional_ds.base.marks import slices_of
 from functional_ds.comm.record.group import Solo
 from functional_ds.modules.functional import Apply
+from functional_ds.sharding.leaf_region import LeafRegion, grouped
 from functional_ds.state_dict.describe import as_tensors, describe
 from functional_ds.state_dict.fingerprint import fingerprints
 from functional_ds.step.slots import Role, fields_of_role
@@ -97,7 +98,7 @@ class Transfer:
                 stack.enter_context(writer)
 
             self._on_rank_0(begin if writes else None)
-            sink = _Sink(writer, self.named)
+            sink = _Sink(writer, self.named, self._cast, {send.leaf for send in sends if any(send.region.dims)})
             stream(sends, shards, group=self.ranks, take=sink, cast=self._cast, chunk=chunk_bytes(self.named))
 
             def end() -> None:
@@ -134,15 +135,37 @@ class _Sink:
 
     writer: SafetensorsWriter
     named: Mapping[LeafInfo, NamedLeaf]
+    cast: Callable[[LeafInfo], torch.dtype]
+    joined: Collection[LeafInfo]  # those that are put together, as their slices' neighbours are not the leaf's
     failure: OSError | None = None
+    room: Tensor | None = None
+    filled: int = 0
 
     def __call__(self, send: LeafSend, values: Tensor) -> None:
         if self.failure is None:
             try:
-                for spec in self.named[send.leaf].specs:
-                    self.writer.write(spec.name, values, offset=send.offset)
+                for offset, found in self._ready(send, values.reshape(-1)):
+                    for spec in self.named[send.leaf].specs:
+                        self.writer.write(spec.name, found, offset=offset)
             except OSError as error:
                 self.failure = error
+
+    def _ready(self, send: LeafSend, values: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """What can be written now: neighbouring elements of a leaf, and where they begin in it."""
+        region, leaf, stop = send.region, send.leaf, send.offset + send.numel
+        if leaf not in self.joined:
+            for box in region.boxes(send.offset, stop, region.dims):
+                yield box.start[0], box.view(values, send.offset)
+            return
+        room = torch.empty(leaf.shape, dtype=self.cast(leaf)) if self.room is None else self.room
+        whole = room.view(grouped(leaf.shape, region.dims))
+        for box in region.boxes(send.offset, stop, region.dims):
+            where = tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))
+            whole[where] = box.view(values, send.offset)
+        self.room, self.filled = room, self.filled + send.numel
+        if self.filled == leaf.numel:
+            self.room, self.filled = None, 0
+            yield 0, room
 
     def raise_failure(self) -> None:
         """Raises the error, if there was one."""
@@ -177,10 +200,9 @@ def export(
 
     Law: the tensors in the files are those of ``step.params(state)``, bit for bit.
 
-    Slices of ``tensor_parallel`` are refused: export ``step.params(state)`` on one rank.
-
     Memory: rank 0 receives values in chunks and writes each at once. Beside the params it needs at most the size of two of the
-    largest leaf, and less than 64 MiB; other ranks need half of that. A conversion takes 16 MiB.
+    largest leaf, and less than 64 MiB; other ranks need half of that. A conversion takes 16 MiB. Leaves that are slices along
+    another dim than their first are put together on rank 0, one at a time, which takes the memory of one.
     Cost: each rank sends what rank 0 does not have, once.
 
     The files appear when they are complete: they are written under hidden names, synced, and renamed at the end.
@@ -253,7 +275,13 @@ def _of_tree(params: Any, averaged: bool) -> list[LocalShard]:
     for path, leaf in named:
         if leaf.is_meta:
             raise ValueError(f"params: {path!r} has no values yet; export the state that step.init(params) makes")
-    return [LocalShard(LeafInfo(path, tuple(leaf.shape), leaf.dtype), 0, leaf.detach()) for path, leaf in named]
+        region = LeafRegion.of(tuple(leaf.shape), slices_of(leaf))
+        if region.ranges:
+            raise ValueError(
+                f"params: {path!r} is the slice {region} of a leaf of shape {list(region.shape)}; export the state, by all"
+            )
+    leaves = [(LeafInfo(path, tuple(leaf.shape), leaf.dtype), leaf.detach()) for path, leaf in named]
+    return [LocalShard(leaf, LeafRegion(leaf.shape), 0, values) for leaf, values in leaves]
 
 
 def _refuse_twice(path: str) -> None:
@@ -262,8 +290,6 @@ def _refuse_twice(path: str) -> None:
 
 def _of_state(state: State, averaged: bool) -> list[LocalShard]:
     """All of this rank's values of leaves; ``plan_sends`` chooses between several values of a leaf."""
-    if any("slices" in (part_of(leaf) or "").split(", ") for leaf in tree.leaves(state.params) if isinstance(leaf, Tensor)):
-        raise ValueError("params: slices of tensor parallelism are not combined here; export step.params(state) on one rank")
     roles = (*((_MEAN,) if averaged else ()), *_ROLES)
     found = []
     for shard in describe(as_tensors(tree.replace(state, optimizer=()))):
@@ -275,4 +301,5 @@ def _of_state(state: State, averaged: bool) -> list[LocalShard]:
     if averaged and not any(True for _ in fields_of_role(state, Role.AVERAGE)):
         raise ValueError("averaged=True: this state keeps no mean of its params; its step needs T.ema(decay)")
     numbers = fingerprints([shard.view for shard, _ in found])
-    return [LocalShard(leaf, shard.offset, shard.view, n) for (shard, leaf), n in zip(found, numbers, strict=True)]
+    pairs = zip(found, numbers, strict=True)
+    return [LocalShard(leaf, shard.region, shard.offset, shard.view, number) for (shard, leaf), number in pairs]

@@ -1,6 +1,7 @@
 """Gathers sharded leaves on rank 0, one chunk at a time."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from math import prod
 
 import attrs
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from functional_ds import comm
+from functional_ds.sharding.leaf_region import LeafRegion, fault
 
 __all__ = ["LeafInfo", "LeafSend", "LocalShard", "chunk_bytes", "plan_sends", "stream"]
 
@@ -38,9 +40,18 @@ class LeafInfo:
 
 @attrs.frozen(eq=False)
 class LocalShard:
-    """This rank's part of a leaf: flattened elements from ``offset`` on. Copies with other values differ in ``fingerprint``."""
+    """This rank's part of a leaf.
+
+    Attributes:
+        leaf: the leaf.
+        region: the rank's slice of it; all of it where no dim is cut.
+        offset: where the values begin in the flattened slice.
+        values: the elements.
+        fingerprint: differs between copies with other values.
+    """
 
     leaf: LeafInfo
+    region: LeafRegion
     offset: int
     values: Tensor = attrs.field(repr=False)
     fingerprint: int = 0
@@ -48,9 +59,10 @@ class LocalShard:
 
 @attrs.frozen
 class LeafSend:
-    """Rank ``src`` sends ``numel`` elements of a leaf, from its element ``offset`` on, to rank 0."""
+    """Rank ``src`` sends ``numel`` elements of its slice of a leaf, from the slice's element ``offset`` on, to rank 0."""
 
     leaf: LeafInfo
+    region: LeafRegion
     offset: int
     numel: int
     src: int
@@ -65,27 +77,38 @@ def plan_sends(shards: Sequence[LocalShard], group: comm.Group) -> tuple[tuple[L
     Cost: each rank sends its shards' names and sizes to all others.
 
     Raises:
-        ValueError: ranks have a leaf in two shapes or dtypes, or with other values; elements that no rank has.
+        ValueError: ranks have a leaf in two shapes or dtypes, or with other values; elements that no rank has; slices that
+            overlap and are not equal.
     """
-    mine = [(shard.leaf, shard.offset, shard.values.numel(), shard.fingerprint) for shard in shards]
+    mine = [(shard.leaf, shard.region, shard.offset, shard.values.numel(), shard.fingerprint) for shard in shards]
     everyones = comm.all_gather_object(mine, group) if group.size > 1 else [mine]
     leaves: dict[str, LeafInfo] = {}
-    pieces: dict[LeafInfo, list[LeafSend]] = {}
-    found: dict[tuple[LeafInfo, int, int], int] = {}
+    pieces: dict[LeafInfo, dict[LeafRegion, list[LeafSend]]] = {}
+    found: dict[tuple[LeafInfo, LeafRegion, int, int], int] = {}
     for rank, theirs in enumerate(everyones):
-        for leaf, offset, numel, fingerprint in theirs:
+        for leaf, region, offset, numel, fingerprint in theirs:
             first = leaves.setdefault(leaf.path, leaf)
             if first.shape != leaf.shape or (first.preference == leaf.preference and first.dtype != leaf.dtype):
                 raise ValueError(f"rank {rank} of {group.name!r} has {_described(leaf)}, another rank {_described(first)}")
-            if found.setdefault((leaf, offset, numel), fingerprint) != fingerprint:
+            if found.setdefault((leaf, region, offset, numel), fingerprint) != fingerprint:
                 raise ValueError(
-                    f"rank {rank} of {group.name!r} has other values of {leaf.path!r} than another rank: slices of tensor "
-                    "parallelism and ranks that step by themselves are not combined; export step.params(state) on one rank"
+                    f"rank {rank} of {group.name!r} has other values of {leaf.path!r} than another rank: ranks that step by "
+                    "themselves are not combined; export step.params(state) on one rank"
                 )
             leaves[leaf.path] = min(first, leaf, key=lambda each: each.preference)
-            pieces.setdefault(leaf, []).append(LeafSend(leaf, offset, numel, rank))
+            sends = pieces.setdefault(leaf, {}).setdefault(region, [])
+            sends.append(LeafSend(leaf, region, offset, numel, rank))
     ordered = sorted(leaves.values(), key=lambda leaf: _natural(leaf.path))
-    return tuple(ordered), tuple(send for leaf in ordered for send in _cover(leaf, pieces[leaf]))
+    wrong = cache(fault)  # most leaves of a model are cut in one of few ways
+    for leaf in ordered:
+        what = wrong(leaf.shape, tuple(pieces[leaf]))
+        if what is not None:
+            raise ValueError(
+                f"the ranks have {what} of {_described(leaf)}: is the group the one that the state is spread over?"
+            )
+    return tuple(ordered), tuple(
+        send for leaf in ordered for region, own in pieces[leaf].items() for send in _cover(leaf, region, own)
+    )
 
 
 def _natural(path: str) -> list[tuple[int, str]]:
@@ -96,18 +119,18 @@ def _described(leaf: LeafInfo) -> str:
     return f"{leaf.path!r} of shape {list(leaf.shape)} and {leaf.dtype}"
 
 
-def _cover(leaf: LeafInfo, pieces: Sequence[LeafSend]) -> Iterator[LeafSend]:
-    """Sends that cover each element of the leaf once."""
+def _cover(leaf: LeafInfo, region: LeafRegion, pieces: Sequence[LeafSend]) -> Iterator[LeafSend]:
+    """Sends that cover each element of a slice once."""
     done = 0
-    while done < leaf.numel:
+    while done < region.numel:
         fitting = [piece for piece in pieces if piece.offset <= done < piece.offset + piece.numel]
         if not fitting:
             raise ValueError(
-                f"no rank has element {done} of {_described(leaf)}: is the group the one that the state is spread over?"
+                f"no rank has element {done} of {region} of {_described(leaf)}: is the group that of all ranks of the state?"
             )
         best = min(fitting, key=lambda piece: (piece.src != 0, -(piece.offset + piece.numel), piece.src))
         end = best.offset + best.numel
-        yield LeafSend(leaf, done, end - done, best.src)
+        yield LeafSend(leaf, region, done, end - done, best.src)
         done = end
 
 
@@ -141,9 +164,9 @@ def stream(
 
     Cost: ranks other than 0 send what rank 0 lacks, once. Memory: about eight chunks on rank 0, two on others.
     """
-    own: dict[LeafInfo, list[LocalShard]] = {}
+    own: dict[tuple[LeafInfo, LeafRegion], list[LocalShard]] = {}
     for shard in shards:
-        own.setdefault(shard.leaf, []).append(shard)
+        own.setdefault((shard.leaf, shard.region), []).append(shard)
     parts = [part for send in sends for part in _chunks(send, chunk // cast(send.leaf).itemsize)]
     if group.rank:
         for part in parts:
@@ -170,11 +193,11 @@ def _chunks(send: LeafSend, numel: int) -> Iterator[LeafSend]:
     """A send in parts of at most ``numel`` elements; rank 0's own elements stay in one part."""
     size = send.numel if send.src == 0 else max(1, numel)
     for start in range(0, send.numel, max(1, size)):
-        yield LeafSend(send.leaf, send.offset + start, min(size, send.numel - start), send.src)
+        yield attrs.evolve(send, offset=send.offset + start, numel=min(size, send.numel - start))
 
 
-def _mine(send: LeafSend, own: dict[LeafInfo, list[LocalShard]]) -> Tensor:
-    for shard in own[send.leaf]:
+def _mine(send: LeafSend, own: dict[tuple[LeafInfo, LeafRegion], list[LocalShard]]) -> Tensor:
+    for shard in own[send.leaf, send.region]:
         start = send.offset - shard.offset
         if start >= 0 and start + send.numel <= shard.values.numel():
             return shard.values.reshape(-1)[start : start + send.numel]

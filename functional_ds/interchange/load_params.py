@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from functional_ds.base import tree
 from functional_ds.base.files import read_regular
+from functional_ds.base.marks import slices_of
 from functional_ds.modules.functional import Apply
+from functional_ds.sharding.leaf_slice import whole_shape
 from functional_ds.sharding.sources import from_source
 
 from .format import CODES, INDEX, SINGLE
@@ -168,7 +170,8 @@ def load_params(
     Args:
         path: a file; a folder with ``model.safetensors`` or with an index, as ``export`` and ``transformers`` write them; or
             an index.
-        like: a tree of tensors with the names, shapes and dtypes that are wanted, and with frozen leaves marked.
+        like: a tree of tensors with the names, shapes and dtypes that are wanted, and with frozen leaves marked. Files have
+            whole leaves, also where ``like`` has slices of them.
         module: whose parameters they are: a tied parameter is found under any of its names, and buffers do not count as extra.
         rename: from a leaf's path to its name in the file.
         allow_missing: patterns (``fnmatch``'s) of leaves that the file may lack: those keep ``like``'s values.
@@ -206,9 +209,11 @@ def load_params(
 
 @attrs.frozen(eq=False)
 class _FileSource:
-    """A source for ``from_source``: leaves by their paths."""
+    """A source for ``from_source``: leaves by their paths, as views of mapped files, of which only what is used is read."""
 
     found: Mapping[str, FileTensor]
+
+    at_once = True
 
     def read(self, path: str, start: int, stop: int) -> Tensor:
         """Elements ``start`` to ``stop`` of the flattened leaf ``path``."""
@@ -263,10 +268,9 @@ def _check_kinds(named: Mapping[str, Tensor], found: Mapping[str, FileTensor]) -
     for leaf, stored in found.items():
         like = named[leaf]
         castable = like.dtype.is_floating_point and stored.dtype.is_floating_point
-        if tuple(like.shape) != stored.shape or not (like.dtype == stored.dtype or castable):
-            wrong.append(
-                f"{leaf!r} is {stored.dtype}{list(stored.shape)} in the file and {like.dtype}{list(like.shape)} in like"
-            )
+        shape = whole_shape(like.shape, slices_of(like))
+        if shape != stored.shape or not (like.dtype == stored.dtype or castable):
+            wrong.append(f"{leaf!r} is {stored.dtype}{list(stored.shape)} in the file and {like.dtype}{list(shape)} in like")
     if wrong:
         more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
         raise ValueError(f"like: {'; '.join(wrong[:8])}{more}")

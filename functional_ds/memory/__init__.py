@@ -3,7 +3,18 @@
 from .account import KINDS, Memory, measured
 from .activations import Activations, activations
 from .counting import Live, holdings, places, stored
-from .formulas import EIGHTEEN, SINGLE, SIXTEEN, Convention, Formula, by_stage, elements_sent, padding, padding_bound
+from .formulas import (
+    EIGHTEEN,
+    SINGLE,
+    SIXTEEN,
+    Convention,
+    Formula,
+    by_stage,
+    elements_sent,
+    layer_elements_sent,
+    padding,
+    padding_bound,
+)
 from .predict import predicted, without_values
 from .reports import compared, draw_compared, draw_zero, zero_table
 from .tracking import Tracked, noted, peak
@@ -26,6 +37,7 @@ __all__ = [
     "draw_zero",
     "elements_sent",
     "holdings",
+    "layer_elements_sent",
     "measured",
     "noted",
     "padding",

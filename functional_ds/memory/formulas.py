@@ -1,4 +1,4 @@
-"""The ZeRO paper's formulas for memory and traffic of each rank (Rajbhandari, Rasley, Ruwase, He 2020, arXiv:1910.02054)."""
+"""Formulas for memory and traffic of each rank: of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) and tensor parallelism."""
 
 from collections.abc import Mapping
 
@@ -6,7 +6,18 @@ import attrs
 
 from functional_ds.sharding.layout import Layout
 
-__all__ = ["EIGHTEEN", "SINGLE", "SIXTEEN", "Convention", "Formula", "by_stage", "elements_sent", "padding", "padding_bound"]
+__all__ = [
+    "EIGHTEEN",
+    "SINGLE",
+    "SIXTEEN",
+    "Convention",
+    "Formula",
+    "by_stage",
+    "elements_sent",
+    "layer_elements_sent",
+    "padding",
+    "padding_bound",
+]
 
 
 @attrs.frozen
@@ -93,6 +104,30 @@ def elements_sent(stage: int, *, micro_batches: int = 1) -> int:
     Stages 0 and 1 reduce once a step, stage 2 reduces in each micro-batch, and stage 3 also gathers twice in each.
     """
     return {0: 2, 1: 2, 2: 1 + micro_batches, 3: 3 * micro_batches}[stage]
+
+
+def layer_elements_sent(tokens: int, width: int, *, n: int, blocks: int = 2) -> int:
+    """Law 40: the elements that each rank of tensor parallelism sends for a layer in a forward and a backward pass.
+
+    Each block, attention or MLP, has an all-reduce of ``tokens · width`` elements forward and one backward, ``2 (n - 1) / n``
+    of which each rank sends. Sequence parallelism gathers and scatters instead, and sends as much
+    (Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198).
+
+    Args:
+        tokens: of a micro-batch.
+        width: of the model.
+        n: the ranks.
+        blocks: how many blocks the layer has.
+
+    Raises:
+        ValueError: ``tokens · width`` does not divide by the ranks, so that ranks send unequal parts.
+
+    >>> layer_elements_sent(8, 16, n=4)
+    768
+    """
+    if n < 1 or tokens * width % n:
+        raise ValueError(f"tokens={tokens}, width={width}: {tokens * width} elements do not divide by the {n} ranks")
+    return blocks * 2 * 2 * (n - 1) * (tokens * width // n)
 
 
 def padding(layout: Layout) -> int:

@@ -25,6 +25,8 @@ class _Built:
     recording: Initialisation
     places: dict[str, Place]
 
+    at_once = True
+
     def read(self, path: str, start: int, stop: int) -> Tensor:
         """A stretch of one parameter, which is computed for it."""
         return self.recording.compute(self.places[path]).reshape(-1)[start:stop].clone()

@@ -147,7 +147,7 @@ def _made(rule: Optimizer | PerParameter, leaf_map: LeafMap, trial: Trial | None
 
 def _wrong(leaf_map: LeafMap, trial: Trial) -> str | None:
     """The form of these tensors for which the trial showed the optimizer to be wrong; None if there is none."""
-    if not trial.cut and any(leaf.slices > 1 for leaf in leaf_map.leaves):
+    if not trial.cut and any(leaf.region.ranges for leaf in leaf_map.leaves):
         return "slices of leaves"
     if not trial.cut and leaf_map.group is not None and leaf_map.group.size > 1:
         return "shards of flat tensors"

@@ -140,7 +140,9 @@ def per_matrix(
 
         return Optimizer(start, update, shown, skips=True, skips_unused=True)
 
-    return on_matrices(make, others, matrices, stacks, kind=shown, name=f"{shown}(lr={lr}, weight_decay={weight_decay}, {{others}})")
+    return on_matrices(
+        make, others, matrices, stacks, kind=shown, name=f"{shown}(lr={lr}, weight_decay={weight_decay}, {{others}})"
+    )
 
 
 def on_matrices(
@@ -175,9 +177,11 @@ def on_matrices(
     def made(leaf_map: LeafMap) -> Optimizer:
         leaves = leaf_map.leaves
         stacked = [i for i, leaf in enumerate(leaves) if len(leaf.shape) == 3]
-        whole = [attrs.evolve(x, slices=x.slices // x.experts[1]) if i in stacked else x for i, x in enumerate(leaves)]
-        leaf_map = attrs.evolve(leaf_map, leaves=tuple(whole))
-        leaf_map.refuse_slices(kind)
+        beyond = [
+            attrs.evolve(leaf, slices=tuple(cut for cut in leaf.slices if cut.dim)) if i in stacked else leaf
+            for i, leaf in enumerate(leaves)
+        ]
+        attrs.evolve(leaf_map, leaves=tuple(beyond)).refuse_slices(kind)  # matrices of a stack may lie on other ranks
         return make(MatrixOwners.choose(unstacked(leaf_map, stacked)))
 
     return grouped(name.replace("{others}", str(rest)), choose, (PerParameter(made, kind), rest))

@@ -17,9 +17,19 @@ import torch
 from torch import Tensor
 
 from functional_ds.base import tree
-from functional_ds.base.marks import is_dtensor, is_trainable, like_marked, part_of, sharers_of, stored_in
+from functional_ds.base.marks import (
+    is_dtensor,
+    is_trainable,
+    like_marked,
+    mark_slices,
+    part_of,
+    sharers_of,
+    slices_of,
+    stored_in,
+)
 
 from .grouping import UnitOf, unit_names
+from .leaf_slice import LeafSlice
 from .sources import home, piece
 
 __all__ = ["Layout", "Segment", "Slot", "Unit", "shard", "unshard"]
@@ -38,12 +48,14 @@ class Slot:
         offset: where it begins in the flat tensor.
         shape: its shape.
         numel: its number of elements.
+        slices: what this rank's leaf is of a whole one; ranks that share the layout may have other slices.
     """
 
     leaf: int
     offset: int
     shape: tuple[int, ...]
     numel: int
+    slices: tuple[LeafSlice, ...] = attrs.field(default=(), repr=False)
 
 
 @attrs.frozen
@@ -253,14 +265,16 @@ class Layout:
             low, high = max(slot.offset, start), min(slot.offset + slot.numel, stop)
             if high > low:
                 flat[low - start : high - start] = piece(leaf, low - slot.offset, high - slot.offset)
-        return like_marked(flat, like)
+        flat = like_marked(flat, like)
+        return mark_slices(flat, ()) if slices_of(like) else flat  # its slots have the slices
 
     def unflatten(self, flats: Sequence[Tensor]) -> Any:
         """The inverse of ``flatten``; the leaves share no memory with the flat tensors."""
         leaves: list[Tensor | None] = [None] * len(self.paths)
         for segment, flat in zip(self.segments, flats, strict=True):
             for slot, view in zip(segment.slots, segment.views(flat.detach()), strict=True):
-                leaves[slot.leaf] = like_marked(view.clone(), flat)
+                leaf = like_marked(view.clone(), flat)
+                leaves[slot.leaf] = mark_slices(leaf, slot.slices) if slot.slices else leaf
         return tree.unflatten(self.spec, leaves)
 
     def own(self, flats: Sequence[Tensor], rank: int) -> list[Tensor]:
@@ -278,7 +292,7 @@ def _slots(dtype: torch.dtype, members: list[tuple[int, Tensor]]) -> tuple[tuple
     for index, leaf in members:
         start = -(-end // step) * step
         end = start + leaf.numel()
-        slots.append(Slot(index, start, tuple(leaf.shape), leaf.numel()))
+        slots.append(Slot(index, start, tuple(leaf.shape), leaf.numel(), slices_of(leaf)))
     return tuple(slots), end
 
 

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base import tree
-from functional_ds.base.marks import is_trainable
+from functional_ds.base.marks import is_trainable, slices_of
 
 from .layout import Blocks, Layout
+from .leaf_region import LeafRegion
+from .leaf_slice import LeafSlice
 
 __all__ = ["LeafMap", "LeafShard", "LeafSpec", "TensorRange", "match_leaves"]
 
@@ -27,8 +29,11 @@ class LeafSpec:
     """A trained leaf of the user's tree, of the dtype that the user gave it.
 
     Attributes:
-        slices: over how many ranks tensor or expert parallelism has cut the leaf; ``shape`` is that of one slice.
-        experts: for a slice of experts along dim 0: which slice this rank has, and how many there are.
+        path: its path.
+        shape: of what this rank has of it, a slice or the whole leaf.
+        numel: the elements of this shape.
+        dtype: its dtype.
+        slices: what this rank has of the whole leaf, one for each dim that tensor or expert parallelism has cut.
         sharers: of shards: the blocks of ranks that share a slice, as ``Segment.sharers`` has them; None where all ranks do.
         stack: for a matrix out of a stack: the path of the leaf.
     """
@@ -37,10 +42,14 @@ class LeafSpec:
     shape: tuple[int, ...]
     numel: int
     dtype: torch.dtype
-    slices: int = 1
-    experts: tuple[int, int] = (0, 1)
+    slices: tuple[LeafSlice, ...] = ()
     sharers: Blocks | None = None
     stack: str | None = None
+
+    @property
+    def region(self) -> LeafRegion:
+        """Which of the whole leaf's elements these are; the whole leaf where a dim is cut over one rank."""
+        return LeafRegion.of(self.shape, self.slices)
 
 
 @attrs.frozen
@@ -117,7 +126,7 @@ class LeafMap:
         (LeafShard(leaf=0, offset=0, tensor=0, start=0, numel=6),)
         """
         trained = [(path, leaf) for path, leaf in tree.named(params) if is_trainable(leaf)]
-        leaves = tuple(LeafSpec(path, tuple(leaf.shape), leaf.numel(), leaf.dtype) for path, leaf in trained)
+        leaves = tuple(LeafSpec(path, tuple(leaf.shape), leaf.numel(), leaf.dtype, slices_of(leaf)) for path, leaf in trained)
         return LeafMap(leaves, (tuple(LeafShard(i, 0, i, 0, leaf.numel) for i, leaf in enumerate(leaves)),))
 
     @staticmethod
@@ -130,10 +139,9 @@ class LeafMap:
         """
         segments = [segment for segment in layout.segments if segment.trainable]
         slots = [(tensor, slot) for tensor, segment in enumerate(segments) for slot in segment.slots]
+        shared = [None if group is None else segment.sharers for segment in segments]
         leaves = tuple(
-            LeafSpec(
-                layout.paths[slot.leaf], slot.shape, slot.numel, segments[t].dtype, sharers=group and segments[t].sharers
-            )
+            LeafSpec(layout.paths[slot.leaf], slot.shape, slot.numel, segments[t].dtype, slot.slices, shared[t])
             for t, slot in slots
         )
         if group is None:
@@ -154,16 +162,19 @@ class LeafMap:
         return LeafMap(leaves, tuple(map(tuple, ranks)), group, group.rank, flat=True)
 
     def refuse_slices(self, what: str) -> None:
-        """Refuses slices of tensor and expert parallelism, for the optimizer ``what``, which needs whole leaves.
+        """Refuses slices, for the optimizer ``what``, which needs whole leaves.
 
         Raises:
-            ValueError: some leaf is a slice.
+            ValueError: a leaf is a slice.
         """
         for leaf in self.leaves:
-            if leaf.slices > 1:
+            if leaf.region.ranges:
+                cuts = [(cut.dim, cut.size, len(cut.ranges_by_rank)) for cut in leaf.slices]
+                over = " and ".join(f"dim {dim} of {size} over {n} ranks" for dim, size, n in cuts)
                 raise ValueError(
-                    f"{what}: {leaf.path!r} is one of {leaf.slices} slices, but {what} looks at whole leaves; give "
-                    "such leaves to an elementwise optimizer such as fds.adamw with fds.param_groups"
+                    f"{what}: {leaf.path!r} is the slice {leaf.region} of a leaf of shape {list(leaf.region.shape)}, cut along "
+                    f"{over}, but {what} looks at whole leaves; give such leaves to an elementwise optimizer such as fds.adamw "
+                    "with fds.param_groups"
                 )
 
     def views(self, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -1,10 +1,12 @@
 """Deferred leaves: their values are read from a source when the state is made, each rank reading only its own part.
 
 A leaf on the meta device that is marked with an origin is *deferred*. ``step.init`` reads deferred leaves into the memory that
-will store them: under ``zero`` each rank reads its own shards, unit by unit, and nothing is broadcast.
+will store them: under ``zero`` each rank reads its own shards, unit by unit, and nothing is broadcast. Sources have whole
+leaves; of a leaf that is a slice, what lies in the slice is read.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
@@ -12,14 +14,23 @@ import torch
 from torch import Tensor, nn
 
 from functional_ds.base import tree
-from functional_ds.base.marks import ORIGIN, is_trainable
+from functional_ds.base.marks import ORIGIN, is_trainable, like_marked, slices_of
 
-__all__ = ["Origin", "Source", "Whole", "from_source", "home", "is_deferred", "piece", "values_of"]
+from .leaf_region import Box, LeafRegion, grouped, stretches
+from .leaf_slice import LeafSlice, mark_slice
+
+__all__ = ["Origin", "Source", "Whole", "from_source", "home", "is_deferred", "piece", "sliced", "values_of"]
+
+_GAP = 1 << 20  # bytes between two stretches of a slice that are read rather than asked for apart
 
 
 @runtime_checkable
 class Source(Protocol):
-    """Gives the values of leaves, the same on every rank."""
+    """Gives the values of leaves, the same on every rank.
+
+    A source whose every ``read`` makes the whole leaf says so by an attribute ``at_once = True``. It is asked once for all that
+    a rank needs of a slice, whatever lies between.
+    """
 
     def read(self, path: str, start: int, stop: int) -> Tensor:
         """Elements ``start`` to ``stop`` of the flattened leaf, on any device, in any dtype that can be cast to the leaf's."""
@@ -31,6 +42,8 @@ class Whole:
     """A source made from a function from a path to the whole tensor."""
 
     values: Callable[[str], Tensor]
+
+    at_once = True
 
     def read(self, path: str, start: int, stop: int) -> Tensor:
         """Elements ``start`` to ``stop`` of the flattened tensor."""
@@ -56,7 +69,8 @@ def from_source(params: Any, source: Source | Callable[[str], Tensor], *, device
     """The tree with every leaf deferred: each has a shape and a dtype, and is read from the source under its path.
 
     ``params`` may be on the meta device, for example from a module that was built there; their values are not used. Each rank
-    reads what it stores, at most one leaf at a time, so every rank must be able to read the source.
+    reads what it stores, at most one leaf at a time, so every rank must be able to read the source. The source has whole
+    leaves, also where ``params`` has slices of them.
 
     Args:
         params: give the shapes and dtypes, and which leaves are frozen.
@@ -109,7 +123,7 @@ def home(leaf: Tensor) -> torch.device:
 
 
 def piece(leaf: Tensor, start: int, stop: int) -> Tensor:
-    """Elements ``start`` to ``stop`` of a flattened leaf: read if the leaf is deferred, else a view if possible.
+    """Elements ``start`` to ``stop`` of a flattened leaf, or slice: read if the leaf is deferred, else a view if possible.
 
     Raises:
         ValueError: the source gives another number of elements, or no tensor.
@@ -117,13 +131,57 @@ def piece(leaf: Tensor, start: int, stop: int) -> Tensor:
     origin = _origin(leaf)
     if origin is None:
         return leaf.detach().reshape(-1)[start:stop]
+    region = LeafRegion.of(tuple(leaf.shape), slices_of(leaf))
+    if not region.ranges:
+        return _read(origin, start, stop, region).to(device=origin.device, dtype=leaf.dtype)
+    flat = torch.empty(stop - start, dtype=leaf.dtype, device=origin.device)
+    gap = math.prod(region.shape) if getattr(origin.source, "at_once", False) else _GAP // leaf.dtype.itemsize
+    for low, high, boxes in _reads(region, start, stop, gap):
+        found = _read(origin, low, high, region)
+        for here, there in boxes:
+            here.view(flat, start).copy_(there.view(found, low))
+    return flat
+
+
+def _read(origin: Origin, start: int, stop: int, region: LeafRegion) -> Tensor:
     found: Any = origin.source.read(origin.path, start, stop)
     if not isinstance(found, Tensor) or found.numel() != stop - start:
         gave = f"{found.numel()} elements" if isinstance(found, Tensor) else f"a {type(found).__name__}"
         raise ValueError(
-            f"source: asked for elements {start} to {stop} of {origin.path!r}, of shape {list(leaf.shape)}, it gave {gave}"
+            f"source: asked for elements {start} to {stop} of {origin.path!r}, of shape {list(region.shape)}, it gave {gave}"
         )
-    return found.detach().reshape(-1).to(device=origin.device, dtype=leaf.dtype)
+    return found.detach().reshape(-1)
+
+
+def _reads(region: LeafRegion, start: int, stop: int, gap: int) -> Iterator[tuple[int, int, list[tuple[Box, Box]]]]:
+    """What to read of a whole leaf for a range of a slice: from where to where, and boxes in the slice and in the leaf."""
+    shape, total = grouped(region.shape, region.dims), math.prod(region.shape)
+    pairs = []
+    for box in region.boxes(start, stop, region.dims):
+        for there in stretches(box.in_whole(shape), gap=gap, most=total):
+            corner = [a - b for a, b in zip(there.start, box.start, strict=True)]
+            pairs.append((box.part(corner, there.shape), there))
+    low, high, boxes = 0, -1, list[tuple[Box, Box]]()
+    for here, there in sorted(pairs, key=lambda pair: pair[1].place):
+        if boxes and there.place - high > gap:
+            yield low, high, boxes
+            boxes = []
+        low = low if boxes else there.place
+        high = max(high, there.place + there.extent) if boxes else there.place + there.extent
+        boxes.append((here, there))
+    if boxes:
+        yield low, high, boxes
+
+
+def sliced(leaf: Tensor, cut: LeafSlice) -> Tensor:
+    """A rank's slice of a leaf, in new memory and marked as one; of a deferred leaf a deferred one, whose slice alone is read.
+
+    Raises:
+        ValueError: the leaf is a slice along this dim already.
+    """
+    part = cut.of(leaf.detach())
+    own = part if leaf.is_meta else part.clone(memory_format=torch.contiguous_format)
+    return mark_slice(like_marked(own, leaf), cut)
 
 
 def values_of(leaf: Tensor) -> Tensor:

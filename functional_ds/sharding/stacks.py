@@ -31,8 +31,8 @@ def unstacked(leaf_map: LeafMap, stacks: Collection[int]) -> LeafMap:
             first[index, 0] = len(leaves)
             leaves.append(leaf)
             continue
-        count, own = leaf.shape[0], leaf.experts[0]
-        for which in [own] if leaf.sharers is None else range(len(leaf.sharers)):
+        count = leaf.shape[0]
+        for which in [_own(leaf)] if leaf.sharers is None else range(len(leaf.sharers)):
             first[index, which] = len(leaves)
             leaves += [_matrix(leaf, which * count + place) for place in range(count)]
     shards = tuple(
@@ -42,9 +42,14 @@ def unstacked(leaf_map: LeafMap, stacks: Collection[int]) -> LeafMap:
     return attrs.evolve(leaf_map, leaves=tuple(leaves), shards_by_rank=shards)
 
 
+def _own(leaf: LeafSpec) -> int:
+    """Which slice along dim 0 this rank has."""
+    return next((cut.rank for cut in leaf.slices if cut.dim == 0), 0)
+
+
 def _matrix(leaf: LeafSpec, number: int) -> LeafSpec:
     shape = leaf.shape[1:]
-    return attrs.evolve(leaf, path=f"{leaf.path}[{number}]", shape=shape, numel=math.prod(shape), stack=leaf.path)
+    return attrs.evolve(leaf, path=f"{leaf.path}[{number}]", shape=shape, numel=math.prod(shape), slices=(), stack=leaf.path)
 
 
 def _parts(
@@ -55,7 +60,7 @@ def _parts(
     if not is_stack:
         return [attrs.evolve(shard, leaf=first[shard.leaf, 0])]
     blocks = leaf.sharers
-    which = leaf.experts[0] if blocks is None else next(number for number, block in enumerate(blocks) if rank in block)
+    which = _own(leaf) if blocks is None else next(number for number, block in enumerate(blocks) if rank in block)
     size, stop, found = math.prod(leaf.shape[1:]), shard.offset + shard.numel, []
     for number in range(shard.offset // size, -(-stop // size)) if size else ():
         low, high = max(shard.offset, number * size), min(stop, (number + 1) * size)

@@ -16,6 +16,7 @@ from functional_ds.base.tree import NAMESPACE
 from functional_ds.optim.param_groups import GroupStates
 from functional_ds.optim.per_matrix import MatrixStates
 from functional_ds.sharding.leaf_map import LeafMap
+from functional_ds.sharding.leaf_region import LeafRegion
 from functional_ds.step.slots import Role
 from functional_ds.step.state import State
 
@@ -28,23 +29,33 @@ _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: t
 
 @attrs.frozen(eq=False)
 class TensorShard:
-    """This rank's shard of a global tensor: a range of its flattened elements.
+    """This rank's shard of a global tensor: a range of its flattened elements, or of those of its slice.
 
     Attributes:
         name: ``role/leaf`` where the tensor belongs to a leaf of the model, else a path in the state.
-        shape: the global tensor's.
-        offset: the first element's place in the flattened global tensor.
+        region: which of the global tensor's elements this rank's slice has; all where no dim is cut.
+        offset: the first element's place in the flattened slice.
         view: the elements, flat, in the state's own memory.
         shared: whether one scalar stands for several names, as Adam's counts do.
         per_rank: whether each rank has a value of its own.
     """
 
     name: str
-    shape: tuple[int, ...]
+    region: LeafRegion
     offset: int
     view: Tensor = attrs.field(repr=False)
     shared: bool = False
     per_rank: bool = False
+
+    @staticmethod
+    def whole(name: str, value: Tensor, *, per_rank: bool = False) -> "TensorShard":
+        """All of a global tensor."""
+        return TensorShard(name, LeafRegion(tuple(value.shape)), 0, value.detach().reshape(-1), per_rank=per_rank)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The global tensor's."""
+        return self.region.shape
 
 
 def describe(state: State) -> list[TensorShard]:
@@ -122,7 +133,7 @@ class _Walk:
     def visit(self, path: tuple[str, ...], node: Any, frames: Sequence[Frame], parts: LeafMap) -> None:
         """Describes a node of the state and all below it."""
         if isinstance(node, Tensor):
-            self.found.append(TensorShard(".".join(path), tuple(node.shape), 0, node.detach().reshape(-1)))
+            self.found.append(TensorShard.whole(".".join(path), node))
         elif isinstance(node, comm.Residual):
             self.residual(path, node)
         elif isinstance(node, GroupStates):
@@ -173,17 +184,19 @@ class _Walk:
         for child, place in zip(children, frame.places, strict=True):
             if child is None:
                 continue
-            names = {leaf: self.unique(role, self.places.name(frame.leaves[leaf][0])) for leaf in place.members}
+            names = {leaf: self.unique(role, frame.leaves[leaf][0]) for leaf in place.members}
             found = place.form_of(child)
             if found is None:
-                self.found += [TensorShard(names[leaf], (), 0, child.detach().view(1), shared=True) for leaf in place.members]
+                count = child.detach().view(1)
+                self.found += [TensorShard(names[leaf], LeafRegion(()), 0, count, shared=True) for leaf in place.members]
                 continue
             form, lanes = found
             flat = child.detach().reshape(-1)
             for cut in form.cuts:
-                shape = frame.leaves[cut.leaf][1] + ((2,) if lanes == 2 else ())
+                region = frame.leaves[cut.leaf][1]
                 view = flat[cut.start * lanes : (cut.start + cut.numel) * lanes]
-                self.found.append(TensorShard(names[cut.leaf], shape, cut.offset * lanes, view))
+                region = region.with_pairs() if lanes == 2 else region
+                self.found.append(TensorShard(names[cut.leaf], region, cut.offset * lanes, view))
 
     def unique(self, role: str, leaf: str) -> str:
         """A name that this rank has not used yet, the same on all ranks that have the leaf."""
@@ -205,12 +218,9 @@ class _Walk:
         for leaf, state in node.whole.items():
             for inside, value in tree.named(state):
                 role = ".".join(part for part in (*path, *inside.split(".")) if part and not part.isdecimal())
-                name = self.unique(role, self.places.name(leaf))
-                self.found.append(TensorShard(name, tuple(value.shape), 0, value.detach().reshape(-1)))
+                self.found.append(TensorShard.whole(self.unique(role, leaf), value))
 
     def residual(self, path: tuple[str, ...], node: comm.Residual) -> None:
         """Describes error feedback, which differs between ranks."""
         for where, leaf in tree.named(node):
-            self.found.append(
-                TensorShard(f"{'.'.join(path)}.{where}", tuple(leaf.shape), 0, leaf.detach().reshape(-1), per_rank=True)
-            )
+            self.found.append(TensorShard.whole(f"{'.'.join(path)}.{where}", leaf, per_rank=True))

@@ -1,7 +1,7 @@
 """Which elements of which leaves are where in the tensors of a state: data and index arithmetic."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -11,6 +11,7 @@ from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable, slices_of
 from functional_ds.sharding.layout import Layout, Segment
 from functional_ds.sharding.leaf_map import LeafMap, TensorRange
+from functional_ds.sharding.leaf_region import LeafRegion
 from functional_ds.step.slots import stored_layout
 from functional_ds.step.state import State
 
@@ -21,7 +22,7 @@ Shape = tuple[int, ...]
 
 @attrs.frozen
 class Cut:
-    """``numel`` neighbouring elements of a leaf: from ``offset`` on in the flattened leaf, from ``start`` on in a tensor."""
+    """``numel`` neighbouring elements of a rank's leaf: from ``offset`` on in it, flattened, from ``start`` on in a tensor."""
 
     leaf: int
     offset: int
@@ -75,11 +76,11 @@ class Frame:
     """The layouts of a list's tensors. Optimizers' and transforms' states contain lists like that of the params.
 
     Attributes:
-        leaves: the leaves' paths and shapes.
+        leaves: the leaves' paths, and what this rank has of each: a slice, or the whole leaf.
         places: the layout of each tensor.
     """
 
-    leaves: tuple[tuple[str, Shape], ...]
+    leaves: tuple[tuple[str, LeafRegion], ...]
     places: tuple[TensorLayout, ...]
 
     def fits(self, children: Sequence[Any]) -> bool:
@@ -102,19 +103,12 @@ class StateLayout:
         trained: those of the trained tensors.
         parts: what the optimizer knows of the trained tensors.
         spec: the structure of the params.
-        slices: by path, for leaves that tensor parallelism has sliced: the slice's number, and how many there are.
     """
 
     stored: Frame
     trained: Frame
     parts: LeafMap
     spec: Any = attrs.field(repr=False)
-    slices: Mapping[str, tuple[int, int]] = attrs.field(factory=dict)
-
-    def name(self, path: str) -> str:
-        """A leaf's name in a checkpoint: its path, with the number of its slice, as all slices have the same path."""
-        cut = self.slices.get(path)
-        return path if cut is None else f"{path}[{cut[0]} of {cut[1]}]"
 
     @staticmethod
     def of(state: State) -> "StateLayout":
@@ -128,20 +122,10 @@ class StateLayout:
         stored_as = stored_layout(state)
         spec = tree.structure(state.params)
         if stored_as is None:
-            return StateLayout(*_alone(state.params), LeafMap.of(state.params), spec, _slices(tree.named(state.params)))
+            return StateLayout(*_alone(state.params), LeafMap.of(state.params), spec)
         parts = stored_as.leaf_map
-        stored, trained = _of_layout(stored_as.layout, state.params, parts.rank if len(parts.shards_by_rank) > 1 else None)
-        members = [
-            (stored.leaves[leaf][0], flat)
-            for place, flat in zip(stored.places, tree.leaves(state.params), strict=True)
-            for leaf in place.members
-        ]
-        return StateLayout(stored, trained, parts, spec, _slices(members))
-
-
-def _slices(named: Sequence[tuple[str, Tensor]]) -> dict[str, tuple[int, int]]:
-    found = {path: slices_of(leaf) for path, leaf in named}
-    return {path: (cuts[0].rank, len(cuts[0].ranges_by_rank)) for path, cuts in found.items() if cuts}
+        stored, trained = _of_layout(stored_as.layout, parts.rank if len(parts.shards_by_rank) > 1 else None)
+        return StateLayout(stored, trained, parts, spec)
 
 
 def of_extents(parts: LeafMap, extents: Sequence[TensorRange]) -> Frame:
@@ -151,12 +135,12 @@ def of_extents(parts: LeafMap, extents: Sequence[TensorRange]) -> Frame:
         cuts = tuple(Cut(p.leaf, p.offset, p.start, p.numel) for p in parts.shards if p.tensor == index)
         smooth = any(parts.leaves[cut.leaf].dtype.is_complex for cut in cuts)
         places.append(TensorLayout((TensorForm((extent.stop - extent.start,), cuts),), tuple(cut.leaf for cut in cuts), smooth))
-    return Frame(tuple((leaf.path, leaf.shape) for leaf in parts.leaves), tuple(places))
+    return Frame(tuple((leaf.path, leaf.region) for leaf in parts.leaves), tuple(places))
 
 
 def _alone(params: Any) -> tuple[Frame, Frame]:
     named = tree.named(params)
-    leaves = tuple((path, tuple(leaf.shape)) for path, leaf in named)
+    leaves = tuple((path, LeafRegion.of(tuple(leaf.shape), slices_of(leaf))) for path, leaf in named)
     places = [
         TensorLayout((TensorForm(tuple(leaf.shape), (Cut(i, 0, 0, leaf.numel()),)),), (i,), leaf.is_complex())
         for i, (_, leaf) in enumerate(named)
@@ -165,9 +149,9 @@ def _alone(params: Any) -> tuple[Frame, Frame]:
     return Frame(leaves, tuple(places)), Frame(leaves, tuple(trained))
 
 
-def _of_layout(layout: Layout, stored: Sequence[Tensor], rank: int | None) -> tuple[Frame, Frame]:
-    shapes = {slot.leaf: slot.shape for segment in layout.segments for slot in segment.slots}
-    leaves = tuple((path, shapes[i]) for i, path in enumerate(layout.paths))
+def _of_layout(layout: Layout, rank: int | None) -> tuple[Frame, Frame]:
+    regions = {slot.leaf: LeafRegion.of(slot.shape, slot.slices) for segment in layout.segments for slot in segment.slots}
+    leaves = tuple((path, regions[i]) for i, path in enumerate(layout.paths))
     places = []
     for segment in layout.segments:
         forms = [TensorForm((segment.size,), tuple(_cuts(segment, 0, segment.size)))]

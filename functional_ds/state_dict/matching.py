@@ -1,6 +1,5 @@
 """Which tensor of a checkpoint fills which shard of a state, and where the two differ."""
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Protocol
@@ -8,6 +7,7 @@ from typing import Protocol
 import attrs
 import torch
 
+from functional_ds.sharding.leaf_region import LeafRegion
 from functional_ds.step.slots import Role
 
 from .describe import TensorShard
@@ -19,17 +19,12 @@ __all__ = ["Choice", "Differences", "StoredShape", "fits", "match", "per_rank_na
 _FORMS = (Role.MASTER.value, Role.EXACT.value, "params")  # the forms of a leaf, the most exact first
 _POLICY = (f"{Role.SETTING.value}.*",)  # comes and goes with the precision
 _SHOWN = 8
-_SLICE = re.compile(r"\[\d+ of \d+\]$")  # of a leaf that tensor parallelism has cut
 
 
 def fits(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a name, or the part before its slash or first dot, matches.
-
-    Masters are params, and a leaf's name stands for its slices.
-    """
+    """Whether a name, or the part before its slash or first dot, matches. Masters are params."""
     role, _, leaf = name.partition("/")
     names = {name, role, role.partition(".")[0]} | ({"params", f"params/{leaf}"} if role in _FORMS else set())
-    names |= {_SLICE.sub("", each) for each in names}
     return any(fnmatchcase(each, pattern) for each in names for pattern in patterns)
 
 
@@ -102,6 +97,7 @@ class StoredShape(Protocol):
     def dtype(self) -> torch.dtype: ...
     @property
     def numel(self) -> int: ...
+    def holds(self, region: LeafRegion, start: int, stop: int) -> bool: ...
 
 
 def per_rank_name(name: str, rank: int) -> str:
@@ -156,10 +152,7 @@ class _Matcher:
         name = self.best_form(shard)
         if name not in self.stored and name in self.per_rank:
             if self.rank is None:
-                if not fits(shard.name, self.choice.allow_missing):
-                    self.found.other.add(
-                        f"{shard.name} (each rank had its own, and there are other ranks now; allow_missing=... keeps like's)"
-                    )
+                self.leave(shard, "there are other ranks now")
                 return None
             name = per_rank_name(name, self.rank)
         there = self.stored.get(name)
@@ -171,10 +164,18 @@ class _Matcher:
         if there.shape != shard.shape:
             self.found.other.add(f"{shard.name} ({list(there.shape)} there, {list(shard.shape)} here)")
             return None
+        if not there.holds(shard.region, shard.offset, shard.offset + shard.view.numel()):
+            self.leave(shard, "this rank had another slice")
+            return None
         if not _converts(there.dtype, shard.view.dtype):
             self.found.other.add(f"{shard.name} ({there.dtype} there, {shard.view.dtype} here)")
             return None
         return name
+
+    def leave(self, shard: TensorShard, why: str) -> None:
+        """Keeps like's value in the place of what each rank had of its own; notes it, unless it may be missing."""
+        if not fits(shard.name, self.choice.allow_missing):
+            self.found.other.add(f"{shard.name} (each rank had its own, and {why}; allow_missing=... keeps like's)")
 
     def best_form(self, shard: TensorShard) -> str:
         """The form of a leaf to read: its own if state and checkpoint have the same forms and dtype, else the most exact."""

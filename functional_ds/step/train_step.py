@@ -99,7 +99,7 @@ def train_step(
         except IndivisibleStateError as error:
             raise UpdateError(str(error)) from None
         new = iter(moved)
-        params = tree.unflatten(spec, [next(new) if is_trainable(leaf) else leaf for leaf in leaves])
+        params = tree.unflatten(spec, [_moved(leaf, next(new)) if is_trainable(leaf) else leaf for leaf in leaves])
         count = 1 if state.skip is None else state.skip.logical_not()
         return tree.replace(state, params=params, optimizer=optimizer_state, step=state.step + count), {}
 
@@ -141,6 +141,11 @@ def _with_metrics(found: Any) -> tuple[Any, dict[str, Any]]:
             f'the loss function returned a tuple of ({kinds}); return the loss alone, or (loss, {{"name": metric, ...}})'
         )
     return found
+
+
+def _moved(leaf: Tensor, new: Tensor) -> Tensor:
+    """What an optimizer made of a leaf, marked as the leaf is."""
+    return new if new is leaf else like_marked(new, leaf)
 
 
 def _view(step: Step, state: State, tape: Tape) -> Any:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import functional_ds as fds
 from functional_ds import comm, transforms
+from functional_ds.sharding.leaf_region import LeafRegion
 from functional_ds.state_dict.describe import as_tensors, describe
 from tests.transforms.rules import ROWS, RULES, fresh, linear
 
@@ -59,21 +60,29 @@ def trained(step: fds.Step, steps: int = 2) -> fds.State:
 
 def contents(state: fds.State, group: comm.Group | None = None) -> dict[str, Tensor]:
     """All global tensors by name, put together from all ranks' pieces; copies must agree. Counts of empty leaves aside."""
-    own = [(h.name, h.shape, h.offset, h.view.clone()) for h in describe(as_tensors(state))]
+    own = [(h.name, h.region, h.offset, h.view.clone()) for h in describe(as_tensors(state))]
     whole: dict[str, Tensor] = {}
     filled: dict[str, Tensor] = {}
     for pieces in comm.all_gather_object(own, group):
-        for name, shape, offset, view in pieces:
-            flat = whole.setdefault(name, torch.zeros(math.prod(shape), dtype=view.dtype))
-            done = filled.setdefault(name, torch.zeros(math.prod(shape), dtype=torch.bool))
-            where = slice(offset, offset + view.numel())
-            bits, there = view.view(torch.uint8), flat[where].view(torch.uint8)
-            before = done[where].repeat_interleave(view.element_size())
-            assert torch.equal(bits[before], there[before]), name
+        for name, region, offset, view in pieces:
+            flat = whole.setdefault(name, torch.zeros(math.prod(region.shape), dtype=view.dtype))
+            done = filled.setdefault(name, torch.zeros(math.prod(region.shape), dtype=torch.bool))
+            where = places_of(region)[offset : offset + view.numel()]
+            before = done[where]
+            bits, there = view[before].view(torch.uint8), flat[where][before].view(torch.uint8)
+            assert torch.equal(bits, there), name
             flat[where], done[where] = view, True
     assert all(done.all() for done in filled.values())
     empty = {name.partition("/")[2] for name, flat in whole.items() if name.startswith("params/") and not flat.numel()}
     return {name: flat for name, flat in whole.items() if name.partition("/")[2] not in empty}
+
+
+def places_of(region: LeafRegion) -> Tensor:
+    """Where a slice's elements lie in the flattened whole tensor."""
+    found = torch.arange(math.prod(region.shape)).view(region.shape)
+    for dim, ranges in region.ranges:
+        found = torch.cat([found.narrow(dim, start, stop - start) for start, stop in ranges], dim)
+    return found.reshape(-1)
 
 
 def assert_same_contents(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

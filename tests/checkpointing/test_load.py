@@ -550,62 +550,6 @@ def test_another_placement_of_the_optimizer(tmp_path: Path, places: dict[str, An
     comm.simulate(program, world_size=2)
 
 
-def sliced(stage: int, axes: dict[str, int]) -> tuple[fds.Step, fds.State]:
-    """A step on slices along ``tp``, in shards along ``dp``, and its state after an update."""
-    mesh = comm.mesh(**axes)
-
-    def loss(p: Any, x: Tensor) -> Tensor:
-        hidden = torch.tanh(comm.copy_to(x, mesh["tp"]) @ p["columns"])
-        return comm.reduce_from(hidden @ p["rows"], mesh["tp"]).square().sum() + p["other"].sum()
-
-    strategy = [transforms.zero(stage, mesh["dp"]), transforms.tensor_parallel({"columns": 1, "rows": 0}, mesh["tp"])]
-    step = fds.compose(*strategy)(fds.train_step(loss, fds.adamw(0.1)))
-    params = {"columns": torch.arange(8.0).view(2, 4) / 9, "rows": torch.arange(4.0).view(4, 1), "other": torch.ones(3)}
-    state, _ = step(step.init(params), torch.ones(1, 2) + mesh["dp"].rank)
-    return step, state
-
-
-@pytest.mark.law(37)
-@given(
-    stages=st.tuples(st.integers(0, 3), st.integers(0, 3)),
-    sizes=st.tuples(st.integers(1, 2), st.integers(1, 3)),
-    turned=st.booleans(),
-)
-def test_slices_of_tensor_parallel_ranks(folder: Path, stages: Any, sizes: Any, turned: bool) -> None:
-    """Slices have one path and names of their own: they go to other stages, other ranks along dp, and other orders of axes."""
-
-    def save() -> Any:
-        step, state = sliced(stages[0], {"dp": sizes[0], "tp": 2})
-        fds.save(state, folder, tag="slices")
-        return contents(state), step.params(state)
-
-    def load() -> Any:
-        axes = {"dp": sizes[1], "tp": 2}
-        step, like = sliced(stages[1], dict(reversed(axes.items())) if turned else axes)
-        for leaf in fds.tree.leaves(like):
-            leaf.zero_()
-        state = fds.load(folder, like=like, tag="slices")
-        found = fds.load(folder, like=like, tag="slices", only="params/rows")
-        assert_same(step.params(found)["rows"], step.params(state)["rows"])
-        return contents(state), step.params(state)
-
-    expected = comm.simulate(save, world_size=2 * sizes[0])[0]
-    for found in comm.simulate(load, world_size=2 * sizes[1]):
-        assert_same_contents(found[0], expected[0])
-        assert_same(found[1], expected[1])
-
-
-def test_slices_are_not_cut_anew(tmp_path: Path) -> None:
-    comm.simulate(lambda: fds.save(sliced(3, {"dp": 1, "tp": 2})[1], tmp_path), world_size=2)
-
-    def load() -> None:
-        like = sliced(3, {"dp": 1, "tp": 4})[1]
-        with pytest.raises(fds.checkpointing.StructureError, match=r"rows\[0 of 4\](.|\n)*not in like(.|\n)*rows\[1 of 2\]"):
-            fds.load(tmp_path, like=like)
-
-    comm.simulate(load, world_size=4)
-
-
 def test_torchs_own_loader_reads_it(tmp_path: Path) -> None:
     """The format is one of torch.distributed.checkpoint's: sharded, resharded, and without a pickle."""
     import torch.distributed.checkpoint as dcp

@@ -16,6 +16,7 @@ from functional_ds.checkpointing.shard_plan import (
     replicated,
     with_fingerprints,
 )
+from functional_ds.sharding.leaf_region import LeafRegion
 from functional_ds.state_dict.describe import TensorShard
 from functional_ds.state_dict.fingerprint import _row_sums, fingerprints
 from functional_ds.state_dict.matching import per_rank_name
@@ -32,7 +33,7 @@ def holdings(draw: st.DrawFn) -> tuple[int, list[list[TensorShard]]]:
     values = torch.arange(float(total))
     found: list[list[TensorShard]] = [[] for _ in range(ranks)]
     for low, high, rank in pieces or [(0, 0, 0)]:
-        found[rank].append(TensorShard("x", (total,), low, values[low:high]))
+        found[rank].append(TensorShard("x", LeafRegion((total,)), low, values[low:high]))
     return total, found
 
 
@@ -66,7 +67,7 @@ def test_every_element_is_written_once(case: tuple[int, list[list[TensorShard]]]
 @given(st.lists(st.integers(1, 1 << 22), min_size=8, max_size=30), st.integers(2, 4))
 def test_copies_are_shared_out_evenly(sizes: list[int], ranks: int) -> None:
     """Where all ranks have everything, no rank writes more than its part and one of the pieces that are not cut up."""
-    own = [ShardMetadata(f"t{i}", (n,), "float32", 4, 0, n, False, 0) for i, n in enumerate(sizes)]
+    own = [ShardMetadata(f"t{i}", LeafRegion((n,)), "float32", 4, 0, n, False, 0) for i, n in enumerate(sizes)]
     load = [sum(4 * task.numel for task in tasks) for tasks in assign_writes([own] * ranks)]
     assert sum(load) == 4 * sum(sizes)
     assert max(load) <= 4 * sum(sizes) / ranks + (4 << 20) + 4 * ranks * len(sizes)
@@ -76,8 +77,8 @@ def test_copies_that_differ_are_all_written() -> None:
     def rank(value: float, *, per_rank: bool = False) -> list[TensorShard]:
         same = torch.arange(3.0)
         return [
-            TensorShard("same", (3,), 0, same),
-            TensorShard("other", (10000,), 0, torch.full((10000,), value), per_rank=per_rank),
+            TensorShard.whole("same", same),
+            TensorShard.whole("other", torch.full((10000,), value), per_rank=per_rank),
         ]
 
     def names(*ranks: Any) -> list[list[str]]:
@@ -94,7 +95,7 @@ def test_copies_that_differ_are_all_written() -> None:
 
 def test_a_rank_without_anything() -> None:
     one: list[Tensor] = [torch.ones(2)]
-    assert assign_writes([[], metadata_of([TensorShard("a", (2,), 0, one[0])])])[0] == []
+    assert assign_writes([[], metadata_of([TensorShard.whole("a", one[0])])])[0] == []
 
 
 KINDS = [torch.float32, torch.bfloat16, torch.float64, torch.complex128, torch.uint8]
@@ -111,7 +112,7 @@ def test_copies_that_differ_in_one_element_differ(numel: int, dtype: torch.dtype
     other[place] += 1 if dtype != torch.bfloat16 else other[place] + 1
     assert fingerprints([one]) != fingerprints([other])
     assert not torch.equal(_row_sums(one), _row_sums(other))
-    both = assign_writes(described([[TensorShard("x", (numel,), 0, one)], [TensorShard("x", (numel,), 0, other)]]))
+    both = assign_writes(described([[TensorShard.whole("x", one)], [TensorShard.whole("x", other)]]))
     assert [task.name for own in both for task in own] == [per_rank_name("x", 0), per_rank_name("x", 1)]
 
 

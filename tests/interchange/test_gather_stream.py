@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from functional_ds import comm
 from functional_ds.interchange.gather_stream import LeafInfo, LocalShard, plan_sends, stream
+from functional_ds.sharding.leaf_region import LeafRegion
 
 
 def streamed(edges: list[list[int]], chunk: int) -> list[list[int]]:
@@ -16,7 +17,7 @@ def streamed(edges: list[list[int]], chunk: int) -> list[list[int]]:
     for number, cuts in enumerate(edges):
         leaf, low = LeafInfo(f"{number}", (10,), torch.float32), cuts[here.rank]
         high = 10 if here.rank == here.size - 1 else min(10, cuts[here.rank + 1] + 2)
-        held.append(LocalShard(leaf, low, torch.arange(float(low), float(high))))
+        held.append(LocalShard(leaf, LeafRegion(leaf.shape), low, torch.arange(float(low), float(high))))
     _, sends = plan_sends(held, here)
     found = [torch.full((10,), -1.0) for _ in edges]
 

@@ -1,10 +1,11 @@
 """The paper's figures, as text and as pictures."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from functional_ds import memory
+from functional_ds import comm, memory
 from functional_ds.memory import EIGHTEEN, SINGLE, SIXTEEN, Formula, by_stage
 
 
@@ -64,3 +65,22 @@ def test_pictures() -> None:
     text = memory.compared("a run", by_stage(1), 5, ranks)
     assert "2Ψ " in text
     assert "peak of the process" in text
+
+
+@pytest.mark.law(40)
+@given(n=st.sampled_from((1, 2, 4)), tokens=st.integers(1, 5), width=st.sampled_from((4, 8)))
+def test_a_layer_of_slices_sends_what_the_formula_says(n: int, tokens: int, width: int) -> None:
+    """Two blocks of columns and rows: four all-reduces."""
+
+    def program() -> int:
+        group = comm.world()
+        x = torch.ones(tokens, width, requires_grad=True)
+        columns, rows = torch.ones(width, 2, requires_grad=True), torch.ones(2, width, requires_grad=True)
+        with comm.ledger() as book:
+            out = x
+            for _ in range(2):
+                out = out + comm.reduce_from(comm.copy_to(out, group) @ columns @ rows, group)
+            out.sum().backward()
+        return sum(row.elements for row in book.rows)
+
+    assert set(comm.simulate(program, world_size=n)) == {memory.layer_elements_sent(tokens, width, n=n)}

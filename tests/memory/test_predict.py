@@ -13,6 +13,8 @@ from torch import Tensor
 import functional_ds as fds
 from functional_ds import comm, memory, pipelining
 from functional_ds import transforms as T
+from functional_ds.sharding.leaf_slice import LeafSlice
+from functional_ds.sharding.sources import sliced
 from tests.memory.cases import UNITS, Composition, compositions
 from tests.transforms.models import CASES, own_rows
 from tests.transforms.rules import fresh, linear
@@ -285,3 +287,42 @@ def test_nothing_to_train() -> None:
     """A tree of integers has no gradients and no optimizer state."""
     found = memory.predicted(lambda: T.zero(3)(fds.train_step(linear, fds.adam(0.1))), {"i": torch.arange(6)}, world_size=2)
     assert (found.params, found.optimizer, found.gradients, found.gathered) == (24, 0, 0, 0)
+
+
+@pytest.mark.law(55)
+@given(stage=st.sampled_from((None, 0, 1, 2, 3)), tp=st.sampled_from((1, 2, 4)), heads=st.sampled_from((1, 2, 4, 8)))
+@settings(max_examples=settings.default.max_examples // 2)
+def test_slices_are_predicted(stage: int | None, tp: int, heads: int) -> None:
+    """Even slices, blocks side by side, and heads that ranks share; in shards over another axis."""
+    dp = 1 if stage is None else 2
+
+    def make(*more: fds.Transform) -> fds.Step:
+        mesh = comm.mesh(dp=dp, tp=tp)
+        group = mesh["tp"]
+
+        def init(inner: Any, step: fds.Step, params: Any) -> fds.State:
+            cuts = {
+                "rows": LeafSlice.even(0, 8, tp, group.rank),
+                "packed": LeafSlice.even(1, [4, 8], tp, group.rank),
+                "heads": LeafSlice.heads(0, heads, 3, tp, group.rank),
+            }
+            own = {path: sliced(leaf, cuts[path]) if path in cuts else leaf for path, leaf in params.items()}
+            state: fds.State = inner(step, own)
+            return state
+
+        chain = [T.mixed_precision("bf16"), *([] if stage is None else [T.zero(stage, mesh["dp"])]), fds.wrap("cut", init=init)]
+        loss = lambda p, x: sum(leaf.float().square().sum() for leaf in p.values()) * x  # noqa: E731
+        return fds.compose(*chain, *more)(fds.train_step(loss, fds.adam(0.1)))
+
+    shapes = {"rows": (8, 3), "packed": (2, 12), "heads": (heads * 3, 2), "all": (5,)}
+    params = {name: torch.ones(shape) for name, shape in shapes.items()}
+
+    def held() -> memory.Memory:
+        sizes: list[int] = []
+        step = make(memory.noted(sizes))
+        state, _ = step(step.init(params), torch.ones(()))
+        return memory.measured(state, gradients=sizes[0])
+
+    found = comm.simulate(held, world_size=dp * tp)
+    for rank in {0, dp * tp - 1}:
+        same(memory.predicted(make, params, world_size=dp * tp, rank=rank), found[rank])

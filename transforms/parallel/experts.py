@@ -5,16 +5,14 @@ import re
 from typing import Any
 
 import attrs
-import torch
 from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base import tree
-from functional_ds.base.marks import like_marked, mark_part, mark_sharers, part_of, slices_of
+from functional_ds.base.marks import like_marked, mark_part, mark_sharers, mark_slices, part_of, slices_of
 from functional_ds.parallel.experts.axis import ExpertAxis
-from functional_ds.sharding.leaf_map import LeafMap
-from functional_ds.sharding.leaf_slice import LeafSlice, mark_slice, runs
-from functional_ds.sharding.sources import from_source, home, is_deferred, piece
+from functional_ds.sharding.leaf_slice import LeafSlice
+from functional_ds.sharding.sources import sliced
 from functional_ds.step.axes import with_axis
 from functional_ds.step.compose import wrap
 from functional_ds.step.state import State
@@ -61,8 +59,8 @@ class Experts:
 
     Raises:
         TypeError: ``ep`` or ``edp`` is no group.
-        ValueError: the expression matches no path; the number of experts does not divide by the ranks; a leaf is cut along dim 0
-            already; the two groups make no grid, or are not the group of ``zero``; no transform before this one sums gradients.
+        ValueError: the expression matches no path; the number of experts does not divide by the ranks; a leaf is cut along dim
+            0 already; the groups make no grid, or are not that of ``zero``; no transform before this one sums gradients.
 
     >>> import functional_ds as fds
     >>> from functional_ds import transforms as T
@@ -101,7 +99,6 @@ class Experts:
             init=self.init,
             forward=self.forward,
             params=self.params,
-            leaf_map=self.leaf_map,
         )(step)
 
     def __repr__(self) -> str:
@@ -176,26 +173,22 @@ class Experts:
             )
         if any(cut.dim == 0 for cut in slices_of(leaf)):
             raise ValueError(f"pattern: {path!r} of shape {shape} is cut along dim 0 already; let one transform cut it")
-        own = LeafSlice.even(0, shape[0], n, self.ep.rank)
-        found = _slice(leaf, own)
-        found = mark_part(found, ", ".join(filter(None, (part_of(leaf), _PART))))
-        return mark_sharers(mark_slice(found, own), self.blocks)
+        found = sliced(leaf, LeafSlice.even(0, shape[0], n, self.ep.rank))
+        return mark_sharers(mark_part(found, ", ".join(filter(None, (part_of(leaf), _PART)))), self.blocks)
 
     def params(self, inner: Any, step: Step, state: State) -> Any:
         """The user's tree, with the experts of all ranks."""
         found = inner(step, state)
 
         def whole(path: str, leaf: Tensor) -> Tensor:
-            return like_marked(comm.all_gather(leaf.detach(), self.ep), leaf) if self._matches(path) else leaf
+            if not self._matches(path):
+                return leaf
+            found = like_marked(comm.all_gather(leaf.detach(), self.ep), leaf)
+            found = mark_slices(found, tuple(cut for cut in slices_of(leaf) if cut.dim))
+            parts = [part for part in (part_of(leaf) or "").split(", ") if part != _PART]
+            return mark_sharers(mark_part(found, ", ".join(parts) or None), None)
 
         return tree.unflatten(tree.structure(found), [whole(path, leaf) for path, leaf in tree.named(found)])
-
-    def leaf_map(self, inner: Any, step: Step, state: State) -> LeafMap:
-        """Which of the leaves are slices."""
-        found: LeafMap = inner(step, state)
-        n, own = self.ep.size, (self.ep.rank, self.ep.size)
-        cut = (attrs.evolve(x, slices=x.slices * n, experts=own) if self._matches(x.path) else x for x in found.leaves)
-        return attrs.evolve(found, leaves=tuple(cut))
 
     # -- what the loss sees --------------------------------------------------------------------------------------------
 
@@ -205,26 +198,3 @@ class Experts:
 
 
 experts = Experts
-
-
-@attrs.frozen(eq=False)
-class _SlicedSource:
-    """The source of a slice of a deferred leaf: reads the elements of the slice alone."""
-
-    leaf: Tensor
-    slices: tuple[LeafSlice, ...]
-    shape: tuple[int, ...]
-
-    def read(self, path: str, start: int, stop: int) -> Tensor:
-        """Elements ``start`` to ``stop`` of the flattened slice."""
-        found = [piece(self.leaf, at, at + numel) for _, at, numel in runs(self.shape, self.slices, start, stop)]
-        return torch.cat(found) if found else torch.empty(0)
-
-
-def _slice(leaf: Tensor, cut: LeafSlice) -> Tensor:
-    """A slice of a leaf in memory of its own; deferred if the leaf is."""
-    if not is_deferred(leaf):
-        return like_marked(cut.of(leaf.detach()).clone(memory_format=torch.contiguous_format), leaf)
-    bare = like_marked(cut.of(leaf.detach()).contiguous(), leaf)
-    found: Tensor = from_source(bare, _SlicedSource(leaf, (cut,), tuple(bare.shape)), device=home(leaf))
-    return found

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base import tree
-from functional_ds.base.marks import like_marked, mark_part, part_of
+from functional_ds.base.marks import like_marked, mark_part, mark_slices, part_of, slices_of
 from functional_ds.sharding.leaf_map import LeafMap
-from functional_ds.sharding.leaf_slice import LeafSlice, mark_slice
-from functional_ds.sharding.sources import from_source, home, is_deferred, values_of
+from functional_ds.sharding.leaf_slice import LeafSlice
+from functional_ds.sharding.sources import sliced
 from functional_ds.step.compose import wrap
 from functional_ds.step.state import State
 from functional_ds.step.step import Step, Transform
@@ -73,7 +73,7 @@ class _TensorParallel:
         """The phases that it wraps."""
         where = "world" if self.group is None else f"{self.group.name!r} of {self.group.size}"
         name = f"tensor_parallel({dict(self.dims)}, {where})"
-        return wrap(name, init=self.init, params=self.params, norm=self.norm, finite=self.finite, leaf_map=self.leaf_map)
+        return wrap(name, init=self.init, params=self.params, norm=self.norm, finite=self.finite)
 
     def ranks(self) -> comm.Group:
         """The group; the default is wherever the program runs."""
@@ -88,16 +88,8 @@ class _TensorParallel:
 
     def _slice(self, leaf: Tensor, dim: int, group: comm.Group) -> Tensor:
         dim %= leaf.dim()
-        cut = LeafSlice.even(dim, leaf.shape[dim], group.size, group.rank)
-
-        def own(whole: Tensor) -> Tensor:
-            return cut.of(whole.detach()).contiguous()
-
-        piece = like_marked(own(leaf), leaf)
-        if is_deferred(leaf):  # its values are read where they are stored; a slice of them are the slice's
-            piece = from_source(piece, lambda path: own(values_of(leaf)), device=home(leaf))
-        marked = mark_part(piece, ", ".join(filter(None, (part_of(leaf), _SLICED))))
-        return mark_slice(marked, cut)
+        piece = sliced(leaf, LeafSlice.even(dim, leaf.shape[dim], group.size, group.rank))
+        return mark_part(piece, ", ".join(filter(None, (part_of(leaf), _SLICED))))
 
     def params(self, inner: Any, step: Step, state: State) -> Any:
         """The user's tree, slices put together."""
@@ -105,7 +97,10 @@ class _TensorParallel:
 
         def whole(path: str, leaf: Tensor) -> Tensor:
             dim = _dim(path, self.dims)
-            return leaf if dim is None else like_marked(comm.all_gather(leaf.detach(), group, dim=dim % leaf.dim()), leaf)
+            if dim is None:
+                return leaf
+            cuts = tuple(cut for cut in slices_of(leaf) if cut.dim != dim % leaf.dim())
+            return mark_slices(like_marked(comm.all_gather(leaf.detach(), group, dim=dim % leaf.dim()), leaf), cuts)
 
         return tree.unflatten(tree.structure(found), [whole(path, leaf) for path, leaf in tree.named(found)])
 
@@ -119,13 +114,6 @@ class _TensorParallel:
     def finite(self, inner: Any, step: Step, state: State, grads: list[Tensor]) -> Tensor:
         """Finite in every slice."""
         return comm.all_reduce(inner(step, state, grads), self.ranks(), op="min")  # type: ignore[no-any-return]
-
-    def leaf_map(self, inner: Any, step: Step, state: State) -> LeafMap:
-        """Which of the leaves are slices."""
-        found: LeafMap = inner(step, state)
-        ways = [self.ranks().size if _dim(leaf.path, self.dims) is not None else 1 for leaf in found.leaves]
-        leaves = (attrs.evolve(leaf, slices=leaf.slices * n) for leaf, n in zip(found.leaves, ways, strict=True))
-        return attrs.evolve(found, leaves=tuple(leaves))
 
 
 def _dim(path: str, dims: Mapping[str, int]) -> int | None:

@@ -1,5 +1,6 @@
 """The bytes that a configuration of ZeRO will store and send, computed from shapes."""
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ from functional_ds import comm
 from functional_ds.comm.compression.compressed import Compressed, encode_leaf
 from functional_ds.comm.record.reduction import chunk_bounds
 from functional_ds.sharding.layout import Layout, Segment
+from functional_ds.sharding.leaf_region import LeafRegion
 
 from .config import ZeroConfig
 
@@ -195,6 +197,8 @@ class CostReport:
     def __str__(self) -> str:
         config, layout = self.config, self.layout
         sizes = [sum(s.size for s in self._of(unit)) for unit in range(len(layout.units))]
+        regions = [LeafRegion.of(slot.shape, slot.slices) for segment in layout.segments for slot in segment.slots]
+        cut = [region for region in regions if region.ranges]
         lines = [
             str(config),
             f"ranks      {layout.n} shards"
@@ -206,6 +210,9 @@ class CostReport:
             + (f", {_elements(self.whole):,} elements whole" if self.whole else "")
             + (f", {_elements(self.sharded):,} in shards" if self.sharded else ""),
         ]
+        if cut:
+            here, whole = sum(region.numel for region in cut), sum(math.prod(region.shape) for region in cut)
+            lines.append(f"slices     {len(cut)} of {len(regions)} leaves: {here:,} elements of {whole:,}")
         if config.stage == 3:
             lines.append(
                 f"fetched    {config.max_live_units} whole and {config.prefetch} ahead, at most {self.fetched():,} bytes"
@@ -247,7 +254,7 @@ def report_costs(
 
     Args:
         config: ``zero(...)``, whose method this is.
-        params: a tree; shapes and dtypes are enough.
+        params: a tree; shapes and dtypes are enough. Under tensor or expert parallelism, a rank's slices.
         n: how many ranks shard the state; by default the size of the group, or of the current world.
         intra_node: how many of them make a block; by default as given to ``zero``.
         replicas: how many replicas there are; by default as given to ``zero``.

@@ -97,7 +97,8 @@ def test_biases_are_the_single_devices(n: int, stage: int, k: int, recompute: st
         return trained([T.zero(stage), *chain], 16, (here.rank, here.size), recompute == "checkpoint")
 
     for slot, found in comm.simulate(program, world_size=n):
-        assert slot.demand == {} and slot.counting is None
+        assert slot.demand == {}
+        assert slot.counting is None
         for name, bias in expected.items():
             assert torch.equal(slot.bias[name], bias), name
         assert found == pytest.approx(violations, rel=1e-6)
@@ -117,9 +118,11 @@ def test_a_skipped_update_moves_no_bias(order: str) -> None:
     step = fds.compose(*chain)(fds.train_step(overflows, fds.sgd(0.1)))
     state = step.init(params())
     state, metrics = step(state, (*batch(16), torch.tensor([6e4, 6e4])))
-    assert metrics["skipped"].item() == 1.0 and not any(bias.any() for bias in state.slots["balance"].bias.values())
+    assert metrics["skipped"].item() == 1.0
+    assert not any(bias.any() for bias in state.slots["balance"].bias.values())
     state, metrics = step(state, (*batch(16), torch.zeros(2)))
-    assert metrics["skipped"].item() == 0.0 and any(bias.any() for bias in state.slots["balance"].bias.values())
+    assert metrics["skipped"].item() == 0.0
+    assert any(bias.any() for bias in state.slots["balance"].bias.values())
 
 
 def test_one_all_reduce_of_eight_bytes_an_expert() -> None:
@@ -177,7 +180,9 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match=r"the loss counted no choices of '2.router'"):
         step(step.init(params()), batch(8))
     step = T.balance(0.1, "bias$")(fds.train_step(lambda p, b: p["head"].sum(), fds.sgd(0.1)))
-    with pytest.raises(ValueError, match=r"the loss counted no choices of buffers that match 'bias\$', of which there are none"):
+    with pytest.raises(
+        ValueError, match=r"the loss counted no choices of buffers that match 'bias\$', of which there are none"
+    ):
         step(step.init(params()), batch(8))
     step = T.balance(0.1, dict.fromkeys(ROUTERS, 8))(base)
     with pytest.raises(ValueError, match=r"bias has shape \[8\]"):

@@ -1,4 +1,4 @@
-"""Law 47: experts over some of the data-parallel ranks are the single-device step, in every stage and beside other transforms."""
+"""Law 47: experts over some of the data-parallel ranks are the single-device step, in every stage, beside other transforms."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -249,7 +249,11 @@ def test_an_overflow_in_one_expert_skips_the_step_on_all_ranks(stage: int) -> No
         def bad(p: Any, x: Tensor) -> Tensor:
             return local(p, x) + (p["0.up"].sum() * torch.inf if here == 3 else 0.0)
 
-        chain = [T.mixed_precision("fp16", 2.0), T.zero(stage, mesh["edp", "ep"]), T.experts(PATTERN, mesh["ep"], edp=mesh["edp"])]
+        chain = [
+            T.mixed_precision("fp16", 2.0),
+            T.zero(stage, mesh["edp", "ep"]),
+            T.experts(PATTERN, mesh["ep"], edp=mesh["edp"]),
+        ]
         step = fds.compose(*chain)(fds.train_step(bad, fds.adamw(0.1)))
         state, metrics = step(step.init(params()), torch.ones(2))
         return metrics["skipped"].item(), step.params(state)

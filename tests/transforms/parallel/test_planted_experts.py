@@ -14,7 +14,7 @@ from functional_ds import comm
 from functional_ds import transforms as T
 from tests.planting import Bug, planted
 from tests.transforms.parallel import test_balance
-from tests.transforms.parallel.mixture import PATTERN, batch, loss, params
+from tests.transforms.parallel.mixture import PATTERN, loss, params
 from tests.transforms.parallel.test_experts import assert_same, local, on_ranks, trained
 
 pytestmark = pytest.mark.timeout(60)
@@ -63,8 +63,8 @@ def each_expert_has_a_state_of_its_own() -> None:
         chain = T.zero(1, mesh["edp", "ep"]), T.experts(PATTERN, mesh["ep"])
         return list(fds.compose(*chain)(fds.train_step(loss, made)).init(params()).optimizer.states[0].whole)
 
-    names = sum(comm.simulate(program, world_size=2), [])
-    assert sorted(name for name in names if name.startswith("0")) == [f"0.up[{i}]" for i in range(4)]
+    names = sorted(name for rank in comm.simulate(program, world_size=2) for name in rank if name.startswith("0"))
+    assert names == [f"0.up[{i}]" for i in range(4)]
 
 
 @cache
@@ -165,30 +165,35 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
         ),
     ],
     (each_expert_has_a_state_of_its_own,): [
-        Bug("experts are numbered on each rank", "sharding.stacks", "_matrix(leaf, which * count + place)", "_matrix(leaf, place)"),
+        Bug(
+            "experts are numbered on each rank",
+            "sharding.stacks",
+            "_matrix(leaf, which * count + place)",
+            "_matrix(leaf, place)",
+        ),
     ],
     (biases_are_one_devices, 2, 2, True): [
         Bug(
             "a recomputation counts again",
-            "transforms.parallel.balance",
+            "transforms.parallel.load_balance",
             "if counting is not None and backward_pass() < 0:",
             "if counting is not None:",
         ),
         Bug(
             "the last micro-batch counts alone",
-            "transforms.parallel.balance",
+            "transforms.parallel.load_balance",
             "found = Demands(dict(slot.demand))",
             "found = Demands()",
         ),
         Bug(
             "each rank counts for itself",
-            "transforms.parallel.balance",
+            "transforms.parallel.load_balance",
             "demand = step.sum_over_ranks(state, slot.demand)",
             "demand = slot.demand",
         ),
         Bug(
             "a bias follows the load",
-            "transforms.parallel.balance",
+            "transforms.parallel.load_balance",
             "(demand.sum() - len(demand) * demand)",
             "(len(demand) * demand - demand.sum())",
         ),
@@ -196,7 +201,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
     (test_balance.test_a_skipped_update_moves_no_bias, "after"): [
         Bug(
             "a skipped update moves biases",
-            "transforms.parallel.balance",
+            "transforms.parallel.load_balance",
             'skip = metrics["skipped"] > 0 if skip is None and "skipped" in metrics else skip',
             "skip = skip",
         ),

@@ -1,16 +1,19 @@
 """What zero's arguments send and hold: the ledger shows what the report says, and the report what the formulas say (law 21)."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import functional_ds as fds
 from functional_ds import comm, transforms, units
+from functional_ds.sharding.leaf_slice import LeafSlice
+from functional_ds.sharding.sources import sliced
 from tests.transforms.zero.test_config import GRIDS, Grid, arguments, compressed, strategy
 
 WIDTH, LAYERS = 8, 4
@@ -192,3 +195,30 @@ def test_the_report_says_it_all() -> None:
     for said in ("8 shards", "4: h.0 (", "in shards", "2 whole and 2 ahead", "reduce_scatter of float32, divided by 2 before"):
         assert said in shown
     assert len(shown.splitlines()) == 7
+
+
+@given(stage=st.integers(0, 3), tp=st.sampled_from((1, 2)))
+@settings(max_examples=settings.default.max_examples // 3)
+def test_a_report_of_slices_is_a_ranks(stage: Any, tp: int) -> None:
+    """What it stores and sends, and how much of the leaves that is."""
+
+    def program() -> None:
+        mesh = comm.mesh(dp=2, tp=tp)
+        cuts = {name: LeafSlice.even(dim, 4, tp, mesh["tp"].rank) for name, dim in (("rows", 0), ("columns", 1))}
+        params = {name: sliced(torch.ones(4, 4), cut) for name, cut in cuts.items()} | {"all": torch.ones(3)}
+        zero = transforms.zero(stage, mesh["dp"], reshard_last_units=True)
+        report = zero.cost_report(params)
+        step = zero(fds.train_step(lambda p, x: sum(leaf.square().sum() for leaf in p.values()) * x, fds.sgd(0.1)))
+        state = step.init(params)
+        assert report.held() == sum(flat.nbytes for flat in state.params)
+        with comm.ledger() as book:
+            step(state, torch.ones(()))
+        sent = Counter[tuple[str, str]]()
+        for row in book.rows:
+            if (row.collective, row.group) in report.sent():
+                sent[row.collective, row.group] += row.bytes
+        assert sent == report.sent()
+        shown = [line for line in str(report).splitlines() if line.startswith("slices")]
+        assert shown == (["slices     2 of 3 leaves: 16 elements of 32"] if tp > 1 else [])
+
+    comm.simulate(program, world_size=2 * tp)

@@ -33,8 +33,8 @@ def balance(rate: float, routers: Mapping[str, int] | str, *, over: comm.Group |
     A router chooses experts by its scores plus b, and weighs them by the scores alone. The loss function reads b by
     ``fds.moe.router_bias(name)`` and says by ``fds.moe.count_demand(name, routing.demand())`` what was chosen.
 
-    Law 48: c is counted over all micro-batches and ranks, whatever they are; a recomputation does not count again. An update that
-    is skipped moves no bias. So the biases are the single device's, bit for bit, as c and its mean are compared as integers.
+    Law 48: c is counted over all micro-batches and ranks, whatever they are; a recomputation does not count again. An update
+    that is skipped moves no bias. So the biases are the single device's, bit for bit: c and its mean are compared as integers.
 
     Put it after ``offload``. The metric ``max_violation`` is the largest (c_i - mean) / mean of all routers.
 
@@ -42,8 +42,8 @@ def balance(rate: float, routers: Mapping[str, int] | str, *, over: comm.Group |
 
     Args:
         rate: how far a bias moves; 0.001 in DeepSeek-V3, whose scores lie between 0 and 1.
-        routers: the number of experts by router, for biases that lie in the slot; or a regular expression for names of module
-            buffers that are biases already, such as ``"e_score_correction_bias$"`` in Hugging Face's models: then these are moved.
+        routers: the number of experts by router, for biases that lie in the slot; or a regular expression for module buffers
+            that are such biases, ``"e_score_correction_bias$"`` for Hugging Face's DeepSeek-V3: then these are moved.
         over: further ranks whose tokens differ, beside those over which the step sums its metrics: tensor-parallel ranks whose
             routers see a part of the sequence each.
 
@@ -151,7 +151,8 @@ class _Balance:
         if missing or not biases:
             which = ", ".join(map(repr, sorted(missing))) or f"buffers that match {self.routers!r}, of which there are none,"
             raise ValueError(
-                f"{self}: the loss counted no choices of {which}; call fds.moe.count_demand(router, routing.demand()) where it routes"
+                f"{self}: the loss counted no choices of {which}; call fds.moe.count_demand(router, routing.demand()) where it "
+                "routes"
             )
 
     def update(self, inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
