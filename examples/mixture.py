@@ -147,7 +147,7 @@ def picture(flags: argparse.Namespace, found: dict[str, dict[str, Any]]) -> Path
     *panels, last = figure.subplots(1, len(found) + 1)
     for panel, (way, run) in zip(panels, found.items(), strict=True):
         panel.plot([loads[-1] for loads in run["loads"]], linewidth=0.8)
-        panel.set(title=f"balance={way}", xlabel="step", ylim=(0, flags.experts / flags.top))
+        panel.set(title=f"balance={way}", xlabel="step", ylim=(0, 1.05 * flags.experts / flags.top))
         panel.axhline(1, color="black", linewidth=0.5)
         last.plot(*zip(*run["losses"], strict=True), marker=".", label=way)
     panels[0].set_ylabel("load of each expert, relative to an even one")

@@ -87,11 +87,11 @@ def grouped_linear(rows: Tensor, weight: Tensor, groups: RowGroups, *, bias: Ten
         rows, weight, bias = rows.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if rows.dtype != weight.dtype:
         raise ValueError(f"rows of {rows.dtype} and a weight of {weight.dtype}: cast one")
-    out: Tensor = _Rows.apply(rows, weight.mT, groups)
+    out: Tensor = _GroupedProduct.apply(rows, weight.mT, groups)
     return out if bias is None else out + bias.index_select(0, groups.expert_of_row(len(rows)))
 
 
-class _Rows(torch.autograd.Function):
+class _GroupedProduct(torch.autograd.Function):
     """Rows [R, a] with matrices [E, a, b]: [R, b]."""
 
     @staticmethod
@@ -111,12 +111,12 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         rows, matrices = ctx.saved_tensors
         grad = grad.contiguous()
-        by_rows = _Rows.apply(grad, matrices.mT, ctx.groups) if ctx.needs_input_grad[0] else None
-        by_matrices = _Products.apply(rows, grad, ctx.groups) if ctx.needs_input_grad[1] else None
+        by_rows = _GroupedProduct.apply(grad, matrices.mT, ctx.groups) if ctx.needs_input_grad[0] else None
+        by_matrices = _GroupedOuterProduct.apply(rows, grad, ctx.groups) if ctx.needs_input_grad[1] else None
         return by_rows, by_matrices, None
 
 
-class _Products(torch.autograd.Function):
+class _GroupedOuterProduct(torch.autograd.Function):
     """The transpose by the matrices: ``left.T @ right`` [E, a, b] of each expert's rows [R, a] and [R, b]."""
 
     @staticmethod
@@ -139,8 +139,8 @@ class _Products(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         left, right = ctx.saved_tensors
         grad = grad.contiguous()
-        by_left = _Rows.apply(right, grad.mT, ctx.groups) if ctx.needs_input_grad[0] else None
-        by_right = _Rows.apply(left, grad, ctx.groups) if ctx.needs_input_grad[1] else None
+        by_left = _GroupedProduct.apply(right, grad.mT, ctx.groups) if ctx.needs_input_grad[0] else None
+        by_right = _GroupedProduct.apply(left, grad, ctx.groups) if ctx.needs_input_grad[1] else None
         return by_left, by_right, None
 
 

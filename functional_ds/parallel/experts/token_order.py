@@ -50,7 +50,7 @@ class TokenOrder:
 
 def spread(x: Tensor, order: TokenOrder) -> Tensor:
     """The token of each row: [T, M] to [R, M]. Its transpose sums a token's rows, without sorting again."""
-    found: Tensor = _Spread.apply(x, order)
+    found: Tensor = _SpreadTokens.apply(x, order)
     return found
 
 
@@ -59,11 +59,11 @@ def combine(rows: Tensor, weights: Tensor | None, order: TokenOrder) -> Tensor:
 
     Law 46: ``combine(spread(x), weights) = (Σ kept weights) x``.
     """
-    found: Tensor = _Combine.apply(rows, weights, order)
+    found: Tensor = _CombineRows.apply(rows, weights, order)
     return found
 
 
-class _Spread(torch.autograd.Function):
+class _SpreadTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: TokenOrder) -> Tensor:
         ctx.order = order
@@ -74,7 +74,7 @@ class _Spread(torch.autograd.Function):
         return combine(grad, None, ctx.order), None
 
 
-class _Combine(torch.autograd.Function):
+class _CombineRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor | None, order: TokenOrder) -> Tensor:
         ctx.order = order

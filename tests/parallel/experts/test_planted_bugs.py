@@ -49,8 +49,8 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
         Bug(
             "expert gradients are ep times too large",
             "parallel.experts.grouped",
-            "_Products.apply(rows, grad, ctx.groups)",
-            "_Products.apply(rows, 2 * grad, ctx.groups)",
+            "_GroupedOuterProduct.apply(rows, grad, ctx.groups)",
+            "_GroupedOuterProduct.apply(rows, 2 * grad, ctx.groups)",
         ),
         Bug("rows are not sorted by expert", EXCHANGE, "if blocks == sorted(blocks):", "if True:"),
         Bug(
