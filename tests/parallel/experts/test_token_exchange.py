@@ -10,6 +10,7 @@ from torch import Tensor
 
 from functional_ds import comm, moe
 from functional_ds.step.tape import Tape
+from functional_ds.testing import simulated_cuda
 from tests.parallel.experts.oracle import E, M, close, gradients, mixture, numbers, on, own, weights_of
 
 TOKENS = (5, 7, 0, 2)  # of each rank
@@ -153,24 +154,24 @@ def test_the_cheaper_way_is_taken() -> None:
 
 
 @pytest.mark.parametrize("way", ["all_to_all", "gather"])
-def test_the_host_waits_once(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the numbers of rows; not at all where one device has all experts and nothing is dropped."""
-    reads: list[str] = []
-    plain, item = Tensor.tolist, Tensor.item
-    monkeypatch.setattr(Tensor, "tolist", lambda self: (reads.append("tolist"), plain(self))[1])
-    monkeypatch.setattr(Tensor, "item", lambda self: (reads.append("item"), item(self))[1])
-    x, params = numbers(8, M), weights_of()
-    routing = moe.route(numbers(8, E), 2)
-    moe.exchange(lambda rows, groups: rows * groups.ends.numel(), x, routing=routing)
-    assert reads == []
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_host_waits_once(way: Any, ranks: int) -> None:
+    """On a simulated GPU: for the numbers of rows; not at all where one device has all experts. Without races."""
 
     def program() -> None:
-        group = comm.world()
-        f = moe.gated_mlp(*own(params, group).values())
-        moe.exchange(f, x, routing=routing, group=group, way=way)
+        group = comm.world() if ranks > 1 else None
+        with simulated_cuda() as gpu:
+            whole = weights_of() if group is None else own(weights_of(), group)
+            params = {name: leaf.float().cuda().requires_grad_() for name, leaf in whole.items()}
+            x, logits = (numbers(6, width).float().cuda().requires_grad_() for width in (M, E))
+            gpu.clear()
+            routing = moe.route(logits, 2, normalise=True)
+            y = moe.exchange(moe.gated_mlp(**params), x, routing=routing, group=group, way=way, shared=torch.tanh)
+            loss = y.square().sum() + moe.balance_loss(routing, group=group) + moe.z_loss(logits)
+            torch.autograd.grad(loss, [x, logits, *params.values()])
+            assert [found.text.partition(" ")[0] for found in gpu.host_syncs] == ["tolist"] * (ranks - 1)
 
-    comm.simulate(program, world_size=2)
-    assert reads == ["tolist"] * 2
+    comm.simulate(program, world_size=ranks)
 
 
 @pytest.mark.parametrize("way", ["all_to_all", "gather"])
