@@ -11,6 +11,7 @@ from torch import Tensor
 
 import functional_ds as fds
 from functional_ds import comm, transforms
+from functional_ds.base.marks import mark_sharers
 from functional_ds.sharding.leaf_slice import LeafSlice
 from functional_ds.sharding.sources import sliced
 from functional_ds.state_dict.describe import TensorShard, describe
@@ -65,13 +66,14 @@ def plans(draw: st.DrawFn) -> Plan:
 
 @attrs.frozen
 class Setting:
-    """A mesh, and the stage of zero over its axis dp."""
+    """A mesh, and the stage of zero over its axis dp, or over dp and ep: there experts have fewer sharers than other leaves."""
 
     dp: int
     tp: int
     ep: int
     pp: int
     stage: int | None
+    inside: bool = False
 
     @property
     def world_size(self) -> int:
@@ -86,8 +88,11 @@ def meshes() -> st.SearchStrategy[Setting]:
         ep=st.integers(1, 2),
         pp=st.integers(1, 2),
         stage=st.sampled_from((None, 0, 1, 2, 3)),
+        inside=st.booleans(),
     )
-    return some.map(lambda s: attrs.evolve(s, dp=1) if s.stage is None else s).filter(lambda s: s.world_size <= 12)
+    return some.map(lambda s: attrs.evolve(s, dp=1, inside=False) if s.stage is None else s).filter(
+        lambda s: s.world_size <= 12
+    )
 
 
 RULES: dict[str, Any] = {
@@ -107,6 +112,8 @@ def cut_over(mesh: Any, plan: Plan, params: Mapping[str, Tensor]) -> dict[str, T
     for path, leaf in params.items():
         cuts = [each.cut(dim, mesh[each.axis]) for dim, each in enumerate(plan[path]) if each.axis]
         found[path] = functools.reduce(sliced, cuts, leaf)
+        if any(each.axis == "ep" for each in plan[path]) and "edp" in mesh.axes:
+            found[path] = mark_sharers(found[path], transforms.experts(path, mesh["ep"], edp=mesh["edp"]).blocks)
     return found
 
 
@@ -114,11 +121,17 @@ def begun(
     plan: Plan, setting: Setting, params: Mapping[str, Tensor], *, rule: str = "adamw", policy: str = "none"
 ) -> fds.State:
     """A state of slices, in shards, on the ranks of a mesh; a pipeline's stages have every other leaf, and all the first."""
-    mesh = comm.mesh(pp=setting.pp, ep=setting.ep, dp=setting.dp, tp=setting.tp)
+    if setting.inside:
+        mesh = comm.mesh(pp=setting.pp, dp=setting.dp * setting.ep, tp=setting.tp)
+        mesh = mesh.split("dp", edp=setting.dp, ep=setting.ep)
+    else:
+        mesh = comm.mesh(pp=setting.pp, ep=setting.ep, dp=setting.dp, tp=setting.tp)
     place = mesh.coordinates["pp"]
     own = {path: leaf for i, (path, leaf) in enumerate(params.items()) if i == 0 or i % setting.pp == place}
     strategy = [transforms.ema(0.5), *precision(policy)]
-    strategy += [] if setting.stage is None else [transforms.zero(setting.stage, mesh["dp"])]
+    strategy += (
+        [] if setting.stage is None else [transforms.zero(setting.stage, mesh["edp", "ep"] if setting.inside else mesh["dp"])]
+    )
     step = fds.compose(*strategy)(fds.train_step(lambda p, x: NotImplemented, RULES[rule]()))
     return step.init(cut_over(mesh, plan, own))
 

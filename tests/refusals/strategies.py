@@ -176,7 +176,7 @@ REFUSALS = [
     Refusal(
         what="LAMB or Muon on slices of tensor parallelism",
         error=ValueError,
-        says="'w' is one of 2 slices, but lamb looks at whole leaves",
+        says="over 2 ranks, but lamb looks at whole leaves",
         advises="param_groups",
         why="Norms of slices are not the leaf's.",
         instead="Give those leaves another optimizer by `fds.param_groups`.",

@@ -1,145 +1,306 @@
 """Tensor parallelism: leaves that are cut along a dim, a slice on each rank (Shoeybi et al., "Megatron-LM", 2019)."""
 
-import difflib
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base import tree
+from functional_ds.base.device import in_use, rng_state
 from functional_ds.base.marks import like_marked, mark_part, mark_slices, part_of, slices_of
-from functional_ds.sharding.leaf_map import LeafMap
+from functional_ds.base.weighted import Weighted
+from functional_ds.parallel.tensor.leaf_cuts import Cuts, cuts_of
+from functional_ds.parallel.tensor.module_calls import TensorCalls
+from functional_ds.parallel.tensor.words import Plan, word_of
+from functional_ds.sharding.leaf_map import LeafMap, LeafShard
 from functional_ds.sharding.leaf_slice import LeafSlice
-from functional_ds.sharding.sources import sliced
+from functional_ds.sharding.sources import is_deferred, sliced
+from functional_ds.step.axes import with_axis
 from functional_ds.step.compose import wrap
+from functional_ds.step.phases import innermost
 from functional_ds.step.state import State
 from functional_ds.step.step import Step, Transform
+from functional_ds.step.tape import current_tape
+from functional_ds.step.traits import Trait
 
 __all__ = ["tensor_parallel"]
 
 _SLICED = "slices"
+_SLOT = "tensor_parallel"
 
 
-def tensor_parallel(dims: Mapping[str, int], group: comm.Group | None = None) -> Transform:
-    """Stores a slice of the leaves whose paths match, along a dim each, on every rank of ``group``; the rest is on all.
+def tensor_parallel(plan: Plan, group: comm.Group | None = None, *, sequence_dim: int = 1) -> Transform:
+    """Stores a slice of the leaves that a plan names on every rank of ``group``, and the rest on all.
 
-    The loss sees the slices, so it is written for them: ``comm.copy_to`` before a product with columns, ``comm.reduce_from``
-    after one with rows. It gives the same loss on every rank, from the same batch.
+    A plan says by path how layers are cut. A key is a module's path, or a leaf's, or the last names of it, each of which may be
+    a pattern: ``"layers.*.q_proj"``. Modules of ``fds.functional`` run as they are: the transform puts the collectives around
+    the layers of the library's copy. ``fds.tp.plan_of(model)`` is a Hugging Face model's own plan; all its words are known.
 
-    Law 36: with such a loss it is the single-device step on the whole leaves, on any mesh. Norms count slices from all ranks,
-    and other leaves once.
+    | word | the weight of a linear | its output |
+    |---|---|---|
+    | ``"colwise"`` | cut by outputs | this rank's features |
+    | ``"colwise_gather_output"`` | cut by outputs | whole |
+    | ``"rowwise"`` | cut by inputs; takes this rank's features | whole |
+    | ``"rowwise_split_input"`` | cut by inputs; takes a whole input | whole |
+    | ``"vocab"`` | cut by the vocabulary: an embedding, or a head, for ``fds.tp.cross_entropy`` | whole; a head's is cut |
+    | ``"packed_colwise"``, ``fds.tp.Packed(sizes)`` | cut by outputs, each of the blocks that it packs | this rank's |
+    | ``"replicated"`` | whole | whole |
+    | ``"replicated_with_grad_allreduce"`` | whole, used on slices: gradients are summed over the ranks | as its input |
+    | ``"sequence_parallel"``, of a list of layers | activations between its layers are cut along ``sequence_dim`` | whole |
+    | ``"local"``, of an attribute | divided by the ranks while the module runs, as GPT-2's ``split_size`` | |
 
-    Sends nothing in a step, beyond what the loss does, but a few scalars. Put it after ``zero`` and ``pipeline``, whose ranks
-    lie along other axes. Optimizers that look at whole leaves (``lamb``, ``muon``) refuse slices.
+    Heads stay whole. With fewer key-value heads than ranks, neighbouring ranks hold the same head and sum its gradients. A
+    weight with two places (a tied head) is cut in both, and counts once. Leaves of no module, for a loss of ``fds.tp``
+    functions, take words as ``torch.nn.Linear`` lays weights out. An int is a dim: ``{regular expression: dim}``.
+
+    Law 40: it is the single-device step on the whole leaves: loss, gradients, norms, updates, on any mesh, with any stage of
+    ZeRO, pipeline, precision and remat. Replicated leaves have equal bits on all ranks. The loss is the same on every rank of
+    the group, and so must the batch be. Replicated values: activations between blocks, the loss, leaves without a slice.
+    Varying: activations inside of blocks, and slices.
+
+    Cost: a layer of attention and MLP sends two all-reduces forward and two backward, of one activation each; with
+    ``"sequence_parallel"`` as many all-gathers and reduce-scatters, and the same elements. A step adds one all-reduce of the
+    gradients of replicated leaves that are used on slices, one among the ranks that share heads, and a few scalars.
+
+    Put it after ``zero`` and ``pipeline``, whose ranks lie along other axes. ``init`` takes rank 0's params. Optimizers that
+    look at whole leaves (``lamb``, ``muon``) refuse slices. Torch's own random draws (``nn.Dropout``) are refused: a rank would
+    draw other masks than a single device; use ``Key``.
 
     Args:
-        dims: from a regular expression for paths to the dim that is cut.
-        group: the ranks; None for the whole world.
+        plan: from path to word, or from a regular expression for paths to the dim that is cut.
+        group: the ranks; None for the whole world. Functions of ``fds.tp`` find it as ``axis("tp")``.
+        sequence_dim: of activations between layers, for ``"sequence_parallel"``.
 
     Raises:
-        ValueError: an expression matches no path, two match the same, or a size does not divide by the ranks.
+        ValueError: a key matches no path, or two the same; a word is unknown; a size or a number of heads does not divide by
+            the ranks; another transform has cut a leaf along the dim; the group shares ranks with ZeRO's.
         TypeError: ``group`` is no group.
+        RuntimeError: when the step runs: the loss draws from torch's generator.
 
     >>> import torch
     >>> import functional_ds as fds
     >>> def program():
-    ...     here = comm.world()
-    ...
-    ...     def loss(p, x):
-    ...         hidden = comm.copy_to(x, here) @ p["columns"]
-    ...         return comm.reduce_from(hidden @ p["rows"], here).sum()
-    ...
-    ...     step = tensor_parallel({"columns": 1, "rows": 0})(fds.train_step(loss, fds.sgd(0.5)))
-    ...     state = step.init({"columns": torch.ones(2, 4), "rows": torch.ones(4, 1)})
-    ...     state, metrics = step(state, torch.ones(1, 2))
-    ...     return state.params["columns"].shape, metrics["loss"].item(), step.params(state)["columns"].tolist()
-    >>> comm.simulate(program, world_size=2)[0]
-    (torch.Size([2, 2]), 8.0, [[0.5, 0.5, 0.5, 0.5], [0.5, 0.5, 0.5, 0.5]])
+    ...     torch.manual_seed(0)
+    ...     apply, params = fds.functional(torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1)))
+    ...     step = fds.train_step(lambda p, x: apply(p, x).sum(), fds.sgd(0.5))
+    ...     step = tensor_parallel({"0": "colwise", "2": "rowwise"})(step)
+    ...     state, metrics = step(step.init(params), torch.ones(1, 2))
+    ...     return state.params["0.weight"].shape, metrics["loss"].item(), step.params(state)["0.weight"].shape
+    >>> comm.simulate(program, world_size=2)[0][0], len({loss for _, loss, _ in comm.simulate(program, world_size=2)})
+    (torch.Size([2, 2]), 1)
     """
     if group is not None and not isinstance(group, comm.Group):
         raise TypeError(f"group={group!r} is no group: pass mesh['tp'], comm.world() or None")
-    return _TensorParallel(dict(dims), group).transform()
+    for value in plan.values():
+        if not isinstance(value, int):
+            word_of(value)
+    return _TensorParallel(dict(plan), group, sequence_dim).transform()
+
+
+@attrs.define(eq=False)
+class _Known:
+    """A plan's cuts in the state: not compared with another state's structure.
+
+    Attributes:
+        cuts: which leaves are slices.
+        calls: runs modules on this rank; None before the first pass.
+    """
+
+    cuts: Cuts
+    calls: TensorCalls | None = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Known)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> Any:
+        return _Known, (self.cuts,)
+
+
+@tree.record
+class TensorSlices:
+    """What this transform keeps in its slot: which leaves are slices."""
+
+    known: _Known = tree.static()
 
 
 @attrs.frozen(eq=False)
 class _TensorParallel:
-    dims: Mapping[str, int]
+    plan: Plan
     group: comm.Group | None
+    sequence_dim: int
 
     def transform(self) -> Transform:
         """The phases that it wraps."""
         where = "world" if self.group is None else f"{self.group.name!r} of {self.group.size}"
-        name = f"tensor_parallel({dict(self.dims)}, {where})"
-        return wrap(name, init=self.init, params=self.params, norm=self.norm, finite=self.finite)
+        return wrap(
+            f"tensor_parallel({dict(self.plan)}, {where})",
+            slot=_SLOT,
+            init=self.init,
+            forward=innermost(self.forward),
+            reduce=self.reduce,
+            params=self.params,
+            norm=self.norm,
+            finite=self.finite,
+        )
 
     def ranks(self) -> comm.Group:
         """The group; the default is wherever the program runs."""
         return self.group or comm.world()
 
+    # -- what is stored ----------------------------------------------------------------------------------------------------
+
     def init(self, inner: Any, step: Step, params: Any) -> State:
         """The inner state of slices."""
         group = self.ranks()
-        found = _matched(params, self.dims, group)
-        leaves = [self._slice(leaf, found[path], group) if path in found else leaf for path, leaf in tree.named(params)]
-        return inner(step, tree.unflatten(tree.structure(params), leaves))  # type: ignore[no-any-return]
-
-    def _slice(self, leaf: Tensor, dim: int, group: comm.Group) -> Tensor:
-        dim %= leaf.dim()
-        piece = sliced(leaf, LeafSlice.even(dim, leaf.shape[dim], group.size, group.rank))
-        return mark_part(piece, ", ".join(filter(None, (part_of(leaf), _SLICED))))
+        cuts = cuts_of(params, self.plan, group)
+        slot = TensorSlices(_Known(cuts))
+        leaves = [_sliced(path, leaf, cuts.slices.get(path), group) for path, leaf in tree.named(params)]
+        state: State = inner(step, tree.unflatten(tree.structure(params), leaves)).put(**{_SLOT: slot})
+        _check_axes(group, step.leaf_map(state))
+        return state
 
     def params(self, inner: Any, step: Step, state: State) -> Any:
         """The user's tree, slices put together."""
-        group, found = self.ranks(), inner(step, state)
+        group, found, slices = self.ranks(), inner(step, state), _cuts(state).slices
 
         def whole(path: str, leaf: Tensor) -> Tensor:
-            dim = _dim(path, self.dims)
-            if dim is None:
+            cut = slices.get(path)
+            if cut is None:
                 return leaf
-            cuts = tuple(cut for cut in slices_of(leaf) if cut.dim != dim % leaf.dim())
-            return mark_slices(like_marked(comm.all_gather(leaf.detach(), group, dim=dim % leaf.dim()), leaf), cuts)
+            rows = comm.all_gather(leaf.detach(), group, tiled=False)
+            others = tuple(other for other in slices_of(leaf) if other.dim != cut.dim)
+            return mark_slices(like_marked(cut.whole(list(rows.unbind())), leaf), others)
 
         return tree.unflatten(tree.structure(found), [whole(path, leaf) for path, leaf in tree.named(found)])
 
+    # -- how the loss runs -------------------------------------------------------------------------------------------------
+
+    def forward(self, inner: Any, step: Step, state: State, function: Callable[[Any], Any], batch: Any) -> Any:
+        """The inner forward, with the layers that the plan cuts run in their ways, and the group as ``axis("tp")``."""
+        tape, group = current_tape(), self.ranks()
+        run = with_axis("tp", group, function)
+        if tape is None:
+            return inner(step, state, run, batch)
+        calls = self._calls(state)
+        before, tape.calls = tape.calls, (calls, *tape.calls)
+        drawn = _draws(state) if tape.records and group.size > 1 else []
+        try:
+            found = inner(step, state, run, batch)
+        finally:
+            tape.calls = before
+            calls.leave(tape)
+        if not all(map(torch.equal, drawn, _draws(state) if drawn else [])):
+            raise RuntimeError(
+                "tensor_parallel: the loss drew from torch's random generator (nn.Dropout in training?); on slices the ranks' "
+                "masks would not be the single device's. Set its probability to 0, or draw by the step's Key: "
+                "key.dropout(x, p, name, places=...)"
+            )
+        modules = _cuts(state).in_modules
+        if modules and not calls.seen and not step.has(Trait.PIPELINES):
+            raise ValueError(
+                f"tensor_parallel: {sorted(modules)[0]!r} is a slice of a module's parameter, and the loss called no module "
+                "that the plan cuts: call apply(params, ...) of fds.functional with the params that the loss gets"
+            )
+        return found
+
+    def _calls(self, state: State) -> TensorCalls:
+        known: _Known = state.slots[_SLOT].known
+        if known.calls is None:
+            known.calls = TensorCalls(self.plan, self.ranks(), self.sequence_dim)
+        return known.calls
+
+    # -- gradients ---------------------------------------------------------------------------------------------------------
+
+    def reduce(self, inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Weighted]:
+        """Sums partial gradients: of replicated leaves that are used on slices, and of slices that several ranks hold."""
+        state, grads = inner(step, state, grads)
+        group, cuts, parts = self.ranks(), _cuts(state), step.leaf_map(state)
+        _sum_shards(parts, grads.sum, cuts.summed, group)
+        shared: dict[tuple[int, ...], set[str]] = {}
+        for path, cut in cuts.slices.items():
+            if len(cut.sharers) > 1:
+                shared.setdefault(cut.sharers, set()).add(path)
+        for sharers, paths in shared.items():
+            ranks = [group.ranks[place] for place in sharers]
+            _sum_shards(parts, grads.sum, paths, group.world.group(ranks, f"{group.name} sharers"))
+        return state, grads
+
     def norm(self, inner: Any, step: Step, state: State, grads: list[Tensor]) -> Tensor:
-        """‖g‖² = AR ‖g of slices‖² + ‖g of the rest‖²."""
-        parts = step.leaf_map(state)
-        sliced = inner(step, state, _only(grads, parts, self.dims, slices=True))
-        rest = inner(step, state, _only(grads, parts, self.dims, slices=False))
-        return (comm.all_reduce(sliced**2, self.ranks()) + rest**2).sqrt()  # type: ignore[no-any-return]
+        """‖g‖² = AR Σ ‖g of slices‖² / sharers + ‖g of the rest‖²."""
+        slices, parts = _cuts(state).slices, step.leaf_map(state)
+        holders = {path: len(cut.sharers) for path, cut in slices.items()}
+        total = inner(step, state, _only(grads, parts, holders, None)) ** 2
+        if holders:
+            own = [inner(step, state, _only(grads, parts, holders, n)) ** 2 / n for n in sorted(set(holders.values()))]
+            total = total + comm.all_reduce(torch.stack(own).sum(), self.ranks())
+        return total.sqrt()  # type: ignore[no-any-return]
 
     def finite(self, inner: Any, step: Step, state: State, grads: list[Tensor]) -> Tensor:
         """Finite in every slice."""
         return comm.all_reduce(inner(step, state, grads), self.ranks(), op="min")  # type: ignore[no-any-return]
 
 
-def _dim(path: str, dims: Mapping[str, int]) -> int | None:
-    return next((dim for pattern, dim in dims.items() if re.search(pattern, path)), None)
+def _cuts(state: State) -> Cuts:
+    slot: TensorSlices = state.slots[_SLOT]
+    return slot.known.cuts
 
 
-def _matched(params: Any, dims: Mapping[str, int], group: comm.Group) -> dict[str, int]:
-    """The dim of every leaf that is cut."""
-    leaves = dict(tree.named(params))
-    found: dict[str, int] = {}
-    for pattern, dim in dims.items():
-        hits = [path for path in leaves if re.search(pattern, path)]
-        if not hits:
-            near = difflib.get_close_matches(pattern, leaves, 1, 0.0)
-            raise ValueError(f"dims: {pattern!r} matches no path; the nearest is {near[0] if near else 'none'!r}")
-        for path in hits:
-            if path in found:
-                raise ValueError(f"dims: {path!r} matches {pattern!r} and another expression; let one match")
-            shape = list(leaves[path].shape)
-            if not -len(shape) <= dim < len(shape) or shape[dim] % group.size:
-                raise ValueError(f"dims: {path!r} of shape {shape} does not divide along dim {dim} by the {group.size} ranks")
-            found[path] = dim
-    return found
+def _sliced(path: str, leaf: Tensor, cut: LeafSlice | None, group: comm.Group) -> Tensor:
+    """This rank's slice of rank 0's leaf; every rank reads deferred ones itself."""
+    if not is_deferred(leaf) and group.size > 1 and not leaf.is_meta:
+        leaf = like_marked(comm.broadcast(leaf.detach(), 0, group), leaf)
+    if cut is None:
+        return leaf
+
+    sharers = len(cut.sharers)
+    parts = (part_of(leaf), _SLICED, f"on {sharers} ranks each" if sharers > 1 else None)
+    try:
+        return mark_part(sliced(leaf, cut), ", ".join(filter(None, parts)))
+    except ValueError as error:
+        raise ValueError(f"plan: {path!r}: {error}") from None
 
 
-def _only(grads: Sequence[Tensor], parts: LeafMap, dims: Mapping[str, int], *, slices: bool) -> list[Tensor]:
-    """The gradients with those of other leaves emptied; a tensor's leaves are all slices, or none is."""
-    cut = {p.tensor for pieces in parts.shards_by_rank for p in pieces if _dim(parts.leaves[p.leaf].path, dims) is not None}
-    return [grad if (place in cut) == slices else grad.new_empty(0) for place, grad in enumerate(grads)]
+def _check_axes(group: comm.Group, parts: LeafMap) -> None:
+    other = None if parts.group is None else {*parts.group.ranks}.intersection(group.ranks)
+    if other is not None and len(other) > 1:
+        raise ValueError(
+            f"tensor_parallel: its group {group.name!r} and that of zero share the ranks {sorted(other)}: they must lie along "
+            "two axes of a mesh, mesh['tp'] and mesh['dp'] of comm.mesh(dp=..., tp=...)"
+        )
+
+
+def _draws(state: State) -> list[Tensor]:
+    """The states of the generators that the loss may draw from."""
+    device = in_use()
+    return [torch.get_rng_state(), *([] if device is None else [rng_state(device)])]
+
+
+def _sum_shards(parts: LeafMap, grads: Sequence[Tensor], paths: Collection[str], group: comm.Group) -> None:
+    """Sums the gradients of some leaves over the ranks of a group, which hold the same shards of them."""
+    own = [_piece(grads, shard) for shard in parts.shards if parts.leaves[shard.leaf].path in paths]
+    if own and group.size > 1:
+        for piece, total in zip(own, comm.all_reduce(own, group), strict=True):
+            piece.copy_(total)
+
+
+def _piece(grads: Sequence[Tensor], shard: LeafShard) -> Tensor:
+    grad = grads[shard.tensor]
+    return grad if shard.numel == grad.numel() else grad.view(-1)[shard.start : shard.start + shard.numel]
+
+
+def _only(grads: Sequence[Tensor], parts: LeafMap, holders: Mapping[str, int], count: int | None) -> list[Tensor]:
+    """The gradients with those of other leaves emptied; a tensor's leaves are all alike.
+
+    Args:
+        grads: in the order of the trained tensors.
+        parts: what lies where in them.
+        holders: how many ranks hold the same slice, by the leaf's path.
+        count: keeps slices that so many ranks hold; None keeps leaves that are no slices.
+    """
+    kinds = {p.tensor: holders.get(parts.leaves[p.leaf].path) for pieces in parts.shards_by_rank for p in pieces}
+    return [grad if kinds.get(place) == count else grad.new_empty(0) for place, grad in enumerate(grads)]

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from functional_ds.base.prng import Key
 from functional_ds.sharding.leaf_map import LeafMap
+from functional_ds.sharding.leaf_slice import runs
 
 __all__ = ["Draws", "round_stochastically"]
 
@@ -30,7 +31,8 @@ def round_stochastically(wide: Tensor, uniform: Tensor) -> Tensor:
 class Draws:
     """The uniform numbers for one update.
 
-    Law 29: an element's number depends on the seed, the step, the leaf and the place in the leaf, not on how leaves are cut.
+    Law 29: an element's number depends on the seed, the step, the leaf and the place in the leaf, not on how leaves are cut;
+    but for slices along other dims than the first, on the place in the slice.
 
     Attributes:
         parts: what lies where in the tensors that the optimizer gets.
@@ -51,8 +53,11 @@ class Draws:
         found = torch.zeros(like.shape, device=like.device)
         for piece in self.parts.shards:
             if piece.tensor == which:
-                own = found.view(-1)[piece.start : piece.start + piece.numel]
-                self._fill(own, f"{name} of {self.parts.leaves[piece.leaf].path}", piece.offset)
+                own, leaf = found.view(-1)[piece.start : piece.start + piece.numel], self.parts.leaves[piece.leaf]
+                rows = tuple(cut for cut in leaf.slices if not cut.dim)  # along other dims, ranks draw alike
+                for here, there, numel in runs(leaf.shape, rows, piece.offset, piece.offset + piece.numel):
+                    start = here - piece.offset
+                    self._fill(own[start : start + numel], f"{name} of {leaf.path}", there)
         return found
 
     def for_state(self, path: str, like: Tensor) -> Tensor:

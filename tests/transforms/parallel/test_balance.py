@@ -77,7 +77,7 @@ def trained(strategy: list[fds.Transform], rows: int, part: tuple[int, int], rec
 
 
 @pytest.mark.law(48)
-@settings(max_examples=settings.default.max_examples * 2 // 3)
+@settings(max_examples=settings.default.max_examples // 3)
 @given(
     n=st.sampled_from((1, 2, 4)),
     stage=st.sampled_from((0, 1, 2, 3)),

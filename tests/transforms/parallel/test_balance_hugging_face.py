@@ -53,14 +53,13 @@ def trained(chain: Any, part: tuple[int, int]) -> Any:
 
 
 @pytest.mark.law(48)
-@pytest.mark.parametrize("stage", [0, 3])
-def test_deepseek_v3(stage: int) -> None:
+def test_deepseek_v3() -> None:
     """Losses and biases of 2 x 2 ranks are one device's."""
 
     def program() -> Any:
         mesh = comm.mesh(dp=4).split("dp", edp=2, ep=2)
         dp = mesh["edp", "ep"]
-        chain = [T.zero(stage, dp), T.experts(r"mlp\.experts\.", mesh["ep"], edp=mesh["edp"]), T.remat()]
+        chain = [T.zero(3, dp), T.experts(r"mlp\.experts\.", mesh["ep"], edp=mesh["edp"]), T.remat()]
         return trained(chain, (dp.rank, dp.size))
 
     losses, violations, biases = trained([], (0, 1))

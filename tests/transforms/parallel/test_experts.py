@@ -102,7 +102,7 @@ AROUND: dict[str, tuple[bool, fds.Transform]] = {  # whether it stands before ze
 
 
 @pytest.mark.law(47)
-@settings(max_examples=settings.default.max_examples * 2 // 3)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(
     stage=st.sampled_from((0, 1, 2, 3)),
     sizes=st.sampled_from(((1, 2), (2, 1), (2, 2), (1, 4), (4, 2), (2, 4))),
@@ -145,8 +145,8 @@ def local(p: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("sizes", [(1, 4), (2, 2)])
 def test_bytes_are_those_of_the_report(sizes: tuple[int, int], stage: int, kind: str) -> None:
     """What a step sends by collective and group, and what it stores: the report's, and Ψ 2 (d-1)/d for Ψ of experts."""
-    if stage == 0 and kind != "plain":
-        pytest.skip("stage 0 has one way")
+    if kind != "plain" and (stage == 0 or sizes[0] == 1):
+        pytest.skip("nothing more is sent")
     given = {"intra_node": 2} if kind == "intra_node" else {} if kind == "plain" else {"aggregate": kind}
 
     def program() -> Any:

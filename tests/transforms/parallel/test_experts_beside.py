@@ -11,6 +11,7 @@ import functional_ds as fds
 from functional_ds import comm
 from functional_ds import pipelining as pp
 from functional_ds import transforms as T
+from functional_ds.step.axes import axis
 from tests.transforms.parallel.mixture import PATTERN, batch, layer, loss, params
 from tests.transforms.parallel.test_experts import TOLERANCE, assert_same, on_ranks, trained
 
@@ -121,6 +122,33 @@ def test_pipelines_whose_stages_have_experts(stage: int) -> None:
     expected = run(model(None), T.clip(0.1))
     for found in comm.simulate(program, world_size=8):
         assert_same(found, expected)
+
+
+@pytest.mark.law(29)
+@pytest.mark.parametrize("stage", [0, 2])
+def test_stochastic_rounding_draws_for_the_whole_leaf(stage: int) -> None:
+    """The same bits as on one device, since an expert's draws depend on its place among all experts."""
+    precision = T.mixed_precision("params=bf16,compute=bf16", stochastic=True)
+
+    def of_ranks(p: Any, x: Tensor) -> fds.Weighted:
+        ep = 1 if axis("ep") is None else axis("ep").group.size  # no rank has other ranks' tokens here
+        parts = (leaf.float().sum() * (ep if path[2:] in ("up", "bias", "down") else 1) for path, leaf in p.items())
+        return fds.Weighted(sum(parts, torch.zeros(())) * x.sum(), x.sum())
+
+    def run(*strategy: fds.Transform) -> Any:
+        step = fds.compose(precision, *strategy)(fds.train_step(of_ranks, fds.sgd(2.0**-9)))
+        state = step.init(params())
+        for _ in range(2):
+            state, _ = step(state, torch.ones(2))
+        return step.params(state)
+
+    def program() -> Any:
+        mesh = comm.mesh(dp=4).split("dp", edp=2, ep=2)
+        return run(T.zero(stage, mesh["edp", "ep"]), T.experts(PATTERN, mesh["ep"], edp=mesh["edp"]))
+
+    expected = run()
+    for found in comm.simulate(program, world_size=4):
+        assert all(torch.equal(found[path], leaf) for path, leaf in expected.items())
 
 
 def test_whole_params_are_those_of_any_step() -> None:

@@ -13,7 +13,7 @@ import functional_ds as fds
 from functional_ds import comm
 from functional_ds import transforms as T
 from tests.planting import Bug, planted
-from tests.transforms.parallel import test_balance
+from tests.transforms.parallel import test_balance, test_experts_beside
 from tests.transforms.parallel.mixture import PATTERN, loss, params
 from tests.transforms.parallel.test_experts import assert_same, local, on_ranks, trained
 
@@ -162,6 +162,14 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
             "transforms.zero.zero",
             'if self.stage == 0 and not state.slots["zero"].layout.has_sharers:',
             "if self.stage == 0:",
+        ),
+    ],
+    (test_experts_beside.test_stochastic_rounding_draws_for_the_whole_leaf, 2): [
+        Bug(
+            "experts of all ranks draw alike",
+            "transforms.precision.stochastic_rounding",
+            "runs(leaf.shape, rows, piece.offset,",
+            "runs(leaf.shape, (), piece.offset,",
         ),
     ],
     (each_expert_has_a_state_of_its_own,): [

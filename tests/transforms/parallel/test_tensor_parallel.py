@@ -1,12 +1,13 @@
 """Law 36 with a third axis: slices of leaves, along with pipelines and ZeRO, are the single-device step."""
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 import functional_ds as fds
 from functional_ds import comm, transforms
@@ -115,6 +116,82 @@ def test_optimizers_that_look_at_whole_leaves_refuse_slices(zero: int | None) ->
         ):
             comm.simulate(lambda rule=rule: begin(rule), world_size=4)
         comm.simulate(lambda rule=rule: begin(fds.param_groups(dict.fromkeys(DIMS, fds.adamw(0.1)), rule)), world_size=4)
+
+
+class Mlp(nn.Module):
+    """A projection that packs blocks of 8 and of 4 features, and one back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        gates = hidden[..., : hidden.shape[-1] // 3 * 2].unflatten(-1, (-1, 2))
+        return self.down(gates.prod(-1) + hidden[..., hidden.shape[-1] // 3 * 2 :])  # type: ignore[no-any-return]
+
+
+class Layer(nn.Module):
+    """A norm and an MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(6), Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))  # type: ignore[no-any-return]
+
+
+def on_processes(group: bool = True) -> Any:
+    """Two steps of a small model: fused projections, a vocabulary, a norm on slices of the sequence."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(Layer(), Layer())
+    named = OrderedDict(embed=nn.Embedding(8, 6), layers=layers, head=nn.Linear(6, 8))
+    apply, params = fds.functional(nn.Sequential(named))
+
+    def loss(p: Any, ids: Tensor) -> Any:
+        logits = apply(p, ids)
+        if not group:
+            return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.roll(1, 1).flatten())
+        return fds.tp.cross_entropy(logits, ids.roll(1, 1))
+
+    plan = {"embed": "vocab", "head": "vocab", "layers": "sequence_parallel", "up": fds.tp.Packed([8, 4]), "down": "rowwise"}
+    strategy = [transforms.tensor_parallel(plan)] if group else []
+    step = fds.compose(*strategy, transforms.clip(0.1))(fds.train_step(loss, fds.adamw(1e-2)))
+    state, ids = step.init(params), torch.arange(8).view(2, 4)
+    for _ in range(2):
+        state, metrics = step(state, ids)
+    return metrics["loss"].item(), metrics["grad_norm"].item(), step.params(state)
+
+
+@pytest.mark.law(40)
+def test_processes_give_the_bits_of_the_simulator() -> None:
+    """Two Gloo processes and two simulated ranks end with the same bits, which are one device's up to rounding."""
+    alone = on_processes(group=False)
+    for here, there in zip(comm.simulate(on_processes, world_size=2), comm.spawn(on_processes, world_size=2), strict=True):
+        assert here[:2] == there[:2]
+        assert here[:2] == pytest.approx(alone[:2], rel=TOLERANCE)
+        for name, leaf in alone[2].items():
+            assert torch.equal(here[2][name], there[2][name])
+            assert_close(here[2][name], leaf, TOLERANCE)
+
+
+def ranks_may_begin_otherwise() -> None:
+    """``init`` takes rank 0's leaves."""
+
+    def program() -> Any:
+        params = {"w": torch.arange(4.0) + 10 * comm.world().rank, "b": torch.ones(1) * comm.world().rank}
+        step = transforms.tensor_parallel({"w": 0})(fds.train_step(lambda p, x: p["w"].sum(), fds.sgd(0.1)))
+        return step.params(step.init(params))
+
+    for found in comm.simulate(program, world_size=2):
+        assert found["w"].tolist() == [0.0, 1.0, 2.0, 3.0]
+        assert found["b"].tolist() == [0.0]
+
+
+def test_ranks_begin_with_rank_0s_leaves() -> None:
+    """As under ZeRO."""
+    ranks_may_begin_otherwise()
 
 
 def test_what_does_not_divide_or_match() -> None:

@@ -1,0 +1,273 @@
+"""A plan applied to a tree of params: which slice of each leaf every rank holds."""
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+from torch import Tensor, nn
+
+from functional_ds import comm
+from functional_ds.base import tree
+from functional_ds.base.marks import module_of
+from functional_ds.sharding.leaf_slice import LeafSlice
+
+from .words import Packed, Plan, Word, fits, word_of
+
+__all__ = ["Cuts", "cuts_of", "heads_of", "is_transposed", "kv_groups"]
+
+
+@attrs.frozen
+class Cuts:
+    """What a plan makes of a tree's leaves.
+
+    Attributes:
+        slices: by the leaf's path.
+        summed: paths of leaves that are replicated, and whose gradients are partial.
+        in_modules: paths of the slices that modules use, whose calls this transform must see.
+    """
+
+    slices: Mapping[str, LeafSlice]
+    summed: frozenset[str]
+    in_modules: frozenset[str]
+
+
+@attrs.frozen
+class _Place:
+    """Where a leaf stands in a module: a tied leaf has several places."""
+
+    module: nn.Module | None
+    path: str
+    owner: str
+    key: str
+
+
+def cuts_of(params: Any, plan: Plan, group: comm.Group) -> Cuts:
+    """Which slices of the leaves this rank holds.
+
+    Args:
+        params: the user's tree, with whole leaves.
+        plan: by path.
+        group: the ranks.
+
+    Raises:
+        ValueError: a word is unknown; a key matches nothing; two claim a leaf; a size does not divide by the ranks.
+    """
+    slices: dict[str, LeafSlice] = {}
+    summed, in_modules, used = set(), set(), set()
+    places = {path: _places(path, leaf) for path, leaf in tree.named(params)}
+    for path, leaf in tree.named(params):
+        found: dict[str, LeafSlice] = {}
+        for key, at in _dims(plan, path):
+            found[key] = _even(path, leaf, at, [_size(path, leaf, at)], group)
+        for place in places[path]:
+            for key, value in _claims(plan, place):
+                used.add(key)
+                word = word_of(value)
+                if word.summed:
+                    summed.add(path)
+                dim = None if not word.cuts else _dim(word, leaf, place)
+                if dim is not None:
+                    found[key] = _slice(place, leaf, dim, value, group)
+        used.update(found)
+        if len({(cut.dim, cut.ranges_by_rank) for cut in found.values()}) > 1 or _twice(plan, path, places[path]):
+            raise ValueError(f"plan: {path!r} matches {[*found][-1]!r} and another expression; let one match")
+        if found:
+            slices[path] = next(iter(found.values()))
+            if places[path][0].module is not None and any(isinstance(plan[key], (str, Packed)) for key in found):
+                in_modules.add(path)
+    everywhere = [place for each in places.values() for place in each]
+    _check_used(plan, used, everywhere, group.size)
+    _check_tokenwise(plan, everywhere, {path: leaf.dim() for path, leaf in tree.named(params)}, places, slices)
+    return Cuts(slices, frozenset(summed - slices.keys()), frozenset(in_modules))
+
+
+def _places(path: str, leaf: Tensor) -> list[_Place]:
+    known = module_of(leaf)
+    if known is None:
+        return [_Place(None, path, *_parted(path))]
+    apply, name = known
+    module: nn.Module = apply.module
+    every = dict(module.named_parameters(remove_duplicate=False))
+    return [_Place(module, each, *_parted(each)) for each, parameter in every.items() if parameter is every[name]]
+
+
+def _parted(path: str) -> tuple[str, str]:
+    owner, _, key = path.rpartition(".")
+    return owner, key
+
+
+def _dims(plan: Plan, path: str) -> Iterator[tuple[str, int]]:
+    """The regular expressions that match, with their dims."""
+    yield from ((key, dim) for key, dim in plan.items() if isinstance(dim, int) and re.search(key, path))
+
+
+def _claims(plan: Plan, place: _Place) -> Iterator[tuple[str, str | Packed]]:
+    """The keys that mean this place: its module, the leaf itself, or, where all below a module is meant, one above it."""
+    for key, value in plan.items():
+        if isinstance(value, int):
+            continue
+        above = _above(place.owner) if word_of(value).summed else []
+        if any(fits(key, path) for path in (place.path, *filter(None, [place.owner]), *above)):
+            yield key, value
+
+
+def _above(path: str) -> list[str]:
+    parts = path.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
+
+
+def _twice(plan: Plan, path: str, places: Sequence[_Place]) -> bool:
+    """Whether two keys cut the leaf at one place, or a word and a regular expression do."""
+    regexes = len(list(_dims(plan, path)))
+    words = [sum(bool(word_of(value).cuts) for _, value in _claims(plan, place)) for place in places]
+    return regexes + max(words) > 1
+
+
+def _size(path: str, leaf: Tensor, dim: int) -> int:
+    if not -leaf.dim() <= dim < leaf.dim():
+        raise ValueError(f"plan: {path!r} of shape {list(leaf.shape)} has no dim {dim}: it cannot be cut along dim {dim}")
+    return leaf.shape[dim]
+
+
+def _dim(word: Word, leaf: Tensor, place: _Place) -> int | None:
+    """The dim of a leaf that a word cuts; None where the leaf stays whole."""
+    turned = is_transposed(_owner(place))
+    if leaf.dim() < 2:
+        whole = word.cuts in ("inputs", "features") or not leaf.dim()
+        return None if whole else 0
+    outputs = leaf.dim() - 1 if turned else leaf.dim() - 2
+    inputs = leaf.dim() - 2 if turned else leaf.dim() - 1
+    return {"outputs": outputs, "inputs": inputs, "rows": outputs, "features": inputs}[word.cuts]
+
+
+def _slice(place: _Place, leaf: Tensor, dim: int, value: str | Packed, group: comm.Group) -> LeafSlice:
+    """This rank's slice; whole heads where the layer is an attention's."""
+    packed = value if isinstance(value, Packed) else Packed(word_of(value).packed or 1)
+    sizes = packed.blocks(leaf.shape[dim])
+    owner, outputs = _owner(place), word_of(value).cuts in ("outputs", "inputs")
+    width = _head_size(place) if outputs else None
+    if width is None or any(size % width for size in sizes):
+        return _even(place.path, leaf, dim, sizes, group)
+    counts = [size // width for size in sizes]
+    if any(count % group.size for count in counts):
+        shared = len(counts) == 1 and owner is not None and _is_kv(place, counts[0]) and group.size % counts[0] == 0
+        if not shared:
+            raise ValueError(
+                f"plan: {place.path!r}: {' + '.join(map(str, counts))} heads of {width} along dim {dim} of shape "
+                f"{list(leaf.shape)} do not divide by the {group.size} ranks of {group.name!r}"
+            )
+        return LeafSlice.heads(dim, counts[0], width, group.size, group.rank)
+    return LeafSlice.even(dim, sizes, group.size, group.rank)
+
+
+def _even(path: str, leaf: Tensor, dim: int, sizes: Sequence[int], group: comm.Group) -> LeafSlice:
+    if any(size % group.size for size in sizes):
+        blocks = f" in blocks of {list(sizes)}" if len(sizes) > 1 else ""
+        raise ValueError(
+            f"plan: {path!r} of shape {list(leaf.shape)}{blocks} does not divide along dim {dim} by the {group.size} ranks of "
+            f"{group.name!r}"
+        )
+    return LeafSlice.even(dim % leaf.dim(), sizes, group.size, group.rank)
+
+
+def _owner(place: _Place) -> nn.Module | None:
+    return None if place.module is None else place.module.get_submodule(place.owner)
+
+
+def is_transposed(module: nn.Module | None) -> bool:
+    """Whether a layer's weight is [inputs, outputs], as that of Hugging Face's ``Conv1D``."""
+    return isinstance(getattr(module, "nf", None), int) and isinstance(getattr(module, "nx", None), int)
+
+
+# -- heads --------------------------------------------------------------------------------------------------------------
+
+
+def _attention(place: _Place) -> nn.Module | None:
+    above = _parted(place.owner)[0]
+    return None if place.module is None or not place.owner else place.module.get_submodule(above)
+
+
+def _head_size(place: _Place) -> int | None:
+    """The size of a head, where the layer is a part of an attention that says so."""
+    size = getattr(_attention(place), "head_dim", None)
+    return size if isinstance(size, int) and size > 0 else None
+
+
+def _is_kv(place: _Place, count: int) -> bool:
+    attention = _attention(place)
+    found = None if attention is None else kv_groups(attention)
+    return found is not None and count == heads_of(attention) // found
+
+
+def kv_groups(attention: nn.Module) -> int | None:
+    """How many query heads share a key-value head, where they do."""
+    groups = getattr(attention, "num_key_value_groups", None)
+    return groups if isinstance(groups, int) and groups > 1 else None
+
+
+def heads_of(attention: nn.Module | None) -> int:
+    """The query heads of an attention: those of its widest linear."""
+    size = getattr(attention, "head_dim", 1)
+    widths = [child.out_features for child in (attention.children() if attention else ()) if isinstance(child, nn.Linear)]
+    return max([*(width // size for width in widths), 0])
+
+
+# -- what a plan leaves over ----------------------------------------------------------------------------------------------
+
+
+def _check_used(plan: Plan, used: Iterable[str], places: Sequence[_Place], n: int) -> None:
+    known = {name: None for place in places for name in (place.path, place.owner)}
+    modules = {id(place.module): place.module for place in places if place.module is not None}
+    inside = {path: module for each in modules.values() for path, module in each.named_modules()}
+    for key, value in plan.items():
+        if value == "sequence_parallel":
+            _check_lists(key, inside)
+        if key in used:
+            continue
+        if value == "local":
+            _check_local(key, inside, n)
+        elif isinstance(value, int) or word_of(value).cuts or not any(fits(key, path) for path in (*inside, *known)):
+            near = difflib.get_close_matches(key, [*known, *inside], 1, 0.0)
+            raise ValueError(f"plan: {key!r} matches no path; the nearest is {near[0] if near else 'none'!r}")
+
+
+def _check_tokenwise(
+    plan: Plan, everywhere: Sequence[_Place], dims: Mapping[str, int], places: Mapping[str, Sequence[_Place]], slices: Any
+) -> None:
+    """Refuses layers that would see a part of the sequence, unless the plan says that they act on each token alone."""
+    lists = [key for key, value in plan.items() if value == "sequence_parallel"]
+    if not lists:
+        return
+    words = {place.owner: [value for _, value in _claims(plan, place) if value != "sequence_parallel"] for place in everywhere}
+    blocks = {_parted(owner)[0] for owner, found in words.items() if any(word_of(value).cuts == "outputs" for value in found)}
+    for path, several in places.items():
+        for place in several if dims[path] > 1 and path not in slices else ():
+            above = [*_above(place.owner), place.owner]
+            if not words[place.owner] and not blocks & {*above} and any(fits(key, each) for key in lists for each in above):
+                raise ValueError(
+                    f"plan: {place.path!r} lies in a sequence_parallel list and is not cut, so it would see a part of the "
+                    f"sequence: cut what it lies in, or say {{{place.owner!r}: 'replicated'}} if it acts on each token alone, "
+                    "as a router does"
+                )
+
+
+def _check_local(key: str, inside: Mapping[str, nn.Module], n: int) -> None:
+    owner, name = _parted(key)
+    found = [(path, getattr(module, name, None)) for path, module in inside.items() if not owner or fits(owner, path)]
+    numbers = [(path, value) for path, value in found if isinstance(value, int)]
+    if not numbers:
+        raise ValueError(f"plan: {key!r} is 'local', and no module at such a path has a number {name!r}")
+    for path, value in numbers:
+        if value % n:
+            raise ValueError(f"plan: {path}.{name} = {value} does not divide by the {n} ranks")
+
+
+def _check_lists(key: str, inside: Mapping[str, nn.Module]) -> None:
+    for path, module in inside.items():
+        if fits(key, path) and not isinstance(module, (nn.ModuleList, nn.Sequential)):
+            raise ValueError(
+                f"plan: {key!r} is 'sequence_parallel', and {path!r} is a {type(module).__name__}: name the list of layers, "
+                "whose first takes its part of the sequence and whose last gathers it"
+            )

@@ -1,0 +1,315 @@
+"""Calls of a module's layers whose params are slices, in the library's copy of the module: collectives around each."""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import attrs
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from functional_ds import comm
+from functional_ds.base.torch_private import parameters_of
+from functional_ds.remat.region import current_region
+from functional_ds.step.tape import Tape, current_tape
+
+from .leaf_cuts import heads_of, is_transposed, kv_groups
+from .pairs import shared, summed
+from .vocabulary import local_rows
+from .words import WHOLE, WORDS, Packed, Plan, Word, fits, word_of
+
+__all__ = ["TensorCalls"]
+
+_SLOT = "tensor_parallel input"
+
+
+@attrs.frozen
+class _Way:
+    """How one module is called.
+
+    Attributes:
+        word: what the plan says of it.
+        name: the word itself; "tied" for a layer that the plan does not name, and that shares its weight with one that it does.
+        sequence: whether it lies in a list of layers whose activations are cut along the sequence.
+        first, last: whether it is the first, or the last, of such a list.
+        block: whether it lies in such a list and has layers that are cut by their outputs, so that it takes the whole sequence.
+        local: attributes that count what is cut, and are divided by the ranks.
+        rope: of ``"mla_kv_a_proj"``: the features that go to the attention directly.
+    """
+
+    word: Word = WHOLE
+    name: str = ""
+    sequence: bool = False
+    first: bool = False
+    last: bool = False
+    block: bool = False
+    local: tuple[str, ...] = ()
+    rope: int = 0
+
+
+@attrs.define(eq=False)
+class TensorCalls:
+    """Runs the layers of a module that a plan cuts, as ``Tape.calls``.
+
+    It holds the group, as a recomputation by torch's own checkpoint may run in a thread without a tape; so it is this rank's.
+
+    Attributes:
+        plan: by path.
+        group: the ranks.
+        sequence_dim: the dim of activations that ``"sequence_parallel"`` cuts.
+        seen: whether a module had such layers.
+    """
+
+    plan: Plan
+    group: comm.Group
+    sequence_dim: int = 1
+    seen: bool = False
+    _ways: "WeakKeyDictionary[nn.Module, _Way]" = attrs.field(factory=WeakKeyDictionary)
+
+    def chosen(self, module: nn.Module) -> list[str]:
+        """The paths of the modules that are run in another way than their own."""
+        found = []
+        named = dict(module.named_modules())
+        held = {path: set(map(id, parameters_of(each).values())) - {id(None)} for path, each in named.items()}
+        cut = {key for path in named if (value := self._value(path)) and word_of(value).cuts for key in held[path]}
+        lists = [path for path in named if self._value(path) == "sequence_parallel"]
+        words = {path: word_of(value) for path in named if (value := self._value(path)) is not None}
+        blocks = {path.rpartition(".")[0] for path, word in words.items() if word.cuts == "outputs"}
+        for path, each in named.items():
+            way = self._way(module, path, each, lists)
+            way = attrs.evolve(way, block=way.sequence and path in blocks)
+            if way.block and path.rpartition(".")[0] in lists:
+                raise ValueError(
+                    f"plan: {path!r} is a layer of a sequence_parallel list and holds cut linears itself: its norms take a part"
+                    " of the sequence and its linears the whole; put them into modules of their own, an attention or an MLP"
+                )
+            if not way.word.cuts and held[path] & cut:
+                way = attrs.evolve(way, name="tied")
+            if way != _Way(sequence=way.sequence) or kv_groups(each) is not None:
+                self._ways[each] = way
+                found.append(path)
+                self.seen |= bool(way.word.cuts)
+        return found
+
+    def _value(self, path: str) -> str | Packed | None:
+        """The plan's word for a module; one that cuts, if there are several."""
+        found = [value for key, value in self.plan.items() if not isinstance(value, int) and path and fits(key, path)]
+        return next((value for value in found if word_of(value).cuts), found[0] if found else None)
+
+    def _way(self, root: nn.Module, path: str, module: nn.Module, lists: Sequence[str]) -> _Way:
+        value = self._value(path)
+        word = WHOLE if value is None else word_of(value)
+        name = "" if value is None else value.word if isinstance(value, Packed) else value
+        inside = [each for each in lists if path.startswith(f"{each}.")]
+        above = root.get_submodule(path.rpartition(".")[0])
+        rope = getattr(above, "qk_rope_head_dim", 0) if name == "mla_kv_a_proj" else 0
+        if name == "mla_kv_a_proj" and not rope:
+            raise ValueError(f"plan: {path!r} is 'mla_kv_a_proj', and what it lies in has no qk_rope_head_dim")
+        member = next((each for each in lists if path.rpartition(".")[0] == each), None)
+        siblings = [] if member is None else [key for key, _ in root.get_submodule(member).named_children()]
+        here = path.rpartition(".")[2]
+        local = tuple(
+            key.rpartition(".")[2]
+            for key, each in self.plan.items()
+            if each == "local"
+            and (not (owner := key.rpartition(".")[0]) or fits(owner, path))
+            and key.rpartition(".")[2] in vars(module)
+        )
+        return _Way(
+            word=word,
+            name=name,
+            sequence=bool(inside),
+            first=bool(siblings) and here == siblings[0],
+            last=bool(siblings) and here == siblings[-1],
+            local=local,
+            rope=0 if inside else rope,  # where the block's input was gathered, its adjoint sums all gradients
+        )
+
+    def run(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls a module."""
+        module = _owner_of(forward)
+        way, group = self._ways[module], self.group
+        if way.name == "tied":
+            way = attrs.evolve(way, word=_tied(module))
+        if way.first:
+            args, kwargs = _with_input(args, kwargs, lambda x: comm.scatter_to(x, group, dim=self._dim(x)))
+        if way.block:
+            args, kwargs = _with_input(args, kwargs, lambda x: comm.all_gather(x, group, dim=self._dim(x)))
+        with _attributes(module, _local(module, way, group.size)):
+            found = self._call(path, module, way, group, forward, args, kwargs)
+        return _with_output(found, lambda y: comm.gather_from(y, group, dim=self._dim(y))) if way.last else found
+
+    def _call(self, path: str, module: nn.Module, way: _Way, group: comm.Group, forward: Any, args: Any, kwargs: Any) -> Any:
+        if way.word.cuts == "rows" and isinstance(module, nn.Embedding):
+            return self._embedding(module, group, forward, *args, **kwargs)
+        if way.word.cuts in ("outputs", "rows", "features"):
+            return self._column(module, way, group, forward, *args, **kwargs)
+        if way.word.cuts == "inputs":
+            return self._row(path, module, way, group, forward, *args, **kwargs)
+        if way.name == "moe_tp_experts":
+            return self._experts(way, group, forward, *args, **kwargs)
+        if way.name == "moe_identity_expert":
+            args, kwargs = _with_input(args, kwargs, lambda x: x / group.size)
+        found = forward(*args, **kwargs)
+        if way.name == "all_reduce":
+            return _with_output(found, lambda y: self._reduced(y, way, group))
+        if way.rope:
+            kept, rope = found.split([found.shape[-1] - way.rope, way.rope], -1)
+            return torch.cat([kept, shared(rope, group)], -1)
+        return found
+
+    # -- the layers ------------------------------------------------------------------------------------------------------
+
+    def _column(self, module: nn.Module, way: _Way, group: comm.Group, forward: Any, x: Tensor) -> Tensor:
+        y = _product(module, forward, self._entered(x, way, group) if way.word.before == "copy" else x)
+        if way.word.after != "gather" or y.shape[-1] == _declared(module, "outputs"):
+            return y
+        return comm.gather_from(y, group, dim=y.dim() - 1)
+
+    def _row(self, path: str, module: nn.Module, way: _Way, group: comm.Group, forward: Any, x: Tensor) -> Tensor:
+        self.leave(current_tape())
+        inputs = _own(module).shape[0 if is_transposed(module) else 1]
+        if group.size > 1 and inputs == _declared(module, "inputs"):  # of other params, which are whole
+            return forward(x)  # type: ignore[no-any-return]
+        x = comm.scatter_to(x, group, dim=x.dim() - 1) if way.word.before == "split" else x
+        if x.shape[-1] != inputs:
+            raise ValueError(
+                f"plan: {path!r} is cut by its inputs, {inputs} of {inputs * group.size} on each rank, and its input has "
+                f"{x.shape[-1]} features: let what makes them be cut by its outputs, or say 'rowwise_split_input'"
+            )
+        y = self._reduced(_product(module, forward, x, biased=False), way, group)
+        bias = getattr(module, "bias", None)
+        return y if bias is None else y + bias
+
+    def _embedding(self, module: nn.Embedding, group: comm.Group, forward: Any, ids: Tensor) -> Tensor:
+        rows = _own(module).shape[0]
+        if rows == module.num_embeddings:  # of other params, which are whole, or there is one rank
+            return forward(ids)  # type: ignore[no-any-return]
+        index, inside = local_rows(ids, rows, group)
+        padding = None if module.padding_idx is None else module.padding_idx - group.rank * rows
+        with _attributes(module, {"padding_idx": padding if padding is not None and 0 <= padding < rows else None}):
+            return summed(forward(index).masked_fill(~inside[..., None], 0), group)
+
+    def _experts(self, way: _Way, group: comm.Group, forward: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        if way.sequence:
+            x, index, weights = (comm.all_gather(each, group, dim=0) for each in (x, index, weights))
+        else:
+            x, weights = comm.copy_to((x, weights), group)
+        return self._reduced(forward(x, index, weights), way, group)
+
+    # -- what they share --------------------------------------------------------------------------------------------------
+
+    def _dim(self, x: Tensor) -> int:
+        """The dim of the sequence; rows of tokens have it first."""
+        return self.sequence_dim if x.dim() > 2 else 0
+
+    def _reduced(self, y: Tensor, way: _Way, group: comm.Group) -> Tensor:
+        return comm.reduce_scatter(y, group, dim=self._dim(y)) if way.sequence else summed(y, group)
+
+    def _entered(self, x: Tensor, way: _Way, group: comm.Group) -> Tensor:
+        """The input of cut layers. Layers in a row that have one input, as queries, keys and values, share its collective.
+
+        Along a cut sequence the block has gathered it, and the gather's adjoint sums the gradients.
+        """
+        if way.sequence:
+            return x
+        tape, region = current_tape(), current_region()
+        known = {} if tape is None else tape.slots.setdefault(_SLOT, {})
+        run = region, region is not None and region.replaying
+        if known.get("x") is not x or known.get("run") != run:
+            known.update(x=x, run=run, y=shared(x, group))
+        return known["y"]  # type: ignore[no-any-return]
+
+    def leave(self, tape: Tape | None) -> None:
+        """Lets go of what layers in a row have shared."""
+        if tape is not None:
+            tape.slots.pop(_SLOT, None)
+
+
+def _tied(module: nn.Module) -> Word:
+    """How a layer is cut that the plan does not name, because it shares its weight with one that it does."""
+    weight = getattr(module, "weight", None)
+    if isinstance(module, nn.Embedding) and isinstance(weight, Tensor):
+        by_rows, by_features = weight.shape[0] != module.num_embeddings, weight.shape[1] != module.embedding_dim
+        return WORDS["vocab"] if by_rows else WORDS["embedding_colwise"] if by_features else WHOLE
+    if isinstance(module, nn.Linear) and isinstance(weight, Tensor):
+        by_outputs, by_inputs = weight.shape[0] != module.out_features, weight.shape[1] != module.in_features
+        return WORDS["colwise_gather_output"] if by_outputs else WORDS["rowwise_split_input"] if by_inputs else WHOLE
+    return WHOLE
+
+
+def _owner_of(forward: Callable[..., Any]) -> nn.Module:
+    own: Any = forward
+    while isinstance(own, functools.partial):
+        own = own.args[-1]
+    owner = getattr(own, "__self__", None)
+    if not isinstance(owner, nn.Module):
+        raise TypeError(f"tensor_parallel: a module's forward is {own!r}, not a method of it, so its params cannot be slices")
+    return owner
+
+
+def _own(module: nn.Module) -> Tensor:
+    weight: Tensor = getattr(module, "weight")  # noqa: B009
+    return weight
+
+
+def _declared(module: nn.Module, what: str) -> int | None:
+    """The whole layer's size, as it was built."""
+    names = {"outputs": ("out_features", "nf", "embedding_dim"), "inputs": ("in_features", "nx")}[what]
+    return next((size for name in names if isinstance(size := getattr(module, name, None), int)), None)
+
+
+def _product(module: nn.Module, forward: Any, x: Tensor, *, biased: bool = True) -> Tensor:
+    if is_transposed(module):  # its own forward asks for the whole layer's size
+        return F.linear(x, _own(module).t(), getattr(module, "bias", None) if biased else None)
+    if biased or getattr(module, "bias", None) is None:
+        return forward(x)  # type: ignore[no-any-return]
+    with _attributes(parameters_of(module), {"bias": None}):
+        return forward(x)  # type: ignore[no-any-return]
+
+
+def _local(module: nn.Module, way: _Way, n: int) -> dict[str, int]:
+    """Attributes of a module that count what is cut, as this rank has it."""
+    found = {name: vars(module)[name] // n for name in way.local}
+    groups = kv_groups(module)
+    if groups is not None and n > 1:
+        heads = heads_of(module)
+        kv = heads // groups
+        if heads % n == 0 and kv % n and _cut(module):  # fewer key-value heads than ranks
+            found["num_key_value_groups"] = heads // n
+    return found
+
+
+def _cut(attention: nn.Module) -> bool:
+    """Whether an attention's queries are a slice."""
+    linears = [child for child in attention.children() if isinstance(child, nn.Linear)]
+    return any(_own(each).shape[0] != each.out_features for each in linears)
+
+
+@contextmanager
+def _attributes(owner: Any, changes: Mapping[str, Any]) -> Iterator[None]:
+    """Within it the library's copy of a module, or its dict of parameters, has other entries."""
+    into: dict[str, Any] = owner if isinstance(owner, dict) else vars(owner)
+    before = {name: into[name] for name in changes}
+    into.update(changes)
+    try:
+        yield
+    finally:
+        into.update(before)
+
+
+def _with_input(args: Any, kwargs: Any, change: Callable[[Tensor], Tensor]) -> tuple[Any, Any]:
+    """The arguments, the first tensor of which is changed."""
+    if args and isinstance(args[0], Tensor):
+        return (change(args[0]), *args[1:]), kwargs
+    name = next((name for name, value in kwargs.items() if isinstance(value, Tensor) and value.is_floating_point()), None)
+    if name is None:
+        raise ValueError("plan: a layer that is 'sequence_parallel' was called without a tensor")
+    return args, {**kwargs, name: change(kwargs[name])}
+
+
+def _with_output(found: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    return (change(found[0]), *found[1:]) if isinstance(found, tuple) else change(found)

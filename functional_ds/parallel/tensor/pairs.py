@@ -1,0 +1,63 @@
+"""Megatron's f and g (Shoeybi et al. 2019) without copies, and the group that tensor-parallel functions use."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functional_ds import comm
+from functional_ds.step.axes import axis
+
+__all__ = ["shared", "summed", "tensor_group"]
+
+
+def tensor_group(group: comm.Group | None, what: str) -> comm.Group:
+    """The group, by default that of the running step's ``T.tensor_parallel``.
+
+    Raises:
+        ValueError: there is neither; ``what`` names the function.
+        TypeError: it is no group.
+    """
+    found = axis("tp") if group is None else group
+    if found is None:
+        raise ValueError(
+            f"{what}: group=None, and no T.tensor_parallel is in the running step: pass the tensor-parallel group, mesh['tp'], "
+            "or compose T.tensor_parallel(plan, mesh['tp'])"
+        )
+    if not isinstance(found, comm.Group):
+        raise TypeError(f"{what}: group={found!r} is no group: pass mesh['tp'], comm.world() or None")
+    return found
+
+
+def shared(x: Tensor, group: comm.Group) -> Tensor:
+    """A replicated value for computations that differ between ranks, as ``comm.copy_to``; it shares memory with ``x``."""
+    found: Tensor = _Shared.apply(x, group)
+    return found
+
+
+def summed(x: Tensor, group: comm.Group) -> Tensor:
+    """The sum of the ranks' values, replicated, as ``comm.reduce_from``; its gradient goes through without a copy."""
+    found: Tensor = _Summed.apply(x, group)
+    return found
+
+
+class _Shared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: comm.Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return summed(grad, ctx.group), None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: comm.Group) -> Tensor:
+        ctx.group = group
+        return comm.all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return shared(grad, ctx.group), None

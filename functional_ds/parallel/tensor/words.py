@@ -1,0 +1,137 @@
+"""Plans of tensor parallelism: which words say how a layer is cut, and which paths a plan's keys mean."""
+
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+from torch import nn
+
+__all__ = ["WHOLE", "WORDS", "Packed", "Plan", "Word", "fits", "plan_of", "word_of"]
+
+
+def _sizes(given: int | Sequence[int]) -> int | tuple[int, ...]:
+    return given if isinstance(given, int) else tuple(given)
+
+
+@attrs.frozen
+class Packed:
+    """Several projections that one weight holds side by side, each of which is cut: fused queries, keys and values, say.
+
+    A rank's slice is its part of each block, in order, so that the model's own split finds them.
+
+    Attributes:
+        sizes: the blocks' sizes along the dim that is cut; or how many equal blocks there are.
+        word: how the layer is cut.
+
+    >>> Packed([64, 32, 32])
+    Packed(sizes=(64, 32, 32), word='colwise')
+    """
+
+    sizes: int | tuple[int, ...] = attrs.field(converter=_sizes)
+    word: str = "colwise"
+
+    def blocks(self, size: int) -> tuple[int, ...]:
+        """The blocks of a dim of this size.
+
+        Raises:
+            ValueError: they are not as long as the dim.
+        """
+        if isinstance(self.sizes, int):
+            if size % self.sizes:
+                raise ValueError(f"Packed({self.sizes}): {size} does not divide into {self.sizes} equal blocks")
+            return (size // self.sizes,) * self.sizes
+        if sum(self.sizes) != size:
+            raise ValueError(f"Packed({list(self.sizes)}): the blocks are {sum(self.sizes)} long together, and the dim {size}")
+        return self.sizes
+
+
+Plan = Mapping[str, "str | int | Packed"]
+
+
+@attrs.frozen
+class Word:
+    """What a plan's word means.
+
+    Attributes:
+        cuts: "outputs" or "inputs" of a linear, "rows" or "features" of an embedding; "" for nothing.
+        packed: how many equal blocks lie side by side.
+        before: "copy" or "split": how the input is made this rank's.
+        after: "sum" or "gather": how the output is made replicated; "" leaves it this rank's.
+        summed: whether the gradients of leaves that are replicated are partial, and summed over the ranks.
+    """
+
+    cuts: str = ""
+    packed: int = 0
+    before: str = ""
+    after: str = ""
+    summed: bool = False
+
+
+WHOLE = Word()
+
+# Most are Hugging Face's (transformers/distributed/tensor_parallel.py); "vocab", "replicated" and "local" are ours.
+WORDS: Mapping[str, Word] = {
+    "colwise": Word("outputs", before="copy"),
+    "colwise_gather_output": Word("outputs", before="copy", after="gather"),
+    "colwise_rep": Word("outputs", before="copy", after="gather"),
+    "packed_colwise": Word("outputs", packed=2, before="copy"),
+    "rowwise": Word("inputs", after="sum"),
+    "rowwise_split_input": Word("inputs", before="split", after="sum"),
+    "rowwise_rep": Word("inputs", before="split", after="sum"),
+    "packed_rowwise": Word("inputs", packed=2, after="sum"),
+    "vocab": Word("rows", before="copy"),
+    "embedding_rowwise": Word("rows", before="copy"),
+    "embedding_colwise": Word("features", after="gather"),
+    "replicated": Word(),
+    "replicate": Word(),
+    "local_params": Word(),
+    "replicated_with_grad_allreduce": Word(summed=True),
+    "sequence_parallel": Word(summed=True),
+    "moe_tp_experts": Word(),
+    "moe_identity_expert": Word(),
+    "all_reduce": Word(),
+    "mla_kv_a_proj": Word(),
+    "local": Word(),
+}
+
+
+def word_of(value: str | Packed) -> Word:
+    """What a plan's value means.
+
+    Raises:
+        ValueError: the word is unknown.
+    """
+    name = value.word if isinstance(value, Packed) else value
+    if name not in WORDS:
+        raise ValueError(f"plan: {name!r} is none of the words {', '.join(WORDS)}, no dim and no fds.tp.Packed")
+    return WORDS[name]
+
+
+def fits(pattern: str, path: str) -> bool:
+    """Whether a key of a plan means a path: its names are the path's last ones; each may be a pattern, ``*`` is any name.
+
+    >>> fits("layers.*.q_proj", "model.layers.0.q_proj"), fits("layers.*", "model.layers.0.q_proj")
+    (True, False)
+    """
+    wanted, parts = pattern.split("."), path.split(".")
+    return len(wanted) <= len(parts) and all(map(fnmatch.fnmatchcase, parts[len(parts) - len(wanted) :], wanted))
+
+
+def plan_of(model: nn.Module) -> dict[str, str]:
+    """A Hugging Face model's own plan, without entries for what this model does not have.
+
+    Raises:
+        ValueError: the model has none.
+    """
+    plan: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
+    base: Any = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
+    plan = plan or dict(base or {})
+    if not plan:
+        raise ValueError(f"plan_of: {type(model).__name__} has no tp_plan; write one: {{'q_proj': 'colwise', ...}}")
+    known = {path for path, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))}
+    return {key: word for key, word in plan.items() if _any(key, known)}
+
+
+def _any(key: str, paths: Iterable[str]) -> bool:
+    return any(fits(key, path) for path in paths)
