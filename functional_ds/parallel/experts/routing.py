@@ -108,7 +108,7 @@ def overflow_error(routing: Routing, found: list[list[int]]) -> None:
         if excess > 0 and routing.limit is not None:
             raise ValueError(
                 f"drop='error': {routing.limit + excess} tokens of group {group} of rank {rank} of {len(found)} chose expert "
-                f"{expert}, and its capacity is {routing.limit}: raise capacity's factor, or drop by 'position' or 'probability'"
+                f"{expert}, and its capacity is {routing.limit}: raise its factor, or drop by 'position' or 'probability'"
             )
 
 
