@@ -22,6 +22,10 @@ help:  ## list the targets
 train: $(VENV)/.extra-train  ## train a GPT on two local ranks, into out/; again: go on
 	@$(BIN)/python examples/train_gpt.py --save out/checkpoints --resume $(ARGS)
 
+.PHONY: mixture
+mixture: $(VENV)/.extra-train  ## train a mixture of experts on two local ranks, with and without balancing, into out/
+	@$(BIN)/python examples/mixture.py $(ARGS)
+
 .PHONY: test
 test: $(VENV)/.extra-test  ## run the tests
 	@$(PYTEST) $(ARGS)
@@ -50,6 +54,10 @@ bench-comm: $(VENV)/.extra-train  ## compare collectives with torch.distributed
 .PHONY: bench-pipeline
 bench-pipeline: $(VENV)/.extra-train  ## compare pipelines with torch.distributed.pipelining
 	@$(BIN)/python benchmarks/pipeline.py $(ARGS)
+
+.PHONY: bench-experts
+bench-experts: $(VENV)/.extra-bench $(VENV)/.extra-test  ## compare a mixture of experts with transformers' and DeepSpeed's
+	@$(BIN)/python benchmarks/experts.py $(ARGS)
 
 .PHONY: bench-gpu
 bench-gpu: $(VENV)/.extra-train  ## measure one GPU against plain PyTorch

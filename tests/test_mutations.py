@@ -1960,8 +1960,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "draws begin anew in each shard",
             "transforms.precision.stochastic_rounding",
-            '].path}", piece.offset)',
-            '].path}", 0)',
+            '{leaf.path}", there)',
+            '{leaf.path}", 0)',
         ),
         Bug(
             "all steps draw alike",
@@ -1969,7 +1969,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
             "Key(self.key.seed, self.key.step, row)",
             "Key(self.key.seed, row * 0, row)",
         ),
-        Bug("all leaves draw alike", "transforms.precision.stochastic_rounding", "of {self.parts.leaves[piece.leaf].path}", ""),
+        Bug("all leaves draw alike", "transforms.precision.stochastic_rounding", "of {leaf.path}", ""),
     ],
     (rounding_keeps_the_mean,): [
         Bug("rounding is mostly down", "transforms.precision.stochastic_rounding", "uniform * 65536", "uniform * 32768"),

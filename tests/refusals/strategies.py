@@ -57,6 +57,17 @@ def two_ranks(batch: Tensor | None, plan: Any = None) -> None:
     comm.simulate(program, world_size=2)
 
 
+def experts(before: Any, *, edp: bool = True) -> None:
+    """A stack of four experts over 2 x 2 ranks, after what ``before`` makes of the mesh."""
+
+    def program() -> None:
+        mesh = comm.mesh(dp=4).split("dp", edp=2, ep=2)
+        cut = T.experts("experts", mesh["ep"], edp=mesh["edp"] if edp else None)
+        made(*before(mesh), cut).init({"experts": torch.ones(4, 3)})
+
+    comm.simulate(program, world_size=4)
+
+
 def clipped_by_rank() -> None:
     step = made(T.local_gradients(), T.clip(1.0), rule=fds.one_bit_adam(0.1, 1))
     step(step.init(weights()), rows())
@@ -222,6 +233,33 @@ REFUSALS = [
         why="It would see a part of the sequence.",
         instead='Cut what it lies in, or say `"replicated"` if it acts on each token alone.',
         program=lambda: two_ranks(rows(), {"layers": "sequence_parallel"}),
+    ),
+    Refusal(
+        what="experts without a transform that sums gradients",
+        error=ValueError,
+        says="experts.* no transform before it sums their gradients",
+        advises="put zero before it",
+        why="Each rank has its own rows, so dense leaves would drift apart.",
+        instead="Use `T.zero(stage, group)` before `T.experts`.",
+        program=lambda: experts(lambda mesh: []),
+    ),
+    Refusal(
+        what="experts over other ranks than those of `zero`",
+        error=ValueError,
+        says="the leaf 'experts' is shared within the blocks .* but data parallelism is over the ranks",
+        advises="pass the two axes into which mesh.split cuts that of zero",
+        why="Nobody would sum the gradients of some of the ranks.",
+        instead='Pass `ep` and `edp` of `mesh.split("dp", edp=..., ep=...)`, and `T.zero` the two together.',
+        program=lambda: experts(lambda mesh: [T.zero(1, mesh["edp", "ep"])], edp=False),
+    ),
+    Refusal(
+        what="experts beside a transform that keeps all params the same",
+        error=ValueError,
+        says="'experts' holds other experts on other ranks",
+        advises=r"use T.zero\(0, ...\) in its place",
+        why="Its ranks would combine the gradients of different experts.",
+        instead="Use `T.zero`.",
+        program=lambda: experts(lambda mesh: [T.compressed_gradients(comm.OneBit(), mesh["edp", "ep"])]),
     ),
     Refusal(
         what="a loss that leaves params out, with an optimizer whose state is not per leaf",

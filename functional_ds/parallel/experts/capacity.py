@@ -73,7 +73,7 @@ class Capacity:
             if not groups:
                 return None, counts.new_zeros(3)
             worst = counts.argmax()
-            return None, torch.stack([counts[worst] - limit, worst % experts, worst // experts])
+            return None, torch.stack([counts.max() - limit, worst % experts, worst // experts])
         order = torch.arange(tokens * k, device=chosen.device)
         if self.drop == "probability":
             order = weights.detach().flatten().argsort(descending=True, stable=True)

@@ -87,15 +87,17 @@ def grouped_linear(rows: Tensor, weight: Tensor, groups: RowGroups, *, bias: Ten
         rows, weight, bias = rows.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if rows.dtype != weight.dtype:
         raise ValueError(f"rows of {rows.dtype} and a weight of {weight.dtype}: cast one")
-    out: Tensor = _Rows.apply(rows, weight.mT, groups)
+    out: Tensor = _GroupedProduct.apply(rows, weight.mT, groups)
     return out if bias is None else out + bias.index_select(0, groups.expert_of_row(len(rows)))
 
 
-class _Rows(torch.autograd.Function):
+class _GroupedProduct(torch.autograd.Function):
     """Rows [R, a] with matrices [E, a, b]: [R, b]."""
 
     @staticmethod
-    def forward(rows: Tensor, matrices: Tensor, groups: RowGroups) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, matrices: Tensor, groups: RowGroups) -> Tensor:
+        ctx.groups = groups
+        ctx.save_for_backward(rows, matrices)
         if rows.is_meta or is_fake(rows):
             return rows.new_empty(len(rows), matrices.shape[2])
         if len(rows) and _fits(rows) and _fits(matrices):
@@ -106,24 +108,21 @@ class _Rows(torch.autograd.Function):
         return found
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, RowGroups], output: Tensor) -> None:
-        rows, matrices, ctx.groups = inputs
-        ctx.save_for_backward(rows, matrices)
-
-    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         rows, matrices = ctx.saved_tensors
         grad = grad.contiguous()
-        by_rows = _Rows.apply(grad, matrices.mT, ctx.groups) if ctx.needs_input_grad[0] else None
-        by_matrices = _Products.apply(rows, grad, ctx.groups) if ctx.needs_input_grad[1] else None
+        by_rows = _GroupedProduct.apply(grad, matrices.mT, ctx.groups) if ctx.needs_input_grad[0] else None
+        by_matrices = _GroupedOuterProduct.apply(rows, grad, ctx.groups) if ctx.needs_input_grad[1] else None
         return by_rows, by_matrices, None
 
 
-class _Products(torch.autograd.Function):
+class _GroupedOuterProduct(torch.autograd.Function):
     """The transpose by the matrices: ``left.T @ right`` [E, a, b] of each expert's rows [R, a] and [R, b]."""
 
     @staticmethod
-    def forward(left: Tensor, right: Tensor, groups: RowGroups) -> Tensor:
+    def forward(ctx: Any, left: Tensor, right: Tensor, groups: RowGroups) -> Tensor:
+        ctx.groups = groups
+        ctx.save_for_backward(left, right)
         shape = (groups.size, left.shape[1], right.shape[1])
         if left.is_meta or is_fake(left):
             return left.new_empty(shape)
@@ -137,16 +136,11 @@ class _Products(torch.autograd.Function):
         return found
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, RowGroups], output: Tensor) -> None:
-        left, right, ctx.groups = inputs
-        ctx.save_for_backward(left, right)
-
-    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         left, right = ctx.saved_tensors
         grad = grad.contiguous()
-        by_left = _Rows.apply(right, grad.mT, ctx.groups) if ctx.needs_input_grad[0] else None
-        by_right = _Rows.apply(left, grad, ctx.groups) if ctx.needs_input_grad[1] else None
+        by_left = _GroupedProduct.apply(right, grad.mT, ctx.groups) if ctx.needs_input_grad[0] else None
+        by_right = _GroupedProduct.apply(left, grad, ctx.groups) if ctx.needs_input_grad[1] else None
         return by_left, by_right, None
 
 

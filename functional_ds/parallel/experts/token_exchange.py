@@ -111,7 +111,7 @@ def exchange(
         out = out.view(*x.shape[:-1], out.shape[-1])
         return out if shared is None else out + shared(x)
     volume = exchange_volume(1, routing.experts.shape[1], width=1, ranks=size)
-    by = _Gathered if (volume.way if way == "auto" else way) == "gather" else _AllToAll
+    by = _ExchangeByGather if (volume.way if way == "auto" else way) == "gather" else _ExchangeByAllToAll
     under_way = by(routing, group).start(rows)
     beside = None if shared is None else shared(x)
     out = under_way(f)
@@ -170,7 +170,7 @@ def _alone(f: ExpertFunction, rows: Tensor, routing: Routing) -> Tensor:
 
 
 @attrs.frozen(eq=False)
-class _AllToAll:
+class _ExchangeByAllToAll:
     """Rows go to the ranks of their experts."""
 
     routing: Routing
@@ -231,7 +231,7 @@ def _by_expert(counts: list[list[int]], table: Tensor) -> TokenOrder | None:
 
 
 @attrs.frozen(eq=False)
-class _Gathered:
+class _ExchangeByGather:
     """Every rank gets all tokens, and computes its experts' part of each."""
 
     routing: Routing

@@ -50,7 +50,7 @@ class TokenOrder:
 
 def spread(x: Tensor, order: TokenOrder) -> Tensor:
     """The token of each row: [T, M] to [R, M]. Its transpose sums a token's rows, without sorting again."""
-    found: Tensor = _Spread.apply(x, order)
+    found: Tensor = _SpreadTokens.apply(x, order)
     return found
 
 
@@ -59,27 +59,26 @@ def combine(rows: Tensor, weights: Tensor | None, order: TokenOrder) -> Tensor:
 
     Law 46: ``combine(spread(x), weights) = (Σ kept weights) x``.
     """
-    found: Tensor = _Combine.apply(rows, weights, order)
+    found: Tensor = _CombineRows.apply(rows, weights, order)
     return found
 
 
-class _Spread(torch.autograd.Function):
+class _SpreadTokens(torch.autograd.Function):
     @staticmethod
-    def forward(x: Tensor, order: TokenOrder) -> Tensor:
+    def forward(ctx: Any, x: Tensor, order: TokenOrder) -> Tensor:
+        ctx.order = order
         return x.index_select(0, order.tokens)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, TokenOrder], output: Tensor) -> None:
-        _, ctx.order = inputs
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return combine(grad, None, ctx.order), None
 
 
-class _Combine(torch.autograd.Function):
+class _CombineRows(torch.autograd.Function):
     @staticmethod
-    def forward(rows: Tensor, weights: Tensor | None, order: TokenOrder) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weights: Tensor | None, order: TokenOrder) -> Tensor:
+        ctx.order = order
+        ctx.save_for_backward(*([] if weights is None else [rows, weights]))
         tokens, k = order.places.shape
         if k == 1 and weights is None and order.kept is None:
             return rows.index_select(0, order.places[:, 0])
@@ -92,11 +91,6 @@ class _Combine(torch.autograd.Function):
                 picked.masked_fill_(~order.kept[:, j, None], 0)
             total = total.add_(picked) if weights is None else total.addcmul_(picked.to(wide), weights[:, j, None].to(wide))
         return total.to(rows.dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor | None, TokenOrder], output: Tensor) -> None:
-        rows, weights, ctx.order = inputs
-        ctx.save_for_backward(*([] if weights is None else [rows, weights]))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:

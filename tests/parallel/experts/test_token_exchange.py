@@ -7,12 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from functional_ds import comm, moe
 from functional_ds.step.tape import Tape
+from functional_ds.testing import simulated_cuda
 from tests.parallel.experts.oracle import E, M, close, gradients, mixture, numbers, on, own, weights_of
 
-TOKENS = (5, 0, 7, 2)  # of each rank
+TOKENS = (5, 7, 0, 2)  # of each rank
 
 
 def routing_of(tokens: int, k: int, *, seed: int, spread: str) -> moe.Routing:
@@ -153,24 +155,26 @@ def test_the_cheaper_way_is_taken() -> None:
 
 
 @pytest.mark.parametrize("way", ["all_to_all", "gather"])
-def test_the_host_waits_once(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the numbers of rows; not at all where one device has all experts and nothing is dropped."""
-    reads: list[str] = []
-    plain, item = Tensor.tolist, Tensor.item
-    monkeypatch.setattr(Tensor, "tolist", lambda self: (reads.append("tolist"), plain(self))[1])
-    monkeypatch.setattr(Tensor, "item", lambda self: (reads.append("item"), item(self))[1])
-    x, params = numbers(8, M), weights_of()
-    routing = moe.route(numbers(8, E), 2)
-    moe.exchange(lambda rows, groups: rows * groups.ends.numel(), x, routing=routing)
-    assert reads == []
+@pytest.mark.parametrize("drop", [None, "error", "probability"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_host_waits_once(way: Any, drop: Any, ranks: int) -> None:
+    """On a simulated GPU: for the numbers of rows; not at all where one device has all experts and all choices."""
+    capacity = None if drop is None else moe.Capacity(4.0, rows=3, drop=drop)
 
     def program() -> None:
-        group = comm.world()
-        f = moe.gated_mlp(*own(params, group).values())
-        moe.exchange(f, x, routing=routing, group=group, way=way)
+        group = comm.world() if ranks > 1 else None
+        with simulated_cuda() as gpu:
+            whole = weights_of() if group is None else own(weights_of(), group)
+            params = {name: leaf.float().cuda().requires_grad_() for name, leaf in whole.items()}
+            x, logits = (numbers(6, width).float().cuda().requires_grad_() for width in (M, E))
+            gpu.clear()
+            routing = moe.route(logits, 2, normalise=True, capacity=capacity)
+            y = moe.exchange(moe.gated_mlp(**params), x, routing=routing, group=group, way=way, shared=torch.tanh)
+            loss = y.square().sum() + moe.balance_loss(routing, group=group) + moe.z_loss(logits)
+            torch.autograd.grad(loss, [x, logits, *params.values()])
+            assert [found.text.partition(" ")[0] for found in gpu.host_syncs] == ["tolist"] * (ranks > 1 or drop is not None)
 
-    comm.simulate(program, world_size=2)
-    assert reads == ["tolist"] * 2
+    comm.simulate(program, world_size=ranks)
 
 
 @pytest.mark.parametrize("way", ["all_to_all", "gather"])
@@ -197,18 +201,20 @@ def test_a_second_derivative_is_one_device_s(way: Any) -> None:
             close(found[name], expected[name].chunk(2)[rank])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_half_precision_sums_in_fp32(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "router"), [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)]
+)
+def test_half_precision_sums_in_fp32(dtype: torch.dtype, router: torch.dtype) -> None:
     """The combined result is rounded once; the weights' gradients come in their own dtype."""
     x = torch.randint(-9, 10, (8, M)).to(dtype)
-    weights = (torch.randint(1, 32, (8, 3)) / 16).requires_grad_()  # sums that fp32 has exactly
+    weights = (torch.randint(1, 32, (8, 3)) / 16).to(router).requires_grad_()  # sums that fp32 has exactly
     routing = moe.Routing(moe.route(numbers(8, E), 3).experts, weights, E)
     y = moe.exchange(lambda rows, groups: rows, x, routing=routing)
     assert y.dtype == dtype
-    assert torch.equal(y, (x.float() * weights.sum(1, keepdim=True)).to(dtype))
+    assert torch.equal(y, (x.float() * weights.float().sum(1, keepdim=True)).to(dtype))
     y.float().sum().backward()
     assert weights.grad is not None
-    assert weights.grad.dtype == torch.float32
+    assert weights.grad.dtype == router
 
 
 def test_a_rank_without_tokens_may_have_a_constant_loss() -> None:
@@ -228,22 +234,26 @@ def test_a_rank_without_tokens_may_have_a_constant_loss() -> None:
     assert all(float(grad[1].abs().sum()) > 0 for grad in without)  # the experts that the other's tokens chose
 
 
-def test_shapes_alone_are_an_even_routing() -> None:
-    """On the meta device, with a group of ranks of which one runs."""
+@pytest.mark.parametrize("fake", [False, True])
+@pytest.mark.parametrize("way", ["all_to_all", "gather"])
+def test_shapes_alone_are_an_even_routing(way: Any, fake: bool) -> None:
+    """On the meta device and of fake tensors, values are not asked for; what is sent is the formula's."""
 
     def program() -> tuple[Any, Any]:
-        group = comm.world()
-        routing = moe.Routing(torch.empty(16, 2, dtype=torch.int64, device="meta"), torch.empty(16, 2, device="meta"), 8)
-        x = torch.empty(16, M, device="meta", requires_grad=True)
-        gate_up, down = torch.empty(1, 6, M, device="meta"), torch.empty(1, M, 3, device="meta")
-        with comm.ledger() as book:
-            y = moe.exchange(moe.gated_mlp(gate_up, down), x, routing=routing, group=group)
-            y.sum().backward()
+        with FakeTensorMode() if fake else torch.device("meta"):
+            x, logits = torch.empty(16, M, requires_grad=True), torch.empty(16, 8, requires_grad=True)
+            gate_up, down = torch.empty(2, 6, M), torch.empty(2, M, 3)
+            routing = moe.route(logits, 2, capacity=moe.Capacity(1.0, rows=4, drop="error"))
+            with comm.ledger() as book:
+                y = moe.exchange(moe.gated_mlp(gate_up, down), x, routing=routing, group=comm.world(), way=way)
+                y.sum().backward()
         return y.shape, sum(row.elements for row in book.rows)
 
-    for shape, sent in comm.simulate(program, world_size=8):
+    volume = moe.exchange_volume(16, 2, width=M, ranks=4)
+    expected = 2 * volume.all_to_all if way == "all_to_all" else 2 * volume.gather + 3 * 16 * 2 * 3
+    for shape, sent in comm.simulate(program, world_size=4):
         assert shape == (16, M)
-        assert sent == 2 * moe.exchange_volume(16, 2, width=M, ranks=8).all_to_all
+        assert sent == (0 if fake else expected)
 
 
 def by_process(way: Any) -> tuple[Tensor, Tensor]:

@@ -334,3 +334,25 @@ def test_each_expert_is_a_matrix_that_one_rank_owns(stage: int, tmp_path: Path) 
         if edp == 1:  # gradients, params and changes of the embedding alone
             assert sum(sent for _, sent, _ in found) <= 3 * params()["embed"].nbytes
         assert {name for names in own for name in names} == {n for n in state.optimizer.states[0].whole if "[" in n}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 2)])
+def test_compressed_gathers_and_reductions(stage: int, sizes: tuple[int, int]) -> None:
+    """qwZ and qgZ over edp: near the single-device step, but for tokens that rounded routers send elsewhere."""
+    gather, scatter = comm.compressed(comm.all_gather, comm.Blocks(8)), comm.compressed(comm.reduce_scatter, comm.Blocks(8))
+    program = on_ranks([], lambda dp, mesh: T.zero(stage, dp, all_gather=gather, reduce_scatter=scatter), [], *sizes, rows=8)
+    expected = trained([], 8)
+    for found in comm.simulate(program, world_size=sizes[0] * sizes[1]):
+        for ours, theirs in zip(found[0], expected[0], strict=True):
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=0.1)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_half_precision(stage: int) -> None:
+    """bf16 params and gradients, fp32 masters: near the single-device step in bf16."""
+    program = on_ranks([T.mixed_precision("bf16")], lambda dp, mesh: T.zero(stage, dp), [T.clip(0.5)], 2, 2, rows=8)
+    expected = trained([T.mixed_precision("bf16"), T.clip(0.5)], 8)
+    for found in comm.simulate(program, world_size=4):
+        for ours, theirs in zip(found[0], expected[0], strict=True):
+            assert ours == pytest.approx(theirs, rel=0.05)
