@@ -112,7 +112,7 @@ def exchange(
         return out if shared is None else out + shared(x)
     volume = exchange_volume(1, routing.experts.shape[1], width=1, ranks=size)
     by = _ExchangeByGather if (volume.way if way == "auto" else way) == "gather" else _ExchangeByAllToAll
-    under_way = by(routing, group).start(rows)
+    under_way = by(routing, group).start(rows, beside=shared is not None)
     beside = None if shared is None else shared(x)
     out = under_way(f)
     if not len(rows):
@@ -176,16 +176,17 @@ class _ExchangeByAllToAll:
     routing: Routing
     group: comm.Group
 
-    def start(self, rows: Tensor) -> Callable[[ExpertFunction], Tensor]:
-        """Sends the rows; what is returned does the rest."""
+    def start(self, rows: Tensor, *, beside: bool) -> Callable[[ExpertFunction], Tensor]:
+        """Sends the rows; what is returned does the rest. ``beside``: whether there is work to do while they travel."""
         order = TokenOrder.of(self.routing.experts, self.routing.kept, self.routing.count)
         sent, counts, table = self._counts(rows)
         order = order.cut(sum(sent))
         received = [sum(each) for each in counts]  # by source
-        pending = comm.all_to_all(spread(rows, order), self.group, input_splits=sent, output_splits=received, async_op=True)
+        rows = spread(rows, order)
+        going = comm.all_to_all(rows, self.group, input_splits=sent, output_splits=received, async_op=beside)
 
         def rest(f: ExpertFunction) -> Tensor:
-            arrived = pending.wait()  # sorted by source, then by expert
+            arrived = going.wait() if beside else going  # sorted by source, then by expert
             by_expert = _by_expert(counts, table)
             groups = _groups([sum(each) for each in zip(*counts, strict=True)], table)
             done = f(arrived, groups) if by_expert is None else combine(f(spread(arrived, by_expert), groups), None, by_expert)
@@ -237,8 +238,8 @@ class _ExchangeByGather:
     routing: Routing
     group: comm.Group
 
-    def start(self, rows: Tensor) -> Callable[[ExpertFunction], Tensor]:
-        """Gathers the tokens; what is returned does the rest."""
+    def start(self, rows: Tensor, *, beside: bool) -> Callable[[ExpertFunction], Tensor]:
+        """Gathers the tokens; what is returned does the rest. ``beside``: whether there is work to do while they travel."""
         routing, group = self.routing, self.group
         tokens, counts, table = self._counts(rows)
         most = max(tokens)
@@ -249,10 +250,10 @@ class _ExchangeByGather:
                 name: torch.cat([leaf, leaf.new_full((most - len(rows), leaf.shape[1]), -1 if name == "ids" else 0)])
                 for name, leaf in mine.items()
             }
-        pending = comm.all_gather(mine, group, async_op=True)
+        going = comm.all_gather(mine, group, async_op=beside)
 
         def rest(f: ExpertFunction) -> Tensor:
-            everyones = pending.wait()
+            everyones = going.wait() if beside else going
             local = everyones["ids"] - group.rank * len(counts)
             kept = (local >= 0) & (local < len(counts))
             order = TokenOrder.of(local.masked_fill(~kept, 0), kept, len(counts)).cut(sum(counts))

@@ -105,10 +105,10 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
     ],
     SENT: [
         Bug(
-            "rows are sent as fp64",
+            "rows are sent twice",
             EXCHANGE,
-            "comm.all_to_all(spread(rows, order)",
-            "comm.all_to_all(spread(rows, order).repeat(1, 2)",
+            "rows = spread(rows, order)",
+            "rows = spread(rows, order).repeat(1, 2)",
             shows=Exception,
         )
     ],

@@ -206,9 +206,9 @@ def test_a_second_derivative_is_one_device_s(way: Any) -> None:
 )
 def test_half_precision_sums_in_fp32(dtype: torch.dtype, router: torch.dtype) -> None:
     """The combined result is rounded once; the weights' gradients come in their own dtype."""
-    x = torch.randint(-9, 10, (8, M)).to(dtype)
-    weights = (torch.randint(1, 32, (8, 3)) / 16).to(router).requires_grad_()  # sums that fp32 has exactly
-    routing = moe.Routing(moe.route(numbers(8, E), 3).experts, weights, E)
+    x = (numbers(64, M) * 4).round().to(dtype)
+    weights = (((numbers(64, 3).abs() * 16).round() + 1) / 16).to(router).requires_grad_()  # sums that fp32 has exactly
+    routing = moe.Routing(moe.route(numbers(64, E), 3).experts, weights, E)
     y = moe.exchange(lambda rows, groups: rows, x, routing=routing)
     assert y.dtype == dtype
     assert torch.equal(y, (x.float() * weights.float().sum(1, keepdim=True)).to(dtype))
