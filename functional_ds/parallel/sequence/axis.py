@@ -10,7 +10,7 @@ from functional_ds.step.axes import axis
 
 from .sequence_layout import SequenceLayout
 
-__all__ = ["SequenceAxis", "sequence_axis"]
+__all__ = ["SequenceAxis", "documents_of", "sequence_axis"]
 
 AXIS = "sp"
 
@@ -36,15 +36,25 @@ class SequenceAxis:
         documents: int [rows or 1, length], in the sequence's own order, the same on all ranks: positions attend to each other
             where their numbers are equal; -1 is padding, to which nothing attends. None: one document, no padding. It varies
             between data-parallel ranks and is replicated over ``group``.
+        ring_group: where ``layout.inner`` > 1, the ranks of this rank's ring, in the layout's order.
+        ulysses_group: where ``layout.inner`` > 1, the neighbours that share one of its ranks.
     """
 
     group: Group
     layout: SequenceLayout
     length: int
     documents: Tensor | None = attrs.field(default=None, kw_only=True, validator=_whole, repr=tree.summary)
+    ring_group: Group | None = attrs.field(default=None, kw_only=True)
+    ulysses_group: Group | None = attrs.field(default=None, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         self.layout.check(self.length, self.group.size)
+        sizes = tuple(None if group is None else group.size for group in (self.ring_group, self.ulysses_group))
+        if sizes not in ((None, None), (self.group.size // self.layout.inner, self.layout.inner)):
+            raise ValueError(
+                f"ring_group and ulysses_group have {sizes} ranks; {self.layout!r} on {self.group.size} ranks needs "
+                f"{(self.group.size // self.layout.inner, self.layout.inner)}"
+            )
 
     def positions(self, device: torch.device | str | None = None) -> Tensor:
         """This rank's positions in the whole sequence, int64 [length / ranks]."""
@@ -70,4 +80,23 @@ def sequence_axis(what: str) -> SequenceAxis:
     found = axis(AXIS)
     if not isinstance(found, SequenceAxis):
         raise ValueError(f"{what}: sequences are not cut here; pass a group, or run it in a step with T.sequence(group)")
+    return found
+
+
+def documents_of(attention_mask: Tensor | None = None, *, position_ids: Tensor | None = None) -> Tensor | None:
+    """The numbers of documents that ``SequenceAxis`` takes, from what batches have; None where neither is given.
+
+    Args:
+        attention_mask: [rows, length], 0 for padding.
+        position_ids: [rows, length]; a document begins wherever the next position is not the last one's successor.
+
+    >>> documents_of(torch.tensor([[1, 1, 1, 0]]), position_ids=torch.tensor([[0, 1, 0, 0]])).tolist()
+    [[0, 0, 1, -1]]
+    """
+    found = None
+    if position_ids is not None:
+        found = torch.nn.functional.pad((position_ids.diff(dim=1) != 1).cumsum(1), (1, 0))
+    if attention_mask is not None:
+        found = torch.zeros_like(attention_mask, dtype=torch.int64) if found is None else found
+        found = found.masked_fill(attention_mask == 0, -1)
     return found
