@@ -3,8 +3,25 @@
 from .axis import SequenceAxis, documents_of, sequence_axis
 from .block_products import BlockProduct, ring_pairs
 from .blockwise import attention
+from .gathered import gathered
+from .head_exchange import HeadShares, head_shares
 from .ring import ring
 from .sequence_layout import SequenceLayout
 from .softmax_merge import merge
+from .ulysses import ulysses
 
-__all__ = ["BlockProduct", "SequenceAxis", "SequenceLayout", "attention", "documents_of", "merge", "ring", "ring_pairs", "sequence_axis"]
+__all__ = [
+    "BlockProduct",
+    "HeadShares",
+    "SequenceAxis",
+    "SequenceLayout",
+    "attention",
+    "documents_of",
+    "gathered",
+    "head_shares",
+    "merge",
+    "ring",
+    "ring_pairs",
+    "sequence_axis",
+    "ulysses",
+]

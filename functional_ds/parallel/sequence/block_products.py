@@ -201,7 +201,9 @@ def _merged(found: Sequence[BlockProduct]) -> list[BlockProduct]:
             merged.append(each)
     above: list[BlockProduct] = []
     for each in merged:
-        match = next((b for b in above if b.kind == each.kind == "full" and b.cols == each.cols and b.rows[1] == each.rows[0]), None)
+        match = next(
+            (b for b in above if b.kind == each.kind == "full" and b.cols == each.cols and b.rows[1] == each.rows[0]), None
+        )
         if match:
             above[above.index(match)] = BlockProduct((match.rows[0], each.rows[1]), each.cols, "full")
         else:

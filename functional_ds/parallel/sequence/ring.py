@@ -14,11 +14,11 @@ from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.pending import Pending
 from functional_ds.comm.record.permutation import Permutation
 
-from .axis import sequence_axis
+from .axis import resolve_axis
 from .blockwise import AttentionMask, Keys, Queries, check_heads, empty_to_infinite, mask_of, resolved_scale
 from .sequence_layout import SequenceLayout
 
-__all__ = ["resolve_axis", "ring"]
+__all__ = ["ring"]
 
 Attention = Callable[..., Tensor]
 _shift = lru_cache(maxsize=256)(Permutation.shift)
@@ -117,23 +117,7 @@ class _RingAttention(torch.autograd.Function):
         return d_q.to(q.dtype), d_k, d_v, None, None
 
 
-def resolve_axis(what: str, group: Group | None, layout: SequenceLayout | str | None) -> tuple[Group, SequenceLayout, Tensor | None]:
-    """The group, the layout and the documents: those given, else those of the running step.
-
-    Raises:
-        ValueError: there is no group, or a layout without one.
-    """
-    if group is not None:
-        return group, SequenceLayout.of("contiguous" if layout is None else layout), None
-    if layout is not None:
-        raise ValueError(f"{what}: layout={layout!r} without a group: pass both, or none to take those of the step's T.sequence")
-    found = sequence_axis(what)
-    return found.group, found.layout, found.documents
-
-
-def ring(
-    group: Group | None = None, *, layout: SequenceLayout | str | None = None, save_blocks: bool = False
-) -> Attention:
+def ring(group: Group | None = None, *, layout: SequenceLayout | str | None = None, save_blocks: bool = False) -> Attention:
     """Attention of sequences that are cut among ranks, whose keys and values go around in a ring.
 
     Law: on each rank it is its part of attention to the whole sequence, for every layout and mask; so are the gradients.
@@ -181,7 +165,9 @@ def ring(
         ranks, how, numbers = resolve_axis("ring attention", group, layout)
         check_heads("ring attention", q, k, v)
         if q.shape[2] != k.shape[2]:
-            raise ValueError(f"ring attention: {q.shape[2]} queries and {k.shape[2]} keys: a rank holds the same positions of both")
+            raise ValueError(
+                f"ring attention: {q.shape[2]} queries and {k.shape[2]} keys: a rank holds the same positions of both"
+            )
         length = q.shape[2] * ranks.size
         how.check(length, ranks.size)
         mask = mask_of(causal, window, numbers if documents is None else documents, length=length, rows=q.shape[0], layout=how)
