@@ -5,6 +5,7 @@ from .block_products import BlockProduct, ring_pairs
 from .blockwise import attention
 from .gathered import gathered
 from .head_exchange import HeadShares, head_shares
+from .hugging_face import SequenceMask, register_attention
 from .ring import ring
 from .sequence_layout import SequenceLayout
 from .softmax_merge import merge
@@ -15,11 +16,13 @@ __all__ = [
     "HeadShares",
     "SequenceAxis",
     "SequenceLayout",
+    "SequenceMask",
     "attention",
     "documents_of",
     "gathered",
     "head_shares",
     "merge",
+    "register_attention",
     "ring",
     "ring_pairs",
     "sequence_axis",

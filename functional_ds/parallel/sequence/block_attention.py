@@ -31,7 +31,7 @@ def takes(q: Tensor, v: Tensor, masked: bool) -> str:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool = False, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The attention [rows, h, S, d] of q [rows, h, S, d] to k and v [rows, g, K, d], and the log-sum-exp of scores [rows, h, S].
+    """The attention of q [rows, h, S, d] to k and v [rows, g, K, d], and the log-sum-exp of scores [rows, h, S].
 
     Query heads share key-value heads, h / g in a row each. Queries without keys get 0 and -inf.
 
@@ -104,9 +104,8 @@ def attend_backward(
     up, out, rows = (each.to(wide).unflatten(1, heads) for each in (grad, o, q))
     inner = up @ v.to(wide).mT.unsqueeze(2) - (up * out).sum(-1, keepdim=True)
     d_scores = weights * inner * scale
-    d_q = (d_scores @ k.to(wide).unsqueeze(2)).flatten(1, 2)
-    d_k, d_v = (d_scores.mT @ rows).sum(2), (weights.mT @ up).sum(2)
-    return d_q, d_k, d_v
+    d_q: Tensor = (d_scores @ k.to(wide).unsqueeze(2)).flatten(1, 2)
+    return d_q, (d_scores.mT @ rows).sum(2), (weights.mT @ up).sum(2)
 
 
 def _dense(x: Tensor) -> Tensor:

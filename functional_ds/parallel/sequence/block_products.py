@@ -157,7 +157,7 @@ def _span(runs: Sequence[_Run]) -> Extent:
 
 def _pair(query: _Run, key: _Run, causal: bool, window: int | None) -> list[BlockProduct]:
     q, k = query.positions, key.positions
-    if causal and k[0] > q[-1] or window is not None and q[0] - k[-1] >= window:
+    if (causal and k[0] > q[-1]) or (window is not None and q[0] - k[-1] >= window):
         return []
     if window is not None and q[-1] - k[0] >= window:
         return _windowed(query, key, window)

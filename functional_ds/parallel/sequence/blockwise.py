@@ -12,7 +12,7 @@ from torch import Tensor
 from functional_ds.base import tree
 
 from .block_attention import attend, attend_backward, takes
-from .block_products import BlockProduct, Extent, products
+from .block_products import BlockProduct, products
 from .sequence_layout import SequenceLayout
 from .softmax_merge import merge_into
 
@@ -65,8 +65,8 @@ class AttentionMask:
             documents.dim() != 2 or documents.shape[1] != length or documents.shape[0] not in (1, rows)
         ):
             raise ValueError(
-                f"documents has shape {list(documents.shape)}; it must be [{rows} or 1, {length}], numbers of all positions of the "
-                "whole sequence in its own order"
+                f"documents has shape {list(documents.shape)}; it must be [{rows} or 1, {length}], numbers of all positions of "
+                "the whole sequence in its own order"
             )
         return self
 

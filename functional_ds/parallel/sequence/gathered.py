@@ -19,8 +19,8 @@ Attention = Callable[..., Tensor]
 def gathered(group: Group | None = None, *, layout: SequenceLayout | str | None = None) -> Attention:
     """Attention of sequences that are cut among ranks, each of which gathers all keys and values.
 
-    Law: as ``ring``'s, and the same arguments. It takes one message where a ring takes P - 1, and memory for all keys and values;
-    nothing is computed while they travel. It suits few key-value heads, and latencies that a ring cannot hide.
+    Law: as ``ring``'s, with the same arguments. It takes one collective where a ring takes P - 1 messages, and memory for all
+    keys and values. Nothing is computed while they travel.
 
     Args:
         group: the ranks; None for those of the step's ``T.sequence``, with its layout and documents.

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from functional_ds import comm
-from functional_ds.base import tree
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.pending import Pending
 from functional_ds.comm.record.permutation import Permutation
@@ -51,7 +50,8 @@ class _Ring:
         return [k.view(self.k_shape), v.view(self.v_shape)]
 
     def keys(self, flat: Tensor, step: int) -> Keys:
-        return Keys(*self.split(flat), self.runs(step))
+        k, v = self.split(flat)
+        return Keys(k, v, self.runs(step))
 
     def pass_on(self, flat: Tensor, by: int) -> Pending[Tensor]:
         """Starts a message to the next rank, or the one before; the result is the other neighbour's."""
@@ -59,7 +59,7 @@ class _Ring:
 
 
 class _RingAttention(torch.autograd.Function):
-    """The forward sends n - 1 messages. The backward passes on gradients, n - 1 messages, and keys again if they were not saved."""
+    """The forward sends n - 1 messages. The backward passes gradients on in n - 1, and keys again if they were not saved."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, here: _Ring, save: bool) -> Tensor:
@@ -94,7 +94,7 @@ class _RingAttention(torch.autograd.Function):
             queries.add_gradients(here.keys(flat, number), grad, o, lse, into=[d_q, *here.split(found)])
             return found
 
-        # The block that came last is the first here, and goes back the way it came; its gradient goes with it, to arrive at home.
+        # The block that came last is the first here and goes back the way it came; its gradient goes with it and ends at home.
         coming = [] if saved or n == 1 else [here.pass_on(own, -1)]
         d_own = gradients(own, 0)
         d_coming: list[Pending[Tensor]] = []
@@ -132,13 +132,13 @@ def ring(group: Group | None = None, *, layout: SequenceLayout | str | None = No
         group: the ranks; None for those of the step's ``T.sequence``, with its layout and documents.
         layout: which positions each of them holds, or its name: "contiguous", "zigzag", "striped". For causal attention zigzag
             makes all ranks' work equal.
-        save_blocks: keeps all ranks' keys and values for the backward pass (2 g d N elements a row) instead of sending them again.
+        save_blocks: keeps all ranks' keys and values (2 g d N elements a row) for the backward pass, and sends them once.
 
     Raises:
         ValueError: no group and no step that has one; shapes, dtypes, documents or layout do not fit.
 
-    Cost: P - 1 messages of 2 g d N/P elements forward, sent while the block before is computed with. Backward P - 1 such messages
-    of gradients, in fp32 for half precision, and P - 1 of keys and values again unless they were saved.
+    Cost: P - 1 messages of 2 g d N/P elements forward, sent while the block before is computed with. Backward P - 1 of
+    gradients, in fp32 for half precision, and P - 1 of keys and values again unless they were saved.
 
     Source: Ring Attention with Blockwise Transformers (arXiv 2310.01889).
 

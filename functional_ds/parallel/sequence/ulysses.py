@@ -27,10 +27,10 @@ def ulysses(
     Law: ``ulysses(a) = a`` for every such ``a``; so are the gradients. q, k, v and the result vary over ``group``: each rank
     passes its positions, in the layout's order. ``attention`` gets all positions in their own order, and some of the heads.
 
-    The function takes q [rows, h, N/P, d], k [rows, g, N/P, d], v [rows, g, N/P, e] and whatever else ``attention`` takes, which
-    it passes on as it is: masks are those of the whole sequence. Each rank gets h / P of the query heads, rounded up or down, and
-    the key-value heads that they use; so where g < P they go to P / g ranks each. A rank without a head does not call
-    ``attention``.
+    The function takes q [rows, h, N/P, d], k [rows, g, N/P, d], v [rows, g, N/P, e] and whatever else ``attention`` takes. That
+    it passes on as it is, so masks are those of the whole sequence. Each rank gets h / P of the query heads, rounded up or
+    down, and the key-value heads that they use; where g < P, each of these goes to several ranks. A rank without a head does
+    not call ``attention``.
 
     Args:
         attention: (q, k, v, ...) to [rows, heads, positions, e]; ``seq.attention`` by default. It may be collective over other
@@ -39,10 +39,10 @@ def ulysses(
         layout: which positions each of them holds, or its name; "contiguous" by default.
 
     Raises:
-        ValueError: no group and no step that has one; shapes, dtypes or the layout do not fit; ``attention`` gives another shape.
+        ValueError: no group and no step that has one; shapes, dtypes or the layout do not fit; the result has another shape.
 
-    Cost: two exchanges, each one message to each other rank: (h + 2g) d N/P (P - 1)/P elements of q, k and v, and h d N/P (P - 1)/P
-    of the result. Where g < P, keys and values are 2 N d (P - 1)/P. Backward the same.
+    Cost: two all-to-alls, of (h + 2g) d N/P (P - 1)/P elements for q, k and v together and h d N/P (P - 1)/P for the result.
+    Where g < P, keys and values are 2 N d (P - 1)/P. Backward the same.
 
     Source: DeepSpeed Ulysses (arXiv 2309.14509).
 
