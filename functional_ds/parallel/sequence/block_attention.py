@@ -120,7 +120,7 @@ def _scores(q: Tensor, k: Tensor, scale: float, causal: bool, mask: Tensor | Non
     """[rows, g, h / g, S, K], in fp32 where the inputs are of half precision."""
     wide = torch.promote_types(q.dtype, torch.float32)
     heads = (k.shape[1], q.shape[1] // max(k.shape[1], 1))
-    scores = q.to(wide).unflatten(1, heads) @ k.to(wide).mT.unsqueeze(2) * scale
+    scores: Tensor = q.to(wide).unflatten(1, heads) @ k.to(wide).mT.unsqueeze(2) * scale
     if causal:
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril_()[None, None]
     return scores if mask is None else scores.masked_fill(~mask.unsqueeze(1), -torch.inf)

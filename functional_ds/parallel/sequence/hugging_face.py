@@ -58,12 +58,12 @@ def register_attention() -> tuple[str, ...]:
     """Makes attention over cut sequences known to transformers, and returns the names for ``attn_implementation``.
 
     Law: in a step with ``T.sequence`` such a model is the model with "sdpa" on one device. "fds_ring", "fds_ulysses" and
-    "fds_gathered" are the functions of those names, "fds_ulysses_ring" is Ulysses over a ring. They are registered for the whole
-    process; a second call does nothing.
+    "fds_gathered" are the functions of those names, "fds_ulysses_ring" is Ulysses over a ring. They are registered for the
+    whole process; a second call does nothing.
 
     Padding masks and packed documents are those of the batch that ``T.sequence`` has cut. What cannot be done right is refused
-    by name when the model runs: other masks (chunked, blockwise, of 4 dims), dropout, soft caps, sinks, position biases, caches,
-    another mask or other positions than the step's, and no step with a sequence axis.
+    by name when the model runs: other masks (chunked, blockwise, of 4 dims), dropout, soft caps, sinks, position biases,
+    caches, another mask or other positions than the step's, and no step with a sequence axis.
 
     Raises:
         ImportError: transformers is not installed.
@@ -151,8 +151,8 @@ def _mask(name: str) -> Callable[..., SequenceMask]:
         own = axis.length // axis.group.size
         if (q_length, kv_length, q_offset, kv_offset) != (own, own, 0, 0):
             raise ValueError(
-                f"{name}: {q_length} queries from {q_offset} and {kv_length} keys from {kv_offset}, and a rank has {own} positions "
-                "of both: it takes the batch that T.sequence cut, and no cache"
+                f"{name}: {q_length} queries from {q_offset} and {kv_length} keys from {kv_offset}: a rank has {own} of both; "
+                "it takes the batch that T.sequence cut, and no cache"
             )
         if attention_mask is not None:
             _check_padding(name, attention_mask, axis)
