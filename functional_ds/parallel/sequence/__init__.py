@@ -6,5 +6,17 @@ from .blockwise import attention
 from .ring import ring
 from .sequence_layout import SequenceLayout
 from .softmax_merge import merge
+from .tiled_loss import tiled_loss
 
-__all__ = ["BlockProduct", "SequenceAxis", "SequenceLayout", "attention", "documents_of", "merge", "ring", "ring_pairs", "sequence_axis"]
+__all__ = [
+    "BlockProduct",
+    "SequenceAxis",
+    "SequenceLayout",
+    "attention",
+    "documents_of",
+    "merge",
+    "ring",
+    "ring_pairs",
+    "sequence_axis",
+    "tiled_loss",
+]
