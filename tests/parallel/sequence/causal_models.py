@@ -1,5 +1,6 @@
 """A small causal transformer of pure functions, whose attention is an argument, and batches for it."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,10 @@ from torch.nn import functional as F
 
 import functional_ds as fds
 from functional_ds.parallel.sequence.axis import documents_of
+from functional_ds.pipelining.stages.from_functions import Piece, stages
+from functional_ds.pipelining.stages.stages import Stages
 
-__all__ = ["HEADS", "VOCABULARY", "batch_of", "model_loss", "model_params", "plain_attention", "shifted"]
+__all__ = ["HEADS", "VOCABULARY", "batch_of", "model_loss", "model_params", "model_stages", "plain_attention", "shifted"]
 
 VOCABULARY, WIDTH, HEADS, KEY_HEADS = 11, 8, 4, 2
 
@@ -48,34 +51,60 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, documents:
     return F.scaled_dot_product_attention(q, k, v, allowed, enable_gqa=True)
 
 
+def _block(
+    params: dict[str, Tensor], x: Tensor, key: fds.Key | None, *, name: str, attend: Callable[..., Tensor], dropout: float
+) -> Tensor:
+    rows, size = x.shape[:2]
+    normed = F.layer_norm(x, (WIDTH,))
+    q = (normed @ params["q"]).view(rows, size, HEADS, -1).transpose(1, 2)
+    k, v = (normed @ params["kv"]).view(rows, size, 2 * KEY_HEADS, -1).transpose(1, 2).chunk(2, 1)
+    mixed = attend(q, k, v).transpose(1, 2).reshape(rows, size, WIDTH) @ params["o"]
+    x = x + (mixed if key is None else key.dropout(mixed, dropout, f"attention {name}"))
+    hidden = F.gelu(F.layer_norm(x, (WIDTH,)) @ params["up"]) @ params["down"]
+    return x + (hidden if key is None else key.dropout(hidden, dropout, f"mlp {name}"))
+
+
+def _embedded(params: Any, batch: dict[str, Tensor]) -> Tensor:
+    return params["embedding"][batch["input_ids"]] + params["positions"][batch["position_ids"]]  # type: ignore[no-any-return]
+
+
+def _cross_entropy(params: Any, x: Tensor, batch: dict[str, Tensor]) -> Any:
+    labels, logits = batch["shift_labels"], x @ params["embedding"].T
+    each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    counts = labels.flatten() != -100
+    hits = logits.argmax(-1) == labels
+    return fds.Weighted(each.where(counts, 0.0).sum(), counts.sum()), {"hits": fds.Weighted(hits.sum().double(), counts.sum())}
+
+
 def model_loss(
     attend: Callable[..., Tensor], *, causal: bool = True, dropout: float = 0.0, head: Callable[..., fds.Weighted] | None = None
 ) -> Callable[..., Any]:
     """The loss of a batch with ``input_ids``, ``shift_labels``, ``position_ids``; sums over tokens."""
 
-    def block(params: dict[str, Tensor], x: Tensor, key: fds.Key | None, name: str) -> Tensor:
-        rows, size = x.shape[:2]
-        normed = F.layer_norm(x, (WIDTH,))
-        q = (normed @ params["q"]).view(rows, size, HEADS, -1).transpose(1, 2)
-        k, v = (normed @ params["kv"]).view(rows, size, 2 * KEY_HEADS, -1).transpose(1, 2).chunk(2, 1)
-        mixed = attend(q, k, v, causal=causal).transpose(1, 2).reshape(rows, size, WIDTH) @ params["o"]
-        x = x + (mixed if key is None else key.dropout(mixed, dropout, f"attention {name}"))
-        hidden = F.gelu(F.layer_norm(x, (WIDTH,)) @ params["up"]) @ params["down"]
-        return x + (hidden if key is None else key.dropout(hidden, dropout, f"mlp {name}"))
-
     def loss(params: Any, batch: dict[str, Tensor], key: fds.Key | None) -> Any:
-        x = params["embedding"][batch["input_ids"]] + params["positions"][batch["position_ids"]]
+        x, own = _embedded(params, batch), functools.partial(attend, causal=causal)
         for i, layer in enumerate(params["blocks"]):
-            x = block(layer, x, key, str(i))
-        labels = batch["shift_labels"]
-        if head is not None:
-            return head(x, params["embedding"], labels)
-        each = F.cross_entropy((x @ params["embedding"].T).flatten(0, 1), labels.flatten(), reduction="none")
-        counts = labels.flatten() != -100
-        hits = (x @ params["embedding"].T).argmax(-1) == labels
-        return fds.Weighted(each[counts].sum(), counts.sum()), {"hits": fds.Weighted(hits.sum().double(), counts.sum())}
+            x = _block(layer, x, key, name=str(i), attend=own, dropout=dropout)
+        return _cross_entropy(params, x, batch) if head is None else head(x, params["embedding"], batch["shift_labels"])
 
     return loss
+
+
+def model_stages(attend: Callable[..., Tensor], *, causal: bool, dropout: float) -> Stages:
+    """The same in two stages, a block in each; the last one shares the embedding with the first."""
+    own = functools.partial(attend, causal=causal)
+
+    def first(params: Any, x: Tensor, batch: Any, key: fds.Key | None) -> Tensor:
+        (embedding, positions), layer = params[:2], params[2]
+        x = _embedded({"embedding": embedding, "positions": positions}, batch)
+        return _block(layer, x, key, name="0", attend=own, dropout=dropout)
+
+    def last(params: Any, x: Tensor, batch: Any, key: fds.Key | None) -> Any:
+        x = _block(params[1], x, key, name="1", attend=own, dropout=dropout)
+        return _cross_entropy({"embedding": params[0]}, x, batch)
+
+    pieces = [Piece(first, uses=("embedding", "positions", "blocks.0")), Piece(last, uses=("embedding", "blocks.1"))]
+    return stages(pieces, model_params(), inputs=lambda batch: batch["input_ids"])
 
 
 def batch_of(rows: int, length: int, seed: int, padding: str | None) -> dict[str, Tensor]:
