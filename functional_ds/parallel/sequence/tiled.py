@@ -61,7 +61,8 @@ def tiled(function: Callable[..., Any], tiles: int, *, dim: int = 1, sums: bool 
         raise ValueError(f"dim={dim!r}: count the dim of the tokens from the front, as tensors may differ in their last dims")
 
     def run(params: Any, *args: Any) -> Any:
-        leaves, spec = optree.tree_flatten((params, *args), is_leaf=_is_key, namespace=tree.NAMESPACE)
+        given: Any = (params, *args)
+        leaves, spec = optree.tree_flatten(given, is_leaf=_is_key, namespace=tree.NAMESPACE)
         shared = len(optree.tree_leaves(params, is_leaf=_is_key, namespace=tree.NAMESPACE))
         found = _Tiles(function, tiles, dim, sums, leaves, spec, shared)
         return found.with_gradients() if found.differentiable else found.whole()
@@ -216,7 +217,7 @@ class _TileByTile(torch.autograd.Function):
         given = [tensor.detach() for tensor in ctx.saved_tensors]
         shared = [place < tiles.shared for place in tiles.places]
         whole = [t.requires_grad_() if own and need else t for t, own, need in zip(given, shared, needed, strict=True)]
-        totals: list[Tensor | None] = [None] * len(given)
+        totals: dict[int, Tensor] = {}
         with ctx.again():
             for part in tiles.parts:
                 cut = [
@@ -225,15 +226,12 @@ class _TileByTile(torch.autograd.Function):
                 ]
                 for i, grad in _gradients(tiles, part, cut, seeds):
                     if not shared[i]:
-                        if totals[i] is None:
-                            totals[i] = torch.zeros_like(given[i])
-                        tiles.of(totals[i], part).copy_(grad)
-                    elif totals[i] is None:
-                        totals[i] = grad.to(wide_dtype(grad.dtype), copy=True)
-                    else:
+                        tiles.of(totals.setdefault(i, torch.zeros_like(given[i])), part).copy_(grad)
+                    elif i in totals:
                         totals[i].add_(grad)
-        found = [None if total is None else total.to(t.dtype) for total, t in zip(totals, given, strict=True)]
-        return None, None, *found
+                    else:
+                        totals[i] = grad.to(wide_dtype(grad.dtype), copy=True)
+        return None, None, *(totals[i].to(t.dtype) if i in totals else None for i, t in enumerate(given))
 
 
 def _gradients(
@@ -250,8 +248,10 @@ def _gradients(
             grads.append((seed if tiles.sums else tiles.of(seed, part)).to(leaf.dtype))
     wanted = [i for i, tensor in enumerate(cut) if tensor.requires_grad]
     if outputs and wanted:
-        by = torch.autograd.grad(outputs, [cut[i] for i in wanted], grads, allow_unused=True)
-        yield from ((i, grad) for i, grad in zip(wanted, by, strict=True) if grad is not None)
+        by: tuple[Tensor | None, ...] = torch.autograd.grad(outputs, [cut[i] for i in wanted], grads, allow_unused=True)
+        for i, grad in zip(wanted, by, strict=True):
+            if grad is not None:
+                yield i, grad
 
 
 def _refuse_foreign(found: Sequence[Tensor], known: set[int]) -> None:

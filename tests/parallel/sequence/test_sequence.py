@@ -192,15 +192,17 @@ def test_a_head_in_tiles() -> None:
         torch.testing.assert_close((found[0], found[2], found[3]), (losses, before, params), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(("stage", "more"), [(1, ()), (3, (T.remat(""),))])
-def test_in_a_pipeline(stage: int, more: tuple[Any, ...]) -> None:
+@pytest.mark.parametrize(
+    ("stage", "attend", "more"), [(1, seq.ring(), ()), (2, fds.remat(seq.ring()), ()), (3, seq.ring(), (T.remat(""),))]
+)
+def test_in_a_pipeline(stage: int, attend: Callable[..., Tensor], more: tuple[Any, ...]) -> None:
     """Two stages on pp x sp, with micro-batches whose masks differ, recomputed after others have run, and a tied embedding."""
     batches = [batch_of(4, 8, seed, "right") for seed in range(2)]
     expected = on_one_device(batches, 0.2, False)
 
     def program() -> Outcome:
         mesh = comm.mesh(pp=2, sp=2)
-        model = model_stages(seq.ring(), causal=False, dropout=0.2)
+        model = model_stages(attend, causal=False, dropout=0.2)
         strategy = [T.zero(stage, mesh["sp"]), T.pipeline(one_f_one_b(2, 4), model, mesh["pp"]), T.sequence(mesh["sp"]), *more]
         return trained(model, batches, *strategy)
 
