@@ -3,20 +3,30 @@
 from .axis import SequenceAxis, documents_of, sequence_axis
 from .block_products import BlockProduct, ring_pairs
 from .blockwise import attention
+from .gathered import gathered
+from .head_exchange import HeadShares, head_shares
+from .hugging_face import SequenceMask, register_attention
 from .ring import ring
 from .sequence_layout import SequenceLayout
 from .softmax_merge import merge
 from .tiled_loss import tiled_loss
+from .ulysses import ulysses
 
 __all__ = [
     "BlockProduct",
+    "HeadShares",
     "SequenceAxis",
     "SequenceLayout",
+    "SequenceMask",
     "attention",
     "documents_of",
+    "gathered",
+    "head_shares",
     "merge",
+    "register_attention",
     "ring",
     "ring_pairs",
     "sequence_axis",
     "tiled_loss",
+    "ulysses",
 ]

@@ -10,7 +10,7 @@ from functional_ds.step.axes import axis
 
 from .sequence_layout import SequenceLayout
 
-__all__ = ["SequenceAxis", "documents_of", "sequence_axis"]
+__all__ = ["SequenceAxis", "documents_of", "resolve_axis", "sequence_axis"]
 
 AXIS = "sp"
 
@@ -100,3 +100,21 @@ def documents_of(attention_mask: Tensor | None = None, *, position_ids: Tensor |
         found = torch.zeros_like(attention_mask, dtype=torch.int64) if found is None else found
         found = found.masked_fill(attention_mask == 0, -1)
     return found
+
+
+def resolve_axis(
+    what: str, group: Group | None, layout: SequenceLayout | str | None
+) -> tuple[Group, SequenceLayout, Tensor | None]:
+    """The group, the layout and the documents: those given, else those of the running step.
+
+    Raises:
+        ValueError: there is no group, or a layout without one.
+    """
+    if group is not None:
+        return group, SequenceLayout.of("contiguous" if layout is None else layout), None
+    if layout is not None:
+        raise ValueError(
+            f"{what}: layout={layout!r} without a group: pass both, or none to take those of the step's T.sequence"
+        )
+    found = sequence_axis(what)
+    return found.group, found.layout, found.documents

@@ -31,7 +31,7 @@ def takes(q: Tensor, v: Tensor, masked: bool) -> str:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool = False, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The attention [rows, h, S, d] of q [rows, h, S, d] to k and v [rows, g, K, d], and the log-sum-exp of scores [rows, h, S].
+    """The attention of q [rows, h, S, d] to k and v [rows, g, K, d], and the log-sum-exp of scores [rows, h, S].
 
     Query heads share key-value heads, h / g in a row each. Queries without keys get 0 and -inf.
 
@@ -104,9 +104,8 @@ def attend_backward(
     up, out, rows = (each.to(wide).unflatten(1, heads) for each in (grad, o, q))
     inner = up @ v.to(wide).mT.unsqueeze(2) - (up * out).sum(-1, keepdim=True)
     d_scores = weights * inner * scale
-    d_q = (d_scores @ k.to(wide).unsqueeze(2)).flatten(1, 2)
-    d_k, d_v = (d_scores.mT @ rows).sum(2), (weights.mT @ up).sum(2)
-    return d_q, d_k, d_v
+    d_q: Tensor = (d_scores @ k.to(wide).unsqueeze(2)).flatten(1, 2)
+    return d_q, (d_scores.mT @ rows).sum(2), (weights.mT @ up).sum(2)
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -121,7 +120,7 @@ def _scores(q: Tensor, k: Tensor, scale: float, causal: bool, mask: Tensor | Non
     """[rows, g, h / g, S, K], in fp32 where the inputs are of half precision."""
     wide = torch.promote_types(q.dtype, torch.float32)
     heads = (k.shape[1], q.shape[1] // max(k.shape[1], 1))
-    scores = q.to(wide).unflatten(1, heads) @ k.to(wide).mT.unsqueeze(2) * scale
+    scores: Tensor = q.to(wide).unflatten(1, heads) @ k.to(wide).mT.unsqueeze(2) * scale
     if causal:
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril_()[None, None]
     return scores if mask is None else scores.masked_fill(~mask.unsqueeze(1), -torch.inf)

@@ -157,7 +157,7 @@ def _span(runs: Sequence[_Run]) -> Extent:
 
 def _pair(query: _Run, key: _Run, causal: bool, window: int | None) -> list[BlockProduct]:
     q, k = query.positions, key.positions
-    if causal and k[0] > q[-1] or window is not None and q[0] - k[-1] >= window:
+    if (causal and k[0] > q[-1]) or (window is not None and q[0] - k[-1] >= window):
         return []
     if window is not None and q[-1] - k[0] >= window:
         return _windowed(query, key, window)
@@ -201,7 +201,9 @@ def _merged(found: Sequence[BlockProduct]) -> list[BlockProduct]:
             merged.append(each)
     above: list[BlockProduct] = []
     for each in merged:
-        match = next((b for b in above if b.kind == each.kind == "full" and b.cols == each.cols and b.rows[1] == each.rows[0]), None)
+        match = next(
+            (b for b in above if b.kind == each.kind == "full" and b.cols == each.cols and b.rows[1] == each.rows[0]), None
+        )
         if match:
             above[above.index(match)] = BlockProduct((match.rows[0], each.rows[1]), each.cols, "full")
         else:

@@ -12,7 +12,7 @@ from torch import Tensor
 from functional_ds.base import tree
 
 from .block_attention import attend, attend_backward, takes
-from .block_products import BlockProduct, Extent, products
+from .block_products import BlockProduct, products
 from .sequence_layout import SequenceLayout
 from .softmax_merge import merge_into
 
@@ -50,7 +50,9 @@ class AttentionMask:
 
     def __attrs_post_init__(self) -> None:
         if self.window is not None and (not self.causal or self.window < 1):
-            raise ValueError(f"window={self.window}, causal={self.causal}: a window is at least 1, and only causal attention has one")
+            raise ValueError(
+                f"window={self.window}, causal={self.causal}: a window is at least 1, and only causal attention has one"
+            )
 
     def check(self, length: int, rows: int) -> "AttentionMask":
         """Itself, if it fits a sequence of that length.
@@ -59,10 +61,12 @@ class AttentionMask:
             ValueError: it does not.
         """
         documents = self.documents
-        if documents is not None and (documents.dim() != 2 or documents.shape[1] != length or documents.shape[0] not in (1, rows)):
+        if documents is not None and (
+            documents.dim() != 2 or documents.shape[1] != length or documents.shape[0] not in (1, rows)
+        ):
             raise ValueError(
-                f"documents has shape {list(documents.shape)}; it must be [{rows} or 1, {length}], numbers of all positions of the "
-                "whole sequence in its own order"
+                f"documents has shape {list(documents.shape)}; it must be [{rows} or 1, {length}], numbers of all positions of "
+                "the whole sequence in its own order"
             )
         return self
 
@@ -119,7 +123,12 @@ class Queries:
         """Merges the attention to these keys into ``o`` and ``lse``."""
         for part, rows, cols, mask in self._parts(keys):
             found = attend(
-                self.q[:, :, rows], keys.k[:, :, cols], keys.v[:, :, cols], scale=self.scale, causal=part.kind == "causal", mask=mask
+                self.q[:, :, rows],
+                keys.k[:, :, cols],
+                keys.v[:, :, cols],
+                scale=self.scale,
+                causal=part.kind == "causal",
+                mask=mask,
             )
             merge_into(o[:, :, rows], lse[:, :, rows], *found)
 
@@ -176,7 +185,9 @@ class _Blockwise(torch.autograd.Function):
     """Attention of the queries to one block of keys."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rows: _Runs, cols: _Runs, mask: AttentionMask, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, rows: _Runs, cols: _Runs, mask: AttentionMask, scale: float
+    ) -> Tensor:
         wide, lse = Queries(q, rows, mask, scale).start(v)
         Queries(q, rows, mask, scale).add(Keys(k, v, cols), wide, lse)
         o = wide.to(q.dtype)
@@ -262,7 +273,13 @@ def attention(
 
 
 def mask_of(
-    causal: bool, window: int | None, documents: Tensor | Sequence[int] | None, *, length: int, rows: int, layout: SequenceLayout | None = None
+    causal: bool,
+    window: int | None,
+    documents: Tensor | Sequence[int] | None,
+    *,
+    length: int,
+    rows: int,
+    layout: SequenceLayout | None = None,
 ) -> AttentionMask:
     """The mask that an attention's arguments describe, checked.
 

@@ -9,16 +9,15 @@ import torch
 from torch import Tensor
 
 from functional_ds import comm
-from functional_ds.base import tree
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.pending import Pending
 from functional_ds.comm.record.permutation import Permutation
 
-from .axis import sequence_axis
+from .axis import resolve_axis
 from .blockwise import AttentionMask, Keys, Queries, check_heads, empty_to_infinite, mask_of, resolved_scale
 from .sequence_layout import SequenceLayout
 
-__all__ = ["resolve_axis", "ring"]
+__all__ = ["ring"]
 
 Attention = Callable[..., Tensor]
 _shift = lru_cache(maxsize=256)(Permutation.shift)
@@ -51,7 +50,8 @@ class _Ring:
         return [k.view(self.k_shape), v.view(self.v_shape)]
 
     def keys(self, flat: Tensor, step: int) -> Keys:
-        return Keys(*self.split(flat), self.runs(step))
+        k, v = self.split(flat)
+        return Keys(k, v, self.runs(step))
 
     def pass_on(self, flat: Tensor, by: int) -> Pending[Tensor]:
         """Starts a message to the next rank, or the one before; the result is the other neighbour's."""
@@ -59,7 +59,7 @@ class _Ring:
 
 
 class _RingAttention(torch.autograd.Function):
-    """The forward sends n - 1 messages. The backward passes on gradients, n - 1 messages, and keys again if they were not saved."""
+    """The forward sends n - 1 messages. The backward passes gradients on in n - 1, and keys again if they were not saved."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, here: _Ring, save: bool) -> Tensor:
@@ -94,7 +94,7 @@ class _RingAttention(torch.autograd.Function):
             queries.add_gradients(here.keys(flat, number), grad, o, lse, into=[d_q, *here.split(found)])
             return found
 
-        # The block that came last is the first here, and goes back the way it came; its gradient goes with it, to arrive at home.
+        # The block that came last is the first here and goes back the way it came; its gradient goes with it and ends at home.
         coming = [] if saved or n == 1 else [here.pass_on(own, -1)]
         d_own = gradients(own, 0)
         d_coming: list[Pending[Tensor]] = []
@@ -117,23 +117,7 @@ class _RingAttention(torch.autograd.Function):
         return d_q.to(q.dtype), d_k, d_v, None, None
 
 
-def resolve_axis(what: str, group: Group | None, layout: SequenceLayout | str | None) -> tuple[Group, SequenceLayout, Tensor | None]:
-    """The group, the layout and the documents: those given, else those of the running step.
-
-    Raises:
-        ValueError: there is no group, or a layout without one.
-    """
-    if group is not None:
-        return group, SequenceLayout.of("contiguous" if layout is None else layout), None
-    if layout is not None:
-        raise ValueError(f"{what}: layout={layout!r} without a group: pass both, or none to take those of the step's T.sequence")
-    found = sequence_axis(what)
-    return found.group, found.layout, found.documents
-
-
-def ring(
-    group: Group | None = None, *, layout: SequenceLayout | str | None = None, save_blocks: bool = False
-) -> Attention:
+def ring(group: Group | None = None, *, layout: SequenceLayout | str | None = None, save_blocks: bool = False) -> Attention:
     """Attention of sequences that are cut among ranks, whose keys and values go around in a ring.
 
     Law: on each rank it is its part of attention to the whole sequence, for every layout and mask; so are the gradients.
@@ -148,13 +132,13 @@ def ring(
         group: the ranks; None for those of the step's ``T.sequence``, with its layout and documents.
         layout: which positions each of them holds, or its name: "contiguous", "zigzag", "striped". For causal attention zigzag
             makes all ranks' work equal.
-        save_blocks: keeps all ranks' keys and values for the backward pass (2 g d N elements a row) instead of sending them again.
+        save_blocks: keeps all ranks' keys and values (2 g d N elements a row) for the backward pass, and sends them once.
 
     Raises:
         ValueError: no group and no step that has one; shapes, dtypes, documents or layout do not fit.
 
-    Cost: P - 1 messages of 2 g d N/P elements forward, sent while the block before is computed with. Backward P - 1 such messages
-    of gradients, in fp32 for half precision, and P - 1 of keys and values again unless they were saved.
+    Cost: P - 1 messages of 2 g d N/P elements forward, sent while the block before is computed with. Backward P - 1 of
+    gradients, in fp32 for half precision, and P - 1 of keys and values again unless they were saved.
 
     Source: Ring Attention with Blockwise Transformers (arXiv 2310.01889).
 
@@ -181,7 +165,9 @@ def ring(
         ranks, how, numbers = resolve_axis("ring attention", group, layout)
         check_heads("ring attention", q, k, v)
         if q.shape[2] != k.shape[2]:
-            raise ValueError(f"ring attention: {q.shape[2]} queries and {k.shape[2]} keys: a rank holds the same positions of both")
+            raise ValueError(
+                f"ring attention: {q.shape[2]} queries and {k.shape[2]} keys: a rank holds the same positions of both"
+            )
         length = q.shape[2] * ranks.size
         how.check(length, ranks.size)
         mask = mask_of(causal, window, numbers if documents is None else documents, length=length, rows=q.shape[0], layout=how)

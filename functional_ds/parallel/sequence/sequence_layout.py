@@ -128,7 +128,8 @@ class SequenceLayout:
             ValueError: as ``check``.
         """
         pieces = [
-            torch.arange(run.start, run.stop, run.step, device=device, dtype=torch.int64) for run in self.runs(length, ranks, rank)
+            torch.arange(run.start, run.stop, run.step, device=device, dtype=torch.int64)
+            for run in self.runs(length, ranks, rank)
         ]
         return torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.int64, device=device)
 
