@@ -11,7 +11,6 @@ from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
 from functional_ds.parallel.sequence.axis import AXIS, SequenceAxis
-from functional_ds.parallel.sequence.batch_cut import BatchCut, CutBatch, entered, padded
 from functional_ds.parallel.sequence.sequence_layout import SequenceLayout
 from functional_ds.state_dict.fingerprint import fingerprints
 from functional_ds.step.axes import asked
@@ -21,6 +20,8 @@ from functional_ds.step.state import State
 from functional_ds.step.step import Step, Transform
 from functional_ds.step.tape import current_tape
 from functional_ds.step.traits import Trait
+
+from .batch_cut import BatchCut, CutBatch, entered, padded
 
 __all__ = ["sequence"]
 
@@ -90,11 +91,11 @@ def sequence(
     if group is not None and not isinstance(group, comm.Group):
         raise TypeError(f"group={group!r} is no group: pass mesh['sp'], comm.world() or None")
     found = layout if callable(layout) else SequenceLayout.of(layout)
-    return _Sequence(group, found, BatchCut(dims, shift, pad, whole), tokenwise).transform()
+    return _SequenceParallel(group, found, BatchCut(dims, shift, pad, whole), tokenwise).transform()
 
 
 @attrs.frozen(eq=False)
-class _Sequence:
+class _SequenceParallel:
     """The phases that sequence parallelism wraps.
 
     Attributes:

@@ -81,7 +81,9 @@ class Case:
         return {name: value for name, value in found.items() if value is not None}
 
 
-def run(case: Case, make: Callable[[comm.Group], Callable[..., Tensor]], **options: Any) -> list[tuple[comm.Ledger, comm.Ledger]]:
+def run(
+    case: Case, make: Callable[[comm.Group], Callable[..., Tensor]], **options: Any
+) -> list[tuple[comm.Ledger, comm.Ledger]]:
     """Checks an attention and its gradients on all ranks; returns what each sent forward and backward."""
 
     def program() -> tuple[Tensor, list[Tensor], comm.Ledger, comm.Ledger]:

@@ -70,7 +70,9 @@ def test_rows_whose_first_keys_are_all_masked(sizes: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("sizes", [(8, 8), (8, 4)])
-def test_long_sequences_make_no_matrix_of_all_scores(monkeypatch: pytest.MonkeyPatch, causal: bool, sizes: tuple[int, int]) -> None:
+def test_long_sequences_make_no_matrix_of_all_scores(
+    monkeypatch: pytest.MonkeyPatch, causal: bool, sizes: tuple[int, int]
+) -> None:
     """With a mask, and where there is no kernel, rows come in tiles."""
     monkeypatch.setattr(blockwise, "_TILE", 16 * 64)
     largest = 0

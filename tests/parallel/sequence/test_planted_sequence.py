@@ -92,7 +92,7 @@ def refused(options: dict[str, Any], batch: Callable[[int], Any], words: str) ->
 
 
 CUT, STEP, TILED, LOSS = (
-    "parallel.sequence.batch_cut",
+    "transforms.parallel.batch_cut",
     "transforms.parallel.sequence",
     "parallel.sequence.tiled",
     "parallel.sequence.tiled_loss",
@@ -104,7 +104,7 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
             "the cut comes before the shift",
             CUT,
             f"return {PIECE}",
-            f'return F.pad(leaf.roll(1, 1).index_select(1, positions)[:, 1:], (0, 1), value=-100) if path[0] == "s" else {PIECE}',
+            f'return F.pad(leaf.roll(1, 1)[:, positions][:, 1:], (0, 1), value=-100) if path[0] == "s" else {PIECE}',
         ),
         Bug("each rank's positions begin at 0", CUT, "positions[None]}", "torch.arange(len(positions))[None]}"),
     ],

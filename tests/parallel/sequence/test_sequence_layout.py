@@ -39,7 +39,10 @@ def test_the_names() -> None:
     assert [Layout("zigzag").positions(8, 2, r).tolist() for r in (0, 1)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
     assert [Layout("striped").positions(8, 2, r).tolist() for r in (0, 1)] == [[0, 2, 4, 6], [1, 3, 5, 7]]
     documents = Layout.per_document([8, 5, 3])
-    assert [documents.positions(16, 2, r).tolist() for r in (0, 1)] == [[0, 1, 6, 7, 8, 11, 12, 13], [2, 3, 4, 5, 9, 10, 14, 15]]
+    assert [documents.positions(16, 2, r).tolist() for r in (0, 1)] == [
+        [0, 1, 6, 7, 8, 11, 12, 13],
+        [2, 3, 4, 5, 9, 10, 14, 15],
+    ]
     assert Layout.of("zigzag") == Layout("zigzag")
     assert Layout.of(documents) is documents
 
@@ -51,7 +54,9 @@ def test_an_inner_cut_is_ulysses_inside_of_a_ring() -> None:
         assert torch.equal(Layout("zigzag", inner=2).positions(24, 6, rank), shared)
 
 
-@pytest.mark.parametrize(("kind", "ranks", "length", "missing"), [("zigzag", 4, 13, 3), ("contiguous", 3, 10, 2), ("striped", 2, 4, 0)])
+@pytest.mark.parametrize(
+    ("kind", "ranks", "length", "missing"), [("zigzag", 4, 13, 3), ("contiguous", 3, 10, 2), ("striped", 2, 4, 0)]
+)
 def test_padding_is_what_is_missing(kind: str, ranks: int, length: int, missing: int) -> None:
     assert Layout(kind).padding(length, ranks) == missing
     Layout(kind).check(length + missing, ranks)

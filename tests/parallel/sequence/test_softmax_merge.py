@@ -45,7 +45,10 @@ def test_merging_is_associative_commutative_and_has_an_identity(parts: list[Part
 
 @given(st.integers(1, 7), st.integers(1, 7))
 def test_merged_parts_are_the_softmax_over_all(first: int, second: int) -> None:
-    scores, values = torch.randn(5, first + second, dtype=torch.float64) * 20, torch.randn(first + second, 3, dtype=torch.float64)
+    scores, values = (
+        torch.randn(5, first + second, dtype=torch.float64) * 20,
+        torch.randn(first + second, 3, dtype=torch.float64),
+    )
 
     def part(cols: slice) -> Partial:
         return scores[:, cols].softmax(-1) @ values[cols], scores[:, cols].logsumexp(-1)

@@ -13,10 +13,9 @@ from torch.nn import functional as F
 
 from functional_ds import comm
 from functional_ds.base import tree
+from functional_ds.parallel.sequence.axis import AXIS, SequenceAxis, documents_of
+from functional_ds.parallel.sequence.sequence_layout import SequenceLayout
 from functional_ds.step.axes import with_axis
-
-from .axis import AXIS, SequenceAxis, documents_of
-from .sequence_layout import SequenceLayout
 
 __all__ = ["IGNORED", "BatchCut", "CutBatch", "entered", "padded"]
 
