@@ -78,6 +78,7 @@ def test_a_step_over_sequences_is_the_step_on_one_device(
     Dropout draws at global positions; ranks differ in how many tokens count.
     """
     length = 8 * data.draw(st.integers(1, 2))
+    attend = data.draw(st.sampled_from([seq.ring(), seq.ring(save_blocks=True), seq.ulysses(), seq.gathered()]), "attention")
     batches = [batch_of(2 * dp * k, length, seed, padding) for seed in range(3)]
     expected = on_one_device(batches, dropout, causal)
     first = data.draw(st.booleans(), "T.sequence first")
@@ -89,7 +90,7 @@ def test_a_step_over_sequences_is_the_step_on_one_device(
         strategy.insert(0 if first else len(strategy), cut)
         here = mesh["dp"]
         own = [{name: leaf.chunk(here.size)[here.rank] for name, leaf in batch.items()} for batch in batches]
-        return trained(model_loss(seq.ring(), causal=causal, dropout=dropout), own, *strategy)
+        return trained(model_loss(attend, causal=causal, dropout=dropout), own, *strategy)
 
     for found in comm.simulate(program, world_size=dp * sp):
         assert_same(found, expected)
