@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -58,6 +58,7 @@ def gradients(function: Callable[..., Any], *args: Any) -> tuple[list[Tensor], l
     return found, list(torch.autograd.grad(loss, [*args[0].values(), args[1]]))  # type: ignore[arg-type]
 
 
+@pytest.mark.law(45)
 @given(
     tokens=st.integers(1, 7),
     tiles=st.integers(1, 9),
@@ -65,7 +66,6 @@ def gradients(function: Callable[..., Any], *args: Any) -> tuple[list[Tensor], l
     draws=st.booleans(),
     carried=st.booleans(),
 )
-@settings(max_examples=25)
 def test_tiles_change_nothing(tokens: int, tiles: int, dtype: torch.dtype, draws: bool, carried: bool) -> None:
     """tiled(f) = f: every result, the gradients of params and inputs, and draws by a key that may know positions already."""
     params, x, scale = inputs(tokens, dtype)
@@ -196,6 +196,7 @@ def test_what_tiled_refuses(call: Callable[[Tensor], Any], words: str) -> None:
 # -- the loss -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.law(45)
 @given(
     tokens=st.integers(0, 9),
     tiles=st.integers(1, 5),
@@ -204,7 +205,6 @@ def test_what_tiled_refuses(call: Callable[[Tensor], Any], words: str) -> None:
     with_bias=st.booleans(),
     seed=st.integers(0, 5),
 )
-@settings(max_examples=40)
 def test_tiled_loss_is_cross_entropy(
     tokens: int, tiles: int, dtype: torch.dtype, smoothing: float, with_bias: bool, seed: int
 ) -> None:
