@@ -22,6 +22,10 @@ help:  ## list the targets
 train: $(VENV)/.extra-train  ## train a GPT on two local ranks, into out/; again: go on
 	@$(BIN)/python examples/train_gpt.py --save out/checkpoints --resume $(ARGS)
 
+.PHONY: long-context
+long-context: $(VENV)/.extra-train  ## train on long contexts cut among ranks; draw what length costs
+	@$(BIN)/python examples/long_context.py $(ARGS)
+
 .PHONY: test
 test: $(VENV)/.extra-test  ## run the tests
 	@$(PYTEST) $(ARGS)

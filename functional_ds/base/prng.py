@@ -1,13 +1,18 @@
-"""Random draws that depend on where a row stands in the global batch, not on how many ranks share it."""
+"""Random draws that depend on where an element stands in the global batch, not on how many ranks share it."""
 
 import zlib
+from collections.abc import Mapping
 
+import attrs
 import torch
 from torch import Tensor
 
 from . import tree
 
-__all__ = ["Key"]
+__all__ = ["Key", "Places"]
+
+# For a dim: the global indices of the elements that are here, and the dim's global size; None for a dim that is whole.
+Places = Mapping[int, tuple[Tensor | range, int] | None]
 
 # Multipliers and shifts of splitmix64's finalizer (Steele, Lea, Flood 2014), as signed 64-bit integers.
 _M1, _M2 = -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
@@ -33,12 +38,24 @@ class Key:
     micro-batches (law 29), and the same again when an activation is recomputed. ``name`` keeps draws apart: give each
     dropout of a model its own.
 
+    A rank that has a slice of a tensor says with ``places`` which one: for a dim, the global indices of its elements and the
+    dim's global size. Then it draws what a single device draws for these elements (law 49), be they features, positions of a
+    sequence or experts, contiguous or not. A key may carry places: ``T.sequence`` gives the loss one that knows the positions
+    that this rank has along dim 1.
+
     A loss function that has a parameter ``key`` gets it from the step.
+
+    Attributes:
+        seed: of the run.
+        step: how many updates were made.
+        row: the global index of the first row.
+        places: what every draw is sliced by, unless its own ``places`` say otherwise.
     """
 
     seed: Tensor
     step: Tensor
     row: Tensor
+    places: Places = attrs.field(factory=dict)
 
     @staticmethod
     def of(seed: int) -> "Key":
@@ -46,24 +63,52 @@ class Key:
         zero = torch.zeros((), dtype=torch.int64)
         return Key(torch.tensor(seed, dtype=torch.int64), zero, zero)
 
-    def at(self, *, step: Tensor | None = None, rows: Tensor | int = 0) -> "Key":
-        """The key of a step, and of the rows that begin ``rows`` further on."""
-        return Key(self.seed, self.step if step is None else step, self.row + rows)
+    def at(self, *, step: Tensor | None = None, rows: Tensor | int = 0, places: Places | None = None) -> "Key":
+        """The key of a step, of the rows that begin ``rows`` further on, and of these places beside those that it carries."""
+        own = self.places if places is None else {**self.places, **places}
+        return Key(self.seed, self.step if step is None else step, self.row + rows, own)
 
-    def uniform(self, like: Tensor, name: str) -> Tensor:
-        """Uniform fp32 numbers in [0, 1) of ``like``'s shape; its dim 0 counts the batch's rows."""
-        device = like.device
+    def uniform(self, like: Tensor, name: str, *, places: Places | None = None) -> Tensor:
+        """Uniform fp32 numbers in [0, 1) of ``like``'s shape; its dim 0 counts the batch's rows.
+
+        Law 49: the draws for ``x[:, at]`` with ``places={1: (at, x.shape[1])}`` are those for ``x``, at ``at``.
+
+        Args:
+            like: what to draw for.
+            name: keeps draws of a step apart.
+            places: for each dim of which ``like`` has a part: the global indices as a ``range`` or as integers [n] on
+                ``like``'s device, or [rows, n] where rows differ, and the dim's global size. Those of dim 0 are rows of the
+                global batch, in the place of those that the key counts. None says that a dim is whole although the key
+                carries places for it, as of a tensor without a sequence.
+
+        Raises:
+            ValueError: places for a dim that ``like`` lacks, on another device, or more or fewer than the dim has.
+
+        >>> key, whole, heads = Key.of(0), torch.empty(2, 4, 3), torch.tensor([3, 0])
+        >>> torch.equal(key.uniform(whole[:, heads], "a", places={1: (heads, 4)}), key.uniform(whole, "a")[:, heads])
+        True
+        """
+        device, given = like.device, self.places if places is None else {**self.places, **places}
+        found = _checked(given, like, name) if given else {}
         rows = like.shape[0] if like.dim() else 1
         columns = like.numel() // max(rows, 1)
         salt = zlib.crc32(name.encode())
         seed, step, row = (_beside(number, device) for number in (self.seed, self.step, self.row))
         run = _mix(_mix(seed + _GOLDEN) + step * _GOLDEN + salt)
-        per_row = _mix(run + (row + torch.arange(rows, device=device)) * _GOLDEN)
-        bits = _mix(per_row[:, None] + torch.arange(columns, device=device) * _GOLDEN)  # [rows, columns]
+        at = found.pop(0)[0] if 0 in found else row + torch.arange(rows, device=device)
+        per_row = _mix(run + at * _GOLDEN)
+        own = _columns(like, found) if found else torch.arange(columns, device=device)
+        bits = _mix(per_row[:, None] + own * _GOLDEN)  # [rows, columns]
         return ((bits >> 40) & 0xFFFFFF).to(torch.float32).mul_(2.0**-24).view(like.shape)
 
-    def dropout(self, x: Tensor, p: float, name: str) -> Tensor:
+    def dropout(self, x: Tensor, p: float, name: str, *, places: Places | None = None) -> Tensor:
         """``x`` with each element zeroed with probability ``p`` and the rest scaled by 1 / (1 - p).
+
+        Args:
+            x: its dim 0 counts the batch's rows.
+            p: in [0, 1).
+            name: keeps draws of a step apart.
+            places: as in ``uniform``, where ``x`` is a slice.
 
         >>> key, x = Key.of(0), torch.ones(4, 3)
         >>> whole = key.dropout(x, 0.5, "mlp")
@@ -73,4 +118,45 @@ class Key:
         """
         if not 0 <= p < 1:
             raise ValueError(f"p={p} must be a probability in [0, 1)")
-        return x if p == 0 else x * (self.uniform(x, name) >= p).to(x.dtype) / (1 - p)
+        return x if p == 0 else x * (self.uniform(x, name, places=places) >= p).to(x.dtype) / (1 - p)
+
+
+def _checked(places: Places, like: Tensor, name: str) -> dict[int, tuple[Tensor, int]]:
+    """The places of the dims that are cut, their indices as tensors."""
+    found: dict[int, tuple[Tensor, int]] = {}
+    shape = list(like.shape)
+    for dim, place in places.items():
+        if place is None:
+            continue
+        where = f"the draw {name!r} for a tensor of shape {shape}: places"
+        if not 0 <= dim < len(shape):
+            raise ValueError(
+                f"{where} has dim {dim}, which it lacks; say places={{{dim}: None}} for a tensor that is not cut so"
+            )
+        given, size = place
+        at = torch.arange(given.start, given.stop, given.step, device=like.device) if isinstance(given, range) else given
+        fits = at.shape == (shape[dim],) or (dim > 0 and at.shape == (shape[0], shape[dim]))
+        if not fits:
+            raise ValueError(
+                f"{where}[{dim}] are {list(at.shape)} global indices of {size}, and dim {dim} has {shape[dim]} elements; give "
+                f"one for each, or places={{{dim}: None}} where this dim is whole or is not the one that is cut"
+            )
+        if at.device != like.device or at.is_floating_point():
+            kind = f"{at.dtype} on {at.device}"
+            raise ValueError(f"{where}[{dim}] are {kind}; give integers on {like.device}, where the draw is made")
+        found[dim] = at, size
+    return found
+
+
+def _columns(like: Tensor, places: Mapping[int, tuple[Tensor, int]]) -> Tensor:
+    """The global positions in the row: [columns], or [rows, columns] where rows differ."""
+    found, stride = torch.zeros((), dtype=torch.int64, device=like.device), 1
+    for dim in reversed(range(1, like.dim())):
+        size = like.shape[dim]
+        at, size = places[dim] if dim in places else (torch.arange(size, device=like.device), size)
+        after = (1,) * (like.dim() - 1 - dim)
+        shaped = at.view(-1, *after) if at.dim() == 1 else at.view(len(at), *(1,) * (dim - 1), -1, *after)
+        found = found + shaped * stride  # broadcast over the dims before
+        stride *= size
+    per_row = any(at.dim() > 1 for at, _ in places.values())
+    return found.reshape(like.shape[0], -1) if per_row else found.reshape(-1)
