@@ -177,6 +177,7 @@ def deepspeed_ulysses() -> Attend:
     import deepspeed
     from deepspeed.sequence.layer import DistributedAttention
 
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would compile an extension for shared memory
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
 
     def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -85,7 +85,7 @@ class HeadExchange:
         for rank, place, part in _parts(message, sent):
             for local, view in self._views(tensors[place], place, rank, by_heads=not to_heads):
                 part[:, :, local].copy_(view)
-        coming = comm.all_to_all(message, self.group, input_splits=splits[0], output_splits=splits[1], async_op=True)
+        arrived = comm.all_to_all(message, self.group, input_splits=splits[0], output_splits=splits[1])
         found, own = self._results(tensors, to_heads=to_heads), self.group.rank
         for place, (x, result) in enumerate(zip(tensors, found, strict=True)):  # what stays here takes no message
             by_heads, by_positions = (result, x) if to_heads else (x, result)
@@ -93,7 +93,7 @@ class HeadExchange:
             for local, view in self._views(by_heads, place, own, by_heads=True):
                 into, value = (view, mine[:, :, local]) if to_heads else (mine[:, :, local], view)
                 into.copy_(value)
-        for rank, place, part in _parts(coming.wait(), taken):
+        for rank, place, part in _parts(arrived, taken):
             sums = not to_heads and _shared(self.shares[place])
             for local, view in self._views(found[place], place, rank, by_heads=to_heads):
                 (view.add_ if sums else view.copy_)(part[:, :, local])
