@@ -105,7 +105,8 @@ class BatchCut:
                 "before the cut, as 'shift_labels', or pass shift=False for labels that stand where they belong"
             )
         labels = batch["labels"]
-        shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        after = (0, 0) * (labels.dim() - 2)
+        shifted = F.pad(labels[:, 1:], (*after, 0, 1), value=IGNORED)
         return {**{name: leaf for name, leaf in batch.items() if name != "labels"}, "shift_labels": shifted}
 
     def sequences(self, batch: Any) -> dict[str, int]:

@@ -49,10 +49,10 @@ def sequence(
     ``documents`` [rows, positions], or ``position_ids`` that begin anew where there is no mask, tell attention what to mask.
 
     It reduces no gradients: compose it with ``T.zero(k, mesh["dp", "sp"])``, which sums gradients and weights over both axes.
-    Rows are counted over "dp" alone. It may stand before or after every other transform.
+    Rows are counted over "dp" alone. It stands after ``pipeline``, and before or after any other transform.
 
-    Sends nothing in a step, but for a batch of a new shape a small message, by which ranks compare layouts, lengths and batches
-    (the host waits for that), and with ``whole=False`` the masks.
+    Sends nothing in a step, but for a batch of a new shape or layout a small message, by which ranks compare layouts, lengths
+    and batches (the host waits for that), and with ``whole=False`` the masks.
 
     Args:
         group: the ranks among which sequences are cut; None for the whole world.
@@ -67,7 +67,8 @@ def sequence(
             loss leaves it out by its label, -100. Otherwise such lengths are refused.
         whole: whether ranks get whole batches. If not, each gets its positions, in the layout, with labels that are shifted.
         tokenwise: whether the loss has no attention. Otherwise a first step in which no function asks for this axis is refused,
-            as a model that attends to a rank's own positions alone would train, but wrongly.
+            as a model that attends to a rank's own positions alone would train, but wrongly. Not in pipelines, some of whose
+            stages may have none.
 
     Raises:
         TypeError: ``group`` is no group.
