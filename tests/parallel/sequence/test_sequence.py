@@ -355,8 +355,8 @@ def test_a_checkpoint_goes_to_other_ranks_of_a_sequence(tmp_path: Path) -> None:
         torch.testing.assert_close((loss, params), (expected[0][1], expected[3]), rtol=1e-9, atol=1e-9)
 
 
-def test_shapes_of_a_thousand_ranks() -> None:
-    """One rank of 1,024 without values: its gradients send what the ring's formula says."""
+def test_shapes_of_many_ranks() -> None:
+    """One rank of 64 without values: its gradients send what the ring's formula says."""
 
     def program() -> int:
         step = fds.compose(T.zero(3), T.sequence(layout="zigzag"))(fds.train_step(model_loss(seq.ring()), fds.sgd(0.1)))
@@ -364,9 +364,9 @@ def test_shapes_of_a_thousand_ranks() -> None:
         state = step.init(params)
         with comm.ledger() as book:
             step.gradients(state, torch.zeros(1, 4096, dtype=torch.int64, device="meta"), None, True)
-        return sum(row.elements for row in book.rows if row.collective == "permute")
+        return sum(row.elements for row in book.rows if (row.collective, row.group) == ("permute", "world"))
 
-    size, layers, heads, ranks = 2, 2, 2, 1024
+    size, layers, heads, ranks = 2, 2, 2, 64
     assert comm.symmetric(program, world_size=ranks) == 3 * (ranks - 1) * 2 * heads * size * 4096 // ranks * layers
 
 
