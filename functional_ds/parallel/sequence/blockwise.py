@@ -161,10 +161,10 @@ class Queries:
         if self.q.numel() == 0 or keys.k.numel() == 0:
             return
         at = functools.cache(lambda runs: _positions(runs, self.q.device))
-        tiled = takes(self.q, keys.v, self.mask.documents is not None) == "formula"
+        formula = takes(self.q, keys.v, self.mask.documents is not None) == "formula"
         for product in self.mask.products(self.runs, keys.runs):
             masked = product.kind == "masked" or self.mask.documents is not None
-            for part in product.tiles(_TILE) if masked or tiled else (product,):
+            for part in product.tiles(_TILE) if masked or formula else (product,):
                 rows, cols = slice(*part.rows), slice(*part.cols)
                 if masked or part.kind == "masked":
                     yield part, rows, cols, self.mask.allowed(at(self.runs)[rows], at(keys.runs)[cols])

@@ -80,56 +80,57 @@ class HeadExchange:
     def run(self, tensors: tuple[Tensor, ...], *, to_heads: bool) -> tuple[Tensor, ...]:
         """Either of the two, without gradients."""
         sent, taken = self._shapes(tensors, by_heads=not to_heads), self._shapes(tensors, by_heads=to_heads)
-        message = self._pack(tensors, sent, by_heads=not to_heads)
         splits = [[sum(shape.numel() for shape in shapes) for shapes in side] for side in (sent, taken)]
-        arrived = comm.all_to_all(message, self.group, input_splits=splits[0], output_splits=splits[1])
-        return self._unpack(arrived, taken, by_heads=to_heads)
-
-    def _shapes(self, tensors: tuple[Tensor, ...], *, by_heads: bool) -> list[list[torch.Size]]:
-        """The parts of each rank's message, where this rank has tensors by heads or by positions."""
-        positions, own = sum(map(len, self.runs[0])), self.group.rank
-        counts = [[len(heads[own if by_heads else rank]) for heads in self.shares] for rank in range(self.group.size)]
-        return [
-            [torch.Size((x.shape[0], count, positions, x.shape[3])) for x, count in zip(tensors, found, strict=True)]
-            for found in counts
-        ]
-
-    def _pack(self, tensors: tuple[Tensor, ...], shapes: list[list[torch.Size]], *, by_heads: bool) -> Tensor:
-        message = tensors[0].new_empty(sum(shape.numel() for each in shapes for shape in each))
-        for rank, place, part in _parts(message, shapes):
-            if by_heads:
-                for local, run in self._pieces(rank):
-                    part[:, :, local].copy_(tensors[place][:, :, run])
-            else:
-                heads = self.shares[place][rank]
-                part.copy_(tensors[place][:, heads.start : heads.stop])
-        return message
-
-    def _unpack(self, message: Tensor, shapes: list[list[torch.Size]], *, by_heads: bool) -> tuple[Tensor, ...]:
-        length, positions, found = sum(map(len, itertools.chain(*self.runs))), sum(map(len, self.runs[0])), []
-        for heads, shape in zip(self.shares, shapes[0], strict=True):
-            if by_heads:
-                found.append(message.new_empty(shape[0], shape[1], length, shape[3]))
-            else:
-                dtype = torch.promote_types(message.dtype, torch.float32) if _shared(heads) else message.dtype
-                count = max(each.stop for each in heads)
-                found.append(message.new_zeros((shape[0], count, positions, shape[3]), dtype=dtype))
-        for rank, place, part in _parts(message, shapes):
-            heads = self.shares[place]
-            if by_heads:
-                for local, run in self._pieces(rank):
-                    found[place][:, :, run].copy_(part[:, :, local])
-            elif _shared(heads):
-                found[place][:, heads[rank].start : heads[rank].stop] += part
-            else:
-                found[place][:, heads[rank].start : heads[rank].stop].copy_(part)
+        message = tensors[0].new_empty(sum(splits[0]))
+        for rank, place, part in _parts(message, sent):
+            for local, view in self._views(tensors[place], place, rank, by_heads=not to_heads):
+                part[:, :, local].copy_(view)
+        coming = comm.all_to_all(message, self.group, input_splits=splits[0], output_splits=splits[1], async_op=True)
+        found, own = self._results(tensors, to_heads=to_heads), self.group.rank
+        for place, (x, result) in enumerate(zip(tensors, found, strict=True)):  # what stays here takes no message
+            by_heads, by_positions = (result, x) if to_heads else (x, result)
+            ((_, mine),) = self._views(by_positions, place, own, by_heads=False)
+            for local, view in self._views(by_heads, place, own, by_heads=True):
+                into, value = (view, mine[:, :, local]) if to_heads else (mine[:, :, local], view)
+                into.copy_(value)
+        for rank, place, part in _parts(coming.wait(), taken):
+            sums = not to_heads and _shared(self.shares[place])
+            for local, view in self._views(found[place], place, rank, by_heads=to_heads):
+                (view.add_ if sums else view.copy_)(part[:, :, local])
         return tuple(each.to(message.dtype) for each in found)
 
-    def _pieces(self, rank: int) -> Iterator[tuple[slice, slice]]:
-        """Where a rank's positions lie in its piece, and where in the sequence."""
+    def _shapes(self, tensors: tuple[Tensor, ...], *, by_heads: bool) -> list[list[torch.Size]]:
+        """The parts of each other rank's message, where this rank has tensors by heads or by positions."""
+        positions, own = sum(map(len, self.runs[0])), self.group.rank
+        heads = [[each[own if by_heads else rank] for each in self.shares] for rank in range(self.group.size)]
+        return [
+            [torch.Size((x.shape[0], len(each), positions, x.shape[3])) for x, each in zip(tensors, found, strict=True)]
+            if rank != own
+            else []
+            for rank, found in enumerate(heads)
+        ]
+
+    def _results(self, tensors: tuple[Tensor, ...], *, to_heads: bool) -> list[Tensor]:
+        """The tensors to be written; wide zeros where several ranks' values are summed."""
+        length, positions, found = sum(map(len, itertools.chain(*self.runs))), sum(map(len, self.runs[0])), []
+        for x, heads in zip(tensors, self.shares, strict=True):
+            if to_heads:
+                found.append(x.new_empty(x.shape[0], len(heads[self.group.rank]), length, x.shape[3]))
+                continue
+            shape = x.shape[0], max(each.stop for each in heads), positions, x.shape[3]
+            wide = torch.promote_types(x.dtype, torch.float32)
+            found.append(x.new_zeros(shape, dtype=wide) if _shared(heads) else x.new_empty(shape))
+        return found
+
+    def _views(self, x: Tensor, place: int, rank: int, *, by_heads: bool) -> Iterator[tuple[slice, Tensor]]:
+        """What a message with a rank has of a tensor: places in the message's positions, and the tensor's part."""
+        if not by_heads:
+            heads = self.shares[place][rank]
+            yield slice(None), x[:, heads.start : heads.stop]
+            return
         start = 0
         for run in self.runs[rank]:
-            yield slice(start, start + len(run)), slice(run.start, run.stop, run.step)
+            yield slice(start, start + len(run)), x[:, :, run.start : run.stop : run.step]
             start += len(run)
 
 

@@ -78,6 +78,8 @@ PRODUCTS, LAYOUT, MODELS = (
     "parallel.sequence.hugging_face",
 )
 
+GATHERED, MERGE = "parallel.sequence.gathered", "parallel.sequence.softmax_merge"
+
 BUGS: dict[tuple[Callable[..., None], *tuple[Any, ...]], list[Bug]] = {
     (ring, ZIGZAG): [
         Bug("gradients go on with the keys", RING, "here.pass_on(found, -1)", "here.pass_on(found, 1)", shows=Exception),
@@ -86,7 +88,7 @@ BUGS: dict[tuple[Callable[..., None], *tuple[Any, ...]], list[Bug]] = {
         Bug("keys go around once too often", RING, "if not (last or saved):", "if not saved:", shows=Exception),
         Bug("keys are taken for the next rank's", RING, "(self.group.rank - step)", "(self.group.rank + step)"),
         Bug("the last block is left out", RING, "here.keys(blocks[-1], here.group.size - 1)", "here.keys(blocks[-1], 0)"),
-        Bug("parts are added up", "parallel.sequence.softmax_merge", "o.lerp_(", "o.add_(other) if o.dim() else o.lerp_("),
+        Bug("parts are added up", MERGE, "o.lerp_(", "o.add_(other) if o.dim() else o.lerp_("),
     ],
     (ring, ZIGZAG, True): [Bug("saved blocks in another order", RING, "saved[min(place, len(saved)) - 1]", "saved[number]")],
     (ring, STRIPED): [
@@ -94,29 +96,27 @@ BUGS: dict[tuple[Callable[..., None], *tuple[Any, ...]], list[Bug]] = {
         Bug("later keys are seen", PRODUCTS, "k[-1] <= q[0]", "k[0] <= q[0]"),
     ],
     (ring, PADDED): [
-        Bug("padding is a document", BLOCKS, "same = (numbers.unsqueeze(2) == others.unsqueeze(1)) & (others >= 0).unsqueeze(1)",
-            "same = numbers.unsqueeze(2) == others.unsqueeze(1)"),
-        Bug("documents see each other", BLOCKS, "same = (numbers.unsqueeze(2) == others.unsqueeze(1)) & (others >= 0).unsqueeze(1)",
-            "same = (others >= 0).unsqueeze(1)"),
+        Bug("padding is a document", BLOCKS, "(others >= 0)", "(others >= -1)"),
+        Bug("documents see each other", BLOCKS, "(numbers.unsqueeze(2) == others.unsqueeze(1))", "(others.unsqueeze(1) >= 0)"),
         Bug("rows without keys have no gradient", BLOCKS, "return lse.masked_fill(lse == -torch.inf, torch.inf)", "return lse"),
     ],
     (ring, WINDOW): [Bug("a window is one longer", BLOCKS, "(q - k < self.window)", "(q - k <= self.window)")],
-    (ring, DOCUMENTS): [Bug("the layout's documents are no mask", BLOCKS, "AttentionMask(causal, window, lengths or of_layout, numbers)",
-                            "AttentionMask(causal, window, lengths, numbers)")],
+    (ring, DOCUMENTS): [
+        Bug("the layout's documents are no mask", BLOCKS, "lengths or of_layout, numbers", "lengths, numbers"),
+    ],
     (ulysses, ZIGZAG): [
-        Bug("of a shared head one gradient counts", EXCHANGE, "heads[rank].stop] += part", "heads[rank].stop] = part"),
-        Bug("positions are the ranks' order", EXCHANGE, "slice(run.start, run.stop, run.step)",
-            "slice(start, start + len(run))", shows=Exception),
+        Bug("of a shared head one gradient counts", EXCHANGE, "not to_heads and _shared(self.shares[place])", "False"),
+        Bug("positions are the ranks' order", EXCHANGE, "run.start : run.stop : run.step", "start : start + len(run)"),
     ],
     (ulysses, Case(3, Layout(), 6, heads=(12, 4))): [
         Bug("uneven heads meet other keys", "parallel.sequence.ulysses",
             "used == [place // each for place in range(len(queries))]", "True"),
     ],
     (gathered, ZIGZAG): [
-        Bug("gathered keys in the ranks' order", "parallel.sequence.gathered", 'elif how != SequenceLayout("contiguous"):', "elif False:"),
+        Bug("gathered keys in the ranks' order", GATHERED, 'elif how != SequenceLayout("contiguous"):', "elif False:"),
     ],
     (balance,): [Bug("the second chunk is not mirrored", LAYOUT, "(rank, 2 * n - 1 - rank)", "(rank, n + rank)")],
-    (identity,): [Bug("minus infinity is not guarded", "parallel.sequence.softmax_merge", ".masked_fill_(total == -torch.inf, 0)", "")],
+    (identity,): [Bug("minus infinity is not guarded", MERGE, ".masked_fill_(total == -torch.inf, 0)", "")],
     (half_precision, "zigzag", torch.bfloat16): [
         Bug("parts are merged in half precision", BLOCKS, "wide = torch.promote_types(self.q.dtype, torch.float32)",
             "wide = self.q.dtype", shows=Exception),
@@ -131,7 +131,7 @@ BUGS: dict[tuple[Callable[..., None], *tuple[Any, ...]], list[Bug]] = {
     ],
     (refusals,): [
         Bug("another mask is ignored", MODELS, "_check_padding(name, attention_mask, axis)", "pass", shows=BaseException),
-        Bug("positions are not looked at", MODELS, 'if position_ids is not None and getattr(module, "layer_idx", 0) == 0:', "if False:",
+        Bug("positions are not looked at", MODELS, "if position_ids is not None and getattr", "if False and getattr",
             shows=BaseException),
     ],
 }  # fmt: skip
