@@ -145,6 +145,8 @@ class _SequenceParallel:
         self, inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
     ) -> tuple[State, Weighted, dict[str, Weighted]]:
         """Those of this rank's positions."""
+        if comm.is_symmetric(self.ranks()) and isinstance(batch, Tensor) and batch.is_meta and batch.dim() < 2:
+            return inner(step, state, batch, carry, last)  # type: ignore[no-any-return]  # memory.predicted's, without sequences
         piece, length = self.cut(step, state, batch)
         key = state.key
         if key is not None:

@@ -370,6 +370,18 @@ def test_shapes_of_many_ranks() -> None:
     assert comm.symmetric(program, world_size=ranks) == 3 * (ranks - 1) * 2 * heads * size * 4096 // ranks * layers
 
 
+def test_memory_is_predicted() -> None:
+    """As that of the step over all ranks: sequences change no stored byte."""
+
+    def made(*more: Any) -> fds.Step:
+        return fds.compose(T.zero(3), *more)(fds.train_step(model_loss(seq.ring()), fds.adamw(0.1)))
+
+    found, expected = (
+        fds.memory.predicted(lambda: made(*more), model_params(), world_size=4) for more in ((T.sequence(),), ())
+    )
+    assert found == expected
+
+
 # -- what is refused ----------------------------------------------------------------------------------------------------
 
 
