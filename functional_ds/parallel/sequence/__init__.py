@@ -3,7 +3,7 @@
 from .axis import SequenceAxis, documents_of, sequence_axis
 from .block_products import BlockProduct, ring_pairs
 from .blockwise import attention
-from .gathered import gathered
+from .gathered_keys import gathered
 from .head_exchange import HeadShares, head_shares
 from .hugging_face import SequenceMask, register_attention
 from .ring import ring

@@ -19,7 +19,9 @@ from .softmax_merge import merge_into
 __all__ = [
     "AttentionMask",
     "Keys",
+    "Partial",
     "Queries",
+    "Total",
     "attention",
     "blockwise",
     "check_heads",
@@ -30,6 +32,7 @@ __all__ = [
 
 _TILE = 1 << 20
 _Runs = tuple[range, ...]
+Partial = tuple[Tensor, Tensor]  # the attention to some keys, and its log-sum-exp, wide enough to sum in
 
 
 @attrs.frozen(eq=False)
@@ -96,6 +99,34 @@ class Keys:
     runs: _Runs
 
 
+@attrs.define(eq=False)
+class Total:
+    """A sum in memory that need not be zeroed before.
+
+    Attributes:
+        memory: [rows, heads, positions, d]; what it has does not count.
+        empty: whether nothing was added so far.
+    """
+
+    memory: Tensor = attrs.field(repr=tree.summary)
+    empty: bool = True
+
+    def add(self, where: slice, value: Tensor) -> None:
+        """Adds to these positions."""
+        part = self.memory[:, :, where]
+        if not self.empty:
+            part += value
+            return
+        if part.shape != self.memory.shape:
+            self.memory.zero_()
+        part.copy_(value)
+        self.empty = False
+
+    def sum(self) -> Tensor:
+        """What was added."""
+        return self.memory.zero_() if self.empty else self.memory
+
+
 @attrs.frozen(eq=False)
 class Queries:
     """Some queries, with their positions, whose keys come block by block.
@@ -112,17 +143,11 @@ class Queries:
     mask: AttentionMask
     scale: float
 
-    def start(self, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The attention to no key, and its log-sum-exp, wide enough to sum in."""
+    def add(self, keys: Keys, so_far: Partial | None) -> Partial:
+        """Merges the attention to these keys into ``so_far``, which is written to; None for no keys."""
         wide = torch.promote_types(self.q.dtype, torch.float32)
-        rows = self.q.shape[:3]
-        o = self.q.new_zeros((*rows, v.shape[-1]), dtype=wide)
-        return o, self.q.new_full(rows, -torch.inf, dtype=wide)
-
-    def add(self, keys: Keys, o: Tensor, lse: Tensor) -> None:
-        """Merges the attention to these keys into ``o`` and ``lse``."""
         for part, rows, cols, mask in self._parts(keys):
-            found = attend(
+            o, lse = attend(
                 self.q[:, :, rows],
                 keys.k[:, :, cols],
                 keys.v[:, :, cols],
@@ -130,9 +155,19 @@ class Queries:
                 causal=part.kind == "causal",
                 mask=mask,
             )
-            merge_into(o[:, :, rows], lse[:, :, rows], *found)
+            if so_far is None and o.shape[2] == self.q.shape[2]:
+                so_far = o.to(wide), lse.to(wide)
+                continue
+            so_far = self._nothing(keys.v, wide) if so_far is None else so_far
+            merge_into(so_far[0][:, :, rows], so_far[1][:, :, rows], o, lse)
+        return self._nothing(keys.v, wide) if so_far is None else so_far
 
-    def add_gradients(self, keys: Keys, grad: Tensor, o: Tensor, lse: Tensor, *, into: Sequence[Tensor]) -> None:
+    def _nothing(self, v: Tensor, dtype: torch.dtype) -> Partial:
+        """The attention to no key."""
+        rows = self.q.shape[:3]
+        return self.q.new_zeros((*rows, v.shape[-1]), dtype=dtype), self.q.new_full(rows, -torch.inf, dtype=dtype)
+
+    def add_gradients(self, keys: Keys, grad: Tensor, o: Tensor, lse: Tensor, *, into: Sequence[Total]) -> None:
         """Adds to ``into``, the gradients by q and by these keys and values, what these keys bring.
 
         Args:
@@ -140,7 +175,7 @@ class Queries:
             grad: of the loss by the attention.
             o: the attention to all keys.
             lse: of all scores; +inf for queries without keys.
-            into: three tensors.
+            into: three sums.
         """
         for part, rows, cols, mask in self._parts(keys):
             found = attend_backward(
@@ -155,7 +190,7 @@ class Queries:
                 mask=mask,
             )
             for total, where, each in zip(into, (rows, cols, cols), found, strict=True):
-                total[:, :, where] += each
+                total.add(where, each)
 
     def _parts(self, keys: Keys) -> "Iterator[tuple[BlockProduct, slice, slice, Tensor | None]]":
         if self.q.numel() == 0 or keys.k.numel() == 0:
@@ -188,8 +223,7 @@ class _Blockwise(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, rows: _Runs, cols: _Runs, mask: AttentionMask, scale: float
     ) -> Tensor:
-        wide, lse = Queries(q, rows, mask, scale).start(v)
-        Queries(q, rows, mask, scale).add(Keys(k, v, cols), wide, lse)
+        wide, lse = Queries(q, rows, mask, scale).add(Keys(k, v, cols), None)
         o = wide.to(q.dtype)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.rest = rows, cols, mask, scale
@@ -200,9 +234,9 @@ class _Blockwise(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse = ctx.saved_tensors
         rows, cols, mask, scale = ctx.rest
-        into = [torch.zeros_like(each, dtype=lse.dtype) for each in (q, k, v)]
+        into = [Total(torch.empty_like(each, dtype=lse.dtype)) for each in (q, k, v)]
         Queries(q, rows, mask, scale).add_gradients(Keys(k, v, cols), grad, o, empty_to_infinite(lse), into=into)
-        return (*(total.to(each.dtype) for total, each in zip(into, (q, k, v), strict=True)), None, None, None, None)
+        return (*(total.sum().to(q.dtype) for total in into), None, None, None, None)
 
 
 def blockwise(q: Tensor, keys: Keys, *, rows: _Runs, mask: AttentionMask, scale: float | None) -> Tensor:

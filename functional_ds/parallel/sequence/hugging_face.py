@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from functional_ds.base import tree
 
 from .axis import SequenceAxis, sequence_axis
-from .gathered import gathered
+from .gathered_keys import gathered
 from .ring import ring
 from .ulysses import ulysses
 
@@ -180,7 +180,7 @@ def _check_padding(name: str, given: Tensor, axis: SequenceAxis) -> None:
 
 
 @attrs.frozen(eq=False)
-class _Known:
+class _MaskCodes:
     """The code of transformers' mask functions whose meaning is known here."""
 
     causal: Any
@@ -191,7 +191,7 @@ class _Known:
     remap: Any
 
 
-def _known() -> _Known:
+def _known() -> _MaskCodes:
     from transformers import masking_utils as masks
 
     some, causal = torch.zeros(1, 1), masks.causal_mask_function
@@ -203,7 +203,7 @@ def _known() -> _Known:
         masks.packed_sequence_mask_function(some),
         masks.remap_positions_for_packed_sequence(causal, some),
     )
-    return _Known(*(function.__code__ for function in functions))
+    return _MaskCodes(*(function.__code__ for function in functions))
 
 
 def _parts(name: str, function: Any) -> Iterator[Any]:

@@ -14,7 +14,7 @@ from functional_ds.comm.record.pending import Pending
 from functional_ds.comm.record.permutation import Permutation
 
 from .axis import resolve_axis
-from .blockwise import AttentionMask, Keys, Queries, check_heads, empty_to_infinite, mask_of, resolved_scale
+from .blockwise import AttentionMask, Keys, Partial, Queries, Total, check_heads, empty_to_infinite, mask_of, resolved_scale
 from .sequence_layout import SequenceLayout
 
 __all__ = ["ring"]
@@ -63,19 +63,22 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, here: _Ring, save: bool) -> Tensor:
-        own = torch.cat([k.reshape(-1), v.reshape(-1)])
+        own = k.new_empty(k.numel() + v.numel())
+        for view, x in zip(here.split(own), (k, v), strict=True):
+            view.copy_(x)
         queries, blocks = here.queries(q), [own]
-        wide, lse = queries.start(v)
+        found: Partial | None = None
 
         def step(number: int) -> None:
+            nonlocal found
             coming = here.pass_on(blocks[-1], 1)
-            queries.add(here.keys(blocks[-1], number), wide, lse)
+            found = queries.add(here.keys(blocks[-1], number), found)
             blocks.append(coming.wait())
             if not save:
                 del blocks[0]
 
         comm.repeat(here.group.size - 1, step, here.group)
-        queries.add(here.keys(blocks[-1], here.group.size - 1), wide, lse)
+        wide, lse = queries.add(here.keys(blocks[-1], here.group.size - 1), found)
         o = wide.to(q.dtype)
         ctx.here = here
         ctx.save_for_backward(q, o, lse, *(blocks if save else [own]))
@@ -87,11 +90,14 @@ class _RingAttention(torch.autograd.Function):
         here: _Ring = ctx.here
         q, o, lse, own, *saved = ctx.saved_tensors
         n, queries, lse = here.group.size, here.queries(q), empty_to_infinite(lse)
-        d_q = torch.zeros_like(q, dtype=lse.dtype)
+        d_q = Total(torch.empty_like(q, dtype=lse.dtype))
 
         def gradients(flat: Tensor, number: int) -> Tensor:
-            found = torch.zeros_like(flat, dtype=lse.dtype)
-            queries.add_gradients(here.keys(flat, number), grad, o, lse, into=[d_q, *here.split(found)])
+            found = torch.empty_like(flat, dtype=lse.dtype)
+            d_keys = [Total(each) for each in here.split(found)]
+            queries.add_gradients(here.keys(flat, number), grad, o, lse, into=[d_q, *d_keys])
+            for total in d_keys:
+                total.sum()
             return found
 
         # The block that came last is the first here and goes back the way it came; its gradient goes with it and ends at home.
@@ -114,7 +120,7 @@ class _RingAttention(torch.autograd.Function):
             step(n - 2, last=True)
             d_own += d_coming.pop().wait()
         d_k, d_v = here.split(d_own.to(own.dtype))
-        return d_q.to(q.dtype), d_k, d_v, None, None
+        return d_q.sum().to(q.dtype), d_k, d_v, None, None
 
 
 def ring(group: Group | None = None, *, layout: SequenceLayout | str | None = None, save_blocks: bool = False) -> Attention:

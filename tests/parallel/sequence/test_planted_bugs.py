@@ -78,7 +78,7 @@ PRODUCTS, LAYOUT, MODELS = (
     "parallel.sequence.hugging_face",
 )
 
-GATHERED, MERGE = "parallel.sequence.gathered", "parallel.sequence.softmax_merge"
+GATHERED, MERGE = "parallel.sequence.gathered_keys", "parallel.sequence.softmax_merge"
 
 BUGS: dict[tuple[Callable[..., None], *tuple[Any, ...]], list[Bug]] = {
     (ring, ZIGZAG): [
