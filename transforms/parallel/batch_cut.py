@@ -211,7 +211,8 @@ class BatchCut:
         leaves = [piece(path, leaf) for path, leaf in tree.named(batch)]
         own = tree.unflatten(tree.structure(batch), leaves)
         if isinstance(own, Mapping) and "position_ids" not in own and ("input_ids" in own or "inputs_embeds" in own):
-            own = {**own, "position_ids": positions[None]}  # [1, positions]: one row goes with all
+            # [1, positions]: one row goes with all; padding takes the last position, which every table of positions has
+            own = {**own, "position_ids": positions.clamp(max=length - 1)[None]}
         return CutBatch(own, documents, axis)
 
     def _documents(self, named: Mapping[str, Tensor], axis: SequenceAxis, length: int) -> Tensor | None:

@@ -117,6 +117,7 @@ class _SequenceParallel:
         """The phases that it wraps."""
         return wrap(
             str(self),
+            traits=[Trait.CUTS_SEQUENCES],
             gradients=outermost(self.gradients),
             measure=outermost(self.measure),
             batch_shard=outermost(self.batch_shard),
@@ -131,7 +132,7 @@ class _SequenceParallel:
 
     def check(self, step: Step) -> None:
         """Refuses a second one."""
-        other = next((name for name in step.names if name.startswith("sequence(")), None)
+        other = step.has(Trait.CUTS_SEQUENCES)
         if other is not None:
             raise ValueError(f"{self}: this step cuts sequences already, by {other} ({step})")
 

@@ -259,6 +259,7 @@ def test_what_the_loss_gets() -> None:
         "pixels": [[1.0] * 3],
     }
     assert (second["shift_labels"].tolist(), second["scale"]) == ([[3, 4, 5, 6]], 2.0)
+    assert noted(tokens[:, :7], pad=True)[1]["position_ids"].tolist() == [[4, 5, 6, 6]]
     assert noted(tokens)[1]["shift_labels"].tolist() == [[5, 6, 7, -100]]
     assert noted(tokens, shift=False, dims=1)[1].tolist() == [[4, 5, 6, 7]]
     assert noted({**batch, "pixels": torch.ones(1, 3, 8)}, dims={"input_ids": 1, "pixels": 2})[0]["pixels"].shape == (1, 3, 4)
