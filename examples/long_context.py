@@ -34,7 +34,7 @@ from functional_ds.memory.counting import stored
 
 HEADS, KEY_HEADS, LAYERS, WIDTH, VOCABULARY = 8, 4, 2, 64, 256
 SIZE = WIDTH // HEADS
-MEASURED_RANKS = 4
+MEASURED_RANKS, LENGTHS = 4, [256, 512, 1024, 2048, 4096]
 LAYOUTS = {
     "ring": seq.SequenceLayout("zigzag"),
     "ulysses": seq.SequenceLayout("contiguous"),
@@ -52,7 +52,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tiles", type=int, default=8, help="of the MLP and of the loss")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--lr", type=float, default=5e-3)
-    parser.add_argument("--lengths", type=int, nargs="*", default=[256, 512, 1024, 2048, 4096], help="that are measured")
+    parser.add_argument("--lengths", type=int, nargs="*", default=LENGTHS, help="that are measured")
     parser.add_argument("--data", type=Path, default=None, help="a file; by default Python's own sources")
     parser.add_argument("--out", type=Path, default=Path("out/long-context"))
     parser.add_argument("--simulate", action="store_true", help="all ranks in this process")
@@ -195,26 +195,29 @@ def predicted(way: str, length: int, ranks: int) -> float:
     return 4 * LAYERS * (exchanged + circulated)
 
 
-def picture(flags: argparse.Namespace, losses: Sequence[float]) -> None:
-    """The loss over the steps, and the costs against the length."""
-    flags.out.mkdir(parents=True, exist_ok=True)
+def curve(flags: argparse.Namespace, losses: Sequence[float]) -> Figure:
+    """The loss over the steps."""
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     axes = figure.subplots()
     axes.plot(range(1, len(losses) + 1), losses)
     axes.set(xlabel="step", ylabel="nats a byte", title=f"{flags.context:,} bytes on {flags.ranks} ranks, {flags.way}")
-    figure.savefig(flags.out / "loss.png", dpi=120)
+    return figure
+
+
+def costs(lengths: Sequence[int], tiles: int) -> Figure:
+    """What a rank keeps and sends against the length, measured on simulated ranks, the latter beside the formulas."""
     figure = Figure(figsize=(11, 4), layout="constrained")
     memory, traffic = figure.subplots(1, 2)
-    runs = [("one device, no tiles", "ring", 1, 1, "o-"), ("one device", "ring", 1, flags.tiles, "s-")]
-    runs += [(way, way, MEASURED_RANKS, flags.tiles, style) for way, style in zip(LAYOUTS, ("o-", "^-", "x:"), strict=True)]
-    for name, way, ranks, tiles, style in runs:
-        found = [comm.simulate(cost, way, length, tiles, world_size=ranks)[0] for length in flags.lengths]
+    runs = [("one device, no tiles", "ring", 1, 1, "o-"), ("one device", "ring", 1, tiles, "s-")]
+    runs += [(way, way, MEASURED_RANKS, tiles, style) for way, style in zip(LAYOUTS, ("o-", "^-", "x:"), strict=True)]
+    for name, way, ranks, count, style in runs:
+        found = [comm.simulate(cost, way, length, count, world_size=ranks)[0] for length in lengths]
         label = name if ranks == 1 else f"{ranks} ranks, {name}"
-        memory.plot(flags.lengths, [each.kept / 1e6 for each in found], style, label=label)
+        memory.plot(lengths, [each.kept / 1e6 for each in found], style, label=label)
         if ranks > 1:
-            (line,) = traffic.plot(flags.lengths, [each.sent / 1e6 for each in found], style[0], label=f"{way}, measured")
-            sent = [predicted(way, length, ranks) / 1e6 for length in flags.lengths]
-            traffic.plot(flags.lengths, sent, color=line.get_color(), label=f"{way}, formula")
+            (line,) = traffic.plot(lengths, [each.sent / 1e6 for each in found], style[0], label=f"{way}, measured")
+            sent = [predicted(way, length, ranks) / 1e6 for length in lengths]
+            traffic.plot(lengths, sent, color=line.get_color(), label=f"{way}, formula")
     memory.set(xlabel="bytes of a sequence", ylabel="MB", title="kept for the backward pass, on each rank")
     traffic.set(xlabel="bytes of a sequence", ylabel="MB", title=f"sent by attention, on each of {MEASURED_RANKS} ranks")
     for each in (memory, traffic):
@@ -222,7 +225,14 @@ def picture(flags: argparse.Namespace, losses: Sequence[float]) -> None:
         each.set_yscale("log")
         each.grid(alpha=0.3)
         each.legend(fontsize=8)
-    figure.savefig(flags.out / "length.png", dpi=120)
+    return figure
+
+
+def picture(flags: argparse.Namespace, losses: Sequence[float]) -> None:
+    """Both pictures, as files."""
+    flags.out.mkdir(parents=True, exist_ok=True)
+    for name, figure in (("loss", curve(flags, losses)), ("length", costs(flags.lengths, flags.tiles))):
+        figure.savefig(flags.out / f"{name}.png", dpi=120)
     print(f"the pictures: {flags.out / 'loss.png'}, {flags.out / 'length.png'}")
 
 

@@ -105,7 +105,8 @@ class BatchCut:
                 "before the cut, as 'shift_labels', or pass shift=False for labels that stand where they belong"
             )
         labels = batch["labels"]
-        shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        after = (0, 0) * (labels.dim() - 2)
+        shifted = F.pad(labels[:, 1:], (*after, 0, 1), value=IGNORED)
         return {**{name: leaf for name, leaf in batch.items() if name != "labels"}, "shift_labels": shifted}
 
     def sequences(self, batch: Any) -> dict[str, int]:
@@ -210,7 +211,8 @@ class BatchCut:
         leaves = [piece(path, leaf) for path, leaf in tree.named(batch)]
         own = tree.unflatten(tree.structure(batch), leaves)
         if isinstance(own, Mapping) and "position_ids" not in own and ("input_ids" in own or "inputs_embeds" in own):
-            own = {**own, "position_ids": positions[None]}  # [1, positions]: one row goes with all
+            # [1, positions]: one row goes with all; padding takes the last position, which every table of positions has
+            own = {**own, "position_ids": positions.clamp(max=length - 1)[None]}
         return CutBatch(own, documents, axis)
 
     def _documents(self, named: Mapping[str, Tensor], axis: SequenceAxis, length: int) -> Tensor | None:

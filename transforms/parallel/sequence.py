@@ -49,10 +49,10 @@ def sequence(
     ``documents`` [rows, positions], or ``position_ids`` that begin anew where there is no mask, tell attention what to mask.
 
     It reduces no gradients: compose it with ``T.zero(k, mesh["dp", "sp"])``, which sums gradients and weights over both axes.
-    Rows are counted over "dp" alone. It may stand before or after every other transform.
+    Rows are counted over "dp" alone. It stands after ``pipeline``, and before or after any other transform.
 
-    Sends nothing in a step, but for a batch of a new shape a small message, by which ranks compare layouts, lengths and batches
-    (the host waits for that), and with ``whole=False`` the masks.
+    Sends nothing in a step, but for a batch of a new shape or layout a small message, by which ranks compare layouts, lengths
+    and batches (the host waits for that), and with ``whole=False`` the masks.
 
     Args:
         group: the ranks among which sequences are cut; None for the whole world.
@@ -67,7 +67,8 @@ def sequence(
             loss leaves it out by its label, -100. Otherwise such lengths are refused.
         whole: whether ranks get whole batches. If not, each gets its positions, in the layout, with labels that are shifted.
         tokenwise: whether the loss has no attention. Otherwise a first step in which no function asks for this axis is refused,
-            as a model that attends to a rank's own positions alone would train, but wrongly.
+            as a model that attends to a rank's own positions alone would train, but wrongly. Not in pipelines, some of whose
+            stages may have none.
 
     Raises:
         TypeError: ``group`` is no group.
@@ -116,6 +117,7 @@ class _SequenceParallel:
         """The phases that it wraps."""
         return wrap(
             str(self),
+            traits=[Trait.CUTS_SEQUENCES],
             gradients=outermost(self.gradients),
             measure=outermost(self.measure),
             batch_shard=outermost(self.batch_shard),
@@ -130,7 +132,7 @@ class _SequenceParallel:
 
     def check(self, step: Step) -> None:
         """Refuses a second one."""
-        other = next((name for name in step.names if name.startswith("sequence(")), None)
+        other = step.has(Trait.CUTS_SEQUENCES)
         if other is not None:
             raise ValueError(f"{self}: this step cuts sequences already, by {other} ({step})")
 
@@ -144,6 +146,8 @@ class _SequenceParallel:
         self, inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
     ) -> tuple[State, Weighted, dict[str, Weighted]]:
         """Those of this rank's positions."""
+        if comm.is_symmetric(self.ranks()) and isinstance(batch, Tensor) and batch.is_meta and batch.dim() < 2:
+            return inner(step, state, batch, carry, last)  # type: ignore[no-any-return]  # memory.predicted's, without sequences
         piece, length = self.cut(step, state, batch)
         key = state.key
         if key is not None:

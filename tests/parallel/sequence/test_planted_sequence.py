@@ -106,7 +106,12 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
             f"return {PIECE}",
             f'return F.pad(leaf.roll(1, 1)[:, positions][:, 1:], (0, 1), value=-100) if path[0] == "s" else {PIECE}',
         ),
-        Bug("each rank's positions begin at 0", CUT, "positions[None]}", "torch.arange(len(positions))[None]}"),
+        Bug(
+            "each rank's positions begin at 0",
+            CUT,
+            "positions.clamp(max=length - 1)[None]",
+            "torch.arange(len(positions))[None]",
+        ),
     ],
     functools.partial(one_device, "right"): [
         Bug(

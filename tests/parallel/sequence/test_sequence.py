@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from functional_ds import comm, seq
 from functional_ds import transforms as T
 from functional_ds.pipelining.schedules.generators import one_f_one_b
 from functional_ds.step.axes import axis
+from functional_ds.testing import simulated_cuda
 from tests.parallel.sequence.causal_models import (
     batch_of,
     model_loss,
@@ -257,6 +259,7 @@ def test_what_the_loss_gets() -> None:
         "pixels": [[1.0] * 3],
     }
     assert (second["shift_labels"].tolist(), second["scale"]) == ([[3, 4, 5, 6]], 2.0)
+    assert noted(tokens[:, :7], pad=True)[1]["position_ids"].tolist() == [[4, 5, 6, 6]]
     assert noted(tokens)[1]["shift_labels"].tolist() == [[5, 6, 7, -100]]
     assert noted(tokens, shift=False, dims=1)[1].tolist() == [[4, 5, 6, 7]]
     assert noted({**batch, "pixels": torch.ones(1, 3, 8)}, dims={"input_ids": 1, "pixels": 2})[0]["pixels"].shape == (1, 3, 4)
@@ -304,6 +307,81 @@ def test_it_sends_nothing_of_its_own() -> None:
 
     plain, cut = (comm.simulate(program, *more, world_size=2) for more in ((), (T.sequence(dims=1, tokenwise=True),)))
     assert cut == plain
+
+
+def test_on_a_device_the_host_does_not_wait() -> None:
+    """From the second batch of a shape on: masks, draws, ring attention, tiles."""
+
+    def program() -> list[Any]:
+        found = []
+        with simulated_cuda(check=False) as gpu:
+            for stage, head in ((2, None), (3, functools.partial(seq.tiled_loss, tiles=2))):
+                loss = model_loss(seq.ring(), dropout=0.3, head=head)
+                step = fds.compose(T.zero(stage), T.sequence(layout="zigzag"))(fds.train_step(loss, fds.adamw(0.1)))
+                state = step.init(fds.tree.map(lambda x: x.to("cuda"), model_params()))
+                batch = {name: leaf.to("cuda") for name, leaf in batch_of(2, 8, 0, "right").items()}
+                state, _ = step(state, batch)
+                before = len(gpu.findings)
+                step(state, batch)
+                found += gpu.findings[before:]
+            w, x = torch.ones(4, 8, device="cuda", requires_grad=True), torch.ones(2, 6, 4, device="cuda")
+            before = len(gpu.findings)
+            fds.tiled(lambda w, x: torch.dropout(x @ w, 0.5, True), 3)(w, x).sum().backward()
+            return found + gpu.findings[before:]
+
+    assert comm.simulate(program, world_size=2) == [[], []]
+
+
+def test_a_checkpoint_goes_to_other_ranks_of_a_sequence(tmp_path: Path) -> None:
+    """Saved on dp x sp = 1 x 2, loaded on 2 x 2 in another stage and layout, and goes on as one device does."""
+    batches = [batch_of(4, 8, seed, "right") for seed in range(2)]
+    expected = on_one_device(batches, 0.3, True)
+
+    def program(dp: int, stage: int, layout: str) -> tuple[Any, Any]:
+        mesh = comm.mesh(dp=dp, sp=2)
+        strategy = fds.compose(T.zero(stage, mesh["dp", "sp"]), T.sequence(mesh["sp"], layout=layout))
+        step = strategy(fds.train_step(model_loss(seq.ring(), dropout=0.3), fds.adamw(0.05), seed=3))
+        rows = [{name: leaf.chunk(dp)[mesh["dp"].rank] for name, leaf in batch.items()} for batch in batches]
+        state = step.init(model_params())
+        if dp == 1:
+            state, metrics = step(state, rows[0])
+            fds.save(state, tmp_path)
+        else:
+            state = fds.load(tmp_path, like=state)
+            state, metrics = step(state, rows[1])
+        return metrics["loss"].item(), fds.tree.leaves(step.params(state))
+
+    comm.simulate(program, 1, 3, "zigzag", world_size=2)
+    for loss, params in comm.simulate(program, 2, 1, "striped", world_size=4):
+        torch.testing.assert_close((loss, params), (expected[0][1], expected[3]), rtol=1e-9, atol=1e-9)
+
+
+def test_shapes_of_many_ranks() -> None:
+    """One rank of 64 without values: its gradients send what the ring's formula says."""
+
+    def program() -> int:
+        step = fds.compose(T.zero(3), T.sequence(layout="zigzag"))(fds.train_step(model_loss(seq.ring()), fds.sgd(0.1)))
+        params = fds.tree.map(lambda x: x.to("meta"), model_params())
+        state = step.init(params)
+        with comm.ledger() as book:
+            step.gradients(state, torch.zeros(1, 4096, dtype=torch.int64, device="meta"), None, True)
+        return sum(row.elements for row in book.rows if (row.collective, row.group) == ("permute", "world"))
+
+    size, layers, heads, ranks = 2, 2, 2, 64
+    assert comm.symmetric(program, world_size=ranks) == 3 * (ranks - 1) * 2 * heads * size * 4096 // ranks * layers
+
+
+def test_memory_is_predicted() -> None:
+    """As that of the step over all ranks: sequences change no stored byte."""
+
+    def predicted(*more: Any) -> Any:
+        strategy = fds.compose(T.zero(3), *more)
+        return fds.memory.predicted(
+            lambda: strategy(fds.train_step(model_loss(seq.ring()), fds.adamw(0.1))), model_params(), world_size=4
+        )
+
+    found, expected = predicted(T.sequence()), predicted()
+    assert found == expected
 
 
 # -- what is refused ----------------------------------------------------------------------------------------------------

@@ -83,6 +83,58 @@ def test_llama_over_sequences(
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+class TiledModule(nn.Module):
+    """A module of tokens, in tiles."""
+
+    def __init__(self, inner: nn.Module, tiles: int) -> None:
+        super().__init__()
+        self.inner, self.tiles = inner, tiles
+
+    def forward(self, x: Tensor) -> Tensor:
+        def call(params: dict[str, Tensor], part: Tensor) -> Tensor:
+            found: Tensor = torch.func.functional_call(self.inner, params, (part,))
+            return found
+
+        found: Tensor = fds.tiled(call, self.tiles)(dict(self.inner.named_parameters()), x)
+        return found
+
+
+class TiledHead(nn.Module):
+    """A causal model whose loss is computed in tiles, from the states before its head."""
+
+    def __init__(self, model: Any, tiles: int) -> None:
+        super().__init__()
+        self.model, self.tiles = model, tiles
+
+    def forward(self, shift_labels: Tensor, **inputs: Tensor) -> fds.Weighted:
+        hidden = self.model.model(**inputs).last_hidden_state
+        return seq.tiled_loss(hidden, self.model.lm_head.weight, shift_labels, tiles=self.tiles)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_llama_in_tiles(stage: int) -> None:
+    """Its MLPs and its loss tile by tile, in shards that are gathered once, with a head that is the embedding."""
+    seq.register_attention()
+    batches = [batch_of(4, 8, seed, "right") for seed in range(3)]
+    expected = run("sdpa", batches)[0]
+
+    def program() -> list[float]:
+        model: Any = llama("fds_ring")
+        for layer in model.model.layers:
+            layer.mlp = TiledModule(layer.mlp, 3)
+        apply, params = fds.functional(TiledHead(model, 5))
+        step = fds.train_step(lambda params, batch: apply(params, **batch), fds.adamw(0.01))
+        step = fds.compose(T.zero(stage), T.sequence(layout="zigzag"))(step)
+        state, losses = step.init(params), []
+        for batch in batches:
+            state, metrics = step(state, batch)
+            losses.append(metrics["loss"].item())
+        return losses
+
+    for found in comm.simulate(program, world_size=2):
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
 def test_sdpa_is_refused() -> None:
     """A model whose attention knows of no other ranks would train, but wrongly."""
 
