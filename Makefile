@@ -26,6 +26,10 @@ train: $(VENV)/.extra-train  ## train a GPT on two local ranks, into out/; again
 mixture: $(VENV)/.extra-train  ## train a mixture of experts on two local ranks, with and without balancing, into out/
 	@$(BIN)/python examples/mixture.py $(ARGS)
 
+.PHONY: long-context
+long-context: $(VENV)/.extra-train  ## train on long contexts cut among ranks; draw what length costs
+	@$(BIN)/python examples/long_context.py $(ARGS)
+
 .PHONY: test
 test: $(VENV)/.extra-test  ## run the tests
 	@$(PYTEST) $(ARGS)

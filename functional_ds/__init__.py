@@ -53,6 +53,7 @@ with optional("functional_ds.parallel"):
     from .parallel import experts as moe
     from .parallel import sequence as seq
     from .parallel import tensor as tp
+    from .parallel.sequence.tiled import tiled
 with optional("functional_ds.pipelining"):
     from . import pipelining
 
@@ -111,6 +112,7 @@ __all__ = [
     "seq",
     "sgd",
     "shard",
+    "tiled",
     "tp",
     "train_step",
     "transforms",

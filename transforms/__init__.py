@@ -25,6 +25,8 @@ with optional("functional_ds.transforms.offloading", "functional_ds.transforms.o
     from .offloading import OffloadError
 with optional("functional_ds.pipelining", "functional_ds.transforms.pipeline"):
     from .pipeline import pipeline
+with optional("functional_ds.parallel", "functional_ds.transforms.parallel.sequence"):
+    from functional_ds.transforms.parallel.sequence import sequence
 
 __all__ = [
     "DynamicScale",
@@ -52,6 +54,7 @@ __all__ = [
     "remat",
     "replicated",
     "schedule",
+    "sequence",
     "tensor_parallel",
     "warmup",
     "warmup_cosine",

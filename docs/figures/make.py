@@ -346,7 +346,19 @@ def _layers(params: Any, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-FIGURES = {"zero-path": zero_path, "phases": phases, "zero-life": zero_life}
+# -- what length costs -----------------------------------------------------------------------------------------------------
+
+
+def sequence_length() -> Figure:
+    """What ranks of a sequence keep and send against its length, of the example's model."""
+    sys.path.insert(0, str(TOP / "examples"))
+    import long_context
+
+    found: Figure = long_context.costs(long_context.LENGTHS, 8)
+    return found
+
+
+FIGURES = {"zero-path": zero_path, "phases": phases, "zero-life": zero_life, "sequence-length": sequence_length}
 
 
 def save(name: str, figure: Figure) -> None:

@@ -34,6 +34,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 __all__ = [
     "CPU_ATTENTION",
     "CPU_ATTENTION_BACKWARD",
+    "CUDA_ATTENTION",
+    "CUDA_ATTENTION_BACKWARD",
     "GROUPED_PRODUCT",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
@@ -83,6 +85,8 @@ __all__ = [
 T = TypeVar("T", bound=Tensor)
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+CUDA_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention.default
+CUDA_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
 GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
 
 # Re-exported names, and what needs them:
@@ -93,7 +97,8 @@ GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
 # - unset_fake_temporarily: real tensors within a fake mode, for buffers and for recorded initial values.
 # - detect_fake_mode: whether a call is such a trial run, which must leave no trace in buffers and reports.
 # - CPU_ATTENTION, its backward, GROUPED_PRODUCT: operators for which torch has no count of operations, or no shape. Without
-#   them costs leave out attention on the CPU and experts.
+#   them costs leave out attention on the CPU and experts. Ring attention computes its blocks with the former two, and with
+#   CUDA_ATTENTION and its backward: the public function does not return the logarithms by which blocks are merged.
 # - TorchDispatchMode: sees every operation below autograd. Tracing, rematerialisation policies and peaks rest on it. torch
 #   documents the class and keeps it in a private module.
 

@@ -1,12 +1,13 @@
-"""What a function finds when it runs again: the tape and its modules, as in the first run."""
+"""What a function finds when it runs again: the tape with its axes, and its modules, as in the first run."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import attrs
 from torch import Tensor, nn
 
+from functional_ds.step.axes import axes, with_axes
 from functional_ds.step.tape import Tape, current_tape
 
 from .buffer_snapshot import Rewind
@@ -16,16 +17,20 @@ __all__ = ["ModuleCalls", "TapeNow"]
 
 @attrs.frozen(eq=False)
 class TapeNow:
-    """The open tape, and what ran modules in it, for when the backward pass runs the function again."""
+    """The open tape, what ran modules in it, and its axes, for when the backward pass runs the function again.
+
+    In a pipeline one tape has many micro-batches, whose axes differ in their documents.
+    """
 
     tape: Tape | None
     calls: tuple[Any, ...]
+    axes: Mapping[str, Any]
 
     @staticmethod
     def now() -> "TapeNow":
         """As it is in this thread."""
         tape = current_tape()
-        return TapeNow(tape, () if tape is None else tape.calls)
+        return TapeNow(tape, () if tape is None else tape.calls, axes())
 
     def claims(self, tensor: Tensor) -> bool:
         """Whether the tensor is a param, whose memory comes and goes."""
@@ -40,7 +45,8 @@ class TapeNow:
             return
         now, tape.calls = tape.calls, self.calls
         try:
-            with nullcontext() if current_tape() is tape else tape.resumed():  # a device's backward has its own thread
+            # a device's backward has its own thread
+            with nullcontext() if current_tape() is tape else tape.resumed(), with_axes(self.axes):
                 yield
         finally:
             tape.calls = now

@@ -4,20 +4,50 @@ Functions that are registered once for a process, as attention is in Hugging Fac
 simulated ranks are threads of one process. They find it through the step that runs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from .tape import current_tape
 
-__all__ = ["axis", "with_axis"]
+__all__ = ["asked", "axes", "axis", "with_axes", "with_axis"]
 
-_SLOT = "axes"
+_SLOT, _ASKED = "axes", "axes asked for"
 
 
 def axis(name: str) -> Any:
     """What a transform of the running step has put under the name; None where there is no such transform, or no step."""
     tape = current_tape()
-    return None if tape is None else tape.slots.get(_SLOT, {}).get(name)
+    if tape is None:
+        return None
+    tape.slots.setdefault(_ASKED, set()).add(name)
+    return axes().get(name)
+
+
+def asked(name: str) -> bool:
+    """Whether a function has asked for this axis in the pass that runs."""
+    tape = current_tape()
+    return tape is not None and name in tape.slots.get(_ASKED, ())
+
+
+def axes() -> Mapping[str, Any]:
+    """All that transforms have put there, by name."""
+    tape = current_tape()
+    return {} if tape is None else tape.slots.get(_SLOT, {})
+
+
+@contextmanager
+def with_axes(found: Mapping[str, Any]) -> Iterator[None]:
+    """Within the block these are the axes: a function that runs again finds those of its first run."""
+    tape = current_tape()
+    if tape is None:
+        yield
+        return
+    before, tape.slots[_SLOT] = tape.slots.get(_SLOT, {}), found
+    try:
+        yield
+    finally:
+        tape.slots[_SLOT] = before
 
 
 def with_axis(name: str, value: Any, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -30,7 +60,7 @@ def with_axis(name: str, value: Any, function: Callable[[Any], Any]) -> Callable
     def run(batch: Any) -> Any:
         tape = current_tape()
         if tape is not None:  # it stays: a recomputation in the backward pass asks again
-            tape.slots.setdefault(_SLOT, {})[name] = value
+            tape.slots[_SLOT] = {**axes(), name: value}
         return function(batch)
 
     return run

@@ -19,5 +19,6 @@ class Trait(Enum):
     OFFLOADS = auto()  # moves params, slots or the optimizer's state off the device
     RESIDENT_SLOT = auto()  # its slot must stay on the device
     PIPELINES = auto()  # runs stages on several ranks, each with its own leaves
+    CUTS_SEQUENCES = auto()  # gives ranks other positions of the same sequences
     CASTS = auto()  # stores params in another dtype than the optimizer updates
     CUTS_EXPERTS = auto()  # stores slices of experts over some of the data-parallel ranks

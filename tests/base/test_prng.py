@@ -41,6 +41,7 @@ def slices(draw: st.DrawFn) -> tuple[tuple[int, ...], dict[int, Tensor]]:
     return shape, {dim: torch.tensor(at, dtype=torch.int64) for dim, at in some.items()}
 
 
+@pytest.mark.law(49)
 @given(cut=slices(), row=st.integers(0, 3), carried=st.booleans())
 def test_slices_draw_what_the_whole_tensor_draws(
     cut: tuple[tuple[int, ...], dict[int, Tensor]], row: int, carried: bool

@@ -59,6 +59,17 @@ def attention_on_the_cpu_has_a_kernel() -> None:
     assert shapes[private.CPU_ATTENTION_BACKWARD][:4] == [query.shape, query.shape, key.shape, value.shape]
 
 
+@checks("CUDA_ATTENTION", "CUDA_ATTENTION_BACKWARD")
+def attention_on_cuda_takes_grouped_heads_and_gives_the_log_sum_exp() -> None:
+    with private.FakeTensorMode():
+        query, key, value = (torch.ones(2, h, 16, 8, device="cuda", dtype=torch.bfloat16) for h in (4, 2, 2))
+        out, lse, *_ = private.CUDA_ATTENTION(query, key, value, 0.0, True, False, scale=0.5)
+        assert (out.shape, lse.shape, lse.dtype) == (query.shape, query.shape[:3], torch.float32)
+        none = torch.empty(0, dtype=torch.uint64, device="cuda")
+        args = out, query, key, value, out, lse, None, None, 16, 16, 0.0, True, none, none
+        assert [g.shape for g in private.CUDA_ATTENTION_BACKWARD(*args, scale=0.5)] == [query.shape, key.shape, value.shape]
+
+
 @checks("GROUPED_PRODUCT")
 def grouped_products_have_shapes_in_every_dtype() -> None:
     for dtype in (torch.float32, torch.bfloat16):

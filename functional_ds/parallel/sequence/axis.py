@@ -1,0 +1,120 @@
+"""What a transform of a step tells a model's functions about the axis along which its sequences are cut."""
+
+import attrs
+import torch
+from torch import Tensor
+
+from functional_ds.base import tree
+from functional_ds.comm.record.group import Group
+from functional_ds.step.axes import axis
+
+from .sequence_layout import SequenceLayout
+
+__all__ = ["SequenceAxis", "documents_of", "resolve_axis", "sequence_axis"]
+
+AXIS = "sp"
+
+
+def _whole(instance: "SequenceAxis", attribute: "attrs.Attribute[Tensor | None]", value: Tensor | None) -> None:
+    if value is not None and (value.dim() != 2 or value.shape[1] != instance.length or value.is_floating_point()):
+        raise ValueError(
+            f"documents must be whole numbers of shape [rows or 1, {instance.length}], not {value.dtype} {list(value.shape)}: "
+            "numbers of all positions of the sequence, in its own order, on every rank"
+        )
+
+
+@attrs.frozen(eq=False)
+class SequenceAxis:
+    """The ranks among which sequences are cut, in which layout, and what masks go with the positions of this batch.
+
+    ``T.sequence`` makes one for each batch, and ``axis("sp")`` is it inside of the step.
+
+    Attributes:
+        group: the ranks; in ``layout.inner`` neighbours share one rank of the layout.
+        layout: which positions each of them holds.
+        length: of the whole sequence, padding included.
+        documents: int [rows or 1, length], in the sequence's own order, the same on all ranks: positions attend to each other
+            where their numbers are equal; -1 is padding, to which nothing attends. None: one document, no padding. It varies
+            between data-parallel ranks and is replicated over ``group``.
+        ring_group: where ``layout.inner`` > 1, the ranks of this rank's ring, in the layout's order.
+        ulysses_group: where ``layout.inner`` > 1, the neighbours that share one of its ranks.
+    """
+
+    group: Group
+    layout: SequenceLayout
+    length: int
+    documents: Tensor | None = attrs.field(default=None, kw_only=True, validator=_whole, repr=tree.summary)
+    ring_group: Group | None = attrs.field(default=None, kw_only=True)
+    ulysses_group: Group | None = attrs.field(default=None, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        self.layout.check(self.length, self.group.size)
+        sizes = tuple(None if group is None else group.size for group in (self.ring_group, self.ulysses_group))
+        if sizes not in ((None, None), (self.group.size // self.layout.inner, self.layout.inner)):
+            raise ValueError(
+                f"ring_group and ulysses_group have {sizes} ranks; {self.layout!r} on {self.group.size} ranks needs "
+                f"{(self.group.size // self.layout.inner, self.layout.inner)}"
+            )
+
+    def positions(self, device: torch.device | str | None = None) -> Tensor:
+        """This rank's positions in the whole sequence, int64 [length / ranks]."""
+        return self.layout.positions(self.length, self.group.size, self.group.rank, device=device)
+
+    def cut(self, whole: Tensor, *, dim: int = 1) -> Tensor:
+        """This rank's piece of a tensor of the whole sequence along ``dim``.
+
+        Raises:
+            ValueError: its size along ``dim`` is not the sequence's length.
+        """
+        if whole.shape[dim] != self.length:
+            raise ValueError(f"a tensor of shape {list(whole.shape)}: dim {dim} must be the sequence's length {self.length}")
+        return whole.index_select(dim, self.positions(whole.device))
+
+
+def sequence_axis(what: str) -> SequenceAxis:
+    """The axis of the running step.
+
+    Raises:
+        ValueError: the step has no such axis, or none runs.
+    """
+    found = axis(AXIS)
+    if not isinstance(found, SequenceAxis):
+        raise ValueError(f"{what}: sequences are not cut here; pass a group, or run it in a step with T.sequence(group)")
+    return found
+
+
+def documents_of(attention_mask: Tensor | None = None, *, position_ids: Tensor | None = None) -> Tensor | None:
+    """The numbers of documents that ``SequenceAxis`` takes, from what batches have; None where neither is given.
+
+    Args:
+        attention_mask: [rows, length], 0 for padding.
+        position_ids: [rows, length]; a document begins wherever the next position is not the last one's successor.
+
+    >>> documents_of(torch.tensor([[1, 1, 1, 0]]), position_ids=torch.tensor([[0, 1, 0, 0]])).tolist()
+    [[0, 0, 1, -1]]
+    """
+    found = None
+    if position_ids is not None:
+        found = torch.nn.functional.pad((position_ids.diff(dim=1) != 1).cumsum(1), (1, 0))
+    if attention_mask is not None:
+        found = torch.zeros_like(attention_mask, dtype=torch.int64) if found is None else found
+        found = found.masked_fill(attention_mask == 0, -1)
+    return found
+
+
+def resolve_axis(
+    what: str, group: Group | None, layout: SequenceLayout | str | None
+) -> tuple[Group, SequenceLayout, Tensor | None]:
+    """The group, the layout and the documents: those given, else those of the running step.
+
+    Raises:
+        ValueError: there is no group, or a layout without one.
+    """
+    if group is not None:
+        return group, SequenceLayout.of("contiguous" if layout is None else layout), None
+    if layout is not None:
+        raise ValueError(
+            f"{what}: layout={layout!r} without a group: pass both, or none to take those of the step's T.sequence"
+        )
+    found = sequence_axis(what)
+    return found.group, found.layout, found.documents

@@ -1,0 +1,227 @@
+"""Attention over cut sequences for unmodified models of Hugging Face: names in transformers' attention and mask registries.
+
+The registered functions hold no group: they find it, the layout and the documents in the step that runs.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from functional_ds.base import tree
+
+from .axis import SequenceAxis, sequence_axis
+from .gathered_keys import gathered
+from .ring import ring
+from .ulysses import ulysses
+
+__all__ = ["SequenceMask", "register_attention"]
+
+# What changes an attention's result, beside what is taken; models pass them by these names.
+_REFUSED = ("softcap", "s_aux", "position_bias", "head_mask", "alibi", "cu_seq_lens_q", "cu_seq_lens_k", "cache")
+
+
+@attrs.frozen(eq=False)
+class SequenceMask:
+    """What a model's mask says, for attention over a cut sequence: no mask is made.
+
+    Attributes:
+        causal: whether positions attend to themselves and earlier ones alone.
+        window: to how many positions at most, itself included.
+        documents: as in ``SequenceAxis``.
+    """
+
+    causal: bool
+    window: int | None
+    documents: Tensor | None = attrs.field(repr=tree.summary)
+
+
+def _ulysses_ring(axis: SequenceAxis) -> Callable[..., Tensor]:
+    if axis.ring_group is None or axis.ulysses_group is None:
+        raise ValueError("fds_ulysses_ring: the step's sequence axis has no groups for a ring and for Ulysses inside of it")
+    layout = attrs.evolve(axis.layout, inner=1)
+    return ulysses(ring(axis.ring_group, layout=layout), axis.ulysses_group)
+
+
+WAYS: dict[str, Callable[[SequenceAxis], Callable[..., Tensor]]] = {
+    "fds_gathered": lambda axis: gathered(axis.group, layout=axis.layout),
+    "fds_ring": lambda axis: ring(axis.group, layout=axis.layout),
+    "fds_ulysses": lambda axis: ulysses(None, axis.group, layout=axis.layout),
+    "fds_ulysses_ring": _ulysses_ring,
+}
+
+
+def register_attention() -> tuple[str, ...]:
+    """Makes attention over cut sequences known to transformers, and returns the names for ``attn_implementation``.
+
+    Law: in a step with ``T.sequence`` such a model is the model with "sdpa" on one device. "fds_ring", "fds_ulysses" and
+    "fds_gathered" are the functions of those names, "fds_ulysses_ring" is Ulysses over a ring. They are registered for the
+    whole process; a second call does nothing.
+
+    Padding masks and packed documents are those of the batch that ``T.sequence`` has cut. What cannot be done right is refused
+    by name when the model runs: other masks (chunked, blockwise, of 4 dims), dropout, soft caps, sinks, position biases,
+    caches, another mask or other positions than the step's, and no step with a sequence axis.
+
+    Raises:
+        ImportError: transformers is not installed.
+
+    Cost: where a model passes an attention mask or positions, the host waits once a forward pass to compare them.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    for name, way in WAYS.items():
+        AttentionInterface.register(name, _attention(name, way))
+        AttentionMaskInterface.register(name, _mask(name))
+    return tuple(WAYS)
+
+
+def _attention(name: str, way: Callable[[SequenceAxis], Callable[..., Tensor]]) -> Callable[..., tuple[Tensor, None]]:
+    def forward(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        sliding_window: int | None = None,
+        position_ids: Tensor | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        """[rows, heads, N/P, d] to [rows, N/P, heads, d]."""
+        axis = sequence_axis(name)
+        if dropout:
+            raise ValueError(f"{name}: dropout={dropout} in attention: set the model's attention_dropout to 0")
+        for other in _REFUSED:
+            if others.get(other) is not None:
+                raise ValueError(f"{name}: the model passes {other}, which attention over a cut sequence does not have")
+        if attention_mask is None:
+            causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            mask = SequenceMask(causal, sliding_window if causal else None, axis.documents)
+        elif isinstance(attention_mask, SequenceMask):
+            mask = attention_mask
+        else:
+            shape = list(getattr(attention_mask, "shape", []))
+            raise ValueError(
+                f"{name}: an attention mask {type(attention_mask).__name__} of shape {shape}: the ranks know padding masks "
+                "[rows, positions] and documents of the batch that T.sequence cuts, no others"
+            )
+        if position_ids is not None and getattr(module, "layer_idx", 0) == 0:
+            _check_positions(name, position_ids, axis)
+        o = way(axis)(query, key, value, scale=scaling, **_arguments(mask, axis))
+        return o.transpose(1, 2), None
+
+    return forward
+
+
+def _arguments(mask: SequenceMask, axis: SequenceAxis) -> dict[str, Any]:
+    found: dict[str, Any] = {"causal": mask.causal}
+    if mask.window is not None and mask.window < axis.length:
+        found["window"] = mask.window
+    documents = axis.layout.documents if mask.documents is None else mask.documents
+    return found if documents is None else {**found, "documents": documents}
+
+
+def _check_positions(name: str, given: Tensor, axis: SequenceAxis) -> None:
+    """Without documents positions count through the whole sequence; a model left alone would count each piece from 0."""
+    positions = axis.positions(given.device)
+    if axis.documents is None and axis.layout.documents is None and not torch.equal(given, positions.expand_as(given)):
+        raise ValueError(
+            f"{name}: the model's position_ids are not this rank's positions in the sequence: pass it those of the batch that "
+            "T.sequence cut; packed documents must be known to T.sequence"
+        )
+
+
+def _mask(name: str) -> Callable[..., SequenceMask]:
+    def make(
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        q_offset: int = 0,
+        kv_offset: int = 0,
+        mask_function: Callable[..., Any] | None = None,
+        attention_mask: Tensor | None = None,
+        **others: Any,
+    ) -> SequenceMask:
+        axis = sequence_axis(name)
+        own = axis.length // axis.group.size
+        if (q_length, kv_length, q_offset, kv_offset) != (own, own, 0, 0):
+            raise ValueError(
+                f"{name}: {q_length} queries from {q_offset} and {kv_length} keys from {kv_offset}: a rank has {own} of both; "
+                "it takes the batch that T.sequence cut, and no cache"
+            )
+        if attention_mask is not None:
+            _check_padding(name, attention_mask, axis)
+        causal, windows = False, []
+        for function in _parts(name, mask_function):
+            code, free = function.__code__, inspect.getclosurevars(function).nonlocals
+            causal = causal or code is _known().causal
+            windows += [free["sliding_window"]] if code is _known().window else []
+            if code is _known().remap:
+                _check_positions(name, free["position_ids"], axis)
+        if windows and not causal:
+            raise ValueError(f"{name}: a window of {min(windows)} without causal attention")
+        return SequenceMask(causal, min(windows, default=None), axis.documents)
+
+    return make
+
+
+def _check_padding(name: str, given: Tensor, axis: SequenceAxis) -> None:
+    documents = axis.documents
+    expected = torch.ones_like(given, dtype=torch.bool) if documents is None else (axis.cut(documents) >= 0).expand_as(given)
+    if not torch.equal(given.to(torch.bool), expected):
+        raise ValueError(
+            f"{name}: the model's attention_mask is not the mask of the batch that T.sequence cut: other ranks do not know it"
+        )
+
+
+@attrs.frozen(eq=False)
+class _MaskCodes:
+    """The code of transformers' mask functions whose meaning is known here."""
+
+    causal: Any
+    every: Any
+    window: Any
+    both: Any
+    packed: Any
+    remap: Any
+
+
+def _known() -> _MaskCodes:
+    from transformers import masking_utils as masks
+
+    some, causal = torch.zeros(1, 1), masks.causal_mask_function
+    functions = (
+        causal,
+        masks.bidirectional_mask_function,
+        masks.sliding_window_overlay(1),
+        masks.and_masks(causal),
+        masks.packed_sequence_mask_function(some),
+        masks.remap_positions_for_packed_sequence(causal, some),
+    )
+    return _MaskCodes(*(function.__code__ for function in functions))
+
+
+def _parts(name: str, function: Any) -> Iterator[Any]:
+    """The functions of which all must allow a pair.
+
+    Raises:
+        ValueError: one is none of those that are known.
+    """
+    known = _known()
+    code = getattr(function, "__code__", None)
+    if code not in attrs.astuple(known, recurse=False):
+        what = getattr(function, "__qualname__", function)
+        raise ValueError(f"{name}: the model's mask has {what}, which attention over a cut sequence does not have")
+    free = inspect.getclosurevars(function).nonlocals
+    if code is known.both:
+        for each in free["mask_functions"]:
+            yield from _parts(name, each)
+        return
+    yield function
+    if code is known.remap:
+        yield from _parts(name, free["mask_function"])

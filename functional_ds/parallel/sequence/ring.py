@@ -1,0 +1,184 @@
+"""Ring attention: keys and values go around the ranks while each computes with those that it has."""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from functional_ds import comm
+from functional_ds.comm.record.group import Group
+from functional_ds.comm.record.pending import Pending
+from functional_ds.comm.record.permutation import Permutation
+
+from .axis import resolve_axis
+from .blockwise import AttentionMask, Keys, Partial, Queries, Total, check_heads, empty_to_infinite, mask_of, resolved_scale
+from .sequence_layout import SequenceLayout
+
+__all__ = ["ring"]
+
+Attention = Callable[..., Tensor]
+_shift = lru_cache(maxsize=256)(Permutation.shift)
+
+
+@attrs.frozen(eq=False)
+class _Ring:
+    """What the steps of a ring share: the ranks, their positions, and the shapes of a message.
+
+    In step t, rank r computes with the keys of rank r - t. One message has keys and values, one has the gradients by them.
+    """
+
+    group: Group
+    layout: SequenceLayout
+    length: int
+    k_shape: torch.Size
+    v_shape: torch.Size
+    mask: AttentionMask
+    scale: float
+
+    def runs(self, step: int) -> tuple[range, ...]:
+        return self.layout.runs(self.length, self.group.size, (self.group.rank - step) % self.group.size)
+
+    def queries(self, q: Tensor) -> Queries:
+        return Queries(q, self.runs(0), self.mask, self.scale)
+
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """Keys and values in a message, as views."""
+        k, v = flat.split([self.k_shape.numel(), self.v_shape.numel()])
+        return [k.view(self.k_shape), v.view(self.v_shape)]
+
+    def keys(self, flat: Tensor, step: int) -> Keys:
+        k, v = self.split(flat)
+        return Keys(k, v, self.runs(step))
+
+    def pass_on(self, flat: Tensor, by: int) -> Pending[Tensor]:
+        """Starts a message to the next rank, or the one before; the result is the other neighbour's."""
+        return comm.permute(flat, _shift(self.group.size, by), self.group, async_op=True)
+
+
+class _RingAttention(torch.autograd.Function):
+    """The forward sends n - 1 messages. The backward passes gradients on in n - 1, and keys again if they were not saved."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, here: _Ring, save: bool) -> Tensor:
+        own = k.new_empty(k.numel() + v.numel())
+        for view, x in zip(here.split(own), (k, v), strict=True):
+            view.copy_(x)
+        queries, blocks = here.queries(q), [own]
+        found: Partial | None = None
+
+        def step(number: int) -> None:
+            nonlocal found
+            coming = here.pass_on(blocks[-1], 1)
+            found = queries.add(here.keys(blocks[-1], number), found)
+            blocks.append(coming.wait())
+            if not save:
+                del blocks[0]
+
+        comm.repeat(here.group.size - 1, step, here.group)
+        wide, lse = queries.add(here.keys(blocks[-1], here.group.size - 1), found)
+        o = wide.to(q.dtype)
+        ctx.here = here
+        ctx.save_for_backward(q, o, lse, *(blocks if save else [own]))
+        return o
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        here: _Ring = ctx.here
+        q, o, lse, own, *saved = ctx.saved_tensors
+        n, queries, lse = here.group.size, here.queries(q), empty_to_infinite(lse)
+        d_q = Total(torch.empty_like(q, dtype=lse.dtype))
+
+        def gradients(flat: Tensor, number: int) -> Tensor:
+            found = torch.empty_like(flat, dtype=lse.dtype)
+            d_keys = [Total(each) for each in here.split(found)]
+            queries.add_gradients(here.keys(flat, number), grad, o, lse, into=[d_q, *d_keys])
+            for total in d_keys:
+                total.sum()
+            return found
+
+        # The block that came last is the first here and goes back the way it came; its gradient goes with it and ends at home.
+        coming = [] if saved or n == 1 else [here.pass_on(own, -1)]
+        d_own = gradients(own, 0)
+        d_coming: list[Pending[Tensor]] = []
+
+        def step(number: int, *, last: bool = False) -> None:
+            place = n - 1 - number
+            flat = coming.pop().wait() if coming else saved[min(place, len(saved)) - 1]  # one alone where shapes are counted
+            if not (last or saved):
+                coming.append(here.pass_on(flat, -1))
+            found = gradients(flat, place)
+            if d_coming:
+                found += d_coming.pop().wait()
+            d_coming.append(here.pass_on(found, -1))
+
+        if n > 1:
+            comm.repeat(n - 2, step, here.group)
+            step(n - 2, last=True)
+            d_own += d_coming.pop().wait()
+        d_k, d_v = here.split(d_own.to(own.dtype))
+        return d_q.sum().to(q.dtype), d_k, d_v, None, None
+
+
+def ring(group: Group | None = None, *, layout: SequenceLayout | str | None = None, save_blocks: bool = False) -> Attention:
+    """Attention of sequences that are cut among ranks, whose keys and values go around in a ring.
+
+    Law: on each rank it is its part of attention to the whole sequence, for every layout and mask; so are the gradients.
+    q, k, v and the result vary over ``group``: each rank passes its positions, in the layout's order.
+
+    The function takes q [rows, h, N/P, d], k [rows, g, N/P, d], v [rows, g, N/P, e] and what ``attention`` takes: ``causal``,
+    ``window``, ``scale`` and ``documents``, which are those of the whole sequence in its own order, the same on all ranks. g
+    divides h; heads of keys are neither repeated nor sent more than once. Blocks that are masked wholly are not computed.
+    It has no dropout.
+
+    Args:
+        group: the ranks; None for those of the step's ``T.sequence``, with its layout and documents.
+        layout: which positions each of them holds, or its name: "contiguous", "zigzag", "striped". For causal attention zigzag
+            makes all ranks' work equal.
+        save_blocks: keeps all ranks' keys and values (2 g d N elements a row) for the backward pass, and sends them once.
+
+    Raises:
+        ValueError: no group and no step that has one; shapes, dtypes, documents or layout do not fit.
+
+    Cost: P - 1 messages of 2 g d N/P elements forward, sent while the block before is computed with. Backward P - 1 of
+    gradients, in fp32 for half precision, and P - 1 of keys and values again unless they were saved.
+
+    Source: Ring Attention with Blockwise Transformers (arXiv 2310.01889).
+
+    >>> from functional_ds import comm, seq
+    >>> x = torch.randn(1, 4, 8, 16)
+    >>> def program():
+    ...     group = comm.world()
+    ...     mine = x[:, :, seq.SequenceLayout("zigzag").positions(8, group.size, group.rank)]
+    ...     return ring(group, layout="zigzag")(mine, mine, mine, causal=True).shape
+    >>> comm.simulate(program, world_size=2)
+    [torch.Size([1, 4, 4, 16]), torch.Size([1, 4, 4, 16])]
+    """
+
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool = False,
+        window: int | None = None,
+        documents: Tensor | Sequence[int] | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        ranks, how, numbers = resolve_axis("ring attention", group, layout)
+        check_heads("ring attention", q, k, v)
+        if q.shape[2] != k.shape[2]:
+            raise ValueError(
+                f"ring attention: {q.shape[2]} queries and {k.shape[2]} keys: a rank holds the same positions of both"
+            )
+        length = q.shape[2] * ranks.size
+        how.check(length, ranks.size)
+        mask = mask_of(causal, window, numbers if documents is None else documents, length=length, rows=q.shape[0], layout=how)
+        here = _Ring(ranks, how, length, k.shape, v.shape, mask, resolved_scale(q, scale))
+        o: Tensor = _RingAttention.apply(q, k, v, here, save_blocks)
+        return o
+
+    return attend

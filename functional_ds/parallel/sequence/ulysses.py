@@ -1,0 +1,96 @@
+"""Ulysses: attention that acts by head, on whole sequences of some heads each."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functional_ds.comm.record.group import Group
+
+from .axis import resolve_axis
+from .blockwise import attention as on_one_device
+from .blockwise import check_heads
+from .head_exchange import HeadExchange, HeadShares, head_shares
+from .sequence_layout import SequenceLayout
+
+__all__ = ["ulysses"]
+
+Attention = Callable[..., Tensor]
+
+
+def ulysses(
+    attention: Attention | None = None, group: Group | None = None, *, layout: SequenceLayout | str | None = None
+) -> Attention:
+    """An attention whose ranks hold pieces of a sequence, from one of whole sequences that acts by head.
+
+    Law: ``ulysses(a) = a`` for every such ``a``; so are the gradients. q, k, v and the result vary over ``group``: each rank
+    passes its positions, in the layout's order. ``attention`` gets all positions in their own order, and some of the heads.
+
+    The function takes q [rows, h, N/P, d], k [rows, g, N/P, d], v [rows, g, N/P, e] and whatever else ``attention`` takes. That
+    it passes on as it is, so masks are those of the whole sequence. Each rank gets h / P of the query heads, rounded up or
+    down, and the key-value heads that they use; where g < P, each of these goes to several ranks. A rank without a head does
+    not call ``attention``.
+
+    Args:
+        attention: (q, k, v, ...) to [rows, heads, positions, e]; ``seq.attention`` by default. It may be collective over other
+            groups, as ``ring`` is.
+        group: the ranks; None for those of the step's ``T.sequence``, with its layout, and for ``seq.attention`` its documents.
+        layout: which positions each of them holds, or its name; "contiguous" by default.
+
+    Raises:
+        ValueError: no group and no step that has one; shapes, dtypes or the layout do not fit; the result has another shape.
+
+    Cost: two all-to-alls, of (h + 2g) d N/P (P - 1)/P elements for q, k and v together and h d N/P (P - 1)/P for the result.
+    Where g < P, keys and values are 2 N d (P - 1)/P. Backward the same.
+
+    Source: DeepSpeed Ulysses (arXiv 2309.14509).
+
+    >>> from functional_ds import comm
+    >>> x = torch.randn(1, 4, 6, 8)
+    >>> whole = torch.nn.functional.scaled_dot_product_attention(x, x, x)
+    >>> def program():
+    ...     group = comm.world()
+    ...     mine = x.chunk(group.size, dim=2)[group.rank]
+    ...     o = ulysses(torch.nn.functional.scaled_dot_product_attention, group)(mine, mine, mine)
+    ...     return torch.allclose(o, whole.chunk(group.size, dim=2)[group.rank], atol=1e-6)
+    >>> comm.simulate(program, world_size=3)
+    [True, True, True]
+    """
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        ranks, how, numbers = resolve_axis("ulysses", group, layout)
+        check_heads("ulysses", q, k, v)
+        if q.shape[2] != k.shape[2]:
+            raise ValueError(f"ulysses: {q.shape[2]} queries and {k.shape[2]} keys: a rank holds the same positions of both")
+        length = q.shape[2] * ranks.size
+        runs = tuple(how.runs(length, ranks.size, rank) for rank in range(ranks.size))
+        if attention is None:
+            documents = how.documents if numbers is None else numbers
+            kwargs = kwargs if documents is None else {"documents": documents, **kwargs}
+        shares = head_shares(q.shape[1], k.shape[1], ranks=ranks.size)
+        q, k, v = HeadExchange(ranks, runs, (shares.queries, shares.keys, shares.keys)).to_heads(q, k, v)
+        if q.shape[1]:
+            k, v = (_expanded(each, shares, ranks.rank) for each in (k, v))
+            o = (attention or on_one_device)(q, k, v, *args, **kwargs)
+            if o.shape != (*q.shape[:3], v.shape[3]):
+                raise ValueError(f"ulysses: the attention gave {list(o.shape)}, and {[*q.shape[:3], v.shape[3]]} was to come")
+        else:
+            o = torch.cat([q, v], dim=-1)[
+                ..., : v.shape[3]
+            ]  # without elements, and part of the graph: the backward is collective
+        (o,) = HeadExchange(ranks, runs, (shares.queries,)).to_positions(o)
+        return o
+
+    return attend
+
+
+def _expanded(x: Tensor, shares: HeadShares, rank: int) -> Tensor:
+    """This rank's key-value heads, of which each serves as many query heads as any other: repeated where they do not."""
+    queries, keys = shares.queries[rank], shares.keys[rank]
+    group = max(share.stop for share in shares.queries) // max(share.stop for share in shares.keys)
+    used = [head // group - keys.start for head in queries]
+    each, rest = divmod(len(queries), len(keys))
+    if rest == 0 and used == [place // each for place in range(len(queries))]:
+        return x
+    return torch.cat([x[:, head : head + 1] for head in used], dim=1)

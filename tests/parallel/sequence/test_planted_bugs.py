@@ -1,0 +1,157 @@
+"""Bugs of attention over cut sequences, each planted alone: a law must break."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from functional_ds import comm, seq
+from functional_ds.parallel.sequence.softmax_merge import merge
+from tests.parallel.sequence import test_hugging_face
+from tests.parallel.sequence.attention_cases import Case, run
+from tests.parallel.sequence.test_ring import test_half_precision_is_summed_in_single as half_precision
+from tests.planting import Bug, planted
+
+pytestmark = pytest.mark.timeout(60)
+
+Layout = seq.SequenceLayout
+ZIGZAG = Case(3, Layout("zigzag"), 12, heads=(3, 1))
+STRIPED = Case(3, Layout("striped"), 12)
+PADDED = Case(2, Layout("zigzag"), 8, documents=((0, 0, -1, -1, -1, 1, 1, 1), (-1, -1, 0, 0, 0, 0, 0, 1)))
+WINDOW = Case(2, Layout("contiguous"), 8, window=3)
+DOCUMENTS = Case(2, Layout.per_document([5, 3, 4]), 12)
+
+
+def ring(case: Case, save: bool = False) -> None:
+    """A ring is the attention to the whole sequence, and sends what it must."""
+    hops = case.ranks - 1
+    for forward, backward in run(case, lambda group: seq.ring(group, layout=case.layout, save_blocks=save)):
+        assert (forward.calls, backward.calls) == (hops, hops if save else 2 * hops)
+
+
+def ulysses(case: Case) -> None:
+    """Ulysses is the attention of whole heads, in two exchanges of the papers' size."""
+    books = run(case, lambda group: seq.ulysses(None, group, layout=case.layout))
+    assert all(book.calls == 2 for pair in books for book in pair)
+    keys = sum(map(len, seq.head_shares(*case.heads, ranks=case.ranks).keys))
+    sent = case.rows * case.length // case.ranks * (case.ranks - 1) * (case.heads[0] + keys) * sum(case.sizes)
+    assert [sum(book.elements for book in books) for books in zip(*books, strict=True)] == [sent, sent]
+
+
+def gathered(case: Case) -> None:
+    """So is attention to gathered keys."""
+    run(case, lambda group: seq.gathered(group, layout=case.layout))
+
+
+def balance() -> None:
+    """Zigzag is equal on all ranks in every step."""
+    assert all(len(set(step)) == 1 for step in seq.ring_pairs("zigzag", 24, ranks=3))
+
+
+def identity() -> None:
+    """Attention to no key is the identity of merging."""
+    none = torch.zeros(1), torch.tensor(-torch.inf)
+    assert merge(*none, none[0], other_lse=none[1])[0].item() == 0
+    assert merge(*none, torch.ones(1), other_lse=torch.tensor(1.0))[0].item() == 1
+
+
+def hugging_face(kind: str) -> None:
+    """An unmodified model over cut sequences is the model."""
+    seq.register_attention()
+    test_hugging_face.test_a_model_is_the_model_on_one_device("windows", kind, "fds_ring", Layout("zigzag"))
+
+
+def refusals() -> None:
+    """What a model asks for beyond its positions is refused."""
+    seq.register_attention()
+    test_hugging_face.test_a_mask_that_the_step_does_not_know_is_refused()
+    test_hugging_face.test_positions_that_are_not_the_ranks_are_refused()
+    test_hugging_face.test_other_masks_are_refused()
+
+
+RING, EXCHANGE, BLOCKS = "parallel.sequence.ring", "parallel.sequence.head_exchange", "parallel.sequence.blockwise"
+PRODUCTS, LAYOUT, MODELS = (
+    "parallel.sequence.block_products",
+    "parallel.sequence.sequence_layout",
+    "parallel.sequence.hugging_face",
+)
+
+GATHERED, MERGE = "parallel.sequence.gathered_keys", "parallel.sequence.softmax_merge"
+
+BUGS: dict[tuple[Callable[..., None], *tuple[Any, ...]], list[Bug]] = {
+    (ring, ZIGZAG): [
+        Bug("gradients go on with the keys", RING, "here.pass_on(found, -1)", "here.pass_on(found, 1)", shows=Exception),
+        Bug("a rank forgets its own part", RING, "d_own += d_coming.pop().wait()", "d_own = d_coming.pop().wait()"),
+        Bug("what comes is not added", RING, "found += d_coming.pop().wait()", "d_coming.pop().wait()"),
+        Bug("keys go around once too often", RING, "if not (last or saved):", "if not saved:", shows=Exception),
+        Bug("keys are taken for the next rank's", RING, "(self.group.rank - step)", "(self.group.rank + step)"),
+        Bug("the last block is left out", RING, "here.keys(blocks[-1], here.group.size - 1)", "here.keys(blocks[-1], 0)"),
+        Bug("parts are added up", MERGE, "o.lerp_(", "o.add_(other) if o.dim() else o.lerp_("),
+    ],
+    (ring, ZIGZAG, True): [Bug("saved blocks in another order", RING, "saved[min(place, len(saved)) - 1]", "saved[number]")],
+    (ring, STRIPED): [
+        Bug("the diagonal ignores the stride", PRODUCTS, "(q[0] - k[0]) // step", "q[0] - k[0]", shows=Exception),
+        Bug("later keys are seen", PRODUCTS, "k[-1] <= q[0]", "k[0] <= q[0]"),
+    ],
+    (ring, PADDED): [
+        Bug("padding is a document", BLOCKS, "(others >= 0)", "(others >= -1)"),
+        Bug("documents see each other", BLOCKS, "(numbers.unsqueeze(2) == others.unsqueeze(1))", "(others.unsqueeze(1) >= 0)"),
+        Bug("rows without keys have no gradient", BLOCKS, "return lse.masked_fill(lse == -torch.inf, torch.inf)", "return lse"),
+    ],
+    (ring, WINDOW): [Bug("a window is one longer", BLOCKS, "(q - k < self.window)", "(q - k <= self.window)")],
+    (ring, DOCUMENTS): [
+        Bug("the layout's documents are no mask", BLOCKS, "lengths or of_layout, numbers", "lengths, numbers"),
+    ],
+    (ulysses, ZIGZAG): [
+        Bug("of a shared head one gradient counts", EXCHANGE, "not to_heads and _shared(self.shares[place])", "False"),
+        Bug("positions are the ranks' order", EXCHANGE, "run.start : run.stop : run.step", "start : start + len(run)"),
+    ],
+    (ulysses, Case(3, Layout(), 6, heads=(12, 4))): [
+        Bug("uneven heads meet other keys", "parallel.sequence.ulysses",
+            "used == [place // each for place in range(len(queries))]", "True"),
+    ],
+    (gathered, ZIGZAG): [
+        Bug("gathered keys in the ranks' order", GATHERED, 'elif how != SequenceLayout("contiguous"):', "elif False:"),
+    ],
+    (balance,): [Bug("the second chunk is not mirrored", LAYOUT, "(rank, 2 * n - 1 - rank)", "(rank, n + rank)")],
+    (identity,): [Bug("minus infinity is not guarded", MERGE, ".masked_fill_(total == -torch.inf, 0)", "")],
+    (half_precision, "zigzag", torch.bfloat16): [
+        Bug("parts are merged in half precision", BLOCKS, "wide = torch.promote_types(self.q.dtype, torch.float32)",
+            "wide = self.q.dtype", shows=Exception),
+    ],
+    (hugging_face, "padded"): [
+        Bug("a model's padding is ignored", MODELS, "SequenceMask(causal, min(windows, default=None), axis.documents)",
+            "SequenceMask(causal, min(windows, default=None), None)"),
+    ],
+    (hugging_face, "plain"): [
+        Bug("a model's window is ignored", MODELS, "windows += [free", "windows += [] and [free"),
+        Bug("a model's scale is ignored", MODELS, "scale=scaling", "scale=1.0"),
+    ],
+    (refusals,): [
+        Bug("another mask is ignored", MODELS, "_check_padding(name, attention_mask, axis)", "pass", shows=BaseException),
+        Bug("positions are not looked at", MODELS, "if position_ids is not None and getattr", "if False and getattr",
+            shows=BaseException),
+    ],
+}  # fmt: skip
+
+
+@cache
+def holds(law: Callable[..., None], *case: Any) -> bool:
+    """Checks a law in the library as it is, once."""
+    law(*case)
+    return True
+
+
+@pytest.mark.parametrize(("case", "bug"), [pytest.param(c, b, id=b.name) for c, bugs in BUGS.items() for b in bugs])
+def test_a_bug_breaks_its_law(case: tuple[Any, ...], bug: Bug) -> None:
+    law, *rest = case
+    assert holds(*case)
+    with planted(bug), pytest.raises(bug.shows):
+        law(*rest)
+
+
+def test_planting_is_undone() -> None:
+    assert comm.simulate(lambda: 1, world_size=2) == [1, 1]
+    ring(ZIGZAG)

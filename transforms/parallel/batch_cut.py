@@ -1,0 +1,248 @@
+"""Batches of whole sequences, and this rank's positions of them."""
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import optree
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from functional_ds import comm
+from functional_ds.base import tree
+from functional_ds.parallel.sequence.axis import AXIS, SequenceAxis, documents_of
+from functional_ds.parallel.sequence.sequence_layout import SequenceLayout
+from functional_ds.step.axes import with_axis
+
+__all__ = ["IGNORED", "BatchCut", "CutBatch", "entered", "padded"]
+
+IGNORED = -100  # the label of positions that do not count
+
+# Leaves that are cut along dim 1 wherever they are, by the last part of their path: how many dims they have; what pads them.
+_KNOWN = {
+    "input_ids": (2, 0),
+    "inputs_embeds": (3, 0),
+    "labels": (2, IGNORED),
+    "shift_labels": (2, IGNORED),
+    "attention_mask": (2, 0),
+    "position_ids": (2, 0),
+    "token_type_ids": (2, 0),
+    "loss_mask": (2, 0),
+    "documents": (2, -1),
+}
+
+
+@tree.record
+class CutBatch:
+    """A batch with this rank's positions, and what masks go with the whole sequence.
+
+    Attributes:
+        batch: what the loss function gets.
+        documents: as in ``SequenceAxis``; they go with the rows of the batch.
+        axis: without documents.
+    """
+
+    batch: Any
+    documents: Tensor | None
+    axis: SequenceAxis = tree.static()
+
+
+def entered(function: Any, given: Any) -> Any:
+    """``function`` of the batch inside, with the axis of its sequence in the step that runs.
+
+    ``given`` is a ``CutBatch`` or has one in it. A batch that was not cut goes to the function as it is.
+    """
+    found: list[CutBatch] = []
+
+    def unwrap(node: Any) -> Any:
+        if not isinstance(node, CutBatch):
+            return node
+        found.append(node)
+        return node.batch
+
+    plain = optree.tree_map(unwrap, given, is_leaf=lambda node: isinstance(node, CutBatch), namespace=tree.NAMESPACE)
+    if not found:
+        return function(given)
+    return with_axis(AXIS, attrs.evolve(found[0].axis, documents=found[0].documents), function)(plain)
+
+
+@attrs.frozen(eq=False)
+class BatchCut:
+    """Which leaves of a batch are sequences, and what is made of them.
+
+    Attributes:
+        dims: from a regular expression for whole paths to the dim that is cut, None for a leaf that goes whole to every rank;
+            or the dim of all leaves that have it; None: leaves with known names along dim 1, and a lone tensor of tokens.
+        shift: whether a dict's ``labels`` become ``shift_labels``, each position having the next one's label.
+        pad: whether sequences are padded to a length that lies on the ranks: what with, by expressions for paths; or True for
+            leaves with known names alone.
+        whole: whether ranks are given whole sequences, not their pieces.
+    """
+
+    dims: Mapping[str, int | None] | int | None
+    shift: bool
+    pad: Mapping[str, float] | bool
+    whole: bool
+
+    def prepared(self, batch: Any) -> Any:
+        """The batch with labels that need not be shifted, and a lone tensor of tokens by name."""
+        if (
+            isinstance(batch, Tensor)
+            and self.dims is None
+            and self.shift
+            and batch.dim() == 2
+            and not batch.is_floating_point()
+        ):
+            batch = {"input_ids": batch, "labels": batch}
+        if not isinstance(batch, Mapping) or "labels" not in batch or "shift_labels" in batch or not self.shift:
+            return batch
+        if not self.whole:
+            raise ValueError(
+                "batch: 'labels' of a piece of a sequence cannot be shifted, as the next may be on another rank: shift them "
+                "before the cut, as 'shift_labels', or pass shift=False for labels that stand where they belong"
+            )
+        labels = batch["labels"]
+        after = (0, 0) * (labels.dim() - 2)
+        shifted = F.pad(labels[:, 1:], (*after, 0, 1), value=IGNORED)
+        return {**{name: leaf for name, leaf in batch.items() if name != "labels"}, "shift_labels": shifted}
+
+    def sequences(self, batch: Any) -> dict[str, int]:
+        """The leaves that are cut, with their dims.
+
+        Raises:
+            ValueError: a leaf has another number of dims than its name says, or the length of the others without a rule for it;
+                an expression matches no path; there is none to cut.
+        """
+        named = [(path, leaf) for path, leaf in tree.named(batch) if isinstance(leaf, Tensor)]
+        found = {path: dim for path, leaf in named if (dim := self._dim(path, leaf)) is not None}
+        self._check_patterns(dict(named))
+        if not found:
+            paths = ", ".join(repr(path) for path, _ in named) or "none"
+            raise ValueError(
+                f"batch: no leaf is known to be a sequence (the tensors are {paths}); name them: dims={{'tokens': 1}}"
+            )
+        lengths = {path: leaf.shape[found[path]] for path, leaf in named if path in found}
+        length = next(iter(lengths.values()))
+        for path, leaf in named:
+            if lengths.get(path, length) != length:
+                raise ValueError(
+                    f"batch: the leaf at {path!r} has {lengths[path]} positions along dim {found[path]}, and "
+                    f"{next(iter(lengths))!r} has {length}; all leaves that are cut have the same"
+                )
+            if self.dims is None and path not in found and length in leaf.shape[1:]:
+                raise ValueError(
+                    f"batch: the leaf at {path!r} of shape {list(leaf.shape)} has a dim of the sequence's length {length}, and "
+                    "no rule says whether it is cut; pass dims=, from paths to the dim that is cut, or None for a whole leaf"
+                )
+        return found
+
+    def _dim(self, path: str, leaf: Tensor) -> int | None:
+        if isinstance(self.dims, int):
+            return self.dims if leaf.dim() > self.dims else None
+        name = path.rpartition(".")[2]
+        if self.dims is None:
+            if name not in _KNOWN:
+                return None
+            if leaf.dim() != _KNOWN[name][0]:
+                raise ValueError(
+                    f"batch: the leaf at {path!r} has shape {list(leaf.shape)}, and {name!r} is known with "
+                    f"{_KNOWN[name][0]} dims, [rows, positions, ...]; pass dims= if it is another thing"
+                )
+            return 1
+        hits = [pattern for pattern in self.dims if re.fullmatch(pattern, path)]
+        if len(hits) > 1:
+            raise ValueError(f"dims: {path!r} matches {hits[0]!r} and {hits[1]!r}; let one match")
+        dim = self.dims[hits[0]] if hits else None
+        if dim is not None and not 0 < dim < leaf.dim():
+            raise ValueError(
+                f"dims: {path!r} of shape {list(leaf.shape)} cannot be cut along dim {dim}: its rows lie along dim 0, and a "
+                f"sequence along one of the {leaf.dim() - 1} others"
+            )
+        return dim
+
+    def _check_patterns(self, leaves: Mapping[str, Tensor]) -> None:
+        for option, patterns in (("dims", self.dims), ("pad", self.pad)):
+            for pattern in patterns if isinstance(patterns, Mapping) else ():
+                if not any(re.fullmatch(pattern, path) for path in leaves):
+                    near = difflib.get_close_matches(pattern, leaves, 1, 0.0)
+                    raise ValueError(f"{option}: {pattern!r} matches no path; the nearest is {near[0] if near else 'none'!r}")
+
+    def filler(self, path: str) -> float:
+        """What a leaf is padded with.
+
+        Raises:
+            ValueError: nothing says so.
+        """
+        if isinstance(self.pad, Mapping):
+            for pattern, value in self.pad.items():
+                if re.fullmatch(pattern, path):
+                    return value
+        name = path.rpartition(".")[2]
+        if name not in _KNOWN:
+            raise ValueError(f"pad: nothing says what the leaf at {path!r} is padded with; pass pad={{{path!r}: 0}}, say")
+        return _KNOWN[name][1]
+
+    def cut(self, batch: Any, dims: Mapping[str, int], axis: SequenceAxis, length: int) -> CutBatch:
+        """This rank's piece of a prepared batch.
+
+        Args:
+            batch: as ``prepared`` gives it.
+            dims: as ``sequences`` gives them.
+            axis: of the padded sequence.
+            length: of the sequence without padding.
+        """
+        named = {path: leaf for path, leaf in tree.named(batch) if path in dims}
+        some = next(iter(named.values()))
+        documents = self._documents(named, axis, length)
+        positions = axis.positions(some.device)
+
+        def piece(path: str, leaf: Any) -> Any:
+            if path not in dims or not self.whole:
+                return leaf
+            missing = axis.length - length
+            if missing:
+                after = (0, 0) * (leaf.dim() - 1 - dims[path])
+                leaf = F.pad(leaf, (*after, 0, missing), value=self.filler(path))
+            return leaf.index_select(dims[path], positions)
+
+        leaves = [piece(path, leaf) for path, leaf in tree.named(batch)]
+        own = tree.unflatten(tree.structure(batch), leaves)
+        if isinstance(own, Mapping) and "position_ids" not in own and ("input_ids" in own or "inputs_embeds" in own):
+            # [1, positions]: one row goes with all; padding takes the last position, which every table of positions has
+            own = {**own, "position_ids": positions.clamp(max=length - 1)[None]}
+        return CutBatch(own, documents, axis)
+
+    def _documents(self, named: Mapping[str, Tensor], axis: SequenceAxis, length: int) -> Tensor | None:
+        """The documents of the whole sequence; padding is in none."""
+        by_name = {path.rpartition(".")[2]: leaf for path, leaf in named.items()}
+        mask, given, found = (by_name.get(name) for name in ("attention_mask", "position_ids", "documents"))
+        if mask is not None and mask.device.type == "cpu" and self.whole and bool((mask != 0).all()):
+            mask, given = None, None  # it masks nothing, and attention without a mask is faster
+        if mask is not None:
+            given = None  # as transformers has it: positions say where documents begin only where there is no mask
+        if not self.whole:
+            mask, given, found = (None if leaf is None else _gathered(leaf, axis) for leaf in (mask, given, found))
+        found = documents_of(mask, position_ids=given) if found is None else found
+        missing = axis.length - length
+        if missing and axis.layout.documents is None:
+            if found is None:
+                some = next(iter(named.values()))
+                found = torch.zeros(1, length, dtype=torch.int64, device=some.device)
+            found = F.pad(found, (0, missing), value=-1)
+        return found
+
+
+def _gathered(piece: Tensor, axis: SequenceAxis) -> Tensor:
+    """The whole sequence of a piece [rows, positions], on every rank."""
+    inverse = axis.layout.inverse(axis.length, axis.group.size, device=piece.device)
+    whole: Tensor = comm.all_gather(piece, axis.group, dim=1)
+    return whole.index_select(1, inverse)
+
+
+def padded(layout: SequenceLayout, length: int, ranks: int) -> tuple[SequenceLayout, int]:
+    """The layout and the length of a sequence that is padded so that it lies on so many ranks."""
+    missing = layout.padding(length, ranks)
+    return layout.extended(missing), length + missing

@@ -1,0 +1,286 @@
+"""Sequence parallelism: ranks that have other positions of the same sequences."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from functional_ds import comm
+from functional_ds.base import tree
+from functional_ds.base.weighted import Weighted
+from functional_ds.parallel.sequence.axis import AXIS, SequenceAxis
+from functional_ds.parallel.sequence.sequence_layout import SequenceLayout
+from functional_ds.state_dict.fingerprint import fingerprints
+from functional_ds.step.axes import asked
+from functional_ds.step.compose import wrap
+from functional_ds.step.phases import outermost
+from functional_ds.step.state import State
+from functional_ds.step.step import Step, Transform
+from functional_ds.step.tape import current_tape
+from functional_ds.step.traits import Trait
+
+from .batch_cut import BatchCut, CutBatch, entered, padded
+
+__all__ = ["sequence"]
+
+
+def sequence(
+    group: comm.Group | None = None,
+    *,
+    layout: SequenceLayout | str | Callable[[Any], SequenceLayout] = "contiguous",
+    dims: Mapping[str, int | None] | int | None = None,
+    shift: bool = True,
+    pad: Mapping[str, float] | bool = False,
+    whole: bool = True,
+    tokenwise: bool = False,
+) -> Transform:
+    """Each rank of ``group`` computes the loss of its positions of the same sequences.
+
+    Laws 44, 49, 53: it is the single-device step on the whole batch, for any layout, with a loss that sums over tokens and
+    returns ``Weighted(sum, tokens)``. Ranks may have different numbers of tokens that count. A ``Key`` draws at the sequence's
+    positions what one device draws there, along dim 1 of what it draws for; ``places={1: None}`` is for tensors without a
+    sequence. Attention across ranks is the model's: ``fds.seq.ring`` and its kin find group, layout and masks here.
+
+    All ranks of the group get the same batch. A dict's ``labels`` become ``shift_labels``, each position with the next one's
+    label, before anything is cut, and ``position_ids`` are added. A lone tensor of tokens [rows, positions] is taken as
+    ``{"input_ids": tokens, "labels": tokens}``. Then the leaves that are sequences are cut in the layout. ``attention_mask``,
+    ``documents`` [rows, positions], or ``position_ids`` that begin anew where there is no mask, tell attention what to mask.
+
+    It reduces no gradients: compose it with ``T.zero(k, mesh["dp", "sp"])``, which sums gradients and weights over both axes.
+    Rows are counted over "dp" alone. It stands after ``pipeline``, and before or after any other transform.
+
+    Sends nothing in a step, but for a batch of a new shape or layout a small message, by which ranks compare layouts, lengths
+    and batches (the host waits for that), and with ``whole=False`` the masks.
+
+    Args:
+        group: the ranks among which sequences are cut; None for the whole world.
+        layout: "contiguous", "zigzag", "striped", a ``SequenceLayout``, or a function from the batch to one, as where documents
+            differ from batch to batch.
+        dims: which leaves are cut. None: ``input_ids``, ``inputs_embeds``, ``labels``, ``shift_labels``, ``attention_mask``,
+            ``position_ids``, ``token_type_ids``, ``loss_mask`` and ``documents``, along dim 1, wherever they are. A number: all
+            leaves that have this dim. A dict from regular expressions for whole paths to dims, None for leaves that stay whole.
+        shift: whether ``labels`` are shifted.
+        pad: whether sequences that do not lie on the ranks are padded to a length that does: True where all leaves that are cut
+            have the names above, else what each is padded with, by expressions for paths. Padding is masked in attention; the
+            loss leaves it out by its label, -100. Otherwise such lengths are refused.
+        whole: whether ranks get whole batches. If not, each gets its positions, in the layout, with labels that are shifted.
+        tokenwise: whether the loss has no attention. Otherwise a first step in which no function asks for this axis is refused,
+            as a model that attends to a rank's own positions alone would train, but wrongly. Not in pipelines, some of whose
+            stages may have none.
+
+    Raises:
+        TypeError: ``group`` is no group.
+        ValueError: an unknown layout; when it runs: a length that does not lie on the ranks, leaves of different lengths or
+            without a rule, ranks with other layouts, lengths or batches, gradients that nothing sums over the group, a loss
+            that is a plain mean, a model that does not ask for this axis.
+
+    >>> import functional_ds as fds
+    >>> from functional_ds import transforms as T
+    >>> def loss(params, batch):
+    ...     counts = batch["shift_labels"] != -100
+    ...     error = (params["w"] * batch["input_ids"] - batch["shift_labels"]) ** 2
+    ...     return fds.Weighted((error * counts).sum(), counts.sum())
+    >>> def program():
+    ...     step = fds.compose(T.zero(1), sequence(layout="zigzag", tokenwise=True))(fds.train_step(loss, fds.sgd(0.1)))
+    ...     state, metrics = step(step.init({"w": torch.zeros(())}), torch.arange(8.0).long().view(1, 8))
+    ...     return metrics["loss"].item()
+    >>> comm.simulate(program, world_size=1) == comm.simulate(program, world_size=4)[:1] == [20.0]
+    True
+    """
+    if group is not None and not isinstance(group, comm.Group):
+        raise TypeError(f"group={group!r} is no group: pass mesh['sp'], comm.world() or None")
+    found = layout if callable(layout) else SequenceLayout.of(layout)
+    return _SequenceParallel(group, found, BatchCut(dims, shift, pad, whole), tokenwise).transform()
+
+
+@attrs.frozen(eq=False)
+class _SequenceParallel:
+    """The phases that sequence parallelism wraps.
+
+    Attributes:
+        axes: those of the batches so far, by group, layout and length; one for all batches of a kind, so that these are equal.
+        agreed: the kinds of batches that ranks have compared.
+        shards: which part of the global batch a rank has, by what the step without this transform says.
+    """
+
+    group: comm.Group | None
+    layout: SequenceLayout | Callable[[Any], SequenceLayout]
+    rules: BatchCut
+    tokenwise: bool
+    axes: dict[Any, SequenceAxis] = attrs.field(factory=dict)
+    agreed: set[Any] = attrs.field(factory=set)
+    shards: dict[Any, tuple[int, int]] = attrs.field(factory=dict)
+
+    def transform(self) -> Transform:
+        """The phases that it wraps."""
+        return wrap(
+            str(self),
+            traits=[Trait.CUTS_SEQUENCES],
+            gradients=outermost(self.gradients),
+            measure=outermost(self.measure),
+            batch_shard=outermost(self.batch_shard),
+            forward=self.forward,
+            loss=self.loss,
+            check=self.check,
+        )
+
+    def __str__(self) -> str:
+        where = "world" if self.group is None else f"{self.group.name!r} of {self.group.size}"
+        return f"sequence({getattr(self.layout, 'kind', self.layout)}, {where})"
+
+    def check(self, step: Step) -> None:
+        """Refuses a second one."""
+        other = step.has(Trait.CUTS_SEQUENCES)
+        if other is not None:
+            raise ValueError(f"{self}: this step cuts sequences already, by {other} ({step})")
+
+    def ranks(self) -> comm.Group:
+        """The group; the default is wherever the program runs."""
+        return self.group or comm.world()
+
+    # -- batches -------------------------------------------------------------------------------------------------------
+
+    def gradients(
+        self, inner: Any, step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
+    ) -> tuple[State, Weighted, dict[str, Weighted]]:
+        """Those of this rank's positions."""
+        if comm.is_symmetric(self.ranks()) and isinstance(batch, Tensor) and batch.is_meta and batch.dim() < 2:
+            return inner(step, state, batch, carry, last)  # type: ignore[no-any-return]  # memory.predicted's, without sequences
+        piece, length = self.cut(step, state, batch)
+        key = state.key
+        if key is not None:
+            positions = piece.axis.positions(_device(piece))
+            key = key.at(places={1: (positions, length)})
+        after, grads, metrics = inner(step, tree.replace(state, key=key), piece, carry, last)
+        return tree.replace(after, key=state.key), grads, metrics
+
+    def measure(self, inner: Any, step: Step, state: State, batch: Any) -> dict[str, Weighted]:
+        """The sums over this rank's positions."""
+        piece, _ = self.cut(step, state, batch)
+        return inner(step, state, piece)  # type: ignore[no-any-return]
+
+    def cut(self, step: Step, state: State, batch: Any) -> tuple[CutBatch, int]:
+        """This rank's piece of the batch, and the length of the whole sequence without padding."""
+        step.batch_shard(state)  # refuses a step that sums nothing over the group
+        group = self.ranks()
+        layout = self.layout if isinstance(self.layout, SequenceLayout) else self.layout(batch)
+        if not isinstance(layout, SequenceLayout):
+            raise TypeError(f"layout: the function returned {layout!r} for a batch, and must return a SequenceLayout")
+        prepared = self.rules.prepared(batch)
+        dims = self.rules.sequences(prepared)
+        pieces = {path: leaf for path, leaf in tree.named(prepared) if path in dims}
+        path, some = next(iter(pieces.items()))
+        length = some.shape[dims[path]] * (1 if self.rules.whole else group.size)
+        self._compare(group, layout, length, pieces)
+        try:
+            how, size = padded(layout, length, group.size) if self.rules.pad and self.rules.whole else (layout, length)
+            axis = self._axis(group, how, size)
+        except ValueError as error:
+            mend = "" if self.rules.pad else "; T.sequence(pad=True) pads batches"
+            raise ValueError(f"batch: the leaf at {path!r}: {error}{mend}") from None
+        return self.rules.cut(prepared, dims, axis, length), length
+
+    def _axis(self, group: comm.Group, layout: SequenceLayout, length: int) -> SequenceAxis:
+        key = (group, layout, length)
+        if key not in self.axes:
+            inner, rank, ring, heads = layout.inner, group.rank, None, None
+            if inner > 1:
+                layout.check(length, group.size)
+                ring = group.world.group(group.ranks[rank % inner :: inner], f"{group.name}:ring")
+                first = rank // inner * inner
+                heads = group.world.group(group.ranks[first : first + inner], f"{group.name}:ulysses")
+            self.axes[key] = SequenceAxis(group, layout, length, ring_group=ring, ulysses_group=heads)
+        return self.axes[key]
+
+    def _compare(self, group: comm.Group, layout: SequenceLayout, length: int, pieces: Mapping[str, Tensor]) -> None:
+        """Compares batches of a new kind.
+
+        Raises:
+            ValueError: ranks have other layouts, lengths or leaves, or, where they get whole batches, other values.
+        """
+        kind = (group, layout, tuple((path, tuple(leaf.shape)) for path, leaf in pieces.items()))
+        if kind in self.agreed or group.size == 1 or comm.is_symmetric(group) or any(x.is_meta for x in pieces.values()):
+            return
+        prints = fingerprints([leaf.contiguous().flatten() for leaf in pieces.values()]) if self.rules.whole else None
+        shapes = {path: list(leaf.shape) for path, leaf in pieces.items()}
+        told = comm.all_gather_object((layout, length, shapes, prints), group.channel("control"))
+        first = told[0]
+        for what, place in (("layout", 0), ("length", 1), ("leaves", 2)):
+            if any(each[place] != first[place] for each in told):
+                listed = ", ".join(f"rank {rank} {each[place]}" for rank, each in zip(group.ranks, told, strict=True))
+                raise ValueError(
+                    f"{self}: the ranks of group {group.name!r} have different sequences: {what}: {listed}; they share "
+                    "sequences, so give them the same layout and batches of the same shape"
+                )
+        odd = [rank for rank, each in zip(group.ranks, told, strict=True) if each[3] != first[3]]
+        if odd:
+            raise ValueError(
+                f"{self}: ranks {odd} of group {group.name!r} have another batch than rank {group.ranks[0]}; ranks that share "
+                "sequences all get the same batch, so cut data by their place along other axes alone"
+            )
+        self.agreed.add(kind)
+
+    def batch_shard(self, inner: Any, step: Step, state: State) -> tuple[int, int]:
+        """The ranks of the group have the same rows.
+
+        Raises:
+            ValueError: gradients are not summed over the group, or over a part of it.
+        """
+        index, count = inner(step, state)
+        group = self.ranks()
+        if group.size == 1 or comm.is_symmetric(group):
+            return index, count
+        key = (group, index, count)
+        if key not in self.shards:
+            mine = torch.tensor([index], device=group.world.device)
+            places = comm.all_gather(mine, group.channel("control")).tolist()
+            self.shards[key] = self._without_group(places, count, group)
+        return self.shards[key]
+
+    def _without_group(self, places: list[int], count: int, group: comm.Group) -> tuple[int, int]:
+        """From the ranks' places in the global batch: this rank's row and how many rows there are, if the group is an axis."""
+        stride, size = places[1] - places[0], len(places)
+        even = stride > 0 and places == [places[0] + i * stride for i in range(size)]
+        if not even or count % (stride * size) or places[0] // stride % size:
+            raise ValueError(
+                f"{self}: the step sums gradients over {count} ranks, among which those of group {group.name!r} have the "
+                f"places {places}; they must be an axis of them, so that each token counts once: compose it with zero(k, "
+                f"mesh['dp', 'sp']), or with zero(k, mesh['sp']) where there is no other axis"
+            )
+        return places[0] // (stride * size) * stride + places[0] % stride, count // size
+
+    # -- the loss ------------------------------------------------------------------------------------------------------
+
+    def forward(self, inner: Any, step: Step, state: State, function: Callable[[Any], Any], batch: Any) -> Any:
+        """Runs the function with ``axis("sp")``."""
+        found = inner(step, state, lambda given: entered(function, given), batch)
+        tape = current_tape()
+        first = state.batch is None and tape is not None and tape.records and not step.has(Trait.PIPELINES)
+        if first and not self.tokenwise and self.ranks().size > 1 and not asked(AXIS):
+            raise ValueError(
+                f"{self}: no function of the loss asked for the sequence axis, so its attention would see the positions of one "
+                "rank alone: use fds.seq.ring(), fds.seq.ulysses(...) or their names in a Hugging Face config, without a "
+                "group; for a loss without attention pass tokenwise=True"
+            )
+        return found
+
+    def loss(self, inner: Any, step: Step, state: State, params: Any, batch: Any) -> tuple[Weighted, dict[str, Weighted]]:
+        """The sum over this rank's tokens.
+
+        Raises:
+            ValueError: it is a plain mean.
+        """
+        found, tape = inner(step, state, params, batch), current_tape()
+        if tape is not None and tape.slots.get("mean") and self.ranks().size > 1:
+            raise ValueError(
+                f"{self}: the loss is a plain number, a mean over this rank's tokens, and ranks may have different numbers of "
+                "them: return fds.Weighted(sum over tokens, number of tokens)"
+            )
+        return found  # type: ignore[no-any-return]
+
+
+def _device(piece: CutBatch) -> torch.device:
+    """Where the batch's tensors are."""
+    return next(leaf.device for leaf in tree.leaves(piece.batch) if isinstance(leaf, Tensor))
