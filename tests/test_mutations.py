@@ -1960,7 +1960,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "draws begin anew in each shard",
             "transforms.precision.stochastic_rounding",
-            '{leaf.path}", there)',
+            '{leaf.path}", piece.offset)',
             '{leaf.path}", 0)',
         ),
         Bug(
@@ -1969,7 +1969,12 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
             "Key(self.key.seed, self.key.step, row)",
             "Key(self.key.seed, row * 0, row)",
         ),
-        Bug("all leaves draw alike", "transforms.precision.stochastic_rounding", "of {leaf.path}", ""),
+        Bug(
+            "all leaves draw alike",
+            "transforms.precision.stochastic_rounding",
+            'self._fill(own, f"{name} of {leaf.path}"',
+            'self._fill(own, f"{name}"',
+        ),
     ],
     (rounding_keeps_the_mean,): [
         Bug("rounding is mostly down", "transforms.precision.stochastic_rounding", "uniform * 65536", "uniform * 32768"),

@@ -32,7 +32,7 @@ LAYERS = (
     ("step",),
     ("remat", "state_dict"),
     ("modules",),
-    ("parallel", "parallel.tensor", "parallel.sequence", "parallel.experts"),
+    ("parallel.tensor", "parallel.sequence", "parallel.experts"),
     ("memory", "checkpointing", "interchange"),
     ("fitting",),
     ("pipelining.schedules",),
@@ -58,6 +58,7 @@ LATE = {
 
 # File names that occur in more than one folder, and why each is what a reader would look for there.
 SAME_FILE_NAMES = {
+    "axis": "what a model's functions know of sequences that are cut; of experts",
     "buffers": "a module's buffers; the offload's buffers for pieces",
     "checks": "the checks of a step's arguments; the checks of fit's arguments",
     "errors": "each layer that has errors of its own keeps them in errors.py",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from functional_ds.base import tree
 from functional_ds.base.byte_ranges import overlapping
 from functional_ds.base.containers import register_containers
-from functional_ds.base.marks import is_trainable, trainable
+from functional_ds.base.marks import is_trainable, module_of, trainable
 from functional_ds.sharding.leaf_map import LeafMap
 
 from .buffers import BUFFERS
@@ -39,7 +39,7 @@ def check_params(params: Any) -> None:
 
     Raises:
         TypeError: a leaf is none; ``params`` is a module.
-        ValueError: two trained leaves share memory, so that the step would part what is tied.
+        ValueError: two parameters of modules share memory, so that the step would part what is tied; other tensors are values.
     """
     if isinstance(params, nn.Module):
         raise TypeError(
@@ -47,7 +47,8 @@ def check_params(params: Any) -> None:
             "call apply(params, ...), and pass params"
         )
     tree.tensors(params, "params")
-    trained = [(path, leaf) for path, leaf in tree.named(params) if is_trainable(leaf)]
+    named = [(path, leaf) for path, leaf in tree.named(params) if is_trainable(leaf)]
+    trained = [(path, leaf) for path, leaf in named if isinstance(leaf, nn.Parameter) or module_of(leaf) is not None]
     for one, other in overlapping(trained):
         raise ValueError(
             f"params: the leaves at {one.name!r} and {other.name!r} share memory, and the step would train each alone. If they "

@@ -490,6 +490,7 @@ def test_leaves_in_shared_memory_are_refused() -> None:
         step.init(trees)
     whole = torch.arange(16.0).view(4, 4)
     with pytest.raises(ValueError, match="leaves at 'a' and 'b' share memory"):
-        step.init({"a": whole, "b": whole[1:]})
-    step.init({"a": whole[:, :2], "b": whole[:, 2:]})
+        step.init({"a": nn.Parameter(whole), "b": nn.Parameter(whole[1:])})
+    step.init({"a": nn.Parameter(whole[:, :2]), "b": nn.Parameter(whole[:, 2:])})
+    step.init({"a": whole, "b": whole})  # values
     step.init({"a": whole, "b": nn.Parameter(whole, requires_grad=False)})
