@@ -123,9 +123,10 @@ class BoundOptimizer:
         Raises:
             IndivisibleStateError: a number of the state neither stays nor counts.
         """
-        roles = {role for role, _ in parts.numbers()}
+        if not parts.numbers():  # there may be some in the state of other leaves
+            return frozenset()
         if self._counts is None:
-            self._counts = _counting(self.rule) if roles else frozenset()
+            self._counts = _counting(self.rule)
         return self._counts
 
     def __str__(self) -> str:
