@@ -101,11 +101,11 @@ def test_a_step_with_offload_is_the_step_without(data: st.DataObject, seed: int,
     assert_same(comm.simulate(run, case, *chain, world_size=n, seed=seed), expected)
 
 
-@pytest.mark.parametrize("place", ["cpu", "disk"])
-def test_updates_of_leaves_that_the_loss_left_out_are_counted(place: str, folder: str) -> None:
+@pytest.mark.parametrize(("place", "ratio"), [("cpu", 1.0), ("disk", 1.0), ("disk", 0.0)])
+def test_updates_of_leaves_that_the_loss_left_out_are_counted(place: str, ratio: float, folder: str) -> None:
     """The ranks first run an update of no leaves, whose state has no counts."""
     expected = comm.simulate(run, "branching", world_size=1)
-    assert_same(comm.simulate(run, "branching", offloaded(folder, optimizer=place), world_size=1), expected)
+    assert_same(comm.simulate(run, "branching", offloaded(folder, optimizer=place, ratio=ratio), world_size=1), expected)
 
 
 @pytest.mark.law(28)
