@@ -13,7 +13,7 @@ from functional_ds.base.torch_private import gradients, graph_number, has_late_h
 
 from .buffers import BufferScope
 
-__all__ = ["PassAgain", "Tape", "current_tape", "inspect_graph"]
+__all__ = ["PassAgain", "Tape", "current_tape", "in_this_thread", "inspect_graph"]
 
 
 class PassAgain(BaseException):
@@ -77,6 +77,11 @@ def _bypassed(path: str) -> RuntimeError:
 
 
 _HERE = threading.local()  # the tapes that this thread has open
+
+
+def in_this_thread() -> AbstractContextManager[None]:
+    """Keeps backward passes in this thread, whose tapes a recomputation looks for; on a GPU they have threads of their own."""
+    return torch.autograd.grad_mode.set_multithreading_enabled(False)
 
 
 def current_tape() -> "Tape | None":
@@ -243,7 +248,8 @@ class Tape:
         grads: list[Tensor | None] = [None] * len(self._leaves)
         if roots and self._leaves:
             seeds = [None if root is loss else torch.zeros_like(root) for root in roots]
-            grads = self._differentiate(roots, seeds)
+            with in_this_thread():
+                grads = self._differentiate(roots, seeds)
             grads = [_sum(leaf.grad, grad) for leaf, grad in zip(self._leaves, grads, strict=True)]
         return self._collect(grads)
 
@@ -302,7 +308,8 @@ class Tape:
         if (computed or roots) and self._leaves:
             outputs = [*(output for output, _ in computed), *roots]
             seeds = [*(grad.to(output.dtype) for output, grad in computed), *map(torch.zeros_like, roots)]
-            self._pushed = list(torch.autograd.grad(outputs, self._leaves, seeds, allow_unused=True))
+            with in_this_thread():
+                self._pushed = list(torch.autograd.grad(outputs, self._leaves, seeds, allow_unused=True))
         for output, grad in pairs:
             if id(output) in places:  # the view gives the leaf itself
                 place = places[id(output)]

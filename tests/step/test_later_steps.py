@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import functional_ds as fds
 from functional_ds import comm
+from functional_ds import pipelining as pp
 from functional_ds import transforms as T
 
 Batch = tuple[Tensor, Tensor]
@@ -258,3 +259,34 @@ def test_aliases_of_a_donated_state_are_refused(alias: Callable[[Any], Any]) -> 
         step(other, torch.ones(2))
     assert step.params(copied)["w"].tolist() == [1.0, 1.0]
     assert step.params(state)["w"].tolist() == pytest.approx([0.9, 0.9])
+
+
+class _Noted(torch.autograd.Function):
+    """Notes whether the backward pass may use threads of its own, as it does on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, noted: list[bool]) -> Tensor:
+        ctx.noted = noted
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        guard = torch.autograd.grad_mode.set_multithreading_enabled(False)
+        ctx.noted.append(guard.prev)
+        torch.autograd.grad_mode.set_multithreading_enabled(guard.prev)
+        return grad, None
+
+
+@pytest.mark.parametrize("name", ["plain", "zero 3", "pipeline"])
+def test_backward_passes_stay_in_the_thread_whose_tape_a_recomputation_looks_for(name: str) -> None:
+    noted: list[bool] = []
+
+    def layer(params: Any, x: Tensor) -> Tensor:
+        return _Noted.apply(x @ params["w"], noted)
+
+    stages = pp.stages([layer], [{"w": torch.ones(2, 2)}], inputs=lambda batch: batch, loss=lambda x, batch: x.sum())
+    strategy = {"plain": [], "zero 3": [T.zero(3)], "pipeline": [T.pipeline(pp.one_f_one_b(1, 2), stages)]}[name]
+    step = fds.compose(*strategy)(fds.train_step(stages, fds.sgd(0.1)))
+    step(step.init([{"w": torch.ones(2, 2)}]), torch.ones(4, 2))
+    assert noted
+    assert not any(noted)

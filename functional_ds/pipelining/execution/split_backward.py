@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from functional_ds.base.torch_private import run_backward
+from functional_ds.step.tape import in_this_thread
 
 __all__ = ["WeightBackward", "accumulate", "backward_inputs"]
 
@@ -83,7 +84,8 @@ def accumulate(outputs: Sequence[Any], seeds: Sequence[Tensor], leaves: Sequence
         again: keeps the graph for another pass.
     """
     if outputs and leaves:
-        run_backward(outputs, seeds, leaves, keep_graph=again)
+        with in_this_thread():
+            run_backward(outputs, seeds, leaves, keep_graph=again)
 
 
 def backward_inputs(
