@@ -224,6 +224,10 @@ SATELLITES: dict[str, tuple[tuple[str, ...], dict[str, set[str]]]] = {
     "fitting": ((), {"": {"Checkpoints", "Evaluation", "Logging", "fit"}}),
     "interchange": ((), {"": {"export", "from_deepspeed", "interchange", "load_params"}}),
     "memory": ((), {"": {"memory"}}),
+    "parallel": (
+        ("transforms/parallel",),
+        {"": {"moe", "seq", "tiled", "tp"}, "transforms": {"Experts", "balance", "experts", "sequence", "tensor_parallel"}},
+    ),
     "pipelining": (("transforms/pipeline.py",), {"": {"pipelining"}, "transforms": {"pipeline"}}),
     "transforms/offloading": (("transforms/offload.py",), {"transforms": {"OffloadError", "offload", "offloading"}}),
 }
@@ -265,8 +269,8 @@ def test_a_satellite_can_be_left_out(satellite: str, tmp_path: Path) -> None:
         target = place if top == "functional_ds" else place / top
         shutil.copytree(ROOT / top, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.rmtree(place / satellite)
-    for file in files:
-        (place / file).unlink()
+    for name in files:
+        shutil.rmtree(place / name) if (place / name).is_dir() else (place / name).unlink()
     _run(_SMALL.format(place=str(tmp_path), gone=gone), tmp_path)
 
 

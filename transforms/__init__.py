@@ -1,9 +1,6 @@
 """Transforms: functions from steps to steps, for data parallelism, precision, memory and schedules."""
 
 from functional_ds.base.optional import optional
-from functional_ds.transforms.parallel.experts import Experts, experts
-from functional_ds.transforms.parallel.load_balance import balance
-from functional_ds.transforms.parallel.tensor_parallel import tensor_parallel
 from functional_ds.transforms.precision.loss_scale import DynamicScale, LossScale, NoScale, StaticScale
 from functional_ds.transforms.precision.mixed_precision import mixed_precision
 from functional_ds.transforms.precision.policy import Policy
@@ -25,8 +22,11 @@ with optional("functional_ds.transforms.offloading", "functional_ds.transforms.o
     from .offloading import OffloadError
 with optional("functional_ds.pipelining", "functional_ds.transforms.pipeline"):
     from .pipeline import pipeline
-with optional("functional_ds.parallel", "functional_ds.transforms.parallel.sequence"):
-    from functional_ds.transforms.parallel.sequence import sequence
+with optional("functional_ds.parallel", "functional_ds.transforms.parallel"):
+    from .parallel.experts import Experts, experts
+    from .parallel.load_balance import balance
+    from .parallel.sequence import sequence
+    from .parallel.tensor_parallel import tensor_parallel
 
 __all__ = [
     "DynamicScale",
