@@ -87,6 +87,14 @@ class TensorCalls:
                     f"plan: {path!r} is a layer of a sequence_parallel list and holds cut linears itself: its norms take a part"
                     " of the sequence and its linears the whole; put them into modules of their own, an attention or an MLP"
                 )
+            beside = [other for other in named if held[other] and other.rpartition(".")[0] == path.rpartition(".")[0]]
+            whole = [other for other in beside if other not in words or not words[other].cuts]
+            if way.sequence and way.word.after == "gather" and whole:
+                raise ValueError(
+                    f"plan: {path!r} gathers its outputs inside of a sequence_parallel list, where {whole[0]!r} may act on "
+                    "them: the gradients of what is whole there would be summed over ranks that have all of them; leave "
+                    "'sequence_parallel' out of this plan"
+                )
             if not way.word.cuts and held[path] & cut:
                 way = attrs.evolve(way, name="tied")
             if way != _Way(sequence=way.sequence) or kv_groups(each) is not None:
