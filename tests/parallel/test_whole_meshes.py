@@ -1,0 +1,207 @@
+"""Law 56: any mesh dp x pp x sp x tp, experts inside of dp, with a checkpoint in between, is the single-device step."""
+
+import itertools
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import functional_ds as fds
+from functional_ds import comm, moe, seq
+from functional_ds import pipelining as pp
+from functional_ds import transforms as T
+from tests.parallel import whole_models as wm
+from tests.parallel.whole_models import Ways
+
+transformers = pytest.importorskip("transformers")
+RATE = 0.05
+SCHEDULES = {"1f1b": pp.one_f_one_b, "gpipe": pp.gpipe, "zb_h1": pp.zb_h1}
+
+
+@attrs.frozen
+class Mesh:
+    """Sizes of a mesh's axes, and what else of a strategy changes no value.
+
+    Attributes:
+        ep: the ranks of dp over which experts are cut.
+        micro: how many micro-batches; pipelines run them.
+        layout: of the sequence.
+    """
+
+    dp: int = 1
+    pp: int = 1
+    sp: int = 1
+    tp: int = 1
+    ep: int = 1
+    zero: int = 1
+    micro: int = 1
+    remat: bool = False
+    layout: str = "contiguous"
+    schedule: str = "1f1b"
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.pp * self.sp * self.tp
+
+    def strategy(self, plan: Any, *more: fds.Transform, stages: Any = None, bf16: bool = False, mixture: bool = True) -> Any:
+        """The transforms in their order, and which rows this rank has."""
+        whole = comm.mesh(dp=self.dp, pp=self.pp, sp=self.sp, tp=self.tp)
+        mesh = whole.split("dp", edp=self.dp // self.ep, ep=self.ep)
+        piped = self.pp > 1
+        found = [
+            *([T.mixed_precision("bf16")] if bf16 else []),
+            T.zero(self.zero, mesh["edp", "ep", "sp"]),
+            *([T.pipeline(SCHEDULES[self.schedule](self.pp, self.micro), stages, mesh["pp"])] if piped else []),
+            *([T.accumulate(self.micro)] if self.micro > 1 and not piped else []),
+            T.sequence(mesh["sp"], layout=self.layout),
+            *([T.experts(wm.PATTERN, mesh["ep"], edp=mesh["edp", "sp"])] if mixture else []),
+            T.tensor_parallel(plan, mesh["tp"]),
+            *([T.remat("")] if self.remat and not piped else []),
+            *more,
+        ]
+        return fds.compose(*found), whole["dp"], mesh
+
+
+Outcome = tuple[list[tuple[float, float]], dict[str, Tensor]]
+
+
+def follows(step: fds.Step, params: Any, rows: comm.Group, folder: Path, first: bool) -> Outcome:
+    """Two updates, then a checkpoint; or one more update from it."""
+    state = step.init(params)
+    state = state if first else fds.load(folder, like=state)
+    found = []
+    for index in (0, 1) if first else (2,):
+        batch = {name: leaf.chunk(rows.size)[rows.rank] for name, leaf in wm.batch_of(index).items()}
+        state, metrics = step(state, batch)
+        found.append((metrics["loss"].item(), metrics["grad_norm"].item()))
+    if first:
+        fds.save(state, folder)
+    return found, dict(fds.tree.named(step.params(state)))
+
+
+def assert_close(found: Outcome, losses: list[tuple[float, float]], params: dict[str, Tensor], tolerance: float) -> None:
+    assert found[1].keys() == params.keys()
+    for ours, theirs in zip(found[0], losses, strict=True):
+        assert ours == pytest.approx(theirs, rel=tolerance)
+    for path, leaf in params.items():
+        torch.testing.assert_close(
+            found[1][path].double(), leaf.double(), rtol=tolerance, atol=tolerance, msg=lambda text, path=path: f"{path}: {text}"
+        )
+
+
+# -- pure functions -----------------------------------------------------------------------------------------------------
+
+
+@cache
+def plainly(ways: Ways) -> tuple[list[tuple[float, float]], list[dict[str, Tensor]]]:
+    """Losses, norms, and the params after each update, of plain PyTorch on one device."""
+    tree = wm.pure_params(ways)
+    leaves = [leaf.requires_grad_() for leaf in fds.tree.leaves(tree)]
+    optimizer = torch.optim.AdamW(leaves, 1e-2, eps=1e-3, weight_decay=0.1)
+    biases = [torch.zeros(wm.EXPERTS) for _ in tree["layers"]] if ways.biased else None
+    found, after = [], []
+    for index in range(3):
+        optimizer.zero_grad()
+        total, counts = wm.plain_loss(ways)(tree, wm.batch_of(index), None, biases)
+        loss = total.sum / total.weight
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(leaves, 0.1)
+        optimizer.step()
+        found.append((loss.item(), norm.item()))
+        after.append({path: leaf.detach().clone() for path, leaf in fds.tree.named(tree)})
+        for bias, count in zip(biases or [], counts, strict=False):
+            bias += RATE * (count.double().mean() - count).sign()
+    return found, after
+
+
+@cache
+def with_draws(ways: Ways, bf16: bool) -> tuple[list[tuple[float, float]], list[dict[str, Tensor]]]:
+    """The same by the step on one device, whose draws and roundings the ranks must have, without any axis."""
+
+    def loss(params: Any, batch: Any, key: fds.Key | None) -> fds.Weighted:
+        return wm.plain_loss(ways)(params, batch, key)[0]  # type: ignore[no-any-return]
+
+    chain = [*([T.mixed_precision("bf16")] if bf16 else []), T.clip(0.1)]
+    step = fds.compose(*chain)(fds.train_step(loss, fds.adamw(1e-2, eps=1e-3, weight_decay=0.1), seed=3))
+    state, found, after = step.init(wm.pure_params(ways)), [], []
+    for index in range(3):
+        state, metrics = step(state, wm.batch_of(index))
+        found.append((metrics["loss"].item(), metrics["grad_norm"].item()))
+        after.append({path: leaf.detach().clone() for path, leaf in fds.tree.named(step.params(state))})
+    return found, after
+
+
+def pure_program(ways: Ways, mesh: Mesh, folder: Path, first: bool, bf16: bool = False) -> Outcome:
+    model = wm.pure_stages(ways) if mesh.pp > 1 else wm.pure_loss(ways)
+    plan = wm.pure_plan(ways)
+    groups = comm.mesh(dp=mesh.dp, pp=mesh.pp, sp=mesh.sp, tp=mesh.tp)
+    names = {f"layer {i}": wm.EXPERTS for i in range(2)}
+    more = [T.balance(RATE, names, over=groups["tp"] if ways.along else None)] if ways.biased else []
+    chain, rows, _ = mesh.strategy(plan, *more, T.clip(0.1), stages=model, bf16=bf16, mixture=ways.mixture)
+    step = chain(fds.train_step(model, fds.adamw(1e-2, eps=1e-3, weight_decay=0.1), seed=3))
+    return follows(step, wm.pure_params(ways), rows, folder, first)
+
+
+def meshes(draw: Any, *, key_heads: int, mixture: bool, along: bool, pipelines: bool = True, most: int = 8) -> Mesh:
+    """One of at most eight ranks on which the model lies."""
+    sizes = [
+        each
+        for each in itertools.product((1, 2, 4, 8), (1, 2) if pipelines else (1,), (1, 2, 4), (1, 2, 4))
+        if 1 < each[0] * each[1] * each[2] * each[3] <= most and each[3] <= key_heads and each[0] * (2 if each[1] > 1 else 1) <= 8
+    ]
+    if along:
+        sizes = [each for each in sizes if each[2] * each[3] <= 8]
+    dp, stages, sp, tp = draw(st.sampled_from(sizes))
+    micro = draw(st.sampled_from([m for m in ((2, 4) if stages > 1 else (1, 2)) if wm.ROWS // dp >= m]))
+    return Mesh(
+        dp,
+        stages,
+        sp,
+        tp,
+        draw(st.sampled_from([n for n in (1, 2, 4) if dp % n == 0])) if mixture else 1,
+        draw(st.sampled_from((0, 1, 2, 3))),
+        micro,
+        draw(st.booleans()),
+        draw(st.sampled_from([k for k in ("contiguous", "zigzag", "striped") if not (k == "zigzag" and sp == 8)])),
+        draw(st.sampled_from(sorted(SCHEDULES))),
+    )
+
+
+def agrees(ways: Ways, before: Mesh, after: Mesh, bf16: bool = False) -> None:
+    """Losses, norms and params on one mesh, and from its checkpoint on another."""
+    losses, params = with_draws(ways, bf16) if bf16 or ways.dropout else plainly(ways)
+    tolerance = 0.06 if bf16 else 1e-5
+    with tempfile.TemporaryDirectory() as name:
+        for mesh, first in ((before, True), (after, False)):
+            part = slice(0, 2) if first else slice(2, 3)
+            for found in comm.simulate(pure_program, ways, mesh, Path(name), first, bf16, world_size=mesh.ranks):
+                assert_close(found, losses[part], params[1 if first else 2], tolerance)
+
+
+@pytest.mark.law(56)
+@settings(max_examples=max(6, settings.default.max_examples // 3))
+@given(data=st.data())
+def test_any_mesh_of_pure_functions(data: st.DataObject) -> None:
+    """Ring, Ulysses or gathered attention, grouped heads, experts with balanced routers, activations cut over tp."""
+    draw = data.draw
+    mixture = draw(st.booleans())
+    ways = Ways(
+        draw(st.sampled_from(("ring", "ulysses", "gathered"))),
+        draw(st.booleans()),
+        mixture,
+        mixture and draw(st.booleans()),
+        draw(st.sampled_from((2, 4))),
+    )
+    if not mixture and not ways.along and draw(st.booleans()):
+        ways = attrs.evolve(ways, dropout=0.25)
+    before, after = (meshes(draw, key_heads=ways.key_heads, mixture=mixture, along=ways.along) for _ in range(2))
+    note(f"{ways} {before} {after}")
+    agrees(ways, before, after)
