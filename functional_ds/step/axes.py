@@ -10,7 +10,10 @@ from typing import Any
 
 from .tape import current_tape
 
-__all__ = ["asked", "axes", "axis", "with_axes", "with_axis"]
+__all__ = ["EXPERT_SUMS", "asked", "axes", "axis", "with_axes", "with_axis"]
+
+# Inside of experts cut over tensor-parallel ranks, whose results the call around them sums.
+EXPERT_SUMS = "sums of experts"
 
 _SLOT, _ASKED = "axes", "axes asked for"
 

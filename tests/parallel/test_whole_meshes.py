@@ -205,3 +205,69 @@ def test_any_mesh_of_pure_functions(data: st.DataObject) -> None:
     before, after = (meshes(draw, key_heads=ways.key_heads, mixture=mixture, along=ways.along) for _ in range(2))
     note(f"{ways} {before} {after}")
     agrees(ways, before, after)
+
+
+# -- unmodified models of Hugging Face ----------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Unmodified:
+    """A model of Hugging Face, and through which registries and plan it runs."""
+
+    kind: str
+    attention: str = "fds_ring"
+    along: bool = False
+    vocab: bool = True
+
+    def model(self, mesh: Mesh) -> nn.Module:
+        attention = self.attention if mesh.sp > 1 else "sdpa"
+        return wm.hugging_face(self.kind, attention, "fds_experts" if mesh.ep > 1 else None)
+
+
+@cache
+def plainly_unmodified(kind: str) -> tuple[list[tuple[float, float]], list[dict[str, Tensor]]]:
+    """The model with torch's attention on one device."""
+    model, found, after = wm.hugging_face(kind), [], []
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-3, weight_decay=0.1)
+    for index in range(3):
+        optimizer.zero_grad()
+        batch = wm.batch_of(index)
+        logits = model(input_ids=batch["input_ids"]).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten())
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        found.append((loss.item(), norm.item()))
+        after.append({path: leaf.detach().clone() for path, leaf in model.named_parameters()})
+    return found, after
+
+
+def unmodified_program(how: Unmodified, mesh: Mesh, folder: Path, first: bool) -> Outcome:
+    def last(output: Any, batch: Any) -> fds.Weighted:
+        return wm.summed_loss(output, batch, vocab=how.vocab)
+
+    model: Any
+    if mesh.pp > 1:
+        example = {name: leaf[:2] for name, leaf in wm.batch_of(0).items()}
+        model, params = pp.cut(how.model(mesh), ["model.layers.1"], example=example, inputs=wm.inputs_of, loss=last)
+    else:
+        apply, params = fds.functional(how.model(mesh))
+
+        def model(params: Any, batch: Any) -> fds.Weighted:
+            return last(apply(params, **wm.inputs_of(batch)), batch)
+
+    plan = wm.hugging_face_plan(how.kind, along=how.along, vocab=how.vocab)
+    chain, rows, _ = mesh.strategy(plan, T.clip(0.1), stages=model, mixture=mesh.ep > 1)
+    step = chain(fds.train_step(model, fds.adamw(1e-2, eps=1e-3, weight_decay=0.1)))
+    return follows(step, params, rows, folder, first)
+
+
+def agrees_unmodified(how: Unmodified, before: Mesh, after: Mesh) -> None:
+    seq.register_attention()
+    moe.register_experts()
+    losses, params = plainly_unmodified(how.kind)
+    with tempfile.TemporaryDirectory() as name:
+        for mesh, first in ((before, True), (after, False)):
+            part = slice(0, 2) if first else slice(2, 3)
+            for found in comm.simulate(unmodified_program, how, mesh, Path(name), first, world_size=mesh.ranks):
+                assert_close(found, losses[part], params[1 if first else 2], 1e-4)

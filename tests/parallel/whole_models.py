@@ -15,12 +15,12 @@ from functional_ds import pipelining as pp
 from functional_ds.step.axes import axis
 
 __all__ = ["EXPERTS", "LENGTH", "PATTERN", "Ways", "batch_of", "hugging_face", "pure_loss", "pure_params", "pure_plan"]
-__all__ += ["hugging_face_plan", "plain_loss", "pure_stages", "shard_loss"]
+__all__ += ["hugging_face_plan", "inputs_of", "plain_loss", "pure_stages", "summed_loss"]
 
 VOCABULARY, WIDTH, HEADS, SIZE, INNER, LAYERS = 16, 16, 4, 4, 8, 2
 EXPERTS, CHOSEN = 4, 2
 ROWS, LENGTH = 8, 8
-PATTERN = r"experts"
+PATTERN = "experts"
 
 
 def batch_of(index: int) -> dict[str, Tensor]:
@@ -232,7 +232,7 @@ def hugging_face(kind: str, attention: str = "sdpa", experts: str | None = None)
             nn.init.uniform_(parameter, 0.5, 1.5)
         elif kind == "mixtral":  # else routers are near a tie
             parameter.data.mul_(4)
-    return model.double().train()
+    return (model if name == "mixtral" else model.double()).train()  # grouped products are not known in fp64
 
 
 def hugging_face_plan(kind: str, *, along: bool = False, vocab: bool = True) -> dict[str, Any]:
@@ -244,15 +244,15 @@ def hugging_face_plan(kind: str, *, along: bool = False, vocab: bool = True) -> 
     return plan
 
 
-def shard_loss(apply: fds.Apply, *, vocab: bool) -> Callable[..., fds.Weighted]:
+def summed_loss(output: Any, batch: Any, *, vocab: bool = False) -> fds.Weighted:
     """The loss of an unmodified causal model's logits, whose vocabulary may be cut."""
+    logits, labels = output.logits, batch["shift_labels"]
+    if vocab:
+        return fds.tp.cross_entropy(logits, labels)
+    total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return fds.Weighted(total, (labels != -100).sum())
 
-    def loss(params: Any, batch: Any) -> fds.Weighted:
-        given = {name: leaf for name, leaf in batch.items() if name != "shift_labels"}
-        logits, labels = apply(params, **given, use_cache=False).logits, batch["shift_labels"]
-        if vocab:
-            return fds.tp.cross_entropy(logits, labels)
-        total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-        return fds.Weighted(total, (labels != -100).sum())
 
-    return loss
+def inputs_of(batch: Any) -> dict[str, Tensor]:
+    """What the model gets of a batch."""
+    return {name: leaf for name, leaf in batch.items() if name != "shift_labels"}

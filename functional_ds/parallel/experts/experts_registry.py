@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from functional_ds import comm
-from functional_ds.step.axes import axis
+from functional_ds.step.axes import EXPERT_SUMS, axis
 
 from .grouped import RowGroups, grouped_linear
 from .router_bias import count_choices
@@ -71,7 +71,7 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
 
 
 def _cut_over(module: Any) -> comm.Group | None:
-    """The ranks that each expert is cut over; None where experts are whole."""
+    """The ranks that each expert is cut over; None where experts are whole, or where the call around them sums over the ranks."""
     whole = getattr(module, "intermediate_dim", getattr(module, "intermediate_size", None))
     here = module.down_proj.shape[1 if module.is_transposed else 2]
     if whole is None or here == whole:
@@ -84,4 +84,4 @@ def _cut_over(module: Any) -> comm.Group | None:
             f"down_proj has shape {list(module.down_proj.shape)}: {here} of the {whole} rows of an expert, and the step "
             f"has {ranks} tensor-parallel ranks; cut experts by T.tensor_parallel over its group, or leave them whole"
         )
-    return group  # type: ignore[no-any-return]
+    return None if axis(EXPERT_SUMS) is not None else group

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from functional_ds import comm
 from functional_ds.base.torch_private import parameters_of
 from functional_ds.remat.region import current_region
+from functional_ds.step.axes import EXPERT_SUMS, axes, with_axes
 from functional_ds.step.tape import Tape, current_tape
 
 from .leaf_cuts import heads_of, is_transposed, kv_groups
@@ -150,7 +151,7 @@ class TensorCalls:
         if way.word.cuts == "inputs":
             return self._row(path, module, way, group, forward, *args, **kwargs)
         if way.name == "moe_tp_experts":
-            return self._experts(way, group, forward, *args, **kwargs)
+            return self._experts(path, module, way, group, forward, *args, **kwargs)
         if way.name == "moe_identity_expert":
             args, kwargs = _with_input(args, kwargs, lambda x: x / group.size)
         found = forward(*args, **kwargs)
@@ -193,12 +194,31 @@ class TensorCalls:
         with _attributes(module, {"padding_idx": padding if padding is not None and 0 <= padding < rows else None}):
             return summed(forward(index).masked_fill(~inside[..., None], 0), group)
 
-    def _experts(self, way: _Way, group: comm.Group, forward: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    def _experts(
+        self,
+        path: str,
+        module: nn.Module,
+        way: _Way,
+        group: comm.Group,
+        forward: Any,
+        x: Tensor,
+        index: Tensor,
+        weights: Tensor,
+    ) -> Tensor:
+        after = [each for each in ("has_bias", "has_post_expert_norm") if getattr(module, each, False)]
+        if after and group.size > 1:
+            raise ValueError(
+                f"plan: {path!r} is 'moe_tp_experts' and has what is added or normed after the product ({after[0]}), which the "
+                f"sum over the {group.size} ranks would count {group.size} times: leave this entry out and use "
+                "fds.moe.register_experts(), or leave the experts whole"
+            )
         if way.sequence:
             x, index, weights = (comm.all_gather(each, group, dim=0) for each in (x, index, weights))
         else:
             x, weights = comm.copy_to((x, weights), group)
-        return self._reduced(forward(x, index, weights), way, group)
+        with with_axes({**axes(), EXPERT_SUMS: group}):  # a function of transformers' registry must not sum them, too
+            found = forward(x, index, weights)
+        return self._reduced(found, way, group)
 
     # -- what they share --------------------------------------------------------------------------------------------------
 
