@@ -23,6 +23,7 @@ ROWS, LENGTH = 8, 8
 PATTERN = "experts"
 
 
+@functools.cache
 def batch_of(index: int) -> dict[str, Tensor]:
     """Tokens, and the next one's labels, of which some count nothing: rows and positions weigh unequally."""
     generator = torch.Generator().manual_seed(100 + index)
@@ -62,6 +63,11 @@ class Ways:
 
 def pure_params(ways: Ways) -> dict[str, Any]:
     """Whole params, fresh and the same each time."""
+    return fds.tree.map(torch.clone, _pure_params(ways))  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _pure_params(ways: Ways) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
 
     def weight(*shape: int) -> Tensor:
