@@ -71,7 +71,7 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
 
 
 def _cut_over(module: Any) -> comm.Group | None:
-    """The ranks that each expert is cut over; None where experts are whole, or where the call around them sums over the ranks."""
+    """The ranks that each expert is cut over; None where experts are whole, or where the call around them sums over ranks."""
     whole = getattr(module, "intermediate_dim", getattr(module, "intermediate_size", None))
     here = module.down_proj.shape[1 if module.is_transposed else 2]
     if whole is None or here == whole:
