@@ -365,3 +365,47 @@ def test_cut_modules_with_attention_over_sequences() -> None:
     seq.register_attention()
     with pytest.raises(ValueError, match=r"fds_ring: sequences are not cut here; pass a group, or run it in a step"):
         pp.cut(wm.hugging_face("llama kv2", "fds_ring"), 2, example=wm.batch_of(0), inputs=wm.inputs_of)
+
+
+ORDERS = {
+    "zero accumulate sequence experts tensor clip": "",
+    "sequence zero accumulate experts tensor clip": "",
+    "accumulate zero sequence clip experts tensor": "",
+    "tensor zero accumulate sequence experts clip": "plan: 'embed' matches no path",
+    "experts zero accumulate sequence tensor clip": "no transform before it sums their gradients",
+    "zero sequence pipeline tensor experts clip": "replaces the gradients, which another transform of this step wraps already",
+    "pipeline zero sequence experts tensor clip": "put pipeline after zero",
+    "zero tensor pipeline sequence experts clip": "plan: 'embed' matches no path",
+}
+
+
+@pytest.mark.law(56)
+@pytest.mark.parametrize("order", ORDERS)
+def test_orders_of_transforms(order: str) -> None:
+    """Another order makes no difference, or is refused by name."""
+    ways, names = Ways(mixture=True), order.split()
+    piped = "pipeline" in names
+
+    def program() -> Outcome:
+        whole = comm.mesh(dp=2, pp=1 + piped, sp=2 - piped, tp=2)
+        mesh = whole.split("dp", edp=1, ep=2)
+        model = wm.pure_stages(ways) if piped else wm.pure_loss(ways)
+        made = {
+            "zero": lambda: T.zero(2, mesh["edp", "ep", "sp"]),
+            "pipeline": lambda: T.pipeline(pp.one_f_one_b(2, 2), model, mesh["pp"]),
+            "accumulate": lambda: T.accumulate(2),
+            "sequence": lambda: T.sequence(mesh["sp"]),
+            "experts": lambda: T.experts(wm.PATTERN, mesh["ep"], edp=mesh["edp", "sp"]),
+            "tensor": lambda: T.tensor_parallel(wm.pure_plan(ways), mesh["tp"]),
+            "clip": lambda: T.clip(0.1),
+        }
+        step = fds.compose(*(made[name]() for name in names))(fds.train_step(model, fds.adamw(1e-2, eps=1e-3, weight_decay=0.1)))
+        return follows(step, wm.pure_params(ways), whole["dp"], None, True)
+
+    if ORDERS[order]:
+        with pytest.raises(ValueError, match=ORDERS[order]):
+            comm.simulate(program, world_size=8)
+        return
+    losses, params = plainly(ways)
+    for found in comm.simulate(program, world_size=8):
+        assert_close(found, losses[:2], params[1], 1e-5)
