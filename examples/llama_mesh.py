@@ -4,8 +4,8 @@
     python examples/llama_mesh.py --first dp=4,tp=2 --then pp=2      any meshes
     python examples/llama_mesh.py --simulate --zero 2                all ranks in this process
 
-A mesh is dp=data, pp=pipeline, sp=sequence, tp=tensor parallelism. Beside both runs one device trains the same model on the same
-text: all losses are its losses. At the end: what a rank of each mesh sends in a step, axis by axis.
+A mesh has the axes dp (data), pp (pipeline), sp (sequence) and tp (tensor parallelism). Beside both runs one device trains the
+same model on the same text: all losses are its losses. At the end: what a rank of each mesh sends in a step, axis by axis.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def mesh_of(text: str) -> dict[str, int]:
     if not given.keys() <= {*AXES} or any(size < 1 for size in given.values()):
         raise argparse.ArgumentTypeError(f"{text!r} is no mesh of {', '.join(AXES)}; write dp=2,sp=2,tp=2")
     if given.get("pp", 1) > 1 and given.get("sp", 1) > 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: a module that is cut into stages cannot attend over sequences that are cut")
+        raise argparse.ArgumentTypeError(f"{text!r}: stages of a module cannot attend over sequences that are cut")
     return {axis: given.get(axis, 1) for axis in AXES}
 
 
@@ -91,7 +91,7 @@ def loss_of(output: Any, batch: dict[str, Tensor]) -> fds.Weighted:
 
 
 def train(flags: argparse.Namespace, sizes: dict[str, int], steps: range, folder: Path | None) -> Trained:
-    """What each rank runs: steps of one training, from the folder's checkpoint if they are not the first; then it saves there."""
+    """What each rank runs: steps of one training, from the folder's checkpoint but for the first ones; then it saves there."""
     torch.set_num_threads(1)
     mesh = comm.mesh(**sizes)
     text, rows = corpus.load(flags.data, context=flags.context), flags.batch // sizes["dp"]

@@ -10,12 +10,14 @@ pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import llama_mesh
 
+TINY = "--width 16 --context 16 --batch 4 --steps 1 --simulate"
+
 
 @pytest.fixture
 def flags(tmp_path: Path) -> list[str]:
     data = tmp_path / "text.txt"
     data.write_text("".join(f"{i} times {i} is {i * i}; " for i in range(300)))
-    return [*"--width 16 --context 16 --batch 4 --steps 1 --simulate --data".split(), str(data)]
+    return [*TINY.split(), "--data", str(data)]
 
 
 @pytest.mark.parametrize(
@@ -33,7 +35,7 @@ def test_losses_of_one_device(flags: list[str], first: str, then: str, capsys: p
 def test_meshes_that_do_not_fit(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="--batch 4 gives no whole rows, or too few micro-batches, on dp=8"):
         llama_mesh.main([*flags, "--first", "dp=8"])
-    for words, mesh in (("write dp=2,sp=2,tp=2", "ep=2"), ("cannot attend over sequences that are cut", "pp=2,sp=2")):
+    for words, mesh in (("write dp=2,sp=2,tp=2", "ep=2"), ("stages of a module cannot attend", "pp=2,sp=2")):
         with pytest.raises(SystemExit):
             llama_mesh.main([*flags, "--first", mesh])
         assert words in capsys.readouterr().err

@@ -399,7 +399,9 @@ def test_orders_of_transforms(order: str) -> None:
             "tensor": lambda: T.tensor_parallel(wm.pure_plan(ways), mesh["tp"]),
             "clip": lambda: T.clip(0.1),
         }
-        step = fds.compose(*(made[name]() for name in names))(fds.train_step(model, fds.adamw(1e-2, eps=1e-3, weight_decay=0.1)))
+        step = fds.compose(*(made[name]() for name in names))(
+            fds.train_step(model, fds.adamw(1e-2, eps=1e-3, weight_decay=0.1))
+        )
         return follows(step, wm.pure_params(ways), whole["dp"], None, True)
 
     if ORDERS[order]:

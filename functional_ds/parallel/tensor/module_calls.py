@@ -1,6 +1,7 @@
 """Calls of a module's layers whose params are slices, in the library's copy of the module: collectives around each."""
 
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -87,6 +88,11 @@ class TensorCalls:
                     f"plan: {path!r} is a layer of a sequence_parallel list and holds cut linears itself: its norms take a part"
                     " of the sequence and its linears the whole; put them into modules of their own, an attention or an MLP"
                 )
+            if way.name == "moe_tp_experts" and self.group.size > 1 and not self._cuts_within(path, each):
+                raise ValueError(
+                    f"plan: {path!r} is 'moe_tp_experts', and nothing in it is cut: the sum over the {self.group.size} ranks "
+                    "would count whole experts as often; cut them, or leave this entry out"
+                )
             if not way.word.cuts and held[path] & cut:
                 way = attrs.evolve(way, name="tied")
             if way != _Way(sequence=way.sequence) or kv_groups(each) is not None:
@@ -94,6 +100,16 @@ class TensorCalls:
                 found.append(path)
                 self.seen |= bool(way.word.cuts)
         return found
+
+    def _cuts_within(self, path: str, module: nn.Module) -> bool:
+        """Whether the plan cuts a leaf of the module."""
+        owners = {f"{path}.{name}".rstrip("."): parameters_of(each) for name, each in module.named_modules()}
+        paths = [each for owner, leaves in owners.items() for each in (*(f"{owner}.{leaf}" for leaf in leaves), owner)]
+        return any(
+            bool(re.search(key, each)) if isinstance(value, int) else bool(word_of(value).cuts) and fits(key, each)
+            for key, value in self.plan.items()
+            for each in paths
+        )
 
     def _value(self, path: str) -> str | Packed | None:
         """The plan's word for a module; one that cuts, if there are several."""
