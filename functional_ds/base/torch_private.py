@@ -66,6 +66,7 @@ __all__ = [
     "later_work",
     "lift_on_the_host",
     "make_wrapper_subclass",
+    "mark_parameter",
     "new_process_group",
     "non_persistent_buffers_of",
     "outside_functorch",
@@ -218,6 +219,11 @@ def version_of(tensor: Tensor) -> int:
 def graph_number(tensor: Tensor) -> int:
     """How many nodes this thread had put into graphs when it made a tensor. Without it, only first graphs are looked at."""
     return -1 if tensor.grad_fn is None else tensor.grad_fn._sequence_nr()
+
+
+def mark_parameter(tensor: Tensor) -> None:
+    """Makes ``isinstance(tensor, nn.Parameter)`` true. Without it, a loss that looks for parameters finds none."""
+    tensor._is_param = True
 
 
 def has_late_hooks(tensor: Tensor) -> bool:

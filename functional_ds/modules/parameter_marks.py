@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from functional_ds.base.torch_private import mark_parameter
+
 __all__ = ["ParameterMarks", "attributes_on"]
 
 _OF_TORCH = "_is_param"  # by which ``isinstance(tensor, nn.Parameter)`` is true, as torch documents it for custom tensors
@@ -31,7 +33,7 @@ class ParameterMarks:
         put: list[tuple[Tensor, Collection[str]]] = []
         for p in params.values():
             if type(p) is not nn.Parameter and not hasattr(p, _OF_TORCH):
-                p._is_param = True
+                mark_parameter(p)
                 put.append((p, (_OF_TORCH,)))
         for name, attributes in self._attributes.items():
             if name in params:

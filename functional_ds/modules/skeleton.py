@@ -197,8 +197,10 @@ class Skeleton:
 
     def _keep(self, name: str, value: Any, before: Any, held: Held, memo: dict[int, Any]) -> None:
         """Takes over one attribute that calls have set, or may have written into."""
-        key = _parted(name)[1]
-        if key == "forward" or (self.elsewhere and any(value is held.values.get(each) for each in self.elsewhere)):
+        path, key = _parted(name)
+        if _is_ours(self.owners.get(path), key) or (
+            self.elsewhere and any(value is held.values.get(each) for each in self.elsewhere)
+        ):
             return  # who runs the module; a buffer, under another name
         if key != "training" and is_state(value):
             if name in self._copies and not self._has_written(name, value, before, held):
@@ -255,7 +257,11 @@ class Skeleton:
             now = vars(owner)
             if len(now) == len(leased) and all(map(is_, now.values(), leased.values())):
                 continue
-            new = [(joined(path, key), x) for key, x in now.items() if x is not leased.get(key, ABSENT) and key != "forward"]
+            new = [
+                (joined(path, key), x)
+                for key, x in now.items()
+                if x is not leased.get(key, ABSENT) and not _is_ours(owner, key)
+            ]
             found += [(name, x) for name, v in new for x in tree.leaves(v) if isinstance(x, Tensor) and not x.requires_grad]
         return found
 
@@ -265,7 +271,7 @@ class Skeleton:
             joined(path, key)
             for (path, owner), leased in zip(self.owners.items(), self._leased, strict=True)
             for key, value in vars(owner).items()
-            if value is not leased.get(key, ABSENT) and key not in ("training", "forward") and has_graph(value)
+            if value is not leased.get(key, ABSENT) and key != "training" and not _is_ours(owner, key) and has_graph(value)
         ]
 
     def divert(self, calls: tuple[Any, ...]) -> None:
@@ -280,6 +286,11 @@ class Skeleton:
                 module = self.module.get_submodule(path)
                 self._plain.append((module, module.__dict__.get("forward", ABSENT)))
                 module.__dict__["forward"] = functools.partial(call.run, path, module.forward)
+
+
+def _is_ours(owner: nn.Module | None, key: str) -> bool:
+    """Whether the library itself sets an attribute: who runs the module, and an RNN's second list of its weights."""
+    return key == "forward" or (key == "_flat_weights" and isinstance(owner, nn.RNNBase))
 
 
 def _parted(name: str) -> Place:

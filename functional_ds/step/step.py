@@ -140,6 +140,7 @@ class Step:
             state.restore(before)
             raise
         if donate:
+            own = tree.replace(own, step=own.step.detach()) if own.step is before.step else own  # an update that counted none
             mark_donated(before)
         return with_idle(own, unused, before.step), {**_means(metrics), **more}
 

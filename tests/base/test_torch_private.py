@@ -296,6 +296,14 @@ def hooks_of_a_leaf() -> None:
     assert private.hooks_of(leaf) == []
 
 
+@checks("mark_parameter")
+def tensors_are_parameters() -> None:
+    tensor = torch.ones(2)
+    assert not isinstance(tensor, nn.Parameter)
+    private.mark_parameter(tensor)
+    assert isinstance(tensor, nn.Parameter)
+
+
 @checks("has_late_hooks")
 def hooks_after_accumulation() -> None:
     leaf = nn.Parameter(torch.ones(2))
@@ -515,7 +523,10 @@ def test_the_store_of_the_default_group() -> None:
 # -- nobody else uses anything private --------------------------------------------------------------------------------
 
 DOCUMENTED = {"_replace", "_asdict", "_fields", "_make", "_getframe", "_current_frames", "_exit"}  # of namedtuple, sys and os
-PYTHONS = {"comm/worlds/rng_state.py": {"_showwarnmsg_impl", "_filters_mutated"}}  # of the module warnings
+PYTHONS = {
+    "comm/worlds/rng_state.py": {"_showwarnmsg_impl", "_filters_mutated"},  # of the module warnings
+    "functional_ds/parallel/experts/experts_registry.py": {"_is_expert_parallel", "_apply_gate"},  # as transformers' own do
+}
 
 
 def _sources() -> Iterator[tuple[str, ast.Module]]:

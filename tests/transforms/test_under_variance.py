@@ -138,8 +138,8 @@ BUGS = (
         Bug(
             "tensor_parallel counts what all ranks have n times",
             "transforms.parallel.tensor_parallel",
-            "comm.all_reduce(sliced**2, self.ranks()) + rest**2",
-            "comm.all_reduce(sliced**2 + rest**2, self.ranks())",
+            "total = total + comm.all_reduce(torch.stack(own).sum(), self.ranks())",
+            "total = comm.all_reduce(torch.stack(own).sum() + total, self.ranks())",
         ),
         {"dp": 1, "pp": 1, "tp": 2},
         "clip",
@@ -149,7 +149,7 @@ BUGS = (
         Bug(
             "zero leaves gradients as they are",
             "transforms.zero.collectives",
-            "            return self._reduce_whole(flats)",
+            "            return self._reduce_whole(flats, groups)",
             "            return _done(flats)",
         ),
         {"dp": 2, "pp": 1, "tp": 1},
