@@ -367,6 +367,22 @@ def test_cut_modules_with_attention_over_sequences() -> None:
         pp.cut(wm.hugging_face("llama kv2", "fds_ring"), 2, example=wm.batch_of(0), inputs=wm.inputs_of)
 
 
+def test_whole_experts_that_a_plan_would_sum() -> None:
+    """A plan without its entries for the experts' weights would count whole experts n times."""
+
+    def program() -> None:
+        plan = {key: word for key, word in wm.hugging_face_plan("mixtral").items() if "experts." not in key}
+        apply, params = fds.functional(wm.hugging_face("mixtral"))
+        base = fds.train_step(lambda p, b: wm.summed_loss(apply(p, **wm.inputs_of(b)), b, vocab=True), fds.sgd(0.1))
+        step = T.tensor_parallel(plan)(base)
+        step(step.init(params), wm.batch_of(0))
+
+    with pytest.raises(
+        ValueError, match=r"layers.0.mlp.experts' is 'moe_tp_experts', and nothing in it is cut: the sum over the 2"
+    ):
+        comm.simulate(program, world_size=2)
+
+
 ORDERS = {
     "zero accumulate sequence experts tensor clip": "",
     "sequence zero accumulate experts tensor clip": "",
