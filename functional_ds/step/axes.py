@@ -10,12 +10,10 @@ from typing import Any
 
 from .tape import current_tape
 
-__all__ = ["EXPERT_SUMS", "asked", "axes", "axis", "with_axes", "with_axis"]
-
-# Inside of experts cut over tensor-parallel ranks, whose results the call around them sums.
-EXPERT_SUMS = "sums of experts"
+__all__ = ["SUMS_EXPERTS", "asked", "axes", "axis", "with_axes", "with_axis"]
 
 _SLOT, _ASKED = "axes", "axes asked for"
+SUMS_EXPERTS = "tp sums experts"  # the slot of a pass that says: what calls an experts function sums its results over tp
 
 
 def axis(name: str) -> Any:

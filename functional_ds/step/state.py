@@ -1,5 +1,6 @@
 """Everything that a resumed run needs, as one pytree."""
 
+import weakref
 from typing import Any
 
 import attrs
@@ -144,8 +145,14 @@ _DONATED = "_fds_donated"
 
 
 def mark_donated(state: State) -> None:
-    """Marks the count of updates, which all aliases of the state share, and no copy or later state."""
-    setattr(state.step, _DONATED, True)
+    """Marks the count of updates, which all aliases of the state share, and no later state, with a tensor that is gone."""
+    first = _first_param(state)
+    if first is not None:
+        setattr(state.step, _DONATED, weakref.ref(first))
+
+
+def _first_param(state: State) -> Tensor | None:
+    return next((leaf for leaf in tree.leaves(state.params) if isinstance(leaf, Tensor)), None)
 
 
 def refuse_donated(state: State) -> None:
@@ -154,7 +161,8 @@ def refuse_donated(state: State) -> None:
     Raises:
         DonatedStateError: it is one.
     """
-    if getattr(state.step, _DONATED, False):
+    donated = getattr(state.step, _DONATED, None)
+    if donated is not None and (first := _first_param(state)) is not None and donated() is first:
         raise DonatedStateError(
             "state: it shares its tensors with a state that was donated to a step, which has reused their memory; go on with "
             "the state that the step returned, or call step(state, batch, donate=False), or state.clone() before the step"

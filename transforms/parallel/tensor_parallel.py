@@ -18,7 +18,6 @@ from functional_ds.parallel.tensor.words import Plan, word_of
 from functional_ds.sharding.leaf_map import LeafMap, LeafShard
 from functional_ds.sharding.leaf_slice import LeafSlice
 from functional_ds.sharding.sources import is_deferred, sliced
-from functional_ds.state_dict.fingerprint import fingerprints
 from functional_ds.step.axes import with_axis
 from functional_ds.step.compose import wrap
 from functional_ds.step.phases import innermost
@@ -26,6 +25,8 @@ from functional_ds.step.state import State
 from functional_ds.step.step import Step, Transform
 from functional_ds.step.tape import current_tape
 from functional_ds.step.traits import Trait
+
+from .slice_checks import check_batch, check_loss, check_whole_gradients
 
 __all__ = ["tensor_parallel"]
 
@@ -188,7 +189,7 @@ class _TensorParallel:
         tape, group = current_tape(), self.ranks()
         run = with_axis("tp", group, function)
         if state.batch is None and group.size > 1 and not step.has(Trait.PIPELINES):
-            _check_batch(batch, group)
+            check_batch(batch, group)
         if tape is None:
             return inner(step, state, run, batch)
         calls = self._calls(state)
@@ -211,6 +212,8 @@ class _TensorParallel:
                 f"tensor_parallel: {sorted(modules)[0]!r} is a slice of a module's parameter, and the loss called no module "
                 "that the plan cuts: call apply(params, ...) of fds.functional with the params that the loss gets"
             )
+        if tape.records and group.size > 1 and not step.has(Trait.PIPELINES) and state.graphs.is_new("loss over tp"):
+            check_loss(found, group)
         return found
 
     def _calls(self, state: State) -> TensorCalls:
@@ -233,6 +236,8 @@ class _TensorParallel:
         for sharers, paths in shared.items():
             ranks = [group.ranks[place] for place in sharers]
             _sum_shards(parts, grads.sum, paths, group.world.group(ranks, f"{group.name} sharers"))
+        if group.size > 1 and not step.has(Trait.PIPELINES) and state.graphs.is_new("gradients over tp"):
+            check_whole_gradients(parts, grads.sum, cuts.slices.keys(), group)
         return state, grads
 
     def norm(self, inner: Any, step: Step, state: State, grads: list[Tensor]) -> Tensor:
@@ -277,21 +282,6 @@ def _check_axes(group: comm.Group, parts: LeafMap) -> None:
             f"tensor_parallel: its group {group.name!r} and that of zero share the ranks {sorted(other)}: they must lie along "
             "two axes of a mesh, mesh['tp'] and mesh['dp'] of comm.mesh(dp=..., tp=...)"
         )
-
-
-def _check_batch(batch: Any, group: comm.Group) -> None:
-    """Refuses batches that differ over the group, before the first step."""
-    known = [x.detach().flatten() for x in tree.leaves(batch) if isinstance(x, Tensor) and x.layout == torch.strided]
-    if known and not any(x.is_meta for x in known):
-        own = torch.tensor(fingerprints(known), device=group.world.device)
-        told = comm.all_gather(own, group.channel("control"), tiled=False)
-        others = [rank for rank, row in enumerate(told) if not torch.equal(row, told[0])]
-        if others:
-            raise ValueError(
-                f"tensor_parallel: the ranks {[group.ranks[rank] for rank in others]} have another batch than rank "
-                f"{group.ranks[0]}: all ranks of {group.name!r} compute the same rows; only data-parallel ranks, "
-                "mesh['dp'].rank of mesh['dp'].size, have rows of their own"
-            )
 
 
 def _draws(state: State) -> list[Tensor]:

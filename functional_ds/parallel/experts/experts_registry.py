@@ -5,7 +5,8 @@ from typing import Any
 from torch import Tensor
 
 from functional_ds import comm
-from functional_ds.step.axes import EXPERT_SUMS, axis
+from functional_ds.step.axes import SUMS_EXPERTS, axis
+from functional_ds.step.tape import current_tape
 
 from .grouped import RowGroups, grouped_linear
 from .router_bias import count_choices
@@ -46,7 +47,8 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
             "cut its experts by T.experts"
         )
     first = module.gate_up_proj if module.has_gate else module.up_proj
-    tp = _cut_over(module)
+    tape = current_tape()
+    tp = None if tape is not None and tape.slots.get(SUMS_EXPERTS) else _cut_over(module)
 
     def linear(rows: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
         return grouped_linear(rows, weight.mT if module.is_transposed else weight, groups)
@@ -71,7 +73,7 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
 
 
 def _cut_over(module: Any) -> comm.Group | None:
-    """The ranks that each expert is cut over; None where experts are whole, or where the call around them sums over ranks."""
+    """The ranks that each expert is cut over; None where experts are whole."""
     whole = getattr(module, "intermediate_dim", getattr(module, "intermediate_size", None))
     here = module.down_proj.shape[1 if module.is_transposed else 2]
     if whole is None or here == whole:
@@ -84,4 +86,4 @@ def _cut_over(module: Any) -> comm.Group | None:
             f"down_proj has shape {list(module.down_proj.shape)}: {here} of the {whole} rows of an expert, and the step "
             f"has {ranks} tensor-parallel ranks; cut experts by T.tensor_parallel over its group, or leave them whole"
         )
-    return None if axis(EXPERT_SUMS) is not None else group
+    return group  # type: ignore[no-any-return]

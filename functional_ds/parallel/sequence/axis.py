@@ -7,6 +7,7 @@ from torch import Tensor
 from functional_ds.base import tree
 from functional_ds.comm.record.group import Group
 from functional_ds.step.axes import axis
+from functional_ds.step.tape import current_tape
 
 from .sequence_layout import SequenceLayout
 
@@ -71,6 +72,9 @@ class SequenceAxis:
         return whole.index_select(dim, self.positions(whole.device))
 
 
+INSIDE_ULYSSES = "inside of ulysses"  # the slot of a pass, while Ulysses runs its attention over the step's own ranks
+
+
 def sequence_axis(what: str) -> SequenceAxis:
     """The axis of the running step.
 
@@ -116,5 +120,10 @@ def resolve_axis(
         raise ValueError(
             f"{what}: layout={layout!r} without a group: pass both, or none to take those of the step's T.sequence"
         )
-    found = sequence_axis(what)
+    found, tape = sequence_axis(what), current_tape()
+    if tape is not None and tape.slots.get(INSIDE_ULYSSES):
+        raise ValueError(
+            f"{what}: Ulysses cuts this attention's heads over the ranks of the step's T.sequence already, so it cannot "
+            "take the same ranks: pass the two axes, seq.ulysses(seq.ring(mesh['ring'], layout=...), mesh['heads'])"
+        )
     return found.group, found.layout, found.documents

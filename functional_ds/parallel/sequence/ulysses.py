@@ -1,14 +1,16 @@
 """Ulysses: attention that acts by head, on whole sequences of some heads each."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from functional_ds.comm.record.group import Group
+from functional_ds.step.tape import current_tape
 
-from .axis import resolve_axis
+from .axis import INSIDE_ULYSSES, resolve_axis
 from .blockwise import attention as on_one_device
 from .blockwise import check_heads
 from .head_exchange import HeadExchange, HeadShares, head_shares
@@ -72,7 +74,8 @@ def ulysses(
         q, k, v = HeadExchange(ranks, runs, (shares.queries, shares.keys, shares.keys)).to_heads(q, k, v)
         if q.shape[1]:
             k, v = (_expanded(each, shares, ranks.rank) for each in (k, v))
-            o = (attention or on_one_device)(q, k, v, *args, **kwargs)
+            with _inside(group is None):
+                o = (attention or on_one_device)(q, k, v, *args, **kwargs)
             if o.shape != (*q.shape[:3], v.shape[3]):
                 raise ValueError(f"ulysses: the attention gave {list(o.shape)}, and {[*q.shape[:3], v.shape[3]]} was to come")
         else:
@@ -83,6 +86,21 @@ def ulysses(
         return o
 
     return attend
+
+
+@contextmanager
+def _inside(takes_the_axis: bool) -> Iterator[None]:
+    """Within it an attention that takes the step's ranks, as this one has, is refused."""
+    tape = current_tape() if takes_the_axis else None
+    if tape is None:
+        yield
+        return
+    before = tape.slots.get(INSIDE_ULYSSES, False)
+    tape.slots[INSIDE_ULYSSES] = True
+    try:
+        yield
+    finally:
+        tape.slots[INSIDE_ULYSSES] = before
 
 
 def _expanded(x: Tensor, shares: HeadShares, rank: int) -> Tensor:

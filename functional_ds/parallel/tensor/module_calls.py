@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from functional_ds import comm
 from functional_ds.base.torch_private import parameters_of
 from functional_ds.remat.region import current_region
-from functional_ds.step.axes import EXPERT_SUMS, axes, with_axes
+from functional_ds.step.axes import SUMS_EXPERTS
 from functional_ds.step.tape import Tape, current_tape
 
 from .leaf_cuts import heads_of, is_transposed, kv_groups
@@ -232,8 +232,15 @@ class TensorCalls:
             x, index, weights = (comm.all_gather(each, group, dim=0) for each in (x, index, weights))
         else:
             x, weights = comm.copy_to((x, weights), group)
-        with with_axes({**axes(), EXPERT_SUMS: group}):  # a function of transformers' registry must not sum them, too
+        tape = current_tape()
+        if tape is None:
+            return self._reduced(forward(x, index, weights), way, group)
+        before = tape.slots.get(SUMS_EXPERTS, False)
+        tape.slots[SUMS_EXPERTS] = True  # a registered experts function need not sum over the same ranks again
+        try:
             found = forward(x, index, weights)
+        finally:
+            tape.slots[SUMS_EXPERTS] = before
         return self._reduced(found, way, group)
 
     # -- what they share --------------------------------------------------------------------------------------------------
@@ -254,7 +261,7 @@ class TensorCalls:
             return x
         tape, region = current_tape(), current_region()
         known = {} if tape is None else tape.slots.setdefault(_SLOT, {})
-        run = region, region is not None and region.replaying
+        run = region, region is not None and region.replaying, torch.is_grad_enabled()
         if known.get("x") is not x or known.get("run") != run:
             known.update(x=x, run=run, y=shared(x, group))
         return known["y"]  # type: ignore[no-any-return]

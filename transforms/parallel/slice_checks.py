@@ -1,0 +1,96 @@
+"""What tensor-parallel ranks must have alike, compared once: batches, losses, and gradients of leaves that are not cut."""
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functional_ds import comm
+from functional_ds.base import tree
+from functional_ds.base.weighted import Weighted
+from functional_ds.sharding.leaf_map import LeafMap
+from functional_ds.state_dict.fingerprint import fingerprints
+
+__all__ = ["check_batch", "check_loss", "check_whole_gradients"]
+
+
+def check_batch(batch: Any, group: comm.Group) -> None:
+    """Refuses batches that differ over the group, before the first step."""
+    known = [x.detach().flatten() for x in tree.leaves(batch) if isinstance(x, Tensor) and x.layout == torch.strided]
+    if known and not any(x.is_meta for x in known):
+        own = torch.tensor(fingerprints(known), device=group.world.device)
+        told = comm.all_gather(own, group.channel("control"), tiled=False)
+        others = [rank for rank, row in enumerate(told) if not torch.equal(row, told[0])]
+        if others:
+            raise ValueError(
+                f"tensor_parallel: the ranks {[group.ranks[rank] for rank in others]} have another batch than rank "
+                f"{group.ranks[0]}: all ranks of {group.name!r} compute the same rows; only data-parallel ranks, "
+                "mesh['dp'].rank of mesh['dp'].size, have rows of their own"
+            )
+
+
+def check_loss(found: Any, group: comm.Group) -> None:
+    """Refuses losses that differ over the group, in the first pass.
+
+    Raises:
+        ValueError: on all ranks.
+    """
+    loss = found[0] if isinstance(found, tuple) and found else found
+    parts = [loss.sum, loss.weight] if isinstance(loss, Weighted) else [loss]
+    if any(isinstance(x, Tensor) and (x.is_meta or x.numel() != 1) for x in parts):
+        return
+    own = [float(x.detach() if isinstance(x, Tensor) else x) for x in parts]
+    rows = _told(own, group)
+    others = [rank for rank, row in enumerate(rows) if not all(map(_close, row, rows[0]))]
+    if others:
+        raise ValueError(
+            f"tensor_parallel: the loss is {rows[0]} on rank {group.ranks[0]} and {rows[others[0]]} on rank "
+            f"{group.ranks[others[0]]}, and all ranks of {group.name!r} compute one loss: something on slices acts on whole "
+            "features, such as a cross entropy of a cut vocabulary (fds.tp.cross_entropy), a norm, or an auxiliary loss of a "
+            "part of the tokens"
+        )
+
+
+def check_whole_gradients(parts: LeafMap, grads: Sequence[Tensor], cut: Collection[str], group: comm.Group) -> None:
+    """Refuses gradients of leaves that are not cut and that differ over the group, in the first step.
+
+    Raises:
+        ValueError: on all ranks.
+    """
+    shards = [shard for shard in parts.shards if parts.leaves[shard.leaf].path not in cut and shard.numel]
+    own: list[float] = []
+    for shard in shards:
+        grad = grads[shard.tensor].detach()
+        if grad.is_meta:
+            return
+        flat = (torch.view_as_real(grad) if grad.is_complex() else grad).reshape(-1)
+        lanes = 2 if grad.is_complex() else 1
+        piece = flat[shard.start * lanes : (shard.start + shard.numel) * lanes].double()
+        own += [piece.norm().item(), piece.sum().item() / math.sqrt(piece.numel())]
+    if not shards:
+        return
+    rows = _told(own, group)
+    for place, shard in enumerate(shards):
+        norm, total = rows[0][2 * place : 2 * place + 2]
+        others = [
+            group.ranks[rank]
+            for rank, row in enumerate(rows)
+            if max(abs(row[2 * place] - norm), abs(row[2 * place + 1] - total)) > 1e-3 * max(norm, row[2 * place])
+        ]
+        if others:
+            raise ValueError(
+                f"tensor_parallel: the gradients of {parts.leaves[shard.leaf].path!r}, which is not cut, differ on the ranks "
+                f"{others} from those of rank {group.ranks[0]}: it is used on slices, so each rank has a part of them; say "
+                "'replicated_with_grad_allreduce' for it in the plan, or cut it as what it is used on"
+            )
+
+
+def _told(own: Sequence[float], group: comm.Group) -> list[list[float]]:
+    mine = torch.tensor(own, dtype=torch.float64, device=group.world.device)
+    return comm.all_gather(mine, group.channel("control"), tiled=False).tolist()
+
+
+def _close(one: float, other: float) -> bool:
+    return not math.isfinite(one - other) or abs(one - other) <= 1e-5 * max(abs(one), abs(other))
