@@ -26,6 +26,10 @@ train: $(VENV)/.extra-train  ## train a GPT on two local ranks, into out/; again
 mixture: $(VENV)/.extra-train  ## train a mixture of experts on two local ranks, with and without balancing, into out/
 	@$(BIN)/python examples/mixture.py $(ARGS)
 
+.PHONY: mesh
+mesh: $(VENV)/.extra-train $(VENV)/.extra-test  ## train a Llama on 2 x 2 x 2 simulated ranks; go on on four processes
+	@$(BIN)/python examples/llama_mesh.py $(ARGS)
+
 .PHONY: long-context
 long-context: $(VENV)/.extra-train  ## train on long contexts cut among ranks; draw what length costs
 	@$(BIN)/python examples/long_context.py $(ARGS)

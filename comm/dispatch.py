@@ -18,6 +18,7 @@ from functional_ds.comm.record.group import Group, Ready, call_site
 from functional_ds.comm.record.ledger import begin
 from functional_ds.comm.record.pending import Pending
 from functional_ds.comm.worlds.current import world
+from functional_ds.comm.worlds.shapes import result_on_shapes
 
 __all__ = ["apply", "apply_all", "check_avg", "flatten", "is_differentiable", "resolve_dim", "resolve_group"]
 
@@ -141,6 +142,8 @@ def _begin(call: Call, leaves: Sequence[Tensor], group: Group, async_op: bool, e
 
 def _outline(call: Call, leaf: Tensor, here: Here) -> Tensor:
     """The result of a call on fake tensors, as if all ranks had passed the same shapes; nothing is sent."""
+    if call.collective.private:  # the others' sizes are not this rank's, and its own say what arrives
+        return result_on_shapes(call.collective, leaf.detach(), here)
     members = list(call.collective.members(here.options, here.n))
     outputs = call.collective.denotation([leaf.detach()] * len(members), call.merged([call.private()] * len(members)))
     return outputs[members.index(here.rank)]

@@ -1,6 +1,7 @@
 """Calls of a module's layers whose params are slices, in the library's copy of the module: collectives around each."""
 
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -87,6 +88,7 @@ class TensorCalls:
                     f"plan: {path!r} is a layer of a sequence_parallel list and holds cut linears itself: its norms take a part"
                     " of the sequence and its linears the whole; put them into modules of their own, an attention or an MLP"
                 )
+<<<<<<< HEAD
             beside = [other for other in named if held[other] and other.rpartition(".")[0] == path.rpartition(".")[0]]
             whole = [other for other in beside if other not in words or not words[other].cuts]
             if way.sequence and way.word.after == "gather" and whole:
@@ -94,6 +96,12 @@ class TensorCalls:
                     f"plan: {path!r} gathers its outputs inside of a sequence_parallel list, where {whole[0]!r} may act on "
                     "them: the gradients of what is whole there would be summed over ranks that have all of them; leave "
                     "'sequence_parallel' out of this plan"
+=======
+            if way.name == "moe_tp_experts" and self.group.size > 1 and not self._cuts_within(path, each):
+                raise ValueError(
+                    f"plan: {path!r} is 'moe_tp_experts', and nothing in it is cut: the sum over the {self.group.size} ranks "
+                    "would count whole experts as often; cut them, or leave this entry out"
+>>>>>>> 00cbef5c11caf8d4137f818f3dd61ceb82dd43b4
                 )
             if not way.word.cuts and held[path] & cut:
                 way = attrs.evolve(way, name="tied")
@@ -102,6 +110,16 @@ class TensorCalls:
                 found.append(path)
                 self.seen |= bool(way.word.cuts)
         return found
+
+    def _cuts_within(self, path: str, module: nn.Module) -> bool:
+        """Whether the plan cuts a leaf of the module."""
+        owners = {f"{path}.{name}".rstrip("."): parameters_of(each) for name, each in module.named_modules()}
+        paths = [each for owner, leaves in owners.items() for each in (*(f"{owner}.{leaf}" for leaf in leaves), owner)]
+        return any(
+            bool(re.search(key, each)) if isinstance(value, int) else bool(word_of(value).cuts) and fits(key, each)
+            for key, value in self.plan.items()
+            for each in paths
+        )
 
     def _value(self, path: str) -> str | Packed | None:
         """The plan's word for a module; one that cuts, if there are several."""
@@ -159,7 +177,7 @@ class TensorCalls:
         if way.word.cuts == "inputs":
             return self._row(path, module, way, group, forward, *args, **kwargs)
         if way.name == "moe_tp_experts":
-            return self._experts(way, group, forward, *args, **kwargs)
+            return self._experts(path, module, way, group, forward, *args, **kwargs)
         if way.name == "moe_identity_expert":
             args, kwargs = _with_input(args, kwargs, lambda x: x / group.size)
         found = forward(*args, **kwargs)
@@ -202,7 +220,24 @@ class TensorCalls:
         with _attributes(module, {"padding_idx": padding if padding is not None and 0 <= padding < rows else None}):
             return summed(forward(index).masked_fill(~inside[..., None], 0), group)
 
-    def _experts(self, way: _Way, group: comm.Group, forward: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    def _experts(
+        self,
+        path: str,
+        module: nn.Module,
+        way: _Way,
+        group: comm.Group,
+        forward: Any,
+        x: Tensor,
+        index: Tensor,
+        weights: Tensor,
+    ) -> Tensor:
+        after = [each for each in ("has_bias", "has_post_expert_norm") if getattr(module, each, False)]
+        if after and group.size > 1:
+            raise ValueError(
+                f"plan: {path!r} is 'moe_tp_experts' and has what is added or normed after the product ({after[0]}), which the "
+                f"sum over the {group.size} ranks would count {group.size} times: leave this entry out and use "
+                "fds.moe.register_experts(), or leave the experts whole"
+            )
         if way.sequence:
             x, index, weights = (comm.all_gather(each, group, dim=0) for each in (x, index, weights))
         else:

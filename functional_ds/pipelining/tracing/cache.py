@@ -14,6 +14,7 @@ from functional_ds.base.torch_private import FakeTensorMode, disable_dispatch_mo
 from functional_ds.modules.functional import Apply
 from functional_ds.pipelining.stages.from_functions import call_with, first_input
 from functional_ds.pipelining.stages.stages import Params
+from functional_ds.step.axes import with_axes
 
 from .arguments import Arguments
 from .program import ModuleCall, Program, StageProgram, torch_modes
@@ -76,8 +77,11 @@ class ProgramCache:
         return split_program(program, [program.calls[each] for each in split_points])
 
     def trace(self, params: Params, arguments: Arguments) -> Program:
-        """Traces the module's forward, unseen by modes around it; with values for constants if that can be done."""
-        with disable_dispatch_modes(), forked_rng():
+        """Traces the module's forward, unseen by modes around it; with values for constants if that can be done.
+
+        Its leaves are whole, so the trace sees no axes of the running step.
+        """
+        with disable_dispatch_modes(), forked_rng(), with_axes({}):
             try:
                 return self._trace(params, arguments, constants=True)
             except Exception:  # an error that has nothing to do with constants comes again
