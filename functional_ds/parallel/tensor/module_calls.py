@@ -88,7 +88,6 @@ class TensorCalls:
                     f"plan: {path!r} is a layer of a sequence_parallel list and holds cut linears itself: its norms take a part"
                     " of the sequence and its linears the whole; put them into modules of their own, an attention or an MLP"
                 )
-<<<<<<< HEAD
             beside = [other for other in named if held[other] and other.rpartition(".")[0] == path.rpartition(".")[0]]
             whole = [other for other in beside if other not in words or not words[other].cuts]
             if way.sequence and way.word.after == "gather" and whole:
@@ -96,12 +95,11 @@ class TensorCalls:
                     f"plan: {path!r} gathers its outputs inside of a sequence_parallel list, where {whole[0]!r} may act on "
                     "them: the gradients of what is whole there would be summed over ranks that have all of them; leave "
                     "'sequence_parallel' out of this plan"
-=======
+                )
             if way.name == "moe_tp_experts" and self.group.size > 1 and not self._cuts_within(path, each):
                 raise ValueError(
                     f"plan: {path!r} is 'moe_tp_experts', and nothing in it is cut: the sum over the {self.group.size} ranks "
                     "would count whole experts as often; cut them, or leave this entry out"
->>>>>>> 00cbef5c11caf8d4137f818f3dd61ceb82dd43b4
                 )
             if not way.word.cuts and held[path] & cut:
                 way = attrs.evolve(way, name="tied")
