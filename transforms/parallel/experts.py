@@ -5,11 +5,11 @@ import re
 from typing import Any
 
 import attrs
-from torch import Tensor
+from torch import Tensor, nn
 
 from functional_ds import comm
 from functional_ds.base import tree
-from functional_ds.base.marks import like_marked, mark_part, mark_sharers, mark_slices, part_of, slices_of
+from functional_ds.base.marks import like_marked, mark_part, mark_sharers, mark_slices, module_of, part_of, slices_of
 from functional_ds.parallel.experts.axis import ExpertAxis
 from functional_ds.sharding.leaf_slice import LeafSlice
 from functional_ds.sharding.sources import sliced
@@ -166,6 +166,13 @@ class Experts:
 
     def _cut(self, path: str, leaf: Tensor) -> Tensor:
         shape, n = list(leaf.shape), self.ep.size
+        known = module_of(leaf)
+        owner = None if known is None else known[0].module.get_submodule(known[1].rpartition(".")[0])
+        if isinstance(owner, (nn.Linear, nn.Embedding, nn.LayerNorm)):
+            raise ValueError(
+                f"pattern: {path!r} belongs to an nn.{type(owner).__name__}, which is no stack of experts along dim 0 (a "
+                r"router, or a shared expert?); begin the pattern with what the experts alone have, such as r'\.experts\.'"
+            )
         if not shape or shape[0] % n:
             raise ValueError(
                 f"pattern: {path!r} of shape {shape} does not divide along dim 0 by the {n} ranks {list(self.ep.ranks)} of "

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 import functional_ds as fds
 from functional_ds import comm
@@ -288,3 +288,16 @@ def test_experts_that_no_token_reaches(stage: int) -> None:
             assert torch.equal(found[0][path], leaf), path
         if path == "0.up":  # decay moves the experts of the rank that used none, as of any leaf that is used
             assert not torch.equal(found[0][path][2:], leaf[2:])
+
+
+def test_layers_that_are_no_stack_of_experts_are_refused() -> None:
+    """Routers and shared experts, which a wide pattern matches."""
+
+    def program() -> None:
+        mesh = comm.mesh(dp=2).split("dp", edp=1, ep=2)
+        _, params = fds.functional(nn.ModuleDict({"experts": nn.Linear(2, 4)}))
+        step = fds.compose(T.zero(1, mesh["edp", "ep"]), T.experts("experts", mesh["ep"]))
+        step(fds.train_step(lambda p, x: x, fds.sgd(0.1))).init(params)
+
+    with pytest.raises(ValueError, match=r"belongs to an nn\.Linear, which is no stack of experts"):
+        comm.simulate(program, world_size=2)
