@@ -7,6 +7,6 @@ from hypothesis import HealthCheck, settings
 # Drawing trees of tensors is slow at first, when torch warms up; that says nothing about the strategies.
 _COMMON = {"deadline": None, "derandomize": "CI" in os.environ, "suppress_health_check": [HealthCheck.too_slow]}
 
-settings.register_profile("default", max_examples=15, **_COMMON)
+settings.register_profile("default", max_examples=10, **_COMMON)
 settings.register_profile("laws", max_examples=500, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))

@@ -148,7 +148,7 @@ WARNED = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarn
 
 @WARNED
 @pytest.mark.law(21)
-@settings(max_examples=600 if settings.default.max_examples > 100 else 12)
+@settings(max_examples=600 if settings.default.max_examples > 100 else 9)
 @given(name=st.sampled_from(sorted(ZOO)), rule=st.sampled_from(sorted(RULES)), data=st.data(), seed=st.integers(0, 99))
 def test_any_module_under_any_strategy_is_plain_torch(name: str, rule: str, data: st.DataObject, seed: int) -> None:
     program = ZOO[name]
