@@ -26,6 +26,7 @@ from .setup import destroy_process_group, init_distributed
 __all__ = ["spawn"]
 
 _HOST = "127.0.0.1"
+_GRACE = 0.5  # seconds: for the cause of an error that another rank has reported first
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -104,9 +105,11 @@ def _collect(pipes: list[Connection], processes: Sequence[BaseProcess]) -> list[
     """The ranks' results. Raises the earliest error, since later ones may be broken connections that it caused."""
     results: list[Any] = [None] * len(pipes)
     open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
+    errors: list[tuple[float, BaseException]] = []
     while open_pipes:
-        errors: list[tuple[float, BaseException]] = []
-        for ready in wait(list(open_pipes)):
+        # A lost connection has a cause, and the rank that it is from may be a little later to say so, or to end.
+        found = wait(list(open_pipes), _GRACE if errors else None)
+        for ready in found:
             rank = open_pipes.pop(ready)  # type: ignore[call-overload]  # wait returns what it was given
             try:
                 kind, value, when = pickle.loads(pipes[rank].recv_bytes())  # monotonic time is one for all processes
@@ -122,8 +125,10 @@ def _collect(pipes: list[Connection], processes: Sequence[BaseProcess]) -> list[
                 errors.append((when, error))
             else:
                 results[rank] = value
-        if errors:
-            raise min(errors, key=lambda pair: pair[0])[1]
+        if errors and not (found and all(isinstance(error, RuntimeError) for _, error in errors)):
+            break
+    if errors:
+        raise min(errors, key=lambda pair: pair[0])[1]
     return results
 
 

@@ -1,7 +1,13 @@
-"""Hypothesis profiles: ``default`` for every run, ``laws`` (HYPOTHESIS_PROFILE=laws) with many more examples."""
+"""Hypothesis profiles: ``default`` for every run, ``laws`` (HYPOTHESIS_PROFILE=laws) with many more examples; and
+what keeps the tests short.
+"""
 
+import gc
+import multiprocessing
 import os
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Drawing trees of tensors is slow at first, when torch warms up; that says nothing about the strategies.
@@ -10,3 +16,49 @@ _COMMON = {"deadline": None, "derandomize": "CI" in os.environ, "suppress_health
 settings.register_profile("default", max_examples=10, **_COMMON)
 settings.register_profile("laws", max_examples=500, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def pytest_configure() -> None:
+    """Imports leave little garbage."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Collections of garbage pass over all that is imported by now, which would be a third of the time of many tests."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
+# What the server of ranks imports before it forks them.
+PRELOADED = [
+    "hypothesis",
+    "pytest",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.filesystem",
+    "functional_ds.checkpointing.writer",
+    "functional_ds.testing",
+]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ranks_are_forked() -> Iterator[pytest.MonkeyPatch]:
+    """Ranks of ``spawn`` come from a server that has imported torch: 20 ms each, where a new interpreter takes 3 s."""
+    get_context = multiprocessing.get_context
+
+    def forking(method: str | None = None) -> multiprocessing.context.BaseContext:
+        return get_context("forkserver" if method == "spawn" else method)
+
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiprocessing, "get_context", forking)
+        yield patch
+
+
+@pytest.fixture
+def new_interpreters(_ranks_are_forked: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ranks of ``spawn`` are started as users' are; what they print goes where pytest looks."""
+    forking = multiprocessing.get_context
+    _ranks_are_forked.undo()
+    yield
+    _ranks_are_forked.setattr(multiprocessing, "get_context", forking)

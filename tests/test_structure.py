@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Never
 
@@ -190,9 +190,9 @@ for owner, names in ((fds, ["remat", "units"]), (fds.comm, ["mesh", "spawn"]), (
 
 
 @pytest.mark.parametrize("first", ["transforms.pipeline", "transforms.offload", "transforms.zero.gather", "remat.report"])
-def test_imports_of_sub_modules_leave_functions_in_place(first: str) -> None:
+def test_imports_of_sub_modules_leave_functions_in_place(first: str, server: "subprocess.Popen[str]", tmp_path: Path) -> None:
     """``fds.remat`` and ``T.zero`` are functions, and folders of the same name; whichever is imported first."""
-    _run(f"import functional_ds.{first}\n{_FUNCTIONS_STAY}", ROOT)
+    _run(server, f"import functional_ds.{first}\n{_FUNCTIONS_STAY}", ROOT, tmp_path)
 
 
 def _public() -> list[tuple[str, object]]:
@@ -261,7 +261,7 @@ assert len(comm.simulate(program, world_size=2)) == 2
 
 
 @pytest.mark.parametrize("satellite", SATELLITES)
-def test_a_satellite_can_be_left_out(satellite: str, tmp_path: Path) -> None:
+def test_a_satellite_can_be_left_out(satellite: str, server: "subprocess.Popen[str]", tmp_path: Path) -> None:
     """Without its files the library is imported, all names but its own are there, and a step runs on two ranks."""
     files, gone = SATELLITES[satellite]
     place = tmp_path / "functional_ds"
@@ -271,23 +271,48 @@ def test_a_satellite_can_be_left_out(satellite: str, tmp_path: Path) -> None:
     shutil.rmtree(place / satellite)
     for name in files:
         shutil.rmtree(place / name) if (place / name).is_dir() else (place / name).unlink()
-    _run(_SMALL.format(place=str(tmp_path), gone=gone), tmp_path)
+    _run(server, _SMALL.format(place=str(tmp_path), gone=gone), tmp_path, tmp_path)
 
 
-def test_an_error_inside_of_a_satellite_is_no_absence(tmp_path: Path) -> None:
+def test_an_error_inside_of_a_satellite_is_no_absence(server: "subprocess.Popen[str]", tmp_path: Path) -> None:
     place = tmp_path / "functional_ds"
     for top in TOPS:
         target = place if top == "functional_ds" else place / top
         shutil.copytree(ROOT / top, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     (place / "memory/counting.py").unlink()
     with pytest.raises(AssertionError, match=r"No module named 'functional_ds\.memory\.counting'"):
-        _run(_SMALL.format(place=str(tmp_path), gone={}), tmp_path)
+        _run(server, _SMALL.format(place=str(tmp_path), gone={}), tmp_path, tmp_path)
 
 
-def _run(program: str, path: Path) -> None:
+# An interpreter that has imported what the library imports of others, and forks a child for each program.
+_SERVER = """
+import os, runpy, sys
+import attrs, numpy, optree, torch._dynamo, torch.distributed, tqdm
+
+for line in sys.stdin:
+    path, program, errors = eval(line)
+    if not (child := os.fork()):
+        os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
+        os.chdir(path)
+        sys.path.insert(0, path)
+        runpy.run_path(program)
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[subprocess.Popen[str]]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    words = [sys.executable, "-c", _SERVER]
+    with subprocess.Popen(words, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+
+
+def _run(server: "subprocess.Popen[str]", program: str, path: Path, tmp_path: Path) -> None:
     """A Python program in a process of its own, which finds the library's sources in ``path`` first."""
-    environment = {**os.environ, "PYTHONPATH": str(path), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], check=False, env=environment, cwd=path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    (tmp_path / "program.py").write_text(program)
+    assert server.stdin is not None
+    assert server.stdout is not None
+    print((str(path), str(tmp_path / "program.py"), str(tmp_path / "errors")), file=server.stdin, flush=True)
+    assert server.stdout.readline() == "0\n", (tmp_path / "errors").read_text()

@@ -47,6 +47,7 @@ def test_simulated(ranks: int, seed: int, capsys: pytest.CaptureFixture[str]) ->
     assert_good(capsys.readouterr().out, ranks)
 
 
+@pytest.mark.usefixtures("new_interpreters")
 def test_processes_say_what_simulated_ranks_say(capfd: pytest.CaptureFixture[str]) -> None:
     """Also the bytes; and only rank 0 speaks."""
     assert collectives.main(["--ranks", "2", "--world", "simulate"]) == 0

@@ -1,4 +1,4 @@
-"""Ranks as processes that a test may stop and kill. A server that has imported everything forks them, so they start at once."""
+"""Ranks as processes that a test may stop and kill. The server of tests/conftest.py forks them."""
 
 import multiprocessing
 import os
@@ -18,7 +18,6 @@ import torch
 from functional_ds import comm
 
 PATIENCE = 60.0  # seconds
-PRELOADED = ("tests.fitting.ranks", "torch.distributed.checkpoint.filesystem", "functional_ds.checkpointing.writer")
 
 
 def free_port() -> int:
@@ -49,7 +48,6 @@ class Ranks:
     @staticmethod
     def start(program: Callable[..., Any], *args: Any, world_size: int, folder: Path) -> "Ranks":
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*PRELOADED, "tests.fitting.programs"])
         folder.mkdir(parents=True, exist_ok=True)
         port, processes = free_port(), []
         for rank in range(world_size):
