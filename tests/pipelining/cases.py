@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from functional_ds.pipelining import (
@@ -25,6 +26,14 @@ from functional_ds.pipelining import (
 SINGLE = (gpipe, one_f_one_b, zb_h1, zb_2p)
 LOOPED = (interleaved_one_f_one_b, breadth_first)
 VEES = (zbv, dualpipe_v)
+
+# Ranks and micro-batches: all p <= 16, m <= 64 for ``make laws``, else those where formulas turn and some between.
+SIZES = [
+    (p, m)
+    for p in range(1, 17)
+    for m in range(1, 65)
+    if settings.default.max_examples > 100 or (3 * p + m) % 13 == 0 or m in (1, p - 1, p, 2 * p - 1, 2 * p, max(2 * p, 40))
+]
 
 
 def least(generator: Callable[..., Schedule], p: int) -> int:

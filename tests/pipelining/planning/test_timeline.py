@@ -30,9 +30,7 @@ from functional_ds.pipelining import (
     zbv,
 )
 from functional_ds.testing import schedules, seeds
-from tests.pipelining.cases import generated
-
-SIZES = [(p, m) for p in range(1, 17) for m in range(1, 65)]
+from tests.pipelining.cases import SIZES, generated
 
 
 @pytest.mark.law(35)

@@ -20,7 +20,7 @@ from functional_ds.pipelining import (
     zb_h1,
     zbv,
 )
-from tests.pipelining.cases import everyone
+from tests.pipelining.cases import SIZES, everyone
 
 
 def flows(schedule: Schedule, *, training: bool) -> None:
@@ -62,22 +62,21 @@ def test_data_flows_in_every_schedule() -> None:
 @pytest.mark.law(35)
 def test_in_flight() -> None:
     """Law 35, for all p <= 16, m <= 64: m; min(p - s, m); min(m v, 2 (p - s - 1) + (v - 1) p + 1); p; 2 p - 1; 2 p chunks."""
-    for p in range(1, 17):
-        for m in range(1, 65):
-            ranks = range(p)
-            assert in_flight(gpipe(p, m)) == (m,) * p
-            assert in_flight(one_f_one_b(p, m)) == tuple(min(p - s, m) for s in ranks)
-            assert in_flight(zb_h1(p, m)) == (min(p, m),) * p
-            assert in_flight(zb_2p(p, m)) == (min(2 * p - 1, m),) * p
-            assert max(in_flight(zbv(p, m))) == 2 * min(p, m)
-            if m % p == 0:
-                for v in (1, 2, 3):
-                    expected = tuple(min(m * v, 2 * (p - s - 1) + (v - 1) * p + 1) for s in ranks)
-                    assert in_flight(interleaved_one_f_one_b(p, m, v=v)) == expected
-            if m <= 8:
-                assert in_flight(breadth_first(p, m, v=2)) == (2 * m,) * p
-            if m == max(2 * p, 40):
-                assert max(in_flight(dualpipe_v(p, m))) == 2 * p + 1
+    for p, m in SIZES:
+        ranks = range(p)
+        assert in_flight(gpipe(p, m)) == (m,) * p
+        assert in_flight(one_f_one_b(p, m)) == tuple(min(p - s, m) for s in ranks)
+        assert in_flight(zb_h1(p, m)) == (min(p, m),) * p
+        assert in_flight(zb_2p(p, m)) == (min(2 * p - 1, m),) * p
+        assert max(in_flight(zbv(p, m))) == 2 * min(p, m)
+        if m % p == 0:
+            for v in (1, 2, 3):
+                expected = tuple(min(m * v, 2 * (p - s - 1) + (v - 1) * p + 1) for s in ranks)
+                assert in_flight(interleaved_one_f_one_b(p, m, v=v)) == expected
+        if m <= 8:
+            assert in_flight(breadth_first(p, m, v=2)) == (2 * m,) * p
+        if m == max(2 * p, 40):
+            assert max(in_flight(dualpipe_v(p, m))) == 2 * p + 1
 
 
 def test_named_are_the_generators_for_a_placement() -> None:
