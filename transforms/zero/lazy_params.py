@@ -14,6 +14,7 @@ from functional_ds.base import tree
 from functional_ds.base.torch_private import (
     disable_torch_function_subclass,
     held_elsewhere,
+    in_dual_level,
     is_fake,
     outside_functorch,
     version_of,
@@ -255,7 +256,11 @@ class LazyParams:
         A gather inside of a transform would be part of it; and forward-mode levels belong to the process, which simulated ranks
         share.
         """
-        words = "the loss uses torch.func, which does not go with the gathers and the saved-tensor hooks of zero(3)"
+        words = "the loss uses torch.func or forward_ad, which does not go with gathers and the saved-tensor hooks of zero(3)"
+        if self._in_backward:
+            return RuntimeError(
+                f"{words} in what a backward pass recomputes; use zero(2), or leave the layer that uses it out of remat"
+            )
         self._cache.functional = True
         if self._repeats:
             return PassAgain(words, self.source)
@@ -274,7 +279,7 @@ class LazyParams:
     def _enter(self, unit: int) -> dict[int, Tensor]:
         """Fetches a unit; its leaves, the trained ones behind a node. Whatever mode the loss is in is none of theirs."""
         with torch.inference_mode(False), outside_functorch() as transforms:
-            if transforms and self.source.frees:
+            if self.source.frees and (transforms or in_dual_level()):
                 raise self._again()
             flats = self.source.fetch(unit)
             leaves: dict[int, Tensor] = {}

@@ -1,6 +1,8 @@
 """Ranks whose steps fail go on if all have failed alike; else each hears who has failed, and why."""
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 
 import pytest
@@ -29,9 +31,11 @@ def calls(steps: FailedSteps, *names: str) -> None:
         steps.before(Call(BARRIER), Group(PAIR, steps.rank, name, Solo()))
 
 
-def fails(steps: FailedSteps, *names: str) -> None:
-    with pytest.raises(ValueError), steps.step():
+def fails(steps: FailedSteps, *names: str, also: Callable[[], None] = lambda: None) -> None:
+    """A step that fails after these calls."""
+    with suppress(ValueError), steps.step():
         calls(steps, *names)
+        also()
         raise ValueError(f"batch of rank {steps.rank}")
 
 
@@ -46,7 +50,8 @@ def test_ranks_that_fail_alike_go_on() -> None:
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(program, steps))
-    assert broken == [] and steps[0].store.num_keys() == 2  # those before the last are deleted
+    assert broken == []
+    assert steps[0].store.num_keys() == 2  # those before the last are deleted
 
 
 def test_a_rank_that_fails_alone_is_refused_and_the_others_hear_why() -> None:
@@ -57,7 +62,8 @@ def test_a_rank_that_fails_alone_is_refused_and_the_others_hear_why() -> None:
             CommError, match=r"rank 1 failed within its collectives \(after 1 calls\): ValueError: batch of rank 1"
         ):
             calls(second, "world")
-    assert broken == [1] and first.told(PAIR) == "\na step of rank 1 has failed: ValueError: batch of rank 1"
+    assert broken == [1]
+    assert first.told(PAIR) == "\na step of rank 1 has failed: ValueError: batch of rank 1"
     assert second.told(PAIR) == ""
 
 
@@ -75,17 +81,16 @@ def test_what_does_not_concern_other_ranks_passes() -> None:
     steps, broken = of_two_ranks(patience=0.0)
     fails(steps[0])  # before any call: nobody waits
     calls(steps[0], "world")
-    with pytest.raises(ValueError), steps[0].step():
-        with ThreadPoolExecutor(1) as lane:  # what a lane calls follows from what the rank has called
-            lane.submit(calls, steps[0], "world").result()
-        raise ValueError
+    with ThreadPoolExecutor(1) as lane:  # what a lane calls follows from what the rank has called
+        fails(steps[0], also=lambda: lane.submit(calls, steps[0], "world").result())
     calls(steps[0], "world")
-    for mine in steps:  # a step within another one is part of it, and messages between others are not this rank's
-        with pytest.raises(ValueError), mine.step(), mine.step():
-            calls(mine, "world")
-            if mine.rank == 1:
-                mine.before(Call(TRANSFER, {"src": 1, "dst": 2, "tag": 0}), Group((0, 1, 2), 1, "pp", Solo()))
-            raise ValueError
+    with ExitStack() as outer:  # a step within another one is part of it
+        outer.enter_context(steps[0].step())
+        fails(steps[0], "world")
+    calls(steps[0], "world")
+    fails(steps[0], "world")  # messages between others are none of this rank's
+    message, stages = Call(TRANSFER, {"src": 1, "dst": 2, "tag": 0}), Group((0, 1, 2), 1, "pp", Solo())
+    fails(steps[1], "world", also=lambda: steps[1].before(message, stages))
     calls(steps[0], "world")
     assert broken == []
 
@@ -123,6 +128,9 @@ def _raise(grad: torch.Tensor) -> None:
 
 def test_a_rank_that_catches_its_error_and_goes_on_is_named_on_processes() -> None:
     (first, _, heard), (second, caught, refused) = comm.spawn(retries, 3, world_size=2, timeout=timedelta(seconds=60))
-    assert first == second and len(first) == 3 and caught == "a bad gradient"
+    assert first == second
+    assert len(first) == 3
+    assert caught == "a bad gradient"
     assert "a step of rank 1 has failed: ValueError: a bad gradient" in heard
-    assert "the last step of rank 1 failed within its collectives" in refused and "rank 0 had not failed" in refused
+    assert "the last step of rank 1 failed within its collectives" in refused
+    assert "rank 0 had not failed" in refused
