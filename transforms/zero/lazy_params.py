@@ -110,15 +110,15 @@ class _UnitNode(torch.autograd.Function):
 
 
 @attrs.frozen(eq=False)
-class _Version:
+class _LeafVersion:
     """What a write into a leaf changes: its version, and in the first pass sums of its bits."""
 
     number: int
     sums: tuple[Tensor, ...] | None
 
     @staticmethod
-    def of(leaf: Tensor, *, sums: bool) -> "_Version":
-        return _Version(version_of(leaf), bit_sums(leaf) if sums and not (leaf.is_meta or is_fake(leaf)) else None)
+    def of(leaf: Tensor, *, sums: bool) -> "_LeafVersion":
+        return _LeafVersion(version_of(leaf), bit_sums(leaf) if sums and not (leaf.is_meta or is_fake(leaf)) else None)
 
     def changed(self, leaf: Tensor) -> bool:
         return version_of(leaf) != self.number or not (self.sums is None or all(map(torch.equal, self.sums, bit_sums(leaf))))
@@ -153,7 +153,7 @@ class LazyParams:
         self.layout, self.reducer, self.device = layout, reducer, device
         self._leaves: dict[int, dict[int, Tensor]] = {}  # unit -> leaf -> the fetched tensor
         self._trained: dict[int, list[Tensor]] = {}  # unit -> its trained leaves, throughout a pass
-        self._versions: dict[int, list[_Version]] = {}  # unit -> that of each leaf, where the unit's memory comes and goes
+        self._versions: dict[int, list[_LeafVersion]] = {}  # unit -> that of each leaf, where the unit's memory comes and goes
         self._empty: dict[int, set[int]] = {}  # freed unit -> which of those have no memory
         self._held: set[int] = set()  # freed units of which somebody else held a leaf
         self._nested: dict[int, Tensor] = {}  # leaf -> its gradients of backward passes within the backward pass
@@ -294,7 +294,7 @@ class LazyParams:
                 # ``data`` knows of no base, which would keep the memory of a leaf that lets go of its own.
                 leaves.update(zip(trained, self._same(unit, [leaves[i].data for i in trained]), strict=True))
             if self.source.frees and not self._in_backward:
-                self._versions[unit] = [_Version.of(leaf, sums=self._sums) for leaf in leaves.values()]
+                self._versions[unit] = [_LeafVersion.of(leaf, sums=self._sums) for leaf in leaves.values()]
         return leaves
 
     def _refuse_writes(self, unit: int) -> None:
