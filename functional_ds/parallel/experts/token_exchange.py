@@ -198,15 +198,14 @@ class _ExchangeByAllToAll:
     def _counts(self, rows: Tensor) -> tuple[list[int], list[list[int]], Tensor]:
         """The numbers of rows that go to each rank, and that come from each rank for each local expert, also on the device."""
         size, routing = self.group.size, self.routing
-        if not _known(rows):
-            even = _even(routing.experts.numel(), routing.count)
-            local = len(even) // size
-            here = even[self.group.rank * local : (self.group.rank + 1) * local]
-            sent = [sum(even[r * local : (r + 1) * local]) for r in range(size)]
-            return sent, [here] * size, routing.experts.new_empty(size, local)
         load = routing.load().view(size, -1)  # [P, E / P]
         told = load if routing.overflow is None else torch.cat([load, routing.overflow.expand(size, 3)], 1)
         heard = comm.all_to_all(told, self.group)
+        if not _known(rows):
+            even, local = _even(routing.experts.numel(), routing.count), load.shape[1]
+            here = even[self.group.rank * local : (self.group.rank + 1) * local]
+            sent = [sum(even[r * local : (r + 1) * local]) for r in range(size)]
+            return sent, [here] * size, heard[:, :local]
         numbers = torch.cat([load.sum(1), heard.flatten()]).tolist()  # the host waits here
         sent, each = numbers[:size], heard.shape[1]
         counts = [numbers[start : start + each] for start in range(size, len(numbers), each)]
@@ -267,12 +266,12 @@ class _ExchangeByGather:
         size, routing = self.group.size, self.routing
         each = routing.count // size
         local = slice(self.group.rank * each, (self.group.rank + 1) * each)
-        if not _known(rows):
-            even = [rows * size for rows in _even(routing.experts.numel(), routing.count)[local]]
-            return [len(rows)] * size, even, routing.experts.new_empty(size, each)
         told = [routing.load(), routing.experts.new_full((1,), len(rows))]
         told += [] if routing.overflow is None else [routing.overflow]
         heard = comm.all_gather(torch.cat(told), self.group, tiled=False)
+        if not _known(rows):
+            even = [rows * size for rows in _even(routing.experts.numel(), routing.count)[local]]
+            return [len(rows)] * size, even, heard[:, local]
         numbers = heard.tolist()  # the host waits here
         if routing.overflow is not None:
             overflow_error(routing, [by_rank[-3:] for by_rank in numbers])

@@ -237,7 +237,7 @@ def test_a_rank_without_tokens_may_have_a_constant_loss() -> None:
 @pytest.mark.parametrize("fake", [False, True])
 @pytest.mark.parametrize("way", ["all_to_all", "gather"])
 def test_shapes_alone_are_an_even_routing(way: Any, fake: bool) -> None:
-    """On the meta device and of fake tensors, values are not asked for; what is sent is the formula's."""
+    """On the meta device and of fake tensors, values are not read; what is sent is the formula's."""
 
     def program() -> tuple[Any, Any]:
         with FakeTensorMode() if fake else torch.device("meta"):
@@ -250,7 +250,8 @@ def test_shapes_alone_are_an_even_routing(way: Any, fake: bool) -> None:
         return y.shape, sum(row.elements for row in book.rows)
 
     volume = moe.exchange_volume(16, 2, width=M, ranks=4)
-    expected = 2 * volume.all_to_all if way == "all_to_all" else 2 * volume.gather + 3 * 16 * 2 * 3
+    counts = 3 * (2 + 3) if way == "all_to_all" else 3 * (8 + 1 + 3)  # with capacity's three numbers
+    expected = counts + (2 * volume.all_to_all if way == "all_to_all" else 2 * volume.gather + 3 * 16 * 2 * 3)
     for shape, sent in comm.simulate(program, world_size=4):
         assert shape == (16, M)
         assert sent == (0 if fake else expected)
