@@ -1,6 +1,5 @@
 """Expert parallelism: experts in slices over some of the data-parallel ranks (Lepikhin et al., "GShard", 2020)."""
 
-import difflib
 import re
 from typing import Any
 
@@ -12,6 +11,7 @@ from functional_ds.base import tree
 from functional_ds.base.marks import like_marked, mark_part, mark_sharers, mark_slices, module_of, part_of, slices_of
 from functional_ds.parallel.experts.axis import ExpertAxis
 from functional_ds.sharding.leaf_slice import LeafSlice
+from functional_ds.sharding.path_patterns import check_expression, nearest
 from functional_ds.sharding.sources import sliced
 from functional_ds.step.axes import with_axis
 from functional_ds.step.compose import wrap
@@ -84,10 +84,7 @@ class Experts:
     edp: comm.Group | None = attrs.field(default=None, kw_only=True, validator=_is_group)
 
     def __attrs_post_init__(self) -> None:
-        try:
-            re.compile(self.pattern)
-        except (re.error, TypeError) as error:
-            raise ValueError(f"pattern={self.pattern!r} is no regular expression: {error}") from None
+        check_expression("pattern=", self.pattern)
         self._check_blocks(self.blocks)
 
     def __call__(self, step: Step) -> Step:
@@ -156,8 +153,7 @@ class Experts:
         """This rank's experts and all other leaves, marked for ``zero(...).cost_report`` and the like."""
         named = tree.named(params)
         if not any(re.search(self.pattern, path) for path, _ in named):
-            near = difflib.get_close_matches(self.pattern, [path for path, _ in named], 1, 0.0)
-            raise ValueError(f"pattern={self.pattern!r} matches no path; the nearest is {near[0] if near else 'none'!r}")
+            raise ValueError(f"pattern={self.pattern!r} matches no path; {nearest(self.pattern, [path for path, _ in named])}")
         leaves = [self._cut(path, leaf) if self._matches(path) else leaf for path, leaf in named]
         return tree.unflatten(tree.structure(params), leaves)
 

@@ -17,6 +17,7 @@ from functional_ds.parallel.tensor.module_calls import TensorCalls
 from functional_ds.parallel.tensor.words import Plan, word_of
 from functional_ds.sharding.leaf_map import LeafMap, LeafShard
 from functional_ds.sharding.leaf_slice import LeafSlice
+from functional_ds.sharding.path_patterns import check_expression
 from functional_ds.sharding.sources import is_deferred, sliced
 from functional_ds.step.axes import with_axis
 from functional_ds.step.compose import wrap
@@ -78,9 +79,9 @@ def tensor_parallel(plan: Plan, group: comm.Group | None = None, *, sequence_dim
         sequence_dim: of activations between layers, for ``"sequence_parallel"``.
 
     Raises:
-        ValueError: a key matches no path, or two the same; a word is unknown; a size or a number of heads does not divide by
-            the ranks; another transform has cut a leaf along the dim; the group shares ranks with ZeRO's; in the first
-            step: the ranks' batches differ.
+        ValueError: a key matches no path, or two the same, or is no regular expression; a word is unknown; a size or a number
+            of heads does not divide by the ranks; another transform has cut a leaf along the dim; the group shares ranks with
+            ZeRO's; in the first step: the ranks' batches differ.
         TypeError: ``group`` is no group.
         RuntimeError: when the step runs: the loss draws from torch's generator.
 
@@ -98,8 +99,10 @@ def tensor_parallel(plan: Plan, group: comm.Group | None = None, *, sequence_dim
     """
     if group is not None and not isinstance(group, comm.Group):
         raise TypeError(f"group={group!r} is no group: pass mesh['tp'], comm.world() or None")
-    for value in plan.values():
-        if not isinstance(value, int):
+    for key, value in plan.items():
+        if isinstance(value, int):
+            check_expression("plan: ", key)
+        else:
             word_of(value)
     return _TensorParallel(dict(plan), group, sequence_dim).transform()
 
@@ -266,7 +269,6 @@ def _sliced(path: str, leaf: Tensor, cut: LeafSlice | None, group: comm.Group) -
         leaf = like_marked(comm.broadcast(leaf.detach(), 0, group), leaf)
     if cut is None:
         return leaf
-
     sharers = len(cut.sharers)
     parts = (part_of(leaf), _SLICED, f"on {sharers} ranks each" if sharers > 1 else None)
     try:

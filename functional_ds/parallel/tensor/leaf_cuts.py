@@ -1,6 +1,6 @@
 """A plan applied to a tree of params: which slice of each leaf every rank holds."""
 
-import difflib
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,6 +12,7 @@ from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.marks import module_of
 from functional_ds.sharding.leaf_slice import LeafSlice
+from functional_ds.sharding.path_patterns import nearest
 
 from .words import Packed, Plan, Word, fits, word_of
 
@@ -207,11 +208,15 @@ def kv_groups(attention: nn.Module) -> int | None:
     return groups if isinstance(groups, int) and groups > 1 else None
 
 
-def heads_of(attention: nn.Module | None) -> int:
-    """The query heads of an attention: those of its widest linear."""
-    size = getattr(attention, "head_dim", 1)
-    widths = [child.out_features for child in (attention.children() if attention else ()) if isinstance(child, nn.Linear)]
-    return max([*(width // size for width in widths), 0])
+def heads_of(attention: nn.Module) -> int:
+    """The query heads of an attention whose queries and keys have linears of their own; else 0.
+
+    These two have one input, and the queries are so many times as wide as their heads share a key-value head.
+    """
+    size, groups = getattr(attention, "head_dim", 1), kv_groups(attention)
+    linears = [child for child in attention.children() if isinstance(child, nn.Linear)]
+    pairs = [(q, k) for q, k in itertools.permutations(linears, 2) if q.in_features == k.in_features]
+    return max((q.out_features // size for q, k in pairs if q.out_features == k.out_features * (groups or 1)), default=0)
 
 
 # -- what a plan leaves over ----------------------------------------------------------------------------------------------
@@ -229,8 +234,7 @@ def _check_used(plan: Plan, used: Iterable[str], places: Sequence[_LeafPlace], n
         if value == "local":
             _check_local(key, inside, n)
         elif isinstance(value, int) or word_of(value).cuts or not any(fits(key, path) for path in (*inside, *known)):
-            near = difflib.get_close_matches(key, [*known, *inside], 1, 0.0)
-            raise ValueError(f"plan: {key!r} matches no path; the nearest is {near[0] if near else 'none'!r}")
+            raise ValueError(f"plan: {key!r} matches no path; {nearest(key, [*known, *inside])}")
 
 
 def _check_tokenwise(
