@@ -1442,7 +1442,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (scatter_and_publish_are_inverse, True): [
         Bug(
             "masters are not rounded back",
-            "transforms.precision.mixed_precision",
+            "transforms.precision.kept_states",
             "rounded.append(old)\n",
             "rounded.append(new)\n",
         ),
@@ -1895,7 +1895,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
         Bug(
             "masters are not rounded into the params",
-            "transforms.precision.mixed_precision",
+            "transforms.precision.kept_states",
             "if into:",
             "if False:",
         ),
