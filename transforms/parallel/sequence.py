@@ -100,6 +100,10 @@ class _SequenceParallel:
     """The phases that sequence parallelism wraps.
 
     Attributes:
+        group: the ranks; None for the world.
+        layout: one for all batches, or a function from a batch to its layout.
+        rules: what of a batch is cut, and how.
+        tokenwise: whether the loss has no attention.
         axes: those of the batches so far, by group, layout and length; one for all batches of a kind, so that these are equal.
         agreed: the kinds of batches that ranks have compared.
         shards: which part of the global batch a rank has, by what the step without this transform says.

@@ -36,7 +36,8 @@ class _Way:
         word: what the plan says of it.
         name: the word itself; "tied" for a layer that the plan does not name, and that shares its weight with one that it does.
         sequence: whether it lies in a list of layers whose activations are cut along the sequence.
-        first, last: whether it is the first, or the last, of such a list.
+        first: whether it is the first of such a list.
+        last: whether it is the last.
         block: whether it lies in such a list and has layers that are cut by their outputs, so that it takes the whole sequence.
         local: attributes that count what is cut, and are divided by the ranks.
         rope: of ``"mla_kv_a_proj"``: the features that go to the attention directly.
