@@ -1269,7 +1269,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
     ],
     (nothing_is_left_over,): [
-        Bug("leftovers are forgotten", "comm.worlds.simulator", "if simulator.slots:", "if False:"),
+        Bug("leftovers are forgotten", "comm.simulation.simulator", "if simulator.slots:", "if False:"),
     ],
     (ranks_keep_their_settings,): [
         Bug("ranks share warning filters", "comm.worlds.rng_state", "filters=[*self.filters]", "filters=self.filters"),
@@ -1298,7 +1298,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (calls_read_their_input_at_once,): [
         Bug(
             "the simulator reads inputs late",
-            "comm.worlds.group_call",
+            "comm.simulation.group_call",
             "tensor.detach().clone(memory_format=torch.contiguous_format)",
             "tensor.detach()",
         ),
@@ -1345,26 +1345,32 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
     ],
     (nccls_rules_name_contradictions,): [
-        Bug("nobody follows who waits", "comm.worlds.nccl_rules", "if other not in free and", "if False and"),
+        Bug("nobody follows who waits", "comm.simulation.nccl_rules", "if other not in free and", "if False and"),
         Bug(
             "a batch is one call after another",
-            "comm.worlds.nccl_rules",
+            "comm.simulation.nccl_rules",
             "if self.unposted is not None and",
             "if False and",
             comm.DeadlockError,
         ),
-        Bug("hosts never connect", "comm.worlds.nccl_rules", "or communicator in connected:", "or True:"),
+        Bug("hosts never connect", "comm.simulation.nccl_rules", "or communicator in connected:", "or True:"),
         Bug(
             "trees connect as they go",
-            "comm.worlds.simulator",
+            "comm.simulation.simulator",
             "self.rules.connect(edges, group, call_site())",
             "pass",
             comm.DeadlockError,
         ),
-        Bug("receives are early", "comm.worlds.simulator", "return self.rules is not None", "return False", comm.DeadlockError),
+        Bug(
+            "receives are early",
+            "comm.simulation.simulator",
+            "return self.rules is not None",
+            "return False",
+            comm.DeadlockError,
+        ),
     ],
     (the_simulator_finds_mismatches,): [
-        Bug("nobody compares calls", "comm.worlds.simulator", "if known.agreement != slot.agreement:", "if False:"),
+        Bug("nobody compares calls", "comm.simulation.schedule", "if known.agreement != slot.agreement:", "if False:"),
     ],
     # buffers
     (buffers_are_state, 2): [

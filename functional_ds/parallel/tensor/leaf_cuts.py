@@ -198,8 +198,8 @@ def _head_size(place: _LeafPlace) -> int | None:
 
 def _is_kv(place: _LeafPlace, count: int) -> bool:
     attention = _attention(place)
-    found = None if attention is None else kv_groups(attention)
-    return found is not None and count == heads_of(attention) // found
+    groups = None if attention is None else kv_groups(attention)
+    return attention is not None and groups is not None and count == heads_of(attention) // groups
 
 
 def kv_groups(attention: nn.Module) -> int | None:
