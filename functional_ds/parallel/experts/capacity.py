@@ -17,6 +17,11 @@ def _positive(record: "Capacity", field: "attrs.Attribute[Any]", value: float) -
         raise ValueError(f"{field.name}={value!r}: a number above 0")
 
 
+def _whole(record: "Capacity", field: "attrs.Attribute[int]", value: int) -> None:
+    if not isinstance(value, int) or value < 1:  # type: ignore[redundant-expr]
+        raise ValueError(f"{field.name}={value!r}: an integer above 0")
+
+
 def _known(record: "Capacity", field: "attrs.Attribute[str]", value: str) -> None:
     if value not in get_args(Drop):
         raise ValueError(f"drop={value!r}: one of {', '.join(map(repr, get_args(Drop)))}")
@@ -40,7 +45,7 @@ class Capacity:
     """
 
     factor: float = attrs.field(validator=_positive)
-    rows: int = attrs.field(validator=_positive, kw_only=True)
+    rows: int = attrs.field(validator=_whole, kw_only=True)
     drop: Drop = attrs.field(default="position", validator=_known, kw_only=True)
 
     def limit(self, k: int, experts: int) -> int:

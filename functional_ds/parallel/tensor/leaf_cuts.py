@@ -73,7 +73,9 @@ def cuts_of(params: Any, plan: Plan, group: comm.Group) -> Cuts:
                     found[key] = _slice(place, leaf, dim, value, group)
         used.update(found)
         if len({(cut.dim, cut.ranges_by_rank) for cut in found.values()}) > 1 or _twice(plan, path, places[path]):
-            raise ValueError(f"plan: {path!r} matches {[*found][-1]!r} and another expression; let one match")
+            claims = [key for place in places[path] for key, value in _claims(plan, place) if word_of(value).cuts]
+            one = [*found][-1] if found else claims[0]  # a bias is in none that cuts inputs
+            raise ValueError(f"plan: {path!r} matches {one!r} and another expression; let one match")
         if found:
             slices[path] = next(iter(found.values()))
             if places[path][0].module is not None and any(isinstance(plan[key], (str, Packed)) for key in found):

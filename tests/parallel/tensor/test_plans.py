@@ -171,6 +171,10 @@ def test_plans_that_are_refused() -> None:
     assert "plan: 'mlp.upp' matches no path; the nearest is 'mlp.up'" in refused({**PLAN, "mlp.upp": "colwise"})
     assert "'mlp.up.bias' matches 'mlp.up' and another expression" in refused({**PLAN, "up": "rowwise"})
     assert "'mlp.up.bias' matches 'mlp.up' and another expression" in refused({**PLAN, r"up\.bias": 0})
+    assert "'mlp.down.bias' matches 'mlp.down' and another expression" in refused({**PLAN, "down": "rowwise"})
+    for sizes in (0, [], [8, 0], [12, -4]):
+        with pytest.raises(ValueError, match="blocks have at least one place each"):
+            fds.tp.Packed(sizes)
     assert "'mlp.down.weight' of shape [4, 8] does not divide along dim 1 by the 3 ranks of 'world'" in refused(
         {"mlp.up": "colwise", "mlp.down": "rowwise"}, n=3
     )
