@@ -36,7 +36,7 @@ from functional_ds.transforms.zero.gather import Gatherer
 from functional_ds.transforms.zero.prefetch import FetchTrace, plan_fetches
 from functional_ds.transforms.zero.process_groups import ProcessGroups
 from tests.comm.debug import test_written
-from tests.comm.worlds import test_nccl_rules
+from tests.comm.simulation import test_nccl_rules
 from tests.modules import test_functional
 from tests.modules.test_buffers import as_ddp, network, plain, rows, test_one_rank_may_be_the_first_to_write
 from tests.modules.test_functional import Around
