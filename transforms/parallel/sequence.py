@@ -25,6 +25,8 @@ from .batch_cut import BatchCut, CutBatch, entered, padded
 
 __all__ = ["sequence"]
 
+_KINDS = 256  # of batches that are remembered: documents, which a layout knows, may differ in each
+
 
 def sequence(
     group: comm.Group | None = None,
@@ -189,6 +191,8 @@ class _SequenceParallel:
     def _axis(self, group: comm.Group, layout: SequenceLayout, length: int) -> SequenceAxis:
         key = (group, layout, length)
         if key not in self.axes:
+            if len(self.axes) >= _KINDS:
+                self.axes.clear()
             inner, rank, ring, heads = layout.inner, group.rank, None, None
             if inner > 1:
                 layout.check(length, group.size)
@@ -224,6 +228,8 @@ class _SequenceParallel:
                 f"{self}: ranks {odd} of group {group.name!r} have another batch than rank {group.ranks[0]}; ranks that share "
                 "sequences all get the same batch, so cut data by their place along other axes alone"
             )
+        if len(self.agreed) >= _KINDS:  # on all ranks at once
+            self.agreed.clear()
         self.agreed.add(kind)
 
     def batch_shard(self, inner: Any, step: Step, state: State) -> tuple[int, int]:

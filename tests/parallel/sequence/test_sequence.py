@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from functional_ds import transforms as T
 from functional_ds.pipelining.schedules.generators import one_f_one_b
 from functional_ds.step.axes import axis
 from functional_ds.testing import simulated_cuda
+from functional_ds.transforms.parallel.batch_cut import BatchCut
+from functional_ds.transforms.parallel.sequence import _SequenceParallel
 from tests.parallel.sequence.causal_models import (
     batch_of,
     model_loss,
@@ -151,6 +154,27 @@ def test_lengths_that_do_not_divide_are_padded(padding: str | None, causal: bool
     loss = model_loss(seq.ring(), causal=causal, dropout=0.3)
     for found in sequence_ranks(loss, batches, layout="zigzag", pad=True, sp=3):
         assert_same(found, expected)
+
+
+def test_layouts_of_many_batches_are_not_kept() -> None:
+    """What is known of batches, whose documents may differ in each, has a bound."""
+
+    def program() -> None:
+        def layout(batch: Any) -> seq.SequenceLayout:
+            return seq.SequenceLayout.per_document(batch["x"][0].tolist())
+
+        cut = _SequenceParallel(None, layout, BatchCut({"y": 1}, False, False, True), True)
+        step = fds.train_step(lambda p, b: fds.Weighted((p["w"] * b["y"]).sum(), 1), fds.sgd(0.1))
+        step = fds.compose(T.zero(0), cut.transform())(step)
+        state = step.init({"w": torch.ones(())})
+        for first in range(1, 13):
+            documents = torch.tensor([[first, 14 - first]])
+            state, _ = step(state, {"x": documents, "y": torch.ones(1, 14)})
+        assert 0 < len(cut.axes) <= 4
+        assert 0 < len(cut.agreed) <= 4
+
+    with mock.patch("functional_ds.transforms.parallel.sequence._KINDS", 4):
+        comm.simulate(program, world_size=2)
 
 
 def test_layouts_by_document() -> None:
