@@ -161,9 +161,9 @@ class TensorCalls:
         if way.name == "tied":
             way = attrs.evolve(way, word=_tied(module))
         if way.first:
-            args, kwargs = _with_input(args, kwargs, lambda x: comm.scatter_to(x, group, dim=self._dim(x)))
+            args, kwargs = _with_input(path, args, kwargs, lambda x: comm.scatter_to(x, group, dim=self._dim(x)))
         if way.block:
-            args, kwargs = _with_input(args, kwargs, lambda x: comm.all_gather(x, group, dim=self._dim(x)))
+            args, kwargs = _with_input(path, args, kwargs, lambda x: comm.all_gather(x, group, dim=self._dim(x)))
         with _attributes(module, _local(module, way, group.size)):
             found = self._call(path, module, way, group, forward, args, kwargs)
         return _with_output(found, lambda y: comm.gather_from(y, group, dim=self._dim(y))) if way.last else found
@@ -178,7 +178,7 @@ class TensorCalls:
         if way.name == "moe_tp_experts":
             return self._experts(path, module, way, group, forward, *args, **kwargs)
         if way.name == "moe_identity_expert":
-            args, kwargs = _with_input(args, kwargs, lambda x: x / group.size)
+            args, kwargs = _with_input(path, args, kwargs, lambda x: x / group.size)
         found = forward(*args, **kwargs)
         if way.name == "all_reduce":
             return _with_output(found, lambda y: self._reduced(y, way, group))
@@ -353,13 +353,13 @@ def _attributes(owner: Any, changes: Mapping[str, Any]) -> Iterator[None]:
         into.update(before)
 
 
-def _with_input(args: Any, kwargs: Any, change: Callable[[Tensor], Tensor]) -> tuple[Any, Any]:
-    """The arguments, the first tensor of which is changed."""
+def _with_input(path: str, args: Any, kwargs: Any, change: Callable[[Tensor], Tensor]) -> tuple[Any, Any]:
+    """The arguments of the module at a path, the first tensor of which is changed."""
     if args and isinstance(args[0], Tensor):
         return (change(args[0]), *args[1:]), kwargs
     name = next((name for name, value in kwargs.items() if isinstance(value, Tensor) and value.is_floating_point()), None)
     if name is None:
-        raise ValueError("plan: a layer that is 'sequence_parallel' was called without a tensor")
+        raise ValueError(f"plan: {path!r} was called without a tensor of floats; its input is what ranks take their parts of")
     return args, {**kwargs, name: change(kwargs[name])}
 
 
