@@ -9,7 +9,7 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base import tree
-from functional_ds.base.device import in_use, rng_state
+from functional_ds.base.device import generator_states
 from functional_ds.base.marks import like_marked, mark_part, mark_slices, part_of, slices_of
 from functional_ds.base.weighted import Weighted
 from functional_ds.parallel.tensor.leaf_cuts import Cuts, cuts_of
@@ -194,13 +194,13 @@ class _TensorParallel:
             return inner(step, state, run, batch)
         calls = self._calls(state)
         before, tape.calls = tape.calls, (calls, *tape.calls)
-        drawn = _draws(state) if tape.records and group.size > 1 else []
+        drawn = generator_states() if tape.records and group.size > 1 else []
         try:
             found = inner(step, state, run, batch)
         finally:
             tape.calls = before
             calls.leave(tape)
-        if not all(map(torch.equal, drawn, _draws(state) if drawn else [])):
+        if not all(map(torch.equal, drawn, generator_states() if drawn else [])):
             raise RuntimeError(
                 "tensor_parallel: the loss drew from torch's random generator (nn.Dropout in training?); on slices the ranks' "
                 "masks would not be the single device's. Set its probability to 0, or draw by the step's Key: "
@@ -282,12 +282,6 @@ def _check_axes(group: comm.Group, parts: LeafMap) -> None:
             f"tensor_parallel: its group {group.name!r} and that of zero share the ranks {sorted(other)}: they must lie along "
             "two axes of a mesh, mesh['tp'] and mesh['dp'] of comm.mesh(dp=..., tp=...)"
         )
-
-
-def _draws(state: State) -> list[Tensor]:
-    """The states of the generators that the loss may draw from."""
-    device = in_use()
-    return [torch.get_rng_state(), *([] if device is None else [rng_state(device)])]
 
 
 def _sum_shards(parts: LeafMap, grads: Sequence[Tensor], paths: Collection[str], group: comm.Group) -> None:
