@@ -14,11 +14,12 @@ from functional_ds.base.marks import like_marked, mark_part, mark_slices, part_o
 from functional_ds.base.weighted import Weighted
 from functional_ds.parallel.tensor.leaf_cuts import Cuts, cuts_of
 from functional_ds.parallel.tensor.module_calls import TensorCalls
+from functional_ds.parallel.tensor.pairs import SLICES
 from functional_ds.parallel.tensor.words import Plan, word_of
 from functional_ds.sharding.leaf_map import LeafMap, LeafShard
 from functional_ds.sharding.leaf_slice import LeafSlice
 from functional_ds.sharding.sources import is_deferred, sliced
-from functional_ds.step.axes import with_axis
+from functional_ds.step.axes import asked, with_axis
 from functional_ds.step.compose import wrap
 from functional_ds.step.phases import innermost
 from functional_ds.step.state import State
@@ -68,7 +69,8 @@ def tensor_parallel(plan: Plan, group: comm.Group | None = None, *, sequence_dim
     gradients of replicated leaves that are used on slices, one among the ranks that share heads, and a few scalars; the first
     step compares the ranks' batches.
 
-    Put it after ``zero`` and ``pipeline``, whose ranks lie along other axes. ``init`` takes rank 0's params. Optimizers that
+    Put it after ``zero`` and ``pipeline``, whose ranks lie along other axes. It sums nothing over these: without ``zero`` each row
+    of a mesh trains alone, as any step does. ``init`` takes rank 0's params. Optimizers that
     look at whole leaves (``lamb``, ``muon``) refuse slices. Torch's own random draws (``nn.Dropout``) are refused: a rank would
     draw other masks than a single device; use ``Key``.
 
@@ -211,6 +213,11 @@ class _TensorParallel:
             raise ValueError(
                 f"tensor_parallel: {sorted(modules)[0]!r} is a slice of a module's parameter, and the loss called no module "
                 "that the plan cuts: call apply(params, ...) of fds.functional with the params that the loss gets"
+            )
+        if asked(SLICES) and not _cuts(state).slices and group.size > 1 and not step.has(Trait.PIPELINES):
+            raise ValueError(
+                f"tensor_parallel: plan={dict(self.plan)} cuts no leaf, and the loss calls functions of fds.tp, which would sum "
+                f"whole products over the {group.size} ranks of {group.name!r}: name their weights, {{'up': 'colwise', ...}}"
             )
         if tape.records and group.size > 1 and not step.has(Trait.PIPELINES) and state.graphs.is_new("loss over tp"):
             check_loss(found, group)
