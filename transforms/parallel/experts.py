@@ -179,9 +179,9 @@ class Experts:
             self._of_modules.add(path)
         if owner is not None and len(shape) < 3 and max(each.dim() for each in owner.parameters(recurse=False)) < 3:
             raise ValueError(
-                f"pattern: {path!r} of shape {shape} belongs to a {type(owner).__name__} without a stack of matrices [experts, a, "
-                "b], so it is a router rather than experts, and each rank would choose among its own part of them; let the "
-                r"pattern begin with what the experts alone have, such as r'\.experts\.'"
+                f"pattern: {path!r} of shape {shape} belongs to a {type(owner).__name__} without a stack of matrices "
+                "[experts, a, b], so it is a router rather than experts, and each rank would choose among its own part of "
+                r"them; let the pattern begin with what the experts alone have, such as r'\.experts\.'"
             )
         if not shape or shape[0] % n:
             raise ValueError(

@@ -187,13 +187,15 @@ class _SequenceParallel:
             raise
         finally:
             before.restore()
-        own = torch.stack([(one.sum - other.sum).abs(), one.sum.abs(), torch.as_tensor(one.weight)]).double()
+        own = torch.stack(
+            [(one.sum - other.sum).abs(), one.sum.abs(), torch.as_tensor(one.weight, device=one.sum.device)]
+        ).double()
         change, size, weight = step.sum_over_ranks(state, own).tolist()
         if IN_ORDER not in state.graphs.kinds and change > 1e-5 * size + 3e-7 * weight:
             raise ValueError(
-                f"{self}: where tokens change their places within a rank, each with its label and position, the loss changes by "
-                f"{change:.2g} of {size:.6g}, though attention is kept out of it. So something else acts along the sequence, "
-                "and would see each rank's piece alone: positions that the model counts itself (pass the model the batch's "
+                f"{self}: where tokens change their places within a rank, each with its label and position, the loss changes "
+                f"by {change:.2g} of {size:.6g}, though attention is kept out of it. So something else acts along the "
+                "sequence, and would see each rank's piece alone: positions that the model counts itself (pass it the batch's "
                 "position_ids), labels that are shifted in the loss, a convolution or a recurrence (linear attention, state "
                 "space). Such models cannot be cut along the sequence, unless that layer exchanges its pieces itself and asks "
                 "for the ranks by axis('sp')"

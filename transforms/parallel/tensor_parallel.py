@@ -28,6 +28,7 @@ from functional_ds.step.tape import current_tape
 from functional_ds.step.traits import Trait
 
 from .slice_checks import check_batch, check_loss, check_whole_gradients
+from .slice_errors import named_errors
 
 __all__ = ["tensor_parallel"]
 
@@ -69,8 +70,8 @@ def tensor_parallel(plan: Plan, group: comm.Group | None = None, *, sequence_dim
     gradients of replicated leaves that are used on slices, one among the ranks that share heads, and a few scalars; the first
     step compares the ranks' batches.
 
-    Put it after ``zero`` and ``pipeline``, whose ranks lie along other axes. It sums nothing over these: without ``zero`` each row
-    of a mesh trains alone, as any step does. ``init`` takes rank 0's params. Optimizers that
+    Put it after ``zero`` and ``pipeline``, whose ranks lie along other axes. It sums nothing over these: without ``zero`` each
+    row of a mesh trains alone, as any step does. ``init`` takes rank 0's params. Optimizers that
     look at whole leaves (``lamb``, ``muon``) refuse slices. Torch's own random draws (``nn.Dropout``) are refused: a rank would
     draw other masks than a single device; use ``Key``.
 
@@ -163,7 +164,18 @@ class _TensorParallel:
     def init(self, inner: Any, step: Step, params: Any) -> State:
         """The inner state of slices."""
         group = self.ranks()
-        cuts = cuts_of(params, self.plan, group)
+        try:
+            cuts = cuts_of(params, self.plan, group)
+        except ValueError as error:
+            name = next(layer.name for layer in step.layers if layer.slot == _SLOT)
+            after = [step.has(trait, after=name) for trait in (Trait.SHARDS_PARAMS, Trait.REDUCES_GRADIENTS, Trait.PIPELINES)]
+            other = next(filter(None, after), None)
+            if other is None:
+                raise
+            raise ValueError(
+                f"tensor_parallel: put it after {other}: compose({other}, tensor_parallel(...)), which stores something else "
+                f"than the leaves that the plan names ({error})"
+            ) from None
         slot = TensorSlices(_KnownCuts(cuts))
         leaves = [_sliced(path, leaf, cuts.slices.get(path), group) for path, leaf in tree.named(params)]
         state: State = inner(step, tree.unflatten(tree.structure(params), leaves)).put(**{_SLOT: slot})
@@ -198,7 +210,8 @@ class _TensorParallel:
         before, tape.calls = tape.calls, (calls, *tape.calls)
         drawn = generator_states() if tape.records and group.size > 1 else []
         try:
-            found = inner(step, state, run, batch)
+            with named_errors(_cuts(state).slices, group):
+                found = inner(step, state, run, batch)
         finally:
             tape.calls = before
             calls.leave(tape)
@@ -216,8 +229,8 @@ class _TensorParallel:
             )
         if asked(SLICES) and not _cuts(state).slices and group.size > 1 and not step.has(Trait.PIPELINES):
             raise ValueError(
-                f"tensor_parallel: plan={dict(self.plan)} cuts no leaf, and the loss calls functions of fds.tp, which would sum "
-                f"whole products over the {group.size} ranks of {group.name!r}: name their weights, {{'up': 'colwise', ...}}"
+                f"tensor_parallel: plan={dict(self.plan)} cuts no leaf, and the loss calls functions of fds.tp, which would "
+                f"sum whole products over the {group.size} ranks of {group.name!r}: name their weights, {{'up': 'colwise', ...}}"
             )
         if tape.records and group.size > 1 and not step.has(Trait.PIPELINES) and state.graphs.is_new("loss over tp"):
             check_loss(found, group)

@@ -1,4 +1,4 @@
-"""In a first step over sequences, what acts along a rank's piece beside attention is refused; what is right passes to the bit."""
+"""In a first step over sequences, what acts along a rank's piece beside attention is refused, and what is right passes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -39,7 +39,9 @@ def _here(at: Tensor) -> Tensor:
     return torch.arange(at.shape[1])[None]
 
 
-def _run(layer: Layer, *, shifts: bool = False, ranks: int = 2, length: int = 16, dtype: str | None = None, **options: Any) -> None:
+def _run(
+    layer: Layer, *, shifts: bool = False, ranks: int = 2, length: int = 16, dtype: str | None = None, **options: Any
+) -> None:
     def loss(params: dict[str, Tensor], batch: dict[str, Tensor]) -> fds.Weighted:
         x = layer(params, params["words"][batch["input_ids"]], batch["position_ids"])
         logits, labels = x @ params["words"].T, batch["shift_labels"]
@@ -81,7 +83,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_acts_along_a_piece_is_refused(name: str) -> None:
     layer, options = WRONG[name]
-    with pytest.raises(ValueError, match="where tokens change their places within a rank.*something else acts along"):
+    with pytest.raises(ValueError, match=r"where tokens change their places within a rank.*something else acts along"):
         _run(layer, **options)
 
 
