@@ -7,6 +7,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from functional_ds.step.axes import IN_ORDER, note_asked
+
 __all__ = ["Capacity"]
 
 Drop = Literal["error", "position", "probability"]
@@ -79,6 +81,7 @@ class Capacity:
                 return None, counts.new_zeros(3)
             worst = counts.argmax()
             return None, torch.stack([counts.max() - limit, worst % experts, worst // experts])
+        note_asked(IN_ORDER)
         order = torch.arange(tokens * k, device=chosen.device)
         if self.drop == "probability":
             order = weights.detach().flatten().argsort(descending=True, stable=True)

@@ -138,7 +138,12 @@ def plan_of(model: nn.Module) -> dict[str, str]:
     if not plan:
         raise ValueError(f"plan_of: {type(model).__name__} has no tp_plan; write one: {{'q_proj': 'colwise', ...}}")
     known = {path for path, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))}
-    return {key: word for key, word in plan.items() if _any(key, known)}
+
+    def said_again(key: str) -> bool:
+        longer = [other for other in plan if other.endswith(f".{key}") and plan[other] == plan[key]]
+        return all(any(fits(other, path) for other in longer) for path in known if fits(key, path))
+
+    return {key: word for key, word in plan.items() if _any(key, known) and not said_again(key)}
 
 
 def _any(key: str, paths: Iterable[str]) -> bool:

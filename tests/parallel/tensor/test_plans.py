@@ -169,9 +169,9 @@ def test_plans_that_are_refused() -> None:
     """By key, leaf, size and ranks."""
     assert "plan: '(' is no regular expression: missing )" in refused({"(": 0})
     assert "plan: 'mlp.upp' matches no path; the nearest is 'mlp.up'" in refused({**PLAN, "mlp.upp": "colwise"})
-    assert "'mlp.up.bias' matches 'mlp.up' and another expression" in refused({**PLAN, "up": "rowwise"})
-    assert "'mlp.up.bias' matches 'mlp.up' and another expression" in refused({**PLAN, r"up\.bias": 0})
-    assert "'mlp.down.bias' matches 'mlp.down' and another expression" in refused({**PLAN, "down": "rowwise"})
+    assert "'mlp.up.bias' by 'up': 'rowwise'; let one match" in refused({**PLAN, "up": "rowwise"})
+    assert "'mlp.up.bias' by 'mlp.up': 'colwise'; let one match" in refused({**PLAN, r"up\.bias": 0})
+    assert "'mlp.down.bias' by 'down': 'rowwise'; let one match" in refused({**PLAN, "down": "rowwise"})
     for sizes in (0, [], [8, 0], [12, -4]):
         with pytest.raises(ValueError, match="blocks have at least one place each"):
             fds.tp.Packed(sizes)
@@ -182,6 +182,8 @@ def test_plans_that_are_refused() -> None:
     assert "the blocks are 7 long together, and the dim 8" in refused({"mlp.up": fds.tp.Packed([4, 3])})
     assert "'attn.o_proj.weight': 4 heads of 2 along dim 1 of shape [4, 8] do not divide by the 8 ranks" in refused(PLAN, n=8)
     assert "'attn.k_proj.bias': 3 heads of 2 along dim 0 of shape [6] do not divide" in refused(PLAN, net(6, 3), n=2)
+    assert "'mlp' means 'mlp', a " in (found := refused({**PLAN, "mlp": "colwise"}))
+    assert "without params of its own: name what is in it, such as ['mlp.up', 'mlp.down']" in found
     assert "'colwize' is none of the words colwise, " in refused({**PLAN, "norm": "colwize"})
     assert "'attn.head' is 'local', and no module at such a path has a number 'head'" in refused({**PLAN, "attn.head": "local"})
     assert "attn.head_dim = 2 does not divide by the 4 ranks" in refused({**PLAN, "attn.head_dim": "local"}, n=4)
