@@ -8,6 +8,7 @@ from functional_ds.comm.debug.checked import checked, monitored_barrier
 from functional_ds.comm.debug.clock import Offsets, clock_offsets
 from functional_ds.comm.debug.explore import explore
 from functional_ds.comm.debug.trace import Spread, ledger, spreads, write_trace
+from functional_ds.comm.debug.traffic import draw_traffic, traffic
 from functional_ds.comm.record.collective import Call, Collective, Here
 from functional_ds.comm.record.errors import (
     CommError,
@@ -100,6 +101,7 @@ __all__ = [
     "copy_to",
     "cost",
     "destroy_process_group",
+    "draw_traffic",
     "explore",
     "gather",
     "gather_from",
@@ -131,6 +133,7 @@ __all__ = [
     "spawn",
     "spreads",
     "symmetric",
+    "traffic",
     "varying",
     "world",
     "write_trace",

@@ -9,7 +9,6 @@ from torch import Tensor
 from functional_ds.comm.record.group import Group
 
 from .api import all_gather
-from .uneven import need_values
 
 __all__ = ["agree"]
 
@@ -41,12 +40,12 @@ def agree(value: Any, *groups: Group, what: str, differ: str, mend: str) -> list
         ...
     ValueError: size: ranks [2] of group 'world' have another size than rank 0; ...
     """
-    first = groups[0]
-    need_values("agree", first, f"the other ranks' {what}")
+    first, channels = groups[0], [group.channel("control") for group in groups]
     mine = [zlib.crc32(repr(value).encode()), first.ranks[first.rank]]
-    table: Tensor = torch.tensor([mine], device=first.world.device)  # [1, 2]
-    for group in groups:
-        table = all_gather(table, group.channel("control"))  # [rows, 2] -> [n * rows, 2]
+    table: Tensor = torch.tensor([mine], device=channels[0].world.device)  # [1, 2]
+    for channel in channels:
+        channel.world.agreed(f"agree(what={what!r}) of a value with CRC-32 {mine[0]:08x}", channel)
+        table = all_gather(table, channel)  # [rows, 2] -> [n * rows, 2]
     prints, ranks = table.T.tolist()
     odd = [rank for found, rank in zip(prints, ranks, strict=True) if found != prints[0]]
     if odd:

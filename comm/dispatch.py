@@ -17,8 +17,8 @@ from functional_ds.comm.record.errors import CommError
 from functional_ds.comm.record.group import Group, Ready, call_site
 from functional_ds.comm.record.ledger import begin
 from functional_ds.comm.record.pending import Pending
+from functional_ds.comm.record.result_shapes import result_on_shapes
 from functional_ds.comm.worlds.current import world
-from functional_ds.comm.worlds.shapes import result_on_shapes
 
 __all__ = ["apply", "apply_all", "check_avg", "flatten", "is_differentiable", "resolve_dim", "resolve_group"]
 

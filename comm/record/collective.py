@@ -82,6 +82,10 @@ def _silent(leaf: Tensor, here: Here) -> int:
     return 0
 
 
+def _to_all_alike(here: Here) -> None:
+    return None
+
+
 @attrs.frozen(eq=False)
 class Collective:
     """One row of the table.
@@ -91,6 +95,7 @@ class Collective:
         denotation: the meaning; from all members' inputs, in rank order, to all members' outputs.
         adjoint: the call that is the transpose, or None where there is none (max, say).
         volume: elements that this rank sends.
+        shares: what of its volume this rank sends to which ranks of the group, as weights; None for equal parts to all others.
         primitive: the flat exchange that carries it, a key of the backends' tables (``gloo``, ``nccl``, ``shapes``).
         pack: a leaf as the payload of the primitive; payloads of several leaves concatenate along the last dim.
         unpack: the leaf's result from its slice of the primitive's result.
@@ -111,6 +116,7 @@ class Collective:
     denotation: Callable[[Sequence[Tensor], Options], list[Tensor]]
     adjoint: Callable[[Options], "Call | None"] = _no_transpose
     volume: Callable[[Tensor, Here], int] = _silent
+    shares: Callable[[Here], Mapping[int, int] | None] = _to_all_alike
     primitive: str = ""
     pack: Callable[[Tensor, Here], Tensor] = _flat
     unpack: Callable[[Tensor, Tensor, Here], Tensor] = _same_shape

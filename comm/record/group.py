@@ -103,6 +103,10 @@ class World(ABC):
         for i in range(times):
             body(i)
 
+    def agreed(self, text: str, group: "Group") -> None:
+        """Notes what all ranks of a group must say alike, where ranks run one after another and cannot ask."""
+        return None
+
     def group(self, ranks: Sequence[int], name: str) -> "Group":
         """A group of these ranks; on any other rank, a group whose collectives raise."""
         return Group(tuple(ranks), list(ranks).index(self.rank) if self.rank in ranks else -1, name, self)

@@ -39,6 +39,7 @@ class Row:
         overlapped: of these, the asynchronous ones during which this rank did something else for more than a tenth of their
             time. Nobody knows how much of it was transfer, so bandwidths leave them out.
         seconds: their total time, from start to end; waiting for the last rank, or a message's other end, is part of it.
+        sent_to: of the bytes, those that went to single ranks of the world: messages, rows. The rest went to all others alike.
         payload: bytes of their values: the output of a gather, the input of any other collective.
         overlapped_seconds, overlapped_payload: those of the overlapped calls.
     """
@@ -50,6 +51,7 @@ class Row:
     elements: int = 0
     bytes: int = 0
     ranks: tuple[int, ...] = attrs.field(default=(), repr=False, eq=False)
+    sent_to: dict[int, int] = attrs.field(factory=dict, repr=False, eq=False)
     timed: int = attrs.field(default=0, repr=False, eq=False)
     seconds: float = attrs.field(default=0.0, repr=False, eq=False)
     payload: int = attrs.field(default=0, repr=False, eq=False)
@@ -183,6 +185,10 @@ class Ledger:
             bytes_sent += sent * size
             payload += tensor.numel() * size
         row.bytes += bytes_sent
+        shares = (call.collective.shares(here) if bytes_sent else None) or {}
+        whole = sum(shares.values())
+        for peer, part in shares.items():
+            row.sent_to[ranks[peer]] = row.sent_to.get(ranks[peer], 0) + bytes_sent * part // whole
         if not self.times:
             return handle
         payload *= here.n if row.collective in _RANKS_TIMES_INPUT else 1
@@ -196,17 +202,19 @@ class Ledger:
             self.rows.append(row)
         return row
 
-    def snapshot(self) -> list[tuple[int, int, int]]:
-        """Each row's calls, elements and bytes so far."""
-        return [(row.calls, row.elements, row.bytes) for row in self.rows]
+    def snapshot(self) -> list[Row]:
+        """The rows so far."""
+        return [attrs.evolve(row, sent_to={**row.sent_to}) for row in self.rows]
 
-    def multiply(self, before: Sequence[tuple[int, int, int]], times: int) -> None:
+    def multiply(self, before: Sequence[Row], times: int) -> None:
         """Counts the calls since the snapshot ``times`` times."""
-        new = [(0, 0, 0)] * (len(self.rows) - len(before))
-        for row, (calls, elements, sent) in zip(self.rows, [*before, *new], strict=True):
-            row.calls += (row.calls - calls) * (times - 1)
-            row.elements += (row.elements - elements) * (times - 1)
-            row.bytes += (row.bytes - sent) * (times - 1)
+        new = [Row("", "", 0)] * (len(self.rows) - len(before))
+        for row, old in zip(self.rows, [*before, *new], strict=True):
+            row.calls += (row.calls - old.calls) * (times - 1)
+            row.elements += (row.elements - old.elements) * (times - 1)
+            row.bytes += (row.bytes - old.bytes) * (times - 1)
+            for rank, sent in row.sent_to.items():
+                row.sent_to[rank] += (sent - old.sent_to.get(rank, 0)) * (times - 1)
 
     @property
     def calls(self) -> int:
@@ -240,7 +248,7 @@ class Ledger:
         """Writes the rows as CSV; sizes in bytes, times in seconds."""
         with Path(path).open("w", newline="") as file:
             writer = csv.writer(file)
-            names = [field.name for field in attrs.fields(Row)]
+            names = [field.name for field in attrs.fields(Row) if field.name != "sent_to"]
             writer.writerow([*names, "algorithmic_bandwidth", "bus_bandwidth"])
             for row in self.rows:
                 values = {**attrs.asdict(row), "ranks": " ".join(map(str, row.ranks))}

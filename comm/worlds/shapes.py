@@ -2,6 +2,9 @@
 
 The shape of a collective's result follows from this rank's own input, so no rank waits for another. Each rank logs its calls;
 afterwards the logs are compared, as a run with values would compare the calls.
+
+What the library's ranks ask each other on channels named "control", such as in which order they complete units, has values: a
+rank hears from all others what it says itself.
 """
 
 from array import array
@@ -12,35 +15,19 @@ import attrs
 import torch
 from torch import Tensor
 
-from functional_ds.comm.record.collective import Call, Collective, Here
+from functional_ds.comm.record.collective import Call, Here
 from functional_ds.comm.record.errors import MismatchError
 from functional_ds.comm.record.group import Group, Ready, World
+from functional_ds.comm.record.result_shapes import result_on_shapes
 
 from .current import enter, exclusive_simulation
 from .rng_state import kept_rng
+from .symmetric import SymmetricWorld
 
-__all__ = ["result_on_shapes", "run_on_shapes"]
+__all__ = ["run_on_shapes"]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-
-# From a payload's shape to that of the primitive's result.
-_RESULTS: dict[str, Callable[[Sequence[int], Here], Sequence[int]]] = {
-    "all_reduce": lambda shape, here: shape,
-    "reduce": lambda shape, here: shape,
-    "broadcast": lambda shape, here: shape,
-    "all_gather": lambda shape, here: (
-        [sum(here["sizes"]), shape[1]] if "sizes" in here.options else [here.n, *shape]  # [rows, m] or [m]
-    ),
-    "reduce_scatter": lambda shape, here: [here["sizes"][here.rank], shape[1]] if "sizes" in here.options else shape[1:],
-    "gather": lambda shape, here: [here.n, *shape],
-    "scatter": lambda shape, here: shape[-1:],
-    "all_to_all": lambda shape, here: shape,
-    "all_to_all_rows": lambda shape, here: [sum(here["output_splits"]), shape[1]],
-    "permute": lambda shape, here: shape,
-    "transfer": lambda shape, here: shape,
-    "barrier": lambda shape, here: shape,
-}
 
 Order = tuple[tuple[int, ...], str, Hashable]  # what is called in one order: a group's ranks, its name, the row's own order
 
@@ -62,6 +49,14 @@ class _SharedLog:
     logs: dict[Order, dict[int, "array[int]"]] = attrs.field(factory=dict)
     members: dict[Order, tuple[int, ...]] = attrs.field(factory=dict)
     private: dict[tuple[Order, int], dict[int, Call]] = attrs.field(factory=dict)
+
+    def number(self, kind: Hashable, text: Callable[[], str]) -> int:
+        """The number of a kind of call; the text is needed for a new one."""
+        found = self.kinds.get(kind)
+        if found is None:
+            found = self.kinds[kind] = len(self.kinds)
+            self.texts.append(text())
+        return found
 
     def compare(self) -> None:
         """Raises MismatchError where the members of an order called different things, or a different number of them."""
@@ -92,10 +87,19 @@ class ShapesWorld(World):
 
     shared: _SharedLog
     logs: "dict[Order, array[int]]" = attrs.field(factory=dict)
+    control: "_ControlWorld | None" = None
 
     @property
     def device(self) -> torch.device:
         return torch.device("meta")
+
+    def channel(self, group: Group, name: str) -> Group:
+        made = super().channel(group, name)
+        if name.rpartition("/")[2] != "control":
+            return made
+        if self.control is None:
+            self.control = _ControlWorld(self.rank, whole=self)
+        return attrs.evolve(made, world=self.control)
 
     def repeat(self, times: int, body: Callable[[int], None]) -> None:
         """Runs the body once and counts its calls ``times`` times."""
@@ -113,41 +117,56 @@ class ShapesWorld(World):
         return list(self.logs.values())
 
     def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, async_op: bool) -> Ready:
-        row, here = call.collective, Here(call.options, group.rank, group.size)
         for tensor in tensors:
             if not tensor.is_meta:
                 raise ValueError(
                     f"{call.shown(group.rank)} on rank {self.rank}: a tensor is on {tensor.device}; "
                     "with shapes_only=True tensors have no values, so make them on device='meta'"
                 )
-        order = (group.ranks, group.name, row.order(call.options))
-        self._log(order, call, tensors, here, group)
-        return Ready([result_on_shapes(row, tensor.detach(), here) for tensor in tensors])
+        self.log(call, tensors, group)
+        here = Here(call.options, group.rank, group.size)
+        return Ready([result_on_shapes(call.collective, tensor.detach(), here) for tensor in tensors])
 
-    def _log(self, order: Order, call: Call, tensors: Sequence[Tensor], here: Here, group: Group) -> None:
-        shared, agreement = self.shared, call.agreement(tensors, here)
-        number = shared.kinds.get(agreement)
-        if number is None:
-            number = shared.kinds[agreement] = len(shared.kinds)
-            shared.texts.append(call.signature(tensors, here))
-        logs = shared.logs.get(order)
+    def log(self, call: Call, tensors: Sequence[Tensor], group: Group) -> None:
+        """Notes a call for the comparison with the other ranks'."""
+        here = Here(call.options, group.rank, group.size)
+        order = (group.ranks, group.name, call.collective.order(call.options))
+        members = call.collective.members(call.options, group.size)
+        log = self._log(order, members, group)
+        if call.collective.private:
+            self.shared.private.setdefault((order, len(log)), {})[self.rank] = call
+        log.append(self.shared.number(call.agreement(tensors, here), lambda: call.signature(tensors, here)))
+
+    def agreed(self, text: str, group: Group) -> None:
+        log = self._log((group.ranks, group.name, ()), range(group.size), group)
+        log.append(self.shared.number(text, lambda: text))
+
+    def _log(self, order: Order, members: Sequence[int], group: Group) -> "array[int]":
+        logs = self.shared.logs.get(order)
         if logs is None:
-            logs = shared.logs[order] = {}
-            members = call.collective.members(call.options, group.size)
-            shared.members[order] = tuple(group.ranks[member] for member in members)
+            logs = self.shared.logs[order] = {}
+            self.shared.members[order] = tuple(group.ranks[member] for member in members)
         log = self.logs.get(order)
         if log is None:
             log = self.logs[order] = logs[self.rank] = array("I")
-        if call.collective.private:
-            shared.private.setdefault((order, len(log)), {})[self.rank] = call
-        log.append(number)
+        return log
 
 
-def result_on_shapes(row: Collective, tensor: Tensor, here: Here) -> Tensor:
-    """The result of a collective for a tensor without values: a tensor of the right shape, without values."""
-    payload = row.pack(tensor, here)
-    piece = payload.new_empty(list(_RESULTS[row.primitive](payload.shape, here)))
-    return row.unpack(piece, tensor, here)
+@attrs.define(eq=False)
+class _ControlWorld(SymmetricWorld):
+    """The world of what ranks on shapes ask each other."""
+
+    whole: ShapesWorld = attrs.field(kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        self.ledgers = self.whole.ledgers  # one list
+
+    def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, async_op: bool) -> Ready:
+        self.whole.log(call, tensors, group)
+        return super().start(call, tensors, group, async_op=async_op)
+
+    def agreed(self, text: str, group: Group) -> None:
+        self.whole.agreed(text, group)
 
 
 def run_on_shapes(program: Callable[[*Ts], T], args: tuple[*Ts], world_size: int) -> list[T]:

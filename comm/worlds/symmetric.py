@@ -8,10 +8,10 @@ from torch import Tensor
 
 from functional_ds.comm.record.collective import Call, Here
 from functional_ds.comm.record.group import Group, Ready, World
+from functional_ds.comm.record.result_shapes import result_on_shapes
 
 from .current import enter, exclusive_simulation
 from .rng_state import kept_rng
-from .shapes import result_on_shapes
 
 __all__ = ["SymmetricWorld", "is_symmetric", "symmetric"]
 

@@ -20,7 +20,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import FancyBboxPatch, Patch
 
 import functional_ds as fds
-from functional_ds import comm
+from functional_ds import comm, moe, seq
 from functional_ds import pipelining as pp
 from functional_ds import transforms as T
 from functional_ds.comm.simulation.simulator import SimulatedWorld
@@ -358,7 +358,46 @@ def sequence_length() -> Figure:
     return found
 
 
+# -- what a mesh sends -----------------------------------------------------------------------------------------------------
+
+
+def mesh_traffic() -> Figure:
+    """Who sends how much to whom on 2 x 2 x 2 ranks, in a step of a layer with attention and experts."""
+    return comm.draw_traffic(comm.simulate(_layer_on_a_mesh, world_size=8))
+
+
+def _layer_on_a_mesh() -> comm.Ledger:
+    mesh = comm.mesh(dp=2, sp=2, tp=2).split("dp", edp=1, ep=2)
+    wide = 32
+
+    def loss(p: Any, batch: Any) -> fds.Weighted:
+        qkv = fds.tp.column(batch["x"] * p["scale"], [p["q"], p["k"], p["v"]])
+        q, k, v = (each.unflatten(-1, (-1, 8)).transpose(1, 2) for each in qkv)
+        x = fds.tp.row(seq.ring()(q, k, v, causal=True).transpose(1, 2).flatten(2), p["o"])
+        x = moe.exchange(moe.mlp(p["up"], p["down"], tp=mesh["tp"]), x, routing=moe.route(x @ p["router"].T, 2))
+        return fds.Weighted(x.square().sum(), torch.tensor(float(x.numel())))
+
+    shapes = {"scale": (wide,), **dict.fromkeys("qkvo", (wide, wide))}
+    shapes |= {"router": (4, wide), "up": (4, 64, wide), "down": (4, wide, 64)}
+    draws = torch.Generator().manual_seed(0)
+    params = {name: torch.randn(shape, generator=draws) / 6 for name, shape in shapes.items()}
+    plan = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise", "up": 1, "down": 2}
+    transform = fds.compose(
+        T.zero(1, mesh["edp", "ep", "sp"]),
+        T.sequence(mesh["sp"], dims={"x": 1}),
+        T.experts("up|down", mesh["ep"], edp=mesh["edp", "sp"]),
+        T.tensor_parallel(plan, mesh["tp"]),
+    )
+    step = transform(fds.train_step(loss, fds.adamw(0.01)))
+    state, x = step.init(params), torch.randn(2, 4, 16, wide, generator=draws)[mesh.coordinates["ep"]]
+    for _ in range(2):  # the first step also compares what ranks have
+        with comm.ledger() as book:
+            state, _ = step(state, {"x": x})
+    return book
+
+
 FIGURES = {"zero-path": zero_path, "phases": phases, "zero-life": zero_life, "sequence-length": sequence_length}
+FIGURES |= {"mesh-traffic": mesh_traffic}
 
 
 def save(name: str, figure: Figure) -> None:

@@ -58,6 +58,8 @@ def adagrad(
         return AdagradState(counts(params), [total.fill_(initial) for total in zeros(params)])
 
     def update(params: list[Tensor], grads: Weighted, state: AdagradState, rate: Rate) -> tuple[list[Tensor], AdagradState]:
+        if params and params[0].is_meta:  # no values, and no kernel of torch's
+            return params, state
         torch_adagrad(
             reals(params),
             gradients(grads, params),

@@ -52,6 +52,8 @@ def sgd(
         return SGDState(zeros(params) if momentum else [])
 
     def update(params: list[Tensor], grads: Weighted, state: SGDState, rate: Rate) -> tuple[list[Tensor], SGDState]:
+        if params and params[0].is_meta:  # no values, and no kernel of torch's
+            return params, state
         kernel = functools.partial(
             torch_sgd,
             fused=True,

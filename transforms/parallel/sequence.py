@@ -280,12 +280,15 @@ class _SequenceParallel:
         """
         index, count = inner(step, state)
         group = self.ranks()
-        if group.size == 1 or comm.is_symmetric(group):
+        control = group.channel("control")
+        if group.size == 1:
             return index, count
+        if comm.is_symmetric(control) and count % group.size == 0:  # which row it is makes no difference without values
+            return index % (count // group.size), count // group.size
         key = (group, index, count)
         if key not in self.shards:
-            mine = torch.tensor([index], device=group.world.device)
-            places = comm.all_gather(mine, group.channel("control")).tolist()
+            mine = torch.tensor([index], device=control.world.device)
+            places = comm.all_gather(mine, control).tolist()
             self.shards[key] = self._without_group(places, count, group)
         return self.shards[key]
 

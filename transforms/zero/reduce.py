@@ -257,7 +257,7 @@ class Reducer:
         Which units got gradients of nested passes, on any rank, they agree on then, too.
         """
         order, groups = self.order, self.collectives.groups
-        device = groups.group.world.device
+        device = groups.shards.channel("control").world.device
         if not order.traced:
             agreed = groups.broadcast(torch.tensor(self._completed, dtype=torch.int64, device=device), "control")
             mine = torch.tensor([unit in self._nested for unit in agreed.tolist()], dtype=torch.int64, device=device)

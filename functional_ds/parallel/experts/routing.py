@@ -28,6 +28,8 @@ class Routing:
         overflow: [3] integers: by how many choices the fullest expert is above its capacity, which one, and in which group of
             rows; None but with ``drop="error"``. ``exchange`` raises on all ranks if one has any.
         limit: the capacity of an expert in a group; None where there is none.
+        groups: the number of groups of neighbouring experts that the choice was limited to; 1 where it was not.
+        top_groups: the number of these that a token's experts may lie in.
 
     >>> print(Routing(torch.tensor([[0, 1], [1, 2]]), torch.ones(2, 2), 4))
     2 tokens, 2 of 4 experts each: load 1 2 1 0, none dropped
@@ -40,6 +42,19 @@ class Routing:
     kept: Tensor | None = None
     overflow: Tensor | None = None
     limit: int | None = tree.static(default=None)
+    groups: int = tree.static(default=1)
+    top_groups: int = tree.static(default=1)
+
+    def reach(self, ranks: int) -> int:
+        """How many of the ranks a token's experts lie on at most, for experts cut over so many ranks.
+
+        >>> Routing(torch.empty(9, 6, dtype=torch.int64), torch.empty(9, 6), 64, groups=8, top_groups=3).reach(8)
+        3
+        """
+        most = min(self.experts.shape[1], ranks)
+        if self.groups == 1 or max(self.groups, ranks) % min(self.groups, ranks):
+            return most  # a group may lie across a border of ranks
+        return min(most, self.top_groups * max(1, ranks // self.groups))
 
     def demand(self, mask: Tensor | None = None) -> Tensor:
         """How many choices each expert got, dropped ones included: [E] integers, on the device.
@@ -147,8 +162,9 @@ def route(
 
     Scores and weights are computed in fp32 at least. A ``bias`` and noise take part in the choice alone: the weights are of
     the scores without them, and no gradient flows to them. With ``groups`` the experts lie in groups of E / groups
-    neighbours, and a token chooses within its ``top_groups`` best ones. Groups that are the ranks' experts make this
-    device-limited routing. The table in docs/experts.md has the arguments of published routers.
+    neighbours, and a token chooses within its ``top_groups`` best ones. Groups that are the ranks' experts, or parts of them,
+    make this device-limited routing: ``exchange`` sends a token to ``top_groups`` ranks at most, once to each. The table in
+    docs/experts.md has the arguments of published routers.
 
     Args:
         logits: [..., E], the router's results.
@@ -198,7 +214,7 @@ def route(
     kept, overflow = (None, None) if capacity is None else capacity.apply(chosen, weights, experts)
     limit = None if capacity is None else capacity.limit(k, experts)
     probabilities = scores if gate == "softmax" else scores / (scores.sum(1, keepdim=True) + 1e-20)
-    return Routing(chosen, weights, experts, probabilities, kept, overflow, limit)
+    return Routing(chosen, weights, experts, probabilities, kept, overflow, limit, groups, top_groups)
 
 
 def _scores(logits: Tensor, gate: Gate) -> Tensor:

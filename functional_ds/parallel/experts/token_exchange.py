@@ -19,41 +19,49 @@ from .token_order import TokenOrder, combine, spread
 
 __all__ = ["ExchangeVolume", "ExpertFunction", "exchange", "exchange_volume"]
 
-Way = Literal["auto", "all_to_all", "gather"]
+Way = Literal["auto", "all_to_all", "gather", "by_rank"]
 ExpertFunction = Callable[[Tensor, RowGroups], Tensor]
 
 
 @attrs.frozen
 class ExchangeVolume:
-    """The elements of rows that each rank sends in one forward pass, as much as in its backward pass, for both ways.
+    """The elements of rows that each rank sends in one forward pass, as much as in its backward pass, for each way.
 
     Attributes:
         all_to_all: at even routing.
         gather: for any routing.
+        by_rank: at even routing.
     """
 
     all_to_all: float
     gather: float
+    by_rank: float
 
     @property
-    def way(self) -> Literal["all_to_all", "gather"]:
-        """The cheaper one."""
+    def way(self) -> Literal["all_to_all", "gather", "by_rank"]:
+        """The cheapest one."""
+        if self.by_rank < min(self.all_to_all, self.gather):
+            return "by_rank"
         return "gather" if self.gather < self.all_to_all else "all_to_all"
 
 
-def exchange_volume(tokens: int, k: int, *, width: int, ranks: int) -> ExchangeVolume:
+def exchange_volume(tokens: int, k: int, *, width: int, ranks: int, reach: int | None = None) -> ExchangeVolume:
     """What an exchange sends: ``2 T k M (P - 1)/P`` elements by all-to-all, ``2 T M (P - 1)`` by gathering; less iff k > P.
+
+    By rank it is ``2 T r M (P - 1)/P``, for experts of a token that lie on r ranks: less than both iff r < k and r < P.
 
     Args:
         tokens: T, of one rank.
         k: experts a token.
         width: M, of a row.
         ranks: P, of the expert-parallel group.
+        reach: r, as from ``Routing.reach``; None for the most, min(k, P).
 
-    >>> exchange_volume(100, 2, width=8, ranks=4)
-    ExchangeVolume(all_to_all=2400.0, gather=4800)
+    >>> exchange_volume(100, 4, width=8, ranks=4, reach=2)
+    ExchangeVolume(all_to_all=4800.0, gather=4800, by_rank=2400.0)
     """
-    return ExchangeVolume(2 * tokens * k * width * (ranks - 1) / ranks, 2 * tokens * width * (ranks - 1))
+    sent = 2 * tokens * width * (ranks - 1)
+    return ExchangeVolume(sent * k / ranks, sent, sent * (min(k, ranks) if reach is None else reach) / ranks)
 
 
 def exchange(
@@ -76,7 +84,9 @@ def exchange(
     ``all_to_all`` sends a row for each choice that lies elsewhere and gets one back: 2 T k M (P - 1)/P elements at even
     routing, as much backward, and E (P - 1)/P integers forward. ``gather`` sends every token to all ranks and sums their parts:
     2 T M (P - 1) and the routing's 2 T k (P - 1), for any routing, as much backward but for the T k integers; T is the largest
-    of the ranks'. Its counts are (E + 1)(P - 1) integers. The host waits once, for the numbers of rows.
+    of the ranks'. Its counts are (E + 1)(P - 1) integers. ``by_rank`` sends a token once to each rank that holds some of its
+    experts, with its k ids and weights, and gets one row back: the rank sums its part. For device-limited routing over r ranks
+    these are 2 T r M (P - 1)/P, and counts of (E + P)(P - 1)/P integers. The host waits once, for the numbers of rows.
 
     Args:
         f: of rows [R, M], sorted by local expert, and where they lie (``RowGroups``): [R, M']. It is called once, also without
@@ -85,7 +95,8 @@ def exchange(
         routing: their experts, as from ``route``; T is the product of x's leading sizes.
         group: the ranks that hold the experts, rank r those from r E/P on. None: what the running step has (``T.experts``), or
             else one device that holds all.
-        way: "auto" takes the way that ``exchange_volume`` says is cheaper: "gather" where k > P.
+        way: "auto" takes the way that ``exchange_volume`` says is cheapest: "by_rank" where the routing's groups limit a token
+            to fewer ranks than k and P, else "gather" where k > P.
         shared: a function of x that is computed while rows travel; its result is added.
 
     Raises:
@@ -100,8 +111,8 @@ def exchange(
     >>> comm.simulate(program, torch.ones(2, 1), world_size=2)
     [[[1.0], [10.0]], [[1.0], [10.0]]]
     """
-    if way not in ("auto", "all_to_all", "gather"):
-        raise ValueError(f"way={way!r}: 'auto', 'all_to_all' or 'gather'")
+    if way not in ("auto", *_WAYS):
+        raise ValueError(f"way={way!r}: 'auto', 'all_to_all', 'gather' or 'by_rank'")
     group = _ranks(group)
     size = 1 if group is None else group.size
     rows = x.reshape(-1, x.shape[-1])
@@ -110,9 +121,8 @@ def exchange(
         out = _alone(f, rows, routing)
         out = out.view(*x.shape[:-1], out.shape[-1])
         return out if shared is None else out + shared(x)
-    volume = exchange_volume(1, routing.experts.shape[1], width=1, ranks=size)
-    by = _ExchangeByGather if (volume.way if way == "auto" else way) == "gather" else _ExchangeByAllToAll
-    under_way = by(routing, group).start(rows, beside=shared is not None)
+    volume = exchange_volume(1, routing.experts.shape[1], width=1, ranks=size, reach=routing.reach(size))
+    under_way = _WAYS[volume.way if way == "auto" else way](routing, group).start(rows, beside=shared is not None)
     beside = None if shared is None else shared(x)
     out = under_way(f)
     if not len(rows):
@@ -198,15 +208,14 @@ class _ExchangeByAllToAll:
     def _counts(self, rows: Tensor) -> tuple[list[int], list[list[int]], Tensor]:
         """The numbers of rows that go to each rank, and that come from each rank for each local expert, also on the device."""
         size, routing = self.group.size, self.routing
-        if not _known(rows):
-            even = _even(routing.experts.numel(), routing.count)
-            local = len(even) // size
-            here = even[self.group.rank * local : (self.group.rank + 1) * local]
-            sent = [sum(even[r * local : (r + 1) * local]) for r in range(size)]
-            return sent, [here] * size, routing.experts.new_empty(size, local)
         load = routing.load().view(size, -1)  # [P, E / P]
         told = load if routing.overflow is None else torch.cat([load, routing.overflow.expand(size, 3)], 1)
         heard = comm.all_to_all(told, self.group)
+        if not _known(rows):
+            even, local = _even(routing.experts.numel(), routing.count), load.shape[1]
+            here = even[self.group.rank * local : (self.group.rank + 1) * local]
+            sent = [sum(even[r * local : (r + 1) * local]) for r in range(size)]
+            return sent, [here] * size, heard[:, :local]
         numbers = torch.cat([load.sum(1), heard.flatten()]).tolist()  # the host waits here
         sent, each = numbers[:size], heard.shape[1]
         counts = [numbers[start : start + each] for start in range(size, len(numbers), each)]
@@ -267,14 +276,80 @@ class _ExchangeByGather:
         size, routing = self.group.size, self.routing
         each = routing.count // size
         local = slice(self.group.rank * each, (self.group.rank + 1) * each)
-        if not _known(rows):
-            even = [rows * size for rows in _even(routing.experts.numel(), routing.count)[local]]
-            return [len(rows)] * size, even, routing.experts.new_empty(size, each)
         told = [routing.load(), routing.experts.new_full((1,), len(rows))]
         told += [] if routing.overflow is None else [routing.overflow]
         heard = comm.all_gather(torch.cat(told), self.group, tiled=False)
+        if not _known(rows):
+            even = [rows * size for rows in _even(routing.experts.numel(), routing.count)[local]]
+            return [len(rows)] * size, even, heard[:, local]
         numbers = heard.tolist()  # the host waits here
         if routing.overflow is not None:
             overflow_error(routing, [by_rank[-3:] for by_rank in numbers])
         counts = [sum(by_expert) for by_expert in zip(*(by_rank[local] for by_rank in numbers), strict=True)]
         return [by_rank[routing.count] for by_rank in numbers], counts, heard[:, local]
+
+
+@attrs.frozen(eq=False)
+class _ExchangeByRank:
+    """A token goes once to each rank that holds some of its experts; the rank sums its part of the token."""
+
+    routing: Routing
+    group: comm.Group
+
+    def start(self, rows: Tensor, *, beside: bool) -> Callable[[ExpertFunction], Tensor]:
+        """Sends the tokens; what is returned does the rest. ``beside``: whether there is work to do while they travel."""
+        routing, group = self.routing, self.group
+        each = routing.count // group.size
+        ranks = routing.experts // each
+        first = _first_choices(ranks, routing.kept)
+        sent, received, counts, table = self._counts(rows, torch.where(first, ranks, group.size))
+        order = TokenOrder.of(ranks, first, group.size).cut(sum(sent))
+        ids = routing.experts if routing.kept is None else routing.experts.masked_fill(~routing.kept, -1)
+        mine = {"rows": spread(rows, order), "weights": spread(routing.weights, order), "ids": ids[order.tokens]}
+        going = comm.all_to_all(mine, group, input_splits=sent, output_splits=received, async_op=beside)
+
+        def rest(f: ExpertFunction) -> Tensor:
+            arrived = going.wait() if beside else going
+            local = arrived["ids"] - group.rank * each
+            kept = (local >= 0) & (local < each)
+            by_expert = TokenOrder.of(local.masked_fill(~kept, 0), kept, each).cut(sum(counts))
+            part = combine(f(spread(arrived["rows"], by_expert), _groups(counts, table)), arrived["weights"], by_expert)
+            return combine(comm.all_to_all(part, group, input_splits=received, output_splits=sent), None, order)
+
+        return rest
+
+    def _counts(self, rows: Tensor, targets: Tensor) -> tuple[list[int], list[int], list[int], Tensor]:
+        """The tokens to and from each rank, the rows of each local expert, and these by source on the device."""
+        size, routing = self.group.size, self.routing
+        load = routing.load().view(size, -1)  # [P, E / P]
+        flat = targets.flatten()
+        tokens = torch.zeros(size + 1, dtype=flat.dtype, device=flat.device).index_add_(0, flat, torch.ones_like(flat))[:size]
+        told = [load, tokens[:, None]] + ([] if routing.overflow is None else [routing.overflow.expand(size, 3)])
+        heard = comm.all_to_all(torch.cat(told, 1), self.group)
+        each = load.shape[1]
+        if not _known(rows):
+            here = _even(routing.experts.numel(), routing.count)[self.group.rank * each : (self.group.rank + 1) * each]
+            even = _even(len(rows) * routing.reach(size), size)
+            return even, [even[self.group.rank]] * size, [size * count for count in here], heard[:, :each]
+        numbers = torch.cat([tokens, heard.flatten()]).tolist()  # the host waits here
+        wide = heard.shape[1]
+        by_rank = [numbers[start : start + wide] for start in range(size, len(numbers), wide)]
+        if routing.overflow is not None:
+            overflow_error(routing, [found[-3:] for found in by_rank])
+        counts = [sum(found[expert] for found in by_rank) for expert in range(each)]
+        return numbers[:size], [found[each] for found in by_rank], counts, heard[:, :each]
+
+
+def _first_choices(ranks: Tensor, kept: Tensor | None) -> Tensor:
+    """Of each token's kept choices [T, k], the first on each rank."""
+    same = ranks[:, :, None] == ranks[:, None, :]
+    same = same if kept is None else same & kept[:, None, :]
+    first = ~same.tril(-1).any(-1)
+    return first if kept is None else first & kept
+
+
+_WAYS: dict[str, type[_ExchangeByAllToAll] | type[_ExchangeByGather] | type[_ExchangeByRank]] = {
+    "all_to_all": _ExchangeByAllToAll,
+    "gather": _ExchangeByGather,
+    "by_rank": _ExchangeByRank,
+}

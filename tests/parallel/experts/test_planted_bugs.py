@@ -21,6 +21,7 @@ def case(test: Any, **arguments: Any) -> Callable[[], None]:
 
 ON_RANKS = case(laws.test_experts_on_ranks_are_one_device, ranks=2, k=2, spread="any", way="all_to_all", shared=True)
 GATHERED = case(laws.test_experts_on_ranks_are_one_device, ranks=2, k=2, spread="any", way="gather", shared=False)
+BY_RANK = case(laws.test_experts_on_ranks_are_one_device, ranks=2, k=4, spread="any", way="by_rank", shared=False)
 KEPT = case(laws.test_combining_what_was_dispatched_sums_the_kept_weights, k=2, ranks=2, way="all_to_all")
 NO_TOKENS = laws.test_a_rank_without_tokens_may_have_a_constant_loss
 OVERFLOW = case(laws.test_an_overflow_is_named_on_all_ranks, way="all_to_all")
@@ -86,6 +87,9 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
             "kept = local < len(counts)",
             shows=Exception,
         ),
+    ],
+    BY_RANK: [
+        Bug("a rank's part of a token counts once for each choice", EXCHANGE, "~same.tril(-1).any(-1)", "same.any(-1)"),
     ],
     KEPT: [
         Bug("dropped choices are combined", ORDER, "picked.masked_fill_(~order.kept[:, j, None], 0)", "pass"),

@@ -69,7 +69,7 @@ def on_one_device(ranks: int, k: int, spread: str, *, shared: bool = False) -> l
     ranks=st.sampled_from((1, 2, 4)),
     k=st.sampled_from((1, 2, 4)),
     spread=st.sampled_from(("any", "one rank", "same")),
-    way=st.sampled_from(("auto", "all_to_all", "gather")),
+    way=st.sampled_from(("auto", "all_to_all", "gather", "by_rank")),
     shared=st.booleans(),
 )
 def test_experts_on_ranks_are_one_device(ranks: int, k: int, spread: str, way: str, shared: bool) -> None:
@@ -81,7 +81,7 @@ def test_experts_on_ranks_are_one_device(ranks: int, k: int, spread: str, way: s
 
 
 @pytest.mark.law(46)
-@given(k=st.sampled_from((1, 2, 3)), ranks=st.sampled_from((1, 2, 4)), way=st.sampled_from(("all_to_all", "gather")))
+@given(k=st.sampled_from((1, 2, 3)), ranks=st.sampled_from((1, 2, 4)), way=st.sampled_from(("all_to_all", "gather", "by_rank")))
 def test_combining_what_was_dispatched_sums_the_kept_weights(k: int, ranks: int, way: Any) -> None:
     """combine ∘ dispatch (x) = (Σ kept weights) x, with capacity, for integers bitwise."""
 
@@ -138,6 +138,38 @@ def test_what_is_sent_is_the_formula(ranks: int, k: int, way: Any) -> None:
             assert backward == {"all_gather": (1, half), "reduce_scatter": (1, half + routing)}
 
 
+@pytest.mark.law(46)
+def test_device_limited_tokens_travel_once_to_each_rank() -> None:
+    """Experts on at most two of four ranks: 2TrM(P-1)/P elements in place of 2TkM(P-1)/P, as much backward; the same result."""
+    tokens, experts, k, reach = 16, 16, 6, 2
+    logits = numbers(4 * tokens, experts, seed=5).view(4, tokens, experts)
+    limited = moe.route(logits.flatten(0, 1), k, groups=4, top_groups=reach, group_top=1)
+    whole = mixture(weights_of(experts), numbers(4 * tokens, M, seed=6), limited).chunk(4)
+
+    def program() -> Any:
+        group = comm.world()
+        routing = moe.route(logits[group.rank], k, groups=4, top_groups=reach, group_top=1)
+        leaves = on({"x": numbers(4 * tokens, M, seed=6).chunk(4)[group.rank], **own(weights_of(experts), group)})
+        with comm.ledger() as book:
+            y = moe.exchange(moe.gated_mlp(leaves["gate_up"], leaves["down"]), leaves["x"], routing=routing, group=group)
+        close(y, whole[group.rank])
+        chosen = [{int(e) // 4 for e in token} for token in routing.experts]  # each token's ranks, in plain Python
+        assert max(map(len, chosen)) <= reach
+        sent = sum(rank != group.rank for token in chosen for rank in token)
+        back = sum(group.rank in {int(e) // 4 for e in token} for r in range(4) if r != group.rank for token in routed[r])
+        assert book.elements == sent * (M + 2 * k) + back * M + 3 * (4 + 1)
+        return book.rows
+
+    routed = [moe.route(each, k, groups=4, top_groups=reach, group_top=1).experts for each in logits]
+    for rows in comm.simulate(program, world_size=4):
+        assert [(row.collective, row.calls) for row in rows] == [("all_to_all", 3)]
+    volume = moe.exchange_volume(tokens, k, width=M, ranks=4, reach=limited.reach(4))
+    assert (volume.by_rank, volume.way) == (2 * tokens * reach * M * 3 / 4, "by_rank")
+    assert moe.route(logits[0], k, groups=8, top_groups=3).reach(4) == 3  # two groups on a rank
+    assert moe.route(logits[0], k, groups=2, top_groups=1).reach(4) == 2  # a group of two ranks
+    assert moe.Routing(limited.experts, limited.weights, experts).reach(4) == 4  # nobody says
+
+
 def test_the_cheaper_way_is_taken() -> None:
     """Gathering is cheaper iff k > P."""
     for ranks in (2, 4, 8):
@@ -154,7 +186,7 @@ def test_the_cheaper_way_is_taken() -> None:
     assert comm.simulate(program, 4, world_size=2)[0] == {"all_gather", "reduce_scatter"}
 
 
-@pytest.mark.parametrize("way", ["all_to_all", "gather"])
+@pytest.mark.parametrize("way", ["all_to_all", "gather", "by_rank"])
 @pytest.mark.parametrize("drop", [None, "error", "probability"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_host_waits_once(way: Any, drop: Any, ranks: int) -> None:
@@ -177,7 +209,7 @@ def test_the_host_waits_once(way: Any, drop: Any, ranks: int) -> None:
     comm.simulate(program, world_size=ranks)
 
 
-@pytest.mark.parametrize("way", ["all_to_all", "gather"])
+@pytest.mark.parametrize("way", ["all_to_all", "gather", "by_rank"])
 def test_a_second_derivative_is_one_device_s(way: Any) -> None:
     """A gradient penalty through the exchange."""
 
@@ -235,9 +267,9 @@ def test_a_rank_without_tokens_may_have_a_constant_loss() -> None:
 
 
 @pytest.mark.parametrize("fake", [False, True])
-@pytest.mark.parametrize("way", ["all_to_all", "gather"])
+@pytest.mark.parametrize("way", ["all_to_all", "gather", "by_rank"])
 def test_shapes_alone_are_an_even_routing(way: Any, fake: bool) -> None:
-    """On the meta device and of fake tensors, values are not asked for; what is sent is the formula's."""
+    """On the meta device and of fake tensors, values are not read; what is sent is the formula's."""
 
     def program() -> tuple[Any, Any]:
         with FakeTensorMode() if fake else torch.device("meta"):
@@ -250,7 +282,11 @@ def test_shapes_alone_are_an_even_routing(way: Any, fake: bool) -> None:
         return y.shape, sum(row.elements for row in book.rows)
 
     volume = moe.exchange_volume(16, 2, width=M, ranks=4)
-    expected = 2 * volume.all_to_all if way == "all_to_all" else 2 * volume.gather + 3 * 16 * 2 * 3
+    expected = {  # the counts have capacity's three numbers
+        "all_to_all": 3 * (2 + 3) + 2 * volume.all_to_all,
+        "gather": 3 * (8 + 1 + 3) + 2 * volume.gather + 3 * 16 * 2 * 3,
+        "by_rank": 3 * (2 + 1 + 3) + 2 * volume.by_rank + 3 * 8 * 2 * 3,
+    }[way]
     for shape, sent in comm.simulate(program, world_size=4):
         assert shape == (16, M)
         assert sent == (0 if fake else expected)
@@ -277,7 +313,7 @@ def test_processes_give_the_simulator_s_bits() -> None:
 # -- what is refused -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["all_to_all", "gather"])
+@pytest.mark.parametrize("way", ["all_to_all", "gather", "by_rank"])
 def test_an_overflow_is_named_on_all_ranks(way: Any) -> None:
     """Before anything waits for the rank that has it."""
 
