@@ -36,6 +36,7 @@ from functional_ds.transforms.zero.gather import Gatherer
 from functional_ds.transforms.zero.prefetch import FetchTrace, plan_fetches
 from functional_ds.transforms.zero.process_groups import ProcessGroups
 from tests.comm.debug import test_written
+from tests.comm.record import test_failed_steps
 from tests.comm.simulation import test_nccl_rules
 from tests.modules import test_functional
 from tests.modules.test_buffers import as_ddp, network, plain, rows, test_one_rank_may_be_the_first_to_write
@@ -1286,6 +1287,24 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (a_destroyed_world_is_refused,): [
         Bug("a destroyed world goes on", "comm.worlds.process", "or dist.group.WORLD is not self._everyone", ""),
     ],
+    (test_failed_steps.test_a_rank_that_fails_alone_is_refused_and_the_others_hear_why,): [
+        Bug(
+            "a rank that has failed alone goes on",
+            "comm.record.failed_steps",
+            "if self._failed is not None:\n            self._agree",
+            "if False:\n            self._agree",
+            pytest.fail.Exception,
+        ),
+    ],
+    (test_failed_steps.test_ranks_that_fail_in_different_calls_are_refused,): [
+        Bug(
+            "ranks need not have failed alike",
+            "comm.record.failed_steps",
+            "if not mine.like(theirs, self.rank, rank):",
+            "if False:",
+            pytest.fail.Exception,
+        ),
+    ],
     (shapes_count_as_values_do,): [
         Bug("a loop counts once", "comm.worlds.shapes", "ledger.multiply(before, times)", "ledger.multiply(before, 1)"),
     ],
@@ -1661,6 +1680,15 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
             "a loss runs again without its units",
             "transforms.zero.lazy_params",
             "if cache.functional and self.source.frees:",
+            "if False:",
+            RuntimeError,
+        ),
+    ],
+    (test_nested_autograd.test_a_copy_of_a_leaf_is_that_of_a_parameter, 3): [
+        Bug(
+            "a copy of a leaf has its graph",
+            "transforms.zero.lazy_tensor",
+            "if func == _COPY:",
             "if False:",
             RuntimeError,
         ),

@@ -71,6 +71,10 @@ class World(ABC):
     def start(self, call: Call, tensors: Sequence[Tensor], group: "Group", *, async_op: bool) -> Handle:
         """Starts a collective of this rank's tensors; without ``async_op`` the caller waits for it at once."""
 
+    def step(self) -> AbstractContextManager[None]:
+        """Within it a step runs, which is one on all ranks: a rank that fails in its collectives goes on only if all do."""
+        return nullcontext()
+
     def batch(self) -> AbstractContextManager[None]:
         """Point-to-point messages that are started within this context form one batch, so they cannot block each other."""
         return nullcontext()

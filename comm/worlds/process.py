@@ -4,7 +4,7 @@ import atexit
 import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import cached_property, partial
 from time import monotonic, sleep
@@ -20,6 +20,7 @@ from functional_ds.base.side_stream import PayloadOnGpu, SideStream
 from functional_ds.base.torch_private import new_process_group
 from functional_ds.comm.record.collective import Call, Handle, Here
 from functional_ds.comm.record.errors import CommError
+from functional_ds.comm.record.failed_steps import FailedSteps
 from functional_ds.comm.record.group import Beside, Group, World, at_site, call_site, last
 from functional_ds.comm.record.watched import WatchedInputs
 
@@ -90,12 +91,14 @@ class _ProcessHandle:
         except CommError:
             raise
         except RuntimeError as error:  # from Gloo or NCCL: a time-out, or a rank that has ended
+            told = ""
             if isinstance(self.group.world, ProcessWorld):
                 self.group.world.lost = True
+                told = self.group.world.failed_steps.told(self.group.ranks)
             signature = self.call.signature(self.tensors, self.here)
             raise CommError(
-                f"rank {self.group.rank} of {self.group.name!r} failed in {signature} at {call_site()}: {error}\n"
-                "(under comm.checked() the error says which ranks had not come)"
+                f"rank {self.group.rank} of {self.group.name!r} failed in {signature} at {call_site()}: {error}"
+                + (told or "\n(under comm.checked() the error says which ranks had not come)")
             ) from error
         return results
 
@@ -177,9 +180,18 @@ class ProcessWorld(World):
         """The CPU if the world has a backend for it, else CUDA."""
         return torch.device("cpu" if "cpu" in self._backends else "cuda")
 
+    @cached_property
+    def failed_steps(self) -> FailedSteps:
+        """What the ranks tell each other of steps that fail within their collectives."""
+        return FailedSteps(self.rank, self.store, self._abandon)
+
+    def step(self) -> AbstractContextManager[None]:
+        return self.failed_steps.step()
+
     def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, async_op: bool) -> Handle:
         if self.is_over:
             self.refuse(call, group)
+        self.failed_steps.before(call, group)
         here, pack = Here(call.options, group.rank, group.size), call.collective.pack
         agreed = self.call_log.announce(call, tensors, group, here) if self.call_log else None
         parts = []
@@ -316,6 +328,11 @@ class ProcessWorld(World):
         other = (self.rank + 1) % self._everyone.size()
         with suppress(RuntimeError):
             self._everyone.recv([torch.empty(1, dtype=torch.uint8)], other, _TAGS).wait(timedelta(milliseconds=1))
+
+    def _abandon(self) -> None:
+        """Makes the other ranks' waits for this one fail. Over NCCL they last until this process ends."""
+        if "cpu" in self._supported:
+            self._break_off()
 
     # -- transports ----------------------------------------------------------------------------------------------------
 

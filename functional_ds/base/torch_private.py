@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch._subclasses.fake_tensor import FakeTensorMode as TorchFakeTensorMode
+from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d as c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -59,6 +60,7 @@ __all__ = [
     "has_late_hooks",
     "held_elsewhere",
     "hooks_of",
+    "in_dual_level",
     "instead_of_engine",
     "instead_of_grouping",
     "instead_of_make_wrapper_subclass",
@@ -146,6 +148,11 @@ def disable_torch_function_subclass() -> AbstractContextManager[Any]:
 def outside_functorch() -> AbstractContextManager[Any]:
     """Switches off torch.func's transforms within the block: a param that one meets first is fetched as outside of it."""
     return temporarily_clear_interpreter_stack()
+
+
+def in_dual_level() -> bool:
+    """Whether ``torch.autograd.forward_ad.dual_level`` is open. Without it, gathers would be part of forward-mode passes."""
+    return forward_ad._current_level >= 0
 
 
 def held_elsewhere(held: list[Any]) -> list[bool]:

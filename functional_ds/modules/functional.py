@@ -14,6 +14,7 @@ from functional_ds.base.torch_private import (
     buffers_of,
     detect_fake_mode,
     non_persistent_buffers_of,
+    outside_functorch,
     parameters_of,
     unset_fake_temporarily,
     version_of,
@@ -26,7 +27,7 @@ from .attribute_changes import AttributeChanges
 from .attributes import is_mutable
 from .deep_copy import TensorPlace, deep_copy, reached
 from .parameter_marks import ParameterMarks, attributes_on
-from .refusals import check_elsewhere, check_module, refuse_flags
+from .refusals import check_elsewhere, check_module, refuse_flags, refuse_loading, refuse_placeholders
 from .shared_memory import SharedMemory
 from .skeleton import Place, Skeleton, joined
 from .stale import HiddenAttributes
@@ -262,6 +263,9 @@ class Apply:
             return found
         except RuntimeError as error:
             refuse_flags(kind, error)
+            refuse_loading(kind, error)
+            if tape is not None and tape.placeholders:
+                refuse_placeholders(kind, error)
             raise
         finally:
             if not trial:
@@ -342,7 +346,7 @@ class Apply:
         """One more copy, which shares the module's buffers until it is given others."""
         buffers = dict(self.module.named_buffers())
         memo: dict[int, Any] = {id(x): x.detach() if name in self._elsewhere else x for name, x in buffers.items()}
-        with unset_fake_temporarily(), torch.inference_mode(False):
+        with unset_fake_temporarily(), torch.inference_mode(False), outside_functorch():
             self._hidden.undo(memo)
             module = deep_copy(self.module, memo)
         owners = dict(module.named_modules())

@@ -9,7 +9,7 @@ from torch.nn.parameter import is_lazy
 from functional_ds.base.marks import is_dtensor
 from functional_ds.base.torch_private import hooks_of, is_fake
 
-__all__ = ["check_elsewhere", "check_module", "refuse_flags"]
+__all__ = ["check_elsewhere", "check_module", "refuse_flags", "refuse_loading", "refuse_placeholders"]
 
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
 
@@ -78,6 +78,33 @@ def refuse_flags(kind: str, error: RuntimeError | None = None) -> None:
         raise RuntimeError(
             f"the module {kind} changed requires_grad of a parameter in forward, and a step trains the same params throughout; "
             "use detached parameters there (torch.func.functional_call), or train the parts by steps of their own (fds.freeze)"
+        ) from error
+
+
+def refuse_placeholders(kind: str, error: RuntimeError) -> None:
+    """Refuses code that torch traces where params are placeholders, as under ZeRO; of errors, those of torch's tracer alone.
+
+    Raises:
+        RuntimeError: with what would do.
+    """
+    traced = ("torch.compile with fullgraph=True", "HigherOrderOperator")
+    if type(error).__module__ == "torch._dynamo.exc" or any(words in str(error) for words in traced):
+        raise RuntimeError(
+            f"the module {kind} has torch trace code (torch.cond, torch.compile with fullgraph=True) that uses params, which "
+            "are placeholders under zero: choose by a Python if or torch.where, and compile with fullgraph=False"
+        ) from error
+
+
+def refuse_loading(kind: str, error: RuntimeError) -> None:
+    """Refuses ``load_state_dict`` in forward, which puts what it meets into an error of its own; of errors, that alone.
+
+    Raises:
+        RuntimeError: with what would do.
+    """
+    if "loading state_dict" in str(error) and "a forward pass may write buffers alone" in str(error):
+        raise RuntimeError(
+            f"the module {kind} calls load_state_dict in forward, which writes into its parameters, and a forward pass may "
+            "write buffers alone: keep the copy in buffers (register_buffer), or load it between steps, into the params"
         ) from error
 
 

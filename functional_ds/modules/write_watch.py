@@ -13,7 +13,7 @@ from functional_ds.base import tree
 from functional_ds.base.torch_private import TorchDispatchMode, disable_dispatch_modes, schema_of, storage_id
 from functional_ds.step.tape import Tape
 
-__all__ = ["refuse_aliases", "refuse_write", "watched"]
+__all__ = ["bit_sums", "refuse_aliases", "refuse_write", "watched"]
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
@@ -76,19 +76,19 @@ def watched(kind: str, params: Mapping[str, Tensor], tape: Tape) -> Iterator[Non
     for name, (storage, sums) in before.items():
         if storage_id(params[name]) != storage:
             refuse_write(kind, name, params[name], f"{name.rpartition('.')[2]}.data = ...")
-        if not all(map(torch.equal, sums, _sums(params[name]))):
+        if not all(map(torch.equal, sums, bit_sums(params[name]))):
             refuse_write(kind, name, params[name], "its values have changed")
 
 
 def _values(param: Tensor) -> tuple[int, tuple[Tensor, ...]] | None:
     """The storage and sums of its values; None where there are none to compare, as of a tensor of a torch.func transform."""
     try:
-        return (storage_id(param), _sums(param)) if param.layout == torch.strided else None
+        return (storage_id(param), bit_sums(param)) if param.layout == torch.strided else None
     except NotImplementedError:
         return None
 
 
-def _sums(param: Tensor) -> tuple[Tensor, ...]:
+def bit_sums(param: Tensor) -> tuple[Tensor, ...]:
     """Sums of the elements' bits, along the first and the last dim."""
     with torch.no_grad(), disable_dispatch_modes():  # no recorder takes it for what the module computes
         x = param.detach()

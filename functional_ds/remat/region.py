@@ -138,13 +138,13 @@ class Region:
             inputs_hooks: AbstractContextManager[Any] = nullcontext()
         else:  # while the checkpoint takes its inputs; inside of it its own hooks are in force
             inputs_hooks = self._store_hooks(values, lambda tensor: None)
-        with inputs_hooks:
+        with _named(), inputs_hooks:
             return checkpoint(body, *values, use_reentrant=False, context_fn=self._dispatch_modes)
 
     def store_saved(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs the function under hooks that store what its operations save."""
         self._recorder = recorder = OpRecorder(self.policy, self.store)
-        with self._store_hooks(tree.leaves((args, kwargs)), recorder.origin), recorder, self._entered():
+        with _named(), self._store_hooks(tree.leaves((args, kwargs)), recorder.origin), recorder, self._entered():
             found = function(*args, **kwargs)
         recorder.end()
         return found
@@ -228,6 +228,23 @@ class Region:
             return self._outer.unpack(kept.packed) if isinstance(kept, _Outer) else kept.get()
 
         return saved_tensors_hooks(pack, unpack)
+
+
+_OF_TRANSFORMS = ("don't yet support saved tensor hooks", "on an invalid python storage", "HigherOrderOperator")
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    """Says what would do where torch refuses its own transforms."""
+    try:
+        yield
+    except RuntimeError as error:
+        if any(words in str(error) for words in _OF_TRANSFORMS):
+            raise RuntimeError(
+                "a function under remat uses torch.func or torch.cond, which do not go with hooks on what autograd saves or "
+                "with kept outputs: leave the layer out of remat, or use torch.autograd.grad(..., create_graph=True), or an if"
+            ) from error
+        raise
 
 
 @attrs.frozen(eq=False)

@@ -123,27 +123,10 @@ class Step:
             ValueError: the batch has another structure than the last, the loss is no scalar, the params have no values, or the
                 state is another strategy's.
             UpdateError: the update failed and changed nothing; the state is as it was.
+            CommError: the step before failed on this rank alone, within collectives in which the other ranks still wait.
         """
-        check_state(self, state)
-        structure = check_batch(self, state, batch)
-        after, grads, metrics = self.gradients(self._at_rows(state, batch), batch, None, True)
-        after, grads = self.reduce(tree.replace(after, key=state.key, batch=structure), grads)
-        names = name_sum(self, state, metrics)
-        weight, metrics, news, names, unused = summed_over_ranks(self, after, (grads.weight, metrics, unagreed(after), names))
-        refuse_other_names(metrics, names)
-        after = self.sync_buffers(agreed_anew(after, news))
-        weight = torch.where(weight == 0, torch.ones_like(weight), weight)  # nothing weighed: no gradient, not 0 / 0
-        after, before = tree.replace(after, unused=unused), tree.replace(state)
-        own = state.donate(after) if donate else after.clone()
-        try:
-            own, more = self.update(own, Weighted(grads.sum, weight))
-        except UpdateError:
-            state.restore(before)
-            raise
-        if donate:
-            own = tree.replace(own, step=own.step.detach()) if own.step is before.step else own  # an update that counted none
-            mark_donated(before)
-        return with_idle(own, unused, before.step), {**_means(metrics), **more}
+        with comm.world().world.step():
+            return self._updated(state, batch, donate)
 
     def evaluate(self, state: State, batch: Any) -> Tensor:
         """The loss over all ranks' batches, without gradients; the params are viewed as in training."""
@@ -153,9 +136,10 @@ class Step:
         """``evaluate`` with all metrics of the loss function."""
         check_state(self, state)
         register_containers(batch)
-        found = self.phases["measure"](self, state, batch)
-        metrics, names = self.sum_over_ranks(state, (found, name_sum(self, state, found)))
-        refuse_other_names(metrics, names)
+        with comm.world().world.step():
+            found = self.phases["measure"](self, state, batch)
+            metrics, names = self.sum_over_ranks(state, (found, name_sum(self, state, found)))
+            refuse_other_names(metrics, names)
         return _means(metrics)
 
     def params(self, state: State) -> Any:
@@ -177,6 +161,28 @@ class Step:
         Under ZeRO 1 to 3 they are this rank's shards; with mixed precision they are the masters.
         """
         return trainable(self.scatter(state).params)
+
+    def _updated(self, state: State, batch: Any, donate: bool) -> tuple[State, Metrics]:
+        check_state(self, state)
+        structure = check_batch(self, state, batch)
+        after, grads, metrics = self.gradients(self._at_rows(state, batch), batch, None, True)
+        after, grads = self.reduce(tree.replace(after, key=state.key, batch=structure), grads)
+        names = name_sum(self, state, metrics)
+        weight, metrics, news, names, unused = summed_over_ranks(self, after, (grads.weight, metrics, unagreed(after), names))
+        refuse_other_names(metrics, names)
+        after = self.sync_buffers(agreed_anew(after, news))
+        weight = torch.where(weight == 0, torch.ones_like(weight), weight)  # nothing weighed: no gradient, not 0 / 0
+        after, before = tree.replace(after, unused=unused), tree.replace(state)
+        own = state.donate(after) if donate else after.clone()
+        try:
+            own, more = self.update(own, Weighted(grads.sum, weight))
+        except UpdateError:
+            state.restore(before)
+            raise
+        if donate:
+            own = tree.replace(own, step=own.step.detach()) if own.step is before.step else own  # an update that counted none
+            mark_donated(before)
+        return with_idle(own, unused, before.step), {**_means(metrics), **more}
 
     # -- the phases, as finally composed -------------------------------------------------------------------------------
 

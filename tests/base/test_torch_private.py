@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from functional_ds import comm
@@ -223,6 +224,14 @@ def what_cpp_holds_counts_as_a_reference() -> None:
     assert private.held_elsewhere(held) == [True, True, False]
     del other, product
     assert private.held_elsewhere(held) == [False, False, False]
+
+
+@checks("in_dual_level")
+def forward_mode_levels_are_seen() -> None:
+    assert not private.in_dual_level()
+    with forward_ad.dual_level():
+        assert private.in_dual_level()
+    assert not private.in_dual_level()
 
 
 @checks("outside_functorch")

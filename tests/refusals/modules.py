@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import functional_ds as fds
+from functional_ds import comm
 from functional_ds import transforms as T
 from tests.refusals.refusal import Refusal, made, rows, train
 
@@ -85,6 +86,16 @@ class Changes(nn.Module):
             self.a.weight, self.b.weight = self.b.weight, self.a.weight
         elif self.how == "flags":
             self.b.requires_grad_(False)
+        elif self.how == "load":
+            self.b.load_state_dict(self.a.state_dict())
+        elif self.how == "version" and self.last != self.a.weight._version:
+            self.last = self.a.weight._version
+        elif self.how == "NumPy":
+            self.a.weight.detach().numpy()[0] = 1.0
+        elif self.how == "cond":
+            return torch.cond(x.sum() > 0, self.a, self.b, (x,))  # type: ignore[no-any-return]
+        elif self.how == "func":
+            return torch.func.vjp(self.a, x)[1](found)[0]  # type: ignore[no-any-return]
         return found  # type: ignore[no-any-return]
 
 
@@ -331,6 +342,51 @@ REFUSALS = [
         why="A step trains the same params throughout.",
         instead="Use detached parameters, or a step for each part.",
         program=lambda: train(Changes("flags")),
+    ),
+    Refusal(
+        what="`load_state_dict` in `forward`, under ZeRO",
+        error=RuntimeError,
+        says="the module Changes calls load_state_dict in forward",
+        advises=r"buffers \(register_buffer\)",
+        why="It writes into parameters.",
+        instead="Keep the copy in buffers, or load between steps.",
+        program=lambda: train(Changes("load"), T.zero(1)),
+    ),
+    Refusal(
+        what="a write into a parameter through NumPy, in the first step of `zero(3)`",
+        error=RuntimeError,
+        says="the loss wrote into the parameter 'a.weight'",
+        advises="change params after the update",
+        why="The write would be lost with the unit's memory.",
+        instead="Change weights after the update, in a transform around `update`.",
+        program=lambda: comm.simulate(train, Changes("NumPy"), T.zero(3), world_size=2),
+    ),
+    Refusal(
+        what="`_version` of a parameter, read under ZeRO",
+        error=RuntimeError,
+        says="the loss reads _version",
+        advises="Compute it in each step",
+        why="It is the same in each step, so a cache by it would never be renewed.",
+        instead="Compute the value in each step, or count steps in a buffer.",
+        program=lambda: train(Changes("version"), T.zero(1)),
+    ),
+    Refusal(
+        what="`torch.cond`, or `torch.compile(fullgraph=True)`, around parameters, under ZeRO",
+        error=RuntimeError,
+        says="has torch trace code",
+        advises="a Python if or torch.where",
+        why="torch cannot trace the placeholders of parameters.",
+        instead="Choose by a Python `if` or `torch.where`; compile with `fullgraph=False`.",
+        program=lambda: train(Changes("cond"), T.zero(1)),
+    ),
+    Refusal(
+        what="`torch.func` in a layer under `remat`",
+        error=RuntimeError,
+        says="a function under remat uses torch.func",
+        advises="leave the layer out of remat",
+        why="torch lets none of its transforms run where hooks take what autograd saves.",
+        instead="Leave the layer out of `remat`, or use `torch.autograd.grad(..., create_graph=True)`.",
+        program=lambda: train(Changes("func"), T.remat("", policy="recompute")),
     ),
     Refusal(
         what="a subclass of `nn.Parameter`",

@@ -11,7 +11,15 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from functional_ds.base import tree
-from functional_ds.base.torch_private import disable_torch_function_subclass, held_elsewhere, outside_functorch, version_of
+from functional_ds.base.torch_private import (
+    disable_torch_function_subclass,
+    held_elsewhere,
+    in_dual_level,
+    is_fake,
+    outside_functorch,
+    version_of,
+)
+from functional_ds.modules.write_watch import bit_sums
 from functional_ds.sharding.layout import Layout
 from functional_ds.step.tape import PassAgain, Tape
 
@@ -101,6 +109,21 @@ class _UnitNode(torch.autograd.Function):
         return None, None, None, None
 
 
+@attrs.frozen(eq=False)
+class _LeafVersion:
+    """What a write into a leaf changes: its version, and in the first pass sums of its bits."""
+
+    number: int
+    sums: tuple[Tensor, ...] | None
+
+    @staticmethod
+    def of(leaf: Tensor, *, sums: bool) -> "_LeafVersion":
+        return _LeafVersion(version_of(leaf), bit_sums(leaf) if sums and not (leaf.is_meta or is_fake(leaf)) else None)
+
+    def changed(self, leaf: Tensor) -> bool:
+        return version_of(leaf) != self.number or not (self.sums is None or all(map(torch.equal, self.sums, bit_sums(leaf))))
+
+
 class LazyParams:
     """The params of one tape, as lazy tensors.
 
@@ -130,7 +153,7 @@ class LazyParams:
         self.layout, self.reducer, self.device = layout, reducer, device
         self._leaves: dict[int, dict[int, Tensor]] = {}  # unit -> leaf -> the fetched tensor
         self._trained: dict[int, list[Tensor]] = {}  # unit -> its trained leaves, throughout a pass
-        self._versions: dict[int, list[int]] = {}  # unit -> the version of each leaf, where the unit's memory comes and goes
+        self._versions: dict[int, list[_LeafVersion]] = {}  # unit -> that of each leaf, where the unit's memory comes and goes
         self._empty: dict[int, set[int]] = {}  # freed unit -> which of those have no memory
         self._held: set[int] = set()  # freed units of which somebody else held a leaf
         self._nested: dict[int, Tensor] = {}  # leaf -> its gradients of backward passes within the backward pass
@@ -139,6 +162,7 @@ class LazyParams:
         self._reshard = reshard_last_units
         self._in_backward = False
         self._repeats = False  # whether the loss runs again if it has to
+        self._sums = False  # whether values are compared, too: NumPy leaves no version behind
         self._cache: ZeroCache
         self._bypassed = False  # whether a leaf was touched where autograd does not record
         self._handle: Tensor | None = None
@@ -147,7 +171,7 @@ class LazyParams:
 
     def open(self, tape: Tape, cache: ZeroCache) -> Any:
         """The tree of lazy leaves. Their forward pass begins here, and their backward pass ends with the tape's."""
-        self._cache, self._repeats = cache, tape.repeats
+        self._cache, self._repeats, self._sums = cache, tape.repeats, cache.forward.uses is None
         if tape.left is None:
             self.source.begin(cache.forward)
         else:
@@ -232,7 +256,11 @@ class LazyParams:
         A gather inside of a transform would be part of it; and forward-mode levels belong to the process, which simulated ranks
         share.
         """
-        words = "the loss uses torch.func, which does not go with the gathers and the saved-tensor hooks of zero(3)"
+        words = "the loss uses torch.func or forward_ad, which does not go with gathers and the saved-tensor hooks of zero(3)"
+        if self._in_backward:
+            return RuntimeError(
+                f"{words} in what a backward pass recomputes; use zero(2), or leave the layer that uses it out of remat"
+            )
         self._cache.functional = True
         if self._repeats:
             return PassAgain(words, self.source)
@@ -251,7 +279,7 @@ class LazyParams:
     def _enter(self, unit: int) -> dict[int, Tensor]:
         """Fetches a unit; its leaves, the trained ones behind a node. Whatever mode the loss is in is none of theirs."""
         with torch.inference_mode(False), outside_functorch() as transforms:
-            if transforms and self.source.frees:
+            if self.source.frees and (transforms or in_dual_level()):
                 raise self._again()
             flats = self.source.fetch(unit)
             leaves: dict[int, Tensor] = {}
@@ -266,7 +294,7 @@ class LazyParams:
                 # ``data`` knows of no base, which would keep the memory of a leaf that lets go of its own.
                 leaves.update(zip(trained, self._same(unit, [leaves[i].data for i in trained]), strict=True))
             if self.source.frees and not self._in_backward:
-                self._versions[unit] = [version_of(leaf) for leaf in leaves.values()]
+                self._versions[unit] = [_LeafVersion.of(leaf, sums=self._sums) for leaf in leaves.values()]
         return leaves
 
     def _refuse_writes(self, unit: int) -> None:
@@ -277,7 +305,7 @@ class LazyParams:
         """
         before, leaves = self._versions.pop(unit, ()), self._leaves.get(unit, {})
         for version, (place, leaf) in zip(before, leaves.items(), strict=False):
-            if version_of(leaf) != version:
+            if version.changed(leaf):
                 raise RuntimeError(
                     f"the loss wrote into the parameter {self.layout.paths[place]!r} in place, and a forward pass may write "
                     "buffers alone: compute the weight from the parameter instead, or change params after the update, in a "

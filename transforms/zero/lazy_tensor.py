@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from functional_ds.base.torch_private import disable_torch_function_subclass, make_wrapper_subclass
 
@@ -29,7 +29,10 @@ _METADATA: frozenset[Any] = frozenset(
 
 
 _DATA: Any = Tensor.data
+_VERSION: Any = Tensor._version
 _REFUSED = {
+    _VERSION.__get__: "the loss reads _version of a parameter of shape {shape}, which does not change from step to step: what "
+    "is kept until it does would never be renewed. Compute it in each step, or keep the step's number as a buffer",
     _DATA.__set__: "the loss set the data of a parameter of shape {shape}, which is none of its own under zero: compute what "
     "it needs from the parameter, or change params after the update, in a transform: fds.wrap(..., update=...)",
     Tensor.register_post_accumulate_grad_hook: "the loss registered a hook on a parameter of shape {shape} by "
@@ -41,7 +44,8 @@ _IN_PLACE = [
     for name in dir(Tensor)
     if (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"
 ]
-_WATCHED = frozenset([_DATA.__get__, *_REFUSED, *filter(callable, _IN_PLACE)])
+_COPY: Any = Tensor.__deepcopy__
+_WATCHED = frozenset([_DATA.__get__, _COPY, *_REFUSED, *filter(callable, _IN_PLACE)])
 
 
 class LazyTensor(torch.Tensor):
@@ -92,6 +96,11 @@ def _watched(func: Any, leaf: LazyTensor, *others: Any, **named: Any) -> Any:
     """What may write into the leaf. Where its memory comes and goes, its version must tell of that, and it is fetched last."""
     if func in _REFUSED:
         raise RuntimeError(_REFUSED[func].format(shape=list(leaf.shape)))
+    if func == _COPY:  # of a leaf, as a parameter is one
+        (memo,) = others
+        if id(leaf) not in memo:
+            memo[id(leaf)] = nn.Parameter(leaf._fetch().detach().clone(), leaf.requires_grad)
+        return memo[id(leaf)]
     if leaf._frees and func == _DATA.__get__:
         return leaf._fetch().detach()
     rest = [_fetched(x) for x in others], {name: _fetched(x) for name, x in named.items()}

@@ -1,12 +1,13 @@
 """Losses that differentiate: inner gradients, backward passes within passes, torch.func. The oracle is plain PyTorch."""
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
 from torch.func import grad, hessian, jacrev, jvp, vmap
 
 import functional_ds as fds
@@ -466,7 +467,14 @@ def per_sample_weights(call: Call, params: dict[str, Tensor], x: Tensor) -> Tens
     return (call(params, x)[:, 0].square() / (1 + norms)).mean()
 
 
-FUNCTIONAL = (laplace, hessians, along, along_views, rows_alone, per_sample, per_sample_weights)
+def duals(call: Call, params: dict[str, Tensor], x: Tensor) -> Tensor:
+    """What ``along`` does, without torch.func."""
+    with forward_ad.dual_level():
+        value, tangent = forward_ad.unpack_dual(call(params, forward_ad.make_dual(x, torch.ones_like(x))))
+        return (value * tangent).mean() + fit(call, params, x)
+
+
+FUNCTIONAL = (laplace, hessians, along, along_views, duals, rows_alone, per_sample, per_sample_weights)
 
 
 @pytest.mark.parametrize("stage", [None, *STAGES])
@@ -526,6 +534,32 @@ def test_a_loss_that_meets_torch_func_runs_again(intra_node: int | None) -> None
     assert [runs for runs, _, _ in found] == [4, 5, 4, 4]
     assert all(count == 4 for _, _, count in found)
     assert all(torch.equal(one[path], found[0][1][path]) for _, one, _ in found for path in one)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "recompute,matmuls=save"])
+def test_torch_func_in_what_a_backward_pass_recomputes(policy: str) -> None:
+    """torch takes a jvp under plain recomputation, but units that it meets there cannot be gathered any more."""
+    rules = T.remat("", policy=policy)
+    if policy == "recompute":
+        assert_same(trained(along, rules), plain(along, 1))
+        with pytest.raises(RuntimeError, match=r"in what a backward pass recomputes; use zero\(2\)"):
+            comm.simulate(lambda: trained(along, rules, T.zero(3)), world_size=2)
+    else:
+        with pytest.raises(RuntimeError, match=r"a function under remat uses torch.func.*leave the layer out of remat"):
+            trained(along, rules)
+
+
+@pytest.mark.parametrize("stage", [None, *STAGES])
+def test_a_copy_of_a_leaf_is_that_of_a_parameter(stage: int | None) -> None:
+    def distilled(call: Call, params: dict[str, Tensor], x: Tensor) -> Tensor:
+        teacher, same = copy.deepcopy((params, params))
+        assert same is teacher
+        assert all(leaf.is_leaf and leaf.requires_grad for leaf in teacher.values())
+        return (call(params, x) - 0.5 * call({path: leaf.detach() for path, leaf in teacher.items()}, x)).square().mean()
+
+    strategy = () if stage is None else (T.zero(stage, unit_of=by_leaf),)
+    for found in comm.simulate(lambda: trained(distilled, *strategy), world_size=1 if stage is None else 2):
+        assert_same(found, plain(distilled, 1 if stage is None else 2))
 
 
 @pytest.mark.parametrize("stage", STAGES)

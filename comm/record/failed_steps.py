@@ -1,0 +1,142 @@
+"""Steps that fail on a rank after it has taken part in their collectives: ranks go on only if all of them have failed alike.
+
+A step that raises on all ranks is no step, and each may try another. One that raises on a single rank leaves the others in its
+collectives. If that rank went on, its next step's calls would meet those of the failed one: a wait for ever, or wrong values.
+"""
+
+import pickle
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from threading import get_ident
+from time import monotonic, sleep
+
+import attrs
+from torch.distributed.distributed_c10d import Store
+
+from .collective import Call
+from .errors import CommError
+from .group import Group
+
+__all__ = ["FailedSteps"]
+
+_PATIENCE = 10.0  # seconds in which the other ranks' steps must have failed, too
+_PAUSE = 5e-3  # seconds between two requests to the store
+
+
+@attrs.frozen
+class _FailedStep:
+    """A failed step: its error, and how many calls of each order this rank had made, with the ranks that take part."""
+
+    error: str
+    calls: dict[tuple[Hashable, ...], int]
+    members: dict[tuple[Hashable, ...], tuple[int, ...]]
+
+    def like(self, other: "_FailedStep", here: int, there: int) -> bool:
+        """Whether two ranks had made as many calls together."""
+        orders = [order for order, ranks in {**self.members, **other.members}.items() if here in ranks and there in ranks]
+        return all(self.calls.get(order) == other.calls.get(order) for order in orders)
+
+
+@attrs.define(eq=False)
+class FailedSteps:
+    """One rank's side. Nothing is sent as long as no step fails.
+
+    Attributes:
+        rank: this rank, in the world.
+        store: the key-value store that all ranks share.
+        break_off: makes the other ranks' waits for this one fail.
+        patience: seconds in which the other ranks' steps must have failed, too.
+    """
+
+    rank: int
+    store: Store
+    break_off: Callable[[], None]
+    patience: float = _PATIENCE
+    _thread: int = -1  # that of the last step: lanes finish what it has begun
+    _running: _FailedStep | None = None  # the step that runs, as if it failed now
+    _failed: _FailedStep | None = None
+    _alike: int = 0  # how many steps have failed on all ranks
+    _refused: str = ""  # why this rank cannot go on
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Within it a step runs: if it raises after it has called collectives, the other ranks hear of that."""
+        if self._running is not None:
+            yield
+            return
+        self._thread, self._running = get_ident(), _FailedStep("", {}, {})
+        try:
+            yield
+        except Exception as error:
+            if self._running.calls and self._failed is None:
+                self._failed = attrs.evolve(self._running, error=f"{type(error).__name__}: {error}")
+                with suppress(Exception):  # the store may be gone with the process that held it
+                    self.store.set(self._key(self.rank), pickle.dumps(attrs.astuple(self._failed, recurse=False)))  # type: ignore[arg-type]
+            raise
+        finally:
+            self._running = None
+
+    def before(self, call: Call, group: Group) -> None:
+        """Counts a call; the first one after a failed step waits until the others' steps have failed, too.
+
+        Raises:
+            CommError: they have not, or elsewhere.
+        """
+        if get_ident() != self._thread:
+            return
+        if self._failed is not None:
+            self._agree(self._failed)
+        if self._running is not None:
+            order = (group.ranks, group.name, call.collective.order(call.options))
+            calls = self._running.calls
+            if order not in calls:
+                members = call.collective.members(call.options, group.size)
+                self._running.members[order] = tuple(group.ranks[member] for member in members)
+            calls[order] = calls.get(order, 0) + 1
+
+    def told(self, ranks: Iterable[int]) -> str:
+        """Which of these ranks' steps have failed, as lines."""
+        found = []
+        with suppress(Exception):
+            found = [
+                (rank, self._of(rank).error) for rank in ranks if rank != self.rank and self.store.check([self._key(rank)])
+            ]
+        return "".join(f"\na step of rank {rank} has failed: {error}" for rank, error in found)
+
+    def _agree(self, mine: _FailedStep) -> None:
+        if not self._refused:
+            self._refused = self._difference(
+                mine, sorted({rank for ranks in mine.members.values() for rank in ranks} - {self.rank})
+            )
+            if self._refused:
+                self.break_off()
+        if self._refused:
+            raise CommError(self._refused)
+        self._failed = None
+        self._alike += 1
+        if self._alike > 1:  # whoever has failed as often as this rank has read what came before
+            self.store.delete_key(self._key(self.rank, self._alike - 2))
+
+    def _difference(self, mine: _FailedStep, others: list[int]) -> str:
+        """Why this rank cannot go on; empty where all have failed alike."""
+        calls = sum(mine.calls.values())
+        begun = f"the last step of rank {self.rank} failed within its collectives (after {calls} calls): {mine.error}"
+        would_do = "such an error must end the program, or be raised on all ranks; then go on from a checkpoint"
+        deadline = monotonic() + self.patience
+        while missing := [rank for rank in others if not self.store.check([self._key(rank)])]:
+            if monotonic() > deadline:
+                listed = ", ".join(map(str, missing))
+                return f"{begun}\nrank {listed} had not failed within {self.patience:g} s, and waits in that step; {would_do}"
+            sleep(_PAUSE)
+        for rank in others:
+            theirs = self._of(rank)
+            if not mine.like(theirs, self.rank, rank):
+                calls = sum(theirs.calls.values())
+                return f"{begun}\nthat of rank {rank} failed elsewhere (after {calls} calls): {theirs.error}; {would_do}"
+        return ""
+
+    def _of(self, rank: int) -> _FailedStep:
+        return _FailedStep(*pickle.loads(self.store.get(self._key(rank))))
+
+    def _key(self, rank: int, alike: int | None = None) -> str:
+        return f"functional_ds/failed {self._alike if alike is None else alike} {rank}"
