@@ -233,7 +233,7 @@ class _TensorParallel:
         if asked(SLICES) and not _cuts(state).slices and group.size > 1 and not step.has(Trait.PIPELINES):
             raise ValueError(
                 f"tensor_parallel: plan={dict(self.plan)} cuts no leaf, and the loss calls functions of fds.tp, which would "
-                f"sum whole products over {group.size} ranks of {group.name!r}: name their weights, {{'up': 'colwise', ...}}"
+                f"sum whole products over the {group.size} ranks of {group.name!r}: name their weights, {{'up': 'colwise'}}"
             )
         if tape.records and group.size > 1 and not step.has(Trait.PIPELINES) and state.graphs.is_new("loss over tp"):
             check_loss(found, group)
