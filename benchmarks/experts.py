@@ -12,18 +12,14 @@ not installed take no part.
 
 import argparse
 import importlib.util
-import json
-import os
-import platform
-import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from interleaved import compared, difference, run, seconds, shown, verdict
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -158,13 +154,6 @@ def deepspeed_layer(flags: argparse.Namespace, x: Tensor, probe: Tensor, own: sl
     return once
 
 
-def difference(found: Found, expected: Found) -> float:
-    """The largest difference of a leaf, relative to its largest element."""
-    return max(
-        float((found[name] - value).abs().max() / value.abs().max().clamp(min=1e-12)) for name, value in expected.items()
-    )
-
-
 def measure(flags: argparse.Namespace) -> list[dict[str, Any]]:
     """What each rank runs; a row for each shape and other contender."""
     torch.set_num_threads(1)
@@ -188,42 +177,13 @@ def contest(flags: argparse.Namespace, shape: str) -> list[dict[str, Any]]:
         if importlib.util.find_spec(package) is not None
     }
     expected = passes["ours"]()
-    gaps = {name: difference(run(), expected) for name, run in passes.items()}
-    times: dict[str, list[float]] = {name: [] for name in passes}
-    order = list(passes)
-    for turn in range(flags.rounds + 2):
-        for who in order[turn % len(order) :] + order[: turn % len(order)]:
-            comm.barrier()
-            begin = time.perf_counter()
-            passes[who]()
-            spent = comm.all_reduce(torch.tensor(time.perf_counter() - begin), op="max").item()
-            if turn >= 2:  # the first two warm up
-                times[who].append(spent)
-    rows = [
-        {
-            "shape": shape,
-            "against": name,
-            "difference": comm.all_reduce(torch.tensor(gaps[name]), op="max").item(),
-            "ratio": statistics.median(times["ours"]) / statistics.median(times[name]),
-            "of_rounds": [a / b for a, b in zip(times["ours"], times[name], strict=True)],
-            "seconds": {"ours": times["ours"], name: times[name]},
-        }
-        for name in order
-        if name != "ours"
-    ]
+    gaps = {name: difference(once(), expected) for name, once in passes.items()}
+    times = seconds(passes, flags.rounds)
+    others = [name for name in passes if name != "ours"]
+    rows = [{"shape": shape, "against": name, "difference": gaps[name], **compared(times, name)} for name in others]
     if world.rank == 0:
-        print("\n".join(map(shown, rows)), flush=True)
+        print("\n".join(shown(shape, row, TARGET) for row in rows), flush=True)
     return rows
-
-
-def shown(row: dict[str, Any]) -> str:
-    """A row as text."""
-    (_, mine), (name, theirs) = ((who, statistics.median(found) * 1e3) for who, found in row["seconds"].items())
-    low, high = min(row["of_rounds"]), max(row["of_rounds"])
-    return (
-        f"{row['shape']:<7} ours {mine:8.1f} ms   {name:<12} {theirs:8.1f} ms   ratio {row['ratio']:.3f} (target {TARGET}; "
-        f"rounds {low:.2f} to {high:.2f})   values and gradients differ by {row['difference']:.1e}"
-    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -237,18 +197,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--skew", type=float, default=0.0, help="above 0, some experts get more tokens")
     parser.add_argument("--out", type=Path, default=RESULTS)
     flags = parser.parse_args(argv)
-    load = os.getloadavg()[0]
-    rows = comm.spawn(measure, flags, world_size=flags.ranks, backend="gloo")[0]
-    machine = {"cores": os.cpu_count(), "torch": torch.__version__, "machine": platform.machine(), "load": load}
-    kept = {name: value for name, value in vars(flags).items() if name != "out"}
-    flags.out.mkdir(parents=True, exist_ok=True)
-    (flags.out / f"experts-{flags.ranks}-ranks.json").write_text(
-        json.dumps({"machine": machine, "flags": kept, "rows": rows}, indent=1) + "\n"
-    )
-    wrong = [f"{row['shape']} {row['against']}" for row in rows if row["difference"] > TOLERANCE]
-    if wrong:
-        print(f"values or gradients differ by more than {TOLERANCE}: {', '.join(wrong)}")
-    return 1 if wrong else 0
+    rows = run(measure, flags, "experts")
+    return verdict([f"{row['shape']} {row['against']}" for row in rows if row["difference"] > TOLERANCE], TOLERANCE)
 
 
 if __name__ == "__main__":

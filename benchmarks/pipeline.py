@@ -9,12 +9,7 @@ A round times each contender once, by its slowest rank. The ratio is our median 
 """
 
 import argparse
-import json
-import os
-import platform
-import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +17,7 @@ from typing import Any
 import attrs
 import torch
 import torch.nn.functional as F
+from interleaved import compared, difference, run, seconds, shown, verdict
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -128,13 +124,6 @@ def ours(flags: argparse.Namespace, schedule: pp.Schedule, batch: Any) -> Callab
     return once
 
 
-def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest difference of a leaf's gradients, relative to the largest of them."""
-    if found.keys() != expected.keys():
-        raise ValueError(f"{sorted(found)} are not {sorted(expected)}")
-    return max(float((found[path] - grad).abs().max() / grad.abs().max().clamp(min=1e-12)) for path, grad in expected.items())
-
-
 def measure(flags: argparse.Namespace) -> list[dict[str, Any]]:
     """What each rank runs; the rows of the table."""
     torch.set_num_threads(1)
@@ -147,37 +136,11 @@ def measure(flags: argparse.Namespace) -> list[dict[str, Any]]:
         passes = {"ours": ours(flags, schedule, (tokens[0], tokens[1])), "torch": theirs(flags, contest, schedule, tokens)}
         sums = passes["ours"]()  # of means over micro-batches, which torch's contender averages
         gap = difference({path: grad / flags.microbatches for path, grad in sums.items()}, passes["torch"]())
-        times: dict[str, list[float]] = {"ours": [], "torch": []}
-        for turn in range(flags.rounds + 2):
-            for who in sorted(passes, reverse=bool(turn % 2)):
-                comm.barrier()
-                begin = time.perf_counter()
-                passes[who]()
-                spent = comm.all_reduce(torch.tensor(time.perf_counter() - begin), op="max").item()
-                if turn >= 2:  # the first two warm up
-                    times[who].append(spent)
-        rows.append(
-            {
-                "schedule": name,
-                "difference": comm.all_reduce(torch.tensor(gap), op="max").item(),
-                "ratio": statistics.median(times["ours"]) / statistics.median(times["torch"]),
-                "of_rounds": [a / b for a, b in zip(times["ours"], times["torch"], strict=True)],
-                "seconds": times,
-            }
-        )
+        times = seconds(passes, flags.rounds)
+        rows.append({"schedule": name, "difference": gap, **compared(times, "torch")})
         if world.rank == 0:
-            print(shown(rows[-1]), flush=True)
+            print(shown(name, rows[-1], TARGET), flush=True)
     return rows
-
-
-def shown(row: dict[str, Any]) -> str:
-    """A row as text."""
-    median = {who: statistics.median(found) * 1e3 for who, found in row["seconds"].items()}
-    low, high = min(row["of_rounds"]), max(row["of_rounds"])
-    return (
-        f"{row['schedule']:<12} ours {median['ours']:8.1f} ms   torch {median['torch']:8.1f} ms   ratio {row['ratio']:.3f} "
-        f"(rounds {low:.2f} to {high:.2f})   gradients differ by {row['difference']:.1e}"
-    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -193,18 +156,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--out", type=Path, default=RESULTS)
     flags = parser.parse_args(argv)
-    load = os.getloadavg()[0]
-    rows = comm.spawn(measure, flags, world_size=flags.ranks, backend="gloo")[0]
-    machine = {"cores": os.cpu_count(), "torch": torch.__version__, "machine": platform.machine(), "load": load}
-    kept = {name: value for name, value in vars(flags).items() if name != "out"}
-    flags.out.mkdir(parents=True, exist_ok=True)
-    (flags.out / f"pipeline-{flags.ranks}-ranks.json").write_text(
-        json.dumps({"machine": machine, "flags": kept, "rows": rows}, indent=1) + "\n"
-    )
-    wrong = [row["schedule"] for row in rows if row["difference"] > TOLERANCE]
-    if wrong:
-        print(f"gradients differ by more than {TOLERANCE}: {', '.join(wrong)}")
-    return 1 if wrong else 0
+    rows = run(measure, flags, "pipeline")
+    return verdict([row["schedule"] for row in rows if row["difference"] > TOLERANCE], TOLERANCE)
 
 
 if __name__ == "__main__":

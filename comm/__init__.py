@@ -27,8 +27,8 @@ from functional_ds.comm.record.pending import Pending
 from functional_ds.comm.record.permutation import Permutation
 from functional_ds.comm.record.table import TABLE
 from functional_ds.comm.record.variance import Variance
+from functional_ds.comm.simulation.simulator import simulate
 from functional_ds.comm.worlds.current import world
-from functional_ds.comm.worlds.simulator import simulate
 from functional_ds.comm.worlds.symmetric import is_symmetric, symmetric
 
 from . import algorithms

@@ -37,7 +37,7 @@ from functional_ds.transforms.zero.prefetch import FetchTrace, plan_fetches
 from functional_ds.transforms.zero.process_groups import ProcessGroups
 from tests.comm.debug import test_written
 from tests.comm.record import test_failed_steps
-from tests.comm.worlds import test_nccl_rules
+from tests.comm.simulation import test_nccl_rules
 from tests.modules import test_functional
 from tests.modules.test_buffers import as_ddp, network, plain, rows, test_one_rank_may_be_the_first_to_write
 from tests.modules.test_functional import Around
@@ -1270,7 +1270,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
     ],
     (nothing_is_left_over,): [
-        Bug("leftovers are forgotten", "comm.worlds.simulator", "if simulator.slots:", "if False:"),
+        Bug("leftovers are forgotten", "comm.simulation.simulator", "if simulator.slots:", "if False:"),
     ],
     (ranks_keep_their_settings,): [
         Bug("ranks share warning filters", "comm.worlds.rng_state", "filters=[*self.filters]", "filters=self.filters"),
@@ -1317,7 +1317,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (calls_read_their_input_at_once,): [
         Bug(
             "the simulator reads inputs late",
-            "comm.worlds.group_call",
+            "comm.simulation.group_call",
             "tensor.detach().clone(memory_format=torch.contiguous_format)",
             "tensor.detach()",
         ),
@@ -1364,26 +1364,32 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
     ],
     (nccls_rules_name_contradictions,): [
-        Bug("nobody follows who waits", "comm.worlds.nccl_rules", "if other not in free and", "if False and"),
+        Bug("nobody follows who waits", "comm.simulation.nccl_rules", "if other not in free and", "if False and"),
         Bug(
             "a batch is one call after another",
-            "comm.worlds.nccl_rules",
+            "comm.simulation.nccl_rules",
             "if self.unposted is not None and",
             "if False and",
             comm.DeadlockError,
         ),
-        Bug("hosts never connect", "comm.worlds.nccl_rules", "or communicator in connected:", "or True:"),
+        Bug("hosts never connect", "comm.simulation.nccl_rules", "or communicator in connected:", "or True:"),
         Bug(
             "trees connect as they go",
-            "comm.worlds.simulator",
+            "comm.simulation.simulator",
             "self.rules.connect(edges, group, call_site())",
             "pass",
             comm.DeadlockError,
         ),
-        Bug("receives are early", "comm.worlds.simulator", "return self.rules is not None", "return False", comm.DeadlockError),
+        Bug(
+            "receives are early",
+            "comm.simulation.simulator",
+            "return self.rules is not None",
+            "return False",
+            comm.DeadlockError,
+        ),
     ],
     (the_simulator_finds_mismatches,): [
-        Bug("nobody compares calls", "comm.worlds.simulator", "if known.agreement != slot.agreement:", "if False:"),
+        Bug("nobody compares calls", "comm.simulation.schedule", "if known.agreement != slot.agreement:", "if False:"),
     ],
     # buffers
     (buffers_are_state, 2): [
@@ -1461,7 +1467,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (scatter_and_publish_are_inverse, True): [
         Bug(
             "masters are not rounded back",
-            "transforms.precision.mixed_precision",
+            "transforms.precision.kept_states",
             "rounded.append(old)\n",
             "rounded.append(new)\n",
         ),
@@ -1923,7 +1929,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
         Bug(
             "masters are not rounded into the params",
-            "transforms.precision.mixed_precision",
+            "transforms.precision.kept_states",
             "if into:",
             "if False:",
         ),

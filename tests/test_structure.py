@@ -24,6 +24,7 @@ LAYERS = (
     ("comm.record",),
     ("comm.variance",),
     ("comm.worlds",),
+    ("comm.simulation",),
     ("comm",),
     ("simulated_cuda",),
     ("comm.algorithms", "comm.compression", "comm.debug"),

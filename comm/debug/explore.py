@@ -10,7 +10,7 @@ from torch import Tensor
 
 from functional_ds.base.tree import NAMESPACE
 from functional_ds.comm.record.errors import DivergenceError
-from functional_ds.comm.worlds.simulator import simulate
+from functional_ds.comm.simulation.simulator import simulate
 
 __all__ = ["explore"]
 

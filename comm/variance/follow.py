@@ -13,7 +13,7 @@ from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.variance import Variance
 
 from .declarations import Contradiction
-from .linearity import DRAWN_INTO, MOVES, PRODUCTS, SCALES, SUMS, SUMS_OF_PRODUCTS, makes_constants
+from .linearity import DRAWN_INTO, MOVES, PRODUCTS, SCALES, SUMS, SUMS_OF_PRODUCTS, TERMS, makes_constants
 from .op_trace import OpTrace, TracedEvent, Values
 
 __all__ = ["contradictions"]
@@ -274,11 +274,8 @@ class _GroupWalk:
         partial = next((state for state in states if state.kind is _P), None)
         if partial is None or event.backward:  # a derivative is linear
             return partial or _UNKNOWN
+        self._check_terms(partial)
         if name in SUMS:
-            self._check_added(event.inputs, partial)
-            for plain in event.operands:
-                if isinstance(plain, (int, float)) and not isinstance(plain, bool) and plain != 0:
-                    self._fail(f"{name} at {event.site} adds {plain} to each rank's term of a partial sum", partial)
             return partial
         if name in SUMS_OF_PRODUCTS:
             first, *others = [each for each in event.operands if isinstance(each, Values)]
@@ -296,11 +293,25 @@ class _GroupWalk:
         self._fail(f"{name} at {event.site} is not linear, and acts on a partial sum", partial)
         return partial
 
+    def _check_terms(self, partial: _ValueState) -> None:
+        """Numbers, and what all ranks have, must not become terms or elements of a partial sum; a mask must be one for all."""
+        event = self.event
+        for place in TERMS.get(event.name, ()):
+            each = event.operands[place] if place < len(event.operands) else 0
+            if isinstance(each, Values):
+                self._check_added(each, partial)
+            elif isinstance(each, (int, float)) and not isinstance(each, bool) and each != 0:
+                self._fail(f"{event.name} at {event.site} adds {each} to each rank's term of a partial sum", partial)
+        if event.name == "where":
+            terms = [number for number in event.inputs if self.states[number].kind is _P]
+            self._check_scaled([event.inputs[0], terms[-1]])
+
     def _check_added(self, numbers: Sequence[int], partial: _ValueState) -> None:
         """What all ranks have must not be added to each rank's term."""
         for number in numbers:
-            state = self.states[number]
-            if state.kind not in (_P, _V) and not self.trace.values[number].zero and not self._taken(number):
+            state, value = self.states[number], self.trace.values[number]
+            empty = state.kind == "constant" and value.bits is None  # memory, whose elements are written over
+            if state.kind not in (_P, _V) and not value.zero and not empty and not self._taken(number):
                 since = f" ({state.since})" if state.since else ""
                 text = f"{self.event.name} at {self.event.site} adds a value that all ranks have{since} to a partial sum"
                 self._fail(text, partial, f"the sum counts it {self.group.size} times: sum first, and add it then")

@@ -3,7 +3,7 @@
 Of a partial sum ``x = Σ x_r`` each rank has ``x_r``; ``f(x) = Σ f(x_r)`` holds for linear ``f`` alone.
 """
 
-__all__ = ["ARITHMETIC", "DRAWN_INTO", "MOVES", "PRODUCTS", "SCALES", "SUMS", "SUMS_OF_PRODUCTS", "makes_constants"]
+__all__ = ["ARITHMETIC", "DRAWN_INTO", "MOVES", "PRODUCTS", "SCALES", "SUMS", "SUMS_OF_PRODUCTS", "TERMS", "makes_constants"]
 
 # f(x + y) = f(x) + f(y), jointly in all tensors.
 SUMS = frozenset({"add", "sub", "rsub", "lerp"})
@@ -30,6 +30,18 @@ PRODUCTS = frozenset({"mul", "mm", "bmm", "mv", "dot", "vdot", "matmul", "outer"
 SCALES = frozenset(
     {"div", "true_divide", "index", "index_select", "gather", "take", "embedding", "masked_fill", "masked_scatter"}
 )
+
+# Which of an operator's arguments are terms of the result, or elements of it: what all ranks have among them counts n times in
+# a sum over n ranks. Of ``cat``, ``stack`` and writes into memory, a part may yet be taken that has no such elements.
+TERMS = {
+    **dict.fromkeys(SUMS, (0, 1)),
+    "where": (1, 2),
+    "masked_fill": (2,),
+    "constant_pad_nd": (2,),
+    **dict.fromkeys(("index_put", "masked_scatter"), (0, 2)),
+    **dict.fromkeys(("index_add", "index_copy", "scatter_add"), (0, 3)),
+    **dict.fromkeys(("select_scatter", "slice_scatter"), (0, 1)),
+}
 
 # The first tensor plus a product of the others.
 SUMS_OF_PRODUCTS = frozenset({"addmm", "baddbmm", "addbmm", "addmv", "addr", "addcmul"})

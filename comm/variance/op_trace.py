@@ -138,7 +138,7 @@ class OpTrace(TorchDispatchMode):
                 each = tuple(Values(x[place : place + 1]) if isinstance(x, Values) else x for x in operands)
                 self._operator(name.removeprefix("_foreach_"), each, written[place : place + 1], made[place : place + 1])
         elif written or made:
-            draws = torch.Tag.nondeterministic_seeded in func.tags
+            draws = torch.Tag.nondeterministic_seeded in func.tags and _probability(func, args, kwargs) != 0
             self._operator(name, operands, written, made, draws=draws)
         return out
 
@@ -252,6 +252,12 @@ class OpTrace(TorchDispatchMode):
 def _has_content(name: str) -> bool:
     """Whether an operator's result has values yet."""
     return "empty" not in name
+
+
+def _probability(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    """Of an attention's dropout; None where it has none."""
+    place = next((place for place, each in enumerate(schema_of(func).arguments) if each.name == "dropout_p"), None)
+    return None if place is None else args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)
 
 
 def _is_plain(tensor: Tensor) -> bool:

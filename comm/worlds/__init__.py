@@ -1,1 +1,1 @@
-"""Worlds: simulated ranks, processes over Gloo or NCCL, shapes without values, and one rank alone."""
+"""Worlds: processes over Gloo or NCCL, shapes without values, one rank for all, and one rank alone."""

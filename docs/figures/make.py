@@ -23,7 +23,7 @@ import functional_ds as fds
 from functional_ds import comm, moe, seq
 from functional_ds import pipelining as pp
 from functional_ds import transforms as T
-from functional_ds.comm.worlds.simulator import SimulatedWorld
+from functional_ds.comm.simulation.simulator import SimulatedWorld
 from functional_ds.step.phases import PHASES
 from functional_ds.transforms.zero.gather import Gatherer
 from functional_ds.transforms.zero.reduce import Reducer
@@ -118,7 +118,7 @@ DOES = {
     "transforms/zero/collectives.py": "levels of groups, codecs",
     "comm/api.py": "all_gather, reduce_scatter",
     "comm/dispatch.py": "the table's row, checked and counted",
-    "comm/worlds/simulator.py": "the wire: here threads; else Gloo or NCCL",
+    "comm/simulation/simulator.py": "the wire: here threads; else Gloo or NCCL",
 }
 
 
@@ -143,7 +143,7 @@ def zero_path() -> Figure:
             (x0, y0), (x1, y1) = where[above], where[below]
             start, end = (x0 + (shift if x0 == 6 else 0), y0 - 0.35), (x1 + (shift if x1 == 6 else 0), y1 + 0.36)
             axes.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "color": colour, "linewidth": 1.6})
-    x, y = 0.3, where["comm/worlds/simulator.py"][1]
+    x, y = 0.3, where["comm/simulation/simulator.py"][1]
     axes.text(x, y + 1.9, "a param's values", color=BLUE, fontsize=10, weight="bold")
     values = "all-gather when first touched;\nback up the same files: flat\ntensors, then views of them"
     axes.text(x, y + 1.05, values, color=BLUE, fontsize=8)

@@ -18,8 +18,11 @@ class ByteRange:
     """Where a tensor lies.
 
     Attributes:
+        name: the tensor's.
+        tensor: which lies there.
         space: 0 for addresses; else a storage that has none.
-        start: in bytes, as ``end``.
+        start: its first byte.
+        end: the byte after its last.
     """
 
     name: str
@@ -30,6 +33,7 @@ class ByteRange:
 
     @staticmethod
     def of(name: str, tensor: Tensor) -> "ByteRange | None":
+        """Where it lies; None for one without elements or strides, or of another class."""
         if not (type(tensor) in _KINDS or is_fake(tensor)) or tensor.layout != torch.strided or not tensor.numel():
             return None
         extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -16,6 +16,7 @@ __all__ = [
     "arriving",
     "current_stream",
     "forked_rng",
+    "generator_states",
     "in_use",
     "is_pinned",
     "on_stream",
@@ -75,6 +76,12 @@ def in_use() -> torch.device | None:
         return None
     module = torch.get_device_module(found)
     return torch.device(found.type, module.current_device()) if module.is_initialized() else None
+
+
+def generator_states() -> list[Tensor]:
+    """The states of torch's default generators, the host's and the accelerator's in use."""
+    device = in_use()
+    return [torch.get_rng_state(), *([] if device is None else [rng_state(device)])]
 
 
 def rng_state(device: torch.device) -> Tensor:

@@ -143,7 +143,7 @@ def module_of(leaf: Tensor) -> tuple[Any, str] | None:
 # Marks are attributes of a tensor's own, as pytrees have no place for them.
 _STORED_IN, _PART, _SLICES, _MODULE = "_fds_stored_in", "_fds_part", "_fds_slices", "_fds_module"
 _SHARERS = "_fds_sharers"
-ORIGIN = "_fds_origin"  # what ``materialise`` marks leaves with that have no values yet
+ORIGIN = "_fds_origin"  # what ``sharding.sources`` marks leaves with that have no values yet
 
 
 def _marked(leaf: Tensor, marks: dict[str, Any]) -> Tensor:

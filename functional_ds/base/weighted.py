@@ -24,6 +24,8 @@ class Weighted:
     tensor(2.3333)
 
     Attributes:
+        sum: a tensor, or a tree of them.
+        weight: what it is to be divided by, a scalar.
         skip: where an optimizer is given gradients: a bool scalar, whether to move nothing; None for never.
         unused: where an optimizer is given gradients: the leaves that the loss did not use, an ``Unused``; None for none.
     """

@@ -1,10 +1,8 @@
 """Any module as a pure function of its parameters and buffers."""
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
-from operator import is_
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,7 +23,8 @@ from functional_ds.remat.region import called, current_region
 from functional_ds.step.buffers import BufferScope, Held
 from functional_ds.step.tape import Tape, current_tape
 
-from .attributes import ABSENT, is_mutable, put_attribute
+from .attribute_changes import AttributeChanges
+from .attributes import is_mutable
 from .deep_copy import TensorPlace, deep_copy, reached
 from .parameter_marks import ParameterMarks, attributes_on
 from .refusals import check_elsewhere, check_module, refuse_flags, refuse_loading, refuse_placeholders
@@ -98,11 +97,8 @@ class Apply:
         own = {id(buffer): name for name, buffer in self.module.named_buffers()}
         self._elsewhere = {own[key] for key, _, _ in reached(self.module, own)}  # buffers that are attributes or the like, too
         self._written: dict[tuple[bool, ...], frozenset[str]] = {}  # by modes: the buffers that calls write
-        self._watched = [vars(each) for each in self.module.modules()]
-        self._seen = [dict(each) for each in self._watched]
-        self._values = [*itertools.chain.from_iterable(map(dict.values, self._watched))]
-        self._changes: list[tuple[int, str, Any]] = []  # module by place, attribute, value
-        self._hidden = HiddenAttributes(self.module, self._seen)
+        self._changes = AttributeChanges(self.module)
+        self._hidden = HiddenAttributes(self.module, self._changes.seen)
 
     @property
     def bare(self) -> Mapping[str, nn.Parameter]:
@@ -246,7 +242,7 @@ class Apply:
         *,
         trial: bool,
     ) -> Any:
-        self._notice()
+        self._changes.notice()
         skeleton, temporary = self._lease(params, held, tape, trial)
         skeleton.put(held)
         kind = type(self.module).__name__
@@ -343,26 +339,8 @@ class Apply:
             skeleton = self._pool.pop()
         except IndexError:
             return self._new()
-        owners = [*skeleton.owners.values()]
-        for place, key, value in self._changes[skeleton.version :]:
-            put_attribute(owners[place].__dict__, key, value)
-        skeleton.version = len(self._changes)
+        skeleton.version = self._changes.bring([*skeleton.owners.values()], skeleton.version)
         return skeleton
-
-    def _notice(self) -> None:
-        """Looks for attributes that have been set on ``module`` since the last call."""
-        values = [*itertools.chain.from_iterable(map(dict.values, self._watched))]
-        with suppress(RuntimeError):  # tensors of many elements are compared only where they are not the same
-            if values == self._values:  # quick: what is the same object is equal
-                return
-        self._values = values
-        for place, (now, before) in enumerate(zip(self._watched, self._seen, strict=True)):
-            if len(now) == len(before) and all(map(is_, now.values(), before.values())):
-                continue
-            for key in {**now, **before}:
-                if now.get(key, ABSENT) is not before.get(key, ABSENT):
-                    self._changes.append((place, key, now.get(key, ABSENT)))
-            self._seen[place] = dict(now)
 
     def _new(self) -> Skeleton:
         """One more copy, which shares the module's buffers until it is given others."""

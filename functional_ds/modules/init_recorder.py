@@ -49,6 +49,8 @@ class _RecordedOp:
     """One operation: its arguments with places for tensors, and the generator's state where it draws.
 
     Attributes:
+        function: the operator.
+        arguments: with places for tensors.
         reads: the storages of its arguments.
         writes: those that it changes.
         makes: its outputs that lie in storages of their own, None for others.

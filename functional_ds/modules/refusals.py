@@ -17,7 +17,7 @@ _OF_MODULES = ("_parameters", "_buffers", "_modules")
 def check_module(module: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
     """Refuses parameters and buffers without a shape, and what would not be a parameter's any more in a copy.
 
-    That are hooks, subclasses, tables by ``id``, and parameters that the module does not give its optimizer.
+    These are hooks, subclasses, tables by ``id``, and parameters that the module does not give its optimizer.
 
     Raises:
         ValueError: the module has one.

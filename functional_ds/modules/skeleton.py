@@ -14,6 +14,7 @@ from functional_ds.base.torch_private import buffers_of, held_elsewhere, paramet
 from functional_ds.step.buffers import Held, bit_equal
 from functional_ds.step.other_attributes import OtherAttribute
 
+from .attribute_changes import AttributeChanges
 from .attributes import ABSENT, copied, has_graph, is_state, kept, put_attribute, usable
 from .deep_copy import TensorPlace
 from .refusals import refuse_flags
@@ -29,17 +30,22 @@ class Skeleton:
     """A copy of the module that has no memory of its own: calls put parameters and buffers into it.
 
     Attributes:
+        module: the copy.
         owners: the modules in it, by path.
         owned: the places of each parameter among the modules' parameters.
-        slots: all its places.
+        names: what the buffer at a place is called.
+        places: the places of each buffer among the modules' buffers.
+        slots: all places of each parameter.
         elsewhere: further places of buffers: attributes, lists, closures.
+        rnns: the modules in it that have a second list of their weights.
         placeholders: the parameters without values that it was made with, until others are put in their places.
         tensors: the names of attributes that are tensors, or lists and the like of them, and no buffers.
         version: up to which change of ``Apply.module`` its attributes are those of that module.
         changes: those changes.
         attributes: each module's own attributes when it was leased; what a call changes is taken back at the end.
         tried: whether it ran without values.
-        identity: of the parameters that it has.
+        bound: the parameters that it has.
+        identity: of these.
         calls: who runs the modules inside of it.
         marked: the tensors in the place of parameters that are marked as such.
         flags: which of the parameters required grad when they were put in place.
@@ -54,7 +60,7 @@ class Skeleton:
     elsewhere: dict[str, list[tuple[TensorPlace, Any]]]
     rnns: list[nn.RNNBase]
     version: int
-    changes: list[tuple[int, str, Any]]
+    changes: AttributeChanges
     tensors: list[str]
     placeholders: dict[str, Tensor]
     attributes: list[dict[str, Any]] = attrs.field(factory=list)
@@ -165,7 +171,7 @@ class Skeleton:
     def _is_set_anew(self, name: str, version: int) -> bool:
         """Whether the user has set an attribute of ``Apply.module`` since a forward pass did."""
         paths = [*self.owners]
-        return any(joined(paths[place], key) == name for place, key, _ in self.changes[version:])
+        return any(joined(paths[place], key) == name for place, key in self.changes.since(version))
 
     def _has_written(self, name: str, value: Any, before: Any, held: Held) -> bool:
         """Whether calls have set an attribute, or written into its tensors."""

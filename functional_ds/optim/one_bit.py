@@ -235,6 +235,11 @@ class _Rule:
     """Either optimizer.
 
     Attributes:
+        lr: the learning rate.
+        betas: of the averages of gradients and of their squares.
+        eps: added to the root of the latter.
+        weight_decay: decoupled.
+        codec: compresses what is sent; None sends fp32.
         exact: the updates that update the variance, with all-reduced gradients.
         syncs: the other updates after which all ranks are equal.
         weighs: whether momentum is multiplied by its rate before it is compressed, as in 0/1 Adam.

@@ -20,6 +20,7 @@ class PartitionedTensor:
     Attributes:
         piece: ``ceil(numel / n)`` elements; the last ranks' pieces are padded with zeros.
         numel: elements of the whole tensor.
+        group: the n ranks.
     """
 
     piece: Tensor

@@ -1,12 +1,13 @@
 """Policies that group leaves into units, as FSDP's wrap policies do: a unit is gathered and reduced as one."""
 
-import difflib
 import re
 from collections.abc import Callable, Mapping
 from typing import Protocol, runtime_checkable
 
 import attrs
 from torch import Tensor
+
+from .path_patterns import check_expression, nearest
 
 __all__ = [
     "ByBytes",
@@ -131,10 +132,7 @@ class ByPath:
                 found[path] = hits[0][1].expand(hits[0][2])
         for pattern, _ in self.rules:
             if pattern not in used:
-                near = difflib.get_close_matches(pattern, leaves, 1, 0.0)
-                raise ValueError(
-                    f"by_path: {pattern!r} matches no path; the nearest is {near[0] if near else 'none, for there are none'!r}"
-                )
+                raise ValueError(f"by_path: {pattern!r} matches no path; {nearest(pattern, leaves)}")
         rest = unit_names(self.others, {path: leaf for path, leaf in leaves.items() if path not in found})
         return {**found, **rest}
 
@@ -155,8 +153,5 @@ def by_path(rules: Mapping[str, str], *, others: UnitOf = by_block) -> ByPath:
     {'wte': 'embed te', 'h.0.a': 'first blocks', 'h.1.a': 'first blocks', 'h.2.a': 'h.2'}
     """
     for pattern in rules:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"by_path: {pattern!r} is no regular expression: {error}") from None
+        check_expression("by_path: ", pattern)
     return ByPath(tuple(rules.items()), others)

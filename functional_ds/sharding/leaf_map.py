@@ -4,7 +4,6 @@ Under ZeRO an optimizer gets flat tensors, or shards of them, with many leaves i
 this. One that looks at whole leaves, or treats leaves differently, is a function of ``LeafMap`` (``fds.PerParameter``).
 """
 
-import difflib
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from functional_ds.base.marks import is_trainable, slices_of
 from .layout import Blocks, Layout
 from .leaf_region import LeafRegion
 from .leaf_slice import LeafSlice
+from .path_patterns import check_expression, nearest
 
 __all__ = ["LeafMap", "LeafShard", "LeafSpec", "TensorRange", "match_leaves"]
 
@@ -231,13 +231,10 @@ def match_leaves(leaf_map: LeafMap, where: str | Callable[[str], bool], what: st
     """
     if callable(where):
         return {i for i, leaf in enumerate(leaf_map.leaves) if where(leaf.path)}
-    try:
-        pattern = re.compile(where)
-    except re.error as error:
-        raise ValueError(f"{what}={where!r} is no regular expression: {error}") from None
+    check_expression(f"{what}=", where)
+    pattern = re.compile(where)
     hits = {i for i, leaf in enumerate(leaf_map.leaves) if pattern.search(leaf.path)}
     paths = [*(leaf.path for leaf in leaf_map.leaves), *leaf_map.other_paths]
     if not any(map(pattern.search, paths)):
-        near = difflib.get_close_matches(where, paths, 1, 0.0)
-        raise ValueError(f"{what}={where!r} matches no trained leaf; the nearest path is {near[0] if near else 'none'!r}")
+        raise ValueError(f"{what}={where!r} matches no trained leaf; {nearest(where, paths)}")
     return hits

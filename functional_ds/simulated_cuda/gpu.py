@@ -105,7 +105,14 @@ class SimulatedGpu:
         stream: the current stream.
         default: the default stream.
         host: the host, as a stream whose work is over at once.
+        streams: all others that there are.
         random: the state of the device's random generator.
+        moves_to_host: whether modules go to the host now, with their tensors.
+        intent: whether the memory that a torch function allocates is on the device; None outside of one.
+        function: the frame that called this torch function.
+        assigns: whether it runs within ``x[i] = value``.
+        allocated: bytes on the device.
+        peak: the most so far.
     """
 
     findings: list[Finding] = attrs.field(factory=list)
@@ -116,10 +123,10 @@ class SimulatedGpu:
     streams: "weakref.WeakSet[SimulatedStream]" = attrs.field(factory=weakref.WeakSet)
     random: Tensor = attrs.field(factory=lambda: torch.Generator().manual_seed(0).get_state())
     moves_to_host: bool = False
-    intent: bool | None = None  # whether the memory that a torch function allocates is on the device; None outside of one
-    function: FrameType | None = None  # that called this torch function
-    assigns: bool = False  # within x[i] = value
-    allocated: int = 0  # bytes on the device
+    intent: bool | None = None
+    function: FrameType | None = None
+    assigns: bool = False
+    allocated: int = 0
     peak: int = 0
     _memory: dict[int, SimulatedMemory] = attrs.field(factory=dict)
     _messages: dict[Access, tuple[Sequence[Tensor], Callable[[], Any]]] = attrs.field(factory=dict)

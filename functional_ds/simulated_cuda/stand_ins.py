@@ -19,7 +19,7 @@ from functional_ds.base.torch_private import (
     instead_of_make_wrapper_subclass,
     lift_on_the_host,
 )
-from functional_ds.comm.worlds.simulator import SimulatedWorld
+from functional_ds.comm.simulation.simulator import SimulatedWorld
 
 from .communicators import started
 from .gpu import DEVICE, HOST, SimulatedGpu, tensors_in

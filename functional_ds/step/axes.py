@@ -10,19 +10,24 @@ from typing import Any
 
 from .tape import current_tape
 
-__all__ = ["SUMS_EXPERTS", "asked", "axes", "axis", "with_axes", "with_axis"]
+__all__ = ["IN_ORDER", "SUMS_EXPERTS", "asked", "axes", "axis", "note_asked", "with_axes", "with_axis"]
 
 _SLOT, _ASKED = "axes", "axes asked for"
+IN_ORDER = "the order of what a rank holds"  # what functions ask for that are known to depend on it: drops, other attentions
 SUMS_EXPERTS = "tp sums experts"  # the slot of a pass that says: what calls an experts function sums its results over tp
 
 
 def axis(name: str) -> Any:
     """What a transform of the running step has put under the name; None where there is no such transform, or no step."""
-    tape = current_tape()
-    if tape is None:
-        return None
-    tape.slots.setdefault(_ASKED, set()).add(name)
+    note_asked(name)
     return axes().get(name)
+
+
+def note_asked(name: str) -> None:
+    """Notes for ``asked`` that a function of the pass that runs has asked for this."""
+    tape = current_tape()
+    if tape is not None:
+        tape.slots.setdefault(_ASKED, set()).add(name)
 
 
 def asked(name: str) -> bool:

@@ -66,7 +66,8 @@ def with_room(state: "State", names: Mapping[str, tuple[tuple[int, ...], torch.d
     """The state with room in its slots for tensors of a checkpoint that a fresh state lacks, where a slot can grow.
 
     Args:
-        names: the checkpoint's tensors by name.
+        state: a fresh one.
+        names: shape and dtype of the checkpoint's tensors by name.
     """
     if "step" in names:  # what is counted beside it comes with it
         counted = [name.removeprefix("idle.") for name in names if name.startswith("idle.")]

@@ -69,6 +69,7 @@ class Step:
 
     Attributes:
         base: the phases' meaning on one device.
+        name: of the step without transforms.
         layers: what each transform added, in the order of composition.
         buffers: which rank's module buffers data-parallel transforms keep: "first", "mean" or "own".
         draws: whether the loss function draws random numbers, so that ranks must know how many rows come before theirs.

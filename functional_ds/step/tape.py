@@ -293,6 +293,8 @@ class Tape:
         Reductions that it starts go on meanwhile; ``collect`` waits for them.
 
         Args:
+            seen: what the view gave, by path.
+            grads: by path.
             through: whether autograd takes them back to the leaves, whatever ``push_with`` was told.
         """
         self.end_forward()

@@ -267,7 +267,7 @@ def test_decay_may_name_what_another_rule_moves() -> None:
         found, expected = trained(rule(decaying)), trained(rule(plain))
         for path, value in expected.items():
             assert torch.equal(found[path], value), path
-    with pytest.raises(ValueError, match="decay='weigh' matches no trained leaf; the nearest path is"):
+    with pytest.raises(ValueError, match="decay='weigh' matches no trained leaf; the nearest is"):
         trained(fds.muon(0.1, fds.lion(0.1, weight_decay=0.5, decay="weigh")))
 
 
@@ -286,7 +286,7 @@ def test_decay_may_name_what_another_rule_moves() -> None:
         (lambda: fds.muon(1, fds.sgd(1), adjust="max"), "adjust='max'"),  # type: ignore[arg-type]
         (
             lambda: fds.train_step(loss, fds.param_groups({"boddy": fds.sgd(1)}, fds.sgd(1))).init(fresh()),
-            "nearest path is 'bod",
+            "nearest is 'bod",
         ),
         (lambda: fds.train_step(loss, fds.adamw(1, decay="weigh")).init(fresh()), "decay='weigh' matches no trained leaf"),
         (lambda: fds.train_step(loss, fds.muon(1, fds.sgd(1), matrices="x")).init(fresh()), "matrices='x'"),

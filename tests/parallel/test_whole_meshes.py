@@ -385,11 +385,11 @@ ORDERS = {
     "zero accumulate sequence experts tensor clip": "",
     "sequence zero accumulate experts tensor clip": "",
     "accumulate zero sequence clip experts tensor": "",
-    "tensor zero accumulate sequence experts clip": "plan: 'embed' matches no path",
+    "tensor zero accumulate sequence experts clip": r"put it after zero\(.*plan: 'embed' matches no path",
     "experts zero accumulate sequence tensor clip": "no transform before it sums their gradients",
     "zero sequence pipeline tensor experts clip": "replaces the gradients, which another transform of this step wraps already",
     "pipeline zero sequence experts tensor clip": "put pipeline after zero",
-    "zero tensor pipeline sequence experts clip": "plan: 'embed' matches no path",
+    "zero tensor pipeline sequence experts clip": r"put it after pipeline\(.*plan: 'embed' matches no path",
 }
 
 

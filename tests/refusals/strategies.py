@@ -57,13 +57,31 @@ def two_ranks(batch: Tensor | None, plan: Any = None) -> None:
     comm.simulate(program, world_size=2)
 
 
-def experts(before: Any, *, edp: bool = True) -> None:
+def counted_positions() -> None:
+    """A table of positions, which a loss counts from 0 on each of two ranks."""
+
+    def loss(params: Any, batch: Any) -> fds.Weighted:
+        tokens = batch["input_ids"]
+        x = params["w"][tokens] * (tokens * torch.arange(tokens.shape[1]))[..., None]
+        return fds.Weighted(x.square().sum(), tokens.numel())
+
+    def program() -> None:
+        step = made(T.zero(0), T.sequence(tokenwise=True), loss=loss)
+        step(step.init(weights()), torch.arange(8)[None] % 3)
+
+    comm.simulate(program, world_size=2)
+
+
+def experts(before: Any, *, edp: bool = True, router: bool = False) -> None:
     """A stack of four experts over 2 x 2 ranks, after what ``before`` makes of the mesh."""
+    gate = nn.Module()
+    gate.experts = nn.Parameter(torch.ones(4, 3))
+    apply, params = fds.functional(gate)
 
     def program() -> None:
         mesh = comm.mesh(dp=4).split("dp", edp=2, ep=2)
         cut = T.experts("experts", mesh["ep"], edp=mesh["edp"] if edp else None)
-        made(*before(mesh), cut).init({"experts": torch.ones(4, 3)})
+        made(*before(mesh), cut).init(params if router else {"experts": torch.ones(4, 3)}, modules=apply if router else None)
 
     comm.simulate(program, world_size=4)
 
@@ -233,6 +251,33 @@ REFUSALS = [
         why="It would see a part of the sequence.",
         instead='Cut what it lies in, or say `"replicated"` if it acts on each token alone.',
         program=lambda: two_ranks(rows(), {"layers": "sequence_parallel"}),
+    ),
+    Refusal(
+        what="layers on slices that reshape to whole heads, or meet layers that are whole",
+        error=ValueError,
+        says=r"'layers.0.down' \(Linear\) fails on slices over the 2 ranks of 'world'",
+        advises="Layers that meet must be cut alike",
+        why="Torch's own error names shapes, and not whose they are.",
+        instead='Cut layers that meet alike, and say `"local"` of attributes that count heads.',
+        program=lambda: two_ranks(rows(), {"up": "colwise", "down": "replicated"}),
+    ),
+    Refusal(
+        what="a model over sequences that counts positions itself, or has a convolution or recurrence along them",
+        error=ValueError,
+        says="where tokens change their places within a rank.* something else acts along the sequence",
+        advises="pass it the batch's position_ids",
+        why="It would see each rank's piece alone.",
+        instead="Pass `position_ids` of the batch; models with other mixers than attention cannot be cut so.",
+        program=counted_positions,
+    ),
+    Refusal(
+        what="a module's router among the leaves of `T.experts`, or experts that send nothing among their ranks",
+        error=ValueError,
+        says="belongs to a Module without a stack of matrices",
+        advises="begin with what the experts alone have",
+        why="Each rank would choose among its own experts.",
+        instead="Begin the pattern with `experts`, and let the model's experts use `fds.moe.exchange`.",
+        program=lambda: experts(lambda mesh: [T.zero(1, mesh["edp", "ep"])], router=True),
     ),
     Refusal(
         what="experts without a transform that sums gradients",

@@ -50,7 +50,6 @@ class Disk:
         pool: reads and writes.
         background: runs work that waits for the pool.
         direct: whether accesses bypass the page cache (O_DIRECT) where the file system can.
-        reader: predicts which tensor is asked for next.
         traffic: what was read and written so far.
     """
 

@@ -145,6 +145,7 @@ class OffloadPlan:
     """All units of a state.
 
     Attributes:
+        units: each leaf's tensors that are moved together.
         parts: which leaves the elements of the trained leaves are.
         slots: the names of the slots that are taken apart.
         lengths: for each unit the lengths of its lists.

@@ -1,6 +1,5 @@
 """Batches of whole sequences, and this rank's positions of them."""
 
-import difflib
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +14,7 @@ from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.parallel.sequence.axis import AXIS, SequenceAxis, documents_of
 from functional_ds.parallel.sequence.sequence_layout import SequenceLayout
+from functional_ds.sharding.path_patterns import check_expression, nearest
 from functional_ds.step.axes import with_axis
 
 __all__ = ["IGNORED", "BatchCut", "CutBatch", "entered", "padded"]
@@ -86,6 +86,13 @@ class BatchCut:
     shift: bool
     pad: Mapping[str, float] | bool
     whole: bool
+
+    def __attrs_post_init__(self) -> None:
+        if isinstance(self.dims, int) and self.dims < 1:
+            raise ValueError(f"dims={self.dims}: rows lie along dim 0, and a sequence along a dim that is counted from 1 on")
+        for option, patterns in (("dims", self.dims), ("pad", self.pad)):
+            for pattern in patterns if isinstance(patterns, Mapping) else ():
+                check_expression(f"{option}: ", pattern)
 
     def prepared(self, batch: Any) -> Any:
         """The batch with labels that need not be shifted, and a lone tensor of tokens by name."""
@@ -167,8 +174,7 @@ class BatchCut:
         for option, patterns in (("dims", self.dims), ("pad", self.pad)):
             for pattern in patterns if isinstance(patterns, Mapping) else ():
                 if not any(re.fullmatch(pattern, path) for path in leaves):
-                    near = difflib.get_close_matches(pattern, leaves, 1, 0.0)
-                    raise ValueError(f"{option}: {pattern!r} matches no path; the nearest is {near[0] if near else 'none'!r}")
+                    raise ValueError(f"{option}: {pattern!r} matches no path; {nearest(pattern, leaves)}")
 
     def filler(self, path: str) -> float:
         """What a leaf is padded with.

@@ -1,6 +1,5 @@
 """Expert parallelism: experts in slices over some of the data-parallel ranks (Lepikhin et al., "GShard", 2020)."""
 
-import difflib
 import re
 from typing import Any
 
@@ -12,8 +11,9 @@ from functional_ds.base import tree
 from functional_ds.base.marks import like_marked, mark_part, mark_sharers, mark_slices, module_of, part_of, slices_of
 from functional_ds.parallel.experts.axis import ExpertAxis
 from functional_ds.sharding.leaf_slice import LeafSlice
+from functional_ds.sharding.path_patterns import check_expression, nearest
 from functional_ds.sharding.sources import sliced
-from functional_ds.step.axes import with_axis
+from functional_ds.step.axes import asked, with_axis
 from functional_ds.step.compose import wrap
 from functional_ds.step.state import State
 from functional_ds.step.step import Step
@@ -60,7 +60,8 @@ class Experts:
     Raises:
         TypeError: ``ep`` or ``edp`` is no group.
         ValueError: the expression matches no path; the number of experts does not divide by the ranks; a leaf is cut along dim
-            0 already; the groups make no grid, or are not that of ``zero``; no transform before this one sums gradients.
+            0 already; it is a module's that is no stack of experts; the groups make no grid, or are not that of ``zero``; no
+            transform before this one sums gradients; in the first step: a module that sends nothing among the ranks of ``ep``.
 
     >>> import functional_ds as fds
     >>> from functional_ds import transforms as T
@@ -82,12 +83,10 @@ class Experts:
     pattern: str
     ep: comm.Group = attrs.field(validator=_is_group)
     edp: comm.Group | None = attrs.field(default=None, kw_only=True, validator=_is_group)
+    _of_modules: set[str] = attrs.field(factory=set, init=False)  # paths of experts that modules use
 
     def __attrs_post_init__(self) -> None:
-        try:
-            re.compile(self.pattern)
-        except (re.error, TypeError) as error:
-            raise ValueError(f"pattern={self.pattern!r} is no regular expression: {error}") from None
+        check_expression("pattern=", self.pattern)
         self._check_blocks(self.blocks)
 
     def __call__(self, step: Step) -> Step:
@@ -156,8 +155,7 @@ class Experts:
         """This rank's experts and all other leaves, marked for ``zero(...).cost_report`` and the like."""
         named = tree.named(params)
         if not any(re.search(self.pattern, path) for path, _ in named):
-            near = difflib.get_close_matches(self.pattern, [path for path, _ in named], 1, 0.0)
-            raise ValueError(f"pattern={self.pattern!r} matches no path; the nearest is {near[0] if near else 'none'!r}")
+            raise ValueError(f"pattern={self.pattern!r} matches no path; {nearest(self.pattern, [path for path, _ in named])}")
         leaves = [self._cut(path, leaf) if self._matches(path) else leaf for path, leaf in named]
         return tree.unflatten(tree.structure(params), leaves)
 
@@ -172,6 +170,14 @@ class Experts:
             raise ValueError(
                 f"pattern: {path!r} belongs to an nn.{type(owner).__name__}, which is no stack of experts along dim 0 (a "
                 r"router, or a shared expert?); begin the pattern with what the experts alone have, such as r'\.experts\.'"
+            )
+        if owner is not None:
+            self._of_modules.add(path)
+        if owner is not None and len(shape) < 3 and max(each.dim() for each in owner.parameters(recurse=False)) < 3:
+            raise ValueError(
+                f"pattern: {path!r} of shape {shape} belongs to a {type(owner).__name__} without a stack of matrices "
+                "[experts, a, b], so it is a router rather than experts, and each rank would choose among its own part of "
+                r"them; let the pattern begin with what the experts alone have, such as r'\.experts\.'"
             )
         if not shape or shape[0] % n:
             raise ValueError(
@@ -200,8 +206,25 @@ class Experts:
     # -- what the loss sees --------------------------------------------------------------------------------------------
 
     def forward(self, inner: Any, step: Step, state: State, function: Any, batch: Any) -> Any:
-        """The function, inside of which ``axis("ep")`` is the group of the experts."""
-        return inner(step, state, with_axis("ep", ExpertAxis(self.ep), function), batch)
+        """The function, inside of which ``axis("ep")`` is the group of the experts.
+
+        Raises:
+            ValueError: in the first pass: the experts are a module's, and nothing was sent among the ranks of ``ep``.
+        """
+        run = with_axis("ep", ExpertAxis(self.ep), function)
+        if state.batch is not None or not self._of_modules or self.ep.size == 1 or step.has(Trait.PIPELINES):
+            return inner(step, state, run, batch)
+        with comm.ledger() as sent:
+            found = inner(step, state, run, batch)
+        zero = step.leaf_map(state).group
+        others = () if zero is None or zero.name == self.ep.name else (zero.name,)
+        if not asked("ep") and not any(row.ranks == self.ep.ranks and row.group not in others for row in sent.rows):
+            raise ValueError(
+                f"{self}: the loss sends nothing among the ranks of {self.ep.name!r}, so each rank would use its own experts "
+                "alone: let the model's experts go through fds.moe.exchange; a Hugging Face model does if it takes "
+                "experts_implementation=fds.moe.register_experts()"
+            )
+        return found
 
 
 experts = Experts

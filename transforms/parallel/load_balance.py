@@ -13,6 +13,7 @@ from functional_ds.base import tree
 from functional_ds.base.torch_private import backward_pass
 from functional_ds.base.weighted import Weighted
 from functional_ds.parallel.experts.router_bias import Demands, RouterBiases
+from functional_ds.sharding.path_patterns import check_expression
 from functional_ds.step.axes import with_axis
 from functional_ds.step.buffers import BUFFERS, Buffers
 from functional_ds.step.compose import wrap
@@ -48,8 +49,8 @@ def balance(rate: float, routers: Mapping[str, int] | str, *, over: comm.Group |
             routers see a part of the sequence each.
 
     Raises:
-        ValueError: a rate that is not positive, no routers, or a number of experts below 1; in the first step: the loss counted
-            no choices of a router, or no buffer has such a name.
+        ValueError: a rate that is not positive, no routers, no regular expression, or a number of experts below 1; in the first
+            step: the loss counted no choices of a router, or no buffer has such a name.
         TypeError: ``over`` is no group.
 
     >>> import functional_ds as fds
@@ -65,7 +66,7 @@ def balance(rate: float, routers: Mapping[str, int] | str, *, over: comm.Group |
     if not rate > 0:
         raise ValueError(f"rate={rate!r}: the step of a bias must be positive")
     if isinstance(routers, str):
-        re.compile(routers)
+        check_expression("routers=", routers)
     else:
         for name, experts in routers.items():
             if type(experts) is not int or experts < 1:

@@ -9,11 +9,13 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base import tree
+from functional_ds.base.device import generator_states
 from functional_ds.base.weighted import Weighted
-from functional_ds.parallel.sequence.axis import AXIS, SequenceAxis
+from functional_ds.comm.worlds.rng_state import RngState
+from functional_ds.parallel.sequence.axis import AXIS, IN_DOCUMENTS, SequenceAxis
 from functional_ds.parallel.sequence.sequence_layout import SequenceLayout
 from functional_ds.state_dict.fingerprint import fingerprints
-from functional_ds.step.axes import asked
+from functional_ds.step.axes import IN_ORDER, asked
 from functional_ds.step.compose import wrap
 from functional_ds.step.phases import outermost
 from functional_ds.step.state import State
@@ -22,8 +24,11 @@ from functional_ds.step.tape import current_tape
 from functional_ds.step.traits import Trait
 
 from .batch_cut import BatchCut, CutBatch, entered, padded
+from .order_check import in_other_orders
 
 __all__ = ["sequence"]
+
+_KINDS = 256  # of batches that are remembered: documents, which a layout knows, may differ in each
 
 
 def sequence(
@@ -52,7 +57,9 @@ def sequence(
     Rows are counted over "dp" alone. It stands after ``pipeline``, and before or after any other transform.
 
     Sends nothing in a step, but for a batch of a new shape or layout a small message, by which ranks compare layouts, lengths
-    and batches (the host waits for that), and with ``whole=False`` the masks.
+    and batches (the host waits for that), and with ``whole=False`` the masks. The first step computes the loss twice more
+    without gradients, to see whether anything but attention depends on the order of a rank's tokens; not in pipelines, nor
+    where attention is another than ``fds.seq``'s.
 
     Args:
         group: the ranks among which sequences are cut; None for the whole world.
@@ -74,7 +81,8 @@ def sequence(
         TypeError: ``group`` is no group.
         ValueError: an unknown layout; when it runs: a length that does not lie on the ranks, leaves of different lengths or
             without a rule, ranks with other layouts, lengths or batches, gradients that nothing sums over the group, a loss
-            that is a plain mean, a model that does not ask for this axis.
+            that is a plain mean, a model that does not ask for this axis, one that counts positions itself or mixes neighbours.
+        RuntimeError: when it runs first: the loss draws from torch's generator.
 
     >>> import functional_ds as fds
     >>> from functional_ds import transforms as T
@@ -100,6 +108,10 @@ class _SequenceParallel:
     """The phases that sequence parallelism wraps.
 
     Attributes:
+        group: the ranks; None for the world.
+        layout: one for all batches, or a function from a batch to its layout.
+        rules: what of a batch is cut, and how.
+        tokenwise: whether the loss has no attention.
         axes: those of the batches so far, by group, layout and length; one for all batches of a kind, so that these are equal.
         agreed: the kinds of batches that ranks have compared.
         shards: which part of the global batch a rank has, by what the step without this transform says.
@@ -148,7 +160,9 @@ class _SequenceParallel:
         """Those of this rank's positions."""
         if comm.is_symmetric(self.ranks()) and isinstance(batch, Tensor) and batch.is_meta and batch.dim() < 2:
             return inner(step, state, batch, carry, last)  # type: ignore[no-any-return]  # memory.predicted's, without sequences
-        piece, length = self.cut(step, state, batch)
+        piece, length, dims = self.cut(step, state, batch)
+        if state.batch is None and carry is None:
+            self.check_order(step, state, piece, dims)
         key = state.key
         if key is not None:
             positions = piece.axis.positions(_device(piece))
@@ -158,11 +172,43 @@ class _SequenceParallel:
 
     def measure(self, inner: Any, step: Step, state: State, batch: Any) -> dict[str, Weighted]:
         """The sums over this rank's positions."""
-        piece, _ = self.cut(step, state, batch)
+        piece = batch if isinstance(batch, CutBatch) else self.cut(step, state, batch)[0]
         return inner(step, state, piece)  # type: ignore[no-any-return]
 
-    def cut(self, step: Step, state: State, batch: Any) -> tuple[CutBatch, int]:
-        """This rank's piece of the batch, and the length of the whole sequence without padding."""
+    def check_order(self, step: Step, state: State, piece: CutBatch, dims: Mapping[str, int]) -> None:
+        """Refuses a loss to which the order of a rank's positions matters beside attention, by two passes without gradients.
+
+        Raises:
+            ValueError: on all ranks.
+        """
+        two = None if comm.is_symmetric(self.ranks()) or step.has(Trait.PIPELINES) else in_other_orders(piece, dims)
+        if two is None or self.ranks().size == 1 or state.step.is_meta or not state.graphs.is_new("order of a sequence"):
+            return
+        before = RngState.now()
+        try:
+            one, other = (step.phases["measure"](step, state, each)["loss"] for each in two)
+        except (AttributeError, TypeError):
+            if step.draws:  # it may need its key, which is for training alone
+                return
+            raise
+        finally:
+            before.restore()
+        own = torch.stack(
+            [(one.sum - other.sum).abs(), one.sum.abs(), torch.as_tensor(one.weight, device=one.sum.device)]
+        ).double()
+        change, size, weight = step.sum_over_ranks(state, own).tolist()
+        if IN_ORDER not in state.graphs.kinds and change > 1e-5 * size + 3e-7 * weight:
+            raise ValueError(
+                f"{self}: where tokens change their places within a rank, each with its label and position, the loss changes "
+                f"by {change:.2g} of {size:.6g}, though attention is kept out of it. So something else acts along the "
+                "sequence, and would see each rank's piece alone: positions that the model counts itself (pass it the batch's "
+                "position_ids), labels that are shifted in the loss, a convolution or a recurrence (linear attention, state "
+                "space). Such models cannot be cut along the sequence, unless that layer exchanges its pieces itself and asks "
+                "for the ranks by axis('sp')"
+            )
+
+    def cut(self, step: Step, state: State, batch: Any) -> tuple[CutBatch, int, dict[str, int]]:
+        """This rank's piece of the batch, the length of the whole sequence without padding, and which leaves are cut."""
         step.batch_shard(state)  # refuses a step that sums nothing over the group
         group = self.ranks()
         layout = self.layout if isinstance(self.layout, SequenceLayout) else self.layout(batch)
@@ -180,11 +226,13 @@ class _SequenceParallel:
         except ValueError as error:
             mend = "" if self.rules.pad else "; T.sequence(pad=True) pads batches"
             raise ValueError(f"batch: the leaf at {path!r}: {error}{mend}") from None
-        return self.rules.cut(prepared, dims, axis, length), length
+        return self.rules.cut(prepared, dims, axis, length), length, dims
 
     def _axis(self, group: comm.Group, layout: SequenceLayout, length: int) -> SequenceAxis:
         key = (group, layout, length)
         if key not in self.axes:
+            if len(self.axes) >= _KINDS:
+                self.axes.clear()
             inner, rank, ring, heads = layout.inner, group.rank, None, None
             if inner > 1:
                 layout.check(length, group.size)
@@ -220,6 +268,8 @@ class _SequenceParallel:
                 f"{self}: ranks {odd} of group {group.name!r} have another batch than rank {group.ranks[0]}; ranks that share "
                 "sequences all get the same batch, so cut data by their place along other axes alone"
             )
+        if len(self.agreed) >= _KINDS:  # on all ranks at once
+            self.agreed.clear()
         self.agreed.add(kind)
 
     def batch_shard(self, inner: Any, step: Step, state: State) -> tuple[int, int]:
@@ -258,10 +308,18 @@ class _SequenceParallel:
 
     def forward(self, inner: Any, step: Step, state: State, function: Callable[[Any], Any], batch: Any) -> Any:
         """Runs the function with ``axis("sp")``."""
+        first = state.batch is None and self.ranks().size > 1 and not step.has(Trait.PIPELINES)
+        drawn = generator_states() if first else []
         found = inner(step, state, lambda given: entered(function, given), batch)
         tape = current_tape()
-        first = state.batch is None and tape is not None and tape.records and not step.has(Trait.PIPELINES)
-        if first and not self.tokenwise and self.ranks().size > 1 and not asked(AXIS):
+        if first and not all(map(torch.equal, drawn, generator_states())):
+            raise RuntimeError(
+                f"{self}: the loss drew from torch's random generator (nn.Dropout in training?): on pieces of a sequence these "
+                "are not a single device's draws. Set its probability to 0, or draw by the step's Key: key.dropout(x, p, name)"
+            )
+        if asked(AXIS) or asked(IN_ORDER):
+            state.graphs.is_new(IN_ORDER)
+        if first and tape is not None and not self.tokenwise and not (asked(AXIS) or asked(IN_DOCUMENTS)):
             raise ValueError(
                 f"{self}: no function of the loss asked for the sequence axis, so its attention would see the positions of one "
                 "rank alone: use fds.seq.ring(), fds.seq.ulysses(...) or their names in a Hugging Face config, without a "

@@ -9,16 +9,18 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base import tree
-from functional_ds.base.device import in_use, rng_state
+from functional_ds.base.device import generator_states
 from functional_ds.base.marks import like_marked, mark_part, mark_slices, part_of, slices_of
 from functional_ds.base.weighted import Weighted
 from functional_ds.parallel.tensor.leaf_cuts import Cuts, cuts_of
 from functional_ds.parallel.tensor.module_calls import TensorCalls
+from functional_ds.parallel.tensor.pairs import SLICES
 from functional_ds.parallel.tensor.words import Plan, word_of
 from functional_ds.sharding.leaf_map import LeafMap, LeafShard
 from functional_ds.sharding.leaf_slice import LeafSlice
+from functional_ds.sharding.path_patterns import check_expression
 from functional_ds.sharding.sources import is_deferred, sliced
-from functional_ds.step.axes import with_axis
+from functional_ds.step.axes import asked, with_axis
 from functional_ds.step.compose import wrap
 from functional_ds.step.phases import innermost
 from functional_ds.step.state import State
@@ -27,6 +29,7 @@ from functional_ds.step.tape import current_tape
 from functional_ds.step.traits import Trait
 
 from .slice_checks import check_batch, check_loss, check_whole_gradients
+from .slice_errors import named_errors
 
 __all__ = ["tensor_parallel"]
 
@@ -68,7 +71,8 @@ def tensor_parallel(plan: Plan, group: comm.Group | None = None, *, sequence_dim
     gradients of replicated leaves that are used on slices, one among the ranks that share heads, and a few scalars; the first
     step compares the ranks' batches.
 
-    Put it after ``zero`` and ``pipeline``, whose ranks lie along other axes. ``init`` takes rank 0's params. Optimizers that
+    Put it after ``zero`` and ``pipeline``, whose ranks lie along other axes. It sums nothing over these: without ``zero`` each
+    row of a mesh trains alone, as any step does. ``init`` takes rank 0's params. Optimizers that
     look at whole leaves (``lamb``, ``muon``) refuse slices. Torch's own random draws (``nn.Dropout``) are refused: a rank would
     draw other masks than a single device; use ``Key``.
 
@@ -78,9 +82,9 @@ def tensor_parallel(plan: Plan, group: comm.Group | None = None, *, sequence_dim
         sequence_dim: of activations between layers, for ``"sequence_parallel"``.
 
     Raises:
-        ValueError: a key matches no path, or two the same; a word is unknown; a size or a number of heads does not divide by
-            the ranks; another transform has cut a leaf along the dim; the group shares ranks with ZeRO's; in the first
-            step: the ranks' batches differ.
+        ValueError: a key matches no path, or two the same, or is no regular expression; a word is unknown; a size or a number
+            of heads does not divide by the ranks; another transform has cut a leaf along the dim; the group shares ranks with
+            ZeRO's; in the first step: the ranks' batches differ.
         TypeError: ``group`` is no group.
         RuntimeError: when the step runs: the loss draws from torch's generator.
 
@@ -98,8 +102,10 @@ def tensor_parallel(plan: Plan, group: comm.Group | None = None, *, sequence_dim
     """
     if group is not None and not isinstance(group, comm.Group):
         raise TypeError(f"group={group!r} is no group: pass mesh['tp'], comm.world() or None")
-    for value in plan.values():
-        if not isinstance(value, int):
+    for key, value in plan.items():
+        if isinstance(value, int):
+            check_expression("plan: ", key)
+        else:
             word_of(value)
     return _TensorParallel(dict(plan), group, sequence_dim).transform()
 
@@ -161,7 +167,18 @@ class _TensorParallel:
     def init(self, inner: Any, step: Step, params: Any) -> State:
         """The inner state of slices."""
         group = self.ranks()
-        cuts = cuts_of(params, self.plan, group)
+        try:
+            cuts = cuts_of(params, self.plan, group)
+        except ValueError as error:
+            name = next(layer.name for layer in step.layers if layer.slot == _SLOT)
+            after = [step.has(trait, after=name) for trait in (Trait.SHARDS_PARAMS, Trait.REDUCES_GRADIENTS, Trait.PIPELINES)]
+            other = next(filter(None, after), None)
+            if other is None:
+                raise
+            raise ValueError(
+                f"tensor_parallel: put it after {other}: compose({other}, tensor_parallel(...)), which stores something else "
+                f"than the leaves that the plan names ({error})"
+            ) from None
         slot = TensorSlices(_KnownCuts(cuts))
         leaves = [_sliced(path, leaf, cuts.slices.get(path), group) for path, leaf in tree.named(params)]
         state: State = inner(step, tree.unflatten(tree.structure(params), leaves)).put(**{_SLOT: slot})
@@ -194,13 +211,14 @@ class _TensorParallel:
             return inner(step, state, run, batch)
         calls = self._calls(state)
         before, tape.calls = tape.calls, (calls, *tape.calls)
-        drawn = _draws(state) if tape.records and group.size > 1 else []
+        drawn = generator_states() if tape.records and group.size > 1 else []
         try:
-            found = inner(step, state, run, batch)
+            with named_errors(_cuts(state).slices, group):
+                found = inner(step, state, run, batch)
         finally:
             tape.calls = before
             calls.leave(tape)
-        if not all(map(torch.equal, drawn, _draws(state) if drawn else [])):
+        if not all(map(torch.equal, drawn, generator_states() if drawn else [])):
             raise RuntimeError(
                 "tensor_parallel: the loss drew from torch's random generator (nn.Dropout in training?); on slices the ranks' "
                 "masks would not be the single device's. Set its probability to 0, or draw by the step's Key: "
@@ -211,6 +229,11 @@ class _TensorParallel:
             raise ValueError(
                 f"tensor_parallel: {sorted(modules)[0]!r} is a slice of a module's parameter, and the loss called no module "
                 "that the plan cuts: call apply(params, ...) of fds.functional with the params that the loss gets"
+            )
+        if asked(SLICES) and not _cuts(state).slices and group.size > 1 and not step.has(Trait.PIPELINES):
+            raise ValueError(
+                f"tensor_parallel: plan={dict(self.plan)} cuts no leaf, and the loss calls functions of fds.tp, which would "
+                f"sum whole products over the {group.size} ranks of {group.name!r}: name their weights, {{'up': 'colwise'}}"
             )
         if tape.records and group.size > 1 and not step.has(Trait.PIPELINES) and state.graphs.is_new("loss over tp"):
             check_loss(found, group)
@@ -266,7 +289,6 @@ def _sliced(path: str, leaf: Tensor, cut: LeafSlice | None, group: comm.Group) -
         leaf = like_marked(comm.broadcast(leaf.detach(), 0, group), leaf)
     if cut is None:
         return leaf
-
     sharers = len(cut.sharers)
     parts = (part_of(leaf), _SLICED, f"on {sharers} ranks each" if sharers > 1 else None)
     try:
@@ -282,12 +304,6 @@ def _check_axes(group: comm.Group, parts: LeafMap) -> None:
             f"tensor_parallel: its group {group.name!r} and that of zero share the ranks {sorted(other)}: they must lie along "
             "two axes of a mesh, mesh['tp'] and mesh['dp'] of comm.mesh(dp=..., tp=...)"
         )
-
-
-def _draws(state: State) -> list[Tensor]:
-    """The states of the generators that the loss may draw from."""
-    device = in_use()
-    return [torch.get_rng_state(), *([] if device is None else [rng_state(device)])]
 
 
 def _sum_shards(parts: LeafMap, grads: Sequence[Tensor], paths: Collection[str], group: comm.Group) -> None:

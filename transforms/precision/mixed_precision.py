@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any, ClassVar
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable, like_marked, mark_stored, module_of, stored_in
-from functional_ds.base.torch_private import foreach_copy_
 from functional_ds.base.weighted import Weighted
 from functional_ds.step.compose import wrap
 from functional_ds.step.slots import Role
@@ -22,9 +21,10 @@ from functional_ds.step.step import Metrics, Step, Transform
 from functional_ds.step.tape import current_tape
 from functional_ds.step.traits import Trait
 
+from .kept_states import KeptStates, rounded, rounds
 from .loss_scale import DynamicScale, LossScale, NoScale, StaticScale
 from .policy import Policy
-from .stochastic_rounding import Draws, round_stochastically
+from .stochastic_rounding import Draws
 
 __all__ = ["Mixed", "mixed_precision"]
 
@@ -85,7 +85,7 @@ def mixed_precision(
     rounds = states == torch.bfloat16 or (found.compute == torch.bfloat16 and not found.masters)
     if stochastic and not rounds:
         raise ValueError(f"stochastic=True: nothing is rounded to bf16 with the policy {found} and states={states}")
-    return _MixedPrecision(found, _scale(loss_scale, found), autocast, states, stochastic).transform()
+    return _MixedPrecision(found, _scale(loss_scale, found), autocast, KeptStates(states), stochastic).transform()
 
 
 def _scale(given: Any, policy: Policy) -> LossScale:
@@ -134,7 +134,7 @@ class _MixedPrecision:
     policy: Policy
     scale: LossScale
     autocast: bool
-    states: torch.dtype | None
+    states: KeptStates
     stochastic: bool
 
     def transform(self) -> Transform:
@@ -178,7 +178,8 @@ class _MixedPrecision:
 
     def _options(self) -> list[tuple[str, Any]]:
         scale = None if isinstance(self.scale, NoScale) else self.scale
-        return [("loss_scale", scale), ("autocast", self.autocast), ("states", self.states), ("stochastic", self.stochastic)]
+        states = self.states.dtype
+        return [("loss_scale", scale), ("autocast", self.autocast), ("states", states), ("stochastic", self.stochastic)]
 
     # -- what is stored ------------------------------------------------------------------------------------------------
 
@@ -195,7 +196,8 @@ class _MixedPrecision:
         keeps = [self.policy.masters and new.dtype != old.dtype for old, new in zip(leaves, stored, strict=True)]
         masters = [mark_stored(leaf, None) if kept else None for leaf, kept in zip(leaves, keeps, strict=True)]
         scale = tree.map(lambda x: x.to(state.step.device), self.scale)
-        state = tree.replace(state, params=tree.unflatten(spec, stored), optimizer=tree.map(self._narrow, state.optimizer))
+        kept = tree.map(self.states.narrow, state.optimizer)
+        state = tree.replace(state, params=tree.unflatten(spec, stored), optimizer=kept)
         return state.put(mixed_precision=Mixed(masters, scale))
 
     def params(self, inner: Any, step: Step, state: State) -> Any:
@@ -217,11 +219,6 @@ class _MixedPrecision:
         """As the loss is to see it, without the mark."""
         dtype = self._stored_dtype(leaf) if leaf.is_floating_point() else leaf.dtype
         return mark_stored(like_marked(leaf.detach().to(dtype), leaf), None)
-
-    def _narrow(self, leaf: Any) -> Any:
-        """The optimizer's state as it is kept: scalars, which count, stay."""
-        narrows = self.states is not None and isinstance(leaf, Tensor) and leaf.dtype == torch.float32 and leaf.dim()
-        return leaf.to(self.states) if narrows else leaf
 
     # -- what the loss sees --------------------------------------------------------------------------------------------
 
@@ -304,7 +301,7 @@ class _MixedPrecision:
         slot, (stored, spec) = _slot(state), tree.flatten(state.params)
         wide = [_wide(leaf) if master is None else master for leaf, master in zip(stored, slot.masters, strict=True)]
         slot = tree.replace(slot, stored=(stored, state.optimizer))
-        widened = tree.replace(state, params=tree.unflatten(spec, wide), optimizer=self._wide_states(state.optimizer))
+        widened = tree.replace(state, params=tree.unflatten(spec, wide), optimizer=self.states.wide(state.optimizer))
         return widened.put(mixed_precision=slot)
 
     def _narrowed(self, state: State, draws: Draws | None) -> State:
@@ -315,29 +312,12 @@ class _MixedPrecision:
         uniforms: list[Tensor | None] = [None] * len(stored)
         if draws:
             uniforms = [
-                draws.for_param(place, new) if master is None and _rounds(old, new) else None
+                draws.for_param(place, new) if master is None and rounds(old, new) else None
                 for old, new, master, place in zip(stored, moved, masters, _trained_places(stored), strict=True)
             ]
-        params = tree.unflatten(spec, _rounded(stored, moved, uniforms))
-        state = tree.replace(state, params=params, optimizer=self._kept_states(kept, state.optimizer, draws))
+        params = tree.unflatten(spec, rounded(stored, moved, uniforms))
+        state = tree.replace(state, params=params, optimizer=self.states.kept(kept, state.optimizer, draws))
         return state.put(mixed_precision=tree.replace(slot, masters=masters, stored=None))
-
-    def _wide_states(self, kept: Any) -> Any:
-        """The optimizer's state as an update has it."""
-        if self.states is None:
-            return kept
-        return tree.map(lambda leaf: leaf.float() if _is_narrow(leaf, self.states) else leaf, kept)
-
-    def _kept_states(self, kept: Any, wide: Any, draws: Draws | None) -> Any:
-        """The state after an update in the memory of the one before."""
-        if self.states is None:
-            return wide
-        named, leaves = tree.named(kept), tree.leaves(wide)
-        uniforms = [
-            draws.for_state(path, new) if draws and _rounds(old, new) else None
-            for (path, old), new in zip(named, leaves, strict=True)
-        ]
-        return tree.unflatten(tree.structure(kept), _rounded([old for _, old in named], leaves, uniforms))
 
 
 class _Share(torch.autograd.Function):
@@ -369,33 +349,6 @@ def _wide(leaf: Tensor) -> Tensor:
     return leaf.float() if half else leaf
 
 
-def _is_narrow(leaf: Any, states: torch.dtype | None) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.dtype == states
-
-
 def _trained_places(leaves: list[Tensor]) -> list[int]:
     """For each leaf, how many trained ones come before it."""
     return [0, *accumulate(map(is_trainable, leaves))][:-1]
-
-
-def _rounds(old: Any, new: Any) -> bool:
-    return isinstance(old, Tensor) and (old.dtype, new.dtype) == (torch.bfloat16, torch.float32)
-
-
-def _rounded(stored: Sequence[Any], moved: Sequence[Any], uniforms: Sequence[Tensor | None]) -> list[Any]:
-    """Rounds what is wide into what is stored, which the update owns; what goes to the nearest in one call."""
-    rounded, into, values = [], list[Tensor](), list[Tensor]()
-    with torch.no_grad():
-        for old, new, uniform in zip(stored, moved, uniforms, strict=True):
-            if not isinstance(old, Tensor) or new.dtype == old.dtype:
-                rounded.append(new)
-                continue
-            rounded.append(old)
-            if uniform is None:
-                into.append(old)
-                values.append(new)
-            else:
-                old.copy_(round_stochastically(new, uniform))
-        if into:
-            foreach_copy_(into, values)
-    return rounded

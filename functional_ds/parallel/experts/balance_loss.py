@@ -6,7 +6,7 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base.weighted import Weighted
 
-from .routing import Routing
+from .routing import Routing, counted
 
 __all__ = ["balance_loss", "load_metrics", "z_loss"]
 
@@ -51,7 +51,7 @@ def balance_loss(
     if sequence is not None and (sequence < 1 or tokens % sequence):
         raise ValueError(f"sequence={sequence}: {tokens} tokens are no whole sequences")
     rows, parts = (tokens, 1) if sequence is None else (sequence, tokens // sequence)
-    counts = mask_of(mask, tokens, routing.experts)
+    counts = counted(mask, tokens, routing.experts)
     places = routing.experts + torch.arange(parts, device=counts.device).repeat_interleave(rows)[:, None] * routing.count
     chosen = torch.zeros(parts * routing.count, dtype=torch.int64, device=counts.device)
     chosen = chosen.index_add_(0, places.flatten(), counts.repeat_interleave(k)).view(parts, routing.count)
@@ -62,15 +62,6 @@ def balance_loss(
     part = chosen.to(wide) / (number * k).clamp(min=1).to(wide)  # f, [parts, E]
     mass = (routing.probabilities * counts[:, None].to(wide)).view(parts, rows, routing.count).sum(1)
     return routing.count * (part * mass).sum()
-
-
-def mask_of(mask: Tensor | None, tokens: int, like: Tensor) -> Tensor:
-    """[tokens] integers, 1 for the tokens that count."""
-    if mask is None:
-        return torch.ones(tokens, dtype=torch.int64, device=like.device)
-    if mask.numel() != tokens:
-        raise ValueError(f"mask has shape {list(mask.shape)}, and the routing {tokens} tokens")
-    return (mask.reshape(-1) != 0).to(torch.int64)
 
 
 def z_loss(logits: Tensor, *, mask: Tensor | None = None) -> Tensor:
@@ -85,7 +76,7 @@ def z_loss(logits: Tensor, *, mask: Tensor | None = None) -> Tensor:
     """
     wide = logits if logits.dtype == torch.float64 else logits.float()
     each = wide.logsumexp(-1).square().flatten()
-    return each.sum() if mask is None else (each * mask_of(mask, len(each), each).to(each.dtype)).sum()
+    return each.sum() if mask is None else (each * counted(mask, len(each), each).to(each.dtype)).sum()
 
 
 def load_metrics(routing: Routing, *, mask: Tensor | None = None, prefix: str = "") -> dict[str, Weighted]:
@@ -102,7 +93,7 @@ def load_metrics(routing: Routing, *, mask: Tensor | None = None, prefix: str = 
     tensor(2.)
     """
     tokens, k = routing.experts.shape
-    counts = mask_of(mask, tokens, routing.experts)
+    counts = counted(mask, tokens, routing.experts)
     choices = (counts.sum() * k).float()
     demand = routing.demand(mask).float()
     found = {f"{prefix}load.{i}": Weighted(load, choices / routing.count) for i, load in enumerate(demand.unbind())}

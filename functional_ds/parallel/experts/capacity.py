@@ -7,6 +7,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from functional_ds.step.axes import IN_ORDER, note_asked
+
 __all__ = ["Capacity"]
 
 Drop = Literal["error", "position", "probability"]
@@ -15,6 +17,11 @@ Drop = Literal["error", "position", "probability"]
 def _positive(record: "Capacity", field: "attrs.Attribute[Any]", value: float) -> None:
     if not value > 0:
         raise ValueError(f"{field.name}={value!r}: a number above 0")
+
+
+def _whole(record: "Capacity", field: "attrs.Attribute[int]", value: int) -> None:
+    if not isinstance(value, int) or value < 1:  # type: ignore[redundant-expr]
+        raise ValueError(f"{field.name}={value!r}: an integer above 0")
 
 
 def _known(record: "Capacity", field: "attrs.Attribute[str]", value: str) -> None:
@@ -40,7 +47,7 @@ class Capacity:
     """
 
     factor: float = attrs.field(validator=_positive)
-    rows: int = attrs.field(validator=_positive, kw_only=True)
+    rows: int = attrs.field(validator=_whole, kw_only=True)
     drop: Drop = attrs.field(default="position", validator=_known, kw_only=True)
 
     def limit(self, k: int, experts: int) -> int:
@@ -74,6 +81,7 @@ class Capacity:
                 return None, counts.new_zeros(3)
             worst = counts.argmax()
             return None, torch.stack([counts.max() - limit, worst % experts, worst // experts])
+        note_asked(IN_ORDER)
         order = torch.arange(tokens * k, device=chosen.device)
         if self.drop == "probability":
             order = weights.detach().flatten().argsort(descending=True, stable=True)

@@ -1,6 +1,5 @@
 """What ``T.balance`` and a mixture tell each other: the biases of routers, and how many tokens chose each expert."""
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,6 +7,7 @@ import attrs
 from torch import Tensor
 
 from functional_ds.base.torch_private import is_fake
+from functional_ds.sharding.path_patterns import nearest
 from functional_ds.step.axes import axis
 from functional_ds.step.tape import current_tape
 
@@ -53,8 +53,7 @@ class RouterBiases:
             ValueError: there is no such router.
         """
         if router not in self.biases:
-            near = difflib.get_close_matches(router, self.biases, 1, 0.0)
-            raise ValueError(f"router={router!r} is none of the step's balance; the nearest is {near[0] if near else 'none'!r}")
+            raise ValueError(f"router={router!r} is none of the step's balance; {nearest(router, self.biases)}")
         return router
 
 

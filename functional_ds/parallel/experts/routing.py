@@ -61,8 +61,12 @@ class Routing:
 
         Args:
             mask: [...], true for the tokens that count; None for all.
+
+        Raises:
+            ValueError: the mask has another size.
         """
-        return self._counts(None if mask is None else mask.reshape(-1, 1).expand_as(self.experts))
+        which = None if mask is None else counted(mask, len(self.experts), self.experts)[:, None].expand_as(self.experts)
+        return self._counts(which)
 
     def load(self) -> Tensor:
         """How many rows each expert gets: [E] integers, on the device."""
@@ -101,6 +105,15 @@ class Routing:
             raise ValueError(f"routing: {int((~self.weights.isfinite()).sum())} weights are not finite")
         overflow_error(self, [] if self.overflow is None else [self.overflow.tolist()])
         return self
+
+
+def counted(mask: Tensor | None, tokens: int, like: Tensor) -> Tensor:
+    """[tokens] integers, 1 for the tokens that count."""
+    if mask is None:
+        return torch.ones(tokens, dtype=torch.int64, device=like.device)
+    if mask.numel() != tokens:
+        raise ValueError(f"mask has shape {list(mask.shape)}, and the routing {tokens} tokens")
+    return (mask.reshape(-1) != 0).to(torch.int64)
 
 
 def check_shapes(routing: Routing) -> None:

@@ -6,14 +6,15 @@ from torch import Tensor
 
 from functional_ds.base import tree
 from functional_ds.comm.record.group import Group
-from functional_ds.step.axes import axis
+from functional_ds.step.axes import IN_ORDER, asked, axes, note_asked
 from functional_ds.step.tape import current_tape
 
 from .sequence_layout import SequenceLayout
 
-__all__ = ["SequenceAxis", "documents_of", "resolve_axis", "sequence_axis"]
+__all__ = ["AXIS", "IN_DOCUMENTS", "SequenceAxis", "documents_of", "resolve_axis", "sequence_axis"]
 
 AXIS = "sp"
+IN_DOCUMENTS = "sp, for attention within its documents"  # what the functions here ask for; ``axis("sp")`` says nothing of it
 
 
 def _whole(instance: "SequenceAxis", attribute: "attrs.Attribute[Tensor | None]", value: Tensor | None) -> None:
@@ -81,7 +82,8 @@ def sequence_axis(what: str) -> SequenceAxis:
     Raises:
         ValueError: the step has no such axis, or none runs.
     """
-    found = axis(AXIS)
+    note_asked(IN_DOCUMENTS)
+    found = axes().get(AXIS)
     if not isinstance(found, SequenceAxis):
         raise ValueError(f"{what}: sequences are not cut here; pass a group, or run it in a step with T.sequence(group)")
     return found
@@ -107,13 +109,21 @@ def documents_of(attention_mask: Tensor | None = None, *, position_ids: Tensor |
 
 
 def resolve_axis(
-    what: str, group: Group | None, layout: SequenceLayout | str | None
+    what: str, group: Group | None, layout: SequenceLayout | str | None, *, masked: bool = False
 ) -> tuple[Group, SequenceLayout, Tensor | None]:
     """The group, the layout and the documents: those given, else those of the running step.
+
+    Args:
+        what: the caller, for errors.
+        group: as given.
+        layout: as given.
+        masked: whether the caller, and not the step, says in which documents it attends.
 
     Raises:
         ValueError: there is no group, or a layout without one.
     """
+    if masked if group is None else not asked(IN_DOCUMENTS):
+        note_asked(IN_ORDER)
     if group is not None:
         return group, SequenceLayout.of("contiguous" if layout is None else layout), None
     if layout is not None:

@@ -24,7 +24,7 @@ __all__ = [
     "Total",
     "attention",
     "blockwise",
-    "check_heads",
+    "check_qkv",
     "empty_to_infinite",
     "mask_of",
     "resolved_scale",
@@ -239,9 +239,9 @@ class _Blockwise(torch.autograd.Function):
         return (*(total.sum().to(q.dtype) for total in into), None, None, None, None)
 
 
-def blockwise(q: Tensor, keys: Keys, *, rows: _Runs, mask: AttentionMask, scale: float | None) -> Tensor:
+def blockwise(q: Tensor, keys: Keys, *, rows: _Runs, mask: AttentionMask, scale: float) -> Tensor:
     """Attention of queries at the positions ``rows`` to these keys; differentiable."""
-    o: Tensor = _Blockwise.apply(q, keys.k, keys.v, rows, keys.runs, mask, resolved_scale(q, scale))
+    o: Tensor = _Blockwise.apply(q, keys.k, keys.v, rows, keys.runs, mask, scale)
     return o
 
 
@@ -250,8 +250,8 @@ def resolved_scale(q: Tensor, scale: float | None) -> float:
     return 1 / math.sqrt(q.shape[-1]) if scale is None else scale
 
 
-def check_heads(what: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuses what is no attention's q [rows, h, S, d], k [rows, g, K, d] and v [rows, g, K, e].
+def check_qkv(what: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuses what is no q [rows, h, S, d], k [rows, g, S, d] and v [rows, g, S, e] of a sequence's attention to itself.
 
     Raises:
         ValueError: their shapes or dtypes do not fit.
@@ -263,6 +263,11 @@ def check_heads(what: str, q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"{what}: {shapes}: rows, sizes of heads of q and k, and heads and positions of k and v must agree")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(f"{what}: {shapes}: {q.shape[1]} query heads do not divide among {k.shape[1]} key-value heads")
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"{what}: {q.shape[2]} queries and {k.shape[2]} keys: a sequence attends to itself, so a rank holds the same "
+            "positions of both"
+        )
     if not (q.dtype == k.dtype == v.dtype):
         raise ValueError(f"{what}: q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; cast them to one dtype")
 
@@ -298,12 +303,10 @@ def attention(
     >>> attention(q, q[:, :2], q[:, :2], causal=True, documents=[4, 2]).shape
     torch.Size([1, 4, 6, 8])
     """
-    check_heads("attention", q, k, v)
-    if q.shape[2] != k.shape[2]:
-        raise ValueError(f"attention: {q.shape[2]} queries and {k.shape[2]} keys: it is of a sequence to itself")
+    check_qkv("attention", q, k, v)
     runs = (range(q.shape[2]),)
     mask = mask_of(causal, window, documents, length=q.shape[2], rows=q.shape[0])
-    return blockwise(q, Keys(k, v, runs), rows=runs, mask=mask, scale=scale)
+    return blockwise(q, Keys(k, v, runs), rows=runs, mask=mask, scale=resolved_scale(q, scale))
 
 
 def mask_of(
@@ -330,7 +333,7 @@ def mask_of(
     """
     numbers = documents if isinstance(documents, Tensor) else None
     lengths = None if documents is None or numbers is not None else tuple(int(each) for each in documents)
-    if lengths is not None and (sum(lengths) != length or min(lengths) < 1):
+    if lengths is not None and (sum(lengths) != length or min(lengths, default=1) < 1):
         raise ValueError(f"documents={list(lengths)}: lengths of at least 1 that add up to {sum(lengths)}, not to {length}")
     of_layout = None if layout is None else layout.documents
     if None not in (lengths, of_layout) and lengths != of_layout:

@@ -1,19 +1,15 @@
 """Attention with gathered keys and values: each rank has all keys, and its own queries."""
 
-from collections.abc import Callable, Sequence
-
 from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.comm.record.group import Group
 
-from .axis import resolve_axis
-from .blockwise import Keys, blockwise, check_heads, mask_of
+from .blockwise import Keys, blockwise
+from .cut_attention import Attention, CutSequence, cut_attention
 from .sequence_layout import SequenceLayout
 
 __all__ = ["gathered"]
-
-Attention = Callable[..., Tensor]
 
 
 def gathered(group: Group | None = None, *, layout: SequenceLayout | str | None = None) -> Attention:
@@ -41,25 +37,8 @@ def gathered(group: Group | None = None, *, layout: SequenceLayout | str | None 
     [torch.Size([1, 4, 4, 16]), torch.Size([1, 4, 4, 16])]
     """
 
-    def attend(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool = False,
-        window: int | None = None,
-        documents: Tensor | Sequence[int] | None = None,
-        scale: float | None = None,
-    ) -> Tensor:
-        ranks, how, numbers = resolve_axis("gathered attention", group, layout)
-        check_heads("gathered attention", q, k, v)
-        if q.shape[2] != k.shape[2]:
-            raise ValueError(
-                f"gathered attention: {q.shape[2]} queries and {k.shape[2]} keys: a rank holds the same positions of both"
-            )
-        length = q.shape[2] * ranks.size
-        runs = how.runs(length, ranks.size, ranks.rank)
-        mask = mask_of(causal, window, numbers if documents is None else documents, length=length, rows=q.shape[0], layout=how)
+    def compute(whole: CutSequence, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ranks, how, length = whole.group, whole.layout, whole.length
         k, v = comm.all_gather((k, v), ranks, dim=2)
         cols: tuple[range, ...] = (range(length),)
         if how.kind == "striped":  # queries of a stripe see stripes of keys in squares
@@ -67,6 +46,6 @@ def gathered(group: Group | None = None, *, layout: SequenceLayout | str | None 
         elif how != SequenceLayout("contiguous"):
             order = how.inverse(length, ranks.size, device=k.device)
             k, v = k.index_select(2, order), v.index_select(2, order)
-        return blockwise(q, Keys(k, v, cols), rows=runs, mask=mask, scale=scale)
+        return blockwise(q, Keys(k, v, cols), rows=whole.runs(), mask=whole.mask, scale=whole.scale)
 
-    return attend
+    return cut_attention("gathered attention", compute, group=group, layout=layout)

@@ -40,9 +40,14 @@ def head_shares(queries: int, keys: int, *, ranks: int) -> HeadShares:
         keys: how many key-value heads; it divides the former.
         ranks: how many ranks.
 
+    Raises:
+        ValueError: it does not divide.
+
     >>> head_shares(6, 2, ranks=3)
     HeadShares(queries=(range(0, 2), range(2, 4), range(4, 6)), keys=(range(0, 1), range(0, 2), range(1, 2)))
     """
+    if keys < 1 or queries % keys:
+        raise ValueError(f"{queries} query heads do not divide among {keys} key-value heads")
     each, more = divmod(queries, ranks)
     shares = [range(*cut) for cut in pairwise(accumulate((each + (rank < more) for rank in range(ranks)), initial=0))]
     shared = queries // keys

@@ -41,7 +41,10 @@ class SequenceMask:
 
 def _ulysses_ring(axis: SequenceAxis) -> Callable[..., Tensor]:
     if axis.ring_group is None or axis.ulysses_group is None:
-        raise ValueError("fds_ulysses_ring: the step's sequence axis has no groups for a ring and for Ulysses inside of it")
+        raise ValueError(
+            f"fds_ulysses_ring: the step's layout {axis.layout!r} has no groups for a ring and for Ulysses inside of it: give "
+            "T.sequence one with inner=, the number of ranks of Ulysses"
+        )
     layout = attrs.evolve(axis.layout, inner=1)
     return ulysses(ring(axis.ring_group, layout=layout), axis.ulysses_group)
 

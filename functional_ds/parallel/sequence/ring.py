@@ -1,6 +1,5 @@
 """Ring attention: keys and values go around the ranks while each computes with those that it has."""
 
-from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -13,13 +12,12 @@ from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.pending import Pending
 from functional_ds.comm.record.permutation import Permutation
 
-from .axis import resolve_axis
-from .blockwise import AttentionMask, Keys, Partial, Queries, Total, check_heads, empty_to_infinite, mask_of, resolved_scale
+from .blockwise import Keys, Partial, Queries, Total, empty_to_infinite
+from .cut_attention import Attention, CutSequence, cut_attention
 from .sequence_layout import SequenceLayout
 
 __all__ = ["ring"]
 
-Attention = Callable[..., Tensor]
 _shift = lru_cache(maxsize=256)(Permutation.shift)
 
 
@@ -30,19 +28,16 @@ class _Ring:
     In step t, rank r computes with the keys of rank r - t. One message has keys and values, one has the gradients by them.
     """
 
-    group: Group
-    layout: SequenceLayout
-    length: int
+    whole: CutSequence
     k_shape: torch.Size
     v_shape: torch.Size
-    mask: AttentionMask
-    scale: float
 
-    def runs(self, step: int) -> tuple[range, ...]:
-        return self.layout.runs(self.length, self.group.size, (self.group.rank - step) % self.group.size)
+    @property
+    def group(self) -> Group:
+        return self.whole.group
 
     def queries(self, q: Tensor) -> Queries:
-        return Queries(q, self.runs(0), self.mask, self.scale)
+        return Queries(q, self.whole.runs(), self.whole.mask, self.whole.scale)
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """Keys and values in a message, as views."""
@@ -51,7 +46,7 @@ class _Ring:
 
     def keys(self, flat: Tensor, step: int) -> Keys:
         k, v = self.split(flat)
-        return Keys(k, v, self.runs(step))
+        return Keys(k, v, self.whole.runs(-step))
 
     def pass_on(self, flat: Tensor, by: int) -> Pending[Tensor]:
         """Starts a message to the next rank, or the one before; the result is the other neighbour's."""
@@ -158,27 +153,8 @@ def ring(group: Group | None = None, *, layout: SequenceLayout | str | None = No
     [torch.Size([1, 4, 4, 16]), torch.Size([1, 4, 4, 16])]
     """
 
-    def attend(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool = False,
-        window: int | None = None,
-        documents: Tensor | Sequence[int] | None = None,
-        scale: float | None = None,
-    ) -> Tensor:
-        ranks, how, numbers = resolve_axis("ring attention", group, layout)
-        check_heads("ring attention", q, k, v)
-        if q.shape[2] != k.shape[2]:
-            raise ValueError(
-                f"ring attention: {q.shape[2]} queries and {k.shape[2]} keys: a rank holds the same positions of both"
-            )
-        length = q.shape[2] * ranks.size
-        how.check(length, ranks.size)
-        mask = mask_of(causal, window, numbers if documents is None else documents, length=length, rows=q.shape[0], layout=how)
-        here = _Ring(ranks, how, length, k.shape, v.shape, mask, resolved_scale(q, scale))
-        o: Tensor = _RingAttention.apply(q, k, v, here, save_blocks)
+    def compute(whole: CutSequence, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        o: Tensor = _RingAttention.apply(q, k, v, _Ring(whole, k.shape, v.shape), save_blocks)
         return o
 
-    return attend
+    return cut_attention("ring attention", compute, group=group, layout=layout)

@@ -28,8 +28,8 @@ class SequenceLayout:
     Attributes:
         kind: one of these names.
         documents: the documents' lengths in tokens, in order, for ``per_document``; attention stays within documents then.
-        inner: how many neighbouring ranks share the positions that one rank of the layout would have, in contiguous pieces. It
-            is for Ulysses inside of a ring: the layout orders the ring's ranks, and Ulysses' ranks share them.
+        inner: how many neighbouring ranks share the positions that one rank of the layout would have, in contiguous pieces.
+            With Ulysses inside of a ring, the layout orders the ring's ranks, and Ulysses' ranks share them.
 
     Sources: zigzag from Megatron-LM's context parallelism; striped from Striped Attention (arXiv 2311.09431).
 

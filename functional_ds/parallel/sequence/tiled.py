@@ -1,7 +1,7 @@
 """``tiled``: a function of tokens, computed for some of them at a time, in the forward pass and in the backward."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -79,6 +79,10 @@ class _Tiles:
     """One call.
 
     Attributes:
+        function: as ``tiled`` was given it, and so are the next three.
+        tiles: how many tiles.
+        dim: along which tokens lie.
+        sums: whether results are added up.
         leaves: of all arguments; a key is one.
         spec: puts them together.
         shared: how many of them are the first argument's.
@@ -153,6 +157,7 @@ class _Tiles:
         return found
 
     def _key(self, key: Key, part: range) -> Key:
+        """The key that draws for a tile what this one draws for all."""
         if self.dim == 0:
             return key.at(rows=part.start)
         tokens = self.parts[-1].stop
@@ -177,6 +182,7 @@ class _Tiles:
         return tree.unflatten(spec, results)
 
     def _room(self, leaf: Tensor) -> Tensor:
+        """Memory for the results of all tiles, from one tile's."""
         if self.sums:
             dtype = torch.int64 if leaf.dtype == torch.bool else wide_dtype(leaf.dtype)
             return torch.zeros((), dtype=dtype, device=leaf.device)
@@ -274,8 +280,8 @@ def _refuse_foreign(found: Sequence[Tensor], known: set[int]) -> None:
 def _again() -> Callable[[], Any]:
     """A context in which the function finds what it finds now: the tape, the generators' states and the autocast."""
     device = in_use()
-    kind = "cpu" if device is None else device.type
-    autocast = [(each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in {"cpu", kind}]
+    kinds = {"cpu"} if device is None else {"cpu", device.type}
+    autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
     drawn, host, tape = None if device is None else rng_state(device), torch.get_rng_state(), TapeNow.now()
 
     @contextmanager
@@ -284,11 +290,9 @@ def _again() -> Callable[[], Any]:
             torch.set_rng_state(host)
             if device is not None and drawn is not None:
                 set_rng_state(device, drawn)
-            with _autocast(*autocast[0]), _autocast(*autocast[1]) if len(autocast) > 1 else nullcontext():
+            with ExitStack() as contexts:
+                for kind, dtype, enabled in autocast:
+                    contexts.enter_context(torch.autocast(kind, dtype, enabled=enabled))
                 yield
 
     return restored
-
-
-def _autocast(kind: str, enabled: bool, dtype: torch.dtype) -> torch.autocast:
-    return torch.autocast(kind, dtype, enabled=enabled)

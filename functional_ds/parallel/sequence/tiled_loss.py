@@ -25,7 +25,7 @@ def tiled_loss(
     """The cross entropy of ``hidden @ weight.T + bias``, summed over tokens, and how many tokens those are.
 
     Law 45: it is ``F.cross_entropy(logits.float(), labels, reduction="sum")``, value and gradients. Logits exist for one of
-    ``tiles`` parts of the tokens at a time: T/tiles x V elements and as many in fp32, in place of all T x V. Each tile's
+    ``tiles`` parts of the tokens at a time: T/tiles x V elements, twice in fp32 at least, in place of all T x V. Each tile's
     gradients are computed with its logits, so no product is computed twice, and the backward pass only scales them. Sums of the
     loss and of the gradients of ``weight`` over tiles are in fp32.
 
@@ -98,8 +98,8 @@ class _TiledCrossEntropy(torch.autograd.Function):
         rows = max(1, -(-len(hidden) // tiles))
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
-            logits = F.linear(hidden[part], weight, bias)  # [rows, V]
-            loss, grad = _with_gradient(logits.to(total.dtype), labels[part], ignore_index, label_smoothing, wants=any(needs))
+            logits = F.linear(hidden[part], weight, bias).to(total.dtype)  # [rows, V]
+            loss, grad = _with_gradient(logits, labels[part], ignore_index, label_smoothing, wants=any(needs))
             total += loss
             del logits
             if grad is None:

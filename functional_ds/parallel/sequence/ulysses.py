@@ -1,6 +1,6 @@
 """Ulysses: attention that acts by head, on whole sequences of some heads each."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,13 +12,12 @@ from functional_ds.step.tape import current_tape
 
 from .axis import INSIDE_ULYSSES, resolve_axis
 from .blockwise import attention as on_one_device
-from .blockwise import check_heads
+from .blockwise import check_qkv
+from .cut_attention import Attention
 from .head_exchange import HeadExchange, HeadShares, head_shares
 from .sequence_layout import SequenceLayout
 
 __all__ = ["ulysses"]
-
-Attention = Callable[..., Tensor]
 
 
 def ulysses(
@@ -61,10 +60,8 @@ def ulysses(
     """
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        ranks, how, numbers = resolve_axis("ulysses", group, layout)
-        check_heads("ulysses", q, k, v)
-        if q.shape[2] != k.shape[2]:
-            raise ValueError(f"ulysses: {q.shape[2]} queries and {k.shape[2]} keys: a rank holds the same positions of both")
+        ranks, how, numbers = resolve_axis("ulysses", group, layout, masked=attention is not None or "documents" in kwargs)
+        check_qkv("ulysses", q, k, v)
         length = q.shape[2] * ranks.size
         runs = tuple(how.runs(length, ranks.size, rank) for rank in range(ranks.size))
         if attention is None:
@@ -79,9 +76,8 @@ def ulysses(
             if o.shape != (*q.shape[:3], v.shape[3]):
                 raise ValueError(f"ulysses: the attention gave {list(o.shape)}, and {[*q.shape[:3], v.shape[3]]} was to come")
         else:
-            o = torch.cat([q, v], dim=-1)[
-                ..., : v.shape[3]
-            ]  # without elements, and part of the graph: the backward is collective
+            # without elements, and part of the graph: the backward pass is collective
+            o = torch.cat([q, v], dim=-1)[..., : v.shape[3]]
         (o,) = HeadExchange(ranks, runs, (shares.queries,)).to_positions(o)
         return o
 

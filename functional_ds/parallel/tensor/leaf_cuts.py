@@ -1,6 +1,6 @@
 """A plan applied to a tree of params: which slice of each leaf every rank holds."""
 
-import difflib
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,6 +12,7 @@ from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.marks import module_of
 from functional_ds.sharding.leaf_slice import LeafSlice
+from functional_ds.sharding.path_patterns import nearest
 
 from .words import Packed, Plan, Word, fits, word_of
 
@@ -72,7 +73,7 @@ def cuts_of(params: Any, plan: Plan, group: comm.Group) -> Cuts:
                     found[key] = _slice(place, leaf, dim, value, group)
         used.update(found)
         if len({(cut.dim, cut.ranges_by_rank) for cut in found.values()}) > 1 or _twice(plan, path, places[path]):
-            raise ValueError(f"plan: {path!r} matches {[*found][-1]!r} and another expression; let one match")
+            raise ValueError(_conflict(plan, path, places[path]))
         if found:
             slices[path] = next(iter(found.values()))
             if places[path][0].module is not None and any(isinstance(plan[key], (str, Packed)) for key in found):
@@ -125,6 +126,19 @@ def _twice(plan: Plan, path: str, places: Sequence[_LeafPlace]) -> bool:
     return regexes + max(words) > 1
 
 
+def _conflict(plan: Plan, path: str, places: Sequence[_LeafPlace]) -> str:
+    claims = [f"{path!r} by {key!r}: {dim}" for key, dim in _dims(plan, path)]
+    for place in places:
+        own = [(key, value) for key, value in _claims(plan, place) if word_of(value).cuts]
+        claims += [f"{place.path!r} by {key!r}: {value!r}" for key, value in own]
+    tied = (
+        f"; one leaf, tied, is in {len(places)} places, and the plan's words for them must cut it alike"
+        if len(places) > 1
+        else ""
+    )
+    return f"plan: two expressions cut {path!r} in different ways: {', '.join(claims)}; let one match{tied}"
+
+
 def _size(path: str, leaf: Tensor, dim: int) -> int:
     if not -leaf.dim() <= dim < leaf.dim():
         raise ValueError(f"plan: {path!r} of shape {list(leaf.shape)} has no dim {dim}: it cannot be cut along dim {dim}")
@@ -147,7 +161,7 @@ def _slice(place: _LeafPlace, leaf: Tensor, dim: int, value: str | Packed, group
     packed = value if isinstance(value, Packed) else Packed(word_of(value).packed or 1)
     sizes = packed.blocks(leaf.shape[dim])
     owner, outputs = _owner(place), word_of(value).cuts in ("outputs", "inputs")
-    width = _head_size(place) if outputs else None
+    width = size_of_heads(_attention(place)) if outputs else None
     if width is None or any(size % width for size in sizes):
         return _even(place.path, leaf, dim, sizes, group)
     counts = [size // width for size in sizes]
@@ -185,20 +199,24 @@ def is_transposed(module: nn.Module | None) -> bool:
 
 
 def _attention(place: _LeafPlace) -> nn.Module | None:
+    """What the layer is a part of: the module above it, or above a wrapper of it such as LoRA's."""
     above = _parted(place.owner)[0]
-    return None if place.module is None or not place.owner else place.module.get_submodule(above)
+    if place.module is None or not place.owner:
+        return None
+    found = [place.module.get_submodule(each) for each in (above, _parted(above)[0])]
+    return next((each for each in found if size_of_heads(each)), found[0])
 
 
-def _head_size(place: _LeafPlace) -> int | None:
-    """The size of a head, where the layer is a part of an attention that says so."""
-    size = getattr(_attention(place), "head_dim", None)
-    return size if isinstance(size, int) and size > 0 else None
+def size_of_heads(attention: nn.Module | None) -> int | None:
+    """The size of an attention's heads, where it says so."""
+    sizes = [getattr(attention, name, None) for name in ("head_dim", "head_size")]
+    return next((size for size in sizes if isinstance(size, int) and size > 0), None)
 
 
 def _is_kv(place: _LeafPlace, count: int) -> bool:
     attention = _attention(place)
-    found = None if attention is None else kv_groups(attention)
-    return found is not None and count == heads_of(attention) // found
+    groups = None if attention is None else kv_groups(attention)
+    return attention is not None and groups is not None and count == heads_of(attention) // groups
 
 
 def kv_groups(attention: nn.Module) -> int | None:
@@ -207,11 +225,18 @@ def kv_groups(attention: nn.Module) -> int | None:
     return groups if isinstance(groups, int) and groups > 1 else None
 
 
-def heads_of(attention: nn.Module | None) -> int:
-    """The query heads of an attention: those of its widest linear."""
-    size = getattr(attention, "head_dim", 1)
-    widths = [child.out_features for child in (attention.children() if attention else ()) if isinstance(child, nn.Linear)]
-    return max([*(width // size for width in widths), 0])
+def heads_of(attention: nn.Module) -> int:
+    """The query heads of an attention: those that its configuration says, else those of its linears; 0 where neither does.
+
+    Linears of queries and keys have one input, and the former is so many times as wide as heads share a key-value head.
+    """
+    known = getattr(getattr(attention, "config", None), "num_attention_heads", None)
+    if isinstance(known, int):
+        return known
+    size, groups = size_of_heads(attention) or 1, kv_groups(attention) or 1
+    linears = [each for each in attention.modules() if isinstance(each, nn.Linear)]
+    pairs = [(q, k) for q, k in itertools.permutations(linears, 2) if q.in_features == k.in_features]
+    return max((q.out_features // size for q, k in pairs if q.out_features == k.out_features * groups), default=0)
 
 
 # -- what a plan leaves over ----------------------------------------------------------------------------------------------
@@ -229,8 +254,16 @@ def _check_used(plan: Plan, used: Iterable[str], places: Sequence[_LeafPlace], n
         if value == "local":
             _check_local(key, inside, n)
         elif isinstance(value, int) or word_of(value).cuts or not any(fits(key, path) for path in (*inside, *known)):
-            near = difflib.get_close_matches(key, [*known, *inside], 1, 0.0)
-            raise ValueError(f"plan: {key!r} matches no path; the nearest is {near[0] if near else 'none'!r}")
+            empty = next((path for path in inside if fits(key, path)), None)
+            if empty:
+                below = [
+                    f"{key}.{name}" for name, each in inside[empty].named_children() if any(True for _ in each.parameters())
+                ]
+                raise ValueError(
+                    f"plan: {key!r} means {empty!r}, a {type(inside[empty]).__name__} without params of its own: name what is "
+                    f"in it, such as {below}"
+                )
+            raise ValueError(f"plan: {key!r} matches no path; {nearest(key, [*known, *inside])}")
 
 
 def _check_tokenwise(

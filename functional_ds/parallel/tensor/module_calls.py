@@ -36,8 +36,10 @@ class _Way:
         word: what the plan says of it.
         name: the word itself; "tied" for a layer that the plan does not name, and that shares its weight with one that it does.
         sequence: whether it lies in a list of layers whose activations are cut along the sequence.
-        first, last: whether it is the first, or the last, of such a list.
+        first: whether it is the first of such a list.
+        last: whether it is the last.
         block: whether it lies in such a list and has layers that are cut by their outputs, so that it takes the whole sequence.
+        gathers: whether layers in it gather their outputs, so that what it counts is whole.
         local: attributes that count what is cut, and are divided by the ranks.
         rope: of ``"mla_kv_a_proj"``: the features that go to the attention directly.
     """
@@ -48,6 +50,7 @@ class _Way:
     first: bool = False
     last: bool = False
     block: bool = False
+    gathers: bool = False
     local: tuple[str, ...] = ()
     rope: int = 0
 
@@ -103,7 +106,9 @@ class TensorCalls:
                 )
             if not way.word.cuts and held[path] & cut:
                 way = attrs.evolve(way, name="tied")
-            if way != _Way(sequence=way.sequence) or kv_groups(each) is not None:
+            gathers = any(other.rpartition(".")[0] == path and word.after == "gather" for other, word in words.items())
+            way = attrs.evolve(way, gathers=gathers)
+            if way != _Way(sequence=way.sequence, gathers=gathers) or kv_groups(each) is not None:
                 self._ways[each] = way
                 found.append(path)
                 self.seen |= bool(way.word.cuts)
@@ -160,9 +165,9 @@ class TensorCalls:
         if way.name == "tied":
             way = attrs.evolve(way, word=_tied(module))
         if way.first:
-            args, kwargs = _with_input(args, kwargs, lambda x: comm.scatter_to(x, group, dim=self._dim(x)))
+            args, kwargs = _with_input(path, args, kwargs, lambda x: comm.scatter_to(x, group, dim=self._dim(x)))
         if way.block:
-            args, kwargs = _with_input(args, kwargs, lambda x: comm.all_gather(x, group, dim=self._dim(x)))
+            args, kwargs = _with_input(path, args, kwargs, lambda x: comm.all_gather(x, group, dim=self._dim(x)))
         with _attributes(module, _local(module, way, group.size)):
             found = self._call(path, module, way, group, forward, args, kwargs)
         return _with_output(found, lambda y: comm.gather_from(y, group, dim=self._dim(y))) if way.last else found
@@ -177,7 +182,7 @@ class TensorCalls:
         if way.name == "moe_tp_experts":
             return self._experts(path, module, way, group, forward, *args, **kwargs)
         if way.name == "moe_identity_expert":
-            args, kwargs = _with_input(args, kwargs, lambda x: x / group.size)
+            args, kwargs = _with_input(path, args, kwargs, lambda x: x / group.size)
         found = forward(*args, **kwargs)
         if way.name == "all_reduce":
             return _with_output(found, lambda y: self._reduced(y, way, group))
@@ -189,10 +194,16 @@ class TensorCalls:
     # -- the layers ------------------------------------------------------------------------------------------------------
 
     def _column(self, module: nn.Module, way: _Way, group: comm.Group, forward: Any, x: Tensor) -> Tensor:
-        y = _product(module, forward, self._entered(x, way, group) if way.word.before == "copy" else x)
-        if way.word.after != "gather" or y.shape[-1] == _declared(module, "outputs"):
-            return y
-        return comm.gather_from(y, group, dim=y.dim() - 1)
+        x = self._entered(x, way, group) if way.word.before == "copy" else x
+        bias, outputs = getattr(module, "bias", None), _declared(module, "outputs")
+        if not isinstance(module, nn.Linear) or bias is None or len(bias) == len(_own(module)):
+            bias = None  # only that of a tied weight is whole beside a slice
+        y = _product(module, forward, x, biased=bias is None)
+        if way.word.after == "gather" and y.shape[-1] != outputs:
+            y = comm.gather_from(y, group, dim=y.dim() - 1)
+            if outputs and y.shape[-1] % outputs == 0:  # one head on several ranks: each once
+                y = y.unflatten(-1, (group.size * outputs // y.shape[-1], y.shape[-1] // outputs, -1))[..., 0, :].flatten(-2)
+        return y if bias is None else y + bias
 
     def _row(self, path: str, module: nn.Module, way: _Way, group: comm.Group, forward: Any, x: Tensor) -> Tensor:
         self.leave(current_tape())
@@ -226,9 +237,9 @@ class TensorCalls:
         group: comm.Group,
         forward: Any,
         x: Tensor,
-        index: Tensor,
-        weights: Tensor,
+        *routing: Tensor,
     ) -> Tensor:
+        """Routing is (index, weights); none where the rows are weighted before, as Llama 4's are."""
         after = [each for each in ("has_bias", "has_post_expert_norm") if getattr(module, each, False)]
         if after and group.size > 1:
             raise ValueError(
@@ -236,17 +247,23 @@ class TensorCalls:
                 f"sum over the {group.size} ranks would count {group.size} times: leave this entry out and use "
                 "fds.moe.register_experts(), or leave the experts whole"
             )
+        if way.sequence and not routing:
+            raise ValueError(
+                f"plan: {path!r} is 'moe_tp_experts' in a sequence_parallel list and takes rows sorted by expert, which "
+                "cannot be gathered: leave 'sequence_parallel' out of this plan"
+            )
         if way.sequence:
-            x, index, weights = (comm.all_gather(each, group, dim=0) for each in (x, index, weights))
+            given = tuple(comm.all_gather(each, group, dim=0) for each in (x, *routing))
         else:
-            x, weights = comm.copy_to((x, weights), group)
+            x, *weights = comm.copy_to((x, *routing[1:]), group)
+            given = (x, *routing[:1], *weights)
         tape = current_tape()
         if tape is None:
-            return self._reduced(forward(x, index, weights), way, group)
+            return self._reduced(forward(*given), way, group)
         before = tape.slots.get(SUMS_EXPERTS, False)
         tape.slots[SUMS_EXPERTS] = True  # a registered experts function need not sum over the same ranks again
         try:
-            found = forward(x, index, weights)
+            found = forward(*given)
         finally:
             tape.slots[SUMS_EXPERTS] = before
         return self._reduced(found, way, group)
@@ -326,7 +343,7 @@ def _local(module: nn.Module, way: _Way, n: int) -> dict[str, int]:
     """Attributes of a module that count what is cut, as this rank has it."""
     found = {name: vars(module)[name] // n for name in way.local}
     groups = kv_groups(module)
-    if groups is not None and n > 1:
+    if groups is not None and n > 1 and not way.gathers:
         heads = heads_of(module)
         kv = heads // groups
         if heads % n == 0 and kv % n and _cut(module):  # fewer key-value heads than ranks
@@ -336,7 +353,7 @@ def _local(module: nn.Module, way: _Way, n: int) -> dict[str, int]:
 
 def _cut(attention: nn.Module) -> bool:
     """Whether an attention's queries are a slice."""
-    linears = [child for child in attention.children() if isinstance(child, nn.Linear)]
+    linears = [each for each in attention.modules() if isinstance(each, nn.Linear)]
     return any(_own(each).shape[0] != each.out_features for each in linears)
 
 
@@ -352,13 +369,13 @@ def _attributes(owner: Any, changes: Mapping[str, Any]) -> Iterator[None]:
         into.update(before)
 
 
-def _with_input(args: Any, kwargs: Any, change: Callable[[Tensor], Tensor]) -> tuple[Any, Any]:
-    """The arguments, the first tensor of which is changed."""
+def _with_input(path: str, args: Any, kwargs: Any, change: Callable[[Tensor], Tensor]) -> tuple[Any, Any]:
+    """The arguments of the module at a path, the first tensor of which is changed."""
     if args and isinstance(args[0], Tensor):
         return (change(args[0]), *args[1:]), kwargs
     name = next((name for name, value in kwargs.items() if isinstance(value, Tensor) and value.is_floating_point()), None)
     if name is None:
-        raise ValueError("plan: a layer that is 'sequence_parallel' was called without a tensor")
+        raise ValueError(f"plan: {path!r} was called without a tensor of floats; its input is what ranks take their parts of")
     return args, {**kwargs, name: change(kwargs[name])}
 
 

@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from functional_ds import comm
-from functional_ds.step.axes import axis
+from functional_ds.step.axes import axis, note_asked
 
-__all__ = ["shared", "summed", "tensor_group"]
+SLICES = "slices of weights over tp"
+
+__all__ = ["SLICES", "shared", "summed", "tensor_group"]
 
 
 def tensor_group(group: comm.Group | None, what: str) -> comm.Group:
@@ -19,6 +21,8 @@ def tensor_group(group: comm.Group | None, what: str) -> comm.Group:
         TypeError: it is no group.
     """
     found = axis("tp") if group is None else group
+    if group is None and what != "tp.places":
+        note_asked(SLICES)
     if found is None:
         raise ValueError(
             f"{what}: group=None, and no T.tensor_parallel is in the running step: pass the tensor-parallel group, mesh['tp'], "

@@ -42,7 +42,7 @@ def embed(
 
     Raises:
         IndexError: an id is none of the vocabulary (on a GPU its own assertion, as of ``F.embedding``).
-        ValueError: there is no group.
+        ValueError: there is no group, or no dim ``sequence_dim``.
 
     >>> from functional_ds import comm
     >>> def program():
@@ -52,6 +52,8 @@ def embed(
     [[6.0, 7.0], [0.0, 1.0]]
     """
     here = tensor_group(group, "tp.embed")
+    if sequence_dim is not None and not -ids.dim() <= sequence_dim < ids.dim():
+        raise ValueError(f"tp.embed: sequence_dim={sequence_dim} is no dim of ids, of shape {list(ids.shape)}")
     index, inside = local_rows(ids, weight.shape[0], here)
     own = None if padding is None else padding - here.rank * weight.shape[0]
     found = F.embedding(index, weight, own if own is not None and 0 <= own < weight.shape[0] else None)
@@ -95,7 +97,7 @@ def cross_entropy(
         ignore_index: tokens with this label count nothing.
 
     Returns:
-        ``Weighted(sum, tokens)``, fp32 and replicated: what a loss function of ``fds.train_step`` returns.
+        ``Weighted(sum, tokens)``, in fp32 at least and replicated: what a loss function of ``fds.train_step`` returns.
 
     Cost, T tokens: two all-reduces forward, of T and 2 T numbers (3 T with smoothing), nothing backward: the gradient is the
     local softmax less the target. No rank holds all logits.
@@ -136,7 +138,7 @@ class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, group: comm.Group, smoothing: float, z_loss: float) -> Tensor:
         rows = logits.shape[-1]
-        z = logits.float()
+        z = logits.to(torch.promote_types(logits.dtype, torch.float32))
         index, inside = local_rows(labels, rows, group)
         index = index.masked_fill(~inside, 0)
         top = comm.all_reduce(z.amax(-1), group, op="max")
@@ -157,8 +159,8 @@ class _TokenLosses(torch.autograd.Function):
         logits, index, inside, partition, labels = ctx.saved_tensors
         smoothing, z_loss, size = ctx.shares
         grad = grad.masked_fill(labels < 0, 0.0)
-        found = (logits.float() - partition[..., None]).exp_()
+        found = (logits - partition[..., None]).exp_()
         found *= (1 + 2 * z_loss * partition)[..., None]
         found -= smoothing / size
-        found.scatter_add_(-1, index[..., None], -(1 - smoothing) * inside[..., None].float())
+        found.scatter_add_(-1, index[..., None], -(1 - smoothing) * inside[..., None].to(found.dtype))
         return (found * grad[..., None]).to(logits.dtype), None, None, None, None

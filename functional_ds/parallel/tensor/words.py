@@ -14,11 +14,19 @@ def _sizes(given: int | Sequence[int]) -> int | tuple[int, ...]:
     return given if isinstance(given, int) else tuple(given)
 
 
+def _blocks(packed: "Packed", field: "attrs.Attribute[Any]", value: int | tuple[int, ...]) -> None:
+    if min((value,) if isinstance(value, int) else value, default=0) < 1:
+        raise ValueError(f"Packed({value!r}): there is at least one block, and blocks have at least one place each")
+
+
 @attrs.frozen
 class Packed:
     """Several projections that one weight holds side by side, each of which is cut: fused queries, keys and values, say.
 
     A rank's slice is its part of each block, in order, so that the model's own split finds them.
+
+    Raises:
+        ValueError: a size is less than 1, or there is none.
 
     Attributes:
         sizes: the blocks' sizes along the dim that is cut; or how many equal blocks there are.
@@ -28,7 +36,7 @@ class Packed:
     Packed(sizes=(64, 32, 32), word='colwise')
     """
 
-    sizes: int | tuple[int, ...] = attrs.field(converter=_sizes)
+    sizes: int | tuple[int, ...] = attrs.field(converter=_sizes, validator=_blocks)
     word: str = "colwise"
 
     def blocks(self, size: int) -> tuple[int, ...]:
@@ -130,7 +138,12 @@ def plan_of(model: nn.Module) -> dict[str, str]:
     if not plan:
         raise ValueError(f"plan_of: {type(model).__name__} has no tp_plan; write one: {{'q_proj': 'colwise', ...}}")
     known = {path for path, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))}
-    return {key: word for key, word in plan.items() if _any(key, known)}
+
+    def said_again(key: str) -> bool:
+        longer = [other for other in plan if other.endswith(f".{key}") and plan[other] == plan[key]]
+        return all(any(fits(other, path) for other in longer) for path in known if fits(key, path))
+
+    return {key: word for key, word in plan.items() if _any(key, known) and not said_again(key)}
 
 
 def _any(key: str, paths: Iterable[str]) -> bool:

@@ -81,12 +81,20 @@ FUNCTIONS: dict[str, Function] = {
     "in place": _in_place,
     "into a buffer": _into_a_buffer,
     "foreach": _foreach,
+    "scaled sum": lambda x, w, i: torch.add(x, x.T, alpha=3) - x.sub(x.T, alpha=2),
+    "lerp": lambda x, w, i: torch.lerp(x, x.T, 0.3),
+    "index_put": lambda x, w, i: x.new_empty(4, 4).index_put((i,), x),
     "plus zero": lambda x, w, i: x + torch.zeros_like(x) + 0,
     "plus one": lambda x, w, i: x + 1,
     "plus what all have": lambda x, w, i: x + w,
     "plus in place": lambda x, w, i: x.clone().add_(w),
     "addmm of products": lambda x, w, i: torch.addmm(x, w, w),
     "bias": lambda x, w, i: F.linear(x, w, w[0]),
+    "where, else one": lambda x, w, i: torch.where(w > 0, x, 1.0),
+    "masked by one": lambda x, w, i: x.masked_fill(w > 0, 1.0),
+    "padded by one": lambda x, w, i: F.pad(x, (1, 2), value=1.0),
+    "lerp to what all have": lambda x, w, i: torch.lerp(x, w, 0.3),
+    "index_copy of what all have": lambda x, w, i: x.index_copy(0, i[:1], w[:1]),
     "square": lambda x, w, i: x * x,
     "power": lambda x, w, i: x**2,
     "matmul with itself": lambda x, w, i: x @ x,
@@ -134,6 +142,10 @@ def test_terms_are_not_scaled_by_what_differs() -> None:
         comm.partial(matrix(1 + rank())) * matrix(5 + rank())
 
     assert "multiplies a value that differs between ranks (ranks 0 and 1 " in says(program)
+
+
+def test_terms_are_not_masked_by_what_differs() -> None:
+    assert "where at test_follow.py" in says(lambda: torch.where(matrix(5 + rank()) > 0, comm.partial(matrix(rank())), 0.0))
 
 
 def test_terms_are_not_scaled_by_other_parts_of_what_all_have() -> None:

@@ -14,7 +14,7 @@ def clean_programs_pass() -> None:
     assert test_law_51.passes(2, test_law_51.LAYERS, 3) is True
     for case in SILENT:
         test_silent_bugs.test_the_clean_program_passes(case)
-    for name in ("in place", "into a buffer", "foreach", "plus zero", "matmul"):
+    for name in ("in place", "into a buffer", "foreach", "plus zero", "matmul", "scaled sum"):
         test_follow.test_terms_go_through_what_is_linear_and_nothing_else(name)
     test_follow.test_memory_that_is_used_again_is_something_else()
     test_follow.test_memory_that_is_written_into_is_something_else()
@@ -29,7 +29,7 @@ def clean_programs_pass() -> None:
 def bugs_are_named() -> None:
     for case in SILENT:
         test_silent_bugs.test_the_bug_is_named(case)
-    for name in ("bias", "addmm of products", "plus one", "foreach norm", "square"):
+    for name in ("bias", "addmm of products", "plus one", "foreach norm", "square", "masked by one"):
         test_follow.test_terms_go_through_what_is_linear_and_nothing_else(name)
     test_follow.test_a_sum_over_two_axes_counts_what_one_axis_shares()
     test_follow.test_terms_along_one_axis_are_summed_along_it_and_stay_along_another()
@@ -63,6 +63,21 @@ BUGS = (
             "comm.variance.follow",
             "if not self.members <= set(group.ranks):",
             "if True:",
+        ),
+    ),
+    (
+        bugs_are_named,
+        Bug(
+            "a mask brings what it likes", "comm.variance.follow", "for place in TERMS.get(event.name, ()):", "for place in ():"
+        ),
+    ),
+    (
+        clean_programs_pass,
+        Bug(
+            "a scale is a term",
+            "comm.variance.follow",
+            "for place in TERMS.get(event.name, ()):",
+            "for place in range(len(event.operands)):",
         ),
     ),
     (

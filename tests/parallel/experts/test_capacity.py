@@ -75,6 +75,7 @@ def test_what_a_capacity_cannot_be() -> None:
     for arguments, words in (
         ({"factor": 0.0, "rows": 2}, "factor=0.0"),
         ({"factor": 1.0, "rows": 0}, "rows=0"),
+        ({"factor": 1.0, "rows": 2.5}, "rows=2.5: an integer above 0"),
         ({"factor": 1.0, "rows": 2, "drop": "late"}, "drop='late': one of 'error'"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -134,6 +134,16 @@ def test_noise_draws_experts_by_their_probabilities() -> None:
     torch.testing.assert_close(found.load() / 20000, logits[0].softmax(0), atol=0.02, rtol=0)
 
 
+def test_masks_say_which_tokens_count() -> None:
+    """Whatever their dtype, everywhere alike; of another size they are refused."""
+    routing = moe.Routing(torch.tensor([[0], [1]]), torch.ones(2, 1), 2, probabilities=torch.eye(2))
+    for mask in (torch.tensor([True, False]), torch.tensor([[0.5], [0.0]]), torch.tensor([2, 0])):
+        assert routing.demand(mask).tolist() == [1, 0]
+        assert moe.load_metrics(routing, mask=mask)["load.0"].mean().item() == 2
+    with pytest.raises(ValueError, match=r"mask has shape \[3\], and the routing 2 tokens"):
+        routing.demand(torch.ones(3))
+
+
 def test_a_routing_is_data() -> None:
     """A pytree with checks, whose text says where the tokens go."""
     routing = moe.route(torch.tensor([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0]]), 2, capacity=moe.Capacity(0.7, rows=2))

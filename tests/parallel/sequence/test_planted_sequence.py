@@ -12,7 +12,7 @@ import functional_ds as fds
 from functional_ds import comm, seq
 from functional_ds import transforms as T
 from functional_ds.parallel.sequence.tiled import tiled
-from tests.parallel.sequence import test_sequence, test_tiled
+from tests.parallel.sequence import test_order_check, test_sequence, test_tiled
 from tests.parallel.sequence.causal_models import batch_of, model_loss
 from tests.planting import Bug, planted
 
@@ -170,8 +170,31 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
     functools.partial(refused, {}, test_sequence.tokens_of, "have another batch than rank 0"): [
         Bug("other batches go unnoticed", STEP, "each[3] != first[3]", "False"),
     ],
+    functools.partial(test_order_check.test_what_acts_along_a_piece_is_refused, "rotary positions"): [
+        Bug(
+            "all tokens keep their places",
+            "transforms.parallel.order_check",
+            "[:, [0, 2, 1, 3]]",
+            "[:, [0, 1, 2, 3]]",
+        ),
+        Bug(
+            "no token sees another",
+            "transforms.parallel.order_check",
+            "torch.tensor([0, 0, 2, 2])",
+            "torch.tensor([0, 1, 2, 3])",
+        ),
+    ],
+    functools.partial(test_order_check.test_right_models_pass, "documents of its own"): [
+        Bug(
+            "other documents than the check's go unnoticed",
+            "parallel.sequence.axis",
+            "if masked if",
+            "if False if",
+            shows=ValueError,
+        ),
+    ],
     functools.partial(refused, {"tokenwise": False}, test_sequence.alike, "asked for the sequence axis"): [
-        Bug("attention within a rank goes unnoticed", STEP, "and not asked(AXIS)", "and False"),
+        Bug("attention within a rank goes unnoticed", STEP, "and not (asked(AXIS) or asked(IN_DOCUMENTS))", "and False"),
     ],
     functools.partial(
         refused, {"loss": lambda params, batch: params["w"].sum()}, test_sequence.alike, "a mean over this rank's tokens"

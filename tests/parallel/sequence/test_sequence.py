@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from functional_ds import transforms as T
 from functional_ds.pipelining.schedules.generators import one_f_one_b
 from functional_ds.step.axes import axis
 from functional_ds.testing import simulated_cuda
+from functional_ds.transforms.parallel.batch_cut import BatchCut
+from functional_ds.transforms.parallel.sequence import _SequenceParallel
 from tests.parallel.sequence.causal_models import (
     batch_of,
     model_loss,
@@ -153,6 +156,27 @@ def test_lengths_that_do_not_divide_are_padded(padding: str | None, causal: bool
         assert_same(found, expected)
 
 
+def test_layouts_of_many_batches_are_not_kept() -> None:
+    """What is known of batches, whose documents may differ in each, has a bound."""
+
+    def program() -> None:
+        def layout(batch: Any) -> seq.SequenceLayout:
+            return seq.SequenceLayout.per_document(batch["x"][0].tolist())
+
+        cut = _SequenceParallel(None, layout, BatchCut({"y": 1}, False, False, True), True)
+        step = fds.train_step(lambda p, b: fds.Weighted((p["w"] * b["y"]).sum(), 1), fds.sgd(0.1))
+        step = fds.compose(T.zero(0), cut.transform())(step)
+        state = step.init({"w": torch.ones(())})
+        for first in range(1, 13):
+            documents = torch.tensor([[first, 14 - first]])
+            state, _ = step(state, {"x": documents, "y": torch.ones(1, 14)})
+        assert 0 < len(cut.axes) <= 4
+        assert 0 < len(cut.agreed) <= 4
+
+    with mock.patch("functional_ds.transforms.parallel.sequence._KINDS", 4):
+        comm.simulate(program, world_size=2)
+
+
 def test_layouts_by_document() -> None:
     """A layout for each batch, from its documents, which need not divide."""
     batches = [batch_of(1, 12, seed, "packed") for seed in range(4)]
@@ -275,7 +299,8 @@ def test_masks_of_documents() -> None:
 
         def loss(params: Any, batch: Any) -> fds.Weighted:
             documents = axis("sp").documents
-            seen.append(None if documents is None else documents.tolist())
+            if torch.is_grad_enabled():
+                seen.append(None if documents is None else documents.tolist())
             return fds.Weighted(params["w"].sum(), 1)
 
         step = fds.compose(T.zero(0), T.sequence(), T.accumulate(2))(fds.train_step(loss, fds.sgd(0.1)))
@@ -423,6 +448,9 @@ def alike(rank: int) -> dict[str, Tensor]:
         ({}, lambda rank: {"x": torch.ones(2, 8)}, "no leaf is known to be a sequence .*'x'"),
         ({"dims": {"x": 1}}, alike, "dims: 'x' matches no path; the nearest is"),
         ({"dims": {"labels": 0}, "shift": False}, alike, "cannot be cut along dim 0"),
+        ({"dims": 0}, alike, "dims=0: rows lie along dim 0"),
+        ({"dims": -1}, alike, "dims=-1: rows lie along dim 0"),
+        ({"dims": {"(": 1}}, alike, r"dims: '\(' is no regular expression"),
         ({"dims": {"labels": 1, "la.*": 1}, "shift": False}, alike, "'labels' matches 'labels' and 'la"),
         ({"dims": 1, "pad": True, "shift": False}, lambda rank: {"x": torch.ones(2, 7)}, "nothing says what the leaf at 'x'"),
         ({"whole": False}, alike, "'labels' of a piece of a sequence cannot be shifted"),

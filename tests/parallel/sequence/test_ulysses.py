@@ -130,6 +130,9 @@ def test_shares_of_heads(keys: int, times: int, ranks: int) -> None:
     assert [head for share in shares.queries for head in share] == list(range(keys * times))
     sizes = [len(share) for share in shares.queries]
     assert max(sizes) - min(sizes) <= 1
+    for wrong in (keys * times + 1, 0):
+        with pytest.raises(ValueError, match=f"{keys * times} query heads do not divide among {wrong} key-value heads"):
+            seq.head_shares(keys * times, wrong, ranks=ranks)
     for queries, used in zip(shares.queries, shares.keys, strict=True):
         assert set(used) == {head // times for head in queries}
 

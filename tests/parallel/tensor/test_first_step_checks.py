@@ -117,3 +117,92 @@ def test_ulysses_over_the_ranks_of_its_own_attention_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"cuts this attention's heads over the ranks of the step's T\.sequence already"):
         comm.simulate(program, world_size=2)
+
+
+def test_a_plan_that_cuts_nothing_under_tp_functions() -> None:
+    params = {"up": torch.ones(4, 8), "down": torch.ones(8, 4)}
+
+    def program() -> None:
+        step = fds.train_step(lambda p, x: _square(fds.tp.row(fds.tp.column(x, p["up"]), p["down"])), fds.sgd(0.1))
+        step = T.tensor_parallel({})(step)
+        step(step.init(params), X)
+
+    with pytest.raises(ValueError, match=r"plan=\{\} cuts no leaf, and the loss calls functions of fds\.tp.*the 2 ranks of"):
+        comm.simulate(program, world_size=2)
+
+
+class _Reshaped(nn.Module):
+    """It counts heads itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.num_heads = nn.Linear(8, 8), nn.Linear(8, 8), 4
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).view(-1, self.num_heads, 2).tanh().flatten(1))  # type: ignore[no-any-return]
+
+
+def test_shapes_that_do_not_fit_are_named() -> None:
+    found = r"'' \(_Reshaped\) fails on slices over the 2 ranks of 'tp': .*up\.weight \[4, 8\] of 8.*such as \['num_heads'\]"
+    with pytest.raises(ValueError, match=found) as caught:
+        _run(_Reshaped, PLAN, None, _square)
+    assert type(caught.value.__cause__) is RuntimeError
+    _run(_Reshaped, {**PLAN, "num_heads": "local"}, None, _square)
+
+
+class _Grouped(nn.Module):
+    """Queries of four heads, and two heads of keys, in wrappers as LoRA's; a norm of the whole keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_dim, self.num_key_value_groups = 2, 2
+        self.q, self.k, self.o = nn.Sequential(nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 4)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = (each(x).unflatten(-1, (-1, 2)) for each in (self.q, self.k))
+        return self.o((q * k.repeat_interleave(self.num_key_value_groups, 1)).tanh().flatten(1))  # type: ignore[no-any-return]
+
+
+class _Tied(nn.Module):
+    """A head that shares its weight, which the plan cuts, and has a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(8, 8), nn.Linear(8, 8)
+        self.head.weight = self.words.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.words(x.abs().argmax(-1)).tanh() + x)  # type: ignore[no-any-return]
+
+
+class _GatheredGrouped(_Grouped):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 4)  # type: ignore[assignment]
+
+
+GATHERED = {"q": "colwise_gather_output", "k": "colwise_gather_output", "o": "rowwise_split_input"}
+
+
+@pytest.mark.law(40)
+@pytest.mark.parametrize(
+    ("build", "plan"),
+    [
+        (_Grouped, {"q.0": "colwise", "k.0": "colwise", "o": "rowwise"}),
+        (_GatheredGrouped, GATHERED),
+        (_Tied, {"words": "vocab"}),
+    ],
+    ids=["shared heads in wrappers", "shared heads that are gathered", "a whole bias of a tied head"],
+)
+def test_whole_and_shared_parts(build: Callable[[], nn.Module], plan: dict[str, str]) -> None:
+    torch.manual_seed(0)
+    apply, params = fds.functional(build())
+
+    def program() -> Any:
+        step = T.tensor_parallel(plan)(fds.train_step(lambda p, x: _square(apply(p, x)), fds.sgd(1.0)))
+        state, metrics = step(step.init(params), X)
+        return metrics["loss"], step.params(state)
+
+    expected, *_ = comm.simulate(program, world_size=1)
+    for found in comm.simulate(program, world_size=4):
+        torch.testing.assert_close(found, expected)

@@ -18,11 +18,11 @@ from functional_ds.parallel.tensor.words import fits
 class Attention(nn.Module):
     """Grouped-query attention's projections, as Hugging Face names them."""
 
-    def __init__(self, heads: int, kv: int) -> None:
+    def __init__(self, heads: int, kv: int, width: int = 4) -> None:
         super().__init__()
         self.head_dim, self.num_key_value_groups = 2, heads // kv
-        self.q_proj, self.o_proj = nn.Linear(4, 2 * heads), nn.Linear(2 * heads, 4)
-        self.k_proj, self.v_proj = nn.Linear(4, 2 * kv), nn.Linear(4, 2 * kv, bias=False)
+        self.q_proj, self.o_proj = nn.Linear(width, 2 * heads), nn.Linear(2 * heads, width)
+        self.k_proj, self.v_proj = nn.Linear(width, 2 * kv), nn.Linear(width, 2 * kv, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (each(x).unflatten(-1, (-1, 2)) for each in (self.q_proj, self.k_proj, self.v_proj))
@@ -91,6 +91,47 @@ def test_heads_stay_whole_and_are_shared(n: int) -> None:
         assert not {"attn.o_proj.bias", "norm.weight"} & found.keys()
 
 
+class Fused(Attention):
+    """The same with one projection, as Phi-3 has it, which is gathered."""
+
+    def __init__(self, heads: int, kv: int) -> None:
+        nn.Module.__init__(self)
+        self.head_dim, self.num_key_value_groups, self.sizes = 2, heads // kv, [2 * heads, 2 * kv, 2 * kv]
+        self.qkv_proj, self.o_proj = nn.Linear(4, sum(self.sizes)), nn.Linear(2 * heads, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(-1, (-1, 2)) for each in self.qkv_proj(x).split(self.sizes, -1))
+        mixed = q * (k + v).repeat_interleave(self.num_key_value_groups, -2)
+        return self.o_proj(mixed.flatten(-2))  # type: ignore[no-any-return]
+
+
+FUSED = {"qkv_proj": "colwise_gather_output", "o_proj": "rowwise_split_input"}
+WIDE = {name: PLAN[name] for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+
+
+@pytest.mark.parametrize(
+    ("build", "plan", "n"),
+    [
+        (lambda: Attention(4, 2, width=12), WIDE, 2),  # more features than its heads have, in whole heads
+        (lambda: Attention(4, 2, width=24), WIDE, 4),
+        (lambda: Attention(4, 2, width=16), WIDE, 4),  # as many times more as a head serves
+        (lambda: Fused(4, 1), FUSED, 2),
+    ],
+)
+def test_heads_are_those_of_the_queries(build: Any, plan: dict[str, str], n: int) -> None:
+    """Whatever other widths an attention's linears have."""
+
+    def program() -> float:
+        torch.manual_seed(0)
+        apply, params = fds.functional(nn.Sequential(OrderedDict(attn=build())))
+        step = T.tensor_parallel(plan)(fds.train_step(lambda p, x: apply(p, x).square().sum(), fds.sgd(0.1)))
+        x = torch.randn(3, next(iter(params.values())).shape[1], generator=torch.Generator().manual_seed(1))
+        return step(step.init(params), x)[1]["loss"].item()
+
+    whole = comm.simulate(program, world_size=1)[0]
+    assert comm.simulate(program, world_size=n) == [pytest.approx(whole, rel=1e-5)] * n
+
+
 def test_packed_blocks_are_cut_each() -> None:
     """Each rank has its part of each block, in order."""
 
@@ -126,9 +167,14 @@ def test_leaves_of_no_module_take_words_and_dims() -> None:
 
 def test_plans_that_are_refused() -> None:
     """By key, leaf, size and ranks."""
+    assert "plan: '(' is no regular expression: missing )" in refused({"(": 0})
     assert "plan: 'mlp.upp' matches no path; the nearest is 'mlp.up'" in refused({**PLAN, "mlp.upp": "colwise"})
-    assert "'mlp.up.bias' matches 'mlp.up' and another expression" in refused({**PLAN, "up": "rowwise"})
-    assert "'mlp.up.bias' matches 'mlp.up' and another expression" in refused({**PLAN, r"up\.bias": 0})
+    assert "'mlp.up.bias' by 'up': 'rowwise'; let one match" in refused({**PLAN, "up": "rowwise"})
+    assert "'mlp.up.bias' by 'mlp.up': 'colwise'; let one match" in refused({**PLAN, r"up\.bias": 0})
+    assert "'mlp.down.bias' by 'down': 'rowwise'; let one match" in refused({**PLAN, "down": "rowwise"})
+    for sizes in (0, [], [8, 0], [12, -4]):
+        with pytest.raises(ValueError, match="blocks have at least one place each"):
+            fds.tp.Packed(sizes)
     assert "'mlp.down.weight' of shape [4, 8] does not divide along dim 1 by the 3 ranks of 'world'" in refused(
         {"mlp.up": "colwise", "mlp.down": "rowwise"}, n=3
     )
@@ -136,6 +182,8 @@ def test_plans_that_are_refused() -> None:
     assert "the blocks are 7 long together, and the dim 8" in refused({"mlp.up": fds.tp.Packed([4, 3])})
     assert "'attn.o_proj.weight': 4 heads of 2 along dim 1 of shape [4, 8] do not divide by the 8 ranks" in refused(PLAN, n=8)
     assert "'attn.k_proj.bias': 3 heads of 2 along dim 0 of shape [6] do not divide" in refused(PLAN, net(6, 3), n=2)
+    assert "'mlp' means 'mlp', a " in (found := refused({**PLAN, "mlp": "colwise"}))
+    assert "without params of its own: name what is in it, such as ['mlp.up', 'mlp.down']" in found
     assert "'colwize' is none of the words colwise, " in refused({**PLAN, "norm": "colwize"})
     assert "'attn.head' is 'local', and no module at such a path has a number 'head'" in refused({**PLAN, "attn.head": "local"})
     assert "attn.head_dim = 2 does not divide by the 4 ranks" in refused({**PLAN, "attn.head_dim": "local"}, n=4)

@@ -107,8 +107,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
         Bug(
             "the routing's gradients are not summed",
             CALLS,
-            "x, weights = comm.copy_to((x, weights), group)",
-            "x = comm.copy_to(x, group)",
+            "x, *weights = comm.copy_to((x, *routing[1:]), group)",
+            "x, weights = comm.copy_to(x, group), routing[1:]",
         ),
     ],
     (sends, "llama kv2", False): [

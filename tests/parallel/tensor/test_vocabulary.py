@@ -71,6 +71,23 @@ def test_cross_entropy_is_the_whole_vocabularys(
     agrees(n, rows, tokens, smoothing, z_loss, ignored, scale)
 
 
+def test_cross_entropy_keeps_double_precision() -> None:
+    """Value and gradient of fp64 logits are fp64."""
+    whole, labels = torch.randn(3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64), torch.tensor([0, 3, 1])
+    logits = whole.clone().requires_grad_()
+    expected = dense(logits, labels, 0.1, 0.01, -100)
+    (grad,) = torch.autograd.grad(expected, logits)
+
+    def program() -> Any:
+        own = whole.chunk(2, -1)[comm.world().rank].clone().requires_grad_()
+        loss = fds.tp.cross_entropy(own, labels, group=comm.world(), label_smoothing=0.1, z_loss=0.01).sum
+        return loss.detach(), comm.all_gather(torch.autograd.grad(loss, own)[0], dim=-1)
+
+    for loss, found in comm.simulate(program, world_size=2):
+        torch.testing.assert_close(loss, expected.detach())
+        torch.testing.assert_close(found, grad)
+
+
 def lookups_agree(n: int, rows: int, padding: int | None, sequence: bool) -> None:
     """The embedding's law, bitwise."""
     generator = torch.Generator().manual_seed(2)
@@ -112,6 +129,9 @@ def test_bad_input_is_refused() -> None:
             fds.tp.cross_entropy(logits, labels, group=here)
     with pytest.raises(ValueError, match=r"label_smoothing=1.5 must be in \[0, 1\)"):
         fds.tp.cross_entropy(logits, torch.zeros(2).long(), group=here, label_smoothing=1.5)
+    for dim in (1, -2):
+        with pytest.raises(ValueError, match=rf"tp.embed: sequence_dim={dim} is no dim of ids, of shape \[1\]"):
+            fds.tp.embed(torch.tensor([0]), torch.ones(4, 2), group=here, sequence_dim=dim)
     for wrong in (4, -1):
         with pytest.raises(IndexError):
             fds.tp.embed(torch.tensor([wrong]), torch.ones(4, 2), group=here)

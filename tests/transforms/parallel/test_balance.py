@@ -169,6 +169,8 @@ def test_what_is_refused() -> None:
     base = fds.train_step(loss, fds.sgd(0.1))
     with pytest.raises(ValueError, match="rate=0"):
         T.balance(0, ROUTERS)
+    with pytest.raises(ValueError, match=r"routers='\(' is no regular expression"):
+        T.balance(0.1, "(")
     with pytest.raises(ValueError, match="'a' has 0 experts"):
         T.balance(0.1, {"a": 0})
     with pytest.raises(TypeError, match="over=3 is no group"):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import functional_ds as fds
 from functional_ds import comm
@@ -356,3 +356,35 @@ def test_half_precision(stage: int) -> None:
     for found in comm.simulate(program, world_size=4):
         for ours, theirs in zip(found[0], expected[0], strict=True):
             assert ours == pytest.approx(theirs, rel=0.05)
+
+
+class _Routed(nn.Module):
+    """A router of its own class, and a stack of experts that knows of no other ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Module(), nn.Module()
+        self.gate.weight, self.experts.up = nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(4, 3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("ti,eij,tj->t", x, self.experts.up, x)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        ("gate|experts", r"'gate.weight' of shape \[4, 3\] belongs to a Module without a stack of matrices.*a router"),
+        ("experts", r"sends nothing among the ranks of 'ep'.*fds\.moe\.exchange"),
+    ],
+)
+def test_modules_that_are_refused(pattern: str, words: str) -> None:
+    apply, weights = fds.functional(_Routed())
+
+    def program() -> None:
+        mesh = comm.mesh(dp=2).split("dp", edp=1, ep=2)
+        step = fds.train_step(lambda p, x: fds.Weighted(apply(p, x).sum(), len(x)), fds.sgd(0.1))
+        step = fds.compose(T.zero(3, mesh["edp", "ep"]), T.experts(pattern, mesh["ep"]))(step)
+        step(step.init(weights), torch.ones(2, 3))
+
+    with pytest.raises(ValueError, match=words):
+        comm.simulate(program, world_size=2)

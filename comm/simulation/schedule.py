@@ -1,10 +1,8 @@
-"""N ranks in one process: each is a thread, one thread runs at a time, and a seed picks the interleaving.
+"""Which simulated rank runs: threads that hand a baton on, in an order that a seed picks.
 
-A rank runs until it waits for a collective that is not complete. Then the seed picks the rank that runs next. The last rank
-to call a collective computes its denotation for all members. So a simulated run is deterministic, and when no rank can
-continue, the simulator knows who waits for whom.
-
-What a rank does beside its program (``World.beside``) has threads of its own, one a lane, which take part in the schedule.
+A rank runs until it waits for a collective that is not complete. Then the seed picks the rank that runs next. What a rank does
+beside its program (``World.beside``) has threads of its own, one a lane, which take part. When nobody can go on, the schedule
+knows who waits for whom.
 """
 
 import ctypes
@@ -12,62 +10,33 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, TypeVar, TypeVarTuple, cast
+from typing import Any
 
 import attrs
 import torch
-from torch import Tensor
 
-from functional_ds.comm.record.collective import Call, Handle, Here
-from functional_ds.comm.record.errors import CommError, DeadlockError, MismatchError, UnmatchedError
+from functional_ds.comm.record.errors import DeadlockError, MismatchError
 from functional_ds.comm.record.group import Beside, Group, World, at_site, call_site, last
-from functional_ds.comm.record.watched import WatchedInputs
-from functional_ds.comm.variance.watch import Watches
+from functional_ds.comm.worlds.current import enter
+from functional_ds.comm.worlds.rng_state import RngState, drop_spare_normal
 
-from .current import enter, exclusive_simulation
-from .group_call import GroupCall, RankCall, copied
-from .nccl_rules import NcclRules, RankRules
-from .rng_state import RngState, drop_spare_normal, kept_rng
-from .shapes import run_on_shapes
+from .group_call import GroupCall, RankCall
 
-__all__ = ["SimulatedWorld", "simulate"]
+__all__ = ["AbortedError", "ScheduledWorld", "Simulator"]
 
 _PATIENCE = 1.0  # seconds for the ranks to end when the caller is interrupted
 _MAX_FRUITLESS_POLLS = 10_000  # after which a program that only polls is reported as a deadlock
 
-T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
 
-
-class _AbortedError(BaseException):
+class AbortedError(BaseException):
     """Ends the other ranks once one has failed. It is no Exception, so that user code does not catch it."""
-
-
-@attrs.define(eq=False)
-class _SimulatedHandle:
-    world: "SimulatedWorld"
-    slot: GroupCall
-    ended: float | None = None
-
-    def wait(self) -> list[Tensor]:
-        self.world.simulator.wait(self.world.here, self.slot)
-        outputs = self.slot.outputs
-        if outputs is None:
-            raise DeadlockError(f"{self.slot.arrivals[self.world.rank]} was waited for and is not complete")
-        return outputs.pop(self.world.rank)
-
-    def poll(self, timeout: float) -> bool:
-        if self.world.rules is not None:  # as on NCCL, where the host never waits
-            return True
-        return self.world.simulator.poll(self.world.here, self.slot, timeout > 0)
 
 
 @attrs.define(eq=False)
 class _Job:
     """Steps that a lane carries out."""
 
-    world: "SimulatedWorld"
+    world: "ScheduledWorld"
     steps: Callable[[], Iterator[Any]]
     site: str
     done: bool = False
@@ -89,28 +58,24 @@ class _Job:
 class _Lane:
     """A thread that carries out jobs of one rank, in order; ``actor`` is its number in the schedule."""
 
-    world: "SimulatedWorld"
+    world: "ScheduledWorld"
     actor: int
     jobs: deque[_Job] = attrs.field(factory=deque)
 
 
 @attrs.define(eq=False)
-class SimulatedWorld(World):
-    """The world of a simulated rank.
+class ScheduledWorld(World):
+    """The world of a rank whose turns a simulator picks.
 
     Attributes:
         simulator: runs all ranks.
-        counts: for each order of calls, the index of the last one.
         threads: the threads that may call collectives, by identifier: each one's number in the schedule.
         lanes: what runs beside the program, by lane.
-        rules: what NCCL's rules would say of this rank's calls, if anybody asks.
     """
 
     simulator: "Simulator"
-    counts: dict[tuple[Any, ...], int] = attrs.field(factory=dict)
-    threads: dict[int, int] = attrs.field(factory=dict)
-    lanes: dict[tuple[Any, ...], _Lane] = attrs.field(factory=dict)
-    rules: RankRules | None = None
+    threads: dict[int, int] = attrs.field(factory=dict, kw_only=True)
+    lanes: dict[tuple[Any, ...], _Lane] = attrs.field(factory=dict, kw_only=True)
 
     @property
     def here(self) -> int:
@@ -118,8 +83,6 @@ class SimulatedWorld(World):
         return self.threads.get(threading.get_ident(), self.rank)
 
     def beside(self, steps: Callable[[], Iterator[Any]], lane: Group, device: torch.device) -> Beside:
-        if self.rules is not None:  # all is launched at once, as on CUDA
-            return super().beside(steps, lane, device)
         key = (lane.ranks, lane.name)
         if key not in self.lanes:
             self.lanes[key] = self.simulator.lane(self, lane)
@@ -127,34 +90,6 @@ class SimulatedWorld(World):
         self.lanes[key].jobs.append(job)
         self.simulator.unfinished.add(self.lanes[key].actor)
         return job
-
-    def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, async_op: bool) -> Handle:
-        if threading.get_ident() not in self.threads:
-            raise CommError(
-                f"{call.shown(group.rank)} on simulated rank {self.rank} comes from thread "
-                f"{threading.current_thread().name!r}; a simulated rank is one thread: call collectives from there"
-            )
-        row, here = call.collective, Here(call.options, group.rank, group.size)
-        key = (group.ranks, group.name, row.order(call.options))
-        turn = self.counts[key] = self.counts.get(key, -1) + 1
-        members = tuple(group.ranks[member] for member in row.members(call.options, group.size))
-        arrival = RankCall(call, here, [copied(t) for t in tensors], call_site())
-        slot = GroupCall(group, members, call.agreement(tensors, here))
-        slot = self.simulator.arrive((*key, turn), self.rank, slot, arrival)
-        if self.rules is not None:
-            self.rules.launch(call, group, (*key, turn), members, f"{arrival} on group {group.name!r} at {arrival.site}")
-        handle = _SimulatedHandle(self, slot)
-        return WatchedInputs.of(handle, call, tensors, group) if async_op else handle
-
-    def in_launch_order(self, device: torch.device) -> bool:
-        return self.rules is not None
-
-    def connect(self, edges: Sequence[tuple[int, int]], group: Group, device: torch.device) -> None:
-        if self.rules is not None:
-            self.rules.connect(edges, group, call_site())
-
-    def batch(self) -> AbstractContextManager[None]:
-        return super().batch() if self.rules is None else self.rules.batch()
 
 
 class Simulator:
@@ -230,7 +165,7 @@ class Simulator:
 
     def check(self) -> None:
         if self.failure is not None:
-            raise _AbortedError
+            raise AbortedError
 
     def pass_on(self, rank: int, *, may_return: bool) -> bool:
         """Passes the baton on and waits until it is back; False if it came back because no other rank can continue."""
@@ -239,7 +174,7 @@ class Simulator:
         successor = self.pick()
         if successor is None:
             self.failure = self.failure or DeadlockError(self.describe())
-            raise _AbortedError
+            raise AbortedError
         self.hand_over(rank, successor)
         self.polling.discard(rank)
         slot = self.waiting.pop(rank)
@@ -256,7 +191,7 @@ class Simulator:
         """Waits for the baton."""
         self.batons[rank].acquire()
         if self.abandoned:  # the process is its caller's again
-            raise _AbortedError
+            raise AbortedError
         self.rng_states[rank].restore()
 
     def pass_to(self, successor: int) -> None:
@@ -292,13 +227,13 @@ class Simulator:
         """Ends the ranks: the one that runs at its next line of Python. If that takes long, they end later, by themselves."""
         rank = self.running
         if rank is not None and rank in self.unfinished:
-            ident, error = ctypes.c_ulong(threads[rank].ident or 0), ctypes.py_object(_AbortedError)
+            ident, error = ctypes.c_ulong(threads[rank].ident or 0), ctypes.py_object(AbortedError)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, error)
         self.abandoned = not self.over.wait(_PATIENCE)
 
     # -- beside the program --------------------------------------------------------------------------------------------
 
-    def lane(self, world: SimulatedWorld, group: Group) -> _Lane:
+    def lane(self, world: ScheduledWorld, group: Group) -> _Lane:
         """A new lane of the world's rank."""
         lane = _Lane(world, len(self.batons))
         self.batons.append(threading.Lock())
@@ -329,7 +264,7 @@ class Simulator:
         try:
             self.check()
             job.run()
-        except _AbortedError:
+        except AbortedError:
             pass
         except BaseException as error:
             error.add_note(f"raised on simulated rank {job.world.rank} of {self.world_size}, in a chain begun at {job.site}")
@@ -371,110 +306,3 @@ class Simulator:
             f"  rank {rank} started {self.describe_wait(slot, rank)}" for slot in self.slots.values() for rank in slot.arrivals
         ]
         return "\n".join(["all ranks have finished, but some never came to what others started", *sorted(stories)])
-
-
-def simulate(
-    program: Callable[[*Ts], T],
-    *args: *Ts,
-    world_size: int,
-    seed: int = 0,
-    shapes_only: bool = False,
-    rules: Literal["nccl"] | None = None,
-    variance: bool = False,
-) -> list[T]:
-    """Runs ``program(*args)`` on ``world_size`` simulated ranks and returns their results in rank order.
-
-    Law: if ranks communicate through collectives only, the result does not depend on ``seed``, and equals that of ``spawn``
-    bit for bit.
-
-    Each rank has its own default torch generator, Python and NumPy generators, warning filters and default dtype. They start as
-    copies of the caller's, which do not change. Ctrl-C ends the ranks where they are.
-
-    Args:
-        program: what each rank runs.
-        args: its arguments, the same objects on all ranks.
-        world_size: the number of ranks.
-        seed: picks the interleaving.
-        shapes_only: the ranks pass tensors without values (``device="meta"``) and get such tensors. Each rank runs by itself,
-            and the calls are compared afterwards. A ``ledger`` can so count programs on thousands of ranks.
-        rules: "nccl" also reports programs that run here and would hang on NCCL, as if all tensors were on GPUs.
-        variance: compares what ranks declare of their values (``replicated`` and its kin), and follows values through the
-            program. Each operation then takes some hundred microseconds of the host, and a pass over its result.
-
-    Raises:
-        MismatchError: ranks of one group called different collectives; names both call sites.
-        DeadlockError: no rank can continue; names where each rank waits and for which ranks. With ``shapes_only`` no rank
-            waits, so deadlocks are not found. With ``rules="nccl"``, ranks launch calls in orders that contradict each other;
-            names these calls.
-        UnmatchedError: some ranks never made a call that others had started asynchronously.
-        CommError: a rank called a collective from another thread.
-        VarianceError: with ``variance``, a value is not what it was declared to be, or a collective, operation or gradient
-            contradicts what it is; names the line.
-        Exception: the exception that a rank raised, with a note that names the rank.
-
-    >>> from functional_ds import comm
-    >>> simulate(lambda: comm.all_reduce(torch.tensor(comm.world().rank)).item(), world_size=4)
-    [6, 6, 6, 6]
-    """
-    if type(world_size) is not int or world_size < 1:
-        raise ValueError(f"world_size={world_size!r}: a world has at least one rank")
-    if rules not in (None, "nccl"):
-        raise ValueError(f"rules={rules!r} are unknown; use 'nccl', or None for what every transport allows")
-    if shapes_only:
-        if rules is not None:
-            raise ValueError(f"shapes_only=True and rules={rules!r}: each rank runs by itself there, in no common order")
-        if variance:
-            raise ValueError("shapes_only=True and variance=True: tensors have no values there that could be compared")
-        return run_on_shapes(program, args, world_size)
-    simulator, ranks = Simulator(world_size, seed), tuple(range(world_size))
-    device_rules, watches = NcclRules.of(world_size) if rules else None, Watches() if variance else None
-    results: list[T | None] = [None] * world_size
-
-    def run(rank: int) -> None:
-        torch.set_num_threads(1)  # one rank runs at a time, and each thread would start a pool of its own
-        try:
-            simulator.take(rank)
-            # Autograd without threads: a backward pass stays on its rank's thread.
-            own_rules = None if device_rules is None else RankRules(rank, device_rules)
-            world = SimulatedWorld(rank, simulator, threads={threading.get_ident(): rank}, rules=own_rules)
-            followed: AbstractContextManager[Any] = nullcontext()
-            if watches is not None:
-                world.watch = own_watch = watches.of(rank)
-                followed = own_watch.trace
-            with enter(world, ranks), torch.autograd.set_multithreading_enabled(False), followed:
-                simulator.check()
-                results[rank] = program(*args)
-        except _AbortedError:
-            pass
-        except BaseException as error:
-            error.add_note(f"raised on simulated rank {rank} of {world_size}")
-            simulator.failure = simulator.failure or error
-        finally:
-            simulator.finish(rank)
-
-    with exclusive_simulation(), kept_rng():
-        threads = torch.get_num_threads()
-        workers = [threading.Thread(target=run, args=(r,), daemon=True, name=f"rank {r}") for r in range(world_size)]
-        try:
-            for worker in workers:
-                worker.start()
-            simulator.pass_to(simulator.random.randrange(world_size))
-            simulator.over.wait()
-        except BaseException as error:  # KeyboardInterrupt
-            simulator.failure = simulator.failure or error
-            simulator.interrupt(workers)
-            raise
-        finally:
-            for worker in [] if simulator.abandoned else workers:
-                worker.join()
-            simulator.end_lanes()
-            torch.set_num_threads(threads)
-    if simulator.failure is not None:
-        if watches is not None:
-            watches.check(simulator.failure)
-        raise simulator.failure
-    if simulator.slots:
-        raise UnmatchedError(simulator.describe_unmatched())
-    if watches is not None:
-        watches.check(None)
-    return cast(list[T], results)

@@ -15,8 +15,7 @@ import attrs
 from functional_ds.comm.record.collective import Call
 from functional_ds.comm.record.errors import DeadlockError
 from functional_ds.comm.record.group import Group
-
-from .nccl import CommunicatorKey
+from functional_ds.comm.worlds.nccl import CommunicatorKey
 
 __all__ = ["NcclRules", "Operation", "RankRules"]
 

@@ -1,0 +1,1 @@
+"""All ranks in one process: threads of which one runs at a time, in an order that a seed picks."""

@@ -1,0 +1,207 @@
+"""N ranks in one process: each is a thread, one thread runs at a time, and a seed picks the interleaving.
+
+The last rank to call a collective computes its denotation for all members. So a simulated run is deterministic.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, TypeVar, TypeVarTuple, cast
+
+import attrs
+import torch
+from torch import Tensor
+
+from functional_ds.comm.record.collective import Call, Handle, Here
+from functional_ds.comm.record.errors import CommError, DeadlockError, UnmatchedError
+from functional_ds.comm.record.group import Beside, Group, World, call_site
+from functional_ds.comm.record.watched import WatchedInputs
+from functional_ds.comm.variance.watch import Watches
+from functional_ds.comm.worlds.current import enter, exclusive_simulation
+from functional_ds.comm.worlds.rng_state import kept_rng
+from functional_ds.comm.worlds.shapes import run_on_shapes
+
+from .group_call import GroupCall, RankCall, copied
+from .nccl_rules import NcclRules, RankRules
+from .schedule import AbortedError, ScheduledWorld, Simulator
+
+__all__ = ["SimulatedWorld", "simulate"]
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+
+@attrs.define(eq=False)
+class _SimulatedHandle:
+    world: "SimulatedWorld"
+    slot: GroupCall
+    ended: float | None = None
+
+    def wait(self) -> list[Tensor]:
+        self.world.simulator.wait(self.world.here, self.slot)
+        outputs = self.slot.outputs
+        if outputs is None:
+            raise DeadlockError(f"{self.slot.arrivals[self.world.rank]} was waited for and is not complete")
+        return outputs.pop(self.world.rank)
+
+    def poll(self, timeout: float) -> bool:
+        if self.world.rules is not None:  # as on NCCL, where the host never waits
+            return True
+        return self.world.simulator.poll(self.world.here, self.slot, timeout > 0)
+
+
+@attrs.define(eq=False)
+class SimulatedWorld(ScheduledWorld):
+    """The world of a simulated rank.
+
+    Attributes:
+        counts: for each order of calls, the index of the last one.
+        rules: what NCCL's rules would say of this rank's calls, if anybody asks.
+    """
+
+    counts: dict[tuple[Any, ...], int] = attrs.field(factory=dict)
+    rules: RankRules | None = None
+
+    def beside(self, steps: Callable[[], Iterator[Any]], lane: Group, device: torch.device) -> Beside:
+        if self.rules is not None:  # all is launched at once, as on CUDA
+            return World.beside(self, steps, lane, device)
+        return super().beside(steps, lane, device)
+
+    def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, async_op: bool) -> Handle:
+        if threading.get_ident() not in self.threads:
+            raise CommError(
+                f"{call.shown(group.rank)} on simulated rank {self.rank} comes from thread "
+                f"{threading.current_thread().name!r}; a simulated rank is one thread: call collectives from there"
+            )
+        row, here = call.collective, Here(call.options, group.rank, group.size)
+        key = (group.ranks, group.name, row.order(call.options))
+        turn = self.counts[key] = self.counts.get(key, -1) + 1
+        members = tuple(group.ranks[member] for member in row.members(call.options, group.size))
+        arrival = RankCall(call, here, [copied(t) for t in tensors], call_site())
+        slot = GroupCall(group, members, call.agreement(tensors, here))
+        slot = self.simulator.arrive((*key, turn), self.rank, slot, arrival)
+        if self.rules is not None:
+            self.rules.launch(call, group, (*key, turn), members, f"{arrival} on group {group.name!r} at {arrival.site}")
+        handle = _SimulatedHandle(self, slot)
+        return WatchedInputs.of(handle, call, tensors, group) if async_op else handle
+
+    def in_launch_order(self, device: torch.device) -> bool:
+        return self.rules is not None
+
+    def connect(self, edges: Sequence[tuple[int, int]], group: Group, device: torch.device) -> None:
+        if self.rules is not None:
+            self.rules.connect(edges, group, call_site())
+
+    def batch(self) -> AbstractContextManager[None]:
+        return super().batch() if self.rules is None else self.rules.batch()
+
+
+def simulate(
+    program: Callable[[*Ts], T],
+    *args: *Ts,
+    world_size: int,
+    seed: int = 0,
+    shapes_only: bool = False,
+    rules: Literal["nccl"] | None = None,
+    variance: bool = False,
+) -> list[T]:
+    """Runs ``program(*args)`` on ``world_size`` simulated ranks and returns their results in rank order.
+
+    Law: if ranks communicate through collectives only, the result does not depend on ``seed``, and equals that of ``spawn``
+    bit for bit.
+
+    Each rank has its own default torch generator, Python and NumPy generators, warning filters and default dtype. They start as
+    copies of the caller's, which do not change. Ctrl-C ends the ranks where they are.
+
+    Args:
+        program: what each rank runs.
+        args: its arguments, the same objects on all ranks.
+        world_size: the number of ranks.
+        seed: picks the interleaving.
+        shapes_only: the ranks pass tensors without values (``device="meta"``) and get such tensors. Each rank runs by itself,
+            and the calls are compared afterwards. A ``ledger`` can so count programs on thousands of ranks.
+        rules: "nccl" also reports programs that run here and would hang on NCCL, as if all tensors were on GPUs.
+        variance: compares what ranks declare of their values (``replicated`` and its kin), and follows values through the
+            program. Each operation then takes some hundred microseconds of the host, and a pass over its result.
+
+    Raises:
+        MismatchError: ranks of one group called different collectives; names both call sites.
+        DeadlockError: no rank can continue; names where each rank waits and for which ranks. With ``shapes_only`` no rank
+            waits, so deadlocks are not found. With ``rules="nccl"``, ranks launch calls in orders that contradict each other;
+            names these calls.
+        UnmatchedError: some ranks never made a call that others had started asynchronously.
+        CommError: a rank called a collective from another thread.
+        VarianceError: with ``variance``, a value is not what it was declared to be, or a collective, operation or gradient
+            contradicts what it is; names the line.
+        Exception: the exception that a rank raised, with a note that names the rank.
+
+    >>> from functional_ds import comm
+    >>> simulate(lambda: comm.all_reduce(torch.tensor(comm.world().rank)).item(), world_size=4)
+    [6, 6, 6, 6]
+    """
+    _check_options(world_size, shapes_only, rules, variance)
+    if shapes_only:
+        return run_on_shapes(program, args, world_size)
+    simulator, ranks = Simulator(world_size, seed), tuple(range(world_size))
+    device_rules, watches = NcclRules.of(world_size) if rules else None, Watches() if variance else None
+    results: list[T | None] = [None] * world_size
+
+    def run(rank: int) -> None:
+        torch.set_num_threads(1)  # one rank runs at a time, and each thread would start a pool of its own
+        try:
+            simulator.take(rank)
+            # Autograd without threads: a backward pass stays on its rank's thread.
+            own_rules = None if device_rules is None else RankRules(rank, device_rules)
+            world = SimulatedWorld(rank, simulator, threads={threading.get_ident(): rank}, rules=own_rules)
+            followed: AbstractContextManager[Any] = nullcontext()
+            if watches is not None:
+                world.watch = own_watch = watches.of(rank)
+                followed = own_watch.trace
+            with enter(world, ranks), torch.autograd.set_multithreading_enabled(False), followed:
+                simulator.check()
+                results[rank] = program(*args)
+        except AbortedError:
+            pass
+        except BaseException as error:
+            error.add_note(f"raised on simulated rank {rank} of {world_size}")
+            simulator.failure = simulator.failure or error
+        finally:
+            simulator.finish(rank)
+
+    with exclusive_simulation(), kept_rng():
+        threads = torch.get_num_threads()
+        workers = [threading.Thread(target=run, args=(r,), daemon=True, name=f"rank {r}") for r in range(world_size)]
+        try:
+            for worker in workers:
+                worker.start()
+            simulator.pass_to(simulator.random.randrange(world_size))
+            simulator.over.wait()
+        except BaseException as error:  # KeyboardInterrupt
+            simulator.failure = simulator.failure or error
+            simulator.interrupt(workers)
+            raise
+        finally:
+            for worker in [] if simulator.abandoned else workers:
+                worker.join()
+            simulator.end_lanes()
+            torch.set_num_threads(threads)
+    if simulator.failure is not None:
+        if watches is not None:
+            watches.check(simulator.failure)
+        raise simulator.failure
+    if simulator.slots:
+        raise UnmatchedError(simulator.describe_unmatched())
+    if watches is not None:
+        watches.check(None)
+    return cast(list[T], results)
+
+
+def _check_options(world_size: int, shapes_only: bool, rules: str | None, variance: bool) -> None:
+    if type(world_size) is not int or world_size < 1:
+        raise ValueError(f"world_size={world_size!r}: a world has at least one rank")
+    if rules not in (None, "nccl"):
+        raise ValueError(f"rules={rules!r} are unknown; use 'nccl', or None for what every transport allows")
+    if shapes_only and rules is not None:
+        raise ValueError(f"shapes_only=True and rules={rules!r}: each rank runs by itself there, in no common order")
+    if shapes_only and variance:
+        raise ValueError("shapes_only=True and variance=True: tensors have no values there that could be compared")

@@ -1,0 +1,76 @@
+"""What all ways of attention over cut sequences share: their arguments, and where a call's positions and masks lie."""
+
+from collections.abc import Callable, Sequence
+
+import attrs
+from torch import Tensor
+
+from functional_ds.comm.record.group import Group
+
+from .axis import resolve_axis
+from .blockwise import AttentionMask, check_qkv, mask_of, resolved_scale
+from .sequence_layout import SequenceLayout
+
+__all__ = ["Attention", "CutSequence", "cut_attention"]
+
+Attention = Callable[..., Tensor]
+
+
+@attrs.frozen(eq=False)
+class CutSequence:
+    """What one call of attention knows of the whole sequence.
+
+    Attributes:
+        group: the ranks.
+        layout: which positions each of them holds.
+        length: of the whole sequence.
+        mask: which positions attend to which.
+        scale: of scores.
+    """
+
+    group: Group
+    layout: SequenceLayout
+    length: int
+    mask: AttentionMask
+    scale: float
+
+    def runs(self, ahead: int = 0) -> tuple[range, ...]:
+        """The positions of the rank that is so many ahead of this one, around the group."""
+        return self.layout.runs(self.length, self.group.size, (self.group.rank + ahead) % self.group.size)
+
+
+def cut_attention(
+    what: str,
+    compute: Callable[[CutSequence, Tensor, Tensor, Tensor], Tensor],
+    *,
+    group: Group | None,
+    layout: SequenceLayout | str | None,
+) -> Attention:
+    """The attention (q, k, v, ...) of sequences that are cut among ranks, with the arguments of ``attention``.
+
+    Args:
+        what: names it in errors.
+        compute: the attention of this rank's q, k and v, which fit each other and the sequence.
+        group: the ranks; None for those of the step's ``T.sequence``, with its layout and documents.
+        layout: which positions each of them holds, or its name.
+    """
+
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool = False,
+        window: int | None = None,
+        documents: Tensor | Sequence[int] | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        ranks, how, numbers = resolve_axis(what, group, layout, masked=documents is not None)
+        check_qkv(what, q, k, v)
+        length = q.shape[2] * ranks.size
+        how.check(length, ranks.size)
+        documents = numbers if documents is None else documents
+        mask = mask_of(causal, window, documents, length=length, rows=q.shape[0], layout=how)
+        return compute(CutSequence(ranks, how, length, mask, resolved_scale(q, scale)), q, k, v)
+
+    return attend

@@ -1,0 +1,109 @@
+"""In a first step over sequences, what acts along a rank's piece beside attention is refused, and what is right passes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import functional_ds as fds
+from functional_ds import comm, seq
+from functional_ds import transforms as T
+
+WORDS, WIDTH = 12, 8
+TOKENS = torch.randint(WORDS, (2, 16), generator=torch.Generator().manual_seed(0))
+Layer = Callable[[dict[str, Tensor], Tensor, Tensor], Tensor]  # of params, states [rows, positions, WIDTH] and position_ids
+
+
+def _attention(turn: Callable[[Tensor, Tensor], Tensor] | None = None, attend: Any = None) -> Layer:
+    """A causal attention of two heads, whose queries and keys are turned by their positions."""
+
+    def layer(params: dict[str, Tensor], x: Tensor, at: Tensor) -> Tensor:
+        q, k, v = (x @ params["qkv"]).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        q, k = (each if turn is None else turn(each, at) for each in (q, k))
+        return x + (attend or seq.ring())(q, k, v, causal=True).transpose(1, 2).flatten(2)
+
+    return layer
+
+
+def _rotary(x: Tensor, at: Tensor) -> Tensor:
+    angle = at[:, None, :, None] * torch.tensor([1.0, 0.3], dtype=x.dtype)
+    a, b = x.unflatten(-1, (2, -1)).unbind(-1)
+    return torch.stack([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1).flatten(-2)
+
+
+def _here(at: Tensor) -> Tensor:
+    """Positions as a model counts them that does not know of other ranks."""
+    return torch.arange(at.shape[1])[None]
+
+
+def _run(
+    layer: Layer, *, shifts: bool = False, ranks: int = 2, length: int = 16, dtype: str | None = None, **options: Any
+) -> None:
+    def loss(params: dict[str, Tensor], batch: dict[str, Tensor]) -> fds.Weighted:
+        x = layer(params, params["words"][batch["input_ids"]], batch["position_ids"])
+        logits, labels = x @ params["words"].T, batch["shift_labels"]
+        if shifts:
+            logits, labels = logits[:, :-1], batch["input_ids"][:, 1:]
+        each = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
+        return fds.Weighted(each, (labels != -100).sum())
+
+    def program() -> None:
+        torch.manual_seed(0)
+        params = {"words": torch.randn(WORDS, WIDTH), "at": torch.randn(16, WIDTH), "qkv": torch.randn(WIDTH, 3 * WIDTH)}
+        params["kernel"] = torch.randn(WIDTH, WIDTH, 2) / 9
+        strategy = [*([T.mixed_precision(dtype)] if dtype else []), T.zero(3), T.sequence(**options)]
+        step = fds.compose(*strategy)(fds.train_step(loss, fds.sgd(0.01)))
+        step(step.init(params), {"input_ids": TOKENS[:, :length], "labels": TOKENS[:, :length]})
+
+    comm.simulate(program, world_size=ranks)
+
+
+def _table(at: Callable[[Tensor], Tensor]) -> Layer:
+    return lambda params, x, given: _attention()(params, x + params["at"][at(given)], given)
+
+
+def _convolution(params: dict[str, Tensor], x: Tensor, at: Tensor) -> Tensor:
+    return F.conv1d(F.pad(_attention()(params, x, at).mT, (1, 0)), params["kernel"]).mT
+
+
+WRONG = {
+    "positions in a table": (_table(_here), {}),
+    "rotary positions": (_attention(lambda x, at: _rotary(x, _here(at))), {}),
+    "a convolution": (_convolution, {}),
+    "a convolution alone": (lambda params, x, at: F.conv1d(F.pad(x.mT, (1, 0)), params["kernel"]).mT, {"tokenwise": True}),
+    "two tokens on a rank": (_table(_here), {"length": 4}),
+    "shifted labels": (_attention(), {"shifts": True}),
+    "in half precision": (_convolution, {"dtype": "bf16", "layout": "zigzag"}),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_acts_along_a_piece_is_refused(name: str) -> None:
+    layer, options = WRONG[name]
+    with pytest.raises(ValueError, match=r"where tokens change their places within a rank.*something else acts along"):
+        _run(layer, **options)
+
+
+OWN = torch.arange(16)[None] // 4  # documents that the caller gives
+RIGHT = {
+    "positions of the batch": (_table(lambda at: at), {}),
+    "no positions": (_attention(), {"layout": "striped"}),
+    "rotary positions": (_attention(_rotary, seq.gathered()), {"dtype": "bf16"}),
+    "documents of its own": (_attention(_rotary, lambda *qkv, causal: seq.ring()(*qkv, causal=causal, documents=OWN)), {}),
+    "another attention": (_attention(None, seq.ulysses(lambda q, k, v, causal: v.cumsum(2))), {}),
+    "a token on each rank": (_table(lambda at: at), {"length": 2}),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_models_pass(name: str) -> None:
+    layer, options = RIGHT[name]
+    _run(layer, **options)
+
+
+def test_torch_draws_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="drew from torch's random generator"):
+        _run(lambda params, x, at: F.dropout(_attention()(params, x, at), 0.5))

@@ -1,0 +1,68 @@
+"""Whether the order of a rank's positions matters, where only attention may know it: compared once, in the first step."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functional_ds.base import tree
+
+from .batch_cut import CutBatch
+
+__all__ = ["in_other_orders"]
+
+
+def in_other_orders(piece: CutBatch, dims: Mapping[str, int]) -> tuple[CutBatch, CutBatch] | None:
+    """This rank's piece twice, with other tokens in its places; None where it has one token, so that there is no order.
+
+    What a right model makes of each token is the same in both, to the last bits: tokens go with their labels and their
+    ``position_ids``, and attention sees nothing of where they lie. Each attends to itself, and in every four neighbours the
+    second to the first and the fourth to the third. In the second batch the middle two of the four have changed places, so what
+    counts positions itself, or mixes neighbours, finds other ones.
+
+    Args:
+        piece: of the batch.
+        dims: of the leaves that were cut, by path.
+    """
+    axis = piece.axis
+    ranks, layout = axis.group.size, axis.layout
+    held = layout.order(axis.length, ranks).view(ranks, -1)  # [ranks, positions of each]
+    size = held.shape[1]
+    if size == 1:
+        return None
+    fours = size // 4 * 4
+    order = torch.arange(size)
+    order = order[:fours].view(-1, 4)[:, [0, 2, 1, 3]].flatten() if fours else order.flip(0)
+    order = torch.cat([order, torch.arange(len(order), size)])
+    numbers = held.clone()
+    if fours and layout.documents is None:  # no document ends between them
+        four = numbers[:, :fours].view(ranks, -1, 4)  # a view
+        pairs = four.index_select(2, torch.tensor([0, 0, 2, 2]))
+        near = (four.diff(dim=2) == 1).all(2, keepdim=True)  # not so far apart that a window ends between them
+        numbers[:, :fours] = torch.where(near, pairs, four).view(ranks, -1)
+
+    def whole(by_rank: Tensor, like: Tensor | None) -> Tensor:
+        found = torch.empty(1, axis.length, dtype=torch.int64)
+        found[0, held.flatten()] = by_rank.flatten()
+        device = next(leaf.device for leaf in tree.leaves(piece.batch) if isinstance(leaf, Tensor))
+        return found.to(device) if like is None else found.to(device).where(like >= 0, -1)
+
+    def at(documents: Tensor | None) -> Tensor | None:
+        """The documents with the tokens in their new places."""
+        if documents is None:
+            return None
+        places = torch.empty(axis.length, dtype=torch.int64)
+        places[held.flatten()] = held[:, order].flatten()
+        return documents.index_select(1, places.to(documents.device))
+
+    def moved(path: str, leaf: Any) -> Any:
+        dim = dims.get(path, 1 if path == "position_ids" else None)
+        return leaf if dim is None else leaf.index_select(dim, order.to(leaf.device))
+
+    leaves = [moved(path, leaf) for path, leaf in tree.named(piece.batch)]
+    batch = tree.unflatten(tree.structure(piece.batch), leaves)
+    return (
+        CutBatch(piece.batch, whole(numbers, piece.documents), axis),
+        CutBatch(batch, whole(numbers[:, order], at(piece.documents)), axis),
+    )

@@ -1,0 +1,67 @@
+"""Errors of a model that runs on slices: torch's own say which shapes do not fit, and this one whose they are."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from torch import nn
+
+from functional_ds import comm
+from functional_ds.base import torch_private
+from functional_ds.base.torch_private import parameters_of
+from functional_ds.sharding.leaf_slice import LeafSlice
+
+__all__ = ["named_errors"]
+
+_OURS = {Path(comm.__file__).parent, Path(torch_private.__file__).parent.parent, Path(__file__).parent.parent}
+
+
+@contextmanager
+def named_errors(slices: Mapping[str, LeafSlice], group: comm.Group) -> Iterator[None]:
+    """Within it torch's errors about shapes name the module that failed, its slices and what would do.
+
+    Raises:
+        ValueError: in the place of a ``RuntimeError`` of torch, which is its cause.
+    """
+    try:
+        yield
+    except (RuntimeError, IndexError) as error:
+        stack = list(_frames(error.__traceback__))
+        if group.size == 1 or not slices or type(error) not in (RuntimeError, IndexError) or not stack:
+            raise
+        file, _ = stack[-1]
+        if any(folder in file.parents for folder in _OURS):  # an error of the library's own
+            raise
+        modules = [module for _, module in stack if module is not None]
+        if not modules:
+            raise
+        raise ValueError(_text(modules, slices, group, error)) from error
+
+
+def _frames(trace: TracebackType | None) -> Iterator[tuple[Path, nn.Module | None]]:
+    while trace is not None:
+        owner = trace.tb_frame.f_locals.get("self")
+        yield Path(trace.tb_frame.f_code.co_filename), owner if isinstance(owner, nn.Module) else None
+        trace = trace.tb_next
+
+
+def _text(modules: list[nn.Module], slices: Mapping[str, LeafSlice], group: comm.Group, error: Exception) -> str:
+    names = {id(module): path for path, module in modules[0].named_modules(remove_duplicate=False)}
+    failed = next((each for each in reversed(modules) if any(each.children())), modules[-1])  # what puts layers together
+    path, here = names.get(id(modules[-1]), ""), names.get(id(failed), "")
+    cut = []
+    for name, module in failed.named_modules():
+        for key, leaf in parameters_of(module).items():
+            whole = [slices[each].size for each in slices if each.endswith(".".join(filter(None, (here, name, key))))]
+            if leaf is not None and whole:
+                cut.append(f"{'.'.join(filter(None, (name, key)))} {list(leaf.shape)} of {whole[0]}")
+    numbers = [name for name, value in vars(failed).items() if isinstance(value, int) and "head" in name and value > 1]
+    counts = [name for name in numbers if not name.endswith(("_dim", "_size"))]
+    local = f"; attributes that count what is cut may be 'local', such as {counts}" if counts else ""
+    return (
+        f"tensor_parallel: {path!r} ({type(modules[-1]).__name__}) fails on slices over the {group.size} ranks "
+        f"of {group.name!r}: {str(error).splitlines()[0]}. {type(failed).__name__} {here!r} has here: "
+        f"{', '.join(cut) or 'no slices'}. Layers that meet must be cut alike and in whole heads{local}; a leaf used on slices "
+        "is cut by its dim, {'norm.weight': 0}; else leave these layers out of the plan"
+    )
