@@ -51,7 +51,7 @@ def gathered(group: Group | None = None, *, layout: SequenceLayout | str | None 
         documents: Tensor | Sequence[int] | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        ranks, how, numbers = resolve_axis("gathered attention", group, layout, masked=documents is not None)
+        ranks, how, numbers = resolve_axis("gathered attention", group, layout, documents=documents)
         check_heads("gathered attention", q, k, v)
         if q.shape[2] != k.shape[2]:
             raise ValueError(

@@ -168,7 +168,7 @@ def ring(group: Group | None = None, *, layout: SequenceLayout | str | None = No
         documents: Tensor | Sequence[int] | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        ranks, how, numbers = resolve_axis("ring attention", group, layout, masked=documents is not None)
+        ranks, how, numbers = resolve_axis("ring attention", group, layout, documents=documents)
         check_heads("ring attention", q, k, v)
         if q.shape[2] != k.shape[2]:
             raise ValueError(

@@ -61,7 +61,9 @@ def ulysses(
     """
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        ranks, how, numbers = resolve_axis("ulysses", group, layout, masked=attention is not None or "documents" in kwargs)
+        ranks, how, numbers = resolve_axis(
+            "ulysses", group, layout, documents=kwargs.get("documents"), other=attention is not None
+        )
         check_heads("ulysses", q, k, v)
         if q.shape[2] != k.shape[2]:
             raise ValueError(f"ulysses: {q.shape[2]} queries and {k.shape[2]} keys: a rank holds the same positions of both")
