@@ -181,7 +181,8 @@ def cost(way: str, length: int, tiles: int) -> Cost:
 
     step = fds.compose(T.zero(0, here), T.sequence(here, layout=LAYOUTS[way]))(fds.train_step(counted, fds.sgd(0.1)))
     tokens = torch.arange(length)[None] % VOCABULARY
-    state, _ = step(step.init(fresh()), tokens)  # a first step also looks at the loss in two orders
+    state = step.init(fresh())
+    state, _ = step(state, tokens)  # a first step also looks at the loss in two orders
     kept.clear()
     with comm.ledger() as book:
         step(state, tokens)
