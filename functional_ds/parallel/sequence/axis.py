@@ -1,12 +1,14 @@
 """What a transform of a step tells a model's functions about the axis along which its sequences are cut."""
 
+from collections.abc import Sequence
+
 import attrs
 import torch
 from torch import Tensor
 
 from functional_ds.base import tree
 from functional_ds.comm.record.group import Group
-from functional_ds.step.axes import IN_ORDER, asked, axes, note_asked
+from functional_ds.step.axes import IN_ORDER, axes, note_asked
 from functional_ds.step.tape import current_tape
 
 from .sequence_layout import SequenceLayout
@@ -109,7 +111,12 @@ def documents_of(attention_mask: Tensor | None = None, *, position_ids: Tensor |
 
 
 def resolve_axis(
-    what: str, group: Group | None, layout: SequenceLayout | str | None, *, masked: bool = False
+    what: str,
+    group: Group | None,
+    layout: SequenceLayout | str | None,
+    *,
+    documents: Tensor | Sequence[int] | None = None,
+    other: bool = False,
 ) -> tuple[Group, SequenceLayout, Tensor | None]:
     """The group, the layout and the documents: those given, else those of the running step.
 
@@ -117,13 +124,15 @@ def resolve_axis(
         what: the caller, for errors.
         group: as given.
         layout: as given.
-        masked: whether the caller, and not the step, says in which documents it attends.
+        documents: in which the caller attends, where it says so.
+        other: whether it may attend to something else than they say.
 
     Raises:
         ValueError: there is no group, or a layout without one.
     """
-    if masked if group is None else not asked(IN_DOCUMENTS):
-        note_asked(IN_ORDER)
+    known = axes().get(AXIS)
+    if (group is not None or other or documents is not None) and documents is not getattr(known, "documents", None):
+        note_asked(IN_ORDER)  # it does not attend in the step's documents
     if group is not None:
         return group, SequenceLayout.of("contiguous" if layout is None else layout), None
     if layout is not None:

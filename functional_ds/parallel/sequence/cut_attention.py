@@ -65,7 +65,7 @@ def cut_attention(
         documents: Tensor | Sequence[int] | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        ranks, how, numbers = resolve_axis(what, group, layout, masked=documents is not None)
+        ranks, how, numbers = resolve_axis(what, group, layout, documents=documents)
         check_qkv(what, q, k, v)
         length = q.shape[2] * ranks.size
         how.check(length, ranks.size)

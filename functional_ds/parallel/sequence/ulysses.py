@@ -60,7 +60,9 @@ def ulysses(
     """
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        ranks, how, numbers = resolve_axis("ulysses", group, layout, masked=attention is not None or "documents" in kwargs)
+        ranks, how, numbers = resolve_axis(
+            "ulysses", group, layout, documents=kwargs.get("documents"), other=attention is not None
+        )
         check_qkv("ulysses", q, k, v)
         length = q.shape[2] * ranks.size
         runs = tuple(how.runs(length, ranks.size, rank) for rank in range(ranks.size))

@@ -11,6 +11,7 @@ from torch import Tensor
 import functional_ds as fds
 from functional_ds import comm, seq
 from functional_ds import transforms as T
+from functional_ds.parallel.sequence.axis import sequence_axis
 
 WORDS, WIDTH = 12, 8
 TOKENS = torch.randint(WORDS, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -87,6 +88,12 @@ def test_what_acts_along_a_piece_is_refused(name: str) -> None:
         _run(layer, **options)
 
 
+def _within_groups() -> Any:
+    """A ring over the step's ranks that knows nothing of the step's documents."""
+    axis = sequence_axis("a test")
+    return seq.ring(axis.group, layout=axis.layout)
+
+
 OWN = torch.arange(16)[None] // 4  # documents that the caller gives
 RIGHT = {
     "positions of the batch": (_table(lambda at: at), {}),
@@ -94,6 +101,7 @@ RIGHT = {
     "rotary positions": (_attention(_rotary, seq.gathered()), {"dtype": "bf16"}),
     "documents of its own": (_attention(_rotary, lambda *qkv, causal: seq.ring()(*qkv, causal=causal, documents=OWN)), {}),
     "another attention": (_attention(None, seq.ulysses(lambda q, k, v, causal: v.cumsum(2))), {}),
+    "groups of its own": (_attention(_rotary, lambda *qkv, causal: _within_groups()(*qkv, causal=causal)), {}),
     "a token on each rank": (_table(lambda at: at), {"length": 2}),
 }
 
