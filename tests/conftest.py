@@ -18,6 +18,11 @@ settings.register_profile("laws", max_examples=500, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than cores, since workers often wait for processes that they have started."""
+    return (os.cpu_count() or 1) + 1
+
+
 def pytest_configure() -> None:
     """Imports leave little garbage."""
     gc.disable()

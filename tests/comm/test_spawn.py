@@ -72,7 +72,6 @@ def test_what_cannot_be_imported_is_refused(name: str, monkeypatch: pytest.Monke
     assert "comm.simulate" in str(found.value)
 
 
-@pytest.mark.usefixtures("new_interpreters")
 def test_importable_programs_run() -> None:
     """Partials of functions and of objects, methods and class methods."""
     program = Adds(2)

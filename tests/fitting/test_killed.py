@@ -19,7 +19,7 @@ from functional_ds.testing import assert_same
 from tests.fitting import killed, programs
 from tests.fitting.ranks import Ranks
 
-RUNS = int(os.environ.get("FUNCTIONAL_DS_KILLS", "1"))  # under torchrun
+RUNS = int(os.environ.get("FUNCTIONAL_DS_KILLS", os.environ.get("HYPOTHESIS_PROFILE") == "laws"))  # under torchrun
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3"]
 
 

@@ -86,7 +86,7 @@ BUGS: dict[tuple[Callable[..., None], *tuple[Any, ...]], list[Bug]] = {
         Bug("a rank forgets its own part", RING, "d_own += d_coming.pop().wait()", "d_own = d_coming.pop().wait()"),
         Bug("what comes is not added", RING, "found += d_coming.pop().wait()", "d_coming.pop().wait()"),
         Bug("keys go around once too often", RING, "if not (last or saved):", "if not saved:", shows=Exception),
-        Bug("keys are taken for the next rank's", RING, "(self.group.rank - step)", "(self.group.rank + step)"),
+        Bug("keys are taken for the next rank's", RING, "self.whole.runs(-step)", "self.whole.runs(step)"),
         Bug("the last block is left out", RING, "here.keys(blocks[-1], here.group.size - 1)", "here.keys(blocks[-1], 0)"),
         Bug("parts are added up", MERGE, "o.lerp_(", "o.add_(other) if o.dim() else o.lerp_("),
     ],

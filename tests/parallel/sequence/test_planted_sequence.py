@@ -149,7 +149,7 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
         Bug("the backward pass draws anew", TILED, "torch.set_rng_state(host)", "pass"),
     ],
     test_tiled.test_the_backward_pass_has_the_autocast_of_the_forward: [
-        Bug("the backward pass has no autocast", TILED, "torch.is_autocast_enabled(each)", "False"),
+        Bug("the backward pass has no autocast", TILED, "torch.is_autocast_enabled(kind)", "False"),
     ],
     test_tiled.test_zero_3_gathers_once_for_all_tiles: [
         Bug("lazy params go past autograd", TILED, "else tensor.view_as(tensor)", "else tensor", RuntimeError),
