@@ -230,7 +230,12 @@ class Region:
         return saved_tensors_hooks(pack, unpack)
 
 
-_OF_TRANSFORMS = ("don't yet support saved tensor hooks", "on an invalid python storage", "HigherOrderOperator")
+_OF_TRANSFORMS = (
+    "don't yet support saved tensor hooks",
+    "on an invalid python storage",
+    "of TensorWrapper",
+    "HigherOrderOperator",
+)
 
 
 @contextmanager
