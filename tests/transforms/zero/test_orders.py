@@ -207,5 +207,5 @@ def test_communicators_are_used_in_one_order(data: st.DataObject, seed: int) -> 
     orders = st.lists(st.integers(0, 3), min_size=1, max_size=6).map(tuple)
     phases = data.draw(st.lists(st.tuples(*[orders] * grid.size), min_size=1, max_size=2))
     knobs = {"max_live_units": data.draw(st.integers(1, 3)), "prefetch": data.draw(st.integers(0, 2))}
-    steps = tuple(gated for gated in phases for _ in range(5))
+    steps = tuple(gated for gated in phases for _ in range(8))
     launches_agree(Program(steps, grid, tuple(knobs.items())), seed)
