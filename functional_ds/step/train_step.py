@@ -4,7 +4,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Collection
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,16 +22,15 @@ from functional_ds.sharding.leaf_selection import IndivisibleStateError
 from functional_ds.sharding.sources import values_of
 
 from .buffers import BUFFERS, POLICIES, BufferScope
+from .forward_pass import autograd, repeated
 from .phases import Phase
 from .state import State, UpdateError
 from .step import Metrics, Step
-from .tape import PassAgain, Tape, current_tape
+from .tape import Tape, current_tape
 from .traits import Trait
-from .unused import unused_leaves, with_unused
+from .unused import unused_leaves
 
-__all__ = ["train_step", "with_buffers"]
-
-T = TypeVar("T")
+__all__ = ["train_step"]
 
 
 def _takes_key(loss_fn: Callable[..., Any]) -> bool:
@@ -81,11 +80,14 @@ def train_step(
 
     def loss(step: Step, state: State, params: Any, batch: Any) -> tuple[Weighted, dict[str, Weighted]]:
         further = {"key": state.key} if with_key else {}
-        found = step.forward(state, lambda given: loss_fn(params, given, **further), batch)
+        tape = current_tape()
+        if tape is not None and tape.loss is not None:
+            found = tape.loss
+        else:
+            found = step.forward(state, lambda given: loss_fn(params, given, **further), batch)
         value, metrics = _with_metrics(found)
         if "loss" in metrics:
             raise ValueError('the loss function returned a metric named "loss", which is the name of the loss: rename it')
-        tape = current_tape()
         if tape is not None:
             tape.slots["mean"] = not isinstance(value, Weighted)
         return weigh(value, "the loss"), {name: weigh(m, f"the metric {name!r}") for name, m in metrics.items()}
@@ -161,12 +163,6 @@ def _params(step: Step, state: State) -> Any:
     return tree.map(lambda x: like_marked(x.detach().clone(), x), state.params)
 
 
-def with_buffers(state: State, scope: BufferScope) -> State:
-    """The state with the buffers that a pass has left."""
-    found = scope.collect()
-    return state if found is None else state.put(**{BUFFERS: found})
-
-
 def _measure(step: Step, state: State, batch: Any) -> dict[str, Weighted]:
     def run(left: Any) -> dict[str, Weighted]:
         scope = BufferScope(state.slots.get(BUFFERS), keeps=False)
@@ -174,62 +170,13 @@ def _measure(step: Step, state: State, batch: Any) -> dict[str, Weighted]:
             loss, metrics = step.loss(tree.replace(state, key=None), step.view(state, tape), batch)
         return {"loss": loss, **metrics}
 
-    return _repeated(run, RngState.now() if step.has(Trait.SHARDS_PARAMS) else None)
+    return repeated(run, RngState.now() if step.has(Trait.SHARDS_PARAMS) else None)
 
 
 def _select(step: Step, state: State, paths: Collection[str]) -> tuple[State, tuple[int, ...]]:
     trained = [path for path, leaf in tree.named(state.params) if is_trainable(leaf)]
     chosen = {path: leaf for path, leaf in tree.named(state.params) if path in paths}
     return tree.replace(state, params=chosen), tuple(i for i, path in enumerate(trained) if path in paths)
-
-
-def autograd(
-    step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
-) -> tuple[State, Weighted, dict[str, Weighted]]:
-    """Autograd through loss ∘ view. The graphs of a state's first batch are looked through for what would lose gradients."""
-    before = RngState.now() if state.batch is None or step.has(Trait.SHARDS_PARAMS) else None  # who else raises ``PassAgain``
-    return _repeated(lambda left: _pass(step, state, batch, carry, last, left), before)
-
-
-def _repeated(run: Callable[[Any], T], before: RngState | None = None) -> T:
-    """``run(None)``, and after a ``PassAgain`` ``run(what it has left)``, from the state of random draws before."""
-    try:
-        return run(None)
-    except PassAgain as again:
-        left = again.left
-    if before is not None:  # outside of the handler, which would hold the memory of the first run
-        before.restore()
-    return run(left)
-
-
-def _pass(
-    step: Step, state: State, batch: Any, carry: Weighted | None, last: bool, left: Any
-) -> tuple[State, Weighted, dict[str, Weighted]]:
-    scope = BufferScope(state.slots.get(BUFFERS))
-    so_far, inspects = None if carry is None else carry.sum, state.graphs.is_new
-    with Tape(carry=so_far, last=last, inspects=inspects, repeats=left is None, left=left, buffers=scope) as tape:
-        params = step.view(state, tape)
-        loss, metrics = step.loss(state, params, batch)
-        _check_graph(loss, tape)
-        grads = tape.backward(loss.sum)
-        tape.inspect_again(loss.sum)
-        state = with_unused(step, state, tape.unused())
-    weight = loss.weight if carry is None else carry.weight + loss.weight
-    return with_buffers(state, scope), Weighted(grads, weight), tree.map(torch.detach, {"loss": loss, **metrics})
-
-
-def _check_graph(loss: Weighted, tape: Tape) -> None:
-    """Refuses a loss that nothing would be trained by. One of weight zero has no part in the step.
-
-    Raises:
-        RuntimeError: as ``backward`` does.
-    """
-    if tape.trains and not loss.sum.requires_grad and bool(torch.as_tensor(loss.weight != 0)):
-        raise RuntimeError(
-            f"the loss {loss.sum} has no graph, so it would train nothing: it does not depend on params, or was computed under "
-            "torch.no_grad() or torch.inference_mode(), or taken out by detach() or item(). Return the tensor itself; a batch "
-            "without targets weighs nothing: return fds.Weighted(torch.zeros(()), 0)"
-        )
 
 
 def _finite(step: Step, state: State, grads: list[Tensor]) -> Tensor:
