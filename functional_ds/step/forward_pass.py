@@ -164,6 +164,7 @@ class Gradients:
     _after: State | None = None  # with what the passes have written, but for that one's buffers
     _key: Key | None = None  # at this rank's first row
     _rows: int = 0  # of the passes so far
+    _summed: int = 0  # how many backward passes are in ``carry``
     _used: bool = False
 
     def __repr__(self) -> str:
@@ -201,6 +202,7 @@ class Gradients:
             last: whether it was the last.
         """
         self.carry, self.final = (None, _sum(self.final, total)) if last else (total, self.final)
+        self._summed = 0 if last else self._summed + 1
         known = self.metrics
         self.metrics = known | {n: tree.map(torch.add, known[n], m) if n in known else m for n, m in metrics.items()}
         self._after, self._rows = after, self._rows + rows
@@ -228,15 +230,15 @@ class Gradients:
             raise ValueError("grads: there are none; call backward on a pass first")
         self._used = True
         if carry is not None:
-            final = _sum(final, _flushed(step, after, carry))
+            final = _sum(final, _flushed(step, after, carry, self._summed))
         return after, final, self.metrics  # type: ignore[return-value]
 
 
-def _flushed(step: Phases, state: State, carry: Weighted) -> Weighted:
+def _flushed(step: Phases, state: State, carry: Weighted, count: int) -> Weighted:
     """The sums of passes of which none was the last, reduced over the ranks if that was put off."""
     if not step.has(Trait.SUMS_LAST):
         return carry
-    with Tape(carry=carry.sum, last=True, flushes=True) as tape:
+    with Tape(carry=carry.sum, last=True, flushes=count) as tape:
         step.view(state, tape)
         return Weighted(tape.backward(None), carry.weight)
 
@@ -264,13 +266,14 @@ class Pass:
     ``backward`` is called, also through functions of other passes that are still open, and by no others.
 
     Attributes:
+        batch: what it was opened with.
         last: whether no further pass of this step has a backward, so that stages 0 and 1 sum over the ranks during this one's.
             All ranks say the same. It changes no gradient: where it was wrong, two sums over the ranks are added, and where no
             pass was the last, ``finish`` sums.
     """
 
     def __init__(self, step: Phases, state: State, so_far: Gradients, batch: Any, *, rows: int, trains: bool) -> None:
-        self._step, self._state, self._batch, self._rows, self._trains = step, state, batch, rows, trains
+        self._step, self._state, self.batch, self._rows, self._trains = step, state, batch, rows, trains
         self._grads = so_far
         self._scope = BufferScope(state.slots.get(BUFFERS), keeps=trains)
         self._tape: Tape | None = None  # once something runs
@@ -359,9 +362,9 @@ class Pass:
         self._refuse_closed()
         self.last = self.last if last is None else last
         with self._ends_if_it_fails(), comm.world().world.step():
-            if loss is None and self._tape is None and self._batch is not None:
+            if loss is None and self._tape is None and self.batch is not None:
                 grads = self._grads = self._grads.taken()
-                after, total, metrics = autograd(self._step, self._state, self._batch, grads.carry, self.last)
+                after, total, metrics = autograd(self._step, self._state, self.batch, grads.carry, self.last)
                 grads.add(total, metrics, after, self._rows, last=self.last)
                 self._closed = True
                 return grads
@@ -438,7 +441,7 @@ class Pass:
         with tape.resumed() if tape.forward_ended else tape.running(), torch.set_grad_enabled(self._trains):
             tape.loss = loss
             try:
-                found, metrics = self._step.loss(self._state, self._params, self._batch)
+                found, metrics = self._step.loss(self._state, self._params, self.batch)
             finally:
                 tape.loss = None
         if weighs is False or (weighs is None and self._weighed):

@@ -30,7 +30,7 @@ class PassAgain(BaseException):
         self.left = left
 
 
-def inspect_graph(roots: Sequence[Tensor], placeholders: Mapping[int, str], watched: Sequence[Tensor] = ()) -> None:
+def inspect_graph(roots: Sequence[Tensor], placeholders: Mapping[int, str]) -> None:
     """Refuses graphs that lose gradients.
 
     Three things go past what a tape can see: reentrant checkpoints, whose inside is not part of the graph; functions that
@@ -39,13 +39,12 @@ def inspect_graph(roots: Sequence[Tensor], placeholders: Mapping[int, str], watc
     Args:
         roots: what the backward pass begins at.
         placeholders: paths of the tensors that stand for a parameter, by id.
-        watched: the leaves that gradients are taken by.
 
     Raises:
         RuntimeError: with what would do.
     """
     todo = [root.grad_fn for root in roots if root.grad_fn is not None]
-    seen, known = set(todo), set(map(id, watched))
+    seen = set(todo)
     while todo:
         node = todo.pop()
         if node.name() == "CheckpointFunctionBackward":
@@ -56,7 +55,7 @@ def inspect_graph(roots: Sequence[Tensor], placeholders: Mapping[int, str], watc
         variable = getattr(node, "variable", None)
         if variable is not None and id(variable) in placeholders:
             raise _bypassed(placeholders[id(variable)])
-        if isinstance(variable, nn.Parameter) and variable.requires_grad and id(variable) not in known:
+        if isinstance(variable, nn.Parameter) and variable.requires_grad and not hasattr(variable, _WATCHED):
             raise RuntimeError(
                 f"the loss uses a parameter of shape {list(variable.shape)} that is none of the step's params, so it would not "
                 "be trained: with apply, params = fds.functional(module), call apply(params, ...) in the loss instead of the "
@@ -76,6 +75,7 @@ def _bypassed(path: str) -> RuntimeError:
     )
 
 
+_WATCHED = "_fds_watched"  # on leaves of tapes: a loss may go through the functions of several steps
 _HERE = threading.local()  # the tapes that this thread has open
 
 
@@ -101,7 +101,7 @@ class Tape:
         records: whether gradients are wanted; evaluation opens a tape that does not record.
         carry: gradients so far, in earlier micro-batches; consumed by the backward pass.
         last: whether this is the last micro-batch of the optimizer step. Both may be set until the backward pass begins.
-        flushes: whether there is no loss: what earlier micro-batches left is reduced.
+        flushes: how many micro-batches have left the sums in ``carry``, where these are reduced without a further loss; else 0.
         loss: the loss, where it was computed already; else the function of the step computes it.
         roots: further tensors to begin the backward pass at, with gradient zero, so that their nodes run in any case.
         placeholders: paths of the tensors that only stand for a parameter, by id; what is fetched together is in a row.
@@ -128,7 +128,7 @@ class Tape:
         repeats: bool = False,
         left: Any = None,
         buffers: BufferScope | None = None,
-        flushes: bool = False,
+        flushes: int = 0,
     ) -> None:
         self.records = records
         self.carry = carry
@@ -223,8 +223,10 @@ class Tape:
         """A leaf to differentiate by; the gradients come in the order of these calls."""
         if not self.records:
             return tensor.detach()
-        self._leaves.append(tensor.detach().requires_grad_())
-        return self._leaves[-1]
+        leaf = tensor.detach().requires_grad_()
+        setattr(leaf, _WATCHED, True)
+        self._leaves.append(leaf)
+        return leaf
 
     def during_forward(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
         """Enters a context that ends with the forward pass, and a new one wherever that goes on after a pause."""
@@ -322,7 +324,7 @@ class Tape:
         roots = [root for root in (loss, *self.roots) if root is not None and root.requires_grad]
         self._refuse_hooks()
         if roots and self.inspects(max(map(graph_number, roots)) - self._first_node):
-            inspect_graph(roots, self.placeholders, self._leaves)
+            inspect_graph(roots, self.placeholders)
         grads: list[Tensor | None] = [None] * len(self._leaves)
         if roots and self._leaves:
             seeds = [None if root is loss else torch.zeros_like(root) for root in roots]
@@ -347,7 +349,7 @@ class Tape:
     def inspect_again(self, loss: Tensor) -> None:
         """Looks through the graph if no other has left the same leaves without a gradient, which may be lost ones."""
         if loss.requires_grad and self.inspects(tuple(self.unused())):
-            inspect_graph([loss, *self.roots], self.placeholders, self._leaves)
+            inspect_graph([loss, *self.roots], self.placeholders)
 
     def _refuse_hooks(self) -> None:
         for leaf in self._leaves:

@@ -259,6 +259,8 @@ class Zero(ZeroConfig):
         each = self.stage >= 2
         trained = [i for i, segment in enumerate(layout.segments) if segment.trainable]
         carry = dict(zip(trained, tape.carry, strict=True)) if tape.carry is not None else {}
+        if tape.flushes == 1 and not each:  # one micro-batch, which turned out to be the last, and so travels as such
+            carry = {i: grads.to(layout.segments[i].dtype) for i, grads in carry.items()}
         return Reducer(
             layout,
             collectives,
