@@ -28,7 +28,7 @@ from .tape import PassAgain, Tape, current_tape, wide
 from .traits import Trait
 from .unused import with_unused
 
-__all__ = ["Gradients", "Pass", "autograd", "repeated", "with_buffers"]
+__all__ = ["Gradients", "Pass", "autograd", "refuse_open", "repeated", "with_buffers"]
 
 T = TypeVar("T")
 Found = tuple[State, Weighted, dict[str, Weighted]]
@@ -222,12 +222,14 @@ class Gradients:
             self._key = step.at_rows(state, rows * step.micro_batches(state)).key
         return self._key.at(step=state.step, rows=self._rows) if self._key is not None and self._rows else self._key
 
-    def total(self, step: Phases, state: State) -> Found:
+    def total(self, step: Phases, state: State, *, donate: bool) -> Found:
         """The gradients of all passes, reduced as the step wants them, with the state that they leave and their metrics."""
         self.check(state)
         after, carry, final = tree.replace(self.after(), key=state.key), self.carry, self.final
         if carry is None and final is None:
             raise ValueError("grads: there are none; call backward on a pass first")
+        if donate:
+            refuse_open(state)
         self._used = True
         if carry is not None:
             final = _sum(final, _flushed(step, after, carry, self._summed))
@@ -272,9 +274,11 @@ class Pass:
             pass was the last, ``finish`` sums.
     """
 
-    def __init__(self, step: Phases, state: State, so_far: Gradients, batch: Any, *, rows: int, trains: bool) -> None:
-        self._step, self._state, self.batch, self._rows, self._trains = step, state, batch, rows, trains
-        self._grads = so_far
+    def __init__(self, step: Phases, so_far: Gradients, batch: Any, *, trains: bool) -> None:
+        self._step, self._grads, self.batch, self._trains = step, so_far, batch, trains
+        self._state = state = so_far.after()
+        self._rows = 0 if batch is None else rows_of(batch)
+        self._keyed = False
         self._scope = BufferScope(state.slots.get(BUFFERS), keeps=trains)
         self._tape: Tape | None = None  # once something runs
         self._params: Any = None
@@ -300,9 +304,7 @@ class Pass:
         if so_far is None:
             so_far = Gradients(state, structure)
         so_far.check(state)
-        rows = 0 if batch is None else rows_of(batch)
-        now = tree.replace(so_far.after(), key=so_far.key_at(step, state, rows) if trains and rows else None)
-        return Pass(step, now, so_far, batch, rows=rows, trains=trains)
+        return Pass(step, so_far, batch, trains=trains)
 
     def __repr__(self) -> str:
         how = "closed" if self._closed else "not run yet" if self._tape is None else "open"
@@ -317,6 +319,13 @@ class Pass:
     @property
     def key(self) -> Key | None:
         """What the loss function would get as its key; None in an evaluation, and where the pass was given no batch."""
+        if not self._keyed:
+            self._keyed = True
+            key = None
+            if self._trains and self.batch is not None:
+                with self._ends_if_it_fails(), comm.world().world.step():  # ranks may tell each other their numbers of rows
+                    key = self._grads.key_at(self._step, self._grads.state, self._rows)
+            self._state = tree.replace(self._state, key=key)
         return self._state.key
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -360,7 +369,7 @@ class Pass:
             RuntimeError: the loss has no graph; the pass is closed.
         """
         self._refuse_closed()
-        self.last = self.last if last is None else last
+        self.last, _ = self.last if last is None else last, self.key
         with self._ends_if_it_fails(), comm.world().world.step():
             if loss is None and self._tape is None and self.batch is not None:
                 grads = self._grads = self._grads.taken()
@@ -415,6 +424,10 @@ class Pass:
 
     # -- inside ------------------------------------------------------------------------------------------------------------
 
+    def runs_on(self, state: State) -> bool:
+        """Whether a graph of this pass may need the params of a state."""
+        return self._tape is not None and self._grads.state.step is state.step
+
     def written(self) -> State:
         """The state that a closed pass has left."""
         return with_buffers(self._state, self._scope)
@@ -430,6 +443,8 @@ class Pass:
         self._refuse_closed()
         if self._tape is None:
             with self._ends_if_it_fails(), comm.world().world.step():
+                _ = self.key
+                self._state.graphs.passes.add(self)
                 self._tape = tape = Tape(records=self._trains, inspects=self._state.graphs.is_new, buffers=self._scope)
                 tape.__enter__()
                 self._params = self._step.view(self._state, tape)
@@ -507,3 +522,16 @@ class Pass:
             with comm.world().world.step():
                 tape.drop_backward()
                 tape.__exit__(None, None, None)
+
+
+def refuse_open(state: State) -> None:
+    """Refuses to donate a state of which a pass is open, whose backward would find other params.
+
+    Raises:
+        ValueError: there is one.
+    """
+    if any(one.runs_on(state) for one in state.graphs.passes):
+        raise ValueError(
+            "state: another pass of it is still open, and its backward would find the params that the update writes into their "
+            "memory; close it, run its backward first, or keep the state: finish(state, grads, donate=False)"
+        )

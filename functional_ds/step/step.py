@@ -19,7 +19,7 @@ from functional_ds.sharding.leaf_map import LeafMap
 from .buffer_sync import agreed_anew, unagreed
 from .buffers import BUFFERS, Buffers, Modules
 from .checks import check_batch, check_params, check_state, name_sum, refuse_other_names
-from .forward_pass import Gradients, Pass
+from .forward_pass import Gradients, Pass, refuse_open
 from .phases import Layer, Phase, check_phases, compose_phase
 from .state import State, UpdateError, mark_donated
 from .tape import Tape
@@ -130,6 +130,8 @@ class Step:
         with comm.world().world.step():
             check_state(self, state)
             structure = check_batch(self, state, batch)
+            if donate:
+                refuse_open(state)
             found = self.gradients(self.at_rows(state, rows_of(batch)), batch, None, True)
             return self._updated(state, found, structure, donate)
 
@@ -165,12 +167,13 @@ class Step:
             donate: as for a call of the step.
 
         Raises:
-            ValueError: the gradients are of another state, or were used already.
+            ValueError: the gradients are of another state, or were used already; another pass of the state is open, and its
+                memory is to be donated.
             UpdateError: the update failed and changed nothing; the state is as it was.
         """
         with comm.world().world.step():
             check_state(self, state)
-            found = grads.total(self, state)
+            found = grads.total(self, state, donate=donate)
             return self._updated(state, found, grads.batch, donate)
 
     def evaluate(self, state: State, batch: Any) -> Tensor:

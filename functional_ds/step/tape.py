@@ -268,6 +268,8 @@ class Tape:
 
     def end_forward(self) -> None:
         """Ends the forward pass; again does nothing."""
+        if self.forward_ended and not self._at_forward_end:
+            return
         self._forward.close()
         work, self._at_forward_end = self._at_forward_end, []
         with torch.set_grad_enabled(self.records):
