@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from functools import partial
 from threading import get_ident
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import attrs
 import optree
@@ -18,23 +18,20 @@ from functional_ds.base.batch import rows_of
 from functional_ds.base.containers import register_containers
 from functional_ds.base.prng import Key
 from functional_ds.base.weighted import Weighted
-from functional_ds.comm.worlds.rng_state import RngState
-from functional_ds.sharding.leaf_map import LeafMap
 
 from .buffers import BUFFERS, BufferScope
 from .phases import Layer, Phase
 from .state import State
-from .tape import PassAgain, Tape, current_tape, wide
+from .tape import Tape, current_tape, wide
 from .traits import Trait
-from .unused import with_unused
+from .unused import Summing, with_unused
 
-__all__ = ["Gradients", "Pass", "autograd", "refuse_open", "repeated", "with_buffers"]
+__all__ = ["Gradients", "Pass", "detached", "differentiated", "refuse_open", "with_buffers"]
 
-T = TypeVar("T")
 Found = tuple[State, Weighted, dict[str, Weighted]]
 
 
-class Phases(Protocol):
+class Phases(Summing, Protocol):
     """The part of a step that a pass runs."""
 
     @property
@@ -43,12 +40,7 @@ class Phases(Protocol):
     @property
     def layers(self) -> tuple[Layer, ...]: ...
 
-    @property
-    def skips_unused(self) -> bool: ...
-
     def has(self, trait: Trait) -> str | None: ...
-
-    def wraps(self, phase: str) -> bool: ...
 
     def view(self, state: State, tape: Tape) -> Any: ...
 
@@ -58,39 +50,10 @@ class Phases(Protocol):
 
     def micro_batches(self, state: State) -> int: ...
 
-    def leaf_map(self, state: State) -> LeafMap: ...
-
-    def sum_over_ranks(self, state: State, scalars: Any) -> Any: ...
-
     def at_rows(self, state: State, rows: int) -> State: ...
 
 
-# -- a pass of the step's own loss ---------------------------------------------------------------------------------------
-
-
-def autograd(step: Phases, state: State, batch: Any, carry: Weighted | None, last: bool) -> Found:
-    """Autograd through loss ∘ view. The graphs of a state's first batch are looked through for what would lose gradients."""
-
-    def run(left: Any) -> Found:
-        scope = BufferScope(state.slots.get(BUFFERS))
-        with Tape(inspects=state.graphs.is_new, repeats=left is None, left=left, buffers=scope) as tape:
-            loss, metrics = step.loss(state, step.view(state, tape), batch)
-            after, grads = _differentiated(step, state, tape, loss, carry, last)
-        return with_buffers(after, scope), grads, _detached(loss, metrics)
-
-    before = RngState.now() if state.batch is None or step.has(Trait.SHARDS_PARAMS) else None  # who else raises ``PassAgain``
-    return repeated(run, before)
-
-
-def repeated(run: Callable[[Any], T], before: RngState | None = None) -> T:
-    """``run(None)``, and after a ``PassAgain`` ``run(what it has left)``, from the state of random draws before."""
-    try:
-        return run(None)
-    except PassAgain as again:
-        left = again.left
-    if before is not None:  # outside of the handler, which would hold the memory of the first run
-        before.restore()
-    return run(left)
+# -- a backward pass -----------------------------------------------------------------------------------------------------
 
 
 def with_buffers(state: State, scope: BufferScope) -> State:
@@ -99,7 +62,7 @@ def with_buffers(state: State, scope: BufferScope) -> State:
     return state if found is None else state.put(**{BUFFERS: found})
 
 
-def _differentiated(
+def differentiated(
     step: Phases,
     state: State,
     tape: Tape,
@@ -111,7 +74,7 @@ def _differentiated(
 ) -> tuple[State, Weighted]:
     """The state and the gradients after a backward pass from a loss on an open tape; ``carry`` is added."""
     tape.carry, tape.last = None if carry is None else carry.sum, last
-    if known:  # else somebody has differentiated a loss, and this has its weight alone
+    if known:  # else somebody has differentiated the loss, and this has its weight alone
         _check_graph(loss, tape)
     grads = tape.backward(loss.sum) if backward is None else backward()
     tape.inspect_again(loss.sum)
@@ -119,7 +82,7 @@ def _differentiated(
     return with_unused(step, state, tape.unused()), Weighted(grads, weight)
 
 
-def _detached(loss: Weighted, metrics: Mapping[str, Weighted]) -> dict[str, Weighted]:
+def detached(loss: Weighted, metrics: Mapping[str, Weighted]) -> dict[str, Weighted]:
     return tree.map(torch.detach, {"loss": loss, **metrics})  # type: ignore[no-any-return]
 
 
@@ -192,15 +155,7 @@ class Gradients:
         return attrs.evolve(self, used=False)
 
     def add(self, total: Weighted, metrics: Mapping[str, Weighted], after: State, rows: int, *, last: bool) -> None:
-        """Takes what a backward pass has left.
-
-        Args:
-            total: its gradients, ``carry`` included.
-            metrics: its metrics.
-            after: the state after it.
-            rows: of its batch.
-            last: whether it was the last.
-        """
+        """Takes what a backward pass over so many rows has left: gradients, ``carry`` included, metrics and the state."""
         self.carry, self.final = (None, _sum(self.final, total)) if last else (total, self.final)
         self._summed = 0 if last else self._summed + 1
         known = self.metrics
@@ -373,7 +328,8 @@ class Pass:
         with self._ends_if_it_fails(), comm.world().world.step():
             if loss is None and self._tape is None and self.batch is not None:
                 grads = self._grads = self._grads.taken()
-                after, total, metrics = autograd(self._step, self._state, self.batch, grads.carry, self.last)
+                own = self._step.base["gradients"]  # without what cuts a batch
+                after, total, metrics = own(self._step, self._state, self.batch, grads.carry, self.last)
                 grads.add(total, metrics, after, self._rows, last=self.last)
                 self._closed = True
                 return grads
@@ -475,9 +431,9 @@ class Pass:
     ) -> Gradients:
         grads = self._grads = self._grads.taken()
         with tape.resumed():
-            self._state, total = _differentiated(self._step, self._state, tape, loss, grads.carry, self.last, backward, known)
+            self._state, total = differentiated(self._step, self._state, tape, loss, grads.carry, self.last, backward, known)
         rows, self._rows, self._weighed = self._rows, 0, True
-        grads.add(total, _detached(loss, metrics) if known else {}, self._state, rows, last=self.last)
+        grads.add(total, detached(loss, metrics) if known else {}, self._state, rows, last=self.last)
         grads.last_pass = self
         if close:
             self._end(None)

@@ -4,7 +4,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,15 +22,17 @@ from functional_ds.sharding.leaf_selection import IndivisibleStateError
 from functional_ds.sharding.sources import values_of
 
 from .buffers import BUFFERS, POLICIES, BufferScope
-from .forward_pass import autograd, repeated
+from .forward_pass import detached, differentiated, with_buffers
 from .phases import Phase
 from .state import State, UpdateError
 from .step import Metrics, Step
-from .tape import Tape, current_tape
+from .tape import PassAgain, Tape, current_tape
 from .traits import Trait
 from .unused import unused_leaves
 
 __all__ = ["train_step"]
+
+T = TypeVar("T")
 
 
 def _takes_key(loss_fn: Callable[..., Any]) -> bool:
@@ -170,13 +172,40 @@ def _measure(step: Step, state: State, batch: Any) -> dict[str, Weighted]:
             loss, metrics = step.loss(tree.replace(state, key=None), step.view(state, tape), batch)
         return {"loss": loss, **metrics}
 
-    return repeated(run, RngState.now() if step.has(Trait.SHARDS_PARAMS) else None)
+    return _repeated(run, RngState.now() if step.has(Trait.SHARDS_PARAMS) else None)
 
 
 def _select(step: Step, state: State, paths: Collection[str]) -> tuple[State, tuple[int, ...]]:
     trained = [path for path, leaf in tree.named(state.params) if is_trainable(leaf)]
     chosen = {path: leaf for path, leaf in tree.named(state.params) if path in paths}
     return tree.replace(state, params=chosen), tuple(i for i, path in enumerate(trained) if path in paths)
+
+
+def autograd(
+    step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
+) -> tuple[State, Weighted, dict[str, Weighted]]:
+    """Autograd through loss ∘ view. The graphs of a state's first batch are looked through for what would lose gradients."""
+
+    def run(left: Any) -> tuple[State, Weighted, dict[str, Weighted]]:
+        scope = BufferScope(state.slots.get(BUFFERS))
+        with Tape(inspects=state.graphs.is_new, repeats=left is None, left=left, buffers=scope) as tape:
+            loss, metrics = step.loss(state, step.view(state, tape), batch)
+            after, grads = differentiated(step, state, tape, loss, carry, last)
+        return with_buffers(after, scope), grads, detached(loss, metrics)
+
+    before = RngState.now() if state.batch is None or step.has(Trait.SHARDS_PARAMS) else None  # who else raises ``PassAgain``
+    return _repeated(run, before)
+
+
+def _repeated(run: Callable[[Any], T], before: RngState | None = None) -> T:
+    """``run(None)``, and after a ``PassAgain`` ``run(what it has left)``, from the state of random draws before."""
+    try:
+        return run(None)
+    except PassAgain as again:
+        left = again.left
+    if before is not None:  # outside of the handler, which would hold the memory of the first run
+        before.restore()
+    return run(left)
 
 
 def _finite(step: Step, state: State, grads: list[Tensor]) -> Tensor:

@@ -518,7 +518,7 @@ BUGS: list[tuple[Callable[[], None], Bug]] = [
     ),
     (
         lambda: law(None, 2, "backward", "backward"),
-        Bug("buffers of earlier passes are lost", "step.forward_pass", "so_far.after(), key=", "state, key="),
+        Bug("buffers of earlier passes are lost", "step.forward_pass", "state = so_far.after()", "state = so_far.state"),
     ),
     (
         lambda: law(1, 1, "backward", "finish", "bf16"),

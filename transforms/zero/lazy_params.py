@@ -432,9 +432,10 @@ class LazyParams:
         if self.reducer is None:
             self.source.finish(reshard=True)
             return []
-        for unit in range(len(self.layout.units)):  # a ``loss.backward()`` has not come to all of them
-            if self._trained_leaves(unit) and not self.reducer.has(unit):
-                self.completed(unit, ())
+        if self._tape is not None and not self._tape.differentiates:  # a ``loss.backward()`` may not have come to all of them
+            for unit in range(len(self.layout.units)):
+                if self._trained_leaves(unit) and not self.reducer.has(unit):
+                    self.completed(unit, ())
         renew = self.source.finish(reshard=True, note=self.reducer.out_of_place)
         self._collect_nested(self.reducer)
         return self.reducer.finish(renew=renew)
