@@ -151,8 +151,13 @@ class Gradients:
     def taken(self) -> "Gradients":
         """The same, as a new value, which others are added to; this one cannot be used any more."""
         self.check(self.state)
-        self._used = True
-        return attrs.evolve(self, used=False)
+        new = attrs.evolve(self)
+        self._use_up()
+        return new
+
+    def _use_up(self) -> None:
+        """Lets go of the tensors, which this value may outlive in somebody's loop."""
+        self._used, self.carry, self.final, self._after, self.last_pass = True, None, None, None, None
 
     def add(self, total: Weighted, metrics: Mapping[str, Weighted], after: State, rows: int, *, last: bool) -> None:
         """Takes what a backward pass over so many rows has left: gradients, ``carry`` included, metrics and the state."""
@@ -185,7 +190,7 @@ class Gradients:
             raise ValueError("grads: there are none; call backward on a pass first")
         if donate:
             refuse_open(state)
-        self._used = True
+        self._use_up()
         if carry is not None:
             final = _sum(final, _flushed(step, after, carry, self._summed))
         return after, final, self.metrics  # type: ignore[return-value]

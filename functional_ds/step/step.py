@@ -142,7 +142,8 @@ class Step:
         micro-batches, ``grads = step.open(state, micro, grads).backward(last=...)``, is the step with ``T.accumulate(k)``. Put
         that into the step, if the loss draws by ``key`` or is a mean in fp16: both depend on how many micro-batches there are.
 
-        Nothing is computed before the pass is used, and one that is closed without ``backward`` leaves no trace.
+        Nothing is computed before the pass is used, and one that is closed without ``backward`` leaves no trace. The ranks send
+        what ``step(state, batch)`` sends; each backward that wrongly claims to be the last sends the gradients once more.
 
         Args:
             state: stays as it is until ``finish``.
@@ -153,6 +154,15 @@ class Step:
         Raises:
             ValueError: a transform of the step needs the whole batch, such as ``pipeline``; ``so_far`` is of another state, or
                 was used already.
+
+        >>> import functional_ds as fds
+        >>> step = fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(0.5))
+        >>> state, x = step.init({"w": torch.ones(2)}), torch.tensor([1.0, 2.0])
+        >>> run = step.open(state)
+        >>> y = run(lambda params, x: params["w"] * x, x)
+        >>> state, metrics = step.finish(state, run.backward(y.sum()))
+        >>> step.params(state)["w"].tolist(), metrics["loss"].item()
+        ([0.5, 0.0], 3.0)
         """
         check_state(self, state)
         structure = state.batch if batch is None else check_batch(self, state, batch)

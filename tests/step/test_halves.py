@@ -147,6 +147,36 @@ def test_halves_are_the_step(
     comm.simulate(program, world_size=n)
 
 
+def sharded_in_blocks(stage: int) -> tuple[fds.Transform, ...]:
+    mesh = comm.mesh(replicas=2, shards=2)
+    return (T.zero(stage, mesh["shards"], replicate=mesh["replicas"]),)
+
+
+REDUCING: dict[str, tuple[int, Callable[[], tuple[fds.Transform, ...]]]] = {
+    "replicas, stage 2": (4, lambda: sharded_in_blocks(2)),
+    "replicas, stage 1": (4, lambda: sharded_in_blocks(1)),
+    "levels": (4, lambda: (T.zero(3, intra_node=2, hpz=True),)),
+    "predivided": (2, lambda: (T.zero(0, gradient_predivide_factor=2.0),)),
+    "persistent": (2, lambda: (T.zero(3, persistence_threshold=8),)),
+    "owners": (2, lambda: (T.mixed_precision("bf16"), T.zero(1, aggregate="owner"))),
+    "one bit": (2, lambda: (T.compressed_gradients(comm.OneBit()),)),
+}
+
+
+@pytest.mark.law(57)
+@pytest.mark.parametrize("name", REDUCING)
+def test_halves_with_whatever_reduces(name: str) -> None:
+    """The loss is differentiated by torch, and ``finish`` alone knows the boundary."""
+    n, make = REDUCING[name]
+
+    def program() -> None:
+        both_ways(
+            fds.compose(*make(), T.accumulate(2)), 2, "loss.backward", "finish", comm.world().rank == 0, donate=True, big=1.0
+        )
+
+    comm.simulate(program, world_size=n)
+
+
 # -- several losses ------------------------------------------------------------------------------------------------------
 
 
