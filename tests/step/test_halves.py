@@ -328,6 +328,57 @@ def test_one_backward_trains_two_steps(stage: int | None) -> None:
         torch.testing.assert_close(own, net.state_dict())
 
 
+def penalised(net: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The loss of a critic whose slope is held at 1, as in WGAN-GP."""
+    x = x.clone().requires_grad_()
+    found = net(x)
+    (slope,) = torch.autograd.grad(found.sum(), x, create_graph=True)
+    return found.mean() + (slope.norm(dim=1) - 1).square().mean()
+
+
+@pytest.mark.law(57)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_gradient_penalty(stage: int | None, direct: bool) -> None:
+    """A backward pass by the inputs comes before that of the loss, and belongs to its graph."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def program() -> Any:
+        apply, params = fds.functional(copy.deepcopy(net))
+        step = strategy(stage)(fds.train_step(lambda p, b: b.sum(), fds.sgd(0.1)))
+        state = step.init(params)
+        for x, _ in batches(2):
+            run = step.open(state, x)
+            loss = penalised(lambda x, run=run: run(apply, x), x)  # type: ignore[misc]
+            if direct:
+                loss.backward()
+            state, _ = step.finish(state, run.collect() if direct else run.backward(loss))
+        return step.params(state)
+
+    expected = copy.deepcopy(net)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for x, _ in batches(2):
+        optimizer.zero_grad()
+        penalised(expected, x).backward()
+        optimizer.step()
+    torch.testing.assert_close(comm.simulate(program, world_size=1)[0], expected.state_dict())
+
+
+def casts_keep_graphs() -> None:
+    step = T.mixed_precision("bf16")(fds.train_step(lambda p, b: b.sum(), fds.sgd(0.1)))
+    x = torch.ones(2, requires_grad=True)
+    with step.open(step.init({"w": torch.tensor([2.0, 3.0])})) as run:
+        found = run(lambda params, x: params["w"] * x, x)
+        assert found.dtype == torch.bfloat16
+        (grad,) = torch.autograd.grad(found.sum(), x)
+        assert grad.tolist() == [2.0, 3.0]
+
+
+def test_casts_keep_the_graph_of_what_comes_in() -> None:
+    casts_keep_graphs()
+
+
 # -- passes that are dropped -----------------------------------------------------------------------------------------------
 
 
@@ -534,6 +585,16 @@ def law(stage: int | None, k: int, how: str, boundary: str, precision: str = "fp
 
 
 BUGS: list[tuple[Callable[[], None], Bug]] = [
+    (
+        casts_keep_graphs,
+        Bug(
+            "a cast cuts another step's graph",
+            "transforms.precision.mixed_precision",
+            "if smooth and leaf.requires_grad:",
+            "if False:",
+            RuntimeError,
+        ),
+    ),
     (
         lambda: law(1, 2, "backward", "finish"),
         Bug("what was put off is never reduced", "step.forward_pass", "if not step.has(Trait.SUMS_LAST):", "if True:"),
