@@ -1697,7 +1697,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "a loss without a graph trains nothing",
             "step.forward_pass",
-            "_check_graph(loss, tape)\n",
+            "check_graph(loss, tape)\n",
             "pass\n",
             pytest.fail.Exception,
         ),

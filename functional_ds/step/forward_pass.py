@@ -20,6 +20,7 @@ from functional_ds.base.prng import Key
 from functional_ds.base.weighted import Weighted
 
 from .buffers import BUFFERS, BufferScope
+from .checks import check_graph
 from .phases import Layer, Phase
 from .state import State
 from .tape import Tape, current_tape, wide
@@ -75,7 +76,7 @@ def differentiated(
     """The state and the gradients after a backward pass from a loss on an open tape; ``carry`` is added."""
     tape.carry, tape.last = None if carry is None else carry.sum, last
     if known:  # else somebody has differentiated the loss, and this has its weight alone
-        _check_graph(loss, tape)
+        check_graph(loss, tape)
     grads = tape.backward(loss.sum) if backward is None else backward()
     tape.inspect_again(loss.sum)
     weight = loss.weight if carry is None else carry.weight + loss.weight
@@ -83,21 +84,8 @@ def differentiated(
 
 
 def detached(loss: Weighted, metrics: Mapping[str, Weighted]) -> dict[str, Weighted]:
+    """A pass's metrics, the loss among them."""
     return tree.map(torch.detach, {"loss": loss, **metrics})  # type: ignore[no-any-return]
-
-
-def _check_graph(loss: Weighted, tape: Tape) -> None:
-    """Refuses a loss that nothing would be trained by. One of weight zero has no part in the step.
-
-    Raises:
-        RuntimeError: as ``backward`` does.
-    """
-    if tape.trains and not loss.sum.requires_grad and bool(torch.as_tensor(loss.weight != 0)):
-        raise RuntimeError(
-            f"the loss {loss.sum} has no graph, so it would train nothing: it does not depend on params, or was computed under "
-            "torch.no_grad() or torch.inference_mode(), or taken out by detach() or item(). Return the tensor itself; a batch "
-            "without targets weighs nothing: return fds.Weighted(torch.zeros(()), 0)"
-        )
 
 
 # -- passes as values ----------------------------------------------------------------------------------------------------
@@ -298,7 +286,7 @@ class Pass:
         if tape.forward_ended:
             raise RuntimeError(
                 "this pass has begun its backward pass, so no function can run in it any more: run all of them before, or open "
-                "another pass: step.open(state, batch, grads)"
+                "another pass"
             )
         with self._ends_if_it_fails(), comm.world().world.step(), tape.running():
             found = self._step.forward(self._state, lambda given: function(self._params, *given[0], **given[1]), (args, kwargs))
@@ -328,10 +316,12 @@ class Pass:
         Raises:
             RuntimeError: the loss has no graph; the pass is closed.
         """
-        self._refuse_closed()
+        self._refuse_untrained()
+        if loss is None and self.batch is None:
+            raise ValueError("backward: give it a loss, as the pass was opened without a batch for the step's own")
         self.last, _ = self.last if last is None else last, self.key
         with self._ends_if_it_fails(), comm.world().world.step():
-            if loss is None and self._tape is None and self.batch is not None:
+            if loss is None and self._tape is None:
                 grads = self._grads = self._grads.taken()
                 own = self._step.base["gradients"]  # without what cuts a batch
                 after, total, metrics = own(self._step, self._state, self.batch, grads.carry, self.last)
@@ -345,7 +335,7 @@ class Pass:
 
     def scaled(self, loss: Any, *, weighs: bool | None = None) -> Tensor:
         """The loss as ``backward`` would differentiate it; after its ``.backward()`` there is ``collect``."""
-        self._refuse_closed()
+        self._refuse_untrained()
         with self._ends_if_it_fails(), comm.world().world.step():
             self._scaled = self._weighted(self._opened(), loss, weighs)
         return self._scaled[0].sum  # type: ignore[no-any-return]
@@ -361,7 +351,7 @@ class Pass:
         Raises:
             RuntimeError: no backward pass went through what the pass has returned; losses of this step are scaled.
         """
-        self._refuse_closed()
+        self._refuse_untrained()
         tape = self._opened()
         if not tape.in_backward:
             raise RuntimeError(
@@ -371,11 +361,12 @@ class Pass:
         with self._ends_if_it_fails(), comm.world().world.step():
             scaled, self._scaled = self._scaled, None
             if scaled is None:
-                one, _ = self._weighted(tape, torch.zeros((), device=self._state.step.device), None)
-                if one.weight != 1 and not self._weighed:
+                one, _ = self._weighted(tape, torch.zeros((), device=self._state.step.device), True)
+                if one.weight != 1:
                     raise RuntimeError(
                         f"collect: losses of this step are scaled ({self._step}); differentiate run.scaled(loss), not loss"
                     )
+                one = tree.replace(one, weight=one.weight * (not self._weighed))
                 return self._add(tape, one, {}, tape.collect_backward, close, known=False)
             return self._add(tape, *scaled, tape.collect_backward, close)
 
@@ -396,9 +387,13 @@ class Pass:
     def _refuse_closed(self) -> None:
         if self._closed:
             raise RuntimeError(
-                "this pass is closed; open another one: step.open(state, batch, grads). A pass stays open for a further "
-                "backward with retain_graph=True or close=False"
+                "this pass is closed; open another. It stays open for a further backward with retain_graph=True or close=False"
             )
+
+    def _refuse_untrained(self) -> None:
+        self._refuse_closed()
+        if not self._trains:
+            raise RuntimeError("this pass was opened with trains=False, so there are no gradients")
 
     def _opened(self) -> Tape:
         self._refuse_closed()

@@ -484,6 +484,12 @@ def test_a_pass_says_what_it_cannot_do() -> None:
         run.backward(F.mse_loss(out, y))
     with pytest.raises(RuntimeError, match="has no graph"):
         step.open(state, (x, y)).backward(torch.ones(()))
+    run = step.open(state, (x, y), trains=False)
+    for use in (run.backward, run.collect, lambda: run.scaled(out.mean())):
+        with pytest.raises(RuntimeError, match="trains=False"):
+            use()  # type: ignore[operator]
+    with pytest.raises(ValueError, match="give it a loss"):
+        step.open(state).backward()
     with pytest.raises(ValueError, match="structure"):
         step.open(step(state, (x, y))[0], x)
 
@@ -504,10 +510,14 @@ def test_a_state_with_an_open_pass_is_not_donated(stage: int | None) -> None:
 
 def test_a_scaled_loss_must_be_the_one_that_is_differentiated() -> None:
     step, state, apply, (x, y) = started(T.mixed_precision("fp16", 8.0))
-    run = step.open(state, (x, y))
-    F.mse_loss(run(apply, x).float(), y).backward()
-    with pytest.raises(RuntimeError, match=r"run\.scaled\(loss\)"):
-        run.collect()
+    for first in (False, True):
+        run = step.open(state, (x, y))
+        out = run(apply, x).float()
+        if first:
+            run.backward(F.mse_loss(out, y), retain_graph=True)
+        out.mean().backward()
+        with pytest.raises(RuntimeError, match=r"run\.scaled\(loss\)"):
+            run.collect()
 
 
 def blocks_differ(how: str) -> None:
