@@ -423,7 +423,7 @@ def dropped(step: fds.Step, state: fds.State, apply: Any, micro: Any, grads: Any
         elif when == "failed":
             with pytest.raises(KeyError):
                 run(fails, micro[0])
-    with pytest.raises(RuntimeError, match="closed; open another one"):
+    with pytest.raises(RuntimeError, match="closed; open another"):
         run(apply, micro[0])
 
 
