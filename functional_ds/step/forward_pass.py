@@ -256,7 +256,7 @@ class Pass:
 
     def __repr__(self) -> str:
         how = "closed" if self._closed else "not run yet" if self._tape is None else "open"
-        return f"Pass({how}, {self._step})"
+        return f"Pass({how}, {self._rows} rows)"
 
     def __enter__(self) -> "Pass":
         return self
