@@ -28,6 +28,7 @@ from functional_ds.sharding.layout import Layout, shard, unshard
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.sharding.sources import from_source
 from functional_ds.step.compose import compose, wrap
+from functional_ds.step.forward_pass import Gradients, Pass
 from functional_ds.step.phases import innermost, outermost
 from functional_ds.step.state import DonatedStateError, State, UpdateError
 from functional_ds.step.step import Step, Transform
@@ -62,11 +63,13 @@ __all__ = [
     "Checkpoints",
     "DonatedStateError",
     "Evaluation",
+    "Gradients",
     "Key",
     "Layout",
     "LeafMap",
     "Logging",
     "Optimizer",
+    "Pass",
     "PerParameter",
     "RematPolicy",
     "RematReport",

@@ -10,6 +10,7 @@ from functional_ds.base.weighted import Weighted
 from functional_ds.step.compose import wrap
 from functional_ds.step.state import State
 from functional_ds.step.step import Step, Transform
+from functional_ds.step.traits import Trait
 
 __all__ = ["accumulate"]
 
@@ -50,4 +51,5 @@ def accumulate(k: int) -> Transform:
     def micro_batches(inner: Any, step: Step, state: State) -> int:
         return k * inner(step, state)  # type: ignore[no-any-return]
 
-    return wrap(f"accumulate({k})", gradients=gradients, micro_batches=micro_batches)
+    name, traits = f"accumulate({k})", [Trait.SPLITS_BATCHES]
+    return wrap(name, traits=traits, gradients=gradients, micro_batches=micro_batches)

@@ -45,6 +45,7 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "UnsupportedFakeTensorException",
+    "at_backward_end",
     "backward_pass",
     "buffers_of",
     "cuda_without_a_driver",
@@ -183,14 +184,16 @@ def run_backward(outputs: Sequence[Any], seeds: Sequence[Tensor], leaves: Sequen
     )
 
 
-def gradients(outputs: Sequence[Tensor], seeds: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor | None]:
+def gradients(
+    outputs: Sequence[Tensor], seeds: Sequence[Tensor], leaves: Sequence[Tensor], *, retain_graph: bool = False
+) -> list[Tensor | None]:
     """``torch.autograd.grad(outputs, leaves, seeds, allow_unused=True)``, also by leaves with ``__torch_function__``.
 
     torch would hand the call to that of a lazy leaf, which stands for another tensor.
     """
     engine = torch.autograd.Variable._execution_engine
     found = engine.run_backward(
-        tuple(outputs), tuple(seeds), False, False, tuple(leaves), allow_unreachable=True, accumulate_grad=False
+        tuple(outputs), tuple(seeds), retain_graph, False, tuple(leaves), allow_unreachable=True, accumulate_grad=False
     )
     return list(found)
 
@@ -199,6 +202,14 @@ def storage_bytes(reference: StorageWeakRef) -> int | None:
     """The bytes that a storage has now; None once it is freed. Without it, memory that was given back by ``resize_`` counts."""
     storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
     return None if storage is None else storage.nbytes()
+
+
+def at_backward_end(work: Callable[[], None]) -> None:
+    """Does ``work`` when the backward pass that this thread runs has ended, unless it fails.
+
+    Without it, nobody would know when a ``loss.backward()`` is over that a user calls.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(work)
 
 
 def backward_pass() -> int:

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from functional_ds.base import tree
 from functional_ds.base.torch_private import buffers_of, held_elsewhere, parameters_of, refresh_flat_weights, version_of
-from functional_ds.step.buffers import Held, bit_equal
-from functional_ds.step.other_attributes import OtherAttribute
+from functional_ds.step.buffers import Held, OtherAttribute, bit_equal
 
 from .attribute_changes import AttributeChanges
 from .attributes import ABSENT, copied, has_graph, is_state, kept, put_attribute, usable

@@ -16,7 +16,6 @@ from functional_ds.base import tree
 from functional_ds.base.marks import module_of
 from functional_ds.base.torch_private import disable_dispatch_modes, version_of
 
-from .other_attributes import OtherAttribute, OtherAttributes
 from .slots import Role
 
 __all__ = [
@@ -27,6 +26,8 @@ __all__ = [
     "Buffers",
     "Held",
     "Modules",
+    "OtherAttribute",
+    "OtherAttributes",
     "bit_equal",
 ]
 
@@ -81,6 +82,38 @@ class Modules:
                         "modules={name: apply, ...} with the applies that fds.functional gave"
                     )
         return Modules(named)
+
+
+@attrs.frozen(eq=False)
+class OtherAttribute:
+    """An attribute of a module.
+
+    Attributes:
+        value: what the next pass finds.
+        version: how many changes of ``Apply.module`` the pass knew that set it; a later one of this attribute counts more.
+        passing: whether the value itself belonged to one pass, so that the next ones cannot use it.
+    """
+
+    value: Any
+    version: int
+    passing: bool
+
+
+@attrs.define(eq=False)
+class OtherAttributes:
+    """Those of all modules. They go on from step to step with the state; no checkpoint has them.
+
+    Attributes:
+        by_key: for each module by the names of the attributes.
+    """
+
+    by_key: Mapping[str, Mapping[str, OtherAttribute]] = attrs.field(factory=dict)
+
+    def __eq__(self, other: object) -> bool:
+        """They are no part of a state's structure."""
+        return isinstance(other, OtherAttributes)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 @attrs.frozen

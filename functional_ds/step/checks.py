@@ -12,13 +12,15 @@ from functional_ds.base import tree
 from functional_ds.base.byte_ranges import overlapping
 from functional_ds.base.containers import register_containers
 from functional_ds.base.marks import is_trainable, module_of, trainable
+from functional_ds.base.weighted import Weighted
 from functional_ds.sharding.leaf_map import LeafMap
 
 from .buffers import BUFFERS
 from .phases import Layer
 from .state import State, refuse_donated
+from .tape import Tape
 
-__all__ = ["check_batch", "check_params", "check_state", "name_sum", "refuse_other_names"]
+__all__ = ["check_batch", "check_graph", "check_params", "check_state", "name_sum", "refuse_other_names"]
 
 _PLAIN = (bool, int, float, complex, str, bytes)  # beside tensors, a batch may have these
 
@@ -75,6 +77,20 @@ def check_state(step: Strategy, state: Any) -> None:
         raise ValueError(
             f"state: it is the state of another strategy than {step}{lacks}{has}. Use the state of this step's init, or carry "
             "the values over: fds.save(state, folder), then fds.load(folder, like=step.init(params))"
+        )
+
+
+def check_graph(loss: Weighted, tape: Tape) -> None:
+    """Refuses a loss that nothing would be trained by. One of weight zero has no part in the step.
+
+    Raises:
+        RuntimeError: as ``backward`` does.
+    """
+    if tape.trains and not loss.sum.requires_grad and bool(torch.as_tensor(loss.weight != 0)):
+        raise RuntimeError(
+            f"the loss {loss.sum} has no graph, so it would train nothing: it does not depend on params, or was computed under "
+            "torch.no_grad() or torch.inference_mode(), or taken out by detach() or item(). Return the tensor itself; a batch "
+            "without targets weighs nothing: return fds.Weighted(torch.zeros(()), 0)"
         )
 
 

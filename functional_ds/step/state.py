@@ -29,9 +29,11 @@ class SeenGraphs:
 
     Attributes:
         kinds: of each: how many nodes it has, or which leaves it leaves without a gradient.
+        passes: those that loops of a user's own have opened.
     """
 
     kinds: set[Any] = attrs.field(factory=set)
+    passes: "weakref.WeakSet[Any]" = attrs.field(factory=weakref.WeakSet, repr=False)
 
     def is_new(self, kind: Any) -> bool:
         """Whether no graph was of this kind so far; from now on one was."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import attrs
+import optree
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from functional_ds.sharding.leaf_map import LeafMap
 from .buffer_sync import agreed_anew, unagreed
 from .buffers import BUFFERS, Buffers, Modules
 from .checks import check_batch, check_params, check_state, name_sum, refuse_other_names
+from .forward_pass import Gradients, Pass, refuse_open
 from .phases import Layer, Phase, check_phases, compose_phase
 from .state import State, UpdateError, mark_donated
 from .tape import Tape
@@ -126,7 +128,63 @@ class Step:
             CommError: the step before failed on this rank alone, within collectives in which the other ranks still wait.
         """
         with comm.world().world.step():
-            return self._updated(state, batch, donate)
+            check_state(self, state)
+            structure = check_batch(self, state, batch)
+            if donate:
+                refuse_open(state)
+            found = self.gradients(self.at_rows(state, rows_of(batch)), batch, None, True)
+            return self._updated(state, found, structure, donate)
+
+    def open(self, state: State, batch: Any = None, so_far: Gradients | None = None, *, trains: bool = True) -> Pass:
+        """One forward pass, whose ``backward`` gives gradients for ``finish``: the first half of a step, for loops of your own.
+
+        Law 57: ``step.finish(state, step.open(state, batch).backward()) = step(state, batch)``, bit for bit; and a loop over
+        micro-batches, ``grads = step.open(state, micro, grads).backward(last=...)``, is the step with ``T.accumulate(k)``. Put
+        that into the step, if the loss draws by ``key`` or is a mean in fp16: both depend on how many micro-batches there are.
+
+        Nothing is computed before the pass is used, and one that is closed without ``backward`` leaves no trace. The ranks send
+        what ``step(state, batch)`` sends; each backward that wrongly claims to be the last sends the gradients once more.
+
+        Args:
+            state: stays as it is until ``finish``.
+            batch: a micro-batch of this rank; None where ``Pass.run`` is given what the functions need.
+            so_far: the gradients of earlier passes of this step, to which those of this pass are added.
+            trains: False for an evaluation: no gradients, and buffers stay as they are.
+
+        Raises:
+            ValueError: a transform of the step needs the whole batch, such as ``pipeline``; ``so_far`` is of another state, or
+                was used already.
+
+        >>> import functional_ds as fds
+        >>> step = fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(0.5))
+        >>> state, x = step.init({"w": torch.ones(2)}), torch.tensor([1.0, 2.0])
+        >>> run = step.open(state)
+        >>> y = run(lambda params, x: params["w"] * x, x)
+        >>> state, metrics = step.finish(state, run.backward(y.sum()))
+        >>> step.params(state)["w"].tolist(), metrics["loss"].item()
+        ([0.5, 0.0], 3.0)
+        """
+        check_state(self, state)
+        structure = state.batch if batch is None else check_batch(self, state, batch)
+        return Pass.opened(self, state, batch, so_far, structure, trains=trains)
+
+    def finish(self, state: State, grads: Gradients, *, donate: bool = True) -> tuple[State, Metrics]:
+        """The second half of a step: reduces gradients, if no pass was the last, and updates, as ``step(state, batch)`` does.
+
+        Args:
+            state: that the passes were opened with.
+            grads: what the last ``backward`` has returned.
+            donate: as for a call of the step.
+
+        Raises:
+            ValueError: the gradients are of another state, or were used already; another pass of the state is open, and its
+                memory is to be donated.
+            UpdateError: the update failed and changed nothing; the state is as it was.
+        """
+        with comm.world().world.step():
+            check_state(self, state)
+            found = grads.total(self, state, donate=donate)
+            return self._updated(state, found, grads.batch, donate)
 
     def evaluate(self, state: State, batch: Any) -> Tensor:
         """The loss over all ranks' batches, without gradients; the params are viewed as in training."""
@@ -162,10 +220,14 @@ class Step:
         """
         return trainable(self.scatter(state).params)
 
-    def _updated(self, state: State, batch: Any, donate: bool) -> tuple[State, Metrics]:
-        check_state(self, state)
-        structure = check_batch(self, state, batch)
-        after, grads, metrics = self.gradients(self._at_rows(state, batch), batch, None, True)
+    def _updated(
+        self,
+        state: State,
+        found: tuple[State, Weighted, dict[str, Weighted]],
+        structure: optree.PyTreeSpec | None,
+        donate: bool,
+    ) -> tuple[State, Metrics]:
+        after, grads, metrics = found
         after, grads = self.reduce(tree.replace(after, key=state.key, batch=structure), grads)
         names = name_sum(self, state, metrics)
         weight, metrics, news, names, unused = summed_over_ranks(self, after, (grads.weight, metrics, unagreed(after), names))
@@ -311,12 +373,11 @@ class Step:
         cells = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
         return f"<table><tr><th>transform</th><th>wraps</th><th>slot</th></tr>{cells}</table>"
 
-    def _at_rows(self, state: State, batch: Any) -> State:
-        """The state as the gradients see it: its key at this step and at this rank's rows."""
+    def at_rows(self, state: State, rows: int) -> State:
+        """The state as the gradients of so many rows a rank see it: its key at this step and at this rank's rows."""
         if state.key is None:
             return state
         index, count = self.batch_shard(state)
-        rows = rows_of(batch)
         before: Tensor | int = index * rows
         if self.draws and count > 1 and self.wraps("sum_over_ranks"):  # ranks may have different numbers of rows
             told = torch.zeros(2, count, dtype=torch.int64, device=state.step.device)  # rows of each part, ranks that have it

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from functional_ds.base.torch_private import gradients, graph_number, has_late_hooks, storage_id
+from functional_ds.base.torch_private import at_backward_end, gradients, graph_number, has_late_hooks, storage_id
 
 from .buffers import BufferScope
 
@@ -30,7 +30,7 @@ class PassAgain(BaseException):
         self.left = left
 
 
-def inspect_graph(roots: Sequence[Tensor], placeholders: Mapping[int, str], watched: Sequence[Tensor] = ()) -> None:
+def inspect_graph(roots: Sequence[Tensor], placeholders: Mapping[int, str]) -> None:
     """Refuses graphs that lose gradients.
 
     Three things go past what a tape can see: reentrant checkpoints, whose inside is not part of the graph; functions that
@@ -39,13 +39,12 @@ def inspect_graph(roots: Sequence[Tensor], placeholders: Mapping[int, str], watc
     Args:
         roots: what the backward pass begins at.
         placeholders: paths of the tensors that stand for a parameter, by id.
-        watched: the leaves that gradients are taken by.
 
     Raises:
         RuntimeError: with what would do.
     """
     todo = [root.grad_fn for root in roots if root.grad_fn is not None]
-    seen, known = set(todo), set(map(id, watched))
+    seen = set(todo)
     while todo:
         node = todo.pop()
         if node.name() == "CheckpointFunctionBackward":
@@ -56,7 +55,7 @@ def inspect_graph(roots: Sequence[Tensor], placeholders: Mapping[int, str], watc
         variable = getattr(node, "variable", None)
         if variable is not None and id(variable) in placeholders:
             raise _bypassed(placeholders[id(variable)])
-        if isinstance(variable, nn.Parameter) and variable.requires_grad and id(variable) not in known:
+        if isinstance(variable, nn.Parameter) and variable.requires_grad and not hasattr(variable, _WATCHED):
             raise RuntimeError(
                 f"the loss uses a parameter of shape {list(variable.shape)} that is none of the step's params, so it would not "
                 "be trained: with apply, params = fds.functional(module), call apply(params, ...) in the loss instead of the "
@@ -76,6 +75,7 @@ def _bypassed(path: str) -> RuntimeError:
     )
 
 
+_WATCHED = "_fds_watched"  # on leaves of tapes: a loss may go through the functions of several steps
 _HERE = threading.local()  # the tapes that this thread has open
 
 
@@ -99,8 +99,10 @@ class Tape:
 
     Attributes:
         records: whether gradients are wanted; evaluation opens a tape that does not record.
-        carry: gradients so far, in earlier micro-batches; consumed.
-        last: whether this is the last micro-batch of the optimizer step.
+        carry: gradients so far, in earlier micro-batches; consumed by the backward pass.
+        last: whether this is the last micro-batch of the optimizer step. Both may be set until the backward pass begins.
+        flushes: how many micro-batches have left the sums in ``carry``, where these are reduced without a further loss; else 0.
+        loss: the loss, where it was computed already; else the function of the step computes it.
         roots: further tensors to begin the backward pass at, with gradient zero, so that their nodes run in any case.
         placeholders: paths of the tensors that only stand for a parameter, by id; what is fetched together is in a row.
         suspects: those that may have gone past the tape, as far as the view can tell.
@@ -112,6 +114,8 @@ class Tape:
         slots: what transforms keep for this pass, by name.
         buffers: what modules hold beside parameters in this pass; None where nothing that they write is to be kept.
         modules: the copies of modules that this pass uses.
+        forward_ended: whether the forward pass is over.
+        in_backward: whether a backward pass has begun, whose gradients were not collected yet.
     """
 
     def __init__(
@@ -124,10 +128,13 @@ class Tape:
         repeats: bool = False,
         left: Any = None,
         buffers: BufferScope | None = None,
+        flushes: int = 0,
     ) -> None:
         self.records = records
         self.carry = carry
         self.last = last
+        self.flushes = flushes
+        self.loss: Any = None
         self.roots: list[Tensor] = []
         self.placeholders: dict[int, str] = {}
         self.suspects: list[Tensor] = []
@@ -145,16 +152,21 @@ class Tape:
         self._without: list[int] = []  # the watched leaves that got no gradient
         self._push: Callable[[Mapping[str, Tensor]], None] | None = None
         self._pushed: list[Tensor | None] | None = None
-        self._forward = ExitStack()
+        self._forward = ExitStack()  # the contexts in force
+        self._contexts: list[Callable[[], AbstractContextManager[Any]]] = []
+        self._at_forward_end: list[Callable[[], None]] = []
+        self.forward_ended = False
+        self._at_backward: list[Callable[[], None]] = []
+        self.in_backward = False
+        self._seeds_roots = False  # whether ``backward`` runs, not one that somebody else has begun
+        self._drop: Callable[[], None] = lambda: None
         self._whole = ExitStack()
 
     def __repr__(self) -> str:
         return f"Tape({len(self._leaves)} leaves, records={self.records}, last={self.last})"
 
     def __enter__(self) -> "Tape":
-        if not hasattr(_HERE, "tapes"):
-            _HERE.tapes = []
-        _HERE.tapes.append(self)
+        _HERE.__dict__.setdefault("tapes", []).append(self)
         self._forward.enter_context(torch.set_grad_enabled(self.records))
         self._first_node = graph_number(torch.zeros((), requires_grad=True).view(())) if self.records else 0
         return self
@@ -164,9 +176,10 @@ class Tape:
             if kind is None:
                 self.end_forward()
             else:
+                self._at_forward_end.clear()
                 self._forward.pop_all().__exit__(kind, error, trace)
         finally:
-            if self in _HERE.tapes:
+            while self in _HERE.tapes:
                 _HERE.tapes.remove(self)
             self._whole.close()
             self._leaves = []  # the tape is in a cycle, and the params' memory should not wait for the garbage collector
@@ -190,37 +203,62 @@ class Tape:
         self.end_forward()
         _HERE.tapes.remove(self)
 
+    def pause(self) -> None:
+        """Makes way for the tape before, and leaves the contexts of the forward pass, which ``running`` goes on with."""
+        self._forward.close()
+        _HERE.tapes.remove(self)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside, the forward pass of a tape that was paused goes on."""
+        with ExitStack() as stack, self.resumed():
+            stack.enter_context(torch.set_grad_enabled(self.records))
+            for context in self._contexts:
+                stack.enter_context(context())
+            yield
+
     # -- for views -----------------------------------------------------------------------------------------------------
 
     def watch(self, tensor: Tensor) -> Tensor:
         """A leaf to differentiate by; the gradients come in the order of these calls."""
         if not self.records:
             return tensor.detach()
-        self._leaves.append(tensor.detach().requires_grad_())
-        return self._leaves[-1]
+        leaf = tensor.detach().requires_grad_()
+        setattr(leaf, _WATCHED, True)
+        self._leaves.append(leaf)
+        return leaf
 
-    def during_forward(self, context: AbstractContextManager[Any]) -> None:
-        """Enters a context that ends with the forward pass."""
-        self._forward.enter_context(context)
+    def during_forward(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Enters a context that ends with the forward pass, and a new one wherever that goes on after a pause."""
+        self._contexts.append(context)
+        self._forward.enter_context(context())
 
     def at_forward_end(self, work: Callable[[], None]) -> None:
-        """Does ``work`` between the forward pass and the backward, unless the forward pass failed."""
-        self._forward.push(lambda kind, error, trace: work() if kind is None else None)
+        """Does ``work`` between the forward pass and the backward, unless the forward pass failed; the latest comes first."""
+        self._at_forward_end.append(work)
+
+    def at_backward(self, work: Callable[[], None]) -> None:
+        """Does ``work`` whenever a backward pass begins."""
+        self._at_backward.append(work)
 
     def at_end(self, work: Callable[[], None]) -> None:
         """Does ``work`` when the tape closes, whatever happened."""
         self._whole.callback(work)
 
     def collect_with(
-        self, collect: Callable[[list[Tensor | None]], list[Tensor]], unused: Callable[[], list[int]] | None = None
+        self,
+        collect: Callable[[list[Tensor | None]], list[Tensor]],
+        unused: Callable[[], list[int]] | None = None,
+        drop: Callable[[], None] = lambda: None,
     ) -> None:
         """Says how the leaves' gradients of this pass become those of the step so far, ``carry`` included.
 
         Args:
             collect: from the watched leaves' gradients, None where there is none, to those of the step.
             unused: the places of the trained leaves that got none in this pass, if the watched leaves are not those.
+            drop: is called instead of ``collect`` where a backward pass is given up.
         """
-        self._collect, self._unused = collect, unused
+        self._collect, self._unused, self._drop = collect, unused, drop
 
     def push_with(self, push: Callable[[Mapping[str, Tensor]], None]) -> None:
         """Says how the gradients of what the view gave, by path, are taken; else autograd takes them back to the leaves."""
@@ -230,33 +268,90 @@ class Tape:
 
     def end_forward(self) -> None:
         """Ends the forward pass; again does nothing."""
+        if self.forward_ended and not self._at_forward_end:
+            return
         self._forward.close()
+        work, self._at_forward_end = self._at_forward_end, []
+        with torch.set_grad_enabled(self.records):
+            for each in reversed(work):
+                each()
+        if not self.forward_ended:
+            self.forward_ended = True
+            for leaf in self._leaves:
+                leaf.grad = None
 
-    def backward(self, loss: Tensor) -> list[Tensor]:
+    def begin_backward(self) -> None:
+        """Ends the forward pass and begins a backward pass; again does nothing, until that is over."""
+        self.end_forward()
+        if not self.in_backward:
+            self.in_backward = True
+            for each in self._at_backward:
+                each()
+
+    def enter_backward(self) -> None:
+        """Begins a backward pass within one that somebody else has begun; until that ends, this tape is the current one."""
+        with self.resumed():
+            self.begin_backward()
+        tapes = _HERE.tapes
+        tapes.append(self)
+
+        def leave() -> None:
+            if self in tapes:
+                tapes.remove(self)
+
+        at_backward_end(leave)
+
+    @property
+    def differentiates(self) -> bool:
+        """Whether ``backward`` runs, and not a backward pass that somebody else has begun."""
+        return self._seeds_roots
+
+    def drop_backward(self) -> None:
+        """Gives up a backward pass that has begun, on all ranks."""
+        if self.in_backward:
+            self.in_backward = False
+            self._drop()
+
+    def backward(self, loss: Tensor | None, *, retain_graph: bool = False) -> list[Tensor]:
         """The gradients of ``loss`` by the watched leaves, plus ``carry``; a leaf that the loss does not use gets zeros.
 
         A custom function's backward may run backward passes of its own, as reversible blocks do: what these leave in ``.grad``
         belongs to the gradients. What a ``backward()`` inside of the loss left there does not.
+
+        Args:
+            loss: None where a tape flushes.
+            retain_graph: whether another backward pass will go through this graph.
         """
-        self.end_forward()
-        for leaf in self._leaves:
-            leaf.grad = None
-        roots = [root for root in (loss, *self.roots) if root.requires_grad]
+        self.begin_backward()
+        roots = [root for root in (loss, *self.roots) if root is not None and root.requires_grad]
         self._refuse_hooks()
         if roots and self.inspects(max(map(graph_number, roots)) - self._first_node):
-            inspect_graph(roots, self.placeholders, self._leaves)
+            inspect_graph(roots, self.placeholders)
         grads: list[Tensor | None] = [None] * len(self._leaves)
         if roots and self._leaves:
             seeds = [None if root is loss else torch.zeros_like(root) for root in roots]
+            self._seeds_roots = True
             with in_this_thread():
-                grads = self._differentiate(roots, seeds)
-            grads = [_sum(leaf.grad, grad) for leaf, grad in zip(self._leaves, grads, strict=True)]
-        return self._collect(grads)
+                grads = self._differentiate(roots, seeds, retain_graph)
+        return self._collected(grads)
+
+    def collect_backward(self) -> list[Tensor]:
+        """The gradients that a ``loss.backward()`` has left, as ``backward`` would return them."""
+        self._refuse_hooks()
+        return self._collected([None] * len(self._leaves))
+
+    def _collected(self, grads: list[Tensor | None]) -> list[Tensor]:
+        total = [_sum(leaf.grad, grad) for leaf, grad in zip(self._leaves, grads, strict=True)]
+        for leaf in self._leaves:
+            leaf.grad = None
+        found = self._collect(total)
+        self.in_backward = self._seeds_roots = False
+        return found
 
     def inspect_again(self, loss: Tensor) -> None:
         """Looks through the graph if no other has left the same leaves without a gradient, which may be lost ones."""
         if loss.requires_grad and self.inspects(tuple(self.unused())):
-            inspect_graph([loss, *self.roots], self.placeholders, self._leaves)
+            inspect_graph([loss, *self.roots], self.placeholders)
 
     def _refuse_hooks(self) -> None:
         for leaf in self._leaves:
@@ -267,11 +362,11 @@ class Tape:
                     ".grad; use register_hook"
                 )
 
-    def _differentiate(self, roots: list[Tensor], seeds: list[Tensor | None]) -> list[Tensor | None]:
+    def _differentiate(self, roots: list[Tensor], seeds: list[Tensor | None], retain_graph: bool) -> list[Tensor | None]:
         if not self.suspects:
-            return list(torch.autograd.grad(roots, self._leaves, seeds, allow_unused=True))
+            return list(torch.autograd.grad(roots, self._leaves, seeds, retain_graph=retain_graph, allow_unused=True))
         ones = [torch.ones_like(root) if seed is None else seed for root, seed in zip(roots, seeds, strict=True)]
-        grads = gradients(roots, ones, [*self._leaves, *self.suspects])
+        grads = gradients(roots, ones, [*self._leaves, *self.suspects], retain_graph=retain_graph)
         for suspect, grad in zip(self.suspects, grads[len(self._leaves) :], strict=True):
             if grad is not None:
                 raise _bypassed(self.placeholders[id(suspect)])
@@ -297,7 +392,7 @@ class Tape:
             grads: by path.
             through: whether autograd takes them back to the leaves, whatever ``push_with`` was told.
         """
-        self.end_forward()
+        self.begin_backward()
         if self._push is not None and not through:
             self._push(grads)
             self._pushed = [None] * len(self._leaves)
@@ -320,7 +415,9 @@ class Tape:
 
     def collect(self) -> list[Tensor]:
         """The gradients by the watched leaves of what was pushed, plus ``carry``; nothing pushed are zeros."""
+        self.begin_backward()
         pushed, self._pushed = self._pushed, None
+        self.in_backward = False
         return self._collect([None] * len(self._leaves) if pushed is None else pushed)
 
     def _add(self, grads: list[Tensor | None]) -> list[Tensor]:

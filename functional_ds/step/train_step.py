@@ -22,14 +22,15 @@ from functional_ds.sharding.leaf_selection import IndivisibleStateError
 from functional_ds.sharding.sources import values_of
 
 from .buffers import BUFFERS, POLICIES, BufferScope
+from .forward_pass import detached, differentiated, with_buffers
 from .phases import Phase
 from .state import State, UpdateError
 from .step import Metrics, Step
 from .tape import PassAgain, Tape, current_tape
 from .traits import Trait
-from .unused import unused_leaves, with_unused
+from .unused import unused_leaves
 
-__all__ = ["train_step", "with_buffers"]
+__all__ = ["train_step"]
 
 T = TypeVar("T")
 
@@ -81,11 +82,14 @@ def train_step(
 
     def loss(step: Step, state: State, params: Any, batch: Any) -> tuple[Weighted, dict[str, Weighted]]:
         further = {"key": state.key} if with_key else {}
-        found = step.forward(state, lambda given: loss_fn(params, given, **further), batch)
+        tape = current_tape()
+        if tape is not None and tape.loss is not None:
+            found = tape.loss
+        else:
+            found = step.forward(state, lambda given: loss_fn(params, given, **further), batch)
         value, metrics = _with_metrics(found)
         if "loss" in metrics:
             raise ValueError('the loss function returned a metric named "loss", which is the name of the loss: rename it')
-        tape = current_tape()
         if tape is not None:
             tape.slots["mean"] = not isinstance(value, Weighted)
         return weigh(value, "the loss"), {name: weigh(m, f"the metric {name!r}") for name, m in metrics.items()}
@@ -161,12 +165,6 @@ def _params(step: Step, state: State) -> Any:
     return tree.map(lambda x: like_marked(x.detach().clone(), x), state.params)
 
 
-def with_buffers(state: State, scope: BufferScope) -> State:
-    """The state with the buffers that a pass has left."""
-    found = scope.collect()
-    return state if found is None else state.put(**{BUFFERS: found})
-
-
 def _measure(step: Step, state: State, batch: Any) -> dict[str, Weighted]:
     def run(left: Any) -> dict[str, Weighted]:
         scope = BufferScope(state.slots.get(BUFFERS), keeps=False)
@@ -187,8 +185,16 @@ def autograd(
     step: Step, state: State, batch: Any, carry: Weighted | None, last: bool
 ) -> tuple[State, Weighted, dict[str, Weighted]]:
     """Autograd through loss ∘ view. The graphs of a state's first batch are looked through for what would lose gradients."""
+
+    def run(left: Any) -> tuple[State, Weighted, dict[str, Weighted]]:
+        scope = BufferScope(state.slots.get(BUFFERS))
+        with Tape(inspects=state.graphs.is_new, repeats=left is None, left=left, buffers=scope) as tape:
+            loss, metrics = step.loss(state, step.view(state, tape), batch)
+            after, grads = differentiated(step, state, tape, loss, carry, last)
+        return with_buffers(after, scope), grads, detached(loss, metrics)
+
     before = RngState.now() if state.batch is None or step.has(Trait.SHARDS_PARAMS) else None  # who else raises ``PassAgain``
-    return _repeated(lambda left: _pass(step, state, batch, carry, last, left), before)
+    return _repeated(run, before)
 
 
 def _repeated(run: Callable[[Any], T], before: RngState | None = None) -> T:
@@ -200,36 +206,6 @@ def _repeated(run: Callable[[Any], T], before: RngState | None = None) -> T:
     if before is not None:  # outside of the handler, which would hold the memory of the first run
         before.restore()
     return run(left)
-
-
-def _pass(
-    step: Step, state: State, batch: Any, carry: Weighted | None, last: bool, left: Any
-) -> tuple[State, Weighted, dict[str, Weighted]]:
-    scope = BufferScope(state.slots.get(BUFFERS))
-    so_far, inspects = None if carry is None else carry.sum, state.graphs.is_new
-    with Tape(carry=so_far, last=last, inspects=inspects, repeats=left is None, left=left, buffers=scope) as tape:
-        params = step.view(state, tape)
-        loss, metrics = step.loss(state, params, batch)
-        _check_graph(loss, tape)
-        grads = tape.backward(loss.sum)
-        tape.inspect_again(loss.sum)
-        state = with_unused(step, state, tape.unused())
-    weight = loss.weight if carry is None else carry.weight + loss.weight
-    return with_buffers(state, scope), Weighted(grads, weight), tree.map(torch.detach, {"loss": loss, **metrics})
-
-
-def _check_graph(loss: Weighted, tape: Tape) -> None:
-    """Refuses a loss that nothing would be trained by. One of weight zero has no part in the step.
-
-    Raises:
-        RuntimeError: as ``backward`` does.
-    """
-    if tape.trains and not loss.sum.requires_grad and bool(torch.as_tensor(loss.weight != 0)):
-        raise RuntimeError(
-            f"the loss {loss.sum} has no graph, so it would train nothing: it does not depend on params, or was computed under "
-            "torch.no_grad() or torch.inference_mode(), or taken out by detach() or item(). Return the tensor itself; a batch "
-            "without targets weighs nothing: return fds.Weighted(torch.zeros(()), 0)"
-        )
 
 
 def _finite(step: Step, state: State, grads: list[Tensor]) -> Tensor:

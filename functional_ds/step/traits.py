@@ -15,6 +15,8 @@ class Trait(Enum):
     SHARDS_STATE = auto()  # keeps the optimizer's state in shards: ZeRO 1 to 3
     KEEPS_WHOLE = auto()  # keeps some params whole although it stores the rest in shards
     REDUCES_GRADIENTS = auto()  # sums gradients over data-parallel ranks
+    SUMS_LAST = auto()  # does so after the last micro-batch, in its backward pass
+    SPLITS_BATCHES = auto()  # its ``gradients`` only cut the batch: whoever has micro-batches can do without
     COPIES_PARAMS = auto()  # keeps a copy of the params in its slot: masters, averages
     OFFLOADS = auto()  # moves params, slots or the optimizer's state off the device
     RESIDENT_SLOT = auto()  # its slot must stay on the device

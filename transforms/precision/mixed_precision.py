@@ -241,6 +241,8 @@ class _MixedPrecision:
 
     def _cast(self, leaf: Any) -> Any:
         smooth = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        if smooth and leaf.requires_grad:  # computed by another step's functions, whose params the loss may train
+            return leaf.to(self.policy.compute)
         return like_marked(leaf.detach().to(self.policy.compute), leaf) if smooth else leaf
 
     def _share(self, found: Weighted, parts: int) -> Weighted:

@@ -64,11 +64,9 @@ class Gatherer:
         self._plan = FetchPlan() if trace.uses is None else plan_fetches(trace.uses, self.max_live_units, tuple(self.whole))
         self.on_fetch(self._plan, 0)
 
-    def resume(self, on_drop: Callable[[int], None], on_fetch: Callable[[FetchPlan, int], None] | None) -> None:
+    def resume(self, on_drop: Callable[[int], None], on_fetch: Callable[[FetchPlan, int], None]) -> None:
         """Goes on with a pass after its loss has failed and runs again: the other ranks notice nothing of that."""
-        self.on_drop = on_drop
-        if on_fetch is not None:
-            self.on_fetch = on_fetch
+        self.on_drop, self.on_fetch = on_drop, on_fetch
 
     def fetch(self, unit: int) -> list[Tensor]:
         """The unit's flat tensors, one a segment."""

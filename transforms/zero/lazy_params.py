@@ -45,7 +45,7 @@ class UnitSource(Protocol):
     def begin(self, trace: FetchTrace) -> None:
         """Starts a pass over the units."""
 
-    def resume(self, on_drop: Callable[[int], None], on_fetch: Callable[[FetchPlan, int], None] | None) -> None:
+    def resume(self, on_drop: Callable[[int], None], on_fetch: Callable[[FetchPlan, int], None]) -> None:
         """Goes on with a pass whose loss runs again."""
 
     def fetch(self, unit: int) -> Sequence[Tensor]:
@@ -71,7 +71,7 @@ class WholeParams:
     def begin(self, trace: FetchTrace) -> None:
         """Does nothing."""
 
-    def resume(self, on_drop: Callable[[int], None], on_fetch: Callable[[FetchPlan, int], None] | None) -> None:
+    def resume(self, on_drop: Callable[[int], None], on_fetch: Callable[[FetchPlan, int], None]) -> None:
         """Does nothing."""
 
     def fetch(self, unit: int) -> Sequence[Tensor]:
@@ -135,8 +135,8 @@ class LazyParams:
 
     Args:
         layout: the units.
-        source: makes the source of units, given the function that forgets a unit which the source has freed.
-        reducer: takes the gradients; None where no leaf is differentiated.
+        source: makes the source of units, which tells these params what it fetches and frees.
+        reducer: makes what takes the gradients of a backward pass; None where no leaf is differentiated.
         device: where the params lie.
         reshard_last_units: whether the units that are whole when the forward pass ends are freed before the backward pass.
     """
@@ -144,13 +144,16 @@ class LazyParams:
     def __init__(
         self,
         layout: Layout,
-        source: Callable[[Callable[[int], None]], UnitSource],
-        reducer: Reducer | None,
+        source: "Callable[[LazyParams], UnitSource]",
+        reducer: Callable[[], Reducer] | None,
         device: torch.device,
         *,
         reshard_last_units: bool,
     ) -> None:
-        self.layout, self.reducer, self.device = layout, reducer, device
+        self.layout, self.device = layout, device
+        self.reducer: Reducer | None = None  # that of the backward pass that runs
+        self._make_reducer = reducer
+        self._in_graph: set[int] = set()  # the units that have a backward node
         self._leaves: dict[int, dict[int, Tensor]] = {}  # unit -> leaf -> the fetched tensor
         self._trained: dict[int, list[Tensor]] = {}  # unit -> its trained leaves, throughout a pass
         self._versions: dict[int, list[_LeafVersion]] = {}  # unit -> that of each leaf, where the unit's memory comes and goes
@@ -167,7 +170,8 @@ class LazyParams:
         self._bypassed = False  # whether a leaf was touched where autograd does not record
         self._handle: Tensor | None = None
         self._roots: list[Tensor] = []
-        self.source = source(self.forget)
+        self._tape: Tape | None = None
+        self.source = source(self)
 
     def open(self, tape: Tape, cache: ZeroCache) -> Any:
         """The tree of lazy leaves. Their forward pass begins here, and their backward pass ends with the tape's."""
@@ -176,17 +180,19 @@ class LazyParams:
             self.source.begin(cache.forward)
         else:
             self.source, tape.left = tape.left, None
-            self.source.resume(self.forget, None if self.reducer is None else self.reducer.fetched)
+            self.source.resume(self.forget, self.fetched)
+        self._tape = tape
         tape.at_end(self._close)
-        tape.at_forward_end(lambda: self._end_forward(tape, cache.backward))
+        tape.at_forward_end(lambda: self._end_forward(tape))
+        tape.at_backward(lambda: self._begin_backward(cache.backward))
         if tape.records:
             if any(segment.trainable for segment in self.layout.segments):
                 self._handle, self._roots = tape.watch(torch.zeros((), device=self.device)), tape.roots
-            tape.collect_with(self._collect, self._without_gradient)
+            tape.collect_with(self._collect, self._without_gradient, self._drop)
             tape.push_with(self._push)
             if self.source.frees:
                 if not cache.functional:
-                    tape.during_forward(self._hooks())
+                    tape.during_forward(self._hooks)
                 tape.claims.append(lambda tensor: self._saved.home(tensor) is not None)
         leaves = self._lazy = self._lazy_leaves(tape.records)
         if cache.functional and self.source.frees:
@@ -215,8 +221,22 @@ class LazyParams:
                 empty.add(place)
         return len(empty) == len(leaves)
 
+    def fetched(self, plan: FetchPlan, made: int) -> None:
+        """Says that so many fetches of the pass's plan were made."""
+        if self.reducer is not None:
+            self.reducer.fetched(plan, made)
+
     def found(self, unit: int, grads: Sequence[Tensor | None]) -> None:
-        """Takes the gradients of a backward pass that is not the tape's: they are ``.grad`` of the leaves within the loss."""
+        """Takes the gradients of a backward pass that the tape has not begun.
+
+        Within the loss they are ``.grad`` of the leaves. After it they are those of a ``loss.backward()``, which runs a unit's
+        node once; what comes later is of backward passes within that one.
+        """
+        tape, reducer = self._tape, self.reducer
+        elsewhere = tape is not None and tape.in_backward and not tape.differentiates
+        if elsewhere and reducer is not None and not reducer.has(unit):
+            self.completed(unit, grads)
+            return
         for leaf, grad in zip(self._trained_leaves(unit), grads, strict=True):
             if grad is not None:
                 self._found(leaf, grad)
@@ -327,8 +347,7 @@ class LazyParams:
             outputs: list[Tensor]
             token, *outputs = _UnitNode.apply(self, unit, tuple(views), self._handle)
         self._roots.append(token)
-        if self.reducer is not None:
-            self.reducer.expect(unit)
+        self._in_graph.add(unit)
         return outputs
 
     def _recomputed(self, views: Sequence[Tensor]) -> list[Tensor]:
@@ -338,11 +357,12 @@ class LazyParams:
         """
         return [view.requires_grad_() for view in views]
 
-    def _end_forward(self, tape: Tape, backward: FetchTrace) -> None:
+    def _end_forward(self, tape: Tape) -> None:
         records = tape.records
-        if records and self.reducer is not None:
-            for unit in self.reducer.untouched():  # other ranks may have touched them
-                self._node(unit, ())
+        if records and self._make_reducer is not None:
+            for unit in range(len(self.layout.units)):
+                if self._trained_leaves(unit) and unit not in self._in_graph:  # other ranks may have touched them
+                    self._node(unit, ())
         for unit in [*self._versions]:
             self._refuse_writes(unit)
         self._set_grads_aside()
@@ -350,9 +370,11 @@ class LazyParams:
             tape.suspects += [leaf for leaf in self._lazy if leaf.requires_grad]
         self._drop_leaves()
         self.source.finish(reshard=self._reshard or not records)
-        if records:
-            self._in_backward = True
-            self.source.begin(backward)
+        self._in_backward = records
+
+    def _begin_backward(self, backward: FetchTrace) -> None:
+        self.reducer = None if self._make_reducer is None else self._make_reducer()
+        self.source.begin(backward)
 
     def _set_grads_aside(self) -> list[Tensor | None]:
         """What was assigned to the leaves' ``grad``, which is None then: within the loss it has no part in the gradients."""
@@ -369,7 +391,7 @@ class LazyParams:
         self._nested.clear()
         self._lazy = []
         self._roots.clear()
-        self._handle = self.reducer = None
+        self._handle = self.reducer = self._make_reducer = self._tape = None
         self.source = WholeParams(self.layout, ())
 
     def _drop_leaves(self) -> None:
@@ -410,9 +432,17 @@ class LazyParams:
         if self.reducer is None:
             self.source.finish(reshard=True)
             return []
+        if self._tape is not None and not self._tape.differentiates:  # a ``loss.backward()`` may not have come to all of them
+            for unit in range(len(self.layout.units)):
+                if self._trained_leaves(unit) and not self.reducer.has(unit):
+                    self.completed(unit, ())
         renew = self.source.finish(reshard=True, note=self.reducer.out_of_place)
         self._collect_nested(self.reducer)
         return self.reducer.finish(renew=renew)
+
+    def _drop(self) -> None:
+        self.source.finish(reshard=True)
+        self.reducer = None
 
     def _collect_nested(self, reducer: Reducer) -> None:
         """Hands on what backward passes within this one left after their units were complete."""

@@ -74,7 +74,6 @@ class Reducer:
     local: dict[int, Tensor]
     sums: dict[int, Tensor]
     _nested: set[int] = attrs.field(factory=set)
-    _expected: set[int] = attrs.field(factory=set)  # the units that have a backward node
     _completed: list[int] = attrs.field(factory=list)
     _used: dict[int, list[bool]] = attrs.field(factory=dict)  # segment -> whether each leaf has got a gradient
     _posted: int = 0
@@ -83,17 +82,13 @@ class Reducer:
     _completed_after: dict[int, int] = attrs.field(factory=dict)  # unit -> fetches made
     _own: "deque[tuple[int, comm.Pending[list[Tensor]]]]" = attrs.field(factory=deque)  # reductions in flight
 
-    def expect(self, unit: int) -> None:
-        """Announces the backward node of the unit."""
-        self._expected.add(unit)
-
-    def untouched(self) -> list[int]:
-        """The trained units that have no backward node."""
-        return [unit for unit in range(len(self.layout.units)) if self.trained(unit) and unit not in self._expected]
-
     def trained(self, unit: int) -> list[int]:
         """The unit's segments that get gradients."""
         return [index for index in self.layout.units[unit].segments if self.layout.segments[index].trainable]
+
+    def has(self, unit: int) -> bool:
+        """Whether the unit is complete."""
+        return unit in self._completed_after
 
     def add(self, unit: int, grads: Sequence[Tensor | None], device: torch.device) -> None:
         """Adds the gradients of a unit's backward node, which complete it.

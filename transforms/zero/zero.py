@@ -1,6 +1,6 @@
 """ZeRO: optimizer states, gradients and params in shards (Rajbhandari, Rasley, Ruwase, He 2020)."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,6 @@ from .config import ZeroConfig
 from .cost_report import report_costs
 from .gather import Gatherer
 from .lazy_params import LazyParams, UnitSource, WholeParams
-from .prefetch import FetchPlan
 from .process_groups import ProcessGroups
 from .reduce import Reducer
 from .state import Partition, ZeroCache
@@ -133,6 +132,7 @@ class Zero(ZeroConfig):
 
     def _traits(self) -> list[Trait]:
         found = [Trait.REDUCES_GRADIENTS]
+        found += [Trait.SUMS_LAST] if self.stage < 2 or self.replicate is not None else []
         found += [Trait.SHARDS_STATE] if self.stage else []
         found += [Trait.SHARDS_PARAMS] if self.stage == 3 else []
         return found + ([Trait.KEEPS_WHOLE] if self.persistence_threshold else [])
@@ -226,27 +226,32 @@ class Zero(ZeroConfig):
         layout, cache = partition.as_stored(state.params), partition.cache
         collectives = Collectives(self.process_groups(), self, lambda dtype: step.comm_dtype(state, dtype))
         device = state.params[0].device if state.params else torch.device("cpu")
-        reducer = self._reducer(layout, cache, collectives, tape) if tape.records else None
-        source = self._source(layout, state.params, collectives, tape, reducer)
+        reducer = partial(self._reducer, layout, cache, collectives, tape) if tape.records else None
+        source = partial(self._source, layout, state.params, collectives, tape)
         params = LazyParams(layout, source, reducer, device, reshard_last_units=self.reshard_last_units)
         return params.open(tape, cache)
 
     def _source(
-        self, layout: Layout, stored: Sequence[Any], collectives: Collectives, tape: Tape, reducer: Reducer | None
-    ) -> Callable[[Callable[[int], None]], UnitSource]:
+        self,
+        layout: Layout,
+        stored: Sequence[Any],
+        collectives: Collectives,
+        tape: Tape,
+        params: LazyParams,
+    ) -> UnitSource:
         groups = collectives.groups
         offloaded = any(not isinstance(shard, Tensor) for shard in stored)  # on the host or a disk
-        if self.stage < 3 or (groups.n == 1 and not offloaded):
-            return lambda on_drop: WholeParams(layout, stored)
-        return lambda on_drop: Gatherer(
+        if self.stage < 3 or (groups.n == 1 and not offloaded) or tape.flushes:
+            return WholeParams(layout, stored)
+        return Gatherer(
             layout,
             stored,
             collectives,
-            on_drop,
+            params.forget,
             max_live_units=self.max_live_units,
             prefetch=self.prefetch,
             hpz=self.hpz and tape.records and len(groups.levels) > 1,
-            on_fetch=_ignore if reducer is None else reducer.fetched,
+            on_fetch=params.fetched,
         )
 
     def _reducer(self, layout: Layout, cache: ZeroCache, collectives: Collectives, tape: Tape) -> Reducer:
@@ -254,6 +259,8 @@ class Zero(ZeroConfig):
         each = self.stage >= 2
         trained = [i for i, segment in enumerate(layout.segments) if segment.trainable]
         carry = dict(zip(trained, tape.carry, strict=True)) if tape.carry is not None else {}
+        if tape.flushes == 1 and not each:  # one micro-batch, which turned out to be the last, and so travels as such
+            carry = {i: grads.to(layout.segments[i].dtype) for i, grads in carry.items()}
         return Reducer(
             layout,
             collectives,
@@ -325,10 +332,6 @@ class Zero(ZeroConfig):
 
 
 zero = Zero
-
-
-def _ignore(plan: FetchPlan, made: int) -> None:
-    """Nobody waits for fetches in a pass without gradients."""
 
 
 def _of_first(leaf: Tensor, groups: ProcessGroups) -> Tensor:

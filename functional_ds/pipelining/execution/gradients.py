@@ -16,10 +16,10 @@ from functional_ds.pipelining.schedules.action import Action
 from functional_ds.pipelining.schedules.schedule import Schedule
 from functional_ds.pipelining.stages.stages import Stages
 from functional_ds.step.buffers import BUFFERS, BufferScope
+from functional_ds.step.forward_pass import with_buffers
 from functional_ds.step.state import State
 from functional_ds.step.step import Step
 from functional_ds.step.tape import Tape, wide
-from functional_ds.step.train_step import with_buffers
 from functional_ds.step.unused import without
 
 from .boundary import Crossing, TensorMeta, boundaries, signature, view_metas

@@ -1,0 +1,493 @@
+"""One forward pass and its backward passes, as a step runs them and as values for loops of one's own."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from threading import get_ident
+from types import TracebackType
+from typing import Any, Protocol
+
+import attrs
+import optree
+import torch
+from torch import Tensor
+
+from functional_ds import comm
+from functional_ds.base import tree
+from functional_ds.base.batch import rows_of
+from functional_ds.base.containers import register_containers
+from functional_ds.base.prng import Key
+from functional_ds.base.weighted import Weighted
+
+from .buffers import BUFFERS, BufferScope
+from .checks import check_graph
+from .phases import Layer, Phase
+from .state import State
+from .tape import Tape, current_tape, wide
+from .traits import Trait
+from .unused import Summing, with_unused
+
+__all__ = ["Gradients", "Pass", "detached", "differentiated", "refuse_open", "with_buffers"]
+
+Found = tuple[State, Weighted, dict[str, Weighted]]
+
+
+class Phases(Summing, Protocol):
+    """The part of a step that a pass runs."""
+
+    @property
+    def base(self) -> Mapping[str, Phase]: ...
+
+    @property
+    def layers(self) -> tuple[Layer, ...]: ...
+
+    def has(self, trait: Trait) -> str | None: ...
+
+    def view(self, state: State, tape: Tape) -> Any: ...
+
+    def loss(self, state: State, params: Any, batch: Any) -> tuple[Weighted, dict[str, Weighted]]: ...
+
+    def forward(self, state: State, function: Callable[[Any], Any], batch: Any) -> Any: ...
+
+    def micro_batches(self, state: State) -> int: ...
+
+    def at_rows(self, state: State, rows: int) -> State: ...
+
+
+# -- a backward pass -----------------------------------------------------------------------------------------------------
+
+
+def with_buffers(state: State, scope: BufferScope) -> State:
+    """The state with the buffers that a pass has left."""
+    found = scope.collect()
+    return state if found is None else state.put(**{BUFFERS: found})
+
+
+def differentiated(
+    step: Phases,
+    state: State,
+    tape: Tape,
+    loss: Weighted,
+    carry: Weighted | None,
+    last: bool,
+    backward: Callable[[], list[Tensor]] | None = None,
+    known: bool = True,
+) -> tuple[State, Weighted]:
+    """The state and the gradients after a backward pass from a loss on an open tape; ``carry`` is added."""
+    tape.carry, tape.last = None if carry is None else carry.sum, last
+    if known:  # else somebody has differentiated the loss, and this has its weight alone
+        check_graph(loss, tape)
+    grads = tape.backward(loss.sum) if backward is None else backward()
+    tape.inspect_again(loss.sum)
+    weight = loss.weight if carry is None else carry.weight + loss.weight
+    return with_unused(step, state, tape.unused()), Weighted(grads, weight)
+
+
+def detached(loss: Weighted, metrics: Mapping[str, Weighted]) -> dict[str, Weighted]:
+    """A pass's metrics, the loss among them."""
+    return tree.map(torch.detach, {"loss": loss, **metrics})  # type: ignore[no-any-return]
+
+
+# -- passes as values ----------------------------------------------------------------------------------------------------
+
+
+@attrs.define(eq=False)
+class Gradients:
+    """What the passes of one optimizer step have left so far. ``Pass.backward`` adds to it, ``Step.finish`` takes it.
+
+    It can be used once, as its sums grow in place.
+
+    Attributes:
+        state: what the passes were opened with.
+        batch: the structure of the batches.
+        metrics: the sums of the losses and of further metrics on this rank.
+        carry: sums that the next pass adds to.
+        final: those of passes that were the last: they are summed over the ranks.
+        last_pass: the pass that has added to it last and may be open.
+    """
+
+    state: State
+    batch: optree.PyTreeSpec | None
+    metrics: dict[str, Weighted] = attrs.field(factory=dict)
+    carry: Weighted | None = None
+    final: Weighted | None = None
+    last_pass: "Pass | None" = None
+    _after: State | None = None  # with what the passes have written, but for that one's buffers
+    _key: Key | None = None  # at this rank's first row
+    _rows: int = 0  # of the passes so far
+    _summed: int = 0  # how many backward passes are in ``carry``
+    _used: bool = False
+
+    def __repr__(self) -> str:
+        return f"Gradients({self._rows} rows, {'used' if self._used else ', '.join(self.metrics) or 'none yet'})"
+
+    def check(self, state: State) -> None:
+        """Refuses a value that is of another state, or was used.
+
+        Raises:
+            ValueError: it is.
+        """
+        if self.state is not state:
+            raise ValueError(
+                "grads: they are of another state; the passes of a step, and finish, get the state that it begins with"
+            )
+        if self._used:
+            raise ValueError(
+                "grads: they were used already, and their sums have grown since; go on with what the latest backward returned"
+            )
+
+    def taken(self) -> "Gradients":
+        """The same, as a new value, which others are added to; this one cannot be used any more."""
+        self.check(self.state)
+        new = attrs.evolve(self)
+        self._use_up()
+        return new
+
+    def _use_up(self) -> None:
+        """Lets go of the tensors, which this value may outlive in somebody's loop."""
+        self._used, self.carry, self.final, self._after, self.last_pass = True, None, None, None, None
+
+    def add(self, total: Weighted, metrics: Mapping[str, Weighted], after: State, rows: int, *, last: bool) -> None:
+        """Takes what a backward pass over so many rows has left: gradients, ``carry`` included, metrics and the state."""
+        self.carry, self.final = (None, _sum(self.final, total)) if last else (total, self.final)
+        self._summed = 0 if last else self._summed + 1
+        known = self.metrics
+        self.metrics = known | {n: tree.map(torch.add, known[n], m) if n in known else m for n, m in metrics.items()}
+        self._after, self._rows = after, self._rows + rows
+
+    def after(self) -> State:
+        """The state with what the passes have written; the last one is closed."""
+        if self.last_pass is not None:
+            self.last_pass.close()
+            self._after, self.last_pass = self.last_pass.written(), None
+        return self.state if self._after is None else self._after
+
+    def key_at(self, step: Phases, state: State, rows: int) -> Key | None:
+        """The key for the next pass, of so many rows."""
+        if state.key is None:
+            return None
+        if self._key is None:
+            self._key = step.at_rows(state, rows * step.micro_batches(state)).key
+        return self._key.at(step=state.step, rows=self._rows) if self._key is not None and self._rows else self._key
+
+    def total(self, step: Phases, state: State, *, donate: bool) -> Found:
+        """The gradients of all passes, reduced as the step wants them, with the state that they leave and their metrics."""
+        self.check(state)
+        after, carry, final = tree.replace(self.after(), key=state.key), self.carry, self.final
+        if carry is None and final is None:
+            raise ValueError("grads: there are none; call backward on a pass first")
+        if donate:
+            refuse_open(state)
+        self._use_up()
+        if carry is not None:
+            final = _sum(final, _flushed(step, after, carry, self._summed))
+        return after, final, self.metrics  # type: ignore[return-value]
+
+
+def _flushed(step: Phases, state: State, carry: Weighted, count: int) -> Weighted:
+    """The sums of passes of which none was the last, reduced over the ranks if that was put off."""
+    if not step.has(Trait.SUMS_LAST):
+        return carry
+    with Tape(carry=carry.sum, last=True, flushes=count) as tape:
+        step.view(state, tape)
+        return Weighted(tape.backward(None), carry.weight)
+
+
+def _sum(one: Weighted | None, other: Weighted) -> Weighted:
+    if one is None:
+        return other
+    sums = [(a if a.element_size() > 2 else wide(a)).add_(b) for a, b in zip(one.sum, other.sum, strict=True)]
+    return Weighted(sums, one.weight + other.weight)
+
+
+class Pass:
+    """One forward pass of a step, opened by ``Step.open``: functions run in it as the step runs its loss function.
+
+    ```
+    run = step.open(state, batch, grads)       nothing is computed yet
+    y = run(function, *args)                   function(params, *args): casts, remat, gathers, buffers as in the step
+    grads = run.backward(loss(y))              adds its gradients to those before
+    ```
+
+    The passes of a step are micro-batches: their weights add up, so the update gets the mean. Several losses of one pass are
+    summed, as ``.grad`` sums them. A pass closes with its ``backward``, with ``close``, or at the end of a ``with`` block.
+
+    Passes of several steps may be open at once and share tensors. A loss is differentiated by the params of the pass whose
+    ``backward`` is called, also through functions of other passes that are still open, and by no others.
+
+    Attributes:
+        batch: what it was opened with.
+        last: whether no further pass of this step has a backward, so that stages 0 and 1 sum over the ranks during this one's.
+            All ranks say the same. It changes no gradient: where it was wrong, two sums over the ranks are added, and where no
+            pass was the last, ``finish`` sums.
+    """
+
+    def __init__(self, step: Phases, so_far: Gradients, batch: Any, *, trains: bool) -> None:
+        self._step, self._grads, self.batch, self._trains = step, so_far, batch, trains
+        self._state = state = so_far.after()
+        self._rows = 0 if batch is None else rows_of(batch)
+        self._keyed = False
+        self._scope = BufferScope(state.slots.get(BUFFERS), keeps=trains)
+        self._tape: Tape | None = None  # once something runs
+        self._params: Any = None
+        self._thread = get_ident()
+        self._scaled: tuple[Weighted, dict[str, Weighted]] | None = None  # the loss that somebody else differentiates
+        self._weighed = False  # whether one of its losses has counted
+        self._closed = False
+        self.last = True
+
+    @staticmethod
+    def opened(step: Phases, state: State, batch: Any, so_far: Gradients | None, structure: Any, *, trains: bool) -> "Pass":
+        """A pass of a step.
+
+        Raises:
+            ValueError: a transform needs the whole batch; ``so_far`` is of another state or was used.
+        """
+        for layer in step.layers:
+            if "gradients" in layer.phases and Trait.SPLITS_BATCHES not in layer.traits:
+                raise ValueError(
+                    f"open: {layer.name} runs the passes of a step itself, so the step has no halves ({step}); call "
+                    "step(state, batch)"
+                )
+        if so_far is None:
+            so_far = Gradients(state, structure)
+        so_far.check(state)
+        return Pass(step, so_far, batch, trains=trains)
+
+    def __repr__(self) -> str:
+        how = "closed" if self._closed else "not run yet" if self._tape is None else "open"
+        return f"Pass({how}, {self._rows} rows)"
+
+    def __enter__(self) -> "Pass":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._end(error)
+
+    @property
+    def key(self) -> Key | None:
+        """What the loss function would get as its key; None in an evaluation, and where the pass was given no batch."""
+        if not self._keyed:
+            self._keyed = True
+            key = None
+            if self._trains and self.batch is not None:
+                with self._ends_if_it_fails(), comm.world().world.step():  # ranks may tell each other their numbers of rows
+                    key = self._grads.key_at(self._step, self._grads.state, self._rows)
+            self._state = tree.replace(self._state, key=key)
+        return self._state.key
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``function(params, *args, **kwargs)``, run as the step runs its loss function.
+
+        Raises:
+            RuntimeError: the pass is closed, or its backward pass has begun.
+        """
+        tape = self._opened()
+        if tape.forward_ended:
+            raise RuntimeError(
+                "this pass has begun its backward pass, so no function can run in it any more: run all of them before, or open "
+                "another pass"
+            )
+        with self._ends_if_it_fails(), comm.world().world.step(), tape.running():
+            found = self._step.forward(self._state, lambda given: function(self._params, *given[0], **given[1]), (args, kwargs))
+        self._follow(found)
+        return found
+
+    def backward(
+        self,
+        loss: Any = None,
+        *,
+        last: bool | None = None,
+        retain_graph: bool = False,
+        close: bool = True,
+        weighs: bool | None = None,
+    ) -> Gradients:
+        """The gradients of a loss, added to those of the passes before.
+
+        Args:
+            loss: as a loss function returns it: a scalar, ``Weighted(sum, weight)``, or a pair of that and further metrics;
+                None for the step's own, of the pass's batch.
+            last: the attribute, where it is to be another.
+            retain_graph: whether a later ``backward`` goes through this graph again. The pass stays open.
+            close: False for further losses of this pass, whose graphs have nothing in common with this one.
+            weighs: whether the loss's weight counts; by default that of the pass's first. False for what is summed with the
+                loss of another pass, as two losses of one micro-batch are.
+
+        Raises:
+            RuntimeError: the loss has no graph; the pass is closed.
+        """
+        self._refuse_untrained()
+        if loss is None and self.batch is None:
+            raise ValueError("backward: give it a loss, as the pass was opened without a batch for the step's own")
+        self.last, _ = self.last if last is None else last, self.key
+        with self._ends_if_it_fails(), comm.world().world.step():
+            if loss is None and self._tape is None:
+                grads = self._grads = self._grads.taken()
+                own = self._step.base["gradients"]  # without what cuts a batch
+                after, total, metrics = own(self._step, self._state, self.batch, grads.carry, self.last)
+                grads.add(total, metrics, after, self._rows, last=self.last)
+                self._closed = True
+                return grads
+            tape = self._opened()
+            loss, metrics = self._weighted(tape, loss, weighs)
+            run = partial(tape.backward, loss.sum, retain_graph=retain_graph)
+            return self._add(tape, loss, metrics, run, close and not retain_graph)
+
+    def scaled(self, loss: Any, *, weighs: bool | None = None) -> Tensor:
+        """The loss as ``backward`` would differentiate it; after its ``.backward()`` there is ``collect``."""
+        self._refuse_untrained()
+        with self._ends_if_it_fails(), comm.world().world.step():
+            self._scaled = self._weighted(self._opened(), loss, weighs)
+        return self._scaled[0].sum  # type: ignore[no-any-return]
+
+    def collect(self, *, close: bool = True) -> Gradients:
+        """What ``backward`` would return, after ``loss.backward()`` of torch instead.
+
+        The loss is a plain mean of what this pass returned, or ``scaled`` has given it.
+
+        Args:
+            close: as for ``backward``.
+
+        Raises:
+            RuntimeError: no backward pass went through what the pass has returned; losses of this step are scaled.
+        """
+        self._refuse_untrained()
+        tape = self._opened()
+        if not tape.in_backward:
+            raise RuntimeError(
+                "collect: no backward pass has reached what this pass returned; call loss.backward() first, or "
+                "grads = run.backward(loss)"
+            )
+        with self._ends_if_it_fails(), comm.world().world.step():
+            scaled, self._scaled = self._scaled, None
+            if scaled is None:
+                one, _ = self._weighted(tape, torch.zeros((), device=self._state.step.device), True)
+                if one.weight != 1:
+                    raise RuntimeError(
+                        f"collect: losses of this step are scaled ({self._step}); differentiate run.scaled(loss), not loss"
+                    )
+                one = tree.replace(one, weight=one.weight * (not self._weighed))
+                return self._add(tape, one, {}, tape.collect_backward, close, known=False)
+            return self._add(tape, *scaled, tape.collect_backward, close)
+
+    def close(self) -> None:
+        """Ends the pass; a graph that is left cannot be differentiated. Again does nothing."""
+        self._end(None)
+
+    # -- inside ------------------------------------------------------------------------------------------------------------
+
+    def runs_on(self, state: State) -> bool:
+        """Whether a graph of this pass may need the params of a state."""
+        return self._tape is not None and self._grads.state.step is state.step
+
+    def written(self) -> State:
+        """The state that a closed pass has left."""
+        return with_buffers(self._state, self._scope)
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise RuntimeError(
+                "this pass is closed; open another. It stays open for a further backward with retain_graph=True or close=False"
+            )
+
+    def _refuse_untrained(self) -> None:
+        self._refuse_closed()
+        if not self._trains:
+            raise RuntimeError("this pass was opened with trains=False, so there are no gradients")
+
+    def _opened(self) -> Tape:
+        self._refuse_closed()
+        if self._tape is None:
+            with self._ends_if_it_fails(), comm.world().world.step():
+                _ = self.key
+                self._state.graphs.passes.add(self)
+                self._tape = tape = Tape(records=self._trains, inspects=self._state.graphs.is_new, buffers=self._scope)
+                tape.__enter__()
+                self._params = self._step.view(self._state, tape)
+                tape.pause()
+        return self._tape
+
+    def _weighted(self, tape: Tape, loss: Any, weighs: bool | None) -> tuple[Weighted, dict[str, Weighted]]:
+        """A loss as the step's ``loss`` phase has it, the user's function replaced by what was computed already."""
+        with tape.resumed() if tape.forward_ended else tape.running(), torch.set_grad_enabled(self._trains):
+            tape.loss = loss
+            try:
+                found, metrics = self._step.loss(self._state, self._params, self.batch)
+            finally:
+                tape.loss = None
+        if weighs is False or (weighs is None and self._weighed):
+            found = tree.replace(found, weight=torch.zeros_like(found.weight))
+        return found, metrics
+
+    def _add(
+        self,
+        tape: Tape,
+        loss: Weighted,
+        metrics: Mapping[str, Weighted],
+        backward: Callable[[], list[Tensor]],
+        close: bool,
+        *,
+        known: bool = True,
+    ) -> Gradients:
+        grads = self._grads = self._grads.taken()
+        with tape.resumed():
+            self._state, total = differentiated(self._step, self._state, tape, loss, grads.carry, self.last, backward, known)
+        rows, self._rows, self._weighed = self._rows, 0, True
+        grads.add(total, detached(loss, metrics) if known else {}, self._state, rows, last=self.last)
+        grads.last_pass = self
+        if close:
+            self._end(None)
+        return grads
+
+    def _follow(self, found: Any) -> None:
+        """Sees to it that a backward pass which comes to what a function has returned finds this pass ready for it."""
+        register_containers(found)
+        for leaf in tree.leaves(found):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                leaf.register_hook(self._reached)
+
+    def _reached(self, grad: Tensor) -> None:
+        """A backward pass has come to what this pass returned, and goes on into it."""
+        tape = self._tape
+        if tape is None:
+            raise RuntimeError("the loss was computed in a pass that is closed; call backward before it closes")
+        if current_tape() is tape:
+            return
+        if get_ident() != self._thread:
+            raise RuntimeError(
+                "loss.backward() runs in a thread of the device, where the tape of the pass is not known: call "
+                "run.backward(loss), or torch.autograd.set_multithreading_enabled(False) before"
+            )
+        tape.carry, tape.last = None if self._grads.carry is None else self._grads.carry.sum, self.last
+        tape.enter_backward()
+
+    @contextmanager
+    def _ends_if_it_fails(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._end(error)
+            raise
+
+    def _end(self, error: BaseException | None) -> None:
+        tape, self._tape, self._params, self._closed = self._tape, None, None, True
+        if tape is not None:
+            if error is not None:
+                tape.__exit__(type(error), error, error.__traceback__)
+                return
+            with comm.world().world.step():
+                tape.drop_backward()
+                tape.__exit__(None, None, None)
+
+
+def refuse_open(state: State) -> None:
+    """Refuses to donate a state of which a pass is open, whose backward would find other params.
+
+    Raises:
+        ValueError: there is one.
+    """
+    if any(one.runs_on(state) for one in state.graphs.passes):
+        raise ValueError(
+            "state: another pass of it is still open, and its backward would find the params that the update writes into their "
+            "memory; close it, run its backward first, or keep the state: finish(state, grads, donate=False)"
+        )
