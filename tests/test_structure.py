@@ -43,6 +43,7 @@ LAYERS = (
     ("root",),
     ("transforms.offloading", "transforms.parallel", "transforms.precision", "transforms.zero"),
     ("transforms",),
+    ("deepspeed.config.keys",),
     ("deepspeed.config",),
 )
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from .config_table import key_of, nearest
 from .explain import ConfigError
+from .keys.config_table import key_of, nearest
 
 __all__ = ["auto_values"]
 
@@ -27,7 +27,7 @@ def auto_values(auto: Mapping[str, Any], model: Any) -> dict[str, Any]:
         key = key_of(path)
         if key is None and not path.startswith(_PARAMS):
             raise ConfigError(f"auto: {path!r}: {nearest(path)}")
-        found[path if key is None or key.name == "*" else key.path] = value
+        found[path if key is None else key.path] = value
     return found
 
 

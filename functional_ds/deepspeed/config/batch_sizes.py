@@ -2,9 +2,9 @@
 
 import attrs
 
-from .config_key import Fate
 from .config_reader import Settings
 from .explain import ConfigError
+from .keys.config_key import Fate
 
 __all__ = ["BatchSizes", "batch_sizes", "check_world_size"]
 

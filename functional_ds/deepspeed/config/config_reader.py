@@ -14,10 +14,10 @@ from typing import Any
 
 import attrs
 
-from .config_key import Fate, Key
-from .config_table import BLOCKS, key_of, nearest
-from .explain import ConfigError, ExplainedKey
-from .keys_of_loops import DEAD
+from .explain import ConfigError, ExplainedKey, Explanation
+from .keys.config_key import Fate, Key
+from .keys.config_table import BLOCKS, key_of, nearest
+from .keys.keys_of_loops import DEAD
 
 __all__ = ["Config", "Settings", "read", "source"]
 
@@ -56,6 +56,18 @@ class Settings:
     def refuse(self, path: str, reason: str) -> None:
         """Marks a key as refused, whether the config has it or not."""
         self.note(path, Fate.REFUSED, reason)
+
+    def explanation(self) -> Explanation:
+        """What is noted of each key, or else what the table says of it; the config's keys first, in its order."""
+        found: dict[str, ExplainedKey] = {}
+        for path, value in self.given.items():
+            name, key = self.spelled[path], key_of(path)
+            if name in self.rows:
+                found[name] = self.rows[name]
+            elif key is not None:
+                fate = Fate.IGNORED if key.fate is Fate.REFUSED else key.fate
+                found[name] = ExplainedKey(name, value, fate, key.text)
+        return Explanation(tuple((found | self.rows).values()))
 
     def note(self, path: str, fate: Fate, reason: str) -> None:
         """Says what became of a key. What is refused stays so."""
@@ -128,7 +140,7 @@ def read(config: Mapping[str, Any], *, auto: Mapping[str, Any], warn: bool) -> S
         if key is None:
             _unknown(settings, path, value, warn)
             continue
-        canonical = path if key.name == "*" else key.path
+        canonical = key.path
         if canonical in settings.spelled:
             settings.rows[path] = ExplainedKey(
                 path, value, Fate.REFUSED, f"it says the same as `{settings.spelled[canonical]}`; keep one of them"

@@ -14,7 +14,7 @@ from functional_ds.optim.one_bit import one_bit_adam, zero_one_adam
 from functional_ds.optim.optimizer import Optimizer, PerParameter
 from functional_ds.optim.sgd import sgd
 
-from .config_key import Key, became, ignored, refused
+from .keys.config_key import Key, became, ignored, refused
 
 __all__ = ["OPTIMIZERS", "OptimizerRule", "rule_of"]
 

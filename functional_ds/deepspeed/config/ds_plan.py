@@ -12,10 +12,9 @@ from .auto_values import auto_values
 from .batch_sizes import BatchSizes, batch_sizes, check_world_size
 from .canonical import canonical
 from .config_reader import Config, Settings, read, source
-from .config_table import key_of
 from .ds_schedules import RateSchedule
 from .explain import ConfigError, Explanation
-from .explain_settings import explanation
+from .keys.config_table import key_of
 from .named_parts import optimizer_of, schedule_of
 from .transform_parts import TransformParts, transforms_of
 
@@ -56,11 +55,11 @@ class ConfigPlan:
             KeyError: there is no such key.
         """
         key = key_of(path)
-        return self._settings[key.path if key is not None and key.name != "*" else path]
+        return self._settings[path if key is None else key.path]
 
     def explain(self) -> Explanation:
         """What became of each key."""
-        return explanation(self._settings)
+        return self._settings.explanation()
 
     def to_ds_config(self) -> dict[str, Any]:
         """The config with nothing left open: numbers as numbers, "auto" replaced, new spellings, all sizes of the batch.
@@ -114,12 +113,12 @@ def from_ds_config(
     schedule, arguments = schedule_of(settings, rule, arguments, lr)
     transforms = transforms_of(settings, world_size, steps=batch.gradient_accumulation_steps if batch else 1, rule=rule)
     optimizer = None
-    if rule is not None and not explanation(settings).refused:
+    if rule is not None and not settings.explanation().refused:
         try:
             optimizer = rule.build(arguments)
         except ValueError as error:
             settings.refuse("optimizer.params", str(error))
-    found = explanation(settings)
+    found = settings.explanation()
     if found.refused or batch is None:
         raise ConfigError.of(found)
     return ConfigPlan(optimizer, schedule, batch, settings, attrs.evolve(transforms, schedule=schedule))

@@ -13,7 +13,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from .config_key import Key, became, ignored, refused
+from .keys.config_key import Key, became, ignored, refused
 
 __all__ = ["SCHEDULERS", "RateSchedule", "SchedulerRule"]
 
@@ -84,7 +84,8 @@ def _rise(b: Tensor, steps: int, shape: str) -> Tensor:
     """DeepSpeed's gamma below ``steps``: logarithmic for every word but "linear"."""
     if shape == "linear":
         return b / steps
-    return torch.log(b + 1) * (1.0 / math.log(steps))
+    found: Tensor = torch.log(b + 1).mul(1.0 / math.log(steps))
+    return found
 
 
 def _warmup(a: dict[str, Any], lr: float) -> Rates:
@@ -162,7 +163,8 @@ def _range_test(a: dict[str, Any], lr: float) -> Rates:
     def rates(k: Tensor) -> Tensor:
         interval = k / steps
         passed: Tensor = interval.floor() if a["lr_range_test_staircase"] else interval
-        return (1 + a["lr_range_test_step_rate"] * passed) * low
+        found: Tensor = (1 + a["lr_range_test_step_rate"] * passed) * low
+        return found
 
     return rates
 

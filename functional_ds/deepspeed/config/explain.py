@@ -4,7 +4,7 @@ from typing import Any
 
 import attrs
 
-from .config_key import Fate
+from .keys.config_key import Fate
 
 __all__ = ["ConfigError", "ExplainedKey", "Explanation"]
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from .config_key import Fate, Key
 from .config_reader import Settings
 from .ds_optimizers import OPTIMIZERS, OptimizerRule, rule_of
 from .ds_schedules import SCHEDULERS, RateSchedule
+from .keys.config_key import Fate, Key
 from .torch_schedules import TorchRates, why_not
 
 __all__ = ["optimizer_of", "schedule_of"]

@@ -12,13 +12,13 @@ from functional_ds.transforms.local_gradients import local_gradients
 from functional_ds.transforms.offload import offload
 from functional_ds.transforms.schedule import schedule as scheduled
 
-from .config_key import Fate
 from .config_reader import Settings
 from .ds_optimizers import OptimizerRule
 from .ds_schedules import RateSchedule
 from .ds_transforms import offloading, precision, sharding
 from .explain import ConfigError
 from .extra_transforms import stop_at_minimum, sum_gradients
+from .keys.config_key import Fate
 
 __all__ = ["TransformParts", "transforms_of"]
 

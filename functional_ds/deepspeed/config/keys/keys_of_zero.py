@@ -169,7 +169,6 @@ OFFLOAD = (
     Key("aio.single_submit", "bool", False, Fate.IGNORED, _FILES),
     Key("aio.overlap_events", "bool", True, Fate.IGNORED, _FILES),
     Key("aio.use_gds", "bool", False, Fate.IGNORED, _FILES),
-    Key("aio.*", "any", None, Fate.IGNORED, "DeepSpeed parses it and does nothing with it."),
 )
 
 _GONE = "MiCS is `T.zero(3, mesh['shard'], replicate=mesh['replica'])`; leave the key out."

@@ -1,4 +1,4 @@
-"""DeepSpeed's top-level keys that say what a step does: batches, gradients, precision, optimizer, scheduler, parallelism."""
+"""DeepSpeed's top-level keys that say what a step does: batches, gradients, precision, optimizer, scheduler."""
 
 from .config_key import Key, became, ignored, refused
 
@@ -156,28 +156,6 @@ OPTIMIZER = (
     became("scheduler.params", "dict", {}, "The scheduler's arguments; which there are depends on its type."),
 )
 
-_PIPELINE = "DeepSpeed's `PipelineModule` takes it as an argument; `T.pipeline` cuts a model by `fds.pipelining`."
-_TENSOR = "Tensor parallelism needs a plan for the model's matrices: compose `T.tensor_parallel(...)` with `plan.transform`."
-_EXPERTS = "Expert parallelism needs to know the model's experts: compose `T.experts(...)` with `plan.transform`."
-_SEQUENCE = "Sequence parallelism needs a mesh: compose `T.sequence(...)`, and give `world_size` as ranks / sequence ranks."
-
-PARALLEL = (
-    refused("sequence_parallel_size", "int", 1, _SEQUENCE),
-    ignored("data_parallel_size", "int", None, "`world_size` says it."),
-    ignored("use_data_before_expert_parallelism", "bool", False, "A mesh names its axes in the order of its ranks."),
-    refused("tensor_parallel.autotp_size", "int", 0, _TENSOR, harmless=(1,), auto=True),
-    ignored("tensor_parallel.*", "any", None, "It is read only where `autotp_size` is more than 1."),
-    refused("expert_parallel.enabled", "bool", False, _EXPERTS),
-    ignored("expert_parallel.*", "any", None, "It is read only where `enabled`."),
-    ignored("pipeline.stages", "any", "auto", _PIPELINE),
-    ignored("pipeline.partition", "str", "best", _PIPELINE),
-    ignored("pipeline.seed_layers", "bool", False, _PIPELINE),
-    ignored("pipeline.activation_checkpoint_interval", "int", 0, _PIPELINE),
-    ignored("pipeline.pipe_partitioned", "bool", True, _PIPELINE),
-    ignored("pipeline.grad_partitioned", "bool", True, _PIPELINE),
-    ignored("pipeline.*", "any", None, _PIPELINE),
-)
-
 KEYS: dict[str, tuple[Key, ...]] = {
     "Batch": BATCH,
     "Gradients": GRADIENTS,
@@ -185,5 +163,4 @@ KEYS: dict[str, tuple[Key, ...]] = {
     "bf16": BF16,
     "Other dtypes": DTYPES,
     "Optimizer and scheduler": OPTIMIZER,
-    "Parallelism": PARALLEL,
 }

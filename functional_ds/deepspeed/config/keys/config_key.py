@@ -25,7 +25,7 @@ class Key:
     """One key of DeepSpeed 0.19.8.
 
     Attributes:
-        path: its place, with dots; a last name ``*`` stands for everything below.
+        path: its place, with dots.
         kind: of its value: "number" is a float that may be infinite, "rate" one that may be the only one of a list.
         default: DeepSpeed's.
         fate: what becomes of it.

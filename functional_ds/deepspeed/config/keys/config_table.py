@@ -5,12 +5,13 @@ import difflib
 from .config_key import Key
 from .keys_of_loops import DEAD
 from .keys_of_loops import KEYS as LOOPS
+from .keys_of_models import KEYS as MODELS
 from .keys_of_steps import KEYS as STEPS
 from .keys_of_zero import KEYS as ZERO
 
 __all__ = ["BLOCKS", "KEYS", "SECTIONS", "key_of", "nearest"]
 
-SECTIONS: dict[str, tuple[Key, ...]] = {**STEPS, **ZERO, **LOOPS}
+SECTIONS: dict[str, tuple[Key, ...]] = {**STEPS, **ZERO, **MODELS, **LOOPS}
 KEYS: dict[str, Key] = {key.path: key for keys in SECTIONS.values() for key in keys}
 
 _SPELLED = {f"{key.block}.{alias}".removeprefix("."): key for key in KEYS.values() for alias in key.aliases} | KEYS
@@ -20,12 +21,8 @@ BLOCKS = {key.path[:place] for key in KEYS.values() for place, letter in enumera
 
 
 def key_of(path: str) -> Key | None:
-    """The key with this path or alias, or the one with a ``*`` above it."""
-    found = _SPELLED.get(path)
-    while found is None and path:
-        path = path.rpartition(".")[0]
-        found = KEYS.get(f"{path}.*")
-    return found
+    """The key with this path or alias."""
+    return _SPELLED.get(path)
 
 
 def nearest(path: str) -> str:
@@ -34,7 +31,7 @@ def nearest(path: str) -> str:
         return f"DeepSpeed accepts the name and does nothing with it: {DEAD[path]}"
     block, _, name = path.rpartition(".")
     known = [*_SPELLED, *BLOCKS]
-    elsewhere = [each for each in known if each.rpartition(".")[2] == name and "*" not in each]
+    elsewhere = [each for each in known if each.rpartition(".")[2] == name]
     if elsewhere:
         return (
             f"there is no such key in {f'`{block}`' if block else 'the top level'}; it belongs at `{min(elsewhere, key=len)}`"

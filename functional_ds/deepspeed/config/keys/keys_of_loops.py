@@ -1,8 +1,8 @@
-"""DeepSpeed's keys about loops, logs, profiles, checkpoints and compilers, and those that 0.19.8 has removed."""
+"""DeepSpeed's keys about loops, logs, profiles and checkpoints, and those that 0.19.8 has removed."""
 
 from typing import Any
 
-from .config_key import Fate, Key, Kind, ignored, refused
+from .config_key import Fate, Key, Kind, ignored
 
 __all__ = ["DEAD", "KEYS"]
 
@@ -103,37 +103,6 @@ CHECKPOINTS = (
     ),
 )
 
-_TUNE = "It is for DeepSpeed's tuner, which reads it before a run."
-
-OTHERS = (
-    refused(
-        "data_efficiency.enabled",
-        "bool",
-        False,
-        "Curricula and random layer-token dropping are not here; sample in the data's iterator.",
-    ),
-    ignored("data_efficiency.*", "any", None, "It is read only where `enabled`."),
-    refused("hybrid_engine.enabled", "bool", False, "Generation inside of training is not here.", auto=True),
-    *_block(
-        "hybrid_engine",
-        ("max_out_tokens", "int", 512),
-        ("inference_tp_size", "int", 1),
-        ("release_inference_cache", "bool", False),
-        ("pin_parameters", "bool", True),
-        ("tp_gather_partition_size", "int", 8),
-        ("enable_cuda_graph", "bool", False),
-        text="It is read only where `enabled`.",
-        auto=True,
-    ),
-    refused("compile.deepcompile", "bool", False, "DeepCompile's passes are not here; leave the block out.", auto=True),
-    ignored("compile.*", "any", None, "It is read only where `deepcompile`."),
-    refused("weight_quantization", "dict", None, "It is for inference.", harmless=({},)),
-    refused(
-        "autotuning.enabled", "bool", False, "It makes DeepSpeed's launcher run a tuner instead of the script; set it to false."
-    ),
-    ignored("autotuning.*", "any", None, _TUNE),
-)
-
 
 def _gone(path: str, text: str) -> Key:
     return Key(path, "any", None, Fate.REFUSED, text, harmless=(False, {}), removed=True)
@@ -156,7 +125,6 @@ REMOVED = (
 KEYS: dict[str, tuple[Key, ...]] = {
     "Logs and profiles": LOGS,
     "Checkpoints": CHECKPOINTS,
-    "Other blocks": OTHERS,
     "Removed in 0.19.8": REMOVED,
 }
 
@@ -168,5 +136,5 @@ DEAD: dict[str, str] = {
     "max_train_batch_size": "It was a key of elasticity's block.",
     "monitor_config": "DeepSpeed reads `tensorboard`, `wandb`, `csv_monitor` and `comet` themselves.",
     "monitor": "DeepSpeed reads `tensorboard`, `wandb`, `csv_monitor` and `comet` themselves.",
-    "zero_optimization.grad_hooks": "DeepSpeed reads no such key.",
+    "aio.thread_count": "DeepSpeed reads `aio.intra_op_parallelism`.",
 }
