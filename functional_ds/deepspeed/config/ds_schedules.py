@@ -84,7 +84,7 @@ def _rise(b: Tensor, steps: int, shape: str) -> Tensor:
     """DeepSpeed's gamma below ``steps``: logarithmic for every word but "linear"."""
     if shape == "linear":
         return b / steps
-    found: Tensor = torch.log(b + 1).mul(1.0 / math.log(steps))
+    found: Tensor = torch.log(b + 1) * (1.0 / math.log(steps))
     return found
 
 

@@ -110,7 +110,7 @@ def sharding(s: Settings, world_size: int) -> Transform:
 def _only_in_stage_3(s: Settings) -> None:
     for name in ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients"):
         path = f"{_ZERO}.{name}"
-        if path in s and s[path] not in (0, 1, False):
+        if s[path] is True or s[path] > 1:
             s.refuse(path, "it is for stage 3, and DeepSpeed reads it nowhere else")
     if s[f"{_ZERO}.compute_grad_norm"] is False and s[f"{_ZERO}.stage"] == 0:
         s.refuse(f"{_ZERO}.compute_grad_norm", "DeepSpeed allows false in stages 1 and 2 alone")

@@ -5,14 +5,14 @@ from typing import Any
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
 from functional_ds.step.compose import wrap
-from functional_ds.step.state import State
+from functional_ds.step.state import State, UpdateError
 from functional_ds.step.step import Metrics, Step, Transform
 
 __all__ = ["LossScaleError", "stop_at_minimum", "sum_gradients"]
 
 
-class LossScaleError(ArithmeticError):
-    """A gradient overflowed at the lowest loss scale."""
+class LossScaleError(UpdateError):
+    """A gradient overflowed at the lowest loss scale; the state that the step was given can be used again."""
 
 
 def sum_gradients(ranks: int) -> Transform:
