@@ -53,6 +53,7 @@ INDEXES = {"comm.__init__"}
 # Imports inside of functions, and why they are not at the top of the file. They count for layers and circles, too.
 LATE = {
     ("checkpointing.load", "checkpointing.dcp"): "it imports torch.distributed.checkpoint, which is slow",
+    ("deepspeed.config.transform_parts", "transforms.offload"): "offloading may be left out",
     ("fitting.checkpoints", "checkpointing.load"): "checkpointing may be left out",
     ("fitting.checkpoints", "checkpointing.save"): "checkpointing may be left out",
     ("testing", "pipelining.schedules.action"): "pipelining may be left out",

@@ -7,7 +7,7 @@ from typing import Any
 
 from functional_ds.deepspeed.config.ds_optimizers import OPTIMIZERS
 from functional_ds.deepspeed.config.ds_schedules import SCHEDULERS
-from functional_ds.deepspeed.config.keys.config_key import Fate, Key
+from functional_ds.deepspeed.config.keys.config_key import ConfigKey, Fate
 from functional_ds.deepspeed.config.keys.config_table import SECTIONS
 from functional_ds.deepspeed.config.keys.keys_of_loops import DEAD
 
@@ -22,11 +22,11 @@ def _json(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else str(list(value)) if isinstance(value, tuple) else str(value)
 
 
-def _fate(key: Key) -> str:
+def _fate(key: ConfigKey) -> str:
     return "refused where it is active" if key.fate is Fate.REFUSED else key.fate.value
 
 
-def table(keys: Iterable[Key], *, short: bool = False) -> str:
+def table(keys: Iterable[ConfigKey], *, short: bool = False) -> str:
     """A row for each key."""
     rows = ["| key | DeepSpeed's default | here | |", "|---|---|---|---|"]
     for key in keys:

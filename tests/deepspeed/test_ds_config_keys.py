@@ -8,7 +8,7 @@ import pytest
 
 from functional_ds.deepspeed.config.ds_optimizers import OPTIMIZERS
 from functional_ds.deepspeed.config.ds_schedules import SCHEDULERS
-from functional_ds.deepspeed.config.keys.config_key import Fate, Key
+from functional_ds.deepspeed.config.keys.config_key import ConfigKey, Fate
 from functional_ds.deepspeed.config.keys.config_table import BLOCKS, KEYS, SECTIONS, key_of, nearest
 from functional_ds.deepspeed.config.keys.keys_of_loops import DEAD
 from tests.deepspeed.keys_page import PAGE, written
@@ -123,7 +123,7 @@ def test_what_deepspeed_has_removed_is_marked() -> None:
     assert {path for path, key in KEYS.items() if key.removed} == removed
 
 
-def _all_keys() -> list[Key]:
+def _all_keys() -> list[ConfigKey]:
     found = [*KEYS.values()]
     for rule in OPTIMIZERS:
         found += rule.keys

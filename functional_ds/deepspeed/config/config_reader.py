@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 
 from .explain import ConfigError, ExplainedKey, Explanation
-from .keys.config_key import Fate, Key
+from .keys.config_key import ConfigKey, Fate
 from .keys.config_table import BLOCKS, key_of, nearest
 from .keys.keys_of_loops import DEAD
 
@@ -159,7 +159,7 @@ def _closed(path: str, value: Any, auto: Mapping[str, Any]) -> Any:
     return auto.get(path, _ABSENT) if value == "auto" else value
 
 
-def _put(settings: Settings, key: Key, path: str, value: Any) -> None:
+def _put(settings: Settings, key: ConfigKey, path: str, value: Any) -> None:
     if value is _ABSENT:
         if key.auto:
             settings.note(path, key.fate, f"DeepSpeed reads auto as its default, {key.default!r}. {key.text}")

@@ -14,7 +14,7 @@ from functional_ds.optim.one_bit import one_bit_adam, zero_one_adam
 from functional_ds.optim.optimizer import Optimizer, PerParameter
 from functional_ds.optim.sgd import sgd
 
-from .keys.config_key import Key, became, ignored, refused
+from .keys.config_key import ConfigKey, became, ignored, refused
 
 __all__ = ["OPTIMIZERS", "OptimizerRule", "rule_of"]
 
@@ -37,7 +37,7 @@ class OptimizerRule:
     """
 
     name: str
-    keys: tuple[Key, ...]
+    keys: tuple[ConfigKey, ...]
     build: Callable[[dict[str, Any]], Built]
     text: str
     exact: bool = False
@@ -57,27 +57,27 @@ def rule_of(name: str) -> OptimizerRule | None:
     return None
 
 
-def _key(name: str, kind: Any, default: Any, text: str, **more: Any) -> Key:
+def _key(name: str, kind: Any, default: Any, text: str, **more: Any) -> ConfigKey:
     return became(f"optimizer.params.{name}", kind, default, text, **more)
 
 
-def _off(name: str, kind: Any, default: Any, text: str, **more: Any) -> Key:
+def _off(name: str, kind: Any, default: Any, text: str, **more: Any) -> ConfigKey:
     return refused(f"optimizer.params.{name}", kind, default, text, **more)
 
 
-def _nothing(name: str, kind: Any, default: Any, text: str = "It chooses among kernels.") -> Key:
+def _nothing(name: str, kind: Any, default: Any, text: str = "It chooses among kernels.") -> ConfigKey:
     return ignored(f"optimizer.params.{name}", kind, default, text)
 
 
-def _lr(default: float) -> Key:
+def _lr(default: float) -> ConfigKey:
     return _key("lr", "float", default, "`lr=`", least=0)
 
 
-def _decay(default: float | None = 0.0, text: str = "`weight_decay=`") -> Key:
+def _decay(default: float | None = 0.0, text: str = "`weight_decay=`") -> ConfigKey:
     return _key("weight_decay", "float", default, text, least=0)
 
 
-def _eps(default: float) -> Key:
+def _eps(default: float) -> ConfigKey:
     return _key("eps", "float", default, "`eps=`", least=0)
 
 

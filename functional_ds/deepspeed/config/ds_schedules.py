@@ -13,7 +13,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from .keys.config_key import Key, became, ignored, refused
+from .keys.config_key import ConfigKey, became, ignored, refused
 
 __all__ = ["SCHEDULERS", "RateSchedule", "SchedulerRule"]
 
@@ -65,7 +65,7 @@ class SchedulerRule:
     """
 
     name: str
-    keys: tuple[Key, ...]
+    keys: tuple[ConfigKey, ...]
     make: Callable[[dict[str, Any], float], Rates]
     required: tuple[str, ...] = ()
 
@@ -112,7 +112,8 @@ def _warmup_decay(a: dict[str, Any], lr: float) -> Rates:
     total = a["total_num_steps"]
 
     def after(b: Tensor, steps: int) -> Tensor:
-        return ((total - b) / max(1.0, total - steps)).clamp(min=0)
+        left: Tensor = (total - b) / max(1.0, total - steps)
+        return left.clamp(min=0)
 
     return _between(a["warmup_min_lr"], a["warmup_max_lr"], a, after)
 
@@ -173,7 +174,7 @@ _RATE = "The rate of an update."
 _STEPS = "Over how many updates; DeepSpeed takes at least 2."
 
 
-def _key(name: str, kind: Any, default: Any, text: str, **more: Any) -> Key:
+def _key(name: str, kind: Any, default: Any, text: str, **more: Any) -> ConfigKey:
     return became(f"scheduler.params.{name}", kind, default, text, **more)
 
 

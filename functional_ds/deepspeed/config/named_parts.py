@@ -9,7 +9,7 @@ import torch
 from .config_reader import Settings
 from .ds_optimizers import OPTIMIZERS, OptimizerRule, rule_of
 from .ds_schedules import SCHEDULERS, RateSchedule
-from .keys.config_key import Fate, Key
+from .keys.config_key import ConfigKey, Fate
 from .torch_schedules import TorchRates, why_not
 
 __all__ = ["optimizer_of", "schedule_of"]
@@ -134,7 +134,7 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _parameters(s: Settings, block: str, keys: Sequence[Key]) -> dict[str, Any]:
+def _parameters(s: Settings, block: str, keys: Sequence[ConfigKey]) -> dict[str, Any]:
     """The arguments that the config gives, parsed; each is a row of the explanation."""
     known = {key.name: key for key in keys}
     found: dict[str, Any] = {}

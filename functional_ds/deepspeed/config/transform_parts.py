@@ -9,7 +9,6 @@ from functional_ds.step.step import Transform
 from functional_ds.transforms.accumulate import accumulate
 from functional_ds.transforms.clip import clip
 from functional_ds.transforms.local_gradients import local_gradients
-from functional_ds.transforms.offload import offload
 from functional_ds.transforms.schedule import schedule as scheduled
 
 from .config_reader import Settings
@@ -99,6 +98,8 @@ def build_offload(options: dict[str, Any]) -> Transform:
     Raises:
         ConfigError: its folder is not there.
     """
+    from functional_ds.transforms.offload import offload  # may be left out of an installation
+
     try:
         return offload(**options)
     except ValueError as error:

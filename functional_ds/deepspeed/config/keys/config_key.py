@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import attrs
 
-__all__ = ["Fate", "Key", "Kind", "became", "ignored", "refused"]
+__all__ = ["ConfigKey", "Fate", "Kind", "became", "ignored", "refused"]
 
 Kind = Literal["int", "float", "number", "bool", "str", "list", "dict", "betas", "rate", "any"]
 
@@ -21,7 +21,7 @@ class Fate(Enum):
 
 
 @attrs.frozen
-class Key:
+class ConfigKey:
     """One key of DeepSpeed 0.19.8.
 
     Attributes:
@@ -169,16 +169,16 @@ _PARSERS: dict[Kind, Any] = {
 }
 
 
-def became(path: str, kind: Kind, default: Any, text: str, **more: Any) -> Key:
+def became(path: str, kind: Kind, default: Any, text: str, **more: Any) -> ConfigKey:
     """A key that changes the plan."""
-    return Key(path, kind, default, Fate.BECAME, text, **more)
+    return ConfigKey(path, kind, default, Fate.BECAME, text, **more)
 
 
-def ignored(path: str, kind: Kind, default: Any, text: str, **more: Any) -> Key:
+def ignored(path: str, kind: Kind, default: Any, text: str, **more: Any) -> ConfigKey:
     """A key that changes nothing here."""
-    return Key(path, kind, default, Fate.IGNORED, text, **more)
+    return ConfigKey(path, kind, default, Fate.IGNORED, text, **more)
 
 
-def refused(path: str, kind: Kind, default: Any, text: str, **more: Any) -> Key:
+def refused(path: str, kind: Kind, default: Any, text: str, **more: Any) -> ConfigKey:
     """A key that is refused where it asks for something."""
-    return Key(path, kind, default, Fate.REFUSED, text, **more)
+    return ConfigKey(path, kind, default, Fate.REFUSED, text, **more)

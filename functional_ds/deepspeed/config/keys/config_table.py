@@ -2,7 +2,7 @@
 
 import difflib
 
-from .config_key import Key
+from .config_key import ConfigKey
 from .keys_of_loops import DEAD
 from .keys_of_loops import KEYS as LOOPS
 from .keys_of_models import KEYS as MODELS
@@ -11,8 +11,8 @@ from .keys_of_zero import KEYS as ZERO
 
 __all__ = ["BLOCKS", "KEYS", "SECTIONS", "key_of", "nearest"]
 
-SECTIONS: dict[str, tuple[Key, ...]] = {**STEPS, **ZERO, **MODELS, **LOOPS}
-KEYS: dict[str, Key] = {key.path: key for keys in SECTIONS.values() for key in keys}
+SECTIONS: dict[str, tuple[ConfigKey, ...]] = {**STEPS, **ZERO, **MODELS, **LOOPS}
+KEYS: dict[str, ConfigKey] = {key.path: key for keys in SECTIONS.values() for key in keys}
 
 _SPELLED = {f"{key.block}.{alias}".removeprefix("."): key for key in KEYS.values() for alias in key.aliases} | KEYS
 
@@ -20,7 +20,7 @@ _SPELLED = {f"{key.block}.{alias}".removeprefix("."): key for key in KEYS.values
 BLOCKS = {key.path[:place] for key in KEYS.values() for place, letter in enumerate(key.path) if letter == "."}
 
 
-def key_of(path: str) -> Key | None:
+def key_of(path: str) -> ConfigKey | None:
     """The key with this path or alias."""
     return _SPELLED.get(path)
 

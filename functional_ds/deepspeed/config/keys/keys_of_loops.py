@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .config_key import Fate, Key, Kind, ignored
+from .config_key import ConfigKey, Fate, Kind, ignored
 
 __all__ = ["DEAD", "KEYS"]
 
@@ -10,7 +10,7 @@ _LOOP = "It is about the loop, not the step; `plan.value` has it."
 _REMAT = "DeepSpeed's engine never reads it, `deepspeed.checkpointing.configure` does; compose `T.remat(...)`."
 
 
-def _block(name: str, *keys: tuple[str, Kind, Any], text: str = _LOOP, auto: bool = False) -> tuple[Key, ...]:
+def _block(name: str, *keys: tuple[str, Kind, Any], text: str = _LOOP, auto: bool = False) -> tuple[ConfigKey, ...]:
     return tuple(ignored(f"{name}.{key}", kind, default, text, auto=auto) for key, kind, default in keys)
 
 
@@ -104,8 +104,8 @@ CHECKPOINTS = (
 )
 
 
-def _gone(path: str, text: str) -> Key:
-    return Key(path, "any", None, Fate.REFUSED, text, harmless=(False, {}), removed=True)
+def _gone(path: str, text: str) -> ConfigKey:
+    return ConfigKey(path, "any", None, Fate.REFUSED, text, harmless=(False, {}), removed=True)
 
 
 REMOVED = (
@@ -122,7 +122,7 @@ REMOVED = (
     _gone("graph_harvesting", "CUDA graphs of updates: leave the key out."),
 )
 
-KEYS: dict[str, tuple[Key, ...]] = {
+KEYS: dict[str, tuple[ConfigKey, ...]] = {
     "Logs and profiles": LOGS,
     "Checkpoints": CHECKPOINTS,
     "Removed in 0.19.8": REMOVED,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .config_key import Key, Kind, ignored, refused
+from .config_key import ConfigKey, Kind, ignored, refused
 
 __all__ = ["KEYS"]
 
@@ -13,7 +13,7 @@ _SEQUENCE = "Sequence parallelism needs a mesh: compose `T.sequence(...)`, and g
 _UNLESS = "It is read only where its block is active, which is refused."
 
 
-def _inactive(block: str, *keys: tuple[str, Kind, Any], auto: bool = False, **aliases: str) -> tuple[Key, ...]:
+def _inactive(block: str, *keys: tuple[str, Kind, Any], auto: bool = False, **aliases: str) -> tuple[ConfigKey, ...]:
     return tuple(
         ignored(f"{block}.{name}", kind, default, _UNLESS, auto=auto, aliases=(aliases[name],) if name in aliases else ())
         for name, kind, default in keys
@@ -162,7 +162,7 @@ OTHERS = (
     ),
 )
 
-KEYS: dict[str, tuple[Key, ...]] = {
+KEYS: dict[str, tuple[ConfigKey, ...]] = {
     "Parallelism": PARALLEL,
     "DeepCompile": COMPILE,
     "Other blocks": OTHERS,

@@ -1,6 +1,6 @@
 """DeepSpeed's top-level keys that say what a step does: batches, gradients, precision, optimizer, scheduler."""
 
-from .config_key import Key, became, ignored, refused
+from .config_key import ConfigKey, became, ignored, refused
 
 __all__ = ["KEYS"]
 
@@ -156,7 +156,7 @@ OPTIMIZER = (
     became("scheduler.params", "dict", {}, "The scheduler's arguments; which there are depends on its type."),
 )
 
-KEYS: dict[str, tuple[Key, ...]] = {
+KEYS: dict[str, tuple[ConfigKey, ...]] = {
     "Batch": BATCH,
     "Gradients": GRADIENTS,
     "fp16": FP16,

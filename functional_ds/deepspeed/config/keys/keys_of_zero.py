@@ -3,7 +3,7 @@
 import sys
 from typing import Any
 
-from .config_key import Fate, Key, Kind
+from .config_key import ConfigKey, Fate, Kind
 
 __all__ = ["KEYS"]
 
@@ -14,19 +14,19 @@ _LIVE = "`T.zero(max_live_units=)` counts units, and they are freed after their 
 _BUFFERS = "`T.offload` overlaps reads, updates and writes with `buffers` of `buffer_bytes`."
 
 
-def _zero(fate: Fate, name: str, kind: Kind, default: Any, text: str, **more: Any) -> Key:
-    return Key(f"zero_optimization.{name}", kind, default, fate, text, auto=True, **more)
+def _zero(fate: Fate, name: str, kind: Kind, default: Any, text: str, **more: Any) -> ConfigKey:
+    return ConfigKey(f"zero_optimization.{name}", kind, default, fate, text, auto=True, **more)
 
 
-def _became(name: str, kind: Kind, default: Any, text: str, **more: Any) -> Key:
+def _became(name: str, kind: Kind, default: Any, text: str, **more: Any) -> ConfigKey:
     return _zero(Fate.BECAME, name, kind, default, text, **more)
 
 
-def _ignored(name: str, kind: Kind, default: Any, text: str, **more: Any) -> Key:
+def _ignored(name: str, kind: Kind, default: Any, text: str, **more: Any) -> ConfigKey:
     return _zero(Fate.IGNORED, name, kind, default, text, **more)
 
 
-def _refused(name: str, kind: Kind, default: Any, text: str, **more: Any) -> Key:
+def _refused(name: str, kind: Kind, default: Any, text: str, **more: Any) -> ConfigKey:
     return _zero(Fate.REFUSED, name, kind, default, text, **more)
 
 
@@ -129,11 +129,11 @@ STAGE_3 = (
 )
 
 
-def _of_param(name: str, kind: Kind, default: Any, text: str, fate: Fate = Fate.IGNORED, **more: Any) -> Key:
+def _of_param(name: str, kind: Kind, default: Any, text: str, fate: Fate = Fate.IGNORED, **more: Any) -> ConfigKey:
     return _zero(fate, f"offload_param.{name}", kind, default, text, **more)
 
 
-def _of_optimizer(name: str, kind: Kind, default: Any, text: str, fate: Fate = Fate.IGNORED, **more: Any) -> Key:
+def _of_optimizer(name: str, kind: Kind, default: Any, text: str, fate: Fate = Fate.IGNORED, **more: Any) -> ConfigKey:
     return _zero(fate, f"offload_optimizer.{name}", kind, default, text, **more)
 
 
@@ -163,12 +163,12 @@ OFFLOAD = (
     _became("cpu_offload", "bool", None, "As `offload_optimizer.device: cpu`; DeepSpeed calls it deprecated."),
     _became("cpu_offload_param", "bool", None, "As `offload_param.device: cpu`; DeepSpeed calls it deprecated."),
     _ignored("cpu_offload_use_pin_memory", "bool", None, _PINNED),
-    Key("aio.block_size", "int", 1_048_576, Fate.IGNORED, _FILES),
-    Key("aio.queue_depth", "int", 8, Fate.IGNORED, _FILES),
-    Key("aio.intra_op_parallelism", "int", 1, Fate.IGNORED, _FILES),
-    Key("aio.single_submit", "bool", False, Fate.IGNORED, _FILES),
-    Key("aio.overlap_events", "bool", True, Fate.IGNORED, _FILES),
-    Key("aio.use_gds", "bool", False, Fate.IGNORED, _FILES),
+    ConfigKey("aio.block_size", "int", 1_048_576, Fate.IGNORED, _FILES),
+    ConfigKey("aio.queue_depth", "int", 8, Fate.IGNORED, _FILES),
+    ConfigKey("aio.intra_op_parallelism", "int", 1, Fate.IGNORED, _FILES),
+    ConfigKey("aio.single_submit", "bool", False, Fate.IGNORED, _FILES),
+    ConfigKey("aio.overlap_events", "bool", True, Fate.IGNORED, _FILES),
+    ConfigKey("aio.use_gds", "bool", False, Fate.IGNORED, _FILES),
 )
 
 _GONE = "MiCS is `T.zero(3, mesh['shard'], replicate=mesh['replica'])`; leave the key out."
@@ -179,7 +179,7 @@ REMOVED = (
     _refused("zeropp_loco_param", "any", None, "LoCo's error feedback is not here; leave the key out.", removed=True),
 )
 
-KEYS: dict[str, tuple[Key, ...]] = {
+KEYS: dict[str, tuple[ConfigKey, ...]] = {
     "ZeRO": ZERO,
     "ZeRO stage 3": STAGE_3,
     "Offloading": OFFLOAD,
