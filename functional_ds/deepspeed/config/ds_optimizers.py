@@ -1,6 +1,7 @@
 """DeepSpeed's optimizers by name, with DeepSpeed's defaults: "Adam" means AdamW there."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import attrs
@@ -89,16 +90,13 @@ _FUSED = tuple(_nothing(name, "any", None) for name in ("foreach", "fused", "cap
 _MAXIMIZE = _off("maximize", "bool", False, "Negate the loss.")
 
 
-def _adam(decoupled: bool) -> Callable[[dict[str, Any]], Built]:
-    def build(a: dict[str, Any]) -> Built:
-        decays = decoupled or a["adam_w_mode"]
-        decay = a["weight_decay"]
-        if decay is None:
-            decay = 0.01 if a["torch_adam"] and decays else 0.0
-        kind = adamw if decays else adam
-        return kind(a["lr"], betas=a["betas"], eps=a["eps"], weight_decay=decay, bias_correction=a["bias_correction"])
-
-    return build
+def _adam(a: dict[str, Any], *, decoupled: bool) -> Built:
+    decays = decoupled or a["adam_w_mode"]
+    decay = a["weight_decay"]
+    if decay is None:
+        decay = 0.01 if a["torch_adam"] and decays else 0.0
+    kind = adamw if decays else adam
+    return kind(a["lr"], betas=a["betas"], eps=a["eps"], weight_decay=decay, bias_correction=a["bias_correction"])
 
 
 _ADAM = (
@@ -155,8 +153,8 @@ _ONE_BIT = (
 _GONE = "DeepSpeed 0.19.8 has removed it."
 
 OPTIMIZERS: tuple[OptimizerRule, ...] = (
-    OptimizerRule("Adam", _ADAM, _adam(decoupled=False), "`fds.adamw`, or `fds.adam` with `adam_w_mode: false`."),
-    OptimizerRule("AdamW", _ADAM, _adam(decoupled=True), "`fds.adamw`."),
+    OptimizerRule("Adam", _ADAM, partial(_adam, decoupled=False), "`fds.adamw`, or `fds.adam` with `adam_w_mode: false`."),
+    OptimizerRule("AdamW", _ADAM, partial(_adam, decoupled=True), "`fds.adamw`."),
     OptimizerRule(
         "Adagrad",
         (
