@@ -22,9 +22,9 @@ def loss_fn(params: Any, x: Tensor) -> Tensor:
 
 
 def made(world_size: int = 1, /, **config: Any) -> str:
-    """The transforms of a plan."""
+    """The transforms of a plan, without the check of ranks, which is the last."""
     step = plan_of(world_size, **config).transform(fds.train_step(loss_fn, fds.sgd(0.1)))
-    return str(step).partition(" -> ")[2]
+    return str(step).partition(" -> ")[2].removesuffix(f" -> for_ranks({world_size})")
 
 
 FP32 = "mixed_precision('params=f32,compute=f32,output=f32,reduce=f32', loss_scale=StaticScale(value=1.0))"
@@ -330,6 +330,20 @@ def test_a_plan_trains_on_two_ranks_as_torch_on_one(stage: int) -> None:
     expected = {name: p.detach() for name, p in params.items()}
     for found in comm.simulate(program, world_size=2):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_another_number_of_ranks_is_refused() -> None:
+    """The batch's sizes would be others. A group of the world may be those ranks."""
+
+    def program() -> str:
+        pairs = comm.mesh(tp=2, dp=2)
+        plan = fds.from_ds_config({"train_batch_size": 8, "zero_optimization": {"stage": 1}}, 2, group=pairs["dp"])
+        plan.transform(fds.train_step(loss_fn, fds.sgd(0.1))).init({"w": torch.ones(3, 2), "b": torch.zeros(2)})
+        with pytest.raises(ValueError, match="for 2 data-parallel ranks, and there are 4"):
+            plan_of(2).transform(fds.train_step(loss_fn, fds.sgd(0.1))).init({"w": torch.ones(3, 2)})
+        return str(plan.transform)
+
+    assert len(comm.simulate(program, world_size=4)) == 4
 
 
 def test_sums_instead_of_means() -> None:

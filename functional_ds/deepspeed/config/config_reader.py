@@ -18,6 +18,7 @@ from .explain import ConfigError, ExplainedKey, Explanation
 from .keys.config_key import ConfigKey, Fate
 from .keys.config_table import BLOCKS, key_of, nearest
 from .keys.keys_of_loops import DEAD
+from .keys.keys_of_zero import OF_STAGE_3
 
 __all__ = ["Config", "Settings", "read", "source"]
 
@@ -65,9 +66,22 @@ class Settings:
             if name in self.rows:
                 found[name] = self.rows[name]
             elif key is not None:
-                fate = Fate.IGNORED if key.fate is Fate.REFUSED else key.fate
-                found[name] = ExplainedKey(name, value, fate, key.text)
+                off = self._why_off(key) if key.fate is Fate.BECAME else None
+                fate = Fate.IGNORED if off or key.fate is Fate.REFUSED else key.fate
+                found[name] = ExplainedKey(name, value, fate, off or key.text)
         return Explanation(tuple((found | self.rows).values()))
+
+    def _why_off(self, key: ConfigKey) -> str | None:
+        """Why a key that can change the plan does not."""
+        block = key_of(f"{key.block}.enabled")
+        if block is not None and block is not key and self[block.path] is False:
+            return f"`{block.path}` is false."
+        value, stage = self[key.path], self["zero_optimization.stage"]
+        if value == key.default and (value is False or value == "none"):
+            return "It is off, as it is by default."
+        if key.name in OF_STAGE_3 and stage < 3:
+            return f"It is for stage 3, and the stage is {stage}."
+        return None
 
     def note(self, path: str, fate: Fate, reason: str) -> None:
         """Says what became of a key. What is refused stays so."""

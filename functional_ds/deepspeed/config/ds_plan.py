@@ -5,6 +5,7 @@ from typing import Any
 
 import attrs
 
+from functional_ds import comm
 from functional_ds.optim.optimizer import Optimizer, PerParameter
 from functional_ds.step.step import Transform
 
@@ -74,6 +75,7 @@ def from_ds_config(
     world_size: int,
     *,
     auto: Mapping[str, Any] | None = None,
+    group: comm.Group | None = None,
     model: Any = None,
     lr: float | None = None,
     warn: bool = False,
@@ -89,6 +91,7 @@ def from_ds_config(
         world_size: the number of data-parallel ranks.
         auto: by path ("optimizer.params.lr"), what takes the place of "auto". Where it says nothing, three sizes follow
             from ``model``, and blocks in which DeepSpeed itself reads "auto" as its default have that.
+        group: the data-parallel ranks, where they are not the whole world: ``mesh["dp"]``.
         model: a module with a Hugging Face ``config``, or such a config, for its hidden size.
         lr: the learning rate of an optimizer that the config does not have, for a scheduler in it.
         warn: whether known names that DeepSpeed accepts and never reads warn, instead of being refused.
@@ -102,8 +105,8 @@ def from_ds_config(
     >>> print(plan.explain())
     became:
       train_batch_size: 32 -> 8 rows of a micro-batch · 1 of them · 4 ranks
-      bf16.enabled: True -> `T.mixed_precision("bf16")`.
-      zero_optimization.stage: '2' -> `T.zero(stage)`.
+      bf16.enabled: True -> `T.mixed_precision('params=f32,compute=bf16,output=f32,reduce=bf16', ...)`.
+      zero_optimization.stage: '2' -> `T.zero(2, world)`.
       gradient_clipping: left out -> `T.clip(1.0)`: DeepSpeed's default is 1.0.
     """
     check_world_size(world_size)
@@ -111,7 +114,9 @@ def from_ds_config(
     batch = batch_sizes(settings, world_size)
     rule, arguments = optimizer_of(settings)
     schedule, arguments = schedule_of(settings, rule, arguments, lr)
-    transforms = transforms_of(settings, world_size, steps=batch.gradient_accumulation_steps if batch else 1, rule=rule)
+    transforms = transforms_of(
+        settings, world_size, group=group, steps=batch.gradient_accumulation_steps if batch else 1, rule=rule
+    )
     optimizer = None
     if rule is not None and not settings.explanation().refused:
         try:

@@ -91,7 +91,7 @@ def checks_finite(s: Settings) -> bool:
     return bool(s["bf16.check_grad_overflow"] if bf16 else s[f"{_ZERO}.compute_grad_norm"])
 
 
-def sharding(s: Settings, world_size: int) -> Transform:
+def sharding(s: Settings, world_size: int, group: comm.Group | None) -> Transform:
     """ZeRO, with the knobs that this stage has."""
     stage = s[f"{_ZERO}.stage"]
     options: dict[str, Any] = {}
@@ -104,7 +104,7 @@ def sharding(s: Settings, world_size: int) -> Transform:
         options |= _stage_3(s, world_size)
     else:
         _only_in_stage_3(s)
-    return zero(stage, **options)
+    return zero(stage, group, **options)
 
 
 def _only_in_stage_3(s: Settings) -> None:

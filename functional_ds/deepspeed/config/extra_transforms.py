@@ -1,18 +1,34 @@
-"""What DeepSpeed does and no other transform: sums of gradients instead of means, and an end at the lowest loss scale."""
+"""What no other transform does: sums of gradients, an end at the lowest loss scale, a check of how many ranks there are."""
 
 from typing import Any
 
+from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
 from functional_ds.step.compose import wrap
 from functional_ds.step.state import State, UpdateError
 from functional_ds.step.step import Metrics, Step, Transform
 
-__all__ = ["LossScaleError", "stop_at_minimum", "sum_gradients"]
+__all__ = ["LossScaleError", "for_ranks", "stop_at_minimum", "sum_gradients"]
 
 
 class LossScaleError(UpdateError):
     """A gradient overflowed at the lowest loss scale; the state that the step was given can be used again."""
+
+
+def for_ranks(ranks: int, group: comm.Group | None) -> Transform:
+    """Refuses, in ``init``, another number of data-parallel ranks than the batch's sizes are for."""
+
+    def init(inner: Any, step: Step, params: Any) -> State:
+        there = (group or comm.world()).size
+        if there != ranks:
+            raise ValueError(
+                f"this plan is for {ranks} data-parallel ranks, and there are {there}: pass from_ds_config the number, and "
+                "group= where it is not the whole world"
+            )
+        return inner(step, params)  # type: ignore[no-any-return]
+
+    return wrap(f"for_ranks({ranks})", init=init)
 
 
 def sum_gradients(ranks: int) -> Transform:

@@ -157,9 +157,8 @@ def _parameters(s: Settings, block: str, keys: Sequence[ConfigKey]) -> dict[str,
         if key.fate is Fate.REFUSED and not key.is_harmless(parsed):
             s.refuse(path, key.text)
             continue
-        s.note(
-            path, Fate.IGNORED if key.fate is Fate.REFUSED else key.fate, "It is off." if key.fate is Fate.REFUSED else key.text
-        )
+        off = key.fate is Fate.REFUSED
+        s.note(path, Fate.IGNORED if off else key.fate, "It is off." if off else key.text.replace("=`", f"={parsed}`"))
         found[name] = s.values[path] = parsed
     s.rows.pop(s.spelled.get(block, block), None)
     s.given.pop(block, None)

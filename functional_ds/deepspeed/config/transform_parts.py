@@ -4,6 +4,7 @@ from typing import Any
 
 import attrs
 
+from functional_ds import comm
 from functional_ds.step.compose import compose
 from functional_ds.step.step import Transform
 from functional_ds.transforms.accumulate import accumulate
@@ -16,7 +17,7 @@ from .ds_optimizers import OptimizerRule
 from .ds_schedules import RateSchedule
 from .ds_transforms import offloading, precision, sharding
 from .explain import ConfigError
-from .extra_transforms import stop_at_minimum, sum_gradients
+from .extra_transforms import for_ranks, stop_at_minimum, sum_gradients
 from .keys.config_key import Fate
 
 __all__ = ["TransformParts", "transforms_of"]
@@ -33,6 +34,7 @@ class TransformParts:
         others: accumulation, clipping and the like.
         schedule: the rates.
         stops: whether an overflow at the lowest loss scale ends the run.
+        last: what checks the number of ranks.
     """
 
     precision: Transform | None
@@ -40,6 +42,7 @@ class TransformParts:
     sharding: Transform | None
     others: tuple[Transform, ...]
     stops: bool
+    last: Transform
     schedule: RateSchedule | None = None
 
     def composed(self) -> Transform:
@@ -47,26 +50,34 @@ class TransformParts:
         away = None if self.offload is None else build_offload(self.offload)
         rates = None if self.schedule is None else scheduled(self.schedule)
         stop = stop_at_minimum() if self.stops else None
-        found = (self.precision, away, self.sharding, *self.others, rates, stop)
+        found = (self.precision, away, self.sharding, *self.others, rates, stop, self.last)
         return compose(*(each for each in found if each is not None))
 
 
-def transforms_of(s: Settings, world_size: int, *, steps: int, rule: OptimizerRule | None) -> TransformParts:
+def transforms_of(
+    s: Settings, world_size: int, *, group: comm.Group | None, steps: int, rule: OptimizerRule | None
+) -> TransformParts:
     """The transforms; what cannot be made is refused in the settings."""
     try:
         casts = precision(s)
     except ValueError as error:
         s.refuse("fp16.min_loss_scale" if "fp16.min_loss_scale" in s else "fp16.initial_scale_power", str(error))
         casts = None
+    for path in ("fp16.enabled", "bf16.enabled", "torch_autocast.enabled"):
+        if casts is not None and path in s and s[path]:
+            s.note(path, Fate.BECAME, f"`T.{casts}`.")
     reduces = rule is not None and rule.reduces
-    shards = local_gradients() if reduces else _sharding(s, world_size)
+    shards = local_gradients(group) if reduces else _sharding(s, world_size, group)
+    if shards is not None and "zero_optimization.stage" in s:
+        s.note("zero_optimization.stage", Fate.BECAME, f"`T.{shards}`.")
+    last = for_ranks(world_size, group)
     dynamic = s["fp16.enabled"] and not s["fp16.loss_scale"] and s["zero_optimization.stage"] > 0
-    return TransformParts(casts, offloading(s), shards, tuple(_others(s, world_size, steps, reduces)), bool(dynamic))
+    return TransformParts(casts, offloading(s), shards, tuple(_others(s, world_size, steps, reduces)), bool(dynamic), last)
 
 
-def _sharding(s: Settings, world_size: int) -> Transform | None:
+def _sharding(s: Settings, world_size: int, group: comm.Group | None) -> Transform | None:
     try:
-        return sharding(s, world_size)
+        return sharding(s, world_size, group)
     except ValueError as error:
         s.refuse("zero_optimization.stage", str(error))
         return None

@@ -7,9 +7,13 @@ from .config_key import ConfigKey, Kind, ignored, refused
 __all__ = ["KEYS"]
 
 _PIPELINE = "DeepSpeed's `PipelineModule` takes it as an argument; `T.pipeline` cuts a model by `fds.pipelining`."
-_TENSOR = "Tensor parallelism needs a plan for the model's matrices: compose `T.tensor_parallel(...)` with `plan.transform`."
-_EXPERTS = "Expert parallelism needs to know the model's experts: compose `T.experts(...)` with `plan.transform`."
-_SEQUENCE = "Sequence parallelism needs a mesh: compose `T.sequence(...)`, and give `world_size` as ranks / sequence ranks."
+_TENSOR = (
+    "Tensor parallelism needs a plan for the model's matrices: compose `T.tensor_parallel(...)`, and give `group=mesh['dp']`."
+)
+_EXPERTS = "Expert parallelism needs to know the model's experts: compose `T.experts(...)`, and leave the block out."
+_SEQUENCE = (
+    "Sequence parallelism needs a mesh: compose `T.sequence(...)`, leave the key out, and give `world_size` and `group=`."
+)
 _UNLESS = "It is read only where its block is active, which is refused."
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from .config_key import ConfigKey, Fate, Kind
 
-__all__ = ["KEYS"]
+__all__ = ["KEYS", "OF_STAGE_3"]
 
 _UNITS = "ZeRO moves FSDP units, not buckets of elements; `T.zero(unit_of=)` says what a unit is."
 _ALWAYS = "It is always so."
@@ -185,3 +185,6 @@ KEYS: dict[str, tuple[ConfigKey, ...]] = {
     "Offloading": OFFLOAD,
     "ZeRO, removed in 0.19.8": REMOVED,
 }
+
+# The names of keys that do nothing in the other stages.
+OF_STAGE_3 = {key.name for key in STAGE_3 if key.fate is Fate.BECAME}
