@@ -349,6 +349,84 @@ EXAMPLES: dict[str, Example] = {
         },
         64,
     ),
+    "cifar with LAMB": Example(
+        {
+            "train_batch_size": 1024,
+            "train_micro_batch_size_per_gpu": 16,
+            "optimizer": {"type": "Lamb", "params": {"lr": 5e-3, "weight_decay": 0.01, "max_coeff": 0.3, "min_coeff": 0.01}},
+            "fp16": {"enabled": False, "loss_scale": 0},
+        },
+        8,
+    ),
+    "imagenet": Example(
+        {
+            "train_batch_size": 256,
+            "gradient_accumulation_steps": 1,
+            "optimizer": _ADAM,
+            "zero_optimization": {"stage": 1},
+            "zero_allow_untested_optimizer": True,
+            "fp16": {"enabled": True, "auto_cast": True},
+            "gradient_clipping": 0,
+            "cuda_visible_devices": 0,
+        },
+        8,
+        {},
+        ("cuda_visible_devices",),
+    ),
+    "SQuAD, clipped by the optimizer": Example(
+        {
+            "train_batch_size": 24,
+            "train_micro_batch_size_per_gpu": 6,
+            "optimizer": {"type": "Adam", "params": {"lr": 3e-5, "max_grad_norm": 1.0, "bias_correction": False}},
+            "fp16": {"enabled": True},
+        },
+        4,
+        {},
+        ("optimizer.params.max_grad_norm",),
+    ),
+    "SQuAD": Example(
+        {
+            "train_batch_size": 24,
+            "train_micro_batch_size_per_gpu": 3,
+            "optimizer": {"type": "Adam", "params": {"lr": 3e-5, "weight_decay": 0.0, "bias_correction": False}},
+            "gradient_clipping": 1.0,
+            "fp16": {"enabled": True},
+        },
+        4,
+    ),
+    "alpaca with LoRA": Example(
+        {
+            "train_micro_batch_size_per_gpu": 8,
+            "gradient_accumulation_steps": 1,
+            "fp16": {**_FP16, "initial_scale_power": 8},
+            "optimizer": {"type": "Adam", "params": {"lr": 1e-4}},
+            "zero_optimization": {
+                "stage": 3,
+                "stage3_gather_16bit_weights_on_model_save": False,
+                "offload_optimizer": _CPU,
+                "offload_param": _CPU,
+                "overlap_comm": False,
+                "stage3_param_persistence_threshold": 1e5,
+                "stage3_prefetch_bucket_size": 1e8,
+            },
+        },
+        2,
+    ),
+    "GPT with fewer tokens in layers": Example(
+        {
+            "train_batch_size": 4,
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": _ADAM,
+            "prescale_gradients": True,
+            "data_efficiency": {
+                "enabled": True,
+                "data_routing": {"enabled": True, "random_ltd": {"enabled": True, "total_layer_num": 24}},
+            },
+        },
+        2,
+        {},
+        ("data_efficiency.enabled",),
+    ),
     "BERT with sparse attention": Example(
         {"train_batch_size": 64, "sparse_attention": {"mode": "fixed", "block": 16}}, 1, {}, ("sparse_attention",)
     ),

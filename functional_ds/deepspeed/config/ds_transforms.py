@@ -12,6 +12,7 @@ from functional_ds.transforms.precision.policy import Policy
 from functional_ds.transforms.zero.zero import zero
 
 from .config_reader import Settings
+from .keys.config_key import Fate
 
 __all__ = ["offload_places", "offloading", "precision", "sharding"]
 
@@ -121,6 +122,8 @@ def _stage_3(s: Settings, world_size: int) -> dict[str, Any]:
     options: dict[str, Any] = {"prefetch": min(1, given["prefetch_bucket_size"])}
     if offload_places(s)[1] == "device":
         options["persistence_threshold"] = given["param_persistence_threshold"]
+    elif f"{_ZERO}.param_persistence_threshold" in s:
+        s.note(f"{_ZERO}.param_persistence_threshold", Fate.IGNORED, "With `offload_param` no params stay on the device.")
     ranks = s[f"{_ZERO}.zero_hpz_partition_size"]
     if ranks > 1:
         if world_size % ranks:
