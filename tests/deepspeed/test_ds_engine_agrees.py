@@ -37,6 +37,10 @@ RUNS: dict[str, tuple[dict[str, Any], int | None]] = {
     "bf16 unchecked, stage 1": ({**_stage(1), "bf16": {"enabled": True, "check_grad_overflow": False}}, 3),
     "fp32 sums, stage 1": ({**_stage(1), "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, 3),
     "no norm, stage 2": ({"zero_optimization": {"stage": 2, "compute_grad_norm": False}, "gradient_clipping": 0.0}, 3),
+    **{
+        f"stage {stage}, autocast": ({**_stage(stage), "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, None)
+        for stage in (0, 2)
+    },
     "unclipped": ({**_stage(1), "gradient_clipping": 0.0}, None),
     "clipped hard": ({**_stage(2), "gradient_clipping": 0.01, "optimizer": _SGD}, None),
     "Adam with L2": (
@@ -80,6 +84,6 @@ def test_a_plan_trains_as_deepspeed_does(name: str, theirs: dict[str, Any]) -> N
     assert rates == pytest.approx(theirs[name]["rates"], rel=1e-12)
     assert skipped == theirs[name]["skipped"]
     found = torch.cat([leaf.float().flatten() for leaf in step.params(state).values()])
-    half = "bf16" in config
+    half = "bf16" in config or "torch_autocast" in config
     tolerance = {"rtol": 2e-2, "atol": 2e-2} if half else {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close(found, torch.tensor(theirs[name]["values"]), equal_nan=True, **tolerance)

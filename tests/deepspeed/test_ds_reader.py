@@ -35,6 +35,8 @@ def test_a_file_a_dict_and_base64_are_one(tmp_path: Path) -> None:
 def test_what_is_neither_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="neither a file nor base64"):
         fds.from_ds_config("no_such_file.json", 1)
+    with pytest.raises(ConfigError, match="neither a path, nor a dict"):
+        fds.from_ds_config([CONFIG], 1)  # type: ignore[arg-type]
     (tmp_path / "list.json").write_text("[1]")
     with pytest.raises(ConfigError, match="block of keys"):
         fds.from_ds_config(tmp_path / "list.json", 1)

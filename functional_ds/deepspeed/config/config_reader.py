@@ -99,6 +99,8 @@ def source(config: Config) -> dict[str, Any]:
     """
     if isinstance(config, Mapping):
         return dict(config)
+    if not isinstance(config, str | os.PathLike):
+        raise ConfigError(f"config={config!r} is neither a path, nor a dict, nor base64 text")
     path = Path(config)
     try:
         there = path.is_file()

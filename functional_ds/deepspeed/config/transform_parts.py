@@ -63,13 +63,14 @@ def transforms_of(
     except ValueError as error:
         s.refuse("fp16.min_loss_scale" if "fp16.min_loss_scale" in s else "fp16.initial_scale_power", str(error))
         casts = None
-    for path in ("fp16.enabled", "bf16.enabled", "torch_autocast.enabled"):
-        if casts is not None and path in s and s[path]:
-            s.note(path, Fate.BECAME, f"`T.{casts}`.")
+    enabled = [path for path in ("fp16.enabled", "bf16.enabled", "torch_autocast.enabled") if s[path]]
+    for path in enabled:
+        s.note(path, Fate.BECAME, f"`T.{casts}`.")
     reduces = rule is not None and rule.reduces
     shards = local_gradients(group) if reduces else _sharding(s, world_size, group)
     if shards is not None and "zero_optimization.stage" in s:
-        s.note("zero_optimization.stage", Fate.BECAME, f"`T.{shards}`.")
+        checks = "" if enabled or casts is None else f" `T.{casts}` leaves out steps whose gradients are not finite, as there."
+        s.note("zero_optimization.stage", Fate.BECAME, f"`T.{shards}`.{checks}")
     last = for_ranks(world_size, group)
     dynamic = s["fp16.enabled"] and not s["fp16.loss_scale"] and s["zero_optimization.stage"] > 0
     return TransformParts(casts, offloading(s), shards, tuple(_others(s, world_size, steps, reduces)), bool(dynamic), last)
