@@ -6,7 +6,6 @@ python tests/deepspeed/engine_run.py < configs.json
 import json
 import os
 import sys
-import tempfile
 import warnings
 from typing import Any
 
@@ -27,22 +26,22 @@ def model() -> nn.Module:
     return found
 
 
-def batches(bad: int | None) -> list[torch.Tensor]:
-    """The rows of each update; one of them may be infinite."""
-    found = [torch.linspace(-1.0, 2.0, ROWS * 3).view(ROWS, 3).roll(i, 0) * (1 + i) for i in range(UPDATES)]
+def batches(bad: int | None, rank: int = 0) -> list[torch.Tensor]:
+    """A rank's rows of each update; in one of these nothing may be finite."""
+    found = [torch.linspace(-1.0, 2.0 + rank, ROWS * 3).view(ROWS, 3).roll(i, 0) * (1 + i) for i in range(UPDATES)]
     if bad is not None:
         found[bad] = torch.full((ROWS, 3), float("nan"))
     return found
 
 
-def trained(config: dict[str, Any], bad: int | None) -> dict[str, Any]:
+def trained(config: dict[str, Any], bad: int | None, rank: int) -> dict[str, Any]:
     """The rate before each update, whether it was left out, and the values at the end."""
     import deepspeed
 
     engine, *_ = deepspeed.initialize(model=model(), config=config)
     dtype = next(engine.module.parameters()).dtype
     rates, skipped = [], []
-    for batch in batches(bad):
+    for batch in batches(bad, rank):
         rates.append(engine.get_lr()[0])
         for micro in batch.to(dtype).chunk(engine.gradient_accumulation_steps()):
             loss = engine(micro).float().square().mean()
@@ -60,11 +59,11 @@ def main() -> None:
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-        torch.distributed.init_process_group("gloo", store=torch.distributed.FileStore(f"{folder}/store"), rank=0, world_size=1)
-        deepspeed.init_distributed(dist_backend="gloo")
-        found = [trained(config, bad) for config, bad in json.loads(sys.stdin.read())]
+    rank, ranks, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
+    torch.distributed.init_process_group("gloo", store=torch.distributed.FileStore(path, ranks), rank=rank, world_size=ranks)
+    deepspeed.init_distributed(dist_backend="gloo")
+    found = [trained(config, bad, rank) for config, bad in json.loads(sys.stdin.read())]
     print(json.dumps(found))
 
 

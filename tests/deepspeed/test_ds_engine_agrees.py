@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import functional_ds as fds
+from functional_ds import comm
 from tests.deepspeed.engine_run import batches, model
 from tests.deepspeed.real import real
 
@@ -58,32 +59,83 @@ RUNS: dict[str, tuple[dict[str, Any], int | None]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def theirs() -> dict[str, Any]:
-    """What DeepSpeed does, all in one process of its own."""
+# The same on two ranks.
+PAIRS: dict[str, tuple[dict[str, Any], int | None]] = {
+    **{f"stage {stage}": (_stage(stage), None) for stage in range(4)},
+    "stage 2, not finite": (_stage(2), 3),
+    "stage 3, not finite": (_stage(3), 3),
+    "prescaled": ({**_stage(1), "prescale_gradients": True}, None),
+    "predivided": ({**_stage(0), "gradient_predivide_factor": 4.0}, None),
+    "sums": ({**_stage(1), "gradient_allreduce_op": "sum", "gradient_clipping": 0.0, "optimizer": _SGD}, None),
+    "all-reduced": ({"zero_optimization": {"stage": 2, "reduce_scatter": False}}, None),
+}
+
+
+def by_deepspeed(runs: dict[str, tuple[dict[str, Any], int | None]], ranks: int, path: Path) -> dict[str, Any]:
+    """What comes out of each run, on rank 0; all runs are in the same processes."""
     real()
-    runs = json.dumps([[{**_BASE, **config}, bad] for config, bad in RUNS.values()])
-    program = Path(__file__).with_name("engine_run.py")
-    done = subprocess.run([sys.executable, program], input=runs, capture_output=True, text=True, timeout=240, check=False)
+    text = json.dumps([[{**_BASE, "train_batch_size": 4 * ranks, **config}, bad] for config, bad in runs.values()])
+    program = str(Path(__file__).with_name("engine_run.py"))
+    words = [[sys.executable, program, str(rank), str(ranks), str(path / "store")] for rank in range(ranks)]
+    others = [
+        subprocess.Popen(word, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True)
+        for word in words[1:]
+    ]
+    try:
+        for other in others:
+            assert other.stdin is not None
+            other.stdin.write(text)
+            other.stdin.close()
+        done = subprocess.run(words[0], input=text, capture_output=True, text=True, timeout=240, check=False)
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
     assert done.returncode == 0, done.stderr[-4000:]
-    return dict(zip(RUNS, json.loads(done.stdout.splitlines()[-1]), strict=True))
+    return dict(zip(runs, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return by_deepspeed(RUNS, 1, tmp_path_factory.mktemp("alone"))
+
+
+@pytest.fixture(scope="module")
+def paired(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return by_deepspeed(PAIRS, 2, tmp_path_factory.mktemp("paired"))
+
+
+def by_plan(config: dict[str, Any], bad: int | None) -> dict[str, Any]:
+    """The same from a plan, on each rank of the world."""
+    world = comm.world()
+    plan = fds.from_ds_config({**_BASE, "train_batch_size": 4 * world.size, **config}, world.size)
+    apply, params = fds.functional(model())
+    step = plan.transform(fds.train_step(lambda params, x: apply(params, x).float().square().mean(), plan.optimizer))
+    state, rates, skipped = step.init(params), [], [0]
+    assert plan.schedule is not None
+    for batch in batches(bad, world.rank):
+        rates.append(plan.schedule.rate(int(state.step)))
+        state, metrics = step(state, batch)
+        skipped.append(int(metrics.get("skipped", torch.zeros(()))) + skipped[-1])
+    values = torch.cat([leaf.float().flatten() for leaf in step.params(state).values()])
+    return {"rates": rates, "skipped": skipped[1:], "values": values.tolist()}
+
+
+def agree(found: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
+    assert found["rates"] == pytest.approx(expected["rates"], rel=1e-12)
+    assert found["skipped"] == expected["skipped"]
+    values = torch.tensor(found["values"]), torch.tensor(expected["values"])
+    torch.testing.assert_close(*values, equal_nan=True, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_plan_trains_as_deepspeed_does(name: str, theirs: dict[str, Any]) -> None:
+def test_a_plan_trains_as_deepspeed_does(name: str, alone: dict[str, Any]) -> None:
     config, bad = RUNS[name]
-    plan = fds.from_ds_config({**_BASE, **config}, 1)
-    apply, params = fds.functional(model())
-    step = plan.transform(fds.train_step(lambda params, x: apply(params, x).float().square().mean(), plan.optimizer))
-    state, rates, skipped = step.init(params), [], []
-    assert plan.schedule is not None
-    for batch in batches(bad):
-        rates.append(plan.schedule.rate(int(state.step)))
-        state, metrics = step(state, batch)
-        skipped.append(int(metrics.get("skipped", torch.zeros(()))) + (skipped[-1] if skipped else 0))
-    assert rates == pytest.approx(theirs[name]["rates"], rel=1e-12)
-    assert skipped == theirs[name]["skipped"]
-    found = torch.cat([leaf.float().flatten() for leaf in step.params(state).values()])
     half = "bf16" in config or "torch_autocast" in config
-    tolerance = {"rtol": 2e-2, "atol": 2e-2} if half else {"rtol": 1e-5, "atol": 1e-5}
-    torch.testing.assert_close(found, torch.tensor(theirs[name]["values"]), equal_nan=True, **tolerance)
+    agree(by_plan(config, bad), alone[name], 2e-2 if half else 1e-5)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_plan_trains_as_deepspeed_does_on_two_ranks(name: str, paired: dict[str, Any]) -> None:
+    for found in comm.simulate(by_plan, *PAIRS[name], world_size=2):
+        agree(found, paired[name], 1e-5)
