@@ -43,6 +43,9 @@ from . import transforms  # isort: skip  (the layer above: it imports the names 
 with optional("functional_ds.checkpointing"):
     from . import checkpointing
     from .checkpointing import load, save
+with optional("functional_ds.deepspeed"):
+    from . import deepspeed
+    from .deepspeed import from_ds_config
 with optional("functional_ds.fitting"):
     from .fitting import Checkpoints, Evaluation, Logging, fit
 with optional("functional_ds.interchange"):
@@ -87,11 +90,13 @@ __all__ = [
     "checkpointing",
     "comm",
     "compose",
+    "deepspeed",
     "deferred",
     "export",
     "fit",
     "freeze",
     "from_deepspeed",
+    "from_ds_config",
     "from_source",
     "functional",
     "innermost",

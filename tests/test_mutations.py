@@ -1964,7 +1964,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "a window outlives an overflow",
             "transforms.precision.loss_scale",
-            "torch.where(finite, self.run + 1, 0)",
+            "torch.where(finite, self.run + 1, -self.settle)",
             "self.run + 1",
         ),
         Bug("a window goes on after growth", "transforms.precision.loss_scale", "torch.where(grows, 0, run)", "run"),

@@ -43,6 +43,8 @@ LAYERS = (
     ("root",),
     ("transforms.offloading", "transforms.parallel", "transforms.precision", "transforms.zero"),
     ("transforms",),
+    ("deepspeed.config.keys",),
+    ("deepspeed.config",),
 )
 
 # Package indexes that library files import: files above comm use the collectives by the names that users know.
@@ -51,6 +53,7 @@ INDEXES = {"comm.__init__"}
 # Imports inside of functions, and why they are not at the top of the file. They count for layers and circles, too.
 LATE = {
     ("checkpointing.load", "checkpointing.dcp"): "it imports torch.distributed.checkpoint, which is slow",
+    ("deepspeed.config.transform_parts", "transforms.offload"): "offloading may be left out",
     ("fitting.checkpoints", "checkpointing.load"): "checkpointing may be left out",
     ("fitting.checkpoints", "checkpointing.save"): "checkpointing may be left out",
     ("testing", "pipelining.schedules.action"): "pipelining may be left out",
@@ -197,7 +200,16 @@ def test_imports_of_sub_modules_leave_functions_in_place(first: str, server: "su
 
 
 def _public() -> list[tuple[str, object]]:
-    packages = [*PACKAGES, fds.checkpointing, fds.interchange, fds.memory, fds.pipelining, comm.algorithms, comm.cost]
+    packages = [
+        *PACKAGES,
+        fds.checkpointing,
+        fds.deepspeed,
+        fds.interchange,
+        fds.memory,
+        fds.pipelining,
+        comm.algorithms,
+        comm.cost,
+    ]
     return [(f"{package.__name__}.{name}", getattr(package, name)) for package in packages for name in package.__all__]
 
 
@@ -222,6 +234,7 @@ def test_functions_with_three_parameters_describe_them() -> None:
 # By folder: what is deleted with it, and the public names that go.
 SATELLITES: dict[str, tuple[tuple[str, ...], dict[str, set[str]]]] = {
     "checkpointing": ((), {"": {"checkpointing", "load", "save"}}),
+    "deepspeed": ((), {"": {"deepspeed", "from_ds_config"}}),
     "fitting": ((), {"": {"Checkpoints", "Evaluation", "Logging", "fit"}}),
     "interchange": ((), {"": {"export", "from_deepspeed", "interchange", "load_params"}}),
     "memory": ((), {"": {"memory"}}),

@@ -1,5 +1,8 @@
 """Adam and AdamW: one kernel, which differs in how weights decay."""
 
+from typing import Any
+
+import torch
 from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 
@@ -11,6 +14,8 @@ from .optimizer import Optimizer, PerParameter, Rate
 from .param_groups import PathFilter, by_decay
 
 __all__ = ["AdamState", "adam", "adam_optimizer", "adamw"]
+
+_MANY = 2.0**60  # updates, after which betaᵗ is 0 in fp32 and fp64
 
 
 @tree.record
@@ -33,6 +38,7 @@ def adamw(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
+    bias_correction: bool = True,
     decay: PathFilter | None = None,
 ) -> Optimizer | PerParameter:
     """AdamW (Loshchilov and Hutter 2019), by torch's fused kernel, which also divides by the gradients' weight.
@@ -44,14 +50,18 @@ def adamw(
         betas: the decay rates of the two running means.
         eps: added to the root.
         weight_decay: decoupled from the gradient.
+        bias_correction: whether the means are divided by 1 - betaᵗ, as they start from zero.
         decay: a regular expression or a function of a path: which leaves decay; None for all.
 
     Raises:
         ValueError: a negative number, or betas outside [0, 1).
     """
     if decay is not None:
-        return by_decay(lambda part: adamw(lr, betas=betas, eps=eps, weight_decay=part), weight_decay, decay)
-    return adam_optimizer("adamw", lr, betas=betas, eps=eps, weight_decay=weight_decay, decoupled=True)
+        rest: dict[str, Any] = {"betas": betas, "eps": eps, "bias_correction": bias_correction}
+        return by_decay(lambda part: adamw(lr, weight_decay=part, **rest), weight_decay, decay)
+    return adam_optimizer(
+        "adamw", lr, betas=betas, eps=eps, weight_decay=weight_decay, decoupled=True, corrects=bias_correction
+    )
 
 
 def adam(
@@ -60,6 +70,7 @@ def adam(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
+    bias_correction: bool = True,
     decay: PathFilter | None = None,
 ) -> Optimizer | PerParameter:
     """Adam (Kingma and Ba 2015), by torch's fused kernel.
@@ -69,6 +80,7 @@ def adam(
         betas: the decay rates of the two running means.
         eps: added to the root.
         weight_decay: this many times the parameter is added to its gradient, as ``torch.optim.Adam`` does.
+        bias_correction: whether the means are divided by 1 - betaᵗ, as they start from zero.
         decay: a regular expression or a function of a path: which leaves decay; None for all.
 
     Raises:
@@ -81,25 +93,32 @@ def adam(
     [0.5, 1.5]
     """
     if decay is not None:
-        return by_decay(lambda part: adam(lr, betas=betas, eps=eps, weight_decay=part), weight_decay, decay)
-    return adam_optimizer("adam", lr, betas=betas, eps=eps, weight_decay=weight_decay, decoupled=False)
+        rest: dict[str, Any] = {"betas": betas, "eps": eps, "bias_correction": bias_correction}
+        return by_decay(lambda part: adam(lr, weight_decay=part, **rest), weight_decay, decay)
+    return adam_optimizer(
+        "adam", lr, betas=betas, eps=eps, weight_decay=weight_decay, decoupled=False, corrects=bias_correction
+    )
 
 
 def adam_optimizer(
-    name: str, lr: float, *, betas: tuple[float, float], eps: float, weight_decay: float, decoupled: bool
+    name: str, lr: float, *, betas: tuple[float, float], eps: float, weight_decay: float, decoupled: bool, corrects: bool = True
 ) -> Optimizer:
-    """Either of them: ``decoupled`` says whether weights decay by themselves (AdamW) or through the gradient (Adam)."""
+    """Either of them: ``decoupled`` says whether weights decay by themselves (AdamW) or through the gradient (Adam).
+
+    Without ``corrects`` the kernel is told of so many updates that 1 - betaᵗ is 1.
+    """
     check(lr=lr, eps=eps, weight_decay=weight_decay)
     check_betas(betas)
 
     def update(params: list[Tensor], grads: Weighted, state: AdamState, rate: Rate) -> tuple[list[Tensor], AdamState]:
+        steps = state.steps if corrects else [torch.full_like(count, _MANY) for count in state.steps]
         torch_adam(
             reals(params),
             gradients(grads, params),
             state.exp_avg,
             state.exp_avg_sq,
             [],
-            state.steps,
+            steps,
             fused=True,
             grad_scale=grads.weight,
             found_inf=found_inf(grads),
@@ -112,7 +131,12 @@ def adam_optimizer(
             eps=eps,
             maximize=False,
         )
+        if not corrects:
+            skipped = found_inf(grads)
+            for count in state.steps:
+                count.add_(1 if skipped is None else 1 - skipped)
         return params, state
 
-    shown = f"{name}(lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay})"
+    shown = f"{name}(lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}"
+    shown += ")" if corrects else ", bias_correction=False)"
     return Optimizer(AdamState.fresh, update, shown, skips=True, elementwise=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from math import inf
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ def lamb(
     eps: float = 1e-6,
     weight_decay: float = 0.0,
     trust: tuple[float, float] = (0.0, inf),
+    correction: Literal["moments", "rate"] | None = "moments",
     decay: PathFilter | None = None,
 ) -> PerParameter:
     """LAMB (You et al. 2020, arXiv:1904.00962).
@@ -33,6 +35,9 @@ def lamb(
     u = m̂ / (√v̂ + eps) + weight_decay · w          m̂, v̂ as in Adam
     w ← w - lr · clamp(‖w‖ / ‖u‖, *trust) · u       for each leaf; the ratio is 1 where either norm is 0
     ```
+
+    With ``correction="rate"`` m and v stay as they are, and the rate is multiplied by √(1 - β₂ᵗ) / (1 - β₁ᵗ) instead; so do
+    DeepSpeed's kernels, with other steps while t is small, as the ratio then sees longer changes.
 
     Law 19 holds in every stage. In stages 1 to 3 an update sums 2 numbers a leaf over the group, in one all-reduce: each rank
     sends 16 L (n-1)/n bytes for L leaves. In stage 0, and on one device, nothing is sent.
@@ -43,6 +48,7 @@ def lamb(
         eps: added to the root.
         weight_decay: decoupled, but a part of ``u``.
         trust: bounds of the ratio; DeepSpeed's are (0.01, 10).
+        correction: of the moments' bias: in the moments, in the rate, or None for none.
         decay: a regular expression or a function of a path: which leaves decay; None for all.
 
     Raises:
@@ -58,13 +64,18 @@ def lamb(
     check_betas(betas)
     if not 0 <= trust[0] <= trust[1]:
         raise ValueError(f"trust={trust} must be bounds: 0 <= low <= high")
+    if correction not in ("moments", "rate", None):
+        raise ValueError(f"correction={correction!r} is unknown; use 'moments', 'rate' or None")
     if decay is not None:
-        return by_decay(lambda part: lamb(lr, betas=betas, eps=eps, weight_decay=part, trust=trust), weight_decay, decay)
+        rest: dict[str, Any] = {"betas": betas, "eps": eps, "trust": trust, "correction": correction}
+        return by_decay(lambda part: lamb(lr, weight_decay=part, **rest), weight_decay, decay)
 
     def direction(p: Tensor, grad: Tensor, count: Tensor, mean: Tensor, square: Tensor) -> Tensor:
         count.add_(1)
         mean.lerp_(grad, 1 - betas[0])
         square.mul_(betas[1]).addcmul_(grad, grad, value=1 - betas[1])
+        if correction != "moments":
+            return (mean / square.sqrt().add_(eps)).add_(p, alpha=weight_decay)
         root = (square / (1 - betas[1] ** count)).sqrt_().add_(eps)
         return (mean / (1 - betas[0] ** count)).div_(root).add_(p, alpha=weight_decay)
 
@@ -77,13 +88,17 @@ def lamb(
             before, along = leaf_map.views(params), leaf_map.views(changes)
             own, length = _norms(leaf_map, before, along)
             ratio = torch.where((own > 0) & (length > 0), (own / length).clamp(*trust), torch.ones_like(own))
+            if correction == "rate":
+                for change, count in zip(changes, state.steps, strict=True):
+                    change.mul_((1 - betas[1] ** count).sqrt() / (1 - betas[0] ** count))
             for shard, p, change in zip(leaf_map.shards, before, along, strict=True):
                 p.sub_(change.mul_(ratio[shard.leaf] * lr * rate))
             return params, state
 
         return Optimizer(AdamState.fresh, update)
 
-    return PerParameter(make, f"lamb(lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}, trust={trust})")
+    numbers = f"lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}, trust={trust}"
+    return PerParameter(make, f"lamb({numbers}{'' if correction == 'moments' else f', correction={correction!r}'})")
 
 
 def _shaped(change: Tensor, p: Tensor) -> Tensor:

@@ -52,6 +52,26 @@ def test_adamw_is_torchs() -> None:
     assert_same(trained(ours), by_torch(lambda p: torch.optim.AdamW(p, 0.1, (0.8, 0.9), 1e-6, 0.2)))
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_moments_can_be_left_uncorrected(stage: int) -> None:
+    """As they are, and updates that are left out are not counted."""
+    rule = fds.adamw(0.1, bias_correction=False, weight_decay=0.0, decay="w")
+    step = fds.compose(transforms.mixed_precision("f32", 1.0), transforms.zero(stage))(
+        fds.train_step(lambda params, x: (params["w"] * x).sum(), rule)
+    )
+    state = step.init({"w": torch.zeros(1)})
+    mean = square = expected = 0.0
+    for x in (1.0, float("inf"), -0.5, 2.0):
+        state, _ = step(state, torch.full((1,), x))
+        if x != float("inf"):
+            mean, square = 0.9 * mean + 0.1 * x, 0.999 * square + 0.001 * x * x
+            expected -= 0.1 * mean / (square**0.5 + 1e-8)
+    assert step.params(state)["w"].item() == pytest.approx(expected, rel=1e-5)
+    counts = [leaf.item() for path, leaf in fds.tree.named(state.optimizer) if "steps" in path]
+    assert counts == [3.0]
+    assert "bias_correction=False" in str(fds.adam(0.1, bias_correction=False))
+
+
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_sgd_is_torchs(momentum: float, nesterov: bool) -> None:

@@ -103,15 +103,15 @@ class DynamicScale(_Scaling):
     ```
     overflow:   patience > 1:  patience ← patience - 1
                 else:          scale ← max(scale / factor, minimum)
-                run ← 0
+                run ← -settle
     else:       run ← run + 1
                 run = window:  scale ← min(scale · factor, maximum);  run ← 0;  patience ← hysteresis
                 consecutive:   patience ← hysteresis
     ```
 
     So ``hysteresis`` overflows pass before the scale first goes down, and then each one lowers it, until patience is
-    restored: by the next growth, or, with ``consecutive``, by any step that does not overflow. These are the rules and
-    defaults of DeepSpeed's fp16 settings; the scale's upper end is this library's.
+    restored: by the next growth, or, with ``consecutive``, by any step that does not overflow. With ``settle=1`` these are
+    the rules and defaults of DeepSpeed's fp16 settings; the scale's upper end is this library's.
 
     Attributes:
         initial: the first scale.
@@ -119,10 +119,11 @@ class DynamicScale(_Scaling):
         factor: by how much it grows and shrinks.
         hysteresis: how many overflows it takes to shrink.
         consecutive: whether these must follow each other.
+        settle: steps without overflow, at the start and after each overflow, that do not count; DeepSpeed has one.
         minimum: the scale never shrinks below; a loss that sums over many tokens may need less than one.
         maximum: the scale never grows beyond; from about 2^60 on, norms of scaled gradients overflow, which are fp32.
         value: the scale now, an fp32 scalar.
-        run: steps since the last overflow or growth, int32.
+        run: steps since the last overflow or growth, less those that settle, int32.
         patience: overflows until it shrinks, int32.
 
     Raises:
@@ -144,10 +145,13 @@ class DynamicScale(_Scaling):
     consecutive: bool = tree.static(default=False)
     minimum: float = tree.static(default=1.0)
     maximum: float = tree.static(default=2.0**32)
+    settle: int = tree.static(default=0)
     value: Tensor = attrs.field(
         default=attrs.Factory(lambda self: torch.tensor(float(self.initial)), takes_self=True), repr=False
     )
-    run: Tensor = attrs.field(factory=lambda: torch.zeros((), dtype=torch.int32), repr=False)
+    run: Tensor = attrs.field(
+        default=attrs.Factory(lambda self: torch.tensor(-self.settle, dtype=torch.int32), takes_self=True), repr=False
+    )
     patience: Tensor = attrs.field(
         default=attrs.Factory(lambda self: torch.tensor(self.hysteresis, dtype=torch.int32), takes_self=True), repr=False
     )
@@ -155,9 +159,11 @@ class DynamicScale(_Scaling):
     def __attrs_post_init__(self) -> None:
         _positive(DynamicScale, window=self.window, hysteresis=self.hysteresis, minimum=self.minimum)
         _finite(DynamicScale, initial=self.initial, factor=self.factor, maximum=self.maximum)
-        for name in ("window", "hysteresis"):
+        for name in ("window", "hysteresis", "settle"):
             if not isinstance(getattr(self, name), int):
                 raise ValueError(f"DynamicScale: {name}={getattr(self, name)!r} counts steps: it must be a whole number")
+        if self.settle < 0:
+            raise ValueError(f"DynamicScale: settle={self.settle} must not be negative")
         if not self.factor > 1:
             raise ValueError(f"DynamicScale: factor={self.factor} must be more than 1")
         if not self.minimum <= self.initial <= self.maximum:
@@ -170,7 +176,7 @@ class DynamicScale(_Scaling):
 
     def adjust(self, finite: Tensor) -> "DynamicScale":
         """The scale after a step."""
-        run = torch.where(finite, self.run + 1, 0)
+        run = torch.where(finite, self.run + 1, -self.settle)
         grows = run == self.window
         shrinks = ~finite & (self.patience <= 1)
         value = torch.where(grows, (self.value * self.factor).clamp(max=self.maximum), self.value)

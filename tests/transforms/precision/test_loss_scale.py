@@ -27,6 +27,7 @@ def dynamic(draw: st.DrawFn) -> transforms.DynamicScale:
         consecutive=draw(st.booleans()),
         minimum=2.0**low,
         maximum=2.0 ** (low + 6 + draw(st.integers(0, 4))),
+        settle=draw(st.integers(0, 2)),
     )
 
 
@@ -69,7 +70,8 @@ def by_iterations(scale: transforms.DynamicScale, finite: list[bool]) -> list[fl
                 value = max(value / scale.factor, scale.minimum)
             last = i
         else:
-            whole_window = (i - last) % scale.window == 0
+            run = i - last - scale.settle
+            whole_window = run > 0 and run % scale.window == 0
             if scale.consecutive or whole_window:
                 left = scale.hysteresis
             if whole_window:
@@ -111,6 +113,7 @@ def test_hysteresis(consecutive: bool) -> None:
         (lambda: transforms.DynamicScale(window=0), "window=0 must be positive"),
         (lambda: transforms.DynamicScale(window=1.5), "window=1.5 counts steps"),  # type: ignore[arg-type]
         (lambda: transforms.DynamicScale(hysteresis=0), "hysteresis=0 must be positive"),
+        (lambda: transforms.DynamicScale(settle=-1), "settle=-1 must not be negative"),
         (lambda: transforms.DynamicScale(factor=1.0), "factor=1.0 must be more than 1"),
         (lambda: transforms.DynamicScale(0.5), r"initial=0.5 must lie in 1.0\.\."),
         (lambda: transforms.DynamicScale(maximum=float("inf")), "maximum=inf must be finite"),

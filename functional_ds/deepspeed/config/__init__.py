@@ -1,0 +1,10 @@
+"""DeepSpeed's configs: a table of every key, a reader that refuses what is unknown, and the plan that a config becomes."""
+
+from .ds_plan import ConfigPlan, from_ds_config
+from .explain import ConfigError, ExplainedKey, Explanation
+
+__all__ = ["ConfigError", "ConfigPlan", "ExplainedKey", "Explanation", "from_ds_config"]
+
+
+def __dir__() -> list[str]:
+    return __all__

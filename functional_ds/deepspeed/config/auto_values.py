@@ -1,0 +1,40 @@
+"""What takes the place of "auto"."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from .explain import ConfigError
+from .keys.config_table import key_of, nearest
+
+__all__ = ["auto_values"]
+
+_PARAMS = ("optimizer.params.", "scheduler.params.")
+
+
+def auto_values(auto: Mapping[str, Any], model: Any) -> dict[str, Any]:
+    """By canonical path: what the caller gives, then three sizes from the model's hidden size, as transformers sets them.
+
+    Raises:
+        ConfigError: an unknown path.
+    """
+    found: dict[str, Any] = {}
+    hidden = None if model is None else _hidden_size(model)
+    if hidden:
+        found["zero_optimization.reduce_bucket_size"] = hidden * hidden
+        found["zero_optimization.prefetch_bucket_size"] = int(0.9 * hidden * hidden)
+        found["zero_optimization.param_persistence_threshold"] = 10 * hidden
+    for path, value in auto.items():
+        key = key_of(path)
+        if key is None and not path.startswith(_PARAMS):
+            raise ConfigError(f"auto: {path!r}: {nearest(path)}")
+        found[path if key is None else key.path] = value
+    return found
+
+
+def _hidden_size(model: Any) -> int | None:
+    config = getattr(model, "config", model)
+    config = getattr(config, "text_config", None) or config
+    sizes = [getattr(config, name, None) for name in ("hidden_size", "d_model")] + list(getattr(config, "hidden_sizes", ()))[
+        -1:
+    ]
+    return next((int(size) for size in sizes if size), None)

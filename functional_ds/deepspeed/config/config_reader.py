@@ -1,0 +1,233 @@
+"""Reads a DeepSpeed config: a path, a dict or base64 text, into values by path."""
+
+import base64
+import binascii
+import json
+import os
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from .explain import ConfigError, ExplainedKey, Explanation
+from .keys.config_key import ConfigKey, Fate
+from .keys.config_table import BLOCKS, key_of, nearest
+from .keys.keys_of_loops import DEAD
+from .keys.keys_of_zero import OF_STAGE_3
+
+__all__ = ["Config", "Settings", "read", "source"]
+
+Config = str | os.PathLike[str] | Mapping[str, Any]
+
+_ABSENT = object()
+_OPEN = ("optimizer.params", "scheduler.params")
+
+
+@attrs.define
+class Settings:
+    """What a config says, and what was found out about its keys so far.
+
+    Attributes:
+        values: by canonical path, what the config gives; "auto" where it stays open.
+        spelled: by canonical path, the path as the config has it.
+        given: by canonical path, the values as the config has them.
+        rows: what became of keys, by the path as the config has it, where the table alone does not say so.
+    """
+
+    values: dict[str, Any] = attrs.field(factory=dict)
+    spelled: dict[str, str] = attrs.field(factory=dict)
+    given: dict[str, Any] = attrs.field(factory=dict)
+    rows: dict[str, ExplainedKey] = attrs.field(factory=dict)
+
+    def __getitem__(self, path: str) -> Any:
+        """The value of a key, or DeepSpeed's default."""
+        key = key_of(path)
+        if path not in self.values and key is None:
+            raise KeyError(path)
+        return self.values.get(path, key.default if key else None)
+
+    def __contains__(self, path: str) -> bool:
+        return path in self.values
+
+    def refuse(self, path: str, reason: str) -> None:
+        """Marks a key as refused, whether the config has it or not."""
+        self.note(path, Fate.REFUSED, reason)
+
+    def explanation(self) -> Explanation:
+        """What is noted of each key, or else what the table says of it; the config's keys first, in its order."""
+        found: dict[str, ExplainedKey] = {}
+        for path, value in self.given.items():
+            name, key = self.spelled[path], key_of(path)
+            if name in self.rows:
+                found[name] = self.rows[name]
+            elif key is not None:
+                off = self._why_off(key) if key.fate is Fate.BECAME else None
+                fate = Fate.IGNORED if off or key.fate is Fate.REFUSED else key.fate
+                found[name] = ExplainedKey(name, value, fate, off or key.text)
+        return Explanation(tuple((found | self.rows).values()))
+
+    def _why_off(self, key: ConfigKey) -> str | None:
+        """Why a key that can change the plan does not."""
+        block = key_of(f"{key.block}.enabled")
+        if block is not None and block is not key and self[block.path] is False:
+            return f"`{block.path}` is false."
+        value, stage = self[key.path], self["zero_optimization.stage"]
+        if value == key.default and (value is False or value == "none"):
+            return "It is off, as it is by default."
+        if key.name in OF_STAGE_3 and stage < 3:
+            return f"It is for stage 3, and the stage is {stage}."
+        return None
+
+    def note(self, path: str, fate: Fate, reason: str) -> None:
+        """Says what became of a key. What is refused stays so."""
+        name = self.spelled.get(path, path)
+        value = self.given.get(path, attrs.NOTHING)
+        if name not in self.rows or self.rows[name].fate is not Fate.REFUSED:
+            self.rows[name] = ExplainedKey(name, value, fate, reason)
+
+
+def source(config: Config) -> dict[str, Any]:
+    """The config as a dict.
+
+    Raises:
+        ConfigError: no such file and no base64 text; no JSON; a key that occurs twice.
+    """
+    if isinstance(config, Mapping):
+        return dict(config)
+    if not isinstance(config, str | os.PathLike):
+        raise ConfigError(f"config={config!r} is neither a path, nor a dict, nor base64 text")
+    path = Path(config)
+    try:
+        there = path.is_file()
+    except OSError:  # longer than a file's name can be
+        there = False
+    if there:
+        return _loads(path.read_text(encoding="utf-8"), str(path))
+    try:
+        text = base64.urlsafe_b64decode(os.fspath(config)).decode()
+    except (binascii.Error, ValueError):
+        raise ConfigError(f"config={str(config)[:200]!r} is neither a file nor base64 text of a config") from None
+    return _loads(text, "base64 text")
+
+
+def _loads(text: str, where: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text, object_pairs_hook=_unique)
+    except json.JSONDecodeError as error:
+        found = _hjson(text, f"{where}: no JSON: {error}")
+    if not isinstance(found, dict):
+        raise ConfigError(f"{where}: a config is a block of keys, and this is {found!r}")
+    return dict(found)
+
+
+def _hjson(text: str, message: str) -> Any:
+    if find_spec("hjson") is None:
+        raise ConfigError(f"{message}; comments and the like need the package hjson") from None
+    hjson = import_module("hjson")
+    try:
+        return hjson.loads(text, object_pairs_hook=_unique)
+    except hjson.HjsonDecodeError as error:
+        raise ConfigError(f"{message}, and no Hjson: {error}") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    twice = [key for key, times in Counter(key for key, _ in pairs).items() if times > 1]
+    if twice:
+        raise ConfigError(f"these keys occur twice in one block: {', '.join(twice)}; keep one of each")
+    return dict(pairs)
+
+
+def read(config: Mapping[str, Any], *, auto: Mapping[str, Any], warn: bool) -> Settings:
+    """Every key of a config looked up, parsed and, where it is "auto", replaced.
+
+    Args:
+        config: a dict.
+        auto: by path, what takes the place of "auto".
+        warn: whether known dead keys warn instead of being refused.
+    """
+    settings = Settings()
+    for path, value in _flat(_renamed(config, settings), ""):
+        key = key_of(path)
+        if key is None:
+            _unknown(settings, path, value, warn)
+            continue
+        canonical = key.path
+        if canonical in settings.spelled:
+            settings.rows[path] = ExplainedKey(
+                path, value, Fate.REFUSED, f"it says the same as `{settings.spelled[canonical]}`; keep one of them"
+            )
+            continue
+        settings.spelled.setdefault(canonical, path)
+        settings.given[canonical] = value
+        _put(settings, key, canonical, _closed(canonical, value, auto))
+    return settings
+
+
+def _closed(path: str, value: Any, auto: Mapping[str, Any]) -> Any:
+    """The value with what takes the place of "auto"."""
+    if path in _OPEN and isinstance(value, dict):
+        return {name: auto.get(f"{path}.{name}", each) if each == "auto" else each for name, each in value.items()}
+    return auto.get(path, _ABSENT) if value == "auto" else value
+
+
+def _put(settings: Settings, key: ConfigKey, path: str, value: Any) -> None:
+    if value is _ABSENT:
+        if key.auto:
+            settings.note(path, key.fate, f"DeepSpeed reads auto as its default, {key.default!r}. {key.text}")
+        elif key.default == "auto":
+            settings.values[path] = "auto"
+        else:
+            settings.refuse(path, f"auto needs a value: from_ds_config(..., auto={{{path!r}: ...}})")
+        return
+    try:
+        found = key.parse(value)
+    except ValueError as error:
+        settings.refuse(path, str(error))
+        return
+    settings.values[path] = found
+    if key.fate is Fate.REFUSED:
+        if key.is_harmless(found):
+            settings.note(path, Fate.IGNORED, "It is off." + " DeepSpeed 0.19.8 raises even so." * key.removed)
+        else:
+            settings.refuse(path, key.text)
+
+
+def _renamed(config: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+    """With the block ``bfloat16`` under its new name, and the boolean form of ``zero_optimization`` as a block."""
+    found = dict(config)
+    if "bfloat16" in found:
+        if "bf16" in found:
+            settings.rows["bfloat16"] = ExplainedKey(
+                "bfloat16", found["bfloat16"], Fate.REFUSED, "it says the same as `bf16`; keep one of them"
+            )
+        old = found.pop("bfloat16")
+        found.setdefault("bf16", old)
+    if isinstance(found.get("zero_optimization"), bool):
+        found["zero_optimization"] = {"stage": int(found["zero_optimization"])}
+    return found
+
+
+def _flat(block: Mapping[str, Any], above: str) -> Iterator[tuple[str, Any]]:
+    """Each key's path and value; blocks that the table knows are opened."""
+    for name, value in block.items():
+        path = f"{above}{name}"
+        if isinstance(value, Mapping) and path in BLOCKS:
+            yield from _flat(value, f"{path}.")
+        elif not (value is None and path in BLOCKS):  # a block of null is one that is left out
+            yield path, dict(value) if isinstance(value, Mapping) else value
+
+
+def _unknown(settings: Settings, path: str, value: Any, warn: bool) -> None:
+    reason = nearest(path)
+    if path in BLOCKS:
+        reason = f"it must be a block of keys, {{...}}, as {path}.{{...}} has several"
+    if path in DEAD and warn:
+        warnings.warn(f"config: {path}: {reason}", stacklevel=4)
+        settings.rows[path] = ExplainedKey(path, value, Fate.IGNORED, reason)
+    else:
+        settings.rows[path] = ExplainedKey(path, value, Fate.REFUSED, reason)

@@ -1,0 +1,129 @@
+"""``fds.from_ds_config``: a DeepSpeed config becomes transforms, an optimizer, a schedule and a batch's sizes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from functional_ds import comm
+from functional_ds.optim.optimizer import Optimizer, PerParameter
+from functional_ds.step.step import Transform
+
+from .auto_values import auto_values
+from .batch_sizes import BatchSizes, batch_sizes, check_world_size
+from .canonical import canonical
+from .config_reader import Config, Settings, read, source
+from .ds_schedules import RateSchedule
+from .explain import ConfigError, Explanation
+from .keys.config_table import key_of
+from .named_parts import optimizer_of, schedule_of
+from .transform_parts import TransformParts, transforms_of
+
+__all__ = ["ConfigPlan", "from_ds_config"]
+
+
+@attrs.frozen(eq=False)
+class ConfigPlan:
+    """What a DeepSpeed config says, in this library's words.
+
+    ``plan.transform(fds.train_step(loss_fn, plan.optimizer))`` is the step.
+
+    Attributes:
+        optimizer: the optimizer; None where the config names none.
+        schedule: the learning rate of each update; None for a constant one.
+        batch: how many rows there are in an update, a micro-batch and on a rank.
+    """
+
+    optimizer: Optimizer | PerParameter | None
+    schedule: RateSchedule | None
+    batch: BatchSizes
+    _settings: Settings = attrs.field(alias="settings", repr=False)
+    _transforms: TransformParts = attrs.field(alias="transforms", repr=False)
+
+    @property
+    def transform(self) -> Transform:
+        """All transforms, composed: precision, offloading, ZeRO, accumulation, clipping, the schedule.
+
+        Raises:
+            ConfigError: the folder of ``nvme_path`` is not there.
+        """
+        return self._transforms.composed()
+
+    def value(self, path: str) -> Any:
+        """The value of any key of DeepSpeed's, as the config gives it or by DeepSpeed's default.
+
+        Raises:
+            KeyError: there is no such key.
+        """
+        key = key_of(path)
+        return self._settings[path if key is None else key.path]
+
+    def explain(self) -> Explanation:
+        """What became of each key."""
+        return self._settings.explanation()
+
+    def to_ds_config(self) -> dict[str, Any]:
+        """The config with nothing left open: numbers as numbers, "auto" replaced, new spellings, all sizes of the batch.
+
+        Law: ``from_ds_config(plan.to_ds_config(), n)`` is the plan again, and DeepSpeed reads the same from both.
+        """
+        return canonical(self._settings, self.batch)
+
+
+def from_ds_config(
+    config: Config,
+    world_size: int,
+    *,
+    auto: Mapping[str, Any] | None = None,
+    group: comm.Group | None = None,
+    model: Any = None,
+    lr: float | None = None,
+    warn: bool = False,
+) -> ConfigPlan:
+    """Reads a DeepSpeed config as DeepSpeed 0.19.8 does, with its defaults and its numbers.
+
+    Every key either becomes something here, or has no meaning here, or is refused; ``plan.explain()`` says which and why.
+    Nothing is accepted unread: unknown names, keys that occur twice and values of another type are refused, too, where
+    DeepSpeed takes many of them in silence.
+
+    Args:
+        config: the path of a JSON file (Hjson where the package hjson is installed), a dict, or base64 text of JSON.
+        world_size: the number of data-parallel ranks.
+        auto: by path ("optimizer.params.lr"), what takes the place of "auto". Where it says nothing, three sizes follow
+            from ``model``, and blocks in which DeepSpeed itself reads "auto" as its default have that.
+        group: the data-parallel ranks, where they are not the whole world: ``mesh["dp"]``.
+        model: a module with a Hugging Face ``config``, or such a config, for its hidden size.
+        lr: the learning rate of an optimizer that the config does not have, for a scheduler in it.
+        warn: whether known names that DeepSpeed accepts and never reads warn, instead of being refused.
+
+    Raises:
+        ConfigError: the config is no JSON, or a key is refused; ``error.explanation`` has all keys, the message all refused.
+
+    >>> plan = from_ds_config({"train_batch_size": 32, "bf16": {"enabled": True}, "zero_optimization": {"stage": "2"}}, 4)
+    >>> plan.batch
+    BatchSizes(train_batch_size=32, train_micro_batch_size_per_gpu=8, gradient_accumulation_steps=1, world_size=4)
+    >>> print(plan.explain())
+    became:
+      train_batch_size: 32 -> 8 rows of a micro-batch · 1 of them · 4 ranks
+      bf16.enabled: True -> `T.mixed_precision('params=f32,compute=bf16,output=f32,reduce=bf16', ...)`.
+      zero_optimization.stage: '2' -> `T.zero(2, world)`.
+      gradient_clipping: left out -> `T.clip(1.0)`: DeepSpeed's default is 1.0.
+    """
+    check_world_size(world_size)
+    settings = read(source(config), auto=auto_values(auto or {}, model), warn=warn)
+    batch = batch_sizes(settings, world_size)
+    rule, arguments = optimizer_of(settings)
+    schedule, arguments = schedule_of(settings, rule, arguments, lr)
+    transforms = transforms_of(
+        settings, world_size, group=group, steps=batch.gradient_accumulation_steps if batch else 1, rule=rule
+    )
+    optimizer = None
+    if rule is not None and not settings.explanation().refused:
+        try:
+            optimizer = rule.build(arguments)
+        except ValueError as error:
+            settings.refuse("optimizer.params", str(error))
+    found = settings.explanation()
+    if found.refused or batch is None:
+        raise ConfigError.of(found)
+    return ConfigPlan(optimizer, schedule, batch, settings, attrs.evolve(transforms, schedule=schedule))

@@ -1,0 +1,1 @@
+"""Every key of DeepSpeed's config as a record: its spellings, type and default, and what becomes of it."""

@@ -1,0 +1,184 @@
+"""One key of DeepSpeed's config as a record, and how its value is read."""
+
+from collections.abc import Sequence
+from enum import Enum
+from math import inf, isfinite
+from typing import Any, Literal
+
+import attrs
+
+__all__ = ["ConfigKey", "Fate", "Kind", "became", "ignored", "refused"]
+
+Kind = Literal["int", "float", "number", "bool", "str", "list", "dict", "betas", "rate", "any"]
+
+
+class Fate(Enum):
+    """What becomes of a key: it changes the plan, it changes nothing here, or it is refused where it is active."""
+
+    BECAME = "became"
+    IGNORED = "no meaning here"
+    REFUSED = "refused"
+
+
+@attrs.frozen
+class ConfigKey:
+    """One key of DeepSpeed 0.19.8.
+
+    Attributes:
+        path: its place, with dots.
+        kind: of its value: "number" is a float that may be infinite, "rate" one that may be the only one of a list.
+        default: DeepSpeed's.
+        fate: what becomes of it.
+        text: one sentence: what it becomes, why it means nothing, or why it is refused and what would do.
+        aliases: other spellings of the last name that DeepSpeed accepts.
+        choices: the values that there are; () for any.
+        least: the lowest value of a number.
+        most: the highest value of a number.
+        harmless: values that ask for nothing, beside the default; a refused key may have them.
+        auto: whether DeepSpeed itself reads "auto" as its default, as it does in some blocks.
+        removed: whether DeepSpeed 0.19.8 raises wherever the key stands.
+    """
+
+    path: str
+    kind: Kind
+    default: Any
+    fate: Fate
+    text: str
+    aliases: tuple[str, ...] = ()
+    choices: tuple[Any, ...] = ()
+    least: float = -inf
+    most: float = inf
+    harmless: tuple[Any, ...] = ()
+    auto: bool = False
+    removed: bool = False
+
+    @property
+    def name(self) -> str:
+        """The last name."""
+        return self.path.rpartition(".")[2]
+
+    @property
+    def block(self) -> str:
+        """The path without its last name."""
+        return self.path.rpartition(".")[0]
+
+    def is_harmless(self, value: Any) -> bool:
+        """Whether a refused key asks for nothing with this value: DeepSpeed's default, or something that is off."""
+        off = isinstance(value, dict) and value.get("enabled", bool(value)) in (False, "false", "auto")
+        return off or any(type(value) is type(none) and value == none for none in (self.default, *self.harmless))
+
+    def parse(self, value: Any) -> Any:
+        """The value in the key's type; numbers and booleans may be strings.
+
+        Raises:
+            ValueError: another type, or a value out of range; the message says what would do.
+        """
+        if value is None:
+            if self.default is None or self.kind == "dict":
+                return None
+            raise ValueError(f"null: leave the key out for DeepSpeed's default, {self.default!r}")
+        found = _PARSERS[self.kind](value)
+        if self.choices:
+            for choice in self.choices:
+                if found == choice or (isinstance(found, str) and isinstance(choice, str) and found.lower() == choice.lower()):
+                    return choice
+            raise ValueError(f"{value!r} is none of {', '.join(map(repr, self.choices))}")
+        if isinstance(found, int | float) and not isinstance(found, bool) and not self.least <= found <= self.most:
+            raise ValueError(f"{value!r} must lie in {self.least}..{self.most}")
+        return found
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError(f"{value!r} is no number")
+    try:
+        return float(value)
+    except ValueError:
+        raise ValueError(f"{value!r} is no number") from None
+
+
+def _float(value: Any) -> float:
+    found = _number(value)
+    if not isfinite(found):
+        raise ValueError(f"{value!r} must be finite")
+    return found
+
+
+def _int(value: Any) -> int:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    found = _float(value)
+    if found != int(found):
+        raise ValueError(f"{value!r} must be a whole number")
+    return int(found)
+
+
+def _bool(value: Any) -> bool:
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    if value in (0, 1):  # True and False among them
+        return bool(value)
+    raise ValueError(f"{value!r} is neither true nor false")
+
+
+def _str(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is no string")
+    return value
+
+
+def _list(value: Any) -> list[Any]:
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, Sequence):
+        raise ValueError(f"{value!r} is no list")
+    return list(value)
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{value!r} is no block of keys")
+    return value
+
+
+def _betas(value: Any) -> tuple[float, float]:
+    if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != 2:
+        raise ValueError(f"{value!r} is no pair of numbers")
+    return _float(value[0]), _float(value[1])
+
+
+def _rate(value: Any) -> float:
+    if isinstance(value, list | tuple) and len(value) == 1:
+        return _float(value[0])
+    if isinstance(value, list | tuple):
+        raise ValueError(f"{value!r}: a rate for each of several param groups; use `fds.param_groups` with one schedule")
+    return _float(value)
+
+
+_PARSERS: dict[Kind, Any] = {
+    "int": _int,
+    "float": _float,
+    "number": _number,
+    "bool": _bool,
+    "str": _str,
+    "list": _list,
+    "dict": _dict,
+    "betas": _betas,
+    "rate": _rate,
+    "any": lambda value: value,
+}
+
+
+def became(path: str, kind: Kind, default: Any, text: str, **more: Any) -> ConfigKey:
+    """A key that changes the plan."""
+    return ConfigKey(path, kind, default, Fate.BECAME, text, **more)
+
+
+def ignored(path: str, kind: Kind, default: Any, text: str, **more: Any) -> ConfigKey:
+    """A key that changes nothing here."""
+    return ConfigKey(path, kind, default, Fate.IGNORED, text, **more)
+
+
+def refused(path: str, kind: Kind, default: Any, text: str, **more: Any) -> ConfigKey:
+    """A key that is refused where it asks for something."""
+    return ConfigKey(path, kind, default, Fate.REFUSED, text, **more)

@@ -1,0 +1,165 @@
+"""The optimizer and the scheduler that a DeepSpeed config names."""
+
+import difflib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .config_reader import Settings
+from .ds_optimizers import OPTIMIZERS, OptimizerRule, rule_of
+from .ds_schedules import SCHEDULERS, RateSchedule
+from .keys.config_key import ConfigKey, Fate
+from .torch_schedules import TorchRates, why_not
+
+__all__ = ["optimizer_of", "schedule_of"]
+
+_NOT_HERE = {
+    "onebitlamb": "1-bit LAMB is not here; `OneBitAdam`, `ZeroOneAdam` and `Lamb` are",
+    "muadam": "mup's optimizers are not here; give `fds.param_groups` the widths' rates",
+    "muadamw": "mup's optimizers are not here; give `fds.param_groups` the widths' rates",
+    "musgd": "mup's optimizers are not here; give `fds.param_groups` the widths' rates",
+}
+_ABSOLUTE = ("WarmupLR", "WarmupDecayLR", "OneCycle", "LRRangeTest")
+
+
+def optimizer_of(s: Settings) -> tuple[OptimizerRule | None, dict[str, Any]]:
+    """The rule and its arguments; None where the config names no optimizer, or one that is refused."""
+    name = s["optimizer.type"]
+    if name is None:
+        if "optimizer.params" in s:
+            s.note("optimizer.params", Fate.IGNORED, "DeepSpeed reads it only beside `optimizer.type`.")
+        return None, {}
+    rule = rule_of(name)
+    if rule is None:
+        s.refuse("optimizer.type", _unknown_optimizer(name))
+        return None, {}
+    s.note("optimizer.type", Fate.BECAME, rule.text)
+    arguments = rule.arguments(_parameters(s, "optimizer.params", rule.keys))
+    if rule.name == "Adam" and arguments["adam_w_mode"]:
+        s.note("optimizer.type", Fate.BECAME, '`fds.adamw`: "Adam" means AdamW in DeepSpeed, unless `adam_w_mode` is false.')
+    if rule.reduces and s["zero_optimization.stage"]:
+        s.refuse("zero_optimization.stage", f"{rule.name} compresses whole tensors; it is for stage 0")
+    return rule, arguments
+
+
+def _unknown_optimizer(name: str) -> str:
+    reason = _NOT_HERE.get(name.lower())
+    if reason:
+        return reason
+    known = [rule.name for rule in OPTIMIZERS]
+    if isinstance(getattr(torch.optim, name, None), type):
+        return (
+            f"torch.optim.{name} has no pure form here; use one of {', '.join(known)}, or give `fds.train_step` your own pair"
+        )
+    close = difflib.get_close_matches(name, known, 1, 0.0)[0]
+    return f"DeepSpeed has no such optimizer, and torch.optim neither (names of torch's are exact); the nearest is {close!r}"
+
+
+def schedule_of(
+    s: Settings, rule: OptimizerRule | None, arguments: dict[str, Any], lr: float | None
+) -> tuple[RateSchedule | None, dict[str, Any]]:
+    """The schedule, and the optimizer's arguments with the rate that its factors are multiples of."""
+    name = s["scheduler.type"]
+    if name is None:
+        if "scheduler.params" in s:
+            s.note("scheduler.params", Fate.IGNORED, "DeepSpeed reads it only beside `scheduler.type`.")
+        return None, arguments
+    if rule is None and lr is None:
+        if s["optimizer.type"] is None:
+            s.refuse("scheduler.type", "the config has no optimizer; pass its learning rate: from_ds_config(..., lr=...)")
+        return None, arguments
+    base, arguments = _base_rate(s, name, rule, arguments, lr)
+    reference = base or 1.0
+    if name not in SCHEDULERS:
+        return _torch_schedule(s, name, base, reference), arguments
+    found = SCHEDULERS[name]
+    given = _parameters(s, "scheduler.params", found.keys)
+    missing = [each for each in found.required if given.get(each) is None and f"scheduler.params.{each}" not in s.rows]
+    if missing:
+        s.refuse("scheduler.type", f"{name} needs {' and '.join(missing)} in scheduler.params")
+    cycles = name == "OneCycle" and given.get("cycle_momentum", True) and (rule is None or rule.betas)
+    if cycles:
+        s.refuse(
+            "scheduler.params.cycle_momentum",
+            "DeepSpeed would cycle the betas, also by default; here they are fixed: set cycle_momentum to false",
+        )
+    if any(s.rows[each].fate is Fate.REFUSED for each in s.rows if each.startswith("scheduler.")):
+        return None, arguments
+    s.note("scheduler.type", Fate.BECAME, "`plan.schedule`: update k has the rate of DeepSpeed's iteration k - 1.")
+    return found.build(given, base, reference), arguments
+
+
+def _base_rate(
+    s: Settings, name: str, rule: OptimizerRule | None, arguments: dict[str, Any], lr: float | None
+) -> tuple[float, dict[str, Any]]:
+    """The optimizer's own rate; one that is 0 is replaced by 1 in the arguments, as factors need a multiple."""
+    if rule is None:
+        return lr or 0.0, arguments
+    if rule.name != "Muon":
+        return arguments["lr"], {**arguments, "lr": arguments["lr"] or 1.0}
+    rates = [arguments["muon_lr"] or arguments["lr"] or 0.02, arguments["adam_lr"] or arguments["lr"] or 3e-4]
+    if rates[0] != rates[1] and name in _ABSOLUTE:
+        s.refuse("scheduler.type", f"{name} sets one rate, and muon_lr={rates[0]} and adam_lr={rates[1]} differ; give one lr")
+    return rates[0], {**arguments, "muon_lr": rates[0], "adam_lr": rates[1]}
+
+
+def _torch_schedule(s: Settings, name: str, base: float, reference: float) -> RateSchedule | None:
+    reason = why_not(name, s["scheduler.params"])
+    if reason is None:
+        try:
+            rates = TorchRates(name, _numbers(s["scheduler.params"]), base)
+        except (TypeError, ValueError, KeyError) as error:
+            reason = f"torch.optim.lr_scheduler.{name}: {error}"
+    if reason is not None:
+        close = difflib.get_close_matches(name, list(SCHEDULERS), 1, 0.0)[0]
+        s.refuse("scheduler.type", reason.format(nearest=close))
+        return None
+    s.note(
+        "scheduler.type", Fate.BECAME, f"torch.optim.lr_scheduler.{name}, run on the host: each update reads the count back."
+    )
+    s.note("scheduler.params", Fate.BECAME, "The scheduler's arguments.")
+    return RateSchedule(f"{name}({s['scheduler.params']})", rates, reference)
+
+
+def _numbers(params: dict[str, Any]) -> dict[str, Any]:
+    return {name: float(value) if isinstance(value, str) and _is_number(value) else value for name, value in params.items()}
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _parameters(s: Settings, block: str, keys: Sequence[ConfigKey]) -> dict[str, Any]:
+    """The arguments that the config gives, parsed; each is a row of the explanation."""
+    known = {key.name: key for key in keys}
+    found: dict[str, Any] = {}
+    for name, value in (s[block] or {}).items():
+        path = f"{block}.{name}"
+        s.spelled[path], s.given[path] = path, value
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1, 0.0)[0]
+            s.refuse(path, f"there is no such argument; the nearest is {close!r}")
+            continue
+        key = known[name]
+        if value == "auto":
+            s.refuse(path, f"auto needs a value: from_ds_config(..., auto={{{path!r}: ...}})")
+            continue
+        try:
+            parsed = key.parse(value)
+        except ValueError as error:
+            s.refuse(path, str(error))
+            continue
+        if key.fate is Fate.REFUSED and not key.is_harmless(parsed):
+            s.refuse(path, key.text)
+            continue
+        off = key.fate is Fate.REFUSED
+        s.note(path, Fate.IGNORED if off else key.fate, "It is off." if off else key.text.replace("=`", f"={parsed}`"))
+        found[name] = s.values[path] = parsed
+    s.rows.pop(s.spelled.get(block, block), None)
+    s.given.pop(block, None)
+    return found

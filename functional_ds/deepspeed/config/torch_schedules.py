@@ -1,0 +1,58 @@
+"""torch's learning-rate schedulers as functions of how many updates there were."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["TorchRates", "why_not"]
+
+_ASK = {
+    "ReduceLROnPlateau": "it follows a metric that the config does not have; schedule by the number of updates",
+    "LambdaLR": "it takes a function, which a config cannot hold; pass one to `T.schedule`",
+    "MultiplicativeLR": "it takes a function, which a config cannot hold; pass one to `T.schedule`",
+    "SequentialLR": "it takes schedulers, which a config cannot hold; pass a function to `T.schedule`",
+    "ChainedScheduler": "it takes schedulers, which a config cannot hold; pass a function to `T.schedule`",
+}
+
+
+def why_not(name: str, params: dict[str, Any]) -> str | None:
+    """Why a scheduler cannot be taken over, or None."""
+    if name in _ASK:
+        return f"{name}: {_ASK[name]}"
+    kind = getattr(torch.optim.lr_scheduler, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.lr_scheduler.LRScheduler)):
+        return f"neither DeepSpeed nor torch has a scheduler {name!r}; the nearest of DeepSpeed's is {{nearest!r}}"
+    if name in ("OneCycleLR", "CyclicLR") and params.get("cycle_momentum", True) not in (False, "false"):
+        return f"{name} would cycle momentum, which is fixed here; set cycle_momentum to false"
+    return None
+
+
+class TorchRates:
+    """The rates of one of torch's schedulers, which moves once an update.
+
+    It runs on the host, so a count on another device is waited for.
+
+    Raises:
+        TypeError: an argument that the scheduler does not have.
+
+    >>> rates = TorchRates("StepLR", {"step_size": 2, "gamma": 0.5}, 1.0)
+    >>> [rates(torch.tensor(k)).item() for k in (0, 3, 4, 1)]
+    [1.0, 0.5, 0.25, 1.0]
+    """
+
+    def __init__(self, name: str, params: dict[str, Any], lr: float) -> None:
+        self._optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=lr)
+        self._scheduler = getattr(torch.optim.lr_scheduler, name)(self._optimizer, **params)
+        self._rates = [self._now()]
+
+    def __call__(self, updates: Tensor) -> Tensor:
+        """The rate after so many updates."""
+        while len(self._rates) <= int(updates):
+            self._optimizer.step()
+            self._scheduler.step()
+            self._rates.append(self._now())
+        return torch.tensor(self._rates[int(updates)], dtype=torch.float64, device=updates.device)
+
+    def _now(self) -> float:
+        return float(self._optimizer.param_groups[0]["lr"])
