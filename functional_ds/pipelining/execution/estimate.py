@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from functional_ds.base import tree
 from functional_ds.base.containers import register_containers
+from functional_ds.base.flops import FlopCounter
 from functional_ds.base.marks import is_trainable
 from functional_ds.base.prng import Key
 from functional_ds.base.torch_private import FakeTensorMode, TorchDispatchMode, is_fake
@@ -21,7 +22,6 @@ from functional_ds.pipelining.stages.stages import Stages
 from functional_ds.step.tape import Tape
 
 from .boundary import Boundary
-from .flops import FlopCounter
 from .in_flight import InFlightMicroBatch
 from .recorder import SavedBytes
 
