@@ -34,13 +34,13 @@ class FlopCounter(TorchDispatchMode):
         result = func(*args, **kwargs)
         formula = flop_registry.get(func.overloadpacket)
         if formula is not None:
-            self.add(formula(*args, **kwargs, out_val=result))
+            self.add(formula(*args, **kwargs, out_val=result), result)
         elif func.overloadpacket.__name__ in _MORE:
-            self.add(_MORE[func.overloadpacket.__name__](*[x for x in args if isinstance(x, Tensor)]))
+            self.add(_MORE[func.overloadpacket.__name__](*[x for x in args if isinstance(x, Tensor)]), result)
         return result
 
-    def add(self, flops: int) -> None:
-        """An operation of so many floating-point operations ran."""
+    def add(self, flops: int, result: Any) -> None:
+        """An operation of so many floating-point operations ran and gave this."""
         self.total += flops
 
 

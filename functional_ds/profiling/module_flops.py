@@ -7,10 +7,11 @@ from typing import Any
 
 import attrs
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from functional_ds.base import tree
 from functional_ds.base.flops import FlopCounter
-from functional_ds.base.torch_private import graph_number, node_number
+from functional_ds.base.torch_private import graph_number, is_fake, node_number
 from functional_ds.step.tape import current_tape
 
 __all__ = ["Flops", "ModuleFlops"]
@@ -64,12 +65,14 @@ class ModuleFlops(FlopCounter):
         self._numbers: list[int] = [-1]  # of nodes, at which another module began or went on
         self._paths: list[str] = [""]
 
-    def add(self, flops: int) -> None:
-        """An operation of so many floating-point operations ran."""
-        super().add(flops)
+    def add(self, flops: int, result: Any) -> None:
+        """An operation of so many floating-point operations ran and gave this; trials on shapes do not count."""
+        if any(isinstance(x, Tensor) and (x.is_meta or is_fake(x)) for x in tree.leaves(result)):
+            return
+        super().add(flops, result)
         node, path = node_number(), self._inside[-1][0] if self._inside else ""
         if node is None:
-            kind = "forward" if self._stage() in ("forward", "backward", "other") else "others"
+            kind = "forward" if self._stage() in ("forward", "backward", "passes") else "others"
         elif torch.is_grad_enabled() or (self._inside and self._inside[-1][1]):
             kind = "recomputed"
         else:

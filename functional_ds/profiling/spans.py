@@ -19,12 +19,14 @@ from functional_ds.step.step import Step
 
 __all__ = ["STAGES", "Place", "SpanClock", "WaitLedger", "timed"]
 
-STAGES = ("forward", "backward", "reduce", "update", "other")
+STAGES = ("forward", "backward", "passes", "reduce", "update", "other")
+"""Of a step: "passes" is what transforms do around passes, and a pipeline's backward passes, which alternate with messages."""
 
 _STAGE_OF = {
     "view": "forward",
     "loss": "forward",
     "forward": "forward",
+    "gradients": "passes",
     "reduce": "reduce",
     "sum_over_ranks": "reduce",
     "sync_buffers": "reduce",
@@ -103,7 +105,7 @@ class SpanClock:
     def within(self, phase: str, by: str, stage: str | None = None) -> Iterator[None]:
         """A phase; without a stage it is of the one that its name says, or of the one around it."""
         outer = self._open[-1][0]
-        fresh = outer.phase == "gradients" or outer.stage == "other"
+        fresh = outer.phase == "gradients" or outer.stage in ("other", "passes")
         found = _STAGE_OF.get(phase, outer.stage) if fresh else outer.stage
         self._begin(Place(stage or found, phase, by))
         try:
@@ -133,8 +135,8 @@ class SpanClock:
         self._end()
 
     def forward_ended(self) -> None:
-        """From here on the pass under way is a backward pass."""
-        if self.here:
+        """From here on the base's pass under way is a backward pass."""
+        if self.here and self._open[-1][0].stage == "forward":
             place, began = self._open.pop()
             self._count(self._now(), place)
             self._open.append((place._replace(stage="backward"), began))
