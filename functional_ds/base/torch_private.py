@@ -234,7 +234,7 @@ def node_number() -> int | None:
 
     Without it, nothing would say which module an operation of the backward pass belongs to.
     """
-    node = torch._C._current_autograd_node()
+    node: Any = torch._C._current_autograd_node()
     return None if node is None else int(node._sequence_nr())
 
 

@@ -5,17 +5,17 @@ from .peak import peak_flops
 from .profiler import Profiled, Profiling, profile
 from .rank import MemoryStatus, RankProfile
 from .result import Profile
-from .spans import STAGES, Place
+from .spans import STAGES, SpanKey
 
 __all__ = [
     "STAGES",
     "Flops",
     "MemoryStatus",
-    "Place",
     "Profile",
     "Profiled",
     "Profiling",
     "RankProfile",
+    "SpanKey",
     "peak_flops",
     "profile",
 ]

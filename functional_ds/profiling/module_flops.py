@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from functional_ds.base import tree
-from functional_ds.base.flops import FlopCounter
 from functional_ds.base.torch_private import graph_number, is_fake, node_number
+from functional_ds.modules.flops import FlopCounter
 from functional_ds.step.tape import current_tape
 
 __all__ = ["Flops", "ModuleFlops"]

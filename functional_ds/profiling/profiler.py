@@ -22,7 +22,7 @@ from functional_ds.step.step import Metrics, Step
 from .module_flops import Flops, ModuleFlops
 from .rank import MemoryStatus, RankProfile
 from .result import Profile
-from .spans import Place, SpanClock, WaitLedger, timed
+from .spans import SpanClock, SpanKey, WaitLedger, timed
 
 __all__ = ["Profiled", "Profiling", "profile"]
 
@@ -133,7 +133,7 @@ class Profiled:
     # detailed steps
     _detailed: int = attrs.field(default=0, init=False, repr=False)
     _detailed_seconds: float = attrs.field(default=0.0, init=False, repr=False)
-    _places: dict[Place, float] = attrs.field(factory=dict, init=False, repr=False)
+    _places: dict[SpanKey, float] = attrs.field(factory=dict, init=False, repr=False)
     _rows: RowsBySize = attrs.field(factory=dict, init=False, repr=False)
     _kept: "deque[tuple[Sequence[Slice], Sequence[Event]]]" = attrs.field(init=False, repr=False)
 

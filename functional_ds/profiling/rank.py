@@ -9,7 +9,7 @@ from functional_ds.comm.debug.trace import Slice
 from functional_ds.comm.record.ledger import Event, Row
 
 from .module_flops import Flops
-from .spans import STAGES, Place
+from .spans import STAGES, SpanKey
 
 __all__ = ["MemoryStatus", "RankProfile"]
 
@@ -61,7 +61,7 @@ class RankProfile:
     shard: tuple[int, int]
     detailed: int
     detailed_seconds: float
-    places: Mapping[Place, float]
+    places: Mapping[SpanKey, float]
     plain: int
     plain_seconds: float
     outside_seconds: float

@@ -10,8 +10,8 @@ import attrs
 from functional_ds.comm.debug.trace import slices_of, write_slices
 
 from .module_flops import Flops
+from .profile_text import text
 from .rank import RankProfile
-from .table import text
 
 __all__ = ["Profile"]
 

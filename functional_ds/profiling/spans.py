@@ -17,7 +17,7 @@ from functional_ds.comm.record.ledger import Ledger
 from functional_ds.step.phases import Phase, mapped
 from functional_ds.step.step import Step
 
-__all__ = ["STAGES", "Place", "SpanClock", "WaitLedger", "timed"]
+__all__ = ["STAGES", "SpanClock", "SpanKey", "WaitLedger", "timed"]
 
 STAGES = ("forward", "backward", "passes", "reduce", "update", "other")
 """Of a step: "passes" is what transforms do around passes, and a pipeline's backward passes, which alternate with messages."""
@@ -36,7 +36,7 @@ _STAGE_OF = {
 }
 
 
-class Place(NamedTuple):
+class SpanKey(NamedTuple):
     """Who has a moment of a step.
 
     Attributes:
@@ -67,10 +67,10 @@ class SpanClock:
     """
 
     clock: Callable[[], float] = perf_counter
-    totals: dict[Place, float] = attrs.field(factory=dict)
+    totals: dict[SpanKey, float] = attrs.field(factory=dict)
     slices: list[Slice] = attrs.field(factory=list)
     seconds: float = 0.0
-    _open: list[tuple[Place, float]] = attrs.field(factory=list)
+    _open: list[tuple[SpanKey, float]] = attrs.field(factory=list)
     _last: float = 0.0
     _thread: int = attrs.field(factory=get_ident)
 
@@ -94,7 +94,7 @@ class SpanClock:
         """A step."""
         self._thread = get_ident()
         began = self._last = self._now()
-        self._open.append((Place("other", "step", name), began))
+        self._open.append((SpanKey("other", "step", name), began))
         try:
             yield
         finally:
@@ -107,7 +107,7 @@ class SpanClock:
         outer = self._open[-1][0]
         fresh = outer.phase == "gradients" or outer.stage in ("other", "passes")
         found = _STAGE_OF.get(phase, outer.stage) if fresh else outer.stage
-        self._begin(Place(stage or found, phase, by))
+        self._begin(SpanKey(stage or found, phase, by))
         try:
             yield
         finally:
@@ -141,7 +141,7 @@ class SpanClock:
             self._count(self._now(), place)
             self._open.append((place._replace(stage="backward"), began))
 
-    def _begin(self, place: Place) -> None:
+    def _begin(self, place: SpanKey) -> None:
         now = self._now()
         self._count(now)
         self._open.append((place, now))
@@ -153,7 +153,7 @@ class SpanClock:
         name = place.waits_for or place.phase
         self.slices.append(Slice("step", name, began, now, {"by": place.by, "stage": place.stage}))
 
-    def _count(self, now: float, place: Place | None = None) -> None:
+    def _count(self, now: float, place: SpanKey | None = None) -> None:
         place = place or self._open[-1][0]
         self.totals[place] = self.totals.get(place, 0.0) + now - self._last
         self._last = now

@@ -68,6 +68,10 @@ size = st.integers(1, 9)
 @given(a=size, b=size, c=size, rows=st.integers(2, 9), how=st.sampled_from(("plain", "remat", "torch", "whole")))
 def test_products_count_twice_their_multiplications(a: int, b: int, c: int, rows: int, how: str) -> None:
     """2mnk forward; backward twice that, once where the input needs no gradient; recomputed once more, apart."""
+    products_count(a, b, c, rows, how)
+
+
+def products_count(a: int, b: int, c: int, rows: int, how: str) -> None:
     transform = {"remat": T.remat("blocks"), "whole": T.remat("")}.get(how, fds.compose())
     first, second, last = (2 * rows * m * n for m, n in ((a, b), (b, c), (c, 2)))
     recomputed = how != "plain"

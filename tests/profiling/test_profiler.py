@@ -89,6 +89,10 @@ def test_processes_are_on_one_clock(tmp_path: Path) -> None:
 @pytest.mark.parametrize("axes", [{"dp": 2, "tp": 2}, {"dp": 2, "pp": 2}, {"dp": 4}], ids=str)
 def test_samples_and_tokens_count_once(axes: dict[str, int]) -> None:
     """Ranks that share a batch, along tp or pp, count it once; those of dp add theirs up."""
+    shared_batches_count_once(axes)
+
+
+def shared_batches_count_once(axes: dict[str, int]) -> None:
     from functional_ds import pipelining as pp
 
     def program() -> Profile:

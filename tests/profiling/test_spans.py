@@ -15,7 +15,7 @@ from functional_ds import transforms as T
 from functional_ds.comm.record import ledger as ledger_module
 from functional_ds.comm.record.collective import Call, Here
 from functional_ds.comm.record.table import ALL_REDUCE
-from functional_ds.profiling.spans import Place, SpanClock, WaitLedger, timed
+from functional_ds.profiling.spans import SpanClock, SpanKey, WaitLedger, timed
 
 
 @attrs.define
@@ -102,16 +102,20 @@ def one_step(monkeypatch: pytest.MonkeyPatch) -> tuple[SpanClock, WaitLedger]:
 
 
 def test_each_moment_is_at_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    one_step_is_counted(monkeypatch)
+
+
+def one_step_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     spans, book = one_step(monkeypatch)
     assert {place: seconds for place, seconds in spans.totals.items() if seconds} == {
-        Place("other", "step", BY): 512,
-        Place("passes", "gradients", "mine"): 256,
-        Place("forward", "forward", BY): 1,
-        Place("forward", "forward", BY, "all_reduce dp"): 0.5,
-        Place("backward", "gradients", BY): 2 + 4,  # what goes on beside a collective is computing
-        Place("backward", "gradients", BY, "all_reduce dp"): 0.5 + 16,
-        Place("update", "update", "mine"): 32 + 64,
-        Place("update", "rate", "mine"): 128,
+        SpanKey("other", "step", BY): 512,
+        SpanKey("passes", "gradients", "mine"): 256,
+        SpanKey("forward", "forward", BY): 1,
+        SpanKey("forward", "forward", BY, "all_reduce dp"): 0.5,
+        SpanKey("backward", "gradients", BY): 2 + 4,  # what goes on beside a collective is computing
+        SpanKey("backward", "gradients", BY, "all_reduce dp"): 0.5 + 16,
+        SpanKey("update", "update", "mine"): 32 + 64,
+        SpanKey("update", "rate", "mine"): 128,
     }
     assert sum(spans.totals.values()) == spans.seconds == 1016
     assert [event.seconds for event in book.events] == [0.5, 0.5 + 4 + 16]

@@ -11,12 +11,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from functional_ds.base import tree
 from functional_ds.base.containers import register_containers
-from functional_ds.base.flops import FlopCounter
 from functional_ds.base.marks import is_trainable
 from functional_ds.base.prng import Key
 from functional_ds.base.torch_private import FakeTensorMode, TorchDispatchMode, is_fake
 from functional_ds.base.weighted import weigh
 from functional_ds.comm.algorithms.cost import Link
+from functional_ds.modules.flops import FlopCounter
 from functional_ds.pipelining.planning.costs import Costs
 from functional_ds.pipelining.stages.stages import Stages
 from functional_ds.step.tape import Tape

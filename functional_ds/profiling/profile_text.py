@@ -6,7 +6,7 @@ from functional_ds.comm.record.ledger import Row
 
 from .module_flops import Flops
 from .rank import RankProfile
-from .spans import STAGES, Place
+from .spans import STAGES, SpanKey
 
 __all__ = ["text"]
 
@@ -63,7 +63,7 @@ def _times(rank: RankProfile) -> Iterator[str]:
     yield _share("  in collectives", rank.waiting, rank)
 
 
-def _shown(places: Mapping[Place, float], base: str) -> Iterator[tuple[str, float]]:
+def _shown(places: Mapping[SpanKey, float], base: str) -> Iterator[tuple[str, float]]:
     """Waits by what is waited for, and the rest by phase, and transform if it is not the base step; the longest first."""
     found: dict[str, float] = {}
     for place, seconds in places.items():
