@@ -16,6 +16,7 @@ from functional_ds import comm
 from functional_ds import transforms as T
 from functional_ds.comm.record.ledger import Row
 from functional_ds.profiling import Flops, Profile, Profiling, RankProfile, peak_flops
+from functional_ds.testing import simulated_cuda
 
 
 def loss_fn(params: Any, x: torch.Tensor) -> torch.Tensor:
@@ -275,3 +276,20 @@ def test_sums_of_flops() -> None:
     assert Flops(6, 2, 3, 4).total == 15
     rank: RankProfile = two_ranks().ranks[0]
     assert rank.flops_below("missing") == Flops()
+
+
+def test_plain_steps_do_not_wait_for_a_device() -> None:
+    """Once before the first of them; a detailed step waits wherever the place changes."""
+    with simulated_cuda() as gpu:
+        step = fds.train_step(loss_fn, fds.sgd(0.1))
+        found = fds.profile(step, skip=1, every=4)
+        state = step.init({"a": torch.ones(3, 4, device="cuda"), "b": torch.ones(4, 2, device="cuda")})
+        waits = []
+        for _ in range(7):
+            before = len(gpu.waits)
+            state, _ = found(state, torch.ones(2, 3, device="cuda"))
+            waits.append(len(gpu.waits) - before)
+    skipped, counted, detailed, first, second, third, again = waits
+    assert (skipped, first, second, third) == (0, 1, 0, 0)
+    assert min(counted, detailed) > 10
+    assert again == detailed + 1  # and the end of the plain steps
