@@ -10,15 +10,17 @@ from .spans import STAGES, SpanKey
 
 __all__ = ["text"]
 
-_WIDTH = 48
+_WIDTH, _MANY = 48, 16
 
 
 def text(step: str, ranks: Sequence[RankProfile], numbers: Mapping[str, float]) -> str:
-    """The totals, then the first rank's time, operations, collectives and memory."""
+    """The totals, then the first rank's time, all ranks' waits, and the first one's operations, collectives and memory."""
     rank = ranks[0]
     parts = [[step, *_head(ranks, numbers)]]
     if rank.detailed:
         parts.append(list(_times(rank)))
+        if len(ranks) > 1:
+            parts.append(list(_ranks(ranks)))
     if rank.flops:
         parts.append(list(_flops(rank.flops)))
     if rank.calls:
@@ -71,6 +73,15 @@ def _shown(places: Mapping[SpanKey, float], base: str) -> Iterator[tuple[str, fl
         name = f"  in {place.waits_for}" if place.waits_for else f"  {place.phase}{of}"
         found[name] = found.get(name, 0.0) + seconds
     yield from sorted(found.items(), key=lambda pair: -pair[1])
+
+
+def _ranks(ranks: Sequence[RankProfile]) -> Iterator[str]:
+    """Those that wait least, for which others wait, first; of many ranks, the ends."""
+    yield f"{'ms of a detailed step':<{_WIDTH}}{'all':>10}{'computing':>14}{'in collectives':>16}"
+    found = sorted(ranks, key=lambda each: each.waiting)
+    for each in found if len(found) <= _MANY else [*found[: _MANY // 2], *found[-_MANY // 2 :]]:
+        times = (each.detailed_seconds, each.detailed_seconds - each.waiting, each.waiting)
+        yield f"{f'  rank {each.rank}':<{_WIDTH}}{times[0] * 1e3:>10.3f}{times[1] * 1e3:>14.3f}{times[2] * 1e3:>16.3f}"
 
 
 def _share(name: str, seconds: float, rank: RankProfile) -> str:

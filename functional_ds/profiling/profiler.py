@@ -13,7 +13,7 @@ import attrs
 
 from functional_ds import comm
 from functional_ds.base.batch import rows_of
-from functional_ds.base.device import held_bytes, in_use, peak_bytes, resident_peak_bytes, synchronize
+from functional_ds.base.device import in_use, synchronize
 from functional_ds.comm.debug.trace import Slice, opened
 from functional_ds.comm.record.ledger import Event, RowsBySize, add_by_size
 from functional_ds.step.state import State
@@ -162,19 +162,15 @@ class Profiled:
         index, flops = self.made - self.settings.skip, self.settings.flops
         if index < 0:
             yield self.step
-        elif index == 0 and flops:
-            self._note(state, batch, exact=True)
-            with self._counting() as step:
-                yield step
-        elif (index - flops) % self.settings.every == 0:
-            self._note(state, batch, exact=True)
-            with self._detailing() as step:
-                yield step
         else:
-            self._note(state, batch, exact=False)
-            self._begin_plain()
-            yield self.step
-            self._plain, self._ended = self._plain + 1, perf_counter()
+            rows = rows_of(batch)
+            tokens = 0 if self.settings.tokens is None else int(self.settings.tokens(batch))
+            counts, details = index == 0 and flops, (index - flops) % self.settings.every == 0
+            if counts or details:
+                self._shard = self.step.batch_shard(state)
+            with self._counting() if counts else self._detailing() if details else self._passing() as step:
+                yield step
+            self._counted, self._samples, self._tokens = self._counted + 1, self._samples + rows, self._tokens + tokens
         self.made += 1
 
     @contextmanager
@@ -187,7 +183,6 @@ class Profiled:
         """This rank's figures so far."""
         self._end_plain(self._ended)
         detailed, plain, counted = max(self._detailed, 1), max(self._plain, 1), max(self._counted, 1)
-        held, reserved = held_bytes() or (None, None)
         return RankProfile(
             rank=comm.world().rank,
             shard=self._shard,
@@ -203,7 +198,7 @@ class Profiled:
             flops_seconds=self._flops_seconds,
             peak=self.settings.peak,
             calls=[attrs.evolve(row) for row in self._rows.values()],
-            memory=MemoryStatus(resident_peak_bytes(), held, reserved, peak_bytes()),
+            memory=MemoryStatus.now(),
             slices=[each for slices, _ in self._kept for each in slices],
             events=[each for _, events in self._kept for each in events],
         )
@@ -228,14 +223,6 @@ class Profiled:
                 found.save(self.settings.folder)
 
     # -- how -----------------------------------------------------------------------------------------------------------
-
-    def _note(self, state: State, batch: Any, *, exact: bool) -> None:
-        self._counted += 1
-        self._samples += rows_of(batch)
-        if self.settings.tokens is not None:
-            self._tokens += int(self.settings.tokens(batch))
-        if exact:
-            self._shard = self.step.batch_shard(state)
 
     @contextmanager
     def _counting(self) -> Iterator[Step]:
@@ -269,16 +256,23 @@ class Profiled:
             after.enter_context(spans.step(str(self.step.name)))
             yield
 
-    def _begin_plain(self) -> None:
-        now = perf_counter()
+    @contextmanager
+    def _passing(self) -> Iterator[Step]:
+        """A plain step."""
         if self._since is None:
             _synchronize()
-            self._since = now = perf_counter()
-        else:
-            self._outside += now - self._ended
+            self._since = self._ended = perf_counter()
+        between = perf_counter() - self._ended
+        try:
+            yield self.step
+        except BaseException:
+            self._end_plain(self._ended)
+            raise
+        self._outside += between
+        self._plain, self._ended = self._plain + 1, perf_counter()
 
     def _end_plain(self, ended: float) -> None:
-        """Plain steps have followed each other; ``ended`` is when the last time between two of them did."""
+        """No further plain step follows at once; the time after the last one, until ``ended``, is between two steps."""
         if self._since is None:
             return
         self._outside += max(ended - self._ended, 0.0)

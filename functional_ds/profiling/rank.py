@@ -5,6 +5,7 @@ from typing import Any
 
 import attrs
 
+from functional_ds.base.device import held_bytes, peak_bytes, resident_peak_bytes
 from functional_ds.comm.debug.trace import Slice
 from functional_ds.comm.record.ledger import Event, Row
 
@@ -29,6 +30,16 @@ class MemoryStatus:
     held: int | None = None
     reserved: int | None = None
     peak: int | None = None
+
+    @classmethod
+    def now(cls) -> "MemoryStatus":
+        """As it is. A device is not initialised, and nothing waits for it.
+
+        >>> MemoryStatus.now().host_peak > 0
+        True
+        """
+        held, reserved = held_bytes() or (None, None)
+        return cls(resident_peak_bytes(), held, reserved, peak_bytes())
 
 
 @attrs.frozen

@@ -187,6 +187,17 @@ def test_a_failed_step_is_no_step() -> None:
     assert found.own().detailed == before.detailed + 1
 
 
+def test_a_failed_plain_step_is_no_time_between_two() -> None:
+    found = profiled_run(calls=4, every=9, flops=False)
+    before = found.own()
+    state = found.step.init({"a": torch.ones(3, 4), "b": torch.ones(4, 2)})
+    with pytest.raises(RuntimeError):
+        found(state, torch.ones(2, 5))
+    after = found.own()
+    kept = (before.plain, before.plain_seconds, before.outside_seconds, before.samples)
+    assert (after.plain, after.plain_seconds, after.outside_seconds, after.samples) == kept
+
+
 def test_a_trace_has_all_ranks(tmp_path: Path) -> None:
     two_ranks().to_trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

@@ -151,7 +151,7 @@ def test_a_timed_step_gives_the_same_bits(stage: int, k: int, n: int, remat: boo
         generator = torch.Generator().manual_seed(0)
         apply, params = fds.functional(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)))
         params = {name: torch.randn(p.shape, generator=generator) for name, p in params.items()}
-        transforms = [T.remat("[02]")] * remat + [T.zero(stage)] + [T.offload(optimizer="cpu")] * offload
+        transforms = [T.remat("[02]")] * remat + [T.offload(optimizer="cpu")] * offload + [T.zero(stage)]
         step = fds.compose(*transforms, T.accumulate(k), T.clip(0.5))(
             fds.train_step(lambda p, x: apply(p, x).square().mean(), fds.adamw(0.1))
         )
