@@ -31,7 +31,7 @@ def clip(limit: float) -> Transform:
 
     def update(inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
         norm = step.norm(state, grads.sum) / grads.weight
-        if any(grad.dtype in (torch.float64, torch.complex128) for grad in grads.sum):
+        if norm.dtype == torch.float64:  # of all leaves' gradients, of which these may be a piece
             factor = torch.clamp(limit / (norm + _EPS), max=1.0)
             shrunk = tree.replace(grads, sum=[(grad * factor).to(grad.dtype) for grad in grads.sum])
         else:

@@ -108,6 +108,13 @@ def test_updates_of_leaves_that_the_loss_left_out_are_counted(place: str, ratio:
     assert_same(comm.simulate(run, "branching", offloaded(folder, optimizer=place, ratio=ratio), world_size=1), expected)
 
 
+def test_clipping_of_pieces_is_by_the_norm_of_all_leaves(folder: str) -> None:
+    """Which is in fp64 where any leaf is, though a piece has none of these."""
+    expected = comm.simulate(run, "odd leaves", T.clip(0.1), world_size=1)
+    disk = offloaded(folder, optimizer="disk", buffer_bytes=1)
+    assert_same(comm.simulate(run, "odd leaves", T.clip(0.1), disk, world_size=1), expected)
+
+
 @pytest.mark.law(28)
 @given(
     rule=st.sampled_from(sorted(set(rules.RULES) - {"galore", "shampoo"})),
