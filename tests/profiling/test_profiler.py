@@ -87,9 +87,9 @@ def test_processes_are_on_one_clock(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "profile.json").read_text()) == json.loads(json.dumps(found.as_dict()))
 
 
-@pytest.mark.parametrize("axes", [{"dp": 2, "tp": 2}, {"dp": 2, "pp": 2}, {"dp": 4}], ids=str)
+@pytest.mark.parametrize("axes", [{"dp": 2, "tp": 2}, {"dp": 2, "sp": 2}, {"dp": 2, "pp": 2}, {"dp": 4}], ids=str)
 def test_samples_and_tokens_count_once(axes: dict[str, int]) -> None:
-    """Ranks that share a batch, along tp or pp, count it once; those of dp add theirs up."""
+    """Ranks that share a batch, along tp, sp or pp, count it once; those of dp add theirs up."""
     shared_batches_count_once(axes)
 
 
@@ -105,6 +105,10 @@ def shared_batches_count_once(axes: dict[str, int]) -> None:
             apply, params = fds.functional(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
             loss = lambda params, x: apply(params, x).square().mean()  # noqa: E731
             transforms.append(T.tensor_parallel({"0": "colwise", "1": "rowwise"}, mesh["tp"]))
+        if "sp" in axes:
+            loss = lambda params, x: fds.Weighted((x * params["a"].sum()).sum(), x.numel())  # noqa: E731
+            transforms[0] = T.zero(1, mesh["dp", "sp"])
+            transforms.append(T.sequence(mesh["sp"], dims={"": 1}, tokenwise=True))
         if "pp" in axes:
             functions = [lambda p, x: (x @ p["a"]).tanh(), lambda p, x: x @ p["b"]]
             loss = pp.stages(functions, [params, params], loss=lambda y, batch: y.square().mean())
