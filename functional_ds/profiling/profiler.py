@@ -6,20 +6,19 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from threading import get_ident
-from time import perf_counter
 from typing import Any
 
 import attrs
 
 from functional_ds import comm
 from functional_ds.base.batch import rows_of
-from functional_ds.base.device import in_use, synchronize
 from functional_ds.comm.debug.trace import Slice, opened
 from functional_ds.comm.record.ledger import Event, RowsBySize, add_by_size
 from functional_ds.step.state import State
 from functional_ds.step.step import Metrics, Step
 
 from .module_flops import Flops, ModuleFlops
+from .plain_steps import PlainSteps
 from .rank import MemoryStatus, RankProfile
 from .result import Profile
 from .spans import SpanClock, SpanKey, WaitLedger, timed
@@ -118,12 +117,7 @@ class Profiled:
     _spans: SpanClock | None = attrs.field(default=None, init=False, repr=False)
     _thread: int = attrs.field(factory=get_ident, init=False, repr=False)
     _shard: tuple[int, int] = attrs.field(default=(0, 1), init=False, repr=False)
-    # plain steps
-    _plain: int = attrs.field(default=0, init=False, repr=False)
-    _plain_seconds: float = attrs.field(default=0.0, init=False, repr=False)
-    _outside: float = attrs.field(default=0.0, init=False, repr=False)
-    _since: float | None = attrs.field(default=None, init=False, repr=False)  # plain steps have followed each other
-    _ended: float = attrs.field(default=0.0, init=False, repr=False)  # the last of them, for the host
+    _plain: PlainSteps = attrs.field(factory=PlainSteps, init=False, repr=False)
     # what has been counted
     _counted: int = attrs.field(default=0, init=False, repr=False)
     _samples: int = attrs.field(default=0, init=False, repr=False)
@@ -176,22 +170,22 @@ class Profiled:
     @contextmanager
     def apart(self) -> Iterator[None]:
         """What runs inside, an evaluation or a save, is no part of the time between two steps."""
-        self._end_plain(self._ended)
+        self._plain.pause()
         yield
 
     def own(self) -> RankProfile:
         """This rank's figures so far."""
-        self._end_plain(self._ended)
-        detailed, plain, counted = max(self._detailed, 1), max(self._plain, 1), max(self._counted, 1)
+        self._plain.pause()
+        detailed, plain, counted = max(self._detailed, 1), max(self._plain.count, 1), max(self._counted, 1)
         return RankProfile(
             rank=comm.world().rank,
             shard=self._shard,
             detailed=self._detailed,
             detailed_seconds=self._detailed_seconds / detailed,
             places={place: seconds / detailed for place, seconds in self._places.items()},
-            plain=self._plain,
-            plain_seconds=self._plain_seconds / plain,
-            outside_seconds=self._outside / plain,
+            plain=self._plain.count,
+            plain_seconds=self._plain.seconds / plain,
+            outside_seconds=self._plain.outside / plain,
             samples=self._samples / counted,
             tokens=None if self.settings.tokens is None else self._tokens / counted,
             flops=dict(self._flops),
@@ -225,8 +219,13 @@ class Profiled:
     # -- how -----------------------------------------------------------------------------------------------------------
 
     @contextmanager
+    def _passing(self) -> Iterator[Step]:
+        with self._plain.step():
+            yield self.step
+
+    @contextmanager
     def _counting(self) -> Iterator[Step]:
-        self._end_plain(perf_counter())
+        self._plain.pause(follows=True)
         spans = SpanClock()
         counter = ModuleFlops(lambda: spans.stage)
         step = timed(self.step, lambda: self._spans, around=counter.around)
@@ -236,7 +235,7 @@ class Profiled:
 
     @contextmanager
     def _detailing(self) -> Iterator[Step]:
-        self._end_plain(perf_counter())
+        self._plain.pause(follows=True)
         spans = SpanClock()
         book = WaitLedger(comm.world().rank, times=True, spans=spans)
         with opened(book), self._measured_by(spans):
@@ -255,35 +254,3 @@ class Profiled:
             after.callback(partial(setattr, self, "_spans", None))
             after.enter_context(spans.step(str(self.step.name)))
             yield
-
-    @contextmanager
-    def _passing(self) -> Iterator[Step]:
-        """A plain step."""
-        if self._since is None:
-            _synchronize()
-            self._since = self._ended = perf_counter()
-        between = perf_counter() - self._ended
-        try:
-            yield self.step
-        except BaseException:
-            self._end_plain(self._ended)
-            raise
-        self._outside += between
-        self._plain, self._ended = self._plain + 1, perf_counter()
-
-    def _end_plain(self, ended: float) -> None:
-        """No further plain step follows at once; the time after the last one, until ``ended``, is between two steps."""
-        if self._since is None:
-            return
-        self._outside += max(ended - self._ended, 0.0)
-        if in_use() is not None:
-            _synchronize()
-            ended = perf_counter()
-        self._plain_seconds += ended - self._since
-        self._since = None
-
-
-def _synchronize() -> None:
-    device = in_use()
-    if device is not None:
-        synchronize([device])

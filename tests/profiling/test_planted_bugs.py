@@ -9,6 +9,7 @@ from tests.planting import Bug, planted
 from tests.profiling import test_module_flops, test_profiler, test_spans
 
 SPANS, FLOPS, RANKS = "profiling.spans", "profiling.module_flops", "profiling.result"
+PLAIN, LEDGER = "profiling.plain_steps", "comm.record.ledger"
 
 
 def moments() -> None:
@@ -31,6 +32,26 @@ BUGS: dict[Callable[[], Any], list[Bug]] = {
         Bug("the time before a call is waited", SPANS, "began = max(began, self._last)", "began = self._last"),
         Bug("backward is forward", SPANS, 'place._replace(stage="backward")', "place"),
         Bug("an outer phase has its inner ones' time", SPANS, "        self._last = now\n", "        pass\n"),
+    ],
+    test_spans.test_plain_steps_are_timed_from_one_to_the_next: [
+        Bug(
+            "an evaluation is between two steps", PLAIN, "now = self.clock() if follows else self._ended", "now = self.clock()"
+        ),
+        Bug(
+            "a failed step takes the row with it",
+            PLAIN,
+            "self.pause()\n            raise",
+            "self._since = None\n            raise",
+        ),
+    ],
+    fresh(test_profiler.bandwidths_agree, 3, [("all_reduce", 1), ("all_reduce", 2)]): [
+        Bug(
+            "an all-reduce goes one way",
+            LEDGER,
+            "2 * shares if self.collective in _TWICE",
+            "shares if self.collective in _TWICE",
+        ),
+        Bug("sizes are mixed", LEDGER, "event.ranks, event.payload), fresh)", "event.ranks, 0), fresh)"),
     ],
     recomputed: [
         Bug("recomputation is backward", FLOPS, "torch.is_grad_enabled() or", "False and"),

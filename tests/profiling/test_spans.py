@@ -15,6 +15,7 @@ from functional_ds import transforms as T
 from functional_ds.comm.record import ledger as ledger_module
 from functional_ds.comm.record.collective import Call, Here
 from functional_ds.comm.record.table import ALL_REDUCE
+from functional_ds.profiling.plain_steps import PlainSteps
 from functional_ds.profiling.spans import SpanClock, SpanKey, WaitLedger, timed
 
 
@@ -178,3 +179,33 @@ def test_a_timed_step_gives_the_same_bits(stage: int, k: int, n: int, remat: boo
     for ours, theirs in zip(*(comm.simulate(program, timing, world_size=n) for timing in (True, False)), strict=True):
         for one, other in zip(fds.tree.leaves(ours), fds.tree.leaves(theirs), strict=True):
             assert torch.equal(one, other)
+
+
+def test_plain_steps_are_timed_from_one_to_the_next() -> None:
+    """Two steps in a row, a pause that is no part of them, a step that fails, one before a detailed step."""
+    hands = Hands()
+    plain = PlainSteps(hands)
+
+    def step(seconds: float, *, fails: bool = False) -> None:
+        with plain.step():
+            hands.time += seconds
+            if fails:
+                raise RuntimeError
+
+    step(1)
+    hands.time += 2  # drawing a batch
+    step(4)
+    hands.time += 8  # before an evaluation, which no step follows at once
+    plain.pause()
+    assert (plain.count, plain.seconds, plain.outside) == (2, 1 + 2 + 4, 2)
+    hands.time += 1024
+    plain.pause()
+    step(16)
+    hands.time += 32
+    with pytest.raises(RuntimeError):
+        step(64, fails=True)
+    assert (plain.count, plain.seconds, plain.outside) == (3, 7 + 16, 2)
+    step(128)
+    hands.time += 256
+    plain.pause(follows=True)
+    assert (plain.count, plain.seconds, plain.outside) == (4, 23 + 128 + 256, 2 + 256)
