@@ -1,5 +1,6 @@
 """A profile as text."""
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 
 from functional_ds.comm.record.ledger import Row
@@ -10,7 +11,7 @@ from .spans import STAGES, SpanKey
 
 __all__ = ["text"]
 
-_WIDTH, _MANY = 48, 16
+_WIDTH, _MANY, _ROWS = 48, 16, 24
 
 
 def text(step: str, ranks: Sequence[RankProfile], numbers: Mapping[str, float]) -> str:
@@ -89,18 +90,25 @@ def _share(name: str, seconds: float, rank: RankProfile) -> str:
 
 
 def _flops(own: Mapping[str, Flops]) -> Iterator[str]:
-    """Modules up to two levels deep, with those inside."""
+    """Modules with those inside, as many levels deep as there is room for."""
     yield f"{'MFLOP a step, by module':<{_WIDTH}}{'forward':>14}{'backward':>14}{'recomputed':>14}{'others':>14}"
     below: dict[str, Flops] = {}
     for path, flops in own.items():
         parts = path.split(".") if path else []
-        for depth in range(min(len(parts), 2) + 1):
+        for depth in range(len(parts) + 1):
             name = ".".join(parts[:depth])
             below[name] = below.get(name, Flops()) + flops
-    for name, flops in below.items():
-        figures = (flops.forward, flops.backward, flops.recomputed, flops.others)
-        label = "  " * (name.count(".") + 1) + name if name else "all"
-        yield f"{label:<{_WIDTH}}" + "".join(f"{figure / 1e6:>14,.6g}" for figure in figures)
+    depths = sorted(_depth(name) for name in below)
+    deepest = max(depth for depth in depths if depth <= 1 or bisect_right(depths, depth) <= _ROWS)
+    for name, found in below.items():
+        if _depth(name) <= deepest:
+            figures = (found.forward, found.backward, found.recomputed, found.others)
+            label = "  " * _depth(name) + (name or "all")
+            yield f"{label:<{_WIDTH}}" + "".join(f"{figure / 1e6:>14,.6g}" for figure in figures)
+
+
+def _depth(name: str) -> int:
+    return name.count(".") + 1 if name else 0
 
 
 def _calls(rows: Sequence[Row], steps: int) -> Iterator[str]:
