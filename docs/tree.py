@@ -35,6 +35,7 @@ SATELLITES = {
     "recomputation": "functional_ds/remat transforms/remat.py",
     "interchange with other tools": "functional_ds/interchange",
     "memory accounts": "functional_ds/memory",
+    "profiles": "functional_ds/profiling",
     "debugging, compression and algorithms of collectives": "comm/debug comm/compression comm/algorithms",
 }
 

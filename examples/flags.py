@@ -37,6 +37,7 @@ class Flags:
     every: int
     check: bool
     sample: int
+    profile: bool
     start: str  # who starts the ranks: spawn, simulate or torchrun
     ranks: int
     device: str
@@ -128,6 +129,7 @@ def _parser(doc: str | None) -> argparse.ArgumentParser:
     flag("--resume", action="store_true", help="go on from the newest of them, if there is one")
     flag("--every", type=_positive, metavar="N", help="steps between validations, and checkpoints (default: a tenth of all)")
     flag("--check", action="store_true", help="train on one device too, and print how far the losses differ")
+    flag("--profile", action="store_true", help="measure steps: where time, operations and bytes go")
     flag("--sample", type=int, default=500, metavar="BYTES", help="text at the end; 0 for none (default: %(default)s)")
     return parser
 

@@ -29,6 +29,11 @@ FILES = {
     "train.log": "all that was said, and every step",
     "sample.txt": "text from the trained model",
 }
+PROFILE_FILES = {
+    "profile.txt": "where time, operations and bytes went",
+    "profile.json": "the same as data",
+    "trace.json": "what ran when on each rank, for ui.perfetto.dev",
+}
 SENT_NOTE = (
     "Found may exceed it by padding and scalars, and in stage 3 stays below it for what is whole at the end of the\n"
     "forward pass: backward needs that first, and does not gather it again."
@@ -56,16 +61,17 @@ class Moved:
 
 @attrs.define(eq=False)
 class Measured:
-    """A step, with what its last call sent and how long it took."""
+    """A step, with what its last call sent and how long it took; `profiled` is the same step with a profile, if wanted."""
 
     step: fds.Step
+    profiled: fds.profiling.Profiled | None = None
     book: comm.Ledger = attrs.field(factory=comm.Ledger)
     seconds: float = 0.0
 
     def __call__(self, state: fds.State, batch: Any) -> tuple[fds.State, dict[str, Any]]:
         begin = time.perf_counter()
         with comm.ledger() as self.book:
-            state, metrics = self.step(state, batch)
+            state, metrics = (self.profiled or self.step)(state, batch)
             metrics["loss"].item()  # waits for the device
         self.seconds = time.perf_counter() - begin
         return state, metrics
@@ -120,7 +126,7 @@ class Report:
         beside = log.with_suffix(".new")
         beside.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
         beside.replace(log)
-        for name in FILES:  # none of another run's may pass for this one's
+        for name in FILES | PROFILE_FILES:  # none of another run's may pass for this one's
             if name != log.name and not (self.resumes and name == "train.log"):
                 (self.out / name).unlink(missing_ok=True)
         self._text = self._open.enter_context((self.out / "train.log").open("a", encoding="utf-8"))
@@ -191,7 +197,7 @@ class Report:
             f"{seconds:.1f} s, {tokens / max(seconds, 1e-9):,.0f} tokens/s",
             f"in {self.out}/:",
         ]
-        lines += [f"  {name:<12} {what}" for name, what in FILES.items() if (self.out / name).exists()]
+        lines += [f"  {name:<12} {what}" for name, what in (FILES | PROFILE_FILES).items() if (self.out / name).exists()]
         return "\n".join(lines)
 
     # -- how -----------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@
     python examples/train_gpt.py --simulate 8 --check        eight ranks in one process, then one device beside them
     torchrun --nproc-per-node 8 examples/train_gpt.py        wherever torchrun runs
     python examples/train_gpt.py --save DIR --resume         run again, it goes on where it was ended
+    python examples/train_gpt.py --profile                   also where time, operations and bytes went, and a trace
 
 What comes of it lies in out/. Ctrl-C ends a run after the step it is in, with everything written.
 """
@@ -17,6 +18,7 @@ if __name__ == "__main__":  # while there is nothing to save, an interrupt just 
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import corpus
 import gpt
@@ -86,12 +88,14 @@ def train(flags: Flags, stop: fitting.Flag) -> list[float]:
         psi = sum(p.numel() for p in apply.module.parameters())
         expected = memory.Expected(flags.zero, flags.dtype, flags.accumulate, psi, world.size)
         tokens, leads = flags.batch * flags.context, world.rank == 0
-        measured = Measured(step)
+        measured = Measured(step, profiled(flags, step) if flags.profile else None)
         with Report(flags.out, str(flags), expected, flags.steps, tokens, measured, leads, flags.resume) as report:
             state = fit(flags, measured, state, report, stop)
             memories = fds.memory.measured(state, gradients=sizes[-1]).plus(peak=fds.memory.peak()).of_all_ranks()
             params = step.params(state)
             report.finish(whole, memories)
+            if measured.profiled is not None and (found := measured.profiled.result()) and leads:
+                found.save(flags.out)
             if leads:
                 if flags.sample and math.isfinite(report.validation[len(report.train)]):
                     report.sampled(*sample(flags, apply, params))
@@ -99,11 +103,22 @@ def train(flags: Flags, stop: fitting.Flag) -> list[float]:
             return [row.loss for row in report.train]
 
 
+def profiled(flags: Flags, step: fds.Step) -> fds.profiling.Profiled:
+    """The step with a profile; its peak is that of products in the dtype that it computes in."""
+    dtype = torch.bfloat16 if flags.dtype == "bf16" else torch.float32
+    peak = fds.profiling.peak_flops(dtype, flags.device)
+    return fds.profile(step, tokens=lambda batch: batch[0].numel(), peak=peak)
+
+
 def fit(flags: Flags, step: Measured, state: fds.State, report: Report, stop: fitting.Flag) -> fds.State:
     """Takes the steps, fewer if interrupted, and measures the validation loss before, every so many steps, and after."""
     held_out = [batch_of(flags, "validation", index) for index in range(VALIDATION_BATCHES)]
 
     def validation(state: fds.State) -> dict[str, Tensor]:
+        with nullcontext() if step.profiled is None else step.profiled.apart():
+            return numbers(state)
+
+    def numbers(state: fds.State) -> dict[str, Tensor]:
         return {"validation": torch.stack([step.step.evaluate(state, batch) for batch in held_out]).mean()}
 
     try:

@@ -60,6 +60,9 @@ with optional("functional_ds.parallel"):
     from .parallel.sequence.tiled import tiled
 with optional("functional_ds.pipelining"):
     from . import pipelining
+with optional("functional_ds.profiling"):
+    from . import profiling
+    from .profiling import profile
 
 __all__ = [
     "Apply",
@@ -113,6 +116,8 @@ __all__ = [
     "param_groups",
     "per_matrix",
     "pipelining",
+    "profile",
+    "profiling",
     "remat",
     "remat_policies",
     "remat_report",

@@ -35,6 +35,7 @@ LAYERS = (
     ("modules",),
     ("parallel.tensor", "parallel.sequence", "parallel.experts"),
     ("memory", "checkpointing", "interchange"),
+    ("profiling",),
     ("fitting",),
     ("pipelining.schedules",),
     ("pipelining.planning",),
@@ -200,16 +201,8 @@ def test_imports_of_sub_modules_leave_functions_in_place(first: str, server: "su
 
 
 def _public() -> list[tuple[str, object]]:
-    packages = [
-        *PACKAGES,
-        fds.checkpointing,
-        fds.deepspeed,
-        fds.interchange,
-        fds.memory,
-        fds.pipelining,
-        comm.algorithms,
-        comm.cost,
-    ]
+    folders = [fds.checkpointing, fds.deepspeed, fds.interchange, fds.memory, fds.pipelining, fds.profiling]
+    packages = [*PACKAGES, *folders, comm.algorithms, comm.cost]
     return [(f"{package.__name__}.{name}", getattr(package, name)) for package in packages for name in package.__all__]
 
 
@@ -243,6 +236,7 @@ SATELLITES: dict[str, tuple[tuple[str, ...], dict[str, set[str]]]] = {
         {"": {"moe", "seq", "tiled", "tp"}, "transforms": {"Experts", "balance", "experts", "sequence", "tensor_parallel"}},
     ),
     "pipelining": (("transforms/pipeline.py",), {"": {"pipelining"}, "transforms": {"pipeline"}}),
+    "profiling": ((), {"": {"profile", "profiling"}}),
     "transforms/offloading": (("transforms/offload.py",), {"transforms": {"OffloadError", "offload", "offloading"}}),
 }
 

@@ -1,16 +1,16 @@
 """Ledgers of all ranks together: the slowest rank of each collective, and a trace of all calls."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import attrs
 
-from functional_ds.comm.record.ledger import Ledger
+from functional_ds.comm.record.ledger import Event, Ledger
 from functional_ds.comm.worlds.current import world
 
-__all__ = ["Spread", "ledger", "spreads", "write_trace"]
+__all__ = ["Slice", "Spread", "ledger", "opened", "slices_of", "spreads", "write_slices", "write_trace"]
 
 
 @contextmanager
@@ -29,13 +29,20 @@ def ledger(*, times: bool = False) -> Iterator[Ledger]:
     >>> comm.simulate(program, world_size=3)  # 2 (n - 1) / n of 24 bytes
     [32, 32, 32]
     """
-    here = world()
-    opened, ledgers = Ledger(here.rank, times), here.world.ledgers
-    ledgers.append(opened)
+    book = Ledger(world().rank, times)
+    with opened(book):
+        yield book
+
+
+@contextmanager
+def opened(book: Ledger) -> Iterator[None]:
+    """The ledger records while the block runs."""
+    ledgers = world().world.ledgers
+    ledgers.append(book)
     try:
-        yield opened
+        yield
     finally:
-        ledgers[:] = [other for other in ledgers if other is not opened]
+        ledgers[:] = [other for other in ledgers if other is not book]
 
 
 @attrs.frozen
@@ -111,31 +118,55 @@ def write_trace(ledgers: Sequence[Ledger], path: str | Path, *, offsets: Sequenc
     """
     if not any(one.events for one in ledgers):
         raise ValueError("ledgers: no ledger has times; open them with comm.ledger(times=True)")
-    start = min(event.began + _offset(offsets, one) for one in ledgers for event in one.events)
-    slices: list[dict[str, object]] = []
-    for one in ledgers:
-        slices.append({"ph": "M", "name": "process_name", "pid": one.rank, "args": {"name": f"rank {one.rank}"}})
-        threads: dict[str, int] = {}
-        for event in one.events:
-            thread = threads.setdefault(event.group, len(threads))
-            slices.append(
+    write_slices({one.rank: slices_of(one.events) for one in ledgers}, path, offsets=offsets)
+
+
+@attrs.frozen
+class Slice:
+    """A piece of a rank's time: the lane that shows it, its name, start and end in seconds, and what else there is to say."""
+
+    lane: str
+    name: str
+    began: float
+    ended: float
+    more: Mapping[str, object] = attrs.field(factory=dict)
+
+
+def slices_of(events: Iterable[Event]) -> list[Slice]:
+    """Timed calls as slices, each in the lane of its group."""
+    return [Slice(each.group, each.collective, each.began, each.ended, {"bytes sent": each.bytes}) for each in events]
+
+
+def write_slices(
+    slices: Mapping[int, Sequence[Slice]], path: str | Path, *, offsets: Mapping[int, float] | Sequence[float] | None = None
+) -> None:
+    """Writes ranks' slices as a Chrome trace, whose times begin at the first of them: a process a rank, a thread a lane.
+
+    Args:
+        slices: by rank; there must be one at least.
+        path: the file.
+        offsets: what to add to each rank's times, by rank; None where all ranks share a clock.
+    """
+    ahead = {rank: 0.0 if offsets is None else offsets[rank] for rank in slices}
+    start = min(each.began + ahead[rank] for rank, own in slices.items() for each in own)
+    found: list[dict[str, object]] = []
+    for rank, own in slices.items():
+        found.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+        lanes: dict[str, int] = {}
+        for each in own:
+            found.append(
                 {
                     "ph": "X",
-                    "name": event.collective,
-                    "cat": event.group,
-                    "pid": one.rank,
-                    "tid": thread,
-                    "ts": (event.began + _offset(offsets, one) - start) * 1e6,  # microseconds
-                    "dur": (event.ended - event.began) * 1e6,
-                    "args": {"bytes sent": event.bytes},
+                    "name": each.name,
+                    "cat": each.lane,
+                    "pid": rank,
+                    "tid": lanes.setdefault(each.lane, len(lanes)),
+                    "ts": (each.began + ahead[rank] - start) * 1e6,  # microseconds
+                    "dur": (each.ended - each.began) * 1e6,
+                    "args": dict(each.more),
                 }
             )
-        slices += [
-            {"ph": "M", "name": "thread_name", "pid": one.rank, "tid": thread, "args": {"name": group}}
-            for group, thread in threads.items()
+        found += [
+            {"ph": "M", "name": "thread_name", "pid": rank, "tid": lane, "args": {"name": name}} for name, lane in lanes.items()
         ]
-    Path(path).write_text(json.dumps({"traceEvents": slices, "displayTimeUnit": "ms"}))
-
-
-def _offset(offsets: Sequence[float] | None, one: Ledger) -> float:
-    return 0.0 if offsets is None else offsets[one.rank]
+    Path(path).write_text(json.dumps({"traceEvents": found, "displayTimeUnit": "ms"}))

@@ -4,7 +4,7 @@ Counting never synchronises with a device; measuring times does.
 """
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from time import perf_counter
 
@@ -15,7 +15,7 @@ from functional_ds.base.device import synchronize
 
 from .collective import Call, Handle, Here
 
-__all__ = ["Event", "Ledger", "Row", "begin"]
+__all__ = ["Event", "Ledger", "Row", "RowsBySize", "add_by_size", "begin"]
 
 _RANKS_TIMES_INPUT = {"all_gather", "gather", "gather_from"}  # their value is the output, n times the input
 _SHARES = {"reduce_scatter", "all_to_all", "scatter", *_RANKS_TIMES_INPUT}  # (n - 1) / n of their value must move
@@ -59,6 +59,16 @@ class Row:
     overlapped_seconds: float = attrs.field(default=0.0, repr=False, eq=False)
     overlapped_payload: int = attrs.field(default=0, repr=False, eq=False)
 
+    def time(self, event: "Event") -> None:
+        """Adds a timed call's time, and the bytes of its values."""
+        self.timed += 1
+        self.seconds += event.seconds
+        self.payload += event.payload
+        if event.overlapped:
+            self.overlapped += 1
+            self.overlapped_seconds += event.seconds
+            self.overlapped_payload += event.payload
+
     @property
     def algorithmic_bandwidth(self) -> float | None:
         """Bytes of the values per second; None if no call was timed but those that overlapped."""
@@ -79,13 +89,48 @@ class Row:
 
 @attrs.frozen
 class Event:
-    """A timed call: its collective and group, its start and end by ``time.perf_counter``, and the bytes that this rank sent."""
+    """A timed call.
+
+    Attributes:
+        collective: its name.
+        group: the group's name.
+        began: its start, by ``time.perf_counter``.
+        ended: its end.
+        elements: what this rank sent.
+        bytes: the same in bytes.
+        payload: bytes of its values, as a row counts them.
+        overlapped: whether this rank did something else meanwhile, as a row says.
+        ranks: the group's ranks.
+    """
 
     collective: str
     group: str
     began: float
     ended: float
+    elements: int
     bytes: int
+    payload: int
+    overlapped: bool
+    ranks: tuple[int, ...] = attrs.field(repr=False)
+
+    @property
+    def seconds(self) -> float:
+        """From its start to its end."""
+        return self.ended - self.began
+
+
+RowsBySize = dict[tuple[str, str, tuple[int, ...], int], Row]
+
+
+def add_by_size(rows: RowsBySize, events: Iterable[Event]) -> None:
+    """Adds timed calls to the rows of their collective, group, ranks and size of their values."""
+    for event in events:
+        fresh = Row(event.collective, event.group, len(event.ranks), ranks=event.ranks)
+        row = rows.setdefault((event.collective, event.group, event.ranks, event.payload), fresh)
+        row.calls += 1
+        row.elements += event.elements
+        row.bytes += event.bytes
+        row.time(event)
 
 
 @attrs.define(eq=False)
@@ -96,6 +141,7 @@ class _Timed:
     ledger: "Ledger"
     row: Row
     began: float
+    elements: int
     sent: int
     payload: int
     early: bool
@@ -110,14 +156,12 @@ class _Timed:
         results = self.inner.wait()
         _synchronize(results)
         ended = self.inner.ended or perf_counter()
-        self.row.timed += 1
-        self.row.seconds += ended - self.began
-        self.row.payload += self.payload
-        if self.early and meanwhile > _OVERLAP * (ended - self.began):
-            self.row.overlapped += 1
-            self.row.overlapped_seconds += ended - self.began
-            self.row.overlapped_payload += self.payload
-        self.ledger.events.append(Event(self.row.collective, self.row.group, self.began, ended, self.sent))
+        row, overlapped = self.row, self.early and meanwhile > _OVERLAP * (ended - self.began)
+        event = Event(
+            row.collective, row.group, self.began, ended, self.elements, self.sent, self.payload, overlapped, row.ranks
+        )
+        row.time(event)
+        self.ledger.events.append(event)
         return results
 
     def poll(self, timeout: float) -> bool:
@@ -178,12 +222,13 @@ class Ledger:
         """
         row = self._row(call.title(here.rank)[0], group, ranks)
         row.calls += 1
-        payload = bytes_sent = 0
+        payload = elements = bytes_sent = 0
         for tensor in tensors:
             sent, size = call.collective.volume(tensor, here), tensor.element_size()
-            row.elements += sent
+            elements += sent
             bytes_sent += sent * size
             payload += tensor.numel() * size
+        row.elements += elements
         row.bytes += bytes_sent
         shares = (call.collective.shares(here) if bytes_sent else None) or {}
         whole = sum(shares.values())
@@ -192,7 +237,7 @@ class Ledger:
         if not self.times:
             return handle
         payload *= here.n if row.collective in _RANKS_TIMES_INPUT else 1
-        return _Timed(handle, self, row, began, bytes_sent, payload, early, perf_counter())
+        return _Timed(handle, self, row, began, elements, bytes_sent, payload, early, perf_counter())
 
     def _row(self, collective: str, group: str, ranks: tuple[int, ...]) -> Row:
         key = (collective, group, ranks)
@@ -215,6 +260,24 @@ class Ledger:
             row.bytes += (row.bytes - old.bytes) * (times - 1)
             for rank, sent in row.sent_to.items():
                 row.sent_to[rank] += (sent - old.sent_to.get(rank, 0)) * (times - 1)
+
+    def by_size(self) -> list[Row]:
+        """The timed calls: a row for each collective, group and size of its values, in order of first use.
+
+        ``row.payload / row.calls`` is the size in bytes. It is what nccl-tests calls the size of a message.
+
+        >>> from functional_ds import comm
+        >>> def program():
+        ...     with comm.ledger(times=True) as book:
+        ...         for count in (2, 8, 2):
+        ...             comm.all_gather(torch.ones(count))
+        ...     return [(row.collective, row.calls, row.payload // row.calls) for row in book.by_size()]
+        >>> comm.simulate(program, world_size=3)[0]
+        [('all_gather', 2, 24), ('all_gather', 1, 96)]
+        """
+        found: RowsBySize = {}
+        add_by_size(found, self.events)
+        return list(found.values())
 
     @property
     def calls(self) -> int:

@@ -4,6 +4,8 @@ Each asks torch's module for the kind of device (``torch.cuda``, ``torch.xpu``, 
 complete when a call returns.
 """
 
+import resource
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -17,12 +19,14 @@ __all__ = [
     "current_stream",
     "forked_rng",
     "generator_states",
+    "held_bytes",
     "in_use",
     "is_pinned",
     "on_stream",
     "overlaps",
     "peak_bytes",
     "redrawn",
+    "resident_peak_bytes",
     "rng_state",
     "set_rng_state",
     "side_stream",
@@ -126,3 +130,17 @@ def peak_bytes() -> int | None:
     """The most bytes that torch's allocator has had on the device in use; None where there is none."""
     device = in_use()
     return None if device is None else int(torch.get_device_module(device).max_memory_allocated(device))
+
+
+def held_bytes() -> tuple[int, int] | None:
+    """The bytes of tensors on the device in use, and those that torch's allocator has reserved; None where there is none."""
+    device = in_use()
+    if device is None:
+        return None
+    module = torch.get_device_module(device)
+    return int(module.memory_allocated(device)), int(module.memory_reserved(device))
+
+
+def resident_peak_bytes() -> int:
+    """The most bytes of the host's memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

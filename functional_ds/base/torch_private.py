@@ -71,6 +71,7 @@ __all__ = [
     "make_wrapper_subclass",
     "mark_parameter",
     "new_process_group",
+    "node_number",
     "non_persistent_buffers_of",
     "outside_functorch",
     "parameters_of",
@@ -237,6 +238,15 @@ def version_of(tensor: Tensor) -> int:
 def graph_number(tensor: Tensor) -> int:
     """How many nodes this thread had put into graphs when it made a tensor. Without it, only first graphs are looked at."""
     return -1 if tensor.grad_fn is None else tensor.grad_fn._sequence_nr()
+
+
+def node_number() -> int | None:
+    """The number of the node that this thread's backward pass runs, by the count of ``graph_number``; None outside of one.
+
+    Without it, nothing would say which module an operation of the backward pass belongs to.
+    """
+    node: Any = torch._C._current_autograd_node()
+    return None if node is None else int(node._sequence_nr())
 
 
 def mark_parameter(tensor: Tensor) -> None:

@@ -8,7 +8,7 @@ from .checkpoints import Checkpoints
 from .data import BatchReader, BatchSource, Indexed, Replayed, Stateful
 from .epochs import Epochs
 from .fit import fit
-from .loggers import CsvLog, Logger, Logging, TensorBoard
+from .loggers import CsvLog, Logger, Logging, MeasuredStep, StepMeasure, TensorBoard, WandB
 from .non_finite import NonFiniteLossError, RollBack, Stop
 from .run import Evaluation, Interrupted
 from .signals import Flag, stop_on_signals, stop_ranks_on_signals
@@ -27,12 +27,15 @@ __all__ = [
     "Interrupted",
     "Logger",
     "Logging",
+    "MeasuredStep",
     "NonFiniteLossError",
     "Replayed",
     "RollBack",
     "Stateful",
+    "StepMeasure",
     "Stop",
     "TensorBoard",
+    "WandB",
     "Watch",
     "fit",
     "stop_on_signals",

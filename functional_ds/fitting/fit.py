@@ -11,10 +11,10 @@ from functional_ds.step.step import Step
 from .checkpoints import CheckpointManager, Checkpoints
 from .checks import check_steps, refuse_removed
 from .data import as_source
-from .loggers import Logging, MetricLogger
+from .loggers import Logging, MeasuredStep, MetricLogger
 from .non_finite import OnNonFinite, RollBack, Stop
 from .rng import Generators
-from .run import Evaluation, TrainingRun
+from .run import Evaluation, Interrupted, TrainingRun
 from .signals import Flag, stop_on_signals
 from .watchdog import watchdog
 
@@ -83,7 +83,9 @@ def fit(
     with ExitStack() as open_:
         flag = stop if stop is not None else open_.enter_context(stop_on_signals())
         watch = open_.enter_context(watchdog(timeout))
-        metrics = open_.enter_context(MetricLogger(logging, steps, active=comm.world().rank == 0))
+        measured = None if logging.profile is None else logging.profile.start(step)
+        active = comm.world().rank == 0
+        metrics = open_.enter_context(MetricLogger(logging, steps, active=active, measured=measured))
         manager = open_.enter_context(CheckpointManager(checkpoints))
         run = TrainingRun(
             step,
@@ -103,7 +105,18 @@ def fit(
         if checkpoints is not None and checkpoints.resume:
             run.resume()
         manager.open()
-        return run.go()
+        try:
+            found = run.go()
+        except Interrupted:
+            _finish(measured)
+            raise
+        _finish(measured)
+        return found
+
+
+def _finish(measured: MeasuredStep | None) -> None:
+    if measured is not None:
+        measured.finish()
 
 
 def _check(steps: Any, **given: Any) -> None:

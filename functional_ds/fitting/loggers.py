@@ -5,17 +5,19 @@ import io
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
 import attrs
 
 from functional_ds.base.files import write_atomically
+from functional_ds.step.state import State
+from functional_ds.step.step import Metrics, Step
 
 from .checks import check_steps
 
-__all__ = ["CsvLog", "Logger", "Logging", "MetricLogger", "TensorBoard", "checked"]
+__all__ = ["CsvLog", "Logger", "Logging", "MeasuredStep", "MetricLogger", "StepMeasure", "TensorBoard", "WandB", "checked"]
 
 
 class Logger(Protocol):
@@ -106,6 +108,68 @@ class TensorBoard:
             self._writer = None
 
 
+@attrs.define(eq=False)
+class WandB:
+    """A run of Weights & Biases; needs the package ``wandb``. Points have the step as their place, so that steps may repeat.
+
+    Attributes:
+        project: its name.
+        options: further arguments of ``wandb.init``; an ``id`` lets a resumed run go on in the same one.
+    """
+
+    project: str
+    options: Mapping[str, Any] = attrs.field(factory=dict, kw_only=True)
+    _run: Any = None
+
+    def begin(self, done: int) -> None:
+        """Opens the run, once."""
+        if self._run is not None:
+            return
+        import wandb  # type: ignore[import-not-found, unused-ignore]
+
+        self._run = wandb.init(project=self.project, **{"resume": "allow", **self.options})
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, done: int, numbers: Mapping[str, float]) -> None:
+        """Adds a point to each number's curve."""
+        self._run.log({**numbers, "step": done})
+
+    def close(self) -> None:
+        """Ends the run."""
+        if self._run is not None:
+            self._run.finish()
+            self._run = None
+
+
+class MeasuredStep(Protocol):
+    """A step that measures itself, as ``fds.profile`` makes one."""
+
+    def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
+        """One update."""
+        ...
+
+    def numbers(self) -> Mapping[str, float]:
+        """What was measured so far, for loggers."""
+        ...
+
+    def apart(self) -> AbstractContextManager[None]:
+        """What runs inside is no part of what is measured."""
+        ...
+
+    def finish(self) -> None:
+        """The run is over, on all ranks."""
+        ...
+
+
+class StepMeasure(Protocol):
+    """Makes a step measure itself: ``fds.profiling.Profiling``."""
+
+    def start(self, step: Step) -> MeasuredStep:
+        """On each rank."""
+        ...
+
+
 def checked(loggers: Iterable[Any]) -> tuple[Logger, ...]:
     """The loggers, if each has the three methods.
 
@@ -130,6 +194,7 @@ class Logging:
         loggers: ``CsvLog(path)``, ``TensorBoard(folder)``, or objects of your own; used on rank 0.
         every: the steps between two whose metrics are read and logged. Between them nothing waits for the device.
         progress: whether rank 0 shows a bar; needs the extra ``fit``.
+        profile: ``fds.profiling.Profiling(folder=...)``: measures steps; its numbers are logged with the metrics.
 
     >>> Logging(every=100).every
     100
@@ -138,9 +203,12 @@ class Logging:
     loggers: tuple[Logger, ...] = attrs.field(default=(), converter=checked)
     every: int = attrs.field(default=10, kw_only=True)
     progress: bool = attrs.field(default=False, kw_only=True)
+    profile: StepMeasure | None = attrs.field(default=None, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         check_steps("every", self.every, optional=False)
+        if self.profile is not None and not callable(getattr(self.profile, "start", None)):
+            raise TypeError(f"profile={self.profile!r}: pass fds.profiling.Profiling(), or None")
 
 
 @attrs.define(eq=False)
@@ -151,11 +219,13 @@ class MetricLogger:
         policy: which, and how often.
         steps: the number of steps in all; None if it is open.
         active: whether this rank logs.
+        measured: the step, if it measures itself.
     """
 
     policy: Logging
     steps: int | None
     active: bool = attrs.field(kw_only=True)
+    measured: MeasuredStep | None = attrs.field(default=None, kw_only=True)
     _bar: Any = None
     _last: tuple[int, float] = (0, 0.0)  # the number of steps at the last log, and when that was
 
@@ -200,7 +270,8 @@ class MetricLogger:
         numbers = {name: float(value) for name, value in metrics.items()}  # first, for the device may be behind
         (before, then), now = self._last, time.perf_counter()
         self._last = done, now
-        self._pass_on(done, {**numbers, "seconds_per_step": (now - then) / max(done - before, 1)})
+        numbers["seconds_per_step"] = (now - then) / max(done - before, 1)
+        self._pass_on(done, {**numbers, **({} if self.measured is None else self.measured.numbers())})
         if self._bar is not None:
             self._bar.set_postfix_str(f"loss {numbers.get('loss', float('nan')):.4g}", refresh=False)
 
@@ -208,7 +279,8 @@ class MetricLogger:
     def apart(self) -> Iterator[None]:
         """What runs inside, an evaluation or a save, is no part of a step's seconds."""
         began = time.perf_counter()
-        yield
+        with nullcontext() if self.measured is None else self.measured.apart():
+            yield
         done, then = self._last
         self._last = done, then + time.perf_counter() - began
 

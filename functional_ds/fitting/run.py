@@ -153,7 +153,8 @@ class TrainingRun:
 
     def _move(self, batch: Any) -> Metrics:
         self.watch.at(self.done + 1, "in the step")
-        self.state, metrics = self.step(self.state, batch)
+        step = self.metrics.measured or self.step
+        self.state, metrics = step(self.state, batch)
         self.progress = attrs.evolve(self.progress, done=self.done + 1)
         if self.on_non_finite is not None:
             self.health = self.health.after(metrics["loss"])

@@ -1,7 +1,5 @@
 """Memory that exists only within a step: gradients, gathered units, and the peak of a process."""
 
-import resource
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +7,7 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base import tree
-from functional_ds.base.device import peak_bytes
+from functional_ds.base.device import peak_bytes, resident_peak_bytes
 from functional_ds.base.weighted import Weighted
 from functional_ds.step.compose import wrap
 from functional_ds.step.state import State
@@ -71,6 +69,4 @@ class Tracked:
 def peak() -> int:
     """The peak bytes of this process: those of torch's allocator if a GPU is in use, else its resident memory."""
     found = peak_bytes()
-    if found is not None:
-        return found
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resident_peak_bytes() if found is None else found

@@ -12,7 +12,7 @@ from functional_ds.base.weighted import Weighted
 from .state import State
 from .traits import Trait
 
-__all__ = ["PHASES", "Layer", "Phase", "check_phases", "compose_phase", "innermost", "outermost"]
+__all__ = ["PHASES", "Layer", "Phase", "check_phases", "compose_phase", "innermost", "mapped", "outermost"]
 
 Phase = Callable[..., Any]
 
@@ -94,6 +94,17 @@ def innermost(phase: Phase) -> Any:
 def outermost(phase: Phase) -> Any:
     """For ``wrap``: this function runs around all others that wrap the phase, whatever is composed after it."""
     return _Placed("outermost", phase)
+
+
+def mapped(layer: Layer, change: Callable[[str, Phase], Phase]) -> Layer:
+    """The layer with ``change(phase, function)`` for each of its functions, which keep their places in any composition."""
+
+    def changed(phase: str, given: Any) -> Any:
+        if isinstance(given, _Placed):
+            return _Placed(given.place, change(phase, given.function))
+        return change(phase, given)
+
+    return attrs.evolve(layer, phases={phase: changed(phase, given) for phase, given in layer.phases.items()})
 
 
 def compose_phase(phase: str, base: Phase, layers: tuple[Layer, ...]) -> Phase:

@@ -330,6 +330,21 @@ def nodes_of_a_thread_are_counted() -> None:
     assert private.graph_number((x * 2).sum() + 1) == first + 3
 
 
+@checks("node_number")
+def a_backward_pass_knows_its_node() -> None:
+    found = []
+    x = torch.ones(2, requires_grad=True)
+    assert private.node_number() is None
+    y = x * 2
+    z = y + 1
+    number = private.graph_number(z)
+    y.register_hook(lambda grad: found.append(private.node_number()))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: found.append(private.node_number()) or t):
+        w = z.exp()
+    w.sum().backward()
+    assert found[0] == number + 1, found
+
+
 @checks("storage_bytes")
 def a_weak_reference_knows_the_bytes() -> None:
     for device in ("cpu", "meta"):

@@ -144,8 +144,9 @@ def test_folder_is_complete_and_of_this_run(flags: list[str]) -> None:
     text = (out / "sample.txt").read_text()
     assert "--- the prompt" in text
     assert "--- the model" in text
-    train(flags, "--simulate", "2", "--sample", "0")
+    train(flags, "--simulate", "2", "--sample", "0", "--profile")
     assert not (out / "sample.txt").exists()
+    assert all((out / name).exists() for name in report.PROFILE_FILES)
 
 
 def test_ledger_adds_up(flags: list[str]) -> None:

@@ -1,5 +1,7 @@
 """Loggers: what is in their files, and that a resumed run does not say twice what it did once."""
 
+import sys
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import functional_ds as fds
-from functional_ds.fitting import CsvLog, TensorBoard
+from functional_ds.fitting import CsvLog, TensorBoard, WandB
 from functional_ds.fitting.loggers import checked
 
 
@@ -97,3 +99,37 @@ def test_a_steps_seconds_are_the_steps_own(tmp_path: Path, monkeypatch: pytest.M
 def test_something_else_is_refused() -> None:
     with pytest.raises(TypeError, match="has no begin, log, close"):
         checked([print])
+
+
+def test_wandb_gets_the_step_as_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that steps may repeat after a rollback: W&B's own count of calls only grows."""
+    calls: list[Any] = []
+
+    class Run:
+        def define_metric(self, name: str, **more: Any) -> None:
+            calls.append(("define", name, more))
+
+        def log(self, numbers: Mapping[str, float]) -> None:
+            calls.append(dict(numbers))
+
+        def finish(self) -> None:
+            calls.append("finish")
+
+    module = types.ModuleType("wandb")
+    module.init = lambda **options: calls.append(options) or Run()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    log = WandB("gpt", options={"id": "seven"})
+    log.begin(0)
+    log.log(1, {"loss": 2.0})
+    log.begin(0)
+    log.log(1, {"loss": 3.0})
+    log.close()
+    log.close()
+    assert calls == [
+        {"project": "gpt", "resume": "allow", "id": "seven"},
+        ("define", "step", {}),
+        ("define", "*", {"step_metric": "step"}),
+        {"loss": 2.0, "step": 1},
+        {"loss": 3.0, "step": 1},
+        "finish",
+    ]

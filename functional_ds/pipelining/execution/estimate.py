@@ -16,12 +16,12 @@ from functional_ds.base.prng import Key
 from functional_ds.base.torch_private import FakeTensorMode, TorchDispatchMode, is_fake
 from functional_ds.base.weighted import weigh
 from functional_ds.comm.algorithms.cost import Link
+from functional_ds.modules.flops import FlopCounter
 from functional_ds.pipelining.planning.costs import Costs
 from functional_ds.pipelining.stages.stages import Stages
 from functional_ds.step.tape import Tape
 
 from .boundary import Boundary
-from .flops import FlopCounter
 from .in_flight import InFlightMicroBatch
 from .recorder import SavedBytes
 

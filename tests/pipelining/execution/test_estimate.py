@@ -8,7 +8,7 @@ from torch import nn
 import functional_ds as fds
 from functional_ds import memory
 from functional_ds import pipelining as pp
-from functional_ds.pipelining.execution.flops import FlopCounter
+from functional_ds.modules.flops import FlopCounter
 
 NET = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Tanh(), nn.Linear(16, 16, bias=False))
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from functional_ds.pipelining.execution.flops import FlopCounter
+from functional_ds.modules.flops import FlopCounter
 from functional_ds.pipelining.execution.in_flight import InFlightMicroBatch
 from functional_ds.pipelining.execution.split_backward import accumulate, backward_inputs
 

@@ -34,10 +34,14 @@ class FlopCounter(TorchDispatchMode):
         result = func(*args, **kwargs)
         formula = flop_registry.get(func.overloadpacket)
         if formula is not None:
-            self.total += formula(*args, **kwargs, out_val=result)
+            self.add(formula(*args, **kwargs, out_val=result), result)
         elif func.overloadpacket.__name__ in _MORE:
-            self.total += _MORE[func.overloadpacket.__name__](*[x for x in args if isinstance(x, Tensor)])
+            self.add(_MORE[func.overloadpacket.__name__](*[x for x in args if isinstance(x, Tensor)]), result)
         return result
+
+    def add(self, flops: int, result: Any) -> None:
+        """An operation of so many floating-point operations ran and gave this."""
+        self.total += flops
 
 
 def _grouped(a: Tensor, b: Tensor, *rest: Tensor) -> int:

@@ -1,0 +1,119 @@
+"""Floating-point operations by module, forward, backward and recomputed, without hooks on modules."""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from functional_ds.base import tree
+from functional_ds.base.torch_private import graph_number, is_fake, node_number
+from functional_ds.modules.flops import FlopCounter
+from functional_ds.step.tape import current_tape
+
+__all__ = ["Flops", "ModuleFlops"]
+
+
+@attrs.frozen
+class Flops:
+    """The floating-point operations of one step on one rank.
+
+    Attributes:
+        forward: of the forward pass.
+        backward: of the backward pass, without what it computes again.
+        recomputed: of the forward pass, once more, by rematerialisation.
+        others: of what comes after the passes, as an optimizer's matrix products.
+    """
+
+    forward: int = 0
+    backward: int = 0
+    recomputed: int = 0
+    others: int = 0
+
+    @property
+    def model(self) -> int:
+        """What the model needs: forward and backward."""
+        return self.forward + self.backward
+
+    @property
+    def total(self) -> int:
+        """What the device did."""
+        return self.model + self.recomputed + self.others
+
+    def __add__(self, other: "Flops") -> "Flops":
+        return Flops(*(a + b for a, b in zip(attrs.astuple(self), attrs.astuple(other), strict=True)))
+
+
+class ModuleFlops(FlopCounter):
+    """Counts operations by the path of the module that runs them; "" is what no ``fds.functional`` module runs.
+
+    In the backward pass an operation belongs to the module that ran when its node was made. Where it records a graph there, or
+    runs a module, it is recomputation.
+
+    Attributes:
+        own: by path, without the modules inside.
+    """
+
+    def __init__(self, stage: Callable[[], str]) -> None:
+        super().__init__()
+        self.own: dict[str, Flops] = {}
+        self._stage = stage
+        self._inside: list[tuple[str, bool]] = []  # the modules under way, and whether a backward pass runs them
+        self._numbers: list[int] = [-1]  # of nodes, at which another module began or went on
+        self._paths: list[str] = [""]
+
+    def add(self, flops: int, result: Any) -> None:
+        """An operation of so many floating-point operations ran and gave this; trials on shapes do not count."""
+        if any(isinstance(x, Tensor) and (x.is_meta or is_fake(x)) for x in tree.leaves(result)):
+            return
+        super().add(flops, result)
+        node, path = node_number(), self._inside[-1][0] if self._inside else ""
+        if node is None:
+            kind = "forward" if self._stage() in ("forward", "backward", "passes") else "others"
+        elif torch.is_grad_enabled() or (self._inside and self._inside[-1][1]):
+            kind = "recomputed"
+        else:
+            kind, path = "backward", self._paths[bisect_right(self._numbers, node) - 1]
+        before = self.own.get(path, Flops())
+        self.own[path] = attrs.evolve(before, **{kind: getattr(before, kind) + flops})
+
+    # -- as ``Tape.calls`` ---------------------------------------------------------------------------------------------
+
+    def around(self, phase: str, function: Callable[..., Any], *args: Any) -> Any:
+        """A base phase of the step: ``forward`` runs with this among those that run modules."""
+        tape = current_tape()
+        if phase != "forward" or tape is None:
+            return function(*args)
+        before, tape.calls = tape.calls, (self, *tape.calls, self)  # inside and outside of those that run modules otherwise
+        try:
+            return function(*args)
+        finally:
+            tape.calls = before
+
+    def chosen(self, module: nn.Module) -> list[str]:
+        """All modules inside."""
+        return [path for path, _ in module.named_modules() if path]
+
+    def run(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls a module."""
+        with self._within(path):
+            return forward(*args, **kwargs)
+
+    @contextmanager
+    def _within(self, path: str) -> Iterator[None]:
+        self._inside.append((path, node_number() is not None))
+        self._note(path)
+        try:
+            yield
+        finally:
+            self._inside.pop()
+            self._note(self._inside[-1][0] if self._inside else "")
+
+    def _note(self, path: str) -> None:
+        with torch.enable_grad():
+            number = graph_number(torch.zeros((), requires_grad=True).view(()))
+        self._numbers.append(max(number, self._numbers[-1]))
+        self._paths.append(path)

@@ -1,0 +1,65 @@
+"""How long steps take that run as they are: from one to the next."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
+
+import attrs
+
+from functional_ds.base.device import in_use, synchronize
+
+__all__ = ["PlainSteps"]
+
+
+@attrs.define(eq=False)
+class PlainSteps:
+    """Counts plain steps and their time, without a wait between those that follow each other.
+
+    On a device the host waits before the first step of a row, and after the last.
+
+    Attributes:
+        clock: in seconds.
+        count: the number of steps.
+        seconds: their time, and that between two of them.
+        outside: the host's time between two of them, a part of ``seconds``.
+    """
+
+    clock: Callable[[], float] = perf_counter
+    count: int = 0
+    seconds: float = 0.0
+    outside: float = 0.0
+    _since: float | None = None  # steps have followed each other; None between rows
+    _ended: float = 0.0  # the last step, for the host
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A step; one that fails is none, and ends the row."""
+        if self._since is None:
+            _wait()
+            self._since = self._ended = self.clock()
+        between = self.clock() - self._ended
+        try:
+            yield
+        except BaseException:
+            self.pause()
+            raise
+        self.outside += between
+        self.count, self._ended = self.count + 1, self.clock()
+
+    def pause(self, *, follows: bool = False) -> None:
+        """Ends the row. If a step of another kind ``follows``, the time since the last one is between two steps."""
+        if self._since is None:
+            return
+        now = self.clock() if follows else self._ended
+        self.outside += now - self._ended
+        if in_use() is not None:
+            _wait()
+            now = self.clock()
+        self.seconds += now - self._since
+        self._since = None
+
+
+def _wait() -> None:
+    device = in_use()
+    if device is not None:
+        synchronize([device])

@@ -1,0 +1,112 @@
+"""What a profile found on all ranks together, and where it is written to."""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from functional_ds.comm.debug.trace import slices_of, write_slices
+
+from .module_flops import Flops
+from .profile_text import text
+from .rank import RankProfile
+
+__all__ = ["Profile"]
+
+
+@attrs.frozen
+class Profile:
+    """The figures of all ranks; printed, it is a table.
+
+    Attributes:
+        step: what ran, as text.
+        ranks: in order.
+        offsets: what to add to each rank's times to have the first rank's clock.
+        clock_error: the most by which an offset can be wrong; 0 where ranks share a clock.
+    """
+
+    step: str
+    ranks: Sequence[RankProfile]
+    offsets: Sequence[float]
+    clock_error: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, on the slowest rank."""
+        return max(each.seconds for each in self.ranks)
+
+    @property
+    def samples(self) -> float:
+        """Rows of a step's global batch, each once, however many ranks share them."""
+        return self._once(lambda each: each.samples)
+
+    @property
+    def tokens(self) -> float | None:
+        """Tokens of a step's global batch, each once."""
+        return None if any(each.tokens is None for each in self.ranks) else self._once(lambda each: each.tokens or 0)
+
+    @property
+    def all_flops(self) -> Flops:
+        """Of a step, over all ranks."""
+        return sum((each.all_flops for each in self.ranks), Flops())
+
+    def numbers(self) -> dict[str, float]:
+        """The totals by name; times of a step are those of the slowest rank."""
+        found: dict[str, float | None] = {
+            "ranks": len(self.ranks),
+            "seconds_per_step": self.seconds,
+            "samples_per_second": self._rate(self.samples),
+            "tokens_per_second": self._rate(self.tokens),
+            "tflops": self._rate(self.all_flops.model / 1e12) if self.all_flops.model else None,
+            "mfu": _mean(each.mfu for each in self.ranks),
+            "hfu": _mean(each.hfu for each in self.ranks),
+            "cost": _mean(each.cost for each in self.ranks),
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+    def to_json(self, path: str | Path) -> None:
+        """Writes all figures but the slices of the trace."""
+        Path(path).write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
+
+    def as_dict(self) -> dict[str, Any]:
+        """All figures but the slices of the trace, of lists, dicts, strings and numbers."""
+        return {"step": self.step, "all_ranks": self.numbers(), "ranks": [each.as_dict() for each in self.ranks]}
+
+    def to_trace(self, path: str | Path) -> None:
+        """Writes the last detailed steps as a Chrome trace, for ui.perfetto.dev: a process a rank, all on one clock.
+
+        Raises:
+            ValueError: no step was timed in detail.
+        """
+        slices = {each.rank: [*each.slices, *slices_of(each.events)] for each in self.ranks}
+        if not any(slices.values()):
+            raise ValueError("profile: no step was timed in detail yet; make more steps, or a smaller skip= and every=")
+        offsets = {each.rank: offset for each, offset in zip(self.ranks, self.offsets, strict=True)}
+        write_slices(slices, path, offsets=offsets)
+
+    def save(self, folder: str | Path) -> None:
+        """Writes ``profile.txt``, ``profile.json``, and ``trace.json`` if a step was timed in detail."""
+        place = Path(folder)
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "profile.txt").write_text(f"{self}\n", encoding="utf-8")
+        self.to_json(place / "profile.json")
+        if any(each.slices for each in self.ranks):
+            self.to_trace(place / "trace.json")
+
+    def __str__(self) -> str:
+        return text(self.step, self.ranks, self.numbers())
+
+    def _once(self, count: Callable[[RankProfile], float]) -> float:
+        """A sum over the parts of the batch, of which several ranks may have one."""
+        return sum({each.shard[0]: count(each) for each in self.ranks}.values())
+
+    def _rate(self, count: float | None) -> float | None:
+        return None if count is None or not self.seconds else count / self.seconds
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    found = list(values)
+    known = [value for value in found if value is not None]
+    return sum(known) / len(known) if found and len(known) == len(found) else None
