@@ -1,0 +1,248 @@
+"""Collectives that write into the caller's tensors, with torch.distributed's arguments: ``src`` and ``dst`` count in the world.
+
+Each is a collective of ``functional_ds.comm`` on detached tensors, followed by a copy. For gradients, and without the copy, call
+that one.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functional_ds import comm
+
+from .joining import group_of, place_in
+from .reduce_ops import ReduceOp, word_of
+from .works import Work, carried_out
+
+__all__ = [
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "allgather_fn",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "inference_all_reduce",
+    "monitored_barrier",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_fn",
+    "reduce_scatter_tensor",
+    "scatter",
+]
+
+
+def _into(*targets: Tensor) -> Callable[[Sequence[Tensor]], None]:
+    """Copies results into the targets, in order."""
+
+    def write(results: Sequence[Tensor]) -> None:
+        for target, result in zip(targets, results, strict=True):
+            target.detach().copy_(result.view(target.shape))
+
+    return write
+
+
+def _one(target: Tensor) -> Callable[[Tensor], None]:
+    return lambda result: _into(target)([result])
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1)
+
+
+def _need(found: int, needed: int, what: str) -> None:
+    if found != needed:
+        raise ValueError(f"{what}: {found} where the group needs {needed}")
+
+
+def all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Work | None:
+    """The ranks' tensors combined, in each of them.
+
+    >>> def program():
+    ...     x = torch.tensor([1.0, comm.world().rank])
+    ...     all_reduce(x, ReduceOp.MAX)
+    ...     return x.tolist()
+    >>> comm.simulate(program, world_size=2)
+    [[1.0, 1.0], [1.0, 1.0]]
+    """
+    found = comm.all_reduce(tensor.detach(), group_of(group), op=word_of(op), async_op=async_op)
+    return carried_out(found, _one(tensor), async_op)
+
+
+def inference_all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Work | None:
+    """``all_reduce``."""
+    return all_reduce(tensor, op, group, async_op)
+
+
+def all_reduce_coalesced(
+    tensors: Iterable[Tensor], op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> Work | None:
+    """``all_reduce`` of several tensors at once."""
+    held = list(tensors)
+    found = comm.all_reduce([each.detach() for each in held], group_of(group), op=word_of(op), async_op=async_op)
+    return carried_out(found, _into(*held), async_op)
+
+
+def reduce(tensor: Tensor, dst: int, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Work | None:
+    """The ranks' tensors combined in that of rank ``dst``; the others stay."""
+    known = group_of(group)
+    place = place_in(known, dst, "dst")
+    found = comm.reduce(tensor.detach(), place, known, op=word_of(op), async_op=async_op)
+    return carried_out(found, _one(tensor) if known.rank == place else lambda _: None, async_op)
+
+
+def broadcast(tensor: Tensor, src: int, group: Any = None, async_op: bool = False) -> Work | None:
+    """Rank ``src``'s tensor, in each rank's."""
+    known = group_of(group)
+    found = comm.broadcast(tensor.detach(), place_in(known, src, "src"), known, async_op=async_op)
+    return carried_out(found, _one(tensor), async_op)
+
+
+def all_gather(tensor_list: Sequence[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Work | None:
+    """The ranks' tensors, each in its place of ``tensor_list``."""
+    known = group_of(group)
+    _need(len(tensor_list), known.size, "tensor_list")
+    found = comm.all_gather(tensor.detach(), known, tiled=False, async_op=async_op)
+    return carried_out(found, _into(*tensor_list), async_op)
+
+
+def all_gather_into_tensor(output_tensor: Tensor, tensor: Tensor, group: Any = None, async_op: bool = False) -> Work | None:
+    """The ranks' tensors one after the other in ``output_tensor``."""
+    known = group_of(group)
+    _need(output_tensor.numel(), known.size * tensor.numel(), "elements of output_tensor")
+    found = comm.all_gather(_flat(tensor), known, async_op=async_op)
+    return carried_out(found, _one(output_tensor), async_op)
+
+
+def allgather_fn(output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False) -> Work | None:
+    """``all_gather_into_tensor``."""
+    return all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+
+
+def all_gather_coalesced(
+    output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], group: Any = None, async_op: bool = False
+) -> Work | None:
+    """``all_gather_into_tensor`` of several tensors at once."""
+    found = comm.all_gather([_flat(each) for each in input_tensors], group_of(group), async_op=async_op)
+    return carried_out(found, _into(*output_tensors), async_op)
+
+
+def reduce_scatter_tensor(
+    output_tensor: Tensor, tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> Work | None:
+    """The ranks' tensors combined and cut into equal pieces; rank r gets the r-th in ``output_tensor``."""
+    known = group_of(group)
+    _need(tensor.numel(), known.size * output_tensor.numel(), "elements of tensor")
+    found = comm.reduce_scatter(_flat(tensor), known, op=word_of(op), async_op=async_op)
+    return carried_out(found, _one(output_tensor), async_op)
+
+
+def reduce_scatter_fn(
+    output_tensor: Tensor, tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> Work | None:
+    """``reduce_scatter_tensor``."""
+    return reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
+
+
+def reduce_scatter(
+    output: Tensor, input_list: Sequence[Tensor], op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> Work | None:
+    """The ranks' r-th tensors combined in rank r's ``output``."""
+    known = group_of(group)
+    _need(len(input_list), known.size, "input_list")
+    whole = torch.stack([each.detach() for each in input_list])
+    found = comm.reduce_scatter(whole, known, op=word_of(op), tiled=False, async_op=async_op)
+    return carried_out(found, _one(output), async_op)
+
+
+def all_to_all_single(
+    output: Tensor,
+    tensor: Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: Any = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Each rank cuts its tensor along dim 0, sends piece r to rank r, and joins what arrives in ``output``."""
+    known = group_of(group)
+    sent = list(input_split_sizes) if input_split_sizes else _equal(tensor, known.size, "tensor")
+    arriving = list(output_split_sizes) if output_split_sizes else _equal(output, known.size, "output")
+    found = comm.all_to_all(tensor.detach(), known, input_splits=sent, output_splits=arriving, async_op=async_op)
+    return carried_out(found, _one(output), async_op)
+
+
+def _equal(tensor: Tensor, n: int, name: str) -> list[int]:
+    if tensor.shape[0] % n:
+        raise ValueError(f"{name} has {tensor.shape[0]} rows, no multiple of {n} ranks: say the sizes of its pieces")
+    return [tensor.shape[0] // n] * n
+
+
+def all_to_all(
+    output_tensor_list: Sequence[Tensor], input_tensor_list: Sequence[Tensor], group: Any = None, async_op: bool = False
+) -> Work | None:
+    """Sends the r-th tensor to rank r; what rank r sends arrives in the r-th output."""
+    known = group_of(group)
+    _need(len(input_tensor_list), known.size, "input_tensor_list")
+    _need(len(output_tensor_list), known.size, "output_tensor_list")
+    sent, arriving = ([each.numel() for each in held] for held in (input_tensor_list, output_tensor_list))
+    whole = torch.cat([_flat(each) for each in input_tensor_list])
+    found = comm.all_to_all(whole, known, input_splits=sent, output_splits=arriving, async_op=async_op)
+    return carried_out(found, lambda result: _into(*output_tensor_list)(result.split(arriving)), async_op)
+
+
+def gather(
+    tensor: Tensor, gather_list: Sequence[Tensor] | None = None, dst: int = 0, group: Any = None, async_op: bool = False
+) -> Work | None:
+    """The ranks' tensors in rank ``dst``'s ``gather_list``; the other ranks have none."""
+    known = group_of(group)
+    place = place_in(known, dst, "dst")
+    if known.rank == place:
+        _need(len(gather_list or ()), known.size, "gather_list")
+    found = comm.gather(tensor.detach(), place, known, tiled=False, async_op=async_op)
+    write = _into(*(gather_list or ())) if known.rank == place else lambda _: None
+    return carried_out(found, write, async_op)
+
+
+def scatter(
+    tensor: Tensor, scatter_list: Sequence[Tensor] | None = None, src: int = 0, group: Any = None, async_op: bool = False
+) -> Work | None:
+    """The r-th tensor of rank ``src``'s ``scatter_list`` in rank r's ``tensor``."""
+    known = group_of(group)
+    place = place_in(known, src, "src")
+    if known.rank == place:
+        _need(len(scatter_list or ()), known.size, "scatter_list")
+    whole = torch.stack([each.detach() for each in scatter_list]) if scatter_list else None
+    found = comm.scatter(whole, place, known, tiled=False, like=tensor.detach(), async_op=async_op)
+    return carried_out(found, _one(tensor), async_op)
+
+
+def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Work | None:
+    """Waits until all ranks of the group are here. It is not asynchronous: with ``async_op`` the handle is complete."""
+    comm.barrier(group_of(group))
+    return Work(comm.Pending(lambda: None, lambda _: True, lambda: "barrier"), lambda _: None) if async_op else None
+
+
+def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+    """``barrier``; a rank that does not come is named by the world's own time limit."""
+    comm.barrier(group_of(group))
+
+
+def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
+    """The ranks' objects, as pickles, in ``object_list``."""
+    known = group_of(group)
+    _need(len(object_list), known.size, "object_list")
+    object_list[:] = comm.all_gather_object(obj, known)
+
+
+def broadcast_object_list(object_list: list[Any], src: int, group: Any = None, device: Any = None) -> None:
+    """Rank ``src``'s objects, as pickles, in each rank's list."""
+    known = group_of(group)
+    object_list[:] = comm.broadcast_object(list(object_list), place_in(known, src, "src"), known)

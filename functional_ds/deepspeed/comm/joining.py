@@ -1,0 +1,177 @@
+"""Joining the world, this process's rank, and groups, by DeepSpeed's names and arguments."""
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from functional_ds import comm
+
+from .comms_log import configure
+
+__all__ = [
+    "destroy_process_group",
+    "get_all_ranks_from_group",
+    "get_backend",
+    "get_global_rank",
+    "get_local_rank",
+    "get_rank",
+    "get_world_group",
+    "get_world_size",
+    "group_of",
+    "init_distributed",
+    "is_available",
+    "is_initialized",
+    "new_group",
+    "place_in",
+]
+
+_MPI = {"RANK": "RANK", "WORLD_SIZE": "SIZE", "LOCAL_RANK": "LOCAL_RANK"}  # by ours: the rest of OMPI_COMM_WORLD_...
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Joins the world that torchrun, a launcher or MPI describes; without any, the process is a world of one rank.
+
+    It is torch's default process group, too, so ``torch.distributed.get_rank()`` works afterwards. A second call does nothing.
+
+    Args:
+        dist_backend: "nccl", "gloo", or both as "cpu:gloo,cuda:nccl"; None chooses. NCCL without a GPU is refused.
+        auto_mpi_discovery: whether OMPI_COMM_WORLD_RANK and its kin say the place, where RANK and WORLD_SIZE do not.
+        distributed_port: MASTER_PORT, where MPI says the place and the environment has no port.
+        verbose: has no effect; log levels say what is shown.
+        timeout: for joining and for each message; None is this library's default, or DEEPSPEED_TIMEOUT in minutes.
+        init_method: "tcp://host:port", "file:///path" or "env://".
+        dist_init_required: False refuses a process that is in no world yet.
+        config: a config whose ``comms_logger`` switches the log of collectives on.
+        rank: this process's rank, where ``init_method`` needs it; -1 reads RANK.
+        world_size: the number of processes; -1 reads WORLD_SIZE.
+
+    Raises:
+        ValueError: the process is in no world and ``dist_init_required`` is False; otherwise as ``comm.init_distributed``.
+        TimedOutError: some processes have not joined.
+    """
+    if config is not None:
+        configure(config)
+    if comm.is_initialized():
+        return
+    if dist_init_required is False:
+        raise ValueError(
+            "dist_init_required=False, and this process is in no world yet: call init_distributed() before, or leave it out"
+        )
+    if auto_mpi_discovery and not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        _read_mpi(distributed_port)
+    minutes = os.environ.get("DEEPSPEED_TIMEOUT")
+    if timeout is None and minutes:
+        timeout = timedelta(minutes=float(minutes))
+    alone = rank < 0 and world_size < 0 and not os.environ.keys() & {"RANK", "WORLD_SIZE"}
+    comm.init_distributed(
+        dist_backend,
+        world_size=1 if alone else None if world_size < 0 else world_size,
+        rank=0 if alone else None if rank < 0 else rank,
+        init_method=init_method,
+        **({} if timeout is None else {"timeout": timeout}),
+    )
+
+
+def _read_mpi(port: int) -> None:
+    """Sets torchrun's variables from Open MPI's."""
+    found = {name: os.environ.get(f"OMPI_COMM_WORLD_{theirs}") for name, theirs in _MPI.items()}
+    if found["RANK"] is None or found["WORLD_SIZE"] is None:
+        return
+    for name, value in found.items():
+        if value is not None:
+            os.environ.setdefault(name, value)
+    if "MASTER_ADDR" in os.environ:
+        os.environ.setdefault("MASTER_PORT", str(port))
+
+
+def is_initialized() -> bool:
+    """Whether the process is in a world."""
+    return comm.is_initialized()
+
+
+def is_available() -> bool:
+    """Always."""
+    return True
+
+
+def group_of(group: Any) -> comm.Group:
+    """A group of this library's: None for the world; a torch process group by its ranks.
+
+    Raises:
+        TypeError: it is no group.
+    """
+    if group is None or group is dist.GroupMember.WORLD:
+        return comm.world()
+    if isinstance(group, comm.Group):
+        return group
+    if isinstance(group, dist.ProcessGroup):
+        return comm.new_group(dist.get_process_group_ranks(group))
+    raise TypeError(f"group={group!r} is no group: pass None for the world, or what new_group returned")
+
+
+def place_in(group: comm.Group, rank: int, name: str) -> int:
+    """The place in the group of a rank of the world, as torch.distributed counts ``src`` and ``dst``."""
+    if rank not in group.ranks:
+        raise ValueError(f"{name}={rank} is none of the group's ranks {list(group.ranks)}; ranks count in the world")
+    return group.ranks.index(rank)
+
+
+def get_rank(group: Any = None) -> int:
+    """This rank's place in the group, by default in the world; -1 where it is not a member."""
+    return group_of(group).rank
+
+
+def get_world_size(group: Any = None) -> int:
+    """The number of ranks in the group, by default in the world; -1 for a group that this rank is not a member of."""
+    found = group_of(group)
+    return found.size if found.rank >= 0 else -1
+
+
+def get_local_rank() -> int:
+    """This rank's place on its host."""
+    return comm.get_local_rank()
+
+
+def get_world_group() -> comm.Group:
+    """All ranks."""
+    return comm.world()
+
+
+def new_group(ranks: Sequence[int]) -> comm.Group:
+    """A group of some of the world's ranks; every rank may call it."""
+    return comm.new_group(list(ranks))
+
+
+def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
+    """The rank in the world of a place in the group."""
+    return group_of(group).ranks[group_rank]
+
+
+def get_all_ranks_from_group(group: Any = None) -> list[int]:
+    """The group's ranks in the world."""
+    return list(group_of(group).ranks)
+
+
+def get_backend(group: Any = None) -> str:
+    """What carries the group's messages: "gloo", "nccl" or both; "gloo" in a simulation and for one rank alone."""
+    return str(dist.get_backend()) if dist.is_initialized() else "gloo"
+
+
+def destroy_process_group(group: Any = None) -> None:
+    """Leaves the world; groups of some ranks need no end."""
+    if group is None or group_of(group).ranks == comm.world().ranks:
+        comm.destroy_process_group()

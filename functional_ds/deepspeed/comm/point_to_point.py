@@ -1,0 +1,98 @@
+"""Messages between two ranks, which write into the receiver's tensor; ranks count in the world."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from functional_ds import comm
+
+from .joining import group_of, place_in
+from .works import Work
+
+__all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send"]
+
+
+def _nothing(result: Any) -> None:
+    return None
+
+
+def _copied(target: Tensor) -> Callable[[Tensor], None]:
+    def write(result: Tensor) -> None:
+        target.detach().copy_(result)
+
+    return write
+
+
+def isend(tensor: Tensor, dst: int, group: Any = None, tag: int = 0) -> Work:
+    """Starts to send a tensor to rank ``dst``."""
+    known = group_of(group)
+    return Work(comm.isend(tensor.detach(), place_in(known, dst, "dst"), known, tag=tag), _nothing)
+
+
+def irecv(tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0) -> Work:
+    """Starts to receive rank ``src``'s tensor; ``wait`` writes it into ``tensor``.
+
+    Raises:
+        ValueError: ``src`` is left out; messages from any rank are not here.
+    """
+    known = group_of(group)
+    return Work(comm.irecv(tensor.detach(), _source(known, src), known, tag=tag), _copied(tensor))
+
+
+def send(tensor: Tensor, dst: int, group: Any = None, tag: int = 0) -> None:
+    """Sends a tensor to rank ``dst``."""
+    isend(tensor, dst, group, tag).wait()
+
+
+def recv(tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0) -> int:
+    """Receives rank ``src``'s tensor into ``tensor``; returns the sender's rank.
+
+    Raises:
+        ValueError: ``src`` is left out; messages from any rank are not here.
+    """
+    irecv(tensor, src, group, tag).wait()
+    return -1 if src is None else src
+
+
+def _source(group: comm.Group, src: int | None) -> int:
+    if src is None:
+        raise ValueError("recv without src: a message from whichever rank sends first is not here; name the sender")
+    return place_in(group, src, "src")
+
+
+class P2POp:
+    """A message of a batch: ``isend`` or ``irecv``, a tensor, and the other rank."""
+
+    def __init__(self, op: Callable[..., Work], tensor: Tensor, peer: int, group: Any = None, tag: int = 0) -> None:
+        if op not in (isend, irecv):
+            raise ValueError(f"op={op!r}: deepspeed.comm's isend or irecv")
+        self.op, self.tensor, self.peer, self.group, self.tag = op, tensor, peer, group, tag
+
+
+def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
+    """Starts the messages as one batch, so that opposing ones cannot block each other; a handle for each.
+
+    Raises:
+        ValueError: the messages are of several groups.
+    """
+    if not p2p_op_list:
+        return []
+    group = group_of(p2p_op_list[0].group)
+    if any(group_of(each.group) != group for each in p2p_op_list):
+        raise ValueError("batch_isend_irecv: the messages of a batch are of one group")
+    ops = [
+        comm.Send(each.tensor.detach(), place_in(group, each.peer, "peer"), each.tag)
+        if each.op is isend
+        else comm.Recv(each.tensor.detach(), place_in(group, each.peer, "peer"), each.tag)
+        for each in p2p_op_list
+    ]
+    batch = comm.batch_p2p(ops, group, async_op=True)
+    return [
+        Work(batch.then(_entry(index)), _nothing if each.op is isend else _copied(each.tensor))
+        for index, each in enumerate(p2p_op_list)
+    ]
+
+
+def _entry(index: int) -> Callable[[list[Any]], Any]:
+    return lambda results: results[index]

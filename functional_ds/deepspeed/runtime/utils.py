@@ -1,0 +1,155 @@
+"""``deepspeed.runtime.utils``: reports of memory, seeds, norms and clipping of tensors."""
+
+import gc
+import math
+import random
+import sys
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from functional_ds import comm
+from functional_ds.deepspeed.accelerator.accelerators import get_accelerator
+
+__all__ = [
+    "clip_grad_norm_",
+    "get_global_norm_of_tensors",
+    "memory_status",
+    "partition_balanced",
+    "partition_uniform",
+    "see_memory_usage",
+    "set_random_seed",
+]
+
+_GB = 1024**3
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Prints the device's memory in use, its peak since the last call, and the host's; on rank 0, and only with ``force``."""
+    if not force or comm.world().rank:
+        return
+    gc.collect()
+    device = get_accelerator()
+    used = device.total_memory() - device.available_memory()
+    held, peak, kept, most = (
+        each / _GB
+        for each in (
+            device.memory_allocated(),
+            device.max_memory_allocated(),
+            device.memory_reserved(),
+            device.max_memory_reserved(),
+        )
+    )
+    sys.stdout.write(f"{message}\nMA {held:.2f} GB  Max_MA {peak:.2f} GB  CA {kept:.2f} GB  Max_CA {most:.2f} GB\n")
+    sys.stdout.write(f"{device.device_name()} memory: used = {used / _GB:.2f} GB of {device.total_memory() / _GB:.2f} GB\n")
+    device.reset_peak_memory_stats()
+
+
+def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
+    """Prints the device's memory in use and its peak.
+
+    Args:
+        msg: comes first.
+        print_rank: the rank that prints; -1 for all.
+        reset_max: start the peak anew before.
+    """
+    rank, device = comm.world().rank, get_accelerator()
+    if print_rank not in (-1, rank):
+        return
+    device.synchronize()
+    if reset_max:
+        device.reset_peak_memory_stats()
+    held, peak, kept, most = (
+        f"{each / _GB:0.4f}GB"
+        for each in (
+            device.memory_allocated(),
+            device.max_memory_allocated(),
+            device.memory_reserved(),
+            device.max_memory_reserved(),
+        )
+    )
+    sys.stdout.write(
+        f"RANK={rank} MEMSTATS {msg} device={device.current_device_name()} "
+        f"current alloc={held} (max={peak}) current cache={kept} (max={most})\n"
+    )
+
+
+def set_random_seed(seed: int) -> None:
+    """Seeds Python, NumPy and torch."""
+    import numpy
+
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def get_global_norm_of_tensors(input_tensors: Iterable[Tensor], norm_type: float = 2) -> Tensor:
+    """The norm of this rank's tensors as one vector, in fp32; -1 where it is not finite, as DeepSpeed says it."""
+    norms = [each.detach().float().norm(norm_type) for each in input_tensors]
+    total = torch.stack(norms).norm(norm_type) if norms else torch.zeros(())
+    return torch.where(total.isfinite(), total, torch.full_like(total, -1.0))
+
+
+def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
+    """Scales the gradients down where their norm is above ``max_norm``; returns the norm.
+
+    Args:
+        parameters: those with a ``grad``.
+        max_norm: the limit.
+        norm_type: of which p-norm.
+    """
+    held = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    grads = [each.grad for each in held if each.grad is not None]
+    total = get_global_norm_of_tensors(grads, norm_type)
+    factor = max_norm / (total + 1e-6)
+    if 0 < factor < 1:
+        for grad in grads:
+            grad.mul_(factor.to(grad.device))
+    return total
+
+
+def partition_uniform(num_items: int, num_parts: int) -> list[int]:
+    """Where DeepSpeed cuts a row of items into parts: boundaries, the first parts one longer; parts beyond the items are empty.
+
+    >>> partition_uniform(10, 4), partition_uniform(2, 3)
+    ([0, 3, 6, 8, 10], [0, 1, 2, 2])
+    """
+    if num_items <= num_parts:
+        return [min(part, num_items) for part in range(num_parts + 1)]
+    each, more = divmod(num_items, num_parts)
+    return [part * each + min(part, more) for part in range(num_parts + 1)]
+
+
+def partition_balanced(weights: Iterable[float], num_parts: int) -> list[int]:
+    """Where DeepSpeed cuts a row of weights: boundaries such that the heaviest and the lightest part differ least.
+
+    Of several such cuts it takes the one whose last boundaries lie farthest back. Cost: O(parts · n²).
+
+    >>> partition_balanced([1, 1, 1, 1, 4], 2), partition_balanced([0, 1, 1, 0], 2)
+    ([0, 4, 5], [0, 2, 4])
+    """
+    held = [float(weight) for weight in weights]
+    count = len(held)
+    if count <= num_parts:
+        return partition_uniform(count, num_parts)
+    total = [0.0]
+    for weight in held:
+        total.append(total[-1] + weight)
+    # By end and number of parts: (heaviest, lightest) of the best cut so far, and where its last part begins.
+    best = {(0, 0): (0.0, math.inf, 0)}
+    for end in range(1, count + 1):
+        for parts in range(1, min(end, num_parts) + 1):
+            least = math.inf
+            for begin in range(end):
+                high, low, _ = best.get((begin, parts - 1), (math.inf, math.inf, 0))
+                if high == math.inf:
+                    continue
+                high, low = max(high, total[end] - total[begin]), min(low, total[end] - total[begin])
+                if high - low <= least:
+                    least = high - low
+                    best[end, parts] = high, low, begin
+    cuts = [count]
+    for parts in range(num_parts, 0, -1):
+        cuts.append(best[cuts[-1], parts][2])
+    return cuts[::-1]
