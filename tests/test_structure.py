@@ -46,6 +46,11 @@ LAYERS = (
     ("transforms",),
     ("deepspeed.config.keys",),
     ("deepspeed.config",),
+    ("deepspeed.accelerator", "deepspeed.comm"),
+    ("deepspeed.utils",),
+    ("deepspeed.moe", "deepspeed.ops", "deepspeed.runtime"),
+    ("deepspeed",),
+    ("deepspeed.pipe",),
 )
 
 # Package indexes that library files import: files above comm use the collectives by the names that users know.
@@ -63,17 +68,22 @@ LATE = {
 
 # File names that occur in more than one folder, and why each is what a reader would look for there.
 SAME_FILE_NAMES = {
+    "adagrad": "the optimizer; DeepSpeed's classes of it",
+    "adam": "the optimizer; DeepSpeed's classes of it",
     "axis": "what a model's functions know of sequences that are cut; of experts",
     "buffers": "a module's buffers; the offload's buffers for pieces",
     "checks": "the checks of a step's arguments; the checks of fit's arguments",
     "errors": "each layer that has errors of its own keeps them in errors.py",
     "files": "files of the operating system; the offload's files",
+    "lamb": "the optimizer; DeepSpeed's class of it",
+    "lion": "the optimizer; DeepSpeed's classes of it",
     "policy": "the policy of rematerialisation; the policy of mixed precision",
     "prefetch": "prefetch of ZeRO's units; prefetch of offloaded pieces",
     "remat": "the function; the transform of the same name",
     "schedule": "a pipeline's schedule; a schedule of learning rates",
     "state": "the state of a step; zero's part of it",
     "storage": "storage of checkpoints; storage of offloaded tensors",
+    "utils": "deepspeed.moe.utils; deepspeed.runtime.utils: DeepSpeed's paths",
 }
 
 LINES, FILES = 500, 14

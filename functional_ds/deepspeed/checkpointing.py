@@ -1,7 +1,7 @@
 """``deepspeed.checkpointing``: activation checkpointing, as ``fds.remat`` does it.
 
-Unlike torch's reentrant checkpoints, and DeepSpeed's own, gradients also come into a function none of whose inputs requires grad,
-and ``torch.autograd.grad`` goes through.
+Unlike torch's reentrant checkpoints, and DeepSpeed's own, a function none of whose inputs requires grad gets gradients, too, and
+``torch.autograd.grad`` goes through.
 """
 
 from collections.abc import Callable

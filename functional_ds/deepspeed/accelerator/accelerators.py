@@ -249,9 +249,11 @@ class DeepSpeedAccelerator(ABC):
 
     def range_push(self, msg: str, domain: Any = None, category: Any = None) -> None:
         """Opens a range in the device's profiler; nothing on the CPU."""
+        return None
 
     def range_pop(self, domain: Any = None) -> None:
         """Closes it."""
+        return None
 
     def lazy_call(self, callback: Callable[[], Any]) -> Any:
         """Calls the function once the device is in use."""

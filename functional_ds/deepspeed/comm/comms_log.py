@@ -1,5 +1,6 @@
 """The log of collectives: which were called, on how many bytes, for how long. A ledger of this library's, open in the world."""
 
+import sys
 from datetime import UTC, datetime
 from typing import Any
 
@@ -72,7 +73,7 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
 
     Args:
         show_straggler: also which rank each collective waited for.
-        return_dict: returns {"summary": {name: {bytes: numbers}}, "straggler_analysis": ..., "metadata": ...}, DeepSpeed's keys.
+        return_dict: returns DeepSpeed's {"summary": {name: {bytes: numbers}}, "straggler_analysis": ..., "metadata": ...}.
     """
     here, book = comm.world(), _book()
     comm.barrier()
@@ -101,7 +102,8 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
         stragglers = {each.collective: {"slowest_rank": each.slowest, "seconds": list(each.seconds)} for each in found}
         lines += [str(each) for each in found]
     if here.rank == 0:
-        print("\n".join(lines if rows else ["no collective is in the log; comm.configure(enabled=True) opens it"]))
+        found_text = lines if rows else ["no collective is in the log; deepspeed.comm.configure(enabled=True) opens it"]
+        sys.stdout.write("\n".join([*found_text, ""]))
     if not return_dict:
         return None
     known = {"world_size": here.size, "rank": here.rank, "timestamp": datetime.now(UTC).isoformat()}

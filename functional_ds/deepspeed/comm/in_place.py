@@ -1,7 +1,7 @@
 """Collectives that write into the caller's tensors, with torch.distributed's arguments: ``src`` and ``dst`` count in the world.
 
-Each is a collective of ``functional_ds.comm`` on detached tensors, followed by a copy. For gradients, and without the copy, call
-that one.
+Each is a collective of ``functional_ds.comm`` on detached tensors, followed by a copy. For gradients, and without the copy,
+call that one.
 """
 
 from collections.abc import Callable, Iterable, Sequence

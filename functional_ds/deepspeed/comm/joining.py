@@ -77,12 +77,13 @@ def init_distributed(
     if timeout is None and minutes:
         timeout = timedelta(minutes=float(minutes))
     alone = rank < 0 and world_size < 0 and not os.environ.keys() & {"RANK", "WORLD_SIZE"}
+    limit: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     comm.init_distributed(
         dist_backend,
         world_size=1 if alone else None if world_size < 0 else world_size,
         rank=0 if alone else None if rank < 0 else rank,
         init_method=init_method,
-        **({} if timeout is None else {"timeout": timeout}),
+        **limit,
     )
 
 

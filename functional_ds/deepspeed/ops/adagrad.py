@@ -24,8 +24,6 @@ class DeepSpeedCPUAdagrad(NamedOptimizer):
         if amsgrad:
             refuse_option("DeepSpeedCPUAdagrad", "amsgrad", "DeepSpeed's kernel has no AMSGrad either")
         if not fp32_optimizer_states:
-            refuse_option(
-                "DeepSpeedCPUAdagrad", "fp32_optimizer_states=False", "the config's bf16.bf16_optimizer_states does that"
-            )
+            refuse_option("DeepSpeedCPUAdagrad", "fp32_optimizer_states=False", "use the config's bf16.bf16_optimizer_states")
         self.fixed = {}
         super().__init__(model_params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})

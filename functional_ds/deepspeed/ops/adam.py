@@ -63,7 +63,7 @@ class DeepSpeedCPUAdam(NamedOptimizer):
         if amsgrad:
             refuse_option("DeepSpeedCPUAdam", "amsgrad", _AMSGRAD)
         if not fp32_optimizer_states:
-            refuse_option("DeepSpeedCPUAdam", "fp32_optimizer_states=False", "the config's bf16.bf16_optimizer_states does that")
+            refuse_option("DeepSpeedCPUAdam", "fp32_optimizer_states=False", "use the config's bf16.bf16_optimizer_states")
         self.adam_w_mode = adamw_mode
         self.fixed = {"adam_w_mode": adamw_mode}
         numbers = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay}

@@ -38,6 +38,6 @@ class DeepSpeedCPULion(NamedOptimizer):
         fp32_optimizer_states: bool = True,
     ) -> None:
         if not fp32_optimizer_states:
-            refuse_option("DeepSpeedCPULion", "fp32_optimizer_states=False", "the config's bf16.bf16_optimizer_states does that")
+            refuse_option("DeepSpeedCPULion", "fp32_optimizer_states=False", "use the config's bf16.bf16_optimizer_states")
         self.fixed = {}
         super().__init__(model_params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})

@@ -48,7 +48,7 @@ class NamedOptimizer(torch.optim.Optimizer):
         return rule.build(rule.arguments(given))
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Moves every param that has a gradient."""
         loss = None
         if closure is not None:

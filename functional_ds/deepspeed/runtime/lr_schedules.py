@@ -46,7 +46,9 @@ class LRScheduler:
 
     name: str
 
-    def __init__(self, optimizer: Any, last_batch_iteration: int, arguments: Mapping[str, Any], *, lists: Sequence[str]) -> None:
+    def __init__(
+        self, optimizer: Any, last_batch_iteration: int, arguments: Mapping[str, Any], *, lists: Sequence[str]
+    ) -> None:
         self.optimizer = optimizer
         self.last_batch_iteration = last_batch_iteration
         groups = _groups(optimizer)
@@ -202,8 +204,8 @@ class LRRangeTest(LRScheduler):
         lr_range_test_staircase: bool = False,
         last_batch_iteration: int = -1,
     ) -> None:
-        if not isinstance(lr_range_test_step_size, int) or lr_range_test_step_size < 1:
-            raise ValueError(f"lr_range_test_step_size={lr_range_test_step_size!r}: a whole number above 0")
+        if lr_range_test_step_size < 1:
+            raise ValueError(f"lr_range_test_step_size={lr_range_test_step_size}: a number above 0")
         given = {
             "lr_range_test_min_lr": lr_range_test_min_lr,
             "lr_range_test_step_size": lr_range_test_step_size,
@@ -252,8 +254,7 @@ class OneCycle(LRScheduler):
         if cycle_momentum and not self.cycle_momentum:
             logger.warning(f"cycle_momentum has no effect: {type(optimizer).__name__} has no betas")
         self._lowest, self._highest = (
-            _each(value, groups, name)
-            for name, value in (("cycle_min_mom", cycle_min_mom), ("cycle_max_mom", cycle_max_mom))
+            _each(value, groups, name) for name, value in (("cycle_min_mom", cycle_min_mom), ("cycle_max_mom", cycle_max_mom))
         )
         rule = SCHEDULERS["OneCycle"]
         own = {key.name: key.default for key in rule.keys}

@@ -1,0 +1,168 @@
+"""Which of DeepSpeed's names are here: modules by their paths, other paths of the same modules, and names that are refused."""
+
+import difflib
+import importlib
+from collections.abc import Mapping
+from types import MappingProxyType, ModuleType
+
+import attrs
+
+__all__ = ["ALIASES", "HERE", "REFUSED", "VERSION", "found", "why_missing"]
+
+VERSION = "0.19.8"  # whose names these are
+_US = "functional_ds.deepspeed"
+
+# Modules of ``functional_ds.deepspeed`` that have the path that they have in DeepSpeed; "" is the package itself.
+HERE = (
+    "",
+    "accelerator",
+    "checkpointing",
+    "comm",
+    "moe",
+    "moe.layer",
+    "moe.utils",
+    "ops",
+    "ops.adagrad",
+    "ops.adam",
+    "ops.lamb",
+    "ops.lion",
+    "pipe",
+    "runtime",
+    "runtime.lr_schedules",
+    "runtime.utils",
+    "utils",
+    "utils.groups",
+)
+
+# From a path in DeepSpeed to one of those, or to a module that is an attribute of the package.
+ALIASES: Mapping[str, str] = MappingProxyType(
+    {
+        "accelerator.real_accelerator": "accelerator",
+        "comm.comm": "comm",
+        "comm.reduce_op": "comm",
+        "moe.sharded_moe": "moe.top_k_gate",
+        "ops.adagrad.cpu_adagrad": "ops.adagrad",
+        "ops.adam.cpu_adam": "ops.adam",
+        "ops.adam.fused_adam": "ops.adam",
+        "ops.lamb.fused_lamb": "ops.lamb",
+        "ops.lion.cpu_lion": "ops.lion",
+        "ops.lion.fused_lion": "ops.lion",
+        "runtime.activation_checkpointing": "",
+        "runtime.activation_checkpointing.checkpointing": "checkpointing",
+        "runtime.config": "",
+        "runtime.dataloader": "utils",
+        "runtime.engine": "",
+        "runtime.pipe": "pipe",
+        "runtime.pipe.engine": "",
+        "runtime.pipe.module": "pipe",
+        "runtime.pipe.topology": "pipe",
+        "runtime.zero": "zero",
+        "runtime.zero.partition_parameters": "zero",
+        "utils.logging": "utils",
+    }
+)
+
+_KERNELS = "DeepSpeed's kernels are not here; torch's are used"
+_SERVING = "serving and generation are not here; export the params with fds.export"
+_COMPRESSION = "DeepSpeed 0.19.8 has removed its compression library"
+
+# By the name's or module's path in DeepSpeed.
+REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "autotuning": "measure a few composed steps, or predict with fds.memory",
+        "checkpoint": "universal checkpoints are not here; fds.from_deepspeed reads ZeRO's, for any number of ranks",
+        "comm.ccl": "Gloo and NCCL carry messages",
+        "comm.initialize_mesh_device": "use fds.comm.mesh",
+        "compile": "compile functions of the model with torch.compile",
+        "compression": _COMPRESSION,
+        "default_inference_config": _SERVING,
+        "elasticity": "torchrun restarts programs; a state is loaded into any number of ranks",
+        "get_accelerator": "import it from deepspeed.accelerator",
+        "hybrid_engine": _SERVING,
+        "inference": _SERVING,
+        "init_inference": _SERVING,
+        "launcher": "torchrun launches",
+        "linear": "freeze params with fds.freeze, and add adapters in the model",
+        "model_implementations": _SERVING,
+        "module_inject": "T.tensor_parallel cuts modules as they are; see docs/tensor-parallel.md",
+        "moe.mappings": "fds.tp has such functions",
+        "monitor": "fit's loggers write to TensorBoard and W&B; see docs/fitting.md",
+        "ops.aio": "T.offload reads and writes files; see docs/offload.md",
+        "ops.deepspeed4science": _KERNELS,
+        "ops.fp_quantizer": _KERNELS,
+        "ops.op_builder": "nothing is compiled here",
+        "ops.random_ltd": "data efficiency is not here",
+        "ops.sparse_attention": "DeepSpeed 0.19.8 has removed it",
+        "ops.transformer": _KERNELS,
+        "pipe.DualPipeVModule": "a schedule is data: fds.pipelining.dualpipe_v",
+        "profiling": "fds.profile counts operations and bytes; see docs/profile.md",
+        "replace_transformer_layer": _SERVING,
+        "runtime.bf16_optimizer": "ds_config's bf16 block becomes T.mixed_precision",
+        "runtime.data_pipeline": "data efficiency is not here",
+        "runtime.fp16": "ds_config's fp16 block becomes T.mixed_precision; its one-bit optimizers are in the config",
+        "runtime.hybrid_engine": _SERVING,
+        "runtime.sequence_parallel": "T.sequence and fds.seq; see docs/sequence-parallel.md",
+        "runtime.state_dict_factory": "fds.from_deepspeed reads DeepSpeed's files",
+        "runtime.swap_tensor": "T.offload reads and writes files; see docs/offload.md",
+        "runtime.tensor_parallel": "T.tensor_parallel cuts modules as they are; see docs/tensor-parallel.md",
+        "runtime.zero.stage3": "stages are T.zero's; what scripts touch of them is in deepspeed.zero",
+        "runtime.zero.stage_1_and_2": "stages are T.zero's; what scripts touch of them is in deepspeed.zero",
+        "sequence": "T.sequence and fds.seq.ulysses; see docs/sequence-parallel.md",
+        "tp_model_init": "T.tensor_parallel cuts modules as they are; see docs/tensor-parallel.md",
+        "utils.numa": "torchrun or the launcher binds processes to cores",
+        "utils.nvtx": "torch.cuda.nvtx.range",
+        "utils.zero_to_fp32": "fds.from_deepspeed reads ZeRO's checkpoints, and fds.export writes whole params",
+        "utils.timer": "fds.profile measures; see docs/profile.md",
+    }
+)
+
+
+@attrs.frozen
+class FoundModule:
+    """A module for one of DeepSpeed's paths, less the first word."""
+
+    path: str
+    module: ModuleType
+
+
+def found(path: str) -> FoundModule | None:
+    """The module for a path of DeepSpeed's, such as "ops.adam.fused_adam"; None if there is none.
+
+    >>> found("runtime.pipe.module").module.__name__
+    'functional_ds.deepspeed.pipe'
+    """
+    target = ALIASES.get(path, path if path in HERE else None)
+    if target is None:
+        return None
+    package = importlib.import_module(_US)
+    if not target:
+        return FoundModule(path, package)
+    try:
+        return FoundModule(path, importlib.import_module(f"{_US}.{target}"))
+    except ModuleNotFoundError:
+        module = getattr(package, target.partition(".")[0], None)
+        return FoundModule(path, module) if isinstance(module, ModuleType) else None
+
+
+def why_missing(path: str) -> str:
+    """Why a name of DeepSpeed's is not here, or the nearest one that is.
+
+    >>> why_missing("ops.transformer.DeepSpeedTransformerLayer")
+    "DeepSpeed's kernels are not here; torch's are used"
+    >>> why_missing("ops.adam.FusedAdm")
+    'did you mean FusedAdam?'
+    """
+    words = path.split(".")
+    for count in range(len(words), 0, -1):
+        reason = REFUSED.get(".".join(words[:count]))
+        if reason:
+            return reason
+    parent = found(".".join(words[:-1])) if len(words) > 1 else found("")
+    if parent is None:
+        near = difflib.get_close_matches(path, [each for each in (*HERE, *ALIASES) if each], 1, 0.0)
+        return f"the nearest module is deepspeed.{near[0]}"
+    prefix = ".".join(words[:-1])
+    below = [each.removeprefix(f"{prefix}.") for each in (*HERE, *ALIASES) if each.startswith(f"{prefix}.") or not prefix]
+    names = [*getattr(parent.module, "__all__", ()), *(each for each in below if each and "." not in each)]
+    near = difflib.get_close_matches(words[-1], names, 1)
+    return f"did you mean {near[0]}?" if near else f"deepspeed{'.' * bool(prefix)}{prefix} has {', '.join(sorted(set(names)))}"

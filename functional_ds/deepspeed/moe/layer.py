@@ -1,0 +1,135 @@
+"""``MoE``: DeepSpeed's layer of experts, over this library's exchange of tokens."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from functional_ds.deepspeed.utils.groups import _get_expert_parallel_group
+from functional_ds.parallel.experts.grouped import RowGroups
+from functional_ds.parallel.experts.token_exchange import exchange
+
+from .top_k_gate import NoisyGate, TopKGate
+
+__all__ = ["LocalExperts", "MOELayer", "MoE"]
+
+
+class LocalExperts(nn.Module):
+    """The experts of this rank, copies of one module at first. Their params say so: ``allreduce`` is False."""
+
+    def __init__(self, expert: nn.Module, num_local_experts: int = 1, expert_group_name: str | None = None) -> None:
+        super().__init__()
+        self.deepspeed_experts = nn.ModuleList(copy.deepcopy(expert) for _ in range(num_local_experts))
+        self.num_local_experts = num_local_experts
+        for param in self.parameters():
+            param.allreduce, param.group_name = False, expert_group_name  # type: ignore[attr-defined]
+
+    def forward(self, rows: Tensor, groups: RowGroups) -> Tensor:
+        """The results of rows that are sorted by expert."""
+        found = [_first(expert(part)) for expert, part in zip(self.deepspeed_experts, rows.split(groups.read()), strict=True)]
+        return torch.cat(found)
+
+
+def _first(found: Any) -> Tensor:
+    return found[0] if isinstance(found, tuple) else found  # type: ignore[no-any-return]
+
+
+class MOELayer(nn.Module):
+    """A gate, and the experts that it sends tokens to."""
+
+    def __init__(self, gate: TopKGate, experts: LocalExperts, ep_group_name: str, ep_size: int) -> None:
+        super().__init__()
+        self.gate, self.experts, self.ep_group_name, self.ep_size = gate, experts, ep_group_name, ep_size
+
+    def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """The experts' weighted results, the balance loss, and how many tokens chose each expert."""
+        gated = self.gate(hidden_states.reshape(-1, hidden_states.shape[-1]), used_token)
+        group = _get_expert_parallel_group(self.ep_group_name) if self.ep_size > 1 else None
+        routing = gated.routing
+        out = exchange(self.experts, hidden_states, routing=routing, group=group)
+        return out.to(hidden_states.dtype), gated.balance, gated.counts
+
+
+class MoE(nn.Module):
+    """A layer of experts, of which each token goes to ``k``. Parameters have DeepSpeed's names.
+
+    Law: the result, the balance loss, the counts and all gradients are those of DeepSpeed's layer with these arguments, random
+    choices included where torch's generator is in the same state. Rows that capacity drops add nothing; no padding is computed.
+
+    Attributes:
+        num_experts: over all ranks.
+        num_local_experts: of this rank.
+
+    >>> layer = MoE(4, nn.Linear(4, 4), num_experts=2, k=2, min_capacity=0)
+    >>> out, balance, counts = layer(torch.ones(3, 4))
+    >>> out.shape, balance.shape, counts.sum()
+    (torch.Size([3, 4]), torch.Size([]), tensor(6))
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        expert: nn.Module,
+        num_experts: int = 1,
+        ep_size: int = 1,
+        k: int = 1,
+        capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0,
+        min_capacity: int = 4,
+        use_residual: bool = False,
+        noisy_gate_policy: NoisyGate | None = None,
+        drop_tokens: bool = True,
+        use_rts: bool = True,
+        use_tutel: bool = False,
+        enable_expert_tensor_parallelism: bool = False,
+        top2_2nd_expert_sampling: bool = True,
+    ) -> None:
+        super().__init__()
+        if num_experts % ep_size:
+            raise ValueError(f"num_experts={num_experts} does not divide by ep_size={ep_size}")
+        if noisy_gate_policy not in (None, "None", "Jitter", "RSample"):
+            raise ValueError(f"noisy_gate_policy={noisy_gate_policy!r}: 'Jitter', 'RSample' or None")
+        if enable_expert_tensor_parallelism:
+            raise ValueError("enable_expert_tensor_parallelism: cut experts with T.tensor_parallel; see docs/experts.md")
+        self.use_residual, self.ep_size, self.num_experts = use_residual, ep_size, num_experts
+        self.num_local_experts, self.expert_group_name = num_experts // ep_size, f"ep_size_{ep_size}"
+        experts = LocalExperts(expert, self.num_local_experts, self.expert_group_name)
+        gate = TopKGate(
+            hidden_size,
+            num_experts,
+            k,
+            capacity_factor,
+            eval_capacity_factor,
+            min_capacity,
+            noisy_gate_policy,
+            drop_tokens,
+            use_rts,
+            top2_2nd_expert_sampling,
+        )
+        self.deepspeed_moe = MOELayer(gate, experts, self.expert_group_name, ep_size)
+        if use_residual:
+            self.mlp = expert
+            self.coefficient = nn.Linear(hidden_size, 2)
+
+    def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+        """Nothing is to be set: groups are made when the layer first runs.
+
+        Raises:
+            ValueError: ``use_data_before_expert_parallel_``: the ranks of an expert group are neighbours here.
+        """
+        if use_data_before_expert_parallel_:
+            raise ValueError("use_data_before_expert_parallel_: the ranks of an expert group are neighbours here")
+
+    def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """The result, the balance loss, and how many tokens chose each expert.
+
+        Args:
+            hidden_states: [..., M].
+            used_token: [T], 0 for tokens that no expert gets; for top 1.
+        """
+        out, balance, counts = self.deepspeed_moe(hidden_states, used_token)
+        if self.use_residual:
+            share = self.coefficient(hidden_states).softmax(-1)
+            out = out * share[..., 0:1] + _first(self.mlp(hidden_states)) * share[..., 1:]
+        return out, balance, counts

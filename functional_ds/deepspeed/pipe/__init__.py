@@ -1,0 +1,17 @@
+"""``deepspeed.pipe``: models as rows of layers, which become the stages of this library's pipelines."""
+
+from .layer_specs import LayerSpec, TiedLayerSpec
+from .pipeline_module import PipelineModule
+from .pipeline_parts import PipelineParts, pipeline_parts
+from .topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
+
+__all__ = [
+    "LayerSpec",
+    "PipeDataParallelTopology",
+    "PipeModelDataParallelTopology",
+    "PipelineModule",
+    "PipelineParts",
+    "ProcessTopology",
+    "TiedLayerSpec",
+    "pipeline_parts",
+]

@@ -1,0 +1,227 @@
+"""``PipelineModule``: a row of layers, and where it is cut into stages."""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import attrs
+from torch import nn
+
+from functional_ds import comm
+from functional_ds.deepspeed.accelerator.accelerators import get_accelerator
+from functional_ds.deepspeed.checkpointing import checkpoint
+from functional_ds.deepspeed.runtime.utils import partition_balanced, partition_uniform, set_random_seed
+
+from .layer_specs import LayerSpec, TiedLayerSpec
+from .topology import PipeDataParallelTopology, ProcessTopology
+
+__all__ = ["PipelineModule", "StageLayers"]
+
+
+@attrs.frozen
+class PlacedLayer:
+    """One layer of the row.
+
+    Attributes:
+        kind: its class's or function's name.
+        name: of the child module that it calls; None for a function alone.
+        tied: whether the name is a key of ``tied_modules``.
+        function: called with (module, x), or with x alone; None calls the module.
+    """
+
+    kind: str
+    name: str | None = None
+    tied: bool = False
+    function: Callable[..., Any] | None = None
+
+
+class StageLayers(nn.Module):
+    """Some layers of a row, with the names that the whole row gives them."""
+
+    def __init__(
+        self, layers: Sequence[PlacedLayer], whole: "StageLayers | None" = None, *, interval: int = 0, again: Any = checkpoint
+    ) -> None:
+        super().__init__()
+        self.layers = list(layers)
+        self.tied_modules = nn.ModuleDict()
+        self.activation_checkpoint_interval, self.activation_checkpoint_func = interval, again
+        self.checkpointable_layers: list[str] | None = None if whole is None else whole.checkpointable_layers
+        if whole is not None:
+            for layer in self.layers:
+                if layer.name is not None:
+                    (self.tied_modules if layer.tied else self).add_module(layer.name, whole.child(layer))
+            self.train(whole.training)
+
+    def child(self, layer: PlacedLayer) -> nn.Module:
+        """The module that a layer calls."""
+        found = (self.tied_modules if layer.tied else self)._modules[layer.name or ""]
+        if found is None:
+            raise ValueError(f"layer {layer.name!r} has no module")
+        return found
+
+    def forward(self, forward_input: Any) -> Any:
+        """The layers, one after the other; blocks of ``activation_checkpoint_interval`` layers are computed again backward."""
+        x, every = forward_input, self.activation_checkpoint_interval
+        for first in range(0, len(self.layers), every or len(self.layers) or 1):
+            block = self.layers[first : first + (every or len(self.layers))]
+            if every and self._worth(block):
+                x = self.activation_checkpoint_func(self._run(block), *(x if isinstance(x, tuple) else (x,)))
+            else:
+                x = self._run(block)(x)
+        return x
+
+    def _run(self, block: Sequence[PlacedLayer]) -> Callable[..., Any]:
+        def run(*inputs: Any) -> Any:
+            x: Any = inputs[0] if len(inputs) == 1 else inputs
+            for layer in block:
+                if layer.name is None and layer.function is not None:
+                    x = layer.function(x)
+                elif layer.function is not None:
+                    x = layer.function(self.child(layer), x)
+                else:
+                    x = self.child(layer)(x)
+            return x
+
+        return run
+
+    def _worth(self, block: Sequence[PlacedLayer]) -> bool:
+        """Whether a block is computed again: those with params, or all of whose classes are named."""
+        if self.checkpointable_layers is not None:
+            return all(layer.kind in self.checkpointable_layers for layer in block)
+        return any(True for layer in block if layer.name is not None for _ in self.child(layer).parameters())
+
+
+class PipelineModule(StageLayers):
+    """Layers in a row, cut into ``num_stages`` stages. It is a module of all layers, which runs by itself, too.
+
+    ``deepspeed.initialize`` turns it into stages of a pipeline by ``pipeline_parts``; each rank then stores its stages' params
+    alone. Parameters have the names that DeepSpeed gives them: the layer's number, or ``tied_modules.key``.
+
+    Attributes:
+        parts: the first layer of each stage, and the number of layers.
+        num_stages: the number of stages.
+        loss_fn: ``loss_fn(outputs, labels)``; None where the last layer gives the loss.
+
+    >>> model = PipelineModule([LayerSpec(nn.Linear, 4, 4), nn.ReLU(), nn.Linear(4, 1)], num_stages=1)
+    >>> [name for name, _ in model.named_parameters()], model.parts
+    (['0.weight', '0.bias', '2.weight', '2.bias'], [0, 3])
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[Any],
+        num_stages: int | None = None,
+        topology: ProcessTopology | None = None,
+        loss_fn: Callable[[Any, Any], Any] | None = None,
+        seed_layers: bool = False,
+        seed_fn: Callable[[int], Any] | None = None,
+        base_seed: int = 1234,
+        partition_method: str = "parameters",
+        activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Callable[..., Any] = checkpoint,
+        checkpointable_layers: list[str] | None = None,
+        dynamic_shape: bool = False,
+    ) -> None:
+        super().__init__((), interval=activation_checkpoint_interval, again=activation_checkpoint_func)
+        self.loss_fn, self.checkpointable_layers, self.dynamic_shape = loss_fn, checkpointable_layers, dynamic_shape
+        self._topo = _grid(num_stages, topology)
+        self.num_stages = self._topo.get_dim("pipe")
+        specs = list(layers)
+        for index, layer in enumerate(specs):
+            if seed_layers:
+                (seed_fn or set_random_seed)(base_seed + index)
+            self.layers.append(self._built(index, layer))
+        self.to(get_accelerator().current_device_name())
+        self.parts = self._partition(partition_method)
+
+    def _built(self, index: int, layer: Any) -> PlacedLayer:
+        if isinstance(layer, PipelineModule):
+            raise ValueError(f"layer {index} is a PipelineModule; pass its layers")
+        if isinstance(layer, TiedLayerSpec):
+            if layer.key not in self.tied_modules:
+                self.tied_modules[layer.key] = layer.build()
+            return PlacedLayer(layer.typename.__name__, layer.key, True, layer.forward_fn)
+        if isinstance(layer, LayerSpec | nn.Module):
+            module = layer.build() if isinstance(layer, LayerSpec) else layer
+            self.add_module(str(index), module)
+            return PlacedLayer(type(module).__name__, str(index))
+        if not callable(layer):
+            raise TypeError(f"layer {index} is {layer!r}: a module, a LayerSpec or a function is needed")
+        return PlacedLayer(getattr(layer, "__name__", type(layer).__name__), None, False, layer)
+
+    def _partition(self, method: str) -> list[int]:
+        word = method.lower()
+        if word == "uniform":
+            return partition_uniform(len(self.layers), self.num_stages)
+        if word == "parameters":
+            sizes = [
+                0.0 if layer.name is None else sum(p.numel() for p in self.child(layer).parameters() if p.requires_grad)
+                for layer in self.layers
+            ]
+            return partition_balanced(sizes, self.num_stages)
+        if word.startswith("type:"):
+            wanted = re.compile(word.split(":")[1], re.IGNORECASE)
+            hits = [1.0 if wanted.search(layer.kind) else 0.0 for layer in self.layers]
+            if not any(hits):
+                kinds = sorted({layer.kind for layer in self.layers})
+                raise ValueError(f"partition_method={method!r} matches no layer; there are {', '.join(kinds)}")
+            return partition_balanced(hits, self.num_stages)
+        raise ValueError(f"partition_method={method!r}: 'uniform', 'parameters' or 'type:REGEX'")
+
+    def partitions(self) -> list[int]:
+        """The first layer of each stage, and the number of layers."""
+        return self.parts
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """The stage of a layer.
+
+        Raises:
+            ValueError: there is no such layer.
+        """
+        for stage in range(self.num_stages):
+            if self.parts[stage] <= layer_idx < self.parts[stage + 1]:
+                return stage
+        raise ValueError(f"layer_idx={layer_idx}: there are {len(self.layers)} layers, from 0 on")
+
+    @property
+    def stage_id(self) -> int:
+        """This rank's stage."""
+        return self._topo.get_coord(comm.world().rank)[self._topo.axes.index("pipe")]
+
+    def topology(self) -> ProcessTopology:
+        """Where ranks are in the grid of stages and data parallelism."""
+        return self._topo
+
+    def num_pipeline_stages(self) -> int:
+        """The number of stages."""
+        return self.num_stages
+
+    def set_checkpoint_interval(self, interval: int) -> None:
+        """Sets of how many layers the blocks are that are computed again; 0 for none."""
+        if interval < 0:
+            raise ValueError(f"interval={interval}: 0 for none, or a number of layers")
+        self.activation_checkpoint_interval = interval
+
+    def get_additional_losses(self) -> None:
+        """None."""
+        return None
+
+    def stage(self, index: int) -> StageLayers:
+        """The layers of one stage; it shares the modules."""
+        own = self.layers[self.parts[index] : self.parts[index + 1]]
+        return StageLayers(own, self, interval=self.activation_checkpoint_interval, again=self.activation_checkpoint_func)
+
+
+def _grid(num_stages: int | None, topology: ProcessTopology | None) -> ProcessTopology:
+    world = comm.world().size
+    if topology is None:
+        if num_stages is None:
+            raise ValueError("PipelineModule: num_stages or topology is needed")
+        if num_stages < 1 or world % num_stages:
+            raise ValueError(f"num_stages={num_stages} does not divide the world of {world}")
+        return PipeDataParallelTopology(num_stages, world // num_stages)
+    if topology.get_dim("pipe") < 1 or topology.world_size() != world:
+        raise ValueError(f"topology={topology}: it needs an axis 'pipe', and as many ranks as the world of {world}")
+    if any(topology.get_dim(axis) > 1 for axis in topology.axes if axis not in ("pipe", "data")):
+        raise ValueError(f"topology={topology}: tensor parallelism in stages is T.tensor_parallel's; see docs/whole-meshes.md")
+    return topology

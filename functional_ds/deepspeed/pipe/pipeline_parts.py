@@ -1,0 +1,103 @@
+"""``pipeline_parts``: what a ``PipelineModule`` is made of here, for an engine or for a step of your own."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from functional_ds import comm
+from functional_ds.base import tree
+from functional_ds.modules.functional import Apply, functional
+from functional_ds.pipelining.schedules.generators import one_f_one_b
+from functional_ds.pipelining.stages.from_functions import Piece
+from functional_ds.pipelining.stages.from_functions import stages as stages_of
+from functional_ds.pipelining.stages.stages import Stages
+from functional_ds.step.step import Transform
+from functional_ds.transforms.pipeline import pipeline
+
+from .pipeline_module import PipelineModule
+
+__all__ = ["PipelineParts", "pipeline_parts"]
+
+
+@attrs.frozen(eq=False)
+class PipelineParts:
+    """A pipeline's stages, params, and the groups of its ranks.
+
+    The step is ``compose(T.zero(1, parts.data), parts.transform(m))(fds.train_step(parts.stages, optimizer))``: the pipeline
+    comes after ZeRO, and before what wraps gradients. Its batch is ``parts.joined(micros)``: (inputs, labels) of all
+    micro-batches, the same on all ranks of a pipeline.
+
+    Attributes:
+        stages: the model; ``stages(params, batch)`` is its loss on one device.
+        params: of all stages, by the names of ``PipelineModule.named_parameters``.
+        pipe: the ranks of this rank's pipeline, in the order of stages.
+        data: the ranks with this rank's stage.
+    """
+
+    stages: Stages
+    params: dict[str, Tensor]
+    pipe: comm.Group
+    data: comm.Group
+    _applies: tuple[Apply, ...] = attrs.field(alias="applies", repr=False)
+
+    def transform(self, micro_batches: int) -> Transform:
+        """The pipeline, with DeepSpeed's schedule, 1F1B."""
+        return pipeline(one_f_one_b(len(self.stages), micro_batches), self.stages, self.pipe)
+
+    def train(self, mode: bool = True) -> None:
+        """Sets the mode of all stages' modules for the passes that follow."""
+        for apply in self._applies:
+            apply.module.train(mode)
+
+    @staticmethod
+    def joined(micros: Iterable[Any]) -> Any:
+        """The micro-batches as one batch, which the pipeline cuts again.
+
+        Raises:
+            ValueError: there are none, or they have different numbers of rows.
+        """
+        held = list(micros)
+        if not held:
+            raise ValueError("micros is empty: a batch is made of micro-batches")
+        leaves = [tree.leaves(each) for each in held]
+        if len({tuple(leaf.shape for leaf in each) for each in leaves}) > 1:
+            raise ValueError("micros: the micro-batches of a pipeline have equal shapes; drop the last one of an epoch")
+        joined = [torch.cat(each) for each in zip(*leaves, strict=True)]
+        return tree.unflatten(tree.structure(held[0]), joined)
+
+
+def pipeline_parts(module: PipelineModule) -> PipelineParts:
+    """The stages of a ``PipelineModule``, its params, and the groups of ranks.
+
+    The law: on any ranks the step is the single-device step of the module on the joined batch (law 36), tied layers included:
+    a module that several stages call is stored on each, and its gradients are summed.
+
+    Raises:
+        ValueError: a layer has buffers.
+    """
+    buffers = [name for name, _ in module.named_buffers()]
+    if buffers:
+        raise ValueError(f"buffer {buffers[0]!r}: layers with buffers are not here; cut a whole module with pipelining.cut")
+    params = functional(module)[1]
+    applies, pieces = [], []
+    for index in range(module.num_stages):
+        apply, own = functional(module.stage(index))
+        applies.append(apply)
+        pieces.append(Piece(apply, uses=_chosen(tuple(own)), name=f"stage {index}"))
+    loss = module.loss_fn
+    stages = stages_of(pieces, params, loss=None if loss is None else lambda y, batch: loss(y, batch[1]))
+    mesh = module.topology()
+    here, place = comm.world(), dict(zip(mesh.axes, mesh.get_coord(comm.world().rank), strict=True))
+    pipe, data = ([axis for axis in mesh.axes if axis != name] for name in ("pipe", "data"))
+    groups = [
+        comm.new_group([here.ranks[rank] for rank in mesh.filter_match(**{axis: place[axis] for axis in held})], name)
+        for name, held in (("pipe", pipe), ("data", data))
+    ]
+    return PipelineParts(stages, params, groups[0], groups[1], tuple(applies))
+
+
+def _chosen(names: tuple[str, ...]) -> Callable[[Any], Any]:
+    return lambda params: {name: params[name] for name in names}
