@@ -40,6 +40,7 @@ ALIASES: Mapping[str, str] = MappingProxyType(
         "accelerator.real_accelerator": "accelerator",
         "comm.comm": "comm",
         "comm.reduce_op": "comm",
+        "compression.helper": "utils",
         "moe.sharded_moe": "moe.top_k_gate",
         "ops.adagrad.cpu_adagrad": "ops.adagrad",
         "ops.adam.cpu_adam": "ops.adam",
@@ -64,21 +65,19 @@ ALIASES: Mapping[str, str] = MappingProxyType(
 
 _KERNELS = "DeepSpeed's kernels are not here; torch's are used"
 _SERVING = "serving and generation are not here; export the params with fds.export"
-_COMPRESSION = "DeepSpeed 0.19.8 has removed its compression library"
 
 # By the name's or module's path in DeepSpeed.
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
         "autotuning": "measure a few composed steps, or predict with fds.memory",
         "checkpoint": "universal checkpoints are not here; fds.from_deepspeed reads ZeRO's, for any number of ranks",
+        "checkpointing.get_cuda_rng_tracker": "ranks draw alike or apart by fds.Key; see docs/tensor-parallel.md",
+        "checkpointing.model_parallel_cuda_manual_seed": "ranks draw alike or apart by fds.Key; see docs/tensor-parallel.md",
         "comm.ccl": "Gloo and NCCL carry messages",
         "comm.initialize_mesh_device": "use fds.comm.mesh",
         "compile": "compile functions of the model with torch.compile",
-        "compression": _COMPRESSION,
+        "compression": "DeepSpeed 0.19.8 has removed its compression library",
         "default_inference_config": _SERVING,
-        "elasticity": "torchrun restarts programs; a state is loaded into any number of ranks",
-        "get_accelerator": "import it from deepspeed.accelerator",
-        "hybrid_engine": _SERVING,
         "inference": _SERVING,
         "init_inference": _SERVING,
         "launcher": "torchrun launches",

@@ -1,7 +1,7 @@
 """``deepspeed.checkpointing``: activation checkpointing, as ``fds.remat`` does it.
 
-Unlike torch's reentrant checkpoints, and DeepSpeed's own, a function none of whose inputs requires grad gets gradients, too, and
-``torch.autograd.grad`` goes through.
+Unlike torch's reentrant checkpoints, and DeepSpeed's own, params of a function get gradients where none of its inputs requires
+grad, and ``torch.autograd.grad`` goes through.
 """
 
 from collections.abc import Callable

@@ -1,14 +1,32 @@
 """The log of collectives: which were called, on how many bytes, for how long. A ledger of this library's, open in the world."""
 
+import functools
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import attrs
 
 from functional_ds import comm
 
-__all__ = ["configure", "has_comm_data", "log_summary", "reset_log"]
+__all__ = ["configure", "has_comm_data", "log_summary", "logged", "reset_log"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_LOG_NAMES = ("prof", "log_name", "debug")
+
+
+def logged(function: Callable[P, R]) -> Callable[P, R]:
+    """The function with DeepSpeed's keywords for its log, which have no effect: every call is in the log under its own name."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in _LOG_NAMES:
+            kwargs.pop(name, None)
+        return function(*args, **kwargs)
+
+    return call
 
 
 @attrs.define(eq=False)

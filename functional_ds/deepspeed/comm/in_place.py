@@ -12,6 +12,7 @@ from torch import Tensor
 
 from functional_ds import comm
 
+from .comms_log import logged
 from .joining import group_of, place_in
 from .reduce_ops import ReduceOp, word_of
 from .works import Work, carried_out
@@ -63,6 +64,7 @@ def _need(found: int, needed: int, what: str) -> None:
         raise ValueError(f"{what}: {found} where the group needs {needed}")
 
 
+@logged
 def all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Work | None:
     """The ranks' tensors combined, in each of them.
 
@@ -77,11 +79,13 @@ def all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_
     return carried_out(found, _one(tensor), async_op)
 
 
+@logged
 def inference_all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Work | None:
     """``all_reduce``."""
     return all_reduce(tensor, op, group, async_op)
 
 
+@logged
 def all_reduce_coalesced(
     tensors: Iterable[Tensor], op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Work | None:
@@ -91,6 +95,7 @@ def all_reduce_coalesced(
     return carried_out(found, _into(*held), async_op)
 
 
+@logged
 def reduce(tensor: Tensor, dst: int, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Work | None:
     """The ranks' tensors combined in that of rank ``dst``; the others stay."""
     known = group_of(group)
@@ -99,6 +104,7 @@ def reduce(tensor: Tensor, dst: int, op: Any = ReduceOp.SUM, group: Any = None, 
     return carried_out(found, _one(tensor) if known.rank == place else lambda _: None, async_op)
 
 
+@logged
 def broadcast(tensor: Tensor, src: int, group: Any = None, async_op: bool = False) -> Work | None:
     """Rank ``src``'s tensor, in each rank's."""
     known = group_of(group)
@@ -106,6 +112,7 @@ def broadcast(tensor: Tensor, src: int, group: Any = None, async_op: bool = Fals
     return carried_out(found, _one(tensor), async_op)
 
 
+@logged
 def all_gather(tensor_list: Sequence[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Work | None:
     """The ranks' tensors, each in its place of ``tensor_list``."""
     known = group_of(group)
@@ -114,6 +121,7 @@ def all_gather(tensor_list: Sequence[Tensor], tensor: Tensor, group: Any = None,
     return carried_out(found, _into(*tensor_list), async_op)
 
 
+@logged
 def all_gather_into_tensor(output_tensor: Tensor, tensor: Tensor, group: Any = None, async_op: bool = False) -> Work | None:
     """The ranks' tensors one after the other in ``output_tensor``."""
     known = group_of(group)
@@ -122,11 +130,13 @@ def all_gather_into_tensor(output_tensor: Tensor, tensor: Tensor, group: Any = N
     return carried_out(found, _one(output_tensor), async_op)
 
 
+@logged
 def allgather_fn(output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False) -> Work | None:
     """``all_gather_into_tensor``."""
     return all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
 
 
+@logged
 def all_gather_coalesced(
     output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], group: Any = None, async_op: bool = False
 ) -> Work | None:
@@ -135,6 +145,7 @@ def all_gather_coalesced(
     return carried_out(found, _into(*output_tensors), async_op)
 
 
+@logged
 def reduce_scatter_tensor(
     output_tensor: Tensor, tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Work | None:
@@ -145,6 +156,7 @@ def reduce_scatter_tensor(
     return carried_out(found, _one(output_tensor), async_op)
 
 
+@logged
 def reduce_scatter_fn(
     output_tensor: Tensor, tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Work | None:
@@ -152,6 +164,7 @@ def reduce_scatter_fn(
     return reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
 
 
+@logged
 def reduce_scatter(
     output: Tensor, input_list: Sequence[Tensor], op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Work | None:
@@ -163,6 +176,7 @@ def reduce_scatter(
     return carried_out(found, _one(output), async_op)
 
 
+@logged
 def all_to_all_single(
     output: Tensor,
     tensor: Tensor,
@@ -185,6 +199,7 @@ def _equal(tensor: Tensor, n: int, name: str) -> list[int]:
     return [tensor.shape[0] // n] * n
 
 
+@logged
 def all_to_all(
     output_tensor_list: Sequence[Tensor], input_tensor_list: Sequence[Tensor], group: Any = None, async_op: bool = False
 ) -> Work | None:
@@ -198,6 +213,7 @@ def all_to_all(
     return carried_out(found, lambda result: _into(*output_tensor_list)(result.split(arriving)), async_op)
 
 
+@logged
 def gather(
     tensor: Tensor, gather_list: Sequence[Tensor] | None = None, dst: int = 0, group: Any = None, async_op: bool = False
 ) -> Work | None:
@@ -211,6 +227,7 @@ def gather(
     return carried_out(found, write, async_op)
 
 
+@logged
 def scatter(
     tensor: Tensor, scatter_list: Sequence[Tensor] | None = None, src: int = 0, group: Any = None, async_op: bool = False
 ) -> Work | None:
@@ -224,17 +241,20 @@ def scatter(
     return carried_out(found, _one(tensor), async_op)
 
 
+@logged
 def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Work | None:
     """Waits until all ranks of the group are here. It is not asynchronous: with ``async_op`` the handle is complete."""
     comm.barrier(group_of(group))
     return Work(comm.Pending(lambda: None, lambda _: True, lambda: "barrier"), lambda _: None) if async_op else None
 
 
+@logged
 def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
     """``barrier``; a rank that does not come is named by the world's own time limit."""
     comm.barrier(group_of(group))
 
 
+@logged
 def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
     """The ranks' objects, as pickles, in ``object_list``."""
     known = group_of(group)
@@ -242,6 +262,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> No
     object_list[:] = comm.all_gather_object(obj, known)
 
 
+@logged
 def broadcast_object_list(object_list: list[Any], src: int, group: Any = None, device: Any = None) -> None:
     """Rank ``src``'s objects, as pickles, in each rank's list."""
     known = group_of(group)

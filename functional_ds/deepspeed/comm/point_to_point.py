@@ -7,6 +7,7 @@ from torch import Tensor
 
 from functional_ds import comm
 
+from .comms_log import logged
 from .joining import group_of, place_in
 from .works import Work
 
@@ -24,12 +25,14 @@ def _copied(target: Tensor) -> Callable[[Tensor], None]:
     return write
 
 
+@logged
 def isend(tensor: Tensor, dst: int, group: Any = None, tag: int = 0) -> Work:
     """Starts to send a tensor to rank ``dst``."""
     known = group_of(group)
     return Work(comm.isend(tensor.detach(), place_in(known, dst, "dst"), known, tag=tag), _nothing)
 
 
+@logged
 def irecv(tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0) -> Work:
     """Starts to receive rank ``src``'s tensor; ``wait`` writes it into ``tensor``.
 
@@ -40,11 +43,13 @@ def irecv(tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 
     return Work(comm.irecv(tensor.detach(), _source(known, src), known, tag=tag), _copied(tensor))
 
 
+@logged
 def send(tensor: Tensor, dst: int, group: Any = None, tag: int = 0) -> None:
     """Sends a tensor to rank ``dst``."""
     isend(tensor, dst, group, tag).wait()
 
 
+@logged
 def recv(tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0) -> int:
     """Receives rank ``src``'s tensor into ``tensor``; returns the sender's rank.
 
@@ -70,6 +75,7 @@ class P2POp:
         self.op, self.tensor, self.peer, self.group, self.tag = op, tensor, peer, group, tag
 
 
+@logged
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
     """Starts the messages as one batch, so that opposing ones cannot block each other; a handle for each.
 

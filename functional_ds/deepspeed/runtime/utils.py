@@ -5,16 +5,18 @@ import math
 import random
 import sys
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from functional_ds import comm
-from functional_ds.deepspeed.accelerator.accelerators import get_accelerator
+from functional_ds.deepspeed.accelerator.accelerators import DeepSpeedAccelerator, get_accelerator
 
 __all__ = [
     "clip_grad_norm_",
     "get_global_norm_of_tensors",
+    "get_ma_status",
     "memory_status",
     "partition_balanced",
     "partition_uniform",
@@ -25,6 +27,12 @@ __all__ = [
 _GB = 1024**3
 
 
+def _memory(device: DeepSpeedAccelerator) -> tuple[int, int, int, int]:
+    """Bytes in use and their peak, bytes kept and their peak."""
+    kept, most = device.memory_reserved(), device.max_memory_reserved()
+    return device.memory_allocated(), device.max_memory_allocated(), kept, most
+
+
 def see_memory_usage(message: str, force: bool = False) -> None:
     """Prints the device's memory in use, its peak since the last call, and the host's; on rank 0, and only with ``force``."""
     if not force or comm.world().rank:
@@ -32,15 +40,7 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     gc.collect()
     device = get_accelerator()
     used = device.total_memory() - device.available_memory()
-    held, peak, kept, most = (
-        each / _GB
-        for each in (
-            device.memory_allocated(),
-            device.max_memory_allocated(),
-            device.memory_reserved(),
-            device.max_memory_reserved(),
-        )
-    )
+    held, peak, kept, most = (each / _GB for each in _memory(device))
     sys.stdout.write(f"{message}\nMA {held:.2f} GB  Max_MA {peak:.2f} GB  CA {kept:.2f} GB  Max_CA {most:.2f} GB\n")
     sys.stdout.write(f"{device.device_name()} memory: used = {used / _GB:.2f} GB of {device.total_memory() / _GB:.2f} GB\n")
     device.reset_peak_memory_stats()
@@ -60,19 +60,16 @@ def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> No
     device.synchronize()
     if reset_max:
         device.reset_peak_memory_stats()
-    held, peak, kept, most = (
-        f"{each / _GB:0.4f}GB"
-        for each in (
-            device.memory_allocated(),
-            device.max_memory_allocated(),
-            device.memory_reserved(),
-            device.max_memory_reserved(),
-        )
-    )
+    held, peak, kept, most = (f"{each / _GB:0.4f}GB" for each in _memory(device))
     sys.stdout.write(
         f"RANK={rank} MEMSTATS {msg} device={device.current_device_name()} "
         f"current alloc={held} (max={peak}) current cache={kept} (max={most})\n"
     )
+
+
+def get_ma_status() -> int:
+    """The device's bytes in use; 0 on ranks other than 0."""
+    return 0 if comm.world().rank else get_accelerator().memory_allocated()
 
 
 def set_random_seed(seed: int) -> None:
@@ -84,24 +81,33 @@ def set_random_seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def get_global_norm_of_tensors(input_tensors: Iterable[Tensor], norm_type: float = 2) -> Tensor:
-    """The norm of this rank's tensors as one vector, in fp32; -1 where it is not finite, as DeepSpeed says it."""
+def get_global_norm_of_tensors(
+    input_tensors: Iterable[Tensor], norm_type: float = 2, mpu: Any = None, moe_ep_group: Any = None
+) -> Tensor:
+    """The norm of this rank's tensors as one vector, in fp32; -1 where it is not finite, as DeepSpeed says it.
+
+    Raises:
+        ValueError: ``mpu`` or ``moe_ep_group`` is given: a step's phase ``norm`` sums over ranks.
+    """
+    if mpu is not None or moe_ep_group is not None:
+        raise ValueError("mpu= and moe_ep_group=: norms over ranks are the step's; T.clip clips by them")
     norms = [each.detach().float().norm(norm_type) for each in input_tensors]
     total = torch.stack(norms).norm(norm_type) if norms else torch.zeros(())
     return torch.where(total.isfinite(), total, torch.full_like(total, -1.0))
 
 
-def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
+def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2, mpu: Any = None) -> Tensor:
     """Scales the gradients down where their norm is above ``max_norm``; returns the norm.
 
     Args:
         parameters: those with a ``grad``.
         max_norm: the limit.
         norm_type: of which p-norm.
+        mpu: is refused; norms over ranks are the step's.
     """
     held = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [each.grad for each in held if each.grad is not None]
-    total = get_global_norm_of_tensors(grads, norm_type)
+    total = get_global_norm_of_tensors(grads, norm_type, mpu)
     factor = max_norm / (total + 1e-6)
     if 0 < factor < 1:
         for grad in grads:

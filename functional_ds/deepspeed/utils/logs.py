@@ -12,7 +12,7 @@ import torch
 
 from functional_ds import comm
 
-__all__ = ["OnDevice", "log_dist", "log_dist_once", "logger", "print_dist", "set_log_level_from_string"]
+__all__ = ["OnDevice", "log_dist", "log_dist_once", "logger", "set_log_level_from_string"]
 
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 
@@ -87,13 +87,6 @@ def _once(message: str, ranks: tuple[int, ...] | None, level: int) -> None:
 def log_dist_once(message: object, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
     """``log_dist``, once a process for each message."""
     _once(str(message), None if ranks is None else tuple(ranks), level)
-
-
-def print_dist(message: object, ranks: Sequence[int] | None = None) -> None:
-    """Prints where ``log_dist`` would log, whatever the level."""
-    text = _message(message, ranks)
-    if text is not None:
-        sys.stdout.write(f"{text}\n")
 
 
 @contextmanager

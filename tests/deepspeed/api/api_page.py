@@ -1,0 +1,37 @@
+"""Prints the tables of DeepSpeed's names; with --write, puts them into docs/deepspeed-api.md."""
+
+import sys
+from pathlib import Path
+
+from functional_ds.deepspeed.api_names import ALIASES, HERE, REFUSED, found
+
+PAGE = Path(__file__).parents[3] / "docs/deepspeed-api.md"
+START, END = "<!-- names -->\n", "<!-- /names -->"
+
+
+def tables() -> str:
+    """What is here, under which other paths, and what is refused."""
+    rows = ["### Here", "", "| module | names |", "|---|---|"]
+    for path in HERE:
+        module = found(path)
+        if path and module is not None:
+            names = ", ".join(f"`{name}`" for name in module.module.__all__)
+            rows.append(f"| `deepspeed.{path}` | {names} |")
+    rows += ["", "### Other paths of the same modules", "", "| path | module |", "|---|---|"]
+    rows += [f"| `deepspeed.{path}` | `deepspeed{'.' if to else ''}{to}` |" for path, to in sorted(ALIASES.items())]
+    rows += ["", "### Refused", "", "| name | why, and what would do |", "|---|---|"]
+    rows += [f"| `deepspeed.{path}` | {why} |" for path, why in sorted(REFUSED.items())]
+    return "\n".join(rows) + "\n"
+
+
+def written(page: str) -> str:
+    """The page with its tables renewed."""
+    before, _, rest = page.partition(START)
+    return before + START + "\n" + tables() + "\n" + END + rest.partition(END)[2]
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--write"]:
+        PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    else:
+        sys.stdout.write(tables())

@@ -1,0 +1,185 @@
+"""Which of DeepSpeed's names are here, which are refused and why; a script that imports ``deepspeed`` gets ours."""
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from functional_ds.deepspeed.api_names import ALIASES, HERE, REFUSED, found, why_missing
+from tests.deepspeed.api.api_page import PAGE, written
+from tests.deepspeed.api.real_imports import ENGINE, IMPORTS
+from tests.deepspeed.real import real
+
+ROOT = Path(__file__).resolve().parents[3]
+
+# Names of our modules that DeepSpeed's modules of the same path do not have.
+OURS = {
+    "accelerator": {"CPUAccelerator", "CUDAAccelerator"},
+    "comm": {"Work", "get_backend"},
+    "moe": {"MoE"},
+    "moe.layer": {"LocalExperts"},
+    "moe.utils": {"expert_sharers"},
+    "pipe": {"PipeDataParallelTopology", "PipeModelDataParallelTopology", "PipelineParts", "ProcessTopology", "pipeline_parts"},
+    "utils.groups": {"expert_data_ranks", "expert_ranks"},
+}
+
+# Parameters of theirs that are not here, and of ours that are not there.
+OTHERWISE: dict[str, tuple[set[str], set[str]]] = {
+    "checkpointing.non_reentrant_checkpoint": (set(), {"kwargs"}),
+    "moe.layer.MOELayer": ({"num_local_experts", "use_tutel"}, set()),
+}
+
+
+def here(path: str) -> bool:
+    """Whether a name is in one of our modules, or is one."""
+    if found(path) is not None:
+        return True
+    parent, _, name = path.rpartition(".")
+    module = found(parent)
+    return module is not None and hasattr(module.module, name)
+
+
+def theirs(path: str) -> Any:
+    """DeepSpeed's own module or name; None where it has none."""
+    attributes = {"checkpointing": "runtime.activation_checkpointing.checkpointing", "zero": "runtime.zero"}  # of the package
+    path = re.sub(r"^\w+", lambda word: attributes.get(word[0], word[0]), path)
+    parent, _, name = path.rpartition(".")
+    try:
+        return real(f"deepspeed.{path}" if path else "deepspeed")
+    except ImportError:
+        try:
+            return getattr(real(f"deepspeed.{parent}" if parent else "deepspeed"), name, None)
+        except ImportError:
+            return None
+
+
+def test_what_programs_import_is_here_or_refused_for_a_reason() -> None:
+    assert {path: why_missing(path) for path in IMPORTS if not here(path) and why_missing(path) not in REFUSED.values()} == {}
+
+
+def test_what_programs_import_is_deepspeeds() -> None:
+    gone = {"compression.compress.init_compression", "ops.sparse_attention.SparseSelfAttention"}
+    assert {path for path in (*IMPORTS, *ENGINE) if theirs(path) is None} == gone
+
+
+def test_names_of_our_modules_are_deepspeeds() -> None:
+    for path in filter(None, HERE):
+        module, other = found(path), theirs(path)
+        assert module is not None, path
+        assert {name for name in module.module.__all__ if not hasattr(other, name)} == OURS.get(path, set()), path
+
+
+def test_other_paths_and_refused_names_are_deepspeeds() -> None:
+    assert {path for path in (*ALIASES, *REFUSED) if theirs(path) is None} == {"ops.sparse_attention"}
+    assert {path for path in ALIASES if found(path) is None} <= {"runtime.zero", "runtime.zero.partition_parameters"}
+
+
+def _parameters(function: Any) -> list[str] | None:
+    """Names of a function's parameters, without those of the log of collectives; None where there are none to read."""
+    inner = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    wrapped = next((each for each in inner if inspect.isfunction(each)), function)  # DeepSpeed's wrapper hides its function
+    try:
+        given = inspect.signature(function if hasattr(function, "__wrapped__") else wrapped).parameters
+    except (TypeError, ValueError):
+        return None
+    return [name for name in given if name not in ("prof", "log_name", "debug")]
+
+
+def test_arguments_are_deepspeeds() -> None:
+    """By name and order, as they may be passed in either way."""
+    for path in filter(None, HERE):
+        module, other = found(path), theirs(path)
+        assert module is not None
+        for name in set(module.module.__all__) - OURS.get(path, set()):
+            ours = getattr(module.module, name)
+            if isinstance(ours, ModuleType) or not callable(ours) or name == "ReduceOp":
+                continue
+            mine, expected = _parameters(ours), _parameters(getattr(other, name))
+            lacking, more = OTHERWISE.get(f"{path}.{name}", (set(), set()))
+            if mine is not None and expected is not None:
+                assert [each for each in mine if each not in more] == [each for each in expected if each not in lacking], name
+
+
+def test_the_pages_tables_are_current() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert written(page) == page, "python -m tests.deepspeed.api.api_page --write"
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("ops.adam.FusedAdm", "did you mean FusedAdam?"),
+        ("runtme", "did you mean runtime?"),
+        ("nothing.of.the.kind", "the nearest module is deepspeed."),
+        ("utils.zzz", "deepspeed.utils has OnDevice, RepeatingLoader"),
+        ("ops.transformer.inference.Config", "DeepSpeed's kernels are not here"),
+    ],
+)
+def test_what_is_said_of_a_missing_name(path: str, message: str) -> None:
+    assert why_missing(path).startswith(message)
+
+
+SCRIPT = """
+import os, sys
+import deepspeed
+import deepspeed.runtime.pipe.module as pipe
+import beside
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.utils.logging import logger
+
+for line in ("from deepspeed.ops.adam import FusedAdm", "from deepspeed import init_inference", "import deepspeed.runtme"):
+    try:
+        exec(line)
+    except ImportError as error:
+        print(error)
+dist.init_distributed()
+import torch
+print(__name__, sys.argv, beside.NAME, pipe.LayerSpec.__name__, dist is deepspeed.comm, deepspeed.ops.adam.__spec__.name)
+print(torch.distributed.get_rank(), dist.get_world_size(), os.environ["LOCAL_RANK"])
+"""
+
+
+def run(*words: str, path: Path) -> "subprocess.CompletedProcess[str]":
+    """A program under ``python -m functional_ds.deepspeed``."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment = {**kept, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "functional_ds.deepspeed", *words]
+    return subprocess.run(command, cwd=path, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_an_unchanged_script_runs(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "beside.py").write_text("import deepspeed\nNAME = deepspeed.__name__\n")
+    done = run("--local_rank", "script.py", "--epochs", "1", path=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "deepspeed.ops.adam.FusedAdm is not in functional_ds.deepspeed: did you mean FusedAdam?",
+        "deepspeed.init_inference is not in functional_ds.deepspeed: "
+        "serving and generation are not here; export the params with fds.export",
+        "deepspeed.runtme is not in functional_ds.deepspeed: did you mean runtime?",
+        "__main__ ['script.py', '--epochs', '1', '--local_rank=0'] functional_ds.deepspeed LayerSpec True "
+        "functional_ds.deepspeed.ops.adam",
+        "0 1 0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "text"), [(["-h"], 0, "usage: python -m"), ([], 2, "usage: python -m"), (["no.py"], 2, "no such script")]
+)
+def test_the_runners_own_words(words: list[str], code: int, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from functional_ds.deepspeed.run_script import main
+
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == code
+    out = capsys.readouterr()
+    assert text in out.out + out.err
