@@ -60,6 +60,8 @@ INDEXES = {"comm.__init__"}
 LATE = {
     ("checkpointing.load", "checkpointing.dcp"): "it imports torch.distributed.checkpoint, which is slow",
     ("deepspeed.config.transform_parts", "transforms.offload"): "offloading may be left out",
+    ("deepspeed.pipe.pipeline_engine", "checkpointing.load"): "checkpointing may be left out",
+    ("deepspeed.pipe.pipeline_engine", "checkpointing.save"): "checkpointing may be left out",
     ("fitting.checkpoints", "checkpointing.load"): "checkpointing may be left out",
     ("fitting.checkpoints", "checkpointing.save"): "checkpointing may be left out",
     ("testing", "pipelining.schedules.action"): "pipelining may be left out",

@@ -54,7 +54,7 @@ ALIASES: Mapping[str, str] = MappingProxyType(
         "runtime.dataloader": "utils",
         "runtime.engine": "",
         "runtime.pipe": "pipe",
-        "runtime.pipe.engine": "",
+        "runtime.pipe.engine": "pipe",
         "runtime.pipe.module": "pipe",
         "runtime.pipe.topology": "pipe",
         "runtime.zero": "zero",

@@ -1,6 +1,7 @@
 """``deepspeed.pipe``: models as rows of layers, which become the stages of this library's pipelines."""
 
 from .layer_specs import LayerSpec, TiedLayerSpec
+from .pipeline_engine import PipelineEngine, pipeline_engine
 from .pipeline_module import PipelineModule
 from .pipeline_parts import PipelineParts, pipeline_parts
 from .topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
@@ -9,9 +10,11 @@ __all__ = [
     "LayerSpec",
     "PipeDataParallelTopology",
     "PipeModelDataParallelTopology",
+    "PipelineEngine",
     "PipelineModule",
     "PipelineParts",
     "ProcessTopology",
     "TiedLayerSpec",
+    "pipeline_engine",
     "pipeline_parts",
 ]

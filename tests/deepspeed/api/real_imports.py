@@ -51,6 +51,7 @@ IMPORTS = {
     "runtime.lr_schedules.WarmupDecayLR": "DeepSpeedExamples",
     "runtime.lr_schedules.WarmupLR": "DeepSpeedExamples",
     "runtime.pipe.PipelineModule": "DeepSpeedExamples",
+    "runtime.pipe.engine.PipelineEngine": "Megatron",
     "runtime.pipe.module.LayerSpec": "Megatron",
     "runtime.pipe.topology.PipeModelDataParallelTopology": "Megatron",
     "runtime.pipe.topology.ProcessTopology": "Megatron",

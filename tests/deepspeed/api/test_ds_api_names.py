@@ -25,7 +25,15 @@ OURS = {
     "moe": {"MoE"},
     "moe.layer": {"LocalExperts"},
     "moe.utils": {"expert_sharers"},
-    "pipe": {"PipeDataParallelTopology", "PipeModelDataParallelTopology", "PipelineParts", "ProcessTopology", "pipeline_parts"},
+    "pipe": {
+        "PipeDataParallelTopology",
+        "PipeModelDataParallelTopology",
+        "PipelineEngine",
+        "PipelineParts",
+        "ProcessTopology",
+        "pipeline_engine",
+        "pipeline_parts",
+    },
     "utils.groups": {"expert_data_ranks", "expert_ranks"},
 }
 

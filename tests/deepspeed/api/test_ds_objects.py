@@ -13,8 +13,8 @@ from torch import nn
 
 from functional_ds import comm
 from functional_ds.deepspeed.accelerator import CPUAccelerator, get_accelerator
-from functional_ds.deepspeed.config_arguments import add_config_arguments
 from functional_ds.deepspeed.config.ds_optimizers import rule_of
+from functional_ds.deepspeed.config_arguments import add_config_arguments
 from functional_ds.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from functional_ds.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from functional_ds.deepspeed.ops.lamb import FusedLamb

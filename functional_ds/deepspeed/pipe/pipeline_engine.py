@@ -1,0 +1,309 @@
+"""``PipelineEngine``: DeepSpeed's ``train_batch`` and ``eval_batch`` over a step that is a pipeline."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from functional_ds import comm
+from functional_ds.base.files import write_atomically
+from functional_ds.deepspeed.config.ds_plan import ConfigPlan, from_ds_config
+from functional_ds.optim.optimizer import Optimizer, PerParameter
+from functional_ds.step.compose import compose
+from functional_ds.step.train_step import train_step
+
+from .pipeline_module import PipelineModule
+from .pipeline_parts import PipelineParts, pipeline_parts
+
+__all__ = ["PipelineEngine", "pipeline_engine"]
+
+_STATE = "state"  # the tag within a tag's folder
+_WHOLE = "the micro-batches of a pipeline run together: call train_batch or eval_batch"
+
+
+class PipelineEngine:
+    """An engine whose update takes ``gradient_accumulation_steps()`` micro-batches from an iterator.
+
+    Law: its losses and params are those of the module on one device, on the micro-batches of all data-parallel ranks.
+
+    Attributes:
+        module: the ``PipelineModule``; ``module_state_dict()`` has the params as they are now.
+        global_steps: updates so far.
+        global_samples: rows so far, on all ranks.
+        training_dataloader: the loader of ``training_data``; None without it.
+        lr_scheduler: is moved after each update, where one was given.
+    """
+
+    def __init__(self, module: PipelineModule, plan: ConfigPlan, parts: PipelineParts, step: Any, lr_scheduler: Any) -> None:
+        self.module, self.lr_scheduler = module, lr_scheduler
+        self.global_steps = self.global_samples = 0
+        self.training_dataloader: DataLoader[Any] | None = None
+        self._plan, self._parts, self._step = plan, parts, step
+        self._state = step.init(parts.params)
+        self._norm: Tensor | None = None
+        self._iterator: Iterator[Any] | None = None
+        self._batch_fn: Callable[[Any], Any] | None = None
+
+    # -- data
+
+    def set_dataloader(self, loader: Iterable[Any] | None) -> None:
+        """The micro-batches come from a loader, which starts over."""
+        self._iterator = None if loader is None else _repeated(loader)
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """The micro-batches come from an iterator."""
+        self._iterator = iterator
+
+    def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
+        """What makes (inputs, labels) of an entry of the data."""
+        self._batch_fn = fn
+
+    def _next(self, count: int) -> Any:
+        if self._iterator is None:
+            raise ValueError("train_batch: there is no data; pass data_iter, or training_data to initialize")
+        micros = [next(self._iterator) for _ in range(count)]
+        return self._parts.joined(micros if self._batch_fn is None else map(self._batch_fn, micros))
+
+    # -- updates
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """One update; the mean loss of all ranks. Every rank of a pipeline passes the same data.
+
+        Raises:
+            StopIteration: the data have too few micro-batches.
+            ValueError: there are no data.
+        """
+        if data_iter is not None:
+            self.set_dataiterator(data_iter)
+        batch = self._next(self.gradient_accumulation_steps())
+        self._state, metrics = self._step(self._state, batch)
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+        self._norm = metrics.get("grad_norm")
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        loss: Tensor = metrics["loss"]
+        return loss
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Tensor:
+        """The mean loss of all ranks, in the modules' evaluation mode.
+
+        Args:
+            data_iter: of micro-batches; it does not replace that of ``train_batch``.
+            return_logits: is refused.
+            compute_loss: False is refused.
+            reduce_output: "avg"; others are refused.
+            bcast_loss: has no effect: every rank has the loss.
+            num_micro_batches: how many are taken; by default as many as for an update.
+        """
+        if return_logits or not compute_loss or reduce_output != "avg":
+            raise ValueError(
+                "eval_batch: the mean loss is here; run engine.module for outputs, with module_state_dict() loaded"
+            )
+        before, self._iterator = self._iterator, data_iter
+        try:
+            batch = self._next(num_micro_batches or self.gradient_accumulation_steps())
+        finally:
+            self._iterator = before
+        self._parts.train(False)
+        try:
+            found: Tensor = self._step.evaluate(self._state, batch)
+        finally:
+            self._parts.train(self.module.training)
+        return found
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Is refused."""
+        raise TypeError(_WHOLE)
+
+    __call__ = backward = step = forward
+
+    def train(self, mode: bool = True) -> "PipelineEngine":
+        """Sets the mode of the modules."""
+        self.module.train(mode)
+        self._parts.train(mode)
+        return self
+
+    def eval(self) -> "PipelineEngine":
+        """The modules' evaluation mode."""
+        return self.train(False)
+
+    # -- numbers
+
+    def train_batch_size(self) -> int:
+        """Rows of an update, on all ranks."""
+        return self._plan.batch.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Rows of a micro-batch."""
+        return self._plan.batch.train_micro_batch_size_per_gpu
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of an update."""
+        return self._plan.batch.gradient_accumulation_steps
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of an update."""
+        return self.gradient_accumulation_steps()
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline."""
+        return self.module.num_stages
+
+    @property
+    def stage_id(self) -> int:
+        """This rank's stage."""
+        return self.module.stage_id
+
+    def is_first_stage(self) -> bool:
+        """Whether this rank has the first stage."""
+        return self.stage_id == 0
+
+    def is_last_stage(self) -> bool:
+        """Whether this rank has the last stage."""
+        return self.stage_id == self.num_stages - 1
+
+    def get_lr(self) -> list[float]:
+        """The rate of the next update, for each param group."""
+        if self.lr_scheduler is not None:
+            return [float(rate) for rate in self.lr_scheduler.get_last_lr()]
+        schedule = self._plan.schedule
+        return [self._plan.value("optimizer.params")["lr"]] if schedule is None else [schedule.rate(int(self._state.step))]
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of the last update's gradients before clipping; None where nothing was clipped."""
+        return None if self._norm is None else float(self._norm)
+
+    # -- params
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> "OrderedDict[str, Tensor]":
+        """All stages' params by name, on every rank. Collective."""
+        frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
+        held = self._step.params(self._state).items()
+        return OrderedDict((name, p) for name, p in held if not (exclude_frozen_parameters and name in frozen))
+
+    def save_checkpoint(
+        self, save_dir: str, tag: str | None = None, client_state: Mapping[str, Any] | None = None, save_latest: bool = True
+    ) -> bool:
+        """Writes ``save_dir/tag``, which is loaded into any number of ranks and stages. Collective.
+
+        Args:
+            save_dir: a folder that all ranks see.
+            tag: by default ``global_step{N}``.
+            client_state: JSON values.
+            save_latest: whether the file ``latest`` names this tag.
+        """
+        from functional_ds.checkpointing.save import save  # may be left out of an installation
+
+        name = tag or f"global_step{self.global_steps}"
+        scheduler = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
+        counts = {"global_steps": self.global_steps, "global_samples": self.global_samples}
+        save(
+            self._state,
+            Path(save_dir) / name,
+            tag=_STATE,
+            extra={"counts": counts, "client_state": dict(client_state or {}), "lr_scheduler": scheduler},
+        )
+        if save_latest and comm.world().rank == 0:
+            write_atomically(Path(save_dir) / "latest", name.encode())
+        comm.barrier()
+        return True
+
+    def load_checkpoint(self, load_dir: str, tag: str | None = None) -> tuple[str | None, Any]:
+        """Goes on from ``load_dir/tag``, by default the one that ``latest`` names; (None, None) without one. Collective."""
+        from functional_ds.checkpointing.load import load  # may be left out of an installation
+
+        latest = Path(load_dir) / "latest"
+        name = tag or (latest.read_text(encoding="utf-8").strip() if latest.is_file() else None)
+        name = comm.all_gather_object(name)[0]
+        if name is None:
+            return None, None
+        self._state, extra = load(Path(load_dir) / name, like=self._state, tag=_STATE, with_extra=True)
+        self.global_steps, self.global_samples = (extra["counts"][each] for each in ("global_steps", "global_samples"))
+        if self.lr_scheduler is not None and extra["lr_scheduler"] is not None:
+            self.lr_scheduler.load_state_dict(extra["lr_scheduler"])
+        return str(Path(load_dir) / name), extra["client_state"]
+
+
+def _repeated(loader: Iterable[Any]) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def pipeline_engine(
+    module: PipelineModule,
+    config: Any,
+    *,
+    optimizer: Optimizer | PerParameter | None = None,
+    lr: float | None = None,
+    lr_scheduler: Any = None,
+    training_data: Dataset[Any] | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+) -> PipelineEngine:
+    """What ``initialize`` makes of a ``PipelineModule``. Collective.
+
+    Args:
+        module: the layers; rank 0's params count on all ranks.
+        config: as ``from_ds_config`` takes it. Its batch's sizes are per data-parallel rank, as there.
+        optimizer: instead of the config's.
+        lr: its rate, for a scheduler of the config.
+        lr_scheduler: an object that is moved after each update, instead of the config's.
+        training_data: each data-parallel rank reads its part, shuffled as torch's DistributedSampler does.
+        collate_fn: makes a micro-batch of rows.
+
+    Raises:
+        ConfigError: a key is refused.
+        ValueError: neither the config nor the call has an optimizer; a layer has buffers.
+
+    >>> from torch import nn
+    >>> model = PipelineModule([nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)], num_stages=1, loss_fn=nn.functional.mse_loss)
+    >>> optimizer = {"type": "SGD", "params": {"lr": 0.1}}
+    >>> sizes = {"train_batch_size": 4, "gradient_accumulation_steps": 2}
+    >>> engine = pipeline_engine(model, {**sizes, "optimizer": optimizer})
+    >>> data = [(torch.ones(2, 2), torch.zeros(2, 1))] * 4
+    >>> first, second = engine.train_batch(iter(data)), engine.train_batch(iter(data))
+    >>> bool(second < first), engine.global_steps
+    (True, 2)
+    """
+    if comm.world().size > 1:
+        held = list(module.parameters())
+        for mine, first in zip(held, comm.broadcast([p.detach() for p in held]), strict=True):
+            mine.data.copy_(first)
+    parts = pipeline_parts(module)
+    plan = from_ds_config(config, parts.data.size, group=parts.data, lr=lr, warn=True)
+    whole = plan.to_ds_config()  # the pipeline cuts the batch into micro-batches, so nothing else accumulates
+    whole.update(gradient_accumulation_steps=1, train_micro_batch_size_per_gpu=plan.batch.rows)
+    if lr_scheduler is not None:
+        whole.pop("scheduler", None)
+    plain = from_ds_config(whole, parts.data.size, group=parts.data, lr=lr, warn=True)
+    rule = optimizer or plain.optimizer
+    if rule is None:
+        raise ValueError("config: it names no optimizer, and none is given")
+    strategy = compose(plain.transform, parts.transform(plan.batch.gradient_accumulation_steps))
+    engine = PipelineEngine(module, plan, parts, strategy(train_step(parts.stages, rule)), lr_scheduler)
+    if training_data is not None:
+        sampler: DistributedSampler[Any] = DistributedSampler(training_data, parts.data.size, parts.data.rank)
+        engine.training_dataloader = DataLoader(
+            training_data,
+            plan.batch.train_micro_batch_size_per_gpu,
+            sampler=sampler,
+            drop_last=True,
+            collate_fn=collate_fn,
+            pin_memory=torch.cuda.is_available(),
+        )
+        engine.set_dataloader(engine.training_dataloader)
+    return engine

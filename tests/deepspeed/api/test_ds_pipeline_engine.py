@@ -1,0 +1,140 @@
+"""``PipelineEngine`` trains as the module on one device, and as DeepSpeed's own engine."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from functional_ds import comm
+from functional_ds.deepspeed import pipe
+from functional_ds.deepspeed.config.explain import ConfigError
+from functional_ds.deepspeed.ops.adam import FusedAdam
+from functional_ds.deepspeed.pipe.pipeline_engine import PipelineEngine, pipeline_engine
+from functional_ds.deepspeed.runtime.lr_schedules import WarmupLR
+from tests.deepspeed.api.pipeline_run import CONFIG, UPDATES, layers, loss_of, micros, values
+from tests.deepspeed.real import real
+
+
+def made(stages: int, method: str = "uniform", **more: Any) -> PipelineEngine:
+    """An engine in this world; data-parallel ranks share the micro-batches."""
+    module = pipe.PipelineModule(layers(pipe), num_stages=stages, loss_fn=loss_of, partition_method=method)
+    shared = comm.world().size // stages
+    return pipeline_engine(values(module), {**CONFIG, "gradient_accumulation_steps": 4 // shared, **more})  # type: ignore[arg-type]
+
+
+def mine(engine: PipelineEngine, update: int) -> Any:
+    """This rank's micro-batches of an update."""
+    data = engine._parts.data
+    return iter(micros(update)[data.rank :: data.size])
+
+
+def losses(stages: int, **more: Any) -> list[float]:
+    engine = made(stages, **more)
+    return [engine.train_batch(mine(engine, update)).item() for update in range(UPDATES)]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[float]:
+    """On one device, in plain PyTorch."""
+    module = values(pipe.PipelineModule(layers(pipe), num_stages=1))
+    optimizer, found = torch.optim.AdamW(module.parameters(), lr=0.05, weight_decay=0.01), []
+    schedule = WarmupLR(optimizer, warmup_num_steps=2, warmup_max_lr=0.05)
+    for update in range(UPDATES):
+        optimizer.zero_grad()
+        total = torch.stack([loss_of(module(x), labels) for x, labels in micros(update)]).mean()
+        total.backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+        optimizer.step()
+        schedule.step()
+        found.append(total.item())
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "stages", "zero"), [(1, 1, 1), (2, 2, 0), (2, 2, 1), (4, 2, 1), (4, 2, 3)])
+def test_an_engine_trains_as_its_module(alone: list[float], ranks: int, stages: int, zero: int) -> None:
+    for found in comm.simulate(lambda: losses(stages, zero_optimization={"stage": zero}), world_size=ranks):
+        assert found == pytest.approx(alone, rel=1e-5)
+
+
+def test_an_engine_trains_as_deepspeeds(tmp_path: Path) -> None:
+    real()
+    program = str(Path(__file__).with_name("pipeline_run.py"))
+    words = [[sys.executable, program, str(rank), str(tmp_path / "store")] for rank in range(2)]
+    processes = [subprocess.Popen(each, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) for each in words]
+    theirs = [json.loads(process.communicate(timeout=240)[0].splitlines()[-1]) for process in processes]
+    for ours, expected in zip(comm.simulate(lambda: losses(2), world_size=2), theirs, strict=True):
+        assert ours == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_checkpoint_goes_on_with_other_stages(tmp_path: Path) -> None:
+    def first() -> list[float]:
+        engine = made(2)
+        assert engine.load_checkpoint(str(tmp_path)) == (None, None)
+        engine.train_batch(mine(engine, 0))
+        engine.save_checkpoint(str(tmp_path), client_state={"epoch": 1})
+        return [engine.train_batch(mine(engine, 1)).item(), *engine.get_lr()]
+
+    def second() -> tuple[Any, ...]:
+        engine = made(1)
+        path, client = engine.load_checkpoint(str(tmp_path))
+        counts = engine.global_steps, engine.global_samples
+        return [engine.train_batch(mine(engine, 1)).item(), *engine.get_lr()], Path(path or "").name, client, counts
+
+    expected = comm.simulate(first, world_size=2)[0]
+    ((found, name, client, counts),) = comm.simulate(second, world_size=1)
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert (name, client, counts) == ("global_step1", {"epoch": 1}, (1, 8))
+
+
+def test_data_schedulers_and_evaluation() -> None:
+    def on_rank() -> tuple[Any, ...]:
+        module = values(pipe.PipelineModule(layers(pipe), num_stages=2, loss_fn=loss_of, partition_method="uniform"))
+        held = FusedAdam(module.parameters(), lr=0.05)
+        rows = [row for pair in micros(0) for row in zip(*pair, strict=True)]
+        config = {name: block for name, block in CONFIG.items() if name not in ("optimizer", "scheduler")}
+        engine = pipeline_engine(
+            module,  # type: ignore[arg-type]
+            config,
+            optimizer=held.rule_for(held.param_groups[0]),
+            lr_scheduler=WarmupLR(held, warmup_num_steps=4),
+            training_data=rows,  # type: ignore[arg-type]
+        )
+        engine.set_batch_fn(tuple)
+        before = engine.eval_batch(iter(micros(0))).item()
+        engine.train_batch()
+        engine.train_batch()  # the loader starts over
+        after = engine.eval_batch(iter(micros(0)), num_micro_batches=2).item()
+        weights = engine.module_state_dict()
+        stage = engine.is_first_stage(), engine.is_last_stage()
+        return before, after, list(weights), engine.get_lr(), engine.global_samples, stage, engine.get_global_grad_norm()
+
+    both = comm.simulate(on_rank, world_size=2)
+    assert both[0][:5] == both[1][:5]
+    before, after, names, rates, samples, stage, norm = both[0]
+    assert after < before
+    assert names == ["tied_modules.embed.weight", "1.weight", "1.bias", "4.weight", "4.bias"]
+    assert rates == pytest.approx([0.05 / 2])  # log(2) / log(4)
+    assert samples == 16
+    assert (stage, both[1][5]) == ((True, False), (False, True))
+    assert norm > 0
+
+
+def test_refusals() -> None:
+    engine = made(1)
+    with pytest.raises(TypeError, match="call train_batch or eval_batch"):
+        engine(torch.ones(1))
+    with pytest.raises(ValueError, match="pass data_iter, or training_data"):
+        engine.train_batch()
+    with pytest.raises(ValueError, match="the mean loss is here"):
+        engine.eval_batch(iter([]), return_logits=True)
+    with pytest.raises(StopIteration):
+        engine.train_batch(iter(micros(0)[:2]))
+    with pytest.raises(ConfigError, match="optimiser"):
+        made(1, optimiser={})
+    module = pipe.PipelineModule(layers(pipe), num_stages=1, loss_fn=loss_of)
+    with pytest.raises(ValueError, match="it names no optimizer"):
+        pipeline_engine(module, {"train_batch_size": 8, "gradient_accumulation_steps": 4})
