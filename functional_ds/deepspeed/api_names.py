@@ -32,6 +32,7 @@ HERE = (
     "runtime.utils",
     "utils",
     "utils.groups",
+    "utils.zero_to_fp32",
 )
 
 # From a path in DeepSpeed to one of those, or to a module that is an attribute of the package.
@@ -110,7 +111,6 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "tp_model_init": "T.tensor_parallel cuts modules as they are; see docs/tensor-parallel.md",
         "utils.numa": "torchrun or the launcher binds processes to cores",
         "utils.nvtx": "torch.cuda.nvtx.range",
-        "utils.zero_to_fp32": "fds.from_deepspeed reads ZeRO's checkpoints, and fds.export writes whole params",
         "utils.timer": "fds.profile measures; see docs/profile.md",
     }
 )
