@@ -60,7 +60,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     loss_scale = cur_scale
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients since the last update."""
+        """As ``engine.zero_grad``."""
         del set_to_none
         self._drop()
 

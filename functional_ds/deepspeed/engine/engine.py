@@ -206,9 +206,10 @@ class DeepSpeedEngine(ConfigValues, nn.Module):
         del bucket_size
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients since the last update."""
+        """In stage 0 drops the gradients since the last update; in others an update does, and this is of no effect, as there."""
         del set_to_none
-        self._loop.discard()
+        if not self.zero_optimization():
+            self._loop.zero_grad()
 
     # -- counts --------------------------------------------------------------------------------------------------------
 
@@ -448,8 +449,7 @@ class DeepSpeedEngine(ConfigValues, nn.Module):
     @property
     def state(self) -> State:
         """Its state. An update takes the state's memory, so keep none of them."""
-        self._loop.collect()
-        return self._loop.state  # type: ignore[no-any-return]
+        return self._loop.settled()  # type: ignore[no-any-return]
 
     def destroy(self) -> None:
         """Closes logs."""

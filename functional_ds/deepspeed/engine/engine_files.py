@@ -48,7 +48,7 @@ def save_engine(engine: Saved, folder: Any, tag: Any, client_state: Mapping[str,
     from functional_ds.checkpointing.save import save  # may be left out of an installation
 
     counts, loop = engine._counts, engine._loop
-    loop.end_micro_batch()
+    state = loop.settled()
     counts.settle()
     place, name = _place(folder, f"global_step{counts.global_steps}" if tag is None else tag)
     scheduler = engine.lr_scheduler
@@ -57,7 +57,7 @@ def save_engine(engine: Saved, folder: Any, tag: Any, client_state: Mapping[str,
         "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
     }
     numbers = {each: getattr(counts, each) for each in ("global_steps", "global_samples", "skipped_steps", "updates", "micro_steps")}
-    save(loop.state, place, tag=_STATE, extra={"engine": numbers, "pickled": _pickled(held)})
+    save(state, place, tag=_STATE, extra={"engine": numbers, "pickled": _pickled(held)})
     if save_latest and comm.world().rank == 0:
         write_atomically(Path(folder) / "latest", name.encode())
     comm.barrier()

@@ -142,6 +142,13 @@ class EngineLoop:
             self._direct = False
             self._count()
 
+    def settled(self) -> State:
+        """The state, with what a pass has written into buffers that only other params' backward passes go through."""
+        self.collect()
+        if self._touched and not self._begun:
+            self._end_pass()
+        return self.state
+
     def end_micro_batch(self) -> None:
         """Further passes belong to the next micro-batch."""
         self.collect()
@@ -172,6 +179,21 @@ class EngineLoop:
         self._forget_pass()
         self.grads, self._passes, self._backwards = None, 0, 0
 
+    def zero_grad(self) -> None:
+        """Drops the gradients since the last update, but no forward pass.
+
+        Raises:
+            RuntimeError: a forward pass that adds to them is open.
+        """
+        self.collect()
+        if self.grads is not None:
+            if self._run is not None and not (self._begun or self._touched):
+                raise RuntimeError(
+                    "zero_grad: amid accumulation, between engine(...) and engine.backward(loss), there is no way back to the "
+                    "gradients before; call it before engine(...)"
+                )
+            self.discard()
+
     def replace(self, state: State) -> None:
         """Goes on with another state."""
         self.discard()
@@ -187,8 +209,7 @@ class EngineLoop:
         self.collect()
         if self._run is not None and not (self._begun or self._touched):
             raise RuntimeError(
-                "params cannot be set between engine(...) and engine.backward(loss); do it after engine.step(), or drop the pass: "
-                "engine.zero_grad()"
+                "params cannot be set between engine(...) and engine.backward(loss); do it after engine.step()"
             )
 
     # -- passes ------------------------------------------------------------------------------------------------------------

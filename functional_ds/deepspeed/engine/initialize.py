@@ -114,7 +114,7 @@ def initialize(
     counts = EngineCounts(loop.micro_batches, bool(plan.value("managed_gradient_accumulation")))
     facade = None
     if groups:
-        facade = EngineOptimizer(groups, client, counts.settle, lambda name: _outcome(name, counts, engine), loop.discard)
+        facade = EngineOptimizer(groups, client, counts.settle, lambda name: _outcome(name, counts, engine), lambda: engine.zero_grad())
     counts.scheduler = _scheduler(plan, lr_scheduler, client or facade, groups, counts)
     engine = DeepSpeedEngine(model, plan, loop, counts, optimizer=facade, lr_scheduler=counts.scheduler)
     engine.collate_fn = collate_fn
