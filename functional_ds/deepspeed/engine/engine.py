@@ -344,7 +344,7 @@ class DeepSpeedEngine(ConfigValues, nn.Module):
                 values.append(self(*inputs) if isinstance(inputs, tuple | list) else self(inputs))
                 losses.append(self.module.loss_fn(values[-1], labels))
         self.train(training)
-        loss = comm.all_reduce(torch.stack(losses).mean(), op="mean")
+        loss = comm.all_reduce(torch.stack(losses).mean(), op="avg")
         return (loss, values) if return_logits else loss
 
     def _batches(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
@@ -450,6 +450,10 @@ class DeepSpeedEngine(ConfigValues, nn.Module):
     def state(self) -> State:
         """Its state. An update takes the state's memory, so keep none of them."""
         return self._loop.settled()  # type: ignore[no-any-return]
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Milliseconds of the last update's "fwd", "bwd" and "step", with ``wall_clock_breakdown``."""
+        return dict(self._reports.times)
 
     def destroy(self) -> None:
         """Closes logs."""

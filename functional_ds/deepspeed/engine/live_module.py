@@ -85,8 +85,10 @@ class LiveModule:
                     self._seen[index] = tensor.data_ptr()
         elif self._views is None:
             self._views = []
-            for parameter in self.params.values():
-                self.clear(parameter)
+            frame = StateLayout.of(state).stored
+            for tensor, place in zip(tree.leaves(state.params), frame.places, strict=True):
+                for member in place.members:
+                    self.clear(self.params[frame.leaves[member][0]], tensor.dtype)
         if self._buffers:
             for name, buffer in step.module_buffers(state).items():
                 if name in self._buffers:
@@ -102,9 +104,9 @@ class LiveModule:
                     self.clear(view.parameter)
             self._seen = [None] * len(self._seen)
 
-    def clear(self, parameter: nn.Parameter) -> None:
-        """Makes a parameter empty."""
-        dtype = parameter.dtype
+    def clear(self, parameter: nn.Parameter, dtype: torch.dtype | None = None) -> None:
+        """Makes a parameter empty, in its dtype or another."""
+        dtype = dtype or parameter.dtype
         if dtype not in self._empty:
             self._empty[dtype] = torch.empty(0, dtype=dtype, device=parameter.device)
         parameter.data = self._empty[dtype]
@@ -131,7 +133,7 @@ class LiveModule:
             frozen: whether params that are not trained are among them.
         """
         dtypes = {name: parameter.dtype for name, parameter in self.params.items()}
-        values = {id(self.params[name]): leaf.to("cpu", dtypes[name]) for name, leaf in step.params(state).items()} if (
+        values = {id(self.params[name]): leaf.detach().to("cpu", dtypes[name]) for name, leaf in step.params(state).items()} if (
             not self.shows
         ) else {}
         left = {name for name, parameter in self.module.named_parameters(remove_duplicate=False) if not parameter.requires_grad}
