@@ -46,6 +46,8 @@ LAYERS = (
     ("transforms",),
     ("deepspeed.config.keys",),
     ("deepspeed.config",),
+    ("deepspeed.engine",),
+    ("deepspeed.zero",),
 )
 
 # Package indexes that library files import: files above comm use the collectives by the names that users know.
@@ -55,6 +57,12 @@ INDEXES = {"comm.__init__"}
 LATE = {
     ("checkpointing.load", "checkpointing.dcp"): "it imports torch.distributed.checkpoint, which is slow",
     ("deepspeed.config.transform_parts", "transforms.offload"): "offloading may be left out",
+    ("deepspeed.engine.engine_files", "checkpointing.load"): "checkpointing may be left out",
+    ("deepspeed.engine.engine_files", "checkpointing.save"): "checkpointing may be left out",
+    ("deepspeed.engine.engine_files", "interchange.deepspeed"): "interchange may be left out",
+    ("deepspeed.engine.engine_files", "interchange.export"): "interchange may be left out",
+    ("deepspeed.engine.engine_reports", "fitting.loggers"): "fitting may be left out",
+    ("deepspeed.engine.engine_reports", "profiling.profiler"): "profiling may be left out",
     ("fitting.checkpoints", "checkpointing.load"): "checkpointing may be left out",
     ("fitting.checkpoints", "checkpointing.save"): "checkpointing may be left out",
     ("testing", "pipelining.schedules.action"): "pipelining may be left out",

@@ -69,7 +69,7 @@ class ConfigValues:
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Rows of a micro-batch, on one rank."""
-        return self._counts.micro_rows or self.plan.batch.train_micro_batch_size_per_gpu  # type: ignore[no-any-return]
+        return self._counts.micro_rows or self.plan.batch.train_micro_batch_size_per_gpu
 
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches of an update."""
@@ -91,7 +91,9 @@ class ConfigValues:
         """
         rows = self.train_micro_batch_size_per_gpu() * self.dp_world_size
         if train_batch_size < rows or train_batch_size % rows:
-            raise ValueError(f"train_batch_size={train_batch_size} is no multiple of the {rows} rows of a micro-batch on all ranks")
+            raise ValueError(
+                f"train_batch_size={train_batch_size} is no multiple of the {rows} rows of a micro-batch on all ranks"
+            )
         self._loop.micro_batches = self._counts.micro_batches = train_batch_size // rows
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
@@ -123,12 +125,7 @@ class ConfigValues:
 
     def loss_scale(self) -> float:
         """What the next loss is multiplied by."""
-        return self._loss_scale()
-
-    def _loss_scale(self) -> float:
-        slot = self._loop.state.slots.get("mixed_precision")
-        value = getattr(getattr(slot, "loss_scale", None), "value", 1.0)
-        return float(value)
+        return float(self._loop.loss_scale())
 
     def gradient_clipping(self) -> float:
         """The limit of the gradients' norm; 0 for none."""
@@ -194,15 +191,15 @@ class ConfigValues:
 
     def zero_offload_optimizer(self) -> bool:
         """Whether the optimizer's state is offloaded."""
-        return self.plan.value("zero_optimization.offload_optimizer.device") != "none"
+        return bool(self.plan.value("zero_optimization.offload_optimizer.device") != "none")
 
     def zero_offload_param(self) -> bool:
         """Whether params are offloaded."""
-        return self.plan.value("zero_optimization.offload_param.device") != "none"
+        return bool(self.plan.value("zero_optimization.offload_param.device") != "none")
 
     def zero_cpu_offload(self) -> bool:
         """Whether the optimizer's state is on the host."""
-        return self.plan.value("zero_optimization.offload_optimizer.device") == "cpu"
+        return bool(self.plan.value("zero_optimization.offload_optimizer.device") == "cpu")
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """True: ``save_16bit_model`` writes whole weights in every stage."""

@@ -1,11 +1,13 @@
 """What ``initialize`` returns as the optimizer: param groups, and what became of the last update."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from .engine_counts import EngineCounts
+from .engine_loop import EngineLoop
 from .optimizer_groups import LiveGroup
 
 __all__ = ["EngineOptimizer"]
@@ -25,11 +27,12 @@ class EngineOptimizer(torch.optim.Optimizer):
         self,
         groups: Sequence[LiveGroup],
         client: torch.optim.Optimizer | None,
-        settle: Callable[[], None],
-        outcome: Callable[[str], Any],
-        drop: Callable[[], None],
+        counts: EngineCounts,
+        loop: EngineLoop,
+        *,
+        drops: bool,
     ) -> None:
-        self._settle, self._outcome, self._drop = settle, outcome, drop
+        self._counts, self._loop, self._drops = counts, loop, drops
         self._groups: list[dict[str, Any]] = []
         defaults = {} if client is None else client.defaults
         super().__init__([group.given for group in groups], defaults)
@@ -38,9 +41,9 @@ class EngineOptimizer(torch.optim.Optimizer):
             self._groups = client.param_groups
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The dicts, with the rates of the next update."""
-        self._settle()
+        self._counts.settle()
         return self._groups
 
     @param_groups.setter
@@ -50,21 +53,23 @@ class EngineOptimizer(torch.optim.Optimizer):
     @property
     def overflow(self) -> bool:
         """Whether the last update was left out, because a gradient was not finite."""
-        return bool(self._outcome("overflow"))
+        self._counts.settle()
+        return self._counts.overflow
 
     @property
     def cur_scale(self) -> float:
         """What the next loss is multiplied by."""
-        return float(self._outcome("loss_scale"))
+        return self._loop.loss_scale()
 
     loss_scale = cur_scale
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``engine.zero_grad``."""
         del set_to_none
-        self._drop()
+        if self._drops:
+            self._loop.zero_grad()
 
-    def step(self, closure: Any = None) -> NoReturn:  # type: ignore[override]
+    def step(self, closure: Any = None) -> NoReturn:
         """Refused: the engine makes updates.
 
         Raises:

@@ -206,7 +206,7 @@ class DeepSpeedEngine(ConfigValues, nn.Module):
         del bucket_size
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """In stage 0 drops the gradients since the last update; in others an update does, and this is of no effect, as there."""
+        """In stage 0 drops the gradients since the last update. In others it has no effect, as in DeepSpeed."""
         del set_to_none
         if not self.zero_optimization():
             self._loop.zero_grad()
@@ -342,13 +342,13 @@ class DeepSpeedEngine(ConfigValues, nn.Module):
             for _ in range(self._loop.micro_batches):
                 inputs, labels = next(data_iter)
                 values.append(self(*inputs) if isinstance(inputs, tuple | list) else self(inputs))
-                losses.append(self.module.loss_fn(values[-1], labels))
+                losses.append(self._loss_fn(values[-1], labels))
         self.train(training)
         loss = comm.all_reduce(torch.stack(losses).mean(), op="avg")
         return (loss, values) if return_logits else loss
 
     def _batches(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
-        if getattr(self.module, "loss_fn", None) is None:
+        if self._loss_fn is None:
             raise RuntimeError(
                 f"train_batch: {type(self.module).__name__} has no loss_fn; PipelineModule(..., loss_fn=...) has one, other "
                 "programs call engine(batch), engine.backward(loss), engine.step()"
@@ -364,7 +364,11 @@ class DeepSpeedEngine(ConfigValues, nn.Module):
     def _loss(self, batch: Any) -> Tensor:
         inputs, labels = batch
         found = self(*inputs) if isinstance(inputs, tuple | list) else self(inputs)
-        return self.module.loss_fn(found, labels)  # type: ignore[no-any-return, operator]
+        return self._loss_fn(found, labels)  # type: ignore[no-any-return]
+
+    @property
+    def _loss_fn(self) -> Any:
+        return getattr(self.module, "loss_fn", None)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -399,7 +403,7 @@ class DeepSpeedEngine(ConfigValues, nn.Module):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, Any]:
-        """Goes on from a checkpoint, of any number of ranks and any stage; also from one that DeepSpeed has written. Collective.
+        """Goes on from a checkpoint of any number of ranks and any stage, DeepSpeed's own among them. Collective.
 
         Returns:
             the folder and ``client_state``; (None, None) where the folder has no file ``latest`` and no tag is given.

@@ -56,7 +56,9 @@ def save_engine(engine: Saved, folder: Any, tag: Any, client_state: Mapping[str,
         "client_state": dict(client_state),
         "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
     }
-    numbers = {each: getattr(counts, each) for each in ("global_steps", "global_samples", "skipped_steps", "updates", "micro_steps")}
+    numbers = {
+        each: getattr(counts, each) for each in ("global_steps", "global_samples", "skipped_steps", "updates", "micro_steps")
+    }
     save(state, place, tag=_STATE, extra={"engine": numbers, "pickled": _pickled(held)})
     if save_latest and comm.world().rank == 0:
         write_atomically(Path(folder) / "latest", name.encode())

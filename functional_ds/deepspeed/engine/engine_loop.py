@@ -24,7 +24,7 @@ _HERE = threading.local()  # whether an engine of this thread runs a backward pa
 
 @attrs.define(eq=False)
 class LossShare:
-    """What the weight of an update's gradients is multiplied by, so that a sum of losses is divided by the micro-batches' number.
+    """What multiplies the weight of an update's gradients, so that a sum of losses is divided by the number of micro-batches.
 
     Each pass weighs one, and an update has as many passes as micro-batches, unless the loop does otherwise.
     """
@@ -105,8 +105,8 @@ class EngineLoop:
         run = self._run
         if run is None:
             raise RuntimeError(
-                "backward: no forward pass is open. Compute the loss from what engine(...) returns, not from engine.module(...) "
-                "or under torch.no_grad(), and call engine.step() after engine.backward(loss)"
+                "backward: no forward pass is open. Compute the loss from what engine(...) returns, not from engine.module(...)"
+                " or in torch.no_grad(), and call engine.step() after engine.backward(loss)"
             )
         value = loss if factor == 1 else loss * factor
         before, _HERE.backward = getattr(_HERE, "backward", False), True
@@ -194,6 +194,11 @@ class EngineLoop:
                 )
             self.discard()
 
+    def loss_scale(self) -> float:
+        """What the next loss is multiplied by."""
+        held = getattr(self.state.slots.get("mixed_precision"), "loss_scale", None)
+        return float(getattr(held, "value", 1.0))
+
     def replace(self, state: State) -> None:
         """Goes on with another state."""
         self.discard()
@@ -208,9 +213,7 @@ class EngineLoop:
         """
         self.collect()
         if self._run is not None and not (self._begun or self._touched):
-            raise RuntimeError(
-                "params cannot be set between engine(...) and engine.backward(loss); do it after engine.step()"
-            )
+            raise RuntimeError("params cannot be set between engine(...) and engine.backward(loss); do it after engine.step()")
 
     # -- passes ------------------------------------------------------------------------------------------------------------
 
@@ -223,9 +226,10 @@ class EngineLoop:
         """The open pass has had its backward, or one that went through it to other params; a new one follows."""
         self.collect()
         run = self._run
-        assert run is not None
+        if run is None:
+            return
         run.close()
-        if not self._begun and self.grads is None:  # what it has written into buffers stays, as a module's own forward leaves it
+        if not self._begun and self.grads is None:  # buffers stay as a module's own forward pass leaves them
             self.state = tree.replace(self.state, slots=run.written().slots)
             self.live.show(self.step, self.state)
         self._forget_pass()

@@ -127,22 +127,22 @@ class Reports:
     def _open_loggers(self) -> None:
         if comm.world().rank:
             return
-        for block, kind in (("tensorboard", "TensorBoard"), ("csv_monitor", "CsvLog"), ("wandb", "WandB")):
+        for block in ("tensorboard", "csv_monitor", "wandb"):
             if self._plan.value(f"{block}.enabled"):
-                self._loggers.append(self._logger(block, kind))
+                self._loggers.append(self._logger(block))
                 self._loggers[-1].begin(0)
         if self._plan.value("comet.enabled"):
             raise ValueError("comet: there is no logger for Comet here; use tensorboard, csv_monitor or wandb")
 
-    def _logger(self, block: str, kind: str) -> Any:
-        from functional_ds.fitting import loggers  # may be left out of an installation
+    def _logger(self, block: str) -> Any:
+        from functional_ds.fitting.loggers import CsvLog, TensorBoard, WandB  # may be left out of an installation
 
         value = self._plan.value
         if block == "wandb":
-            return loggers.WandB(value("wandb.project"), options={"group": value("wandb.group"), "entity": value("wandb.team")})
-        top = self._plan.value(f"{block}.output_path") or ("runs" if block == "tensorboard" else "csv_logs")
-        folder = Path(top, self._plan.value(f"{block}.job_name"))
-        return getattr(loggers, kind)(folder / "monitor.csv" if block == "csv_monitor" else folder)
+            return WandB(value("wandb.project"), options={"group": value("wandb.group"), "entity": value("wandb.team")})
+        top = value(f"{block}.output_path") or ("runs" if block == "tensorboard" else "csv_logs")
+        folder = Path(top, value(f"{block}.job_name"))
+        return TensorBoard(folder) if block == "tensorboard" else CsvLog(folder / "monitor.csv")
 
     def _log(self, engine: Any) -> None:
         if self._loggers:

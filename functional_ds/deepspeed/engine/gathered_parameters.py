@@ -45,9 +45,9 @@ class _Owner:
 
     @staticmethod
     def of(parameter: Tensor, what: str) -> "tuple[EngineLoop, str]":
-        owner = getattr(parameter, _OWNER, None)
+        owner: _Owner | None = getattr(parameter, _OWNER, None)
         loop = None if owner is None else owner.loop()
-        if loop is None:
+        if owner is None or loop is None:
             raise ValueError(f"{what}: a parameter of shape {list(parameter.shape)} is of no engine; call initialize first")
         return loop, owner.path
 
@@ -91,13 +91,12 @@ def GatheredParameters(
     """
     del fwd_module
     given = params.parameters() if isinstance(params, nn.Module) else [params] if isinstance(params, Tensor) else params
-    held = [p for p in given if hasattr(p, "ds_id") and hasattr(p, _OWNER)] if enabled else []
+    held: list[Any] = [p for p in given if hasattr(p, "ds_id") and hasattr(p, _OWNER)] if enabled else []
     held = [p for p in dict.fromkeys(held) if p.ds_status is ZeroParamStatus.NOT_AVAILABLE]
     for parameter in held:
         loop, path = _Owner.of(parameter, "GatheredParameters")
-        found = gathered(loop.state, ("params",), path)
-        assert found is not None, path
-        parameter.data, parameter.ds_status = found.to(parameter.dtype), ZeroParamStatus.AVAILABLE
+        parameter.data = gathered(loop.state, ("params",), path).to(parameter.dtype)
+        parameter.ds_status = ZeroParamStatus.AVAILABLE
     try:
         yield
         if modifier_rank is not None:
@@ -131,9 +130,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
     """The whole master of a parameter in fp32. Collective over the ranks."""
     loop, path = _Owner.of(param, "safe_get_full_fp32_param")
-    found = gathered(loop.state, PARAMS, path)
-    assert found is not None, path
-    return found.float()
+    return gathered(loop.state, PARAMS, path).float()
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
@@ -144,9 +141,12 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """A whole tensor of the optimizer's state: "exp_avg", "exp_avg_sq", "momentum_buffer"; None if there is none. Collective."""
+    """A whole tensor of the optimizer's state, "exp_avg" for example; None if there is none. Collective."""
     loop, path = _Owner.of(param, "safe_get_full_optimizer_state")
-    return gathered(loop.state, _roles(optim_state_key), path)
+    try:
+        return gathered(loop.state, _roles(optim_state_key), path)
+    except KeyError:
+        return None
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
@@ -165,4 +165,3 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 def _roles(key: str) -> tuple[str, ...]:
     name = _STATES.get(key, key)
     return (f"optimizer.{name}", f"optimizer.states.{name}")
-

@@ -50,8 +50,8 @@ def initialize(
     Args:
         args: an object that may have ``deepspeed_config`` and ``local_rank``.
         model: the module. It stays usable; in stage 3 its parameters are empty, as DeepSpeed's are.
-        optimizer: torch's AdamW, Adam, SGD or Adagrad, one of ``deepspeed.ops``, or a function from ``model_parameters`` to one;
-            None for the config's.
+        optimizer: torch's AdamW, Adam, SGD or Adagrad, one of ``deepspeed.ops``, or a function from ``model_parameters`` to
+            one; None for the config's.
         model_parameters: what the config's optimizer trains: parameters, or dicts of groups; None for all.
         training_data: a data set, for a loader of micro-batches.
         lr_scheduler: one of torch's or DeepSpeed's, or a function from the optimizer to one; None for the config's.
@@ -72,7 +72,11 @@ def initialize(
 
     >>> engine, optimizer, _, _ = initialize(
     ...     model=nn.Linear(2, 1),
-    ...     config={"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 1}},
+    ...     config={
+    ...         "train_batch_size": 4,
+    ...         "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+    ...         "zero_optimization": {"stage": 1},
+    ...     },
     ... )
     >>> loss = engine(torch.ones(4, 2)).square().mean()
     >>> _ = engine.backward(loss)
@@ -114,24 +118,22 @@ def initialize(
     counts = EngineCounts(loop.micro_batches, bool(plan.value("managed_gradient_accumulation")))
     facade = None
     if groups:
-        facade = EngineOptimizer(groups, client, counts.settle, lambda name: _outcome(name, counts, engine), lambda: engine.zero_grad())
+        facade = EngineOptimizer(groups, client, counts, loop, drops=not plan.value("zero_optimization.stage"))
     counts.scheduler = _scheduler(plan, lr_scheduler, client or facade, groups, counts)
     engine = DeepSpeedEngine(model, plan, loop, counts, optimizer=facade, lr_scheduler=counts.scheduler)
     engine.collate_fn = collate_fn
     if training_data is not None:
         engine.training_dataloader = data_loader(
-            training_data, engine.train_micro_batch_size_per_gpu(), collate_fn=collate_fn, drop_last=engine.dataloader_drop_last()
+            training_data,
+            engine.train_micro_batch_size_per_gpu(),
+            collate_fn=collate_fn,
+            drop_last=engine.dataloader_drop_last(),
         )
     return engine, facade, engine.training_dataloader, counts.scheduler
 
 
 def _no_loss(params: Any, batch: Any) -> Tensor:
     raise RuntimeError("an engine's step has no loss function; call engine(...), engine.backward(loss), engine.step()")
-
-
-def _outcome(name: str, counts: EngineCounts, engine: DeepSpeedEngine) -> Any:
-    counts.settle()
-    return counts.overflow if name == "overflow" else engine.loss_scale()
 
 
 # -- what the arguments say ----------------------------------------------------------------------------------------------
@@ -162,7 +164,11 @@ def _config(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
 
 def _refuse_model_parallel(mpu: Any, mesh: Any) -> None:
     sizes = []
-    for name in ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size", "get_pipeline_model_parallel_world_size"):
+    for name in (
+        "get_model_parallel_world_size",
+        "get_tensor_model_parallel_world_size",
+        "get_pipeline_model_parallel_world_size",
+    ):
         if hasattr(mpu, name):
             sizes.append(getattr(mpu, name)())
     if any(size > 1 for size in sizes):
@@ -208,9 +214,7 @@ def _groups(
     return groups_of_config(plan, as_groups(model.parameters() if given is None else given), names)
 
 
-def _scheduler(
-    plan: ConfigPlan, given: Any, optimizer: Any, groups: list[LiveGroup], counts: EngineCounts
-) -> Any:
+def _scheduler(plan: ConfigPlan, given: Any, optimizer: Any, groups: list[LiveGroup], counts: EngineCounts) -> Any:
     if given is not None:
         return given if hasattr(given, "step") or not callable(given) else given(optimizer)
     if plan.schedule is None or not groups:

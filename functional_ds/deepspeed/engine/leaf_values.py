@@ -24,49 +24,43 @@ def _own(state: State, roles: Sequence[str], leaf: str) -> dict[str, list[Tensor
     return found
 
 
-def gathered(state: State, roles: Sequence[str], leaf: str) -> Tensor | None:
-    """A whole leaf in the first of these roles that any rank has; None if there is none. Collective over the world.
+def gathered(state: State, roles: Sequence[str], leaf: str) -> Tensor:
+    """A whole leaf in the first of these roles that any rank has. Collective over the world.
 
     Args:
         state: the state.
         roles: "params", "masters", "optimizer.exp_avg" and the like.
         leaf: its path.
 
+    Raises:
+        KeyError: no rank has it, in any role.
+
     Cost: an all-gather of as much as the rank with the most has.
     """
     own = _own(state, roles, leaf)
-    mine = {role: [(shard.shape, shard.offset, shard.view.numel()) for shard in shards] for role, shards in own.items()}
+    mine = {
+        role: [(shard.offset, shard.view.numel(), torch.Size(shard.shape), shard.view.dtype) for shard in shards]
+        for role, shards in own.items()
+    }
     everyones = comm.all_gather_object(mine) if comm.world().size > 1 else [mine]
     role = next((each for each in roles if any(theirs[each] for theirs in everyones)), None)
     if role is None:
-        return None
-    shape = next(rows[0][0] for rows in (theirs[role] for theirs in everyones) if rows)
-    dtype, device = _kind(own[role], state, everyones, role)
-    most = max(sum(numel for _, _, numel in theirs[role]) for theirs in everyones)
+        raise KeyError(f"no rank has {leaf!r} as {' or '.join(roles)}")
+    shape, dtype = next(theirs[role][0][2:] for theirs in everyones if theirs[role])
+    device = state.step.device
+    most = max(sum(numel for _, numel, *_ in theirs[role]) for theirs in everyones)
     flat = torch.zeros(most, dtype=dtype, device=device)
     if own[role]:
         values = torch.cat([shard.view.reshape(-1) for shard in own[role]]).to(device)
         flat[: values.numel()] = values
     rows = comm.all_gather(flat).view(len(everyones), most) if len(everyones) > 1 else flat.view(1, most)
-    whole = torch.empty(shape.numel() if isinstance(shape, torch.Size) else _numel(shape), dtype=dtype, device=device)
+    whole = torch.empty(shape.numel(), dtype=dtype, device=device)
     for row, theirs in zip(rows, everyones, strict=True):
         place = 0
-        for _, offset, numel in theirs[role]:
+        for offset, numel, *_ in theirs[role]:
             whole[offset : offset + numel] = row[place : place + numel]
             place += numel
     return whole.view(shape)
-
-
-def _numel(shape: Sequence[int]) -> int:
-    return torch.Size(shape).numel()
-
-
-def _kind(own: Sequence[TensorShard], state: State, everyones: Sequence[object], role: str) -> tuple[torch.dtype, torch.device]:
-    dtype = own[0].view.dtype if own else None
-    if len(everyones) > 1:
-        dtype = next(each for each in comm.all_gather_object(dtype) if each is not None)
-    assert dtype is not None, role
-    return dtype, state.step.device
 
 
 def written(state: State, roles: Sequence[str], leaf: str, value: Tensor) -> bool:

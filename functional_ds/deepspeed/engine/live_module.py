@@ -133,9 +133,11 @@ class LiveModule:
             frozen: whether params that are not trained are among them.
         """
         dtypes = {name: parameter.dtype for name, parameter in self.params.items()}
-        values = {id(self.params[name]): leaf.detach().to("cpu", dtypes[name]) for name, leaf in step.params(state).items()} if (
-            not self.shows
-        ) else {}
+        values = (
+            {id(self.params[name]): leaf.detach().to("cpu", dtypes[name]) for name, leaf in step.params(state).items()}
+            if (not self.shows)
+            else {}
+        )
         left = {name for name, parameter in self.module.named_parameters(remove_duplicate=False) if not parameter.requires_grad}
         found = {}
         for name, value in self.module.state_dict(keep_vars=True).items():

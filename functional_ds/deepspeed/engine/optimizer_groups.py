@@ -120,7 +120,7 @@ def as_groups(parameters: Any) -> list[Numbers]:
     Raises:
         TypeError: they are no tensors or dicts.
     """
-    found = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    found: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not found or not isinstance(found[0], Mapping):
         found = [{"params": found}]
     groups = []
@@ -147,7 +147,8 @@ def groups_of_config(plan: ConfigPlan, groups: Sequence[Numbers], names: Mapping
         ValueError: a parameter is none of the module's; a number has no meaning.
     """
     rule = rule_of(plan.value("optimizer.type"))
-    assert rule is not None, "the plan has an optimizer"
+    if rule is None:
+        raise ValueError("config: it names no optimizer")
     config = plan.to_ds_config()["optimizer"].get("params", {})
     parsed = {key.name: key.parse(config[key.name]) for key in rule.keys if key.name in config}
     found = []
@@ -180,7 +181,8 @@ def _of_rule(rule: OptimizerRule, numbers: Numbers, rate: float) -> Callable[[Nu
         own = {name: now.get(name, value) for name, value in numbers.items()}
         if rule.name != "Muon" or not rate:
             own["lr"] = base
-        own["betas"] = tuple(own["betas"]) if own.get("betas") is not None else None
+        betas = own.get("betas")
+        own["betas"] = None if betas is None else tuple(betas)
         return rule.build(own)
 
     return build
@@ -216,9 +218,7 @@ def _builder(optimizer: torch.optim.Optimizer) -> Callable[[Numbers, float], Rul
         torch.optim.Adam: lambda n, lr: (adamw if n.get("decoupled_weight_decay") else adam)(
             lr, betas=_pair(n), eps=n["eps"], weight_decay=n["weight_decay"]
         ),
-        torch.optim.SGD: lambda n, lr: sgd(
-            lr, momentum=n["momentum"], nesterov=n["nesterov"], weight_decay=n["weight_decay"]
-        ),
+        torch.optim.SGD: lambda n, lr: sgd(lr, momentum=n["momentum"], nesterov=n["nesterov"], weight_decay=n["weight_decay"]),
         torch.optim.Adagrad: lambda n, lr: adagrad(
             lr, initial=n["initial_accumulator_value"], eps=n["eps"], weight_decay=n["weight_decay"]
         ),

@@ -88,8 +88,8 @@ def cifar(deepspeed: Any, rank: int, stage: int, ranks: int) -> list[float]:
 def gan(deepspeed: Any, rank: int, stage: int, ranks: int) -> list[float]:
     """DeepSpeedExamples/training/gan, with two changes that DeepSpeed 0.19.8 needs for torch's results.
 
-    The generator's loss goes through the discriminator, whose params are frozen meanwhile: DeepSpeed adds their gradients to the
-    discriminator's next update. The discriminator has one backward pass, as DeepSpeed does not sum two in these stages.
+    The generator's loss goes through the discriminator, whose params are frozen meanwhile: DeepSpeed adds their gradients
+    to its next update. The discriminator has one backward pass, as DeepSpeed does not sum two in these stages.
     """
     del ranks
     torch.manual_seed(0)

@@ -17,7 +17,11 @@ SGD = {"type": "SGD", "params": {"lr": 0.5}}
 
 def config(stage: int = 1, **more: Any) -> dict[str, Any]:
     base = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0, "optimizer": SGD}
-    return {**base, "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0} if stage == 3 else {"stage": stage}, **more}
+    return {
+        **base,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0} if stage == 3 else {"stage": stage},
+        **more,
+    }
 
 
 def model() -> nn.Module:
@@ -134,7 +138,8 @@ def test_loss_backward_wants_its_scale() -> None:
     engine = engine_of(1, fp16=fp16)
     engine.scale(square(engine, rows())).backward()
     engine.step()
-    assert engine.was_step_applied() and engine.optimizer.cur_scale == 8.0
+    assert engine.was_step_applied()
+    assert engine.optimizer.cur_scale == 8.0
 
 
 def test_a_loss_that_is_none_of_the_engines_is_refused() -> None:
@@ -225,7 +230,8 @@ def test_counts_are_deepspeeds() -> None:
         (2, 1, False, True),
         (3, 1, True, False),
     ]
-    assert engine.global_samples == 24 and engine.micro_steps == 6
+    assert engine.global_samples == 24
+    assert engine.micro_steps == 6
 
 
 # -- evaluations ---------------------------------------------------------------------------------------------------------
@@ -260,7 +266,9 @@ def test_modes_are_the_modules() -> None:
         assert torch.equal(engine(rows()), engine(rows()))
         module[1].train()
         assert not torch.equal(engine(rows()), engine(rows()))
-    assert not engine.training and engine.train() is engine and engine.module is module
+    assert not engine.training
+    assert engine.train() is engine
+    assert engine.module is module
 
 
 # -- the user's module ---------------------------------------------------------------------------------------------------
@@ -299,7 +307,8 @@ def test_a_stage_3_modules_values_are_gathered() -> None:
         assert all(p.numel() == 0 and p.ds_status is ds.zero.ZeroParamStatus.NOT_AVAILABLE for p in own.values())
         with ds.zero.GatheredParameters(engine.module.parameters()):
             for name, value in engine.functional_step.params(engine.state).items():
-                assert torch.equal(own[name], value) and own[name].ds_shape == value.shape
+                assert torch.equal(own[name], value)
+                assert own[name].ds_shape == value.shape
         with ds.zero.GatheredParameters(own["0.bias"], modifier_rank=1):
             own["0.bias"].data.fill_(float(comm.world().rank))
         assert engine.functional_step.params(engine.state)["0.bias"].tolist() == [1.0] * 4
@@ -319,9 +328,11 @@ def test_whole_values_by_parameter(stage: int) -> None:
         engine.step()
         weight, name = engine.module[0].weight, "0.weight"
         found = ds.engine.safe_get_full_fp32_param(weight)
-        assert torch.equal(found, engine.functional_step.params(engine.state)[name]) and found.dtype == torch.float32
+        assert torch.equal(found, engine.functional_step.params(engine.state)[name])
+        assert found.dtype == torch.float32
         moment = ds.engine.safe_get_full_optimizer_state(weight, "exp_avg")
-        assert moment.shape == found.shape and moment.any()
+        assert moment.shape == found.shape
+        assert moment.any()
         ds.engine.safe_set_full_fp32_param(weight, torch.full_like(found, 0.1))
         ds.engine.safe_set_full_optimizer_state(weight, torch.zeros_like(found), "exp_avg")
         assert torch.equal(engine.functional_step.params(engine.state)[name], torch.full_like(found, 0.1))
@@ -340,7 +351,8 @@ def test_frozen_params_stay() -> None:
     engine, *_ = ds.initialize(model=module, config=config(), model_parameters=[module[2].weight, module[2].bias])
     engine.backward(square(engine, rows()))
     engine.step()
-    assert torch.equal(module[0].weight, before[0]) and torch.equal(module[0].bias, before[1])
+    assert torch.equal(module[0].weight, before[0])
+    assert torch.equal(module[0].bias, before[1])
     assert "0.weight" not in engine.module_state_dict(exclude_frozen_parameters=True)
 
 
@@ -349,7 +361,10 @@ def test_two_networks() -> None:
 
     def by_torch(steps: int) -> list[Tensor]:
         torch.manual_seed(0)
-        g, d = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)), nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        g, d = (
+            nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)),
+            nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)),
+        )
         of_g, of_d = torch.optim.SGD(g.parameters(), 0.5), torch.optim.SGD(d.parameters(), 0.5)
         for i in range(steps):
             of_d.zero_grad()
@@ -364,7 +379,10 @@ def test_two_networks() -> None:
 
     def by_engines(stage: int, steps: int) -> list[Tensor]:
         torch.manual_seed(0)
-        g, d = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)), nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        g, d = (
+            nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)),
+            nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)),
+        )
         of_g, of_d = engine_of(stage, module=g), engine_of(stage, module=d)
         for i in range(steps):
             of_d.zero_grad()

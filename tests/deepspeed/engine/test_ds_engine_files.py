@@ -60,15 +60,21 @@ def test_a_resumed_run_is_the_run(stage: int, tmp_path: Path) -> None:
 
         other = engine_of(stage, bf16={"enabled": True})
         path, client = other.load_checkpoint(tmp_path)
-        assert path == str(tmp_path / "global_step3") and (tmp_path / "latest").read_text() == "global_step3"
-        assert client["epoch"] == 2 and client["args"].seed == 1 and client["rng"] == held["rng"] and client["x"].sum() == 2
+        assert path == str(tmp_path / "global_step3")
+        assert (tmp_path / "latest").read_text() == "global_step3"
+        assert client["epoch"] == 2
+        assert client["args"].seed == 1
+        assert client["rng"] == held["rng"]
+        assert client["x"].sum() == 2
         assert (other.global_steps, other.skipped_steps, other.global_samples) == (3, 1, 24)
         drive(other, 3, 5)
-        assert equal(values(other), expected) and other.get_lr() == rate
+        assert equal(values(other), expected)
+        assert other.get_lr() == rate
         assert other.module[0].weight.numel() == (0 if stage == 3 else 12)
 
         engine.load_checkpoint(tmp_path, tag="later")
-        assert equal(values(engine), expected) and engine.global_steps == 5
+        assert equal(values(engine), expected)
+        assert engine.global_steps == 5
 
     comm.simulate(program, world_size=2)
 
@@ -83,13 +89,15 @@ def test_another_number_of_ranks_and_stage(tmp_path: Path) -> None:
     expected = comm.simulate(save, world_size=2)[0]
     engine = engine_of(1)
     engine.load_checkpoint(tmp_path)
-    assert equal(values(engine), expected) and engine.global_steps == 3
+    assert equal(values(engine), expected)
+    assert engine.global_steps == 3
     moments = ds.engine.safe_get_full_optimizer_state
     assert moments(engine.module[0].weight, "exp_avg").any()
 
     weights = engine_of(2)
     weights.load_checkpoint(tmp_path, load_module_only=True)
-    assert equal(values(weights)[:6], expected[:6]) and weights.global_steps == 0
+    assert equal(values(weights)[:6], expected[:6])
+    assert weights.global_steps == 0
     assert not moments(weights.module[0].weight, "exp_avg").any()
     with pytest.raises(fds.checkpointing.NoCheckpointError):
         engine.load_checkpoint(tmp_path, tag="none")
@@ -130,7 +138,8 @@ def test_the_loader_has_this_ranks_rows() -> None:
         module = nn.Linear(1, 1)
         _, _, loader, _ = ds.initialize(model=module, training_data=data, config=config())
         assert loader is not None
-        assert len(loader) == 3 and len(next(loader)[0]) == 4
+        assert len(loader) == 3
+        assert len(next(loader)[0]) == 4
         return [x for (batch,) in loader for x in batch.tolist()]
 
     one, other = comm.simulate(program, world_size=2)
@@ -148,7 +157,9 @@ def test_whole_batches() -> None:
             model=Piped(nn.Linear(3, 1)), training_data=data, config=config(gradient_accumulation_steps=2, scheduler={})
         )
         losses = [engine.train_batch().item() for _ in range(6)]
-        assert losses[-1] < losses[0] and engine.global_steps == 6 and engine.micro_steps == 12
+        assert losses[-1] < losses[0]
+        assert engine.global_steps == 6
+        assert engine.micro_steps == 12
         batches = iter([(torch.zeros(4, 3), torch.ones(4, 1))] * 3)
         before = engine.eval_batch(batches).item()
         assert engine.module.training
@@ -180,7 +191,8 @@ def test_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest
         logger.setLevel(before)
     engine.destroy()
     shown = capsys.readouterr().out
-    assert "MFLOP a step" in shown and "time (ms) | fwd:" in shown
+    assert "MFLOP a step" in shown
+    assert "time (ms) | fwd:" in shown
     assert {"fwd", "bwd", "step"} == engine.get_wall_clock_timers().keys()
     assert len({text for record in caplog.records if (text := record.getMessage()).startswith("step=")}) == 2
     lines = (tmp_path / "job" / "monitor.csv").read_text().splitlines()
@@ -189,7 +201,10 @@ def test_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest
 
 
 def test_measured_steps_are_the_steps() -> None:
-    quiet, loud = engine_of(2), engine_of(2, flops_profiler={"enabled": True}, comms_logger={"enabled": True}, steps_per_print=2)
+    quiet, loud = (
+        engine_of(2),
+        engine_of(2, flops_profiler={"enabled": True}, comms_logger={"enabled": True}, steps_per_print=2),
+    )
     for engine in (quiet, loud):
         drive(engine, 2, 6)
     assert equal(values(quiet), values(loud))
@@ -200,7 +215,8 @@ def test_configs_come_by_file_and_arguments(tmp_path: Path) -> None:
     path.write_text(json.dumps(config()))
     args = argparse.Namespace(deepspeed_config=str(path), local_rank=0)
     engine, *_ = ds.initialize(args, nn.Linear(3, 1))
-    assert engine.train_batch_size() == 4 and engine.zero_optimization_stage() == 1
+    assert engine.train_batch_size() == 4
+    assert engine.zero_optimization_stage() == 1
     assert engine.config["train_batch_size"] == 4
     engine.set_train_batch_size(12)
     assert engine.gradient_accumulation_steps() == 3

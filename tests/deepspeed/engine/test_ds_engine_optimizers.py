@@ -1,6 +1,5 @@
 """Rates that programs write, param groups, schedulers, and optimizers of torch."""
 
-import warnings
 from typing import Any
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 import functional_ds as fds
-from functional_ds import comm
 
 ds = fds.deepspeed
 BASE: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0}
@@ -69,8 +67,11 @@ def halve(groups: list[dict[str, Any]], i: int) -> None:
 def test_what_is_written_into_groups_holds(stage: int) -> None:
     zero = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0} if stage == 3 else {"stage": stage}}
     module = model()
-    engine, optimizer, *_ = ds.initialize(model=module, config={**BASE, **zero, "optimizer": ADAMW}, model_parameters=grouped(module))
-    assert optimizer is engine.optimizer and [group["lr"] for group in optimizer.param_groups] == [0.1, 0.02]
+    engine, optimizer, *_ = ds.initialize(
+        model=module, config={**BASE, **zero, "optimizer": ADAMW}, model_parameters=grouped(module)
+    )
+    assert optimizer is engine.optimizer
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.02]
     assert engine.get_lr() == [0.1, 0.02]
     other = model()
     plain = torch.optim.AdamW(grouped(other), lr=0.1, weight_decay=0.1)
@@ -93,7 +94,9 @@ def test_optimizers_of_torch(name: str) -> None:
     schedulers = [torch.optim.lr_scheduler.StepLR(each, 2, 0.5) for each in (client, plain)]
     config = {**BASE, "zero_optimization": {"stage": 2}, "optimizer": ADAMW}
     engine, optimizer, _, scheduler = ds.initialize(model=module, optimizer=client, lr_scheduler=schedulers[0], config=config)
-    assert scheduler is schedulers[0] and engine.lr_scheduler is scheduler and optimizer is not None
+    assert scheduler is schedulers[0]
+    assert engine.lr_scheduler is scheduler
+    assert optimizer is not None
     close(drive(engine, 5), by_torch(other, plain, 5, scheduler=schedulers[1]))
     assert engine.get_lr() == [group["lr"] for group in plain.param_groups]
     assert optimizer.param_groups is client.param_groups
@@ -109,7 +112,9 @@ def test_functions_that_make_optimizers_and_schedulers() -> None:
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 / (1 + k)),
         config={**BASE, "zero_optimization": {"stage": 1}},
     )
-    close(drive(engine, 3), by_torch(other, plain, 3, scheduler=torch.optim.lr_scheduler.LambdaLR(plain, lambda k: 1 / (1 + k))))
+    close(
+        drive(engine, 3), by_torch(other, plain, 3, scheduler=torch.optim.lr_scheduler.LambdaLR(plain, lambda k: 1 / (1 + k)))
+    )
 
 
 def test_a_scheduler_of_torch_over_a_configs_optimizer() -> None:
@@ -173,7 +178,8 @@ def test_a_left_out_update_moves_no_scheduler() -> None:
     for i in range(4):
         engine.backward(engine(rows(i) * (float("inf") if i == 2 else 1)).square().mean())
         engine.step()
-    assert engine.get_lr() == pytest.approx([0.1]) and engine.skipped_steps == 1
+    assert engine.get_lr() == pytest.approx([0.1])
+    assert engine.skipped_steps == 1
 
 
 @pytest.mark.parametrize(
@@ -194,7 +200,12 @@ def test_refused_calls() -> None:
     module = model()
     engine, optimizer, *_ = ds.initialize(model=module, config={**BASE, "optimizer": ADAMW})
     assert optimizer is not None
-    for call in (optimizer.step, optimizer.state_dict, lambda: optimizer.load_state_dict({}), lambda: optimizer.backward(rows(0))):
+    for call in (
+        optimizer.step,
+        optimizer.state_dict,
+        lambda: optimizer.load_state_dict({}),
+        lambda: optimizer.backward(rows(0)),
+    ):
         with pytest.raises(RuntimeError, match="engine"):
             call()
     with pytest.raises(ValueError, match="momentum"):
@@ -206,7 +217,8 @@ def test_refused_calls() -> None:
     with pytest.raises(ValueError, match="two param groups"):
         ds.initialize(model=module, config={**BASE, "optimizer": ADAMW}, model_parameters=[*grouped(module), *grouped(module)])
     bare, nothing, *_ = ds.initialize(model=module, config=BASE)
-    assert nothing is None and bare(rows(0)).shape == (4, 1)
+    assert nothing is None
+    assert bare(rows(0)).shape == (4, 1)
     with pytest.raises(RuntimeError, match="no optimizer"):
         bare.backward(bare(rows(0)).mean())
     del engine
