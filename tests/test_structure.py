@@ -47,7 +47,6 @@ LAYERS = (
     ("deepspeed.config.keys",),
     ("deepspeed.config",),
     ("deepspeed.engine",),
-    ("deepspeed.zero",),
 )
 
 # Package indexes that library files import: files above comm use the collectives by the names that users know.

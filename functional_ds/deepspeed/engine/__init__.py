@@ -7,8 +7,10 @@ from .gathered_parameters import (
     ZeroParamStatus,
     register_external_parameter,
     safe_get_full_fp32_param,
+    safe_get_full_grad,
     safe_get_full_optimizer_state,
     safe_set_full_fp32_param,
+    safe_set_full_grad,
     safe_set_full_optimizer_state,
 )
 from .initialize import initialize
@@ -21,8 +23,10 @@ __all__ = [
     "initialize",
     "register_external_parameter",
     "safe_get_full_fp32_param",
+    "safe_get_full_grad",
     "safe_get_full_optimizer_state",
     "safe_set_full_fp32_param",
+    "safe_set_full_grad",
     "safe_set_full_optimizer_state",
 ]
 

@@ -14,6 +14,7 @@ from functional_ds.step.compose import wrap
 from functional_ds.step.forward_pass import Gradients, Pass
 from functional_ds.step.state import State
 from functional_ds.step.step import Metrics, Step, Transform
+from functional_ds.step.traits import Trait
 
 from .live_module import LiveModule
 
@@ -193,6 +194,19 @@ class EngineLoop:
                     "gradients before; call it before engine(...)"
                 )
             self.discard()
+
+    def summed(self) -> tuple[list[Tensor], Tensor] | None:
+        """The gradients since the last update and what they are to be divided by; None until they are summed over ranks."""
+        self.collect()
+        grads = self.grads
+        if grads is None:
+            return None
+        reduced = self.step.has(Trait.SUMS_LAST) is None
+        found = grads.carry if reduced and grads.final is None else grads.final
+        if found is None or (grads.carry is not None and found is grads.final):
+            return None
+        ranks = self.step.batch_shard(self.state)[1]
+        return found.sum, found.weight * (ranks * self.micro_batches / self._passes)
 
     def loss_scale(self) -> float:
         """What the next loss is multiplied by."""

@@ -10,6 +10,7 @@ import attrs
 from torch import Tensor, nn
 
 from functional_ds import comm
+from functional_ds.base import tree
 
 from .engine_loop import EngineLoop
 from .leaf_values import PARAMS, gathered, written
@@ -21,8 +22,10 @@ __all__ = [
     "own_parameters",
     "register_external_parameter",
     "safe_get_full_fp32_param",
+    "safe_get_full_grad",
     "safe_get_full_optimizer_state",
     "safe_set_full_fp32_param",
+    "safe_set_full_grad",
     "safe_set_full_optimizer_state",
 ]
 
@@ -138,6 +141,33 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     loop, path = _Owner.of(param, "safe_set_full_fp32_param")
     with _written(loop):
         written(loop.state, PARAMS, path, value)
+
+
+def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
+    """The gradient that the next update has of a parameter, in fp32 and before clipping. Collective.
+
+    None where there is none yet: in stages 0 and 1 ranks sum during the last backward pass of an update.
+    """
+    loop, path = _Owner.of(param, "safe_get_full_grad")
+    found = loop.summed()
+    if found is None:
+        return None
+    sums, weight = found
+    return gathered(tree.replace(loop.state, optimizer=sums), ("optimizer",), path).float() / weight
+
+
+def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Sets the gradient that the next update has of a parameter. All ranks pass the same value.
+
+    Raises:
+        RuntimeError: there is none yet.
+    """
+    loop, path = _Owner.of(param, "safe_set_full_grad")
+    found = loop.summed()
+    if found is None:
+        raise RuntimeError("safe_set_full_grad: the ranks have not summed gradients yet; call it before engine.step()")
+    sums, weight = found
+    written(tree.replace(loop.state, optimizer=sums), ("optimizer",), path, value.to(weight.device) * weight)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:

@@ -1,5 +1,6 @@
 """The user's own module beside a step's state: its parameters and buffers show what the state has."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,8 +22,8 @@ class _View:
     """Where a parameter's values are in a stored tensor."""
 
     start: int
-    stop: int
     shape: torch.Size
+    stride: tuple[int, ...]
     parameter: nn.Parameter
 
 
@@ -78,9 +79,10 @@ class LiveModule:
                 self._views, self._seen = self._places(state), [None] * len(stored)
             for index, (tensor, views) in enumerate(zip(stored, self._views, strict=True)):
                 if tensor.data_ptr() != self._seen[index]:
-                    flat = tensor.detach().reshape(-1)
+                    flat = tensor.detach().view(-1)
+                    begin = flat.storage_offset()
                     for view in views:
-                        view.parameter.data = flat[view.start : view.stop].view(view.shape)
+                        view.parameter.data = flat.as_strided(view.shape, view.stride, begin + view.start)
                     self._moves |= self._seen[index] is not None
                     self._seen[index] = tensor.data_ptr()
         elif self._views is None:
@@ -120,7 +122,9 @@ class LiveModule:
             rows = []
             for cut in cuts:
                 parameter = self.params[frame.leaves[cut.leaf][0]]
-                rows.append(_View(cut.start, cut.start + cut.numel, parameter.shape, parameter))
+                shape = parameter.shape
+                stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+                rows.append(_View(cut.start, shape, stride, parameter))
             found.append(rows)
         return found
 

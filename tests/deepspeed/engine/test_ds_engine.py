@@ -286,6 +286,8 @@ def test_the_module_has_the_states_values(stage: int, half: bool) -> None:
             engine.step()
             for name, value in engine.functional_step.params(engine.state).items():
                 assert torch.equal(module.get_parameter(name), value.to(module.get_parameter(name).dtype))
+            stored = {x.untyped_storage().data_ptr() for x in fds.tree.leaves(engine.state.params)}
+            assert {p.untyped_storage().data_ptr() for p in module.parameters()} == stored
             for name, value in engine.functional_step.module_buffers(engine.state).items():
                 assert module.get_buffer(name) is value
         assert engine.module_state_dict().keys() == module.state_dict().keys()
@@ -342,6 +344,84 @@ def test_whole_values_by_parameter(stage: int) -> None:
         engine.step()
 
     comm.simulate(program, world_size=2)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_whole_gradients_by_parameter(stage: int) -> None:
+    def program() -> None:
+        engine = engine_of(stage, gradient_accumulation_steps=2)
+        weight = engine.module[0].weight
+        assert ds.engine.safe_get_full_grad(weight) is None
+        for i in range(2):
+            engine.backward(square(engine, rows(i)))
+            if i == 0:
+                assert (ds.engine.safe_get_full_grad(weight) is None) == (stage < 2)
+                engine.step()
+        module, found = model(), ds.engine.safe_get_full_grad(weight)
+        for rank in range(2):
+            for i in range(2):
+                x = torch.randn(4, 3, generator=torch.Generator().manual_seed(i + 100 * rank))
+                (square(module, x) / 4).backward()  # type: ignore[no-untyped-call]
+        torch.testing.assert_close(found, module[0].weight.grad)  # type: ignore[index, union-attr]
+        before = values(engine)[0]
+        ds.engine.safe_set_full_grad(weight, torch.ones_like(found))
+        engine.step()
+        torch.testing.assert_close(values(engine)[0], before - 0.5)
+        with pytest.raises(RuntimeError, match="not summed"):
+            ds.engine.safe_set_full_grad(weight, torch.ones_like(found))
+
+    comm.simulate(program, world_size=2)
+
+
+def test_losses_of_two_engines_in_one() -> None:
+    """One loss through both: each engine takes the gradients of its own params, by its backward or by torch's."""
+    expected = plain(lambda m: m[1:](m[0](rows())).square().mean())
+    for stage, direct in ((1, False), (3, False), (1, True), (3, True)):
+        module = model()
+        first, second = engine_of(stage, module=module[0]), engine_of(stage, module=module[1:])  # type: ignore[index]
+        loss = second(first(rows())).square().mean()
+        if direct:
+            loss.backward()
+        else:
+            first.backward(loss, retain_graph=True)
+            second.backward(loss)
+        first.step()
+        second.step()
+        close([*values(first), *values(second)], expected)
+
+
+def test_checkpoints_inside() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self, reentrant: bool | None) -> None:
+            super().__init__()
+            self.inner, self.reentrant = model(), reentrant
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.reentrant is None:
+                return self.inner(x)  # type: ignore[no-any-return]
+            x = x.clone().requires_grad_()
+            return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=self.reentrant)  # type: ignore[no-any-return]
+
+    for stage in (1, 3):
+        found = []
+        for reentrant in (None, False):
+            engine = engine_of(stage, module=Checkpointed(reentrant))
+            engine.backward(square(engine, rows()))
+            engine.step()
+            found.append(values(engine))
+        close(found[1], found[0])
+        engine = engine_of(stage, module=Checkpointed(True))
+        with pytest.raises(RuntimeError, match="use_reentrant=False"):
+            engine.backward(square(engine, rows()))
+
+
+def test_an_error_in_forward_leaves_the_engine_whole() -> None:
+    engine = engine_of(3)
+    with pytest.raises(RuntimeError):
+        engine(torch.ones(4, 7))
+    engine.backward(square(engine, rows()))
+    engine.step()
+    close(values(engine), plain(lambda m: square(m, rows())))
 
 
 def test_frozen_params_stay() -> None:
