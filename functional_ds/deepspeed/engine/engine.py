@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from functional_ds import comm
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan
+from functional_ds.modules.functional import Apply
 from functional_ds.step.state import State
 from functional_ds.step.step import Metrics, Step
 
@@ -449,6 +450,11 @@ class DeepSpeedEngine(ConfigValues, nn.Module):
     def functional_step(self) -> Step:
         """The step that the engine runs."""
         return self._loop.step  # type: ignore[no-any-return]
+
+    @property
+    def functional_apply(self) -> Apply:
+        """The module as a function. What is set on ``functional_apply.module`` holds from the next forward pass on."""
+        return self._loop.live.apply  # type: ignore[no-any-return]
 
     @property
     def state(self) -> State:
