@@ -51,6 +51,7 @@ LAYERS = (
     ("deepspeed.moe", "deepspeed.ops", "deepspeed.runtime"),
     ("deepspeed",),
     ("deepspeed.pipe",),
+    ("deepspeed.engine",),
 )
 
 # Package indexes that library files import: files above comm use the collectives by the names that users know.
@@ -62,6 +63,12 @@ LATE = {
     ("deepspeed.config.transform_parts", "transforms.offload"): "offloading may be left out",
     ("deepspeed.pipe.pipeline_engine", "checkpointing.load"): "checkpointing may be left out",
     ("deepspeed.pipe.pipeline_engine", "checkpointing.save"): "checkpointing may be left out",
+    ("deepspeed.engine.engine_files", "checkpointing.load"): "checkpointing may be left out",
+    ("deepspeed.engine.engine_files", "checkpointing.save"): "checkpointing may be left out",
+    ("deepspeed.engine.engine_files", "interchange.deepspeed"): "interchange may be left out",
+    ("deepspeed.engine.engine_files", "interchange.export"): "interchange may be left out",
+    ("deepspeed.engine.engine_reports", "fitting.loggers"): "fitting may be left out",
+    ("deepspeed.engine.engine_reports", "profiling.profiler"): "profiling may be left out",
     ("fitting.checkpoints", "checkpointing.load"): "checkpointing may be left out",
     ("fitting.checkpoints", "checkpointing.save"): "checkpointing may be left out",
     ("testing", "pipelining.schedules.action"): "pipelining may be left out",

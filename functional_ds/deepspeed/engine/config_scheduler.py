@@ -1,0 +1,91 @@
+"""The scheduler of a config as an object beside the engine."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from functional_ds.deepspeed.config.ds_schedules import RateSchedule
+
+from .optimizer_groups import LiveGroup
+
+__all__ = ["ConfigScheduler"]
+
+
+@attrs.define(eq=False)
+class ConfigScheduler:
+    """The config's schedule with the interface of DeepSpeed's schedulers. The engine moves it after each update.
+
+    The step itself has the schedule, as a function of its count of updates. This object only says what it is, until somebody
+    moves it or writes another rate: then that rate holds.
+
+    Attributes:
+        schedule: of the plan.
+        absolute: whether its rates are those of all groups, not multiples of each group's own.
+    """
+
+    schedule: RateSchedule
+    absolute: bool
+    _groups: Sequence[LiveGroup] = attrs.field(alias="groups", repr=False)
+    _settle: Callable[[], None] = attrs.field(alias="settle", repr=False)
+    _updates: int = 0  # of the step
+    _moved: int = 0  # how often somebody else called ``step``
+
+    def __attrs_post_init__(self) -> None:
+        self._show()
+
+    @property
+    def differs(self) -> bool:
+        """Whether the step's own rates are not the right ones for all groups."""
+        return self.absolute and any(group.base != self.schedule.reference for group in self._groups)
+
+    @property
+    def last_batch_iteration(self) -> int:
+        """How many updates there were, less one."""
+        self._settle()
+        return self._updates + self._moved - 1
+
+    @property
+    def last_epoch(self) -> int:
+        """The same by torch's name: how many updates there were."""
+        return self.last_batch_iteration + 1
+
+    def get_lr(self) -> list[float]:
+        """The rate of each param group in the next update."""
+        self._settle()
+        return [self._rate(group, self._updates + self._moved) for group in self._groups]
+
+    def get_last_lr(self) -> list[float]:
+        """The same."""
+        return self.get_lr()
+
+    def step(self, *_: Any, **__: Any) -> None:
+        """Moves on by one more than the updates do; the engine needs no such call."""
+        self._settle()
+        self._moved += 1
+        self._show()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The iteration."""
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on from an iteration, whatever the step's count is."""
+        self._settle()
+        self._moved = int(state_dict["last_batch_iteration"]) + 1 - self._updates
+        self._show()
+
+    def count(self, updates: int) -> None:
+        """Says how many updates the step has made."""
+        self._updates = updates
+        self._show()
+
+    def _show(self) -> None:
+        for group in self._groups:
+            group.show(self._rate(group, self._updates + self._moved))
+            if self._moved or self.differs:
+                group.shown = None
+
+    def _rate(self, group: LiveGroup, updates: int) -> float:
+        rate = self.schedule.rate(updates)
+        return rate if self.absolute or group.base == self.schedule.reference else group.base * rate / self.schedule.reference

@@ -1,0 +1,59 @@
+"""The loader that ``initialize`` makes of ``training_data``."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from functional_ds import comm
+
+__all__ = ["EngineLoader", "data_loader"]
+
+
+class EngineLoader:
+    """Micro-batches of this rank. ``next(loader)`` goes on with the iteration that ``iter(loader)`` has begun.
+
+    Attributes:
+        data_sampler: of torch; ``set_epoch`` shuffles anew.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.dataloader, self.data_sampler = loader, loader.sampler
+        self._iterator: Iterator[Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self.dataloader)
+
+    def __iter__(self) -> "EngineLoader":
+        self._iterator = iter(self.dataloader)
+        return self
+
+    def __next__(self) -> Any:
+        if self._iterator is None:
+            self._iterator = iter(self.dataloader)
+        return next(self._iterator)
+
+    def repeating(self) -> Iterator[Any]:
+        """The micro-batches of all epochs, one after another."""
+        while True:
+            yield from self.dataloader
+
+
+def data_loader(
+    dataset: Dataset[Any], rows: int, *, collate_fn: Callable[..., Any] | None, drop_last: bool, sampler: Any = None
+) -> EngineLoader:
+    """A loader of this rank's part of a data set, shuffled as DeepSpeed does; an ``IterableDataset`` is read as it comes.
+
+    Args:
+        dataset: torch's.
+        rows: of a micro-batch.
+        collate_fn: from rows to a batch.
+        drop_last: whether an incomplete micro-batch is left out.
+        sampler: another than ``DistributedSampler``.
+    """
+    if sampler is None and not isinstance(dataset, IterableDataset):
+        world = comm.world()
+        sampler = DistributedSampler(dataset, num_replicas=world.size, rank=world.rank)
+    options: dict[str, Any] = {"collate_fn": collate_fn, "drop_last": drop_last, "sampler": sampler}
+    return EngineLoader(DataLoader(dataset, rows, pin_memory=torch.cuda.is_available(), **options))

@@ -1,0 +1,105 @@
+"""What ``initialize`` returns as the optimizer: param groups, and what became of the last update."""
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from .engine_counts import EngineCounts
+from .engine_loop import EngineLoop
+from .optimizer_groups import LiveGroup
+
+__all__ = ["EngineOptimizer"]
+
+
+class EngineOptimizer(torch.optim.Optimizer):
+    """The engine's optimizer, for schedulers and programs that read and write ``param_groups[i]["lr"]``.
+
+    What is written there holds from the next update on; so do betas, weight decay and the like. A config's scheduler sets the
+    rate after each update, as in DeepSpeed.
+
+    Attributes:
+        optimizer: the one that was passed to ``initialize``; None for a config's.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[LiveGroup],
+        client: torch.optim.Optimizer | None,
+        counts: EngineCounts,
+        loop: EngineLoop,
+        *,
+        drops: bool,
+    ) -> None:
+        self._counts, self._loop, self._drops = counts, loop, drops
+        self._groups: list[dict[str, Any]] = []
+        defaults = {} if client is None else client.defaults
+        super().__init__([group.given for group in groups], defaults)
+        self.optimizer = client
+        if client is not None:
+            self._groups = client.param_groups
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The dicts, with the rates of the next update."""
+        self._counts.settle()
+        return self._groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._groups = groups
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last update was left out, because a gradient was not finite."""
+        self._counts.settle()
+        return self._counts.overflow
+
+    @property
+    def cur_scale(self) -> float:
+        """What the next loss is multiplied by."""
+        return self._loop.loss_scale()
+
+    loss_scale = cur_scale
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ``engine.zero_grad``."""
+        del set_to_none
+        if self._drops:
+            self._loop.zero_grad()
+
+    def step(self, closure: Any = None) -> NoReturn:
+        """Refused: the engine makes updates.
+
+        Raises:
+            RuntimeError: always.
+        """
+        del closure
+        raise RuntimeError("optimizer.step(): call engine.step(), which makes the update at each accumulation boundary")
+
+    def state_dict(self) -> NoReturn:
+        """Refused: states are spread over ranks.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("optimizer.state_dict(): use engine.save_checkpoint(folder), which writes what all ranks have")
+
+    def load_state_dict(self, state_dict: Any) -> NoReturn:
+        """Refused: states are spread over ranks.
+
+        Raises:
+            RuntimeError: always.
+        """
+        del state_dict
+        raise RuntimeError("optimizer.load_state_dict(...): use engine.load_checkpoint(folder)")
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> NoReturn:
+        """Refused: the engine runs backward passes.
+
+        Raises:
+            RuntimeError: always.
+        """
+        del loss, retain_graph
+        raise RuntimeError("optimizer.backward(loss): call engine.backward(loss)")

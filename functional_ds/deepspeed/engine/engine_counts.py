@@ -1,0 +1,90 @@
+"""How many steps an engine has made, and how many of them changed nothing."""
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from functional_ds.step.step import Metrics
+
+from .config_scheduler import ConfigScheduler
+
+__all__ = ["EngineCounts"]
+
+
+@attrs.define(eq=False)
+class EngineCounts:
+    """Counts as DeepSpeed has them. Whether an update was left out is read from the device when somebody asks.
+
+    Attributes:
+        global_steps: boundaries, with those whose update was left out.
+        global_samples: their rows.
+        micro_steps: calls of ``step``.
+        skipped_steps: updates that were left out, as far as they are settled.
+        at_boundary: whether the last ``step`` was at a boundary.
+        overflow: whether the last update was left out, as far as it is settled.
+        updates: of the step.
+        scheduler: what moves with each update.
+        managed: whether the engine counts micro-batches.
+        backwards: calls of ``backward`` since the last boundary.
+        micro_rows: of a micro-batch, where somebody has changed them.
+    """
+
+    micro_batches: int
+    managed: bool = True
+    scheduler: Any = None
+    global_steps: int = 0
+    global_samples: int = 0
+    micro_steps: int = 0
+    skipped_steps: int = 0
+    at_boundary: bool = False
+    overflow: bool = False
+    updates: int = 0
+    backwards: int = 0
+    micro_rows: int | None = None
+    _open: list[Any] = attrs.field(factory=list)  # what says of each update whether it was left out
+    _stepped: bool = False
+
+    def updated(self, metrics: Metrics, rows: int, lr_kwargs: Mapping[str, Any] | None) -> None:
+        """Counts a boundary."""
+        self._open.append(metrics.get("skipped"))
+        self.at_boundary = True
+        self.global_steps += 1
+        self.global_samples += rows if self.managed else rows // self.micro_batches * self.backwards
+        self.backwards = 0
+        scheduler = self.scheduler
+        if scheduler is not None and (not isinstance(scheduler, ConfigScheduler) or scheduler.differs):
+            self.settle(lr_kwargs)
+
+    def settle(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Reads what has become of the updates so far, and moves the scheduler by those that were made."""
+        if not self._open:
+            return
+        skipped = [each is not None and bool(each > 0) for each in self._open]
+        self._open = []
+        self.skipped_steps += sum(skipped)
+        made = len(skipped) - sum(skipped)
+        self.updates += made
+        self.overflow = skipped[-1]
+        scheduler = self.scheduler
+        if made and isinstance(scheduler, ConfigScheduler):
+            scheduler.count(self.updates)
+        elif scheduler is not None:
+            for _ in range(made):
+                self._move(scheduler, lr_kwargs or {})
+
+    def restart(self, numbers: Mapping[str, int]) -> None:
+        """Goes on from the counts of a checkpoint."""
+        self._open, self.overflow = [], False
+        for name, value in numbers.items():
+            setattr(self, name, value)
+        if isinstance(self.scheduler, ConfigScheduler):
+            self.scheduler.count(self.updates)
+
+    def _move(self, scheduler: Any, lr_kwargs: Mapping[str, Any]) -> None:
+        with warnings.catch_warnings():
+            if not self._stepped:  # torch's schedulers look for calls of optimizer.step(), which is the engine's here
+                warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+            scheduler.step(**lr_kwargs)
+        self._stepped = True

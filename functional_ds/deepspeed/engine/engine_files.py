@@ -1,0 +1,162 @@
+"""An engine's checkpoints in DeepSpeed's layout: a folder for each tag, and the file ``latest``."""
+
+import base64
+import io
+from collections.abc import Mapping
+from pathlib import Path, PurePath
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from functional_ds import comm
+from functional_ds.base.files import write_atomically
+
+from .engine_counts import EngineCounts
+from .engine_loop import EngineLoop
+
+__all__ = ["load_engine", "save_engine", "save_weights"]
+
+_STATE = "state"  # the tag within a tag's folder
+
+
+class Saved(Protocol):
+    """What is saved of an engine."""
+
+    lr_scheduler: Any
+    _loop: EngineLoop
+    _counts: EngineCounts
+
+
+def save_engine(engine: Saved, folder: Any, tag: Any, client_state: Mapping[str, Any], *, save_latest: bool) -> bool:
+    """Writes ``folder/tag`` and ``folder/latest``. Collective.
+
+    The folder of a tag is one that ``fds.load`` reads, for any number of ranks. What ``client_state`` and the scheduler hold is
+    pickled into it, as DeepSpeed does.
+
+    Args:
+        engine: whose state it is.
+        folder: seen by all ranks.
+        tag: its name; None for ``global_step{N}``.
+        client_state: rank 0's counts.
+        save_latest: whether ``latest`` names it from now on.
+
+    Raises:
+        ValueError: no folder, or a tag that leads out of it.
+        CheckpointError: a rank could not write; ``latest`` is as it was.
+    """
+    from functional_ds.checkpointing.save import save  # may be left out of an installation
+
+    counts, loop = engine._counts, engine._loop
+    state = loop.settled()
+    counts.settle()
+    place, name = _place(folder, f"global_step{counts.global_steps}" if tag is None else tag)
+    scheduler = engine.lr_scheduler
+    held = {
+        "client_state": dict(client_state),
+        "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
+    }
+    numbers = {
+        each: getattr(counts, each) for each in ("global_steps", "global_samples", "skipped_steps", "updates", "micro_steps")
+    }
+    save(state, place, tag=_STATE, extra={"engine": numbers, "pickled": _pickled(held)})
+    if save_latest and comm.world().rank == 0:
+        write_atomically(Path(folder) / "latest", name.encode())
+    comm.barrier()
+    return True
+
+
+def load_engine(
+    engine: Saved, folder: Any, tag: Any, *, strict: bool, optimizer: bool, scheduler: bool, counts: bool
+) -> tuple[str | None, Any]:
+    """Goes on from ``folder/tag``. Collective.
+
+    Args:
+        engine: whose state is replaced.
+        folder: that of ``save_engine``, or of DeepSpeed's ``save_checkpoint``.
+        tag: which; None for the one that ``latest`` names.
+        strict: whether params must have the same names.
+        optimizer: whether to read more than params.
+        scheduler: whether to read the scheduler's state.
+        counts: whether to read the counts of steps.
+
+    Returns:
+        the tag's folder and the saved ``client_state``; (None, None) where there is no ``latest``.
+
+    Raises:
+        NoCheckpointError: there is no such tag.
+        StructureError: names or shapes differ.
+    """
+    latest = Path(folder) / "latest"
+    if tag is None:
+        known = latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
+        (tag,) = set(comm.all_gather_object(known)[:1]) if comm.world().size > 1 else {known}
+        if tag is None:
+            return None, None
+    place, name = _place(folder, tag)
+    loop = engine._loop
+    loop.discard()
+    options: dict[str, Any] = {} if optimizer else {"only": "params"}
+    if not strict:
+        options |= {"allow_missing": "params/*", "allow_extra": "params/*"}
+    if any(place.glob("*model_states.pt")):
+        from functional_ds.interchange.deepspeed import from_deepspeed  # may be left out of an installation
+
+        loop.replace(from_deepspeed(folder, like=loop.state, tag=name, **options))
+        if counts and optimizer:
+            engine._counts.restart({"updates": int(loop.state.step), "global_steps": int(loop.state.step)})
+        return str(place), {}
+    from functional_ds.checkpointing.load import load  # may be left out of an installation
+
+    state, extra = load(place, like=loop.state, tag=_STATE, with_extra=True, **options)
+    loop.replace(state)
+    held = _unpickled(extra["pickled"])
+    if counts:
+        numbers = extra["engine"] if optimizer else {**extra["engine"], "updates": int(loop.state.step)}
+        engine._counts.restart(numbers)
+    if scheduler and held["lr_scheduler"] is not None and hasattr(engine.lr_scheduler, "load_state_dict"):
+        engine.lr_scheduler.load_state_dict(held["lr_scheduler"])
+    return str(place), held["client_state"]
+
+
+def save_weights(weights: Mapping[str, Tensor], folder: Any, name: str) -> bool:
+    """Writes a ``state_dict`` on rank 0. Collective.
+
+    Args:
+        weights: on the host.
+        folder: created if missing.
+        name: of the file; one that ends with ".safetensors" is written so.
+    """
+    if comm.world().rank == 0:
+        path = Path(folder) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".safetensors":
+            from functional_ds.interchange.export import export  # may be left out of an installation
+
+            export(dict(weights), path, overwrite=True)
+        else:
+            held = io.BytesIO()
+            torch.save(dict(weights), held)
+            write_atomically(path, held.getvalue())
+    comm.barrier()
+    return True
+
+
+def _place(folder: Any, tag: Any) -> tuple[Path, str]:
+    name = str(tag)
+    parts = PurePath(name).parts
+    if not folder:
+        raise ValueError(f"save_dir={folder!r}: pass a folder")
+    if not parts or PurePath(name).is_absolute() or ".." in parts:
+        raise ValueError(f"tag={tag!r}: pass the name of a folder in {folder}")
+    return Path(folder) / name, name
+
+
+def _pickled(held: Mapping[str, Any]) -> str:
+    found = io.BytesIO()
+    torch.save(held, found)
+    return base64.b64encode(found.getvalue()).decode("ascii")
+
+
+def _unpickled(text: str) -> Any:
+    return torch.load(io.BytesIO(base64.b64decode(text)), map_location="cpu", weights_only=False)

@@ -1,0 +1,252 @@
+"""What an engine keeps between its calls: a state, the pass that is open, the gradients so far, and counts."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from functional_ds.base import tree
+from functional_ds.base.weighted import Weighted
+from functional_ds.step.compose import wrap
+from functional_ds.step.forward_pass import Gradients, Pass
+from functional_ds.step.state import State
+from functional_ds.step.step import Metrics, Step, Transform
+from functional_ds.step.traits import Trait
+
+from .live_module import LiveModule
+
+__all__ = ["EngineLoop", "LossShare"]
+
+_HERE = threading.local()  # whether an engine of this thread runs a backward pass
+
+
+@attrs.define(eq=False)
+class LossShare:
+    """What multiplies the weight of an update's gradients, so that a sum of losses is divided by the number of micro-batches.
+
+    Each pass weighs one, and an update has as many passes as micro-batches, unless the loop does otherwise.
+    """
+
+    factor: float = 1.0
+
+    def transform(self) -> Transform:
+        """Multiplies the weight."""
+
+        def update(inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
+            if self.factor != 1:
+                grads = tree.replace(grads, weight=grads.weight * self.factor)
+            return inner(step, state, grads)  # type: ignore[no-any-return]
+
+        return wrap("engine", update=update)
+
+
+@attrs.define(eq=False)
+class EngineLoop:
+    """A step in halves, driven by calls of ``forward``, ``backward`` and ``update``.
+
+    Attributes:
+        step: the step.
+        state: before the next update.
+        live: the module.
+        share: of the step's transform.
+        micro_batches: how many an update has.
+        metrics: the last update's.
+        grads: of the passes since then; None for none.
+    """
+
+    step: Step
+    state: State
+    live: LiveModule
+    share: LossShare
+    micro_batches: int
+    metrics: Metrics = attrs.field(factory=dict)
+    grads: Gradients | None = None
+    _run: Pass | None = None  # that functions run in
+    _touched: bool = False  # whether a backward pass has come to what it returned
+    _direct: bool = False  # whether that was a loss.backward() of the user's
+    _begun: bool = False  # whether ``backward`` was called for it
+    _passes: int = 0  # with a backward, since the last update
+    _backwards: int = 0  # since the last micro-batch's end
+    _several: bool = False  # whether the last boundary had more than one
+
+    # -- calls -------------------------------------------------------------------------------------------------------------
+
+    def forward(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``function(params, *args, **kwargs)``, in the pass that is open, or in a new one."""
+        self.live.follow_modes()
+        if not torch.is_grad_enabled():
+            with self.step.open(self.state, None, self.grads, trains=False) as run:
+                return run(function, *args, **kwargs)
+        if self._touched or self._begun:
+            self._end_pass()
+        if self._run is None:
+            self._run = self.step.open(self.state, None, self.grads)
+        run = self._run
+        try:
+            found = run(function, *args, **kwargs)
+        except BaseException:
+            self._forget_pass()  # the error has closed it
+            raise
+
+        def reached(_: Tensor) -> None:
+            if run is self._run:
+                self._touched = True
+                self._direct |= not getattr(_HERE, "backward", False)
+
+        for leaf in tree.leaves(found):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                leaf.register_hook(reached)
+        return found
+
+    def backward(self, loss: Any, *, last: bool, retain_graph: bool, factor: int = 1) -> None:
+        """Adds a loss's gradients, times ``factor``."""
+        run = self._run
+        if run is None:
+            raise RuntimeError(
+                "backward: no forward pass is open. Compute the loss from what engine(...) returns, not from engine.module(...)"
+                " or in torch.no_grad(), and call engine.step() after engine.backward(loss)"
+            )
+        value = loss if factor == 1 else loss * factor
+        before, _HERE.backward = getattr(_HERE, "backward", False), True
+        try:
+            self.grads = run.backward(value, last=last and not self._several, retain_graph=retain_graph, close=False)
+        except BaseException:
+            self._forget_pass()
+            raise
+        finally:
+            _HERE.backward = before
+        self._count()
+
+    def scaled(self, loss: Any, *, last: bool) -> Tensor:
+        """The loss as it is to be differentiated by its own ``backward()``."""
+        if self._run is None:
+            raise RuntimeError("scale: no forward pass is open; compute the loss from what engine(...) returns")
+        self._run.last = last
+        return self._run.scaled(loss)
+
+    def lasts(self, last: bool) -> None:
+        """Says whether a ``loss.backward()`` that may follow is the update's last one."""
+        if self._run is not None:
+            self._run.last = last and not self._several
+
+    def collect(self) -> None:
+        """Takes the gradients of a ``loss.backward()`` of the user's, if there was one."""
+        if self._direct and self._run is not None:
+            try:
+                self.grads = self._run.collect(close=False)
+            except BaseException:
+                self._forget_pass()
+                raise
+            self._direct = False
+            self._count()
+
+    def settled(self) -> State:
+        """The state, with what a pass has written into buffers that only other params' backward passes go through."""
+        self.collect()
+        if self._touched and not self._begun:
+            self._end_pass()
+        return self.state
+
+    def end_micro_batch(self) -> None:
+        """Further passes belong to the next micro-batch."""
+        self.collect()
+        self._backwards = 0
+
+    def update(self) -> Metrics:
+        """The update, of what the passes have left; the sum of their losses is divided by ``micro_batches``."""
+        self.collect()
+        grads = self.grads
+        if grads is None:
+            raise RuntimeError("step: there are no gradients; call engine.backward(loss) since the last update")
+        if self._run is not None:
+            self._run.close()
+        several, self.share.factor = self._backwards > 1, self.micro_batches / self._passes
+        self.discard()
+        self.live.release()
+        try:
+            self.state, self.metrics = self.step.finish(self.state, grads)
+        finally:
+            self.live.show(self.step, self.state)
+        self._several = several
+        return self.metrics
+
+    def discard(self) -> None:
+        """Drops the passes since the last update."""
+        if self._run is not None:
+            self._run.close()
+        self._forget_pass()
+        self.grads, self._passes, self._backwards = None, 0, 0
+
+    def zero_grad(self) -> None:
+        """Drops the gradients since the last update, but no forward pass.
+
+        Raises:
+            RuntimeError: a forward pass that adds to them is open.
+        """
+        self.collect()
+        if self.grads is not None:
+            if self._run is not None and not (self._begun or self._touched):
+                raise RuntimeError(
+                    "zero_grad: amid accumulation, between engine(...) and engine.backward(loss), there is no way back to the "
+                    "gradients before; call it before engine(...)"
+                )
+            self.discard()
+
+    def summed(self) -> tuple[list[Tensor], Tensor] | None:
+        """The gradients since the last update and what they are to be divided by; None until they are summed over ranks."""
+        self.collect()
+        grads = self.grads
+        if grads is None:
+            return None
+        reduced = self.step.has(Trait.SUMS_LAST) is None
+        found = grads.carry if reduced and grads.final is None else grads.final
+        if found is None or (grads.carry is not None and found is grads.final):
+            return None
+        ranks = self.step.batch_shard(self.state)[1]
+        return found.sum, found.weight * (ranks * self.micro_batches / self._passes)
+
+    def loss_scale(self) -> float:
+        """What the next loss is multiplied by."""
+        held = getattr(self.state.slots.get("mixed_precision"), "loss_scale", None)
+        return float(getattr(held, "value", 1.0))
+
+    def replace(self, state: State) -> None:
+        """Goes on with another state."""
+        self.discard()
+        self.state = state
+        self.live.show(self.step, state)
+
+    def rest(self) -> None:
+        """Ends the open pass before somebody writes into the state's memory, as its graph would find other values.
+
+        Raises:
+            RuntimeError: its backward pass is still to come.
+        """
+        self.collect()
+        if self._run is not None and not (self._begun or self._touched):
+            raise RuntimeError("params cannot be set between engine(...) and engine.backward(loss); do it after engine.step()")
+
+    # -- passes ------------------------------------------------------------------------------------------------------------
+
+    def _count(self) -> None:
+        self._passes += not self._begun
+        self._backwards += 1
+        self._begun, self._touched = True, False
+
+    def _end_pass(self) -> None:
+        """The open pass has had its backward, or one that went through it to other params; a new one follows."""
+        self.collect()
+        run = self._run
+        if run is None:
+            return
+        run.close()
+        if not self._begun and self.grads is None:  # buffers stay as a module's own forward pass leaves them
+            self.state = tree.replace(self.state, slots=run.written().slots)
+            self.live.show(self.step, self.state)
+        self._forget_pass()
+
+    def _forget_pass(self) -> None:
+        self._run, self._touched, self._direct, self._begun = None, False, False, False

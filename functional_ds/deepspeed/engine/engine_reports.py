@@ -1,0 +1,160 @@
+"""What an engine prints and logs: times, operations, collectives, losses and rates."""
+
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from functional_ds import comm
+from functional_ds.deepspeed.config.ds_plan import ConfigPlan
+
+__all__ = ["Reports"]
+
+_OFF = nullcontext()
+
+
+@attrs.define(eq=False)
+class Reports:
+    """The logs of one engine.
+
+    Attributes:
+        times: milliseconds of the last update's calls, by "fwd", "bwd" and "step", with ``wall_clock_breakdown``.
+    """
+
+    times: dict[str, float] = attrs.field(factory=dict)
+    _plan: ConfigPlan = attrs.field(alias="plan", kw_only=True)
+    _rows: int = attrs.field(alias="rows", kw_only=True)
+    _clock: bool = attrs.field(alias="clock", kw_only=True)
+    _loggers: list[Any] = attrs.field(factory=list)
+    _profiling: bool = False  # whether steps are measured
+    _profiled: Any = None
+    _window: ExitStack | None = None
+    _spent: dict[str, float] = attrs.field(factory=dict)
+
+    @staticmethod
+    def of(plan: ConfigPlan, module: nn.Module) -> "Reports":
+        """What the config asks for."""
+        del module
+        asks = [plan.value(name) for name in ("wall_clock_breakdown", "flops_profiler.enabled", "comms_logger.enabled")]
+        found = Reports(plan=plan, rows=plan.batch.rows, clock=bool(asks[0]))
+        found._profiling = any(asks)
+        found._open_loggers()
+        return found
+
+    def timed(self, name: str) -> AbstractContextManager[None]:
+        """A part of the engine's time."""
+        return self._timing(name) if self._clock else _OFF
+
+    @contextlib.contextmanager
+    def _timing(self, name: str) -> Iterator[None]:
+        began = _now()
+        try:
+            yield
+        finally:
+            self._spent[name] = self._spent.get(name, 0.0) + (_now() - began) * 1000
+
+    def begin(self, loop: Any) -> None:
+        """A forward pass follows; with the first one of an update, the step is one that measures itself, if it is to."""
+        if not self._profiling or self._window is not None or not torch.is_grad_enabled():
+            return
+        from functional_ds.profiling.profiler import profile  # may be left out of an installation
+
+        value = self._plan.value
+        if self._profiled is None:
+            skip = int(value("flops_profiler.profile_step")) if value("flops_profiler.enabled") else 1
+            self._profiled = profile(loop.step, skip=skip, every=self._every(), flops=bool(value("flops_profiler.enabled")))
+        self._window = ExitStack()
+        rows = torch.empty(self._rows, device="meta")
+        plain = loop.step
+        loop.step = self._window.enter_context(self._profiled.call(loop.state, rows))
+        self._window.callback(setattr, loop, "step", plain)
+
+    def updated(self, engine: Any) -> None:
+        """An update is over."""
+        window, self._window = self._window, None
+        if window is not None:
+            window.close()
+        done, rank = engine.global_steps, comm.world().rank
+        every = self._plan.value("steps_per_print")
+        if every and done % every == 0 and rank == 0:
+            logging.getLogger("DeepSpeed").info(
+                "step=%d, skipped=%d, lr=%s, mom=%s", done, engine.skipped_steps, engine.get_lr(), engine.get_mom()
+            )
+        if self._clock:
+            self.times, self._spent = self._spent, {}
+            if done % self._every() == 0 and rank == 0:
+                sys.stdout.write("time (ms) | " + " | ".join(f"{name}: {ms:.2f}" for name, ms in self.times.items()) + "\n")
+        if self._profiled is not None:
+            self._show_profile(done)
+        self._log(engine)
+
+    def close(self) -> None:
+        """Closes the logs."""
+        for logger in self._loggers:
+            logger.close()
+        self._loggers = []
+
+    def _every(self) -> int:
+        found = self._plan.value("steps_per_print") or 10
+        return int(found) if found != float("inf") else 2**62
+
+    def _show_profile(self, done: int) -> None:
+        value = self._plan.value
+        flops = value("flops_profiler.enabled") and done == value("flops_profiler.profile_step") + 1
+        details = (self._clock or value("comms_logger.enabled")) and done > 1 and done % self._every() == 0
+        if not (flops or details):
+            return
+        found = self._profiled.result()  # collective
+        if comm.world().rank == 0:
+            path = value("flops_profiler.output_file") if flops else None
+            if path:
+                Path(path).write_text(str(found), encoding="utf-8")
+            else:
+                sys.stdout.write(f"{found}\n")
+        if flops and not (self._clock or value("comms_logger.enabled")):
+            self._profiling, self._profiled = False, None
+
+    # -- monitors ----------------------------------------------------------------------------------------------------------
+
+    def _open_loggers(self) -> None:
+        if comm.world().rank:
+            return
+        for block in ("tensorboard", "csv_monitor", "wandb"):
+            if self._plan.value(f"{block}.enabled"):
+                self._loggers.append(self._logger(block))
+                self._loggers[-1].begin(0)
+        if self._plan.value("comet.enabled"):
+            raise ValueError("comet: there is no logger for Comet here; use tensorboard, csv_monitor or wandb")
+
+    def _logger(self, block: str) -> Any:
+        from functional_ds.fitting.loggers import CsvLog, TensorBoard, WandB  # may be left out of an installation
+
+        value = self._plan.value
+        if block == "wandb":
+            return WandB(value("wandb.project"), options={"group": value("wandb.group"), "entity": value("wandb.team")})
+        top = value(f"{block}.output_path") or ("runs" if block == "tensorboard" else "csv_logs")
+        folder = Path(top, value(f"{block}.job_name"))
+        return TensorBoard(folder) if block == "tensorboard" else CsvLog(folder / "monitor.csv")
+
+    def _log(self, engine: Any) -> None:
+        if self._loggers:
+            numbers = {"Train/Samples/train_loss": float(engine.metrics["loss"]), "Train/Samples/lr": engine.get_lr()[0]}
+            if engine.fp16_enabled():
+                numbers["Train/Samples/loss_scale"] = engine.loss_scale()
+            numbers |= {f"Train/Samples/elapsed_time_ms_{name}": ms for name, ms in self.times.items()}
+            for logger in self._loggers:
+                logger.log(engine.global_samples, numbers)
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()

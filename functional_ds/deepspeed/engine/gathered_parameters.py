@@ -1,0 +1,197 @@
+"""Whole params, states and gradients of an engine's parameters; ``zero.Init`` and ``zero.GatheredParameters``."""
+
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any
+
+import attrs
+from torch import Tensor, nn
+
+from functional_ds import comm
+from functional_ds.base import tree
+
+from .engine_loop import EngineLoop
+from .leaf_values import PARAMS, gathered, written
+
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "ZeroParamStatus",
+    "own_parameters",
+    "register_external_parameter",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+]
+
+_OWNER = "_fds_owner"
+_STATES = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum_buffer": "momentum", "sum": "sums"}  # torch's names
+
+
+class ZeroParamStatus(Enum):
+    """Whether a stage-3 parameter has values now."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+@attrs.frozen(eq=False)
+class _Owner:
+    loop: "weakref.ref[EngineLoop]"
+    path: str
+
+    @staticmethod
+    def of(parameter: Tensor, what: str) -> "tuple[EngineLoop, str]":
+        owner: _Owner | None = getattr(parameter, _OWNER, None)
+        loop = None if owner is None else owner.loop()
+        if owner is None or loop is None:
+            raise ValueError(f"{what}: a parameter of shape {list(parameter.shape)} is of no engine; call initialize first")
+        return loop, owner.path
+
+
+def own_parameters(loop: EngineLoop, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Marks an engine's parameters; those of stage 3 also as DeepSpeed's are: ``ds_id``, ``ds_shape``, ``ds_numel``."""
+    shapes = {name: bare.shape for name, bare in loop.live.apply.bare.items()}
+    for number, (name, parameter) in enumerate(parameters.items()):
+        held: Any = parameter
+        setattr(held, _OWNER, _Owner(weakref.ref(loop), name))
+        if not loop.live.shows:
+            held.ds_id, held.ds_shape, held.ds_numel = number, shapes[name], shapes[name].numel()
+            held.ds_status = ZeroParamStatus.NOT_AVAILABLE
+
+
+@contextmanager
+def Init(*_: Any, **__: Any) -> Iterator[None]:
+    """Nothing: a model that is built in this block is whole on every rank until ``initialize`` shards it.
+
+    ``fds.deferred`` builds one without memory, for a step of your own.
+    """
+    yield
+
+
+@contextmanager
+def GatheredParameters(
+    params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
+) -> Iterator[None]:
+    """Within the block, stage-3 parameters have their values. Collective. In other stages they always have.
+
+    Args:
+        params: a parameter or several, or a module.
+        modifier_rank: the rank whose values are the params' after the block; None where the block only reads.
+        fwd_module: of no effect.
+        enabled: False does nothing.
+
+    Raises:
+        ValueError: values of another shape.
+
+    Cost: an all-gather of each parameter, and a broadcast of each with ``modifier_rank``.
+    """
+    del fwd_module
+    given = params.parameters() if isinstance(params, nn.Module) else [params] if isinstance(params, Tensor) else params
+    held: list[Any] = [p for p in given if hasattr(p, "ds_id") and hasattr(p, _OWNER)] if enabled else []
+    held = [p for p in dict.fromkeys(held) if p.ds_status is ZeroParamStatus.NOT_AVAILABLE]
+    for parameter in held:
+        loop, path = _Owner.of(parameter, "GatheredParameters")
+        parameter.data = gathered(loop.state, ("params",), path).to(parameter.dtype)
+        parameter.ds_status = ZeroParamStatus.AVAILABLE
+    try:
+        yield
+        if modifier_rank is not None:
+            for parameter in held:
+                loop, path = _Owner.of(parameter, "GatheredParameters")
+                with _written(loop):
+                    written(loop.state, PARAMS, path, _from(parameter.detach(), modifier_rank))
+    finally:
+        for parameter in held:
+            loop, _ = _Owner.of(parameter, "GatheredParameters")
+            loop.live.clear(parameter)
+            parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
+
+
+def _from(value: Tensor, rank: int) -> Tensor:
+    return comm.broadcast(value, rank) if comm.world().size > 1 else value
+
+
+@contextmanager
+def _written(loop: EngineLoop) -> Iterator[None]:
+    loop.rest()
+    yield
+    loop.live.show(loop.step, loop.state)
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Nothing: a parameter is gathered wherever it is used."""
+    del module, parameter
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
+    """The whole master of a parameter in fp32. Collective over the ranks."""
+    loop, path = _Owner.of(param, "safe_get_full_fp32_param")
+    return gathered(loop.state, PARAMS, path).float()
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Sets the master of a parameter, and what the forward pass sees. All ranks pass the same value."""
+    loop, path = _Owner.of(param, "safe_set_full_fp32_param")
+    with _written(loop):
+        written(loop.state, PARAMS, path, value)
+
+
+def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
+    """The gradient that the next update has of a parameter, in fp32 and before clipping. Collective.
+
+    None where there is none yet: in stages 0 and 1 ranks sum during the last backward pass of an update.
+    """
+    loop, path = _Owner.of(param, "safe_get_full_grad")
+    found = loop.summed()
+    if found is None:
+        return None
+    sums, weight = found
+    return gathered(tree.replace(loop.state, optimizer=sums), ("optimizer",), path).float() / weight
+
+
+def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Sets the gradient that the next update has of a parameter. All ranks pass the same value.
+
+    Raises:
+        RuntimeError: there is none yet.
+    """
+    loop, path = _Owner.of(param, "safe_set_full_grad")
+    found = loop.summed()
+    if found is None:
+        raise RuntimeError("safe_set_full_grad: the ranks have not summed gradients yet; call it before engine.step()")
+    sums, weight = found
+    written(tree.replace(loop.state, optimizer=sums), ("optimizer",), path, value.to(weight.device) * weight)
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    """A whole tensor of the optimizer's state, "exp_avg" for example; None if there is none. Collective."""
+    loop, path = _Owner.of(param, "safe_get_full_optimizer_state")
+    try:
+        return gathered(loop.state, _roles(optim_state_key), path)
+    except KeyError:
+        return None
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Sets a tensor of the optimizer's state. All ranks pass the same value.
+
+    Args:
+        param: whose.
+        value: of the parameter's shape.
+        optim_state_key: as in ``safe_get_full_optimizer_state``.
+    """
+    loop, path = _Owner.of(param, "safe_set_full_optimizer_state")
+    with _written(loop):
+        written(loop.state, _roles(optim_state_key), path, value)
+
+
+def _roles(key: str) -> tuple[str, ...]:
+    name = _STATES.get(key, key)
+    return (f"optimizer.{name}", f"optimizer.states.{name}")

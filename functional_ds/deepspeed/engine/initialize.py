@@ -1,0 +1,232 @@
+"""``initialize``: a module, a config and perhaps an optimizer become an engine."""
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from functional_ds import comm
+from functional_ds.deepspeed.config.config_reader import source
+from functional_ds.deepspeed.config.ds_plan import ConfigPlan, from_ds_config
+from functional_ds.modules.functional import functional
+from functional_ds.optim.sgd import sgd
+from functional_ds.step.train_step import train_step
+
+from .config_scheduler import ConfigScheduler
+from .data_loader import EngineLoader, data_loader
+from .ds_optimizer import EngineOptimizer
+from .engine import DeepSpeedEngine
+from .engine_counts import EngineCounts
+from .engine_loop import EngineLoop, LossShare
+from .gathered_parameters import own_parameters
+from .live_module import LiveModule
+from .optimizer_groups import LiveGroup, as_groups, groups_of_config, groups_of_optimizer, live_optimizer
+
+__all__ = ["initialize"]
+
+_ABSOLUTE = ("WarmupLR", "WarmupDecayLR", "OneCycle", "LRRangeTest")
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[DeepSpeedEngine, EngineOptimizer | None, EngineLoader | None, Any]:
+    """DeepSpeed's ``initialize``. Rank 0's params are those of all ranks. Collective.
+
+    Args:
+        args: an object that may have ``deepspeed_config`` and ``local_rank``.
+        model: the module. It stays usable; in stage 3 its parameters are empty, as DeepSpeed's are.
+        optimizer: torch's AdamW, Adam, SGD or Adagrad, one of ``deepspeed.ops``, or a function from ``model_parameters`` to
+            one; None for the config's.
+        model_parameters: what the config's optimizer trains: parameters, or dicts of groups; None for all.
+        training_data: a data set, for a loader of micro-batches.
+        lr_scheduler: one of torch's or DeepSpeed's, or a function from the optimizer to one; None for the config's.
+        distributed_port: of rank 0's host, where MASTER_PORT is not set.
+        mpu: refused where it has model-parallel ranks.
+        dist_init_required: False where the world was joined already.
+        collate_fn: of the loader.
+        config: a path, a dict or base64 text.
+        mesh_param: refused where it has more than data-parallel ranks.
+        config_params: the old name of ``config``.
+
+    Returns:
+        the engine, its optimizer, the loader, the scheduler; None for what there is not.
+
+    Raises:
+        ConfigError: the config is refused; the message names all keys.
+        ValueError: no model or no config, or two configs; an optimizer without a pure form.
+
+    >>> engine, optimizer, _, _ = initialize(
+    ...     model=nn.Linear(2, 1),
+    ...     config={
+    ...         "train_batch_size": 4,
+    ...         "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+    ...         "zero_optimization": {"stage": 1},
+    ...     },
+    ... )
+    >>> loss = engine(torch.ones(4, 2)).square().mean()
+    >>> _ = engine.backward(loss)
+    >>> engine.step()
+    >>> engine.global_steps, engine.get_lr()
+    (1, [0.1])
+    """
+    if model is None:
+        raise ValueError("initialize: pass the model")
+    _join(distributed_port, dist_init_required)
+    found = _config(args, config, config_params)
+    world = comm.world()
+    _refuse_model_parallel(mpu, mesh_param)
+    client = _client_optimizer(optimizer, model_parameters)
+    plan = _plan(found, world.size, model, client, has_scheduler=lr_scheduler is not None)
+    if plan.value("log_level"):
+        logging.getLogger("DeepSpeed").setLevel(str(plan.value("log_level")).upper())
+
+    _move(model)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = _groups(plan, client, model, model_parameters, names)
+    trained: set[str] = set().union(*(group.paths for group in groups))
+    apply, params = functional(model)
+    for name, parameter in params.items():
+        if name not in trained and groups:
+            parameter.requires_grad_(False)
+
+    share = LossShare()
+    base = train_step(_no_loss, live_optimizer(groups) if groups else sgd(0.0))
+    step = share.transform()(plan.transform(base))
+    own = dict(model.named_parameters())
+    live = LiveModule(model, apply, own, plan.value("zero_optimization.stage") < 3)
+    state = step.init(params)
+    del params
+    loop = EngineLoop(step, state, live, share, plan.batch.gradient_accumulation_steps)
+    live.show(step, state)
+    own_parameters(loop, own)
+
+    counts = EngineCounts(loop.micro_batches, bool(plan.value("managed_gradient_accumulation")))
+    facade = None
+    if groups:
+        facade = EngineOptimizer(groups, client, counts, loop, drops=not plan.value("zero_optimization.stage"))
+    counts.scheduler = _scheduler(plan, lr_scheduler, client or facade, groups, counts)
+    engine = DeepSpeedEngine(model, plan, loop, counts, optimizer=facade, lr_scheduler=counts.scheduler)
+    engine.collate_fn = collate_fn
+    if training_data is not None:
+        engine.training_dataloader = data_loader(
+            training_data,
+            engine.train_micro_batch_size_per_gpu(),
+            collate_fn=collate_fn,
+            drop_last=engine.dataloader_drop_last(),
+        )
+    return engine, facade, engine.training_dataloader, counts.scheduler
+
+
+def _no_loss(params: Any, batch: Any) -> Tensor:
+    raise RuntimeError("an engine's step has no loss function; call engine(...), engine.backward(loss), engine.step()")
+
+
+# -- what the arguments say ----------------------------------------------------------------------------------------------
+
+
+def _join(port: int, required: bool | None) -> None:
+    import os
+
+    if required is not False and not comm.is_initialized():
+        if "WORLD_SIZE" in os.environ:
+            os.environ.setdefault("MASTER_PORT", str(port))
+            os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        comm.init_distributed()
+
+
+def _config(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
+    given = config if config is not None else config_params
+    for name in ("deepscale_config", "deepspeed_config"):
+        own = getattr(args, name, None)
+        if own is not None:
+            if given is not None:
+                raise ValueError(f"config: it is given twice, as args.{name} and as an argument; pass one of them")
+            given = own
+    if given is None:
+        raise ValueError("config: pass it as config=, or by --deepspeed_config in args")
+    return source(getattr(given, "config", given) if not isinstance(given, Mapping | str) else given)
+
+
+def _refuse_model_parallel(mpu: Any, mesh: Any) -> None:
+    sizes = []
+    for name in (
+        "get_model_parallel_world_size",
+        "get_tensor_model_parallel_world_size",
+        "get_pipeline_model_parallel_world_size",
+    ):
+        if hasattr(mpu, name):
+            sizes.append(getattr(mpu, name)())
+    if any(size > 1 for size in sizes):
+        raise ValueError(
+            f"mpu: its model-parallel groups have {max(sizes)} ranks, and engines here are data-parallel; compose "
+            "T.tensor_parallel or T.pipeline in a step of your own, with fds.from_ds_config(config, group=mesh['dp'])"
+        )
+    if mesh is not None and any(size > 1 for size in tuple(mesh)[1:]):
+        raise ValueError(f"mesh_param={mesh}: engines here are data-parallel; compose T.sequence in a step of your own")
+
+
+def _client_optimizer(optimizer: Any, model_parameters: Any) -> torch.optim.Optimizer | None:
+    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    if not callable(optimizer):
+        raise TypeError(f"optimizer={optimizer!r} is neither an optimizer nor a function that makes one")
+    made = optimizer(model_parameters)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TypeError(f"optimizer: the function returned a {type(made).__name__}, and not a torch optimizer")
+    return made
+
+
+def _plan(
+    config: dict[str, Any], ranks: int, model: nn.Module, client: torch.optim.Optimizer | None, *, has_scheduler: bool
+) -> ConfigPlan:
+    lr = None
+    if client is not None:  # what is passed goes before what the config says
+        config = {name: block for name, block in config.items() if name != "optimizer"}
+        first = client.param_groups[0]
+        lr = float(first.get("initial_lr", first["lr"]))
+    if has_scheduler:
+        config = {name: block for name, block in config.items() if name != "scheduler"}
+    return from_ds_config(config, ranks, model=model, lr=lr, warn=True)
+
+
+def _groups(
+    plan: ConfigPlan, client: torch.optim.Optimizer | None, model: nn.Module, given: Any, names: Mapping[int, str]
+) -> list[LiveGroup]:
+    if client is not None:
+        return groups_of_optimizer(client, names)
+    if plan.optimizer is None:
+        return []
+    return groups_of_config(plan, as_groups(model.parameters() if given is None else given), names)
+
+
+def _scheduler(plan: ConfigPlan, given: Any, optimizer: Any, groups: list[LiveGroup], counts: EngineCounts) -> Any:
+    if given is not None:
+        return given if hasattr(given, "step") or not callable(given) else given(optimizer)
+    if plan.schedule is None or not groups:
+        return None
+    return ConfigScheduler(plan.schedule, plan.value("scheduler.type") in _ABSOLUTE, groups=groups, settle=counts.settle)
+
+
+def _move(model: nn.Module) -> None:
+    """Params and buffers on the rank's device, with rank 0's values."""
+    device = comm.world().world.device
+    model.to(device)
+    if comm.world().size > 1:
+        own = [x.data for x in (*model.parameters(), *model.buffers())]
+        for mine, first in zip(own, comm.broadcast([x.detach() for x in own]), strict=True):
+            mine.copy_(first)

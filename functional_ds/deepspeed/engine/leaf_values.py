@@ -1,0 +1,81 @@
+"""Whole leaves of a state whose shards are on several ranks, read and written by name."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from functional_ds import comm
+from functional_ds.state_dict.describe import TensorShard, as_tensors, describe
+from functional_ds.step.state import State
+
+__all__ = ["PARAMS", "gathered", "written"]
+
+PARAMS = ("masters", "params")
+"""The roles in which a state may have a leaf, the most exact first."""
+
+
+def _own(state: State, roles: Sequence[str], leaf: str) -> dict[str, list[TensorShard]]:
+    wanted = {f"{role}/{leaf}": role for role in roles}
+    found: dict[str, list[TensorShard]] = {role: [] for role in roles}
+    for shard in describe(as_tensors(state)):
+        if shard.name in wanted:
+            found[wanted[shard.name]].append(shard)
+    return found
+
+
+def gathered(state: State, roles: Sequence[str], leaf: str) -> Tensor:
+    """A whole leaf in the first of these roles that any rank has. Collective over the world.
+
+    Args:
+        state: the state.
+        roles: "params", "masters", "optimizer.exp_avg" and the like.
+        leaf: its path.
+
+    Raises:
+        KeyError: no rank has it, in any role.
+
+    Cost: an all-gather of as much as the rank with the most has.
+    """
+    own = _own(state, roles, leaf)
+    mine = {
+        role: [(shard.offset, shard.view.numel(), torch.Size(shard.shape), shard.view.dtype) for shard in shards]
+        for role, shards in own.items()
+    }
+    everyones = comm.all_gather_object(mine) if comm.world().size > 1 else [mine]
+    role = next((each for each in roles if any(theirs[each] for theirs in everyones)), None)
+    if role is None:
+        raise KeyError(f"no rank has {leaf!r} as {' or '.join(roles)}")
+    shape, dtype = next(theirs[role][0][2:] for theirs in everyones if theirs[role])
+    device = state.step.device
+    most = max(sum(numel for _, numel, *_ in theirs[role]) for theirs in everyones)
+    flat = torch.zeros(most, dtype=dtype, device=device)
+    if own[role]:
+        values = torch.cat([shard.view.reshape(-1) for shard in own[role]]).to(device)
+        flat[: values.numel()] = values
+    rows = comm.all_gather(flat).view(len(everyones), most) if len(everyones) > 1 else flat.view(1, most)
+    whole = torch.empty(shape.numel(), dtype=dtype, device=device)
+    for row, theirs in zip(rows, everyones, strict=True):
+        place = 0
+        for offset, numel, *_ in theirs[role]:
+            whole[offset : offset + numel] = row[place : place + numel]
+            place += numel
+    return whole.view(shape)
+
+
+def written(state: State, roles: Sequence[str], leaf: str, value: Tensor) -> bool:
+    """Writes a whole leaf's values into all of these roles that this rank has; whether there was one. Not collective.
+
+    Raises:
+        ValueError: another shape.
+    """
+    found = False
+    with torch.no_grad():
+        for shards in _own(state, roles, leaf).values():
+            for shard in shards:
+                if tuple(value.shape) != tuple(shard.shape):
+                    raise ValueError(f"{leaf!r} has shape {list(shard.shape)}, and the value {list(value.shape)}")
+                part = value.detach().reshape(-1)[shard.offset : shard.offset + shard.view.numel()]
+                shard.view.copy_(part.to(shard.view.device, shard.view.dtype))
+                found = True
+    return found

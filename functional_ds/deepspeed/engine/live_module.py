@@ -1,0 +1,150 @@
+"""The user's own module beside a step's state: its parameters and buffers show what the state has."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from functional_ds.base import tree
+from functional_ds.modules.functional import Apply
+from functional_ds.state_dict.leaf_places import StateLayout
+from functional_ds.step.state import State
+from functional_ds.step.step import Step
+
+__all__ = ["LiveModule"]
+
+
+@attrs.frozen(eq=False)
+class _View:
+    """Where a parameter's values are in a stored tensor."""
+
+    start: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    parameter: nn.Parameter
+
+
+@attrs.define(eq=False)
+class LiveModule:
+    """A module whose parameters are views of what a state stores, so that reading them costs nothing and no memory.
+
+    Stages 0 to 2 store whole params. In stage 3 a parameter is empty, as DeepSpeed's are, and ``gather`` functions fill it.
+
+    Attributes:
+        module: the user's.
+        apply: the same as a function.
+        params: the module's parameters, by the names of ``fds.functional``.
+        shows: whether the state stores whole params.
+    """
+
+    module: nn.Module
+    apply: Apply
+    params: Mapping[str, nn.Parameter]
+    shows: bool
+    _views: list[list[_View]] | None = None
+    _seen: list[Any] = attrs.field(factory=list)  # the stored tensors that the parameters are views of
+    _moves: bool = False  # whether an update stores params in other memory
+    _owners: list[nn.Module] = attrs.field(init=False)
+    _bare: list[nn.Module] = attrs.field(init=False)
+    _modes: list[bool] = attrs.field(init=False)
+    _buffers: dict[str, tuple[dict[str, Any], str]] = attrs.field(init=False)
+    _empty: dict[torch.dtype, Tensor] = attrs.field(factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        self._owners, self._bare = [*self.module.modules()], [*self.apply.module.modules()]
+        self._modes = [each.training for each in self._owners]
+        self._buffers = {}
+        for path, owner in self.module.named_modules():
+            held = owner.__dict__["_buffers"]
+            for key in held:
+                self._buffers[f"{path}.{key}" if path else key] = (held, key)
+
+    def follow_modes(self) -> None:
+        """Gives the function the modes that the user's module has now."""
+        modes = [each.training for each in self._owners]
+        if modes != self._modes:
+            for bare, mode in zip(self._bare, modes, strict=True):
+                if bare.training != mode:
+                    bare.training = mode
+            self._modes = modes
+
+    def show(self, step: Step, state: State) -> None:
+        """Makes parameters and buffers those of the state."""
+        if self.shows:
+            stored = tree.leaves(state.params)
+            if self._views is None:
+                self._views, self._seen = self._places(state), [None] * len(stored)
+            for index, (tensor, views) in enumerate(zip(stored, self._views, strict=True)):
+                if tensor.data_ptr() != self._seen[index]:
+                    flat = tensor.detach().view(-1)
+                    begin = flat.storage_offset()
+                    for view in views:
+                        view.parameter.data = flat.as_strided(view.shape, view.stride, begin + view.start)
+                    self._moves |= self._seen[index] is not None
+                    self._seen[index] = tensor.data_ptr()
+        elif self._views is None:
+            self._views = []
+            frame = StateLayout.of(state).stored
+            for tensor, place in zip(tree.leaves(state.params), frame.places, strict=True):
+                for member in place.members:
+                    self.clear(self.params[frame.leaves[member][0]], tensor.dtype)
+        if self._buffers:
+            for name, buffer in step.module_buffers(state).items():
+                if name in self._buffers:
+                    held, key = self._buffers[name]
+                    if held[key] is not buffer:
+                        held[key] = buffer
+
+    def release(self) -> None:
+        """Lets go of memory that the next update gives back: the parameters are empty until they are shown again."""
+        if self._moves:
+            for views in self._views or ():
+                for view in views:
+                    self.clear(view.parameter)
+            self._seen = [None] * len(self._seen)
+
+    def clear(self, parameter: nn.Parameter, dtype: torch.dtype | None = None) -> None:
+        """Makes a parameter empty, in its dtype or another."""
+        dtype = dtype or parameter.dtype
+        if dtype not in self._empty:
+            self._empty[dtype] = torch.empty(0, dtype=dtype, device=parameter.device)
+        parameter.data = self._empty[dtype]
+
+    def _places(self, state: State) -> list[list[_View]]:
+        frame = StateLayout.of(state).stored
+        found: list[list[_View]] = []
+        for tensor, place in zip(tree.leaves(state.params), frame.places, strict=True):
+            form = place.form_of(tensor)
+            cuts = () if form is None else form[0].cuts
+            rows = []
+            for cut in cuts:
+                parameter = self.params[frame.leaves[cut.leaf][0]]
+                shape = parameter.shape
+                stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+                rows.append(_View(cut.start, shape, stride, parameter))
+            found.append(rows)
+        return found
+
+    def whole(self, step: Step, state: State, *, frozen: bool) -> dict[str, Tensor]:
+        """The module's ``state_dict`` on the host, with whole params as the forward pass has them. Collective in stage 3.
+
+        Args:
+            step: the step.
+            state: its state.
+            frozen: whether params that are not trained are among them.
+        """
+        dtypes = {name: parameter.dtype for name, parameter in self.params.items()}
+        values = (
+            {id(self.params[name]): leaf.detach().to("cpu", dtypes[name]) for name, leaf in step.params(state).items()}
+            if (not self.shows)
+            else {}
+        )
+        left = {name for name, parameter in self.module.named_parameters(remove_duplicate=False) if not parameter.requires_grad}
+        found = {}
+        for name, value in self.module.state_dict(keep_vars=True).items():
+            if (frozen or name not in left) and isinstance(value, Tensor):
+                found[name] = values[id(value)] if id(value) in values else value.detach().cpu().clone()
+        return found

@@ -1,0 +1,265 @@
+"""Param groups whose numbers may be written between updates, as pure optimizers."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from functional_ds.base.weighted import Weighted
+from functional_ds.deepspeed.config.ds_optimizers import OptimizerRule, rule_of
+from functional_ds.deepspeed.config.ds_plan import ConfigPlan
+from functional_ds.optim.adagrad import adagrad
+from functional_ds.optim.adam import adam, adamw
+from functional_ds.optim.optimizer import Optimizer, PerParameter, Rate
+from functional_ds.optim.param_groups import param_groups
+from functional_ds.optim.sgd import sgd
+from functional_ds.sharding.leaf_map import LeafMap
+
+__all__ = ["LiveGroup", "as_groups", "groups_of_config", "groups_of_optimizer", "live_optimizer"]
+
+Rule = Optimizer | PerParameter
+Numbers = dict[str, Any]
+
+_ZERO = {"amsgrad": False, "maximize": False, "dampening": 0, "lr_decay": 0, "differentiable": False}
+
+
+@attrs.define(eq=False)
+class LiveGroup:
+    """A param group: its dict, which programs read and write, and the optimizer that its numbers make.
+
+    Law: while nobody writes into the dict, the optimizer is ``build(numbers)``.
+
+    Attributes:
+        given: the dict.
+        paths: of its leaves.
+        build: from its numbers and a learning rate to an optimizer.
+        base: the rate that factors are multiples of.
+        shown: the rate that the engine has put into the dict; None if all rates there are somebody else's.
+    """
+
+    given: Numbers
+    paths: frozenset[str]
+    build: Callable[[Numbers, float], Rule]
+    base: float
+    shown: float | None
+    _last: tuple[Any, Rule] | None = None
+
+    def factor(self) -> float | None:
+        """What multiplies the base rate, where somebody has written one; else None."""
+        written = float(self.given["lr"])
+        return None if written == self.shown else written / self.base
+
+    def show(self, rate: float) -> None:
+        """Puts the schedule's rate into the dict, for the next update."""
+        self.given["lr"] = self.shown = rate
+
+    def rule(self) -> Rule:
+        """The optimizer of the numbers that the dict has now."""
+        numbers = {name: _plain(value) for name, value in self.given.items() if name not in ("params", "lr", "initial_lr")}
+        key = repr(sorted(numbers.items()))
+        if self._last is None or self._last[0] != key:
+            self._last = (key, self.build(numbers, self.base))
+        return self._last[1]
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def live_optimizer(groups: Sequence[LiveGroup]) -> Rule:
+    """The optimizer of all groups, which asks each for its numbers at every update."""
+    rules = [_live(group) for group in groups]
+    if len(rules) == 1:
+        return rules[0]
+    chosen: dict[Any, Rule] = {_in(group.paths): rule for group, rule in zip(groups[:-1], rules, strict=False)}
+    return param_groups(chosen, rules[-1])
+
+
+def _in(paths: frozenset[str]) -> Callable[[str], bool]:
+    def of_group(path: str) -> bool:
+        return path in paths
+
+    return of_group
+
+
+def _live(group: LiveGroup) -> Rule:
+    first = group.rule()
+    if isinstance(first, Optimizer):
+        return _asks(group, first, lambda rule: rule)
+
+    def make(leaf_map: LeafMap) -> Optimizer:
+        def pair_of(rule: Any) -> Optimizer:
+            return rule.make(leaf_map)  # type: ignore[no-any-return]
+
+        return _asks(group, pair_of(group.rule()), pair_of)
+
+    return PerParameter(make, first.name)
+
+
+def _asks(group: LiveGroup, first: Optimizer, pair_of: Callable[[Any], Optimizer]) -> Optimizer:
+    known: tuple[Any, Optimizer] = (group.rule(), first)
+
+    def update(params: list[Tensor], grads: Weighted, state: Any, rate: Rate) -> tuple[list[Tensor], Any]:
+        nonlocal known
+        rule, factor = group.rule(), group.factor()
+        if rule is not known[0]:
+            known = (rule, pair_of(rule))
+        return known[1].update(params, grads, state, rate if factor is None else factor)
+
+    return attrs.evolve(first, update=update)
+
+
+# -- groups of a config's optimizer --------------------------------------------------------------------------------------
+
+
+def as_groups(parameters: Any) -> list[Numbers]:
+    """``model_parameters`` of ``initialize`` as torch's optimizers take them: dicts with ``params``.
+
+    Raises:
+        TypeError: they are no tensors or dicts.
+    """
+    found: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if not found or not isinstance(found[0], Mapping):
+        found = [{"params": found}]
+    groups = []
+    for group in found:
+        held = group["params"] if isinstance(group, Mapping) else None
+        own = [held] if isinstance(held, Tensor) else [*held] if isinstance(held, Iterable) else []
+        own = [each[1] if isinstance(each, tuple) else each for each in own]  # named_parameters()
+        if held is None or not all(isinstance(each, Tensor) for each in own):
+            raise TypeError(f"model_parameters: {group!r} has no tensors; pass parameters, or dicts with 'params'")
+        if own:
+            groups.append({**group, "params": own})
+    return groups
+
+
+def groups_of_config(plan: ConfigPlan, groups: Sequence[Numbers], names: Mapping[int, str]) -> list[LiveGroup]:
+    """The groups of the optimizer that a config names; each dict's own numbers go before the config's.
+
+    Args:
+        plan: of the config.
+        groups: of ``model_parameters``.
+        names: the module's parameters, by id.
+
+    Raises:
+        ValueError: a parameter is none of the module's; a number has no meaning.
+    """
+    rule = rule_of(plan.value("optimizer.type"))
+    if rule is None:
+        raise ValueError("config: it names no optimizer")
+    config = plan.to_ds_config()["optimizer"].get("params", {})
+    parsed = {key.name: key.parse(config[key.name]) for key in rule.keys if key.name in config}
+    found = []
+    for group in groups:
+        own = {name: value for name, value in group.items() if name not in ("params", "name", "moe")}
+        unknown = own.keys() - {key.name for key in rule.keys} - {"initial_lr"}
+        if unknown:
+            raise ValueError(
+                f"model_parameters: {rule.name} has no {', '.join(sorted(unknown))}; it has "
+                f"{', '.join(key.name for key in rule.keys)}"
+            )
+        numbers = rule.arguments({**parsed, **{name: own[name] for name in own if name != "initial_lr"}})
+        rate = _rate_of(rule, numbers)
+        reference = rate or 1.0
+        given = {**group, **{name: value for name, value in numbers.items() if value is not None}, "lr": rate}
+        paths = _paths(group["params"], names)
+        found.append(LiveGroup(given, paths, _of_rule(rule, numbers, rate), reference, rate))
+    _check_disjoint(found)
+    return found
+
+
+def _rate_of(rule: OptimizerRule, numbers: Numbers) -> float:
+    if rule.name == "Muon":
+        return float(numbers["muon_lr"] or numbers["lr"] or 0.02)
+    return float(numbers["lr"])
+
+
+def _of_rule(rule: OptimizerRule, numbers: Numbers, rate: float) -> Callable[[Numbers, float], Rule]:
+    def build(now: Numbers, base: float) -> Rule:
+        own = {name: now.get(name, value) for name, value in numbers.items()}
+        if rule.name != "Muon" or not rate:
+            own["lr"] = base
+        betas = own.get("betas")
+        own["betas"] = None if betas is None else tuple(betas)
+        return rule.build(own)
+
+    return build
+
+
+# -- groups of an optimizer object ---------------------------------------------------------------------------------------
+
+
+def groups_of_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[LiveGroup]:
+    """The groups of a torch optimizer, or of one of DeepSpeed's by name; their dicts are the optimizer's own.
+
+    Raises:
+        ValueError: there is no pure form of it, or of one of its options; a parameter is none of the module's.
+    """
+    build = _builder(optimizer)
+    found = []
+    for group in optimizer.param_groups:
+        if group["params"]:
+            base = float(group.get("initial_lr", group["lr"])) or 1.0
+            found.append(LiveGroup(group, _paths(group["params"], names), build, base, None))
+            found[-1].rule()  # refuses options
+    _check_disjoint(found)
+    return found
+
+
+def _builder(optimizer: torch.optim.Optimizer) -> Callable[[Numbers, float], Rule]:
+    named = getattr(optimizer, "rule_for", None)
+    if named is not None:
+        return lambda numbers, lr: named({**numbers, "lr": lr}, lr)
+    kind = type(optimizer)
+    known: dict[type, Callable[[Numbers, float], Rule]] = {
+        torch.optim.AdamW: lambda n, lr: adamw(lr, betas=_pair(n), eps=n["eps"], weight_decay=n["weight_decay"]),
+        torch.optim.Adam: lambda n, lr: (adamw if n.get("decoupled_weight_decay") else adam)(
+            lr, betas=_pair(n), eps=n["eps"], weight_decay=n["weight_decay"]
+        ),
+        torch.optim.SGD: lambda n, lr: sgd(lr, momentum=n["momentum"], nesterov=n["nesterov"], weight_decay=n["weight_decay"]),
+        torch.optim.Adagrad: lambda n, lr: adagrad(
+            lr, initial=n["initial_accumulator_value"], eps=n["eps"], weight_decay=n["weight_decay"]
+        ),
+    }
+    make = known.get(kind)
+    if make is None:
+        raise ValueError(
+            f"optimizer: {kind.__module__}.{kind.__qualname__} has no pure form here, which updates of shards need. There are "
+            "torch.optim's AdamW, Adam, SGD and Adagrad, DeepSpeed's in functional_ds.deepspeed.ops, and those that a config "
+            "names ('optimizer': {'type': ...}); any other rule can be an fds.Optimizer in a step of your own"
+        )
+
+    def build(numbers: Numbers, lr: float) -> Rule:
+        for name, harmless in _ZERO.items():
+            if numbers.get(name, harmless) != harmless:
+                raise ValueError(f"optimizer: {kind.__name__}({name}={numbers[name]}) has no pure form here; leave it out")
+        return make(numbers, lr)
+
+    return build
+
+
+def _pair(numbers: Numbers) -> tuple[float, float]:
+    first, second = (float(each) for each in numbers["betas"])
+    return first, second
+
+
+def _paths(parameters: Iterable[nn.Parameter], names: Mapping[int, str]) -> frozenset[str]:
+    found = []
+    for parameter in parameters:
+        if id(parameter) not in names:
+            raise ValueError(
+                f"optimizer: a parameter of shape {list(parameter.shape)} is none of the model's. Make the optimizer after the "
+                "model has its final parameters, from the model that you pass"
+            )
+        found.append(names[id(parameter)])
+    return frozenset(found)
+
+
+def _check_disjoint(groups: Sequence[LiveGroup]) -> None:
+    seen: set[str] = set()
+    for group in groups:
+        if twice := seen & group.paths:
+            raise ValueError(f"optimizer: {sorted(twice)[0]!r} is in two param groups")
+        seen |= group.paths

@@ -1,0 +1,14 @@
+"""``deepspeed.zero``: blocks in which stage-3 parameters have their values."""
+
+from functional_ds.deepspeed.engine.gathered_parameters import (
+    GatheredParameters,
+    Init,
+    ZeroParamStatus,
+    register_external_parameter,
+)
+
+__all__ = ["GatheredParameters", "Init", "ZeroParamStatus", "register_external_parameter"]
+
+
+def __dir__() -> list[str]:
+    return __all__

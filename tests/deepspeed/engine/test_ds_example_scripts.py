@@ -1,0 +1,59 @@
+"""Scripts in the style of DeepSpeedExamples give DeepSpeed's own numbers, on one and two ranks."""
+
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import functional_ds as fds
+from functional_ds import comm
+from tests.deepspeed.engine.example_scripts import SCRIPTS
+from tests.deepspeed.real import real
+
+TOLERANCE = 1e-5
+
+
+def ours(name: str, ranks: int) -> list[list[float]]:
+    script, stage = SCRIPTS[name]
+
+    def program() -> list[float]:
+        return script(fds.deepspeed, comm.world().rank, stage, ranks)
+
+    return comm.simulate(program, world_size=ranks)
+
+
+def deepspeeds(ranks: int, path: Path) -> list[dict[str, Any]]:
+    """What each rank prints."""
+    real()
+    program = str(Path(__file__).with_name("example_scripts.py"))
+    words = [[sys.executable, program, str(rank), str(ranks), str(path / "store")] for rank in range(ranks)]
+    start = partial(subprocess.Popen, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    processes = [start(word) for word in words]
+    try:
+        return [json.loads(each.communicate(timeout=240)[0].splitlines()[-1]) for each in processes]
+    finally:
+        for each in processes:
+            each.kill()
+            each.wait()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_scripts_give_deepspeeds_numbers(ranks: int, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    expected = deepspeeds(ranks, tmp_path)
+    for name in SCRIPTS:
+        for found, theirs in zip(ours(name, ranks), expected, strict=True):
+            assert found == pytest.approx(theirs[name], rel=TOLERANCE, abs=TOLERANCE), name
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_scripts_do_not_depend_on_the_stage(ranks: int) -> None:
+    for kind in ("cifar", "gan"):
+        first, *others = [ours(name, ranks) for name in SCRIPTS if name.startswith(kind)]
+        for other in others:
+            for a, b in zip(first, other, strict=True):
+                assert a == pytest.approx(b, rel=TOLERANCE, abs=TOLERANCE)

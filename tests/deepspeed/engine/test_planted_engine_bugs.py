@@ -1,0 +1,126 @@
+"""Silent bugs of engines, planted here: each breaks a test."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.deepspeed.engine import test_ds_engine as engines
+from tests.deepspeed.engine import test_ds_engine_files as files
+from tests.deepspeed.engine import test_ds_engine_law as law
+from tests.deepspeed.engine import test_ds_engine_optimizers as optimizers
+from tests.planting import Bug, planted
+
+ENGINE = "deepspeed.engine"
+
+BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
+    (
+        (law.test_an_engine_is_the_step, "stage 1", 2),
+        [
+            Bug("each micro-batch is an update", f"{ENGINE}.engine", "% self._loop.micro_batches == 0", "% 1 == 0"),
+        ],
+    ),
+    (
+        (engines.test_several_losses_of_one_step_are_summed, 1),
+        [
+            Bug(
+                "losses are averaged",
+                f"{ENGINE}.engine_loop",
+                "self._backwards > 1, self.micro_batches / self._passes",
+                "self._backwards > 1, 1.0",
+            ),
+        ],
+    ),
+    (
+        (engines.test_boundaries_may_be_set_by_the_caller, 2),
+        [Bug("a set boundary is forgotten", f"{ENGINE}.engine", "if self._boundary is not None:", "if False:", RuntimeError)],
+    ),
+    (
+        (engines.test_loss_backward_of_torch, 2),
+        [
+            Bug(
+                "nobody collects",
+                f"{ENGINE}.engine_loop",
+                "if self._direct and self._run is not None:",
+                "if False:",
+                RuntimeError,
+            )
+        ],
+    ),
+    (
+        (engines.test_two_networks,),
+        [
+            Bug(
+                "what a dropped pass wrote is lost",
+                f"{ENGINE}.engine_loop",
+                "if not self._begun and self.grads is None:",
+                "if False:",
+            ),
+            Bug(
+                "another engine's backward counts",
+                f"{ENGINE}.engine_loop",
+                'not getattr(_HERE, "backward", False)',
+                "True",
+                RuntimeError,
+            ),
+        ],
+    ),
+    (
+        (engines.test_counts_are_deepspeeds,),
+        [Bug("left-out steps are not counted", f"{ENGINE}.engine_counts", "self.global_steps += 1", "pass")],
+    ),
+    (
+        (engines.test_the_module_has_the_states_values, 2, False),
+        [
+            Bug(
+                "the module is stale",
+                f"{ENGINE}.live_module",
+                "if tensor.data_ptr() != self._seen[index]:",
+                "if self._seen[index] is None:",
+            )
+        ],
+    ),
+    (
+        (engines.test_modes_are_the_modules,),
+        [Bug("modes are not followed", f"{ENGINE}.live_module", "if modes != self._modes:", "if False:")],
+    ),
+    (
+        (optimizers.test_what_is_written_into_groups_holds, 1),
+        [
+            Bug("a written rate is ignored", f"{ENGINE}.optimizer_groups", "rate if factor is None else factor)", "rate)"),
+            Bug("written decay is ignored", f"{ENGINE}.optimizer_groups", "self._last[0] != key:", "False:"),
+        ],
+    ),
+    (
+        (optimizers.test_a_left_out_update_moves_no_scheduler,),
+        [
+            Bug(
+                "schedulers count left-out updates",
+                f"{ENGINE}.engine_counts",
+                "made = len(skipped) - sum(skipped)",
+                "made = len(skipped)",
+            )
+        ],
+    ),
+    (
+        (files.test_the_loader_has_this_ranks_rows,),
+        [Bug("all ranks have rank 0's rows", f"{ENGINE}.data_loader", "rank=world.rank)", "rank=0)")],
+    ),
+]
+
+
+@cache
+def holds(number: int) -> bool:
+    """Runs a case in the unchanged library, once."""
+    test, *arguments = BUGS[number][0]
+    test(*arguments)
+    return True
+
+
+@pytest.mark.parametrize(("number", "bug"), [pytest.param(n, b, id=b.name) for n, (_, bugs) in enumerate(BUGS) for b in bugs])
+def test_a_bug_breaks_its_test(number: int, bug: Bug) -> None:
+    """The test passes, and does not with the bug."""
+    assert holds(number)
+    test, *arguments = BUGS[number][0]
+    with planted(bug), pytest.raises((AssertionError, pytest.fail.Exception, bug.shows)):
+        test(*arguments)
