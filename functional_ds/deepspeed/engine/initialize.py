@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from functional_ds import comm
+from functional_ds.base.optional import optional
 from functional_ds.deepspeed.config.config_reader import source
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan, from_ds_config
 from functional_ds.modules.functional import functional
@@ -95,6 +96,9 @@ def initialize(
     if plan.value("log_level"):
         logging.getLogger("DeepSpeed").setLevel(str(plan.value("log_level")).upper())
 
+    if _is_pipeline(model):
+        return _pipeline(model, found, client, lr_scheduler, training_data, collate_fn)
+
     _move(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = _groups(plan, client, model, model_parameters, names)
@@ -130,6 +134,33 @@ def initialize(
             drop_last=engine.dataloader_drop_last(),
         )
     return engine, facade, engine.training_dataloader, counts.scheduler
+
+
+def _is_pipeline(model: nn.Module) -> bool:
+    with optional("functional_ds.pipelining"):
+        from functional_ds.deepspeed.pipe.pipeline_module import PipelineModule
+
+        return isinstance(model, PipelineModule)
+    return False
+
+
+def _pipeline(
+    model: nn.Module, config: dict[str, Any], client: Any, lr_scheduler: Any, data: Any, collate_fn: Any
+) -> tuple[Any, Any, Any, Any]:
+    from functional_ds.deepspeed.pipe.pipeline_engine import pipeline_engine  # pipelining may be left out
+
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = [] if client is None else groups_of_optimizer(client, names)
+    engine = pipeline_engine(
+        model,  # type: ignore[arg-type]
+        config,
+        optimizer=live_optimizer(groups) if groups else None,
+        lr=None if client is None else float(client.param_groups[0]["lr"]),
+        lr_scheduler=lr_scheduler(client) if callable(lr_scheduler) and not hasattr(lr_scheduler, "step") else lr_scheduler,
+        training_data=data,
+        collate_fn=collate_fn,
+    )
+    return engine, client, engine.training_dataloader, engine.lr_scheduler
 
 
 def _no_loss(params: Any, batch: Any) -> Tensor:
