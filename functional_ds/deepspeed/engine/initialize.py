@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from functional_ds import comm
+from functional_ds.base.marks import mark_sharers
 from functional_ds.base.optional import optional
 from functional_ds.deepspeed.config.config_reader import source
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan, from_ds_config
@@ -99,7 +100,8 @@ def initialize(
     if _is_pipeline(model):
         return _pipeline(model, found, client, lr_scheduler, training_data, collate_fn)
 
-    _move(model)
+    sharers = _sharers(model)
+    _move(model, sharers)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = _groups(plan, client, model, model_parameters, names)
     trained: set[str] = set().union(*(group.paths for group in groups))
@@ -113,6 +115,7 @@ def initialize(
     step = share.transform()(plan.transform(base))
     own = dict(model.named_parameters())
     live = LiveModule(model, apply, own, plan.value("zero_optimization.stage") < 3)
+    params = {name: mark_sharers(p, sharers[name]) if name in sharers else p for name, p in params.items()}
     state = step.init(params)
     del params
     loop = EngineLoop(step, state, live, share, plan.batch.gradient_accumulation_steps)
@@ -253,11 +256,25 @@ def _scheduler(plan: ConfigPlan, given: Any, optimizer: Any, groups: list[LiveGr
     return ConfigScheduler(plan.schedule, plan.value("scheduler.type") in _ABSOLUTE, groups=groups, settle=counts.settle)
 
 
-def _move(model: nn.Module) -> None:
-    """Params and buffers on the rank's device, with rank 0's values."""
+def _sharers(model: nn.Module) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """By name, experts' params that only some ranks share."""
+    with optional("functional_ds.parallel"):
+        from functional_ds.deepspeed.moe.utils import expert_sharers
+
+        return expert_sharers(model)
+    return {}
+
+
+def _move(model: nn.Module, sharers: Mapping[str, tuple[tuple[int, ...], ...]]) -> None:
+    """Params and buffers on the rank's device, with rank 0's values; experts' with those of the first rank that shares them."""
     device = comm.world().world.device
     model.to(device)
     if comm.world().size > 1:
-        own = [x.data for x in (*model.parameters(), *model.buffers())]
+        shared = [p for name, p in model.named_parameters() if name not in sharers]
+        own = [x.data for x in (*shared, *model.buffers())]
+        for name, blocks in sharers.items():
+            block = next(each for each in blocks if comm.world().rank in each)
+            held = model.get_parameter(name).data
+            held.copy_(comm.broadcast(held, 0, comm.new_group(block)))
         for mine, first in zip(own, comm.broadcast([x.detach() for x in own]), strict=True):
             mine.copy_(first)
