@@ -1,10 +1,12 @@
 """Joining the world, this process's rank, and groups, by DeepSpeed's names and arguments."""
 
+import logging
 import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from functional_ds import comm
@@ -48,7 +50,7 @@ def init_distributed(
     It is torch's default process group, too, so ``torch.distributed.get_rank()`` works afterwards. A second call does nothing.
 
     Args:
-        dist_backend: "nccl", "gloo", or both as "cpu:gloo,cuda:nccl"; None chooses. NCCL without a GPU is refused.
+        dist_backend: "nccl", "gloo", or both as "cpu:gloo,cuda:nccl"; None chooses. Without a GPU "nccl" means Gloo (logged).
         auto_mpi_discovery: whether OMPI_COMM_WORLD_RANK and its kin say the place, where RANK and WORLD_SIZE do not.
         distributed_port: MASTER_PORT, where MPI says the place and the environment has no port.
         verbose: has no effect; log levels say what is shown.
@@ -77,6 +79,11 @@ def init_distributed(
     if timeout is None and minutes:
         timeout = timedelta(minutes=float(minutes))
     alone = rank < 0 and world_size < 0 and not os.environ.keys() & {"RANK", "WORLD_SIZE"}
+    if dist_backend == "nccl" and not torch.cuda.is_available():
+        logging.getLogger("DeepSpeed").warning(
+            "init_distributed: NCCL needs GPUs, and there are none; Gloo carries the messages"
+        )
+        dist_backend = "gloo"
     limit: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     comm.init_distributed(
         dist_backend,

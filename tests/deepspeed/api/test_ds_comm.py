@@ -87,7 +87,7 @@ def joined() -> list[Any]:
         os.environ.pop(name, None)
     with pytest.raises(ValueError, match="is in no world yet"):
         dist.init_distributed(dist_init_required=False)
-    dist.init_distributed("gloo")
+    dist.init_distributed("gloo" if torch.cuda.is_available() else "nccl")
     dist.init_distributed("gloo")
     found: list[Any] = [torch_dist.get_rank(), torch_dist.get_world_size(), dist.get_local_rank(), dist.get_backend()]
     dist.destroy_process_group()
