@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -223,9 +224,12 @@ def _scheduler(plan: ConfigPlan, given: Any, optimizer: Any, groups: list[LiveGr
 
 
 def _move(model: nn.Module) -> None:
-    """Params and buffers on the rank's device, with rank 0's values."""
+    """Params and buffers on the rank's device, with rank 0's values. A model that is on a device stays there."""
     device = comm.world().world.device
-    model.to(device)
+    if device.type == "cpu" and not dist.is_initialized() and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())  # a program of one process, as DeepSpeed runs it
+    if all(x.device.type == "cpu" for x in model.parameters()):
+        model.to(device)
     if comm.world().size > 1:
         own = [x.data for x in (*model.parameters(), *model.buffers())]
         for mine, first in zip(own, comm.broadcast([x.detach() for x in own]), strict=True):
