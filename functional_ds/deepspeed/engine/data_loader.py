@@ -25,9 +25,9 @@ class EngineLoader:
     def __len__(self) -> int:
         return len(self.dataloader)
 
-    def __iter__(self) -> "EngineLoader":
+    def __iter__(self) -> Iterator[Any]:
         self._iterator = iter(self.dataloader)
-        return self
+        return self._iterator
 
     def __next__(self) -> Any:
         if self._iterator is None:

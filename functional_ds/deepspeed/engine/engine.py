@@ -242,7 +242,7 @@ class DeepSpeedEngine(ConfigValues, nn.Module):
 
     @property
     def metrics(self) -> Metrics:
-        """The last update's, as tensors: "loss", "grad_norm" where gradients are clipped, "loss_scale", "skipped"."""
+        """The last update's, as tensors: "loss" unless ``loss.backward()`` was called, "grad_norm" with clipping, "skipped"."""
         return self._loop.metrics  # type: ignore[no-any-return]
 
     def get_global_grad_norm(self) -> float | None:

@@ -146,7 +146,9 @@ class Reports:
 
     def _log(self, engine: Any) -> None:
         if self._loggers:
-            numbers = {"Train/Samples/train_loss": float(engine.metrics["loss"]), "Train/Samples/lr": engine.get_lr()[0]}
+            loss = engine.metrics.get("loss")  # none where programs have called loss.backward() themselves
+            numbers = {} if loss is None else {"Train/Samples/train_loss": float(loss)}
+            numbers["Train/Samples/lr"] = engine.get_lr()[0]
             if engine.fp16_enabled():
                 numbers["Train/Samples/loss_scale"] = engine.loss_scale()
             numbers |= {f"Train/Samples/elapsed_time_ms_{name}": ms for name, ms in self.times.items()}

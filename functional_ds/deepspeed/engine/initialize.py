@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -266,9 +267,15 @@ def _sharers(model: nn.Module) -> dict[str, tuple[tuple[int, ...], ...]]:
 
 
 def _move(model: nn.Module, sharers: Mapping[str, tuple[tuple[int, ...], ...]]) -> None:
-    """Params and buffers on the rank's device, with rank 0's values; experts' with those of the first rank that shares them."""
+    """Params and buffers on the rank's device, with rank 0's values; experts' with those of the first rank that shares them.
+
+    A model that is on a device stays there.
+    """
     device = comm.world().world.device
-    model.to(device)
+    if device.type == "cpu" and not dist.is_initialized() and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())  # a program of one process, as DeepSpeed runs it
+    if all(x.device.type == "cpu" for x in model.parameters()):
+        model.to(device)
     if comm.world().size > 1:
         shared = [p for name, p in model.named_parameters() if name not in sharers]
         own = [x.data for x in (*shared, *model.buffers())]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from functional_ds import comm
+from functional_ds.base import tree
 from functional_ds.state_dict.describe import TensorShard, as_tensors, describe
 from functional_ds.step.state import State
 
@@ -67,8 +68,10 @@ def written(state: State, roles: Sequence[str], leaf: str, value: Tensor) -> boo
     """Writes a whole leaf's values into all of these roles that this rank has; whether there was one. Not collective.
 
     Raises:
-        ValueError: another shape.
+        ValueError: another shape; the state is on a disk.
     """
+    if any(callable(getattr(held, "read", None)) for held in tree.leaves(state)):
+        raise ValueError(f"{leaf!r}: what is offloaded to a disk cannot be set; load a checkpoint instead")
     found = False
     with torch.no_grad():
         for shards in _own(state, roles, leaf).values():

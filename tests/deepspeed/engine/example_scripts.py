@@ -1,6 +1,6 @@
 """Scripts in the style of DeepSpeedExamples, which take ``deepspeed`` as an argument: DeepSpeed's own or ours.
 
-python tests/deepspeed/engine/example_scripts.py RANK RANKS STORE runs them with DeepSpeed and prints their numbers.
+python tests/deepspeed/engine/example_scripts.py RANK RANKS FOLDER runs them with DeepSpeed and prints their numbers.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["SCRIPTS"]
+__all__ = ["SCRIPTS", "Net"]
 
 
 # -- cifar: a classifier over the loader that initialize makes, with a config in a dict ------------------------------------
@@ -35,8 +35,8 @@ class Net(nn.Module):
         return self.fc2(F.relu(self.fc1(x.flatten(1))))  # type: ignore[no-any-return]
 
 
-def cifar(deepspeed: Any, rank: int, stage: int, ranks: int) -> list[float]:
-    """DeepSpeedExamples/training/cifar: AdamW, WarmupLR, clipping, accumulation."""
+def cifar(deepspeed: Any, rank: int, stage: int, ranks: int, folder: str) -> list[float]:
+    """DeepSpeedExamples/training/cifar: AdamW, WarmupLR, clipping, accumulation; at the end a checkpoint."""
     del rank
     args = argparse.Namespace(local_rank=-1, log_interval=2)
     torch.manual_seed(0)
@@ -79,19 +79,20 @@ def cifar(deepspeed: Any, rank: int, stage: int, ranks: int) -> list[float]:
         found += [epoch, engine.global_steps, engine.global_samples, scheduler.get_last_lr()[0]]
     with torch.no_grad():
         found.append(criterion(engine(images), labels).item())
+    engine.save_checkpoint(f"{folder}/cifar-{stage}")
     return found
 
 
 # -- gan: two engines, several backward passes in a step -------------------------------------------------------------------
 
 
-def gan(deepspeed: Any, rank: int, stage: int, ranks: int) -> list[float]:
+def gan(deepspeed: Any, rank: int, stage: int, ranks: int, folder: str) -> list[float]:
     """DeepSpeedExamples/training/gan, with two changes that DeepSpeed 0.19.8 needs for torch's results.
 
     The generator's loss goes through the discriminator, whose params are frozen meanwhile: DeepSpeed adds their gradients
     to its next update. The discriminator has one backward pass, as DeepSpeed does not sum two in these stages.
     """
-    del ranks
+    del ranks, folder
     torch.manual_seed(0)
     net_g = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 6), nn.Tanh())
     net_d = nn.Sequential(nn.Linear(6, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1), nn.Sigmoid())
@@ -125,9 +126,9 @@ def gan(deepspeed: Any, rank: int, stage: int, ranks: int) -> list[float]:
 # -- a loop as transformers' Trainer and accelerate run it -----------------------------------------------------------------
 
 
-def trainer(deepspeed: Any, rank: int, stage: int, ranks: int) -> list[float]:
+def trainer(deepspeed: Any, rank: int, stage: int, ranks: int, folder: str) -> list[float]:
     """Boundaries set by accelerate, an epoch that ends amid an accumulation, a scheduler of torch over a torch optimizer."""
-    del ranks
+    del ranks, folder
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -170,7 +171,7 @@ def trainer(deepspeed: Any, rank: int, stage: int, ranks: int) -> list[float]:
     return [*found, engine.global_steps]
 
 
-SCRIPTS: dict[str, tuple[Callable[[Any, int, int, int], list[float]], int]] = {
+SCRIPTS: dict[str, tuple[Callable[[Any, int, int, int, str], list[float]], int]] = {
     **{f"cifar, stage {stage}": (cifar, stage) for stage in range(4)},
     **{f"gan, stage {stage}": (gan, stage) for stage in (1, 2)},
     **{f"trainer, stage {stage}": (trainer, stage) for stage in (0, 1, 2, 3)},
@@ -183,14 +184,15 @@ def main() -> None:
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    rank, ranks, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    rank, ranks, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    path = f"{folder}/store"
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
     torch.distributed.init_process_group("gloo", store=torch.distributed.FileStore(path, ranks), rank=rank, world_size=ranks)
     deepspeed.init_distributed(dist_backend="gloo")
     found: dict[str, Any] = {}
     for name, (script, stage) in SCRIPTS.items():
         try:
-            found[name] = script(deepspeed, rank, stage, ranks)
+            found[name] = script(deepspeed, rank, stage, ranks, folder)
         except Exception as error:  # what DeepSpeed cannot do on this machine is no failure of ours
             found[name] = repr(error)
     print(json.dumps(found))

@@ -415,6 +415,20 @@ def test_checkpoints_inside() -> None:
             engine.backward(square(engine, rows()))
 
 
+def test_an_update_that_fails_changes_nothing() -> None:
+    scale = {"enabled": True, "initial_scale_power": 0, "min_loss_scale": 1, "hysteresis": 1}
+    engine = engine_of(1, fp16=scale)
+    before = values(engine)
+    engine.backward(square(engine, rows()) * float("inf"))
+    with pytest.raises(fds.UpdateError, match="minimum"):
+        engine.step()
+    assert all(map(torch.equal, values(engine), before))
+    assert torch.equal(engine.module[0].weight, before[0].half())
+    engine.backward(square(engine, rows()))
+    engine.step()
+    assert engine.was_step_applied()
+
+
 def test_an_error_in_forward_leaves_the_engine_whole() -> None:
     engine = engine_of(3)
     with pytest.raises(RuntimeError):

@@ -8,20 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import functional_ds as fds
 from functional_ds import comm
-from tests.deepspeed.engine.example_scripts import SCRIPTS
+from tests.deepspeed.engine.example_scripts import SCRIPTS, Net
 from tests.deepspeed.real import real
 
 TOLERANCE = 1e-5
 
 
-def ours(name: str, ranks: int) -> list[list[float]]:
+def ours(name: str, ranks: int, folder: Path) -> list[list[float]]:
     script, stage = SCRIPTS[name]
 
     def program() -> list[float]:
-        return script(fds.deepspeed, comm.world().rank, stage, ranks)
+        return script(fds.deepspeed, comm.world().rank, stage, ranks, str(folder))
 
     return comm.simulate(program, world_size=ranks)
 
@@ -30,7 +32,7 @@ def deepspeeds(ranks: int, path: Path) -> list[dict[str, Any]]:
     """What each rank prints."""
     real()
     program = str(Path(__file__).with_name("example_scripts.py"))
-    words = [[sys.executable, program, str(rank), str(ranks), str(path / "store")] for rank in range(ranks)]
+    words = [[sys.executable, program, str(rank), str(ranks), str(path)] for rank in range(ranks)]
     start = partial(subprocess.Popen, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     processes = [start(word) for word in words]
     try:
@@ -46,14 +48,31 @@ def test_scripts_give_deepspeeds_numbers(ranks: int, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     expected = deepspeeds(ranks, tmp_path)
     for name in SCRIPTS:
-        for found, theirs in zip(ours(name, ranks), expected, strict=True):
+        for found, theirs in zip(ours(name, ranks, tmp_path / "ours"), expected, strict=True):
             assert found == pytest.approx(theirs[name], rel=TOLERANCE, abs=TOLERANCE), name
+    for stage in (1, 2, 3):
+        loaded = evaluated(tmp_path / f"cifar-{stage}", ranks)
+        assert loaded == pytest.approx(expected[0][f"cifar, stage {stage}"][-1], rel=TOLERANCE)
+
+
+def evaluated(folder: Path, ranks: int) -> float:
+    """The loss of the classifier with a checkpoint's params, on one rank in stage 0."""
+    adamw = {"type": "AdamW", "params": {"lr": 0.01}}
+    engine, *_ = fds.deepspeed.initialize(model=Net(), config={"train_batch_size": 8, "optimizer": adamw})
+    path, client_state = engine.load_checkpoint(folder)
+    assert path == str(folder / "global_step8")
+    assert client_state == {}
+    torch.manual_seed(0)
+    Net()
+    images, labels = torch.randn(32 * ranks, 3, 8, 8), torch.arange(32 * ranks) % 10
+    with torch.no_grad():
+        return nn.functional.cross_entropy(engine(images), labels).item()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_scripts_do_not_depend_on_the_stage(ranks: int) -> None:
+def test_scripts_do_not_depend_on_the_stage(ranks: int, tmp_path: Path) -> None:
     for kind in ("cifar", "gan"):
-        first, *others = [ours(name, ranks) for name in SCRIPTS if name.startswith(kind)]
+        first, *others = [ours(name, ranks, tmp_path) for name in SCRIPTS if name.startswith(kind)]
         for other in others:
             for a, b in zip(first, other, strict=True):
                 assert a == pytest.approx(b, rel=TOLERANCE, abs=TOLERANCE)
