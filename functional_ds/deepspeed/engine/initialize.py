@@ -141,11 +141,12 @@ def initialize(
 
 
 def _is_pipeline(model: nn.Module) -> bool:
+    found = False
     with optional("functional_ds.pipelining"):
         from functional_ds.deepspeed.pipe.pipeline_module import PipelineModule
 
-        return isinstance(model, PipelineModule)
-    return False
+        found = isinstance(model, PipelineModule)
+    return found
 
 
 def _pipeline(
@@ -259,11 +260,12 @@ def _scheduler(plan: ConfigPlan, given: Any, optimizer: Any, groups: list[LiveGr
 
 def _sharers(model: nn.Module) -> dict[str, tuple[tuple[int, ...], ...]]:
     """By name, experts' params that only some ranks share."""
+    found: dict[str, tuple[tuple[int, ...], ...]] = {}
     with optional("functional_ds.parallel"):
         from functional_ds.deepspeed.moe.utils import expert_sharers
 
-        return expert_sharers(model)
-    return {}
+        found = expert_sharers(model)
+    return found
 
 
 def _move(model: nn.Module, sharers: Mapping[str, tuple[tuple[int, ...], ...]]) -> None:

@@ -180,6 +180,13 @@ def test_an_unchanged_script_runs(tmp_path: Path) -> None:
     ]
 
 
+def test_a_script_for_deepspeed_trains() -> None:
+    """DeepSpeed 0.19.8 itself prints these losses, where torch's AdamW updates the params."""
+    done = run("--local_rank", "cifar_script.py", "--moe", "--stage", "2", path=Path(__file__).parent)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["loss: 2.301452 lr 0.000000", "loss: 2.281780 lr 0.000301"]
+
+
 @pytest.mark.parametrize(
     ("words", "code", "text"), [(["-h"], 0, "usage: python -m"), ([], 2, "usage: python -m"), (["no.py"], 2, "no such script")]
 )
