@@ -78,7 +78,7 @@ class DeepSpeedEngine(ConfigValues, nn.Module):
         loop: EngineLoop = self._loop
         self._reports.begin(loop)
         with self._reports.timed("fwd"):
-            found = loop.forward(loop.live.apply, *args, **kwargs)
+            found = loop.forward(loop.live.call, *args, **kwargs)
         loop.lasts(self._lasts())
         return found
 

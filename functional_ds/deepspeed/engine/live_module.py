@@ -50,12 +50,14 @@ class LiveModule:
     _owners: list[nn.Module] = attrs.field(init=False)
     _bare: list[nn.Module] = attrs.field(init=False)
     _modes: list[bool] = attrs.field(init=False)
+    _trains: list[bool] = attrs.field(init=False)
     _buffers: dict[str, tuple[dict[str, Any], str]] = attrs.field(init=False)
     _empty: dict[torch.dtype, Tensor] = attrs.field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
         self._owners, self._bare = [*self.module.modules()], [*self.apply.module.modules()]
         self._modes = [each.training for each in self._owners]
+        self._trains = [each.requires_grad for each in self.params.values()]
         self._buffers = {}
         for path, owner in self.module.named_modules():
             held = owner.__dict__["_buffers"]
@@ -70,6 +72,22 @@ class LiveModule:
                 if bare.training != mode:
                     bare.training = mode
             self._modes = modes
+
+    def call(self, params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+        """The module's value; parameters that the user's module has frozen by now get no gradient.
+
+        Raises:
+            RuntimeError: one that was frozen at ``initialize`` requires a gradient now.
+        """
+        if [each.requires_grad for each in self.params.values()] != self._trains:
+            for (name, own), trained in zip(self.params.items(), self._trains, strict=True):
+                if own.requires_grad and not trained:
+                    raise RuntimeError(
+                        f"{name!r} was frozen at initialize and requires a gradient now, but it has no optimizer state: call "
+                        "initialize with it trained, and freeze it by requires_grad_(False) until it is to move"
+                    )
+            params = {name: x if self.params[name].requires_grad else x.detach() for name, x in params.items()}
+        return self.apply(params, *args, **kwargs)
 
     def show(self, step: Step, state: State) -> None:
         """Makes parameters and buffers those of the state."""

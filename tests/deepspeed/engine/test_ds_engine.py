@@ -1,6 +1,7 @@
 """The engine's surface: losses and boundaries, counts, rates, the user's module, evaluations."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -448,6 +449,31 @@ def test_frozen_params_stay() -> None:
     assert torch.equal(module[0].weight, before[0])
     assert torch.equal(module[0].bias, before[1])
     assert "0.weight" not in engine.module_state_dict(exclude_frozen_parameters=True)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_params_may_be_frozen_later(stage: int) -> None:
+    def program() -> None:
+        engine = engine_of(stage, optimizer={"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.1}})
+        weight, seen = engine.module[0].weight, []
+        for i in range(4):
+            weight.requires_grad_(i % 2 == 0)
+            engine.backward(square(engine, rows(i)))
+            engine.step()
+            seen.append(values(engine))
+        moved = [[not torch.equal(a, b) for a, b in zip(*pair, strict=True)] for pair in pairwise(seen)]
+        assert moved == [[False, True, True, True], [True] * 4, [False, True, True, True]]
+
+    comm.simulate(program, world_size=2)
+
+
+def test_params_that_were_frozen_stay_so() -> None:
+    module = model()
+    module[0].weight.requires_grad_(False)  # type: ignore[index, union-attr]
+    engine = engine_of(1, module=module)
+    module[0].weight.requires_grad_(True)  # type: ignore[index, union-attr]
+    with pytest.raises(RuntimeError, match="frozen at initialize"):
+        engine(rows())
 
 
 def test_two_networks() -> None:
