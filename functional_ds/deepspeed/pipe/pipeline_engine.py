@@ -270,8 +270,9 @@ def pipeline_engine(
         ValueError: neither the config nor the call has an optimizer; a layer has buffers.
 
     >>> from torch import nn
+    >>> _ = torch.manual_seed(0)
     >>> model = PipelineModule([nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)], num_stages=1, loss_fn=nn.functional.mse_loss)
-    >>> optimizer = {"type": "SGD", "params": {"lr": 0.1}}
+    >>> optimizer = {"type": "SGD", "params": {"lr": 0.01}}
     >>> sizes = {"train_batch_size": 4, "gradient_accumulation_steps": 2}
     >>> engine = pipeline_engine(model, {**sizes, "optimizer": optimizer})
     >>> data = [(torch.ones(2, 2), torch.zeros(2, 1))] * 4
