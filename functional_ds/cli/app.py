@@ -18,25 +18,22 @@ __all__ = ["application", "run"]
 _HELP = "Reports, plans, tuning, checkpoints, drawings, hosts and jobs of functional_ds."
 
 
-def _commands() -> dict[str, Any]:
-    found: dict[str, Any] = {"report": report}
-    with optional("functional_ds.deepspeed", "functional_ds.memory", "functional_ds.profiling"):
-        from .plan_command import plan
+_COMMANDS: dict[str, Any] = {"report": report}
 
-        found["plan"] = plan
-    with optional("functional_ds.deepspeed", "functional_ds.memory", "functional_ds.profiling"):
-        from .tune_command import tune
+with optional("functional_ds.deepspeed", "functional_ds.memory", "functional_ds.profiling"):
+    from .plan_command import plan
+    from .tune_command import tune
 
-        found["tune"] = tune
-    with optional("functional_ds.checkpointing", "functional_ds.interchange"):
-        from .checkpoint_commands import convert, inspect
+    _COMMANDS |= {"plan": plan, "tune": tune}
+with optional("functional_ds.checkpointing", "functional_ds.interchange"):
+    from .checkpoint_commands import convert, inspect
 
-        found |= {"inspect": inspect, "convert": convert}
-    with optional("functional_ds.pipelining", "functional_ds.memory"):
-        from .draw_command import draw
+    _COMMANDS |= {"inspect": inspect, "convert": convert}
+with optional("functional_ds.deepspeed", "functional_ds.memory", "functional_ds.pipelining", "functional_ds.profiling"):
+    from .draw_command import draw
 
-        found["draw"] = draw
-    return {**found, "hosts": hosts, "train": train}
+    _COMMANDS |= {"draw": draw}
+_COMMANDS |= {"hosts": hosts, "train": train}
 
 
 def application() -> Any:
@@ -49,7 +46,7 @@ def application() -> Any:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     )
-    for name, function in _commands().items():
+    for name, function in _COMMANDS.items():
         made.command(name)(function)
     return made
 

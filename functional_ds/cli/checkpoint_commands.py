@@ -24,9 +24,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def inspect(
-    path: Annotated[
-        str, typer.Argument(help="A folder or file of functional_ds, safetensors, DeepSpeed, torch's DCP or torch.save.")
-    ],
+    path: Annotated[str, typer.Argument(help="A file or folder of functional_ds, safetensors, DeepSpeed, DCP, torch.save.")],
     tag: Annotated[str | None, typer.Option(help="Which checkpoint of a folder; the newest by default.")] = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Read every byte, where the kind has checksums.")] = False,
@@ -92,7 +90,7 @@ def convert(
     source: Annotated[str, typer.Argument(metavar="SRC", help="What functional-ds inspect reads.")],
     target: Annotated[str, typer.Argument(metavar="DST", help="A file (.safetensors, .pt) or a folder.")],
     to: Annotated[
-        str | None, typer.Option(help="safetensors, functional-ds, dcp, torch; by DST's suffix where it has one.")
+        str | None, typer.Option(help="safetensors, functional-ds, dcp, torch; by DST's suffix if it has one.")
     ] = None,
     tag: Annotated[str | None, typer.Option(help="Which checkpoint of a folder; the newest by default.")] = None,
     dtype: Annotated[str | None, typer.Option(help="fp32, bf16, fp16 for floating tensors; as they are by default.")] = None,
@@ -129,7 +127,7 @@ def convert(
         raise CommandError(f"--only: no name of {source} is like {only!r}" if only else f"{source} has no params")
     values = _values(found, wanted, _DTYPES.get(dtype or ""))
     written_as(kind, values, Path(target), shard_bytes=limit, overwrite=overwrite)
-    data = {
+    data: dict[str, Any] = {
         "source": source,
         "from": found.kind,
         "target": target,

@@ -30,6 +30,9 @@ from functional_ds.pipelining.schedules.v_shaped import dualpipe_v, zbv
 from .errors_in_one_line import CommandError
 from .options import mesh_ranks
 from .pages import OutputTable, emit, seconds_of
+from .planning.candidate import Candidate, base_config
+from .planning.subject import subject_of
+from .planning.values_free_step import sent_by_all
 
 __all__ = ["draw"]
 
@@ -49,9 +52,7 @@ _MOST = 64  # ranks that are simulated for a picture of traffic
 
 def draw(
     what: Annotated[str, typer.Argument(help="schedule, memory, traffic or trace.")],
-    of: Annotated[
-        str | None, typer.Argument(metavar="[OF]", help="A schedule's name or CSV, a model, or a trace.json.")
-    ] = None,
+    of: Annotated[str | None, typer.Argument(metavar="[OF]", help="A schedule or its CSV, a model, a trace.json.")] = None,
     ranks: Annotated[int, typer.Option(help="Of a schedule, or that share memory.")] = 4,
     microbatches: Annotated[int, typer.Option(help="Of a schedule.")] = 8,
     costs: Annotated[str, typer.Option(help="Times of F, I, W of a schedule: 1,1,1.")] = "1,1,1",
@@ -114,7 +115,7 @@ def _schedule(name: str, ranks: int, microbatches: int, costs: str, width: int) 
             schedule = _SCHEDULES[name](ranks, microbatches)
         else:
             raise CommandError(f"OF: {name!r} is no CSV file, and none of {', '.join(_SCHEDULES)}")
-        found = timeline(schedule, Costs(*times))
+        found = timeline(schedule, Costs(forward=times[0], inputs=times[1], weights=times[2]))
     except ValueError as error:
         raise CommandError(f"schedule {name}: {error}") from error
     data = {
@@ -144,10 +145,6 @@ def _memory(params: float, ranks: int, convention: str) -> Drawn:
 
 
 def _traffic(model: str | None, config: str | None, mesh: str, zero: int | None) -> Drawn:
-    from .planning.candidate import Candidate, base_config
-    from .planning.subject import subject_of
-    from .planning.values_free_step import sent_by_all
-
     if model is None:
         raise CommandError("OF: name a model, as for functional-ds plan")
     count = mesh_ranks(mesh)

@@ -65,8 +65,6 @@ def mesh_ranks(text: str) -> int:
         if not count.isdigit() or not int(count):
             raise CommandError(f"--mesh: {part!r} should be an axis and its size, such as dp=8")
         if name != "dp" and int(count) > 1:
-            raise CommandError(
-                f"--mesh: the axis {name!r} is not planned here, only dp is; fds.memory.predicted takes any mesh"
-            )
+            raise CommandError(f"--mesh: the axis {name!r} is not planned here; fds.memory.predicted takes any mesh")
         found *= int(count) if name == "dp" else 1
     return found

@@ -2,14 +2,17 @@
 
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
 
 __all__ = ["OutputTable", "bytes_of", "count_of", "emit", "plain", "seconds_of"]
 
+_NUMBER = re.compile(r"^(-|[\d.,e+]*( [a-zA-Z]+)?)$")
 _WIDTH = 160  # of plain cells, after which they are cut
 
 
@@ -60,7 +63,7 @@ def _plain_table(table: OutputTable) -> str:
 
 def _numeric(table: OutputTable) -> list[bool]:
     columns = list(zip(*table.rows, strict=True)) if table.rows else [()] * len(table.columns)
-    return [bool(column) and all(not cell or cell == "-" or cell[0].isdigit() for cell in column) for column in columns]
+    return [bool(column) and all(_NUMBER.match(cell) for cell in column) for column in columns]
 
 
 def _rich(page: Page, console: Any = None) -> None:
@@ -85,7 +88,7 @@ def svg(page: Page, *, title: str, width: int = 120) -> str:
     """The page as rich shows it on a terminal, as a picture."""
     from rich.console import Console
 
-    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+    with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
         console = Console(record=True, width=width, file=nowhere, force_terminal=True)
         _rich(page, console)
         return str(console.export_svg(title=title))

@@ -30,10 +30,8 @@ def plan(
     accumulate: Annotated[int | None, typer.Option(help="Micro-batches of a step.")] = None,
     recompute: Annotated[bool, typer.Option("--recompute", help="Recompute the repeated blocks.")] = False,
     seq: Annotated[int, typer.Option(help="Tokens of a row, for a Hugging Face model.")] = 1024,
-    limit: Annotated[str | None, typer.Option(help="Memory of a rank: 80GB, 79.1GiB; the machine's by default.")] = None,
-    machine: Annotated[
-        str | None, typer.Option(help="For times: h100, h200, a100-80gb, a100-40gb, here, or a JSON file.")
-    ] = None,
+    limit: Annotated[str | None, typer.Option(help="Memory of a rank: 80GB; the machine's by default.")] = None,
+    machine: Annotated[str | None, typer.Option(help="For times: h100, h200, a100-80gb, here, or a JSON file.")] = None,
     device: Annotated[str, typer.Option(help="Whose kernels are meant without a machine: cuda or cpu.")] = "cuda",
     explain: Annotated[bool, typer.Option("--explain", help="Also what became of each key of the config.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -113,13 +111,17 @@ def plan_page(subject: Subject, found: Sequence[Forecast]) -> list[OutputTable |
     page.append(OutputTable("sent by a rank in a step", columns, sent) if sent else "A rank sends nothing.")
     timed = [(each, each.seconds) for each in found if each.seconds is not None]
     if timed:
-        cells = [
-            (each.candidate.name, *(seconds_of(s[name]) for name in ("compute", "update", "communicate")))
-            + (seconds_of(each.step_seconds), f"{each.samples_per_second or 0:.4g}")
+        times = [
+            (
+                each.candidate.name,
+                *(seconds_of(time) for time in s.values()),
+                seconds_of(each.step_seconds),
+                f"{each.samples_per_second or 0:.4g}",
+            )
             for each, s in timed
         ]
         columns = ("candidate", "compute", "update", "communicate", "together", "rows/s")
-        page.append(OutputTable("time of a step at the machine's rates, if nothing overlaps", columns, cells))
+        page.append(OutputTable("time of a step at the machine's rates, if nothing overlaps", columns, times))
     if subject.loss is None:
         page.append("Only shapes are known: activations and times are not predicted. A function or a config has them.")
     page.append("\n".join(f"{each.candidate.name}\n  {each.candidate.line()}" for each in found if each.fits))

@@ -18,9 +18,28 @@ from .pages import OutputTable, bytes_of, emit
 
 __all__ = ["environment", "report", "warnings_of"]
 
-_PACKAGES = ("torch", "numpy", "attrs", "optree", "safetensors", "transformers", "tensorboard", "wandb", "matplotlib", "hjson")
+_PACKAGES: tuple[str, ...] = (
+    "torch",
+    "numpy",
+    "attrs",
+    "optree",
+    "safetensors",
+    "transformers",
+    "tensorboard",
+    "wandb",
+    "matplotlib",
+    "hjson",
+)
 _PACKAGES += ("deepspeed", "triton")
-_READ = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+_READ: tuple[str, ...] = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "OMP_NUM_THREADS",
+)
 _READ += ("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "MKL_NUM_THREADS", "DEEPSPEED_LOG_LEVEL", "FUNCTIONAL_DS_TRACEBACK")
 _PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "TORCHELASTIC_", "PYTORCH_", "UCX_", "FI_")
 _IGNORED = ("DS_", "DEEPSPEED_", "ACCELERATE_", "NVTE_")  # read by other libraries, and by nothing here
@@ -74,7 +93,7 @@ def _versions() -> dict[str, str | None]:
             found[name] = None
     found |= {"cuda": torch.version.cuda, "platform": platform.platform()}
     nccl = torch.cuda.is_available() and dist.is_available() and dist.is_nccl_available()
-    return found | {"nccl": ".".join(map(str, torch.cuda.nccl.version())) if nccl else None}  # type: ignore[no-untyped-call]
+    return found | {"nccl": ".".join(map(str, torch.cuda.nccl.version())) if nccl else None}
 
 
 def _devices() -> list[dict[str, Any]]:

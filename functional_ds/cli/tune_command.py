@@ -62,9 +62,7 @@ def tune(
     again = {"no": (False,), "yes": (True,), "both": (False, True)}[recompute]
     subject, place = subject_of(model, seq=seq), machine_of(machine)
     if subject.loss is None:
-        raise CommandError(
-            f"MODEL: {model} has no loss and no batch, so nothing can be measured; see functional-ds plan --help"
-        )
+        raise CommandError(f"MODEL: {model} has no loss and no batch, so nothing can be measured")
     made = candidates_of(base_config(config), count, rows, stages=stages, precisions=words, micro=micro, recompute=again)
     most = size(limit, option="--limit") if limit else 0
     found, refused = _predicted(subject, made, place, most)

@@ -18,8 +18,6 @@ from functional_ds.step.step import Step, Transform
 from functional_ds.step.train_step import train_step
 from functional_ds.transforms.remat import remat
 
-from .subject import Subject
-
 __all__ = ["PRECISIONS", "Candidate", "base_config"]
 
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -90,8 +88,8 @@ class Candidate:
         """All transforms, composed."""
         return compose(remat(), plan.transform) if self.recompute else plan.transform
 
-    def step(self, subject: Subject, loss: Any) -> Step:
-        """The step that trains a subject."""
+    def step(self, loss: Any) -> Step:
+        """The step that minimises a loss."""
         plan = self.plan
         if plan.optimizer is None:
             raise CommandError("CONFIG: optimizer: the config names none; a step needs one")

@@ -52,8 +52,9 @@ def subject_of(name: str, *, seq: int = 1024, device: str = "meta") -> Subject:
     """The model of a name.
 
     ``package.module:function`` and ``file.py:function`` name a function without arguments, a class, or a module. It gives an
-    ``nn.Module``, or a mapping with ``module``, ``loss(model, batch)`` and ``batch(rows)``. A folder or file with a Hugging Face
-    config gives a model for causal language modelling. A JSON file ``{"name": [sizes]}`` or a safetensors file gives shapes alone.
+    ``nn.Module``, or a mapping with ``module``, ``loss(model, batch)`` and ``batch(rows)``. A folder or file with a Hugging
+    Face config gives a model for causal language modelling. A JSON file ``{"name": [sizes]}`` or a safetensors file gives
+    shapes alone.
 
     Args:
         name: which.
@@ -73,8 +74,8 @@ def subject_of(name: str, *, seq: int = 1024, device: str = "meta") -> Subject:
     head, colon, attribute = name.rpartition(":")
     if not colon or not head or not attribute:
         raise CommandError(
-            f"MODEL: {name!r} is neither a file nor 'module:function'; name a function, a Hugging Face config.json, or a file of "
-            "shapes (.json, .safetensors)"
+            f"MODEL: {name!r} is neither a file nor 'module:function'; name a function, a Hugging Face config.json, or a "
+            "file of shapes (.json, .safetensors)"
         )
     return _of_code(name, _attribute(head, attribute), device)
 
@@ -118,9 +119,7 @@ def _of_code(name: str, target: Any, device: str) -> Subject:
     unknown = sorted(parts.keys() - {"module", "loss", "batch", "tokens"})
     if unknown or not isinstance(parts.get("module"), nn.Module):
         what = f"the unknown key {unknown[0]!r}" if unknown else f"a {type(parts.get('module', made)).__name__}"
-        raise CommandError(
-            f"MODEL: {name} gives {what}; it should give an nn.Module, or a dict of module, loss, batch and tokens"
-        )
+        raise CommandError(f"MODEL: {name} gives {what}; it should give an nn.Module, or a dict of module, loss, batch, tokens")
     if ("loss" in parts) != ("batch" in parts):
         raise CommandError(f"MODEL: {name} gives one of loss and batch; a step needs both: loss(model, batch), batch(rows)")
     return _of_module(name, parts["module"], parts.get("loss"), parts.get("batch"), parts.get("tokens"), device=device)

@@ -152,7 +152,7 @@ def step_shape(subject: Subject, candidate: Candidate, *, rank: int = 0, device:
     batch, loss, complete = _batch_and_loss(subject, candidate)
 
     def make() -> Any:
-        return candidate.step(subject, loss)
+        return candidate.step(loss)
 
     def program() -> tuple[int, tuple[Row, ...], int]:
         step = make()
@@ -186,7 +186,7 @@ def sent_by_all(subject: Subject, candidate: Candidate) -> list[Ledger]:
     batch, loss, _ = _batch_and_loss(subject, candidate)
 
     def program() -> Ledger:
-        step = candidate.step(subject, loss)
+        step = candidate.step(loss)
         state, _ = step(step.init(subject.params), batch)
         with comm.ledger() as book:
             step(state, batch)
@@ -206,9 +206,8 @@ def _batch_and_loss(subject: Subject, candidate: Candidate) -> tuple[Any, Any, b
         raise CommandError(f"MODEL: {subject.name}: batch({rows}) raised {type(error).__name__}: {error}") from error
     found = {leaf.shape[0] if leaf.dim() else None for leaf in tree.leaves(batch) if isinstance(leaf, Tensor)}
     if found != {rows}:
-        raise CommandError(
-            f"MODEL: {subject.name}: batch({rows}) should have {rows} rows in each tensor; it has {sorted(map(str, found))}"
-        )
+        there = ", ".join(sorted(map(str, found)))
+        raise CommandError(f"MODEL: {subject.name}: batch({rows}) should have {rows} rows in each tensor, and has {there}")
     return batch, subject.loss, True
 
 

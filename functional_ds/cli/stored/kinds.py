@@ -1,5 +1,6 @@
 """What kind of checkpoint a path holds, and its tensors by name."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,8 +8,10 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.storage import StorageReader
 
 from functional_ds.checkpointing.dcp import CheckpointReader
 from functional_ds.checkpointing.directory import latest, open_manifest, read_pointer, tags
@@ -128,13 +131,20 @@ def _ours(path: Path, tag: str | None) -> NamedTensors:
         reader = CheckpointReader(folder, which)
         there = reader.read_metadata().state_dict_metadata
         found = {name: _empty(there[name]) for name in names}
-        dcp.load(found, storage_reader=reader, no_dist=True)
+        _load(found, reader)
         return {name: x.view(tensors[name].shape) for name, x in found.items()}
 
     summary = manifest.summary
     notes = {"tag": which, "tags": tags(folder), "step": summary.step, "ranks": summary.ranks, "extra": manifest.extra}
     rest = tuple(name for name, stored in manifest.tensors.items() if not stored.whole)
     return NamedTensors("functional-ds", path, tensors, params, notes, read, rest)
+
+
+def _load(values: dict[str, Tensor], reader: StorageReader) -> None:
+    held: dict[str, Any] = dict(values)
+    with warnings.catch_warnings():  # that there is one process is what is meant
+        warnings.simplefilter("ignore", UserWarning)
+        state_dict_loader.load(held, storage_reader=reader, no_dist=True)
 
 
 def _empty(found: Any) -> Tensor:
@@ -183,14 +193,14 @@ def _deepspeed(path: Path, tag: str | None) -> NamedTensors:
 
 def _dcp(path: Path, tag: str | None) -> NamedTensors:
     check_metadata(path / ".metadata")
-    reader = dcp.FileSystemReader(path)
+    reader = FileSystemReader(path)
     metadata: Metadata = reader.read_metadata()
     found = {name: x for name, x in metadata.state_dict_metadata.items() if isinstance(x, TensorStorageMetadata)}
     tensors = {name: TensorHeader(tuple(x.size), x.properties.dtype) for name, x in found.items()}
 
     def read(names: Sequence[str]) -> dict[str, Tensor]:
         values = {name: _empty(found[name]) for name in names}
-        dcp.load(values, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+        _load(values, FileSystemReader(path))
         return values
 
     rest = tuple(sorted(metadata.state_dict_metadata.keys() - found.keys()))

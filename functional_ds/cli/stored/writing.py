@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from functional_ds.checkpointing.save import save
 from functional_ds.cli.errors_in_one_line import CommandError
@@ -48,7 +49,7 @@ def written_as(
             with warnings.catch_warnings():  # that there is one process is what is meant
                 warnings.simplefilter("ignore", UserWarning)
                 state: dict[str, Any] = {name: x.clone() for name, x in values.items()}
-                dcp.save(state, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+                state_dict_saver.save(state, storage_writer=FileSystemWriter(path), no_dist=True)
         else:
             step = train_step(lambda params, batch: None, sgd(0.1))
             save(step.init(dict(values)), path, tag="converted")

@@ -1,5 +1,6 @@
-"""A short run of one candidate, in processes of its own, so that a run that dies is a result: ``python -m ...trial SPEC OUT``."""
+"""A short run of one candidate, in processes of its own, so that a run that dies is a result."""
 
+import contextlib
 import json
 import os
 import signal
@@ -62,10 +63,8 @@ def measure(spec: TrialSpec, *, timeout: float) -> Measurement:
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
     """Ends what is left of the group, ranks included."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 
@@ -79,13 +78,15 @@ def _why(code: int, errors: str) -> str:
 def run_rank(spec: TrialSpec) -> tuple[float, int, int]:
     """A rank's part: seconds of a step, its peak in bytes, its state's bytes."""
     device = torch.device(spec.device, comm.get_local_rank()) if spec.device == "cuda" else torch.device("cpu")
+    if device.type == "cpu":
+        _warm_up(spec)
     before = _resident()
     torch.manual_seed(0)
     subject = subject_of(spec.model, seq=spec.seq, device=str(device))
     candidate = Candidate(spec.config, spec.ranks, spec.recompute)
     if subject.loss is None or subject.batch is None:
         raise ValueError("the model has no loss and no batch, so nothing can be measured")
-    step = candidate.step(subject, subject.loss)
+    step = candidate.step(subject.loss)
     state = step.init(subject.params)
     batch, held = subject.batch(candidate.plan.batch.rows), measured(state).state
     del subject
@@ -100,6 +101,12 @@ def run_rank(spec: TrialSpec) -> tuple[float, int, int]:
         times.append(perf_counter() - start)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else max(0, resident_peak_bytes() - before)
     return statistics.median(times), int(peak), held
+
+
+def _warm_up(spec: TrialSpec) -> None:
+    """A step of two numbers, so that what libraries take once is no part of the peak."""
+    step = Candidate(spec.config, spec.ranks).step(lambda params, x: (params["w"] * x).sum())
+    step(step.init({"w": torch.ones(2)}), torch.ones(Candidate(spec.config, spec.ranks).plan.batch.rows, 2))
 
 
 def _resident() -> int:
