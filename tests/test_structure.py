@@ -46,6 +46,10 @@ LAYERS = (
     ("transforms",),
     ("deepspeed.config.keys",),
     ("deepspeed.config",),
+    ("cli.words",),
+    ("cli.planning", "cli.stored"),
+    ("cli.tuning",),
+    ("cli",),
 )
 
 # Package indexes that library files import: files above comm use the collectives by the names that users know.
@@ -53,6 +57,8 @@ INDEXES = {"comm.__init__"}
 
 # Imports inside of functions, and why they are not at the top of the file. They count for layers and circles, too.
 LATE = {
+    ("cli.planning.subject", "interchange.load_params"): "interchange may be left out",
+    ("cli.entry", "cli.app"): "it imports typer, which may not be installed",
     ("checkpointing.load", "checkpointing.dcp"): "it imports torch.distributed.checkpoint, which is slow",
     ("deepspeed.config.transform_parts", "transforms.offload"): "offloading may be left out",
     ("fitting.checkpoints", "checkpointing.load"): "checkpointing may be left out",
@@ -227,6 +233,7 @@ def test_functions_with_three_parameters_describe_them() -> None:
 # By folder: what is deleted with it, and the public names that go.
 SATELLITES: dict[str, tuple[tuple[str, ...], dict[str, set[str]]]] = {
     "checkpointing": ((), {"": {"checkpointing", "load", "save"}}),
+    "cli": ((), {}),
     "deepspeed": ((), {"": {"deepspeed", "from_ds_config"}}),
     "fitting": ((), {"": {"Checkpoints", "Evaluation", "Logging", "fit"}}),
     "interchange": ((), {"": {"export", "from_deepspeed", "interchange", "load_params"}}),

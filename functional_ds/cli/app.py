@@ -8,10 +8,10 @@ import typer
 
 from functional_ds.base.optional import optional
 
-from .errors_in_one_line import CommandError
 from .hosts_command import hosts
 from .report_command import report
 from .train_command import train
+from .words.errors_in_one_line import CommandError
 
 __all__ = ["application", "run"]
 

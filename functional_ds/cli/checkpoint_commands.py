@@ -12,11 +12,11 @@ from torch import Tensor
 from functional_ds.checkpointing.load import verify as verified
 from functional_ds.state_dict.errors import CheckpointError
 
-from .errors_in_one_line import CommandError
-from .options import size
-from .pages import OutputTable, bytes_of, count_of, emit
 from .stored.kinds import NamedTensors, TensorHeader, open_checkpoint
 from .stored.writing import WRITTEN, written_as
+from .words.errors_in_one_line import CommandError
+from .words.options import size
+from .words.pages import OutputTable, bytes_of, count_of, emit
 
 __all__ = ["convert", "inspect"]
 

@@ -27,12 +27,12 @@ from functional_ds.pipelining.schedules.generators import (
 from functional_ds.pipelining.schedules.schedule import Schedule
 from functional_ds.pipelining.schedules.v_shaped import dualpipe_v, zbv
 
-from .errors_in_one_line import CommandError
-from .options import mesh_ranks
-from .pages import OutputTable, emit, seconds_of
 from .planning.candidate import Candidate, base_config
 from .planning.subject import subject_of
 from .planning.values_free_step import sent_by_all
+from .words.errors_in_one_line import CommandError
+from .words.options import mesh_ranks
+from .words.pages import OutputTable, emit, seconds_of
 
 __all__ = ["draw"]
 

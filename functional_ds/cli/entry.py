@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from .errors_in_one_line import CommandError, one_line
+from .words.errors_in_one_line import CommandError, one_line
 
 __all__ = ["main"]
 

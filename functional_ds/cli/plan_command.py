@@ -7,13 +7,13 @@ import typer
 
 from functional_ds.memory.account import KINDS
 
-from .errors_in_one_line import CommandError
-from .options import choices, mesh_ranks, numbers, size
-from .pages import OutputTable, bytes_of, count_of, emit, seconds_of
 from .planning.candidate import PRECISIONS, Candidate, base_config
 from .planning.forecast import Forecast, forecast
 from .planning.machine import machine_of
 from .planning.subject import Subject, subject_of
+from .words.errors_in_one_line import CommandError
+from .words.options import choices, mesh_ranks, numbers, size
+from .words.pages import OutputTable, bytes_of, count_of, emit, seconds_of
 
 __all__ = ["plan", "plan_page"]
 

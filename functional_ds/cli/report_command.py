@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import typer
 
-from .pages import OutputTable, bytes_of, emit
+from .words.pages import OutputTable, bytes_of, emit
 
 __all__ = ["environment", "report", "warnings_of"]
 

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from .errors_in_one_line import CommandError
-from .pages import emit
+from .words.errors_in_one_line import CommandError
+from .words.pages import emit
 
 __all__ = ["train"]
 

@@ -10,15 +10,15 @@ import attrs
 import torch
 import typer
 
-from .errors_in_one_line import CommandError
-from .options import choices, numbers, size
-from .pages import OutputTable, bytes_of, emit, seconds_of
 from .planning.candidate import PRECISIONS, Candidate, base_config
 from .planning.forecast import Forecast, forecast
 from .planning.machine import Machine, machine_of
 from .planning.subject import Subject, subject_of
-from .tuning.halving import Measurement, Run, halve
+from .tuning.halving import Measurement, TrialRun, halve
 from .tuning.trial import TrialSpec, measure
+from .words.errors_in_one_line import CommandError
+from .words.options import choices, numbers, size
+from .words.pages import OutputTable, bytes_of, emit, seconds_of
 
 __all__ = ["candidates_of", "tune"]
 
@@ -151,7 +151,7 @@ def _config(candidate: Candidate) -> dict[str, Any]:
     return candidate.plan.to_ds_config()
 
 
-def _as_dict(run: Run[Forecast]) -> dict[str, Any]:
+def _as_dict(run: TrialRun[Forecast]) -> dict[str, Any]:
     predicted = run.candidate
     return {
         **predicted.candidate.as_dict(),
@@ -168,8 +168,10 @@ def _as_dict(run: Run[Forecast]) -> dict[str, Any]:
     }
 
 
-def _page(data: Mapping[str, Any], runs: Sequence[Run[Forecast]], winner: Run[Forecast] | None) -> list[OutputTable | str]:
-    def cells(run: Run[Forecast]) -> Iterator[str]:
+def _page(
+    data: Mapping[str, Any], runs: Sequence[TrialRun[Forecast]], winner: TrialRun[Forecast] | None
+) -> list[OutputTable | str]:
+    def cells(run: TrialRun[Forecast]) -> Iterator[str]:
         found = run.found
         yield run.candidate.candidate.name
         yield str(run.steps)

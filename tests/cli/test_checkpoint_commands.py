@@ -105,7 +105,7 @@ def test_a_converted_checkpoint_starts_a_step(tmp_path: Path) -> None:
         tmp_path / "run", like=step.init({name: torch.zeros(shape) for name, shape in SHAPES.items()}), only="params"
     )
     for name, x in step.params(state).items():
-        assert torch.equal(x, params()[name].bfloat16())
+        assert torch.equal(x, params()[name])
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -145,18 +145,22 @@ def test_options(run_of_two_ranks: Any, tmp_path: Path, capsys: pytest.CaptureFi
 
 
 class Harmful:
+    def __init__(self, mark: Path) -> None:
+        self.mark = str(mark)
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, ("exit 1",)
+        return os.mkdir, (self.mark,)
 
 
-def test_no_file_runs_code(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "system", lambda _: pytest.fail("it ran"))
-    torch.save({"w": Harmful()}, tmp_path / "x.pt")
+def test_no_file_runs_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    harmful = Harmful(tmp_path / "ran")
+    torch.save({"w": harmful}, tmp_path / "x.pt")
     assert "could run code" in refusal(capsys, "inspect", tmp_path / "x.pt")
     (tmp_path / "dcp").mkdir()
-    for content in (Harmful(), {"a": Harmful()}):
+    for content in (harmful, {"a": harmful}):
         (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(content))
         assert "could run code" in refusal(capsys, "inspect", tmp_path / "dcp")
+    assert not (tmp_path / "ran").exists()
     (tmp_path / "dcp" / ".metadata").write_bytes(b"junk")
     assert "metadata" in refusal(capsys, "inspect", tmp_path / "dcp")
 

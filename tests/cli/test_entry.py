@@ -10,8 +10,8 @@ import pytest
 
 from functional_ds.cli import entry
 from functional_ds.cli.app import application
-from functional_ds.cli.pages import OutputTable, emit, plain, svg
 from functional_ds.cli.report_command import environment, warnings_of
+from functional_ds.cli.words.pages import OutputTable, emit, plain, svg
 from tests.cli.running import answer, refusal, run
 
 COMMANDS = ["report", "plan", "tune", "inspect", "convert", "draw", "hosts", "train"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from functional_ds.cli.errors_in_one_line import CommandError
+from functional_ds.cli.words.errors_in_one_line import CommandError
 from functional_ds.deepspeed.config.config_reader import source
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan, from_ds_config
 from functional_ds.step.compose import compose

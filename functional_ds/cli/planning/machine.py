@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import torch
 
-from functional_ds.cli.errors_in_one_line import CommandError
+from functional_ds.cli.words.errors_in_one_line import CommandError
 from functional_ds.comm.algorithms.cost import Link, Network, predict
 from functional_ds.comm.record.ledger import Row
 from functional_ds.profiling.peak import peak_flops

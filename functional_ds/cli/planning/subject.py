@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from functional_ds.base import tree
-from functional_ds.cli.errors_in_one_line import CommandError
+from functional_ds.cli.words.errors_in_one_line import CommandError
 from functional_ds.memory.predict import without_values
 from functional_ds.modules.functional import functional
 

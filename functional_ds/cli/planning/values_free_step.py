@@ -15,7 +15,7 @@ from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.torch_private import CPU_ATTENTION, CUDA_ATTENTION, TorchDispatchMode
 from functional_ds.base.weighted import weigh
-from functional_ds.cli.errors_in_one_line import CommandError
+from functional_ds.cli.words.errors_in_one_line import CommandError
 from functional_ds.comm.record.ledger import Ledger, Row
 from functional_ds.memory.account import Memory
 from functional_ds.memory.counting import Live
@@ -54,7 +54,7 @@ class StepShape:
         return max(0, self.peak - self.memory.total)
 
 
-class _Allocations(TorchDispatchMode):
+class _StepAllocations(TorchDispatchMode):
     """Notes the results of each operation."""
 
     def __init__(self) -> None:
@@ -159,7 +159,7 @@ def step_shape(subject: Subject, candidate: Candidate, *, rank: int = 0, device:
         state = step.init(subject.params)
         for _ in range(2):  # the first step learns in which order units are used, and the second agrees on it
             state, _ = step(state, batch)
-        with _Allocations() as noted, FlopCounter() as counter, comm.ledger() as book:
+        with _StepAllocations() as noted, FlopCounter() as counter, comm.ledger() as book:
             noted.live.note(x for x in tree.leaves((state, batch)) if isinstance(x, Tensor))
             step(state, batch)
         return noted.live.peak, tuple(book.rows), int(counter.total)

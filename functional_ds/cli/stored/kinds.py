@@ -9,13 +9,14 @@ import attrs
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import StorageReader
 
 from functional_ds.checkpointing.dcp import CheckpointReader
 from functional_ds.checkpointing.directory import latest, open_manifest, read_pointer, tags
-from functional_ds.cli.errors_in_one_line import CommandError
+from functional_ds.cli.words.errors_in_one_line import CommandError
 from functional_ds.interchange.deepspeed_files import MASTER, ZeroFiles, load_pickle
 from functional_ds.interchange.load_params import open_files
 from functional_ds.state_dict.errors import CheckpointError, DamagedError
@@ -144,7 +145,11 @@ def _load(values: dict[str, Tensor], reader: StorageReader) -> None:
     held: dict[str, Any] = dict(values)
     with warnings.catch_warnings():  # that there is one process is what is meant
         warnings.simplefilter("ignore", UserWarning)
-        state_dict_loader.load(held, storage_reader=reader, no_dist=True)
+        try:
+            state_dict_loader.load(held, storage_reader=reader, no_dist=True)
+        except CheckpointException as found:  # no subclass of Exception
+            error = next((each[0] for each in found.failures.values()), found)
+            raise (error if isinstance(error, Exception) else DamagedError(str(found))) from None
 
 
 def _empty(found: Any) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from functional_ds.cli.errors_in_one_line import CommandError
+from functional_ds.cli.words.errors_in_one_line import CommandError
 
 __all__ = ["check_metadata"]
 
@@ -24,7 +24,7 @@ _KNOWN = {
 }
 
 
-class _Known(pickle.Unpickler):
+class _KnownClasses(pickle.Unpickler):
     """Makes objects of known classes alone."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -41,6 +41,6 @@ def check_metadata(path: Path) -> None:
         CommandError: it names something else, or is damaged.
     """
     try:
-        _Known(io.BytesIO(path.read_bytes())).load()
+        _KnownClasses(io.BytesIO(path.read_bytes())).load()
     except Exception as error:  # a damaged pickle raises anything
         raise CommandError(f"{path} is not opened as metadata of torch.distributed.checkpoint: {error}") from error

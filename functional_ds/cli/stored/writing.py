@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from functional_ds.checkpointing.save import save
-from functional_ds.cli.errors_in_one_line import CommandError
+from functional_ds.cli.words.errors_in_one_line import CommandError
 from functional_ds.interchange.export import export
 from functional_ds.optim.sgd import sgd
 from functional_ds.step.train_step import train_step

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 import attrs
 
-__all__ = ["Measurement", "Run", "halve"]
+__all__ = ["Measurement", "TrialRun", "halve"]
 
 C = TypeVar("C")
 
@@ -31,7 +31,7 @@ class Measurement:
 
 
 @attrs.frozen
-class Run(Generic[C]):
+class TrialRun(Generic[C]):
     """A candidate's last run: in which round, for how many steps, and what it found."""
 
     candidate: C
@@ -40,7 +40,7 @@ class Run(Generic[C]):
     found: Measurement
 
 
-def halve(candidates: Sequence[C], measure: Callable[[C, int], Measurement], *, steps: int = 4) -> list[Run[C]]:
+def halve(candidates: Sequence[C], measure: Callable[[C, int], Measurement], *, steps: int = 4) -> list[TrialRun[C]]:
     """The last run of each candidate, the fastest first, those that did not end well last. A run that dies ends only itself.
 
     Law: of candidates whose times do not depend on the number of steps, the first is the fastest. n candidates cost
@@ -56,10 +56,10 @@ def halve(candidates: Sequence[C], measure: Callable[[C, int], Measurement], *, 
     >>> [(run.candidate, run.steps) for run in found]
     [('b', 8), ('c', 4), ('a', 2)]
     """
-    done: list[Run[C]] = []
+    done: list[TrialRun[C]] = []
     left, round_ = list(candidates), 0
     while left:
-        runs = [Run(each, round_, steps << round_, measure(each, steps << round_)) for each in left]
+        runs = [TrialRun(each, round_, steps << round_, measure(each, steps << round_)) for each in left]
         well = sorted((run for run in runs if run.found.seconds is not None), key=lambda run: run.found.seconds or 0.0)
         kept = (len(well) + 1) // 2 if len(well) > 1 else 0  # one alone has nobody to be compared with
         done += well[kept:] + [run for run in runs if run.found.seconds is None]
