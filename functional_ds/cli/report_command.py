@@ -91,9 +91,13 @@ def _versions() -> dict[str, str | None]:
             found[name] = version(name)
         except PackageNotFoundError:
             found[name] = None
-    found |= {"cuda": torch.version.cuda, "platform": platform.platform()}
+    found |= {"cuda": torch.version.cuda, "platform": _platform()}
     nccl = torch.cuda.is_available() and dist.is_available() and dist.is_nccl_available()
     return found | {"nccl": ".".join(map(str, torch.cuda.nccl.version())) if nccl else None}
+
+
+def _platform() -> str:
+    return " ".join((platform.system(), platform.release().partition("-")[0], platform.machine(), *platform.libc_ver())).strip()
 
 
 def _devices() -> list[dict[str, Any]]:
