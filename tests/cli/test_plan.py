@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 from torch.profiler import ProfilerActivity, profile
 
@@ -230,12 +231,11 @@ def test_a_ring_takes_what_the_model_says() -> None:
     payload, n = 4 * 10**6, 4
     row = Row("all_reduce", "world", n, calls=2, bytes=2 * 2 * (n - 1) * payload // n)
     assert machine.sends(row) == pytest.approx(2 * (2 * (n - 1) * 1e-6 + 2 * (n - 1) / n * payload / 1e9))
-    assert machine.computes(10**12, precision="bf16") == 1.0
+    assert machine.computes(10**12, operations=10, precision="bf16") == 1.0
+    assert attrs.evolve(machine, device="cpu").computes(10**12, operations=10, precision="fp32") == 1.0 + 10 * 5e-6
 
 
 def test_machines_are_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import attrs
-
     (tmp_path / "m.json").write_text(json.dumps({**attrs.asdict(MACHINES["h100"]), "memory": 10**6}))
     found = answer(capsys, "plan", f"{HERE}:mlp", "--machine", tmp_path / "m.json", "--zero", "0")
     assert found["candidates"][0]["limit"] == 10**6

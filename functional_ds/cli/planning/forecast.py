@@ -59,7 +59,9 @@ class Forecast:
         if self.machine is None or not self.shape.flops:
             return None
         return {
-            "compute": self.machine.computes(self.shape.flops, precision=self.candidate.precision),
+            "compute": self.machine.computes(
+                self.shape.flops, operations=self.shape.operations, precision=self.candidate.precision
+            ),
             "update": self.machine.moves(self.shape.trained),
             "communicate": sum(self.machine.sends(row) for row in self.shape.sent if row.size > 1),
         }

@@ -29,6 +29,7 @@ class Machine:
         memory_bandwidth: bytes a second of the device's memory.
         link_bandwidth: bytes a second that a rank sends.
         link_latency: seconds of an empty message.
+        operation_latency: seconds that the host takes to start an operation.
         memory: bytes; 0 where nobody said.
         device: the kind, "cuda" or "cpu".
     """
@@ -39,6 +40,7 @@ class Machine:
     memory_bandwidth: float
     link_bandwidth: float
     link_latency: float = 5e-6
+    operation_latency: float = 5e-6
     memory: int = 0
     device: str = "cuda"
 
@@ -48,9 +50,17 @@ class Machine:
             if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
                 raise CommandError(f"--machine: {field}={value!r} must be a number above 0")
 
-    def computes(self, flops: int, *, precision: str) -> float:
-        """Seconds of the products, at the rate of ``flops``."""
-        return flops / (self.flops_fp32 if precision == "fp32" else self.flops)
+    def computes(self, flops: int, *, operations: int, precision: str) -> float:
+        """Seconds of the products, and of starting operations, which a device computes beside.
+
+        Args:
+            flops: of the products.
+            operations: how many.
+            precision: "fp32", or a half one.
+        """
+        products = flops / (self.flops_fp32 if precision == "fp32" else self.flops)
+        starts = operations * self.operation_latency
+        return products + starts if self.device == "cpu" else max(products, starts)
 
     def moves(self, count: int) -> float:
         """Seconds to read and write so many bytes once each."""
@@ -103,7 +113,18 @@ def measured_here() -> Machine:
     copied = _copy_bandwidth(device)
     total: Any = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else 0
     name = torch.cuda.get_device_name() if device == "cuda" else "this CPU"
-    return Machine(name, rates[torch.bfloat16], rates[torch.float32], 2 * copied, copied, 5e-5, int(total), device)
+    rate = rates[torch.bfloat16], rates[torch.float32]
+    return Machine(name, *rate, 2 * copied, copied, 5e-5, _operation_latency(device), int(total), device)
+
+
+def _operation_latency(device: str) -> float:
+    x, found = torch.zeros(1, device=device), list[float]()
+    for _ in range(5):
+        start = perf_counter()
+        for _ in range(100):
+            x.add_(1)
+        found.append((perf_counter() - start) / 100)
+    return min(found)
 
 
 def _copy_bandwidth(device: str) -> float:

@@ -37,6 +37,7 @@ class StepShape:
         peak: the most bytes that are allocated at one time, batch included; without a loss, of the state and gradients alone.
         sent: the ledger's rows of a step.
         flops: of a step, on this rank; 0 without a loss.
+        operations: how many torch runs.
         trained: the optimizer reads and writes that many bytes.
         complete: whether the model's own loss ran, so that activations are in the peak.
     """
@@ -45,6 +46,7 @@ class StepShape:
     peak: int
     sent: tuple[Row, ...]
     flops: int
+    operations: int
     trained: int
     complete: bool
 
@@ -59,10 +61,11 @@ class _StepAllocations(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = Live()
+        self.live, self.count = Live(), 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = function(*args, **(kwargs or {}))
+        self.count += 1
         self.live.note(x for x in tree.leaves(found) if isinstance(x, Tensor))
         return found
 
@@ -154,7 +157,7 @@ def step_shape(subject: Subject, candidate: Candidate, *, rank: int = 0, device:
     def make() -> Any:
         return candidate.step(loss)
 
-    def program() -> tuple[int, tuple[Row, ...], int]:
+    def program() -> tuple[int, tuple[Row, ...], int, int]:
         step = make()
         state = step.init(subject.params)
         for _ in range(2):  # the first step learns in which order units are used, and the second agrees on it
@@ -162,15 +165,15 @@ def step_shape(subject: Subject, candidate: Candidate, *, rank: int = 0, device:
         with _StepAllocations() as noted, FlopCounter() as counter, comm.ledger() as book:
             noted.live.note(x for x in tree.leaves((state, batch)) if isinstance(x, Tensor))
             step(state, batch)
-        return noted.live.peak, tuple(book.rows), int(counter.total)
+        return noted.live.peak, tuple(book.rows), int(counter.total), noted.count
 
     with _named(candidate), _in_modules(device, whole=subject.config is not None):
         memory = predicted(make, subject.params, world_size=candidate.ranks, rank=rank)
-        peak, sent, flops = comm.symmetric(program, world_size=candidate.ranks, rank=rank)
+        peak, sent, flops, count = comm.symmetric(program, world_size=candidate.ranks, rank=rank)
     trained = memory.masters + memory.optimizer + memory.gradients + (0 if memory.masters else memory.params)
     if not complete:
-        return StepShape(memory, memory.total, sent, 0, trained, complete)
-    return StepShape(memory, peak, sent, flops, trained, complete)
+        return StepShape(memory, memory.total, sent, 0, count, trained, complete)
+    return StepShape(memory, peak, sent, flops, count, trained, complete)
 
 
 def sent_by_all(subject: Subject, candidate: Candidate) -> list[Ledger]:

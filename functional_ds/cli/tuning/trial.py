@@ -1,6 +1,7 @@
 """A short run of one candidate, in processes of its own, so that a run that dies is a result."""
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -91,15 +92,14 @@ def run_rank(spec: TrialSpec) -> tuple[float, int, int]:
     batch, held = subject.batch(candidate.plan.batch.rows), measured(state).state
     del subject
     state, _ = step(state, batch)  # kernels are chosen and caches filled
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    _forget_peak(device)
     times = []
     for _ in range(spec.steps):
         start = perf_counter()
         state, _ = step(state, batch)
         synchronize([device])
         times.append(perf_counter() - start)
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else max(0, resident_peak_bytes() - before)
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else max(0, _resident("VmHWM") - before)
     return statistics.median(times), int(peak), held
 
 
@@ -109,11 +109,20 @@ def _warm_up(spec: TrialSpec) -> None:
     step(step.init({"w": torch.ones(2)}), torch.ones(Candidate(spec.config, spec.ranks).plan.batch.rows, 2))
 
 
-def _resident() -> int:
-    """What this process has in memory now; 0 where the system does not say."""
-    if not _STATUS.is_file():
-        return 0
-    return next((int(line.split()[1]) << 10 for line in _STATUS.read_text().splitlines() if line.startswith("VmRSS")), 0)
+def _forget_peak(device: torch.device) -> None:
+    """From now on another peak counts, where the system lets it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        gc.collect()
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+
+
+def _resident(word: str = "VmRSS") -> int:
+    """What this process has in memory, now (VmRSS) or at most (VmHWM)."""
+    lines = _STATUS.read_text().splitlines() if _STATUS.is_file() else []
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith(word)), resident_peak_bytes())
 
 
 def main(given: str, out: str) -> None:
