@@ -31,22 +31,33 @@ def params() -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-@pytest.fixture
-def run_of_two_ranks(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
-    """A checkpoint of bf16 params with fp32 masters in shards, and the masters."""
+def save_of_two_ranks(folder: Path) -> dict[str, Tensor]:
+    """Writes a checkpoint of bf16 params with fp32 masters in shards, and gives the masters."""
 
-    def program() -> dict[str, Tensor]:
+    def program() -> None:
         loss = lambda p, x: (x @ p["a.w"]).square().mean() + p["b"].square().sum()  # noqa: E731
         step = fds.compose(T.mixed_precision("bf16"), T.zero(3))(fds.train_step(loss, fds.adamw(1e-2)))
         state = step.init(params())
         for tag in ("one", "two"):
             state, _ = step(state, torch.ones(2, 6))
-            fds.save(state, tmp_path / "run", tag=tag, extra={"rows": 4})
-        fds.export(state, tmp_path / "export.safetensors", dtype=torch.float32)
-        return {}
+            fds.save(state, folder / "run", tag=tag, extra={"rows": 4})
+        fds.export(state, folder / "export.safetensors", dtype=torch.float32)
 
     comm.simulate(program, world_size=2)
-    return tmp_path / "run", open_checkpoint(str(tmp_path / "export.safetensors")).read(list(SHAPES))
+    return open_checkpoint(str(folder / "export.safetensors")).read(list(SHAPES))
+
+
+def masters_are_converted(folder: Path) -> None:
+    masters = save_of_two_ranks(folder)
+    found = open_checkpoint(str(folder / "run"))
+    for name, x in found.read(list(found.params.values())).items():
+        assert torch.equal(x, masters[name.partition("/")[2]])
+
+
+@pytest.fixture
+def run_of_two_ranks(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
+    masters = save_of_two_ranks(tmp_path)
+    return tmp_path / "run", masters
 
 
 def test_what_a_checkpoint_holds(run_of_two_ranks: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,7 @@ KEYS = {
     *("name", "ranks", "stage", "precision", "micro_batch", "accumulate", "recompute", "memory", "peak_has_activations"),
     *("limit", "fits", "why_not", "sent", "flops", "seconds", "step_seconds", "samples_per_second", "line"),
 }
+CUT = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}  # else small leaves stay whole
 
 
 def trained(model: str, candidate: Candidate) -> tuple[Any, ...]:
@@ -44,7 +45,15 @@ def trained(model: str, candidate: Candidate) -> tuple[Any, ...]:
 )
 def test_state_bytes_and_operations_are_those_of_a_run(stage: int, precision: str, accumulate: int, recompute: bool) -> None:
     model = f"{HERE}:{'blocks' if recompute else 'mlp'}"
-    candidate = Candidate.of({}, 2, stage=stage, precision=precision, micro_batch=3, accumulate=accumulate, recompute=recompute)
+    candidate = Candidate.of(
+        CUT if stage == 3 else {},
+        2,
+        stage=stage,
+        precision=precision,
+        micro_batch=3,
+        accumulate=accumulate,
+        recompute=recompute,
+    )
     mine = step_shape(subject_of(model), candidate, rank=1)
 
     def program() -> tuple[int, dict[tuple[str, str], int], int]:
@@ -78,13 +87,20 @@ def _allocated(model: str, candidate: Candidate) -> int:
     ("model", "stage", "recompute"), [("blocks", 0, False), ("blocks", 3, False), ("blocks", 2, True), ("attention", 1, False)]
 )
 def test_the_peak_is_within_ten_percent_of_the_allocators(model: str, stage: int, recompute: bool) -> None:
-    candidate = Candidate.of({}, 1, stage=stage, precision="fp32", micro_batch=64, recompute=recompute)
+    candidate = Candidate.of(CUT if stage == 3 else {}, 1, stage=stage, precision="fp32", micro_batch=64, recompute=recompute)
     predicted = step_shape(subject_of(f"{HERE}:{model}"), candidate).peak
     assert predicted == pytest.approx(_allocated(f"{HERE}:{model}", candidate), rel=0.1)
 
 
+def test_activations_are_kept_beside_gathered_units() -> None:
+    """Without values all tensors lie at one address; stage 3 must tell activations from params there."""
+    candidates = [Candidate.of({}, 2, stage=2, micro_batch=256), Candidate.of(CUT, 2, stage=3, micro_batch=256)]
+    stage_2, stage_3 = (step_shape(subject_of(f"{HERE}:blocks"), each).activations for each in candidates)
+    assert stage_3 == pytest.approx(stage_2, rel=0.2)
+
+
 def test_two_processes_hold_what_was_predicted() -> None:
-    candidate = Candidate.of({}, 2, stage=3, precision="fp32", micro_batch=64)
+    candidate = Candidate.of(CUT, 2, stage=3, precision="fp32", micro_batch=64)
     found = comm.spawn(_on_a_rank, f"{HERE}:blocks", candidate, world_size=2, backend="gloo")
     shape = step_shape(subject_of(f"{HERE}:blocks"), candidate)
     for state, peak in found:
