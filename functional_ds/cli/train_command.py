@@ -18,9 +18,7 @@ _JOBS = "functional_ds.jobs"  # may be left out of an installation
 
 def train(
     job: Annotated[str, typer.Argument(metavar="JOB", help="The job: a .toml, .json or .py file.")],
-    changes: Annotated[
-        list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="An entry in the file's place.")
-    ] = None,
+    changes: Annotated[list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="An entry to replace.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, at the end.")] = False,
 ) -> int:
     """Run a training job from one file; exit code 130 where it was interrupted.

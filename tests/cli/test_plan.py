@@ -6,6 +6,7 @@ from typing import Any
 
 import attrs
 import pytest
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import functional_ds as fds
@@ -14,7 +15,7 @@ from functional_ds import transforms as T
 from functional_ds.cli.planning.candidate import Candidate
 from functional_ds.cli.planning.machine import MACHINES, Machine
 from functional_ds.cli.planning.subject import subject_of
-from functional_ds.cli.planning.values_free_step import step_shape
+from functional_ds.cli.planning.values_free_step import StepAllocations, step_shape
 from functional_ds.comm.record.ledger import Row
 from functional_ds.modules.flops import FlopCounter
 from tests.cli.models_by_name import HERE
@@ -109,8 +110,12 @@ def test_two_processes_hold_what_was_predicted() -> None:
 
 
 def _on_a_rank(model: str, candidate: Candidate) -> tuple[int, int]:
-    peak = _allocated(model, candidate)
-    return fds.memory.measured(trained(model, candidate)[1]).state, peak
+    """Its state, and the tensors that are alive at most: the allocator's profile does not see the threads that gather."""
+    step, state, batch = trained(model, candidate)
+    with StepAllocations() as noted:
+        noted.live.note([*(leaf for leaf in fds.tree.leaves(state) if isinstance(leaf, Tensor)), batch])
+        state, _ = step(state, batch)
+    return fds.memory.measured(state).state, noted.live.peak
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

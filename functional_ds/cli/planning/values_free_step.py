@@ -25,7 +25,7 @@ from functional_ds.modules.flops import FlopCounter
 from .candidate import Candidate
 from .subject import Subject
 
-__all__ = ["StepShape", "sent_by_all", "step_shape"]
+__all__ = ["StepAllocations", "StepShape", "sent_by_all", "step_shape"]
 
 
 @attrs.frozen
@@ -56,8 +56,8 @@ class StepShape:
         return max(0, self.peak - self.memory.total)
 
 
-class _StepAllocations(TorchDispatchMode):
-    """Notes the results of each operation."""
+class StepAllocations(TorchDispatchMode):
+    """Notes the results of each operation: ``live.peak`` is the most that was alive, ``count`` how many operations ran."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ def step_shape(subject: Subject, candidate: Candidate, *, rank: int = 0, device:
         state = step.init(subject.params)
         for _ in range(2):  # the first step learns in which order units are used, and the second agrees on it
             state, _ = step(state, batch)
-        with _StepAllocations() as noted, FlopCounter() as counter, comm.ledger() as book:
+        with StepAllocations() as noted, FlopCounter() as counter, comm.ledger() as book:
             noted.live.note(x for x in tree.leaves((state, batch)) if isinstance(x, Tensor))
             step(state, batch)
         return noted.live.peak, tuple(book.rows), int(counter.total), noted.count
