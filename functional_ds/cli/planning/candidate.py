@@ -121,8 +121,8 @@ class Candidate:
     def line(self) -> str:
         """The transform as one line of Python, where its parts can be written so; else the config's.
 
-        >>> Candidate.of({}, 2, stage=1, precision="bf16", micro_batch=4, accumulate=2, recompute=True).line()[-72:]
-        "T.remat(), ..."
+        >>> Candidate.of({}, 2, stage=0, accumulate=2, recompute=True).line()
+        'fds.compose(T.remat(), T.zero(0), T.accumulate(2), T.clip(1.0))'
         """
         words = ["T.remat()"] * self.recompute
         for part in repr(self.plan.transform).split(" -> "):
