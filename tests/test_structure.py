@@ -52,6 +52,10 @@ LAYERS = (
     ("deepspeed",),
     ("deepspeed.pipe",),
     ("deepspeed.engine",),
+    ("cli.words",),
+    ("cli.planning", "cli.stored"),
+    ("cli.tuning",),
+    ("cli",),
 )
 
 # Package indexes that library files import: files above comm use the collectives by the names that users know.
@@ -59,6 +63,8 @@ INDEXES = {"comm.__init__"}
 
 # Imports inside of functions, and why they are not at the top of the file. They count for layers and circles, too.
 LATE = {
+    ("cli.planning.subject", "interchange.load_params"): "interchange may be left out",
+    ("cli.entry", "cli.app"): "it imports typer, which may not be installed",
     ("checkpointing.load", "checkpointing.dcp"): "it imports torch.distributed.checkpoint, which is slow",
     ("deepspeed.config.transform_parts", "transforms.offload"): "offloading may be left out",
     ("deepspeed.pipe.pipeline_engine", "checkpointing.load"): "checkpointing may be left out",
@@ -249,6 +255,7 @@ def test_functions_with_three_parameters_describe_them() -> None:
 # By folder: what is deleted with it, and the public names that go.
 SATELLITES: dict[str, tuple[tuple[str, ...], dict[str, set[str]]]] = {
     "checkpointing": ((), {"": {"checkpointing", "load", "save"}}),
+    "cli": ((), {}),
     "deepspeed": ((), {"": {"deepspeed", "from_ds_config"}}),
     "fitting": ((), {"": {"Checkpoints", "Evaluation", "Logging", "fit"}}),
     "interchange": ((), {"": {"export", "from_deepspeed", "interchange", "load_params"}}),

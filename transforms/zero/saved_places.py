@@ -1,7 +1,7 @@
 """What autograd saves of gathered units: which unit and where, so that the unit can be freed and gathered again."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -57,14 +57,14 @@ class SavedPlaces:
 
     def __init__(self, layout: Layout, fetch: Callable[[int], Sequence[Tensor]], unused: Callable[[int], None]) -> None:
         self._layout, self._fetch, self._unused = layout, fetch, unused
-        self._homes: dict[int, tuple[int, int, StorageWeakRef]] = {}  # data pointer -> unit, segment in it, storage
+        self._homes: dict[Hashable, tuple[int, int, StorageWeakRef]] = {}  # by ``_place``: unit, segment in it, storage
         self._saved: Counter[int] = Counter()  # unit -> saved tensors that still refer to it
 
     def add(self, unit: int, place: int, flat: Tensor) -> None:
         """A segment of a unit lies in this tensor now."""
         if flat.numel():
             storage = flat.untyped_storage()
-            self._homes[storage.data_ptr()] = (unit, place, StorageWeakRef(storage))
+            self._homes[_place(storage)] = (unit, place, StorageWeakRef(storage))
 
     def clear(self) -> None:
         """Forgets where units lie."""
@@ -94,7 +94,7 @@ class SavedPlaces:
         if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
             return None
         try:
-            home = self._homes.get(tensor.untyped_storage().data_ptr())
+            home = self._homes.get(_place(tensor.untyped_storage()))
         except RuntimeError:  # it has no memory: a derivative that is known to be zero, or a subclass
             return None
         if home is None or home[2].expired():  # other memory may lie there now
@@ -107,3 +107,8 @@ class SavedPlaces:
         self._saved[unit] -= 1
         if not self._saved[unit]:
             self._unused(unit)
+
+
+def _place(storage: torch.UntypedStorage) -> Hashable:
+    """Where the storage lies. All that have no values lie at 0, and are told apart by what they are."""
+    return storage.data_ptr() or StorageWeakRef(storage)

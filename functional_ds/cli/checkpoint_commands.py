@@ -1,0 +1,180 @@
+"""``functional-ds inspect`` and ``functional-ds convert``: what is in a checkpoint, and the same as another kind."""
+
+import fnmatch
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+
+from functional_ds.checkpointing.load import verify as verified
+from functional_ds.state_dict.errors import CheckpointError
+
+from .stored.kinds import NamedTensors, TensorHeader, open_checkpoint
+from .stored.writing import WRITTEN, written_as
+from .words.errors_in_one_line import CommandError
+from .words.options import size
+from .words.pages import OutputTable, bytes_of, count_of, emit
+
+__all__ = ["convert", "inspect"]
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def inspect(
+    path: Annotated[str, typer.Argument(help="A file or folder of functional_ds, safetensors, DeepSpeed, DCP, torch.save.")],
+    tag: Annotated[str | None, typer.Option(help="Which checkpoint of a folder; the newest by default.")] = None,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Read every byte, where the kind has checksums.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; it always lists every tensor.")] = False,
+) -> int:
+    """Say what a checkpoint holds; exit code 1 where --verify finds damage.
+
+    \b
+    Examples:
+      functional-ds inspect out/checkpoints
+      functional-ds inspect out/checkpoints --tag 1000 --tensors --verify
+      functional-ds inspect model.safetensors --json
+    """
+    found = open_checkpoint(path, tag=tag)
+    damage = _damage(found) if verify else None
+    groups: dict[str, list[TensorHeader]] = {}
+    for name, header in found.tensors.items():
+        groups.setdefault(_group(name, found.kind), []).append(header)
+    rows = [
+        (name, str(len(g)), count_of(sum(h.numel for h in g)), bytes_of(sum(h.nbytes for h in g)), _dtypes(g))
+        for name, g in groups.items()
+    ]
+    data: dict[str, Any] = {
+        "path": path,
+        "kind": found.kind,
+        **{key: found.notes.get(key) for key in ("tag", "tags", "step", "ranks", "stage", "extra")},
+        "elements": sum(header.numel for header in found.tensors.values()),
+        "bytes": sum(header.nbytes for header in found.tensors.values()),
+        "groups": {
+            name: {"tensors": len(g), "elements": sum(h.numel for h in g), "bytes": sum(h.nbytes for h in g)}
+            for name, g in groups.items()
+        },
+        "params": len(found.params),
+        "tensors": [
+            {"name": name, "shape": list(header.shape), "dtype": str(header.dtype).removeprefix("torch.")}
+            for name, header in found.tensors.items()
+        ],
+        "left_out": list(found.left_out),
+        "verified": None if not verify else damage == "",
+        "damage": damage or None,
+    }
+    known = ", ".join(f"{key} {data[key]}" for key in ("tag", "step", "ranks", "stage") if data[key] is not None)
+    page: list[OutputTable | str] = [f"{path}: {found.kind}" + (f", {known}" if known else "")]
+    if len(data["tags"] or ()) > 1:
+        page.append(f"tags: {', '.join(data['tags'])}")
+    page.append(OutputTable("", ("", "tensors", "elements", "bytes", "dtypes"), rows))
+    if tensors:
+        listed = [(each["name"], str(each["shape"]), each["dtype"]) for each in data["tensors"]]
+        page.append(OutputTable("tensors", ("name", "shape", "dtype"), listed))
+    if found.left_out:
+        page.append(f"no whole tensors: {', '.join(found.left_out)}")
+    if verify:
+        page.append(
+            "this kind has no checksums; sizes and headers were read"
+            if damage is None
+            else damage or "every byte is as it was written"
+        )
+    emit(page, data, as_json=as_json)
+    return 1 if damage else 0
+
+
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="What functional-ds inspect reads.")],
+    target: Annotated[str, typer.Argument(metavar="DST", help="A file (.safetensors, .pt) or a folder.")],
+    to: Annotated[
+        str | None, typer.Option(help="safetensors, functional-ds, dcp, torch; by DST's suffix if it has one.")
+    ] = None,
+    tag: Annotated[str | None, typer.Option(help="Which checkpoint of a folder; the newest by default.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="fp32, bf16, fp16 for floating tensors; as they are by default.")] = None,
+    only: Annotated[str | None, typer.Option(help="A pattern of names, such as 'blocks.*'.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="The optimizer's tensors, too, under their full names.")] = False,
+    shard_bytes: Annotated[str | None, typer.Option(help="The most of a safetensors file in a folder: 5GB.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Write a checkpoint's params as another kind: the most exact values of each, masters where there are some.
+
+    \b
+    Examples:
+      functional-ds convert out/checkpoints model.safetensors --dtype bf16
+      functional-ds convert deepspeed_run hf_model --to safetensors --shard-bytes 5GB
+      functional-ds convert model.safetensors dcp_folder --to dcp
+    """
+    found = open_checkpoint(source, tag=tag)
+    kind = to or {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}.get(Path(target).suffix, "")
+    if kind not in WRITTEN:
+        raise CommandError(
+            f"--to: {kind!r} is none of {', '.join(WRITTEN)}" if to else "--to: DST has no suffix that says its kind; say --to"
+        )
+    if dtype is not None and dtype not in _DTYPES:
+        raise CommandError(f"--dtype: {dtype!r} is none of {', '.join(_DTYPES)}")
+    if everything and kind == "functional-ds":
+        raise CommandError("--all: a state's other tensors belong to its step; write params, or --to dcp")
+    limit = size(shard_bytes, option="--shard-bytes") if shard_bytes else None
+    if limit is not None and (kind != "safetensors" or Path(target).suffix == ".safetensors"):
+        raise CommandError("--shard-bytes: it is for a folder of safetensors files")
+    wanted = {name: name for name in found.tensors} if everything else dict(found.params)
+    wanted = {name: place for name, place in wanted.items() if only is None or fnmatch.fnmatchcase(name, only)}
+    if not wanted:
+        raise CommandError(f"--only: no name of {source} is like {only!r}" if only else f"{source} has no params")
+    values = _values(found, wanted, _DTYPES.get(dtype or ""))
+    written_as(kind, values, Path(target), shard_bytes=limit, overwrite=overwrite)
+    data: dict[str, Any] = {
+        "source": source,
+        "from": found.kind,
+        "target": target,
+        "to": kind,
+        "tensors": len(values),
+        "elements": sum(x.numel() for x in values.values()),
+        "bytes": sum(x.nbytes for x in values.values()),
+        "left_out": len(found.tensors) - len(wanted),
+    }
+    emit(
+        [f"{source} ({found.kind}) -> {target} ({kind}): {len(values)} tensors, {bytes_of(data['bytes'])}"],
+        data,
+        as_json=as_json,
+    )
+    return 0
+
+
+def _values(found: NamedTensors, wanted: dict[str, str], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    try:
+        read = found.read(list(dict.fromkeys(wanted.values())))
+    except (CheckpointError, ValueError, OSError, RuntimeError) as error:
+        raise CommandError(f"{found.path} cannot be read: {error}") from error
+    cast = {name: x.to(dtype) if dtype is not None and x.is_floating_point() else x for name, x in read.items()}
+    return {name: cast[place] for name, place in wanted.items()}
+
+
+def _damage(found: NamedTensors) -> str | None:
+    """What is damaged; empty for nothing, None for a kind without checksums."""
+    if found.kind != "functional-ds":
+        return None
+    folder = found.path.parent if (found.path / "manifest.json").is_file() else found.path
+    try:
+        verified(folder, found.notes["tag"])
+    except CheckpointError as error:
+        return f"damaged: {error}"
+    return ""
+
+
+def _group(name: str, kind: str) -> str:
+    return (
+        name.partition("/")[0]
+        if kind in ("functional-ds", "deepspeed") and "/" in name
+        else "others"
+        if kind in ("functional-ds", "deepspeed")
+        else "tensors"
+    )
+
+
+def _dtypes(headers: Iterable[TensorHeader]) -> str:
+    return ", ".join(sorted({str(header.dtype).removeprefix("torch.") for header in headers}))

@@ -1,0 +1,214 @@
+"""``functional-ds draw``: schedules, memory, traffic and traces, as text or as pictures."""
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from functional_ds.comm.debug.traffic import draw_traffic, traffic
+from functional_ds.comm.record.ledger import Ledger
+from functional_ds.memory.formulas import EIGHTEEN, SINGLE, SIXTEEN, Formula, by_stage
+from functional_ds.memory.reports import draw_zero, zero_table
+from functional_ds.pipelining.planning.costs import Costs
+from functional_ds.pipelining.planning.draw import draw as draw_timeline
+from functional_ds.pipelining.planning.timeline import timeline
+from functional_ds.pipelining.schedules.csv import from_csv
+from functional_ds.pipelining.schedules.generators import (
+    breadth_first,
+    gpipe,
+    interleaved_one_f_one_b,
+    one_f_one_b,
+    zb_2p,
+    zb_h1,
+)
+from functional_ds.pipelining.schedules.schedule import Schedule
+from functional_ds.pipelining.schedules.v_shaped import dualpipe_v, zbv
+
+from .planning.candidate import Candidate, base_config
+from .planning.subject import subject_of
+from .planning.values_free_step import sent_by_all
+from .words.errors_in_one_line import CommandError
+from .words.options import mesh_ranks
+from .words.pages import OutputTable, emit, seconds_of
+
+__all__ = ["draw"]
+
+_SCHEDULES: Mapping[str, Callable[[int, int], Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved_one_f_one_b,
+    "breadth-first": breadth_first,
+    "zb-h1": zb_h1,
+    "zb-2p": zb_2p,
+    "zbv": zbv,
+    "dualpipe-v": dualpipe_v,
+}
+_CONVENTIONS = {"16": SIXTEEN, "18": EIGHTEEN, "fp32": SINGLE}
+_MOST = 64  # ranks that are simulated for a picture of traffic
+
+
+def draw(
+    what: Annotated[str, typer.Argument(help="schedule, memory, traffic or trace.")],
+    of: Annotated[str | None, typer.Argument(metavar="[OF]", help="A schedule or its CSV, a model, a trace.json.")] = None,
+    ranks: Annotated[int, typer.Option(help="Of a schedule, or that share memory.")] = 4,
+    microbatches: Annotated[int, typer.Option(help="Of a schedule.")] = 8,
+    costs: Annotated[str, typer.Option(help="Times of F, I, W of a schedule: 1,1,1.")] = "1,1,1",
+    params: Annotated[float, typer.Option(help="Parameters, for memory.")] = 7.5e9,
+    convention: Annotated[str, typer.Option(help="Bytes of a parameter, for memory: 16, 18, fp32.")] = "16",
+    config: Annotated[str | None, typer.Option(help="A DeepSpeed config, for traffic.")] = None,
+    mesh: Annotated[str, typer.Option(help="The ranks, for traffic: dp=4.")] = "dp=4",
+    zero: Annotated[int | None, typer.Option(help="The stage, for traffic.")] = None,
+    width: Annotated[int, typer.Option(help="Columns of a timeline as text.")] = 100,
+    out: Annotated[str | None, typer.Option("--out", "-o", help="A picture's file: .svg, .png, .pdf; text without.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Draw a pipeline's schedule, the memory of ZeRO's stages, who sends to whom, or a trace.
+
+    \b
+    Examples:
+      functional-ds draw schedule 1f1b --ranks 4 --microbatches 8
+      functional-ds draw schedule mine.csv -o mine.svg
+      functional-ds draw memory --params 7e9 --ranks 64 -o memory.png
+      functional-ds draw traffic train.py:model --mesh dp=4 --zero 3 -o traffic.svg
+      functional-ds draw trace out/trace.json
+    """
+    if ranks < 1 or microbatches < 1 or width < 20 or not params > 0:
+        raise CommandError("--ranks, --microbatches and --params should be above 0, --width at least 20")
+    if out is not None and Path(out).suffix not in (".svg", ".png", ".pdf"):
+        raise CommandError(f"--out: {out} should end with .svg, .png or .pdf")
+    if what == "schedule":
+        page, data, figure = _schedule(of or "1f1b", ranks, microbatches, costs, width)
+    elif what == "memory":
+        page, data, figure = _memory(params, ranks, convention)
+    elif what == "traffic":
+        page, data, figure = _traffic(of, config, mesh, zero)
+    elif what == "trace":
+        page, data, figure = _trace(of)
+    else:
+        raise CommandError(f"WHAT: {what!r} is none of schedule, memory, traffic, trace")
+    if out is not None:
+        try:
+            figure().savefig(out)
+        except (ImportError, OSError) as error:
+            raise CommandError(f"--out: {error}") from error
+        page, data = [f"{out} is written"], {**data, "out": out}
+    emit(page, data, as_json=as_json)
+    return 0
+
+
+Drawn = tuple[list[OutputTable | str], dict[str, Any], Callable[[], Any]]
+
+
+def _schedule(name: str, ranks: int, microbatches: int, costs: str, width: int) -> Drawn:
+    try:
+        times = [float(each) for each in costs.split(",")]
+        if len(times) != 3:
+            raise ValueError("three numbers")
+        if Path(name).suffix == ".csv":
+            if not Path(name).is_file():
+                raise CommandError(f"OF: there is no file {name}")
+            schedule = from_csv(name)
+        elif name in _SCHEDULES:
+            schedule = _SCHEDULES[name](ranks, microbatches)
+        else:
+            raise CommandError(f"OF: {name!r} is no CSV file, and none of {', '.join(_SCHEDULES)}")
+        found = timeline(schedule, Costs(forward=times[0], inputs=times[1], weights=times[2]))
+    except ValueError as error:
+        raise CommandError(f"schedule {name}: {error}") from error
+    data = {
+        "what": "schedule",
+        "name": name,
+        "ranks": schedule.ranks,
+        "microbatches": schedule.microbatches,
+        "makespan": found.makespan,
+        "bubble": found.bubble,
+        "peak": [float(each) for each in found.peak],
+        "rows": [[str(action) for action in schedule[rank]] for rank in range(schedule.ranks)],
+    }
+    return [found.text(width=width)], data, lambda: draw_timeline(found, title=name)
+
+
+def _memory(params: float, ranks: int, convention: str) -> Drawn:
+    if convention not in _CONVENTIONS:
+        raise CommandError(f"--convention: {convention!r} is none of {', '.join(_CONVENTIONS)}")
+    its = _CONVENTIONS[convention]
+    stages = [
+        {**{kind: each.bytes(params, ranks) for kind, each in by_stage(stage, its).items()}}
+        | {"total": sum(by_stage(stage, its).values(), Formula()).bytes(params, ranks)}
+        for stage in range(4)
+    ]
+    data = {"what": "memory", "params": params, "ranks": ranks, "convention": its.name, "stages": stages}
+    return [zero_table(params, ranks, convention=its)], data, lambda: draw_zero(params, ranks, convention=its)
+
+
+def _traffic(model: str | None, config: str | None, mesh: str, zero: int | None) -> Drawn:
+    if model is None:
+        raise CommandError("OF: name a model, as for functional-ds plan")
+    count = mesh_ranks(mesh)
+    if count > _MOST:
+        raise CommandError(f"--mesh: a picture has room for {_MOST} ranks; functional-ds plan takes any number")
+    candidate = Candidate.of(base_config(config), count, stage=zero)
+    books: list[Ledger] = sent_by_all(subject_of(model), candidate)
+    found = traffic(books)
+    total = {axis: float(sent.sum()) for axis, sent in found.items()}
+    data = {
+        "what": "traffic",
+        "model": model,
+        "candidate": candidate.name,
+        "bytes": {axis: sent.tolist() for axis, sent in found.items()},
+    }
+    rows = [(axis, f"{int(size / count):,}", f"{int(size):,}") for axis, size in total.items()]
+    page: list[OutputTable | str] = [OutputTable(candidate.name, ("axis", "bytes a rank", "bytes of all"), rows)]
+    return page, data, lambda: draw_traffic(books, title=candidate.name)
+
+
+# -- Chrome traces -----------------------------------------------------------------------------------------------------
+
+
+def _trace(name: str | None) -> Drawn:
+    if name is None or not Path(name).is_file():
+        raise CommandError(f"OF: there is no file {name}" if name else "OF: name a trace.json, as a profile writes it")
+    try:
+        content = json.loads(Path(name).read_text(encoding="utf-8"))
+        events = content["traceEvents"] if isinstance(content, dict) else content
+        slices = [
+            (int(each["pid"]), str(each.get("tid", "")), str(each["name"]), float(each["ts"]), float(each["dur"]))
+            for each in events
+            if each.get("ph") == "X"
+        ]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CommandError(f"OF: {name} is no Chrome trace: {type(error).__name__} {error}") from error
+    if not slices:
+        raise CommandError(f"OF: {name} has no slices")
+    sums: dict[tuple[int, str], list[float]] = defaultdict(list)
+    for process, _, label, _, length in slices:
+        sums[process, label].append(length / 1e6)
+    found = sorted(sums.items(), key=lambda pair: (pair[0][0], -sum(pair[1])))
+    data = {
+        "what": "trace",
+        "file": name,
+        "slices": [{"rank": rank, "name": label, "calls": len(t), "seconds": sum(t)} for (rank, label), t in found],
+    }
+    rows = [(str(rank), label, str(len(times)), seconds_of(sum(times))) for (rank, label), times in found]
+    return [OutputTable(name, ("rank", "name", "calls", "time"), rows)], data, lambda: _gantt(slices, name)
+
+
+def _gantt(slices: list[tuple[int, str, str, float, float]], title: str) -> Any:
+    from matplotlib.figure import Figure
+
+    lanes = list(dict.fromkeys((process, thread) for process, thread, *_ in sorted(slices, key=lambda s: s[:2])))
+    names = list(dict.fromkeys(label for _, _, label, *_ in slices))
+    first = min(start for *_, start, _ in slices)
+    figure = Figure(figsize=(12, 1.2 + 0.45 * len(lanes)), layout="constrained")
+    axes = figure.subplots()
+    for place, lane in enumerate(lanes):
+        for number, name in enumerate(names):
+            bars = [((s - first) / 1e3, d / 1e3) for p, t, label, s, d in slices if (p, t) == lane and label == name]
+            if bars:
+                axes.broken_barh(bars, (place - 0.4, 0.8), facecolor=f"C{number % 10}", edgecolor="white", linewidth=0.2)
+    axes.set(ylim=(len(lanes) - 0.4, -0.6), xlabel="ms", title=title)
+    axes.set_yticks(range(len(lanes)), [f"rank {process}, {thread}" for process, thread in lanes], fontsize=8)
+    return figure

@@ -1,0 +1,42 @@
+"""The program ``functional-ds``."""
+
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+
+from .words.errors_in_one_line import CommandError, one_line
+
+__all__ = ["main"]
+
+_USER = (CommandError, ValueError, TypeError, OSError, ImportError, RuntimeError, LookupError)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; 0 where all is well, 1 where the answer is no, 2 for input that cannot be used.
+
+    An error is one line. ``FUNCTIONAL_DS_TRACEBACK=1`` shows where it comes from.
+    """
+    for name in ("typer", "rich"):
+        if importlib.util.find_spec(name) is None:
+            return _refuse(f"the command line needs {name}: pip install 'functional-ds[cli]'")
+    from .app import run  # it imports typer
+
+    try:
+        return run(list(sys.argv[1:] if argv is None else argv))
+    except _USER as error:
+        if os.environ.get("FUNCTIONAL_DS_TRACEBACK") == "1":
+            raise
+        name = "" if isinstance(error, CommandError) else f"{type(error).__name__}: "
+        return _refuse(f"{name}{error}")
+    except KeyboardInterrupt:
+        return 130
+
+
+def _refuse(words: str) -> int:
+    sys.stderr.write(f"functional-ds: error: {one_line(words)}\n")
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""``functional-ds hosts``: DeepSpeed's hostfiles as torchrun's commands."""
+
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import attrs
+import typer
+
+from .words.errors_in_one_line import CommandError
+from .words.pages import emit
+
+__all__ = ["HostSlots", "commands_of", "filtered", "hosts", "read_hostfile"]
+
+_LINE = re.compile(r"^(\S+)\s+slots=(\d+)$")
+
+
+@attrs.frozen
+class HostSlots:
+    """A host, and which of its devices are used.
+
+    Attributes:
+        name: as ssh and torchrun know it.
+        slots: numbers of devices.
+        there: how many the hostfile says that it has.
+    """
+
+    name: str
+    slots: tuple[int, ...]
+    there: int
+
+
+def read_hostfile(path: str) -> list[HostSlots]:
+    """The hosts of a file with lines ``name slots=N``, in order; ``#`` begins a comment.
+
+    Raises:
+        CommandError: no such file; a line of another form; a host that occurs twice; no hosts.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise CommandError(f"HOSTFILE: there is no file {path}")
+    found: dict[str, HostSlots] = {}
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        match = _LINE.match(text)
+        if match is None or not int(match[2]):
+            raise CommandError(f"HOSTFILE: {path}, line {number}: {text!r} should be 'name slots=N'")
+        if match[1] in found:
+            raise CommandError(f"HOSTFILE: {path}, line {number}: the host {match[1]!r} occurs twice")
+        found[match[1]] = HostSlots(match[1], tuple(range(int(match[2]))), int(match[2]))
+    if not found:
+        raise CommandError(f"HOSTFILE: {path} names no hosts")
+    return list(found.values())
+
+
+def filtered(hosts: Sequence[HostSlots], *, include: str = "", exclude: str = "") -> list[HostSlots]:
+    """The hosts and slots that filters leave: ``worker-0@worker-1:0,2`` is all of one host and two slots of another.
+
+    Args:
+        hosts: all of them.
+        include: only these; empty for all.
+        exclude: all but these.
+
+    Raises:
+        CommandError: both filters; a host or slot that is not there; nothing is left.
+
+    >>> there = [HostSlots("a", (0, 1), 2), HostSlots("b", (0, 1), 2)]
+    >>> [(host.name, host.slots) for host in filtered(there, exclude="a:0")]
+    [('a', (1,)), ('b', (0, 1))]
+    """
+    if include and exclude:
+        raise CommandError("--include and --exclude: give one of them")
+    named = _filter("--include" if include else "--exclude", include or exclude, hosts)
+    if include:
+        found = [attrs.evolve(host, slots=named[host.name]) for host in hosts if host.name in named]
+    else:
+        left = ((host, tuple(s for s in host.slots if s not in named.get(host.name, ()))) for host in hosts)
+        found = [attrs.evolve(host, slots=slots) for host, slots in left if slots]
+    if not found:
+        raise CommandError(f"--exclude {exclude}: no slots are left")
+    return found
+
+
+def _filter(option: str, text: str, hosts: Sequence[HostSlots]) -> dict[str, tuple[int, ...]]:
+    known = {host.name: host for host in hosts}
+    found: dict[str, tuple[int, ...]] = {}
+    for part in filter(None, text.split("@")):
+        name, colon, numbers = part.partition(":")
+        if name not in known:
+            raise CommandError(f"{option}: the hostfile has no host {name!r}; it has {', '.join(known)}")
+        if name in found:
+            raise CommandError(f"{option}: the host {name!r} occurs twice")
+        if colon and not re.fullmatch(r"\d+(,\d+)*", numbers):
+            raise CommandError(f"{option}: {part!r} should be name:slot,slot")
+        chosen = tuple(sorted({int(each) for each in numbers.split(",")})) if colon else known[name].slots
+        absent = [each for each in chosen if each not in known[name].slots]
+        if absent:
+            raise CommandError(f"{option}: the host {name!r} has no slot {absent[0]}; it has {known[name].there}")
+        found[name] = chosen
+    return found
+
+
+def commands_of(
+    hosts: Sequence[HostSlots],
+    script: Sequence[str],
+    *,
+    master_addr: str | None = None,
+    master_port: int = 29500,
+    module: bool = False,
+) -> list[str]:
+    """torchrun's command for each host.
+
+    Args:
+        hosts: in the order of their ranks.
+        script: the program and its arguments.
+        master_addr: where ranks meet; None for the first host.
+        master_port: the port there.
+        module: whether the program is a module's name.
+    """
+    found = []
+    for place, host in enumerate(hosts):
+        words = ["torchrun"]
+        if len(hosts) == 1 and master_addr is None:
+            words += ["--standalone"]
+        else:
+            words += [f"--nnodes={len(hosts)}", f"--node-rank={place}"]
+            words += [f"--master-addr={master_addr or hosts[0].name}", f"--master-port={master_port}"]
+        words += [f"--nproc-per-node={len(host.slots)}", *(["-m"] if module else []), *script]
+        some = host.slots != tuple(range(host.there))
+        found.append((f"CUDA_VISIBLE_DEVICES={','.join(map(str, host.slots))} " if some else "") + shlex.join(words))
+    return found
+
+
+def hosts(
+    hostfile: Annotated[str, typer.Argument(metavar="HOSTFILE", help="Lines of the form 'name slots=N'.")],
+    script: Annotated[list[str] | None, typer.Argument(metavar="[--] SCRIPT [ARGS]...", help="What to run.")] = None,
+    include: Annotated[str, typer.Option(help="Only these: host, host:slot,slot, joined by @.")] = "",
+    exclude: Annotated[str, typer.Option(help="All but these, written alike.")] = "",
+    num_nodes: Annotated[int, typer.Option(help="Only the first so many hosts; 0 for all.")] = 0,
+    num_gpus: Annotated[int, typer.Option(help="Only the first so many slots of each host; 0 for all.")] = 0,
+    master_addr: Annotated[str | None, typer.Option(help="Where ranks meet; the first host by default.")] = None,
+    master_port: Annotated[int, typer.Option(help="The port there.")] = 29500,
+    module: Annotated[bool, typer.Option("--module", help="SCRIPT is a module's name.")] = False,
+    ssh: Annotated[bool, typer.Option("--ssh", help="Print commands that ssh runs in this folder.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Print the torchrun command of each host of a DeepSpeed hostfile.
+
+    \b
+    Examples:
+      functional-ds hosts hostfile -- train.py --epochs 3
+      functional-ds hosts hostfile --include worker-0@worker-1:0,2 -- train.py
+      functional-ds hosts hostfile --ssh -- train.py | parallel
+    """
+    found = filtered(read_hostfile(hostfile), include=include, exclude=exclude)
+    if min(num_nodes, num_gpus) < 0:
+        raise CommandError(f"--num-nodes {num_nodes}, --num-gpus {num_gpus}: numbers from 0 on")
+    if num_nodes > len(found) or (num_gpus and num_gpus > min(len(host.slots) for host in found)):
+        raise CommandError(f"--num-nodes {num_nodes}, --num-gpus {num_gpus}: there are not so many")
+    found = found[: num_nodes or None]
+    found = [attrs.evolve(host, slots=host.slots[: num_gpus or None]) for host in found]
+    lines = commands_of(found, script or ["SCRIPT"], master_addr=master_addr, master_port=master_port, module=module)
+    if ssh:
+        inner = [f"cd {shlex.quote(str(Path.cwd()))} && {line}" for line in lines]
+        lines = [shlex.join(["ssh", host.name, line]) for host, line in zip(found, inner, strict=True)]
+    ranks = sum(len(host.slots) for host in found)
+    data: dict[str, Any] = {
+        "world_size": ranks,
+        "hosts": [
+            {"host": host.name, "slots": list(host.slots), "command": line} for host, line in zip(found, lines, strict=True)
+        ],
+    }
+    emit(["\n".join(lines)], data, as_json=as_json)
+    return 0

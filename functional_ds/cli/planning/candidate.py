@@ -1,0 +1,189 @@
+"""A strategy as data: DeepSpeed's config, and recomputation, which it has no key for; as a step, as text, as JSON."""
+
+import copy
+import re
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+
+from functional_ds.cli.words.errors_in_one_line import CommandError
+from functional_ds.deepspeed.config.config_reader import source
+from functional_ds.deepspeed.config.ds_plan import ConfigPlan, from_ds_config
+from functional_ds.step.compose import compose
+from functional_ds.step.step import Step, Transform
+from functional_ds.step.train_step import train_step
+from functional_ds.transforms.remat import remat
+
+__all__ = ["PRECISIONS", "Candidate", "base_config"]
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+
+
+@attrs.frozen
+class Candidate:
+    """One way to train: what it is, and what it makes.
+
+    Attributes:
+        config: of DeepSpeed's keys; the sizes of the batch are its micro-batch and its micro-batches.
+        ranks: data-parallel.
+        recompute: whether the repeated blocks are recomputed.
+    """
+
+    config: Mapping[str, Any]
+    ranks: int
+    recompute: bool = False
+
+    @staticmethod
+    def of(
+        base: Mapping[str, Any],
+        ranks: int,
+        *,
+        stage: int | None = None,
+        precision: str | None = None,
+        micro_batch: int | None = None,
+        accumulate: int | None = None,
+        recompute: bool = False,
+    ) -> "Candidate":
+        """A config with some keys replaced; None leaves a key as it is.
+
+        Args:
+            base: the config.
+            ranks: data-parallel.
+            stage: of ZeRO.
+            precision: one of ``PRECISIONS``.
+            micro_batch: rows of a micro-batch on a rank.
+            accumulate: micro-batches.
+            recompute: whether blocks are recomputed.
+        """
+        config = copy.deepcopy(dict(base))
+        if stage is not None:
+            config["zero_optimization"] = {**config.get("zero_optimization", {}), "stage": stage}
+        if precision is not None:
+            for name in ("bf16", "bfloat16", "fp16"):
+                config.pop(name, None)
+            if precision != "fp32":
+                config[precision] = {"enabled": True}
+        if micro_batch is not None or accumulate is not None:
+            plan = _plan(config, ranks) if _has_batch(config) else None
+            micro = micro_batch or (plan.batch.train_micro_batch_size_per_gpu if plan else 1)
+            times = accumulate or (plan.batch.gradient_accumulation_steps if plan and micro_batch is None else 1)
+            config.pop("train_batch_size", None)
+            config |= {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": times}
+        return Candidate(config, ranks, recompute)
+
+    @property
+    def plan(self) -> ConfigPlan:
+        """The config, read.
+
+        Raises:
+            CommandError: a key of it is refused.
+        """
+        return _plan(self.config, self.ranks)
+
+    def transform(self, plan: ConfigPlan) -> Transform:
+        """All transforms, composed."""
+        return compose(remat(), plan.transform) if self.recompute else plan.transform
+
+    def step(self, loss: Any) -> Step:
+        """The step that minimises a loss."""
+        plan = self.plan
+        if plan.optimizer is None:
+            raise CommandError("CONFIG: optimizer: the config names none; a step needs one")
+        return self.transform(plan)(train_step(loss, plan.optimizer))
+
+    @property
+    def name(self) -> str:
+        """The candidate in a few words.
+
+        >>> Candidate.of({}, 2, stage=2, precision="bf16", micro_batch=4, accumulate=2).name
+        'zero 2, bf16, 2 x 4 rows'
+        """
+        batch = self.plan.batch
+        words = [f"zero {self.stage}", self.precision]
+        words.append(f"{batch.gradient_accumulation_steps} x {batch.train_micro_batch_size_per_gpu} rows")
+        return ", ".join(words + ["recompute"] * self.recompute)
+
+    @property
+    def stage(self) -> int:
+        """Of ZeRO."""
+        return int(self.plan.value("zero_optimization.stage"))
+
+    @property
+    def precision(self) -> str:
+        """One of ``PRECISIONS``."""
+        plan = self.plan
+        return "bf16" if plan.value("bf16.enabled") else "fp16" if plan.value("fp16.enabled") else "fp32"
+
+    def line(self) -> str:
+        """The transform as one line of Python, where its parts can be written so; else the config's.
+
+        >>> Candidate.of({}, 2, stage=0, accumulate=2, recompute=True).line()
+        'fds.compose(T.remat(), T.zero(0), T.accumulate(2), T.clip(1.0))'
+        """
+        words = ["T.remat()"] * self.recompute
+        for part in repr(self.plan.transform).split(" -> "):
+            name = part.partition("(")[0]
+            if name == "schedule":
+                words.append("T.schedule(plan.schedule)")
+            elif name not in _CHECKS:
+                words.append("T." + _SCALE.sub(r"T.\1(", part.replace("(0, world", "(0").replace(", world", "")))
+        line = f"fds.compose({', '.join(words)})"
+        try:
+            eval(line, {"fds": _Names(compose=compose), "T": import_module("functional_ds.transforms"), "plan": self.plan})
+        except Exception:
+            return f"fds.from_ds_config(config, {self.ranks}).transform"
+        return line
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        batch = self.plan.batch
+        return {
+            "name": self.name,
+            "ranks": self.ranks,
+            "stage": self.stage,
+            "precision": self.precision,
+            "micro_batch": batch.train_micro_batch_size_per_gpu,
+            "accumulate": batch.gradient_accumulation_steps,
+            "recompute": self.recompute,
+        }
+
+
+_CHECKS = ("for_ranks", "stop_at_minimum")  # which plans add, and other strategies do without
+_SCALE = re.compile(r"\b(DynamicScale|NoScale|StaticScale)\(")
+
+
+class _Names(SimpleNamespace):
+    """The names that a line uses."""
+
+
+def _has_batch(config: Mapping[str, Any]) -> bool:
+    return "train_batch_size" in config or "train_micro_batch_size_per_gpu" in config
+
+
+def _plan(config: Mapping[str, Any], ranks: int) -> ConfigPlan:
+    whole = {"train_micro_batch_size_per_gpu": 1, **config} if not _has_batch(config) else dict(config)
+    whole.setdefault("optimizer", {"type": "Adam", "params": {"lr": 1e-3}})
+    try:
+        return from_ds_config(whole, ranks)
+    except ValueError as error:
+        raise CommandError(f"CONFIG: {error}") from error
+
+
+def base_config(path: str | None) -> dict[str, Any]:
+    """A config's file as a dict; an empty one for None.
+
+    Raises:
+        CommandError: it is not there, or no JSON object.
+    """
+    if path is None:
+        return {}
+    if not Path(path).is_file():
+        raise CommandError(f"CONFIG: there is no file {path}")
+    try:
+        return source(path)
+    except (OSError, ValueError) as error:
+        raise CommandError(f"CONFIG: {error}") from error

@@ -1,0 +1,216 @@
+"""A model as the command line names it: a function or class, a Hugging Face config, or a file of parameter shapes."""
+
+import importlib
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from functional_ds.base import tree
+from functional_ds.cli.words.errors_in_one_line import CommandError
+from functional_ds.memory.predict import without_values
+from functional_ds.modules.functional import functional
+
+__all__ = ["Subject", "subject_of"]
+
+LossFn = Callable[[Any, Any], Any]
+
+
+@attrs.frozen(eq=False)
+class Subject:
+    """A model, and what a step of it needs.
+
+    Attributes:
+        name: as it was given.
+        params: by name; with values only where it was asked for.
+        loss: ``loss(params, batch)``; None where only shapes are known.
+        batch: ``batch(rows)``, a micro-batch's tensors; None where only shapes are known.
+        tokens: of a row; None where rows have none.
+        config: Hugging Face's config of the model, or None.
+    """
+
+    name: str
+    params: dict[str, Tensor]
+    loss: LossFn | None = None
+    batch: Callable[[int], Any] | None = None
+    tokens: int | None = None
+    config: Any = None
+
+    @property
+    def numel(self) -> int:
+        """How many parameters."""
+        return sum(leaf.numel() for leaf in self.params.values())
+
+
+def subject_of(name: str, *, seq: int = 1024, device: str = "meta") -> Subject:
+    """The model of a name.
+
+    ``package.module:function`` and ``file.py:function`` name a function without arguments, a class, or a module. It gives an
+    ``nn.Module``, or a mapping with ``module``, ``loss(model, batch)`` and ``batch(rows)``. A folder or file with a Hugging
+    Face config gives a model for causal language modelling. A JSON file ``{"name": [sizes]}`` or a safetensors file gives
+    shapes alone.
+
+    Args:
+        name: which.
+        seq: tokens of a row, for Hugging Face's models.
+        device: ``"meta"`` for shapes alone.
+
+    Raises:
+        CommandError: there is no such thing, or it is of another kind.
+    """
+    path = Path(name)
+    if (path.is_dir() and (path / "config.json").is_file()) or path.name == "config.json":
+        return _hugging_face(name, path / "config.json" if path.is_dir() else path, seq, device)
+    if path.suffix in (".json", ".safetensors") or path.is_dir():
+        if not path.exists():
+            raise CommandError(f"MODEL: there is no file {name}")
+        return Subject(name, _shapes(path))
+    head, colon, attribute = name.rpartition(":")
+    if not colon or not head or not attribute:
+        raise CommandError(
+            f"MODEL: {name!r} is neither a file nor 'module:function'; name a function, a Hugging Face config.json, or a "
+            "file of shapes (.json, .safetensors)"
+        )
+    return _of_code(name, _attribute(head, attribute), device)
+
+
+# -- functions and classes ---------------------------------------------------------------------------------------------
+
+
+def _attribute(head: str, attribute: str) -> Any:
+    if head.endswith(".py"):
+        file = Path(head)
+        if not file.is_file():
+            raise CommandError(f"MODEL: there is no file {head}")
+        spec = importlib.util.spec_from_file_location(file.stem, file)
+        if spec is None or spec.loader is None:
+            raise CommandError(f"MODEL: {head} cannot be imported")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[file.stem] = module  # records and pickles look their module up there
+        sys.path.insert(0, str(file.parent.resolve()))
+        load: Callable[[], Any] = lambda: spec.loader.exec_module(module) or module  # type: ignore[union-attr]  # noqa: E731
+    else:
+        sys.path.insert(0, str(Path.cwd()))
+        load = lambda: importlib.import_module(head)  # noqa: E731
+    try:
+        found = load()
+    except Exception as error:
+        raise CommandError(f"MODEL: importing {head} raised {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.pop(0)
+    if not hasattr(found, attribute):
+        raise CommandError(f"MODEL: {head} has no {attribute!r}")
+    return getattr(found, attribute)
+
+
+def _of_code(name: str, target: Any, device: str) -> Subject:
+    try:
+        with torch.device(device):
+            made = target() if callable(target) and not isinstance(target, nn.Module) else target
+    except Exception as error:
+        raise CommandError(f"MODEL: {name} raised {type(error).__name__}: {error}") from error
+    parts: Mapping[str, Any] = made if isinstance(made, Mapping) else {"module": made}
+    unknown = sorted(parts.keys() - {"module", "loss", "batch", "tokens"})
+    if unknown or not isinstance(parts.get("module"), nn.Module):
+        what = f"the unknown key {unknown[0]!r}" if unknown else f"a {type(parts.get('module', made)).__name__}"
+        raise CommandError(f"MODEL: {name} gives {what}; it should give an nn.Module, or a dict of module, loss, batch, tokens")
+    if ("loss" in parts) != ("batch" in parts):
+        raise CommandError(f"MODEL: {name} gives one of loss and batch; a step needs both: loss(model, batch), batch(rows)")
+    return _of_module(name, parts["module"], parts.get("loss"), parts.get("batch"), parts.get("tokens"), device=device)
+
+
+def _of_module(
+    name: str,
+    module: nn.Module,
+    loss: Callable[..., Any] | None,
+    batch: Callable[[int], Any] | None,
+    tokens: int | None,
+    *,
+    device: str,
+    config: Any = None,
+) -> Subject:
+    apply, params = functional(module)
+    if device == "meta":
+        params = without_values(params)
+    if loss is None or batch is None:
+        return Subject(name, params, tokens=tokens, config=config)
+    make, value = batch, loss
+
+    def loss_of(held: Any, rows: Any) -> Any:
+        return value(lambda *args, **kwargs: apply(held, *args, **kwargs), rows)
+
+    def rows_of(count: int) -> Any:
+        with torch.device("cpu"):
+            made = make(count)
+        return tree.map(lambda x: x.to(device) if isinstance(x, Tensor) else x, made)
+
+    return Subject(name, params, loss_of, rows_of, tokens, config)
+
+
+# -- Hugging Face's models ---------------------------------------------------------------------------------------------
+
+
+def _hugging_face(name: str, path: Path, seq: int, device: str) -> Subject:
+    if not path.is_file():
+        raise CommandError(f"MODEL: there is no file {path}")
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise CommandError("MODEL: a Hugging Face config needs transformers: pip install transformers") from error
+    try:
+        config = AutoConfig.from_pretrained(str(path.parent))
+        with torch.device(device):
+            module = AutoModelForCausalLM.from_config(config)
+    except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
+        raise CommandError(f"MODEL: {path} gives no model for causal language modelling: {error}") from error
+    config.use_cache = False
+
+    def loss(model: Callable[..., Any], batch: Mapping[str, Tensor]) -> Tensor:
+        found: Tensor = model(input_ids=batch["input_ids"], labels=batch["input_ids"], use_cache=False).loss
+        return found
+
+    def batch(rows: int) -> dict[str, Tensor]:
+        return {"input_ids": torch.randint(0, config.get_text_config().vocab_size, (rows, seq))}
+
+    return _of_module(name, module, loss, batch, seq, device=device, config=config)
+
+
+# -- files of shapes ---------------------------------------------------------------------------------------------------
+
+
+def _shapes(path: Path) -> dict[str, Tensor]:
+    if path.suffix == ".json" and not path.name.endswith(".index.json"):
+        return _written(path)
+    from functional_ds.interchange.load_params import open_files  # may be left out
+
+    try:
+        return {name: torch.empty(x.shape, dtype=x.dtype, device="meta") for name, x in open_files(path).tensors.items()}
+    except (OSError, ValueError, ImportError) as error:
+        raise CommandError(f"MODEL: {error}") from error
+
+
+def _written(path: Path) -> dict[str, Tensor]:
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CommandError(f"MODEL: {path} is no JSON: {error}") from error
+    if not isinstance(rows, dict) or not rows:
+        raise CommandError(
+            f'MODEL: {path} should be {{"name": [sizes]}}, or {{"name": {{"shape": [sizes], "dtype": "float32"}}}}'
+        )
+    found = {}
+    for name, row in rows.items():
+        shape, word = (row.get("shape"), row.get("dtype", "float32")) if isinstance(row, dict) else (row, "float32")
+        dtype = getattr(torch, str(word), None)
+        if not isinstance(shape, list) or not all(type(side) is int and side >= 0 for side in shape):
+            raise CommandError(f"MODEL: {path}: {name!r} has the shape {shape!r}, which is no list of sizes")
+        if not isinstance(dtype, torch.dtype):
+            raise CommandError(f"MODEL: {path}: {name!r} has the dtype {word!r}, which torch does not have")
+        found[name] = torch.empty(shape, dtype=dtype, device="meta")
+    return found

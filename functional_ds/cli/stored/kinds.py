@@ -1,0 +1,231 @@
+"""What kind of checkpoint a path holds, and its tensors by name."""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.storage import StorageReader
+
+from functional_ds.checkpointing.dcp import CheckpointReader
+from functional_ds.checkpointing.directory import latest, open_manifest, read_pointer, tags
+from functional_ds.cli.words.errors_in_one_line import CommandError
+from functional_ds.interchange.deepspeed_files import MASTER, ZeroFiles, load_pickle
+from functional_ds.interchange.load_params import open_files
+from functional_ds.state_dict.errors import CheckpointError, DamagedError
+
+from .safe_metadata import check_metadata
+
+__all__ = ["KINDS_OF_FILES", "NamedTensors", "TensorHeader", "open_checkpoint"]
+
+KINDS_OF_FILES = ("functional-ds", "safetensors", "deepspeed", "dcp", "torch")
+_EXACT_FIRST = ("masters/", "exact/", "params/")
+
+
+@attrs.frozen
+class TensorHeader:
+    """A tensor's shape and dtype."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        """How many elements."""
+        return int(torch.Size(self.shape).numel())
+
+    @property
+    def nbytes(self) -> int:
+        """Their bytes."""
+        return self.numel * self.dtype.itemsize
+
+
+@attrs.frozen(eq=False)
+class NamedTensors:
+    """An opened checkpoint.
+
+    Attributes:
+        kind: one of ``KINDS_OF_FILES``.
+        path: its file or folder.
+        tensors: all, by name.
+        params: from a parameter's name to the name in ``tensors`` that has its most exact values; buffers are among them.
+        notes: what else is known: tags, the number of updates, ranks.
+        left_out: names of what are no tensors.
+        read: the values of names.
+    """
+
+    kind: str
+    path: Path
+    tensors: Mapping[str, TensorHeader]
+    params: Mapping[str, str]
+    notes: Mapping[str, Any]
+    read: Callable[[Sequence[str]], dict[str, Tensor]] = attrs.field(repr=False)
+    left_out: tuple[str, ...] = ()
+
+
+def open_checkpoint(name: str, *, tag: str | None = None) -> NamedTensors:
+    """Opens whatever a path holds; no code of a file runs.
+
+    Args:
+        name: a file or folder.
+        tag: which checkpoint of a folder with several; the newest by default.
+
+    Raises:
+        CommandError: nothing is there, it is of no known kind, damaged, or holds objects that could run code.
+    """
+    path = Path(name)
+    if not path.exists():
+        raise CommandError(f"there is no file or folder {name}")
+    try:
+        return _opener(path)(path, tag)
+    except CommandError:
+        raise
+    except (CheckpointError, ValueError, OSError, ImportError, RuntimeError) as error:
+        raise CommandError(f"{name} cannot be read: {error}") from error
+
+
+def _opener(path: Path) -> Callable[[Path, str | None], NamedTensors]:
+    if path.is_file():
+        return _safetensors if path.suffix == ".safetensors" or path.name.endswith(".index.json") else _torch
+    if (path / ".metadata").is_file():
+        return _dcp
+    if any((path / each).is_file() for each in ("model.safetensors", "model.safetensors.index.json")):
+        return _safetensors
+    if (path / "manifest.json").is_file() or tags(path) or _is_ours(path):
+        return _ours
+    if list(path.glob("*_optim_states.pt")) or list(path.glob("*/*_optim_states.pt")):
+        return _deepspeed
+    raise CommandError(
+        f"{path} is a folder without a checkpoint: no manifest.json, no model.safetensors, no .metadata, no *_optim_states.pt"
+    )
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        return read_pointer(path) is not None
+    except DamagedError:
+        return False
+
+
+def _ours(path: Path, tag: str | None) -> NamedTensors:
+    folder, which = (path.parent, path.name) if (path / "manifest.json").is_file() else (path, tag or latest(path))
+    if which is None:
+        raise CommandError(f"{path} has no checkpoint that can be read")
+    _, manifest = open_manifest(folder, which)
+    whole = {name: stored for name, stored in manifest.tensors.items() if stored.whole}
+    tensors = {name: TensorHeader(stored.shape, stored.dtype) for name, stored in whole.items()}
+    params: dict[str, str] = {}
+    for prefix in _EXACT_FIRST:
+        for name in tensors:
+            if name.startswith(prefix):
+                params.setdefault(name.removeprefix(prefix), name)
+    params |= {name.removeprefix("buffers."): name for name in tensors if name.startswith("buffers.")}
+
+    def read(names: Sequence[str]) -> dict[str, Tensor]:
+        reader = CheckpointReader(folder, which)
+        there = reader.read_metadata().state_dict_metadata
+        found = {name: _empty(there[name]) for name in names}
+        _load(found, reader)
+        return {name: x.view(tensors[name].shape) for name, x in found.items()}
+
+    summary = manifest.summary
+    notes = {"tag": which, "tags": tags(folder), "step": summary.step, "ranks": summary.ranks, "extra": manifest.extra}
+    rest = tuple(name for name, stored in manifest.tensors.items() if not stored.whole)
+    return NamedTensors("functional-ds", path, tensors, params, notes, read, rest)
+
+
+def _load(values: dict[str, Tensor], reader: StorageReader) -> None:
+    held: dict[str, Any] = dict(values)
+    with warnings.catch_warnings():  # that there is one process is what is meant
+        warnings.simplefilter("ignore", UserWarning)
+        try:
+            state_dict_loader.load(held, storage_reader=reader, no_dist=True)
+        except CheckpointException as found:  # no subclass of Exception
+            error = next((each[0] for each in found.failures.values()), found)
+            raise (error if isinstance(error, Exception) else DamagedError(str(found))) from None
+
+
+def _empty(found: Any) -> Tensor:
+    return torch.empty(found.size, dtype=found.properties.dtype)
+
+
+def _safetensors(path: Path, tag: str | None) -> NamedTensors:
+    files = open_files(path)
+    tensors = {name: TensorHeader(found.shape, found.dtype) for name, found in files.tensors.items()}
+
+    def read(names: Sequence[str]) -> dict[str, Tensor]:
+        return {n: files.tensors[n].read(0, tensors[n].numel).view(tensors[n].shape) for n in names}
+
+    return NamedTensors("safetensors", path, tensors, {name: name for name in tensors}, {"aliases": dict(files.aliases)}, read)
+
+
+def _deepspeed(path: Path, tag: str | None) -> NamedTensors:
+    direct = bool(list(path.glob("*_optim_states.pt")))
+    files = ZeroFiles.open(path.parent, path.name) if direct else ZeroFiles.open(path, tag)
+    kinds = sorted(files.kinds() - {MASTER})
+    tensors = {f"masters/{name}": TensorHeader(param.shape, torch.float32) for name, param in files.params.items()}
+    tensors |= {
+        f"optimizer.{kind}/{name}": TensorHeader(param.shape, torch.float32)
+        for kind in kinds
+        for name, param in files.params.items()
+        if not param.frozen
+    }
+
+    def read(names: Sequence[str]) -> dict[str, Tensor]:
+        found = {}
+        for name in names:
+            role, _, leaf = name.partition("/")
+            param, header = files.params[leaf], tensors[name]
+            flat = torch.empty(header.numel)
+            kind = MASTER if role == "masters" else role.removeprefix("optimizer.")
+            for offset, values in files.read(param, kind, start=0, stop=header.numel):
+                flat[offset : offset + values.numel()] = values
+            found[name] = flat.view(header.shape)
+        return found
+
+    notes = {"tag": files.path.name, "stage": files.stage, "ranks": len(files.flats), "aliases": dict(files.aliases)}
+    notes |= {"step": max(files.updates, default=0)}
+    params = {name: f"masters/{name}" for name in files.params}
+    return NamedTensors("deepspeed", path, tensors, params, notes, read)
+
+
+def _dcp(path: Path, tag: str | None) -> NamedTensors:
+    check_metadata(path / ".metadata")
+    reader = FileSystemReader(path)
+    metadata: Metadata = reader.read_metadata()
+    found = {name: x for name, x in metadata.state_dict_metadata.items() if isinstance(x, TensorStorageMetadata)}
+    tensors = {name: TensorHeader(tuple(x.size), x.properties.dtype) for name, x in found.items()}
+
+    def read(names: Sequence[str]) -> dict[str, Tensor]:
+        values = {name: _empty(found[name]) for name in names}
+        _load(values, FileSystemReader(path))
+        return values
+
+    rest = tuple(sorted(metadata.state_dict_metadata.keys() - found.keys()))
+    return NamedTensors("dcp", path, tensors, {name: name for name in tensors}, {}, read, rest)
+
+
+def _torch(path: Path, tag: str | None) -> NamedTensors:
+    content = load_pickle(path)
+    for key in ("module", "state_dict", "model"):
+        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
+            content = content[key]
+    if not isinstance(content, Mapping):
+        raise CommandError(f"{path} holds a {type(content).__name__}, and no tensors by name")
+    values = {str(name): x for name, x in content.items() if isinstance(x, Tensor)}
+    if not values:
+        raise CommandError(f"{path} has no tensors by name")
+    tensors = {name: TensorHeader(tuple(x.shape), x.dtype) for name, x in values.items()}
+    rest = tuple(str(name) for name, x in content.items() if not isinstance(x, Tensor))
+
+    def read(names: Sequence[str]) -> dict[str, Tensor]:
+        return {name: values[name] for name in names}
+
+    return NamedTensors("torch", path, tensors, {name: name for name in tensors}, {}, read, rest)

@@ -1,0 +1,57 @@
+"""Named tensors into a checkpoint of another kind."""
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from functional_ds.checkpointing.save import save
+from functional_ds.cli.words.errors_in_one_line import CommandError
+from functional_ds.interchange.export import export
+from functional_ds.optim.sgd import sgd
+from functional_ds.step.train_step import train_step
+
+__all__ = ["WRITTEN", "written_as"]
+
+WRITTEN = ("safetensors", "functional-ds", "dcp", "torch")
+
+
+def written_as(
+    kind: str, tensors: Mapping[str, Tensor], path: Path, *, shard_bytes: int | None = None, overwrite: bool = False
+) -> None:
+    """Writes tensors by name.
+
+    Args:
+        kind: one of ``WRITTEN``. A checkpoint of this library has them as ``params/<name>`` of a state without an optimizer's.
+        tensors: by name.
+        path: of a file or folder.
+        shard_bytes: of a safetensors file in a folder.
+        overwrite: whether what is there is replaced.
+
+    Raises:
+        CommandError: something is there; the path cannot be written.
+    """
+    if not overwrite and path.exists() and (path.is_file() or any(path.iterdir())):
+        raise CommandError(f"DST: {path} is there; --overwrite replaces it")
+    values = {name: x.detach() for name, x in tensors.items()}
+    try:
+        if kind == "safetensors":
+            export(values, path, shard_bytes=shard_bytes, metadata={"format": "pt"}, overwrite=overwrite)
+        elif kind == "torch":
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save({name: x.clone() for name, x in values.items()}, path)
+        elif kind == "dcp":
+            with warnings.catch_warnings():  # that there is one process is what is meant
+                warnings.simplefilter("ignore", UserWarning)
+                state: dict[str, Any] = {name: x.clone() for name, x in values.items()}
+                state_dict_saver.save(state, storage_writer=FileSystemWriter(path), no_dist=True)
+        else:
+            step = train_step(lambda params, batch: None, sgd(0.1))
+            save(step.init(dict(values)), path, tag="converted")
+    except (OSError, ValueError, TypeError, RuntimeError) as error:
+        raise CommandError(f"DST: {path} cannot be written: {error}") from error

@@ -1,0 +1,52 @@
+"""``functional-ds train``: runs a job file."""
+
+import importlib
+import importlib.util
+import json
+import os
+from typing import Annotated, Any
+
+import typer
+
+from .words.errors_in_one_line import CommandError
+from .words.pages import emit
+
+__all__ = ["train"]
+
+_JOBS = "functional_ds.jobs"  # may be left out of an installation
+
+
+def train(
+    job: Annotated[str, typer.Argument(metavar="JOB", help="The job: a .toml, .json or .py file.")],
+    changes: Annotated[list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="An entry to replace.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, at the end.")] = False,
+) -> int:
+    """Run a training job from one file; exit code 130 where it was interrupted.
+
+    \b
+    Examples:
+      functional-ds train job.toml
+      functional-ds train job.toml --set steps=10 --set data.context=64
+      torchrun --nproc-per-node 8 -m functional_ds.cli.entry train job.toml
+    """
+    if importlib.util.find_spec(_JOBS) is None:
+        raise CommandError(f"train: this installation has no {_JOBS}, which reads and runs job files")
+    jobs: Any = importlib.import_module(_JOBS)
+    found = jobs.run_job(jobs.load_job(job, _changes(changes or [])), say=None if as_json else print)
+    if os.environ.get("RANK", "0") == "0":
+        emit([str(found)], {"job": job, **found.to_dict()}, as_json=as_json)
+    return 130 if found.interrupted else 0
+
+
+def _changes(words: list[str]) -> dict[str, Any]:
+    """Values by path; what is no JSON is a string."""
+    found: dict[str, Any] = {}
+    for word in words:
+        path, equals, text = word.partition("=")
+        if not path or not equals:
+            raise CommandError(f"--set: {word!r} should be path=value, such as data.context=64")
+        try:
+            found[path] = json.loads(text)
+        except ValueError:
+            found[path] = text
+    return found

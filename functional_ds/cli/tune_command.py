@@ -1,0 +1,191 @@
+"""``functional-ds tune``: enumerate strategies, predict them, measure the best few, print the fastest."""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import attrs
+import torch
+import typer
+
+from .planning.candidate import PRECISIONS, Candidate, base_config
+from .planning.forecast import Forecast, forecast
+from .planning.machine import Machine, machine_of
+from .planning.subject import Subject, subject_of
+from .tuning.halving import Measurement, TrialRun, halve
+from .tuning.trial import TrialSpec, measure
+from .words.errors_in_one_line import CommandError
+from .words.options import choices, numbers, size
+from .words.pages import OutputTable, bytes_of, emit, seconds_of
+
+__all__ = ["candidates_of", "tune"]
+
+
+def tune(
+    model: Annotated[str, typer.Argument(help="file.py:function, module:function, or a Hugging Face config.json.")],
+    rows: Annotated[int, typer.Option(help="Rows of a step, over all ranks.")],
+    config: Annotated[str | None, typer.Option(help="A DeepSpeed config, of which these options replace keys.")] = None,
+    ranks: Annotated[int, typer.Option(help="Processes of this machine; one for each GPU by default, else 1.")] = 0,
+    zero: Annotated[str, typer.Option(help="Stages.")] = "0,1,2,3",
+    precision: Annotated[str | None, typer.Option(help="fp32, bf16, fp16; bf16 on a GPU and fp32 else.")] = None,
+    micro_batch: Annotated[str | None, typer.Option(help="Rows of micro-batches; all that divide by default.")] = None,
+    recompute: Annotated[str, typer.Option(help="no, yes, or both.")] = "no",
+    seq: Annotated[int, typer.Option(help="Tokens of a row, for a Hugging Face model.")] = 1024,
+    limit: Annotated[str | None, typer.Option(help="Memory of a rank: 80GB; the GPU's by default.")] = None,
+    machine: Annotated[str, typer.Option(help="For predicted times, as for plan.")] = "here",
+    best: Annotated[int, typer.Option(help="How many to measure.")] = 4,
+    steps: Annotated[int, typer.Option(help="Steps of the first round; later rounds have twice as many.")] = 4,
+    timeout: Annotated[float, typer.Option(help="Seconds, after which a run is given up.")] = 300.0,
+    out: Annotated[str | None, typer.Option(help="Also write the winner's DeepSpeed config to this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Find the fastest strategy on this machine; exit code 1 where no run ended well.
+
+    \b
+    Examples:
+      functional-ds tune train.py:model --rows 256
+      functional-ds tune llama/config.json --rows 32 --seq 2048 --ranks 8 --recompute both --out ds_config.json
+      functional-ds tune train.py:model --rows 64 --zero 1,2 --micro-batch 4,8 --best 8 --json
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    count = ranks or max(1, torch.cuda.device_count())
+    for name, value in (("--rows", rows), ("--ranks", count), ("--best", best), ("--steps", steps), ("--seq", seq)):
+        if value < 1:
+            raise CommandError(f"{name} {value} should be at least 1")
+    if recompute not in ("no", "yes", "both"):
+        raise CommandError(f"--recompute: {recompute!r} is none of no, yes, both")
+    words = choices(precision or ("bf16" if device == "cuda" else "fp32"), PRECISIONS, option="--precision")
+    stages = numbers(zero, option="--zero", low=0, high=3)
+    micro = numbers(micro_batch, option="--micro-batch") if micro_batch else None
+    again = {"no": (False,), "yes": (True,), "both": (False, True)}[recompute]
+    subject, place = subject_of(model, seq=seq), machine_of(machine)
+    if subject.loss is None:
+        raise CommandError(f"MODEL: {model} has no loss and no batch, so nothing can be measured")
+    made = candidates_of(base_config(config), count, rows, stages=stages, precisions=words, micro=micro, recompute=again)
+    most = size(limit, option="--limit") if limit else 0
+    found, refused = _predicted(subject, made, place, most)
+    chosen = sorted((each for each in found if each.fits), key=lambda each: each.step_seconds or 0.0)[:best]
+
+    def run(each: Forecast, count_of_steps: int) -> Measurement:
+        sys.stderr.write(f"{each.candidate.name}: {count_of_steps} steps\n")
+        its = each.candidate
+        spec = TrialSpec(model, dict(its.config), count, its.recompute, seq, device, count_of_steps)
+        return measure(spec, timeout=timeout)
+
+    runs = halve(chosen, run, steps=steps)
+    winner = next((each for each in runs if each.found.seconds is not None), None)
+    data = {
+        "model": model,
+        "ranks": count,
+        "rows": rows,
+        "machine": attrs.asdict(place),
+        "candidates": len(made),
+        "do_not_fit": [{"name": each.candidate.name, "why": each.why_not} for each in found if not each.fits],
+        "refused": refused,
+        "runs": [_as_dict(each) for each in runs],
+        "winner": None if winner is None else {**_as_dict(winner), "config": _config(winner.candidate.candidate)},
+    }
+    if winner is not None and out is not None:
+        Path(out).write_text(json.dumps(_config(winner.candidate.candidate), indent=1) + "\n", encoding="utf-8")
+    emit(_page(data, runs, winner), data, as_json=as_json)
+    return 0 if winner is not None else 1
+
+
+def candidates_of(
+    base: Mapping[str, Any],
+    ranks: int,
+    rows: int,
+    *,
+    stages: Sequence[int],
+    precisions: Sequence[str],
+    micro: Sequence[int] | None,
+    recompute: Sequence[bool] = (False,),
+) -> list[Candidate]:
+    """Every strategy of these words whose micro-batches make up the rows.
+
+    Args:
+        base: a config.
+        ranks: data-parallel.
+        rows: of a step, over all ranks.
+        stages: of ZeRO.
+        precisions: words of ``PRECISIONS``.
+        micro: sizes of micro-batches; None for all divisors of a rank's rows.
+        recompute: whether blocks are recomputed.
+
+    Raises:
+        CommandError: the rows do not divide.
+    """
+    if rows % ranks:
+        raise CommandError(f"--rows {rows} do not divide among {ranks} ranks")
+    own = rows // ranks
+    sizes = [each for each in range(1, own + 1) if own % each == 0] if micro is None else [m for m in micro if own % m == 0]
+    if not sizes:
+        raise CommandError(f"--micro-batch: none divides the {own} rows of a rank")
+    return [
+        Candidate.of(base, ranks, stage=stage, precision=word, micro_batch=each, accumulate=own // each, recompute=again)
+        for stage in stages
+        for word in precisions
+        for each in sizes
+        for again in recompute
+    ]
+
+
+def _predicted(
+    subject: Subject, made: Sequence[Candidate], place: Machine, limit: int
+) -> tuple[list[Forecast], list[dict[str, str]]]:
+    """The forecasts, and the candidates that this model or config refuses."""
+    found, refused = [], []
+    for each in made:
+        try:
+            found.append(forecast(subject, each, machine=place, limit=limit))
+        except CommandError as error:
+            refused.append({"config": json.dumps(each.config), "why": str(error)})
+    if not found:
+        raise CommandError(refused[0]["why"])
+    return found, refused
+
+
+def _config(candidate: Candidate) -> dict[str, Any]:
+    return candidate.plan.to_ds_config()
+
+
+def _as_dict(run: TrialRun[Forecast]) -> dict[str, Any]:
+    predicted = run.candidate
+    return {
+        **predicted.candidate.as_dict(),
+        "line": predicted.candidate.line(),
+        "round": run.round,
+        "steps": run.steps,
+        "why": run.found.why or None,
+        "predicted": {
+            "step_seconds": predicted.step_seconds,
+            "peak": predicted.peak,
+            "state": predicted.shape.memory.state,
+        },
+        "measured": {"step_seconds": run.found.seconds, "peak": run.found.peak, "state": run.found.state},
+    }
+
+
+def _page(
+    data: Mapping[str, Any], runs: Sequence[TrialRun[Forecast]], winner: TrialRun[Forecast] | None
+) -> list[OutputTable | str]:
+    def cells(run: TrialRun[Forecast]) -> Iterator[str]:
+        found = run.found
+        yield run.candidate.candidate.name
+        yield str(run.steps)
+        yield seconds_of(run.candidate.step_seconds)
+        yield seconds_of(found.seconds)
+        yield from (bytes_of(run.candidate.peak), bytes_of(found.peak) if found.peak is not None else "-")
+        yield found.why
+
+    columns = ("candidate", "steps", "predicted", "measured", "peak predicted", "peak measured", "")
+    page: list[OutputTable | str] = [
+        f"{data['candidates']} candidates, {len(data['do_not_fit'])} do not fit, {len(runs)} measured"
+    ]
+    page.append(OutputTable("time of a step and memory of a rank", columns, [tuple(cells(run)) for run in runs]))
+    if winner is None:
+        return [*page, "No run ended well."]
+    its = winner.candidate.candidate
+    return [*page, f"winner: {its.name}\n{its.line()}\n{json.dumps(_config(its))}"]

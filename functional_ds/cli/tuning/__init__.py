@@ -1,0 +1,1 @@
+"""Measurements of candidates: short runs in processes of their own, and successive halving."""

@@ -1,0 +1,70 @@
+"""Words of the command line as values: sizes of bytes, lists of numbers, meshes."""
+
+import math
+import re
+
+from .errors_in_one_line import CommandError
+
+__all__ = ["choices", "mesh_ranks", "numbers", "size"]
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([A-Za-z]*)$")
+
+
+def size(text: str, *, option: str) -> int:
+    """Bytes: ``80GB``, ``79.1 GiB``, ``1000``.
+
+    >>> size("80GB", option="--limit"), size("1 GiB", option="--limit")
+    (80000000000, 1073741824)
+    """
+    match = _SIZE.match(text.strip())
+    if match is None or match[2].upper() not in _UNITS:
+        raise CommandError(f"{option}: {text!r} is no number of bytes, such as 80GB or 79.1GiB")
+    found = math.floor(float(match[1]) * _UNITS[match[2].upper()])
+    if found < 1:
+        raise CommandError(f"{option}: {text!r} should be above 0")
+    return found
+
+
+def numbers(text: str, *, option: str, low: int = 1, high: int | None = None) -> list[int]:
+    """Whole numbers with commas between them, each within bounds.
+
+    >>> numbers("0,2,3", option="--zero", low=0, high=3)
+    [0, 2, 3]
+    """
+    try:
+        found = [int(each) for each in text.split(",")]
+    except ValueError:
+        raise CommandError(f"{option}: {text!r} should be whole numbers with commas between them") from None
+    wrong = [each for each in found if each < low or (high is not None and each > high)]
+    if wrong:
+        raise CommandError(f"{option}: {wrong[0]} should be from {low} {'on' if high is None else f'to {high}'}")
+    return list(dict.fromkeys(found))
+
+
+def choices(text: str, known: tuple[str, ...], *, option: str) -> list[str]:
+    """Words with commas between them, each of which is known."""
+    found = text.split(",")
+    wrong = [each for each in found if each not in known]
+    if wrong:
+        raise CommandError(f"{option}: {wrong[0]!r} is none of {', '.join(known)}")
+    return list(dict.fromkeys(found))
+
+
+def mesh_ranks(text: str) -> int:
+    """The ranks of a mesh ``dp=8``, or of a plain number.
+
+    Raises:
+        CommandError: another axis, whose cuts depend on the model's layers.
+    """
+    found = 1
+    for part in text.split(","):
+        name, equals, count = part.partition("=")
+        name, count = (name, count) if equals else ("dp", part)
+        if not count.isdigit() or not int(count):
+            raise CommandError(f"--mesh: {part!r} should be an axis and its size, such as dp=8")
+        if name != "dp" and int(count) > 1:
+            raise CommandError(f"--mesh: the axis {name!r} is not planned here; fds.memory.predicted takes any mesh")
+        found *= int(count) if name == "dp" else 1
+    return found

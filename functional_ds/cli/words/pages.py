@@ -1,0 +1,132 @@
+"""What commands print: tables and paragraphs as data; JSON, plain text, or rich's tables on a terminal."""
+
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+__all__ = ["OutputTable", "bytes_of", "count_of", "emit", "plain", "seconds_of"]
+
+_NUMBER = re.compile(r"^(-|[\d.,e+]*( [a-zA-Z]+)?)$")
+_WIDTH = 160  # of plain cells, after which they are cut
+
+
+@attrs.frozen
+class OutputTable:
+    """A table with a title; cells of numbers are aligned to the right."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: Sequence[Sequence[str]]
+
+
+Page = Sequence["OutputTable | str"]
+
+
+def emit(page: Page, data: Any, *, as_json: bool) -> None:
+    """Prints data as JSON, or the page: with rich on a terminal, else as plain text."""
+    if as_json:
+        sys.stdout.write(json.dumps(data, indent=1, ensure_ascii=False, default=str) + "\n")
+    elif sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
+        _rich(page)
+    else:
+        sys.stdout.write(plain(page) + "\n")
+
+
+def plain(page: Page) -> str:
+    """The page without colours, boxes or a fixed width.
+
+    >>> print(plain([OutputTable("sizes", ("what", "bytes"), [("params", "16"), ("buffers", "4")])]))
+    sizes
+      what     bytes
+      params      16
+      buffers      4
+    """
+    return "\n\n".join(_plain_table(part) if isinstance(part, OutputTable) else part for part in page)
+
+
+def _plain_table(table: OutputTable) -> str:
+    rows = [tuple(cell[:_WIDTH] for cell in row) for row in table.rows]
+    columns = list(zip(table.columns, *rows, strict=True)) if rows else [(name,) for name in table.columns]
+    widths, right = [max(map(len, column)) for column in columns], _numeric(table)
+    lines = [table.title] if table.title else []
+    for row in [table.columns, *rows] if any(table.columns) else rows:
+        cells = [cell.rjust(n) if r else cell.ljust(n) for cell, n, r in zip(row, widths, right, strict=True)]
+        lines.append(("  " + "  ".join(cells)).rstrip())
+    return "\n".join(lines)
+
+
+def _numeric(table: OutputTable) -> list[bool]:
+    columns = list(zip(*table.rows, strict=True)) if table.rows else [()] * len(table.columns)
+    return [bool(column) and all(_NUMBER.match(cell) for cell in column) for column in columns]
+
+
+def _rich(page: Page, console: Any = None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = console or Console()
+    for part in page:
+        if isinstance(part, str):
+            console.print(Text(part))
+            continue
+        table = Table(title=part.title or None, title_justify="left", show_header=any(part.columns), header_style="bold cyan")
+        for name, right in zip(part.columns, _numeric(part), strict=True):
+            table.add_column(name, justify="right" if right else "left", overflow="fold")
+        for row in part.rows:
+            table.add_row(*(Text(cell) for cell in row))
+        console.print(table)
+
+
+def svg(page: Page, *, title: str, width: int = 120) -> str:
+    """The page as rich shows it on a terminal, as a picture."""
+    from rich.console import Console
+
+    with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
+        console = Console(record=True, width=width, file=nowhere, force_terminal=True)
+        _rich(page, console)
+        return str(console.export_svg(title=title))
+
+
+def bytes_of(count: float) -> str:
+    """Bytes with a unit of 10^3.
+
+    >>> bytes_of(999), bytes_of(81_604_378_624)
+    ('999 B', '81.60 GB')
+    """
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.2f} {unit}"
+    return f"{count:.0f} B"
+
+
+def count_of(number: float) -> str:
+    """A count with a unit.
+
+    >>> count_of(7_453_609_984), count_of(12)
+    ('7.45 G', '12')
+    """
+    for unit, factor in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= factor:
+            return f"{number / factor:.3g} {unit}"
+    return f"{number:g}"
+
+
+def seconds_of(time: float | None) -> str:
+    """Seconds with a unit; a dash where it is unknown.
+
+    >>> seconds_of(0.0123), seconds_of(None)
+    ('12.3 ms', '-')
+    """
+    if time is None:
+        return "-"
+    for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if time >= factor:
+            return f"{time / factor:.3g} {unit}"
+    return f"{time / 1e-6:.3g} us"

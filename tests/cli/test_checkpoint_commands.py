@@ -1,0 +1,189 @@
+"""``inspect`` and ``convert``: every kind that is read, every kind that is written, and what cannot be read."""
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import functional_ds as fds
+from functional_ds import comm
+from functional_ds import transforms as T
+from functional_ds.cli.stored.kinds import open_checkpoint
+from functional_ds.cli.stored.writing import written_as
+from tests.cli.running import answer, refusal, run
+from tests.interchange.zero_layout import Layout, values_of
+
+pytest.importorskip("safetensors")
+
+SHAPES = {"a.w": (6, 4), "b": (5,)}
+KEYS = {
+    *("path", "kind", "tag", "tags", "step", "ranks", "stage", "extra", "elements", "bytes", "groups", "params", "tensors"),
+    *("left_out", "verified", "damage"),
+}
+
+
+def params() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def save_of_two_ranks(folder: Path) -> dict[str, Tensor]:
+    """Writes a checkpoint of bf16 params with fp32 masters in shards, and gives the masters."""
+
+    def program() -> None:
+        loss = lambda p, x: (x @ p["a.w"]).square().mean() + p["b"].square().sum()  # noqa: E731
+        step = fds.compose(T.mixed_precision("bf16"), T.zero(3))(fds.train_step(loss, fds.adamw(1e-2)))
+        state = step.init(params())
+        for tag in ("one", "two"):
+            state, _ = step(state, torch.ones(2, 6))
+            fds.save(state, folder / "run", tag=tag, extra={"rows": 4})
+        fds.export(state, folder / "export.safetensors", dtype=torch.float32)
+
+    comm.simulate(program, world_size=2)
+    return open_checkpoint(str(folder / "export.safetensors")).read(list(SHAPES))
+
+
+def masters_are_converted(folder: Path) -> None:
+    masters = save_of_two_ranks(folder)
+    found = open_checkpoint(str(folder / "run"))
+    for name, x in found.read(list(found.params.values())).items():
+        assert torch.equal(x, masters[name.partition("/")[2]])
+
+
+@pytest.fixture
+def run_of_two_ranks(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
+    masters = save_of_two_ranks(tmp_path)
+    return tmp_path / "run", masters
+
+
+def test_what_a_checkpoint_holds(run_of_two_ranks: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    path, _ = run_of_two_ranks
+    found = answer(capsys, "inspect", path, "--verify")
+    assert found.keys() == KEYS
+    assert (found["kind"], found["tag"], found["tags"], found["step"], found["ranks"]) == (
+        "functional-ds",
+        "two",
+        ["one", "two"],
+        2,
+        2,
+    )
+    assert found["groups"]["masters"] == {"tensors": 2, "elements": 29, "bytes": 116}
+    assert found["verified"] is True
+    assert answer(capsys, "inspect", path, "--tag", "one")["step"] == 1
+    assert answer(capsys, "inspect", path / "one")["tag"] == "one"
+    out = run(capsys, "inspect", path, "--tensors", "--verify")[1]
+    assert all(word in out for word in ("optimizer.exp_avg/a.w", "[6, 4]", "every byte is as it was written"))
+
+
+def test_damage_is_found(run_of_two_ranks: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    path, _ = run_of_two_ranks
+    file = path / "two" / "00000.bin"
+    data = bytearray(file.read_bytes())
+    data[3] ^= 1
+    file.write_bytes(data)
+    found = answer(capsys, "inspect", path, "--verify", code=1)
+    assert found["verified"] is False
+    assert "00000.bin" in found["damage"]
+    assert "cannot be read" in refusal(capsys, "convert", path, path.parent / "x.safetensors")
+    (path / "two" / "manifest.json").write_text("{}")
+    assert "manifest.json" in refusal(capsys, "inspect", path / "two")
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "functional-ds", "dcp", "torch"])
+def test_any_kind_to_any_kind(run_of_two_ranks: Any, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Law: the values are the masters', whatever lies between, bit for bit."""
+    path, masters = run_of_two_ranks
+    first = tmp_path / ("first.pt" if kind == "torch" else "first")
+    found = answer(capsys, "convert", path, first, "--to", kind)
+    assert found.keys() == {"source", "from", "target", "to", "tensors", "elements", "bytes", "left_out"}
+    assert (found["from"], found["to"], found["tensors"], found["elements"]) == ("functional-ds", kind, 2, 29)
+    assert answer(capsys, "inspect", first)["kind"] == kind
+    answer(capsys, "convert", first, tmp_path / "last.safetensors")
+    last = open_checkpoint(str(tmp_path / "last.safetensors"))
+    for name, x in last.read(list(SHAPES)).items():
+        assert x.dtype == torch.float32
+        assert torch.equal(x, masters[name])
+
+
+def test_a_converted_checkpoint_starts_a_step(tmp_path: Path) -> None:
+    written_as("functional-ds", params(), tmp_path / "run")
+    step = fds.compose(T.mixed_precision("bf16"), T.zero(2))(fds.train_step(lambda p, x: p["b"].sum(), fds.adamw(1e-2)))
+    state = fds.load(
+        tmp_path / "run", like=step.init({name: torch.zeros(shape) for name, shape in SHAPES.items()}), only="params"
+    )
+    for name, x in step.params(state).items():
+        assert torch.equal(x, params()[name])
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeeds_checkpoints(stage: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = values_of(SHAPES)
+    path = Layout(stage, 2, [["a.w", "b"]], values).write(tmp_path / "ds")
+    found = answer(capsys, "inspect", path)
+    assert (found["kind"], found["stage"], found["ranks"], found["step"]) == ("deepspeed", stage, 2, 3)
+    assert found["groups"].keys() == {"masters", "optimizer.exp_avg", "optimizer.exp_avg_sq"}
+    answer(capsys, "convert", path / "global_step3", tmp_path / "m.safetensors")
+    for name, x in open_checkpoint(str(tmp_path / "m.safetensors")).read(list(SHAPES)).items():
+        assert torch.equal(x, values[name]["master"])
+
+
+def test_options(run_of_two_ranks: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, masters = run_of_two_ranks
+    answer(capsys, "convert", path, tmp_path / "x.pt", "--only", "a.*", "--dtype", "bf16")
+    found = open_checkpoint(str(tmp_path / "x.pt")).read(["a.w"])["a.w"]
+    assert torch.equal(found, masters["a.w"].bfloat16())
+    assert answer(capsys, "convert", path, tmp_path / "all", "--to", "dcp", "--all")["left_out"] == 0
+    assert "optimizer.exp_avg/b" in open_checkpoint(str(tmp_path / "all")).tensors
+    assert answer(capsys, "convert", path, tmp_path / "hf", "--to", "safetensors", "--shard-bytes", "100B")["tensors"] == 2
+    assert (tmp_path / "hf" / "model.safetensors.index.json").is_file()
+    assert answer(capsys, "inspect", tmp_path / "hf")["elements"] == 29
+    for words, says in [
+        ((tmp_path / "x.pt",), "--overwrite replaces it"),
+        ((tmp_path / "y",), "suffix"),
+        ((tmp_path / "y", "--to", "onnx"), "'onnx' is none of"),
+        ((tmp_path / "y.pt", "--only", "c.*"), "no name of"),
+        ((tmp_path / "y.pt", "--dtype", "int8"), "'int8' is none of"),
+        ((tmp_path / "y.pt", "--shard-bytes", "1kB"), "folder of safetensors files"),
+        ((tmp_path / "y", "--to", "functional-ds", "--all"), "belong to its step"),
+        ((tmp_path / "y.pt", "--tag", "three"), "no checkpoint 'three'"),
+    ]:
+        assert says in refusal(capsys, "convert", path, *words)
+    assert not (tmp_path / "y").exists()
+
+
+class Harmful:
+    def __init__(self, mark: Path) -> None:
+        self.mark = str(mark)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.mark,)
+
+
+def test_no_file_runs_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    harmful = Harmful(tmp_path / "ran")
+    torch.save({"w": harmful}, tmp_path / "x.pt")
+    assert "could run code" in refusal(capsys, "inspect", tmp_path / "x.pt")
+    (tmp_path / "dcp").mkdir()
+    for content in (harmful, {"a": harmful}):
+        (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(content))
+        assert "could run code" in refusal(capsys, "inspect", tmp_path / "dcp")
+    assert not (tmp_path / "ran").exists()
+    (tmp_path / "dcp" / ".metadata").write_bytes(b"junk")
+    assert "metadata" in refusal(capsys, "inspect", tmp_path / "dcp")
+
+
+def test_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "there is no file or folder" in refusal(capsys, "inspect", tmp_path / "none")
+    assert "a folder without a checkpoint" in refusal(capsys, "inspect", tmp_path)
+    (tmp_path / "x.bin").write_bytes(b"text")
+    assert "cannot be read" in refusal(capsys, "inspect", tmp_path / "x.bin")
+    (tmp_path / "x.safetensors").write_bytes(b"text")
+    assert "cannot be read" in refusal(capsys, "inspect", tmp_path / "x.safetensors")
+    torch.save([1, 2], tmp_path / "list.pt")
+    assert "no tensors by name" in refusal(capsys, "inspect", tmp_path / "list.pt")
+    torch.save({"module": {"w": torch.ones(2)}, "epoch": 3}, tmp_path / "nested.pt")
+    assert answer(capsys, "inspect", tmp_path / "nested.pt")["elements"] == 2

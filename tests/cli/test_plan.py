@@ -1,0 +1,264 @@
+"""``plan`` predicts what a run holds, needs at most, sends and computes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+import functional_ds as fds
+from functional_ds import comm
+from functional_ds import transforms as T
+from functional_ds.cli.planning.candidate import Candidate
+from functional_ds.cli.planning.machine import MACHINES, Machine
+from functional_ds.cli.planning.subject import subject_of
+from functional_ds.cli.planning.values_free_step import StepAllocations, step_shape
+from functional_ds.comm.record.ledger import Row
+from functional_ds.modules.flops import FlopCounter
+from tests.cli.models_by_name import HERE
+from tests.cli.running import answer, refusal, run
+
+KEYS = {
+    *("name", "ranks", "stage", "precision", "micro_batch", "accumulate", "recompute", "memory", "peak_has_activations"),
+    *("limit", "fits", "why_not", "sent", "flops", "seconds", "step_seconds", "samples_per_second", "line"),
+}
+CUT = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}  # else small leaves stay whole
+
+
+def trained(model: str, candidate: Candidate) -> tuple[Any, ...]:
+    """A state, the batch, and the step, after two steps."""
+    subject = subject_of(model, device="cpu")
+    assert subject.batch is not None
+    step, batch = candidate.step(subject.loss), subject.batch(candidate.plan.batch.rows)
+    state = step.init(subject.params)
+    del subject
+    for _ in range(2):
+        state, _ = step(state, batch)
+    return step, state, batch
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "accumulate", "recompute"),
+    [(0, "fp32", 1, False), (1, "bf16", 2, False), (2, "fp32", 2, True), (3, "bf16", 1, False), (3, "fp32", 1, True)],
+)
+def test_state_bytes_and_operations_are_those_of_a_run(stage: int, precision: str, accumulate: int, recompute: bool) -> None:
+    model = f"{HERE}:{'blocks' if recompute else 'mlp'}"
+    candidate = Candidate.of(
+        CUT if stage == 3 else {},
+        2,
+        stage=stage,
+        precision=precision,
+        micro_batch=3,
+        accumulate=accumulate,
+        recompute=recompute,
+    )
+    mine = step_shape(subject_of(model), candidate, rank=1)
+
+    def program() -> tuple[int, dict[tuple[str, str], int], int]:
+        step, state, batch = trained(model, candidate)
+        with comm.ledger() as book, FlopCounter() as counter:
+            state, _ = step(state, batch)
+        rows = {(row.collective, row.group): row.bytes for row in book.rows}
+        return fds.memory.measured(state).state, rows, counter.total
+
+    held, sent, flops = comm.simulate(program, world_size=2)[1]
+    assert mine.memory.state == held
+    assert {(row.collective, row.group): row.bytes for row in mine.sent} == sent
+    assert mine.flops == flops
+
+
+def _allocated(model: str, candidate: Candidate) -> int:
+    """The peak of torch's allocator in a step, over what is there before it."""
+    step, state, batch = trained(model, candidate)
+    standing = fds.memory.measured(state).state + batch.nbytes
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        step(state, batch)
+    now = most = 0
+    for event in seen.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return standing + most
+
+
+@pytest.mark.parametrize(
+    ("model", "stage", "recompute"), [("blocks", 0, False), ("blocks", 3, False), ("blocks", 2, True), ("attention", 1, False)]
+)
+def test_the_peak_is_within_ten_percent_of_the_allocators(model: str, stage: int, recompute: bool) -> None:
+    candidate = Candidate.of(CUT if stage == 3 else {}, 1, stage=stage, precision="fp32", micro_batch=64, recompute=recompute)
+    predicted = step_shape(subject_of(f"{HERE}:{model}"), candidate).peak
+    assert predicted == pytest.approx(_allocated(f"{HERE}:{model}", candidate), rel=0.1)
+
+
+def test_activations_are_kept_beside_gathered_units() -> None:
+    """Without values all tensors lie at one address; stage 3 must tell activations from params there."""
+    candidates = [Candidate.of({}, 2, stage=2, micro_batch=256), Candidate.of(CUT, 2, stage=3, micro_batch=256)]
+    stage_2, stage_3 = (step_shape(subject_of(f"{HERE}:blocks"), each).activations for each in candidates)
+    assert stage_3 == pytest.approx(stage_2, rel=0.2)
+
+
+def test_two_processes_hold_what_was_predicted() -> None:
+    candidate = Candidate.of(CUT, 2, stage=3, precision="fp32", micro_batch=64)
+    found = comm.spawn(_on_a_rank, f"{HERE}:blocks", candidate, world_size=2, backend="gloo")
+    shape = step_shape(subject_of(f"{HERE}:blocks"), candidate)
+    for state, peak in found:
+        assert state == shape.memory.state
+        assert shape.peak == pytest.approx(peak, rel=0.1)
+
+
+def _on_a_rank(model: str, candidate: Candidate) -> tuple[int, int]:
+    """Its state, and the tensors that are alive at most: the allocator's profile does not see the threads that gather."""
+    step, state, batch = trained(model, candidate)
+    with StepAllocations() as noted:
+        noted.live.note([*(leaf for leaf in fds.tree.leaves(state) if isinstance(leaf, Tensor)), batch])
+        state, _ = step(state, batch)
+    return fds.memory.measured(state).state, noted.live.peak
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def test_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", f"{HERE}:mlp", "--mesh", "dp=4", "--zero", "1,3", "--precision", "fp32", "--machine", "h100"]
+    found = answer(capsys, *words)
+    assert found.keys() == {"model", "ranks", "machine", "candidates", "fits"}
+    assert all(each.keys() == KEYS for each in found["candidates"])
+    first, second = found["candidates"]
+    assert (first["stage"], second["stage"], first["limit"]) == (1, 3, 80 * 10**9)
+    assert second["memory"]["state"] <= first["memory"]["state"]
+    assert first["seconds"].keys() == {"compute", "update", "communicate"}
+    assert first["step_seconds"] == pytest.approx(sum(first["seconds"].values()))
+    out = run(capsys, *words)[1]
+    assert all(word in out for word in ("memory of a rank", "sent by a rank in a step", "reduce_scatter", "T.zero(1)"))
+
+
+def test_what_does_not_fit_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, "plan", f"{HERE}:mlp", "--limit", "1kB", "--zero", "2", code=1)
+    assert found["fits"] == []
+    assert "the state alone does" in found["candidates"][0]["why_not"]
+    assert "what does not fit" in run(capsys, "plan", f"{HERE}:mlp", "--limit", "1kB", "--zero", "2")[1]
+
+
+def test_a_config_is_the_strategy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {
+        "train_batch_size": 8,
+        "gradient_accumulation_steps": 2,
+        "fp16": {"enabled": True},
+        "zero_optimization": {"stage": 1},
+    }
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    found = answer(capsys, "plan", f"{HERE}:mlp", "--config", tmp_path / "ds.json", "--mesh", "dp=2", "--explain")
+    (each,) = found["candidates"]
+    assert (each["stage"], each["precision"], each["micro_batch"], each["accumulate"]) == (1, "fp16", 2, 2)
+    assert {"key": "zero_optimization.stage", "became": "became", "reason": "`T.zero(1, world)`."} in found["explain"]
+
+
+def test_shapes_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "shapes.json").write_text(json.dumps({"w": [64, 32], "b": {"shape": [32], "dtype": "float32"}}))
+    found = answer(capsys, "plan", tmp_path / "shapes.json", "--mesh", "dp=2", "--zero", "0", "--precision", "fp32")
+    assert found["model"] == {"name": str(tmp_path / "shapes.json"), "parameters": 64 * 32 + 32, "complete": False}
+    (each,) = found["candidates"]
+    assert each["memory"]["params"] == 4 * (64 * 32 + 32)
+    assert each["memory"]["activations"] is None
+    assert each["step_seconds"] is None
+
+
+def test_a_hugging_face_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_key_value_heads": 1, **sizes}))
+    words = ["plan", tmp_path, "--zero", "2", "--seq", 8, "--precision", "fp32", "--device", "cpu"]
+    found = answer(capsys, *words)
+    candidate = Candidate.of({}, 1, stage=2, precision="fp32")
+    subject = subject_of(str(tmp_path), seq=8, device="cpu")
+    assert subject.batch is not None
+    step = candidate.step(subject.loss)
+    state = step.init(subject.params)
+    with FlopCounter() as counter:
+        state, _ = step(state, subject.batch(1))
+    assert found["candidates"][0]["flops"] == counter.total
+    assert found["candidates"][0]["memory"]["state"] == fds.memory.measured(state).state
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["nothing"], "neither a file nor 'module:function'"),
+        (["none.json"], "there is no file none.json"),
+        (["none.py:model"], "there is no file none.py"),
+        (["no_such_module:model"], "ModuleNotFoundError"),
+        ([f"{HERE}:nothing"], "has no 'nothing'"),
+        ([f"{HERE}:wrong"], "gives a int"),
+        ([f"{HERE}:raises"], "raised ZeroDivisionError: no model today"),
+        ([f"{HERE}:reads"], "meta tensors"),
+        ([f"{HERE}:mlp", "--zero", "4"], "--zero: 4 should be from 0 to 3"),
+        ([f"{HERE}:mlp", "--precision", "fp8"], "'fp8' is none of fp32, bf16, fp16"),
+        ([f"{HERE}:mlp", "--mesh", "dp=x"], "'dp=x' should be an axis and its size"),
+        ([f"{HERE}:mlp", "--mesh", "dp=2,tp=2"], "the axis 'tp' is not planned here"),
+        ([f"{HERE}:mlp", "--limit", "much"], "no number of bytes"),
+        ([f"{HERE}:mlp", "--machine", "abacus"], "none of here, a100-40gb"),
+        ([f"{HERE}:mlp", "--micro-batch", "0"], "at least 1"),
+        ([f"{HERE}:mlp", "--device", "tpu"], "neither cuda nor cpu"),
+        ([f"{HERE}:mlp", "--config", "none.json"], "there is no file none.json"),
+        ([f"{HERE}:plain", "--recompute", "--zero", "0"], "remat"),
+    ],
+)
+def test_input_that_cannot_be_used(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert says in refusal(capsys, "plan", *words)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "no JSON"),
+        ('{"train_batch_sise": 8}', "train_batch_size"),
+        ('{"train_batch_size": 8, "train_batch_size": 8}', "train_batch_size"),
+        ('{"train_batch_size": 9, "train_micro_batch_size_per_gpu": 2}', "9 rows are not"),
+    ],
+)
+def test_a_typo_in_a_config_is_named(tmp_path: Path, text: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "ds.json").write_text(text)
+    assert says in refusal(capsys, "plan", f"{HERE}:mlp", "--config", tmp_path / "ds.json")
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"w": 3}', '{"w": [-1]}', '{"w": {"shape": [1], "dtype": "float99"}}', "{"])
+def test_wrong_shapes(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "shapes.json").write_text(text)
+    assert "shapes.json" in refusal(capsys, "plan", tmp_path / "shapes.json")
+
+
+# -- lines and machines ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_line_is_the_strategy(stage: int, precision: str) -> None:
+    candidate = Candidate.of({}, 1, stage=stage, precision=precision, micro_batch=2, accumulate=2)
+    made = eval(candidate.line(), {"fds": fds, "T": T})
+    ours = str(candidate.plan.transform).replace(" -> stop_at_minimum", "").replace(" -> for_ranks(1)", "")
+    assert repr(made) == ours
+
+
+def test_a_schedule_is_the_plans() -> None:
+    config = {"train_batch_size": 2, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}}
+    assert "T.schedule(plan.schedule)" in Candidate.of(config, 1).line()
+
+
+def test_a_ring_takes_what_the_model_says() -> None:
+    machine = Machine("m", 1e12, 1e12, 1e12, link_bandwidth=1e9, link_latency=1e-6)
+    payload, n = 4 * 10**6, 4
+    row = Row("all_reduce", "world", n, calls=2, bytes=2 * 2 * (n - 1) * payload // n)
+    assert machine.sends(row) == pytest.approx(2 * (2 * (n - 1) * 1e-6 + 2 * (n - 1) / n * payload / 1e9))
+    assert machine.computes(10**12, operations=10, precision="bf16") == 1.0
+    assert attrs.evolve(machine, device="cpu").computes(10**12, operations=10, precision="fp32") == 1.0 + 10 * 5e-6
+
+
+def test_machines_are_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "m.json").write_text(json.dumps({**attrs.asdict(MACHINES["h100"]), "memory": 10**6}))
+    found = answer(capsys, "plan", f"{HERE}:mlp", "--machine", tmp_path / "m.json", "--zero", "0")
+    assert found["candidates"][0]["limit"] == 10**6
+    (tmp_path / "m.json").write_text(json.dumps({"flops": 0}))
+    assert "should be JSON with" in refusal(capsys, "plan", f"{HERE}:mlp", "--machine", tmp_path / "m.json")

@@ -1,0 +1,101 @@
+"""``tune``: what is enumerated, how it is halved, and that a run that dies is a result."""
+
+import json
+from pathlib import Path
+
+import attrs
+import pytest
+
+from functional_ds.cli import tune_command
+from functional_ds.cli.planning.candidate import Candidate
+from functional_ds.cli.tune_command import candidates_of
+from functional_ds.cli.tuning import trial
+from functional_ds.cli.tuning.halving import Measurement, halve
+from functional_ds.cli.tuning.trial import TrialSpec, measure, run_rank
+from tests.cli.models_by_name import HERE
+from tests.cli.running import answer, refusal, run
+
+
+def test_the_fastest_wins_and_the_dead_are_last() -> None:
+    times = {"a": 5.0, "b": 1.0, "c": None, "d": 3.0, "e": 2.0}
+    calls = []
+
+    def measured(name: str, steps: int) -> Measurement:
+        calls.append((name, steps))
+        return Measurement(times[name], why="" if times[name] else "killed")
+
+    found = halve(list(times), measured, steps=2)
+    assert [run.candidate for run in found] == ["b", "e", "d", "a", "c"]
+    assert [run.steps for run in found] == [8, 4, 2, 2, 2]
+    assert found[-1].found.why == "killed"
+    assert calls == [*((name, 2) for name in "abcde"), ("b", 4), ("e", 4), ("b", 8)]
+    assert halve([], measured) == []
+    assert halve(["c"], measured)[0].found.seconds is None
+
+
+def test_every_candidate_trains_on_the_same_rows() -> None:
+    found = candidates_of({}, 2, 24, stages=[0, 3], precisions=["fp32"], micro=None, recompute=(False, True))
+    assert len(found) == 2 * 6 * 2
+    assert {each.plan.batch.train_batch_size for each in found} == {24}
+    assert len({json.dumps(each.as_dict()) for each in found}) == len(found)
+
+
+def test_a_child_that_dies_is_a_result() -> None:
+    """One child each: one is killed, one takes too long."""
+    spec = TrialSpec(f"{HERE}:dies", dict(Candidate.of({}, 1, micro_batch=2).config), 1, steps=1)
+    assert measure(spec, timeout=100).why.startswith("signal SIGKILL")
+    assert measure(spec, timeout=0.01).why == "it took longer than 0.01 s"
+
+
+def test_a_trial_measures_what_it_says(tmp_path: Path) -> None:
+    spec = TrialSpec(f"{HERE}:mlp", dict(Candidate.of({}, 1, stage=1, micro_batch=4).config), 1, steps=2)
+    seconds, peak, state = run_rank(spec)
+    assert seconds > 0
+    assert peak >= 0
+    (tmp_path / "spec.json").write_text(json.dumps(attrs.asdict(spec)))
+    trial.main(str(tmp_path / "spec.json"), str(tmp_path / "out.json"))
+    assert json.loads((tmp_path / "out.json").read_text())["state"] == state
+
+
+def test_the_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def quick(spec: TrialSpec, *, timeout: float) -> Measurement:
+        accumulate = spec.config["gradient_accumulation_steps"]
+        if accumulate == 1:
+            return Measurement(why="exit code 1: RuntimeError: out of memory")
+        return Measurement(1.0 / accumulate, 10**6, 10**5)
+
+    monkeypatch.setattr(tune_command, "measure", quick)
+    words = ["tune", f"{HERE}:mlp", "--rows", 4, "--zero", "0", "--machine", "h100", "--best", 9, "--out", tmp_path / "ds.json"]
+    found = answer(capsys, *words)
+    keys = {"model", "ranks", "rows", "machine", "candidates", "do_not_fit", "refused", "runs", "winner"}
+    assert found.keys() == keys
+    assert found["winner"]["accumulate"] == 4
+    assert found["winner"]["predicted"].keys() == found["winner"]["measured"].keys() == {"step_seconds", "peak", "state"}
+    assert [each["why"] for each in found["runs"]].count("exit code 1: RuntimeError: out of memory") == 1
+    config = json.loads((tmp_path / "ds.json").read_text())
+    assert config["gradient_accumulation_steps"] == 4
+    assert found["winner"]["line"].startswith("fds.compose(T.zero(0), T.accumulate(4)")
+    assert "winner: zero 0, fp32, 4 x 1 rows" in run(capsys, *words)[1]
+
+
+def test_nothing_ends_well(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune_command, "measure", lambda spec, *, timeout: Measurement(why="killed"))
+    found = answer(capsys, "tune", f"{HERE}:mlp", "--rows", 1, "--zero", "1", "--machine", "h100", code=1)
+    assert found["winner"] is None
+    found = answer(capsys, "tune", f"{HERE}:mlp", "--rows", 1, "--zero", "1", "--machine", "h100", "--limit", "1kB", code=1)
+    assert len(found["do_not_fit"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([f"{HERE}:mlp"], "--rows"),
+        ([f"{HERE}:mlp", "--rows", "3", "--ranks", "2"], "do not divide among 2 ranks"),
+        ([f"{HERE}:mlp", "--rows", "4", "--micro-batch", "3"], "none divides the 4 rows"),
+        ([f"{HERE}:mlp", "--rows", "0"], "at least 1"),
+        ([f"{HERE}:mlp", "--rows", "1", "--recompute", "maybe"], "none of no, yes, both"),
+        ([f"{HERE}:plain", "--rows", "1", "--machine", "h100"], "no loss and no batch"),
+    ],
+)
+def test_input_that_cannot_be_used(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert says in refusal(capsys, "tune", *words)
