@@ -1,4 +1,4 @@
-"""The command line of train_gpt.py, checked as a whole before any rank starts."""
+"""The command line of train_gpt.py: flags in the place of entries of train_gpt.toml, checked before any rank starts."""
 
 import argparse
 import math
@@ -9,63 +9,63 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import attrs
-import corpus
-import gpt
 import torch
+
+from functional_ds import jobs
+
+JOB = Path(__file__).with_name("train_gpt.toml")
+SIZES = ("layers", "width", "heads", "context")
 
 
 @attrs.frozen
 class Flags:
-    """What to train and how. `batch` is a step's rows over all ranks, so that losses do not depend on their number."""
+    """What to train, and what to do beside training."""
 
-    data: Path | None
-    zero: int
-    dtype: str
-    accumulate: int
-    clip: float
-    lr: float
-    layers: int
-    width: int
-    heads: int
-    context: int
-    batch: int
-    steps: int
-    seed: int
+    job: jobs.Job
     out: Path
-    save: Path | None
-    resume: bool
-    every: int
     check: bool
     sample: int
     profile: bool
     start: str  # who starts the ranks: spawn, simulate or torchrun
     ranks: int
-    device: str
 
     def __attrs_post_init__(self) -> None:
-        parts = self.ranks * self.accumulate
-        if self.batch % parts:
+        rows, parts = self.job.data.rows, self.ranks * self.accumulate
+        if rows % parts:
             raise ValueError(
-                f"--batch {self.batch} does not divide among {self.ranks} ranks x {self.accumulate} micro-batches; "
+                f"--batch {rows} does not divide among {self.ranks} ranks x {self.accumulate} micro-batches; "
                 f"use a multiple of {parts}"
             )
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"--seed {self.seed} must be at least 0 and below 2**63")
         if self.sample < 0:
             raise ValueError(f"--sample {self.sample} must be at least 0 bytes")
-        if self.resume and self.save is None:
-            raise ValueError("--resume: say with --save where the checkpoints are")
-        if math.isinf(self.lr):
-            raise ValueError("--lr inf: the learning rate must be finite")
 
     def __str__(self) -> str:
         ranks = f"{self.ranks} {'simulated ' * (self.start == 'simulate')}rank{'s' * (self.ranks > 1)}"
-        return f"GPT {self.layers} x {self.width}, {self.dtype}, ZeRO-{self.zero} on {ranks}"
+        sizes = self.job.model.arguments["config"]
+        return f"GPT {sizes['layers']} x {sizes['width']}, {self.dtype}, ZeRO-{self.zero} on {ranks}"
 
     @property
-    def model(self) -> gpt.Config:
-        """The model's sizes."""
-        return gpt.Config(layers=self.layers, width=self.width, heads=self.heads, context=self.context)
+    def zero(self) -> int:
+        """ZeRO's stage."""
+        return int(self._argument("zero", "stage"))
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches of a step."""
+        return int(self._argument("accumulate", "k"))
+
+    @property
+    def dtype(self) -> str:
+        """What the model computes in."""
+        return "bf16" if any(each.name == "mixed_precision" for each in self.job.strategy) else "fp32"
+
+    @property
+    def every(self) -> int:
+        """Steps between validations, and checkpoints."""
+        return (self.job.evaluation and self.job.evaluation.every) or self.job.steps
+
+    def _argument(self, name: str, argument: str) -> Any:
+        return next(each.arguments[argument] for each in self.job.strategy if each.name == name)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -89,62 +89,89 @@ def _above_zero(text: str) -> float:
 
 def parse(argv: Sequence[str] | None, *, doc: str | None) -> Flags:
     """The flags; what makes no sense ends the program with one line and status 2."""
-    parser = _parser(doc)
-    found = vars(parser.parse_args(argv))
+    job = jobs.load_job(JOB)
+    parser = _parser(doc, job)
+    given = parser.parse_args(argv)
     try:
-        ranks = _ranks(found.pop("ranks"), found.pop("simulate"))
-        wanted = found.pop("dtype")
-        found["every"] = found["every"] or max(1, found["steps"] // 10)
-        flags = Flags(**found, **ranks, dtype=wanted or _dtype(ranks["device"]))
-        corpus.load(flags.data, context=flags.context)
-        _ = flags.model
+        start, ranks, here = _ranks(given.ranks, given.simulate, job)
+        device = "cuda" if torch.cuda.device_count() >= here else "cpu"
+        wanted = given.dtype or _dtype(device)
+        job = job.changed(_changes(given, wanted) | {"ranks": ranks, "simulate": start == "simulate", "device": device})
+        flags = Flags(job, given.out, given.check, given.sample, given.profile, start, ranks)
+        jobs.check_job(job)
         flags.out.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    if wanted is None and flags.dtype == "fp32" and os.environ.get("RANK", "0") == "0":
+    if given.dtype is None and wanted == "fp32" and os.environ.get("RANK", "0") == "0":
         note = "this CPU has no bf16 arithmetic: training in fp32, which is faster here (--dtype bf16 insists)"
         print(note, file=sys.stderr)
     return flags
 
 
-def _parser(doc: str | None) -> argparse.ArgumentParser:
+def _changes(given: argparse.Namespace, dtype: str) -> dict[str, Any]:
+    """The entries that flags change, by path."""
+    if not 0 <= given.seed < 2**63:
+        raise ValueError(f"--seed {given.seed} must be at least 0 and below 2**63")
+    if given.resume and given.save is None:
+        raise ValueError("--resume: say with --save where the checkpoints are")
+    if math.isinf(given.lr):
+        raise ValueError("--lr inf: the learning rate must be finite")
+    steps, every = given.steps, given.every or max(1, given.steps // 10)
+    found: dict[str, Any] = {f'model.gpt:GPT.config.{name}': getattr(given, name) for name in SIZES}
+    found |= {"steps": steps, "seed": given.seed, "data.rows": given.batch, "data.context": given.context}
+    found |= {"strategy.zero.stage": given.zero, "strategy.accumulate.k": given.accumulate, "strategy.clip.limit": given.clip}
+    # a tenth of the steps to warm up, but not under 30
+    found |= {"schedule.warmup_cosine.warmup": min(max(steps // 10, 30), steps), "schedule.warmup_cosine.total": steps}
+    found |= {"optimizer.adamw.lr": given.lr, "evaluation.every": every}
+    if dtype == "fp32":
+        found["strategy.mixed_precision"] = None
+    if given.data is not None:
+        found["data.files"] = [str(given.data.absolute())]
+    if given.save is not None:
+        found["checkpoints"] = {"folder": str(given.save), "every": every, "resume": given.resume}
+    return found
+
+
+def _parser(doc: str | None, job: jobs.Job) -> argparse.ArgumentParser:
+    """Defaults are those of the file."""
+    calls = {each.name: each.arguments for each in job.strategy}
+    sizes, rate = job.model.arguments["config"], job.optimizer.arguments["lr"] if job.optimizer else None
     parser = _Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flag = parser.add_argument
-    flag("--data", type=Path, metavar="FILE", help="the text (default: Python's standard library)")
-    flag("--zero", type=int, choices=range(4), default=3, help="the stage (default: %(default)s)")
+    flag, shown = parser.add_argument, "(default: %(default)s)"
+    flag("--data", type=Path, metavar="PATH", help="the text: a file, or a folder of such (default: Python's standard library)")
+    flag("--zero", type=int, choices=range(4), default=calls["zero"]["stage"], help=f"the stage {shown}")
     flag("--dtype", choices=("bf16", "fp32"), help="bf16 keeps fp32 masters (default: bf16; fp32 on a CPU without it)")
-    flag("--accumulate", type=_positive, default=1, metavar="K", help="micro-batches of a step (default: %(default)s)")
-    flag("--clip", type=_above_zero, default=1.0, metavar="NORM", help="inf for never (default: %(default)s)")
-    flag("--lr", type=_above_zero, default=1e-3, help="the highest learning rate (default: %(default)s)")
-    for name, default in {"layers": 4, "width": 192, "heads": 3, "context": 128}.items():
-        flag(f"--{name}", type=_positive, default=default, metavar="N", help="(default: %(default)s)")
-    flag("--batch", type=_positive, default=32, metavar="N", help="rows of a step, over all ranks (default: %(default)s)")
-    flag("--steps", type=_positive, default=300, metavar="N", help="(default: %(default)s)")
-    flag("--seed", type=int, default=0, help="of the weights and batches (default: %(default)s)")
+    flag("--accumulate", type=_positive, default=calls["accumulate"]["k"], metavar="K", help=f"micro-batches of a step {shown}")
+    flag("--clip", type=_above_zero, default=calls["clip"]["limit"], metavar="NORM", help=f"inf for never {shown}")
+    flag("--lr", type=_above_zero, default=rate, help=f"the highest learning rate {shown}")
+    for name in SIZES:
+        flag(f"--{name}", type=_positive, default=sizes[name], metavar="N", help=shown)
+    flag("--batch", type=_positive, default=job.data.rows, metavar="N", help=f"rows of a step, over all ranks {shown}")
+    flag("--steps", type=_positive, default=job.steps, metavar="N", help=shown)
+    flag("--seed", type=int, default=job.seed, help=f"of the weights and batches {shown}")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--ranks", type=_positive, metavar="N", help="local processes (default: 2; under torchrun, its)")
+    where.add_argument("--ranks", type=_positive, metavar="N", help=f"local processes (default: {job.ranks}; under torchrun, its)")
     where.add_argument("--simulate", type=_positive, metavar="N", help="simulated ranks, in this one process")
-    flag("--out", type=Path, default=Path("out"), metavar="DIR", help="what is written (default: %(default)s)")
+    flag("--out", type=Path, default=Path("out"), metavar="DIR", help=f"what is written {shown}")
     flag("--save", type=Path, metavar="DIR", help="checkpoints, every so many steps and at the end (default: none)")
     flag("--resume", action="store_true", help="go on from the newest of them, if there is one")
     flag("--every", type=_positive, metavar="N", help="steps between validations, and checkpoints (default: a tenth of all)")
     flag("--check", action="store_true", help="train on one device too, and print how far the losses differ")
     flag("--profile", action="store_true", help="measure steps: where time, operations and bytes go")
-    flag("--sample", type=int, default=500, metavar="BYTES", help="text at the end; 0 for none (default: %(default)s)")
+    flag("--sample", type=int, default=500, metavar="BYTES", help=f"text at the end; 0 for none {shown}")
     return parser
 
 
-def _ranks(ranks: int | None, simulate: int | None) -> dict[str, Any]:
-    """Who starts the ranks, how many, and on what: GPUs where there is one for each, else the CPU."""
+def _ranks(ranks: int | None, simulate: int | None, job: jobs.Job) -> tuple[str, int, int]:
+    """Who starts the ranks, how many, and how many of them need a device of their own here."""
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         if ranks or simulate:
             raise ValueError("torchrun has started the ranks: leave --ranks and --simulate out")
-        start, ranks, here = "torchrun", int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    elif simulate:
-        start, ranks, here = "simulate", simulate, 1
-    else:
-        start, ranks, here = "spawn", ranks or 2, ranks or 2
-    return {"start": start, "ranks": ranks, "device": "cuda" if torch.cuda.device_count() >= here else "cpu"}
+        return "torchrun", int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if simulate:
+        return "simulate", simulate, 1
+    count = ranks or job.world_size
+    return "spawn", count, count
 
 
 def _dtype(device: str) -> str:
