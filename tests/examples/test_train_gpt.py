@@ -110,7 +110,8 @@ def test_check_finds_a_difference(
     flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step that was composed wrongly does not pass for the right one."""
-    monkeypatch.setattr(train_gpt, "on_one_device", lambda flags: train_gpt.PRECISION[flags.dtype])
+    right = train_gpt.on_one_device
+    monkeypatch.setattr(train_gpt, "on_one_device", lambda job: right(job).changed({"strategy.clip": None, "schedule": None}))
     train(flags, "--simulate", "2", "--check", "--dtype", "fp32")
     assert float(re.findall(r"the largest: (\S+) in step", capsys.readouterr().out.replace(",", ""))[0]) > 1e-3
 
@@ -325,7 +326,7 @@ BAD = [
     ("--data {tmp}/nowhere.txt", "nowhere.txt does not exist"),
     ("--data {tmp}/empty.txt", "empty.txt is empty"),
     ("--data {tmp}/short.txt", "fewer than context + 1 = 17"),
-    ("--data {tmp}", "is not a file"),
+    ("--data {tmp}/folder", "folder has no files"),
     ("--out {tmp}/empty.txt", "empty.txt"),
     ("--unheard-of", "--unheard-of"),
     ("--resume", "say with --save where the checkpoints are"),
@@ -339,6 +340,7 @@ def test_bad_input_is_refused_in_one_line(
 ) -> None:
     (tmp_path / "empty.txt").touch()
     (tmp_path / "short.txt").write_text("x" * 160)
+    (tmp_path / "folder").mkdir()
     with pytest.raises(SystemExit) as end:
         train_gpt.main([*flags, *bad.format(tmp=tmp_path).split()])
     shown = capsys.readouterr()
