@@ -117,7 +117,7 @@ def _changes(given: argparse.Namespace, dtype: str) -> dict[str, Any]:
     if math.isinf(given.lr):
         raise ValueError("--lr inf: the learning rate must be finite")
     steps, every = given.steps, given.every or max(1, given.steps // 10)
-    found: dict[str, Any] = {f'model.gpt:GPT.config.{name}': getattr(given, name) for name in SIZES}
+    found: dict[str, Any] = {f"model.gpt:GPT.config.{name}": getattr(given, name) for name in SIZES}
     found |= {"steps": steps, "seed": given.seed, "data.rows": given.batch, "data.context": given.context}
     found |= {"strategy.zero.stage": given.zero, "strategy.accumulate.k": given.accumulate, "strategy.clip.limit": given.clip}
     # a tenth of the steps to warm up, but not under 30
@@ -150,7 +150,9 @@ def _parser(doc: str | None, job: jobs.Job) -> argparse.ArgumentParser:
     flag("--steps", type=_positive, default=job.steps, metavar="N", help=shown)
     flag("--seed", type=int, default=job.seed, help=f"of the weights and batches {shown}")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--ranks", type=_positive, metavar="N", help=f"local processes (default: {job.ranks}; under torchrun, its)")
+    where.add_argument(
+        "--ranks", type=_positive, metavar="N", help=f"local processes (default: {job.ranks}; under torchrun, its)"
+    )
     where.add_argument("--simulate", type=_positive, metavar="N", help="simulated ranks, in this one process")
     flag("--out", type=Path, default=Path("out"), metavar="DIR", help=f"what is written {shown}")
     flag("--save", type=Path, metavar="DIR", help="checkpoints, every so many steps and at the end (default: none)")

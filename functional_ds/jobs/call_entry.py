@@ -143,7 +143,7 @@ def call_entry(value: Any, kind: str) -> CallEntry:
     function = KINDS[kind].function(name)
     arguments = dict(given) if isinstance(given, Mapping) else {_first(function): given}
     try:
-        check_arguments(function, arguments, partial=kind == "loss")  # it gets logits and targets beside
+        check_arguments(function, arguments, partial=kind in ("loss", "unit partition"))  # these get more when they are called
     except JobError as error:
         raise error.within(name) from None
     return CallEntry(name, arguments)
@@ -200,7 +200,11 @@ def _mismatch(value: Any, annotation: Any) -> str | None:
     origin = get_origin(annotation)
     if origin is Literal:
         words = get_args(annotation)
-        return None if value in words and type(value) in {type(word) for word in words} else f"one of {', '.join(map(repr, words))}"
+        return (
+            None
+            if value in words and type(value) in {type(word) for word in words}
+            else f"one of {', '.join(map(repr, words))}"
+        )
     if origin in (Union, UnionType):
         found = [_mismatch(value, each) for each in get_args(annotation)]
         return None if None in found else " or ".join(dict.fromkeys(each for each in found if each and each != "left out"))
@@ -217,5 +221,3 @@ def _mismatch(value: Any, annotation: Any) -> str | None:
     if annotation is type(None):
         return None if value is None else "left out"
     return None
-
-

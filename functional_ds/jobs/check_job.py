@@ -5,6 +5,7 @@ from functional_ds import comm
 from .job import Job
 from .job_data import text_of
 from .job_errors import JobError
+from .job_lines import located
 from .prepare import loss_function, strategy_of
 from .resolve import Surroundings, function_and_arguments
 
@@ -25,14 +26,15 @@ def check_job(job: Job) -> None:
         ...
     functional_ds.jobs.job_errors.JobError: model.models:MLP: there is no module 'models', neither in . nor installed
     """
-    try:
-        function_and_arguments(job.model, "model", job, Surroundings())
-    except JobError as error:
-        raise error.within(f"model.{job.model.name}") from None
-    loss_function(job)
-    comm.simulate(_try_strategy, job, world_size=job.world_size, shapes_only=True)
-    if not (job.data.dataset or job.data.tokenizer or job.data.text):
-        text_of(job)
+    with located(job.file):
+        try:
+            function_and_arguments(job.model, "model", job, Surroundings())
+        except JobError as error:
+            raise error.within(f"model.{job.model.name}") from None
+        loss_function(job)
+        comm.simulate(_try_strategy, job, world_size=job.world_size, shapes_only=True)
+        if not (job.data.dataset or job.data.tokenizer or job.data.text):
+            text_of(job)
 
 
 def _try_strategy(job: Job) -> None:

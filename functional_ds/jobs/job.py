@@ -8,7 +8,8 @@ import attrs
 
 from .call_entry import CallEntry
 from .job_errors import JobError
-from .job_reader import changed, entry, read, written
+from .job_lines import located
+from .job_reader import changed, entry, read, typed, written
 from .job_toml import toml
 
 __all__ = ["RECORDS", "DataEntry", "DeepSpeedEntry", "EvaluationEntry", "Job", "LogsEntry", "ProfileEntry", "SavedEntry"]
@@ -30,11 +31,13 @@ def _sizes(value: dict[str, int]) -> str | None:
     return None if all(size >= 1 for size in value.values()) else "sizes of at least 1"
 
 
-@attrs.frozen
+@attrs.frozen(field_transformer=typed)
 class DataEntry:
     """What the model is trained on: text, as bytes or tokens, in rows of `context` tokens that begin anywhere."""
 
-    rows: int = entry("rows of a step, over all ranks; losses do not depend on the number of ranks", default=32, check=_least(1))
+    rows: int = entry(
+        "rows of a step, over all ranks; losses do not depend on the number of ranks", default=32, check=_least(1)
+    )
     context: int = entry("tokens of a row", default=128, check=_least(1))
     files: tuple[str, ...] = entry(
         "files of text and folders of such; left out, the sources of Python's standard library, 8 MB", default=()
@@ -62,7 +65,7 @@ class DataEntry:
             raise JobError("`text` gives tokens itself; leave one of the two out", entry="tokenizer", value=self.tokenizer)
 
 
-@attrs.frozen
+@attrs.frozen(field_transformer=typed)
 class DeepSpeedEntry:
     """A DeepSpeed config, which says what `strategy`, and perhaps `optimizer` and `schedule`, would say."""
 
@@ -70,15 +73,17 @@ class DeepSpeedEntry:
     auto: dict[str, Any] = entry('by path, what takes the place of "auto"; `train_batch_size` is `data.rows`', default={})
 
 
-@attrs.frozen
+@attrs.frozen(field_transformer=typed)
 class EvaluationEntry:
     """The mean loss of some batches that are not trained on, before the first step and after the last."""
 
-    every: int | None = entry("steps between two evaluations; left out, only the first and the last", default=None, check=_least(1))
+    every: int | None = entry(
+        "steps between two evaluations; left out, only the first and the last", default=None, check=_least(1)
+    )
     batches: int = entry("how many batches, always the same", default=4, check=_least(1))
 
 
-@attrs.frozen
+@attrs.frozen(field_transformer=typed)
 class SavedEntry:
     """Checkpoints, as `fds.Checkpoints` has them: the last step's always, and others as they are due."""
 
@@ -90,7 +95,7 @@ class SavedEntry:
     resume: bool = entry("whether a run goes on from the newest of them", default=True)
 
 
-@attrs.frozen
+@attrs.frozen(field_transformer=typed)
 class LogsEntry:
     """Where rank 0 sends losses, norms, rates and validation losses."""
 
@@ -101,7 +106,7 @@ class LogsEntry:
     progress: bool = entry("a bar with the steps made; needs the extra `fit`", default=False)
 
 
-@attrs.frozen
+@attrs.frozen(field_transformer=typed)
 class ProfileEntry:
     """Where the time, the operations and the bytes of steps go, as `fds.profile` finds."""
 
@@ -115,7 +120,7 @@ class ProfileEntry:
     )
 
 
-@attrs.frozen
+@attrs.frozen(field_transformer=typed)
 class Job:
     """What to train, on what, how, and what to write; the same losses on any number of ranks.
 
@@ -127,6 +132,7 @@ class Job:
         {zero = {stage = 2}},
         {clip = {limit = 1.0}},
     ]
+    folder = "."
     <BLANKLINE>
     [model."models:MLP"]
     <BLANKLINE>
@@ -179,7 +185,9 @@ class Job:
         "where modules, files of text, configs and tokenizers are looked for; left out of a file, it is the file's folder. "
         "What a run writes is relative to the working directory",
         default=".",
+        always=True,
     )
+    file: str | None = attrs.field(default=None, kw_only=True, eq=False, repr=False)  # where it comes from, for errors
 
     def __attrs_post_init__(self) -> None:
         size = math.prod(self.mesh.values())
@@ -214,9 +222,10 @@ class Job:
         (CallEntry('zero', stage=3),)
         """
         data = self.to_dict()
-        for path, value in changes.items():
-            changed(data, path, value)
-        found: Job = read(Job, data)
+        with located(self.file):
+            for path, value in changes.items():
+                changed(data, path, value)
+            found: Job = attrs.evolve(read(Job, data), file=self.file)
         return found
 
     def __str__(self) -> str:

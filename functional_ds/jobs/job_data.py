@@ -24,7 +24,9 @@ def imported(package: str, entry: str, value: Any) -> Any:
         JobError: it is not installed.
     """
     if find_spec(package) is None:
-        raise JobError(f"it needs the package {package}, which is not installed: pip install {package}", entry=entry, value=value)
+        raise JobError(
+            f"it needs the package {package}, which is not installed: pip install {package}", entry=entry, value=value
+        )
     return import_module(package)
 
 
@@ -48,7 +50,9 @@ def text_of(job: Job) -> Any:
 def _own(job: Job) -> Any:
     found = made(job.data.text, "text", job, entry="text")
     if not callable(getattr(found, "batch", None)):
-        raise JobError("it returned no text: an object with batch(split, step, rows=, context=, seed=, first_row=)", entry="text")
+        raise JobError(
+            "it returned no text: an object with batch(split, step, rows=, context=, seed=, first_row=)", entry="text"
+        )
     return found
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import runpy
 import tomllib
 from collections import Counter
@@ -10,11 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 from .job import Job
 from .job_errors import JobError
-from .job_reader import changed, read
+from .job_lines import located
+from .job_reader import read
 
-__all__ = ["line_of", "load_job"]
+__all__ = ["load_job"]
 
 
 def load_job(path: str | os.PathLike[str], changes: Mapping[str, Any] | None = None) -> Job:
@@ -40,18 +42,11 @@ def load_job(path: str | os.PathLike[str], changes: Mapping[str, Any] | None = N
         raise JobError(f"a job's file ends in {', '.join(readers)}", file=str(file))
     text = file.read_text(encoding="utf-8")
     data = readers[file.suffix](file, text)
-    try:
+    with located(str(file)):
         if isinstance(data, Mapping):
             data = {"folder": str(file.parent), **data}
-        job: Job = read(Job, data)
-        if changes:
-            plain_data = job.to_dict()
-            for name, value in changes.items():
-                changed(plain_data, name, value)
-            job = read(Job, plain_data)
-        return job
-    except JobError as error:
-        raise error.at(str(file), line_of(text, error.entry) if error.entry and file.suffix != ".py" else None) from None
+        job: Job = attrs.evolve(read(Job, data), file=str(file))
+        return job.changed(changes) if changes else job
 
 
 def _toml(file: Path, text: str) -> Any:
@@ -79,51 +74,3 @@ def _python(file: Path, text: str) -> Any:
     if not isinstance(found, Job | Mapping):
         raise JobError("it must set `job` to a Job, or to a table of entries", entry="job", value=found, file=str(file))
     return found
-
-
-_HEADER = re.compile(r"^\s*\[\[?([^\]=]+)\]\]?\s*(?:#.*)?$")
-_QUOTES = re.compile(r"[\"'\s]")
-
-
-def line_of(text: str, entry: str) -> int | None:
-    """The line of a TOML or JSON file on which an entry stands; None if it is not found.
-
-    Of the entry's parts, those that a table's header has are looked for there, the others one after the other behind it.
-
-    >>> line_of('steps = 3\\n[data]\\nrows = 4\\n', "data.rows")
-    3
-    """
-    lines = text.splitlines()
-    best, depth = 0, 0
-    for number, line in enumerate(lines):
-        header = _HEADER.match(line)
-        name = _QUOTES.sub("", header[1]) if header else ""
-        if header and (entry == name or entry.startswith(f"{name}.")) and len(name) > depth:
-            best, depth = number, len(name)
-    rest = entry[depth:].lstrip(".")
-    found = best if depth else None
-    while rest:
-        # a key with dots of its own is looked for before its first part
-        parts = [rest[: match.start()] for match in re.finditer(r"\.", rest)]
-        for name in [rest, *reversed(parts)]:
-            place = _key_line(lines, name, best, until_header=bool(depth) or not _is_table(lines, name))
-            if place is not None:
-                found, best, rest = place, place, rest[len(name) :].lstrip(".")
-                break
-        else:
-            rest = rest.partition(".")[2]
-    return None if found is None else found + 1
-
-
-def _is_table(lines: list[str], name: str) -> bool:
-    return any(_QUOTES.sub("", match[1]).split(".")[0] == name for match in map(_HEADER.match, lines) if match)
-
-
-def _key_line(lines: list[str], name: str, start: int, *, until_header: bool) -> int | None:
-    key = re.compile(rf"(?<![\w.]){re.escape(name)}[\"']?\s*[=:.]")
-    for number in range(start, len(lines)):
-        if until_header and number > start and _HEADER.match(lines[number]):
-            return None
-        if key.search(lines[number].partition("#")[0]):
-            return number
-    return None

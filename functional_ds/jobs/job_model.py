@@ -56,6 +56,12 @@ def huggingface(config: str | dict[str, Any], *, folder: str = ".", attention: s
 
 def next_token(logits_BTV: Tensor, targets_BT: Tensor) -> Weighted:
     """The cross-entropy of the logits in nats, summed over tokens, and their number."""
+    if not isinstance(logits_BTV, Tensor) or logits_BTV.shape[:-1] != targets_BT.shape:
+        shape = list(logits_BTV.shape) if isinstance(logits_BTV, Tensor) else type(logits_BTV).__name__
+        raise JobError(
+            f"next_token takes logits of shape {[*targets_BT.shape, 'vocabulary']}, and the model returned {shape}",
+            entry="loss",
+        )
     loss = F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), reduction="sum", ignore_index=-100)
     return Weighted(loss, (targets_BT != -100).sum())
 

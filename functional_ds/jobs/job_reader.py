@@ -9,10 +9,17 @@ import attrs
 from .call_entry import CallEntry, call_entry, plain
 from .job_errors import JobError, joined, nearest
 
-__all__ = ["calls", "changed", "entry", "read", "written"]
+__all__ = ["changed", "entries", "entry", "read", "typed", "written"]
 
 
-def entry(help: str, *, default: Any = attrs.NOTHING, kind: str | None = None, check: Callable[[Any], str | None] | None = None) -> Any:
+def entry(
+    help: str,
+    *,
+    default: Any = attrs.NOTHING,
+    kind: str | None = None,
+    check: Callable[[Any], str | None] | None = None,
+    always: bool = False,
+) -> Any:
     """A field of a record that a job's file can have.
 
     Args:
@@ -20,6 +27,7 @@ def entry(help: str, *, default: Any = attrs.NOTHING, kind: str | None = None, c
         default: its value where it is left out; none if it must be given.
         kind: of a call, which functions it may name.
         check: says what a value must be instead; None if it is right.
+        always: whether it is written even at its default.
     """
 
     def checked(record: Any, field: Any, value: Any) -> None:
@@ -28,27 +36,43 @@ def entry(help: str, *, default: Any = attrs.NOTHING, kind: str | None = None, c
             raise JobError(f"it must be {wanted}", entry=field.name, value=value)
 
     factory = {"factory": dict} if default == {} else {"default": default}
-    converter = None if kind is None else calls(kind)
-    return attrs.field(
-        **factory, metadata={"help": help, "kind": kind}, validator=checked, converter=converter, kw_only=True
-    )
+    metadata = {"help": help, "kind": kind, "always": always}
+    return attrs.field(**factory, metadata=metadata, validator=checked, kw_only=True)
 
 
-def calls(kind: str) -> Callable[[Any], Any]:
-    """A converter: one call, several of them, or None."""
+def typed(record: type[Any], fields: "list[attrs.Attribute[Any]]") -> "list[attrs.Attribute[Any]]":
+    """For ``attrs.frozen(field_transformer=)``: each entry takes what its annotation says, or plain data for it."""
+    return [field.evolve(converter=_converter(field)) if "help" in field.metadata else field for field in fields]
+
+
+def _converter(field: "attrs.Attribute[Any]") -> Callable[[Any], Any]:
+    kind, wanted = field.metadata["kind"], field.type
 
     def convert(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            found = []
-            for index, each in enumerate(value):
-                try:
-                    found.append(call_entry(each, kind))
-                except JobError as error:
-                    raise error.within(str(index)) if not error.entry else error from None
-            return tuple(found)
-        return None if value is None else call_entry(value, kind)
+        try:
+            return _typed(value, wanted) if kind is None else _calls(value, kind)
+        except JobError as error:
+            raise error.within(field.name) from None
 
     return convert
+
+
+def entries(record: type[Any]) -> "list[attrs.Attribute[Any]]":
+    """The fields of a record that a file can have."""
+    return [field for field in attrs.fields(record) if "help" in field.metadata]
+
+
+def _calls(value: Any, kind: str) -> Any:
+    """One call, several of them, or None."""
+    if not isinstance(value, list | tuple):
+        return None if value is None else call_entry(value, kind)
+    found = []
+    for index, each in enumerate(value):
+        try:
+            found.append(call_entry(each, kind))
+        except JobError as error:
+            raise (error if error.entry else error.within(str(index))) from None
+    return tuple(found)
 
 
 def read(record: type[Any], data: Any) -> Any:
@@ -61,30 +85,14 @@ def read(record: type[Any], data: Any) -> Any:
         return data
     if not isinstance(data, Mapping):
         raise JobError("it must be a table of entries", value=data)
-    attrs.resolve_types(record)
-    fields = {field.name: field for field in attrs.fields(record)}
-    values: dict[str, Any] = {}
+    fields = {field.name: field for field in entries(record)}
     for name, value in data.items():
         if name not in fields:
             raise JobError(f"there is no such entry; {nearest(str(name), list(fields))}", entry=str(name), value=value)
-        try:
-            values[name] = value if fields[name].metadata["kind"] else _typed(value, fields[name].type)
-        except JobError as error:
-            raise error.within(name) from None
-    lacking = [name for name, field in fields.items() if field.default is attrs.NOTHING and name not in values]
+    lacking = [name for name, field in fields.items() if field.default is attrs.NOTHING and name not in data]
     if lacking:
         raise JobError(f"it needs {', '.join(lacking)}: {fields[lacking[0]].metadata['help']}")
-    return _made(record, fields, values)
-
-
-def _made(record: type[Any], fields: Mapping[str, Any], values: dict[str, Any]) -> Any:
-    for name, field in fields.items():  # one by one: a converter does not say for which field it refuses
-        if field.metadata["kind"] and name in values:
-            try:
-                values[name] = field.converter(values[name])
-            except JobError as error:
-                raise error.within(name) from None
-    return record(**values)
+    return record(**data)
 
 
 _WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
@@ -142,12 +150,12 @@ def _part(value: Any, wanted: Any, name: str) -> Any:
 def written(record: Any, *, defaults: bool) -> dict[str, Any]:
     """A record as plain data, without what is None, and without defaults unless they are asked for."""
     found: dict[str, Any] = {}
-    for field in attrs.fields(type(record)):
+    for field in entries(type(record)):
         value = getattr(record, field.name)
         default = field.default.factory() if isinstance(field.default, attrs.Factory) else field.default  # type: ignore[arg-type]
         if field.converter is not None and default is not attrs.NOTHING:
             default = field.converter(default)
-        if value is None or (value == default and not defaults):
+        if value is None or (value == default and not defaults and not field.metadata["always"]):
             continue
         found[field.name] = written(value, defaults=defaults) if _is_record(value) else plain(value)
     return found

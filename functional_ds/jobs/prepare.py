@@ -1,7 +1,8 @@
 """``prepare``: what a rank trains with, made of a job."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,9 @@ from .call_entry import parameters_of
 from .job import Job
 from .job_data import text_of
 from .job_errors import JobError
+from .job_lines import located
 from .resolve import Surroundings, function_and_arguments, made
+from .token_text import TokenText
 
 __all__ = ["PreparedJob", "device_of", "prepare"]
 
@@ -65,11 +68,9 @@ class PreparedJob:
         index, count = self.step.batch_shard(state)
         parts = count * self.step.micro_batches(state)
         if self.job.data.rows % parts:
-            raise JobError(
-                f"the rows do not divide among {count} ranks x {parts // count} micro-batches; use a multiple of {parts}",
-                entry="data.rows",
-                value=self.job.data.rows,
-            )
+            problem = f"the rows do not divide among {count} ranks x {parts // count} micro-batches; use a multiple of {parts}"
+            with located(self.job.file):
+                raise JobError(problem, entry="data.rows", value=self.job.data.rows)
         self._shard[:] = [(index, count)]
         return state
 
@@ -77,9 +78,7 @@ class PreparedJob:
         """This rank's rows of a global batch, which is the same on any number of ranks."""
         place, count = self._shard[0]
         data, rows = self.job.data, self.job.data.rows // count
-        x, y = self.text.batch(
-            split, index, rows=rows, context=data.context, seed=self.job.seed, first_row=place * rows
-        )
+        x, y = self.text.batch(split, index, rows=rows, context=data.context, seed=self.job.seed, first_row=place * rows)
         return {"input_ids": x.to(self.device), "shift_labels": y.to(self.device)}
 
     @property
@@ -122,7 +121,10 @@ class PreparedJob:
             checkpoints=self.checkpoints,
             evaluation=evaluation,
             logging=Logging(
-                (*_loggers(job), *loggers), every=job.logs.every, progress=job.logs.progress, profile=_profiling(job, self.device)
+                (*_loggers(job), *loggers),
+                every=job.logs.every,
+                progress=job.logs.progress,
+                profile=_profiling(job, self.device),
             ),
             stop=stop,
         )
@@ -138,6 +140,11 @@ def prepare(job: Job, *, after: Transform | None = None) -> PreparedJob:
     Raises:
         JobError: an entry is refused by what it names; the ranks are not the job's.
     """
+    with located(job.file):
+        return _prepared(job, after)
+
+
+def _prepared(job: Job, after: Transform | None) -> PreparedJob:
     world = comm.world()
     if job.mesh and world.size != job.world_size:
         raise JobError(f"the mesh has {job.world_size} ranks, and there are {world.size}", entry="mesh", value=job.mesh)
@@ -152,12 +159,26 @@ def prepare(job: Job, *, after: Transform | None = None) -> PreparedJob:
     def loss(params: dict[str, Tensor], batch: Batch) -> Any:
         inputs = {name: leaf for name, leaf in batch.items() if name in names and name != "shift_labels"}
         given = () if "input_ids" in names else (batch["input_ids"],)
-        output = apply(params, *given, **inputs)
-        logits = getattr(output, "logits", output)
-        return loss_of(logits, batch["shift_labels"])
+        with located(job.file), _explained(job, model, text):
+            output = apply(params, *given, **inputs)
+            return loss_of(getattr(output, "logits", output), batch["shift_labels"])
 
     step = strategy(train_step(loss, optimizer, seed=job.seed))
     return PreparedJob(job, apply, step if after is None else after(step), text, device, params=params)
+
+
+@contextmanager
+def _explained(job: Job, model: nn.Module, text: Any) -> Iterator[None]:
+    """Says of tokens that the model does not know how many it knows."""
+    try:
+        yield
+    except IndexError as error:
+        known = max((each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)), default=0)
+        highest = (
+            max(int(text.train.max()), int(text.validation.max())) if isinstance(text, TokenText) else "what data.text gives"
+        )
+        problem = f"{error}; the tokens go up to {highest}, and the model's largest embedding has {known} rows"
+        raise JobError(problem, entry=f"model.{job.model.name}", value=job.model.arguments) from error
 
 
 def device_of(job: Job) -> str:

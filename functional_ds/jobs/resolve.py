@@ -57,7 +57,9 @@ def user_object(name: str, folder: str) -> Any:
     for part in attribute.split("."):
         if not hasattr(found, part):
             public = [each for each in vars(found) if not each.startswith("_")]
-            raise JobError(f"{module_name} has no {part!r}; {nearest(part, public)}" if public else f"{module_name} has no {part!r}")
+            raise JobError(
+                f"{module_name} has no {part!r}; {nearest(part, public)}" if public else f"{module_name} has no {part!r}"
+            )
         found = getattr(found, part)
     return found
 
@@ -88,7 +90,7 @@ def _aside(name: str, file: Path) -> ModuleType:
     return sys.modules[alias]
 
 
-def made(call: CallEntry, kind: str, job: Job, *, entry: str, around: Surroundings = Surroundings(), **given: Any) -> Any:  # noqa: B008
+def made(call: CallEntry, kind: str, job: Job, *, entry: str, around: Surroundings = Surroundings(), **given: Any) -> Any:
     """What a call of a job makes.
 
     Args:
@@ -145,7 +147,7 @@ def _argument(name: str, value: Any, annotation: Any, job: Job, around: Surround
         return _group(value, around)
     if torch.dtype in kinds and isinstance(value, str):
         return _dtype(value)
-    if UnitPolicy in kinds and isinstance(value, str | Mapping) and ":" not in str(value):
+    if UnitPolicy in kinds and isinstance(value, str | Mapping) and not _is_reference(value):
         unit = call_entry(value, "unit partition")
         function, arguments = function_and_arguments(unit, "unit partition", job, around)
         return function(**arguments) if unit.name == "by_bytes" else function
@@ -155,12 +157,17 @@ def _argument(name: str, value: Any, annotation: Any, job: Job, around: Surround
         return _optimizers(name, value, job)
     if name == "plan" and value == "auto":
         return _plan_of(around)
-    if isinstance(value, str) and ":" in value and str not in kinds:
+    if _is_reference(value) and str not in kinds:
         return user_object(value, job.folder)
     if record is not None and isinstance(value, Mapping):
         check_arguments(record, value)
         return record(**value)
     return tuple(value) if isinstance(value, list) else value
+
+
+def _is_reference(value: Any) -> bool:
+    """Whether it names an object of the user's: "module:name"."""
+    return isinstance(value, str) and ":" in value
 
 
 def _group(value: str | list[str], around: Surroundings) -> comm.Group | None:

@@ -167,9 +167,10 @@ def _under_torchrun(job: Job, program: Callable[..., Found], *args: Any) -> Foun
         raise JobError("torchrun has started the ranks; leave simulate out", entry="simulate", value=True)
     job = _placed(job, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     comm.init_distributed(_backend(job))
-    found = program(job, *args)
-    torch.distributed.destroy_process_group()
-    return found
+    try:
+        return program(job, *args)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def _placed(job: Job, ranks: int) -> Job:
