@@ -1,4 +1,4 @@
-"""Real text as bytes: Python's own standard-library sources by default, or any one file; rows of it as ``fds.jobs`` draws them."""
+"""Real text as bytes: Python's own standard-library sources by default, or any file; rows are drawn as ``fds.jobs`` does."""
 
 from pathlib import Path
 

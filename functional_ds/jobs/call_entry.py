@@ -99,7 +99,7 @@ KINDS = {
             "zero",
         ),
         {
-            "pipeline": "a pipeline is made of a model's stages, which a file cannot name; write the loop as in docs/pipelines.md",
+            "pipeline": "a pipeline is made of a model's stages, which a file cannot name; see docs/pipelines.md",
             "replicated": "it takes a function; name a transform of your own as module:function",
             "schedule": "the schedule has an entry of its own: [schedule.warmup_cosine]",
         },

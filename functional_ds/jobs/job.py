@@ -35,9 +35,7 @@ def _sizes(value: dict[str, int]) -> str | None:
 class DataEntry:
     """What the model is trained on: text, as bytes or tokens, in rows of `context` tokens that begin anywhere."""
 
-    rows: int = entry(
-        "rows of a step, over all ranks; losses do not depend on the number of ranks", default=32, check=_least(1)
-    )
+    rows: int = entry("rows of a step, over all ranks: losses do not depend on their number", default=32, check=_least(1))
     context: int = entry("tokens of a row", default=128, check=_least(1))
     files: tuple[str, ...] = entry(
         "files of text and folders of such; left out, the sources of Python's standard library, 8 MB", default=()
@@ -77,9 +75,7 @@ class DeepSpeedEntry:
 class EvaluationEntry:
     """The mean loss of some batches that are not trained on, before the first step and after the last."""
 
-    every: int | None = entry(
-        "steps between two evaluations; left out, only the first and the last", default=None, check=_least(1)
-    )
+    every: int | None = entry("steps between two of them; left out, only the first and the last", default=None, check=_least(1))
     batches: int = entry("how many batches, always the same", default=4, check=_least(1))
 
 

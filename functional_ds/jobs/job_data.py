@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .call_entry import CallEntry
 from .job import Job
 from .job_errors import JobError
 from .resolve import made
@@ -39,7 +40,7 @@ def text_of(job: Job) -> Any:
     data = job.data
     try:
         if data.text is not None:
-            return _own(job)
+            return _own(job, data.text)
         source = data.dataset or ", ".join(data.files) or "Python's standard library"
         tokens = _bytes(job) if data.tokenizer is None else _tokens(job, data.tokenizer)
         return TokenText.cut(tokens, data.validation, source=source, context=data.context)
@@ -47,8 +48,8 @@ def text_of(job: Job) -> Any:
         raise error.within("data") from None
 
 
-def _own(job: Job) -> Any:
-    found = made(job.data.text, "text", job, entry="text")
+def _own(job: Job, call: CallEntry) -> Any:
+    found = made(call, "text", job, entry="text")
     if not callable(getattr(found, "batch", None)):
         raise JobError(
             "it returned no text: an object with batch(split, step, rows=, context=, seed=, first_row=)", entry="text"

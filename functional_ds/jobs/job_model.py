@@ -54,7 +54,7 @@ def huggingface(config: str | dict[str, Any], *, folder: str = ".", attention: s
     return model.train()
 
 
-def next_token(logits_BTV: Tensor, targets_BT: Tensor) -> Weighted:
+def next_token(logits_BTV: Any, targets_BT: Tensor) -> Weighted:
     """The cross-entropy of the logits in nats, summed over tokens, and their number."""
     if not isinstance(logits_BTV, Tensor) or logits_BTV.shape[:-1] != targets_BT.shape:
         shape = list(logits_BTV.shape) if isinstance(logits_BTV, Tensor) else type(logits_BTV).__name__

@@ -152,9 +152,9 @@ def written(record: Any, *, defaults: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for field in entries(type(record)):
         value = getattr(record, field.name)
-        default = field.default.factory() if isinstance(field.default, attrs.Factory) else field.default  # type: ignore[arg-type]
+        default: Any = {} if isinstance(field.default, attrs.Factory) else field.default  # type: ignore[arg-type]
         if field.converter is not None and default is not attrs.NOTHING:
-            default = field.converter(default)
+            default = _converter(field)(default)
         if value is None or (value == default and not defaults and not field.metadata["always"]):
             continue
         found[field.name] = written(value, defaults=defaults) if _is_record(value) else plain(value)

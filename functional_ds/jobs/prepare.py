@@ -111,7 +111,7 @@ class PreparedJob:
             loggers: more of them, on rank 0.
             stop: a flag that ends the run after the current step.
         """
-        job = self.job
+        job, profile = self.job, _profiling(self.job, self.device)
         evaluation = None if job.evaluation is None else Evaluation(self.validation, every=job.evaluation.every)
         return fit(
             self.step,
@@ -120,12 +120,7 @@ class PreparedJob:
             steps=job.steps,
             checkpoints=self.checkpoints,
             evaluation=evaluation,
-            logging=Logging(
-                (*_loggers(job), *loggers),
-                every=job.logs.every,
-                progress=job.logs.progress,
-                profile=_profiling(job, self.device),
-            ),
+            logging=Logging((*_loggers(job), *loggers), every=job.logs.every, progress=job.logs.progress, profile=profile),
             stop=stop,
         )
 

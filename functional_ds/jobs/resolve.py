@@ -57,9 +57,7 @@ def user_object(name: str, folder: str) -> Any:
     for part in attribute.split("."):
         if not hasattr(found, part):
             public = [each for each in vars(found) if not each.startswith("_")]
-            raise JobError(
-                f"{module_name} has no {part!r}; {nearest(part, public)}" if public else f"{module_name} has no {part!r}"
-            )
+            raise JobError(f"{module_name} has no {part!r}" + (f"; {nearest(part, public)}" if public else ""))
         found = getattr(found, part)
     return found
 

@@ -137,15 +137,19 @@ def run_ranks(job: Job, program: Callable[..., Found], *args: Any, stop: Flag | 
             return _under_torchrun(job, program, *args, flag)
         job = _placed(job, 1 if job.simulate else job.world_size)
         if job.simulate:
-            return comm.simulate(program, job, *args, flag, world_size=job.world_size)[0]
+            return comm.simulate(_run, program, job, args, flag, world_size=job.world_size)[0]
         if job.world_size == 1:
             return program(job, *args, flag)
         try:
-            return comm.spawn(program, job, *args, flag, world_size=job.world_size, backend=_backend(job))[0]
+            return comm.spawn(_run, program, job, args, flag, world_size=job.world_size, backend=_backend(job))[0]
         except comm.RankFailedError as error:
             if flag.is_set():
                 raise Interrupted(signal.SIGINT, 0) from error  # interrupted again, while it was stopping
             raise
+
+
+def _run(program: Callable[..., Found], job: Job, args: tuple[Any, ...], stop: Flag) -> Found:
+    return program(job, *args, stop)
 
 
 @contextmanager

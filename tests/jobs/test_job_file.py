@@ -204,7 +204,7 @@ def test_what_is_wrong_is_named_with_its_line(tmp_path: Path, more: str, line: i
         (
             "job.json",
             '{"steps": 3,\n"model": "a:b",\n"optimizer": "sgd",\n"sed": 4}',
-            "line 4: sed = 4: there is no such entry",
+            "line 4: sed = 4: there is no such",
         ),
         ("job.py", "jobs = 3", "it must set `job` to a Job, or to a table of entries"),
         ("job.yaml", "", "a job's file ends in .toml, .json, .py"),
