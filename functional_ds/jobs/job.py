@@ -149,7 +149,7 @@ class Job:
         "how many; left out, 1, or the mesh's size. Under torchrun they are torchrun's", default=None, check=_least(1)
     )
     simulate: bool = entry("whether the ranks are simulated in one process, for a trial", default=False)
-    device: Literal["auto", "cpu", "cuda"] = entry("auto: CUDA where each rank of a host has a GPU", default="auto")
+    device: Literal["auto", "cpu", "cuda"] = entry('"auto" is CUDA where each rank of a host has a GPU', default="auto")
     mesh: dict[str, int] = entry("sizes of axes by name, outermost first, such as {dp = 4, tp = 2}", default={}, check=_sizes)
     loss: CallEntry = entry(
         "`next_token`, `vocab_parallel` for a vocabulary cut by `tensor_parallel`, or `module:function` of outputs and targets",

@@ -4,6 +4,7 @@ import hashlib
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import attrs
@@ -126,6 +127,7 @@ def _visible(folder: Path, pattern: str) -> Iterator[Path]:
             yield path
 
 
+@lru_cache(maxsize=1)
 def read_standard_library(max_bytes: int = MAX_BYTES) -> bytes:
     """Python's own sources, the same on every machine with the same Python: text that needs no download.
 
