@@ -147,7 +147,7 @@ class Step:
 
         Args:
             state: stays as it is until ``finish``.
-            batch: a micro-batch of this rank; None where ``Pass.run`` is given what the functions need.
+            batch: a micro-batch of this rank; None where the calls of the pass get what they need.
             so_far: the gradients of earlier passes of this step, to which those of this pass are added.
             trains: False for an evaluation: no gradients, and buffers stay as they are.
 

@@ -274,6 +274,16 @@ def each_backward_pass_has_a_number() -> None:
     assert -1 not in seen[1:]
 
 
+@checks("at_backward_end")
+def work_is_done_when_the_whole_backward_pass_is_over() -> None:
+    seen, x = [], torch.ones(1, requires_grad=True)
+    y = x * 2
+    x.register_post_accumulate_grad_hook(lambda leaf: seen.append("leaf"))
+    y.register_hook(lambda grad: private.at_backward_end(lambda: seen.append("end")))
+    y.backward()
+    assert seen == ["leaf", "end"]
+
+
 @checks("storage_id")
 def views_share_a_storage() -> None:
     x, y = torch.ones(4), torch.ones(4)
