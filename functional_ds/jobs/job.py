@@ -139,6 +139,10 @@ class Job:
     model: CallEntry = entry(
         "`huggingface`, or `module:function` of your own, with its arguments: tokens [rows, context] to logits", kind="model"
     )
+    deferred: bool = entry(
+        "whether params get values only when the state is sharded, as with `fds.deferred`: for models larger than a rank's memory",
+        default=False,
+    )
     steps: int = entry("how many steps are made in all, earlier runs included", check=_least(0))
     seed: int = entry(
         "of the model's params, of the rows that are drawn, and of dropout",

@@ -17,6 +17,7 @@ from functional_ds.fitting.fit import fit
 from functional_ds.fitting.loggers import CsvLog, Logger, Logging, StepMeasure, TensorBoard, WandB
 from functional_ds.fitting.run import Evaluation
 from functional_ds.fitting.signals import Flag
+from functional_ds.modules.deferred_init import deferred
 from functional_ds.modules.functional import Apply, functional
 from functional_ds.step.compose import compose
 from functional_ds.step.state import State
@@ -144,10 +145,10 @@ def _prepared(job: Job, after: Transform | None) -> PreparedJob:
     if job.mesh and world.size != job.world_size:
         raise JobError(f"the mesh has {job.world_size} ranks, and there are {world.size}", entry="mesh", value=job.mesh)
     text, device = text_of(job), device_of(job)
-    model = model_of(job).to(device)
+    apply, params = model_of(job, device)
+    model = apply.module
     around = Surroundings(comm.mesh(**job.mesh) if job.mesh else None, model)
     strategy, optimizer = strategy_of(job, around)
-    apply, params = functional(model)
     names = parameters_of(model.forward)
     loss_of = loss_function(job)
 
@@ -184,14 +185,22 @@ def device_of(job: Job) -> str:
     return "cuda" if torch.cuda.device_count() >= here else "cpu"
 
 
-def model_of(job: Job) -> nn.Module:
+def model_of(job: Job, device: str) -> tuple[Apply, dict[str, Tensor]]:
     """The model, with params drawn by the job's seed; torch's default generator stays as it was."""
+
+    def build() -> nn.Module:
+        found = made(job.model, "model", job, entry="model", seed=job.seed, folder=job.folder)
+        if not isinstance(found, nn.Module):
+            raise JobError(
+                f"it made a {type(found).__name__}, and must make a torch.nn.Module", entry=f"model.{job.model.name}"
+            )
+        return found
+
+    if job.deferred and job.model.arguments.get("weights"):
+        raise JobError("weights are loaded at once; leave one of the two out", entry="deferred", value=True)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(job.seed)
-        found = made(job.model, "model", job, entry="model", seed=job.seed, folder=job.folder)
-    if not isinstance(found, nn.Module):
-        raise JobError(f"it made a {type(found).__name__}, and must make a torch.nn.Module", entry=f"model.{job.model.name}")
-    return found
+        return deferred(build, device=device) if job.deferred else functional(build().to(device))
 
 
 def loss_function(job: Job) -> Any:

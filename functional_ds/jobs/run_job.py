@@ -39,6 +39,10 @@ class JobResult:
     validation: dict[int, float]
     interrupted: bool = False
 
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        return attrs.asdict(self)
+
     def __str__(self) -> str:
         curve = self.validation or self.losses
         name = "validation loss" if self.validation else "loss"

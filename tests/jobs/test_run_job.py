@@ -2,6 +2,7 @@
 
 import json
 import math
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +230,27 @@ def test_a_config_of_hugging_face_on_a_mesh(job: Job) -> None:
     assert losses_of(llama, **changes) == pytest.approx(losses_of(llama), rel=ROUNDING)
 
 
+def test_deferred_params_are_those_drawn_at_once(job: Job) -> None:
+    """On ranks that never have the whole model; bit for bit."""
+    job = job.changed({"strategy": [{"zero": 3}], "ranks": 2, "simulate": True, "model.tiny_models:plain.width": 6})
+    assert losses_of(job, deferred=True) == losses_of(job)
+
+
+def test_weights_of_hugging_face(job: Job, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(5)
+    config = transformers.AutoConfig.for_model(**LLAMA)
+    whole = transformers.AutoModelForCausalLM.from_config(config)
+    whole.save_pretrained(tmp_path / "llama")
+    named = job.changed({"model": {"huggingface": {"config": "llama", "weights": True}}, "folder": str(tmp_path)})
+    params = fds.jobs.prepare(named).init().params
+    assert all(torch.equal(params[name], value) for name, value in whole.named_parameters())
+    drawn = fds.jobs.prepare(named.changed({"model.huggingface.weights": None})).init().params
+    assert not torch.equal(drawn["lm_head.weight"], whole.lm_head.weight)
+    with pytest.raises(JobError, match="deferred = True: weights are loaded at once"):
+        fds.jobs.prepare(named.changed({"deferred": True}))
+
+
 def test_logs_and_profiles_are_written(job: Job, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     logs = {"csv": str(tmp_path / "log.csv"), "tensorboard": str(tmp_path / "board"), "every": 2}
@@ -293,9 +315,10 @@ def test_what_no_rank_could_train_with_is_refused(job: Job, tmp_path: Path, chan
     assert str(file) in str(refused.value)
 
 
-def test_an_error_of_spawned_ranks_is_the_jobs(job: Job) -> None:
-    with pytest.raises(JobError, match="use a multiple of 3"):
-        fds.run_job(job.changed({"strategy": [{"zero": 1}], "ranks": 3}))
+def test_errors_come_from_other_processes_as_they_are() -> None:
+    for error in (JobError("p"), JobError("p", entry="e", value=3, file="f", line=4), JobError("p", entry="e", value=None)):
+        assert repr(pickle.loads(pickle.dumps(error))) == repr(error)
+        assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
 def test_errors_within_the_users_module_are_its_own(job: Job, tmp_path: Path) -> None:
