@@ -29,7 +29,7 @@ class CallEntry:
     """A call that a job names: ``{zero = {stage = 3}}`` is ``T.zero(stage=3)``.
 
     >>> CallEntry("zero", {"stage": 3})
-    CallEntry('zero', stage=3)
+    CallEntry('zero', {'stage': 3})
 
     Attributes:
         name: a function's name, or "module:function" of one's own.
@@ -44,7 +44,7 @@ class CallEntry:
         return {self.name: plain(self.arguments)}
 
     def __repr__(self) -> str:
-        return f"CallEntry({', '.join([repr(self.name), *(f'{name}={value!r}' for name, value in self.arguments.items())])})"
+        return f"CallEntry({self.name!r}{f', {self.arguments!r}' if self.arguments else ''})"
 
 
 @attrs.frozen
@@ -133,7 +133,7 @@ def call_entry(value: Any, kind: str) -> CallEntry:
         JobError: the name is unknown, or an argument is, or has another type, or one is missing.
 
     >>> call_entry({"zero": 3}, "transform")
-    CallEntry('zero', stage=3)
+    CallEntry('zero', {'stage': 3})
     """
     name, given = _named(value, kind)
     if ":" in name:

@@ -9,7 +9,7 @@ import attrs
 from .call_entry import CallEntry
 from .job_errors import JobError
 from .job_lines import located
-from .job_reader import changed, entry, read, typed, written
+from .job_reader import changed, entry, read, shown, typed, written
 from .job_toml import toml
 
 __all__ = ["RECORDS", "DataEntry", "DeepSpeedEntry", "EvaluationEntry", "Job", "LogsEntry", "ProfileEntry", "SavedEntry"]
@@ -34,6 +34,8 @@ def _sizes(value: dict[str, int]) -> str | None:
 @attrs.frozen(field_transformer=typed)
 class DataEntry:
     """What the model is trained on: text, as bytes or tokens, in rows of `context` tokens that begin anywhere."""
+
+    __repr__ = shown
 
     rows: int = entry("rows of a step, over all ranks: losses do not depend on their number", default=32, check=_least(1))
     context: int = entry("tokens of a row", default=128, check=_least(1))
@@ -67,6 +69,8 @@ class DataEntry:
 class DeepSpeedEntry:
     """A DeepSpeed config, which says what `strategy`, and perhaps `optimizer` and `schedule`, would say."""
 
+    __repr__ = shown
+
     config: str = entry("the path of a DeepSpeed config, which `fds.from_ds_config` reads")
     auto: dict[str, Any] = entry('by path, what takes the place of "auto"; `train_batch_size` is `data.rows`', default={})
 
@@ -75,6 +79,8 @@ class DeepSpeedEntry:
 class EvaluationEntry:
     """The mean loss of some batches that are not trained on, before the first step and after the last."""
 
+    __repr__ = shown
+
     every: int | None = entry("steps between two of them; left out, only the first and the last", default=None, check=_least(1))
     batches: int = entry("how many batches, always the same", default=4, check=_least(1))
 
@@ -82,6 +88,8 @@ class EvaluationEntry:
 @attrs.frozen(field_transformer=typed)
 class SavedEntry:
     """Checkpoints, as `fds.Checkpoints` has them: the last step's always, and others as they are due."""
+
+    __repr__ = shown
 
     folder: str = entry("where they lie; all ranks must see it")
     every: int | None = entry("steps between two checkpoints", default=None, check=_least(1))
@@ -95,6 +103,8 @@ class SavedEntry:
 class LogsEntry:
     """Where rank 0 sends losses, norms, rates and validation losses."""
 
+    __repr__ = shown
+
     every: int = entry("steps between two that are logged", default=10, check=_least(1))
     csv: str | None = entry("a CSV file with a line for each number", default=None)
     tensorboard: str | None = entry("a folder of event files; needs the extra `fit`", default=None)
@@ -105,6 +115,8 @@ class LogsEntry:
 @attrs.frozen(field_transformer=typed)
 class ProfileEntry:
     """Where the time, the operations and the bytes of steps go, as `fds.profile` finds."""
+
+    __repr__ = shown
 
     folder: str = entry("where profile.txt, profile.json and trace.json are written")
     skip: int = entry("steps at the beginning that are not measured", default=2, check=_least(0))
@@ -136,12 +148,10 @@ class Job:
     lr = 0.001
     """
 
+    __repr__ = shown
+
     model: CallEntry = entry(
         "`huggingface`, or `module:function` of your own, with its arguments: tokens [rows, context] to logits", kind="model"
-    )
-    deferred: bool = entry(
-        "whether params get values only when the state is sharded, as with `fds.deferred`: for models larger than a rank's memory",
-        default=False,
     )
     steps: int = entry("how many steps are made in all, earlier runs included", check=_least(0))
     seed: int = entry(
@@ -154,6 +164,10 @@ class Job:
     )
     simulate: bool = entry("whether the ranks are simulated in one process, for a trial", default=False)
     device: Literal["auto", "cpu", "cuda"] = entry('"auto" is CUDA where each rank of a host has a GPU', default="auto")
+    deferred: bool = entry(
+        "whether params get values only when the state is sharded, as with `fds.deferred`: for models larger than memory",
+        default=False,
+    )
     mesh: dict[str, int] = entry("sizes of axes by name, outermost first, such as {dp = 4, tp = 2}", default={}, check=_sizes)
     loss: CallEntry = entry(
         "`next_token`, `vocab_parallel` for a vocabulary cut by `tensor_parallel`, or `module:function` of outputs and targets",
@@ -219,7 +233,7 @@ class Job:
 
         >>> job = Job(model="models:MLP", steps=100, optimizer={"adamw": 1e-3}, strategy=[{"zero": 2}])
         >>> job.changed({"strategy.zero.stage": 3, "data.rows": 8}).strategy
-        (CallEntry('zero', stage=3),)
+        (CallEntry('zero', {'stage': 3}),)
         """
         data = self.to_dict()
         with located(self.file):

@@ -9,7 +9,7 @@ import attrs
 from .call_entry import CallEntry, call_entry, plain
 from .job_errors import JobError, joined, nearest
 
-__all__ = ["changed", "entries", "entry", "read", "typed", "written"]
+__all__ = ["changed", "entries", "entry", "read", "shown", "typed", "written"]
 
 
 def entry(
@@ -159,6 +159,12 @@ def written(record: Any, *, defaults: bool) -> dict[str, Any]:
             continue
         found[field.name] = written(value, defaults=defaults) if _is_record(value) else plain(value)
     return found
+
+
+def shown(record: Any) -> str:
+    """A record as the call that makes it, without defaults: a ``__repr__``."""
+    own = written(record, defaults=False)
+    return f"{type(record).__name__}({', '.join(f'{name}={getattr(record, name)!r}' for name in own)})"
 
 
 def _is_record(value: Any) -> bool:
