@@ -190,6 +190,14 @@ class Job:
         default=None,
         kind="schedule",
     )
+    on_non_finite: Literal["stop", "roll_back", "ignore"] = entry(
+        "what three losses in a row that are not finite bring about: the end, or a return to the last checkpoint", default="stop"
+    )
+    timeout: float = entry(
+        "minutes that a step, a save or an evaluation may take before ranks are taken to hang; 0 for no watchdog",
+        default=10.0,
+        check=_least(0),
+    )
     data: DataEntry = entry("the text", default=DataEntry())
     evaluation: EvaluationEntry | None = entry("validation losses; left out, none", default=None)
     checkpoints: SavedEntry | None = entry("checkpoints; left out, none", default=None)
@@ -209,6 +217,10 @@ class Job:
             raise JobError(f"the mesh has {size} ranks; leave ranks out, or change the mesh", entry="ranks", value=self.ranks)
         if self.deepspeed is not None and self.strategy:
             raise JobError("a DeepSpeed config is a strategy; keep one of the two", entry="strategy")
+        if self.on_non_finite == "roll_back" and self.checkpoints is None:
+            raise JobError(
+                "it goes back to a checkpoint; say where they lie: [checkpoints]", entry="on_non_finite", value="roll_back"
+            )
         if self.optimizer is None and self.deepspeed is None:
             raise JobError("it needs optimizer: an optimizer, such as optimizer = {adamw = {lr = 1e-3}}")
 

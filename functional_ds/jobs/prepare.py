@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from functional_ds import comm
 from functional_ds.fitting.checkpoints import Checkpoints
 from functional_ds.fitting.fit import fit
 from functional_ds.fitting.loggers import CsvLog, Logger, Logging, StepMeasure, TensorBoard, WandB
+from functional_ds.fitting.non_finite import RollBack, Stop
 from functional_ds.fitting.run import Evaluation
 from functional_ds.fitting.signals import Flag
 from functional_ds.modules.deferred_init import deferred
@@ -122,6 +124,8 @@ class PreparedJob:
             checkpoints=self.checkpoints,
             evaluation=evaluation,
             logging=Logging((*_loggers(job), *loggers), every=job.logs.every, progress=job.logs.progress, profile=profile),
+            on_non_finite={"stop": Stop(after=3), "roll_back": RollBack(after=3), "ignore": None}[job.on_non_finite],
+            timeout=timedelta(minutes=job.timeout) if job.timeout else None,
             stop=stop,
         )
 
@@ -243,7 +247,9 @@ def deepspeed_plan(job: Job, around: Surroundings) -> Any:
     if settings is None:
         raise JobError("the job has none", entry="deepspeed")
     deepspeed = import_module("functional_ds.deepspeed")
-    group = around.mesh["dp"] if around.mesh is not None and "dp" in job.mesh else comm.world()
+    if job.mesh and "dp" not in job.mesh:
+        raise JobError("a DeepSpeed config needs an axis dp, whose ranks have rows of their own", entry="mesh", value=job.mesh)
+    group = comm.world() if around.mesh is None else around.mesh["dp"]
     rate = None if job.optimizer is None else job.optimizer.arguments.get("lr")
     auto = {"train_batch_size": job.data.rows, **settings.auto}
     try:

@@ -94,7 +94,8 @@ def run_job(job: Job, *, stop: Flag | None = None, say: Callable[[str], None] | 
 
     Args:
         job: from ``load_job``, or built in Python.
-        stop: a flag that ends the run after the current step, in the place of SIGINT and SIGTERM.
+        stop: a flag that ends the run after the current step, in the place of SIGINT and SIGTERM; where ranks are processes,
+            one that they share.
         say: gets a line for each number that is logged, on rank 0, such as ``print``; a function that can be pickled.
 
     Raises:

@@ -176,6 +176,7 @@ REFUSED = [
     ("schedule = {warmup_cosin = {}}", 4, "schedule: there is no schedule 'warmup_cosin'; the nearest is 'warmup_cosine'"),
     ("loss = 'cross'", 4, "loss: there is no loss 'cross'; the nearest is"),
     ("[deepspeed]\nconfig = 'a'\n[[strategy]]\nzero = 1", 6, "strategy: a DeepSpeed config is a strategy; keep one of the two"),
+    ("on_non_finite = 'roll_back'", 4, "on_non_finite = 'roll_back': it goes back to a checkpoint; say where they lie"),
     ("[checkpoints]\nevery = 1", 4, "checkpoints: it needs folder: where they lie"),
     ("[profile]\nfolder = 'p'\npeak = 'mesured'", 6, "profile.peak = 'mesured': it must be a number or one of 'measured'"),
     ("optimizer.adamw = 1", None, "it is no TOML"),

@@ -173,6 +173,8 @@ def test_a_deepspeed_config_is_a_strategy(job: Job, tmp_path: Path) -> None:
     assert losses_of(named) == pytest.approx(losses_of(job), rel=ROUNDING)
     with pytest.raises(JobError, match="optimizer: the DeepSpeed config names one, too"):
         fds.run_job(named.changed({"optimizer": {"sgd": 0.1}}))
+    with pytest.raises(JobError, match=r"mesh = {'tp': 2}: a DeepSpeed config needs an axis dp"):
+        fds.run_job(named.changed({"mesh": {"tp": 2}}))
     (tmp_path / "ds.json").write_text(json.dumps({**config, "train_batch_size": 8}))
     with pytest.raises(JobError, match=r"data\.rows = 4: the DeepSpeed config's batch has 8 rows; make the two equal"):
         fds.run_job(named)
@@ -249,6 +251,13 @@ def test_weights_of_hugging_face(job: Job, tmp_path: Path) -> None:
     assert not torch.equal(drawn["lm_head.weight"], whole.lm_head.weight)
     with pytest.raises(JobError, match="deferred = True: weights are loaded at once"):
         fds.jobs.prepare(named.changed({"deferred": True}))
+
+
+def test_losses_that_are_not_finite_end_a_job(job: Job, tmp_path: Path) -> None:
+    wild = job.changed({"optimizer": {"sgd": 1e30}, "strategy": None, "schedule": None, "steps": 20, "evaluation": None})
+    with pytest.raises(fds.fitting.NonFiniteLossError):
+        fds.run_job(wild)
+    assert not math.isfinite(fds.run_job(wild.changed({"on_non_finite": "ignore", "timeout": 0})).losses[20])
 
 
 def test_logs_and_profiles_are_written(job: Job, tmp_path: Path) -> None:
