@@ -191,7 +191,7 @@ class Job:
         kind="schedule",
     )
     on_non_finite: Literal["stop", "roll_back", "ignore"] = entry(
-        "what three losses in a row that are not finite bring about: the end, or a return to the last checkpoint", default="stop"
+        "what three losses in a row that are not finite bring about: the end, or a return to a checkpoint", default="stop"
     )
     timeout: float = entry(
         "minutes that a step, a save or an evaluation may take before ranks are taken to hang; 0 for no watchdog",
