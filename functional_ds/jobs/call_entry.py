@@ -47,6 +47,9 @@ class CallEntry:
         return f"CallEntry({self.name!r}{f', {self.arguments!r}' if self.arguments else ''})"
 
 
+_OWN = "functional_ds.jobs.job_model"
+
+
 @attrs.frozen
 class CallKind:
     """Which functions an entry may name.
@@ -56,12 +59,14 @@ class CallKind:
         place: the module that has them by name; None where all are the user's own.
         names: those that may be named.
         instead: other public names, and what would do in their place.
+        own: names that are in ``functional_ds.jobs.job_model``, since what they take is made of a job.
     """
 
     what: str
     place: str | None = None
     names: tuple[str, ...] = ()
     instead: dict[str, str] = attrs.field(factory=dict)
+    own: tuple[str, ...] = ()
 
     def function(self, name: str) -> Any:
         """The function of that name.
@@ -73,7 +78,7 @@ class CallKind:
             raise JobError(self.instead[name])
         if name not in self.names or self.place is None:
             raise JobError(f"there is no {self.what} {name!r}; {nearest(name, self.names)}, or module:function of your own")
-        found = getattr(import_module(self.place), name, None)
+        found = getattr(import_module(_OWN if name in self.own else self.place), name, None)
         if found is None:
             raise JobError(f"this installation is without {name!r}")
         return found
@@ -93,16 +98,17 @@ KINDS = {
             "local_gradients",
             "mixed_precision",
             "offload",
+            "pipeline",
             "remat",
             "sequence",
             "tensor_parallel",
             "zero",
         ),
         {
-            "pipeline": "a pipeline is made of a model's stages, which a file cannot name; see docs/pipelines.md",
             "replicated": "it takes a function; name a transform of your own as module:function",
             "schedule": "the schedule has an entry of its own: [schedule.warmup_cosine]",
         },
+        own=("pipeline",),
     ),
     "optimizer": CallKind(
         "optimizer",
@@ -116,8 +122,8 @@ KINDS = {
     "unit partition": CallKind(
         "unit partition", "functional_ds.sharding.grouping", ("by_block", "by_bytes", "by_leaf", "single_unit")
     ),
-    "model": CallKind("model", "functional_ds.jobs.job_model", ("huggingface",)),
-    "loss": CallKind("loss", "functional_ds.jobs.job_model", ("next_token", "vocab_parallel")),
+    "model": CallKind("model", _OWN, ("huggingface",)),
+    "loss": CallKind("loss", _OWN, ("next_token", "vocab_parallel")),
     "text": CallKind("text"),
 }
 

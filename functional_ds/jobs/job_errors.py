@@ -1,12 +1,13 @@
 """``JobError``: which entry of which file is wrong, and what would do."""
 
 import difflib
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
 
-__all__ = ["JobError", "joined", "nearest"]
+__all__ = ["JobError", "joined", "nearest", "within"]
 
 _NOTHING: Any = attrs.NOTHING
 
@@ -44,6 +45,15 @@ class JobError(ValueError):
 
     def __reduce__(self) -> Any:
         return _error, (self.problem, self.entry, None if self.value is _NOTHING else (self.value,), self.file, self.line)
+
+
+@contextmanager
+def within(entry: str) -> Iterator[None]:
+    """Errors of a job that are raised within are of this entry."""
+    try:
+        yield
+    except JobError as error:
+        raise error.within(entry) from error.__cause__
 
 
 def _error(problem: str, entry: str, value: tuple[Any] | None, file: str | None, line: int | None) -> JobError:

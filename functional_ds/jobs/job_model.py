@@ -4,16 +4,19 @@ from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from functional_ds import comm
 from functional_ds.base.weighted import Weighted
+from functional_ds.step.compose import compose
+from functional_ds.step.step import Transform
 
-from .job_errors import JobError
+from .job_errors import JobError, nearest
 
-__all__ = ["huggingface", "next_token", "vocab_parallel"]
+__all__ = ["huggingface", "next_token", "pipeline", "pipeline_schedule", "vocab_parallel"]
 
 
 def huggingface(config: str | dict[str, Any], *, folder: str = ".", attention: str | None = None, weights: bool = False) -> Any:
@@ -52,6 +55,60 @@ def huggingface(config: str | dict[str, Any], *, folder: str = ".", attention: s
             raise
         raise JobError(f"transformers cannot build it: {error}", entry="config", value=config) from error
     return model.train()
+
+
+_PER_RANK = {"zbv": 2, "dualpipe_v": 2}  # stages of a rank; others are told, or have one
+
+
+def pipeline_schedule(schedule: str, micro_batches: int, *, ranks: int, stages_per_rank: int | None = None) -> Any:
+    """A published schedule by its name.
+
+    Raises:
+        JobError: the name is unknown, or has another number of stages a rank.
+        ValueError: too few micro-batches.
+    """
+    pipelining = import_module("functional_ds.pipelining")
+    several = ("interleaved_one_f_one_b", "breadth_first")
+    names = ("gpipe", "one_f_one_b", "zb_h1", "zb_2p", *_PER_RANK, *several)
+    if schedule not in names:
+        raise JobError(f"there is no schedule {schedule!r}; {nearest(schedule, names)}", entry="schedule", value=schedule)
+    if schedule in several:
+        return getattr(pipelining, schedule)(ranks, micro_batches, v=2 if stages_per_rank is None else stages_per_rank)
+    known = _PER_RANK.get(schedule, 1)
+    if stages_per_rank not in (None, known):
+        raise JobError(f"{schedule} has {known} a rank; leave it out", entry="stages_per_rank", value=stages_per_rank)
+    return getattr(pipelining, schedule)(ranks, micro_batches)
+
+
+def pipeline(
+    schedule: str,
+    micro_batches: int,
+    group: comm.Group | None = None,
+    *,
+    stages_per_rank: int | None = None,
+    by: Literal["blocks", "parameters", "measured"] = "blocks",
+    blocks: str | None = None,
+    resident: int | None = None,
+    stages: Any = None,
+) -> Transform:
+    """``T.pipeline`` of the job's model, which ``pipelining.cut`` cuts into as many stages as the schedule has.
+
+    Args:
+        schedule: such as "one_f_one_b".
+        micro_batches: of a rank's rows.
+        group: the ranks; None for the whole world.
+        stages_per_rank: of "interleaved_one_f_one_b" and "breadth_first"; 2 where it is left out.
+        by: what stages share equally.
+        blocks: a pattern of the blocks' paths.
+        resident: in ZeRO stage 3, the stages whose params are whole at a time.
+        stages: the model's; None before there is a model, for a check of the arguments above.
+    """
+    ranks = comm.world().size if group is None else group.size
+    found = pipeline_schedule(schedule, micro_batches, ranks=ranks, stages_per_rank=stages_per_rank)
+    if stages is None:
+        return compose()
+    made: Transform = import_module("functional_ds.transforms").pipeline(found, stages, group, resident=resident)
+    return made
 
 
 def next_token(logits_BTV: Any, targets_BT: Tensor) -> Weighted:

@@ -1,7 +1,7 @@
 """``prepare``: what a rank trains with, made of a job."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib import import_module
@@ -16,7 +16,7 @@ from functional_ds import comm
 from functional_ds.fitting.checkpoints import Checkpoints
 from functional_ds.fitting.fit import fit
 from functional_ds.fitting.loggers import CsvLog, Logger, Logging, StepMeasure, TensorBoard, WandB
-from functional_ds.fitting.non_finite import RollBack, Stop
+from functional_ds.fitting.non_finite import OnNonFinite, RollBack, Stop
 from functional_ds.fitting.run import Evaluation
 from functional_ds.fitting.signals import Flag
 from functional_ds.modules.deferred_init import deferred
@@ -26,11 +26,12 @@ from functional_ds.step.state import State
 from functional_ds.step.step import Step, Transform
 from functional_ds.step.train_step import train_step
 
-from .call_entry import parameters_of
+from .call_entry import CallEntry, parameters_of
 from .job import Job
 from .job_data import text_of
-from .job_errors import JobError
+from .job_errors import JobError, within
 from .job_lines import located
+from .job_model import pipeline_schedule
 from .resolve import Surroundings, function_and_arguments, made
 from .token_text import TokenText
 
@@ -115,6 +116,7 @@ class PreparedJob:
             stop: a flag that ends the run after the current step.
         """
         job, profile = self.job, _profiling(self.job, self.device)
+        non_finite: dict[str, OnNonFinite] = {"stop": Stop(after=3), "roll_back": RollBack(after=3), "ignore": None}
         evaluation = None if job.evaluation is None else Evaluation(self.validation, every=job.evaluation.every)
         return fit(
             self.step,
@@ -124,7 +126,7 @@ class PreparedJob:
             checkpoints=self.checkpoints,
             evaluation=evaluation,
             logging=Logging((*_loggers(job), *loggers), every=job.logs.every, progress=job.logs.progress, profile=profile),
-            on_non_finite={"stop": Stop(after=3), "roll_back": RollBack(after=3), "ignore": None}[job.on_non_finite],
+            on_non_finite=non_finite[job.on_non_finite],
             timeout=timedelta(minutes=job.timeout) if job.timeout else None,
             stop=stop,
         )
@@ -149,22 +151,80 @@ def _prepared(job: Job, after: Transform | None) -> PreparedJob:
     if job.mesh and world.size != job.world_size:
         raise JobError(f"the mesh has {job.world_size} ranks, and there are {world.size}", entry="mesh", value=job.mesh)
     text, device = text_of(job), device_of(job)
-    apply, params = model_of(job, device)
-    model = apply.module
+    with _seeded(job.seed):
+        built = deferred(lambda: model_of(job), device=device) if job.deferred else None
+        model = built[0].module if built else model_of(job).to(device)
     around = Surroundings(comm.mesh(**job.mesh) if job.mesh else None, model)
-    strategy, optimizer = strategy_of(job, around)
-    names = parameters_of(model.forward)
-    loss_of = loss_function(job)
+    loss = BatchLoss(model, loss_function(job))
+    pipelined = next((each for each in job.strategy if each.name == "pipeline"), None)
+    if pipelined is None:
+        stages, (apply, params) = None, built or functional(model)
+    else:
+        stages, params = stages_of(job, pipelined, around, model, loss)
+        apply = stages.apply
 
-    def loss(params: dict[str, Tensor], batch: Batch) -> Any:
-        inputs = {name: leaf for name, leaf in batch.items() if name in names and name != "shift_labels"}
-        given = () if "input_ids" in names else (batch["input_ids"],)
+    def whole_loss(params: dict[str, Tensor], batch: Batch) -> Any:
         with located(job.file), _explained(job, model, text):
-            output = apply(params, *given, **inputs)
-            return loss_of(getattr(output, "logits", output), batch["shift_labels"])
+            given = loss.inputs(batch)
+            return loss.of_output(apply(params, **given) if isinstance(given, dict) else apply(params, given), batch)
 
-    step = strategy(train_step(loss, optimizer, seed=job.seed))
+    strategy, optimizer = strategy_of(job, around, stages)
+    step = strategy(train_step(whole_loss if stages is None else stages, optimizer, seed=job.seed))
     return PreparedJob(job, apply, step if after is None else after(step), text, device, params=params)
+
+
+@attrs.frozen(eq=False)
+class BatchLoss:
+    """What a model gets of a batch, and the loss of what it returns.
+
+    Attributes:
+        model: for the names of its inputs.
+        function: from logits and targets to a loss.
+    """
+
+    model: nn.Module
+    function: Callable[[Any, Tensor], Any]
+
+    def inputs(self, batch: Batch) -> Any:
+        """Keyword arguments for a model that has ``input_ids``, else the tokens alone."""
+        names = parameters_of(self.model.forward)
+        found = {name: leaf for name, leaf in batch.items() if name in names and name != "shift_labels"}
+        return found if "input_ids" in names else batch["input_ids"]
+
+    def of_output(self, output: Any, batch: Batch) -> Any:
+        """The loss; logits are the output, or an attribute of it."""
+        return self.function(getattr(output, "logits", output), batch["shift_labels"])
+
+
+def stages_of(
+    job: Job, call: CallEntry, around: Surroundings, model: nn.Module, loss: BatchLoss
+) -> tuple[Any, dict[str, Tensor]]:
+    """The model cut into as many stages as a pipeline's schedule has, and its params."""
+    if job.deferred:
+        raise JobError("a pipeline's stages are cut from a whole model; leave one of the two out", entry="deferred", value=True)
+    with within(f"strategy.{call.name}"):
+        _, found = function_and_arguments(call, "transform", job, around)
+        group = found.get("group") or comm.world()
+        schedule = pipeline_schedule(
+            found["schedule"],
+            found["micro_batches"],
+            ranks=group.size,
+            stages_per_rank=found.get("stages_per_rank"),
+        )
+        tokens = torch.zeros(2, job.data.context, dtype=torch.int64, device=next(model.parameters()).device)
+        options = {name: found[name] for name in ("by", "blocks") if name in found}
+        try:
+            stages, params = import_module("functional_ds.pipelining").cut(
+                model,
+                schedule.stages,
+                example={"input_ids": tokens, "shift_labels": tokens},
+                inputs=loss.inputs,
+                loss=loss.of_output,
+                **options,
+            )
+        except (TypeError, ValueError) as error:
+            raise JobError(str(error), value=call.arguments) from error
+    return stages, params
 
 
 @contextmanager
@@ -189,35 +249,33 @@ def device_of(job: Job) -> str:
     return "cuda" if torch.cuda.device_count() >= here else "cpu"
 
 
-def model_of(job: Job, device: str) -> tuple[Apply, dict[str, Tensor]]:
-    """The model, with params drawn by the job's seed; torch's default generator stays as it was."""
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Torch's default generator begins with this seed, and is as it was afterwards."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
 
-    def build() -> nn.Module:
-        found = made(job.model, "model", job, entry="model", seed=job.seed, folder=job.folder)
-        if not isinstance(found, nn.Module):
-            raise JobError(
-                f"it made a {type(found).__name__}, and must make a torch.nn.Module", entry=f"model.{job.model.name}"
-            )
-        return found
 
+def model_of(job: Job) -> nn.Module:
+    """The module that the job names."""
     if job.deferred and job.model.arguments.get("weights"):
         raise JobError("weights are loaded at once; leave one of the two out", entry="deferred", value=True)
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(job.seed)
-        return deferred(build, device=device) if job.deferred else functional(build().to(device))
+    found = made(job.model, "model", job, entry="model", seed=job.seed, folder=job.folder)
+    if not isinstance(found, nn.Module):
+        raise JobError(f"it made a {type(found).__name__}, and must make a torch.nn.Module", entry=f"model.{job.model.name}")
+    return found
 
 
 def loss_function(job: Job) -> Any:
     """A function of logits and targets."""
-    try:
+    with within(f"loss.{job.loss.name}"):
         function, arguments = function_and_arguments(job.loss, "loss", job, Surroundings())
-    except JobError as error:
-        raise error.within(f"loss.{job.loss.name}") from None
     return lambda logits, targets: function(logits, targets, **arguments)
 
 
-def strategy_of(job: Job, around: Surroundings) -> tuple[Transform, Any]:
-    """All transforms of a job, composed, and its optimizer."""
+def strategy_of(job: Job, around: Surroundings, stages: Any = None) -> tuple[Transform, Any]:
+    """All transforms of a job, composed, and its optimizer; ``stages`` are those of a pipeline."""
     optimizer = None if job.optimizer is None else made(job.optimizer, "optimizer", job, entry="optimizer")
     found: list[Transform] = []
     if job.deepspeed is not None:
@@ -230,7 +288,9 @@ def strategy_of(job: Job, around: Surroundings) -> tuple[Transform, Any]:
             raise JobError("the DeepSpeed config names none, so the job must", entry="optimizer")
         found.append(plan.transform)
         optimizer = plan.optimizer or optimizer
-    found += [made(each, "transform", job, entry="strategy", around=around) for each in job.strategy]
+    for each in job.strategy:
+        given = {"stages": stages} if each.name == "pipeline" else {}
+        found.append(made(each, "transform", job, entry="strategy", around=around, **given))
     if job.schedule is not None:
         schedule = import_module("functional_ds.transforms").schedule
         found.append(schedule(made(job.schedule, "schedule", job, entry="schedule")))

@@ -82,9 +82,9 @@ def test_a_default_that_is_left_out_is_the_default() -> None:
 RUN_BUGS = [
     Bug("all ranks take the first rows", "jobs.prepare", "first_row=place * rows", "first_row=0"),
     Bug("rows do not depend on the seed", "jobs.prepare", "seed=self.job.seed, first_row", "seed=0, first_row"),
-    Bug("params do not depend on the seed", "jobs.prepare", "manual_seed(job.seed)", "manual_seed(0)"),
+    Bug("params do not depend on the seed", "jobs.prepare", "_seeded(job.seed)", "_seeded(0)"),
     Bug("the schedule is forgotten", "jobs.prepare", "    if job.schedule is not None:", "    if False:"),
-    Bug("transforms are forgotten", "jobs.prepare", "for each in job.strategy]", "for each in ()]"),
+    Bug("transforms are forgotten", "jobs.prepare", "    for each in job.strategy:", "    for each in ():"),
     Bug(
         "it is evaluated on what is trained on", "jobs.prepare", 'self.batch("validation", index)', 'self.batch("train", index)'
     ),

@@ -232,6 +232,25 @@ def test_a_config_of_hugging_face_on_a_mesh(job: Job) -> None:
     assert losses_of(llama, **changes) == pytest.approx(losses_of(llama), rel=ROUNDING)
 
 
+@pytest.mark.parametrize(
+    ("pipeline", "mesh"),
+    [
+        ({"schedule": "one_f_one_b", "micro_batches": 2}, {"pp": 2}),
+        ({"schedule": "zbv", "micro_batches": 2, "by": "parameters"}, {"dp": 2, "pp": 2}),
+        ({"schedule": "interleaved_one_f_one_b", "micro_batches": 4, "stages_per_rank": 2}, {"pp": 2}),
+    ],
+)
+def test_a_pipeline_by_its_schedules_name(job: Job, pipeline: dict[str, Any], mesh: dict[str, int]) -> None:
+    """Law 36, on jobs."""
+    alone = job.changed({"model": {"tiny_models:Deep": {"blocks": 4}}, "steps": 2})
+    zero = [{"zero": {"stage": 1, "group": "dp"}}] if "dp" in mesh else []
+    strategy = [*zero, {"pipeline": {**pipeline, "group": "pp"}}, {"clip": LIMIT}]
+    found = fds.run_job(alone.changed({"strategy": strategy, "mesh": mesh, "simulate": True}))
+    expected = fds.run_job(alone)
+    assert list(found.losses.values()) == pytest.approx(list(expected.losses.values()), rel=ROUNDING)
+    assert list(found.validation.values()) == pytest.approx(list(expected.validation.values()), rel=ROUNDING)
+
+
 def test_deferred_params_are_those_drawn_at_once(job: Job) -> None:
     """On ranks that never have the whole model; bit for bit."""
     job = job.changed({"strategy": [{"zero": 3}], "ranks": 2, "simulate": True, "model.tiny_models:plain.width": 6})
@@ -310,6 +329,9 @@ def test_logs_and_profiles_are_written(job: Job, tmp_path: Path) -> None:
             "data.rows = 4: the rows do not divide among 3 ranks x 1 micro-batches",
         ),
         ({"strategy": ["tiny_models:clipped"]}, "strategy.tiny_models:clipped = {}: clipped() missing 1 required"),
+        ({"strategy": [{"pipeline": {"schedule": "1f1b", "micro_batches": 2}}]}, "schedule = '1f1b': there is no schedule"),
+        ({"strategy": [{"pipeline": {"schedule": "zbv", "micro_batches": 2, "stages_per_rank": 3}}]}, "zbv has 2 a rank"),
+        ({"strategy": [{"pipeline": {"schedule": "gpipe", "micro_batches": 2}}], "ranks": 2}, "strategy.pipeline = "),
         ({"data.files": ["nowhere"]}, "data.files.0: "),
         ({"data.context": 10_000}, "fewer than context + 1 = 10001"),
         ({"data": {"text": "tiny_models:no_model"}}, "data.text: it returned no text"),

@@ -37,6 +37,21 @@ def plain(width: int = 8, vocab: int = 256) -> nn.Module:
     return Tiny(Sizes(width, vocab))
 
 
+class Deep(nn.Module):
+    """Blocks, one after the other."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.embedding, self.output = nn.Embedding(256, 8), nn.Linear(8, 256)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(blocks))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.output(x)
+
+
 def clipped(limit: float) -> fds.Transform:
     """A transform of one's own."""
     return T.clip(limit)
