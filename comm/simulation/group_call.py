@@ -6,6 +6,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from functional_ds.base.torch_private import disable_dispatch_modes
 from functional_ds.comm.record.collective import Call, Here
 from functional_ds.comm.record.group import Group
 
@@ -48,7 +49,7 @@ class GroupCall:
         call = arrivals[0].call
         options = call.merged([arrival.call.private() for arrival in arrivals])
         leaves = zip(*(arrival.inputs for arrival in arrivals), strict=True)
-        with torch.inference_mode(False), torch.no_grad():  # whichever modes the last rank is in
+        with torch.inference_mode(False), torch.no_grad(), disable_dispatch_modes():  # those of the last rank see nothing of it
             results = [call.collective.denotation(xs, options) for xs in leaves]
         self.outputs = {rank: [result[i] for result in results] for i, rank in enumerate(self.members)}
 

@@ -190,10 +190,10 @@ class LazyParams:
                 self._handle, self._roots = tape.watch(torch.zeros((), device=self.device)), tape.roots
             tape.collect_with(self._collect, self._without_gradient, self._drop)
             tape.push_with(self._push)
-            if self.source.frees:
-                if not cache.functional:
-                    tape.during_forward(self._hooks)
-                tape.claims.append(lambda tensor: self._saved.home(tensor) is not None)
+            if self.source.frees and not cache.functional:
+                tape.during_forward(self._hooks)
+        if self.source.frees:
+            tape.claims.append(lambda tensor: self._saved.home(tensor) is not None)
         leaves = self._lazy = self._lazy_leaves(tape.records)
         if cache.functional and self.source.frees:
             self._leaves.update((unit, self._enter(unit)) for unit in range(len(self.layout.units)))

@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from functional_ds import comm
 from functional_ds.testing import Inputs, assert_same, inputs, seeds, world_sizes
@@ -868,6 +869,30 @@ def test_inference_mode_is_each_ranks_own(seed: int) -> None:
         return y.is_inference()
 
     assert not any(comm.simulate(program, world_size=3, seed=seed))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_a_collective_computes_is_no_operation_of_a_rank(seed: int) -> None:
+    """The denotation of three ranks adds, and writes in place; a mode of the last rank sees none of it."""
+
+    class Seen(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.append(str(func.overloadpacket))
+            return func(*args, **(kwargs or {}))
+
+    def program() -> list[str]:
+        x = torch.ones(2)
+        with Seen() as seen:
+            comm.all_reduce(x)
+        return seen.names
+
+    first, *others = comm.simulate(program, world_size=3, seed=seed)
+    assert others == [first, first]
+    assert not any("add" in name for name in first)
 
 
 def test_results_lie_plainly_in_memory() -> None:

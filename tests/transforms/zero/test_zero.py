@@ -220,6 +220,25 @@ def test_at_most_two_whole_units_and_the_next(monkeypatch: pytest.MonkeyPatch) -
     assert most[0] == 2
 
 
+@pytest.mark.law(21)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_an_evaluation_gathers_each_unit_once(inplace: bool) -> None:
+    """Also where the module writes into its activations, which have to be told from params."""
+
+    def program() -> list[int]:
+        layers = [nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU(inplace=inplace)) for _ in range(5)]
+        apply, params = fds.functional(nn.Sequential(*layers))
+        step = transforms.zero(3)(fds.train_step(lambda params, x: apply(params, x).sum(), fds.sgd(0.1)))
+        state, found = step.init(params), []
+        for _ in range(3):
+            with comm.ledger() as book:
+                step.evaluate(state, torch.ones(2, 4))
+            found.append(sum(row.elements for row in book.rows if row.collective == "all_gather"))
+        return found
+
+    assert comm.simulate(program, world_size=2) == [[5 * 8, 5 * 8, 5 * 8]] * 2
+
+
 def test_units_are_freed_and_gradients_flow_once() -> None:
     """After a step nothing of the whole units is left: the live tensors are the state's."""
     import gc
