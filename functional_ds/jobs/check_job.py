@@ -12,8 +12,8 @@ from .resolve import Surroundings, function_and_arguments
 __all__ = ["check_job"]
 
 
-def check_job(job: Job) -> None:
-    """Refuses what no rank could train with.
+def check_job(job: Job, ranks: int | None = None) -> None:
+    """Refuses what no rank could train with, on as many ranks as the job says, or as torchrun has started.
 
     It imports the modules that the job names, builds its optimizer, schedule and transforms, and reads its text, unless that
     is tokenized or comes from a data set. It does not build the model.
@@ -32,7 +32,10 @@ def check_job(job: Job) -> None:
         except JobError as error:
             raise error.within(f"model.{job.model.name}") from None
         loss_function(job)
-        comm.simulate(_try_strategy, job, world_size=job.world_size, shapes_only=True)
+        size = job.world_size if ranks is None else ranks
+        if job.mesh and job.world_size != size:
+            raise JobError(f"the mesh has {job.world_size} ranks, and there are {size}", entry="mesh", value=job.mesh)
+        comm.simulate(_try_strategy, job, world_size=size, shapes_only=True)
         if not (job.data.dataset or job.data.tokenizer or job.data.text):
             text_of(job)
 

@@ -40,9 +40,12 @@ def load_job(path: str | os.PathLike[str], changes: Mapping[str, Any] | None = N
     readers = {".toml": _toml, ".json": _json, ".py": _python}
     if file.suffix not in readers:
         raise JobError(f"a job's file ends in {', '.join(readers)}", file=str(file))
-    text = file.read_text(encoding="utf-8")
-    data = readers[file.suffix](file, text)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise JobError(f"it cannot be read: {error}", file=str(file)) from error
     with located(str(file)):
+        data = readers[file.suffix](file, text)
         if isinstance(data, Mapping):
             data = {"folder": str(file.parent), **data}
         job: Job = attrs.evolve(read(Job, data), file=str(file))

@@ -137,7 +137,7 @@ def run_ranks(job: Job, program: Callable[..., Found], *args: Any, stop: Flag | 
     with _signals(stop, spawns=not (_in_a_world() or launched or job.simulate or job.world_size == 1)) as flag:
         if _in_a_world():
             return program(job, *args, flag)
-        check_job(job)
+        check_job(job, int(os.environ["WORLD_SIZE"]) if launched else None)
         if launched:
             return _under_torchrun(job, program, *args, flag)
         job = _placed(job, 1 if job.simulate else job.world_size)

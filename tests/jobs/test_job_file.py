@@ -208,6 +208,11 @@ def test_what_is_wrong_is_named_with_its_line(tmp_path: Path, more: str, line: i
             '{"steps": 3,\n"model": "a:b",\n"optimizer": "sgd",\n"sed": 4}',
             "line 4: sed = 4: there is no such",
         ),
+        (
+            "job.py",
+            "import functional_ds as fds\njob = fds.Job(model='a:B', steps='3')",
+            "steps = '3': it must be a whole number",
+        ),
         ("job.py", "jobs = 3", "it must set `job` to a Job, or to a table of entries"),
         ("job.yaml", "", "a job's file ends in .toml, .json, .py"),
     ],
@@ -226,6 +231,12 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         fds.load_job(tmp_path / "job.toml")
     with pytest.raises(JobError, match="it is no file"):
         fds.load_job(tmp_path)
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(JobError, match=r"job\.toml: it cannot be read"):
+        fds.load_job(tmp_path / "job.toml")
 
 
 def test_entries_that_are_left_out_have_no_line() -> None:

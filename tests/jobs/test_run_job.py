@@ -139,13 +139,16 @@ def test_a_resumed_job_is_one_that_ran_through(job: Job, tmp_path: Path, ranks: 
     assert anew.losses == whole.losses
 
 
-def test_torchruns_number_of_ranks_wins(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchruns_number_of_ranks_wins(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here in a world of one; tests/examples/test_train_gpt.py has one of two, which torchrun starts."""
     environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert fds.run_job(job.changed({"ranks": 2})).losses == pytest.approx(dict(enumerate(torchs(job)[0], 1)), rel=ROUNDING)
     assert not torch.distributed.is_initialized()
+    config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    fds.jobs.check_job(job.changed({"ranks": 2, "strategy": None, "deepspeed": {"config": tmp_path / "ds.json"}}), 1)
     with pytest.raises(JobError, match="torchrun has started the ranks; leave simulate out"):
         fds.run_job(job.changed({"simulate": True}))
     with pytest.raises(JobError, match="the mesh has 2 ranks, and there are 1"):
