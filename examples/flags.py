@@ -14,7 +14,21 @@ import torch
 from functional_ds import jobs
 
 JOB = Path(__file__).with_name("train_gpt.toml")
-SIZES = ("layers", "width", "heads", "context")
+CONFIG = "model.gpt:GPT.config"
+PATHS = {  # by flag, the entries that it changes
+    "zero": ["strategy.zero.stage"],
+    "accumulate": ["strategy.accumulate.k"],
+    "clip": ["strategy.clip.limit"],
+    "lr": ["optimizer.adamw.lr"],
+    "layers": [f"{CONFIG}.layers"],
+    "width": [f"{CONFIG}.width"],
+    "heads": [f"{CONFIG}.heads"],
+    "context": ["data.context", f"{CONFIG}.context"],
+    "batch": ["data.rows"],
+    "steps": ["steps", "schedule.warmup_cosine.total"],
+    "seed": ["seed"],
+    "every": ["evaluation.every"],
+}
 
 
 @attrs.frozen
@@ -47,12 +61,12 @@ class Flags:
     @property
     def zero(self) -> int:
         """ZeRO's stage."""
-        return int(self._argument("zero", "stage"))
+        return int(self._argument("zero", "stage", 0))
 
     @property
     def accumulate(self) -> int:
         """Micro-batches of a step."""
-        return int(self._argument("accumulate", "k"))
+        return int(self._argument("accumulate", "k", 1))
 
     @property
     def dtype(self) -> str:
@@ -64,8 +78,8 @@ class Flags:
         """Steps between validations, and checkpoints."""
         return (self.job.evaluation and self.job.evaluation.every) or self.job.steps
 
-    def _argument(self, name: str, argument: str) -> Any:
-        return next(each.arguments[argument] for each in self.job.strategy if each.name == name)
+    def _argument(self, name: str, argument: str, default: int) -> Any:
+        return next((each.arguments[argument] for each in self.job.strategy if each.name == name), default)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -95,73 +109,88 @@ def parse(argv: Sequence[str] | None, *, doc: str | None) -> Flags:
     try:
         start, ranks, here = _ranks(given.ranks, given.simulate, job)
         device = "cuda" if torch.cuda.device_count() >= here else "cpu"
+        mixed = any(each.name == "mixed_precision" for each in job.strategy)
+        if given.dtype == "bf16" and not mixed:
+            raise ValueError(f"--dtype bf16: the strategy of {JOB} has no mixed_precision")
         wanted = given.dtype or _dtype(device)
-        job = job.changed(_changes(given, wanted) | {"ranks": ranks, "simulate": start == "simulate", "device": device})
+        job = job.changed(
+            _changes(given, mixed and wanted == "fp32", job)
+            | {"ranks": ranks, "simulate": start == "simulate", "device": device}
+        )
         flags = Flags(job, given.out, given.check, given.sample, given.profile, start, ranks)
         jobs.check_job(job)
         flags.out.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    if given.dtype is None and wanted == "fp32" and os.environ.get("RANK", "0") == "0":
+    if given.dtype is None and mixed and wanted == "fp32" and os.environ.get("RANK", "0") == "0":
         note = "this CPU has no bf16 arithmetic: training in fp32, which is faster here (--dtype bf16 insists)"
         print(note, file=sys.stderr)
     return flags
 
 
-def _changes(given: argparse.Namespace, dtype: str) -> dict[str, Any]:
-    """The entries that flags change, by path."""
-    if not 0 <= given.seed < 2**63:
+def _changes(given: argparse.Namespace, plain: bool, job: jobs.Job) -> dict[str, Any]:
+    """The entries that flags change, by path; ``plain`` takes mixed precision out."""
+    if given.seed is not None and not 0 <= given.seed < 2**63:
         raise ValueError(f"--seed {given.seed} must be at least 0 and below 2**63")
     if given.resume and given.save is None:
         raise ValueError("--resume: say with --save where the checkpoints are")
-    if math.isinf(given.lr):
+    if given.lr is not None and math.isinf(given.lr):
         raise ValueError("--lr inf: the learning rate must be finite")
-    steps, every = given.steps, given.every or max(1, given.steps // 10)
-    found: dict[str, Any] = {f"model.gpt:GPT.config.{name}": getattr(given, name) for name in SIZES}
-    found |= {"steps": steps, "seed": given.seed, "data.rows": given.batch, "data.context": given.context}
-    found |= {"strategy.zero.stage": given.zero, "strategy.accumulate.k": given.accumulate, "strategy.clip.limit": given.clip}
-    # a tenth of the steps to warm up, but not under 30
-    found |= {"schedule.warmup_cosine.warmup": min(max(steps // 10, 30), steps), "schedule.warmup_cosine.total": steps}
-    found |= {"optimizer.adamw.lr": given.lr, "evaluation.every": every}
-    if dtype == "fp32":
+    if given.steps is not None:
+        given.every = given.every or max(1, given.steps // 10)
+    wanted = {flag: getattr(given, flag) for flag in PATHS if getattr(given, flag) is not None}
+    found: dict[str, Any] = {path: value for flag, value in wanted.items() for path in PATHS[flag]}
+    if given.steps is not None:  # a tenth of the steps to warm up, but not under 30
+        found["schedule.warmup_cosine.warmup"] = min(max(given.steps // 10, 30), given.steps)
+    if plain:
         found["strategy.mixed_precision"] = None
     if given.data is not None:
         found["data.files"] = [str(given.data.absolute())]
     if given.save is not None:
+        every = given.every or (job.evaluation and job.evaluation.every)
         found["checkpoints"] = {"folder": str(given.save), "every": every, "resume": given.resume}
     return found
 
 
 def _parser(doc: str | None, job: jobs.Job) -> argparse.ArgumentParser:
-    """Defaults are those of the file."""
-    calls = {each.name: each.arguments for each in job.strategy}
-    sizes, rate = job.model.arguments["config"], job.optimizer.arguments["lr"] if job.optimizer else None
+    """What is left out stays as the file has it."""
     parser = _Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flag, shown = parser.add_argument, "(default: %(default)s)"
+
+    def entry(name: str, help: str, **options: Any) -> None:
+        parser.add_argument(f"--{name}", help=f"{help} (default: {_value(job, PATHS[name][0])})".lstrip(), **options)
+
+    flag = parser.add_argument
     flag("--data", type=Path, metavar="PATH", help="the text: a file, or a folder of such (default: Python's standard library)")
-    flag("--zero", type=int, choices=range(4), default=calls["zero"]["stage"], help=f"the stage {shown}")
+    entry("zero", "the stage", type=int, choices=range(4))
     flag("--dtype", choices=("bf16", "fp32"), help="bf16 keeps fp32 masters (default: bf16; fp32 on a CPU without it)")
-    flag("--accumulate", type=_positive, default=calls["accumulate"]["k"], metavar="K", help=f"micro-batches of a step {shown}")
-    flag("--clip", type=_above_zero, default=calls["clip"]["limit"], metavar="NORM", help=f"inf for never {shown}")
-    flag("--lr", type=_above_zero, default=rate, help=f"the highest learning rate {shown}")
-    for name in SIZES:
-        flag(f"--{name}", type=_positive, default=sizes[name], metavar="N", help=shown)
-    flag("--batch", type=_positive, default=job.data.rows, metavar="N", help=f"rows of a step, over all ranks {shown}")
-    flag("--steps", type=_positive, default=job.steps, metavar="N", help=shown)
-    flag("--seed", type=int, default=job.seed, help=f"of the weights and batches {shown}")
+    entry("accumulate", "micro-batches of a step", type=_positive, metavar="K")
+    entry("clip", "inf for never", type=_above_zero, metavar="NORM")
+    entry("lr", "the highest learning rate", type=_above_zero)
+    for name in ("layers", "width", "heads", "context"):
+        entry(name, "", type=_positive, metavar="N")
+    entry("batch", "rows of a step, over all ranks", type=_positive, metavar="N")
+    entry("steps", "with a warm-up of a tenth, but not under 30", type=_positive, metavar="N")
+    entry("seed", "of the weights and batches", type=int)
     where = parser.add_mutually_exclusive_group()
-    where.add_argument(
-        "--ranks", type=_positive, metavar="N", help=f"local processes (default: {job.ranks}; under torchrun, its)"
-    )
+    where.add_argument("--ranks", type=_positive, metavar="N", help=f"processes (default: {job.ranks}; under torchrun, its)")
     where.add_argument("--simulate", type=_positive, metavar="N", help="simulated ranks, in this one process")
-    flag("--out", type=Path, default=Path("out"), metavar="DIR", help=f"what is written {shown}")
+    flag("--out", type=Path, default=Path("out"), metavar="DIR", help="what is written (default: %(default)s)")
     flag("--save", type=Path, metavar="DIR", help="checkpoints, every so many steps and at the end (default: none)")
     flag("--resume", action="store_true", help="go on from the newest of them, if there is one")
     flag("--every", type=_positive, metavar="N", help="steps between validations, and checkpoints (default: a tenth of all)")
     flag("--check", action="store_true", help="train on one device too, and print how far the losses differ")
     flag("--profile", action="store_true", help="measure steps: where time, operations and bytes go")
-    flag("--sample", type=int, default=500, metavar="BYTES", help=f"text at the end; 0 for none {shown}")
+    flag("--sample", type=int, default=500, metavar="BYTES", help="text at the end; 0 for none (default: %(default)s)")
     return parser
+
+
+def _value(job: jobs.Job, path: str) -> Any:
+    """What the file has at a path."""
+    table = job.to_dict(defaults=True)
+    table["strategy"] = {name: arguments for call in table["strategy"] for name, arguments in call.items()}
+    for name in path.split("."):
+        table = table.get(name, {}) if isinstance(table, dict) else {}
+    return "none" if table == {} else table
 
 
 def _ranks(ranks: int | None, simulate: int | None, job: jobs.Job) -> tuple[str, int, int]:

@@ -370,3 +370,16 @@ def test_defaults_are_the_main_job(
     flags = train_gpt.parse(["--out", str(tmp_path)], doc=None)
     assert (flags.start, flags.ranks, flags.zero, flags.dtype) == ("spawn", 2, 3, dtype)
     assert ("no bf16 arithmetic" in capsys.readouterr().err) == (not has_bf16)
+
+
+def test_flags_that_are_left_out_are_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever edits the file need not know of the flags."""
+    text = (SCRIPT.parent / "train_gpt.toml").read_text()
+    edited = text.replace("    {clip = 1.0},\n", "").replace("warmup = 30", "warmup = 7").replace("every = 30", "every = 9")
+    (tmp_path / "train_gpt.toml").write_text(edited.replace("steps = 300", f'steps = 300\nfolder = "{SCRIPT.parent}"'))
+    monkeypatch.setattr("flags.JOB", tmp_path / "train_gpt.toml")
+    job = train_gpt.parse(["--out", str(tmp_path), "--layers", "1", "--dtype", "bf16"], doc=None).job
+    assert [each.name for each in job.strategy] == ["mixed_precision", "zero", "accumulate"]
+    assert job.schedule is not None
+    assert job.evaluation is not None
+    assert (job.schedule.arguments["warmup"], job.evaluation.every, job.model.arguments["config"]["layers"]) == (7, 9, 1)
