@@ -21,10 +21,10 @@ def check_job(job: Job, ranks: int | None = None) -> None:
     Raises:
         JobError: with the entry, its value, and what would do.
 
-    >>> check_job(Job(model="no_such_module:MLP", steps=1, optimizer={"sgd": 0.1}))
+    >>> check_job(Job(model="nowhere:MLP", steps=1, optimizer={"sgd": 0.1}))
     Traceback (most recent call last):
         ...
-    functional_ds.jobs.job_errors.JobError: model.no_such_module:MLP: there is no module 'no_such_module', neither in . nor installed
+    functional_ds.jobs.job_errors.JobError: model.nowhere:MLP: there is no module 'nowhere', neither in . nor installed
     """
     with located(job.file):
         try:
