@@ -51,6 +51,9 @@ with optional("functional_ds.fitting"):
 with optional("functional_ds.interchange"):
     from . import interchange
     from .interchange import export, from_deepspeed, load_params
+with optional("functional_ds.jobs", "functional_ds.fitting"):
+    from . import jobs
+    from .jobs import Job, load_job, run_job
 with optional("functional_ds.memory"):
     from . import memory
 with optional("functional_ds.parallel"):
@@ -70,6 +73,7 @@ __all__ = [
     "DonatedStateError",
     "Evaluation",
     "Gradients",
+    "Job",
     "Key",
     "Layout",
     "LeafMap",
@@ -104,9 +108,11 @@ __all__ = [
     "functional",
     "innermost",
     "interchange",
+    "jobs",
     "lamb",
     "lion",
     "load",
+    "load_job",
     "load_params",
     "memory",
     "moe",
@@ -121,6 +127,7 @@ __all__ = [
     "remat",
     "remat_policies",
     "remat_report",
+    "run_job",
     "save",
     "seq",
     "sgd",

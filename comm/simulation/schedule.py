@@ -33,7 +33,7 @@ class AbortedError(BaseException):
 
 
 @attrs.define(eq=False)
-class _Job:
+class _LaneJob:
     """Steps that a lane carries out."""
 
     world: "ScheduledWorld"
@@ -60,7 +60,7 @@ class _Lane:
 
     world: "ScheduledWorld"
     actor: int
-    jobs: deque[_Job] = attrs.field(factory=deque)
+    jobs: deque[_LaneJob] = attrs.field(factory=deque)
 
 
 @attrs.define(eq=False)
@@ -86,7 +86,7 @@ class ScheduledWorld(World):
         key = (lane.ranks, lane.name)
         if key not in self.lanes:
             self.lanes[key] = self.simulator.lane(self, lane)
-        job = _Job(self, steps, call_site())
+        job = _LaneJob(self, steps, call_site())
         self.lanes[key].jobs.append(job)
         self.simulator.unfinished.add(self.lanes[key].actor)
         return job
@@ -102,7 +102,7 @@ class Simulator:
         self.batons = [threading.Lock() for _ in range(world_size)]  # all are locked except the one of the rank that runs
         for baton in self.batons:
             baton.acquire()
-        self.waiting: dict[int, GroupCall | _Job] = {}
+        self.waiting: dict[int, GroupCall | _LaneJob] = {}
         self.polling: set[int] = set()
         self.fruitless = 0  # polls in a row that found nothing, since the last call of any rank
         self.unfinished = set(range(world_size))
@@ -132,7 +132,7 @@ class Simulator:
             known.complete()
         return known
 
-    def wait(self, rank: int, slot: GroupCall | _Job, *, polls: bool = False) -> bool:
+    def wait(self, rank: int, slot: GroupCall | _LaneJob, *, polls: bool = False) -> bool:
         """Lets other ranks run until the collective is complete. A poll also ends when no other rank can continue."""
         drop_spare_normal()
         while not slot.done:
@@ -143,7 +143,7 @@ class Simulator:
         self.check()
         return True
 
-    def poll(self, rank: int, slot: GroupCall | _Job, patient: bool) -> bool:
+    def poll(self, rank: int, slot: GroupCall | _LaneJob, patient: bool) -> bool:
         """Whether the collective is complete; other ranks run first.
 
         A patient poll lets them run until none can continue; any other poll, for a number of turns that the seed picks.
@@ -260,7 +260,7 @@ class Simulator:
                 self.rng_states[actor] = RngState.now()
                 self.finish(actor)
 
-    def carry_out(self, job: _Job) -> None:
+    def carry_out(self, job: _LaneJob) -> None:
         try:
             self.check()
             job.run()
@@ -293,9 +293,9 @@ class Simulator:
                 lines.append(f"  rank {rank}, beside its program, waits in {self.describe_wait(slot, rank)}")
         return "\n".join(lines)
 
-    def describe_wait(self, slot: GroupCall | _Job, rank: int) -> str:
+    def describe_wait(self, slot: GroupCall | _LaneJob, rank: int) -> str:
         """The rank's call, its call site, and the ranks that have not called."""
-        if isinstance(slot, _Job):
+        if isinstance(slot, _LaneJob):
             return f"a chain of collectives begun at {slot.site}"
         arrival, missing = slot.arrivals[rank], ", ".join(map(str, slot.missing()))
         return f"{arrival} on group {slot.group.name!r} at {arrival.site} for rank {missing}"

@@ -110,7 +110,8 @@ def test_check_finds_a_difference(
     flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step that was composed wrongly does not pass for the right one."""
-    monkeypatch.setattr(train_gpt, "on_one_device", lambda flags: train_gpt.PRECISION[flags.dtype])
+    right = train_gpt.on_one_device
+    monkeypatch.setattr(train_gpt, "on_one_device", lambda job: right(job).changed({"strategy.clip": None, "schedule": None}))
     train(flags, "--simulate", "2", "--check", "--dtype", "fp32")
     assert float(re.findall(r"the largest: (\S+) in step", capsys.readouterr().out.replace(",", ""))[0]) > 1e-3
 
@@ -325,7 +326,7 @@ BAD = [
     ("--data {tmp}/nowhere.txt", "nowhere.txt does not exist"),
     ("--data {tmp}/empty.txt", "empty.txt is empty"),
     ("--data {tmp}/short.txt", "fewer than context + 1 = 17"),
-    ("--data {tmp}", "is not a file"),
+    ("--data {tmp}/folder", "folder has no files"),
     ("--out {tmp}/empty.txt", "empty.txt"),
     ("--unheard-of", "--unheard-of"),
     ("--resume", "say with --save where the checkpoints are"),
@@ -339,6 +340,7 @@ def test_bad_input_is_refused_in_one_line(
 ) -> None:
     (tmp_path / "empty.txt").touch()
     (tmp_path / "short.txt").write_text("x" * 160)
+    (tmp_path / "folder").mkdir()
     with pytest.raises(SystemExit) as end:
         train_gpt.main([*flags, *bad.format(tmp=tmp_path).split()])
     shown = capsys.readouterr()
@@ -368,3 +370,16 @@ def test_defaults_are_the_main_job(
     flags = train_gpt.parse(["--out", str(tmp_path)], doc=None)
     assert (flags.start, flags.ranks, flags.zero, flags.dtype) == ("spawn", 2, 3, dtype)
     assert ("no bf16 arithmetic" in capsys.readouterr().err) == (not has_bf16)
+
+
+def test_flags_that_are_left_out_are_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever edits the file need not know of the flags."""
+    text = (SCRIPT.parent / "train_gpt.toml").read_text()
+    edited = text.replace("    {clip = 1.0},\n", "").replace("warmup = 30", "warmup = 7").replace("every = 30", "every = 9")
+    (tmp_path / "train_gpt.toml").write_text(edited.replace("steps = 300", f'steps = 300\nfolder = "{SCRIPT.parent}"'))
+    monkeypatch.setattr("flags.JOB", tmp_path / "train_gpt.toml")
+    job = train_gpt.parse(["--out", str(tmp_path), "--layers", "1", "--dtype", "bf16"], doc=None).job
+    assert [each.name for each in job.strategy] == ["mixed_precision", "zero", "accumulate"]
+    assert job.schedule is not None
+    assert job.evaluation is not None
+    assert (job.schedule.arguments["warmup"], job.evaluation.every, job.model.arguments["config"]["layers"]) == (7, 9, 1)

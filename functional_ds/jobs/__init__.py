@@ -1,0 +1,37 @@
+"""Training jobs from one file: data, model, mesh, strategy, optimizer, schedule, evaluation, checkpoints, logs, profile.
+
+``load_job`` reads one, ``run_job`` trains; ``run_ranks`` and ``prepare`` are for training loops of one's own.
+"""
+
+from .call_entry import CallEntry
+from .check_job import check_job
+from .job import DataEntry, DeepSpeedEntry, EvaluationEntry, Job, LogsEntry, ProfileEntry, SavedEntry
+from .job_errors import JobError
+from .job_file import load_job
+from .prepare import PreparedJob, prepare
+from .run_job import JobResult, run_job, run_ranks
+from .token_text import TokenText
+
+__all__ = [
+    "CallEntry",
+    "DataEntry",
+    "DeepSpeedEntry",
+    "EvaluationEntry",
+    "Job",
+    "JobError",
+    "JobResult",
+    "LogsEntry",
+    "PreparedJob",
+    "ProfileEntry",
+    "SavedEntry",
+    "TokenText",
+    "check_job",
+    "load_job",
+    "prepare",
+    "run_job",
+    "run_ranks",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

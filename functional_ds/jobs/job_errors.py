@@ -1,0 +1,78 @@
+"""``JobError``: which entry of which file is wrong, and what would do."""
+
+import difflib
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+
+__all__ = ["JobError", "joined", "nearest", "within"]
+
+_NOTHING: Any = attrs.NOTHING
+
+
+class JobError(ValueError):
+    """A job that is refused.
+
+    Attributes:
+        problem: what is wrong, and what would do.
+        entry: the entry, such as "data.context"; "" for the job as a whole.
+        value: the entry's value; ``attrs.NOTHING`` if there is none to show.
+        file: the job's file, if it has one.
+        line: the entry's line there, if it was found.
+    """
+
+    def __init__(
+        self, problem: str, *, entry: str = "", value: Any = _NOTHING, file: str | None = None, line: int | None = None
+    ) -> None:
+        super().__init__(problem, entry, value, file, line)
+        self.problem, self.entry, self.value, self.file, self.line = problem, entry, value, file, line
+
+    def __str__(self) -> str:
+        where = [] if self.file is None else [self.file if self.line is None else f"{self.file}, line {self.line}"]
+        if self.entry:
+            where.append(self.entry if self.value is _NOTHING else f"{self.entry} = {_shown(self.value)}")
+        return ": ".join([*where, self.problem])
+
+    def within(self, entry: str) -> "JobError":
+        """The same of a part of a job that stands at this entry."""
+        return JobError(self.problem, entry=joined(entry, self.entry), value=self.value, file=self.file, line=self.line)
+
+    def at(self, file: str, line: int | None) -> "JobError":
+        """The same with its place in a file."""
+        return JobError(self.problem, entry=self.entry, value=self.value, file=file, line=line)
+
+    def __reduce__(self) -> Any:
+        return _error, (self.problem, self.entry, None if self.value is _NOTHING else (self.value,), self.file, self.line)
+
+
+@contextmanager
+def within(entry: str) -> Iterator[None]:
+    """Errors of a job that are raised within are of this entry."""
+    try:
+        yield
+    except JobError as error:
+        raise error.within(entry) from error.__cause__
+
+
+def _error(problem: str, entry: str, value: tuple[Any] | None, file: str | None, line: int | None) -> JobError:
+    return JobError(problem, entry=entry, value=_NOTHING if value is None else value[0], file=file, line=line)
+
+
+def joined(*parts: str) -> str:
+    """The path of an entry in an entry."""
+    return ".".join(part for part in parts if part)
+
+
+def nearest(name: str, known: Collection[str]) -> str:
+    """What to say of an unknown name: the nearest known one, and all of them."""
+    if not known:
+        return "it takes none"
+    close = difflib.get_close_matches(name, known, 1, 0.0)[0]
+    return f"the nearest is {close!r}, of {', '.join(known)}"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

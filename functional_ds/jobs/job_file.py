@@ -1,0 +1,79 @@
+"""``load_job``: a job from a TOML, JSON or Python file."""
+
+import json
+import os
+import runpy
+import tomllib
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from .job import Job
+from .job_errors import JobError
+from .job_lines import located
+from .job_reader import read
+
+__all__ = ["load_job"]
+
+
+def load_job(path: str | os.PathLike[str], changes: Mapping[str, Any] | None = None) -> Job:
+    """The job that a file describes.
+
+    A ``.toml`` or ``.json`` file has the entries of ``Job``. A ``.py`` file has a ``job``, a ``Job`` or a table of entries.
+
+    Law: the job of a file with ``job.to_toml()`` is ``job``.
+
+    Args:
+        path: the file.
+        changes: by path, values in the place of the file's, as ``Job.changed`` takes them: ``{"data.context": 64}``.
+
+    Raises:
+        JobError: there is no such file, it is no TOML or JSON, or an entry is refused: it names the file, the line, the
+            entry, its value, and what would do.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise JobError("there is no such file" if not file.exists() else "it is no file", file=str(file))
+    readers = {".toml": _toml, ".json": _json, ".py": _python}
+    if file.suffix not in readers:
+        raise JobError(f"a job's file ends in {', '.join(readers)}", file=str(file))
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise JobError(f"it cannot be read: {error}", file=str(file)) from error
+    with located(str(file)):
+        data = readers[file.suffix](file, text)
+        if isinstance(data, Mapping):
+            data = {"folder": str(file.parent), **data}
+        job: Job = attrs.evolve(read(Job, data), file=str(file))
+        return job.changed(changes) if changes else job
+
+
+def _toml(file: Path, text: str) -> Any:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise JobError(f"it is no TOML: {error}", file=str(file)) from None
+
+
+def _json(file: Path, text: str) -> Any:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        twice = [key for key, times in Counter(key for key, _ in pairs).items() if times > 1]
+        if twice:
+            raise JobError("it occurs twice in one table; keep one", entry=twice[0], file=str(file))
+        return dict(pairs)
+
+    try:
+        return json.loads(text, object_pairs_hook=unique)
+    except json.JSONDecodeError as error:
+        raise JobError(f"it is no JSON: {error.msg}", file=str(file), line=error.lineno) from None
+
+
+def _python(file: Path, text: str) -> Any:
+    found = runpy.run_path(str(file)).get("job")
+    if not isinstance(found, Job | Mapping):
+        raise JobError("it must set `job` to a Job, or to a table of entries", entry="job", value=found, file=str(file))
+    return found

@@ -1,0 +1,193 @@
+"""``run_job``: starts a job's ranks, or is one of them, and trains."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import attrs
+import torch
+
+from functional_ds import comm
+from functional_ds.fitting.run import Interrupted
+from functional_ds.fitting.signals import Flag, stop_on_signals, stop_ranks_on_signals
+
+from .check_job import check_job
+from .job import Job
+from .job_errors import JobError
+from .prepare import prepare
+
+__all__ = ["JobResult", "run_job", "run_ranks"]
+
+Found = TypeVar("Found")
+
+
+@attrs.frozen
+class JobResult:
+    """What a run found, on rank 0.
+
+    Attributes:
+        done: the number of steps made, earlier runs included.
+        losses: by the number of steps made, of those steps of this run that were logged.
+        validation: by the number of steps made, the validation losses of this run.
+        interrupted: whether a signal ended it early, with all written.
+    """
+
+    done: int
+    losses: dict[int, float]
+    validation: dict[int, float]
+    interrupted: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        return attrs.asdict(self)
+
+    def __str__(self) -> str:
+        curve = self.validation or self.losses
+        name = "validation loss" if self.validation else "loss"
+        change = "" if not curve else f", {name} {next(iter(curve.values())):.4f} -> {next(reversed(curve.values())):.4f}"
+        return f"{'interrupted after ' * self.interrupted}{self.done} steps{change}"
+
+
+@attrs.define(eq=False)
+class _Losses:
+    """A logger that keeps losses, and says them if it is to."""
+
+    say: Callable[[str], None] | None
+    losses: dict[int, float] = attrs.field(factory=dict)
+    validation: dict[int, float] = attrs.field(factory=dict)
+
+    def begin(self, done: int) -> None:
+        for kept in (self.losses, self.validation):
+            for step in [step for step in kept if step > done]:
+                del kept[step]
+        if done and self.say is not None:
+            self.say(f"going on after step {done}")
+
+    def log(self, done: int, numbers: Mapping[str, float]) -> None:
+        if "validation" in numbers:
+            self.validation[done] = numbers["validation"]
+        else:
+            self.losses[done] = numbers["loss"]
+        if self.say is not None:
+            shown = ((name, numbers[name]) for name in ("loss", "validation", "grad_norm", "rate") if name in numbers)
+            seconds = f"   {numbers['seconds_per_step']:.3f} s" if "seconds_per_step" in numbers else ""
+            self.say(f"step {done:>6}   " + "   ".join(f"{name} {value:.4f}" for name, value in shown) + seconds)
+
+    def close(self) -> None:
+        pass
+
+
+def run_job(job: Job, *, stop: Flag | None = None, say: Callable[[str], None] | None = None) -> JobResult:
+    """Trains as a job says: on ranks that it starts, or on those that are there already.
+
+    | where it is called | its ranks |
+    |---|---|
+    | under torchrun | torchrun's |
+    | in a world of several ranks, as within ``comm.simulate`` | those |
+    | with ``simulate = true`` | simulated ones in this process |
+    | else | processes on this machine; this one if there is one rank |
+
+    Law: the losses do not depend on the number of ranks or on who started them, but for rounding; on as many ranks they are
+    the same bits. Called again with checkpoints, it goes on, bit for bit, where it was ended.
+
+    Args:
+        job: from ``load_job``, or built in Python.
+        stop: a flag that ends the run after the current step, in the place of SIGINT and SIGTERM; where ranks are processes,
+            one that they share.
+        say: gets a line for each number that is logged, on rank 0, such as ``print``; a function that can be pickled.
+
+    Raises:
+        JobError: an entry is refused, before any rank starts where that can be known.
+        CheckpointError: the checkpoints are another run's, or cannot be written.
+        RankFailedError: a rank has died.
+    """
+    return run_ranks(job, _train, say, stop=stop)
+
+
+def _train(job: Job, say: Callable[[str], None] | None, stop: Flag) -> JobResult:
+    """What each rank runs."""
+    prepared = prepare(job)
+    found = _Losses(say)
+    try:
+        state = prepared.fit(prepared.init(), loggers=[found], stop=stop)
+    except Interrupted as end:
+        return JobResult(end.done, found.losses, found.validation, interrupted=True)
+    del state
+    return JobResult(job.steps, found.losses, found.validation)
+
+
+def run_ranks(job: Job, program: Callable[..., Found], *args: Any, stop: Flag | None = None) -> Found:
+    """``program(job, *args, stop)`` on all ranks of a job, for training loops of your own; returns rank 0's result.
+
+    Under torchrun, and in a world that is there already, it returns this rank's result.
+
+    Args:
+        job: says which ranks there are; it is checked first.
+        program: gets the job, ``args`` and a flag that says whether to end. Where ranks are processes it must be importable.
+        args: what else it gets.
+        stop: a flag of your own; by default SIGINT and SIGTERM set one.
+
+    Raises:
+        JobError: an entry is refused.
+        Interrupted: a second signal came while processes were stopping.
+    """
+    launched = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+    with _signals(stop, spawns=not (_in_a_world() or launched or job.simulate or job.world_size == 1)) as flag:
+        if _in_a_world():
+            return program(job, *args, flag)
+        check_job(job, int(os.environ["WORLD_SIZE"]) if launched else None)
+        if launched:
+            return _under_torchrun(job, program, *args, flag)
+        job = _placed(job, 1 if job.simulate else job.world_size)
+        if job.simulate:
+            return comm.simulate(_run, program, job, args, flag, world_size=job.world_size)[0]
+        if job.world_size == 1:
+            return program(job, *args, flag)
+        try:
+            return comm.spawn(_run, program, job, args, flag, world_size=job.world_size, backend=_backend(job))[0]
+        except comm.RankFailedError as error:
+            if flag.is_set():
+                raise Interrupted(signal.SIGINT, 0) from error  # interrupted again, while it was stopping
+            raise
+
+
+def _run(program: Callable[..., Found], job: Job, args: tuple[Any, ...], stop: Flag) -> Found:
+    return program(job, *args, stop)
+
+
+@contextmanager
+def _signals(stop: Flag | None, *, spawns: bool) -> Iterator[Flag]:
+    """The user's flag, or one that signals set."""
+    if stop is not None:
+        yield stop
+        return
+    with stop_ranks_on_signals() if spawns else stop_on_signals() as flag:
+        yield flag
+
+
+def _in_a_world() -> bool:
+    return comm.world().size > 1 or torch.distributed.is_initialized()
+
+
+def _under_torchrun(job: Job, program: Callable[..., Found], *args: Any) -> Found:
+    if job.simulate:
+        raise JobError("torchrun has started the ranks; leave simulate out", entry="simulate", value=True)
+    job = _placed(job, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    comm.init_distributed(_backend(job))
+    try:
+        return program(job, *args)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def _placed(job: Job, ranks: int) -> Job:
+    """The job with its device chosen: GPUs if this host has one for each of its ranks."""
+    if job.device != "auto":
+        return job
+    return attrs.evolve(job, device="cuda" if torch.cuda.device_count() >= ranks else "cpu")
+
+
+def _backend(job: Job) -> str | None:
+    return "gloo" if job.device == "cpu" else None

@@ -1,0 +1,77 @@
+"""Prints the tables of a job's entries; with --write, puts them into docs/jobs.md."""
+
+import sys
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+import attrs
+
+from functional_ds.jobs.call_entry import KINDS, CallEntry
+from functional_ds.jobs.job import RECORDS
+from functional_ds.jobs.job_reader import entries
+from functional_ds.jobs.job_toml import toml
+
+PAGE = Path(__file__).parents[2] / "docs/jobs.md"
+START, END = "<!-- entries -->\n", "<!-- /entries -->"
+
+_WORDS = {int: "whole number", float: "number", str: "string", bool: "true, false", CallEntry: "call", Any: "anything"}
+
+
+def type_of(annotation: Any) -> str:
+    """A type in words."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin in (Union, UnionType):
+        return " or ".join(type_of(each) for each in parts if each is not type(None))
+    if origin is Literal:
+        return ", ".join(f'"{each}"' for each in parts)
+    if origin is tuple:
+        return f"list: {type_of(parts[0])}"
+    if origin is dict:
+        return f"table: {type_of(parts[1])}"
+    return "table" if attrs.has(annotation) and annotation is not CallEntry else _WORDS[annotation]
+
+
+def default_of(field: "attrs.Attribute[Any]") -> str:
+    """A default as it would be written."""
+    if field.default is attrs.NOTHING:
+        return "needed"
+    if (
+        field.default is None
+        or isinstance(field.default, attrs.Factory)
+        or field.default == ()
+        or attrs.has(type(field.default))
+    ):
+        return "-"
+    return f"`{toml({'x': field.default}).partition(' = ')[2].strip()}`"
+
+
+def tables() -> str:
+    """A table for each record, in the order of the file."""
+    parts = []
+    for name, record in RECORDS.items():
+        head = "### The job" if not name else f"### `[{name}]`\n\n{record.__doc__}"
+        rows = ["| entry | type | default | |", "|---|---|---|---|"]
+        for field in entries(record):
+            help = field.metadata["help"]
+            meaning = help[0].upper() + help[1:] + "." * (help[-1] != ".")
+            if field.name in RECORDS:
+                meaning = f"[{meaning[:-1]}](#{field.name})."
+            rows.append(f"| `{field.name}` | {type_of(field.type)} | {default_of(field)} | {meaning} |")
+        parts.append(head + "\n\n" + "\n".join(rows) + "\n")
+    names = [f"| {kind} | {', '.join(f'`{each}`' for each in found.names)} |" for kind, found in KINDS.items() if found.names]
+    parts.append("### Names of calls\n\n| what | names |\n|---|---|\n" + "\n".join(names) + "\n")
+    return "\n".join(parts)
+
+
+def written(page: str) -> str:
+    """The page with its tables renewed."""
+    before, _, rest = page.partition(START)
+    return before + START + "\n" + tables() + "\n" + END + rest.partition(END)[2]
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--write"]:
+        PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    else:
+        sys.stdout.write(tables())

@@ -1,0 +1,113 @@
+"""Silent bugs of jobs, planted here: each breaks a test."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.jobs import test_job_data as texts
+from tests.jobs import test_job_file as files
+from tests.jobs import test_run_job as runs
+from tests.jobs.test_run_job import job, text
+from tests.planting import Bug, planted
+
+__all__ = ["job", "text"]  # fixtures
+
+FILE_BUGS = [
+    (
+        files.test_what_is_wrong_is_named_with_its_line,
+        ("[data]\nrows = 2\ncontxt = 4", 6, "there is no such entry"),
+        [
+            Bug(
+                "unknown entries pass",
+                "jobs.job_reader",
+                "        if name not in fields:\n            raise JobError(",
+                "        if False:\n            raise JobError(",
+                Exception,
+            ),
+            Bug(
+                "the header's line is taken",
+                "jobs.job_lines",
+                "    return None if found is None else found + 1",
+                "    return 1",
+            ),
+        ],
+    ),
+    (
+        files.test_what_is_wrong_is_named_with_its_line,
+        ("strategy = [{zero = {stagee = 3}}]", 4, "there is no such argument"),
+        [
+            Bug(
+                "unknown arguments pass",
+                "jobs.call_entry",
+                "        if name not in parameters:",
+                "        if False:",
+                Exception,
+            )
+        ],
+    ),
+    (
+        files.test_what_is_wrong_is_named_with_its_line,
+        ("[data]\nrows = true", 5, "it must be a whole number"),
+        [
+            Bug(
+                "true is 1",
+                "jobs.job_reader",
+                "    if type(value) is not wanted:",
+                "    if not isinstance(value, wanted):",
+                Exception,
+            )
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("test", "arguments", "bug"),
+    [(test, arguments, bug) for test, arguments, bugs in FILE_BUGS for bug in bugs],
+    ids=[bug.name for _, _, bugs in FILE_BUGS for bug in bugs],
+)
+def test_bugs_of_files(test: Any, arguments: tuple[Any, ...], bug: Bug, tmp_path: Path) -> None:
+    test(tmp_path, *arguments)
+    with planted(bug), pytest.raises((bug.shows, pytest.fail.Exception)):
+        test(tmp_path, *arguments)
+
+
+def test_a_default_that_is_left_out_is_the_default() -> None:
+    bug = Bug("the folder is left out", "jobs.job_reader", ' and not field.metadata["always"]', "")
+    with planted(bug), pytest.raises(AssertionError):
+        assert 'folder = "."' in files.Job(model="a:B", steps=1, optimizer={"sgd": 0.1}).to_toml()
+
+
+RUN_BUGS = [
+    Bug("all ranks take the first rows", "jobs.prepare", "first_row=place * rows", "first_row=0"),
+    Bug("rows do not depend on the seed", "jobs.prepare", "seed=self.job.seed, first_row", "seed=0, first_row"),
+    Bug("params do not depend on the seed", "jobs.prepare", "_seeded(job.seed)", "_seeded(0)"),
+    Bug("the schedule is forgotten", "jobs.prepare", "    if job.schedule is not None:", "    if False:"),
+    Bug("transforms are forgotten", "jobs.prepare", "    for each in job.strategy:", "    for each in ():"),
+    Bug(
+        "it is evaluated on what is trained on", "jobs.prepare", 'self.batch("validation", index)', 'self.batch("train", index)'
+    ),
+    Bug("targets are tokens", "jobs.token_text", "windows[:, 1:].contiguous()", "windows[:, :-1].contiguous()"),
+    Bug("the generator moves", "jobs.prepare", "with torch.random.fork_rng(devices=[]):", "if True:"),
+]
+
+
+@pytest.mark.parametrize("bug", RUN_BUGS, ids=[bug.name for bug in RUN_BUGS])
+def test_bugs_of_runs(bug: Bug, job: Any) -> None:
+    def test() -> None:
+        if "first rows" in bug.name:
+            runs.test_losses_do_not_depend_on_ranks_or_strategy(job, [{"zero": 0}, {"clip": runs.LIMIT}], {"ranks": 2})
+        elif "targets" in bug.name:
+            texts.test_rows_do_not_depend_on_the_number_of_ranks.hypothesis.inner_test(0, 0, 2, "train")  # type: ignore[attr-defined]
+        else:
+            runs.test_a_job_has_plain_pytorchs_losses(job)
+
+    with planted(bug), pytest.raises(AssertionError):
+        test()
+
+
+def test_a_resume_that_starts_anew_is_seen(job: Any, tmp_path: Path) -> None:
+    bug = Bug("checkpoints are not gone on from", "jobs.prepare", "resume=saved.resume", "resume=False")
+    with planted(bug), pytest.raises(AssertionError):
+        runs.test_a_resumed_job_is_one_that_ran_through(job, tmp_path, 1)
