@@ -1802,7 +1802,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "autograd keeps whole units",
             "transforms.zero.saved_places",
-            "self._homes.get(tensor.untyped_storage().data_ptr())",
+            "self._homes.get(_place(tensor.untyped_storage()))",
             "None",
         ),
         Bug("dropped units stay", "transforms.zero.gather", "self.whole.pop(unit, None)", "pass"),
