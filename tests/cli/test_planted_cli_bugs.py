@@ -38,7 +38,7 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
         Bug(
             "storages without values are one",
             "transforms.zero.saved_places",
-            "return storage.data_ptr() or StorageWeakRef(storage)",
+            "return storage.data_ptr() or -StorageWeakRef(storage).cdata",
             "return storage.data_ptr()",
         ),
     ],

@@ -1,7 +1,7 @@
 """What autograd saves of gathered units: which unit and where, so that the unit can be freed and gathered again."""
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ class SavedPlaces:
 
     def __init__(self, layout: Layout, fetch: Callable[[int], Sequence[Tensor]], unused: Callable[[int], None]) -> None:
         self._layout, self._fetch, self._unused = layout, fetch, unused
-        self._homes: dict[Hashable, tuple[int, int, StorageWeakRef]] = {}  # by ``_place``: unit, segment in it, storage
+        self._homes: dict[int, tuple[int, int, StorageWeakRef]] = {}  # by ``_place``: unit, segment in it, storage
         self._saved: Counter[int] = Counter()  # unit -> saved tensors that still refer to it
 
     def add(self, unit: int, place: int, flat: Tensor) -> None:
@@ -109,6 +109,6 @@ class SavedPlaces:
             self._unused(unit)
 
 
-def _place(storage: torch.UntypedStorage) -> Hashable:
-    """Where the storage lies. All that have no values lie at 0, and are told apart by what they are."""
-    return storage.data_ptr() or StorageWeakRef(storage)
+def _place(storage: torch.UntypedStorage) -> int:
+    """Where the storage lies. All that have no values lie at 0: for them it is the negative address of the storage's record."""
+    return storage.data_ptr() or -StorageWeakRef(storage).cdata

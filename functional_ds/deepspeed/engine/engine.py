@@ -47,6 +47,10 @@ class DeepSpeedEngine(ConfigValues, nn.Module):
     lr_scheduler: Any
     training_dataloader: Any
     training: bool
+    _reports: Reports
+    _boundary: bool | None  # what the caller has said of the micro-batch under way
+    _no_sync: bool
+    _stepping: bool
 
     def __init__(
         self,

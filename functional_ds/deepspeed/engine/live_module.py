@@ -51,18 +51,18 @@ class LiveModule:
     _bare: list[nn.Module] = attrs.field(init=False)
     _modes: list[bool] = attrs.field(init=False)
     _trains: list[bool] = attrs.field(init=False)
-    _buffers: dict[str, tuple[dict[str, Any], str]] = attrs.field(init=False)
+    _own_buffers: dict[str, tuple[dict[str, Any], str]] = attrs.field(init=False)
     _empty: dict[torch.dtype, Tensor] = attrs.field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
         self._owners, self._bare = [*self.module.modules()], [*self.apply.module.modules()]
         self._modes = [each.training for each in self._owners]
         self._trains = [each.requires_grad for each in self.params.values()]
-        self._buffers = {}
+        self._own_buffers = {}
         for path, owner in self.module.named_modules():
             held = owner.__dict__["_buffers"]
             for key in held:
-                self._buffers[f"{path}.{key}" if path else key] = (held, key)
+                self._own_buffers[f"{path}.{key}" if path else key] = (held, key)
 
     def follow_modes(self) -> None:
         """Gives the function the modes that the user's module has now."""
@@ -109,10 +109,10 @@ class LiveModule:
             for tensor, place in zip(tree.leaves(state.params), frame.places, strict=True):
                 for member in place.members:
                     self.clear(self.params[frame.leaves[member][0]], tensor.dtype)
-        if self._buffers:
+        if self._own_buffers:
             for name, buffer in step.module_buffers(state).items():
-                if name in self._buffers:
-                    held, key = self._buffers[name]
+                if name in self._own_buffers:
+                    held, key = self._own_buffers[name]
                     if held[key] is not buffer:
                         held[key] = buffer
 

@@ -54,10 +54,7 @@ class StageLayers(nn.Module):
 
     def child(self, layer: PlacedLayer) -> nn.Module:
         """The module that a layer calls."""
-        found = (self.tied_modules if layer.tied else self)._modules[layer.name or ""]
-        if found is None:
-            raise ValueError(f"layer {layer.name!r} has no module")
-        return found
+        return (self.tied_modules if layer.tied else self).get_submodule(layer.name or "")
 
     def forward(self, forward_input: Any) -> Any:
         """The layers, one after the other; blocks of ``activation_checkpoint_interval`` layers are computed again backward."""
