@@ -24,7 +24,7 @@ SCRIPT = Path(train_gpt.__file__)
 TINY = "--layers 2 --width 24 --heads 2 --context 16 --batch 8 --steps 4 --lr 0.01 --sample 12"
 FP32_ROUNDING = 1e-5  # of losses about 5, after few steps
 BF16_ROUNDING = 5e-2
-PATIENCE = 60  # seconds
+PATIENCE = 200  # seconds; a machine may be busy with other tests
 
 
 @pytest.fixture
