@@ -26,6 +26,7 @@ FONTS = re.compile(r"@font-face \{.*?\}", re.DOTALL)
 PICTURES = {
     "report": "report",
     "tune": "tune train.py:model --rows 64 --zero 0,2 --micro-batch 16,64 --best 3 --steps 2",
+    "train": "train job.toml",
 }
 
 
@@ -37,6 +38,8 @@ def files_of_the_page(page: str) -> Iterator[None]:
         os.chdir(folder)
         try:
             Path("train.py").write_text(page.partition("```python\n")[2].partition("```")[0])
+            Path("models.py").write_text(page.split("```python\n")[2].partition("```")[0])
+            Path("job.toml").write_text(page.partition("```toml\n")[2].partition("```")[0])
             Path("hostfile").write_text(page.partition("```text\n")[2].partition("```")[0])
             Path("typo.json").write_text(json.dumps({"train_batch_size": 64, "zero_optimisation": {"stage": 2}}))
             torch.manual_seed(0)

@@ -71,7 +71,7 @@ def initialize(
 
     Raises:
         ConfigError: the config is refused; the message names all keys.
-        ValueError: no model or no config, or two configs; an optimizer without a pure form.
+        ValueError: no model or no config, or two configs; an optimizer without a pure form; another optimizer's scheduler.
 
     >>> engine, optimizer, _, _ = initialize(
     ...     model=nn.Linear(2, 1),
@@ -94,6 +94,7 @@ def initialize(
     world = comm.world()
     _refuse_model_parallel(mpu, mesh_param)
     client = _client_optimizer(optimizer, model_parameters)
+    _refuse_foreign(lr_scheduler, client)
     plan = _plan(found, world.size, model, client, has_scheduler=lr_scheduler is not None)
     if plan.value("log_level"):
         logging.getLogger("DeepSpeed").setLevel(str(plan.value("log_level")).upper())
@@ -154,6 +155,10 @@ def _pipeline(
 ) -> tuple[Any, Any, Any, Any]:
     from functional_ds.deepspeed.pipe.pipeline_engine import pipeline_engine  # pipelining may be left out
 
+    if client is None and lr_scheduler is not None:
+        raise ValueError(
+            "lr_scheduler: with a PipelineModule also pass the optimizer whose rates it moves, or name both in the config"
+        )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = [] if client is None else groups_of_optimizer(client, names)
     engine = pipeline_engine(
@@ -225,6 +230,16 @@ def _client_optimizer(optimizer: Any, model_parameters: Any) -> torch.optim.Opti
     if not isinstance(made, torch.optim.Optimizer):
         raise TypeError(f"optimizer: the function returned a {type(made).__name__}, and not a torch optimizer")
     return made
+
+
+def _refuse_foreign(scheduler: Any, client: torch.optim.Optimizer | None) -> None:
+    """A scheduler of another optimizer would move rates that no update reads."""
+    moved = getattr(scheduler, "optimizer", None)
+    if isinstance(moved, torch.optim.Optimizer) and moved is not client:
+        raise ValueError(
+            f"lr_scheduler: {type(scheduler).__name__} moves the rates of another {type(moved).__name__} than the engine's; "
+            "pass that optimizer, too, or a function from the engine's optimizer to a scheduler"
+        )
 
 
 def _plan(

@@ -128,6 +128,30 @@ def test_a_scheduler_of_torch_over_a_configs_optimizer() -> None:
     close(drive(engine, 3), by_torch(other, plain, 3, scheduler=torch.optim.lr_scheduler.StepLR(plain, 1, 0.5)))
 
 
+@pytest.mark.parametrize("passed", [False, True])
+def test_a_scheduler_of_another_optimizer_is_refused(passed: bool) -> None:
+    """Its rates would be nobody's."""
+    module = model()
+    foreign = torch.optim.SGD(module.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"lr_scheduler: StepLR moves the rates of another SGD than the engine's"):
+        ds.initialize(
+            model=module,
+            optimizer=torch.optim.AdamW(module.parameters()) if passed else None,
+            lr_scheduler=torch.optim.lr_scheduler.StepLR(foreign, 1, 0.5),
+            config={**BASE, "optimizer": ADAMW},
+        )
+
+
+def test_a_scheduler_of_a_pipelines_config_is_refused() -> None:
+    layers = ds.PipelineModule([nn.Linear(2, 2)], num_stages=1, loss_fn=nn.functional.mse_loss)
+    with pytest.raises(ValueError, match=r"lr_scheduler: with a PipelineModule also pass the optimizer"):
+        ds.initialize(
+            model=layers,
+            lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+            config={**BASE, "optimizer": ADAMW},
+        )
+
+
 def test_the_configs_schedule_shows_its_rates() -> None:
     engine, optimizer, _, scheduler = ds.initialize(
         model=model(), config={**BASE, "zero_optimization": {"stage": 1}, "optimizer": ADAMW, "scheduler": WARMUP}
