@@ -93,10 +93,12 @@ class Initialisation(TorchDispatchMode):
             return self._look(func, args, kwargs)
         state = self._draw(func, args, kwargs) if torch.Tag.nondeterministic_seeded in func.tags else None
         reads = [self.place(x) for x in tree.leaves((args, kwargs)) if isinstance(x, FakeTensor)]
-        arguments = tree.map(self._noted, (args, {k: v for k, v in kwargs.items() if k != "generator"}))
+        if "generator" in kwargs:
+            kwargs["generator"] = None  # it draws by the default one, in this one's state
+        arguments = tree.map(self._noted, (args, kwargs))
         changed = [self.place(x) for x in _written(func, args, kwargs) if isinstance(x, FakeTensor)]
         known = len(self._kept)
-        found = func(*args, **{**kwargs, **({"generator": None} if "generator" in kwargs else {})})
+        found = func(*args, **kwargs)
         outputs = [self.place(x) if isinstance(x, FakeTensor) else None for x in tree.leaves(found)]
         makes = tuple(place if place is not None and place.storage >= known else None for place in outputs)
         self._note(func, arguments, reads, changed, makes, state)

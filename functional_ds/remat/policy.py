@@ -3,7 +3,6 @@
 import difflib
 from collections.abc import Iterable, Mapping
 from enum import Enum
-from types import MappingProxyType
 
 import attrs
 
@@ -40,8 +39,8 @@ _DEFAULTS = {"nothing": Keep.RECOMPUTE, "everything": Keep.SAVE, **{keep.value: 
 _INPUTS, _MATMULS = "inputs", "matmuls"
 
 
-def _frozen(names: Mapping[str, Keep]) -> Mapping[str, Keep]:
-    return MappingProxyType(dict(names))
+def _copied(names: Mapping[str, Keep]) -> Mapping[str, Keep]:
+    return dict(names)
 
 
 @attrs.frozen(repr=False)
@@ -64,7 +63,7 @@ class RematPolicy:
     default: Keep = Keep.RECOMPUTE
     inputs: Keep | None = None
     matmuls: Keep | None = None
-    names: Mapping[str, Keep] = attrs.field(default=MappingProxyType({}), converter=_frozen, hash=False)
+    names: Mapping[str, Keep] = attrs.field(factory=dict, converter=_copied, hash=False)
 
     def __attrs_post_init__(self) -> None:
         if self.inputs is Keep.RECOMPUTE:

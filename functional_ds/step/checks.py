@@ -20,7 +20,7 @@ from .phases import Layer
 from .state import State, refuse_donated
 from .tape import Tape
 
-__all__ = ["check_batch", "check_graph", "check_params", "check_state", "name_sum", "refuse_other_names"]
+__all__ = ["check_batch", "check_graph", "check_params", "check_state", "name_sum", "refuse_inference", "refuse_other_names"]
 
 _PLAIN = (bool, int, float, complex, str, bytes)  # beside tensors, a batch may have these
 
@@ -34,6 +34,19 @@ class Strategy(Protocol):
     def leaf_map(self, state: State) -> LeafMap: ...
 
     def wraps(self, phase: str) -> bool: ...
+
+
+def refuse_inference(what: str) -> None:
+    """Refuses inference mode, whose tensors have no part in training, in this step or a later one.
+
+    Raises:
+        RuntimeError: it is on.
+    """
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            f"{what}: torch.inference_mode() is on, and nothing trains on the tensors that it makes; leave the block for it "
+            "(step.evaluate may stay inside)"
+        )
 
 
 def check_params(params: Any) -> None:

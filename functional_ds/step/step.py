@@ -18,7 +18,7 @@ from functional_ds.sharding.leaf_map import LeafMap
 
 from .buffer_sync import agreed_anew, unagreed
 from .buffers import BUFFERS, Buffers, Modules
-from .checks import check_batch, check_params, check_state, name_sum, refuse_other_names
+from .checks import check_batch, check_params, check_state, name_sum, refuse_inference, refuse_other_names
 from .forward_pass import Gradients, Pass, refuse_open
 from .phases import Layer, Phase, check_phases, compose_phase
 from .state import State, UpdateError, mark_donated
@@ -102,6 +102,7 @@ class Step:
             modules: an ``apply`` of ``fds.functional``, or a dict of several by name, where ``params`` has other tensors than
                 those that ``fds.functional`` gave.
         """
+        refuse_inference("init")
         check_params(params)
         held = Modules.of(params, modules)
         state: State = self.phases["init"](self, self.phases["prepare"](self, params))
@@ -124,10 +125,12 @@ class Step:
         Raises:
             ValueError: the batch has another structure than the last, the loss is no scalar, the params have no values, or the
                 state is another strategy's.
+            RuntimeError: the loss has no graph, or inference mode is on.
             UpdateError: the update failed and changed nothing; the state is as it was.
             CommError: the step before failed on this rank alone, within collectives in which the other ranks still wait.
         """
         with comm.world().world.step():
+            refuse_inference("step")
             check_state(self, state)
             structure = check_batch(self, state, batch)
             if donate:
@@ -164,6 +167,8 @@ class Step:
         >>> step.params(state)["w"].tolist(), metrics["loss"].item()
         ([0.5, 0.0], 3.0)
         """
+        if trains:
+            refuse_inference("open")
         check_state(self, state)
         structure = state.batch if batch is None else check_batch(self, state, batch)
         return Pass.opened(self, state, batch, so_far, structure, trains=trains)
@@ -182,6 +187,7 @@ class Step:
             UpdateError: the update failed and changed nothing; the state is as it was.
         """
         with comm.world().world.step():
+            refuse_inference("finish")
             check_state(self, state)
             found = grads.total(self, state, donate=donate)
             return self._updated(state, found, grads.batch, donate)

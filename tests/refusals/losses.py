@@ -106,6 +106,13 @@ class Batch:
         self.x = rows()
 
 
+def inference() -> None:
+    step = made(T.zero(1))
+    state = step.init(weights())
+    with torch.inference_mode():
+        step(state, rows())
+
+
 def donated() -> None:
     step = made()
     state = step.init(weights())
@@ -245,6 +252,15 @@ REFUSALS = [
         why="Ranks might disagree on what a step holds.",
         instead="Give all batches the same keys and numbers of tensors.",
         program=another_structure,
+    ),
+    Refusal(
+        what="a step within `torch.inference_mode()`",
+        error=RuntimeError,
+        says=r"step: torch.inference_mode\(\) is on",
+        advises="leave the block for it",
+        why="Nothing trains on inference tensors, in this step or a later one.",
+        instead="Leave the block; `step.evaluate` may stay in it.",
+        program=inference,
     ),
     Refusal(
         what="a state that a step has used up",

@@ -54,6 +54,19 @@ class Drawn(nn.Module):
         self.lstm = nn.LSTM(3, 4)
 
 
+class Seeded(nn.Module):
+    """Draws by a generator of its own, by the default one, and by its own again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        own = torch.Generator().manual_seed(3)
+        self.first = nn.Parameter(torch.randn(7, generator=own))
+        self.order = nn.Parameter(torch.randperm(5, generator=own).float())
+        self.whole = nn.Linear(3, 4)
+        self.chance = nn.Parameter(torch.bernoulli(torch.full((9,), 0.3), generator=own))
+        self.last = nn.Parameter(torch.empty(5).normal_(generator=own) + torch.rand(5, generator=own))
+
+
 def cast() -> nn.Module:
     """Cast and moved after it was built, in part and as a whole, then drawn anew."""
     module = nn.Sequential(nn.Linear(4, 3).half().requires_grad_(False), nn.BatchNorm1d(3).to("cpu"), Tied().double())
@@ -62,7 +75,14 @@ def cast() -> nn.Module:
     return module.cpu()
 
 
-BUILDS: dict[str, Callable[[], nn.Module]] = {"scaled": Scaled, "drawn": Drawn, "blocks": Blocks, "tied": Tied, "cast": cast}
+BUILDS: dict[str, Callable[[], nn.Module]] = {
+    "scaled": Scaled,
+    "drawn": Drawn,
+    "blocks": Blocks,
+    "tied": Tied,
+    "cast": cast,
+    "seeded": Seeded,
+}
 
 
 def whole(build: Callable[[], nn.Module]) -> tuple[dict[str, Tensor], Any]:

@@ -27,6 +27,9 @@ class Prefetcher:
     _last: tuple[str, str] = ("", "")
     _begun: "tuple[weakref.ref[Any], Any] | None" = None  # weak, because handles refer to their prefetcher
 
+    def __reduce__(self) -> Any:
+        return Prefetcher, (self.copies,)  # a copy has guesses of its own
+
     def know(self, handle: Any) -> None:
         """Makes the handle the newest one of its name, and drops what was prefetched."""
         self._handles[handle.name] = handle
