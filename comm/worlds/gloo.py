@@ -6,10 +6,13 @@ the bits are those of the denotation.
 
 Every rank posts all its messages at once. A message is the raw bytes of a contiguous tensor, so every dtype is supported. A
 rank copies its own part while the messages are under way. Only an all-reduce has two rounds; a small one of two ranks has one.
+
+A primitive takes its memory where it is called, on the caller's thread, and another may post its messages. For an allocator
+keeps what a thread has freed for that thread: memory that workers took would not serve the caller.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 
 import attrs
@@ -20,7 +23,7 @@ from torch.distributed import ProcessGroup, Work
 from functional_ds.comm.record.collective import Options
 from functional_ds.comm.record.reduction import chunk_bounds, fold
 
-__all__ = ["GLOO", "Communicator", "Started"]
+__all__ = ["GLOO", "Communicator", "Prepared", "Started"]
 
 _SWAPPED = 2**16  # bytes: up to here two ranks exchange whole values and both reduce all of it, in one round instead of two
 
@@ -42,6 +45,22 @@ class Started:
     def poll(self, timeout: float) -> bool:
         """True: a worker has waited for Gloo's works, and over NCCL the host never waits."""
         return True
+
+
+@attrs.frozen(eq=False)
+class Prepared:
+    """A primitive with its memory, before its messages are posted; ``finish`` follows the works."""
+
+    post: Callable[[], Sequence[Work]]
+    finish: Callable[[], Tensor]
+
+    def start(self) -> Started:
+        """Posts the messages."""
+        return Started(self.post(), self.finish)
+
+    def run(self) -> Tensor:
+        """Posts the messages and waits for them."""
+        return self.start().wait()
 
 
 @attrs.frozen(eq=False, slots=False)
@@ -85,16 +104,19 @@ def _all_gather_into(comm: Communicator, own: Tensor, rows: Sequence[Tensor]) ->
     return works + [work for peer in comm.peers for work in comm.send(own, peer)]
 
 
-def _reduce_rows(comm: Communicator, rows: Sequence[Tensor], op: str, *, out: Tensor | None = None) -> Started:
+def _reduce_rows(comm: Communicator, rows: Sequence[Tensor], op: str, *, out: Tensor | None = None) -> Prepared:
     """Reduces all ranks' row ``rank``. The rows must not change before the wait is over."""
     rank = comm.rank
     own = rows[rank]
     pieces = [own if peer == rank else torch.empty_like(own) for peer in range(comm.size)]
-    works = [work for peer in comm.peers for work in comm.recv(pieces[peer], peer)]
-    works += [work for peer in comm.peers for work in comm.send(rows[peer], peer)]
     if out is None and len(pieces) > 1:
         out = pieces[1 if rank == 0 else 0]  # a received piece may be overwritten
-    return Started(works, lambda: fold(pieces, op, out=out))
+
+    def post() -> list[Work]:
+        works = [work for peer in comm.peers for work in comm.recv(pieces[peer], peer)]
+        return works + [work for peer in comm.peers for work in comm.send(rows[peer], peer)]
+
+    return Prepared(post, lambda: fold(pieces, op, out=out))
 
 
 def _swap(comm: Communicator, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[Work]:
@@ -105,7 +127,7 @@ def _swap(comm: Communicator, sent: Sequence[Tensor], received: Sequence[Tensor]
     return works
 
 
-def all_gather(comm: Communicator, piece: Tensor, options: Options) -> Started:
+def all_gather(comm: Communicator, piece: Tensor, options: Options) -> Prepared:
     """[m] -> [n, m]; uneven, [rows, m] -> [all rows, m]."""
     if "sizes" in options:
         whole = piece.new_empty(sum(options["sizes"]), piece.shape[1])
@@ -113,18 +135,22 @@ def all_gather(comm: Communicator, piece: Tensor, options: Options) -> Started:
     else:
         whole = piece.new_empty(comm.size, piece.numel())
         rows = whole.unbind(0)
-    works = _all_gather_into(comm, piece, rows)
-    rows[comm.rank].copy_(piece)
-    return Started(works, lambda: whole)
+
+    def post() -> list[Work]:
+        works = _all_gather_into(comm, piece, rows)
+        rows[comm.rank].copy_(piece)
+        return works
+
+    return Prepared(post, lambda: whole)
 
 
-def reduce_scatter(comm: Communicator, rows: Tensor, options: Options) -> Started:
+def reduce_scatter(comm: Communicator, rows: Tensor, options: Options) -> Prepared:
     """[n, m] -> [m]; uneven, [all rows, m] -> [rows, m]."""
     pieces = rows.contiguous().split(list(options["sizes"])) if "sizes" in options else rows.contiguous().unbind(0)
     return _reduce_rows(comm, pieces, options["op"])
 
 
-def all_reduce(comm: Communicator, piece: Tensor, options: Options) -> Started:
+def all_reduce(comm: Communicator, piece: Tensor, options: Options) -> Prepared:
     """[m] -> [m]; a reduce-scatter and a gather of pieces, written where they belong."""
     if comm.size == 2 and piece.numel() * piece.element_size() <= _SWAPPED:
         return _reduce_rows(comm, [piece, piece], options["op"])
@@ -137,93 +163,107 @@ def all_reduce(comm: Communicator, piece: Tensor, options: Options) -> Started:
         scattered.finish()
         return Started(_all_gather_into(comm, rows[comm.rank], rows), lambda: total).wait()
 
-    return Started(scattered.works, gather)
+    return Prepared(scattered.post, gather)
 
 
-def broadcast(comm: Communicator, piece: Tensor, options: Options) -> Started:
+def broadcast(comm: Communicator, piece: Tensor, options: Options) -> Prepared:
     """[m] -> [m]; the root sends to each."""
-    if comm.rank == options["src"]:
+    result = torch.empty_like(piece)
+    if comm.rank != options["src"]:
+        return Prepared(lambda: comm.recv(result, options["src"]), lambda: result)
+
+    def post() -> list[Work]:
         works = [work for peer in comm.peers for work in comm.send(piece, peer)]
-        copy = piece.clone()
-        return Started(works, lambda: copy)
-    received = torch.empty_like(piece)
-    return Started(comm.recv(received, options["src"]), lambda: received)
+        result.copy_(piece)
+        return works
+
+    return Prepared(post, lambda: result)
 
 
-def reduce(comm: Communicator, piece: Tensor, options: Options) -> Started:
+def reduce(comm: Communicator, piece: Tensor, options: Options) -> Prepared:
     """[m] -> [m]; each sends to the root."""
     root, op = options["dst"], options["op"]
     if comm.rank != root:
-        return Started(comm.send(piece, root), lambda: torch.zeros_like(piece))
+        return Prepared(lambda: comm.send(piece, root), lambda: torch.zeros_like(piece))
     pieces = [piece if peer == root else torch.empty_like(piece) for peer in range(comm.size)]
-    works = [work for peer in comm.peers for work in comm.recv(pieces[peer], peer)]
-    return Started(works, lambda: fold(pieces, op))
+    return Prepared(
+        lambda: [work for peer in comm.peers for work in comm.recv(pieces[peer], peer)], lambda: fold(pieces, op)
+    )
 
 
-def gather(comm: Communicator, piece: Tensor, options: Options) -> Started:
+def gather(comm: Communicator, piece: Tensor, options: Options) -> Prepared:
     """[m] -> [n, m] at the root; each sends to it, and has zeros itself."""
     root, n = options["dst"], comm.size
     if comm.rank != root:
-        return Started(comm.send(piece, root), lambda: piece.new_zeros(()).expand(n, piece.numel()))
+        return Prepared(lambda: comm.send(piece, root), lambda: piece.new_zeros(()).expand(n, piece.numel()))
     rows = piece.new_empty(n, piece.numel())
-    works = [work for peer in comm.peers for work in comm.recv(rows[peer], peer)]
-    rows[root].copy_(piece)
-    return Started(works, lambda: rows)
+
+    def post() -> list[Work]:
+        works = [work for peer in comm.peers for work in comm.recv(rows[peer], peer)]
+        rows[root].copy_(piece)
+        return works
+
+    return Prepared(post, lambda: rows)
 
 
-def scatter(comm: Communicator, payload: Tensor, options: Options) -> Started:
+def scatter(comm: Communicator, payload: Tensor, options: Options) -> Prepared:
     """[n, m] at the root, which sends a row to each -> [m]; elsewhere the payload says what arrives."""
     root = options["src"]
     if comm.rank != root:
         received = torch.empty_like(payload)
-        return Started(comm.recv(received, root), lambda: received)
+        return Prepared(lambda: comm.recv(received, root), lambda: received)
     rows = payload.contiguous()
-    works = [work for peer in comm.peers for work in comm.send(rows[peer], peer)]
-    own = rows[root].clone()
-    return Started(works, lambda: own)
+    own = torch.empty_like(rows[root])
+
+    def post() -> list[Work]:
+        works = [work for peer in comm.peers for work in comm.send(rows[peer], peer)]
+        own.copy_(rows[root])
+        return works
+
+    return Prepared(post, lambda: own)
 
 
-def all_to_all(comm: Communicator, rows: Tensor, options: Options) -> Started:
+def all_to_all(comm: Communicator, rows: Tensor, options: Options) -> Prepared:
     """[n, m] -> [n, m]; row p goes to rank p."""
     source, result = rows.contiguous(), torch.empty_like(rows, memory_format=torch.contiguous_format)
-    return Started(_swap(comm, source.unbind(0), result.unbind(0)), lambda: result)
+    return Prepared(lambda: _swap(comm, source.unbind(0), result.unbind(0)), lambda: result)
 
 
-def all_to_all_rows(comm: Communicator, rows: Tensor, options: Options) -> Started:
+def all_to_all_rows(comm: Communicator, rows: Tensor, options: Options) -> Prepared:
     """[rows sent, m] -> [rows received, m]."""
     source, sent, expected = rows.contiguous(), list(options["input_splits"]), list(options["output_splits"])
     result = rows.new_empty(sum(expected), rows.shape[1])
-    return Started(_swap(comm, source.split(sent), result.split(expected)), lambda: result)
+    return Prepared(lambda: _swap(comm, source.split(sent), result.split(expected)), lambda: result)
 
 
-def permute(comm: Communicator, piece: Tensor, options: Options) -> Started:
+def permute(comm: Communicator, piece: Tensor, options: Options) -> Prepared:
     """[m] -> [m]; a message to the destination and one from the source."""
     rank, perm = comm.rank, options["perm"]
     source, target = perm.source.get(rank), perm.target.get(rank)
-    works = comm.send(piece, target) if target not in (None, rank) else []
+    send = (lambda: []) if target in (None, rank) else partial(comm.send, piece, target)
     if source is None:
-        return Started(works, lambda: torch.zeros_like(piece))
+        return Prepared(send, lambda: torch.zeros_like(piece))
     if source == rank:
-        return Started(works, piece.clone)
+        return Prepared(send, piece.clone)
     received = torch.empty_like(piece)
-    return Started(comm.recv(received, source) + works, lambda: received)
+    return Prepared(lambda: comm.recv(received, source) + send(), lambda: received)
 
 
-def transfer(comm: Communicator, piece: Tensor, options: Options) -> Started:
+def transfer(comm: Communicator, piece: Tensor, options: Options) -> Prepared:
     """[m] -> [m] at the destination; the sender has zeros."""
     if comm.rank == options["src"]:
-        return Started(comm.send(piece, options["dst"]), lambda: piece.new_zeros(()).expand(piece.shape))
+        return Prepared(lambda: comm.send(piece, options["dst"]), lambda: piece.new_zeros(()).expand(piece.shape))
     received = torch.empty_like(piece)
-    return Started(comm.recv(received, options["src"]), lambda: received)
+    return Prepared(lambda: comm.recv(received, options["src"]), lambda: received)
 
 
-def barrier(comm: Communicator, piece: Tensor, options: Options) -> Started:
+def barrier(comm: Communicator, piece: Tensor, options: Options) -> Prepared:
     """Returns when all ranks have called: each sends one byte to each."""
     tokens = torch.zeros(comm.size, 1, dtype=torch.uint8).unbind(0)
-    return Started(_all_gather_into(comm, tokens[comm.rank], tokens), lambda: piece)
+    return Prepared(lambda: _all_gather_into(comm, tokens[comm.rank], tokens), lambda: piece)
 
 
-Primitive = Callable[[Communicator, Tensor, Options], Started]
+Primitive = Callable[[Communicator, Tensor, Options], Prepared]
 
 GLOO: dict[str, Primitive] = {
     "all_gather": all_gather,

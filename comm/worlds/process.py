@@ -215,16 +215,16 @@ class ProcessWorld(World):
         self, call: Call, group: Group, payload: Tensor, agreed: Callable[[], None] | None, async_op: bool
     ) -> Performed | Posted | Queued:
         comm, worker = self._worker(group, call.collective.order(call.options))
-        primitive = GLOO[call.collective.primitive]
+        prepared = GLOO[call.collective.primitive](comm, payload, call.options)
         shown = partial(call.shown, group.rank)
         small = payload.numel() * payload.element_size() <= _POSTED
         if async_op and agreed is None and small and call.collective.primitive == "transfer" and worker.idle:
-            return Posted(worker, shown, primitive(comm, payload, call.options).wait)
+            return Posted(worker, shown, prepared.start().wait)
 
         def job() -> Tensor:
             if agreed is not None:
                 agreed()
-            return primitive(comm, payload, call.options).wait()
+            return prepared.run()
 
         # A call that is waited for at once runs on the caller's thread, unless earlier calls are queued. It runs to its end
         # there, as it would on the worker, so that the group's messages keep one order on all ranks.
