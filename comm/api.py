@@ -87,18 +87,46 @@ def all_reduce(x: T, group: Group | None = None, *, op: str = "sum", async_op: b
 
 @overload
 def all_gather(
-    x: T, group: Group | None = None, *, dim: int = 0, tiled: bool = True, uneven: bool = False, async_op: _Blocking = False
+    x: T,
+    group: Group | None = None,
+    *,
+    dim: int = 0,
+    tiled: bool = True,
+    uneven: bool = False,
+    out: T | None = None,
+    async_op: _Blocking = False,
 ) -> T: ...
 @overload
 def all_gather(
-    x: T, group: Group | None = None, *, dim: int = 0, tiled: bool = True, uneven: bool = False, async_op: _Async
+    x: T,
+    group: Group | None = None,
+    *,
+    dim: int = 0,
+    tiled: bool = True,
+    uneven: bool = False,
+    out: T | None = None,
+    async_op: _Async,
 ) -> Pending[T]: ...
 @overload
 def all_gather(
-    x: T, group: Group | None = None, *, dim: int = 0, tiled: bool = True, uneven: bool = False, async_op: bool
+    x: T,
+    group: Group | None = None,
+    *,
+    dim: int = 0,
+    tiled: bool = True,
+    uneven: bool = False,
+    out: T | None = None,
+    async_op: bool,
 ) -> Any: ...
 def all_gather(
-    x: T, group: Group | None = None, *, dim: int = 0, tiled: bool = True, uneven: bool = False, async_op: bool = False
+    x: T,
+    group: Group | None = None,
+    *,
+    dim: int = 0,
+    tiled: bool = True,
+    uneven: bool = False,
+    out: T | None = None,
+    async_op: bool = False,
 ) -> Any:
     """The ranks' values concatenated along ``dim``, on every rank; ``tiled=False`` stacks them on a new leading axis.
 
@@ -110,12 +138,14 @@ def all_gather(
         dim: the dim to concatenate along.
         tiled: False stacks the values instead.
         uneven: sizes along ``dim`` may differ between ranks. They are exchanged first, and the host waits for them.
+        out: tensors that the results are written into, and that are returned; a value may be its rank's piece of one. For
+            values without a graph, along dim 0.
         async_op: return a ``Pending`` at once.
 
     Cost: each rank sends (n - 1) times its value; uneven, 16 (n - 1) bytes a leaf before it.
 
     Raises:
-        ValueError: ``dim`` is out of range, or the value is a scalar and tiled.
+        ValueError: ``dim`` is out of range, or the value is a scalar and tiled; ``out`` cannot have the results.
         MismatchError: uneven values whose dtypes or other dims differ.
 
     >>> from functional_ds import comm
@@ -125,12 +155,41 @@ def all_gather(
     [1.0, 1.0, 1.0]
     """
     dim = resolve_dim("all_gather", x, dim)
+    if out is not None:
+        return _gathered_into(out, x, resolve_group(group), {"dim": dim, "tiled": tiled}, uneven, async_op)
     if not uneven:
         return apply(Call(ALL_GATHER, {"dim": dim, "tiled": tiled}), x, group, async_op)
     if not tiled:
         raise ValueError("uneven=True with tiled=False: pieces of different sizes do not stack; gather them along a dim")
     pending = all_gather_uneven(x, resolve_group(group), dim)
     return pending if async_op else pending.wait()
+
+
+def _gathered_into(out: Any, x: Any, group: Group, options: dict[str, Any], uneven: bool, async_op: bool) -> Any:
+    rooms, values = flatten("all_gather", out)[0], flatten("all_gather", x)[0]
+    if uneven or options["dim"]:
+        raise ValueError(f"all_gather: out= with uneven={uneven}, dim={options['dim']}; it is for even pieces along dim 0")
+    if len(rooms) != len(values):
+        raise ValueError(f"all_gather: out= has {len(rooms)} tensors for {len(values)} values")
+    for room, value in zip(rooms, values, strict=True):
+        whole = torch.Size((group.size, *value.shape))
+        whole = whole[:0] + (whole[0] * whole[1],) + whole[2:] if options["tiled"] and value.dim() else whole
+        if room.shape != whole or room.dtype != value.dtype or not room.is_contiguous():
+            raise ValueError(
+                f"all_gather: out= is {room.dtype} {list(room.shape)}, and the result {value.dtype} {list(whole)}; pass a "
+                "contiguous tensor like the result"
+            )
+        if torch.is_grad_enabled() and (room.requires_grad or value.requires_grad):
+            raise ValueError("all_gather: out= would cut the graph of its values; leave it out, or detach them")
+
+    def written(results: Any) -> Any:
+        for room, result in zip(rooms, flatten("all_gather", results)[0], strict=True):
+            if room.data_ptr() != result.data_ptr():
+                room.copy_(result)
+        return out
+
+    found = apply(Call(ALL_GATHER, options, rooms), x, group, async_op)
+    return found.then(written) if async_op else written(found)
 
 
 @overload

@@ -143,10 +143,23 @@ def _kind(tensor: Tensor) -> str:
 
 @attrs.frozen(eq=False)
 class Call:
-    """A collective with its options: all that must agree between ranks, apart from the tensors."""
+    """A collective with its options: all that must agree between ranks, apart from the tensors.
+
+    Attributes:
+        collective: its row of the table.
+        options: by name.
+        out: memory for the results, a tensor a leaf, which a world may use; see ``options_for``.
+    """
 
     collective: Collective
     options: Options = attrs.field(factory=dict)
+    out: Sequence[Tensor] | None = None
+
+    def options_for(self, places: Sequence[int], payload: Tensor) -> Options:
+        """The options of a primitive that carries these leaves; with "out" where its result can lie in the leaf's own."""
+        if self.out is None or len(places) > 1 or self.out[places[0]].device != payload.device:
+            return self.options
+        return {**self.options, "out": self.out[places[0]]}
 
     def title(self, rank: int) -> tuple[str, Options]:
         """The name and options as the program on this rank wrote them."""

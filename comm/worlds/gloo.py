@@ -133,12 +133,13 @@ def all_gather(comm: Communicator, piece: Tensor, options: Options) -> Prepared:
         whole = piece.new_empty(sum(options["sizes"]), piece.shape[1])
         rows = whole.split(list(options["sizes"]))
     else:
-        whole = piece.new_empty(comm.size, piece.numel())
+        whole = options["out"].view(comm.size, -1) if "out" in options else piece.new_empty(comm.size, piece.numel())
         rows = whole.unbind(0)
 
     def post() -> list[Work]:
         works = _all_gather_into(comm, piece, rows)
-        rows[comm.rank].copy_(piece)
+        if rows[comm.rank].data_ptr() != piece.data_ptr():
+            rows[comm.rank].copy_(piece)
         return works
 
     return Prepared(post, lambda: whole)

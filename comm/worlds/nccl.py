@@ -112,7 +112,7 @@ def all_gather(pg: ProcessGroup, piece: Tensor, options: Options) -> Started:
     sizes = options.get("sizes")
     if sizes is not None:
         piece = functional.pad(piece, (0, 0, 0, max(sizes) - len(piece)))  # [rows, m] -> [most, m]
-    rows = piece.new_empty(pg.size(), *piece.shape)
+    rows = options["out"].view(pg.size(), *piece.shape) if "out" in options else piece.new_empty(pg.size(), *piece.shape)
     work = _ALL_GATHER(_raw(rows.view(-1)), _raw(piece.contiguous().view(-1)), group=pg, async_op=True)
     if sizes is None:
         return _started(work, rows)

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import Store
 
 from functional_ds.base.side_stream import PayloadOnGpu, SideStream
 from functional_ds.base.torch_private import new_process_group
-from functional_ds.comm.record.collective import Call, Handle, Here
+from functional_ds.comm.record.collective import Call, Handle, Here, Options
 from functional_ds.comm.record.errors import CommError
 from functional_ds.comm.record.failed_steps import FailedSteps
 from functional_ds.comm.record.group import Beside, Group, World, at_site, call_site, last
@@ -203,7 +203,7 @@ class ProcessWorld(World):
             start = self._start_nccl if carrier.type == "cuda" else self._start_gloo
             shares = [part.shape[-1] for part in payloads]
             payload = payload.to(carrier)
-            started = start(call, group, payload, agreed, async_op)
+            started = start(call, group, payload, call.options_for(places, payload), agreed, async_op)
             parts.append(_Coalesced(places, shares, started, device, PayloadOnGpu.of(payload)))
             agreed = None  # the log is waited for once a call
         if agreed is not None:  # a tree without leaves sends nothing, but must be compared, too
@@ -212,10 +212,10 @@ class ProcessWorld(World):
         return WatchedInputs.of(handle, call, tensors, group) if async_op and self.call_log else handle
 
     def _start_gloo(
-        self, call: Call, group: Group, payload: Tensor, agreed: Callable[[], None] | None, async_op: bool
+        self, call: Call, group: Group, payload: Tensor, options: Options, agreed: Callable[[], None] | None, async_op: bool
     ) -> Performed | Posted | Queued:
         comm, worker = self._worker(group, call.collective.order(call.options))
-        prepared = GLOO[call.collective.primitive](comm, payload, call.options)
+        prepared = GLOO[call.collective.primitive](comm, payload, options)
         shown = partial(call.shown, group.rank)
         small = payload.numel() * payload.element_size() <= _POSTED
         if async_op and agreed is None and small and call.collective.primitive == "transfer" and worker.idle:
@@ -231,14 +231,14 @@ class ProcessWorld(World):
         return worker.submit(job, shown) if async_op or not worker.idle else worker.perform(job)
 
     def _start_nccl(
-        self, call: Call, group: Group, payload: Tensor, agreed: Callable[[], None] | None, async_op: bool
+        self, call: Call, group: Group, payload: Tensor, options: Options, agreed: Callable[[], None] | None, async_op: bool
     ) -> Started:
         if agreed is not None:
             agreed()
         key, primitive = CommunicatorKey.of(call, group), NCCL[call.collective.primitive]
 
         def launch() -> Started:
-            return primitive(self._communicator(key), payload, call.options)
+            return primitive(self._communicator(key), payload, options)
 
         if self._batch is None or not key.messages:
             return launch()

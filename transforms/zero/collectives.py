@@ -57,7 +57,12 @@ class Collectives:
     # -- params --------------------------------------------------------------------------------------------------------
 
     def gather(
-        self, segments: Sequence[Segment], shards: Sequence[Tensor], first_level: "comm.Pending[Any] | None" = None
+        self,
+        segments: Sequence[Segment],
+        shards: Sequence[Tensor],
+        first_level: "comm.Pending[Any] | None" = None,
+        *,
+        out: Flats | None = None,
     ) -> PendingFlats:
         """Gathers flat tensors, ``[segment.size]``, from all ranks' shards of them.
 
@@ -65,23 +70,35 @@ class Collectives:
             segments: how the tensors lie; all of one unit.
             shards: this rank's shards, ``[segment.shard]``.
             first_level: the result of ``gather_first_level`` for these shards, to skip that level.
+            out: memory for the flat tensors, of which the shards may be parts.
         """
         groups = self.groups.among(segments[0].sharers)
         if not groups.levels:  # one rank's shards are whole, wherever they are
             return _done([shard.detach() for shard in shards])
         if segments[0].owner is not None:
-            return self._broadcast(segments, shards, groups.shards)
-        first = self._first_level(shards, groups) if first_level is None else first_level
-        rest, lane = [self._next_level(level) for level in groups.levels[1:]], groups.levels[-1].channel("gather")
-        gathered = relay(first, *rest, lane=lane, device=shards[0].device)
-        return gathered.then(lambda found: self._decoded(found, segments, shards))
+            return self._broadcast(segments, shards, groups.shards).then(partial(_written, out))
+        direct = out if self.config.all_gather is comm.all_gather else None  # the last level writes into it
+        last = len(groups.levels) - 1
+        first = self._first_level(shards, groups, None if last else direct) if first_level is None else first_level
+        rest = [self._next_level(level, direct if i == last else None) for i, level in enumerate(groups.levels) if i]
+        gathered = relay(first, *rest, lane=groups.levels[-1].channel("gather"), device=shards[0].device)
+        return gathered.then(lambda found: _written(out, self._decoded(found, segments, shards)))
 
     def gather_first_level(self, shards: Sequence[Tensor]) -> "comm.Pending[Any]":
         """The first level alone, encoded; any number of ``gather`` may use one result."""
         return self._first_level(shards, self.groups)
 
-    def gather_all(self, segments: Sequence[Segment], stored: Sequence[Tensor], which: Sequence[int]) -> Flats:
-        """All-gathers the segments listed in ``which``, up to two more in flight; returns ``stored`` with those whole."""
+    def gather_all(
+        self, segments: Sequence[Segment], stored: Sequence[Tensor], which: Sequence[int], out: Flats | None = None
+    ) -> Flats:
+        """All-gathers the segments listed in ``which``, up to two more in flight; returns ``stored`` with those whole.
+
+        Args:
+            segments: of all flat tensors.
+            stored: shards of those that are listed.
+            which: the list.
+            out: memory for whole segments, at their numbers.
+        """
         whole, in_flight = list(stored), deque[comm.Pending[tuple[int, Tensor]]]()
         del stored
 
@@ -91,15 +108,18 @@ class Collectives:
 
         for i in which:
             if self.groups.among(segments[i].sharers).levels:
-                in_flight.append(self.gather([segments[i]], [whole[i]]).then(partial(_numbered, i)))
+                room = None if out is None else [out[i]]
+                in_flight.append(self.gather([segments[i]], [whole[i]], out=room).then(partial(_numbered, i)))
             if len(in_flight) > 2:
                 arrive()
         while in_flight:
             arrive()
         return whole
 
-    def _first_level(self, shards: Sequence[Tensor], groups: ProcessGroups) -> "comm.Pending[Any]":
-        return self._all_gather(self._encoded([shard.detach() for shard in shards]), groups.levels[0])
+    def _first_level(
+        self, shards: Sequence[Tensor], groups: ProcessGroups, out: Flats | None = None
+    ) -> "comm.Pending[Any]":
+        return self._all_gather(self._encoded([shard.detach() for shard in shards]), groups.levels[0], out)
 
     def _broadcast(self, segments: Sequence[Segment], shards: Sequence[Tensor], group: comm.Group) -> PendingFlats:
         owner = segments[0].owner or 0
@@ -108,13 +128,14 @@ class Collectives:
         whole = [x.detach() for x in shards] if own else list(room)  # shards may lie on the host
         return comm.broadcast(whole, owner, group, async_op=True)
 
-    def _next_level(self, level: comm.Group) -> Callable[[Any], "comm.Pending[Any]"]:
-        return lambda payload: self._all_gather(payload, level.channel("gather"))
+    def _next_level(self, level: comm.Group, out: Flats | None) -> Callable[[Any], "comm.Pending[Any]"]:
+        return lambda payload: self._all_gather(payload, level.channel("gather"), out)
 
-    def _all_gather(self, payload: Any, group: comm.Group) -> "comm.Pending[Any]":
+    def _all_gather(self, payload: Any, group: comm.Group, out: Flats | None) -> "comm.Pending[Any]":
         gather = self.config.all_gather
         plain = gather.collective if isinstance(gather, Compressed) else gather
-        return plain(payload, group, async_op=True)  # type: ignore[no-any-return]
+        room = {} if out is None else {"out": out}
+        return plain(payload, group, async_op=True, **room)  # type: ignore[no-any-return]
 
     def _encoded(self, shards: Flats) -> Any:
         gather = self.config.all_gather
@@ -224,6 +245,13 @@ def _channel(level: comm.Group) -> comm.Group:
 
 def _numbered(index: int, flats: Flats) -> tuple[int, Tensor]:
     return index, flats[0]
+
+
+def _written(out: Flats | None, flats: Flats) -> Flats:
+    """The tensors, in this memory if there is some."""
+    if out is None:
+        return flats
+    return [room if room is flat else room.copy_(flat) for room, flat in zip(out, flats, strict=True)]
 
 
 def _done(flats: Flats) -> PendingFlats:

@@ -185,9 +185,13 @@ class Zero(ZeroConfig):
         return layout.unflatten(exactly.gather_all(layout.segments, stored, _in_shards(layout, stored, groups)))
 
     def update(self, inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
-        """Where params are whole: the inner update of this rank's shards, then a gather of all ranks' new shards."""
+        """Where params are whole: the inner update of this rank's shards, then a gather of all ranks' new shards.
+
+        The state is donated, so what is gathered takes the memory of the params before.
+        """
+        before = [flat.detach() if isinstance(flat, Tensor) else flat for flat in state.params]  # others are on the host
         state, metrics = inner(step, self._scattered(state), grads)
-        return self._published(state), metrics
+        return self._published(state, before), metrics
 
     def scatter(self, inner: Any, step: Step, state: State) -> State:
         """This rank's shards in the place of what is whole."""
@@ -207,7 +211,7 @@ class Zero(ZeroConfig):
         frozen = {i: flats[i] for i in whole if not layout.segments[i].trainable}
         return tree.replace(state, params=own).put(zero=tree.replace(partition, frozen=frozen))
 
-    def _published(self, state: State) -> State:
+    def _published(self, state: State, out: list[Tensor] | None = None) -> State:
         partition: Partition = state.slots["zero"]
         layout, own, groups = partition.layout, state.params, self.process_groups()
         whole = self._whole(layout)
@@ -216,7 +220,7 @@ class Zero(ZeroConfig):
         state = tree.replace(state, params=()).put(zero=tree.replace(partition, exact=exact, frozen={}))
         del own
         moved = [i for i in whole if layout.segments[i].trainable]
-        return tree.replace(state, params=Collectives(groups, self).gather_all(layout.segments, stored, moved))
+        return tree.replace(state, params=Collectives(groups, self).gather_all(layout.segments, stored, moved, out))
 
     # -- what the loss sees --------------------------------------------------------------------------------------------
 
