@@ -172,9 +172,9 @@ def _gathered_into(out: Any, x: Any, group: Group, options: dict[str, Any], unev
     if len(rooms) != len(values):
         raise ValueError(f"all_gather: out= has {len(rooms)} tensors for {len(values)} values")
     for room, value in zip(rooms, values, strict=True):
-        whole = torch.Size((group.size, *value.shape))
-        whole = whole[:0] + (whole[0] * whole[1],) + whole[2:] if options["tiled"] and value.dim() else whole
-        if room.shape != whole or room.dtype != value.dtype or not room.is_contiguous():
+        tiled = options["tiled"] and value.dim()
+        whole = (group.size * len(value), *value.shape[1:]) if tiled else (group.size, *value.shape)
+        if tuple(room.shape) != whole or room.dtype != value.dtype or not room.is_contiguous():
             raise ValueError(
                 f"all_gather: out= is {room.dtype} {list(room.shape)}, and the result {value.dtype} {list(whole)}; pass a "
                 "contiguous tensor like the result"

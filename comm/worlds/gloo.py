@@ -187,9 +187,7 @@ def reduce(comm: Communicator, piece: Tensor, options: Options) -> Prepared:
     if comm.rank != root:
         return Prepared(lambda: comm.send(piece, root), lambda: torch.zeros_like(piece))
     pieces = [piece if peer == root else torch.empty_like(piece) for peer in range(comm.size)]
-    return Prepared(
-        lambda: [work for peer in comm.peers for work in comm.recv(pieces[peer], peer)], lambda: fold(pieces, op)
-    )
+    return Prepared(lambda: [work for peer in comm.peers for work in comm.recv(pieces[peer], peer)], lambda: fold(pieces, op))
 
 
 def gather(comm: Communicator, piece: Tensor, options: Options) -> Prepared:
@@ -241,7 +239,7 @@ def permute(comm: Communicator, piece: Tensor, options: Options) -> Prepared:
     """[m] -> [m]; a message to the destination and one from the source."""
     rank, perm = comm.rank, options["perm"]
     source, target = perm.source.get(rank), perm.target.get(rank)
-    send = (lambda: []) if target in (None, rank) else partial(comm.send, piece, target)
+    send = (list) if target in (None, rank) else partial(comm.send, piece, target)
     if source is None:
         return Prepared(send, lambda: torch.zeros_like(piece))
     if source == rank:

@@ -193,7 +193,8 @@ class Layout:
         members: dict[tuple[str | None, Blocks | None, str], dict[_Kind, list[int]]] = {}
         names, shards = unit_names(unit_of, written), {rank: place for place, rank in enumerate(ranks or range(n))}
         for path, leaf in written.items():
-            kind = leaf.dtype, is_trainable(leaf), stored_in(leaf), persistent(leaf)
+            cuts = tuple(len(cut.sharers) for cut in slices_of(leaf))
+            kind = leaf.dtype, is_trainable(leaf), stored_in(leaf), persistent(leaf), cuts
             unit = part_of(leaf), _sharers(path, leaf, shards), names[path]
             members.setdefault(unit, {}).setdefault(kind, []).append(place[path])
         sizes = [sum(leaves[i].nbytes for kind in kinds.values() for i in kind) for kinds in members.values()]
@@ -202,7 +203,7 @@ class Layout:
         segments: list[Segment] = []
         for ((part, sharers, name), kinds), owner in zip(members.items(), owners, strict=True):
             first, count = len(segments), n if sharers is None else len(sharers[0])
-            for (dtype, trainable, _, whole), indices in kinds.items():
+            for (dtype, trainable, _, whole, _), indices in kinds.items():
                 slots, size = _slots(dtype, [(i, leaves[i]) for i in indices])
                 shard = size if owned else -(-size // count)
                 owned_by, size = (owner, size) if owned else (None, count * shard)
@@ -282,7 +283,7 @@ class Layout:
         return [segment.own(flat, rank) for segment, flat in zip(self.segments, flats, strict=True)]
 
 
-_Kind = tuple[torch.dtype, bool, torch.dtype | None, bool]  # leaves of one kind share a segment
+_Kind = tuple[torch.dtype, bool, torch.dtype | None, bool, tuple[int, ...]]  # leaves of one kind share a segment
 
 
 def _slots(dtype: torch.dtype, members: list[tuple[int, Tensor]]) -> tuple[tuple[Slot, ...], int]:

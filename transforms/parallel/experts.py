@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from functional_ds import comm
 from functional_ds.base import tree
-from functional_ds.base.marks import like_marked, mark_part, mark_sharers, mark_slices, module_of, part_of, slices_of
+from functional_ds.base.marks import like_marked, mark_sharers, mark_slices, module_of, slices_of
 from functional_ds.parallel.experts.axis import ExpertAxis
 from functional_ds.sharding.leaf_slice import LeafSlice
 from functional_ds.sharding.path_patterns import check_expression, nearest
@@ -20,8 +20,6 @@ from functional_ds.step.step import Step
 from functional_ds.step.traits import Trait
 
 __all__ = ["Experts", "experts"]
-
-_PART = "experts"
 
 
 def _is_group(experts: Any, field: Any, value: Any) -> None:
@@ -187,7 +185,7 @@ class Experts:
         if any(cut.dim == 0 for cut in slices_of(leaf)):
             raise ValueError(f"pattern: {path!r} of shape {shape} is cut along dim 0 already; let one transform cut it")
         found = sliced(leaf, LeafSlice.even(0, shape[0], n, self.ep.rank))
-        return mark_sharers(mark_part(found, ", ".join(filter(None, (part_of(leaf), _PART)))), self.blocks)
+        return mark_sharers(found, self.blocks)
 
     def params(self, inner: Any, step: Step, state: State) -> Any:
         """The user's tree, with the experts of all ranks."""
@@ -197,9 +195,7 @@ class Experts:
             if not self._matches(path):
                 return leaf
             found = like_marked(comm.all_gather(leaf.detach(), self.ep), leaf)
-            found = mark_slices(found, tuple(cut for cut in slices_of(leaf) if cut.dim))
-            parts = [part for part in (part_of(leaf) or "").split(", ") if part != _PART]
-            return mark_sharers(mark_part(found, ", ".join(parts) or None), None)
+            return mark_sharers(mark_slices(found, tuple(cut for cut in slices_of(leaf) if cut.dim)), None)
 
         return tree.unflatten(tree.structure(found), [whole(path, leaf) for path, leaf in tree.named(found)])
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.device import generator_states
-from functional_ds.base.marks import like_marked, mark_part, mark_slices, part_of, slices_of
+from functional_ds.base.marks import like_marked, mark_slices, slices_of
 from functional_ds.base.weighted import Weighted
 from functional_ds.parallel.tensor.leaf_cuts import Cuts, cuts_of
 from functional_ds.parallel.tensor.module_calls import TensorCalls
@@ -33,7 +33,6 @@ from .slice_errors import named_errors
 
 __all__ = ["tensor_parallel"]
 
-_SLICED = "slices"
 _SLOT = "tensor_parallel"
 
 
@@ -289,10 +288,8 @@ def _sliced(path: str, leaf: Tensor, cut: LeafSlice | None, group: comm.Group) -
         leaf = like_marked(comm.broadcast(leaf.detach(), 0, group), leaf)
     if cut is None:
         return leaf
-    sharers = len(cut.sharers)
-    parts = (part_of(leaf), _SLICED, f"on {sharers} ranks each" if sharers > 1 else None)
     try:
-        return mark_part(sliced(leaf, cut), ", ".join(filter(None, parts)))
+        return sliced(leaf, cut)
     except ValueError as error:
         raise ValueError(f"plan: {path!r}: {error}") from None
 

@@ -116,9 +116,7 @@ class Collectives:
             arrive()
         return whole
 
-    def _first_level(
-        self, shards: Sequence[Tensor], groups: ProcessGroups, out: Flats | None = None
-    ) -> "comm.Pending[Any]":
+    def _first_level(self, shards: Sequence[Tensor], groups: ProcessGroups, out: Flats | None = None) -> "comm.Pending[Any]":
         return self._all_gather(self._encoded([shard.detach() for shard in shards]), groups.levels[0], out)
 
     def _broadcast(self, segments: Sequence[Segment], shards: Sequence[Tensor], group: comm.Group) -> PendingFlats:

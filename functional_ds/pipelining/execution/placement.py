@@ -11,7 +11,7 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base import tree
-from functional_ds.base.marks import freeze, is_trainable, like_marked, mark_part, part_of
+from functional_ds.base.marks import freeze, is_trainable, like_marked, mark_part
 from functional_ds.pipelining.schedules.action import Action
 from functional_ds.pipelining.schedules.lower import receives_early
 from functional_ds.pipelining.schedules.schedule import Schedule
@@ -126,7 +126,7 @@ class Placement:
         """A rank's leaves by path, each marked with its part's name."""
         leaves = dict(tree.named(params))
         own = {path: (leaves[path], part.name) for part in self.here(rank) for path in part.paths}
-        return {path: mark_part(leaf, ", ".join(filter(None, (name, part_of(leaf))))) for path, (leaf, name) in own.items()}
+        return {path: mark_part(leaf, name) for path, (leaf, name) in own.items()}
 
     def elsewhere(self, leaf_map: LeafMap, rank: int) -> LeafMap:
         """A rank's leaf map, with the paths of trained leaves that only other ranks hold."""

@@ -87,6 +87,32 @@ def test_three_axes_are_one_device(schedule: pp.Schedule | None, zero: int | Non
 
 
 @pytest.mark.parametrize("zero", [1, 3])
+def test_units_of_slices_travel_as_whole_ones(zero: int) -> None:
+    """A unit has slices and whole leaves, and is gathered as one: as often as without slices."""
+
+    def program(tp: int) -> tuple[int, int]:
+        mesh = comm.mesh(dp=2, tp=tp)
+        net = nn.Sequential(*(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(5)))
+        apply, params = fds.functional(net)
+        plan = {"*.1": "colwise", "*.2": "rowwise"}
+        strategy = transforms.zero(zero, mesh["dp"]), transforms.tensor_parallel(plan, mesh["tp"])
+        step = fds.compose(*strategy)(fds.train_step(lambda p, x: apply(p, x).square().mean(), fds.sgd(0.1)))
+        state = step.init(params)
+        for _ in range(2):
+            state, _ = step(state, torch.ones(2, 8))
+        with comm.ledger() as book:
+            step(state, torch.ones(2, 8))
+        gathers = [row for row in book.rows if row.collective == "all_gather" and row.group == "dp"]
+        return sum(row.calls for row in gathers), sum(row.elements for row in gathers)
+
+    (calls, elements), (calls_of_slices, elements_of_slices) = (
+        comm.simulate(program, tp, world_size=2 * tp)[0] for tp in (1, 2)
+    )
+    assert calls_of_slices == calls
+    assert elements / 2 < elements_of_slices < elements
+
+
+@pytest.mark.parametrize("zero", [1, 3])
 def test_slices_of_leaves_that_are_read_later(zero: int) -> None:
     """Deferred leaves give the slices, and the shards of slices, of the same leaves with values."""
 
