@@ -7,10 +7,10 @@
 Three things, each of which needs neither a GPU nor a network:
 
 1. every mesh dp x pp x tp of these ranks is priced by ``fds.scaling.predict_run``, and the fastest ones that fit are listed;
-2. one rank of the mesh runs a whole step of the library without values (``comm.symmetric`` on the meta device), and what it holds,
-   sends and computes is compared with the prediction, number by number;
-3. pictures, into out/on-paper: meshes.png, where the seconds of the best meshes go; ranks.png, the best mesh of 2 to 65,536 ranks;
-   memory.png, the bytes of a rank in each stage of ZeRO.
+2. one rank of a mesh runs a whole step of the library without values (``comm.symmetric`` on the meta device), and what it
+   holds, sends and computes is compared with the prediction, number by number;
+3. pictures, into out/on-paper: meshes.png, where the seconds of the best meshes go; ranks.png, the best mesh of 2 to 65,536
+   ranks; memory.png, the bytes of a rank in each stage of ZeRO.
 """
 
 import argparse
@@ -136,10 +136,10 @@ def compared(run: PredictedRun) -> str:
     found, held, share = executed(run.model, run.plan), run.memory, run.shares[0]
     expected = {"params": held.params, "masters": held.masters, "optimizer": held.optimizer}
     expected |= {"tp": share.sent["tp"], "dp": share.sent["dp"], "FLOPs": share.flops}
-    units = dict.fromkeys(("params", "masters", "optimizer"), "bytes") | {"tp": "elements sent", "dp": "elements sent", "FLOPs": ""}
+    units = dict.fromkeys(("params", "masters", "optimizer"), "bytes") | dict.fromkeys(("tp", "dp"), "elements sent")
     lines = [f"{'':<26}{'predicted':>26}{'executed':>26}"]
     for name, number in expected.items():
-        label = f"{name} {units[name]}".strip()
+        label = f"{name} {units.get(name, '')}".strip()
         lines.append(f"{label:<26}{number:>26,.0f}{found[name]:>26,.0f}{found[name] / number - 1:>+10.4%}")
     return "\n".join(lines)
 
@@ -158,7 +158,7 @@ def of_meshes(runs: Sequence[PredictedRun]) -> Figure:
     axes.invert_yaxis()
     axes.tick_params(axis="y", labelsize=7)
     axes.set(xlabel="seconds of a step")
-    axes.legend(fontsize=7, ncols=3)
+    figure.legend(fontsize=7, ncols=len(KINDS), loc="outside upper center")
     return figure
 
 

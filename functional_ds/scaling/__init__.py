@@ -1,4 +1,4 @@
-"""Training runs on paper: time, memory, traffic and bubble of a transformer on any number of ranks, by formulas that tests execute."""
+"""Training runs on paper: time, memory, traffic and bubble of a transformer on any mesh, by formulas that tests execute."""
 
 from .cluster import CLUSTERS, Cluster
 from .mesh_plan import RECOMPUTE, MeshPlan

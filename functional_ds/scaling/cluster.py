@@ -1,12 +1,14 @@
 """``Cluster``: devices, their memory, and the links between them, as numbers."""
 
+from typing import Any
+
 import attrs
 
 from functional_ds.comm.algorithms.cost import Link, Network, predict
 
 __all__ = ["CLUSTERS", "Cluster"]
 
-_positive = attrs.validators.gt(0)
+_positive: Any = attrs.validators.gt(0)
 
 
 @attrs.frozen(kw_only=True)

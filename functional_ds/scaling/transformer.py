@@ -102,7 +102,7 @@ class Transformer:
     # -- operations ----------------------------------------------------------------------------------------------------
 
     def layer_flops(self, tokens: int) -> int:
-        """Of a layer's products forward: 2 for each parameter and token, and 4 s h for each token's attention, masked or not."""
+        """Of a layer's products forward: 2 for each parameter and token, 4 s h for a token's attention, masked or not."""
         return tokens * (2 * self.layer_matrices + 4 * self.length * self.width)
 
     def last_product_flops(self, tokens: int) -> int:

@@ -4,7 +4,7 @@ import attrs
 import pytest
 
 from functional_ds.comm.algorithms.cost import Link, Network
-from functional_ds.scaling import CLUSTERS, Cluster, MeshPlan, PredictedRun, Transformer, predict_run
+from functional_ds.scaling import CLUSTERS, Cluster, MeshPlan, PredictedRun, Transformer, predict_run, rank_share
 
 FAST = Cluster(
     name="no links, no kernels",
@@ -96,6 +96,4 @@ def test_sizes_that_are_none() -> None:
     with pytest.raises(ValueError, match="stage"):
         MeshPlan(stage=4)
     with pytest.raises(ValueError, match="place=1 is none of the pipeline's 1 ranks"):
-        from functional_ds.scaling import rank_share
-
         rank_share(EVEN, MeshPlan(), 1)
