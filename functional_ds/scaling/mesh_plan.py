@@ -28,6 +28,7 @@ class MeshPlan:
         micro_batches: of a rank's step.
         recompute: of each layer in the backward pass: "none"; what is "needed", as ``T.remat`` does, which leaves out the last
             product; or the "whole" layer, as Megatron-LM did in 2021.
+        fp32_gradients: whether sums over micro-batches are kept in fp32, and in stages 0 and 1 sent so, as this library does.
         overlap: whether ZeRO's collectives run beside the computation: stage 3's beside all of it, others' beside the last
             backward pass.
     """
@@ -40,7 +41,20 @@ class MeshPlan:
     micro_batch: int = attrs.field(default=1, validator=_positive)
     micro_batches: int = attrs.field(default=1, validator=_positive)
     recompute: str = attrs.field(default="none", validator=attrs.validators.in_(RECOMPUTE))
+    fp32_gradients: bool = True
     overlap: bool = True
+
+    def __attrs_post_init__(self) -> None:
+        if self.stage > 1 and self.pp > 1:
+            raise ValueError(
+                f"stage={self.stage}, pp={self.pp}: a pipeline's schedule says when stages 2 and 3 gather and reduce, so they "
+                "are predicted without one; use stage 1"
+            )
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of an element of the gradients."""
+        return 4 if self.fp32_gradients and self.micro_batches > 1 else 2
 
     @property
     def ranks(self) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import attrs
 
 from functional_ds.memory.account import Memory
-from functional_ds.memory.formulas import SIXTEEN, by_stage, elements_sent
+from functional_ds.memory.formulas import EIGHTEEN, SIXTEEN, by_stage, elements_sent
 from functional_ds.pipelining.planning.costs import Costs
 from functional_ds.pipelining.planning.timeline import timeline
 
@@ -17,7 +17,7 @@ from .transformer import Transformer
 __all__ = ["PredictedRun", "predict_run"]
 
 _LIVE = 3  # units that stage 3 has at one time by default: two whole, one ahead
-_UPDATED = 28  # bytes of an element that Adam reads and writes: fp32 master and moments, 16-bit gradient and param
+_UPDATED = 26  # bytes of an element that Adam reads and writes beside the gradient: fp32 master and moments, 16-bit param
 
 
 @attrs.frozen
@@ -115,8 +115,10 @@ def predict_run(model: Transformer, plan: MeshPlan, cluster: Cluster) -> Predict
     lasts = [sum(costs.of("backward", plan.stages)[place :: plan.pp]) for place in range(plan.pp)]
     data = 0.0
     for share, last in zip(shares, lasts, strict=True):
-        one = cluster.reduces(2 * share.parameters, plan.dp, apart=plan.tp * plan.pp, calls=len(share.units))
-        spent = elements_sent(plan.stage, micro_batches=plan.micro_batches) / 2 * one
+        halves = elements_sent(plan.stage, micro_batches=plan.micro_batches)  # gathers and reductions; two are an all-reduce
+        wide = {0: 2, 1: 1}.get(plan.stage, 0) * (plan.gradient_bytes - 2)
+        nbytes, calls = share.parameters * (2 * halves + wide) / 2, len(share.units) * halves // 2
+        spent = cluster.reduces(nbytes, plan.dp, apart=plan.tp * plan.pp, calls=calls)
         hidden = (line.makespan if plan.stage == 3 else float(last)) if plan.overlap else 0.0
         data = max(data, spent - hidden)
     updated = max(share.parameters for share in shares) / (plan.dp if plan.stage else 1)
@@ -124,7 +126,7 @@ def predict_run(model: Transformer, plan: MeshPlan, cluster: Cluster) -> Predict
         **most,
         "pipeline": max(0.0, line.makespan - sum(most.values())),
         "data": data,
-        "update": _UPDATED * updated / cluster.memory_bandwidth,
+        "update": (_UPDATED + plan.gradient_bytes) * updated / cluster.memory_bandwidth,
     }
     working = 0 if plan.recompute == "none" else model.layer_kept(tokens, plan.tp)
     memories = tuple(_memory(share, plan, round(peak) + working) for share, peak in zip(shares, line.peak, strict=True))
@@ -173,6 +175,7 @@ def _busy(stages: list[_StageCosts], micro_batches: int) -> dict[str, float]:
 
 
 def _memory(share: RankShare, plan: MeshPlan, activations: int) -> Memory:
-    held = {kind: round(each.bytes(share.parameters, plan.dp)) for kind, each in by_stage(plan.stage, SIXTEEN).items()}
+    formulas = by_stage(plan.stage, SIXTEEN if plan.gradient_bytes == 2 else EIGHTEEN)
+    held = {kind: round(each.bytes(share.parameters, plan.dp)) for kind, each in formulas.items()}
     gathered = 2 * sum(share.units[:_LIVE]) if plan.stage == 3 and plan.dp > 1 else 0
     return Memory().plus(**held, gathered=gathered, activations=activations)

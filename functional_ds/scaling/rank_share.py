@@ -34,8 +34,8 @@ def rank_share(model: Transformer, plan: MeshPlan, place: int = 0) -> RankShare:
 
     Laws 21, 40 and 55: a ledger counts what is in ``sent``, but for padding and scalars. A layer has 4 all-reduces over tp, of
     which a recomputation repeats 1 or 2; the embedding has one forward, the head one backward and 3 numbers a token. A boundary
-    between stages on two ranks passes an activation on and its gradient back. Over dp it is what ZeRO sends, stage 3 twice a
-    micro-batch for each unit that is not the last.
+    between stages on two ranks passes an activation on and its gradient back. Over dp it is what ZeRO sends; stage 3 gathers
+    each unit twice a micro-batch.
 
     Args:
         model: the transformer.

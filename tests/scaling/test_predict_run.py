@@ -1,5 +1,7 @@
 """``predict_run`` beside the laws of schedules, and beside published runs."""
 
+from typing import Any
+
 import attrs
 import pytest
 
@@ -61,8 +63,9 @@ def megatron(row: tuple[int, ...], efficiency: float) -> PredictedRun:
     heads, width, layers, tp, pp, ranks, batch, _ = row
     own, dp = layers // pp, ranks // tp // pp
     chunks = 1 if pp == 1 else next(v for v in range(2, own + 1) if own % v == 0)
+    ways: dict[str, Any] = {"recompute": "whole", "overlap": False, "fp32_gradients": False}
     model = Transformer(layers=layers, width=width, heads=heads, vocabulary=51200, length=2048)
-    plan = MeshPlan(dp=dp, tp=tp, pp=pp, chunks=chunks, micro_batches=batch // dp, recompute="whole", overlap=False)
+    plan = MeshPlan(dp=dp, tp=tp, pp=pp, chunks=chunks, micro_batches=batch // dp, **ways)
     return predict_run(model, plan, attrs.evolve(CLUSTERS["a100"], efficiency=efficiency))
 
 
@@ -95,5 +98,7 @@ def test_sizes_that_are_none() -> None:
         attrs.evolve(EVEN, key_heads=3)
     with pytest.raises(ValueError, match="stage"):
         MeshPlan(stage=4)
+    with pytest.raises(ValueError, match="stage=3, pp=2: a pipeline's schedule says when"):
+        MeshPlan(stage=3, pp=2)
     with pytest.raises(ValueError, match="place=1 is none of the pipeline's 1 ranks"):
         rank_share(EVEN, MeshPlan(), 1)
