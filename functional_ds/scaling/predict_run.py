@@ -96,7 +96,7 @@ def predict_run(model: Transformer, plan: MeshPlan, cluster: Cluster) -> Predict
     >>> model = Transformer(layers=128, width=25600, heads=160, vocabulary=51200, length=2048)
     >>> run = predict_run(model, MeshPlan(dp=6, tp=8, pp=64, micro_batches=512, recompute="whole"), CLUSTERS["a100"])
     >>> f"bubble {run.bubble:.1%}, {run.memory.total / 1e9:.0f} GB"
-    'bubble 16.7%, 49 GB'
+    'bubble 16.7%, 54 GB'
     """
     shares = tuple(rank_share(model, plan, place) for place in range(plan.pp))
     stages = _stages(model, plan, cluster)

@@ -18,7 +18,7 @@ class RankShare:
 
     Attributes:
         parameters: before ZeRO.
-        units: elements of its layers, embedding and head, the largest first.
+        units: elements of each layer, and of all else together, the largest first: what ZeRO gathers at once.
         sent: elements that it sends in a step, by axis: tp, pp, dp.
         flops: of its products in a step.
     """
@@ -35,7 +35,8 @@ def rank_share(model: Transformer, plan: MeshPlan, place: int = 0) -> RankShare:
     Laws 21, 40 and 55: a ledger counts what is in ``sent``, but for padding and scalars. A layer has 4 all-reduces over tp, of
     which a recomputation repeats 1 or 2; the embedding has one forward, the head one backward and 3 numbers a token. A boundary
     between stages on two ranks passes an activation on and its gradient back. Over dp it is what ZeRO sends; stage 3 gathers
-    each unit twice a micro-batch.
+    each unit twice a micro-batch. A tied head on another rank than the embedding is a table of its own; what keeps
+    both equal is left out.
 
     Args:
         model: the transformer.
@@ -55,9 +56,9 @@ def rank_share(model: Transformer, plan: MeshPlan, place: int = 0) -> RankShare:
     first, last = place == 0, place == plan.pp - 1
     tokens, layer = plan.micro_batch * model.length, model.layer_cut // tp + model.layer_whole
     table, again = model.vocabulary * model.width // tp, model.tied and first and last
-    outside = [table + model.learned_positions * model.length * model.width] * first
-    outside += [model.final_norm + table * (not again)] * last
-    parameters = layers * layer + sum(outside)
+    outside = (table + model.learned_positions * model.length * model.width) * first
+    outside += (model.final_norm + table * (not again)) * last
+    parameters = layers * layer + outside
 
     ring = 2 * (tp - 1) / tp
     tensor = layers * layer_elements_sent(tokens, model.width, n=tp) * _ALL_REDUCES[plan.recompute] / 4
@@ -74,4 +75,4 @@ def rank_share(model: Transformer, plan: MeshPlan, place: int = 0) -> RankShare:
     forward = model.layer_flops(tokens)
     repeated = {"none": 0, "needed": forward - model.last_product_flops(tokens), "whole": forward}[plan.recompute]
     flops = micro_batches * (layers * (3 * forward + repeated) + 3 * model.head_flops(tokens) * last) // tp
-    return RankShare(parameters, tuple(sorted([layer] * layers + outside, reverse=True)), sent, flops)
+    return RankShare(parameters, tuple(sorted([layer] * layers + [outside] * (first or last), reverse=True)), sent, flops)

@@ -17,7 +17,7 @@ from functional_ds import comm, memory
 from functional_ds import pipelining as pp
 from functional_ds import transforms as T
 from functional_ds.modules.flops import FlopCounter
-from functional_ds.scaling import MeshPlan, Transformer, rank_share
+from functional_ds.scaling import CLUSTERS, MeshPlan, Transformer, predict_run, rank_share
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import paper_transformer as pt
@@ -141,6 +141,13 @@ def test_a_pipeline_passes_what_is_counted() -> None:
     for rank, found in enumerate(comm.simulate(program, world_size=4)):
         assert found["pp"] == rank_share(model, plan, rank % 2).sent["pp"]
         assert found["dp"] == memory.elements_sent(1, micro_batches=4) * 2 * model.width // 2  # once a step; two chunks
+
+
+@pytest.mark.parametrize("model", [GPT, LLAMA])
+def test_stage_3_has_the_largest_units_whole(model: Transformer) -> None:
+    plan = MeshPlan(dp=4, stage=3)
+    report = T.zero(3).cost_report(pt.fresh(model), n=plan.dp, stored_dtype=torch.bfloat16)
+    assert predict_run(model, plan, CLUSTERS["a100"]).memory.gathered == report.fetched()
 
 
 # -- activations --------------------------------------------------------------------------------------------------------
