@@ -30,6 +30,10 @@ mixture: $(VENV)/.extra-train  ## train a mixture of experts on two local ranks,
 mesh: $(VENV)/.extra-train $(VENV)/.extra-test  ## train a Llama on 2 x 2 x 2 simulated ranks; go on on four processes
 	@$(BIN)/python examples/llama_mesh.py $(ARGS)
 
+.PHONY: on-paper
+on-paper: $(VENV)/.extra-train  ## plan a 70 B model on 1,024 ranks in under a minute, with pictures
+	@$(BIN)/python examples/on_paper.py $(ARGS)
+
 .PHONY: long-context
 long-context: $(VENV)/.extra-train  ## train on long contexts cut among ranks; draw what length costs
 	@$(BIN)/python examples/long_context.py $(ARGS)

@@ -66,6 +66,8 @@ with optional("functional_ds.pipelining"):
 with optional("functional_ds.profiling"):
     from . import profiling
     from .profiling import profile
+with optional("functional_ds.scaling", "functional_ds.memory", "functional_ds.pipelining"):
+    from . import scaling
 
 __all__ = [
     "Apply",
@@ -129,6 +131,7 @@ __all__ = [
     "remat_report",
     "run_job",
     "save",
+    "scaling",
     "seq",
     "sgd",
     "shard",

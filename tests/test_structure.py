@@ -39,6 +39,7 @@ LAYERS = (
     ("fitting",),
     ("pipelining.schedules",),
     ("pipelining.planning",),
+    ("scaling",),
     ("pipelining.stages",),
     ("pipelining.execution", "pipelining.tracing"),
     ("root",),
@@ -261,13 +262,14 @@ SATELLITES: dict[str, tuple[tuple[str, ...], dict[str, set[str]]]] = {
     "fitting": ((), {"": {"Checkpoints", "Evaluation", "Job", "Logging", "fit", "jobs", "load_job", "run_job"}}),
     "interchange": ((), {"": {"export", "from_deepspeed", "interchange", "load_params"}}),
     "jobs": ((), {"": {"Job", "jobs", "load_job", "run_job"}}),
-    "memory": ((), {"": {"memory"}}),
+    "memory": ((), {"": {"memory", "scaling"}}),
     "parallel": (
         ("transforms/parallel",),
         {"": {"moe", "seq", "tiled", "tp"}, "transforms": {"Experts", "balance", "experts", "sequence", "tensor_parallel"}},
     ),
-    "pipelining": (("transforms/pipeline.py",), {"": {"pipelining"}, "transforms": {"pipeline"}}),
+    "pipelining": (("transforms/pipeline.py",), {"": {"pipelining", "scaling"}, "transforms": {"pipeline"}}),
     "profiling": ((), {"": {"profile", "profiling"}}),
+    "scaling": ((), {"": {"scaling"}}),
     "transforms/offloading": (("transforms/offload.py",), {"transforms": {"OffloadError", "offload", "offloading"}}),
 }
 

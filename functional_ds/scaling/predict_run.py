@@ -1,0 +1,181 @@
+"""``predict_run``: the time, memory, traffic and bubble of a training run, from sizes alone."""
+
+from collections.abc import Mapping
+
+import attrs
+
+from functional_ds.memory.account import Memory
+from functional_ds.memory.formulas import EIGHTEEN, SIXTEEN, by_stage, elements_sent
+from functional_ds.pipelining.planning.costs import Costs
+from functional_ds.pipelining.planning.timeline import timeline
+
+from .cluster import Cluster
+from .mesh_plan import MeshPlan
+from .rank_share import RankShare, rank_share
+from .transformer import Transformer
+
+__all__ = ["PredictedRun", "predict_run"]
+
+_LIVE = 3  # units that stage 3 has at one time by default: two whole, one ahead
+_UPDATED = 26  # bytes of an element that Adam reads and writes beside the gradient: fp32 master and moments, 16-bit param
+
+
+@attrs.frozen
+class PredictedRun:
+    """A run on paper.
+
+    Attributes:
+        model: what is trained.
+        plan: on which mesh.
+        cluster: of which devices.
+        shares: what the pipeline's ranks have and do, by place.
+        memories: their bytes, by place.
+        bubble: the part of the pipeline's time in which a rank does not compute, on average; messages' delays included.
+        seconds: of a step, one after another: ``products`` and ``kernels`` of the busiest rank, ``tensor``, its all-reduces,
+            ``pipeline``, its waits, ``data``, what ZeRO sends and nothing hides, and ``update``.
+    """
+
+    model: Transformer
+    plan: MeshPlan
+    cluster: Cluster
+    shares: tuple[RankShare, ...]
+    memories: tuple[Memory, ...]
+    bubble: float
+    seconds: Mapping[str, float]
+
+    @property
+    def step_seconds(self) -> float:
+        """Of a whole step."""
+        return sum(self.seconds.values())
+
+    @property
+    def memory(self) -> Memory:
+        """Of the fullest rank."""
+        return max(self.memories, key=lambda each: each.total)
+
+    @property
+    def fits(self) -> bool:
+        """Whether that is within a device's memory."""
+        return self.memory.total <= self.cluster.memory
+
+    @property
+    def flops_per_second(self) -> float:
+        """Of a rank, by the papers' convention, which counts a recomputation as a whole one."""
+        tokens = self.plan.rows * self.model.length
+        whole = self.model.step_flops(tokens, recompute=self.plan.recompute != "none")
+        return whole / self.step_seconds / self.plan.ranks
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks."""
+        return self.plan.rows * self.model.length / self.step_seconds
+
+    def utilisation(self) -> float:
+        """The part of the devices' rate that the model needs, recomputations left out (MFU)."""
+        tokens = self.plan.rows * self.model.length
+        return self.model.step_flops(tokens) / self.step_seconds / self.plan.ranks / self.cluster.flops
+
+
+def predict_run(model: Transformer, plan: MeshPlan, cluster: Cluster) -> PredictedRun:
+    """Predicts a run of mixed precision and Adam: 16-bit params, gradients and activations, fp32 masters and moments.
+
+    What is counted is exact, and tests execute it: parameters, operations, elements sent, state bytes, and the schedule,
+    which is the pipeline's own, timed by ``pp.timeline``. What is assumed: products run at ``cluster.efficiency`` of the
+    peak, elementwise kernels at the memory's bandwidth, a collective takes what a ring takes, ZeRO has one for each unit,
+    links are not shared, and all ranks are equally fast.
+
+    Args:
+        model: the transformer.
+        plan: the mesh, and what a rank does in a step.
+        cluster: the devices and links.
+
+    Raises:
+        ValueError: the mesh does not divide the model.
+
+    >>> from functional_ds.scaling import CLUSTERS
+    >>> model = Transformer(layers=128, width=25600, heads=160, vocabulary=51200, length=2048)
+    >>> run = predict_run(model, MeshPlan(dp=6, tp=8, pp=64, micro_batches=512, recompute="whole"), CLUSTERS["a100"])
+    >>> f"bubble {run.bubble:.1%}, {run.memory.total / 1e9:.0f} GB"
+    'bubble 16.7%, 54 GB'
+    """
+    shares = tuple(rank_share(model, plan, place) for place in range(plan.pp))
+    stages = _stages(model, plan, cluster)
+    near = plan.tp * plan.pp <= cluster.network.ranks_per_node
+    tokens = plan.micro_batch * model.length
+    costs = Costs(
+        forward=[sum(stage.forward.values()) for stage in stages],
+        backward=[sum(stage.backward.values()) for stage in stages],
+        link=cluster.network.inside if near else cluster.network.across,
+        message=2 * tokens * model.width,
+        activations=[stage.kept for stage in stages],
+    )
+    line = timeline(plan.schedule(), costs)
+    busy = [_busy(stages[place :: plan.pp], plan.micro_batches) for place in range(plan.pp)]
+    most = max(busy, key=lambda each: sum(each.values()))
+    lasts = [sum(costs.of("backward", plan.stages)[place :: plan.pp]) for place in range(plan.pp)]
+    data = 0.0
+    for share, last in zip(shares, lasts, strict=True):
+        halves = elements_sent(plan.stage, micro_batches=plan.micro_batches)  # gathers and reductions; two are an all-reduce
+        wide = {0: 2, 1: 1}.get(plan.stage, 0) * (plan.gradient_bytes - 2)
+        nbytes, calls = share.parameters * (2 * halves + wide) / 2, len(share.units) * halves // 2
+        spent = cluster.reduces(nbytes, plan.dp, apart=plan.tp * plan.pp, calls=calls)
+        hidden = (line.makespan if plan.stage == 3 else float(last)) if plan.overlap else 0.0
+        data = max(data, spent - hidden)
+    updated = max(share.parameters for share in shares) / (plan.dp if plan.stage else 1)
+    seconds = {
+        **most,
+        "pipeline": max(0.0, line.makespan - sum(most.values())),
+        "data": data,
+        "update": (_UPDATED + plan.gradient_bytes) * updated / cluster.memory_bandwidth,
+    }
+    working = 0 if plan.recompute == "none" else model.layer_kept(tokens, plan.tp)
+    memories = tuple(_memory(share, plan, round(peak) + working) for share, peak in zip(shares, line.peak, strict=True))
+    return PredictedRun(model, plan, cluster, shares, memories, max(0.0, line.bubble), seconds)
+
+
+@attrs.frozen
+class _StageCosts:
+    """A stage's seconds for a micro-batch, by what they are spent on, and the bytes that it keeps."""
+
+    forward: dict[str, float]
+    backward: dict[str, float]
+    kept: int
+
+
+def _stages(model: Transformer, plan: MeshPlan, cluster: Cluster) -> list[_StageCosts]:
+    layers, tokens, tp = plan.layers_of_a_stage(model), plan.micro_batch * model.length, plan.tp
+    product, moved = model.layer_flops(tokens) / tp / cluster.rate, model.layer_moved(tokens, tp) / cluster.memory_bandwidth
+    head, reduced = model.head_flops(tokens) / tp / cluster.rate, cluster.reduces(2 * tokens * model.width, tp)
+    spared = model.last_product_flops(tokens) / tp / cluster.rate * (plan.recompute == "needed")
+    times, more = (2, 0) if plan.recompute == "none" else (3, 1 if plan.recompute == "needed" else 2)
+    kept = model.layer_kept(tokens, tp) if plan.recompute == "none" else 2 * tokens * model.width
+    found = []
+    for stage in range(plan.stages):
+        first, last = stage == 0, stage == plan.stages - 1
+        forward = {
+            "products": layers * product + head * last,
+            "kernels": layers * moved,
+            "tensor": (2 * layers + first) * reduced,
+        }
+        backward = {
+            "products": layers * (times * product - spared) + 2 * head * last,
+            "kernels": times * layers * moved,
+            "tensor": ((2 + more) * layers + last) * reduced,
+        }
+        found.append(_StageCosts(forward, backward, layers * kept + model.head_kept(tokens, tp) * last))
+    return found
+
+
+def _busy(stages: list[_StageCosts], micro_batches: int) -> dict[str, float]:
+    """What a rank's stages take in a step."""
+    return {
+        kind: micro_batches * sum(stage.forward[kind] + stage.backward[kind] for stage in stages)
+        for kind in ("products", "kernels", "tensor")
+    }
+
+
+def _memory(share: RankShare, plan: MeshPlan, activations: int) -> Memory:
+    formulas = by_stage(plan.stage, SIXTEEN if plan.gradient_bytes == 2 else EIGHTEEN)
+    held = {kind: round(each.bytes(share.parameters, plan.dp)) for kind, each in formulas.items()}
+    gathered = 2 * sum(share.units[:_LIVE]) if plan.stage == 3 and plan.dp > 1 else 0
+    return Memory().plus(**held, gathered=gathered, activations=activations)

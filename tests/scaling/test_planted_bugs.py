@@ -1,0 +1,49 @@
+"""Bugs of predictions, planted one at a time: each breaks a count that a run executes."""
+
+from collections.abc import Callable
+from functools import partial
+
+import attrs
+import pytest
+
+from functional_ds.scaling import MeshPlan
+from tests.planting import Bug, planted
+from tests.scaling import test_predict_run, test_rank_share
+from tests.scaling.test_rank_share import GPT, LLAMA
+
+SHARE, SIZES, RUN = "scaling.rank_share", "scaling.transformer", "scaling.predict_run"
+
+sliced = partial(test_rank_share.test_a_run_sends_holds_and_computes_what_is_counted, GPT, MeshPlan(dp=2, tp=2, stage=1))
+again = partial(
+    test_rank_share.test_a_run_sends_holds_and_computes_what_is_counted, LLAMA, MeshPlan(dp=1, tp=2, recompute="needed")
+)
+layer = partial(test_rank_share.test_a_layer_keeps_what_is_counted, attrs.evolve(GPT, dropout=True), 1)
+bubble = partial(test_predict_run.test_bubble_and_memory_are_the_schedules, 2, 2, 4)
+
+BUGS: dict[Callable[[], None], list[Bug]] = {
+    sliced: [
+        Bug("the embedding sends nothing", SHARE, "(model.width * first + ", "("),
+        Bug("a tied head is another table", SHARE, "table * (not again)", "table"),
+        Bug("norms are cut", SHARE, "layer_cut // tp + model.layer_whole", "layer_cut // tp + model.layer_whole // tp"),
+        Bug("attention is half", SIZES, "+ 4 * self.length", "+ 2 * self.length"),
+    ],
+    again: [
+        Bug("what runs again sends nothing", SHARE, "_ALL_REDUCES[plan.recompute] / 4", '_ALL_REDUCES["none"] / 4'),
+        Bug("the last product runs again", SHARE, "forward - model.last_product_flops(tokens)", "forward"),
+    ],
+    layer: [Bug("masks take no memory", SIZES, "4 * 2 * h + 2 * h * self.dropout", "4 * 2 * h")],
+    test_rank_share.test_a_pipeline_passes_what_is_counted: [
+        Bug("gradients do not come back", SHARE, " + ((stage + 1) % plan.pp == place) * (stage + 1 < plan.stages)", ""),
+    ],
+    bubble: [Bug("a micro-batch more", "scaling.mesh_plan", "self.micro_batches, v=", "self.micro_batches + 2, v=")],
+    test_predict_run.test_a_step_takes_its_operations: [
+        Bug("a stage has one layer", RUN, '"products": layers * product', '"products": product'),
+    ],
+}
+CASES = [pytest.param(law, bug, id=bug.name) for law, bugs in BUGS.items() for bug in bugs]
+
+
+@pytest.mark.parametrize(("law", "bug"), CASES)
+def test_a_law_breaks(law: Callable[[], None], bug: Bug) -> None:
+    with planted(bug), pytest.raises(bug.shows):
+        law()
