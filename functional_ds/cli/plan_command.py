@@ -9,7 +9,8 @@ from functional_ds.memory.account import KINDS
 
 from .planning.candidate import PRECISIONS, Candidate, base_config
 from .planning.forecast import Forecast, forecast
-from .planning.machine import machine_of
+from .planning.known_machines import machine_of
+from .planning.machine import FACTORS
 from .planning.subject import Subject, subject_of
 from .words.errors_in_one_line import CommandError
 from .words.options import choices, mesh_ranks, numbers, size
@@ -60,7 +61,7 @@ def plan(
     for each in candidates:
         _ = each.plan  # a refused key before anything is computed
     most = size(limit, option="--limit") if limit else 0
-    place = machine_of(machine) if machine else None
+    place = machine_of(machine, ranks=ranks) if machine else None
     subject = subject_of(model, seq=seq)
     found = [forecast(subject, each, machine=place, limit=most, device=device) for each in candidates]
     data = {
@@ -120,8 +121,8 @@ def plan_page(subject: Subject, found: Sequence[Forecast]) -> list[OutputTable |
             )
             for each, s in timed
         ]
-        columns = ("candidate", "compute", "update", "communicate", "together", "rows/s")
-        page.append(OutputTable("time of a step at the machine's rates, if nothing overlaps", columns, times))
+        columns = ("candidate", *FACTORS, "together", "rows/s")
+        page.append(OutputTable("time of a step at the machine's rates, if communication overlaps nothing", columns, times))
     if subject.loss is None:
         page.append("Only shapes are known: activations and times are not predicted. A function or a config has them.")
     page.append("\n".join(f"{each.candidate.name}\n  {each.candidate.line()}" for each in found if each.fits))

@@ -13,7 +13,9 @@ import functional_ds as fds
 from functional_ds import comm
 from functional_ds import transforms as T
 from functional_ds.cli.planning.candidate import Candidate
-from functional_ds.cli.planning.machine import MACHINES, Machine
+from functional_ds.cli.planning.known_machines import MACHINES
+from functional_ds.cli.planning.machine import FACTORS, Machine
+from functional_ds.cli.planning.operation_cost import Operation
 from functional_ds.cli.planning.subject import subject_of
 from functional_ds.cli.planning.values_free_step import StepAllocations, step_shape
 from functional_ds.comm.record.ledger import Row
@@ -129,7 +131,7 @@ def test_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
     first, second = found["candidates"]
     assert (first["stage"], second["stage"], first["limit"]) == (1, 3, 80 * 10**9)
     assert second["memory"]["state"] <= first["memory"]["state"]
-    assert first["seconds"].keys() == {"compute", "update", "communicate"}
+    assert first["seconds"].keys() == set(FACTORS)
     assert first["step_seconds"] == pytest.approx(sum(first["seconds"].values()))
     out = run(capsys, *words)[1]
     assert all(word in out for word in ("memory of a rank", "sent by a rank in a step", "reduce_scatter", "T.zero(1)"))
@@ -252,8 +254,21 @@ def test_a_ring_takes_what_the_model_says() -> None:
     payload, n = 4 * 10**6, 4
     row = Row("all_reduce", "world", n, calls=2, bytes=2 * 2 * (n - 1) * payload // n)
     assert machine.sends(row) == pytest.approx(2 * (2 * (n - 1) * 1e-6 + 2 * (n - 1) / n * payload / 1e9))
-    assert machine.computes(10**12, operations=10, precision="bf16") == 1.0
-    assert attrs.evolve(machine, device="cpu").computes(10**12, operations=10, precision="fp32") == 1.0 + 10 * 5e-6
+
+
+def test_a_gpu_computes_beside_its_host() -> None:
+    machine = Machine("m", 1e12, 1e12, 1e12, 1e9, operation_latency=1e-3, factors={"products": 2.0, "starts": 3.0})
+    work = {Operation("products", half=True, flops=10**12): 1, Operation("copies"): 999}
+    perfect = machine.perfect_seconds(work, ())
+    assert (perfect["products"], perfect["starts"]) == (1.0, 1.0)
+    assert machine.scaled(perfect)["starts"] == pytest.approx(3.0 - 2.0)
+    assert sum(attrs.evolve(machine, device="cpu").scaled(perfect).values()) == pytest.approx(3.0 + 2.0)
+
+
+@pytest.mark.parametrize("factors", [{"product": 1.0}, {"products": -1.0}, {"products": True}, [1.0]])
+def test_wrong_factors(factors: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "m.json").write_text(json.dumps({**attrs.asdict(MACHINES["h100"]), "factors": factors}))
+    assert "--machine: factors" in refusal(capsys, "plan", f"{HERE}:mlp", "--machine", tmp_path / "m.json")
 
 
 def test_machines_are_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,150 @@
+"""This machine's rates, measured by short runs of single operations."""
+
+from collections.abc import Callable, Mapping
+from statistics import fmean, median
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from functional_ds import comm
+from functional_ds.base.device import synchronize
+from functional_ds.modules.functional import functional
+from functional_ds.optim.adam import adamw
+from functional_ds.step.train_step import train_step
+
+from .machine import FACTORS, Machine
+from .operation_cost import WORK_KINDS, OperationCounter
+
+__all__ = ["measured_here"]
+
+_TINY, _CALLS = 8, 10  # a model's width and layers; calls of a collective
+
+
+def measured_here(ranks: int = 1, *, seconds: float = 0.2) -> Machine:
+    """This machine as one of several ranks sees it, all of which are measured at once: they may share cores and memory.
+
+    Rates are those of square products and of copies. A kind's factor is how many times longer its operations take than these
+    rates say; a start is a part of a tiny model's whole step, Python included.
+
+    Args:
+        ranks: how many processes; each has a GPU, or its share of the cores.
+        seconds: to try each operation.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    backend = None if device == "cuda" else "gloo"
+    found = (
+        [_on_a_rank(device, seconds)]
+        if ranks == 1
+        else comm.spawn(_on_a_rank, device, seconds, world_size=ranks, backend=backend)
+    )
+    rates: dict[str, Any] = {name: fmean(each[name] for each in found) for name in found[0]}
+    factors = {kind: rates.pop(kind) for kind in FACTORS if kind in rates}
+    memory = int(torch.cuda.get_device_properties(0).total_memory) if device == "cuda" else 0
+    name = torch.cuda.get_device_name() if device == "cuda" else "this CPU"
+    name = name if ranks == 1 else f"{name}, {ranks} ranks at once"
+    return Machine(name, **rates, memory=memory, device=device, factors=factors)
+
+
+def _on_a_rank(device: str, seconds: float) -> dict[str, float]:
+    """The rates of ``Machine``, and the factors of kinds."""
+    place = torch.device(device, comm.get_local_rank()) if device == "cuda" else torch.device("cpu")
+    side, count = (8192, 1 << 26) if device == "cuda" else (512, 1 << 20)
+    x = torch.ones(count, device=place)
+    half, full = (torch.ones(side, side, dtype=dtype, device=place) for dtype in (torch.bfloat16, torch.float32))
+
+    def timed(run: Callable[[], Any]) -> float:
+        return _seconds(run, place, seconds)
+
+    found: dict[str, Any] = {
+        "flops": 2 * side**3 / timed(lambda: half @ half),
+        "flops_fp32": 2 * side**3 / timed(lambda: full @ full),
+        "memory_bandwidth": 2 * x.nbytes / timed(x.clone),
+        "operation_latency": _start(place, timed),
+    }
+    found |= _links(x, found["memory_bandwidth"])
+    machine = Machine("", **found, device=device)
+    for kind, runs in _kinds(x, device).items():
+        perfect, spent = 0.0, 0.0
+        for run in runs:
+            with OperationCounter() as counter:
+                run()
+            parts = machine.perfect_seconds(counter.operations, ())
+            perfect += sum(parts[each] for each in WORK_KINDS)
+            spent += timed(run) - (parts["starts"] if device == "cpu" else 0.0)
+        found[kind] = max(spent, 0.0) / perfect
+    return found
+
+
+def _seconds(run: Callable[[], Any], place: torch.device, budget: float) -> float:
+    """The median of a run's times, of all ranks at once."""
+    run()
+    synchronize([place])
+    comm.all_reduce(torch.zeros(1, device=place))
+    times: list[float] = []
+    while len(times) < 3 or sum(times) < budget:
+        start = perf_counter()
+        run()
+        synchronize([place])
+        times.append(perf_counter() - start)
+    return median(times)
+
+
+def _kinds(x: Tensor, device: str) -> Mapping[str, list[Callable[[], Any]]]:
+    """What each kind of operation is measured by."""
+    rows = x.view(-1, 1024)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    q, k, v = (x[: 1 << 18].view(1, 4, -1, 64).to(dtype).requires_grad_() for _ in range(3))
+    weight = x.clone().requires_grad_()
+    weight.grad = torch.ones_like(x)
+    optimizer = torch.optim.AdamW([weight], lr=0.0, fused=True)
+
+    def attention() -> None:
+        found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        torch.autograd.grad(found, (q, k, v), found)
+
+    return {
+        "attention": [attention],
+        "elementwise": [lambda: x + x, lambda: F.gelu(x), lambda: rows.softmax(-1), lambda: rows.sum(0)],
+        "update": [optimizer.step],
+    }
+
+
+def _start(place: torch.device, timed: Callable[[Callable[[], Any]], float]) -> float:
+    """A step of many tiny operations, divided by their number."""
+    layers = [layer for _ in range(_TINY) for layer in (nn.Linear(_TINY, _TINY), nn.GELU())]
+    apply, params = functional(nn.Sequential(*layers).to(place))
+    step = train_step(lambda params, x: apply(params, x).square().mean(), adamw(0.0))
+    state, x = step.init(params), torch.ones(_TINY, _TINY, device=place)
+
+    def run() -> None:
+        nonlocal state
+        state, _ = step(state, x)
+
+    run()
+    with OperationCounter() as counter:
+        run()
+    seconds: float = timed(run) / counter.operations.total()
+    return seconds
+
+
+def _links(x: Tensor, bandwidth: float) -> dict[str, float]:
+    """From all-reduces as rings; one rank has no link, and gets a copy within the machine."""
+    world = comm.world()
+    if world.size == 1:
+        return {"link_latency": 5e-5, "link_bandwidth": bandwidth / 2}
+
+    def seconds(value: Tensor) -> float:
+        times = []
+        for _ in range(_CALLS):  # as often on every rank
+            start = perf_counter()
+            comm.all_reduce(value)
+            synchronize([value.device])
+            times.append(perf_counter() - start)
+        return median(times)
+
+    empty, large = seconds(x[:1]), seconds(x)
+    hops = 2 * (world.size - 1)
+    return {"link_latency": empty / hops, "link_bandwidth": hops / world.size * x.nbytes / max(large - empty, 1e-9)}
