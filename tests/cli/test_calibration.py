@@ -10,7 +10,7 @@ from functional_ds.cli.planning.machine import FACTORS, Machine
 from functional_ds.cli.tuning.calibration import fitted, non_negative_least_squares
 
 CPU = Machine("m", 1e12, 1e12, 1e12, 1e9, device="cpu")
-TRUE = dict(zip(FACTORS, (1.5, 4.0, 0.7, 1.0, 0.2, 3.0, 2.0), strict=True))
+TRUE = dict(zip(FACTORS, (1.5, 4.0, 0.7, 1.0, 0.2, 0.5, 3.0, 2.0), strict=True))
 
 
 def runs(machine: Machine, count: int, *, seed: int = 0) -> list[tuple[dict[str, float], float]]:

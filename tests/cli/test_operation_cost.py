@@ -1,16 +1,18 @@
 """The cost of operations: kinds, bytes, floating-point operations; and rates that are measured here."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import pytest
 import torch
 import torch.nn.functional as F
 
 from functional_ds.cli.planning.candidate import Candidate
-from functional_ds.cli.planning.machine import FACTORS
+from functional_ds.cli.planning.machine import FACTORS, Machine
 from functional_ds.cli.planning.microbenchmarks import measured_here
-from functional_ds.cli.planning.operation_cost import WORK_KINDS, Operation, OperationCounter
+from functional_ds.cli.planning.operation_cost import WORK_KINDS, Operation, OperationCounter, perfect_seconds
 from functional_ds.cli.planning.subject import subject_of
 from functional_ds.cli.planning.values_free_step import step_shape
 from tests.cli.models_by_name import HERE
@@ -77,7 +79,19 @@ def test_the_step_without_values_has_a_runs_operations() -> None:
 
     assert computing(shape.work) == computing(counter.operations)
     assert sum(each.flops * count for each, count in shape.work.items()) == shape.flops
-    assert {each.kind for each in shape.work} == set(WORK_KINDS)
+    assert {each.kind for each in shape.work} == set(WORK_KINDS) - {"pages"}
+
+
+def test_large_results_need_new_pages() -> None:
+    """In a bf16 copy of 40 MB; views of it, and what is written into memory that is there, need none."""
+    with OperationCounter() as counter:
+        x = torch.empty(20 << 20, dtype=torch.bfloat16, device="meta")
+        x.view(4, -1).add_(1)
+        x[: 1 << 20] + 1
+    assert [each.pages for each in counter.operations] == [40 << 20, 0, 0, 0]
+    cost = {"flops": 1.0, "flops_fp32": 1.0, "memory_bandwidth": lambda moved: 1e12}
+    assert perfect_seconds(counter.operations, **cost, page_bandwidth=1e9)["pages"] == (40 << 20) / 1e9
+    assert perfect_seconds(counter.operations, **cost)["pages"] == 0.0
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -87,4 +101,5 @@ def test_rates_are_measured_by_all_ranks_at_once(ranks: int) -> None:
     assert ("2 ranks at once" in found.name) == (ranks == 2)
     assert found.factors.keys() == set(FACTORS)
     assert min(found.flops, found.flops_fp32, found.memory_bandwidth, found.link_bandwidth, found.operation_latency) > 0
-    assert found.factors["products"] == found.factors["copies"] == 1.0
+    assert found.factors["products"] == found.factors["starts"] == 1.0
+    assert attrs.evolve(found) == Machine(**json.loads(json.dumps(attrs.asdict(found))))  # as a file

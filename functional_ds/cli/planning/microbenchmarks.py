@@ -1,10 +1,12 @@
 """This machine's rates, measured by short runs of single operations."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from statistics import fmean, median
 from time import perf_counter
 from typing import Any
 
+import attrs
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,11 +17,13 @@ from functional_ds.modules.functional import functional
 from functional_ds.optim.adam import adamw
 from functional_ds.step.train_step import train_step
 
-from .machine import FACTORS, Machine
+from .machine import FACTORS, LARGE, Machine
 from .operation_cost import WORK_KINDS, OperationCounter
 
 __all__ = ["measured_here"]
 
+_RATES = ("flops", "flops_fp32", "memory_bandwidth", "page_bandwidth", "link_bandwidth", "link_latency", "operation_latency")
+_SIZES = (1 << 17, 1 << 21, 1 << 24)  # bytes that copies move
 _TINY, _CALLS = 8, 10  # a model's width and layers; calls of a collective
 
 
@@ -40,32 +44,33 @@ def measured_here(ranks: int = 1, *, seconds: float = 0.2) -> Machine:
         if ranks == 1
         else comm.spawn(_on_a_rank, device, seconds, world_size=ranks, backend=backend)
     )
-    rates: dict[str, Any] = {name: fmean(each[name] for each in found) for name in found[0]}
-    factors = {kind: rates.pop(kind) for kind in FACTORS if kind in rates}
-    memory = int(torch.cuda.get_device_properties(0).total_memory) if device == "cuda" else 0
     name = torch.cuda.get_device_name() if device == "cuda" else "this CPU"
     name = name if ranks == 1 else f"{name}, {ranks} ranks at once"
-    return Machine(name, **rates, memory=memory, device=device, factors=factors)
+    memory = int(torch.cuda.get_device_properties(0).total_memory) if device == "cuda" else 0
+    rates: dict[str, Any] = {rate: fmean(getattr(each, rate) for each in found) for rate in _RATES}
+    sizes = enumerate(found[0].caches)
+    rates["caches"] = [(moved, fmean(each.caches[i][1] for each in found)) for i, (moved, _) in sizes]
+    rates["factors"] = {kind: fmean(each.factors[kind] for each in found) for kind in FACTORS}
+    return attrs.evolve(found[0], name=name, memory=memory, **rates)
 
 
-def _on_a_rank(device: str, seconds: float) -> dict[str, float]:
-    """The rates of ``Machine``, and the factors of kinds."""
+def _on_a_rank(device: str, seconds: float) -> Machine:
+    """What this rank sees."""
     place = torch.device(device, comm.get_local_rank()) if device == "cuda" else torch.device("cpu")
     side, count = (8192, 1 << 26) if device == "cuda" else (512, 1 << 20)
-    x = torch.ones(count, device=place)
     half, full = (torch.ones(side, side, dtype=dtype, device=place) for dtype in (torch.bfloat16, torch.float32))
+    x = torch.ones(count, device=place)
 
     def timed(run: Callable[[], Any]) -> float:
         return _seconds(run, place, seconds)
 
-    found: dict[str, Any] = {
+    rates: dict[str, Any] = {
         "flops": 2 * side**3 / timed(lambda: half @ half),
         "flops_fp32": 2 * side**3 / timed(lambda: full @ full),
-        "memory_bandwidth": 2 * x.nbytes / timed(x.clone),
         "operation_latency": _start(place, timed),
+        **_memory(place, timed),
     }
-    found |= _links(x, found["memory_bandwidth"])
-    machine = Machine("", **found, device=device)
+    machine, factors = Machine("", **rates, **_links(x, rates["memory_bandwidth"]), device=device), dict[str, float]()
     for kind, runs in _kinds(x, device).items():
         perfect, spent = 0.0, 0.0
         for run in runs:
@@ -74,8 +79,8 @@ def _on_a_rank(device: str, seconds: float) -> dict[str, float]:
             parts = machine.perfect_seconds(counter.operations, ())
             perfect += sum(parts[each] for each in WORK_KINDS)
             spent += timed(run) - (parts["starts"] if device == "cpu" else 0.0)
-        found[kind] = max(spent, 0.0) / perfect
-    return found
+        factors[kind] = max(spent, 0.0) / perfect
+    return attrs.evolve(machine, factors=factors)
 
 
 def _seconds(run: Callable[[], Any], place: torch.device, budget: float) -> float:
@@ -107,8 +112,26 @@ def _kinds(x: Tensor, device: str) -> Mapping[str, list[Callable[[], Any]]]:
 
     return {
         "attention": [attention],
+        "copies": [x.clone],
         "elementwise": [lambda: x + x, lambda: F.gelu(x), lambda: rows.softmax(-1), lambda: rows.sum(0)],
         "update": [optimizer.step],
+    }
+
+
+def _memory(place: torch.device, timed: Callable[[Callable[[], Any]], float]) -> dict[str, Any]:
+    """Copies into memory that is there, of several sizes; and how much longer one into new memory takes."""
+    source = torch.ones((LARGE >> 3) + 1, device=place)  # a copy reads and writes 4 bytes of each
+    target = torch.zeros_like(source)
+    times = {}
+    for moved in (*_SIZES, LARGE) if place.type == "cpu" else (LARGE,):
+        a, b = source[: moved >> 3], target[: moved >> 3]
+        times[moved] = timed(partial(a.copy_, b))
+    longer = timed(source.clone) - times[LARGE] if place.type == "cpu" else 0.0
+    rates = {moved: moved / seconds for moved, seconds in times.items()}
+    return {
+        "memory_bandwidth": rates.pop(LARGE),
+        "caches": [*rates.items()],
+        "page_bandwidth": source.nbytes / longer if longer > 0 else 0.0,
     }
 
 
@@ -130,7 +153,7 @@ def _start(place: torch.device, timed: Callable[[Callable[[], Any]], float]) -> 
     return seconds
 
 
-def _links(x: Tensor, bandwidth: float) -> dict[str, float]:
+def _links(x: Tensor, bandwidth: float) -> dict[str, Any]:
     """From all-reduces as rings; one rank has no link, and gets a copy within the machine."""
     world = comm.world()
     if world.size == 1:

@@ -1,11 +1,12 @@
 """What the operations of a step cost, by kind: each the longer of computing and of moving its bytes.
 
 An operation takes ``max(flops / rate, bytes / bandwidth)`` on a device whose kernels are perfect (the roofline of Williams,
-Waterman & Patterson 2009). A ``Machine`` has a factor for each kind, by which its kernels take longer, and adds the start.
+Waterman & Patterson 2009). On the CPU a large result takes pages from the operating system, too, which clears them first. A
+``Machine`` has a factor for each kind, by which it takes longer, and adds the start.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -17,8 +18,9 @@ from functional_ds.modules.flops import FlopCounter
 
 __all__ = ["WORK_KINDS", "Operation", "OperationCounter", "perfect_seconds"]
 
-WORK_KINDS = ("products", "attention", "elementwise", "copies", "update")
+WORK_KINDS = ("products", "attention", "elementwise", "copies", "update", "pages")
 
+_MAPPED = 32 << 20  # glibc's malloc gives larger blocks back to the system as soon as they are freed
 _UPDATES = ("_fused_adam", "_fused_sgd", "_fused_adagrad")  # the optimizers' kernels
 _PICKS = {"embedding", "gather", "index", "index_select", "nll_loss_forward", "take"}  # read a part of their argument
 _COPIES = _PICKS | {
@@ -46,16 +48,18 @@ class Operation:
     """One operation; equal ones count together.
 
     Attributes:
-        kind: of ``WORK_KINDS``; views and empty tensors are copies of no byte.
+        kind: of ``WORK_KINDS``, but for "pages"; views and empty tensors are copies of no byte.
         half: whether it computes on numbers of 2 bytes.
         flops: by torch's formulas, of products and attention; 0 for others.
         bytes: read and written, each tensor once.
+        pages: bytes of new storages of more than 32 MiB.
     """
 
     kind: str
     half: bool = False
     flops: int = 0
     bytes: int = 0
+    pages: int = 0
 
 
 class OperationCounter(FlopCounter):
@@ -86,15 +90,16 @@ class OperationCounter(FlopCounter):
 
 def _operation(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, *, flops: int) -> Operation:
     name = func.overloadpacket.__name__
-    if func.is_view or name in _FREE:
-        return Operation("copies")
     schema = schema_of(func)
+    fresh = [] if any(given.alias_info for given in schema.returns) else _tensors(result)
+    pages = sum(x.untyped_storage().nbytes() for x in fresh if x.untyped_storage().nbytes() > _MAPPED)
+    if func.is_view or name in _FREE:
+        return Operation("copies", pages=0 if name == "_unsafe_view" else pages)
     changed: list[Tensor] = []
     read: list[Tensor] = []
     for i, given in enumerate(schema.arguments):
         held = _tensors(args[i] if i < len(args) else kwargs.get(given.name))
         (changed if given.alias_info is not None and given.alias_info.is_write else read).extend(held)
-    fresh = [] if any(given.alias_info for given in schema.returns) else _tensors(result)
     plain = name.rstrip("_")
     if flops:
         kind = "attention" if "attention" in name else "products"
@@ -108,7 +113,7 @@ def _operation(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result
     else:
         moved = written + (min(written, _bytes(read)) if plain in _PICKS else _bytes(read))
     half = any(x.is_floating_point() and x.element_size() == 2 for x in (*read, *changed))
-    return Operation(kind, half, flops, moved)
+    return Operation(kind, half, flops, moved, pages)
 
 
 def _tensors(held: Any) -> list[Tensor]:
@@ -121,7 +126,12 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def perfect_seconds(
-    work: Mapping[Operation, int], *, flops: float, flops_fp32: float, memory_bandwidth: float
+    work: Mapping[Operation, int],
+    *,
+    flops: float,
+    flops_fp32: float,
+    memory_bandwidth: Callable[[int], float],
+    page_bandwidth: float = 0.0,
 ) -> dict[str, float]:
     """Seconds by kind, with kernels as fast as the device is.
 
@@ -129,15 +139,18 @@ def perfect_seconds(
         work: how often each operation runs.
         flops: operations a second on numbers of 2 bytes.
         flops_fp32: the same on others.
-        memory_bandwidth: bytes a second.
+        memory_bandwidth: bytes a second of an operation that moves so many: caches help small ones.
+        page_bandwidth: bytes a second of pages that are new from the operating system; 0 where an allocator keeps memory.
 
     >>> work = {Operation("products", flops=100, bytes=10): 2, Operation("copies", bytes=10): 1}
-    >>> found = perfect_seconds(work, flops=1e3, flops_fp32=1e2, memory_bandwidth=100.0)
+    >>> found = perfect_seconds(work, flops=1e3, flops_fp32=1e2, memory_bandwidth=lambda moved: 100.0)
     >>> found["products"], found["copies"]
     (2.0, 0.1)
     """
     found = dict.fromkeys(WORK_KINDS, 0.0)
     for each, count in work.items():
-        rate = flops if each.half else flops_fp32
-        found[each.kind] += count * max(each.flops / rate, each.bytes / memory_bandwidth)
+        computing = each.flops / (flops if each.half else flops_fp32)
+        moving = each.bytes / memory_bandwidth(each.bytes)
+        found[each.kind] += count * max(computing, moving)
+        found["pages"] += count * each.pages / page_bandwidth if page_bandwidth else 0.0
     return found
