@@ -89,7 +89,7 @@ def test_large_results_need_new_pages() -> None:
         x.view(4, -1).add_(1)
         x[: 1 << 20] + 1
     assert [each.pages for each in counter.operations] == [40 << 20, 0, 0, 0]
-    cost = {"flops": 1.0, "flops_fp32": 1.0, "memory_bandwidth": lambda moved: 1e12}
+    cost = {"flops": 1.0, "flops_fp32": 1.0, "memory_bandwidth": 1e12}
     assert perfect_seconds(counter.operations, **cost, page_bandwidth=1e9)["pages"] == (40 << 20) / 1e9
     assert perfect_seconds(counter.operations, **cost)["pages"] == 0.0
 

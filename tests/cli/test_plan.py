@@ -271,12 +271,6 @@ def test_wrong_factors(factors: Any, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "--machine: factors" in refusal(capsys, "plan", f"{HERE}:mlp", "--machine", tmp_path / "m.json")
 
 
-@pytest.mark.parametrize("caches", [[1], [[2**20, 0]], [[2**20, 1e9], [2**10, 1e9]], [[2**30, 1e9]], "fast"])
-def test_wrong_caches(caches: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "m.json").write_text(json.dumps({**attrs.asdict(MACHINES["h100"]), "caches": caches}))
-    assert "--machine: caches" in refusal(capsys, "plan", f"{HERE}:mlp", "--machine", tmp_path / "m.json")
-
-
 def test_machines_are_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "m.json").write_text(json.dumps({**attrs.asdict(MACHINES["h100"]), "memory": 10**6}))
     found = answer(capsys, "plan", f"{HERE}:mlp", "--machine", tmp_path / "m.json", "--zero", "0")

@@ -1,8 +1,6 @@
 """A machine as a few numbers: how fast it computes, how fast its memory and its links are, and how much it holds."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
-from math import log
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
@@ -13,11 +11,10 @@ from functional_ds.comm.record.ledger import Row
 
 from .operation_cost import WORK_KINDS, Operation, perfect_seconds
 
-__all__ = ["FACTORS", "LARGE", "Machine"]
+__all__ = ["FACTORS", "Machine"]
 
 FACTORS = (*WORK_KINDS, "starts", "communicate")
 
-LARGE = 1 << 27  # bytes of an operation that no cache helps
 _TWICE = ("all_reduce", "reduce_from")
 
 
@@ -29,18 +26,6 @@ def _all_factors(given: Any) -> dict[str, float]:
     if wrong:
         raise CommandError(f"--machine: factors: {wrong[0]}={given[wrong[0]]!r} must be a number, 0 or above")
     return {name: float(given.get(name, 1.0)) for name in FACTORS}
-
-
-def _pairs(given: Any) -> tuple[tuple[float, float], ...]:
-    """Sizes that rise, each with its rate."""
-    try:
-        found = tuple((float(size), float(rate)) for size, rate in given)
-    except (TypeError, ValueError):
-        found = ((0.0, 0.0),)
-    sizes = [0.0, *(size for size, _ in found), float(LARGE)]
-    if any(low >= high for low, high in pairwise(sizes)) or any(rate <= 0 for _, rate in found):
-        raise CommandError(f"--machine: caches={given!r} should be pairs of bytes, rising and below 2^27, and a rate above 0")
-    return found
 
 
 def _is_number(value: Any) -> bool:
@@ -61,8 +46,6 @@ class Machine:
         operation_latency: seconds that the host takes to start an operation.
         memory: bytes; 0 where nobody said.
         device: the kind, "cuda" or "cpu".
-        caches: pairs (bytes that an operation moves, bytes a second) where caches help, in the order of the bytes; in between
-            the rate goes with the logarithm of the bytes, and ``memory_bandwidth`` is that from 128 MiB on.
         page_bandwidth: bytes a second of pages that are new from the operating system; 0 where an allocator keeps its memory.
         factors: by kind of operation, ``"starts"`` and ``"communicate"``: how many times longer than at these rates it takes
             here. Microbenchmarks and fits find them; 1 by default.
@@ -77,7 +60,6 @@ class Machine:
     operation_latency: float = 5e-6
     memory: int = 0
     device: str = "cuda"
-    caches: Sequence[tuple[float, float]] = attrs.field(default=(), converter=_pairs)
     page_bandwidth: float = 0.0
     factors: Mapping[str, float] = attrs.field(factory=dict, converter=_all_factors, hash=False)
 
@@ -99,26 +81,12 @@ class Machine:
                 work,
                 flops=self.flops,
                 flops_fp32=self.flops_fp32,
-                memory_bandwidth=self.bandwidth,
+                memory_bandwidth=self.memory_bandwidth,
                 page_bandwidth=self.page_bandwidth,
             ),
             "starts": sum(work.values()) * self.operation_latency,
             "communicate": sum(self.sends(row) for row in sent if row.size > 1),
         }
-
-    def bandwidth(self, moved: int) -> float:
-        """Bytes a second of an operation that moves so many.
-
-        >>> machine = Machine("m", 1e12, 1e12, 1e10, 1e9, caches=[(1 << 20, 4e10)])
-        >>> [f"{machine.bandwidth(moved):.3g}" for moved in (1, 1 << 20, 1 << 24, 1 << 30)]
-        ['4e+10', '4e+10', '2.29e+10', '1e+10']
-        """
-        points = [*self.caches, (LARGE, self.memory_bandwidth)]
-        size = min(max(moved, points[0][0]), LARGE)
-        for (low, fast), (high, slow) in pairwise(points):
-            if size <= high:
-                return fast + (slow - fast) * log(size / low) / log(high / low)
-        return self.memory_bandwidth
 
     def scaled(self, perfect: Mapping[str, float]) -> dict[str, float]:
         """Such seconds times their factors; their sum is the step's.

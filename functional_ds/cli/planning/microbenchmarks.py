@@ -1,7 +1,7 @@
 """This machine's rates, measured by short runs of single operations."""
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from itertools import cycle
 from statistics import fmean, median
 from time import perf_counter
 from typing import Any
@@ -17,13 +17,12 @@ from functional_ds.modules.functional import functional
 from functional_ds.optim.adam import adamw
 from functional_ds.step.train_step import train_step
 
-from .machine import FACTORS, LARGE, Machine
+from .machine import FACTORS, Machine
 from .operation_cost import WORK_KINDS, OperationCounter
 
 __all__ = ["measured_here"]
 
 _RATES = ("flops", "flops_fp32", "memory_bandwidth", "page_bandwidth", "link_bandwidth", "link_latency", "operation_latency")
-_SIZES = (1 << 17, 1 << 21, 1 << 24)  # bytes that copies move
 _TINY, _CALLS = 8, 10  # a model's width and layers; calls of a collective
 
 
@@ -48,8 +47,6 @@ def measured_here(ranks: int = 1, *, seconds: float = 0.2) -> Machine:
     name = name if ranks == 1 else f"{name}, {ranks} ranks at once"
     memory = int(torch.cuda.get_device_properties(0).total_memory) if device == "cuda" else 0
     rates: dict[str, Any] = {rate: fmean(getattr(each, rate) for each in found) for rate in _RATES}
-    sizes = enumerate(found[0].caches)
-    rates["caches"] = [(moved, fmean(each.caches[i][1] for each in found)) for i, (moved, _) in sizes]
     rates["factors"] = {kind: fmean(each.factors[kind] for each in found) for kind in FACTORS}
     return attrs.evolve(found[0], name=name, memory=memory, **rates)
 
@@ -57,21 +54,28 @@ def measured_here(ranks: int = 1, *, seconds: float = 0.2) -> Machine:
 def _on_a_rank(device: str, seconds: float) -> Machine:
     """What this rank sees."""
     place = torch.device(device, comm.get_local_rank()) if device == "cuda" else torch.device("cpu")
-    side, count = (8192, 1 << 26) if device == "cuda" else (512, 1 << 20)
-    half, full = (torch.ones(side, side, dtype=dtype, device=place) for dtype in (torch.bfloat16, torch.float32))
-    x = torch.ones(count, device=place)
+    side, count, blocks = (8192, 1 << 26, 2) if device == "cuda" else (512, 1 << 20, 32)
+    fresh = cycle(torch.ones(blocks, count, device=place).unbind())  # no cache has what is read next, as in a step
+    full = torch.ones(side, side, device=place)
+    half, weight = full.bfloat16(), next(fresh).view(side, -1).bfloat16()
+    flops = 2 * side * count
 
     def timed(run: Callable[[], Any]) -> float:
         return _seconds(run, place, seconds)
 
     rates: dict[str, Any] = {
-        "flops": 2 * side**3 / timed(lambda: half @ half),
-        "flops_fp32": 2 * side**3 / timed(lambda: full @ full),
+        "flops": flops / timed(lambda: half @ weight),
+        "flops_fp32": flops / timed(lambda: full @ next(fresh).view(side, -1)),
+        "memory_bandwidth": 8 * count / timed(lambda: next(fresh).clone()),
         "operation_latency": _start(place, timed),
-        **_memory(place, timed),
     }
-    machine, factors = Machine("", **rates, **_links(x, rates["memory_bandwidth"]), device=device), dict[str, float]()
-    for kind, runs in _kinds(x, device).items():
+    rates |= _links(next(fresh), rates["memory_bandwidth"])
+    if device == "cpu":
+        large = torch.ones((1 << 23) + 1)
+        longer = timed(large.clone) - 2 * large.nbytes / rates["memory_bandwidth"]
+        rates["page_bandwidth"] = large.nbytes / longer if longer > 0 else 0.0
+    machine, factors = Machine("", **rates, device=device), dict[str, float]()
+    for kind, runs in _kinds(fresh, device).items():
         perfect, spent = 0.0, 0.0
         for run in runs:
             with OperationCounter() as counter:
@@ -97,13 +101,12 @@ def _seconds(run: Callable[[], Any], place: torch.device, budget: float) -> floa
     return median(times)
 
 
-def _kinds(x: Tensor, device: str) -> Mapping[str, list[Callable[[], Any]]]:
+def _kinds(fresh: Iterator[Tensor], device: str) -> Mapping[str, list[Callable[[], Any]]]:
     """What each kind of operation is measured by."""
-    rows = x.view(-1, 1024)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    q, k, v = (x[: 1 << 18].view(1, 4, -1, 64).to(dtype).requires_grad_() for _ in range(3))
-    weight = x.clone().requires_grad_()
-    weight.grad = torch.ones_like(x)
+    x, dtype = next(fresh), torch.bfloat16 if device == "cuda" else torch.float32
+    q, k, v = (next(fresh)[: 1 << 18].view(1, 4, -1, 64).to(dtype).requires_grad_() for _ in range(3))
+    weight = torch.ones(8 * len(x) if device == "cpu" else len(x), device=x.device, requires_grad=True)
+    weight.grad = torch.ones_like(weight)
     optimizer = torch.optim.AdamW([weight], lr=0.0, fused=True)
 
     def attention() -> None:
@@ -112,26 +115,13 @@ def _kinds(x: Tensor, device: str) -> Mapping[str, list[Callable[[], Any]]]:
 
     return {
         "attention": [attention],
-        "copies": [x.clone],
-        "elementwise": [lambda: x + x, lambda: F.gelu(x), lambda: rows.softmax(-1), lambda: rows.sum(0)],
+        "elementwise": [
+            lambda: next(fresh) + x,
+            lambda: F.gelu(next(fresh)),
+            lambda: next(fresh).view(-1, 1024).softmax(-1),
+            lambda: next(fresh).view(-1, 1024).sum(0),
+        ],
         "update": [optimizer.step],
-    }
-
-
-def _memory(place: torch.device, timed: Callable[[Callable[[], Any]], float]) -> dict[str, Any]:
-    """Copies into memory that is there, of several sizes; and how much longer one into new memory takes."""
-    source = torch.ones((LARGE >> 3) + 1, device=place)  # a copy reads and writes 4 bytes of each
-    target = torch.zeros_like(source)
-    times = {}
-    for moved in (*_SIZES, LARGE) if place.type == "cpu" else (LARGE,):
-        a, b = source[: moved >> 3], target[: moved >> 3]
-        times[moved] = timed(partial(a.copy_, b))
-    longer = timed(source.clone) - times[LARGE] if place.type == "cpu" else 0.0
-    rates = {moved: moved / seconds for moved, seconds in times.items()}
-    return {
-        "memory_bandwidth": rates.pop(LARGE),
-        "caches": [*rates.items()],
-        "page_bandwidth": source.nbytes / longer if longer > 0 else 0.0,
     }
 
 

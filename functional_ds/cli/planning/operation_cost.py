@@ -6,7 +6,7 @@ Waterman & Patterson 2009). On the CPU a large result takes pages from the opera
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -130,7 +130,7 @@ def perfect_seconds(
     *,
     flops: float,
     flops_fp32: float,
-    memory_bandwidth: Callable[[int], float],
+    memory_bandwidth: float,
     page_bandwidth: float = 0.0,
 ) -> dict[str, float]:
     """Seconds by kind, with kernels as fast as the device is.
@@ -139,18 +139,17 @@ def perfect_seconds(
         work: how often each operation runs.
         flops: operations a second on numbers of 2 bytes.
         flops_fp32: the same on others.
-        memory_bandwidth: bytes a second of an operation that moves so many: caches help small ones.
+        memory_bandwidth: bytes a second, read and written.
         page_bandwidth: bytes a second of pages that are new from the operating system; 0 where an allocator keeps memory.
 
     >>> work = {Operation("products", flops=100, bytes=10): 2, Operation("copies", bytes=10): 1}
-    >>> found = perfect_seconds(work, flops=1e3, flops_fp32=1e2, memory_bandwidth=lambda moved: 100.0)
+    >>> found = perfect_seconds(work, flops=1e3, flops_fp32=1e2, memory_bandwidth=100.0)
     >>> found["products"], found["copies"]
     (2.0, 0.1)
     """
     found = dict.fromkeys(WORK_KINDS, 0.0)
     for each, count in work.items():
-        computing = each.flops / (flops if each.half else flops_fp32)
-        moving = each.bytes / memory_bandwidth(each.bytes)
-        found[each.kind] += count * max(computing, moving)
+        rate = flops if each.half else flops_fp32
+        found[each.kind] += count * max(each.flops / rate, each.bytes / memory_bandwidth)
         found["pages"] += count * each.pages / page_bandwidth if page_bandwidth else 0.0
     return found
