@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from functional_ds.cli.planning.candidate import Candidate
 from functional_ds.cli.planning.machine import FACTORS, Machine
 from functional_ds.cli.planning.microbenchmarks import measured_here
-from functional_ds.cli.planning.operation_cost import WORK_KINDS, Operation, OperationCounter, perfect_seconds
+from functional_ds.cli.planning.operation_cost import WORK_KINDS, OperationCounter, SizedOperation, perfect_seconds
 from functional_ds.cli.planning.subject import subject_of
 from functional_ds.cli.planning.values_free_step import step_shape
 from tests.cli.models_by_name import HERE
@@ -24,25 +24,28 @@ Q = torch.ones(2, 4, 16, 8)
 @pytest.mark.parametrize(
     ("run", "expected"),
     [
-        (lambda: X + X, Operation("elementwise", bytes=3 * 128)),
-        (lambda: X + X[:1].expand(8, 4), Operation("elementwise", bytes=2 * 128 + 16 + 112)),  # of its storage, not of its row
-        (lambda: torch.zeros_like(X).mul_(X), Operation("elementwise", bytes=3 * 128)),
-        (lambda: X.softmax(-1), Operation("elementwise", bytes=2 * 128)),
-        (X.sum, Operation("elementwise", bytes=128 + 4)),
-        (lambda: HALF * 2, Operation("elementwise", half=True, bytes=2 * 64)),
-        (X.clone, Operation("copies", bytes=2 * 128)),
-        (lambda: torch.empty(8, 4).copy_(X), Operation("copies", bytes=2 * 128)),
-        (X.bfloat16, Operation("copies", bytes=128 + 64)),
-        (lambda: torch.cat([X, X]), Operation("copies", bytes=4 * 128)),
-        (lambda: F.embedding(torch.zeros(2, dtype=torch.int64), X), Operation("copies", bytes=2 * 32)),
-        (lambda: torch.zeros(8, 4), Operation("copies", bytes=128)),
-        (lambda: X.view(4, 8), Operation("copies")),
-        (lambda: torch.empty(9), Operation("copies")),
-        (lambda: X @ X.t(), Operation("products", flops=2 * 8 * 4 * 8, bytes=2 * 128 + 256)),
-        (lambda: HALF @ HALF.t(), Operation("products", half=True, flops=2 * 8 * 4 * 8, bytes=2 * 64 + 128)),
+        (lambda: X + X, SizedOperation("elementwise", bytes=3 * 128)),
+        (
+            lambda: X + X[:1].expand(8, 4),
+            SizedOperation("elementwise", bytes=2 * 128 + 16 + 112),
+        ),  # of its storage, not of its row
+        (lambda: torch.zeros_like(X).mul_(X), SizedOperation("elementwise", bytes=3 * 128)),
+        (lambda: X.softmax(-1), SizedOperation("elementwise", bytes=2 * 128)),
+        (X.sum, SizedOperation("elementwise", bytes=128 + 4)),
+        (lambda: HALF * 2, SizedOperation("elementwise", half=True, bytes=2 * 64)),
+        (X.clone, SizedOperation("copies", bytes=2 * 128)),
+        (lambda: torch.empty(8, 4).copy_(X), SizedOperation("copies", bytes=2 * 128)),
+        (X.bfloat16, SizedOperation("copies", bytes=128 + 64)),
+        (lambda: torch.cat([X, X]), SizedOperation("copies", bytes=4 * 128)),
+        (lambda: F.embedding(torch.zeros(2, dtype=torch.int64), X), SizedOperation("copies", bytes=2 * 32)),
+        (lambda: torch.zeros(8, 4), SizedOperation("copies", bytes=128)),
+        (lambda: X.view(4, 8), SizedOperation("copies")),
+        (lambda: torch.empty(9), SizedOperation("copies")),
+        (lambda: X @ X.t(), SizedOperation("products", flops=2 * 8 * 4 * 8, bytes=2 * 128 + 256)),
+        (lambda: HALF @ HALF.t(), SizedOperation("products", half=True, flops=2 * 8 * 4 * 8, bytes=2 * 64 + 128)),
     ],
 )
-def test_an_operation_is_its_kind_and_sizes(run: Callable[[], Any], expected: Operation) -> None:
+def test_an_operation_is_its_kind_and_sizes(run: Callable[[], Any], expected: SizedOperation) -> None:
     with OperationCounter() as counter:
         run()
     assert [*counter.operations][-1] == expected
@@ -74,7 +77,7 @@ def test_the_step_without_values_has_a_runs_operations() -> None:
     with OperationCounter() as counter:
         step(state, batch)
 
-    def computing(work: Any) -> dict[Operation, int]:
+    def computing(work: Any) -> dict[SizedOperation, int]:
         return {each: count for each, count in work.items() if each.kind != "copies"}
 
     assert computing(shape.work) == computing(counter.operations)

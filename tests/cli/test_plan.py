@@ -15,7 +15,7 @@ from functional_ds import transforms as T
 from functional_ds.cli.planning.candidate import Candidate
 from functional_ds.cli.planning.known_machines import MACHINES
 from functional_ds.cli.planning.machine import FACTORS, Machine
-from functional_ds.cli.planning.operation_cost import Operation
+from functional_ds.cli.planning.operation_cost import SizedOperation
 from functional_ds.cli.planning.subject import subject_of
 from functional_ds.cli.planning.values_free_step import StepAllocations, step_shape
 from functional_ds.comm.record.ledger import Row
@@ -258,7 +258,7 @@ def test_a_ring_takes_what_the_model_says() -> None:
 
 def test_a_gpu_computes_beside_its_host() -> None:
     machine = Machine("m", 1e12, 1e12, 1e12, 1e9, operation_latency=1e-3, factors={"products": 2.0, "starts": 3.0})
-    work = {Operation("products", half=True, flops=10**12): 1, Operation("copies"): 999}
+    work = {SizedOperation("products", half=True, flops=10**12): 1, SizedOperation("copies"): 999}
     perfect = machine.perfect_seconds(work, ())
     assert (perfect["products"], perfect["starts"]) == (1.0, 1.0)
     assert machine.scaled(perfect)["starts"] == pytest.approx(3.0 - 2.0)

@@ -9,7 +9,7 @@ from functional_ds.cli.words.errors_in_one_line import CommandError
 from functional_ds.comm.algorithms.cost import Link, Network, predict
 from functional_ds.comm.record.ledger import Row
 
-from .operation_cost import WORK_KINDS, Operation, perfect_seconds
+from .operation_cost import WORK_KINDS, SizedOperation, perfect_seconds
 
 __all__ = ["FACTORS", "Machine"]
 
@@ -69,7 +69,7 @@ class Machine:
             if not _is_number(value) or value <= 0:
                 raise CommandError(f"--machine: {field}={value!r} must be a number above 0")
 
-    def perfect_seconds(self, work: Mapping[Operation, int], sent: Iterable[Row]) -> dict[str, float]:
+    def perfect_seconds(self, work: Mapping[SizedOperation, int], sent: Iterable[Row]) -> dict[str, float]:
         """Seconds of a step by the names of ``FACTORS``, where all factors are 1.
 
         Args:

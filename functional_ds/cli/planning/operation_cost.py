@@ -16,7 +16,7 @@ from functional_ds.base import tree
 from functional_ds.base.torch_private import schema_of
 from functional_ds.modules.flops import FlopCounter
 
-__all__ = ["WORK_KINDS", "Operation", "OperationCounter", "perfect_seconds"]
+__all__ = ["WORK_KINDS", "OperationCounter", "SizedOperation", "perfect_seconds"]
 
 WORK_KINDS = ("products", "attention", "elementwise", "copies", "update", "pages")
 
@@ -44,7 +44,7 @@ _FREE = {"_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "n
 
 
 @attrs.frozen
-class Operation:
+class SizedOperation:
     """One operation; equal ones count together.
 
     Attributes:
@@ -79,7 +79,7 @@ class OperationCounter(FlopCounter):
 
     def __init__(self) -> None:
         super().__init__()
-        self.operations: Counter[Operation] = Counter()
+        self.operations: Counter[SizedOperation] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = self.total
@@ -88,13 +88,13 @@ class OperationCounter(FlopCounter):
         return result
 
 
-def _operation(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, *, flops: int) -> Operation:
+def _operation(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, *, flops: int) -> SizedOperation:
     name = func.overloadpacket.__name__
     schema = schema_of(func)
     fresh = [] if any(given.alias_info for given in schema.returns) else _tensors(result)
     pages = sum(x.untyped_storage().nbytes() for x in fresh if x.untyped_storage().nbytes() > _MAPPED)
     if func.is_view or name in _FREE:
-        return Operation("copies", pages=0 if name == "_unsafe_view" else pages)
+        return SizedOperation("copies", pages=0 if name == "_unsafe_view" else pages)
     changed: list[Tensor] = []
     read: list[Tensor] = []
     for i, given in enumerate(schema.arguments):
@@ -113,7 +113,7 @@ def _operation(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result
     else:
         moved = written + (min(written, _bytes(read)) if plain in _PICKS else _bytes(read))
     half = any(x.is_floating_point() and x.element_size() == 2 for x in (*read, *changed))
-    return Operation(kind, half, flops, moved, pages)
+    return SizedOperation(kind, half, flops, moved, pages)
 
 
 def _tensors(held: Any) -> list[Tensor]:
@@ -126,7 +126,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def perfect_seconds(
-    work: Mapping[Operation, int],
+    work: Mapping[SizedOperation, int],
     *,
     flops: float,
     flops_fp32: float,
@@ -142,7 +142,7 @@ def perfect_seconds(
         memory_bandwidth: bytes a second, read and written.
         page_bandwidth: bytes a second of pages that are new from the operating system; 0 where an allocator keeps memory.
 
-    >>> work = {Operation("products", flops=100, bytes=10): 2, Operation("copies", bytes=10): 1}
+    >>> work = {SizedOperation("products", flops=100, bytes=10): 2, SizedOperation("copies", bytes=10): 1}
     >>> found = perfect_seconds(work, flops=1e3, flops_fp32=1e2, memory_bandwidth=100.0)
     >>> found["products"], found["copies"]
     (2.0, 0.1)

@@ -22,7 +22,7 @@ from functional_ds.memory.counting import Live
 from functional_ds.memory.predict import predicted
 
 from .candidate import Candidate
-from .operation_cost import Operation, OperationCounter
+from .operation_cost import OperationCounter, SizedOperation
 from .subject import Subject
 
 __all__ = ["StepAllocations", "StepShape", "sent_by_all", "step_shape"]
@@ -45,7 +45,7 @@ class StepShape:
     peak: int
     sent: tuple[Row, ...]
     flops: int
-    work: Mapping[Operation, int] = attrs.field(hash=False, repr=False)
+    work: Mapping[SizedOperation, int] = attrs.field(hash=False, repr=False)
     complete: bool
 
     @property

@@ -27,8 +27,9 @@ def fitted(machine: Machine, runs: Sequence[tuple[Mapping[str, float], float]]) 
         runs: the machine's ``perfect_seconds`` of each run's step, and the seconds that a step took.
 
     >>> here = Machine("m", flops=1e12, flops_fp32=1e12, memory_bandwidth=1e12, link_bandwidth=1e9, device="cpu")
-    >>> fitted(here, [({**dict.fromkeys(FACTORS, 0.0), "products": 1.0}, 3.0)]).factors["products"]
-    2.9999...
+    >>> found = fitted(here, [({**dict.fromkeys(FACTORS, 0.0), "products": 1.0}, 3.0)])
+    >>> round(found.factors["products"], 2), found.factors["copies"]
+    (3.0, 1.0)
     """
     if not runs:
         return machine
@@ -60,7 +61,7 @@ def non_negative_least_squares(rows: Tensor, wanted: Tensor) -> Tensor:
     The least of the least squares on each set of columns: 2^n problems of at most n columns.
 
     >>> rows = torch.tensor([[1.0, 1.0], [1.0, 2.0]], dtype=torch.float64)
-    >>> non_negative_least_squares(rows, torch.tensor([3.0, 1.0], dtype=torch.float64)).tolist()
+    >>> [round(x, 6) for x in non_negative_least_squares(rows, torch.tensor([3.0, 1.0], dtype=torch.float64)).tolist()]
     [2.0, 0.0]
     """
     best, least = torch.zeros_like(rows[0]), float(wanted.norm())
