@@ -24,7 +24,7 @@ from tests.cli.models_by_name import HERE
 from tests.cli.running import answer, refusal, run
 
 KEYS = {
-    *("name", "ranks", "stage", "precision", "micro_batch", "accumulate", "recompute", "memory", "peak_has_activations"),
+    *("name", "ranks", "tp", "stage", "precision", "micro_batch", "accumulate", "recompute", "memory", "peak_has_activations"),
     *("limit", "fits", "why_not", "sent", "flops", "seconds", "step_seconds", "samples_per_second", "line"),
 }
 CUT = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}  # else small leaves stay whole
@@ -34,7 +34,7 @@ def trained(model: str, candidate: Candidate) -> tuple[Any, ...]:
     """A state, the batch, and the step, after two steps."""
     subject = subject_of(model, device="cpu")
     assert subject.batch is not None
-    step, batch = candidate.step(subject.loss), subject.batch(candidate.plan.batch.rows)
+    step, batch = candidate.step(subject.loss, tp_plan=subject.tp_plan), subject.batch(candidate.plan.batch.rows)
     state = step.init(subject.params)
     del subject
     for _ in range(2):
@@ -70,6 +70,28 @@ def test_state_bytes_and_operations_are_those_of_a_run(stage: int, precision: st
     assert mine.memory.state == held
     assert {(row.collective, row.group): row.bytes for row in mine.sent} == sent
     assert mine.flops == flops
+
+
+@pytest.mark.parametrize(("stage", "precision", "accumulate"), [(0, "fp32", 1), (2, "bf16", 2), (3, "fp32", 1)])
+def test_a_mesh_with_tp_is_that_of_a_run(stage: int, precision: str, accumulate: int) -> None:
+    """State, traffic by collective and group, operations: equal; the peak within 10 %."""
+    model, config = f"{HERE}:cut", CUT if stage == 3 else {}
+    candidate = Candidate.of(config, 2, stage=stage, precision=precision, micro_batch=64, accumulate=accumulate, tp=2)
+    mine = step_shape(subject_of(model), candidate, rank=3)
+
+    def program() -> tuple[int, dict[tuple[str, str], int], int, int]:
+        step, state, batch = trained(model, candidate)
+        with StepAllocations() as noted, comm.ledger() as book, FlopCounter() as counter:
+            noted.live.note([*(leaf for leaf in fds.tree.leaves(state) if isinstance(leaf, Tensor)), batch])
+            state, _ = step(state, batch)
+        rows = {(row.collective, row.group): row.bytes for row in book.rows}
+        return fds.memory.measured(state).state, rows, counter.total, noted.live.peak
+
+    held, sent, flops, peak = comm.simulate(program, world_size=4)[3]
+    assert (mine.memory.state, mine.flops) == (held, flops)
+    assert {(row.collective, row.group): row.bytes for row in mine.sent} == sent
+    assert any(group == "tp" and count for (_, group), count in sent.items())
+    assert mine.peak == pytest.approx(peak, rel=0.1)
 
 
 def _allocated(model: str, candidate: Candidate) -> int:
@@ -199,7 +221,10 @@ def test_a_hugging_face_config(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ([f"{HERE}:mlp", "--zero", "4"], "--zero: 4 should be from 0 to 3"),
         ([f"{HERE}:mlp", "--precision", "fp8"], "'fp8' is none of fp32, bf16, fp16"),
         ([f"{HERE}:mlp", "--mesh", "dp=x"], "'dp=x' should be an axis and its size"),
-        ([f"{HERE}:mlp", "--mesh", "dp=2,tp=2"], "the axis 'tp' is not planned here"),
+        ([f"{HERE}:mlp", "--mesh", "dp=2,pp=2"], "the axis 'pp' is not planned here"),
+        ([f"{HERE}:mlp", "--mesh", "dp=2,tp=2"], "tp cuts layers, and nobody says how"),
+        ([f"{HERE}:cut", "--mesh", "tp=3", "--zero", "0"], "does not divide"),
+        ([f"{HERE}:cut_wrongly", "--mesh", "tp=2", "--zero", "0"], "'colwize'"),
         ([f"{HERE}:mlp", "--limit", "much"], "no number of bytes"),
         ([f"{HERE}:mlp", "--machine", "abacus"], "none of here, a100-40gb"),
         ([f"{HERE}:mlp", "--micro-batch", "0"], "at least 1"),
@@ -242,6 +267,27 @@ def test_a_line_is_the_strategy(stage: int, precision: str) -> None:
     made = eval(candidate.line(), {"fds": fds, "T": T})
     ours = str(candidate.plan.transform).replace(" -> stop_at_minimum", "").replace(" -> for_ranks(1)", "")
     assert repr(made) == ours
+
+
+def test_a_line_with_tp_is_the_strategy() -> None:
+    candidate = Candidate.of(CUT, 2, stage=3, precision="fp32", micro_batch=1, tp=2)
+    assert candidate.name.endswith(", tp 2")
+    assert 'T.zero(3, mesh["dp"]), T.clip(1.0), T.tensor_parallel(tp_plan, mesh["tp"]))' in candidate.line()
+
+    def program() -> tuple[str, str]:
+        names = {"fds": fds, "T": T, "mesh": comm.mesh(dp=2, tp=2), "tp_plan": {"w": "colwise"}}
+        loss = lambda params, x: x.sum()  # noqa: E731
+        ours = str(candidate.step(loss, tp_plan=names["tp_plan"]))
+        return str(eval(candidate.line(), names)(fds.train_step(loss, fds.adam(1e-3)))), ours
+
+    made, ours = (found.partition(" -> ")[2] for found in comm.symmetric(program, world_size=4))
+    assert made == ours.replace(" -> stop_at_minimum", "").replace(" -> for_ranks(2)", "")
+
+
+def test_traffic_is_drawn_by_axis(capsys: pytest.CaptureFixture[str]) -> None:
+    sent = answer(capsys, "draw", "traffic", f"{HERE}:cut", "--mesh", "dp=2,tp=2", "--zero", "0")["bytes"]
+    assert [[bool(count) for count in row] for row in sent["tp"]] == [[j == i ^ 1 for j in range(4)] for i in range(4)]
+    assert [[bool(count) for count in row] for row in sent["dp"]] == [[j == i ^ 2 for j in range(4)] for i in range(4)]
 
 
 def test_a_schedule_is_the_plans() -> None:

@@ -136,7 +136,7 @@ def _in_modules(device: str, *, whole: bool) -> Iterator[None]:
 
 
 def step_shape(subject: Subject, candidate: Candidate, *, rank: int = 0, device: str = "cpu") -> StepShape:
-    """Runs a candidate's step without values, as one rank of ``candidate.ranks`` whose other ranks do the same.
+    """Runs a candidate's step without values, as one rank of ``candidate.world_size`` whose other ranks do the same.
 
     Law 20: the bytes of the state are those that ``fds.memory.measured`` finds in a run. Law 21: so are those sent.
 
@@ -152,7 +152,7 @@ def step_shape(subject: Subject, candidate: Candidate, *, rank: int = 0, device:
     batch, loss, complete = _batch_and_loss(subject, candidate)
 
     def make() -> Any:
-        return candidate.step(loss)
+        return candidate.step(loss, tp_plan=subject.tp_plan)
 
     def program() -> tuple[int, tuple[Row, ...], OperationCounter]:
         step = make()
@@ -165,8 +165,8 @@ def step_shape(subject: Subject, candidate: Candidate, *, rank: int = 0, device:
         return noted.live.peak, tuple(book.rows), counter
 
     with _named(candidate), _in_modules(device, whole=subject.config is not None):
-        memory = predicted(make, subject.params, world_size=candidate.ranks, rank=rank)
-        peak, sent, counter = comm.symmetric(program, world_size=candidate.ranks, rank=rank)
+        memory = predicted(make, subject.params, world_size=candidate.world_size, rank=rank)
+        peak, sent, counter = comm.symmetric(program, world_size=candidate.world_size, rank=rank)
     if not complete:
         return StepShape(memory, memory.total, sent, 0, {}, complete)
     return StepShape(memory, peak, sent, counter.total, dict(counter.operations), complete)
@@ -185,14 +185,14 @@ def sent_by_all(subject: Subject, candidate: Candidate) -> list[Ledger]:
     batch, loss, _ = _batch_and_loss(subject, candidate)
 
     def program() -> Ledger:
-        step = candidate.step(loss)
+        step = candidate.step(loss, tp_plan=subject.tp_plan)
         state, _ = step(step.init(subject.params), batch)
         with comm.ledger() as book:
             step(state, batch)
         return book
 
     with _named(candidate), _in_modules("cpu", whole=subject.config is not None):
-        return comm.simulate(program, world_size=candidate.ranks, shapes_only=True)
+        return comm.simulate(program, world_size=candidate.world_size, shapes_only=True)
 
 
 def _batch_and_loss(subject: Subject, candidate: Candidate) -> tuple[Any, Any, bool]:
