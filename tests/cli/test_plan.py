@@ -6,6 +6,7 @@ from typing import Any
 
 import attrs
 import pytest
+import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -30,9 +31,18 @@ KEYS = {
 CUT = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}  # else small leaves stay whole
 
 
+def llama(folder: Path) -> str:
+    """A folder with a small model's config."""
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "num_key_value_heads": 1, **sizes}))
+    return str(folder)
+
+
 def trained(model: str, candidate: Candidate) -> tuple[Any, ...]:
     """A state, the batch, and the step, after two steps."""
-    subject = subject_of(model, device="cpu")
+    torch.manual_seed(0)  # ranks of tp have the same batch
+    subject = subject_of(model, seq=8, device="cpu")
     assert subject.batch is not None
     step, batch = candidate.step(subject.loss, tp_plan=subject.tp_plan), subject.batch(candidate.plan.batch.rows)
     state = step.init(subject.params)
@@ -72,17 +82,28 @@ def test_state_bytes_and_operations_are_those_of_a_run(stage: int, precision: st
     assert mine.flops == flops
 
 
-@pytest.mark.parametrize(("stage", "precision", "accumulate"), [(0, "fp32", 1), (2, "bf16", 2), (3, "fp32", 1)])
-def test_a_mesh_with_tp_is_that_of_a_run(stage: int, precision: str, accumulate: int) -> None:
+@pytest.mark.parametrize(
+    ("model", "stage", "precision", "accumulate"),
+    [("cut", 0, "fp32", 1), ("cut", 2, "bf16", 2), ("cut", 3, "fp32", 1), ("llama", 3, "bf16", 1)],
+)
+def test_a_mesh_with_tp_is_that_of_a_run(model: str, stage: int, precision: str, accumulate: int, tmp_path: Path) -> None:
     """State, traffic by collective and group, operations: equal; the peak within 10 %."""
-    model, config = f"{HERE}:cut", CUT if stage == 3 else {}
-    candidate = Candidate.of(config, 2, stage=stage, precision=precision, micro_batch=64, accumulate=accumulate, tp=2)
-    mine = step_shape(subject_of(model), candidate, rank=3)
+    name = llama(tmp_path) if model == "llama" else f"{HERE}:{model}"
+    candidate = Candidate.of(
+        CUT if stage == 3 else {},
+        2,
+        stage=stage,
+        precision=precision,
+        micro_batch=32,
+        accumulate=accumulate,
+        tp=2,
+    )
+    mine = step_shape(subject_of(name, seq=8), candidate, rank=3)
 
     def program() -> tuple[int, dict[tuple[str, str], int], int, int]:
-        step, state, batch = trained(model, candidate)
+        step, state, batch = trained(name, candidate)
         with StepAllocations() as noted, comm.ledger() as book, FlopCounter() as counter:
-            noted.live.note([*(leaf for leaf in fds.tree.leaves(state) if isinstance(leaf, Tensor)), batch])
+            noted.live.note(leaf for leaf in fds.tree.leaves((state, batch)) if isinstance(leaf, Tensor))
             state, _ = step(state, batch)
         rows = {(row.collective, row.group): row.bytes for row in book.rows}
         return fds.memory.measured(state).state, rows, counter.total, noted.live.peak
@@ -191,10 +212,7 @@ def test_shapes_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_a_hugging_face_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_key_value_heads": 1, **sizes}))
-    words = ["plan", tmp_path, "--zero", "2", "--seq", 8, "--precision", "fp32", "--device", "cpu"]
+    words = ["plan", llama(tmp_path), "--zero", "2", "--seq", 8, "--precision", "fp32", "--device", "cpu"]
     found = answer(capsys, *words)
     candidate = Candidate.of({}, 1, stage=2, precision="fp32")
     subject = subject_of(str(tmp_path), seq=8, device="cpu")
