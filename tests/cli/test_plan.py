@@ -1,6 +1,7 @@
 """``plan`` predicts what a run holds, needs at most, sends and computes."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -329,10 +330,19 @@ def test_a_gpu_computes_beside_its_host() -> None:
     assert sum(attrs.evolve(machine, device="cpu").scaled(perfect).values()) == pytest.approx(3.0 + 2.0)
 
 
-@pytest.mark.parametrize("factors", [{"product": 1.0}, {"products": -1.0}, {"products": True}, [1.0]])
-def test_wrong_factors(factors: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "m.json").write_text(json.dumps({**attrs.asdict(MACHINES["h100"]), "factors": factors}))
-    assert "--machine: factors" in refusal(capsys, "plan", f"{HERE}:mlp", "--machine", tmp_path / "m.json")
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(
+            ("factors", each)
+            for each in ({"product": 1.0}, {"products": -1.0}, {"products": True}, {"update": math.nan}, [1.0])
+        ),
+        *[("flops", 0), ("memory_bandwidth", math.inf), ("link_latency", -1.0), ("page_bandwidth", "fast"), ("device", "tpu")],
+    ],
+)
+def test_wrong_machines(field: str, value: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "m.json").write_text(json.dumps({**attrs.asdict(MACHINES["h100"]), field: value}))
+    assert f"--machine: {field}" in refusal(capsys, "plan", f"{HERE}:mlp", "--machine", tmp_path / "m.json")
 
 
 def test_machines_are_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

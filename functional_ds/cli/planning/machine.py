@@ -1,6 +1,7 @@
 """A machine as a few numbers: how fast it computes, how fast its memory and its links are, and how much it holds."""
 
 from collections.abc import Iterable, Mapping
+from math import isfinite
 from typing import Any
 
 import attrs
@@ -29,7 +30,7 @@ def _all_factors(given: Any) -> dict[str, float]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
 @attrs.frozen
@@ -68,6 +69,12 @@ class Machine:
             value = getattr(self, field)
             if not _is_number(value) or value <= 0:
                 raise CommandError(f"--machine: {field}={value!r} must be a number above 0")
+        for field in ("link_latency", "operation_latency", "memory", "page_bandwidth"):
+            value = getattr(self, field)
+            if not _is_number(value) or value < 0:
+                raise CommandError(f"--machine: {field}={value!r} must be a number, 0 or above")
+        if self.device not in ("cpu", "cuda"):
+            raise CommandError(f"--machine: device={self.device!r} is neither cuda nor cpu")
 
     def perfect_seconds(self, work: Mapping[SizedOperation, int], sent: Iterable[Row]) -> dict[str, float]:
         """Seconds of a step by the names of ``FACTORS``, where all factors are 1.
