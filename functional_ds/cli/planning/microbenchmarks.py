@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from functional_ds import comm
 from functional_ds.base.device import synchronize
+from functional_ds.base.weighted import Weighted
 from functional_ds.modules.functional import functional
-from functional_ds.optim.adam import adamw
+from functional_ds.optim.adam import AdamState, adam_optimizer, adamw
 from functional_ds.step.train_step import train_step
 
 from .machine import FACTORS, Machine
@@ -44,7 +45,7 @@ def measured_here(ranks: int = 1, *, seconds: float = 0.2) -> Machine:
         else comm.spawn(_on_a_rank, device, seconds, world_size=ranks, backend=backend)
     )
     name = torch.cuda.get_device_name() if device == "cuda" else "this CPU"
-    name = name if ranks == 1 else f"{name}, {ranks} ranks at once"
+    name = name if ranks == 1 else f"{name} ({ranks} ranks at once)"
     memory = int(torch.cuda.get_device_properties(0).total_memory) if device == "cuda" else 0
     rates: dict[str, Any] = {rate: fmean(getattr(each, rate) for each in found) for rate in _RATES}
     rates["factors"] = {kind: fmean(each.factors[kind] for each in found) for kind in FACTORS}
@@ -105,9 +106,9 @@ def _kinds(fresh: Iterator[Tensor], device: str) -> Mapping[str, list[Callable[[
     """What each kind of operation is measured by."""
     x, dtype = next(fresh), torch.bfloat16 if device == "cuda" else torch.float32
     q, k, v = (next(fresh)[: 1 << 18].view(1, 4, -1, 64).to(dtype).requires_grad_() for _ in range(3))
-    weight = torch.ones(8 * len(x) if device == "cpu" else len(x), device=x.device, requires_grad=True)
-    weight.grad = torch.ones_like(weight)
-    optimizer = torch.optim.AdamW([weight], lr=0.0, fused=True)
+    params = [torch.ones(8 * len(x) if device == "cpu" else len(x), device=x.device)]
+    grads, moments = Weighted([torch.ones_like(params[0])], torch.ones((), device=x.device)), AdamState.fresh(params)
+    optimizer = adam_optimizer("adamw", 0.0, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, decoupled=True)
 
     def attention() -> None:
         found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -121,7 +122,7 @@ def _kinds(fresh: Iterator[Tensor], device: str) -> Mapping[str, list[Callable[[
             lambda: next(fresh).view(-1, 1024).softmax(-1),
             lambda: next(fresh).view(-1, 1024).sum(0),
         ],
-        "update": [optimizer.step],
+        "update": [lambda: optimizer.update(params, grads, moments, 1.0)],
     }
 
 
