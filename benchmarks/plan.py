@@ -6,7 +6,7 @@
 
 Run it on a machine that does nothing else. Every model trains in each stage with each size of micro-batch, in processes of
 its own. Columns are seconds of a step and ratios predicted / measured: "microbenchmarks" predicts with `--machine here`,
-"fitted" with factors that were fitted to the other half of the runs, which is what `tune --save-machine` writes. The last
+"fitted" with factors that were fitted to all other runs, as `tune --save-machine` fits them to its own. The last
 lines are the median and the worst ratio of each.
 """
 
@@ -132,7 +132,7 @@ def compared(machine: Machine, runs: list[Run]) -> list[dict[str, Any]]:
         others = [
             (each.perfect_seconds, m.seconds)
             for other, (_, each, m) in enumerate(well)
-            if (other - index) % 2 and each.perfect_seconds is not None and m.seconds is not None
+            if other != index and each.perfect_seconds is not None and m.seconds is not None
         ]
         by_fit = attrs.evolve(predicted, machine=fitted(machine, others))
         seconds, peak = found.seconds or math.nan, found.peak or math.nan
