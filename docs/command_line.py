@@ -25,7 +25,7 @@ BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FONTS = re.compile(r"@font-face \{.*?\}", re.DOTALL)
 PICTURES = {
     "report": "report",
-    "tune": "tune train.py:model --rows 64 --zero 0,2 --micro-batch 16,64 --best 3 --steps 2",
+    "tune": "tune train.py:model --rows 64 --zero 0,2 --micro-batch 16,64 --best 3 --steps 2 --save-machine here.json",
     "train": "train job.toml",
 }
 

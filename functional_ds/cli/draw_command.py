@@ -31,7 +31,7 @@ from .planning.candidate import Candidate, base_config
 from .planning.subject import subject_of
 from .planning.values_free_step import sent_by_all
 from .words.errors_in_one_line import CommandError
-from .words.options import mesh_ranks
+from .words.options import mesh_sizes
 from .words.pages import OutputTable, emit, seconds_of
 
 __all__ = ["draw"]
@@ -147,10 +147,11 @@ def _memory(params: float, ranks: int, convention: str) -> Drawn:
 def _traffic(model: str | None, config: str | None, mesh: str, zero: int | None) -> Drawn:
     if model is None:
         raise CommandError("OF: name a model, as for functional-ds plan")
-    count = mesh_ranks(mesh)
+    dp, tp = mesh_sizes(mesh)
+    count = dp * tp
     if count > _MOST:
         raise CommandError(f"--mesh: a picture has room for {_MOST} ranks; functional-ds plan takes any number")
-    candidate = Candidate.of(base_config(config), count, stage=zero)
+    candidate = Candidate.of(base_config(config), dp, stage=zero, tp=tp)
     books: list[Ledger] = sent_by_all(subject_of(model), candidate)
     found = traffic(books)
     total = {axis: float(sent.sum()) for axis, sent in found.items()}

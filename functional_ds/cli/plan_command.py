@@ -9,10 +9,11 @@ from functional_ds.memory.account import KINDS
 
 from .planning.candidate import PRECISIONS, Candidate, base_config
 from .planning.forecast import Forecast, forecast
-from .planning.machine import machine_of
+from .planning.known_machines import machine_of
+from .planning.machine import FACTORS
 from .planning.subject import Subject, subject_of
 from .words.errors_in_one_line import CommandError
-from .words.options import choices, mesh_ranks, numbers, size
+from .words.options import choices, mesh_sizes, numbers, size
 from .words.pages import OutputTable, bytes_of, count_of, emit, seconds_of
 
 __all__ = ["plan", "plan_page"]
@@ -23,7 +24,7 @@ _SHORT = {"params": "params", "masters": "masters", "optimizer": "optimizer", "g
 def plan(
     model: Annotated[str, typer.Argument(help="file.py:function, module:function, a Hugging Face config.json, or shapes.")],
     config: Annotated[str | None, typer.Option(help="A DeepSpeed config; what is given beside it takes its place.")] = None,
-    mesh: Annotated[str, typer.Option(help="The ranks: dp=8.")] = "dp=1",
+    mesh: Annotated[str, typer.Option(help="The ranks: dp=8, or dp=8,tp=2.")] = "dp=1",
     zero: Annotated[str | None, typer.Option(help="Stages to compare; 0,1,2,3 without a config.")] = None,
     precision: Annotated[str | None, typer.Option(help="fp32, bf16, fp16, or several of them; bf16 without a config.")] = None,
     micro_batch: Annotated[int | None, typer.Option(help="Rows of a micro-batch on a rank.")] = None,
@@ -42,9 +43,10 @@ def plan(
     Examples:
       functional-ds plan meta-llama/config.json --mesh dp=64 --machine h100 --seq 4096
       functional-ds plan train.py:model --config ds_config.json --mesh dp=8 --limit 24GB
+      functional-ds plan llama/config.json --mesh dp=8,tp=4 --zero 1 --recompute
       functional-ds plan shapes.json --mesh dp=8 --zero 1,3 --json
     """
-    base, ranks = base_config(config), mesh_ranks(mesh)
+    base, (ranks, tp) = base_config(config), mesh_sizes(mesh)
     for name, value in (("--micro-batch", micro_batch), ("--accumulate", accumulate), ("--seq", seq)):
         if value is not None and value < 1:
             raise CommandError(f"{name} {value} should be at least 1")
@@ -53,19 +55,21 @@ def plan(
     stages = [None] if zero is None and config else numbers(zero or "0,1,2,3", option="--zero", low=0, high=3)
     words = [None] if precision is None and config else choices(precision or "bf16", PRECISIONS, option="--precision")
     candidates = [
-        Candidate.of(base, ranks, stage=s, precision=w, micro_batch=micro_batch, accumulate=accumulate, recompute=recompute)
+        Candidate.of(
+            base, ranks, stage=s, precision=w, micro_batch=micro_batch, accumulate=accumulate, recompute=recompute, tp=tp
+        )
         for w in words
         for s in stages
     ]
     for each in candidates:
         _ = each.plan  # a refused key before anything is computed
     most = size(limit, option="--limit") if limit else 0
-    place = machine_of(machine) if machine else None
+    place = machine_of(machine, ranks=ranks * tp) if machine else None
     subject = subject_of(model, seq=seq)
     found = [forecast(subject, each, machine=place, limit=most, device=device) for each in candidates]
     data = {
         "model": {"name": model, "parameters": subject.numel, "complete": subject.loss is not None},
-        "ranks": ranks,
+        "ranks": ranks * tp,
         "machine": place.name if place else None,
         "candidates": [each.as_dict() for each in found],
         "fits": [each.candidate.name for each in found if each.fits],
@@ -85,7 +89,7 @@ def plan_page(subject: Subject, found: Sequence[Forecast]) -> list[OutputTable |
     first = found[0]
     where = f" on {first.machine.name}" if first.machine else ""
     page: list[OutputTable | str] = [
-        f"{subject.name}: {count_of(subject.numel)} parameters, {first.candidate.ranks} ranks{where}"
+        f"{subject.name}: {count_of(subject.numel)} parameters, {first.candidate.world_size} ranks{where}"
     ]
     kinds = [kind for kind in KINDS if kind in _SHORT and any(getattr(each.shape.memory, kind) for each in found)]
     columns = ("candidate", *kinds, "others", "activations", "peak", "fits")
@@ -120,8 +124,8 @@ def plan_page(subject: Subject, found: Sequence[Forecast]) -> list[OutputTable |
             )
             for each, s in timed
         ]
-        columns = ("candidate", "compute", "update", "communicate", "together", "rows/s")
-        page.append(OutputTable("time of a step at the machine's rates, if nothing overlaps", columns, times))
+        columns = ("candidate", *FACTORS, "together", "rows/s")
+        page.append(OutputTable("time of a step at the machine's rates, if communication overlaps nothing", columns, times))
     if subject.loss is None:
         page.append("Only shapes are known: activations and times are not predicted. A function or a config has them.")
     page.append("\n".join(f"{each.candidate.name}\n  {each.candidate.line()}" for each in found if each.fits))

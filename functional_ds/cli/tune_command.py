@@ -12,8 +12,10 @@ import typer
 
 from .planning.candidate import PRECISIONS, Candidate, base_config
 from .planning.forecast import Forecast, forecast
-from .planning.machine import Machine, machine_of
+from .planning.known_machines import machine_of
+from .planning.machine import Machine
 from .planning.subject import Subject, subject_of
+from .tuning.calibration import fitted
 from .tuning.halving import Measurement, TrialRun, halve
 from .tuning.trial import TrialSpec, measure
 from .words.errors_in_one_line import CommandError
@@ -39,6 +41,9 @@ def tune(
     steps: Annotated[int, typer.Option(help="Steps of the first round; later rounds have twice as many.")] = 4,
     timeout: Annotated[float, typer.Option(help="Seconds, after which a run is given up.")] = 300.0,
     out: Annotated[str | None, typer.Option(help="Also write the winner's DeepSpeed config to this file.")] = None,
+    save_machine: Annotated[
+        str | None, typer.Option(help="Also fit the machine to the runs and write it, for --machine.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Find the fastest strategy on this machine; exit code 1 where no run ended well.
@@ -48,6 +53,7 @@ def tune(
       functional-ds tune train.py:model --rows 256
       functional-ds tune llama/config.json --rows 32 --seq 2048 --ranks 8 --recompute both --out ds_config.json
       functional-ds tune train.py:model --rows 64 --zero 1,2 --micro-batch 4,8 --best 8 --json
+      functional-ds tune train.py:model --rows 64 --best 12 --save-machine here.json
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     count = ranks or max(1, torch.cuda.device_count())
@@ -56,15 +62,19 @@ def tune(
             raise CommandError(f"{name} {value} should be at least 1")
     if recompute not in ("no", "yes", "both"):
         raise CommandError(f"--recompute: {recompute!r} is none of no, yes, both")
+    for option, file in (("--out", out), ("--save-machine", save_machine)):
+        if file is not None and not Path(file).absolute().parent.is_dir():
+            raise CommandError(f"{option} {file}: there is no folder {Path(file).parent}")
     words = choices(precision or ("bf16" if device == "cuda" else "fp32"), PRECISIONS, option="--precision")
     stages = numbers(zero, option="--zero", low=0, high=3)
     micro = numbers(micro_batch, option="--micro-batch") if micro_batch else None
     again = {"no": (False,), "yes": (True,), "both": (False, True)}[recompute]
-    subject, place = subject_of(model, seq=seq), machine_of(machine)
+    subject = subject_of(model, seq=seq)
     if subject.loss is None:
         raise CommandError(f"MODEL: {model} has no loss and no batch, so nothing can be measured")
     made = candidates_of(base_config(config), count, rows, stages=stages, precisions=words, micro=micro, recompute=again)
     most = size(limit, option="--limit") if limit else 0
+    place = machine_of(machine, ranks=count)
     found, refused = _predicted(subject, made, place, most)
     chosen = sorted((each for each in found if each.fits), key=lambda each: each.step_seconds or 0.0)[:best]
 
@@ -76,6 +86,7 @@ def tune(
 
     runs = halve(chosen, run, steps=steps)
     winner = next((each for each in runs if each.found.seconds is not None), None)
+    fit = None if save_machine is None else fitted(place, _timed(runs))
     data = {
         "model": model,
         "ranks": count,
@@ -84,12 +95,15 @@ def tune(
         "candidates": len(made),
         "do_not_fit": [{"name": each.candidate.name, "why": each.why_not} for each in found if not each.fits],
         "refused": refused,
-        "runs": [_as_dict(each) for each in runs],
-        "winner": None if winner is None else {**_as_dict(winner), "config": _config(winner.candidate.candidate)},
+        "fitted": None if fit is None else attrs.asdict(fit),
+        "runs": [_as_dict(each, fit) for each in runs],
+        "winner": None if winner is None else {**_as_dict(winner, fit), "config": _config(winner.candidate.candidate)},
     }
     if winner is not None and out is not None:
         Path(out).write_text(json.dumps(_config(winner.candidate.candidate), indent=1) + "\n", encoding="utf-8")
-    emit(_page(data, runs, winner), data, as_json=as_json)
+    if save_machine is not None and winner is not None:
+        Path(save_machine).write_text(json.dumps(data["fitted"], indent=1) + "\n", encoding="utf-8")
+    emit(_page(data, runs, winner, fit), data, as_json=as_json)
     return 0 if winner is not None else 1
 
 
@@ -151,7 +165,17 @@ def _config(candidate: Candidate) -> dict[str, Any]:
     return candidate.plan.to_ds_config()
 
 
-def _as_dict(run: TrialRun[Forecast]) -> dict[str, Any]:
+def _timed(runs: Sequence[TrialRun[Forecast]]) -> list[tuple[Mapping[str, float], float]]:
+    """What a fit takes, of the runs that ended well."""
+    pairs = [(run.candidate.perfect_seconds, run.found.seconds) for run in runs]
+    return [(perfect, seconds) for perfect, seconds in pairs if perfect is not None and seconds is not None]
+
+
+def _fitted_seconds(run: TrialRun[Forecast], fit: Machine | None) -> float | None:
+    return None if fit is None else attrs.evolve(run.candidate, machine=fit).step_seconds
+
+
+def _as_dict(run: TrialRun[Forecast], fit: Machine | None) -> dict[str, Any]:
     predicted = run.candidate
     return {
         **predicted.candidate.as_dict(),
@@ -164,23 +188,35 @@ def _as_dict(run: TrialRun[Forecast]) -> dict[str, Any]:
             "peak": predicted.peak,
             "state": predicted.shape.memory.state,
         },
+        "fitted": {"step_seconds": _fitted_seconds(run, fit)},
         "measured": {"step_seconds": run.found.seconds, "peak": run.found.peak, "state": run.found.state},
     }
 
 
 def _page(
-    data: Mapping[str, Any], runs: Sequence[TrialRun[Forecast]], winner: TrialRun[Forecast] | None
+    data: Mapping[str, Any], runs: Sequence[TrialRun[Forecast]], winner: TrialRun[Forecast] | None, fit: Machine | None
 ) -> list[OutputTable | str]:
     def cells(run: TrialRun[Forecast]) -> Iterator[str]:
         found = run.found
         yield run.candidate.candidate.name
         yield str(run.steps)
         yield seconds_of(run.candidate.step_seconds)
+        if fit is not None:
+            yield seconds_of(_fitted_seconds(run, fit))
         yield seconds_of(found.seconds)
         yield from (bytes_of(run.candidate.peak), bytes_of(found.peak) if found.peak is not None else "-")
         yield found.why
 
-    columns = ("candidate", "steps", "predicted", "measured", "peak predicted", "peak measured", "")
+    columns = (
+        "candidate",
+        "steps",
+        "predicted",
+        *["fitted"] * (fit is not None),
+        "measured",
+        "peak predicted",
+        "peak measured",
+        "",
+    )
     page: list[OutputTable | str] = [
         f"{data['candidates']} candidates, {len(data['do_not_fit'])} do not fit, {len(runs)} measured"
     ]

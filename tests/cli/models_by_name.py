@@ -73,3 +73,12 @@ def wrong() -> int:
 
 def raises() -> nn.Module:
     raise ZeroDivisionError("no model today")
+
+
+def cut() -> dict[str, Any]:
+    """A model that says how its layers are cut over tensor-parallel ranks."""
+    return {**mlp(), "tp_plan": {"0": "colwise", "2": "rowwise"}}
+
+
+def cut_wrongly() -> dict[str, Any]:
+    return {**mlp(), "tp_plan": {"0": "colwize"}}

@@ -1,11 +1,13 @@
 """``plan`` predicts what a run holds, needs at most, sends and computes."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
+import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -13,7 +15,9 @@ import functional_ds as fds
 from functional_ds import comm
 from functional_ds import transforms as T
 from functional_ds.cli.planning.candidate import Candidate
-from functional_ds.cli.planning.machine import MACHINES, Machine
+from functional_ds.cli.planning.known_machines import MACHINES
+from functional_ds.cli.planning.machine import FACTORS, Machine
+from functional_ds.cli.planning.operation_cost import SizedOperation
 from functional_ds.cli.planning.subject import subject_of
 from functional_ds.cli.planning.values_free_step import StepAllocations, step_shape
 from functional_ds.comm.record.ledger import Row
@@ -22,17 +26,26 @@ from tests.cli.models_by_name import HERE
 from tests.cli.running import answer, refusal, run
 
 KEYS = {
-    *("name", "ranks", "stage", "precision", "micro_batch", "accumulate", "recompute", "memory", "peak_has_activations"),
+    *("name", "ranks", "tp", "stage", "precision", "micro_batch", "accumulate", "recompute", "memory", "peak_has_activations"),
     *("limit", "fits", "why_not", "sent", "flops", "seconds", "step_seconds", "samples_per_second", "line"),
 }
 CUT = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}  # else small leaves stay whole
 
 
+def llama(folder: Path) -> str:
+    """A folder with a small model's config."""
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "num_key_value_heads": 1, **sizes}))
+    return str(folder)
+
+
 def trained(model: str, candidate: Candidate) -> tuple[Any, ...]:
     """A state, the batch, and the step, after two steps."""
-    subject = subject_of(model, device="cpu")
+    torch.manual_seed(0)  # ranks of tp have the same batch
+    subject = subject_of(model, seq=8, device="cpu")
     assert subject.batch is not None
-    step, batch = candidate.step(subject.loss), subject.batch(candidate.plan.batch.rows)
+    step, batch = candidate.step(subject.loss, tp_plan=subject.tp_plan), subject.batch(candidate.plan.batch.rows)
     state = step.init(subject.params)
     del subject
     for _ in range(2):
@@ -68,6 +81,39 @@ def test_state_bytes_and_operations_are_those_of_a_run(stage: int, precision: st
     assert mine.memory.state == held
     assert {(row.collective, row.group): row.bytes for row in mine.sent} == sent
     assert mine.flops == flops
+
+
+@pytest.mark.parametrize(
+    ("model", "stage", "precision", "accumulate"),
+    [("cut", 0, "fp32", 1), ("cut", 2, "bf16", 2), ("cut", 3, "fp32", 1), ("llama", 3, "bf16", 1)],
+)
+def test_a_mesh_with_tp_is_that_of_a_run(model: str, stage: int, precision: str, accumulate: int, tmp_path: Path) -> None:
+    """State, traffic by collective and group, operations: equal; the peak within 10 %."""
+    name = llama(tmp_path) if model == "llama" else f"{HERE}:{model}"
+    candidate = Candidate.of(
+        CUT if stage == 3 else {},
+        2,
+        stage=stage,
+        precision=precision,
+        micro_batch=32,
+        accumulate=accumulate,
+        tp=2,
+    )
+    mine = step_shape(subject_of(name, seq=8), candidate, rank=3)
+
+    def program() -> tuple[int, dict[tuple[str, str], int], int, int]:
+        step, state, batch = trained(name, candidate)
+        with StepAllocations() as noted, comm.ledger() as book, FlopCounter() as counter:
+            noted.live.note(leaf for leaf in fds.tree.leaves((state, batch)) if isinstance(leaf, Tensor))
+            state, _ = step(state, batch)
+        rows = {(row.collective, row.group): row.bytes for row in book.rows}
+        return fds.memory.measured(state).state, rows, counter.total, noted.live.peak
+
+    held, sent, flops, peak = comm.simulate(program, world_size=4)[3]
+    assert (mine.memory.state, mine.flops) == (held, flops)
+    assert {(row.collective, row.group): row.bytes for row in mine.sent} == sent
+    assert any(group == "tp" and count for (_, group), count in sent.items())
+    assert mine.peak == pytest.approx(peak, rel=0.1)
 
 
 def _allocated(model: str, candidate: Candidate) -> int:
@@ -129,7 +175,7 @@ def test_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
     first, second = found["candidates"]
     assert (first["stage"], second["stage"], first["limit"]) == (1, 3, 80 * 10**9)
     assert second["memory"]["state"] <= first["memory"]["state"]
-    assert first["seconds"].keys() == {"compute", "update", "communicate"}
+    assert first["seconds"].keys() == set(FACTORS)
     assert first["step_seconds"] == pytest.approx(sum(first["seconds"].values()))
     out = run(capsys, *words)[1]
     assert all(word in out for word in ("memory of a rank", "sent by a rank in a step", "reduce_scatter", "T.zero(1)"))
@@ -167,10 +213,7 @@ def test_shapes_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_a_hugging_face_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_key_value_heads": 1, **sizes}))
-    words = ["plan", tmp_path, "--zero", "2", "--seq", 8, "--precision", "fp32", "--device", "cpu"]
+    words = ["plan", llama(tmp_path), "--zero", "2", "--seq", 8, "--precision", "fp32", "--device", "cpu"]
     found = answer(capsys, *words)
     candidate = Candidate.of({}, 1, stage=2, precision="fp32")
     subject = subject_of(str(tmp_path), seq=8, device="cpu")
@@ -197,7 +240,10 @@ def test_a_hugging_face_config(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ([f"{HERE}:mlp", "--zero", "4"], "--zero: 4 should be from 0 to 3"),
         ([f"{HERE}:mlp", "--precision", "fp8"], "'fp8' is none of fp32, bf16, fp16"),
         ([f"{HERE}:mlp", "--mesh", "dp=x"], "'dp=x' should be an axis and its size"),
-        ([f"{HERE}:mlp", "--mesh", "dp=2,tp=2"], "the axis 'tp' is not planned here"),
+        ([f"{HERE}:mlp", "--mesh", "dp=2,pp=2"], "the axis 'pp' is not planned here"),
+        ([f"{HERE}:mlp", "--mesh", "dp=2,tp=2"], "tp cuts layers, and nobody says how"),
+        ([f"{HERE}:cut", "--mesh", "tp=3", "--zero", "0"], "does not divide"),
+        ([f"{HERE}:cut_wrongly", "--mesh", "tp=2", "--zero", "0"], "'colwize'"),
         ([f"{HERE}:mlp", "--limit", "much"], "no number of bytes"),
         ([f"{HERE}:mlp", "--machine", "abacus"], "none of here, a100-40gb"),
         ([f"{HERE}:mlp", "--micro-batch", "0"], "at least 1"),
@@ -242,6 +288,27 @@ def test_a_line_is_the_strategy(stage: int, precision: str) -> None:
     assert repr(made) == ours
 
 
+def test_a_line_with_tp_is_the_strategy() -> None:
+    candidate = Candidate.of(CUT, 2, stage=3, precision="fp32", micro_batch=1, tp=2)
+    assert candidate.name.endswith(", tp 2")
+    assert 'T.zero(3, mesh["dp"]), T.clip(1.0), T.tensor_parallel(tp_plan, mesh["tp"]))' in candidate.line()
+
+    def program() -> tuple[str, str]:
+        names = {"fds": fds, "T": T, "mesh": comm.mesh(dp=2, tp=2), "tp_plan": {"w": "colwise"}}
+        loss = lambda params, x: x.sum()  # noqa: E731
+        ours = str(candidate.step(loss, tp_plan=names["tp_plan"]))
+        return str(eval(candidate.line(), names)(fds.train_step(loss, fds.adam(1e-3)))), ours
+
+    made, ours = (found.partition(" -> ")[2] for found in comm.symmetric(program, world_size=4))
+    assert made == ours.replace(" -> stop_at_minimum", "").replace(" -> for_ranks(2)", "")
+
+
+def test_traffic_is_drawn_by_axis(capsys: pytest.CaptureFixture[str]) -> None:
+    sent = answer(capsys, "draw", "traffic", f"{HERE}:cut", "--mesh", "dp=2,tp=2", "--zero", "0")["bytes"]
+    assert [[bool(count) for count in row] for row in sent["tp"]] == [[j == i ^ 1 for j in range(4)] for i in range(4)]
+    assert [[bool(count) for count in row] for row in sent["dp"]] == [[j == i ^ 2 for j in range(4)] for i in range(4)]
+
+
 def test_a_schedule_is_the_plans() -> None:
     config = {"train_batch_size": 2, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}}
     assert "T.schedule(plan.schedule)" in Candidate.of(config, 1).line()
@@ -252,8 +319,30 @@ def test_a_ring_takes_what_the_model_says() -> None:
     payload, n = 4 * 10**6, 4
     row = Row("all_reduce", "world", n, calls=2, bytes=2 * 2 * (n - 1) * payload // n)
     assert machine.sends(row) == pytest.approx(2 * (2 * (n - 1) * 1e-6 + 2 * (n - 1) / n * payload / 1e9))
-    assert machine.computes(10**12, operations=10, precision="bf16") == 1.0
-    assert attrs.evolve(machine, device="cpu").computes(10**12, operations=10, precision="fp32") == 1.0 + 10 * 5e-6
+
+
+def test_a_gpu_computes_beside_its_host() -> None:
+    machine = Machine("m", 1e12, 1e12, 1e12, 1e9, operation_latency=1e-3, factors={"products": 2.0, "starts": 3.0})
+    work = {SizedOperation("products", half=True, flops=10**12): 1, SizedOperation("copies"): 999}
+    perfect = machine.perfect_seconds(work, ())
+    assert (perfect["products"], perfect["starts"]) == (1.0, 1.0)
+    assert machine.scaled(perfect)["starts"] == pytest.approx(3.0 - 2.0)
+    assert sum(attrs.evolve(machine, device="cpu").scaled(perfect).values()) == pytest.approx(3.0 + 2.0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(
+            ("factors", each)
+            for each in ({"product": 1.0}, {"products": -1.0}, {"products": True}, {"update": math.nan}, [1.0])
+        ),
+        *[("flops", 0), ("memory_bandwidth", math.inf), ("link_latency", -1.0), ("page_bandwidth", "fast"), ("device", "tpu")],
+    ],
+)
+def test_wrong_machines(field: str, value: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "m.json").write_text(json.dumps({**attrs.asdict(MACHINES["h100"]), field: value}))
+    assert f"--machine: {field}" in refusal(capsys, "plan", f"{HERE}:mlp", "--machine", tmp_path / "m.json")
 
 
 def test_machines_are_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

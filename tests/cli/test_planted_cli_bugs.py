@@ -6,17 +6,26 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+import torch
 
 from functional_ds.cli.hosts_command import HostSlots, filtered
-from tests.cli import test_plan, test_tune
+from functional_ds.cli.planning.operation_cost import SizedOperation
+from functional_ds.cli.words.errors_in_one_line import CommandError
+from tests.cli import test_calibration, test_operation_cost, test_plan, test_tune
 from tests.cli.test_checkpoint_commands import masters_are_converted
+from tests.cli.test_operation_cost import X
 from tests.planting import Bug, planted
 
-SHAPE, HALVING = "cli.planning.values_free_step", "cli.tuning.halving"
+SHAPE, COST = "cli.planning.values_free_step", "cli.planning.operation_cost"
+FIT, HALVING = "cli.tuning.calibration", "cli.tuning.halving"
 
 
 def peak(model: str, stage: int) -> Callable[[], None]:
     return partial(test_plan.test_the_peak_is_within_ten_percent_of_the_allocators, model, stage, False)
+
+
+def costs(run: Callable[[], object], expected: SizedOperation) -> Callable[[], None]:
+    return partial(test_operation_cost.test_an_operation_is_its_kind_and_sizes, run, expected)
 
 
 def exclusion() -> None:
@@ -41,6 +50,18 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
             "return storage.data_ptr() or -StorageWeakRef(storage).cdata",
             "return storage.data_ptr()",
         ),
+    ],
+    costs(lambda: X.view(-1), SizedOperation("copies")): [
+        Bug("views move bytes", COST, "if func.is_view or name", "if name"),
+    ],
+    costs(lambda: torch.zeros(8, 4).mul_(X), SizedOperation("elementwise", bytes=3 * 128)): [
+        Bug("what is changed in place is not written", COST, "_bytes(changed) + _bytes(fresh)", "_bytes(fresh)"),
+    ],
+    test_calibration.test_no_factor_is_negative: [
+        Bug("factors are any numbers", FIT, "(x >= 0).all() and error < least", "error < least", CommandError),
+    ],
+    test_calibration.test_on_a_gpu_what_is_hidden_is_not_fitted_to: [
+        Bug("what is hidden counts", FIT, "0.0 if name in hidden else perfect[name]", "perfect[name]"),
     ],
     test_tune.test_the_fastest_wins_and_the_dead_are_last: [
         Bug("the slower half goes on", HALVING, "for run in well[:kept]]", "for run in well[len(well) - kept :]]"),

@@ -8,6 +8,9 @@ import pytest
 
 from functional_ds.cli import tune_command
 from functional_ds.cli.planning.candidate import Candidate
+from functional_ds.cli.planning.forecast import forecast
+from functional_ds.cli.planning.known_machines import MACHINES
+from functional_ds.cli.planning.subject import subject_of
 from functional_ds.cli.tune_command import candidates_of
 from functional_ds.cli.tuning import trial
 from functional_ds.cli.tuning.halving import Measurement, halve
@@ -67,7 +70,7 @@ def test_the_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypa
     monkeypatch.setattr(tune_command, "measure", quick)
     words = ["tune", f"{HERE}:mlp", "--rows", 4, "--zero", "0", "--machine", "h100", "--best", 9, "--out", tmp_path / "ds.json"]
     found = answer(capsys, *words)
-    keys = {"model", "ranks", "rows", "machine", "candidates", "do_not_fit", "refused", "runs", "winner"}
+    keys = {"model", "ranks", "rows", "machine", "candidates", "do_not_fit", "refused", "fitted", "runs", "winner"}
     assert found.keys() == keys
     assert found["winner"]["accumulate"] == 4
     assert found["winner"]["predicted"].keys() == found["winner"]["measured"].keys() == {"step_seconds", "peak", "state"}
@@ -75,7 +78,37 @@ def test_the_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypa
     config = json.loads((tmp_path / "ds.json").read_text())
     assert config["gradient_accumulation_steps"] == 4
     assert found["winner"]["line"].startswith("fds.compose(T.zero(0), T.accumulate(4)")
-    assert "winner: zero 0, fp32, 4 x 1 rows" in run(capsys, *words)[1]
+    assert found["fitted"] is None
+    shown = run(capsys, *words, "--save-machine", tmp_path / "m.json")[1]
+    assert all(word in shown for word in ("winner: zero 0, fp32, 4 x 1 rows", "predicted", "fitted", "measured"))
+
+
+def test_a_fitted_machine_is_read_by_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs take what a machine with other factors would take: the fit predicts them, and so does ``plan``."""
+    sheet = attrs.evolve(MACHINES["h100"], device="cpu")
+    real, model = attrs.evolve(sheet, factors={"products": 3.0, "copies": 0.5, "starts": 2.5}), f"{HERE}:mlp"
+    subject, times = subject_of(model), dict[str, float | None]()
+
+    def quick(spec: TrialSpec, *, timeout: float) -> Measurement:
+        name = json.dumps(spec.config)
+        if name not in times:
+            times[name] = forecast(subject, Candidate(spec.config, 1), machine=real, limit=0).step_seconds
+        return Measurement(times[name], 1, 1)
+
+    monkeypatch.setattr(tune_command, "measure", quick)
+    (tmp_path / "sheet.json").write_text(json.dumps(attrs.asdict(sheet)))
+    words = ["tune", model, "--rows", 8, "--zero", "0", "--machine", tmp_path / "sheet.json", "--best", 9]
+    words += ["--precision", "fp32", "--save-machine", tmp_path / "here.json"]
+    found = answer(capsys, *words)
+    assert found["fitted"] == json.loads((tmp_path / "here.json").read_text())
+    for each in found["runs"]:
+        assert each["fitted"]["step_seconds"] == pytest.approx(each["measured"]["step_seconds"], rel=0.01)
+        assert each["predicted"]["step_seconds"] < each["fitted"]["step_seconds"]
+    planned = ["plan", model, "--zero", "0", "--precision", "fp32", "--micro-batch", 8, "--machine", tmp_path / "here.json"]
+    (one,) = [each for each in found["runs"] if each["micro_batch"] == 8]
+    assert answer(capsys, *planned)["candidates"][0]["step_seconds"] == pytest.approx(one["fitted"]["step_seconds"])
 
 
 def test_nothing_ends_well(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,6 +128,8 @@ def test_nothing_ends_well(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
         ([f"{HERE}:mlp", "--rows", "0"], "at least 1"),
         ([f"{HERE}:mlp", "--rows", "1", "--recompute", "maybe"], "none of no, yes, both"),
         ([f"{HERE}:plain", "--rows", "1", "--machine", "h100"], "no loss and no batch"),
+        ([f"{HERE}:mlp", "--rows", "1", "--out", "nowhere/ds.json"], "--out nowhere/ds.json: there is no folder nowhere"),
+        ([f"{HERE}:mlp", "--rows", "1", "--save-machine", "nowhere/m.json"], "there is no folder nowhere"),
     ],
 )
 def test_input_that_cannot_be_used(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

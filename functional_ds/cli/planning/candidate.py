@@ -10,12 +10,14 @@ from typing import Any
 
 import attrs
 
+from functional_ds import comm
 from functional_ds.cli.words.errors_in_one_line import CommandError
 from functional_ds.deepspeed.config.config_reader import source
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan, from_ds_config
 from functional_ds.step.compose import compose
 from functional_ds.step.step import Step, Transform
 from functional_ds.step.train_step import train_step
+from functional_ds.transforms.parallel.tensor_parallel import tensor_parallel
 from functional_ds.transforms.remat import remat
 
 __all__ = ["PRECISIONS", "Candidate", "base_config"]
@@ -31,11 +33,13 @@ class Candidate:
         config: of DeepSpeed's keys; the sizes of the batch are its micro-batch and its micro-batches.
         ranks: data-parallel.
         recompute: whether the repeated blocks are recomputed.
+        tp: tensor-parallel ranks, for each data-parallel one.
     """
 
     config: Mapping[str, Any]
     ranks: int
     recompute: bool = False
+    tp: int = 1
 
     @staticmethod
     def of(
@@ -47,6 +51,7 @@ class Candidate:
         micro_batch: int | None = None,
         accumulate: int | None = None,
         recompute: bool = False,
+        tp: int = 1,
     ) -> "Candidate":
         """A config with some keys replaced; None leaves a key as it is.
 
@@ -58,6 +63,7 @@ class Candidate:
             micro_batch: rows of a micro-batch on a rank.
             accumulate: micro-batches.
             recompute: whether blocks are recomputed.
+            tp: tensor-parallel ranks.
         """
         config = copy.deepcopy(dict(base))
         if stage is not None:
@@ -73,7 +79,7 @@ class Candidate:
             times = accumulate or (plan.batch.gradient_accumulation_steps if plan and micro_batch is None else 1)
             config.pop("train_batch_size", None)
             config |= {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": times}
-        return Candidate(config, ranks, recompute)
+        return Candidate(config, ranks, recompute, tp)
 
     @property
     def plan(self) -> ConfigPlan:
@@ -88,12 +94,30 @@ class Candidate:
         """All transforms, composed."""
         return compose(remat(), plan.transform) if self.recompute else plan.transform
 
-    def step(self, loss: Any) -> Step:
-        """The step that minimises a loss."""
-        plan = self.plan
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.ranks * self.tp
+
+    def step(self, loss: Any, *, tp_plan: Mapping[str, Any] | None = None) -> Step:
+        """The step that minimises a loss, on a rank of the mesh (dp, tp).
+
+        Args:
+            loss: ``loss(params, batch)``.
+            tp_plan: how layers are cut, where there are several ranks of tp.
+        """
+        mesh = comm.mesh(dp=self.ranks, tp=self.tp) if self.tp > 1 else None
+        plan = self.plan if mesh is None else _plan(self.config, self.ranks, group=mesh["dp"])
         if plan.optimizer is None:
             raise CommandError("CONFIG: optimizer: the config names none; a step needs one")
-        return self.transform(plan)(train_step(loss, plan.optimizer))
+        step = self.transform(plan)(train_step(loss, plan.optimizer))
+        if mesh is None:
+            return step
+        if tp_plan is None:
+            raise CommandError(
+                "--mesh: tp cuts layers, and nobody says how: give tp_plan beside the module, or a Hugging Face model with one"
+            )
+        return tensor_parallel(tp_plan, mesh["tp"])(step)
 
     @property
     def name(self) -> str:
@@ -105,7 +129,7 @@ class Candidate:
         batch = self.plan.batch
         words = [f"zero {self.stage}", self.precision]
         words.append(f"{batch.gradient_accumulation_steps} x {batch.train_micro_batch_size_per_gpu} rows")
-        return ", ".join(words + ["recompute"] * self.recompute)
+        return ", ".join(words + ["recompute"] * self.recompute + [f"tp {self.tp}"] * (self.tp > 1))
 
     @property
     def stage(self) -> int:
@@ -124,18 +148,22 @@ class Candidate:
         >>> Candidate.of({}, 2, stage=0, accumulate=2, recompute=True).line()
         'fds.compose(T.remat(), T.zero(0), T.accumulate(2), T.clip(1.0))'
         """
+        group, last = ("", []) if self.tp == 1 else (', mesh["dp"]', ['T.tensor_parallel(tp_plan, mesh["tp"])'])
         words = ["T.remat()"] * self.recompute
         for part in repr(self.plan.transform).split(" -> "):
             name = part.partition("(")[0]
             if name == "schedule":
                 words.append("T.schedule(plan.schedule)")
             elif name not in _CHECKS:
-                words.append("T." + _SCALE.sub(r"T.\1(", part.replace("(0, world", "(0").replace(", world", "")))
-        line = f"fds.compose({', '.join(words)})"
+                words.append("T." + _SCALE.sub(r"T.\1(", part.replace(", world", group)))
+        line = f"fds.compose({', '.join(words + last)})"
+        names = {"plan": self.plan, "mesh": {"dp": None, "tp": None}, "tp_plan": {}}
         try:
-            eval(line, {"fds": _Names(compose=compose), "T": import_module("functional_ds.transforms"), "plan": self.plan})
+            eval(line, {"fds": _Names(compose=compose), "T": import_module("functional_ds.transforms"), **names})
         except Exception:
-            return f"fds.from_ds_config(config, {self.ranks}).transform"
+            group = group and f", group={group[2:]}"
+            line = f"fds.from_ds_config(config, {self.ranks}{group}).transform"
+            return f"fds.compose({', '.join([line, *last])})" if last else line
         return line
 
     def as_dict(self) -> dict[str, Any]:
@@ -144,6 +172,7 @@ class Candidate:
         return {
             "name": self.name,
             "ranks": self.ranks,
+            "tp": self.tp,
             "stage": self.stage,
             "precision": self.precision,
             "micro_batch": batch.train_micro_batch_size_per_gpu,
@@ -164,11 +193,11 @@ def _has_batch(config: Mapping[str, Any]) -> bool:
     return "train_batch_size" in config or "train_micro_batch_size_per_gpu" in config
 
 
-def _plan(config: Mapping[str, Any], ranks: int) -> ConfigPlan:
+def _plan(config: Mapping[str, Any], ranks: int, *, group: comm.Group | None = None) -> ConfigPlan:
     whole = {"train_micro_batch_size_per_gpu": 1, **config} if not _has_batch(config) else dict(config)
     whole.setdefault("optimizer", {"type": "Adam", "params": {"lr": 1e-3}})
     try:
-        return from_ds_config(whole, ranks)
+        return from_ds_config(whole, ranks, group=group)
     except ValueError as error:
         raise CommandError(f"CONFIG: {error}") from error
 

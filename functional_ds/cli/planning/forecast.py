@@ -54,17 +54,17 @@ class Forecast:
         )
 
     @property
-    def seconds(self) -> dict[str, float] | None:
-        """Of a step, by what it is spent on; nothing overlaps. None without a machine or a loss."""
-        if self.machine is None or not self.shape.flops:
+    def perfect_seconds(self) -> dict[str, float] | None:
+        """What a fit of the machine's factors starts from. None without a machine or a loss."""
+        if self.machine is None or not self.shape.work:
             return None
-        return {
-            "compute": self.machine.computes(
-                self.shape.flops, operations=self.shape.operations, precision=self.candidate.precision
-            ),
-            "update": self.machine.moves(self.shape.trained),
-            "communicate": sum(self.machine.sends(row) for row in self.shape.sent if row.size > 1),
-        }
+        return self.machine.perfect_seconds(self.shape.work, self.shape.sent)
+
+    @property
+    def seconds(self) -> dict[str, float] | None:
+        """Of a step, by what it is spent on; communication overlaps nothing. None without a machine or a loss."""
+        perfect = self.perfect_seconds
+        return None if self.machine is None or perfect is None else self.machine.scaled(perfect)
 
     @property
     def step_seconds(self) -> float | None:

@@ -1,21 +1,36 @@
 """A machine as a few numbers: how fast it computes, how fast its memory and its links are, and how much it holds."""
 
-import json
-from pathlib import Path
-from time import perf_counter
+from collections.abc import Iterable, Mapping
+from math import isfinite
 from typing import Any
 
 import attrs
-import torch
 
 from functional_ds.cli.words.errors_in_one_line import CommandError
 from functional_ds.comm.algorithms.cost import Link, Network, predict
 from functional_ds.comm.record.ledger import Row
-from functional_ds.profiling.peak import peak_flops
 
-__all__ = ["MACHINES", "Machine", "machine_of", "measured_here"]
+from .operation_cost import WORK_KINDS, SizedOperation, perfect_seconds
+
+__all__ = ["FACTORS", "Machine"]
+
+FACTORS = (*WORK_KINDS, "starts", "communicate")
 
 _TWICE = ("all_reduce", "reduce_from")
+
+
+def _all_factors(given: Any) -> dict[str, float]:
+    """Those given, and 1 for the rest."""
+    if not isinstance(given, Mapping) or given.keys() - set(FACTORS):
+        raise CommandError(f"--machine: factors={given!r} should have numbers by {', '.join(FACTORS)}")
+    wrong = [name for name, value in given.items() if not _is_number(value) or value < 0]
+    if wrong:
+        raise CommandError(f"--machine: factors: {wrong[0]}={given[wrong[0]]!r} must be a number, 0 or above")
+    return {name: float(given.get(name, 1.0)) for name in FACTORS}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
 @attrs.frozen
@@ -26,12 +41,15 @@ class Machine:
         name: for tables.
         flops: operations a second of products in bf16.
         flops_fp32: the same in fp32.
-        memory_bandwidth: bytes a second of the device's memory.
+        memory_bandwidth: bytes a second of the device's memory, read and written.
         link_bandwidth: bytes a second that a rank sends.
         link_latency: seconds of an empty message.
         operation_latency: seconds that the host takes to start an operation.
         memory: bytes; 0 where nobody said.
         device: the kind, "cuda" or "cpu".
+        page_bandwidth: bytes a second of pages that are new from the operating system; 0 where an allocator keeps its memory.
+        factors: by kind of operation, ``"starts"`` and ``"communicate"``: how many times longer than at these rates it takes
+            here. Microbenchmarks and fits find them; 1 by default.
     """
 
     name: str
@@ -43,28 +61,49 @@ class Machine:
     operation_latency: float = 5e-6
     memory: int = 0
     device: str = "cuda"
+    page_bandwidth: float = 0.0
+    factors: Mapping[str, float] = attrs.field(factory=dict, converter=_all_factors, hash=False)
 
     def __attrs_post_init__(self) -> None:
         for field in ("flops", "flops_fp32", "memory_bandwidth", "link_bandwidth"):
             value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            if not _is_number(value) or value <= 0:
                 raise CommandError(f"--machine: {field}={value!r} must be a number above 0")
+        for field in ("link_latency", "operation_latency", "memory", "page_bandwidth"):
+            value = getattr(self, field)
+            if not _is_number(value) or value < 0:
+                raise CommandError(f"--machine: {field}={value!r} must be a number, 0 or above")
+        if self.device not in ("cpu", "cuda"):
+            raise CommandError(f"--machine: device={self.device!r} is neither cuda nor cpu")
 
-    def computes(self, flops: int, *, operations: int, precision: str) -> float:
-        """Seconds of the products, and of starting operations, which a device computes beside.
+    def perfect_seconds(self, work: Mapping[SizedOperation, int], sent: Iterable[Row]) -> dict[str, float]:
+        """Seconds of a step by the names of ``FACTORS``, where all factors are 1.
 
         Args:
-            flops: of the products.
-            operations: how many.
-            precision: "fp32", or a half one.
+            work: how often each operation runs.
+            sent: the ledger's rows.
         """
-        products = flops / (self.flops_fp32 if precision == "fp32" else self.flops)
-        starts = operations * self.operation_latency
-        return products + starts if self.device == "cpu" else max(products, starts)
+        return {
+            **perfect_seconds(
+                work,
+                flops=self.flops,
+                flops_fp32=self.flops_fp32,
+                memory_bandwidth=self.memory_bandwidth,
+                page_bandwidth=self.page_bandwidth,
+            ),
+            "starts": sum(work.values()) * self.operation_latency,
+            "communicate": sum(self.sends(row) for row in sent if row.size > 1),
+        }
 
-    def moves(self, count: int) -> float:
-        """Seconds to read and write so many bytes once each."""
-        return 2 * count / self.memory_bandwidth
+    def scaled(self, perfect: Mapping[str, float]) -> dict[str, float]:
+        """Such seconds times their factors; their sum is the step's.
+
+        Where a device computes beside the host, ``"starts"`` is how much longer the host takes than the device.
+        """
+        found = {name: self.factors[name] * perfect[name] for name in FACTORS}
+        if self.device != "cpu":
+            found["starts"] = max(0.0, found["starts"] - sum(found[kind] for kind in WORK_KINDS))
+        return found
 
     def sends(self, row: Row) -> float:
         """Seconds of a ledger's row: rings, one call after another; other collectives send their bytes once."""
@@ -73,67 +112,3 @@ class Machine:
             payload = row.bytes / row.calls * row.size / max(1, 2 * (row.size - 1))
             return row.calls * predict("ring", payload, row.size, Network(link)).seconds
         return row.calls * max(1, row.size - 1) * self.link_latency + row.bytes / self.link_bandwidth
-
-
-# Data sheets' dense rates; links are NVLink's in one direction.
-MACHINES = {
-    "a100-40gb": Machine("A100 40 GB", 312e12, 156e12, 1.555e12, 300e9, memory=40 * 10**9),
-    "a100-80gb": Machine("A100 80 GB", 312e12, 156e12, 2.039e12, 300e9, memory=80 * 10**9),
-    "h100": Machine("H100 SXM 80 GB", 989e12, 494e12, 3.35e12, 450e9, memory=80 * 10**9),
-    "h200": Machine("H200 SXM 141 GB", 989e12, 494e12, 4.8e12, 450e9, memory=141 * 10**9),
-}
-
-
-def machine_of(name: str) -> Machine:
-    """A machine by name, by a JSON file of its fields, or ``here``: measured in a second.
-
-    Raises:
-        CommandError: an unknown name; a file with unknown or missing fields.
-    """
-    if name == "here":
-        return measured_here()
-    if name in MACHINES:
-        return MACHINES[name]
-    path = Path(name)
-    if not path.is_file():
-        raise CommandError(f"--machine: {name!r} is no file, and none of here, {', '.join(MACHINES)}")
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return Machine(**found)
-    except (OSError, ValueError, TypeError) as error:
-        names = ", ".join(field.name for field in attrs.fields(Machine))
-        raise CommandError(f"--machine: {name} should be JSON with {names}: {error}") from error
-
-
-def measured_here() -> Machine:
-    """This machine: the fastest square products, and copies of memory; links are copies within the machine."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    size = None if device == "cuda" else 512
-    rates = {dtype: peak_flops(dtype, device, size=size, seconds=0.1) for dtype in (torch.bfloat16, torch.float32)}
-    copied = _copy_bandwidth(device)
-    total: Any = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else 0
-    name = torch.cuda.get_device_name() if device == "cuda" else "this CPU"
-    rate = rates[torch.bfloat16], rates[torch.float32]
-    return Machine(name, *rate, 2 * copied, copied, 5e-5, _operation_latency(device), int(total), device)
-
-
-def _operation_latency(device: str) -> float:
-    x, found = torch.zeros(1, device=device), list[float]()
-    for _ in range(5):
-        start = perf_counter()
-        for _ in range(100):
-            x.add_(1)
-        found.append((perf_counter() - start) / 100)
-    return min(found)
-
-
-def _copy_bandwidth(device: str) -> float:
-    x = torch.zeros(1 << 22, device=device)
-    y, found = torch.empty_like(x), list[float]()
-    for _ in range(5):
-        start = perf_counter()
-        y.copy_(x)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        found.append(perf_counter() - start)
-    return x.nbytes / min(found)

@@ -16,6 +16,7 @@ from functional_ds.base import tree
 from functional_ds.cli.words.errors_in_one_line import CommandError
 from functional_ds.memory.predict import without_values
 from functional_ds.modules.functional import functional
+from functional_ds.parallel.tensor.words import plan_of
 
 __all__ = ["Subject", "subject_of"]
 
@@ -33,6 +34,7 @@ class Subject:
         batch: ``batch(rows)``, a micro-batch's tensors; None where only shapes are known.
         tokens: of a row; None where rows have none.
         config: Hugging Face's config of the model, or None.
+        tp_plan: how layers are cut over the axis tp, as ``T.tensor_parallel`` takes it; None where nobody said.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Subject:
     batch: Callable[[int], Any] | None = None
     tokens: int | None = None
     config: Any = None
+    tp_plan: Mapping[str, Any] | None = None
 
     @property
     def numel(self) -> int:
@@ -52,7 +55,8 @@ def subject_of(name: str, *, seq: int = 1024, device: str = "meta") -> Subject:
     """The model of a name.
 
     ``package.module:function`` and ``file.py:function`` name a function without arguments, a class, or a module. It gives an
-    ``nn.Module``, or a mapping with ``module``, ``loss(model, batch)`` and ``batch(rows)``. A folder or file with a Hugging
+    ``nn.Module``, or a mapping with ``module``, ``loss(model, batch)`` and ``batch(rows)``, perhaps ``tokens`` of a row and
+    ``tp_plan``. A folder or file with a Hugging
     Face config gives a model for causal language modelling. A JSON file ``{"name": [sizes]}`` or a safetensors file gives
     shapes alone.
 
@@ -116,13 +120,18 @@ def _of_code(name: str, target: Any, device: str) -> Subject:
     except Exception as error:
         raise CommandError(f"MODEL: {name} raised {type(error).__name__}: {error}") from error
     parts: Mapping[str, Any] = made if isinstance(made, Mapping) else {"module": made}
-    unknown = sorted(parts.keys() - {"module", "loss", "batch", "tokens"})
+    unknown = sorted(parts.keys() - {"module", "loss", "batch", "tokens", "tp_plan"})
     if unknown or not isinstance(parts.get("module"), nn.Module):
         what = f"the unknown key {unknown[0]!r}" if unknown else f"a {type(parts.get('module', made)).__name__}"
-        raise CommandError(f"MODEL: {name} gives {what}; it should give an nn.Module, or a dict of module, loss, batch, tokens")
+        raise CommandError(
+            f"MODEL: {name} gives {what}; it should give an nn.Module, or a dict of module, loss, batch, tokens, tp_plan"
+        )
     if ("loss" in parts) != ("batch" in parts):
         raise CommandError(f"MODEL: {name} gives one of loss and batch; a step needs both: loss(model, batch), batch(rows)")
-    return _of_module(name, parts["module"], parts.get("loss"), parts.get("batch"), parts.get("tokens"), device=device)
+    if not isinstance(parts.get("tp_plan", {}), Mapping):
+        raise CommandError(f"MODEL: {name}: tp_plan should be a dict from paths to words, such as {{'0': 'colwise'}}")
+    found = _of_module(name, parts["module"], parts.get("loss"), parts.get("batch"), parts.get("tokens"), device=device)
+    return attrs.evolve(found, tp_plan=parts.get("tp_plan"))
 
 
 def _of_module(
@@ -178,7 +187,11 @@ def _hugging_face(name: str, path: Path, seq: int, device: str) -> Subject:
     def batch(rows: int) -> dict[str, Tensor]:
         return {"input_ids": torch.randint(0, config.get_text_config().vocab_size, (rows, seq))}
 
-    return _of_module(name, module, loss, batch, seq, device=device, config=config)
+    try:
+        plan: dict[str, str] | None = plan_of(module)
+    except ValueError:
+        plan = None
+    return attrs.evolve(_of_module(name, module, loss, batch, seq, device=device, config=config), tp_plan=plan)
 
 
 # -- files of shapes ---------------------------------------------------------------------------------------------------

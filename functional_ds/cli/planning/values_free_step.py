@@ -1,6 +1,6 @@
-"""A whole step without values, as one rank of many: what is allocated at most, what is sent, how many operations it has."""
+"""A whole step without values, as one rank of many: what is allocated at most, what is sent, which operations run."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,9 +20,9 @@ from functional_ds.comm.record.ledger import Ledger, Row
 from functional_ds.memory.account import Memory
 from functional_ds.memory.counting import Live
 from functional_ds.memory.predict import predicted
-from functional_ds.modules.flops import FlopCounter
 
 from .candidate import Candidate
+from .operation_cost import OperationCounter, SizedOperation
 from .subject import Subject
 
 __all__ = ["StepAllocations", "StepShape", "sent_by_all", "step_shape"]
@@ -37,8 +37,7 @@ class StepShape:
         peak: the most bytes that are allocated at one time, batch included; without a loss, of the state and gradients alone.
         sent: the ledger's rows of a step.
         flops: of a step, on this rank; 0 without a loss.
-        operations: how many torch runs.
-        trained: the optimizer reads and writes that many bytes.
+        work: how often each operation runs; empty without a loss.
         complete: whether the model's own loss ran, so that activations are in the peak.
     """
 
@@ -46,8 +45,7 @@ class StepShape:
     peak: int
     sent: tuple[Row, ...]
     flops: int
-    operations: int
-    trained: int
+    work: Mapping[SizedOperation, int] = attrs.field(hash=False, repr=False)
     complete: bool
 
     @property
@@ -57,15 +55,14 @@ class StepShape:
 
 
 class StepAllocations(TorchDispatchMode):
-    """Notes the results of each operation: ``live.peak`` is the most that was alive, ``count`` how many operations ran."""
+    """Notes the results of each operation: ``live.peak`` is the most that was alive."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.live, self.count = Live(), 0
+        self.live = Live()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = function(*args, **(kwargs or {}))
-        self.count += 1
         self.live.note(x for x in tree.leaves(found) if isinstance(x, Tensor))
         return found
 
@@ -139,7 +136,7 @@ def _in_modules(device: str, *, whole: bool) -> Iterator[None]:
 
 
 def step_shape(subject: Subject, candidate: Candidate, *, rank: int = 0, device: str = "cpu") -> StepShape:
-    """Runs a candidate's step without values, as one rank of ``candidate.ranks`` whose other ranks do the same.
+    """Runs a candidate's step without values, as one rank of ``candidate.world_size`` whose other ranks do the same.
 
     Law 20: the bytes of the state are those that ``fds.memory.measured`` finds in a run. Law 21: so are those sent.
 
@@ -155,25 +152,24 @@ def step_shape(subject: Subject, candidate: Candidate, *, rank: int = 0, device:
     batch, loss, complete = _batch_and_loss(subject, candidate)
 
     def make() -> Any:
-        return candidate.step(loss)
+        return candidate.step(loss, tp_plan=subject.tp_plan)
 
-    def program() -> tuple[int, tuple[Row, ...], int, int]:
+    def program() -> tuple[int, tuple[Row, ...], OperationCounter]:
         step = make()
         state = step.init(subject.params)
         for _ in range(2):  # the first step learns in which order units are used, and the second agrees on it
             state, _ = step(state, batch)
-        with StepAllocations() as noted, FlopCounter() as counter, comm.ledger() as book:
+        with StepAllocations() as noted, OperationCounter() as counter, comm.ledger() as book:
             noted.live.note(x for x in tree.leaves((state, batch)) if isinstance(x, Tensor))
             step(state, batch)
-        return noted.live.peak, tuple(book.rows), int(counter.total), noted.count
+        return noted.live.peak, tuple(book.rows), counter
 
     with _named(candidate), _in_modules(device, whole=subject.config is not None):
-        memory = predicted(make, subject.params, world_size=candidate.ranks, rank=rank)
-        peak, sent, flops, count = comm.symmetric(program, world_size=candidate.ranks, rank=rank)
-    trained = memory.masters + memory.optimizer + memory.gradients + (0 if memory.masters else memory.params)
+        memory = predicted(make, subject.params, world_size=candidate.world_size, rank=rank)
+        peak, sent, counter = comm.symmetric(program, world_size=candidate.world_size, rank=rank)
     if not complete:
-        return StepShape(memory, memory.total, sent, 0, count, trained, complete)
-    return StepShape(memory, peak, sent, flops, count, trained, complete)
+        return StepShape(memory, memory.total, sent, 0, {}, complete)
+    return StepShape(memory, peak, sent, counter.total, dict(counter.operations), complete)
 
 
 def sent_by_all(subject: Subject, candidate: Candidate) -> list[Ledger]:
@@ -189,14 +185,14 @@ def sent_by_all(subject: Subject, candidate: Candidate) -> list[Ledger]:
     batch, loss, _ = _batch_and_loss(subject, candidate)
 
     def program() -> Ledger:
-        step = candidate.step(loss)
+        step = candidate.step(loss, tp_plan=subject.tp_plan)
         state, _ = step(step.init(subject.params), batch)
         with comm.ledger() as book:
             step(state, batch)
         return book
 
     with _named(candidate), _in_modules("cpu", whole=subject.config is not None):
-        return comm.simulate(program, world_size=candidate.ranks, shapes_only=True)
+        return comm.simulate(program, world_size=candidate.world_size, shapes_only=True)
 
 
 def _batch_and_loss(subject: Subject, candidate: Candidate) -> tuple[Any, Any, bool]:

@@ -5,7 +5,7 @@ import re
 
 from .errors_in_one_line import CommandError
 
-__all__ = ["choices", "mesh_ranks", "numbers", "size"]
+__all__ = ["choices", "mesh_sizes", "numbers", "size"]
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -52,19 +52,23 @@ def choices(text: str, known: tuple[str, ...], *, option: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def mesh_ranks(text: str) -> int:
-    """The ranks of a mesh ``dp=8``, or of a plain number.
+def mesh_sizes(text: str) -> tuple[int, int]:
+    """The ranks of dp and of tp in a mesh ``dp=8,tp=2``; a plain number is dp's.
 
     Raises:
         CommandError: another axis, whose cuts depend on the model's layers.
+
+    >>> mesh_sizes("dp=8,tp=2"), mesh_sizes("4")
+    ((8, 2), (4, 1))
     """
-    found = 1
+    found = {"dp": 1, "tp": 1}
     for part in text.split(","):
         name, equals, count = part.partition("=")
         name, count = (name, count) if equals else ("dp", part)
         if not count.isdigit() or not int(count):
             raise CommandError(f"--mesh: {part!r} should be an axis and its size, such as dp=8")
-        if name != "dp" and int(count) > 1:
+        if name not in found and int(count) > 1:
             raise CommandError(f"--mesh: the axis {name!r} is not planned here; fds.memory.predicted takes any mesh")
-        found *= int(count) if name == "dp" else 1
-    return found
+        if name in found:
+            found[name] *= int(count)
+    return found["dp"], found["tp"]
