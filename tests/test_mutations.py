@@ -1738,8 +1738,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "gathers share the channel of the loss function",
             "transforms.zero.collectives",
-            'self._all_gather(payload, level.channel("gather"))',
-            "self._all_gather(payload, level)",
+            'self._all_gather(payload, level.channel("gather"), out)',
+            "self._all_gather(payload, level, out)",
             comm.MismatchError,
         ),
     ],
@@ -2053,8 +2053,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         Bug(
             "the loss sees exact params",
             "transforms.zero.zero",
-            "params=Collectives(groups, self).gather_all(layout.segments, stored, moved)",
-            "params=Collectives(groups, Zero(self.stage)).gather_all(layout.segments, stored, moved)",
+            "params=Collectives(groups, self).gather_all(layout.segments, stored, moved, out)",
+            "params=Collectives(groups, Zero(self.stage)).gather_all(layout.segments, stored, moved, out)",
         ),
     ],
     (a_compressed_gather_is_for_the_loss, 3): [

@@ -38,7 +38,7 @@ LLAMA = Transformer(
     dropout=False,
 )
 STATISTICS = 2 * 2 * 2  # bytes that two norms keep for a token beside their input, a mean and a deviation of 16 bits
-WHOLE = {"max_live_units": 4, "reshard_last_units": True}  # each unit is gathered once in each pass
+WHOLE = {"reshard_last_units": True}  # each unit is gathered once in each pass
 
 
 @pytest.mark.parametrize("model", [GPT, LLAMA])

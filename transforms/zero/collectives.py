@@ -81,7 +81,8 @@ class Collectives:
         last = len(groups.levels) - 1
         first = self._first_level(shards, groups, None if last else direct) if first_level is None else first_level
         rest = [self._next_level(level, direct if i == last else None) for i, level in enumerate(groups.levels) if i]
-        gathered = relay(first, *rest, lane=groups.levels[-1].channel("gather"), device=shards[0].device)
+        lane = groups.levels[-1].channel("gather")
+        gathered = relay(first, *rest, lane=lane, device=shards[0].device)
         return gathered.then(lambda found: _written(out, self._decoded(found, segments, shards)))
 
     def gather_first_level(self, shards: Sequence[Tensor]) -> "comm.Pending[Any]":
