@@ -1,0 +1,64 @@
+"""Who writes the collectives of this thread down instead of carrying them out, where a step is traced into a graph."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from .collective import Call, Handle
+from .group import Group
+
+__all__ = ["Recorder", "current_recorder", "labelled", "recording"]
+
+
+class Recorder(Protocol):
+    """Takes a rank's collectives while its step runs without values.
+
+    Attributes:
+        notes: what transforms say of the step for passes over its graph, by name.
+        label: names what the next collectives carry.
+    """
+
+    notes: dict[str, Any]
+    label: str
+
+    def start(
+        self, call: Call, leaves: Sequence[Tensor], group: Group, *, async_op: bool, early: bool | None
+    ) -> Handle:
+        """The call's place in the graph; its handle gives results without values."""
+        ...
+
+
+_HERE = threading.local()  # a simulated rank is a thread
+
+
+def current_recorder() -> Recorder | None:
+    """That of this thread; None where collectives are carried out."""
+    return getattr(_HERE, "recorder", None)
+
+
+@contextmanager
+def recording(recorder: Recorder) -> Iterator[None]:
+    """Within the block this thread's collectives are the recorder's."""
+    outer = current_recorder()
+    _HERE.recorder = recorder
+    try:
+        yield
+    finally:
+        _HERE.recorder = outer
+
+
+@contextmanager
+def labelled(name: str) -> Iterator[None]:
+    """Within the block what this thread's collectives carry has a name, if they are recorded."""
+    recorder = current_recorder()
+    if recorder is None:
+        yield
+        return
+    outer, recorder.label = recorder.label, name
+    try:
+        yield
+    finally:
+        recorder.label = outer
