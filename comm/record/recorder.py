@@ -24,9 +24,7 @@ class Recorder(Protocol):
     notes: dict[str, Any]
     label: str
 
-    def start(
-        self, call: Call, leaves: Sequence[Tensor], group: Group, *, async_op: bool, early: bool | None
-    ) -> Handle:
+    def start(self, call: Call, leaves: Sequence[Tensor], group: Group, *, async_op: bool, early: bool | None) -> Handle:
         """The call's place in the graph; its handle gives results without values."""
         ...
 

@@ -1,8 +1,8 @@
 """Collectives as nodes of a graph: an operator that starts one, and an operator that waits for its results.
 
 ``start(Tensor[] xs, int site) -> Tensor`` gives a token; ``wait(Tensor token, Tensor[] xs, int site) -> Tensor[]`` gives the
-results. A site is one collective of the program; each has a number of its own, so that no two of them are merged. ``wait`` takes
-the inputs once more, which keeps their memory until then.
+results. A site is one collective of the program; each has a number of its own, so that no two of them are merged. ``wait``
+takes the inputs once more, which keeps their memory until then.
 """
 
 import threading

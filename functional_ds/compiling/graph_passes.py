@@ -1,20 +1,15 @@
 """Passes over a step's graph: pure functions from graph to graph that change no value."""
 
-import operator
 from collections.abc import Callable, Sequence
 
 import attrs
-import torch
 from torch import fx
 
-from functional_ds.base.torch_private import schema_of
-
 from .graph_collectives import START, WAIT, Site, site_of
-from .graph_trace import PHASE, StepGraph
+from .graph_nodes import PHASE, inputs_of, root_of, views_of, written_by
+from .graph_record import StepGraph
 
-__all__ = ["copied", "gathers", "is_view", "regather", "root_of", "schedule", "written_by"]
-
-_GATHERS = ("all_gather", "broadcast")
+__all__ = ["copied", "finished", "regather", "schedule"]
 
 
 def copied(graph: StepGraph) -> StepGraph:
@@ -26,47 +21,10 @@ def copied(graph: StepGraph) -> StepGraph:
 
 def finished(graph: StepGraph) -> StepGraph:
     """The graph, checked and ready to be called."""
+    graph.module.graph.eliminate_dead_code()  # what nobody reads keeps its inputs in memory
     graph.module.graph.lint()
     graph.module.recompile()
     return graph
-
-
-def is_view(node: fx.Node) -> bool:
-    """Whether a node gives memory of its input and writes nothing."""
-    if node.target is operator.getitem:
-        return True
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    gives = [result.alias_info for result in schema_of(node.target).returns]
-    return any(alias is not None and not alias.is_write for alias in gives)
-
-
-def gathers(graph: StepGraph) -> list[fx.Node]:
-    """The nodes that wait for a unit of params, in order."""
-    found = [node for node in graph.module.graph.nodes if node.target is WAIT]
-    return [node for node in found if graph.sites[site_of(node)].label and graph.sites[site_of(node)].name in _GATHERS]
-
-
-def views_of(node: fx.Node) -> list[fx.Node]:
-    """The node and all that gives its memory, in order."""
-    found = [node]
-    for each in found:
-        found += [user for user in each.users if is_view(user) and user not in found]
-    return found
-
-
-def inputs_of(node: fx.Node) -> list[fx.Node]:
-    """All nodes but placeholders that a node is computed from, in order, itself the last."""
-    found: dict[fx.Node, None] = {}
-
-    def add(each: fx.Node) -> None:
-        if each.op not in ("placeholder", "get_attr") and each not in found:
-            for before in each.all_input_nodes:
-                add(before)
-            found[each] = None
-
-    add(node)
-    return list(found)
 
 
 def regather(*, keep: int = 2) -> Callable[[StepGraph], StepGraph]:
@@ -87,7 +45,7 @@ def regather(*, keep: int = 2) -> Callable[[StepGraph], StepGraph]:
     def run(graph: StepGraph) -> StepGraph:
         new = copied(graph)
         order = {node: place for place, node in enumerate(new.module.graph.nodes)}
-        forward = [node for node in gathers(new) if node.meta.get(PHASE) != "backward"]
+        forward = [node for node in new.gathers() if node.meta.get(PHASE) != "backward"]
         for wait in forward[: len(forward) - keep] if keep else forward:
             _gather_again(new, wait, order)
         return finished(new)
@@ -150,7 +108,7 @@ def schedule(*, ahead: int = 1) -> Callable[[StepGraph], StepGraph]:
 
     def run(graph: StepGraph) -> StepGraph:
         new = copied(graph)
-        waits = gathers(new)
+        waits = new.gathers()
         for pass_ in (False, True):
             own = [wait for wait in waits if (wait.meta.get(PHASE) == "backward") == pass_]
             for place, wait in enumerate(own[1:], 1):
@@ -179,22 +137,3 @@ def _start_before(wait: fx.Node, place: fx.Node) -> None:
 def _first_level(moved: Sequence[fx.Node]) -> list[fx.Node]:
     first = next(place for place, node in enumerate(moved) if node.target is START)
     return list(moved[: first + 1])
-
-
-def root_of(node: fx.Node) -> fx.Node:
-    """The node whose memory a node gives."""
-    while is_view(node) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
-
-
-def written_by(node: fx.Node) -> list[fx.Node]:
-    """The inputs that a node writes into."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-        return []
-    found: list[fx.Node] = []
-    for place, argument in enumerate(schema_of(node.target).arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
-            fx.map_arg(value, found.append)  # type: ignore[arg-type]
-    return found

@@ -1,25 +1,28 @@
 """Traces all of ``step(state, batch)`` into one graph: view, loss, backward, reductions, norm and update."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import attrs
 import optree
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.overrides import TorchFunctionMode
 
 from functional_ds.base import tree
 from functional_ds.base.marks import like_marked
+from functional_ds.base.torch_private import FakeTensorMode
 from functional_ds.comm.record.recorder import recording
 from functional_ds.step.state import State
 from functional_ds.step.step import Step
 
-from .graph_collectives import GraphRecorder, Site, carrying_out
+from .graph_caches import caches_as_before
+from .graph_collectives import GraphRecorder, carrying_out
+from .graph_nodes import PHASE
+from .graph_record import StepGraph
 
-__all__ = ["PHASE", "StepGraph", "UntraceableError", "trace"]
+__all__ = ["UntraceableError", "trace"]
 
-PHASE = "fds_phase"  # in a node's meta: the phase of the step that it belongs to
 _PHASES = {
     "view": "view",
     "loss": "forward",
@@ -34,38 +37,6 @@ _PHASES = {
 
 class UntraceableError(RuntimeError):
     """A step cannot be one graph; the text says why."""
-
-
-@attrs.frozen(eq=False)
-class StepGraph:
-    """A step as a graph: a function from the leaves of (state, batch) to those of (state, metrics).
-
-    Nodes are ATen operators, and ``functional_ds::start`` and ``::wait`` for collectives. The update writes into the
-    state's tensors, as a donating step does.
-
-    Attributes:
-        module: the graph, which can be called.
-        sites: the collectives that its nodes name by number.
-        takes: the structure of (state, batch).
-        gives: the structure of (state, metrics).
-        outputs: the results' leaves without values, with their marks.
-        notes: what transforms say of the step for passes.
-    """
-
-    module: fx.GraphModule
-    sites: list[Site]
-    takes: optree.PyTreeSpec
-    gives: optree.PyTreeSpec
-    outputs: Sequence[Any]
-    notes: dict[str, Any]
-
-    def __call__(self, leaves: Sequence[Any]) -> tuple[State, dict[str, Tensor]]:
-        """Runs the graph on the leaves of a state, which it writes into, and of a batch."""
-        with torch.no_grad(), carrying_out(self.sites):
-            found = self.module(*leaves)
-        marked = [like_marked(x, model) if isinstance(x, Tensor) else x for x, model in zip(found, self.outputs, strict=True)]
-        result: tuple[State, dict[str, Tensor]] = tree.unflatten(self.gives, marked)
-        return result
 
 
 def _tagged(phase: str, inner: Callable[..., Any], step: Step, *args: Any) -> Any:
@@ -87,6 +58,15 @@ def _marking(phase: str) -> Callable[..., Any]:
     return lambda inner, step, *args: _tagged(phase, inner, step, *args)
 
 
+class _NoAddresses(TorchFunctionMode):
+    """Refuses questions for addresses: tensors without values all say 0, and what follows from that would be wrong."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.data_ptr:
+            raise UntraceableError("the step asks for a tensor's address (data_ptr), which differs from step to step")
+        return func(*args, **(kwargs or {}))
+
+
 def trace(step: Step, state: State, batch: Any) -> StepGraph:
     """The graph of a step that has run eagerly before; nothing is computed or sent, and the state is not donated.
 
@@ -104,9 +84,11 @@ def trace(step: Step, state: State, batch: Any) -> StepGraph:
         outputs.append(found)
         return [x.detach() if isinstance(x, Tensor) else x for x in found]
 
+    mode = FakeTensorMode()  # knows no symbols, so a value that is read on the host is an error
+    fakes = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in leaves]
     try:
-        with recording(recorder), carrying_out(recorder.sites):
-            module = make_fx(function, tracing_mode="fake")(*leaves)
+        with caches_as_before(state), recording(recorder), carrying_out(recorder.sites), mode, _NoAddresses():
+            module = make_fx(function)(*fakes)
     except Exception as error:
         raise UntraceableError(_reason(error)) from error
     _tidy(module.graph)
@@ -137,12 +119,14 @@ def _refuse_late_draws(graph: fx.Graph) -> None:
 
 
 def _reason(error: BaseException) -> str:
+    if isinstance(error, UntraceableError):
+        return str(error)
     text = str(error).strip().splitlines() or [""]
     name = type(error).__name__
     if "data-dependent" in str(error) or "DataDependent" in name or "get value out of a tracing tensor" in str(error):
         return (
-            "the step reads a value on the host (by item(), bool(), tolist() or a shape that depends on values), and goes on as "
-            f"that says: compute with the tensor instead, such as by torch.where ({name}: {text[0]})"
+            "the step reads a value on the host (by item(), bool(), tolist() or a shape that depends on values), and goes on "
+            f"as that says: compute with the tensor instead, such as by torch.where ({name}: {text[0]})"
         )
     if "Please convert all Tensors to FakeTensors" in str(error):
         return (

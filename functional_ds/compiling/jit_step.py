@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from functional_ds import comm
-from functional_ds.comm.record.collective import Here
 from functional_ds.base import tree
 from functional_ds.base.torch_private import version_of
+from functional_ds.comm.record.collective import Here
 from functional_ds.step.buffers import BUFFERS, Buffers
 from functional_ds.step.checks import check_state, refuse_inference
 from functional_ds.step.forward_pass import refuse_open
@@ -22,7 +22,8 @@ from functional_ds.step.traits import Trait
 
 from .graph_collectives import START, Site, site_of
 from .graph_passes import regather, schedule
-from .graph_trace import StepGraph, UntraceableError, trace
+from .graph_record import StepGraph
+from .graph_trace import UntraceableError, trace
 
 __all__ = ["GraphPass", "JitStep", "JitWarning", "jit"]
 
@@ -35,26 +36,27 @@ class JitWarning(UserWarning):
 
 
 @attrs.define(eq=False)
-class _Entry:
+class _Traced:
     """What is known of one kind of state and batch, on all ranks: a graph, or the reason why there is none."""
 
     graph: StepGraph | None
     reason: str
-    calls: int = 0
 
 
 @attrs.define(eq=False)
-class _Cache:
+class _GraphCache:
     """What a jitted step has traced; it changes speed, never a value.
 
     Attributes:
         kinds: of this rank's states and batches: structure, shapes, modes.
         entries: by the numbers of all ranks' kinds.
+        later: of the kinds that come when there are too many.
         control: the ranks' channel for these numbers.
     """
 
     kinds: list[Any] = attrs.field(factory=list)
-    entries: dict[tuple[int, ...], _Entry] = attrs.field(factory=dict)
+    entries: dict[tuple[int, ...], _Traced] = attrs.field(factory=dict)
+    later: _Traced | None = None
     control: comm.Group | None = None
 
 
@@ -71,7 +73,7 @@ class JitStep(Step):
     passes: Sequence[GraphPass] | None = None
     group: comm.Group | None = None
     max_graphs: int = 8
-    _cache: _Cache = attrs.field(factory=_Cache, init=False)
+    _cache: _GraphCache = attrs.field(factory=_GraphCache, init=False)
 
     def __call__(self, state: State, batch: Any, *, donate: bool = True) -> tuple[State, Metrics]:
         """One update, as ``Step.__call__``: the same result, bit for bit, and the same refusals."""
@@ -81,7 +83,6 @@ class JitStep(Step):
         if entry is None or entry.graph is None:
             return Step.__call__(self, state, batch, donate=donate)
         refuse_open(state)
-        entry.calls += 1
         return _run(entry.graph, state, batch, donate)
 
     def graph(self, state: State, batch: Any) -> StepGraph:
@@ -96,31 +97,60 @@ class JitStep(Step):
     @property
     def reasons(self) -> list[str]:
         """Why some kinds of states and batches run eagerly; empty where none does."""
-        return [entry.reason for entry in self._cache.entries.values() if entry.reason]
+        entries = [*self._cache.entries.values(), *filter(None, [self._cache.later])]
+        return [entry.reason for entry in entries if entry.reason]
 
     def forget(self) -> None:
         """Drops all graphs, after a change that no argument shows: all ranks must call it at the same place."""
         self._cache.kinds.clear()
         self._cache.entries.clear()
+        self._cache.later = None
+
+    def __repr__(self) -> str:
+        return f"JitStep({self})"
 
     # -- which graph ---------------------------------------------------------------------------------------------------
 
-    def _entry(self, state: State, batch: Any) -> _Entry | None:
+    def _entry(self, state: State, batch: Any) -> _Traced | None:
         """The one for this kind of state and batch on this rank, and those of the other ranks; None for a first step."""
         cache, group = self._cache, self._group()
-        mine = 0
-        if state.batch is not None:
-            kind = _kind(state, batch)
-            mine = next((n for n, known in enumerate(cache.kinds, 1) if known == kind), 0)
-            if not mine:
-                cache.kinds.append(kind)
-                mine = len(cache.kinds)
-        found = (mine,) if group is None else tuple(comm.all_gather(torch.tensor([mine]), group).tolist())
+        mine = 0 if state.batch is None else self._number(state, batch)
+        found = (mine,)
+        if group is not None:
+            found = tuple(comm.all_gather(torch.tensor([mine], device=group.world.device), group).tolist())
         if 0 in found:
             return None
         if found not in cache.entries:
+            if max(found) > self.max_graphs or len(cache.entries) >= self.max_graphs:
+                return self._one_too_many()
             cache.entries[found] = self._new_entry(state, batch, group)
         return cache.entries[found]
+
+    def _number(self, state: State, batch: Any) -> int:
+        """That of a kind on this rank, from 1 on; ``max_graphs + 1`` for all that come later.
+
+        0 for a new one while modules are in modes in which no eager step has looked at what they write.
+        """
+        kind, kinds = _kind(state, batch), self._cache.kinds
+        found = next((number for number, known in enumerate(kinds, 1) if known == kind), None)
+        if found is not None:
+            return found
+        if not _is_settled(state):
+            return 0
+        if len(kinds) < self.max_graphs:
+            kinds.append(kind)
+            return len(kinds)
+        return self.max_graphs + 1
+
+    def _one_too_many(self) -> _Traced:
+        if self._cache.later is None:
+            reason = (
+                f"{self.max_graphs} kinds of states and batches were traced already, and this one has other shapes, structures "
+                "or numbers again: pad batches to a few shapes, pass what changes as tensors, or raise max_graphs"
+            )
+            self._cache.later = _Traced(None, reason)
+            _warn(reason)
+        return self._cache.later
 
     def _group(self) -> comm.Group | None:
         """The channel on which ranks agree; None for one rank."""
@@ -128,25 +158,18 @@ class JitStep(Step):
             self._cache.control = (self.group or comm.world()).channel("jit")
         return self._cache.control if self._cache.control.size > 1 else None
 
-    def _new_entry(self, state: State, batch: Any, group: comm.Group | None) -> _Entry:
+    def _new_entry(self, state: State, batch: Any, group: comm.Group | None) -> _Traced:
         graph, reason = None, ""
-        if len(self._cache.entries) >= self.max_graphs:
-            reason = (
-                f"{self.max_graphs} kinds of states and batches were traced already, and this one has other shapes, structures or "
-                "numbers again: pad batches to a few shapes, pass what changes as tensors, or raise max_graphs"
-            )
-        else:
-            try:
-                graph = self._traced(state, batch)
-            except UntraceableError as error:
-                reason = str(error)
+        try:
+            graph = self._traced(state, batch)
+        except UntraceableError as error:
+            reason = str(error)
         if group is not None:
             told = comm.all_gather_object((reason, {} if graph is None else _digests(graph)), group)
             reason = _disagreement([one for one, _ in told], [digests for _, digests in told])
         if reason:
-            warnings.warn(f"fds.jit: the step runs eagerly: {reason}", JitWarning, stacklevel=4)
-            return _Entry(None, reason)
-        return _Entry(graph, "")
+            _warn(reason)
+        return _Traced(None if reason else graph, reason)
 
     def _traced(self, state: State, batch: Any) -> StepGraph:
         if state.batch is None:
@@ -187,6 +210,10 @@ def _run(graph: StepGraph, state: State, batch: Any, donate: bool) -> tuple[Stat
     return new, metrics
 
 
+def _warn(reason: str) -> None:
+    warnings.warn(f"fds.jit: the step runs eagerly: {reason}", JitWarning, stacklevel=5)
+
+
 def _kind(state: State, batch: Any) -> Any:
     """What a graph depends on beside the values of tensors."""
     leaves, structure = tree.flatten((state, batch))
@@ -194,6 +221,13 @@ def _kind(state: State, batch: Any) -> Any:
     modes = tuple(module.modes for module in held.known.keys) if isinstance(held, Buffers) else ()
     flags = (torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), torch.are_deterministic_algorithms_enabled())
     return structure, tuple(map(_leaf_kind, leaves)), modes, flags
+
+
+def _is_settled(state: State) -> bool:
+    held = state.slots.get(BUFFERS)
+    if not isinstance(held, Buffers):
+        return True
+    return all(held.known.modes.get(key, module.modes) == module.modes for module, key in held.known.keys.items())
 
 
 def _leaf_kind(leaf: Any) -> Any:
@@ -212,7 +246,8 @@ def _digests(graph: StepGraph) -> dict[Any, int]:
         row, group = site.call.collective, site.group
         if len(row.members(site.call.options, group.size)) < group.size:
             continue
-        text = site.call.signature([x.meta["val"] for x in node.args[0]], Here(site.call.options, group.rank, group.size))
+        here, xs = Here(site.call.options, group.rank, group.size), [x.meta["val"] for x in node.args[0]]
+        text = repr(site.call.agreement(xs, here))
         key = (group.name, group.ranks)
         found[key] = zlib.crc32(text.encode(), found.get(key, 0))
     return found
@@ -228,8 +263,8 @@ def _disagreement(reasons: Sequence[str], digests: Sequence[dict[Any, int]]) -> 
             other = next((r for r, theirs in enumerate(digests) if r in group[1] and theirs.get(group) != digest), None)
             if other is not None:
                 return (
-                    f"the graphs of ranks {rank} and {other} start other collectives on the group {group[0]!r}, so each would wait "
-                    "for the other: let the loss touch the same units in the same order on all ranks"
+                    f"the graphs of ranks {rank} and {other} start other collectives on the group {group[0]!r}, so each would "
+                    "wait for the other: let the loss touch the same units in the same order on all ranks"
                 )
     return ""
 
