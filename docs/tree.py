@@ -36,6 +36,7 @@ SATELLITES = {
     "interchange with other tools": "functional_ds/interchange",
     "memory accounts": "functional_ds/memory",
     "profiles": "functional_ds/profiling",
+    "compiled steps": "functional_ds/compiling",
     "training jobs from files": "functional_ds/jobs",
     "the command line": "functional_ds/cli",
     "debugging, compression and algorithms of collectives": "comm/debug comm/compression comm/algorithms",

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import torch
 
+from .call_recorder import current_recorder
 from .group import Group
-from .recorder import current_recorder
 
 __all__ = ["Pending", "relay"]
 

@@ -18,11 +18,11 @@ from functional_ds.comm.dispatch import outline, start
 from functional_ds.comm.record.collective import Call, Handle, Here
 from functional_ds.comm.record.group import Group
 
-__all__ = ["START", "WAIT", "GraphRecorder", "Site", "carrying_out", "site_of"]
+__all__ = ["START", "WAIT", "CallSite", "GraphRecorder", "carrying_out", "site_of"]
 
 
 @attrs.frozen(eq=False)
-class Site:
+class CallSite:
     """One collective of a program.
 
     Attributes:
@@ -74,13 +74,13 @@ class GraphRecorder:
         label: what the next collectives carry.
     """
 
-    sites: list[Site] = attrs.field(factory=list)
+    sites: list[CallSite] = attrs.field(factory=list)
     notes: dict[str, Any] = attrs.field(factory=dict)
     label: str = ""
 
     def start(self, call: Call, leaves: Sequence[Tensor], group: Group, *, async_op: bool, early: bool | None) -> Handle:
         """Two nodes: one here, and one where the handle's results are asked for."""
-        self.sites.append(Site(call, group, async_op, early, self.label))
+        self.sites.append(CallSite(call, group, async_op, early, self.label))
         xs, site = [leaf.detach() for leaf in leaves], len(self.sites) - 1
         with carrying_out(self.sites):
             return _RecordedHandle(torch.ops.functional_ds.start(xs, site), xs, site)
@@ -90,7 +90,7 @@ _HERE = threading.local()  # what the graph that this thread runs, or traces, re
 
 
 @contextmanager
-def carrying_out(sites: Sequence[Site]) -> Iterator[None]:
+def carrying_out(sites: Sequence[CallSite]) -> Iterator[None]:
     """Within the block the operators of this thread mean these sites."""
     outer = getattr(_HERE, "run", None)
     _HERE.run = sites, {}
@@ -102,7 +102,7 @@ def carrying_out(sites: Sequence[Site]) -> Iterator[None]:
 
 def _start(xs: list[Tensor], site: int) -> Tensor:
     sites, under_way = _HERE.run
-    found: Site = sites[site]
+    found: CallSite = sites[site]
     under_way[site] = start(found.call, xs, found.group, async_op=found.async_op, early=found.early).handle
     return torch.zeros((), dtype=torch.int64)
 
@@ -123,7 +123,7 @@ def _start_fake(xs: list[Tensor], site: int) -> Tensor:
 
 
 def _wait_fake(token: Tensor, xs: list[Tensor], site: int) -> list[Tensor]:
-    found: Site = _HERE.run[0][site]
+    found: CallSite = _HERE.run[0][site]
     here = Here(found.call.options, found.group.rank, found.group.size)
     shapes = [outline(found.call, x, here) for x in xs]
     return [x.new_empty(shape.shape, dtype=shape.dtype) for x, shape in zip(xs, shapes, strict=True)]

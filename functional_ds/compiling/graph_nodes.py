@@ -59,5 +59,5 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     for place, argument in enumerate(schema_of(node.target).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
-            fx.map_arg(value, found.append)  # type: ignore[arg-type]
+            fx.map_arg(value, found.append)
     return found

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import attrs
 from torch import fx
 
-from .graph_collectives import START, WAIT, Site, site_of
+from .graph_collectives import START, WAIT, CallSite, site_of
 from .graph_nodes import PHASE, inputs_of, root_of, views_of, written_by
 from .graph_record import StepGraph
 
@@ -84,7 +84,7 @@ def _gather_again(graph: StepGraph, wait: fx.Node, order: dict[fx.Node, int]) ->
                 user.replace_input_with(view, copy(view))
 
 
-def _renumber(sites: list[Site], node: fx.Node, number: dict[int, int]) -> None:
+def _renumber(sites: list[CallSite], node: fx.Node, number: dict[int, int]) -> None:
     old = site_of(node)
     if old not in number:
         number[old] = len(sites)

@@ -12,16 +12,16 @@ from functional_ds.base import tree
 from functional_ds.base.marks import like_marked
 from functional_ds.step.state import State
 
-from .graph_collectives import START, WAIT, Site, carrying_out, site_of
+from .graph_collectives import START, WAIT, CallSite, carrying_out, site_of
 from .graph_nodes import PHASE, root_of
 
-__all__ = ["Live", "StepGraph"]
+__all__ = ["InMemory", "StepGraph"]
 
 _GATHERS = ("all_gather", "broadcast")
 
 
 @attrs.frozen
-class Live:
+class InMemory:
     """What is in memory while a node runs, its own results included; the state and the batch, which the caller holds, are not.
 
     Attributes:
@@ -50,7 +50,7 @@ class StepGraph:
     """
 
     module: fx.GraphModule
-    sites: list[Site]
+    sites: list[CallSite]
     takes: optree.PyTreeSpec
     gives: optree.PyTreeSpec
     outputs: Sequence[Any]
@@ -69,7 +69,7 @@ class StepGraph:
         waits = [node for node in self.module.graph.nodes if node.target is WAIT]
         return [node for node in waits if self.sites[site_of(node)].label and self.sites[site_of(node)].name in _GATHERS]
 
-    def live(self) -> dict[fx.Node, Live]:
+    def live(self) -> dict[fx.Node, InMemory]:
         """For each node what is in memory while it runs. A tensor lives until the last use of it, or of a view of it."""
         nodes = list(self.module.graph.nodes)
         ends: dict[fx.Node, int] = {}  # a node that makes memory -> the place of its last use
@@ -89,7 +89,7 @@ class StepGraph:
         found, size, count = {}, 0, 0
         for place, node in enumerate(nodes):
             size, count = size + changes[place], count + counts[place]
-            found[node] = Live(size, count)
+            found[node] = InMemory(size, count)
         return found
 
     def __str__(self) -> str:

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from functional_ds.base import tree
 from functional_ds.base.marks import like_marked
 from functional_ds.base.torch_private import FakeTensorMode
-from functional_ds.comm.record.recorder import recording
+from functional_ds.comm.record.call_recorder import recording
 from functional_ds.step.state import State
 from functional_ds.step.step import Step
 
@@ -74,7 +74,8 @@ def trace(step: Step, state: State, batch: Any) -> StepGraph:
         UntraceableError: with the reason.
     """
     leaves, takes = tree.flatten((state, batch))
-    marked = step.wrapped("jit", **{phase: _marking(phase) for phase in _PHASES})
+    marks: dict[str, Any] = {phase: _marking(phase) for phase in _PHASES}
+    marked = step.wrapped("jit", **marks)
     recorder, gives, outputs = GraphRecorder(), list[optree.PyTreeSpec](), list[list[Any]]()
 
     def function(*given: Any) -> list[Any]:

@@ -20,7 +20,7 @@ from functional_ds.step.state import State, mark_donated
 from functional_ds.step.step import Metrics, Step
 from functional_ds.step.traits import Trait
 
-from .graph_collectives import START, Site, site_of
+from .graph_collectives import START, CallSite, site_of
 from .graph_passes import regather, schedule
 from .graph_record import StepGraph
 from .graph_trace import UntraceableError, trace
@@ -242,7 +242,7 @@ def _digests(graph: StepGraph) -> dict[Any, int]:
     for node in graph.module.graph.nodes:
         if node.target is not START:
             continue
-        site: Site = graph.sites[site_of(node)]
+        site: CallSite = graph.sites[site_of(node)]
         row, group = site.call.collective, site.group
         if len(row.members(site.call.options, group.size)) < group.size:
             continue

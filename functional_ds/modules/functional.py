@@ -19,7 +19,7 @@ from functional_ds.base.torch_private import (
     unset_fake_temporarily,
     version_of,
 )
-from functional_ds.comm.record.recorder import current_recorder
+from functional_ds.comm.record.call_recorder import current_recorder
 from functional_ds.remat.region import called, current_region
 from functional_ds.step.buffers import BufferScope, Held
 from functional_ds.step.tape import Tape, current_tape

@@ -15,7 +15,7 @@ from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.device import in_use, redrawn, rng_state
 from functional_ds.base.torch_private import detect_fake_mode
-from functional_ds.comm.record.recorder import current_recorder
+from functional_ds.comm.record.call_recorder import current_recorder
 
 from .argument_snapshot import snapshot
 from .op_cache import OpRecorder, Replayer

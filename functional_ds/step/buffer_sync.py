@@ -7,7 +7,7 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base import tree
-from functional_ds.comm.record.recorder import current_recorder
+from functional_ds.comm.record.call_recorder import current_recorder
 
 from .buffers import BUFFERS, Agreement, Buffers
 from .state import State

@@ -16,7 +16,7 @@ from torch import Tensor
 from functional_ds.base import tree
 from functional_ds.base.marks import module_of
 from functional_ds.base.torch_private import disable_dispatch_modes, version_of
-from functional_ds.comm.record.recorder import current_recorder
+from functional_ds.comm.record.call_recorder import current_recorder
 
 from .slots import Role
 

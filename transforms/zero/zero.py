@@ -11,7 +11,7 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
-from functional_ds.comm.record.recorder import current_recorder
+from functional_ds.comm.record.call_recorder import current_recorder
 from functional_ds.sharding.layout import Layout, Segment
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.sharding.sources import is_deferred

@@ -10,10 +10,10 @@ from torch import Tensor
 from .collective import Call, Handle
 from .group import Group
 
-__all__ = ["Recorder", "current_recorder", "labelled", "recording"]
+__all__ = ["CallRecorder", "current_recorder", "labelled", "recording"]
 
 
-class Recorder(Protocol):
+class CallRecorder(Protocol):
     """Takes a rank's collectives while its step runs without values.
 
     Attributes:
@@ -32,13 +32,13 @@ class Recorder(Protocol):
 _HERE = threading.local()  # a simulated rank is a thread
 
 
-def current_recorder() -> Recorder | None:
+def current_recorder() -> CallRecorder | None:
     """That of this thread; None where collectives are carried out."""
     return getattr(_HERE, "recorder", None)
 
 
 @contextmanager
-def recording(recorder: Recorder) -> Iterator[None]:
+def recording(recorder: CallRecorder) -> Iterator[None]:
     """Within the block this thread's collectives are the recorder's."""
     outer = current_recorder()
     _HERE.recorder = recorder
