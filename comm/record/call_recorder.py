@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -18,11 +18,13 @@ class CallRecorder(Protocol):
 
     Attributes:
         notes: what transforms say of the step for passes over its graph, by name.
-        label: names what the next collectives carry.
     """
 
     notes: dict[str, Any]
-    label: str
+
+    def labelled(self, name: str) -> AbstractContextManager[None]:
+        """Within the block collectives, and what is computed around them, carry something of this name."""
+        ...
 
     def start(self, call: Call, leaves: Sequence[Tensor], group: Group, *, async_op: bool, early: bool | None) -> Handle:
         """The call's place in the graph; its handle gives results without values."""
@@ -48,15 +50,7 @@ def recording(recorder: CallRecorder) -> Iterator[None]:
         _HERE.recorder = outer
 
 
-@contextmanager
-def labelled(name: str) -> Iterator[None]:
+def labelled(name: str) -> AbstractContextManager[None]:
     """Within the block what this thread's collectives carry has a name, if they are recorded."""
     recorder = current_recorder()
-    if recorder is None:
-        yield
-        return
-    outer, recorder.label = recorder.label, name
-    try:
-        yield
-    finally:
-        recorder.label = outer
+    return nullcontext() if recorder is None else recorder.labelled(name)

@@ -18,6 +18,8 @@ from functional_ds.comm.dispatch import outline, start
 from functional_ds.comm.record.collective import Call, Handle, Here
 from functional_ds.comm.record.group import Group
 
+from .graph_nodes import UNIT, tagged
+
 __all__ = ["START", "WAIT", "CallSite", "GraphRecorder", "carrying_out", "site_of"]
 
 
@@ -71,19 +73,28 @@ class GraphRecorder:
     Attributes:
         sites: the collectives so far; a node names one by its place.
         notes: what transforms say of the step for passes.
-        label: what the next collectives carry.
     """
 
     sites: list[CallSite] = attrs.field(factory=list)
     notes: dict[str, Any] = attrs.field(factory=dict)
-    label: str = ""
+    _label: str = ""
+    _units: int = 0
 
     def start(self, call: Call, leaves: Sequence[Tensor], group: Group, *, async_op: bool, early: bool | None) -> Handle:
         """Two nodes: one here, and one where the handle's results are asked for."""
-        self.sites.append(CallSite(call, group, async_op, early, self.label))
+        self.sites.append(CallSite(call, group, async_op, early, self._label))
         xs, site = [leaf.detach() for leaf in leaves], len(self.sites) - 1
         with carrying_out(self.sites):
             return _RecordedHandle(torch.ops.functional_ds.start(xs, site), xs, site)
+
+    @contextmanager
+    def labelled(self, name: str) -> Iterator[None]:
+        """Within the block collectives carry something of this name, and all nodes get one number in common."""
+        outer, self._label = self._label, name
+        self._units += 1
+        with tagged(UNIT, self._units):
+            yield
+        self._label = outer
 
 
 _HERE = threading.local()  # what the graph that this thread runs, or traces, refers to by numbers

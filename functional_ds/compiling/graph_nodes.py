@@ -1,15 +1,32 @@
 """Questions about a node of a graph."""
 
 import operator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from functional_ds.base.torch_private import schema_of
 
-__all__ = ["PHASE", "inputs_of", "is_view", "root_of", "views_of", "written_by"]
+__all__ = ["PHASE", "UNIT", "inputs_of", "is_view", "root_of", "tagged", "views_of", "written_by"]
 
 PHASE = "fds_phase"  # in a node's meta: the phase of the step that it belongs to
+UNIT = "fds_unit"  # in a node's meta: a number that the nodes of one fetch of a unit have in common
+
+
+@contextmanager
+def tagged(name: str, value: Any) -> Iterator[None]:
+    """Nodes that are traced within the block have a value in their meta, unless they have one of that name already."""
+    mode = get_proxy_mode()
+    before = None if mode is None else next(iter(reversed(mode.tracer.graph.nodes)))
+    yield
+    node = None if before is None else before.next
+    while node is not None and node.op != "root":
+        node.meta.setdefault(name, value)
+        node = node.next
 
 
 def is_view(node: fx.Node) -> bool:
@@ -29,9 +46,9 @@ def root_of(node: fx.Node) -> fx.Node:
     return node
 
 
-def views_of(node: fx.Node) -> list[fx.Node]:
-    """The node and all that gives its memory, in order."""
-    found = [node]
+def views_of(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """The nodes and all that give their memory, in order."""
+    found = [*nodes]
     for each in found:
         found += [user for user in each.users if is_view(user) and user not in found]
     return found

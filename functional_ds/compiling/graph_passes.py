@@ -6,8 +6,8 @@ import attrs
 from torch import fx
 
 from .graph_collectives import START, WAIT, CallSite, site_of
-from .graph_nodes import PHASE, inputs_of, root_of, views_of, written_by
-from .graph_record import StepGraph
+from .graph_nodes import PHASE, UNIT, inputs_of, root_of, views_of, written_by
+from .graph_record import StepGraph, UnitGather
 
 __all__ = ["copied", "finished", "regather", "schedule"]
 
@@ -45,40 +45,58 @@ def regather(*, keep: int = 2) -> Callable[[StepGraph], StepGraph]:
     def run(graph: StepGraph) -> StepGraph:
         new = copied(graph)
         order = {node: place for place, node in enumerate(new.module.graph.nodes)}
-        forward = [node for node in new.gathers() if node.meta.get(PHASE) != "backward"]
-        for wait in forward[: len(forward) - keep] if keep else forward:
-            _gather_again(new, wait, order)
+        for gathers in _by_pass(new):
+            for gather in gathers[: max(0, len(gathers) - keep)]:
+                _gather_again(new, gather, order)
         return finished(new)
 
     return run
 
 
-def _gather_again(graph: StepGraph, wait: fx.Node, order: dict[fx.Node, int]) -> None:
-    views = views_of(wait)
-    late = [
-        user
-        for view in views
-        for user in view.users
-        if user not in views and user.op != "output" and user.meta.get(PHASE) == "backward"
-    ]
+def _by_pass(graph: StepGraph) -> list[list[UnitGather]]:
+    """The gathers of units, of each forward and each backward pass alone: micro-batches have several."""
+    found, phase = list[list[UnitGather]]([[]]), None
+    gathers = {gather.wait: gather for gather in graph.gathers()}
+    for node in graph.module.graph.nodes:
+        now = node.meta.get(PHASE)
+        if now in ("forward", "backward") and now != phase:
+            phase = now
+            found.append([])
+        if node in gathers:
+            found[-1].append(gathers[node])
+    return found
+
+
+def _gather_again(graph: StepGraph, gather: UnitGather, order: dict[fx.Node, int]) -> None:
+    views = views_of([node for node in gather.outputs if root_of(node) in gather.nodes])
+    users = [user for view in views for user in view.users if user not in views and user not in gather.nodes]
+    late = [user for user in users if user.op != "output" and user.meta.get(PHASE) == "backward"]
     if not late:
+        return
+    first = min(late, key=order.__getitem__)
+    anew = {*gather.nodes, *views}
+    if graph.notes.get("zero", {}).get("hpz"):
+        anew -= {*inputs_of(next(node for node in gather.nodes if node.target is WAIT))}
+    if _is_written([*anew], gather.wait, first):
         return
     nodes, again = graph.module.graph, dict[fx.Node, fx.Node]()
     number: dict[int, int] = {}  # an old site -> the new one
+    unit = 1 + max(node.meta.get(UNIT, 0) for node in nodes.nodes)
 
     def copy(node: fx.Node) -> fx.Node:
         if node not in again:
             for before in node.all_input_nodes:
-                if before in wanted:
+                if before in anew:
                     copy(before)
             made = again[node] = nodes.node_copy(node, lambda old: again.get(old, old))
             made.meta[PHASE] = "backward"
+            if UNIT in made.meta:
+                made.meta[UNIT] = unit
             if node.target in (START, WAIT):
                 _renumber(graph.sites, made, number)
         return again[node]
 
-    with nodes.inserting_before(min(late, key=order.__getitem__)):
-        wanted = {*inputs_of(wait), *views}
+    with nodes.inserting_before(first):
         for user in late:
             for view in [each for each in user.all_input_nodes if each in views]:
                 user.replace_input_with(view, copy(view))
@@ -108,30 +126,33 @@ def schedule(*, ahead: int = 1) -> Callable[[StepGraph], StepGraph]:
 
     def run(graph: StepGraph) -> StepGraph:
         new = copied(graph)
-        waits = new.gathers()
-        for pass_ in (False, True):
-            own = [wait for wait in waits if (wait.meta.get(PHASE) == "backward") == pass_]
-            for place, wait in enumerate(own[1:], 1):
-                _start_before(wait, own[max(0, place - ahead)] if ahead else wait)
+        for gathers in _by_pass(new):
+            for place, gather in enumerate(gathers[1:], 1):
+                _start_before(gather.start, gathers[max(0, place - ahead)].wait if ahead else gather.wait)
         return finished(new)
 
     return run
 
 
-def _start_before(wait: fx.Node, place: fx.Node) -> None:
-    """Moves the start of a gather, and what it is computed from, before a node, unless something there may write into that."""
-    moved = inputs_of(wait)[:-1]
-    if any(node.target is WAIT for node in moved):  # a later level starts when the first has arrived
-        moved = _first_level(moved)
-    nodes = list(wait.graph.nodes)
-    order = {node: n for n, node in enumerate(nodes)}
-    read = {root_of(each) for node in moved for each in node.all_input_nodes}
-    between = nodes[order[place] : order[wait]]
-    if any(read & {root_of(each) for each in written_by(node)} for node in between if node not in moved):
+def _start_before(start: fx.Node, place: fx.Node) -> None:
+    """Moves the start of a gather, and what it is computed from, before a node, unless a kernel between writes into that."""
+    order = {node: n for n, node in enumerate(start.graph.nodes)}
+    moved = [node for node in inputs_of(start) if order[node] > order[place]]
+    if any(node.target is WAIT or written_by(node) for node in moved) or _is_written(moved, place, start):
         return
     for node in moved:
-        if order[node] > order[place]:
-            place.prepend(node)
+        place.prepend(node)
+
+
+def _is_written(reading: Sequence[fx.Node], start: fx.Node, end: fx.Node) -> bool:
+    """Whether a kernel from one node on until before another one writes into memory that nodes read."""
+    read = {root_of(each) for node in reading for each in node.all_input_nodes}
+    node = start
+    while node is not end:
+        if node not in reading and any(root_of(each) in read for each in written_by(node)):
+            return True
+        node = node.next
+    return False
 
 
 def _first_level(moved: Sequence[fx.Node]) -> list[fx.Node]:

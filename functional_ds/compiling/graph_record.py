@@ -13,9 +13,9 @@ from functional_ds.base.marks import like_marked
 from functional_ds.step.state import State
 
 from .graph_collectives import START, WAIT, CallSite, carrying_out, site_of
-from .graph_nodes import PHASE, root_of
+from .graph_nodes import PHASE, UNIT, root_of
 
-__all__ = ["InMemory", "StepGraph"]
+__all__ = ["InMemory", "StepGraph", "UnitGather"]
 
 _GATHERS = ("all_gather", "broadcast")
 
@@ -31,6 +31,34 @@ class InMemory:
 
     bytes: int
     units: int
+
+
+@attrs.frozen(eq=False)
+class UnitGather:
+    """The nodes that make a unit of params whole: starts and waits of its levels, casts and decoding.
+
+    Attributes:
+        nodes: in order.
+    """
+
+    nodes: Sequence[fx.Node]
+
+    @property
+    def start(self) -> fx.Node:
+        """Where the first collective starts."""
+        return next(node for node in self.nodes if node.target is START)
+
+    @property
+    def wait(self) -> fx.Node:
+        """Where the last one is waited for."""
+        return next(node for node in reversed(self.nodes) if node.target is WAIT)
+
+    @property
+    def outputs(self) -> list[fx.Node]:
+        """The nodes whose values are used elsewhere; if there are none, the wait."""
+        own = {*self.nodes}
+        used = [node for node in self.nodes if any(user not in own for user in node.users) and node.target is not START]
+        return used or [self.wait]
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -64,10 +92,18 @@ class StepGraph:
         result: tuple[State, dict[str, Tensor]] = tree.unflatten(self.gives, marked)
         return result
 
-    def gathers(self) -> list[fx.Node]:
-        """The nodes that wait for a unit of params, in order."""
-        waits = [node for node in self.module.graph.nodes if node.target is WAIT]
-        return [node for node in waits if self.sites[site_of(node)].label and self.sites[site_of(node)].name in _GATHERS]
+    def gathers(self) -> list[UnitGather]:
+        """The gathers of units of params, in the order in which they are waited for."""
+        nodes: dict[int, list[fx.Node]] = {}
+        for node in self.module.graph.nodes:
+            if UNIT in node.meta:
+                nodes.setdefault(node.meta[UNIT], []).append(node)
+        found = [UnitGather(each) for each in nodes.values() if any(self._gathers(node) for node in each)]
+        order = {node: place for place, node in enumerate(self.module.graph.nodes)}
+        return sorted(found, key=lambda each: order[each.wait])
+
+    def _gathers(self, node: fx.Node) -> bool:
+        return node.target is WAIT and self.sites[site_of(node)].name in _GATHERS
 
     def live(self) -> dict[fx.Node, InMemory]:
         """For each node what is in memory while it runs. A tensor lives until the last use of it, or of a view of it."""
@@ -76,16 +112,15 @@ class StepGraph:
         for place, node in enumerate(nodes):
             for used in (node, *node.all_input_nodes):
                 ends[root_of(used)] = place
-        units = {root_of(wait): wait.args[0] for wait in self.gathers()}
         changes, counts = [0] * (len(nodes) + 1), [0] * (len(nodes) + 1)
         places = {node: place for place, node in enumerate(nodes)}
         for node, end in ends.items():
             if node.op == "call_function":
                 changes[places[node]] += _bytes(node)
                 changes[end + 1] -= _bytes(node)
-            if node in units:
-                counts[places[units[node]]] += 1
-                counts[end + 1] -= 1
+        for gather in self.gathers():
+            counts[places[gather.start]] += 1
+            counts[1 + max(ends[root_of(output)] for output in gather.outputs)] -= 1
         found, size, count = {}, 0, 0
         for place, node in enumerate(nodes):
             size, count = size + changes[place], count + counts[place]

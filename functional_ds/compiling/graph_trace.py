@@ -6,7 +6,7 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 from functional_ds.base import tree
@@ -18,7 +18,7 @@ from functional_ds.step.step import Step
 
 from .graph_caches import caches_as_before
 from .graph_collectives import GraphRecorder, carrying_out
-from .graph_nodes import PHASE
+from .graph_nodes import PHASE, tagged
 from .graph_record import StepGraph
 
 __all__ = ["UntraceableError", "trace"]
@@ -39,23 +39,12 @@ class UntraceableError(RuntimeError):
     """A step cannot be one graph; the text says why."""
 
 
-def _tagged(phase: str, inner: Callable[..., Any], step: Step, *args: Any) -> Any:
-    mode = get_proxy_mode()
-    if mode is None:
-        return inner(step, *args)
-    graph: fx.Graph = mode.tracer.graph
-    before = next(iter(reversed(graph.nodes)))
-    try:
-        return inner(step, *args)
-    finally:
-        node = before.next
-        while node.op != "root":
-            node.meta.setdefault(PHASE, _PHASES[phase])
-            node = node.next
-
-
 def _marking(phase: str) -> Callable[..., Any]:
-    return lambda inner, step, *args: _tagged(phase, inner, step, *args)
+    def run(inner: Callable[..., Any], step: Step, *args: Any) -> Any:
+        with tagged(PHASE, _PHASES[phase]):
+            return inner(step, *args)
+
+    return run
 
 
 class _NoAddresses(TorchFunctionMode):

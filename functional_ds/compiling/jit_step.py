@@ -219,7 +219,11 @@ def _kind(state: State, batch: Any) -> Any:
     leaves, structure = tree.flatten((state, batch))
     held = state.slots.get(BUFFERS)
     modes = tuple(module.modes for module in held.known.keys) if isinstance(held, Buffers) else ()
-    flags = (torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), torch.are_deterministic_algorithms_enabled())
+    flags = (
+        torch.get_default_dtype(),
+        *map(torch.is_autocast_enabled, ("cpu", "cuda")),
+        torch.are_deterministic_algorithms_enabled(),
+    )
     return structure, tuple(map(_leaf_kind, leaves)), modes, flags
 
 

@@ -67,7 +67,7 @@ STRATEGIES: dict[str, Sequence[Callable[[], Any]]] = {
     "stage 2 with ema": (lambda: T.ema(0.9), lambda: T.zero(2), lambda: T.accumulate(2), lambda: T.clip(1.0)),
     "stage 3, resharded": (lambda: T.zero(3, reshard_last_units=True, prefetch=2), lambda: T.accumulate(2)),
     "stage 3 by owners": (lambda: T.zero(3, aggregate="owner"),),
-    "stage 3 in fp16, overflowing": (lambda: T.mixed_precision("fp16"), lambda: T.zero(3)),
+    "stage 3 in fp16, overflowing": (lambda: T.mixed_precision("fp16"), lambda: T.zero(3), lambda: T.accumulate(2)),
 }
 
 

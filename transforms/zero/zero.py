@@ -247,7 +247,7 @@ class Zero(ZeroConfig):
         recorder = current_recorder()
         if recorder is not None:
             kept = self.max_live_units if not self.reshard_last_units else 0
-            recorder.notes["zero"] = {"keep": kept, "ahead": self.prefetch}
+            recorder.notes["zero"] = {"keep": kept, "ahead": self.prefetch, "hpz": self.hpz}
             return GatherOnce(layout, stored, collectives)
         return Gatherer(
             layout,
