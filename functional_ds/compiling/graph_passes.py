@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 import attrs
 from torch import fx
 
+from functional_ds.transforms.zero.prefetch import plan_fetches
+
 from .graph_collectives import START, WAIT, CallSite, site_of
 from .graph_nodes import PHASE, UNIT, inputs_of, root_of, views_of, written_by
 from .graph_record import StepGraph, UnitGather
@@ -27,34 +29,118 @@ def finished(graph: StepGraph) -> StepGraph:
     return graph
 
 
-def regather(*, keep: int = 2) -> Callable[[StepGraph], StepGraph]:
-    """Gathers units of params again for the backward pass, so that they are freed after their forward.
+def regather(*, live: int = 2, reshard: bool = False) -> Callable[[StepGraph], StepGraph]:
+    """Gathers units of params anew where they are used again, so that at most ``live`` of them are whole at once.
 
-    Law: no value changes, and beside the kept ones no unit is whole between its forward and its backward. Units that the
-    backward pass does not use are not gathered again.
+    Law: no value changes. In each forward and each backward pass the gathers are the fewest that do (Belady 1966), as ZeRO-3
+    plans them in an eager step. More units are whole only where one operation takes more.
 
     Args:
-        keep: how many units stay whole from the forward pass on: those that are gathered last, which the backward needs first.
+        live: how many units are whole.
+        reshard: whether a backward pass finds none of the units that its forward pass ends with.
 
     Raises:
-        ValueError: ``keep`` is negative.
+        ValueError: ``live`` is below 1.
     """
-    if keep < 0:
-        raise ValueError(f"keep={keep} is a number of units, so at least 0")
+    if live < 1:
+        raise ValueError(f"live={live} is a number of whole units, so at least 1")
 
     def run(graph: StepGraph) -> StepGraph:
         new = copied(graph)
-        order = {node: place for place, node in enumerate(new.module.graph.nodes)}
-        for gathers in _by_pass(new):
-            for gather in gathers[: max(0, len(gathers) - keep)]:
-                _gather_again(new, gather, order)
+        gathers = new.gathers()
+        views = [views_of([node for node in gather.outputs if root_of(node) in gather.nodes]) for gather in gathers]
+        unit_of = {view: unit for unit, found in enumerate(views) for view in found}
+        now = list(range(len(gathers)))  # unit -> its newest copy
+        copies = [_Copy(new, gather, own) for gather, own in zip(gathers, views, strict=True)]
+        whole: tuple[int, ...] = ()
+        for backward, uses in _uses_by_pass(new, unit_of):
+            whole = whole if backward and not reshard else ()
+            plan = plan_fetches(tuple(unit for _, unit in uses), live, whole)
+            there, fetches = {*whole}, iter(plan.fetches)
+            for node, unit in uses:
+                if unit not in there:
+                    there = (there - {*next(fetches).evict}) | {unit}
+                    now[unit] = copies[unit].fetched_for(node)
+                copies[unit].give(node, now[unit])
+            whole = plan.end
         return finished(new)
 
     return run
 
 
+def _uses_by_pass(graph: StepGraph, unit_of: dict[fx.Node, int]) -> list[tuple[bool, list[tuple[fx.Node, int]]]]:
+    """Who uses which unit, in order, in each forward and each backward pass (True); micro-batches have several."""
+    found = [(False, list[tuple[fx.Node, int]]())]
+    phase, making = None, {node for gather in graph.gathers() for node in gather.nodes}
+    for node in graph.module.graph.nodes:
+        now = node.meta.get(PHASE)
+        if now in ("forward", "backward") and now != phase:
+            phase = now
+            found.append((phase == "backward", []))
+        if node.op == "call_function" and node not in unit_of and node not in making:
+            units = dict.fromkeys(unit_of[each] for each in node.all_input_nodes if each in unit_of)
+            found[-1][1].extend((node, unit) for unit in units)
+    return found
+
+
+@attrs.define(eq=False)
+class _Copy:
+    """A unit's gather and its copies; copy 0 is the gather itself."""
+
+    graph: StepGraph
+    gather: UnitGather
+    views: list[fx.Node]
+    _made: list[dict[fx.Node, fx.Node]] = attrs.field(factory=list)  # of each copy: the node of the gather -> its copy
+
+    def fetched_for(self, user: fx.Node) -> int:
+        """The number of the gather that a node will use: the first one, and then a new one each time."""
+        if not self._made or _is_written([*self._anew], self.gather.wait, user):
+            self._made = self._made or [{}]
+            return 0
+        self._made.append({})
+        return len(self._made) - 1
+
+    def give(self, user: fx.Node, number: int) -> None:
+        """Makes a node use a copy, which stands before the first of its users."""
+        if number:
+            with self.graph.module.graph.inserting_before(user):
+                sites: dict[int, int] = {}
+                for view in [each for each in user.all_input_nodes if each in self.views]:
+                    user.replace_input_with(view, self._copied(view, number, sites, user))
+
+    @property
+    def _anew(self) -> set[fx.Node]:
+        """What a copy copies: with hpZ not the first level, whose result stays."""
+        found = {*self.gather.nodes, *self.views}
+        if self.graph.notes.get("zero", {}).get("hpz"):
+            found -= {*inputs_of(next(node for node in self.gather.nodes if node.target is WAIT))}
+        return found
+
+    def _copied(self, node: fx.Node, number: int, sites: dict[int, int], user: fx.Node) -> fx.Node:
+        made, anew = self._made[number], self._anew
+        if node not in made:
+            for before in node.all_input_nodes:
+                if before in anew:
+                    self._copied(before, number, sites, user)
+            copy = made[node] = self.graph.module.graph.node_copy(node, lambda old: made.get(old, old))
+            copy.meta[PHASE] = user.meta.get(PHASE)
+            if UNIT in copy.meta:
+                copy.meta[UNIT] = (node.meta[UNIT], number)
+            if node.target in (START, WAIT):
+                _renumber(self.graph.sites, copy, sites)
+        return made[node]
+
+
+def _renumber(sites: list[CallSite], node: fx.Node, number: dict[int, int]) -> None:
+    old = site_of(node)
+    if old not in number:
+        number[old] = len(sites)
+        sites.append(sites[old])
+    node.args = (*node.args[:-1], number[old])
+
+
 def _by_pass(graph: StepGraph) -> list[list[UnitGather]]:
-    """The gathers of units, of each forward and each backward pass alone: micro-batches have several."""
+    """The gathers of units, of each forward and each backward pass alone."""
     found, phase = list[list[UnitGather]]([[]]), None
     gathers = {gather.wait: gather for gather in graph.gathers()}
     for node in graph.module.graph.nodes:
@@ -65,49 +151,6 @@ def _by_pass(graph: StepGraph) -> list[list[UnitGather]]:
         if node in gathers:
             found[-1].append(gathers[node])
     return found
-
-
-def _gather_again(graph: StepGraph, gather: UnitGather, order: dict[fx.Node, int]) -> None:
-    views = views_of([node for node in gather.outputs if root_of(node) in gather.nodes])
-    users = [user for view in views for user in view.users if user not in views and user not in gather.nodes]
-    late = [user for user in users if user.op != "output" and user.meta.get(PHASE) == "backward"]
-    if not late:
-        return
-    first = min(late, key=order.__getitem__)
-    anew = {*gather.nodes, *views}
-    if graph.notes.get("zero", {}).get("hpz"):
-        anew -= {*inputs_of(next(node for node in gather.nodes if node.target is WAIT))}
-    if _is_written([*anew], gather.wait, first):
-        return
-    nodes, again = graph.module.graph, dict[fx.Node, fx.Node]()
-    number: dict[int, int] = {}  # an old site -> the new one
-    unit = 1 + max(node.meta.get(UNIT, 0) for node in nodes.nodes)
-
-    def copy(node: fx.Node) -> fx.Node:
-        if node not in again:
-            for before in node.all_input_nodes:
-                if before in anew:
-                    copy(before)
-            made = again[node] = nodes.node_copy(node, lambda old: again.get(old, old))
-            made.meta[PHASE] = "backward"
-            if UNIT in made.meta:
-                made.meta[UNIT] = unit
-            if node.target in (START, WAIT):
-                _renumber(graph.sites, made, number)
-        return again[node]
-
-    with nodes.inserting_before(first):
-        for user in late:
-            for view in [each for each in user.all_input_nodes if each in views]:
-                user.replace_input_with(view, copy(view))
-
-
-def _renumber(sites: list[CallSite], node: fx.Node, number: dict[int, int]) -> None:
-    old = site_of(node)
-    if old not in number:
-        number[old] = len(sites)
-        sites.append(sites[old])
-    node.args = (*node.args[:-1], number[old])
 
 
 def schedule(*, ahead: int = 1) -> Callable[[StepGraph], StepGraph]:

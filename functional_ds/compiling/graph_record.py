@@ -94,7 +94,7 @@ class StepGraph:
 
     def gathers(self) -> list[UnitGather]:
         """The gathers of units of params, in the order in which they are waited for."""
-        nodes: dict[int, list[fx.Node]] = {}
+        nodes: dict[Any, list[fx.Node]] = {}
         for node in self.module.graph.nodes:
             if UNIT in node.meta:
                 nodes.setdefault(node.meta[UNIT], []).append(node)

@@ -181,13 +181,16 @@ class JitStep(Step):
         if comm.world().world.watch is not None:
             raise UntraceableError("the simulation follows values (variance=True), which graphs do not show it")
         found = trace(self, state, batch)
-        chosen = self.passes
+        zero, chosen = found.notes.get("zero"), self.passes
         if chosen is None:
-            zero = found.notes.get("zero")
-            chosen = () if zero is None else (regather(keep=zero["keep"]), schedule(ahead=zero["ahead"]))
+            chosen = () if zero is None else _as_zero_does(**zero)
         for each in chosen:
             found = each(found)
         return found
+
+
+def _as_zero_does(*, live: int, reshard: bool, ahead: int, **others: Any) -> Sequence[GraphPass]:
+    return regather(live=live, reshard=reshard), schedule(ahead=ahead)
 
 
 def _run(graph: StepGraph, state: State, batch: Any, donate: bool) -> tuple[State, Metrics]:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import functional_ds as fds
 from functional_ds import comm
@@ -82,6 +83,10 @@ def test_a_jitted_step_is_the_step(name: str) -> None:
         assert_same(found, expected)
 
 
+def checkpointed(apply: Any) -> Callable[..., Any]:
+    return lambda params, batch: checkpoint(apply, params, batch, use_reentrant=False).square().mean()
+
+
 def drawing(apply: Any) -> Callable[..., Any]:
     def loss(params: Any, batch: Tensor, key: fds.Key | None) -> Any:
         out = apply(params, batch)
@@ -97,9 +102,10 @@ def drawing(apply: Any) -> Callable[..., Any]:
     [
         (lambda: blocks(nn.BatchNorm1d(WIDTH)), squared),
         (lambda: blocks(nn.Dropout(0.5)), squared),
+        (blocks, checkpointed),
         (blocks, drawing),
     ],
-    ids=["buffers", "torch's generator", "key, Weighted and metrics"],
+    ids=["buffers", "torch's generator", "torch's checkpoint", "key, Weighted and metrics"],
 )
 def test_buffers_draws_and_weights(make: Callable[[], nn.Module], loss: Any) -> None:
     def program() -> tuple[Run, Run]:
@@ -124,29 +130,42 @@ def test_on_real_processes() -> None:
 # -- passes ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.law(58)
-@pytest.mark.parametrize("live", [1, 2])
-def test_no_more_whole_units_than_in_the_eager_step(live: int) -> None:
-    """At most ``max_live_units + prefetch`` at any node, however many blocks there are."""
+class Tied(nn.Module):
+    """Blocks between two uses of one matrix."""
 
-    def program() -> tuple[int, int, str]:
-        apply, params = fds.functional(blocks(count=7))
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends, self.blocks = nn.Linear(WIDTH, WIDTH), blocks(count=5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.ends(self.blocks(self.ends(x)))
+        return found
+
+
+@pytest.mark.law(58)
+@pytest.mark.parametrize(("make", "live"), [(lambda: blocks(count=7), 1), (Tied, 2)])
+def test_no_more_whole_units_than_in_the_eager_step(make: Callable[[], nn.Module], live: int) -> None:
+    """At most ``max_live_units + prefetch`` at any node, however many blocks there are, and no more gathers."""
+
+    def program() -> tuple[int, int, str, Run, Run]:
+        apply, params = fds.functional(make())
         step = fds.jit(T.zero(3, max_live_units=live)(fds.train_step(squared(apply), fds.adamw(0.1))))
         state, _ = step(step.init(params), own_batch(0))
         whole = max(now.units for now in step.graph(state, own_batch(1)).live().values())
         plain = fds.jit(step, passes=()).graph(state, own_batch(1))
-        return whole, max(now.units for now in plain.live().values()), str(plain)
+        found, expected = (run(jits, [T.zero(3, max_live_units=live)], make) for jits in (True, False))
+        return whole, max(now.units for now in plain.live().values()), str(plain), found, expected
 
-    whole, without_passes, shown = comm.simulate(program, world_size=2)[0]
+    whole, without_passes, shown, found, expected = comm.simulate(program, world_size=2)[0]
     assert whole <= live + 1
     assert without_passes >= 6  # all that the backward pass uses
-    assert "start all_gather of '3'" in shown
-    assert "wait reduce_scatter of '3'" in shown
+    assert_same(found, expected)
+    assert "wait reduce_scatter of " in shown
     assert [line for line in shown.splitlines() if not line.startswith(" ")][:2] == ["forward:", "backward:"]
 
 
 @pytest.mark.law(58)
-@pytest.mark.parametrize("passes", [(schedule(ahead=3), regather(keep=1)), (schedule(ahead=0),)])
+@pytest.mark.parametrize("passes", [(schedule(ahead=3), regather(live=1)), (schedule(ahead=0),)])
 def test_passes_change_no_value(passes: Any) -> None:
     def program() -> tuple[Run, Run]:
         return run(True, [T.zero(3)], passes=passes), run(False, [T.zero(3)])
@@ -163,7 +182,7 @@ def test_a_pass_leaves_the_graph_that_it_is_given() -> None:
         state, _ = step(step.init(params), own_batch(0))
         graph = step.graph(state, own_batch(1))
         before = str(graph), len(graph.sites)
-        again = schedule(ahead=2)(regather(keep=0)(graph))
+        again = schedule(ahead=2)(regather(live=1, reshard=True)(graph))
         return (str(graph), len(graph.sites)) == before and str(again) != str(graph)
 
     assert all(comm.simulate(program, world_size=2))
@@ -197,6 +216,20 @@ def by_address(apply: Any) -> Callable[..., Any]:
     return lambda params, batch: apply(params, batch).square().mean() * (1.0 + (batch.data_ptr() == 0))
 
 
+class _Redrawing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * torch.rand_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * torch.rand_like(grad)
+
+
+def redrawing(apply: Any) -> Callable[..., Any]:
+    return lambda params, batch: _Redrawing.apply(apply(params, batch)).sum()
+
+
 def on_one_rank_alone(apply: Any) -> Callable[..., Any]:
     return branching(apply) if comm.world().rank else squared(apply)
 
@@ -208,6 +241,7 @@ def on_one_rank_alone(apply: Any) -> Callable[..., Any]:
         ([], branching, "reads a value on the host"),
         ([], with_constant, "neither in the state nor in the batch"),
         ([], by_address, "data_ptr"),
+        ([], redrawing, "draws random numbers anew"),
         ([], on_one_rank_alone, "on rank 1, the step reads a value on the host"),
         ([lambda: T.remat("*")], squared, "remat recomputes 0"),
     ],
@@ -309,6 +343,7 @@ def test_a_kept_state_stays() -> None:
     step, state = stepped()
     before = [leaf.clone() for leaf in fds.tree.leaves(state)]
     one, _ = step(state, own_batch(1), donate=False)
+    assert all(map(torch.equal, before, fds.tree.leaves(state)))
     other, _ = step(state, own_batch(1))
     assert not all(map(torch.equal, before, fds.tree.leaves(one)))
     assert all(map(torch.equal, fds.tree.leaves(one), fds.tree.leaves(other)))
@@ -337,7 +372,7 @@ def test_a_jitted_step_is_composed_further() -> None:
     [
         (lambda: fds.jit(lambda state, batch: state), TypeError, "is no Step"),  # type: ignore[arg-type]
         (lambda: fds.jit(stepped()[0], max_graphs=0), ValueError, "max_graphs=0"),
-        (lambda: regather(keep=-1), ValueError, "keep=-1"),
+        (lambda: regather(live=0), ValueError, "live=0"),
         (lambda: schedule(ahead=-1), ValueError, "ahead=-1"),
         (lambda: stepped()[0].graph(stepped()[0].init({"w": torch.ones(2)}), torch.ones(2)), UntraceableError, "no step yet"),
     ],

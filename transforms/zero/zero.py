@@ -246,8 +246,12 @@ class Zero(ZeroConfig):
             return WholeParams(layout, stored)
         recorder = current_recorder()
         if recorder is not None:
-            kept = self.max_live_units if not self.reshard_last_units else 0
-            recorder.notes["zero"] = {"keep": kept, "ahead": self.prefetch, "hpz": self.hpz}
+            recorder.notes["zero"] = {
+                "live": self.max_live_units,
+                "reshard": self.reshard_last_units,
+                "ahead": self.prefetch,
+                "hpz": self.hpz,
+            }
             return GatherOnce(layout, stored, collectives)
         return Gatherer(
             layout,
