@@ -11,9 +11,10 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from functional_ds.base.torch_private import schema_of
 
-__all__ = ["PHASE", "UNIT", "inputs_of", "is_view", "root_of", "tagged", "views_of", "written_by"]
+__all__ = ["OPERATOR", "PHASE", "UNIT", "inputs_of", "is_view", "root_of", "tagged", "views_of", "written_by"]
 
 PHASE = "fds_phase"  # in a node's meta: the phase of the step that it belongs to
+OPERATOR = type(torch.ops.aten.add.Tensor)  # the class of an operator with its types of arguments
 UNIT = "fds_unit"  # in a node's meta: a number that the nodes of one fetch of a unit have in common
 
 
@@ -33,7 +34,7 @@ def is_view(node: fx.Node) -> bool:
     """Whether a node gives memory of its input and writes nothing."""
     if node.target is operator.getitem:
         return True
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(node.target, OPERATOR):
         return False
     gives = [result.alias_info for result in schema_of(node.target).returns]
     return any(alias is not None and not alias.is_write for alias in gives)
@@ -70,7 +71,7 @@ def inputs_of(node: fx.Node) -> list[fx.Node]:
 
 def written_by(node: fx.Node) -> list[fx.Node]:
     """The inputs that a node writes into."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(node.target, OPERATOR):
         return []
     found: list[fx.Node] = []
     for place, argument in enumerate(schema_of(node.target).arguments):

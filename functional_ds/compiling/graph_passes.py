@@ -50,7 +50,7 @@ def regather(*, live: int = 2, reshard: bool = False) -> Callable[[StepGraph], S
         gathers = new.gathers()
         views = [views_of([node for node in gather.outputs if root_of(node) in gather.nodes]) for gather in gathers]
         unit_of = {view: unit for unit, found in enumerate(views) for view in found}
-        now = list(range(len(gathers)))  # unit -> its newest copy
+        now = [0] * len(gathers)  # the newest copy of each
         copies = [_Copy(new, gather, own) for gather, own in zip(gathers, views, strict=True)]
         whole: tuple[int, ...] = ()
         for backward, uses in _uses_by_pass(new, unit_of):

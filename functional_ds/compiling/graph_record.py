@@ -13,7 +13,7 @@ from functional_ds.base.marks import like_marked
 from functional_ds.step.state import State
 
 from .graph_collectives import START, WAIT, CallSite, carrying_out, site_of
-from .graph_nodes import PHASE, UNIT, root_of
+from .graph_nodes import OPERATOR, PHASE, UNIT, root_of
 
 __all__ = ["InMemory", "StepGraph", "UnitGather"]
 
@@ -156,7 +156,7 @@ def _lines(graph: StepGraph) -> Iterator[str]:
 
 
 def _is_item(node: fx.Node) -> bool:
-    return any(before.target is WAIT for before in node.all_input_nodes) and not isinstance(node.target, torch._ops.OpOverload)
+    return any(before.target is WAIT for before in node.all_input_nodes) and not isinstance(node.target, OPERATOR)
 
 
 def _shown(graph: StepGraph, node: fx.Node) -> str:
