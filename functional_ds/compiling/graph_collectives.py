@@ -81,7 +81,15 @@ class GraphRecorder:
     _units: int = 0
 
     def start(self, call: Call, leaves: Sequence[Tensor], group: Group, *, async_op: bool, early: bool | None) -> Handle:
-        """Two nodes: one here, and one where the handle's results are asked for."""
+        """Two nodes: one here, and one where the handle's results are asked for.
+
+        Raises:
+            RuntimeError: it is a message between two ranks, which belongs to a batch.
+        """
+        if call.collective.order(call.options) != ():
+            raise RuntimeError(
+                f"{call.shown(group.rank)} is a message, and ranks must start theirs as one batch, not one by one"
+            )
         self.sites.append(CallSite(call, group, async_op, early, self._label))
         xs, site = [leaf.detach() for leaf in leaves], len(self.sites) - 1
         with carrying_out(self.sites):

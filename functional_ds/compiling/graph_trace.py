@@ -13,6 +13,7 @@ from functional_ds.base import tree
 from functional_ds.base.marks import like_marked
 from functional_ds.base.torch_private import FakeTensorMode
 from functional_ds.comm.record.call_recorder import recording
+from functional_ds.step.buffers import BUFFERS, Buffers
 from functional_ds.step.state import State
 from functional_ds.step.step import Step
 
@@ -81,10 +82,19 @@ def trace(step: Step, state: State, batch: Any) -> StepGraph:
             module = make_fx(function)(*fakes)
     except Exception as error:
         raise UntraceableError(_reason(error)) from error
+    _refuse_attributes(tree.unflatten(gives[0], outputs[0])[0])
     _tidy(module.graph)
     _refuse_late_draws(module.graph)
     module.recompile()
     return StepGraph(module, recorder.sites, takes, gives[0], outputs[0], recorder.notes)
+
+
+def _refuse_attributes(state: State) -> None:
+    """What modules set that no tree holds would stay as the trace has left it."""
+    held = state.slots.get(BUFFERS)
+    names = [name for other in held.others.by_key.values() for name in other] if isinstance(held, Buffers) else []
+    if names:
+        raise UntraceableError(f"the forward pass sets the attribute {names[0]!r} of a module to what is no tensor or number")
 
 
 def _tidy(graph: fx.Graph) -> None:

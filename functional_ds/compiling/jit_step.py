@@ -44,6 +44,23 @@ class _Traced:
 
 
 @attrs.define(eq=False)
+class _Kind:
+    """States and batches that one graph is for.
+
+    Attributes:
+        leaves: their structure, shapes and numbers.
+        modes: of the modules that the loss runs, once that is known.
+    """
+
+    leaves: Any
+    modes: dict[Any, tuple[bool, ...]] = attrs.field(factory=dict)
+
+    def is_now(self) -> bool:
+        """Whether the modules are in these modes."""
+        return all(module.modes == modes for module, modes in self.modes.items())
+
+
+@attrs.define(eq=False)
 class _GraphCache:
     """What a jitted step has traced; it changes speed, never a value.
 
@@ -54,7 +71,7 @@ class _GraphCache:
         control: the ranks' channel for these numbers.
     """
 
-    kinds: list[Any] = attrs.field(factory=list)
+    kinds: list[_Kind] = attrs.field(factory=list)
     entries: dict[tuple[int, ...], _Traced] = attrs.field(factory=dict)
     later: _Traced | None = None
     control: comm.Group | None = None
@@ -123,7 +140,7 @@ class JitStep(Step):
         if found not in cache.entries:
             if max(found) > self.max_graphs or len(cache.entries) >= self.max_graphs:
                 return self._one_too_many()
-            cache.entries[found] = self._new_entry(state, batch, group)
+            cache.entries[found] = self._new_entry(state, batch, group, cache.kinds[mine - 1])
         return cache.entries[found]
 
     def _number(self, state: State, batch: Any) -> int:
@@ -132,15 +149,18 @@ class JitStep(Step):
         0 for a new one while modules are in modes in which no eager step has looked at what they write.
         """
         kind, kinds = _kind(state, batch), self._cache.kinds
-        found = next((number for number, known in enumerate(kinds, 1) if known == kind), None)
+        like = [number for number, known in enumerate(kinds, 1) if known.leaves == kind]
+        found = next((number for number in like if kinds[number - 1].is_now()), None)
         if found is not None:
             return found
-        if not _is_settled(state):
-            return 0
-        if len(kinds) < self.max_graphs:
-            kinds.append(kind)
+        if len(kinds) == self.max_graphs:
+            return self.max_graphs + 1
+        if like:
+            kinds.append(_Kind(kind, {module: module.modes for number in like for module in kinds[number - 1].modes}))
+        elif _is_settled(state):
+            kinds.append(_Kind(kind))
             return len(kinds)
-        return self.max_graphs + 1
+        return 0
 
     def _one_too_many(self) -> _Traced:
         if self._cache.later is None:
@@ -158,10 +178,11 @@ class JitStep(Step):
             self._cache.control = (self.group or comm.world()).channel("jit")
         return self._cache.control if self._cache.control.size > 1 else None
 
-    def _new_entry(self, state: State, batch: Any, group: comm.Group | None) -> _Traced:
+    def _new_entry(self, state: State, batch: Any, group: comm.Group | None, kind: _Kind) -> _Traced:
         graph, reason = None, ""
         try:
             graph = self._traced(state, batch)
+            kind.modes = graph.notes.get("modes", {})
         except UntraceableError as error:
             reason = str(error)
         if group is not None:
@@ -220,14 +241,12 @@ def _warn(reason: str) -> None:
 def _kind(state: State, batch: Any) -> Any:
     """What a graph depends on beside the values of tensors."""
     leaves, structure = tree.flatten((state, batch))
-    held = state.slots.get(BUFFERS)
-    modes = tuple(module.modes for module in held.known.keys) if isinstance(held, Buffers) else ()
     flags = (
         torch.get_default_dtype(),
         *map(torch.is_autocast_enabled, ("cpu", "cuda")),
         torch.are_deterministic_algorithms_enabled(),
     )
-    return structure, tuple(map(_leaf_kind, leaves)), modes, flags
+    return structure, tuple(map(_leaf_kind, leaves)), flags
 
 
 def _is_settled(state: State) -> bool:

@@ -244,6 +244,8 @@ class Apply:
         trial: bool,
     ) -> Any:
         self._changes.notice()
+        if (recorder := current_recorder()) is not None:
+            recorder.notes.setdefault("modes", {})[self] = self.modes
         skeleton, temporary = self._lease(params, held, tape, trial)
         skeleton.put(held)
         kind = type(self.module).__name__

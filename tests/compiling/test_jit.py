@@ -234,6 +234,38 @@ def on_one_rank_alone(apply: Any) -> Callable[..., Any]:
     return branching(apply) if comm.world().rank else squared(apply)
 
 
+class Noting(nn.Module):
+    """Sets attributes in its forward pass: a tensor, a number or an object, and computes with them in the next step."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.kind = nn.Linear(WIDTH, WIDTH), kind
+        self.last: Any = {"tensor": torch.zeros(()), "number": 0, "object": {1}}[kind]
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.linear(x)
+        before = len(self.last) if isinstance(self.last, set) else self.last
+        found = found * (1.0 + before)
+        self.last = {
+            "tensor": lambda: found.detach().mean(),
+            "number": lambda: before + 1,
+            "object": lambda: {*range(before + 1)},
+        }[self.kind]()
+        return found
+
+
+@pytest.mark.law(58)
+@pytest.mark.parametrize("kind", ["tensor", "number", "object"])
+def test_attributes_that_a_forward_pass_sets(kind: str) -> None:
+    """A tensor is a result of the graph; a number makes another kind of state, and an object an eager step."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", JitWarning)
+        found, expected = (run(jits, [], lambda: Noting(kind)) for jits in (True, False))
+    assert_same(found, expected)
+    assert bool(found[2]) == (kind == "object")
+
+
 @pytest.mark.law(58)
 @pytest.mark.parametrize(
     ("transforms", "loss", "reason"),
@@ -303,19 +335,22 @@ def test_shapes_that_change_on_one_rank() -> None:
     assert any("2 kinds of states and batches were traced already" in text for text in found[0][1])
 
 
-def test_modes_of_modules_are_looked_at() -> None:
+@pytest.mark.parametrize("known", [True, False])
+def test_modes_of_modules_are_looked_at(known: bool) -> None:
+    """Also those of modules whose params came to the state without a mark."""
     apply, params = fds.functional(blocks(nn.Dropout(0.9)))
+    params = params if known else {name: leaf.detach().clone() for name, leaf in params.items()}
     step = fds.jit(fds.train_step(squared(apply), fds.sgd(0.0)))
     state = step.init(params)
     for _ in range(2):
         state, _ = step(state, own_batch(0))
     apply.module.eval()
-    losses = []
-    for _ in range(2):
+    for _ in range(3):
         state, metrics = step(state, own_batch(0))
-        losses.append(metrics["loss"])
-    assert torch.equal(*losses)
-    assert torch.equal(losses[0], step.evaluate(state, own_batch(0)))
+        assert torch.equal(metrics["loss"], step.evaluate(state, own_batch(0)))
+    apply.module.train()
+    assert not torch.equal(step(state, own_batch(0))[1]["loss"], metrics["loss"])
+    assert step.reasons == []
 
 
 # -- states ------------------------------------------------------------------------------------------------------------
