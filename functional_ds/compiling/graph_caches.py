@@ -7,6 +7,7 @@ from typing import Any
 import attrs
 from torch import Tensor, nn
 
+from functional_ds.comm.record.group import Group
 from functional_ds.step.state import State
 
 __all__ = ["caches_as_before"]
@@ -29,7 +30,7 @@ def caches_as_before(state: State) -> Iterator[None]:
 
 
 def _look(value: Any, found: dict[int, tuple[Any, dict[str, Any]]], seen: set[int]) -> None:
-    if id(value) in seen or isinstance(value, (Tensor, nn.Module)):
+    if id(value) in seen or isinstance(value, (Tensor, nn.Module, Group)):
         return
     seen.add(id(value))
     if attrs.has(type(value)):
