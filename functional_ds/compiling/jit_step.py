@@ -44,7 +44,7 @@ class _Traced:
 
 
 @attrs.define(eq=False)
-class _Kind:
+class _GraphKind:
     """States and batches that one graph is for.
 
     Attributes:
@@ -71,7 +71,7 @@ class _GraphCache:
         control: the ranks' channel for these numbers.
     """
 
-    kinds: list[_Kind] = attrs.field(factory=list)
+    kinds: list[_GraphKind] = attrs.field(factory=list)
     entries: dict[tuple[int, ...], _Traced] = attrs.field(factory=dict)
     later: _Traced | None = None
     control: comm.Group | None = None
@@ -156,9 +156,9 @@ class JitStep(Step):
         if len(kinds) == self.max_graphs:
             return self.max_graphs + 1
         if like:
-            kinds.append(_Kind(kind, {module: module.modes for number in like for module in kinds[number - 1].modes}))
+            kinds.append(_GraphKind(kind, {module: module.modes for number in like for module in kinds[number - 1].modes}))
         elif _is_settled(state):
-            kinds.append(_Kind(kind))
+            kinds.append(_GraphKind(kind))
             return len(kinds)
         return 0
 
@@ -178,7 +178,7 @@ class JitStep(Step):
             self._cache.control = (self.group or comm.world()).channel("jit")
         return self._cache.control if self._cache.control.size > 1 else None
 
-    def _new_entry(self, state: State, batch: Any, group: comm.Group | None, kind: _Kind) -> _Traced:
+    def _new_entry(self, state: State, batch: Any, group: comm.Group | None, kind: _GraphKind) -> _Traced:
         graph, reason = None, ""
         try:
             graph = self._traced(state, batch)
