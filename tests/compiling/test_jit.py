@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -397,6 +398,19 @@ def test_several_states_share_a_graph() -> None:
     apply_state, _ = step(state.clone(), own_batch(1))
     other, _ = step(state, own_batch(1))
     assert all(map(torch.equal, fds.tree.leaves(apply_state), fds.tree.leaves(other)))
+
+
+def test_a_checkpoint_in_between(tmp_path: Path) -> None:
+    step, state = stepped()
+    state, _ = step(state, own_batch(1))
+    fds.save(state, tmp_path)
+    apply, params = fds.functional(blocks(count=2))
+    again = fds.jit(fds.train_step(squared(apply), fds.adamw(0.1)))
+    loaded = fds.load(tmp_path, like=again.init(params))
+    for i in (2, 3):
+        state, loaded = step(state, own_batch(i))[0], again(loaded, own_batch(i))[0]
+    assert all(map(torch.equal, fds.tree.leaves(state), fds.tree.leaves(loaded)))
+    assert again.reasons == []
 
 
 def test_a_jitted_step_is_composed_further() -> None:
