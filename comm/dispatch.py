@@ -12,6 +12,7 @@ from torch import Tensor
 from functional_ds.base import tree as pytree
 from functional_ds.base.marks import is_dtensor
 from functional_ds.base.torch_private import is_fake
+from functional_ds.comm.record.call_recorder import current_recorder
 from functional_ds.comm.record.collective import Call, Handle, Here
 from functional_ds.comm.record.errors import CommError
 from functional_ds.comm.record.group import Group, Ready, call_site
@@ -20,7 +21,17 @@ from functional_ds.comm.record.pending import Pending
 from functional_ds.comm.record.result_shapes import result_on_shapes
 from functional_ds.comm.worlds.current import world
 
-__all__ = ["apply", "apply_all", "check_avg", "flatten", "is_differentiable", "resolve_dim", "resolve_group"]
+__all__ = [
+    "apply",
+    "apply_all",
+    "check_avg",
+    "flatten",
+    "is_differentiable",
+    "outline",
+    "resolve_dim",
+    "resolve_group",
+    "start",
+]
 
 
 class _Differentiable(torch.autograd.Function):
@@ -46,7 +57,7 @@ class _Differentiable(torch.autograd.Function):
                     shown = call.shown(ctx.group.rank)
                     raise ValueError(f"{shown} has no transpose, so no gradient flows through it: detach its input")
                 smooth = [_in_graph(grad, token) for grad in rest[:count] if is_differentiable(grad)]
-                started.append(_start(adjoint, smooth, ctx.group, async_op=len(ctx.calls) > 1, early=False, transposed=site))
+                started.append(start(adjoint, smooth, ctx.group, async_op=len(ctx.calls) > 1, early=False, transposed=site))
                 del rest[:count]
         back = iter([result for results in _finish(started, ctx.group) for result in results])
         return (None, None, *(next(back) if is_differentiable(grad) else None for grad in grads[:-1]))
@@ -95,7 +106,7 @@ def _in_inference_mode() -> bool:
     return not torch.is_grad_enabled() and torch.is_inference_mode_enabled()
 
 
-def _start(
+def start(
     call: Call,
     leaves: Sequence[Tensor],
     group: Group,
@@ -104,9 +115,10 @@ def _start(
     early: bool | None = None,
     transposed: str | None = None,
 ) -> _StartedCall:
+    """Starts a call on leaves; its handle gives the results, without autograd."""
     if _in_inference_mode():
         with torch.inference_mode(False), torch.no_grad():
-            return _start(call, leaves, group, async_op=async_op, early=early, transposed=transposed)
+            return start(call, leaves, group, async_op=async_op, early=early, transposed=transposed)
     row, here = call.collective, Here(call.options, group.rank, group.size)
     if group.rank < 0:
         raise CommError(f"{call.shown(-1)}: rank {world().rank} is not in {group!r}; only its ranks may call its collectives")
@@ -130,8 +142,10 @@ def _begin(call: Call, leaves: Sequence[Tensor], group: Group, async_op: bool, e
     row, here = call.collective, Here(call.options, group.rank, group.size)
     if row.alone is not None:
         return Ready([row.alone(leaf.detach().contiguous(), here) for leaf in leaves])
+    if (recorder := current_recorder()) is not None:
+        return recorder.start(call, leaves, group, async_op=async_op, early=early)
     if any(map(is_fake, leaves)):
-        return Ready([_outline(call, leaf, here) for leaf in leaves])
+        return Ready([outline(call, leaf, here) for leaf in leaves])
     began = begin(group.world.ledgers, leaves)
     handle = group.world.start(call, leaves, group, async_op=async_op)
     for ledger in group.world.ledgers:
@@ -140,7 +154,7 @@ def _begin(call: Call, leaves: Sequence[Tensor], group: Group, async_op: bool, e
     return handle
 
 
-def _outline(call: Call, leaf: Tensor, here: Here) -> Tensor:
+def outline(call: Call, leaf: Tensor, here: Here) -> Tensor:
     """The result of a call on fake tensors, as if all ranks had passed the same shapes; nothing is sent."""
     if call.collective.private:  # the others' sizes are not this rank's, and its own say what arrives
         return result_on_shapes(call.collective, leaf.detach(), here)
@@ -186,7 +200,7 @@ def apply(call: Call, tree: Any, group: Group | None, async_op: bool) -> Any:
     """The call on every leaf of the tree: its result, or a ``Pending``."""
     group = resolve_group(group)
     leaves, spec = flatten(call.title(group.rank)[0], tree)
-    started = [_start(call, leaves, group, async_op=async_op)]
+    started = [start(call, leaves, group, async_op=async_op)]
     if not async_op:
         return pytree.unflatten(spec, _finish(started, group)[0])
     return Pending(
@@ -211,7 +225,7 @@ def apply_all(
     trees = [flatten(call.title(group.rank)[0], tree) for call, tree in calls]
     pairs = zip(calls, trees, strict=True)
     with group.world.batch():
-        started = [_start(call, leaves, group, async_op=async_op, early=early) for (call, _), (leaves, _) in pairs]
+        started = [start(call, leaves, group, async_op=async_op, early=early) for (call, _), (leaves, _) in pairs]
 
     def finish() -> list[Any]:
         results = _finish(started, group)

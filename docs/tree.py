@@ -37,6 +37,7 @@ SATELLITES = {
     "memory accounts": "functional_ds/memory",
     "profiles": "functional_ds/profiling",
     "runs on paper": "functional_ds/scaling",
+    "compiled steps": "functional_ds/compiling",
     "training jobs from files": "functional_ds/jobs",
     "the command line": "functional_ds/cli",
     "debugging, compression and algorithms of collectives": "comm/debug comm/compression comm/algorithms",

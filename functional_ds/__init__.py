@@ -43,6 +43,9 @@ from . import transforms  # isort: skip  (the layer above: it imports the names 
 with optional("functional_ds.checkpointing"):
     from . import checkpointing
     from .checkpointing import load, save
+with optional("functional_ds.compiling"):
+    from . import compiling
+    from .compiling import jit
 with optional("functional_ds.deepspeed"):
     from . import deepspeed
     from .deepspeed import from_ds_config
@@ -98,6 +101,7 @@ __all__ = [
     "checkpoint_name",
     "checkpointing",
     "comm",
+    "compiling",
     "compose",
     "deepspeed",
     "deferred",
@@ -110,6 +114,7 @@ __all__ = [
     "functional",
     "innermost",
     "interchange",
+    "jit",
     "jobs",
     "lamb",
     "lion",

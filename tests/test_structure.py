@@ -45,6 +45,7 @@ LAYERS = (
     ("root",),
     ("transforms.offloading", "transforms.parallel", "transforms.precision", "transforms.zero"),
     ("transforms",),
+    ("compiling",),
     ("deepspeed.config.keys",),
     ("deepspeed.config",),
     ("jobs",),
@@ -258,6 +259,7 @@ def test_functions_with_three_parameters_describe_them() -> None:
 SATELLITES: dict[str, tuple[tuple[str, ...], dict[str, set[str]]]] = {
     "checkpointing": ((), {"": {"checkpointing", "load", "save"}}),
     "cli": ((), {}),
+    "compiling": ((), {"": {"compiling", "jit"}}),
     "deepspeed": ((), {"": {"deepspeed", "from_ds_config"}}),
     "fitting": ((), {"": {"Checkpoints", "Evaluation", "Job", "Logging", "fit", "jobs", "load_job", "run_job"}}),
     "interchange": ((), {"": {"export", "from_deepspeed", "interchange", "load_params"}}),

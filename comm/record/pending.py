@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import torch
 
+from .call_recorder import current_recorder
 from .group import Group
 
 __all__ = ["Pending", "relay"]
@@ -106,6 +107,10 @@ def relay(first: Pending[Any], *rest: Callable[[Any], Pending[Any]], lane: Group
     [[1.0, 2.0], [1.0, 2.0]]
     """
     if not rest:
+        return first
+    if current_recorder() is not None:
+        for start in rest:
+            first = start(first.wait())
         return first
 
     def steps() -> Iterator[Any]:

@@ -8,9 +8,14 @@ from torch import Tensor, nn
 
 from .torch_private import is_fake, storage_id
 
-__all__ = ["ByteRange", "overlapping"]
+__all__ = ["ByteRange", "begin_together", "overlapping"]
 
 _KINDS = (Tensor, nn.Parameter)
+
+
+def begin_together(one: Tensor, other: Tensor) -> bool:
+    """Whether the first elements of two tensors are one; addresses would not tell of tensors without values."""
+    return storage_id(one) == storage_id(other) and one.storage_offset() == other.storage_offset()
 
 
 @attrs.frozen

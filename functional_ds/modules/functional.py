@@ -19,6 +19,7 @@ from functional_ds.base.torch_private import (
     unset_fake_temporarily,
     version_of,
 )
+from functional_ds.comm.record.call_recorder import current_recorder
 from functional_ds.remat.region import called, current_region
 from functional_ds.step.buffers import BufferScope, Held
 from functional_ds.step.tape import Tape, current_tape
@@ -149,7 +150,7 @@ class Apply:
         """
         held = self._fresh({name: x for name, x in variables.items() if name not in self._bare})
         params = {name: variables[name] for name in self._bare if name in variables}
-        found = self._run(held, params, lambda module: module(*args, **kwargs), None, trial=detect_fake_mode() is not None)
+        found = self._run(held, params, lambda module: module(*args, **kwargs), None, trial=_is_trial())
         return found, {name: buffer for name, buffer in held.values.items() if buffer is not None}
 
     def within(self, params: Mapping[str, Tensor], function: Callable[[nn.Module], Any]) -> Any:
@@ -164,7 +165,7 @@ class Apply:
         if not params.keys() <= self._bare.keys():
             given = {name: x for name, x in params.items() if name not in self._bare}
             params = {name: x for name, x in params.items() if name in self._bare}
-        tape, trial = current_tape(), detect_fake_mode() is not None
+        tape, trial = current_tape(), _is_trial()
         if given or tape is None or trial:
             return self._run(self._fresh(given), params, function, tape, trial=trial)
         held, known = self._held(tape)
@@ -243,6 +244,8 @@ class Apply:
         trial: bool,
     ) -> Any:
         self._changes.notice()
+        if (recorder := current_recorder()) is not None:
+            recorder.notes.setdefault("modes", {})[self] = self.modes
         skeleton, temporary = self._lease(params, held, tape, trial)
         skeleton.put(held)
         kind = type(self.module).__name__
@@ -378,6 +381,11 @@ class Apply:
             tensors=tensors,
             placeholders={name: memo[id(x)] for name, x in self._bare.items() if id(x) in memo},
         )
+
+
+def _is_trial() -> bool:
+    """Whether this is a run for shapes alone, which leaves nothing behind: not so where a step is traced into a graph."""
+    return detect_fake_mode() is not None and current_recorder() is None
 
 
 def _versions(params: Mapping[str, Tensor]) -> list[tuple[int, int]]:

@@ -7,6 +7,7 @@ import attrs
 from torch import Tensor
 
 from functional_ds.base import tree
+from functional_ds.base.byte_ranges import begin_together
 from functional_ds.base.weighted import Weighted
 from functional_ds.sharding.leaf_map import LeafMap, TensorRange, match_leaves
 
@@ -131,7 +132,7 @@ class _Groups:
             views, own = group.views(params), tree.replace(grads, sum=group.views(dense))
             moved, new = group.rule.update(views, own, old, rate=rate, leaf_map=group.found)
             for view, other in zip(views, moved, strict=True):
-                if other.data_ptr() != view.data_ptr():
+                if not begin_together(other, view):
                     view.copy_(other)
             states.append(new)
         return params, tree.replace(state, states=tuple(states))

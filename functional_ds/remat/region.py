@@ -15,6 +15,7 @@ from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.device import in_use, redrawn, rng_state
 from functional_ds.base.torch_private import detect_fake_mode
+from functional_ds.comm.record.call_recorder import current_recorder
 
 from .argument_snapshot import snapshot
 from .op_cache import OpRecorder, Replayer
@@ -62,6 +63,8 @@ def run(
     """
     parent, report = current_region(), open_report()
     plain = policy.saves_everything and (report is None or parent is not None)
+    if not plain and current_recorder() is not None:
+        raise RuntimeError(f"remat recomputes {part} in the backward pass, and a graph of the step would keep all activations")
     if plain or not torch.is_grad_enabled() or detect_fake_mode() is not None:  # fake tensors ask for shapes alone
         return function(*args, **kwargs)
     replaying = parent is not None and parent.replaying

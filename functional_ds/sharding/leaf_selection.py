@@ -8,6 +8,7 @@ import optree
 from torch import Tensor
 
 from functional_ds.base import tree
+from functional_ds.base.byte_ranges import begin_together
 from functional_ds.base.tree import NAMESPACE
 
 from .leaf_map import LeafMap, TensorRange
@@ -73,7 +74,7 @@ class LeafSelection:
         for place, view, new in zip(self.tensors, views, moved, strict=True):
             if self.extents is None:
                 tensors[place] = new
-            elif new.data_ptr() != view.data_ptr():
+            elif not begin_together(new, view):
                 view.copy_(new)
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base import tree
+from functional_ds.comm.record.call_recorder import current_recorder
 
 from .buffers import BUFFERS, Agreement, Buffers
 from .state import State
@@ -27,8 +28,8 @@ def unagreed(state: State) -> Tensor | None:
 
 
 def agreed_anew(state: State, ranks: Tensor | None) -> State:
-    """The state, whose ranks will agree again on the buffers that they write if any rank must."""
-    if ranks is not None and ranks.item():
+    """The state, whose ranks will agree again on the buffers that they write if any rank must; no graph of a step does."""
+    if ranks is not None and current_recorder() is None and ranks.item():
         state.slots[BUFFERS].known.agreed.clear()
     return state
 

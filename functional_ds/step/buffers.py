@@ -6,6 +6,7 @@ in it what they wrote; ``collect`` gives the buffers of the next state. Nothing 
 
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any, ClassVar, Protocol
 
 import attrs
@@ -15,6 +16,7 @@ from torch import Tensor
 from functional_ds.base import tree
 from functional_ds.base.marks import module_of
 from functional_ds.base.torch_private import disable_dispatch_modes, version_of
+from functional_ds.comm.record.call_recorder import current_recorder
 
 from .slots import Role
 
@@ -393,7 +395,8 @@ def _plain(buffer: Any) -> Any:
     """A copy that a pass may write into, whatever mode the buffer was made in."""
     if buffer is None:
         return None
-    with torch.inference_mode(False), disable_dispatch_modes():  # no recorder takes it for what the function computes
+    hidden = disable_dispatch_modes() if current_recorder() is None else nullcontext()  # but a graph of the step has it
+    with torch.inference_mode(False), hidden:  # no other recorder takes it for what the function computes
         return buffer.detach().clone()
 
 

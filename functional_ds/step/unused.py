@@ -7,6 +7,7 @@ import torch
 
 from functional_ds.base import tree
 from functional_ds.base.device import arriving
+from functional_ds.comm.record.call_recorder import current_recorder
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.sharding.leaf_selection import Unused
 
@@ -52,6 +53,11 @@ def summed_over_ranks(step: Summing, state: State, scalars: Any) -> tuple[Any, .
     own = state.unused
     if not step.skips_unused or own is None or not step.wraps("sum_over_ranks"):
         return (*step.sum_over_ranks(state, scalars), own if own and step.skips_unused else None)
+    if own and current_recorder() is not None:
+        raise RuntimeError(
+            f"the loss does not use {', '.join(map(repr, sorted(own)[:3]))}, and whether another rank does is read on the host "
+            "in every step: give them gradients of zero with fds.train_step(..., unused='zeros')"
+        )
     leaf_map = step.leaf_map(state)
     leaves, device = leaf_map.leaves, state.step.device
     paths: Sequence[str] = ()

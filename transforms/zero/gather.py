@@ -9,12 +9,13 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.comm.algorithms.bruck import bruck
+from functional_ds.comm.record.call_recorder import labelled
 from functional_ds.sharding.layout import Layout
 
 from .collectives import Collectives
 from .prefetch import FetchPlan, FetchTrace, plan_fetches
 
-__all__ = ["Gatherer"]
+__all__ = ["GatherOnce", "Gatherer"]
 
 _FINISHED, _FINISHED_WITH_NOTE = -1, -2
 
@@ -158,3 +159,31 @@ class Gatherer:
             self.whole[need] = self._start(need).wait()
             self._asked.append(need)
         return None if needs else sent
+
+
+@attrs.define(eq=False)
+class GatherOnce(Gatherer):
+    """The source of units of a step that is traced into a graph: each unit's gather stands where the unit is first touched.
+
+    What is freed and gathered again is the business of passes over the graph.
+    """
+
+    frees = False
+
+    def begin(self, trace: FetchTrace) -> None:
+        """Does nothing."""
+
+    def fetch(self, unit: int) -> list[Tensor]:
+        """The unit's flat tensors, one a segment."""
+        if unit not in self.whole:
+            with labelled(self.layout.units[unit].name):
+                found = Gatherer.fetch(self, unit) if not self._sharded(unit) else self._start(unit).wait()
+            self.whole[unit] = found
+        return self.whole[unit]
+
+    def finish(self, *, reshard: bool, note: bool = False) -> bool:
+        """Does nothing."""
+        return note
+
+    def release(self, unit: int) -> None:
+        """Does nothing."""

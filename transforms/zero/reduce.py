@@ -11,6 +11,7 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base.torch_private import foreach_add_, foreach_copy_
+from functional_ds.comm.record.call_recorder import labelled
 from functional_ds.sharding.layout import Layout
 from functional_ds.step.tape import dense, wide
 
@@ -223,7 +224,8 @@ class Reducer:
         def summed(found: Sequence[Tensor]) -> list[Tensor]:
             return [self._with_earlier(index, value) for index, value in zip(trained, found, strict=True)]
 
-        pending = collectives.reduce(segments, flats)
+        with labelled(self.layout.units[unit].name):
+            pending = collectives.reduce(segments, flats)
         if self.more:  # replicas sum once a step, over all micro-batches
             pending = pending.then(summed)
         elif again:

@@ -11,6 +11,7 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
+from functional_ds.comm.record.call_recorder import current_recorder
 from functional_ds.sharding.layout import Layout, Segment
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.sharding.sources import is_deferred
@@ -24,7 +25,7 @@ from functional_ds.step.traits import Trait
 from .collectives import Collectives
 from .config import ZeroConfig
 from .cost_report import report_costs
-from .gather import Gatherer
+from .gather import Gatherer, GatherOnce
 from .lazy_params import LazyParams, UnitSource, WholeParams
 from .process_groups import ProcessGroups
 from .reduce import Reducer
@@ -247,6 +248,15 @@ class Zero(ZeroConfig):
         offloaded = any(not isinstance(shard, Tensor) for shard in stored)  # on the host or a disk
         if self.stage < 3 or (groups.n == 1 and not offloaded) or tape.flushes:
             return WholeParams(layout, stored)
+        recorder = current_recorder()
+        if recorder is not None:
+            recorder.notes["zero"] = {
+                "live": self.max_live_units,
+                "reshard": self.reshard_last_units,
+                "ahead": self.prefetch,
+                "hpz": self.hpz,
+            }
+            return GatherOnce(layout, stored, collectives)
         return Gatherer(
             layout,
             stored,

@@ -1,0 +1,56 @@
+"""Who writes the collectives of this thread down instead of carrying them out, where a step is traced into a graph."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from .collective import Call, Handle
+from .group import Group
+
+__all__ = ["CallRecorder", "current_recorder", "labelled", "recording"]
+
+
+class CallRecorder(Protocol):
+    """Takes a rank's collectives while its step runs without values.
+
+    Attributes:
+        notes: what transforms say of the step for passes over its graph, by name.
+    """
+
+    notes: dict[str, Any]
+
+    def labelled(self, name: str) -> AbstractContextManager[None]:
+        """Within the block collectives, and what is computed around them, carry something of this name."""
+        ...
+
+    def start(self, call: Call, leaves: Sequence[Tensor], group: Group, *, async_op: bool, early: bool | None) -> Handle:
+        """The call's place in the graph; its handle gives results without values."""
+        ...
+
+
+_HERE = threading.local()  # a simulated rank is a thread
+
+
+def current_recorder() -> CallRecorder | None:
+    """That of this thread; None where collectives are carried out."""
+    return getattr(_HERE, "recorder", None)
+
+
+@contextmanager
+def recording(recorder: CallRecorder) -> Iterator[None]:
+    """Within the block this thread's collectives are the recorder's."""
+    outer = current_recorder()
+    _HERE.recorder = recorder
+    try:
+        yield
+    finally:
+        _HERE.recorder = outer
+
+
+def labelled(name: str) -> AbstractContextManager[None]:
+    """Within the block what this thread's collectives carry has a name, if they are recorded."""
+    recorder = current_recorder()
+    return nullcontext() if recorder is None else recorder.labelled(name)

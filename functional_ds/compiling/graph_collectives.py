@@ -1,0 +1,168 @@
+"""Collectives as nodes of a graph: an operator that starts one, and an operator that waits for its results.
+
+``start(Tensor[] xs, int site) -> Tensor`` gives a token; ``wait(Tensor token, Tensor[] xs, int site) -> Tensor[]`` gives the
+results. A site is one collective of the program; each has a number of its own, so that no two of them are merged. ``wait``
+takes the inputs once more, which keeps their memory until then.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, fx
+
+from functional_ds.comm.dispatch import outline, start
+from functional_ds.comm.record.collective import Call, Handle, Here
+from functional_ds.comm.record.group import Group
+
+from .graph_nodes import UNIT, tagged
+
+__all__ = ["START", "WAIT", "CallSite", "GraphRecorder", "carrying_out", "site_of"]
+
+
+@attrs.frozen(eq=False)
+class CallSite:
+    """One collective of a program.
+
+    Attributes:
+        call: the collective and its options.
+        group: the ranks.
+        async_op: whether it runs beside others.
+        early: whether the program goes on before it waits; None for as ``async_op`` says.
+        label: what it carries, such as the name of a unit; may be empty.
+    """
+
+    call: Call
+    group: Group
+    async_op: bool
+    early: bool | None
+    label: str = ""
+
+    @property
+    def name(self) -> str:
+        """The collective's name."""
+        return self.call.collective.name
+
+
+@attrs.define(eq=False)
+class _RecordedHandle:
+    """A collective whose start and wait are nodes."""
+
+    token: Tensor
+    xs: list[Tensor]
+    site: int
+    ended: float | None = None
+    _results: list[Tensor] | None = None
+
+    def wait(self) -> list[Tensor]:
+        if self._results is None:
+            self._results = list(torch.ops.functional_ds.wait(self.token, self.xs, self.site))
+        return self._results
+
+    def poll(self, timeout: float) -> bool:
+        return True
+
+
+@attrs.define(eq=False)
+class GraphRecorder:
+    """Puts a rank's collectives into the graph that is being traced.
+
+    Attributes:
+        sites: the collectives so far; a node names one by its place.
+        notes: what transforms say of the step for passes.
+    """
+
+    sites: list[CallSite] = attrs.field(factory=list)
+    notes: dict[str, Any] = attrs.field(factory=dict)
+    _label: str = ""
+    _units: int = 0
+
+    def start(self, call: Call, leaves: Sequence[Tensor], group: Group, *, async_op: bool, early: bool | None) -> Handle:
+        """Two nodes: one here, and one where the handle's results are asked for.
+
+        Raises:
+            RuntimeError: it is a message between two ranks, which belongs to a batch.
+        """
+        if call.collective.order(call.options) != ():
+            raise RuntimeError(
+                f"{call.shown(group.rank)} is a message, and ranks must start theirs as one batch, not one by one"
+            )
+        self.sites.append(CallSite(call, group, async_op, early, self._label))
+        xs, site = [leaf.detach() for leaf in leaves], len(self.sites) - 1
+        with carrying_out(self.sites):
+            return _RecordedHandle(torch.ops.functional_ds.start(xs, site), xs, site)
+
+    @contextmanager
+    def labelled(self, name: str) -> Iterator[None]:
+        """Within the block collectives carry something of this name, and all nodes get one number in common."""
+        outer, self._label = self._label, name
+        self._units += 1
+        with tagged(UNIT, self._units):
+            yield
+        self._label = outer
+
+
+_HERE = threading.local()  # what the graph that this thread runs, or traces, refers to by numbers
+
+
+@contextmanager
+def carrying_out(sites: Sequence[CallSite]) -> Iterator[None]:
+    """Within the block the operators of this thread mean these sites."""
+    outer = getattr(_HERE, "run", None)
+    _HERE.run = sites, {}
+    try:
+        yield
+    finally:
+        _HERE.run = outer
+
+
+def _start(xs: list[Tensor], site: int) -> Tensor:
+    sites, under_way = _HERE.run
+    found: CallSite = sites[site]
+    under_way[site] = start(found.call, xs, found.group, async_op=found.async_op, early=found.early).handle
+    return torch.zeros((), dtype=torch.int64)
+
+
+def _wait(token: Tensor, xs: list[Tensor], site: int) -> list[Tensor]:
+    results = _HERE.run[1].pop(site).wait()
+    return [_apart(result.contiguous(), xs) for result in results]
+
+
+def _apart(result: Tensor, xs: list[Tensor]) -> Tensor:
+    """The result in memory of its own, as operators promise."""
+    memory = result.untyped_storage().data_ptr()
+    return result.clone() if memory and any(memory == x.untyped_storage().data_ptr() for x in xs) else result
+
+
+def _start_fake(xs: list[Tensor], site: int) -> Tensor:
+    return torch.empty((), dtype=torch.int64)
+
+
+def _wait_fake(token: Tensor, xs: list[Tensor], site: int) -> list[Tensor]:
+    found: CallSite = _HERE.run[0][site]
+    here = Here(found.call.options, found.group.rank, found.group.size)
+    shapes = [outline(found.call, x, here) for x in xs]
+    return [x.new_empty(shape.shape, dtype=shape.dtype) for x, shape in zip(xs, shapes, strict=True)]
+
+
+torch.library.define("functional_ds::start", "(Tensor[] xs, int site) -> Tensor")
+torch.library.define("functional_ds::wait", "(Tensor token, Tensor[] xs, int site) -> Tensor[]")
+torch.library.impl("functional_ds::start", "CompositeExplicitAutograd", _start)
+torch.library.impl("functional_ds::wait", "CompositeExplicitAutograd", _wait)
+torch.library.register_fake("functional_ds::start", _start_fake)
+torch.library.register_fake("functional_ds::wait", _wait_fake)
+START = torch.ops.functional_ds.start.default
+WAIT = torch.ops.functional_ds.wait.default
+fx.has_side_effect(START)  # other ranks take part, whether this one uses the result or not
+fx.has_side_effect(WAIT)
+
+
+def site_of(node: fx.Node) -> int:
+    """The number of the collective that a node starts or waits for."""
+    number = node.args[1 if node.target is START else 2]
+    if not isinstance(number, int):
+        raise ValueError(f"{node} has no site: its arguments are {node.args}")
+    return number

@@ -1,0 +1,81 @@
+"""Questions about a node of a graph."""
+
+import operator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from functional_ds.base.torch_private import schema_of
+
+__all__ = ["OPERATOR", "PHASE", "UNIT", "inputs_of", "is_view", "root_of", "tagged", "views_of", "written_by"]
+
+PHASE = "fds_phase"  # in a node's meta: the phase of the step that it belongs to
+OPERATOR = type(torch.ops.aten.add.Tensor)  # the class of an operator with its types of arguments
+UNIT = "fds_unit"  # in a node's meta: a number that the nodes of one fetch of a unit have in common
+
+
+@contextmanager
+def tagged(name: str, value: Any) -> Iterator[None]:
+    """Nodes that are traced within the block have a value in their meta, unless they have one of that name already."""
+    mode = get_proxy_mode()
+    before = None if mode is None else next(iter(reversed(mode.tracer.graph.nodes)))
+    yield
+    node = None if before is None else before.next
+    while node is not None and node.op != "root":
+        node.meta.setdefault(name, value)
+        node = node.next
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node gives memory of its input and writes nothing."""
+    if node.target is operator.getitem:
+        return True
+    if node.op != "call_function" or not isinstance(node.target, OPERATOR):
+        return False
+    gives = [result.alias_info for result in schema_of(node.target).returns]
+    return any(alias is not None and not alias.is_write for alias in gives)
+
+
+def root_of(node: fx.Node) -> fx.Node:
+    """The node whose memory a node gives."""
+    while is_view(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def views_of(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """The nodes and all that give their memory, in order."""
+    found = [*nodes]
+    for each in found:
+        found += [user for user in each.users if is_view(user) and user not in found]
+    return found
+
+
+def inputs_of(node: fx.Node) -> list[fx.Node]:
+    """All nodes but placeholders that a node is computed from, in order, itself the last."""
+    found: dict[fx.Node, None] = {}
+
+    def add(each: fx.Node) -> None:
+        if each.op not in ("placeholder", "get_attr") and each not in found:
+            for before in each.all_input_nodes:
+                add(before)
+            found[each] = None
+
+    add(node)
+    return list(found)
+
+
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """The inputs that a node writes into."""
+    if node.op != "call_function" or not isinstance(node.target, OPERATOR):
+        return []
+    found: list[fx.Node] = []
+    for place, argument in enumerate(schema_of(node.target).arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+            fx.map_arg(value, found.append)
+    return found

@@ -1,0 +1,203 @@
+"""Passes over a step's graph: pure functions from graph to graph that change no value."""
+
+from collections.abc import Callable, Sequence
+
+import attrs
+from torch import fx
+
+from functional_ds.transforms.zero.prefetch import plan_fetches
+
+from .graph_collectives import START, WAIT, CallSite, site_of
+from .graph_nodes import PHASE, UNIT, inputs_of, root_of, views_of, written_by
+from .graph_record import StepGraph, UnitGather
+
+__all__ = ["copied", "finished", "regather", "schedule"]
+
+
+def copied(graph: StepGraph) -> StepGraph:
+    """A copy, whose nodes and sites a pass may change."""
+    new, known = fx.Graph(), dict[fx.Node, fx.Node]()
+    new.output(new.graph_copy(graph.module.graph, known))
+    return attrs.evolve(graph, module=fx.GraphModule(graph.module, new), sites=list(graph.sites))
+
+
+def finished(graph: StepGraph) -> StepGraph:
+    """The graph, checked and ready to be called."""
+    graph.module.graph.eliminate_dead_code()  # what nobody reads keeps its inputs in memory
+    graph.module.graph.lint()
+    graph.module.recompile()
+    return graph
+
+
+def regather(*, live: int = 2, reshard: bool = False) -> Callable[[StepGraph], StepGraph]:
+    """Gathers units of params anew where they are used again, so that at most ``live`` of them are whole at once.
+
+    Law: no value changes. In each forward and each backward pass the gathers are the fewest that do (Belady 1966), as ZeRO-3
+    plans them in an eager step. More units are whole only where one operation takes more.
+
+    Args:
+        live: how many units are whole.
+        reshard: whether a backward pass finds none of the units that its forward pass ends with.
+
+    Raises:
+        ValueError: ``live`` is below 1.
+    """
+    if live < 1:
+        raise ValueError(f"live={live} is a number of whole units, so at least 1")
+
+    def run(graph: StepGraph) -> StepGraph:
+        new = copied(graph)
+        gathers = new.gathers()
+        views = [views_of([node for node in gather.outputs if root_of(node) in gather.nodes]) for gather in gathers]
+        unit_of = {view: unit for unit, found in enumerate(views) for view in found}
+        now = [0] * len(gathers)  # the newest copy of each
+        copies = [_Copy(new, gather, own) for gather, own in zip(gathers, views, strict=True)]
+        whole: tuple[int, ...] = ()
+        for backward, uses in _uses_by_pass(new, unit_of):
+            whole = whole if backward and not reshard else ()
+            plan = plan_fetches(tuple(unit for _, unit in uses), live, whole)
+            there, fetches = {*whole}, iter(plan.fetches)
+            for node, unit in uses:
+                if unit not in there:
+                    there = (there - {*next(fetches).evict}) | {unit}
+                    now[unit] = copies[unit].fetched_for(node)
+                copies[unit].give(node, now[unit])
+            whole = plan.end
+        return finished(new)
+
+    return run
+
+
+def _uses_by_pass(graph: StepGraph, unit_of: dict[fx.Node, int]) -> list[tuple[bool, list[tuple[fx.Node, int]]]]:
+    """Who uses which unit, in order, in each forward and each backward pass (True); micro-batches have several."""
+    found = [(False, list[tuple[fx.Node, int]]())]
+    phase, making = None, {node for gather in graph.gathers() for node in gather.nodes}
+    for node in graph.module.graph.nodes:
+        now = node.meta.get(PHASE)
+        if now in ("forward", "backward") and now != phase:
+            phase = now
+            found.append((phase == "backward", []))
+        if node.op == "call_function" and node not in unit_of and node not in making:
+            units = dict.fromkeys(unit_of[each] for each in node.all_input_nodes if each in unit_of)
+            found[-1][1].extend((node, unit) for unit in units)
+    return found
+
+
+@attrs.define(eq=False)
+class _Copy:
+    """A unit's gather and its copies; copy 0 is the gather itself."""
+
+    graph: StepGraph
+    gather: UnitGather
+    views: list[fx.Node]
+    _made: list[dict[fx.Node, fx.Node]] = attrs.field(factory=list)  # of each copy: the node of the gather -> its copy
+
+    def fetched_for(self, user: fx.Node) -> int:
+        """The number of the gather that a node will use: the first one, and then a new one each time."""
+        if not self._made or _is_written([*self._anew], self.gather.wait, user):
+            self._made = self._made or [{}]
+            return 0
+        self._made.append({})
+        return len(self._made) - 1
+
+    def give(self, user: fx.Node, number: int) -> None:
+        """Makes a node use a copy, which stands before the first of its users."""
+        if number:
+            with self.graph.module.graph.inserting_before(user):
+                sites: dict[int, int] = {}
+                for view in [each for each in user.all_input_nodes if each in self.views]:
+                    user.replace_input_with(view, self._copied(view, number, sites, user))
+
+    @property
+    def _anew(self) -> set[fx.Node]:
+        """What a copy copies: with hpZ not the first level, whose result stays."""
+        found = {*self.gather.nodes, *self.views}
+        if self.graph.notes.get("zero", {}).get("hpz"):
+            found -= {*inputs_of(next(node for node in self.gather.nodes if node.target is WAIT))}
+        return found
+
+    def _copied(self, node: fx.Node, number: int, sites: dict[int, int], user: fx.Node) -> fx.Node:
+        made, anew = self._made[number], self._anew
+        if node not in made:
+            for before in node.all_input_nodes:
+                if before in anew:
+                    self._copied(before, number, sites, user)
+            copy = made[node] = self.graph.module.graph.node_copy(node, lambda old: made.get(old, old))
+            copy.meta[PHASE] = user.meta.get(PHASE)
+            if UNIT in copy.meta:
+                copy.meta[UNIT] = (node.meta[UNIT], number)
+            if node.target in (START, WAIT):
+                _renumber(self.graph.sites, copy, sites)
+        return made[node]
+
+
+def _renumber(sites: list[CallSite], node: fx.Node, number: dict[int, int]) -> None:
+    old = site_of(node)
+    if old not in number:
+        number[old] = len(sites)
+        sites.append(sites[old])
+    node.args = (*node.args[:-1], number[old])
+
+
+def _by_pass(graph: StepGraph) -> list[list[UnitGather]]:
+    """The gathers of units, of each forward and each backward pass alone."""
+    found, phase = list[list[UnitGather]]([[]]), None
+    gathers = {gather.wait: gather for gather in graph.gathers()}
+    for node in graph.module.graph.nodes:
+        now = node.meta.get(PHASE)
+        if now in ("forward", "backward") and now != phase:
+            phase = now
+            found.append([])
+        if node in gathers:
+            found[-1].append(gathers[node])
+    return found
+
+
+def schedule(*, ahead: int = 1) -> Callable[[StepGraph], StepGraph]:
+    """Starts each gather of a unit before the wait for the one ``ahead`` gathers earlier, in forward and backward alike.
+
+    Law: no value changes, nor what is sent; the ranks start gathers in the order in which they did.
+
+    Args:
+        ahead: how many gathers may be under way beside the one that is waited for.
+
+    Raises:
+        ValueError: ``ahead`` is negative.
+    """
+    if ahead < 0:
+        raise ValueError(f"ahead={ahead} is a number of gathers, so at least 0")
+
+    def run(graph: StepGraph) -> StepGraph:
+        new = copied(graph)
+        for gathers in _by_pass(new):
+            for place, gather in enumerate(gathers[1:], 1):
+                _start_before(gather.start, gathers[max(0, place - ahead)].wait if ahead else gather.wait)
+        return finished(new)
+
+    return run
+
+
+def _start_before(start: fx.Node, place: fx.Node) -> None:
+    """Moves the start of a gather, and what it is computed from, before a node, unless a kernel between writes into that."""
+    order = {node: n for n, node in enumerate(start.graph.nodes)}
+    moved = [node for node in inputs_of(start) if order[node] > order[place]]
+    if any(node.target is WAIT or written_by(node) for node in moved) or _is_written(moved, place, start):
+        return
+    for node in moved:
+        place.prepend(node)
+
+
+def _is_written(reading: Sequence[fx.Node], start: fx.Node, end: fx.Node) -> bool:
+    """Whether a kernel from one node on until before another one writes into memory that nodes read."""
+    read = {root_of(each) for node in reading for each in node.all_input_nodes}
+    node = start
+    while node is not end:
+        if node not in reading and any(root_of(each) in read for each in written_by(node)):
+            return True
+        node = node.next
+    return False
+
+
+def _first_level(moved: Sequence[fx.Node]) -> list[fx.Node]:
+    first = next(place for place, node in enumerate(moved) if node.target is START)
+    return list(moved[: first + 1])

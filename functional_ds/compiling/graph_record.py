@@ -1,0 +1,170 @@
+"""A step's graph: what it takes and gives, what is in memory at each node, and how it prints."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import attrs
+import optree
+import torch
+from torch import Tensor, fx
+
+from functional_ds.base import tree
+from functional_ds.base.marks import like_marked
+from functional_ds.step.state import State
+
+from .graph_collectives import START, WAIT, CallSite, carrying_out, site_of
+from .graph_nodes import OPERATOR, PHASE, UNIT, root_of
+
+__all__ = ["InMemory", "StepGraph", "UnitGather"]
+
+_GATHERS = ("all_gather", "broadcast")
+
+
+@attrs.frozen
+class InMemory:
+    """What is in memory while a node runs, its own results included; the state and the batch, which the caller holds, are not.
+
+    Attributes:
+        bytes: of all tensors that the graph has made.
+        units: how many gathered units are whole or on their way.
+    """
+
+    bytes: int
+    units: int
+
+
+@attrs.frozen(eq=False)
+class UnitGather:
+    """The nodes that make a unit of params whole: starts and waits of its levels, casts and decoding.
+
+    Attributes:
+        nodes: in order.
+    """
+
+    nodes: Sequence[fx.Node]
+
+    @property
+    def start(self) -> fx.Node:
+        """Where the first collective starts."""
+        return next(node for node in self.nodes if node.target is START)
+
+    @property
+    def wait(self) -> fx.Node:
+        """Where the last one is waited for."""
+        return next(node for node in reversed(self.nodes) if node.target is WAIT)
+
+    @property
+    def outputs(self) -> list[fx.Node]:
+        """The nodes whose values are used elsewhere; if there are none, the wait."""
+        own = {*self.nodes}
+        used = [node for node in self.nodes if any(user not in own for user in node.users) and node.target is not START]
+        return used or [self.wait]
+
+
+@attrs.frozen(eq=False, repr=False)
+class StepGraph:
+    """A step as a graph: a function from the leaves of (state, batch) to those of (state, metrics).
+
+    Nodes are ATen operators, and ``functional_ds::start`` and ``::wait`` for collectives. The update writes into the
+    state's tensors, as a donating step does.
+
+    Attributes:
+        module: the graph, which can be called.
+        sites: the collectives that its nodes name by number.
+        takes: the structure of (state, batch).
+        gives: the structure of (state, metrics).
+        outputs: the results' leaves without values, with their marks.
+        notes: what transforms say of the step for passes.
+    """
+
+    module: fx.GraphModule
+    sites: list[CallSite]
+    takes: optree.PyTreeSpec
+    gives: optree.PyTreeSpec
+    outputs: Sequence[Any]
+    notes: dict[str, Any]
+
+    def __call__(self, leaves: Sequence[Any]) -> tuple[State, dict[str, Tensor]]:
+        """Runs the graph on the leaves of a state, which it writes into, and of a batch."""
+        with torch.no_grad(), carrying_out(self.sites):
+            found = self.module(*leaves)
+        marked = [like_marked(x, model) if isinstance(x, Tensor) else x for x, model in zip(found, self.outputs, strict=True)]
+        result: tuple[State, dict[str, Tensor]] = tree.unflatten(self.gives, marked)
+        return result
+
+    def gathers(self) -> list[UnitGather]:
+        """The gathers of units of params, in the order in which they are waited for."""
+        nodes: dict[Any, list[fx.Node]] = {}
+        for node in self.module.graph.nodes:
+            if UNIT in node.meta:
+                nodes.setdefault(node.meta[UNIT], []).append(node)
+        found = [UnitGather(each) for each in nodes.values() if any(self._gathers(node) for node in each)]
+        order = {node: place for place, node in enumerate(self.module.graph.nodes)}
+        return sorted(found, key=lambda each: order[each.wait])
+
+    def _gathers(self, node: fx.Node) -> bool:
+        return node.target is WAIT and self.sites[site_of(node)].name in _GATHERS
+
+    def live(self) -> dict[fx.Node, InMemory]:
+        """For each node what is in memory while it runs. A tensor lives until the last use of it, or of a view of it."""
+        nodes = list(self.module.graph.nodes)
+        ends: dict[fx.Node, int] = {}  # a node that makes memory -> the place of its last use
+        for place, node in enumerate(nodes):
+            for used in (node, *node.all_input_nodes):
+                ends[root_of(used)] = place
+        changes, counts = [0] * (len(nodes) + 1), [0] * (len(nodes) + 1)
+        places = {node: place for place, node in enumerate(nodes)}
+        for node, end in ends.items():
+            if node.op == "call_function":
+                changes[places[node]] += _bytes(node)
+                changes[end + 1] -= _bytes(node)
+        for gather in self.gathers():
+            counts[places[gather.start]] += 1
+            counts[1 + max(ends[root_of(output)] for output in gather.outputs)] -= 1
+        found, size, count = {}, 0, 0
+        for place, node in enumerate(nodes):
+            size, count = size + changes[place], count + counts[place]
+            found[node] = InMemory(size, count)
+        return found
+
+    def __str__(self) -> str:
+        """A line a node: its phase where one begins, what is in memory, the operator, and what a collective carries."""
+        return "\n".join(_lines(self))
+
+    def __repr__(self) -> str:
+        nodes, peak = len(self.module.graph.nodes), max(now.bytes for now in self.live().values())
+        return f"StepGraph({nodes} nodes, {len(self.sites)} collectives, at most {peak:,} bytes beside the state)"
+
+
+def _bytes(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return sum(x.numel() * x.element_size() for x in values if isinstance(x, Tensor))
+
+
+def _lines(graph: StepGraph) -> Iterator[str]:
+    held, phase = graph.live(), None
+    for node in graph.module.graph.nodes:
+        if node.op != "call_function" or _is_item(node):
+            continue
+        if node.meta.get(PHASE) != phase:
+            phase = node.meta.get(PHASE)
+            yield f"{phase or 'step'}:"
+        now = held[node]
+        units = f" {now.units} units" if graph.notes.get("zero") is not None else ""
+        yield f"  {now.bytes:>12,}{units}  {_shown(graph, node)}"
+
+
+def _is_item(node: fx.Node) -> bool:
+    return any(before.target is WAIT for before in node.all_input_nodes) and not isinstance(node.target, OPERATOR)
+
+
+def _shown(graph: StepGraph, node: fx.Node) -> str:
+    inputs = ", ".join(each.name for each in node.all_input_nodes)
+    if node.target not in (START, WAIT):
+        value = node.meta.get("val")
+        shape = f": {str(value.dtype).removeprefix('torch.')}{list(value.shape)}" if isinstance(value, Tensor) else ""
+        return f"{node.name} = {str(node.target).removeprefix('aten.')}({inputs}){shape}"
+    site = graph.sites[site_of(node)]
+    verb, label = "start" if node.target is START else "wait", f" of {site.label!r}" if site.label else ""
+    return f"{verb} {site.name}{label} on {site.group.name} ({inputs})"

@@ -1,0 +1,136 @@
+"""Traces all of ``step(state, batch)`` into one graph: view, loss, backward, reductions, norm and update."""
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+
+from functional_ds.base import tree
+from functional_ds.base.marks import like_marked
+from functional_ds.base.torch_private import FakeTensorMode
+from functional_ds.comm.record.call_recorder import recording
+from functional_ds.step.buffers import BUFFERS, Buffers
+from functional_ds.step.state import State
+from functional_ds.step.step import Step
+
+from .graph_caches import caches_as_before
+from .graph_collectives import GraphRecorder, carrying_out
+from .graph_nodes import PHASE, tagged
+from .graph_record import StepGraph
+
+__all__ = ["UntraceableError", "trace"]
+
+_PHASES = {
+    "view": "view",
+    "loss": "forward",
+    "gradients": "backward",
+    "reduce": "reduce",
+    "norm": "norm",
+    "finite": "finite",
+    "sync_buffers": "sync_buffers",
+    "update": "update",
+}
+
+
+class UntraceableError(RuntimeError):
+    """A step cannot be one graph; the text says why."""
+
+
+def _marking(phase: str) -> Callable[..., Any]:
+    def run(inner: Callable[..., Any], step: Step, *args: Any) -> Any:
+        with tagged(PHASE, _PHASES[phase]):
+            return inner(step, *args)
+
+    return run
+
+
+class _NoAddresses(TorchFunctionMode):
+    """Refuses questions for addresses: tensors without values all say 0, and what follows from that would be wrong."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.data_ptr:
+            raise UntraceableError("the step asks for a tensor's address (data_ptr), which differs from step to step")
+        return func(*args, **(kwargs or {}))
+
+
+def trace(step: Step, state: State, batch: Any) -> StepGraph:
+    """The graph of a step that has run eagerly before; nothing is computed or sent, and the state is not donated.
+
+    Raises:
+        UntraceableError: with the reason.
+    """
+    leaves, takes = tree.flatten((state, batch))
+    marks: dict[str, Any] = {phase: _marking(phase) for phase in _PHASES}
+    marked = step.wrapped("jit", **marks)
+    recorder, gives, outputs = GraphRecorder(), list[optree.PyTreeSpec](), list[list[Any]]()
+
+    def function(*given: Any) -> list[Any]:
+        own = [like_marked(x, leaf) if isinstance(leaf, Tensor) else leaf for x, leaf in zip(given, leaves, strict=True)]
+        found, spec = tree.flatten(Step.__call__(marked, *tree.unflatten(takes, own)))
+        gives.append(spec)
+        outputs.append(found)
+        return [x.detach() if isinstance(x, Tensor) else x for x in found]
+
+    mode = FakeTensorMode()  # knows no symbols, so a value that is read on the host is an error
+    fakes = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in leaves]
+    try:
+        with caches_as_before(state), recording(recorder), carrying_out(recorder.sites), mode, _NoAddresses():
+            module = make_fx(function)(*fakes)
+    except Exception as error:
+        raise UntraceableError(_reason(error)) from error
+    _refuse_attributes(tree.unflatten(gives[0], outputs[0])[0])
+    _tidy(module.graph)
+    _refuse_late_draws(module.graph)
+    module.recompile()
+    return StepGraph(module, recorder.sites, takes, gives[0], outputs[0], recorder.notes)
+
+
+def _refuse_attributes(state: State) -> None:
+    """What modules set that no tree holds would stay as the trace has left it."""
+    held = state.slots.get(BUFFERS)
+    names = [name for other in held.others.by_key.values() for name in other] if isinstance(held, Buffers) else []
+    if names:
+        raise UntraceableError(f"the forward pass sets the attribute {names[0]!r} of a module to what is no tensor or number")
+
+
+def _tidy(graph: fx.Graph) -> None:
+    """Without nodes that change nothing."""
+    for node in list(graph.nodes):
+        if node.target is torch.ops.aten.detach.default:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+    graph.lint()
+
+
+def _refuse_late_draws(graph: fx.Graph) -> None:
+    """A backward pass that draws recomputes a forward pass, for which it sets generators back, and no node does that."""
+    for node in graph.nodes:
+        tags = getattr(node.target, "tags", ())
+        if node.meta.get(PHASE) == "backward" and torch.Tag.nondeterministic_seeded in tags:
+            raise UntraceableError(
+                f"the backward pass draws random numbers anew ({node.target}), as recomputation does, and a graph does not set "
+                "generators back: draw by a key, fds.Key, or leave rematerialisation out"
+            )
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, UntraceableError):
+        return str(error)
+    text = str(error).strip().splitlines() or [""]
+    name = type(error).__name__
+    if "data-dependent" in str(error) or "DataDependent" in name or "get value out of a tracing tensor" in str(error):
+        return (
+            "the step reads a value on the host (by item(), bool(), tolist() or a shape that depends on values), and goes on "
+            f"as that says: compute with the tensor instead, such as by torch.where ({name}: {text[0]})"
+        )
+    if "Please convert all Tensors to FakeTensors" in str(error):
+        return (
+            "the loss uses a tensor that is neither in the state nor in the batch; pass it in the batch, or register it as a "
+            f"buffer of the module ({name}: {text[0]})"
+        )
+    return f"{name}: {text[0]}"

@@ -1,0 +1,339 @@
+"""``jit``: a step that runs as a graph."""
+
+import warnings
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from functional_ds import comm
+from functional_ds.base import tree
+from functional_ds.base.torch_private import version_of
+from functional_ds.comm.record.collective import Here
+from functional_ds.step.buffers import BUFFERS, Buffers
+from functional_ds.step.checks import check_state, refuse_inference
+from functional_ds.step.forward_pass import refuse_open
+from functional_ds.step.state import State, mark_donated
+from functional_ds.step.step import Metrics, Step
+from functional_ds.step.traits import Trait
+
+from .graph_collectives import START, CallSite, site_of
+from .graph_passes import regather, schedule
+from .graph_record import StepGraph
+from .graph_trace import UntraceableError, trace
+
+__all__ = ["GraphPass", "JitStep", "JitWarning", "jit"]
+
+GraphPass = Callable[[StepGraph], StepGraph]
+_NOT_TRACED = {Trait.PIPELINES: "runs stages by messages", Trait.OFFLOADS: "moves tensors between devices and files"}
+
+
+class JitWarning(UserWarning):
+    """A step runs eagerly; the text says why."""
+
+
+@attrs.define(eq=False)
+class _Traced:
+    """What is known of one kind of state and batch, on all ranks: a graph, or the reason why there is none."""
+
+    graph: StepGraph | None
+    reason: str
+
+
+@attrs.define(eq=False)
+class _GraphKind:
+    """States and batches that one graph is for.
+
+    Attributes:
+        leaves: their structure, shapes and numbers.
+        modes: of the modules that the loss runs, once that is known.
+    """
+
+    leaves: Any
+    modes: dict[Any, tuple[bool, ...]] = attrs.field(factory=dict)
+
+    def is_now(self) -> bool:
+        """Whether the modules are in these modes."""
+        return all(module.modes == modes for module, modes in self.modes.items())
+
+
+@attrs.define(eq=False)
+class _GraphCache:
+    """What a jitted step has traced; it changes speed, never a value.
+
+    Attributes:
+        kinds: of this rank's states and batches: structure, shapes, modes.
+        entries: by the numbers of all ranks' kinds.
+        later: of the kinds that come when there are too many.
+        control: the ranks' channel for these numbers.
+    """
+
+    kinds: list[_GraphKind] = attrs.field(factory=list)
+    entries: dict[tuple[int, ...], _Traced] = attrs.field(factory=dict)
+    later: _Traced | None = None
+    control: comm.Group | None = None
+
+
+@attrs.frozen(eq=False, repr=False, kw_only=True)
+class JitStep(Step):
+    """A step that runs as a graph, once a state has made an eager step; else as the step that it was made of.
+
+    Attributes:
+        passes: over each graph; None for those that the step's transforms ask for.
+        group: the ranks that run the step; None for the whole world.
+        max_graphs: how many kinds of states and batches are traced.
+    """
+
+    passes: Sequence[GraphPass] | None = None
+    group: comm.Group | None = None
+    max_graphs: int = 8
+    _cache: _GraphCache = attrs.field(factory=_GraphCache, init=False)
+
+    def __call__(self, state: State, batch: Any, *, donate: bool = True) -> tuple[State, Metrics]:
+        """One update, as ``Step.__call__``: the same result, bit for bit, and the same refusals."""
+        refuse_inference("step")
+        check_state(self, state)
+        entry = self._entry(state, batch)
+        if entry is None or entry.graph is None:
+            return Step.__call__(self, state, batch, donate=donate)
+        refuse_open(state)
+        return _run(entry.graph, state, batch, donate)
+
+    def graph(self, state: State, batch: Any) -> StepGraph:
+        """The graph of this step after its passes; nothing is computed or sent.
+
+        Raises:
+            UntraceableError: with the reason; also for a state that has made no step yet.
+        """
+        check_state(self, state)
+        return self._traced(state, batch)
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why some kinds of states and batches run eagerly; empty where none does."""
+        entries = [*self._cache.entries.values(), *filter(None, [self._cache.later])]
+        return [entry.reason for entry in entries if entry.reason]
+
+    def forget(self) -> None:
+        """Drops all graphs, after a change that no argument shows: all ranks must call it at the same place."""
+        self._cache.kinds.clear()
+        self._cache.entries.clear()
+        self._cache.later = None
+
+    def __repr__(self) -> str:
+        return f"JitStep({self})"
+
+    # -- which graph ---------------------------------------------------------------------------------------------------
+
+    def _entry(self, state: State, batch: Any) -> _Traced | None:
+        """The one for this kind of state and batch on this rank, and those of the other ranks; None for a first step."""
+        cache, group = self._cache, self._group()
+        mine = 0 if state.batch is None else self._number(state, batch)
+        found = (mine,)
+        if group is not None:
+            found = tuple(comm.all_gather(torch.tensor([mine], device=group.world.device), group).tolist())
+        if 0 in found:
+            return None
+        if found not in cache.entries:
+            if max(found) > self.max_graphs or len(cache.entries) >= self.max_graphs:
+                return self._one_too_many()
+            cache.entries[found] = self._new_entry(state, batch, group, cache.kinds[mine - 1])
+        return cache.entries[found]
+
+    def _number(self, state: State, batch: Any) -> int:
+        """That of a kind on this rank, from 1 on; ``max_graphs + 1`` for all that come later.
+
+        0 for a new one while modules are in modes in which no eager step has looked at what they write.
+        """
+        kind, kinds = _kind(state, batch), self._cache.kinds
+        like = [number for number, known in enumerate(kinds, 1) if known.leaves == kind]
+        found = next((number for number in like if kinds[number - 1].is_now()), None)
+        if found is not None:
+            return found
+        if len(kinds) == self.max_graphs:
+            return self.max_graphs + 1
+        if like:
+            kinds.append(_GraphKind(kind, {module: module.modes for number in like for module in kinds[number - 1].modes}))
+        elif _is_settled(state):
+            kinds.append(_GraphKind(kind))
+            return len(kinds)
+        return 0
+
+    def _one_too_many(self) -> _Traced:
+        if self._cache.later is None:
+            reason = (
+                f"{self.max_graphs} kinds of states and batches were traced already, and this one has other shapes, structures "
+                "or numbers again: pad batches to a few shapes, pass what changes as tensors, or raise max_graphs"
+            )
+            self._cache.later = _Traced(None, reason)
+            _warn(reason)
+        return self._cache.later
+
+    def _group(self) -> comm.Group | None:
+        """The channel on which ranks agree; None for one rank."""
+        if self._cache.control is None:
+            self._cache.control = (self.group or comm.world()).channel("jit")
+        return self._cache.control if self._cache.control.size > 1 else None
+
+    def _new_entry(self, state: State, batch: Any, group: comm.Group | None, kind: _GraphKind) -> _Traced:
+        graph, reason = None, ""
+        try:
+            graph = self._traced(state, batch)
+            kind.modes = graph.notes.get("modes", {})
+        except UntraceableError as error:
+            reason = str(error)
+        if group is not None:
+            told = comm.all_gather_object((reason, {} if graph is None else _digests(graph)), group)
+            reason = _disagreement([one for one, _ in told], [digests for _, digests in told])
+        if reason:
+            _warn(reason)
+        return _Traced(None if reason else graph, reason)
+
+    def _traced(self, state: State, batch: Any) -> StepGraph:
+        if state.batch is None:
+            raise UntraceableError("the state has made no step yet, and the first one is eager: ranks agree on orders there")
+        for trait, words in _NOT_TRACED.items():
+            name = self.has(trait)
+            if name is not None:
+                raise UntraceableError(f"{name} {words}, which no graph holds")
+        if comm.world().world.watch is not None:
+            raise UntraceableError("the simulation follows values (variance=True), which graphs do not show it")
+        found = trace(self, state, batch)
+        zero, chosen = found.notes.get("zero"), self.passes
+        if chosen is None:
+            chosen = () if zero is None else _as_zero_does(**zero)
+        for each in chosen:
+            found = each(found)
+        return found
+
+
+def _as_zero_does(*, live: int, reshard: bool, ahead: int, **others: Any) -> Sequence[GraphPass]:
+    return regather(live=live, reshard=reshard), schedule(ahead=ahead)
+
+
+def _run(graph: StepGraph, state: State, batch: Any, donate: bool) -> tuple[State, Metrics]:
+    """The graph on the state's own memory, or on a copy of it."""
+    before = tree.replace(state) if donate else state.clone()
+    leaves = tree.leaves((before, batch))
+    versions = [version_of(x) for x in leaves if isinstance(x, Tensor)]
+    with comm.world().world.step():
+        try:
+            new, metrics = graph(leaves)
+        except Exception:
+            if donate and versions != [version_of(x) for x in leaves if isinstance(x, Tensor)]:
+                state.donate()
+                mark_donated(before)
+            raise
+    if donate:
+        new = tree.replace(new, step=new.step.detach()) if new.step is before.step else new
+        state.donate()
+        mark_donated(before)
+    return new, metrics
+
+
+def _warn(reason: str) -> None:
+    warnings.warn(f"fds.jit: the step runs eagerly: {reason}", JitWarning, stacklevel=5)
+
+
+def _kind(state: State, batch: Any) -> Any:
+    """What a graph depends on beside the values of tensors."""
+    leaves, structure = tree.flatten((state, batch))
+    flags = (
+        torch.get_default_dtype(),
+        *map(torch.is_autocast_enabled, ("cpu", "cuda")),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    return structure, tuple(map(_leaf_kind, leaves)), flags
+
+
+def _is_settled(state: State) -> bool:
+    held = state.slots.get(BUFFERS)
+    if not isinstance(held, Buffers):
+        return True
+    return all(held.known.modes.get(key, module.modes) == module.modes for module, key in held.known.keys.items())
+
+
+def _leaf_kind(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return type(leaf), leaf
+    return type(leaf), leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
+
+
+def _digests(graph: StepGraph) -> dict[Any, int]:
+    """For each group the collectives that all its ranks must start in one order, as a number."""
+    found: dict[Any, int] = {}
+    for node in graph.module.graph.nodes:
+        if node.target is not START:
+            continue
+        site: CallSite = graph.sites[site_of(node)]
+        row, group = site.call.collective, site.group
+        if len(row.members(site.call.options, group.size)) < group.size:
+            continue
+        here, xs = Here(site.call.options, group.rank, group.size), [x.meta["val"] for x in node.args[0]]
+        text = repr(site.call.agreement(xs, here))
+        key = (group.name, group.ranks)
+        found[key] = zlib.crc32(text.encode(), found.get(key, 0))
+    return found
+
+
+def _disagreement(reasons: Sequence[str], digests: Sequence[dict[Any, int]]) -> str:
+    """Why the ranks do not run their graphs; empty if they do."""
+    for rank, reason in enumerate(reasons):
+        if reason:
+            return reason if len({*reasons}) == 1 else f"on rank {rank}, {reason}"
+    for rank, found in enumerate(digests):
+        for group, digest in found.items():
+            other = next((r for r, theirs in enumerate(digests) if r in group[1] and theirs.get(group) != digest), None)
+            if other is not None:
+                return (
+                    f"the graphs of ranks {rank} and {other} start other collectives on the group {group[0]!r}, so each would "
+                    "wait for the other: let the loss touch the same units in the same order on all ranks"
+                )
+    return ""
+
+
+def jit(
+    step: Step,
+    *,
+    passes: Sequence[GraphPass] | None = None,
+    group: comm.Group | None = None,
+    max_graphs: int = 8,
+) -> JitStep:
+    """The step as a graph of ATen operators and collectives, traced once for each kind of state and batch.
+
+    Law 58: ``jit(step)`` is ``step``, bit for bit: equal states, metrics and payloads between ranks; what it cannot trace it
+    runs eagerly, with a ``JitWarning`` that names the reason. Each state's first step is eager, since ranks agree on their
+    orders there. The graph holds view, loss, backward, reductions, norm and update; a donated state's memory is written into.
+
+    As in JAX, Python runs while tracing alone: numbers that the loss reads elsewhere than in the state and the batch are as
+    they were then, until ``forget()``. Tensors there are refused. Modes of modules are looked at in every step.
+
+    Cost: the ranks send 8 bytes to each other in every step, on a channel of their own, to run the same graph; tracing costs
+    a small multiple of an eager step's host time.
+
+    Args:
+        step: any.
+        passes: functions from graph to graph, in order; None for ``regather`` and ``schedule`` where params are in shards.
+        group: the ranks that run the step; None for the whole world.
+        max_graphs: how many kinds of states and batches are traced; more run eagerly.
+
+    Raises:
+        ValueError: ``max_graphs`` is below 1.
+
+    >>> import functional_ds as fds
+    >>> step = jit(fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(0.5)))
+    >>> state, x = step.init({"w": torch.ones(2)}), torch.tensor([1.0, 2.0])
+    >>> for _ in range(2):
+    ...     state, metrics = step(state, x)
+    >>> step.params(state)["w"].tolist(), metrics["loss"].item()
+    ([0.0, -1.0], 0.5)
+    """
+    if max_graphs < 1:
+        raise ValueError(f"max_graphs={max_graphs} must be at least 1")
+    if not isinstance(step, Step):
+        raise TypeError(f"step: {type(step).__name__} is no Step; compose the step first, then jit it: fds.jit(step)")
+    given = {field.name: getattr(step, field.name) for field in attrs.fields(Step) if field.init}
+    return JitStep(**given, passes=passes, group=group, max_graphs=max_graphs)
