@@ -43,6 +43,8 @@ from . import transforms  # isort: skip  (the layer above: it imports the names 
 with optional("functional_ds.checkpointing"):
     from . import checkpointing
     from .checkpointing import load, save
+with optional("functional_ds.compiling"):
+    from .compiling.compile_log import CompileReport, compile_report
 with optional("functional_ds.deepspeed"):
     from . import deepspeed
     from .deepspeed import from_ds_config
@@ -70,6 +72,7 @@ with optional("functional_ds.profiling"):
 __all__ = [
     "Apply",
     "Checkpoints",
+    "CompileReport",
     "DonatedStateError",
     "Evaluation",
     "Gradients",
@@ -96,6 +99,7 @@ __all__ = [
     "checkpoint_name",
     "checkpointing",
     "comm",
+    "compile_report",
     "compose",
     "deepspeed",
     "deferred",

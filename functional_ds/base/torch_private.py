@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import partial
+from types import CodeType
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -30,7 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as TorchFakeTensorMode
 from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d as c10d
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 __all__ = [
     "CPU_ATTENTION",
@@ -48,11 +50,14 @@ __all__ = [
     "at_backward_end",
     "backward_pass",
     "buffers_of",
+    "compiler_backend",
+    "constant_when_compiled",
     "cuda_without_a_driver",
     "detect_fake_mode",
     "disable_dispatch_modes",
     "disable_torch_function",
     "disable_torch_function_subclass",
+    "dispatch_modes",
     "fake_tensors_as_if_on",
     "foreach_add_",
     "foreach_copy_",
@@ -76,7 +81,9 @@ __all__ = [
     "outside_functorch",
     "parameters_of",
     "pytree_node_of",
+    "recompile_reasons",
     "refresh_flat_weights",
+    "refuse_graph_breaks",
     "run_backward",
     "saved_tensors_hooks_in_force",
     "schema_of",
@@ -88,6 +95,7 @@ __all__ = [
 ]
 
 T = TypeVar("T", bound=Tensor)
+F = TypeVar("F", bound=Callable[..., Any])
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 CUDA_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention.default
@@ -150,6 +158,11 @@ def disable_torch_function_subclass() -> AbstractContextManager[Any]:
 def outside_functorch() -> AbstractContextManager[Any]:
     """Switches off torch.func's transforms within the block: a param that one meets first is fetched as outside of it."""
     return temporarily_clear_interpreter_stack()
+
+
+def dispatch_modes() -> list[TorchDispatchMode]:
+    """The modes that see this thread's operations. Without it, nothing says why torch.compile leaves a function as it is."""
+    return _get_current_dispatch_mode_stack()
 
 
 def in_dual_level() -> bool:
@@ -359,6 +372,41 @@ def new_process_group(
         everyone.bound_device_id = bound
     c10d._world.pg_group_ranks[pg] = {rank: place for place, rank in enumerate(ranks)}
     return pg
+
+
+# -- for compiled blocks -----------------------------------------------------------------------------------------------------
+
+
+def constant_when_compiled(function: F) -> F:
+    """A function of constants that torch.compile calls while it traces, as ``torch.compiler.assume_constant_result`` says.
+
+    That would import torch's compiler; without either, the draws of a ``Key`` could not be compiled.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def compiler_backend(name: str, *, mode: str | None, options: dict[str, Any] | None, dynamic: bool | None) -> Any:
+    """torch.compile's back end of this name, as a function of a graph and its inputs, which can be wrapped and counted."""
+    if name == "inductor":
+        return torch._TorchCompileInductorWrapper(mode, options, dynamic)
+    from torch._dynamo import lookup_backend  # importing torch's compiler takes a second
+
+    return partial(lookup_backend(name), **({"options": options} if options else {}))
+
+
+def recompile_reasons(code: CodeType) -> list[str]:
+    """Why torch.compile compiled a function anew, guards that failed, in order; there is no public record of it."""
+    from torch._dynamo import guard_failures
+
+    return list(guard_failures[code])
+
+
+def refuse_graph_breaks(refuse: bool) -> AbstractContextManager[Any]:
+    """Whether torch.compile raises within the block where it cannot go on with a graph. ``fullgraph`` has no exceptions."""
+    from torch._dynamo import error_on_graph_break
+
+    return error_on_graph_break(refuse)  # type: ignore[no-any-return]
 
 
 # -- for the simulated device of functional_ds.testing -----------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""Compilation of a module's blocks by torch.compile, and reports of what was compiled and why again."""
