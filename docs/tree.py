@@ -33,6 +33,7 @@ SATELLITES = {
     "optimizers": "functional_ds/optim",
     "offloading": "transforms/offloading transforms/offload.py",
     "recomputation": "functional_ds/remat transforms/remat.py",
+    "compilation": "functional_ds/compiling transforms/compiled.py",
     "interchange with other tools": "functional_ds/interchange",
     "memory accounts": "functional_ds/memory",
     "profiles": "functional_ds/profiling",

@@ -33,6 +33,7 @@ LAYERS = (
     ("step",),
     ("remat", "state_dict"),
     ("modules",),
+    ("compiling",),
     ("parallel.tensor", "parallel.sequence", "parallel.experts"),
     ("memory", "checkpointing", "interchange"),
     ("profiling",),
@@ -257,6 +258,10 @@ def test_functions_with_three_parameters_describe_them() -> None:
 SATELLITES: dict[str, tuple[tuple[str, ...], dict[str, set[str]]]] = {
     "checkpointing": ((), {"": {"checkpointing", "load", "save"}}),
     "cli": ((), {}),
+    "compiling": (
+        ("transforms/compiled.py",),
+        {"": {"CompileReport", "compile_report"}, "transforms": {"compiled"}},
+    ),
     "deepspeed": ((), {"": {"deepspeed", "from_ds_config"}}),
     "fitting": ((), {"": {"Checkpoints", "Evaluation", "Job", "Logging", "fit", "jobs", "load_job", "run_job"}}),
     "interchange": ((), {"": {"export", "from_deepspeed", "interchange", "load_params"}}),

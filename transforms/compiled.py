@@ -5,7 +5,7 @@ from typing import Any
 
 import attrs
 
-from functional_ds.compiling.block_calls import BlockCalls
+from functional_ds.compiling.block_calls import BlockCalls, keep_graphs
 from functional_ds.compiling.compile_log import CompileLog, KeepsLog
 from functional_ds.compiling.compile_options import CompileOptions
 from functional_ds.remat.block_paths import check_blocks, check_pattern
@@ -97,6 +97,7 @@ class _Compiled(KeepsLog):
         tape = current_tape()
         if tape is None:
             return inner(step, state, function, batch)
+        keep_graphs(tape)
         before, tape.calls = tape.calls, (self._calls, *tape.calls)
         try:
             found = inner(step, state, function, batch)

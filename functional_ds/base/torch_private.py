@@ -1,4 +1,4 @@
-"""Everything private of torch that this library uses, in one place. Tried with torch 2.13.0.
+"""Everything private of torch that this library uses, in one place, but for its compiler. Tried with torch 2.13.0.
 
 None of it has a public form there. torch may change any of it in any release, so tests/base/test_torch_private.py has a test
 for each entry, and another that no other file uses anything private of torch.
@@ -8,8 +8,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import partial
-from types import CodeType
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -50,7 +48,6 @@ __all__ = [
     "at_backward_end",
     "backward_pass",
     "buffers_of",
-    "compiler_backend",
     "constant_when_compiled",
     "cuda_without_a_driver",
     "detect_fake_mode",
@@ -81,9 +78,7 @@ __all__ = [
     "outside_functorch",
     "parameters_of",
     "pytree_node_of",
-    "recompile_reasons",
     "refresh_flat_weights",
-    "refuse_graph_breaks",
     "run_backward",
     "saved_tensors_hooks_in_force",
     "schema_of",
@@ -374,7 +369,7 @@ def new_process_group(
     return pg
 
 
-# -- for compiled blocks -----------------------------------------------------------------------------------------------------
+# -- for compiled functions --------------------------------------------------------------------------------------------------
 
 
 def constant_when_compiled(function: F) -> F:
@@ -384,29 +379,6 @@ def constant_when_compiled(function: F) -> F:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
-
-
-def compiler_backend(name: str, *, mode: str | None, options: dict[str, Any] | None, dynamic: bool | None) -> Any:
-    """torch.compile's back end of this name, as a function of a graph and its inputs, which can be wrapped and counted."""
-    if name == "inductor":
-        return torch._TorchCompileInductorWrapper(mode, options, dynamic)
-    from torch._dynamo import lookup_backend  # importing torch's compiler takes a second
-
-    return partial(lookup_backend(name), **({"options": options} if options else {}))
-
-
-def recompile_reasons(code: CodeType) -> list[str]:
-    """Why torch.compile compiled a function anew, guards that failed, in order; there is no public record of it."""
-    from torch._dynamo import guard_failures
-
-    return list(guard_failures[code])
-
-
-def refuse_graph_breaks(refuse: bool) -> AbstractContextManager[Any]:
-    """Whether torch.compile raises within the block where it cannot go on with a graph. ``fullgraph`` has no exceptions."""
-    from torch._dynamo import error_on_graph_break
-
-    return error_on_graph_break(refuse)  # type: ignore[no-any-return]
 
 
 # -- for the simulated device of functional_ds.testing -----------------------------------------------------------------------

@@ -17,21 +17,21 @@ from functional_ds.base.torch_private import (
     detect_fake_mode,
     dispatch_modes,
     parameters_of,
-    recompile_reasons,
-    refuse_graph_breaks,
 )
 from functional_ds.modules.attributes import ABSENT, put_attribute
 from functional_ds.modules.skeleton import RunBy
 from functional_ds.remat.block_paths import find_blocks, no_such_block
 from functional_ds.remat.op_cache import OpRecorder
 from functional_ds.remat.region import one_operation, refuse_exceptions
-from functional_ds.step.tape import current_tape
+from functional_ds.step.tape import Tape, current_tape
 
+from .buffer_writes import written_and_used
 from .compile_log import BlockClass, Compilation, CompileLog
 from .compile_options import CompileOptions
 from .errors import Refusal
+from .torch_compiler import keep_saved_tensors, recompile_reasons, refuse_graph_breaks
 
-__all__ = ["BlockCalls"]
+__all__ = ["BlockCalls", "keep_graphs"]
 
 _HERE = threading.local()  # the calls of compiled code that this thread is in
 _RUN = "_fds_run"  # where a module that compiled code goes around has its runs
@@ -39,6 +39,8 @@ _OUTSIDE = "_fds_outside"  # and what torch.compile calls as it is, which runs t
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PLAIN = (bool, int, float, str)
 _EAGER = "why blocks are not compiled"  # the slot of a pass
+_KEPT = "graphs of compiled blocks"  # the slot of a pass whose graphs stay as they are
+_PART = "a part of it behind a module that runs by Python"
 _UNLIMITED = 1 << 20  # steps count their own: a process may have many with the same class
 
 
@@ -122,6 +124,28 @@ def _watched() -> str:
     return words if tape is None else str(tape.slots.setdefault(_EAGER, words) if words else tape.slots.get(_EAGER, ""))
 
 
+def keep_graphs(tape: Tape) -> None:
+    """Until the tape closes, graphs of compiled blocks can be gone through again, as split schedules do.
+
+    Whether code overwrites what it has saved, is decided where it is compiled, and asked for in each backward pass.
+    """
+    if _KEPT in tape.slots:
+        return
+    tape.slots[_KEPT] = True
+    open_ = _HERE.__dict__.setdefault("open", [0, None])
+    if not open_[0]:  # tapes close in any order
+        open_[1] = keep_saved_tensors()
+        open_[1].__enter__()
+    open_[0] += 1
+
+    def leave() -> None:
+        open_[0] -= 1
+        if not open_[0]:
+            open_[1].__exit__(None, None, None)
+
+    tape.at_end(leave)
+
+
 # -- a block's function --------------------------------------------------------------------------------------------------
 
 
@@ -155,7 +179,7 @@ class _Counted:
     backend: Any
 
     def __call__(self, graph: Any, inputs: Any, **kwargs: Any) -> Any:
-        _HERE.calls[-1].count()
+        _HERE.calls[-1].count(graph)
         return self.backend(graph, inputs, **kwargs)
 
 
@@ -169,11 +193,21 @@ class _Call:
     owners: Sequence[nn.Module]
     shared: _Shared
     graphs: int = 0
+    refusal: Refusal | None = None
     _before: list[dict[str, Any]] | None = None  # the modules' numbers and words while torch.compile was at work
 
-    def count(self) -> None:
+    def count(self, graph: Any) -> None:
         """One more graph. What the block sets is set when its code runs, so its attributes are still those of before."""
         self.graphs += 1
+        name = written_and_used(graph.graph)
+        if name is not None:
+            self.refusal = Refusal(
+                self.path,
+                self.owners[0],
+                f"its forward writes the buffer {name!r} in place and computes with it afterwards, for which torch's compiler "
+                "gives wrong gradients: assign a new tensor instead, self.buffer = self.buffer * 2",
+            )
+            raise self.refusal
         if self._before is None:
             self._before = [_plain(owner) for owner in self.owners]
 
@@ -192,7 +226,7 @@ class _Call:
             with refuse_graph_breaks(True):
                 found = self.shared.compiled(module, *args, **kwargs)
         except Exception as error:
-            refusal = Refusal.of(self.path, module, error)
+            refusal = self.refusal or Refusal.of(self.path, module, error)
             if refusal is None:
                 raise
             raise refusal from error
@@ -203,7 +237,7 @@ class _Call:
         return found
 
     def _note(self, kind: type, reasons: Sequence[str]) -> None:
-        why = _nearest([each.partition(": ")[2].strip() for each in reasons])
+        why = _nearest([each.partition(": ")[2].strip() for each in reasons]) or (_PART if self.shared.compilations else "")
         self.shared.compilations.append(Compilation(self.path, self.graphs, why))
         self._refuse_counters(kind)
         self.row.own += 1
@@ -271,37 +305,38 @@ def _fetched(path: str, module: nn.Module, leaf: Callable[[Any], Any]) -> Iterat
     """
     owners: list[nn.Module] = []
     undo: list[tuple[dict[str, Any], str, Any]] = []
-    todo, seen, whole = [module], {id(module)}, True
+    seen, whole = {id(module)}, True
 
     def put(into: dict[str, Any], key: str, value: Any) -> None:
         undo.append((into, key, into.get(key, ABSENT)))
         put_attribute(into, key, value)
 
+    def enter(owner: nn.Module) -> None:
+        nonlocal whole
+        owners.append(owner)
+        for name, lazy in list(parameters_of(owner).items()):
+            fetched = leaf(lazy)
+            if fetched is not lazy:
+                put(parameters_of(owner), name, fetched)
+        for child in owner.children():
+            if id(child) in seen:
+                continue
+            seen.add(id(child))
+            forward = child.__dict__.get("forward")
+            if _runs_otherwise(forward):
+                whole = False
+                put(child.__dict__, _RUN, forward)
+                put(child.__dict__, _OUTSIDE, _outside())
+                put(child.__dict__, "forward", types.MethodType(_by_python, child))
+                continue
+            if isinstance(forward, RunBy):
+                own = _innermost(forward)
+                put(child.__dict__, "forward", ABSENT if getattr(own, "__func__", None) is type(child).forward else own)
+            _refuse_hooks(path, module, child)
+            enter(child)
+
     try:
-        while todo:
-            owner = todo.pop()
-            owners.append(owner)
-            if owner is not module:
-                _refuse_hooks(path, module, owner)
-            for name, lazy in list(parameters_of(owner).items()):
-                fetched = leaf(lazy)
-                if fetched is not lazy:
-                    put(parameters_of(owner), name, fetched)
-            for child in owner.children():
-                if id(child) in seen:
-                    continue
-                seen.add(id(child))
-                forward = child.__dict__.get("forward")
-                if _runs_otherwise(forward):
-                    whole = False
-                    put(child.__dict__, _RUN, forward)
-                    put(child.__dict__, _OUTSIDE, _outside())
-                    put(child.__dict__, "forward", types.MethodType(_by_python, child))
-                    continue
-                if isinstance(forward, RunBy):
-                    own = _innermost(forward)
-                    put(child.__dict__, "forward", ABSENT if getattr(own, "__func__", None) is type(child).forward else own)
-                todo.append(child)
+        enter(module)
         yield owners, [x for owner in owners for x in buffers_of(owner).values() if x is not None], whole
     finally:
         for into, key, value in reversed(undo):

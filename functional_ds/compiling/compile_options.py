@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 import torch
 
-from functional_ds.base.torch_private import compiler_backend
+from .torch_compiler import compiler_backend
 
 __all__ = ["CompileOptions"]
 

@@ -5,7 +5,7 @@ from typing import Any
 
 __all__ = ["Refusal"]
 
-_COLLECTIVE = re.compile(r'File "[^"]*[/\\\\]comm[/\\\\](?:api|p2p|megatron|uneven|objects)\.py", line \d+, in (\w+)')
+_COLLECTIVE = re.compile(r'File "[^"]*[/\\\\]comm[/\\\\](?:api|exchange|p2p|megatron|uneven|objects)\.py", line \d+, in (\w+)')
 _OF_COMPILER = ("torch._dynamo.", "torch._inductor.", "torch._functorch.")
 
 
