@@ -161,7 +161,8 @@ class _Shared:
 @functools.lru_cache(maxsize=256)
 def _shared(function: Any, options: CompileOptions, whole: bool) -> _Shared:
     """``whole``: the block is one graph. Blocks that Python runs parts of are several."""
-    compiled = torch.compile(
+    torch_compile: Any = torch.compile  # its overloads lack two of its arguments
+    compiled = torch_compile(
         function,
         backend=_Counted(options.made()),
         fullgraph=whole,

@@ -20,7 +20,7 @@ def compiler_backend(
 ) -> Callable[..., Any]:
     """torch.compile's back end of this name, as a function of a graph and its inputs: so graphs can be counted."""
     if name == "inductor":
-        return torch._TorchCompileInductorWrapper(mode, options, dynamic)  # type: ignore[no-any-return,no-untyped-call]
+        return torch._TorchCompileInductorWrapper(mode, options, dynamic)
     from torch._dynamo import lookup_backend
 
     return partial(lookup_backend(name), **({"options": options} if options else {}))
@@ -28,7 +28,7 @@ def compiler_backend(
 
 def recompile_reasons(code: CodeType) -> list[str]:
     """Why torch.compile compiled a function anew: the guards that failed, in order. It has no public record of them."""
-    from torch._dynamo import guard_failures
+    from torch._dynamo.utils import guard_failures
 
     return list(guard_failures[code])
 
@@ -47,4 +47,4 @@ def keep_saved_tensors() -> AbstractContextManager[Any]:
     """
     from torch._functorch import config
 
-    return config.patch(donated_buffer=False)  # type: ignore[no-any-return,attr-defined]
+    return config.patch(donated_buffer=False)  # type: ignore[no-any-return]
