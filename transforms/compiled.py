@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import attrs
 
 from functional_ds.compiling.block_calls import BlockCalls, keep_graphs
-from functional_ds.compiling.compile_log import CompileLog, KeepsLog
+from functional_ds.compiling.compile_log import CompileLog, KeepsLogs
 from functional_ds.compiling.compile_options import CompileOptions
 from functional_ds.remat.block_paths import check_blocks, check_pattern
 from functional_ds.step.compose import wrap
@@ -70,16 +71,20 @@ def compiled(
     return wrap(f"compiled({blocks or 'repeated blocks'})", prepare=inside.prepare, forward=inside.forward)
 
 
-@attrs.define(eq=False, slots=False)
-class _Compiled(KeepsLog):
+@attrs.define(eq=False)
+class _Compiled(KeepsLogs):
     blocks: str | None
     options: CompileOptions
-    log: CompileLog = attrs.field(init=False)
-    _calls: BlockCalls = attrs.field(init=False)
+    _calls: "WeakKeyDictionary[Step, BlockCalls]" = attrs.field(factory=WeakKeyDictionary)
 
-    def __attrs_post_init__(self) -> None:
-        self.log = CompileLog(self.options.recompile_limit)
-        self._calls = BlockCalls(self.blocks, self.options, self.log, fetched)
+    def log_of(self, step: Step) -> CompileLog:
+        """The log of one step."""
+        return self._of(step).log
+
+    def _of(self, step: Step) -> BlockCalls:
+        if step not in self._calls:
+            self._calls[step] = BlockCalls(self.blocks, self.options, CompileLog(self.options.recompile_limit), fetched)
+        return self._calls[step]
 
     def prepare(self, inner: Any, step: Step, params: Any) -> Any:
         """Refuses a pattern that matches no module with params, and fixed addresses for params that have none."""
@@ -98,11 +103,12 @@ class _Compiled(KeepsLog):
         if tape is None:
             return inner(step, state, function, batch)
         keep_graphs(tape)
-        before, tape.calls = tape.calls, (self._calls, *tape.calls)
+        calls = self._of(step)
+        before, tape.calls = tape.calls, (calls, *tape.calls)
         try:
             found = inner(step, state, function, batch)
         finally:
             tape.calls = before
         if not step.has(Trait.PIPELINES):
-            self._calls.check()
+            calls.check()
         return found

@@ -111,7 +111,7 @@ class BlockCalls:
         with _fetched(path, module, self.leaf) as (owners, buffers, whole):
             params = [x for owner in owners for x in parameters_of(owner).values()]
             known = [x for x in (*params, *buffers, *tree.leaves((args, kwargs))) if isinstance(x, Tensor)]
-            call = _Call(self.log, row, path, owners, _shared(own.__func__, self.options, whole))
+            call = _BlockCall(self.log, row, path, owners, _shared(own.__func__, self.options, whole))
             with one_operation(known):
                 return call.run(module, args, kwargs)
 
@@ -150,7 +150,7 @@ def keep_graphs(tape: Tape) -> None:
 
 
 @attrs.define(eq=False)
-class _Shared:
+class _ClassFunction:
     """The function that all blocks of a class share, on all ranks of this process, and what it was compiled for."""
 
     compiled: Callable[..., Any]
@@ -159,7 +159,7 @@ class _Shared:
 
 
 @functools.lru_cache(maxsize=256)
-def _shared(function: Any, options: CompileOptions, whole: bool) -> _Shared:
+def _shared(function: Any, options: CompileOptions, whole: bool) -> _ClassFunction:
     """``whole``: the block is one graph. Blocks that Python runs parts of are several."""
     torch_compile: Any = torch.compile  # its overloads lack two of its arguments
     compiled = torch_compile(
@@ -170,7 +170,7 @@ def _shared(function: Any, options: CompileOptions, whole: bool) -> _Shared:
         recompile_limit=_UNLIMITED,
         isolate_recompiles=True,
     )
-    return _Shared(compiled, function.__code__)
+    return _ClassFunction(compiled, function.__code__)
 
 
 @attrs.frozen
@@ -185,14 +185,14 @@ class _Counted:
 
 
 @attrs.define(eq=False)
-class _Call:
+class _BlockCall:
     """One call of a compiled function."""
 
     log: CompileLog
     row: BlockClass
     path: str
     owners: Sequence[nn.Module]
-    shared: _Shared
+    shared: _ClassFunction
     graphs: int = 0
     refusal: Refusal | None = None
     _before: list[dict[str, Any]] | None = None  # the modules' numbers and words while torch.compile was at work

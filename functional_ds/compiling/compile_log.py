@@ -1,5 +1,6 @@
 """What torch.compile has compiled for a step: how often, and why again."""
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 
@@ -7,7 +8,7 @@ import attrs
 
 from functional_ds.step.step import Step
 
-__all__ = ["BlockClass", "Compilation", "CompileLog", "CompileReport", "KeepsLog", "compile_report"]
+__all__ = ["BlockClass", "Compilation", "CompileLog", "CompileReport", "KeepsLogs", "compile_report"]
 
 
 @attrs.frozen
@@ -70,7 +71,7 @@ class BlockClass:
 
 @attrs.define(eq=False)
 class CompileLog:
-    """The log of one ``T.compiled``.
+    """The log of one ``T.compiled`` in one step.
 
     Attributes:
         limit: how often one class may be compiled.
@@ -90,10 +91,12 @@ class CompileLog:
         return row
 
 
-class KeepsLog:
-    """What has a log of compilations: a ``Step``'s layer whose ``forward`` is a method of such a value compiles blocks."""
+class KeepsLogs(ABC):
+    """What compiles blocks: a ``Step``'s layer whose ``forward`` is a method of such a value."""
 
-    log: CompileLog
+    @abstractmethod
+    def log_of(self, step: Step) -> CompileLog:
+        """The log of one step. Ranks that are threads may share a transform; each makes a step of its own."""
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -157,7 +160,7 @@ def compile_report(step: Step) -> CompileReport:
     2
     """
     owners = [getattr(layer.phases.get("forward"), "__self__", None) for layer in step.layers]
-    logs = [owner.log for owner in owners if isinstance(owner, KeepsLog)]
+    logs = [owner.log_of(step) for owner in owners if isinstance(owner, KeepsLogs)]
     if not logs:
         raise ValueError(f"compile_report: no transform of the step compiles anything ({step}); add T.compiled('blocks')")
     return CompileReport([row.copy() for log in logs for row in log.classes.values()])
