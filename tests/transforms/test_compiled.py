@@ -442,6 +442,20 @@ def test_blocks_that_cannot_be_compiled(block: type[nn.Module], words: str) -> N
         steps(block, compiled("[01]"))
 
 
+def test_why_buffers_that_are_written_and_used_are_refused() -> None:
+    """torch 2.13 alone: the backward pass writes once more. When this fails, the refusal can go."""
+
+    def gradient(forward: Callable[..., Tensor]) -> float:
+        module = Scales()
+        weight = torch.eye(4).requires_grad_()
+        module.linear._parameters["weight"] = weight
+        (grad,) = torch.autograd.grad(forward(module, torch.ones(1, 4)).sum(), weight)
+        return float(grad[0, 0])
+
+    assert gradient(Scales.forward) == 3.0
+    assert gradient(torch.compile(Scales.forward, backend="aot_eager")) == 5.0
+
+
 def test_a_shape_that_changes_every_step() -> None:
     """Is named where it gets expensive; sizes as symbols are the mend."""
     with pytest.raises(RuntimeError, match=r"compiled 2 times already, now because .*size mismatch.*dynamic=True"):
