@@ -28,6 +28,7 @@ def compiled(
     options: Mapping[str, Any] | None = None,
     dynamic: bool | None = False,
     recompile_limit: int = 8,
+    eager: str | None = None,
 ) -> Transform:
     """Runs a module's blocks as functions that torch.compile has compiled; nothing else changes.
 
@@ -48,6 +49,8 @@ def compiled(
         options: the back end's, by name.
         dynamic: False compiles for each shape; True for sizes as symbols; None for symbols from the second size of a dim on.
         recompile_limit: how often a class may be compiled before that is an error.
+        eager: which modules inside of blocks stay Python, a pattern as in ``blocks``: those that run collectives or cannot be
+            traced. The graph is in parts around them.
 
     Raises:
         ValueError: there is no such back end; ``init`` finds no params at such a path; CUDA graphs, which need fixed
@@ -61,13 +64,15 @@ def compiled(
     >>> state, metrics = step(step.init(params), torch.ones(3, 2))
     """
     check_pattern(blocks)
+    if eager is not None and not isinstance(eager, str):
+        raise TypeError(f"compiled: eager={eager!r} is no path: give a pattern such as 'blocks.*.experts'")
     if blocks == "":
         raise ValueError(
             "compiled: blocks='' would be the whole loss function, which fetches leaves and runs collectives; name its blocks, "
             "or None for the repeated ones"
         )
     found = CompileOptions.checked(backend, mode, options, dynamic, recompile_limit)
-    inside = _Compiled(blocks, found)
+    inside = _Compiled(blocks, found, eager)
     return wrap(f"compiled({blocks or 'repeated blocks'})", prepare=inside.prepare, forward=inside.forward)
 
 
@@ -75,6 +80,7 @@ def compiled(
 class _Compiled(KeepsLogs):
     blocks: str | None
     options: CompileOptions
+    eager: str | None
     _calls: "WeakKeyDictionary[Step, BlockCalls]" = attrs.field(factory=WeakKeyDictionary)
 
     def log_of(self, step: Step) -> CompileLog:
@@ -83,12 +89,15 @@ class _Compiled(KeepsLogs):
 
     def _of(self, step: Step) -> BlockCalls:
         if step not in self._calls:
-            self._calls[step] = BlockCalls(self.blocks, self.options, CompileLog(self.options.recompile_limit), fetched)
+            log = CompileLog(self.options.recompile_limit)
+            self._calls[step] = BlockCalls(self.blocks, self.options, log, fetched, self.eager)
         return self._calls[step]
 
     def prepare(self, inner: Any, step: Step, params: Any) -> Any:
         """Refuses a pattern that matches no module with params, and fixed addresses for params that have none."""
         check_blocks("compiled", params, self.blocks)
+        if self.eager is not None:
+            check_blocks("compiled", params, self.eager)
         moves = step.has(Trait.SHARDS_PARAMS) or step.has(Trait.OFFLOADS)
         if moves and self.options.fixes_addresses:
             raise ValueError(

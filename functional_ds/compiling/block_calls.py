@@ -20,7 +20,7 @@ from functional_ds.base.torch_private import (
 )
 from functional_ds.modules.attributes import ABSENT, put_attribute
 from functional_ds.modules.skeleton import RunBy
-from functional_ds.remat.block_paths import find_blocks, no_such_block
+from functional_ds.remat.block_paths import find_blocks, fits, no_such_block
 from functional_ds.remat.op_cache import OpRecorder
 from functional_ds.remat.region import one_operation, refuse_exceptions
 from functional_ds.step.tape import Tape, current_tape
@@ -51,14 +51,15 @@ class BlockCalls:
     A class of blocks is one function, its ``forward`` with the module as first argument. The function is given a module whose
     leaves were fetched, so torch.compile sees plain tensors, and nothing of who stores, gathers or counts them. Whatever else
     runs the block, as ``T.remat`` does, goes around the compiled function, in whichever order the transforms were composed.
-    A module inside of the block that something else runs, goes on to be run so, by Python: the graph ends before it, and
-    another begins behind.
+    A module inside of the block that something else runs, or that ``eager`` names, is run by Python: the graph ends before it,
+    and another begins behind.
 
     Attributes:
         blocks: which modules.
         options: of the compiler.
         log: of what was compiled.
         leaf: gives the tensor that a lazy leaf stands for.
+        eager: which modules inside of blocks stay Python.
         paths: of all modules that were seen.
     """
 
@@ -66,6 +67,7 @@ class BlockCalls:
     options: CompileOptions
     log: CompileLog
     leaf: Callable[[Any], Any]
+    eager: str | None = None
     paths: set[str] = attrs.field(factory=set)
     found: bool = False  # whether one of them is a block
 
@@ -108,7 +110,7 @@ class BlockCalls:
         if why:
             row.eager[why] = row.eager.get(why, 0) + 1
             return own(*args, **kwargs)
-        with _fetched(path, module, self.leaf) as (owners, buffers, whole):
+        with _fetched(path, module, self.leaf, self.eager) as (owners, buffers, whole):
             params = [x for owner in owners for x in parameters_of(owner).values()]
             known = [x for x in (*params, *buffers, *tree.leaves((args, kwargs))) if isinstance(x, Tensor)]
             call = _BlockCall(self.log, row, path, owners, _shared(own.__func__, self.options, whole))
@@ -299,7 +301,9 @@ def _runs_otherwise(forward: Any) -> bool:
 
 
 @contextmanager
-def _fetched(path: str, module: nn.Module, leaf: Callable[[Any], Any]) -> Iterator[tuple[list[nn.Module], list[Tensor], bool]]:
+def _fetched(
+    path: str, module: nn.Module, leaf: Callable[[Any], Any], eager: str | None
+) -> Iterator[tuple[list[nn.Module], list[Tensor], bool]]:
     """Within the block the module's leaves are plain tensors, and what others run in it runs by Python, with lazy leaves.
 
     Gives the modules that are compiled, their buffers, and whether that is all of the block.
@@ -312,21 +316,21 @@ def _fetched(path: str, module: nn.Module, leaf: Callable[[Any], Any]) -> Iterat
         undo.append((into, key, into.get(key, ABSENT)))
         put_attribute(into, key, value)
 
-    def enter(owner: nn.Module) -> None:
+    def enter(owner: nn.Module, at: str) -> None:
         nonlocal whole
         owners.append(owner)
         for name, lazy in list(parameters_of(owner).items()):
             fetched = leaf(lazy)
             if fetched is not lazy:
                 put(parameters_of(owner), name, fetched)
-        for child in owner.children():
+        for key, child in owner.named_children():
             if id(child) in seen:
                 continue
             seen.add(id(child))
             forward = child.__dict__.get("forward")
-            if _runs_otherwise(forward):
+            if _runs_otherwise(forward) or (eager is not None and fits(f"{at}.{key}", eager)):
                 whole = False
-                put(child.__dict__, _RUN, forward)
+                put(child.__dict__, _RUN, child.forward)
                 put(child.__dict__, _OUTSIDE, _outside())
                 put(child.__dict__, "forward", types.MethodType(_by_python, child))
                 continue
@@ -334,10 +338,10 @@ def _fetched(path: str, module: nn.Module, leaf: Callable[[Any], Any]) -> Iterat
                 own = _innermost(forward)
                 put(child.__dict__, "forward", ABSENT if getattr(own, "__func__", None) is type(child).forward else own)
             _refuse_hooks(path, module, child)
-            enter(child)
+            enter(child, f"{at}.{key}")
 
     try:
-        enter(module)
+        enter(module, path)
         yield owners, [x for owner in owners for x in buffers_of(owner).values() if x is not None], whole
     finally:
         for into, key, value in reversed(undo):

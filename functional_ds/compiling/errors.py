@@ -31,8 +31,8 @@ class Refusal(RuntimeError):
             return Refusal(
                 path,
                 module,
-                f"it calls comm.{called[1]}, and a collective cannot be a part of compiled code: compile modules inside of "
-                "it that compute between collectives, by path, or let a transform call them around modules (T.tensor_parallel)",
+                f"it calls comm.{called[1]}, and a collective cannot be a part of compiled code: let the module that calls it, "
+                "inside of the block, stay Python, eager='blocks.*.experts', or compile modules between collectives, by path",
             )
         first = " ".join(words.split("\n\n", maxsplit=1)[0].split())
         code = words.rpartition("from user code:")[2].split("\n\n")[0].split("\n") if "from user code:" in words else []
@@ -40,6 +40,6 @@ class Refusal(RuntimeError):
         return Refusal(
             path,
             module,
-            f"{first} {f'({where})' if where else ''} Compile the modules inside of it that can be compiled, by path, or leave "
-            "it out",
+            f"{first} {f'({where})' if where else ''} Name what cannot be traced in eager='...', compile the modules "
+            "inside of it that can be, by path, or leave it out",
         )

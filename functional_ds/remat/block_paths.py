@@ -9,7 +9,7 @@ from torch import nn
 
 from functional_ds.base import tree
 
-__all__ = ["check_blocks", "check_pattern", "find_blocks", "no_such_block"]
+__all__ = ["check_blocks", "check_pattern", "find_blocks", "fits", "no_such_block"]
 
 
 def check_pattern(blocks: Any) -> None:
@@ -26,7 +26,7 @@ def find_blocks(module: nn.Module, blocks: str | None) -> list[str]:
     """The paths of the modules that a pattern means; a list of modules stands for its members."""
     found: list[str] = []
     for path, inner in module.named_modules():
-        if _fits(path, blocks):
+        if fits(path, blocks):
             members = isinstance(inner, (nn.ModuleList, nn.ModuleDict))
             found += [f"{path}.{name}" for name, _ in inner.named_children()] if members else [path]
     return list(dict.fromkeys(found))
@@ -39,7 +39,7 @@ def check_blocks(transform: str, params: Any, blocks: str | None) -> None:
         ValueError: it matches none.
     """
     paths = dict.fromkeys(tail for path, _ in tree.named(params) for tail in _above(path))
-    if not any(_fits(path, blocks) for path in paths):
+    if not any(fits(path, blocks) for path in paths):
         raise no_such_block(transform, blocks, paths)
 
 
@@ -61,7 +61,7 @@ def _above(path: str) -> list[str]:
     return [".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1)]
 
 
-def _fits(path: str, blocks: str | None) -> bool:
+def fits(path: str, blocks: str | None) -> bool:
     """Whether a module's path matches; the whole module's path, which is empty, never does."""
     parts = path.split(".")
     if blocks is None:

@@ -327,6 +327,51 @@ def test_layers_that_are_cut() -> None:
     assert_same(found, plain)
 
 
+class Mixture(nn.Module):
+    """Sends its rows to the ranks that have their experts, one on each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.weight = nn.Linear(8, 2, bias=False), nn.Parameter(torch.randn(1, 8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        routing = fds.moe.route(self.router(x), k=1)
+        return fds.moe.exchange(
+            lambda rows, groups: fds.moe.grouped_linear(rows, self.weight, groups), x, routing=routing, group=comm.world()
+        )
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.experts, self.last = nn.LayerNorm(8), Mixture(), MLP()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x + self.experts(self.norm(x)).relu())
+
+
+@pytest.mark.law(58)
+def test_experts() -> None:
+    """A module that exchanges tokens stays Python where the user says so, and is refused where not."""
+
+    def program(*more: fds.Transform) -> Any:
+        torch.manual_seed(0)
+        apply, params = fds.functional(nn.Sequential(Sparse(), Sparse()))
+        step = fds.compose(T.zero(3), *more)(fds.train_step(lambda p, x: apply(p, x).square().mean(), fds.sgd(0.1)))
+        state, losses = step.init(params), []
+        x = torch.randn(5, 8, generator=torch.Generator().manual_seed(comm.world().rank))
+        with comm.ledger() as book:
+            for _ in range(3):
+                state, metrics = step(state, x)
+                losses.append(metrics["loss"].item())
+        return losses, step.params(state), [(row.collective, row.group, row.calls, row.elements) for row in book.rows]
+
+    mine = compiled("[01]", backend="eager", eager="*.experts")
+    assert_same(comm.simulate(program, mine, world_size=2), comm.simulate(program, world_size=2))
+    with pytest.raises(RuntimeError, match=r"block '0' \(Sparse\) cannot be compiled"):
+        comm.simulate(program, compiled("[01]"), world_size=2)
+
+
 # -- processes, and code -------------------------------------------------------------------------------------------------
 
 
@@ -474,6 +519,7 @@ def test_a_shape_that_changes_every_step() -> None:
         ({"recompile_limit": 0}, "recompile_limit=0 is no number"),
         ({"blocks": ""}, "would be the whole loss function"),
         ({"blocks": 3}, "blocks=3 is no path"),
+        ({"eager": 3}, "eager=3 is no path"),
     ],
 )
 def test_bad_arguments(options: dict[str, Any], words: str) -> None:
