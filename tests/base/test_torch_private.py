@@ -561,7 +561,8 @@ def the_compiler_does_as_blocks_need() -> None:
             print("a word")
         return x.exp().exp() * _length("four")
 
-    compiled, x = torch.compile(function, backend=count, dynamic=False), torch.ones(2, requires_grad=True)
+    compiled = torch.compile(function, backend=count, dynamic=False, isolate_recompiles=True)
+    x = torch.ones(2, requires_grad=True)
     with torch_compiler.keep_saved_tensors():
         y = compiled(x).sum()
         for _ in range(2):
