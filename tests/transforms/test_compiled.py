@@ -52,7 +52,7 @@ class Block(nn.Module):
         if self.training:
             self.steps.add_(1)
             self.scale = self.scale * 1.5
-        h = F.relu(self.frozen(self.norm(x))) * self.scale
+        h = F.relu(self.frozen(self.norm(x))) * self.scale.to(x.dtype)
         h = h if key is None else key.dropout(h, 0.3, "hidden")
         return x + self.mlp(x + self.shared(h))
 
@@ -96,7 +96,8 @@ def train(*transforms: fds.Transform, stage: int | None, rows: tuple[int, ...] =
     def loss(p: Any, batch: Any, key: fds.Key | None) -> Tensor:
         return F.mse_loss(apply(p, batch[0].to(p["inp.weight"].dtype), key).float(), batch[1])
 
-    before = [each for each in transforms if "mixed" in str(each) or "offload(" in str(each)]
+    first = ("mixed_precision(", "offload(", "ema(")  # what says how params are stored
+    before = [each for each in transforms if str(each).startswith(first)]
     zero = [] if stage is None else [T.zero(stage)]
     rest = [each for each in transforms if each not in before]
     step = fds.compose(*before, *zero, *rest)(fds.train_step(loss, fds.adamw(1e-2, eps=1e-4), seed=5))
