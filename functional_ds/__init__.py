@@ -45,7 +45,7 @@ with optional("functional_ds.checkpointing"):
     from .checkpointing import load, save
 with optional("functional_ds.compiling"):
     from . import compiling
-    from .compiling import jit
+    from .compiling import CompileReport, compile_report, jit
 with optional("functional_ds.deepspeed"):
     from . import deepspeed
     from .deepspeed import from_ds_config
@@ -75,6 +75,7 @@ with optional("functional_ds.scaling", "functional_ds.memory", "functional_ds.pi
 __all__ = [
     "Apply",
     "Checkpoints",
+    "CompileReport",
     "DonatedStateError",
     "Evaluation",
     "Gradients",
@@ -101,6 +102,7 @@ __all__ = [
     "checkpoint_name",
     "checkpointing",
     "comm",
+    "compile_report",
     "compiling",
     "compose",
     "deepspeed",

@@ -33,6 +33,7 @@ LAYERS = (
     ("step",),
     ("remat", "state_dict"),
     ("modules",),
+    ("compiling",),
     ("parallel.tensor", "parallel.sequence", "parallel.experts"),
     ("memory", "checkpointing", "interchange"),
     ("profiling",),
@@ -45,7 +46,7 @@ LAYERS = (
     ("root",),
     ("transforms.offloading", "transforms.parallel", "transforms.precision", "transforms.zero"),
     ("transforms",),
-    ("compiling",),
+    ("compiling.graphs",),
     ("deepspeed.config.keys",),
     ("deepspeed.config",),
     ("jobs",),
@@ -259,7 +260,10 @@ def test_functions_with_three_parameters_describe_them() -> None:
 SATELLITES: dict[str, tuple[tuple[str, ...], dict[str, set[str]]]] = {
     "checkpointing": ((), {"": {"checkpointing", "load", "save"}}),
     "cli": ((), {}),
-    "compiling": ((), {"": {"compiling", "jit"}}),
+    "compiling": (
+        ("transforms/compiled.py",),
+        {"": {"CompileReport", "compile_report", "compiling", "jit"}, "transforms": {"compiled"}},
+    ),
     "deepspeed": ((), {"": {"deepspeed", "from_ds_config"}}),
     "fitting": ((), {"": {"Checkpoints", "Evaluation", "Job", "Logging", "fit", "jobs", "load_job", "run_job"}}),
     "interchange": ((), {"": {"export", "from_deepspeed", "interchange", "load_params"}}),

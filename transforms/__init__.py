@@ -16,6 +16,8 @@ from .replicated import replicated
 from .schedule import one_cycle, range_test, schedule, warmup, warmup_cosine, warmup_decay
 
 # Each of these files and folders can be left out of an installation.
+with optional("functional_ds.compiling", "functional_ds.transforms.compiled"):
+    from .compiled import compiled
 with optional("functional_ds.transforms.offloading", "functional_ds.transforms.offload"):
     from . import offloading
     from .offload import offload
@@ -41,6 +43,7 @@ __all__ = [
     "averaged",
     "balance",
     "clip",
+    "compiled",
     "compressed_gradients",
     "ema",
     "experts",

@@ -1,16 +1,14 @@
 """Rematerialisation: activations recomputed, offloaded or partitioned, block by block (Chen et al. 2016)."""
 
-import difflib
-import fnmatch
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import attrs
 from torch import nn
 
 from functional_ds import comm
-from functional_ds.base import tree
+from functional_ds.remat.block_paths import check_blocks, check_pattern, find_blocks, no_such_block
 from functional_ds.remat.policy import RematPolicy, everything
 from functional_ds.remat.region import called, run
 from functional_ds.remat.remat import check_group, check_names
@@ -60,8 +58,7 @@ def remat(blocks: str | None = None, *, policy: str | RematPolicy = "recompute",
     """
     found = RematPolicy.parse(policy)
     check_group(found, group)
-    if blocks is not None and not isinstance(blocks, str):
-        raise TypeError(f"blocks={blocks!r} is no path: give a pattern such as 'blocks.*', None, or '' for the whole function")
+    check_pattern(blocks)
     inside = _Remat(blocks, found, group)
     where = "repeated blocks" if blocks is None else blocks or "loss"
     return wrap(f"remat({where}, {found})", prepare=inside.prepare, forward=inside.forward)
@@ -81,9 +78,7 @@ class _Remat:
     def prepare(self, inner: Any, step: Step, params: Any) -> Any:
         """Refuses a pattern that matches no module with params."""
         if self.blocks != "":
-            paths = dict.fromkeys(tail for path, _ in tree.named(params) for tail in _above(path))
-            if not any(_fits(path, self.blocks) for path in paths):
-                raise _nothing(self.blocks, paths)
+            check_blocks("remat", params, self.blocks)
         return inner(step, params)
 
     def forward(self, inner: Any, step: Step, state: State, function: Callable[[Any], Any], batch: Any) -> Any:
@@ -138,14 +133,11 @@ class _Calls:
 
     def chosen(self, module: nn.Module) -> list[str]:
         """The paths of the submodules to run under the policy."""
-        found: list[str] = []
-        for path, inner in module.named_modules():
+        found = find_blocks(module, self.blocks)
+        for path, _ in module.named_modules():
             self.paths.setdefault(path, False)
-            if _fits(path, self.blocks):
-                members = isinstance(inner, (nn.ModuleList, nn.ModuleDict))
-                found += [f"{path}.{name}" for name, _ in inner.named_children()] if members else [path]
         self.paths.update(dict.fromkeys(found, True))
-        return list(dict.fromkeys(found))
+        return found
 
     def run(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls a submodule."""
@@ -159,7 +151,7 @@ class _Calls:
                     "remat: the loss function runs no fds.functional module, which has blocks to find; use fds.remat(function) "
                     "in it, or T.remat('') for the whole of it"
                 )
-            raise _nothing(self.blocks, self.paths)
+            raise no_such_block("remat", self.blocks, self.paths)
         if self.names is not None:
             check_names(self.policy, self.names)
 
@@ -174,27 +166,3 @@ def _known(forward: Callable[..., Any]) -> Callable[..., Any]:
         own = own.args[-1]
     owner = getattr(own, "__self__", None)
     return called(owner, forward) if isinstance(owner, nn.Module) else forward
-
-
-def _above(path: str) -> list[str]:
-    """The paths of the modules that hold a leaf, also relative to others: for ``a.b.w`` a, a.b and b."""
-    parts = path.split(".")[:-1]
-    return [".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1)]
-
-
-def _fits(path: str, blocks: str | None) -> bool:
-    """Whether a module's path matches; the whole module's path, which is empty, never does."""
-    parts = path.split(".")
-    if blocks is None:
-        return parts[-1].isdecimal() and not any(part.isdecimal() for part in parts[:-1])
-    wanted = blocks.split(".")
-    return bool(path) and len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
-
-
-def _nothing(blocks: str | None, paths: Iterable[str]) -> ValueError:
-    known = sorted({path for path in paths if path})
-    if blocks is None:
-        return ValueError(f"remat: no path has a number, so there are no repeated blocks; name some: {', '.join(known[:20])}")
-    near = difflib.get_close_matches(blocks, known, n=1, cutoff=0.0)
-    nearest = f"; the nearest path is {near[0]!r}" if near else ""
-    return ValueError(f"blocks={blocks!r} matches no module{nearest}")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import tree
+from .torch_private import constant_when_compiled
 
 __all__ = ["Key", "Places"]
 
@@ -23,6 +24,12 @@ def _mix(x: Tensor) -> Tensor:
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _M1
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _M2
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+@constant_when_compiled
+def _salt(name: str) -> int:
+    """What keeps the draws of this name apart from others."""
+    return zlib.crc32(name.encode())
 
 
 def _beside(number: Tensor, device: torch.device) -> Tensor:
@@ -92,7 +99,7 @@ class Key:
         found = _checked(given, like, name) if given else {}
         rows = like.shape[0] if like.dim() else 1
         columns = like.numel() // max(rows, 1)
-        salt = zlib.crc32(name.encode())
+        salt = _salt(name)
         seed, step, row = (_beside(number, device) for number in (self.seed, self.step, self.row))
         run = _mix(_mix(seed + _GOLDEN) + step * _GOLDEN + salt)
         at = found.pop(0)[0] if 0 in found else row + torch.arange(rows, device=device)

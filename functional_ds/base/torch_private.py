@@ -1,4 +1,4 @@
-"""Everything private of torch that this library uses, in one place. Tried with torch 2.13.0.
+"""Everything private of torch that this library uses, in one place, but for its compiler. Tried with torch 2.13.0.
 
 None of it has a public form there. torch may change any of it in any release, so tests/base/test_torch_private.py has a test
 for each entry, and another that no other file uses anything private of torch.
@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as TorchFakeTensorMode
 from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d as c10d
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 __all__ = [
     "CPU_ATTENTION",
@@ -48,11 +48,13 @@ __all__ = [
     "at_backward_end",
     "backward_pass",
     "buffers_of",
+    "constant_when_compiled",
     "cuda_without_a_driver",
     "detect_fake_mode",
     "disable_dispatch_modes",
     "disable_torch_function",
     "disable_torch_function_subclass",
+    "dispatch_modes",
     "fake_tensors_as_if_on",
     "foreach_add_",
     "foreach_copy_",
@@ -88,6 +90,7 @@ __all__ = [
 ]
 
 T = TypeVar("T", bound=Tensor)
+F = TypeVar("F", bound=Callable[..., Any])
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 CUDA_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention.default
@@ -150,6 +153,11 @@ def disable_torch_function_subclass() -> AbstractContextManager[Any]:
 def outside_functorch() -> AbstractContextManager[Any]:
     """Switches off torch.func's transforms within the block: a param that one meets first is fetched as outside of it."""
     return temporarily_clear_interpreter_stack()
+
+
+def dispatch_modes() -> list[TorchDispatchMode]:
+    """The modes that see this thread's operations. Without it, nothing says why torch.compile leaves a function as it is."""
+    return _get_current_dispatch_mode_stack()
 
 
 def in_dual_level() -> bool:
@@ -359,6 +367,18 @@ def new_process_group(
         everyone.bound_device_id = bound
     c10d._world.pg_group_ranks[pg] = {rank: place for place, rank in enumerate(ranks)}
     return pg
+
+
+# -- for compiled functions --------------------------------------------------------------------------------------------------
+
+
+def constant_when_compiled(function: F) -> F:
+    """A function of constants that torch.compile calls while it traces, as ``torch.compiler.assume_constant_result`` says.
+
+    That would import torch's compiler; without either, the draws of a ``Key`` could not be compiled.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 # -- for the simulated device of functional_ds.testing -----------------------------------------------------------------------

@@ -1,8 +1,19 @@
-"""Whole steps as graphs."""
+"""Compilation: blocks by torch.compile, and whole steps as graphs."""
 
-from .graph_passes import regather, schedule
-from .graph_record import StepGraph
-from .graph_trace import UntraceableError
-from .jit_step import JitStep, JitWarning, jit
+from .compile_log import CompileReport, compile_report
+from .graphs.graph_passes import regather, schedule
+from .graphs.graph_record import StepGraph
+from .graphs.graph_trace import UntraceableError
+from .graphs.jit_step import JitStep, JitWarning, jit
 
-__all__ = ["JitStep", "JitWarning", "StepGraph", "UntraceableError", "jit", "regather", "schedule"]
+__all__ = [
+    "CompileReport",
+    "JitStep",
+    "JitWarning",
+    "StepGraph",
+    "UntraceableError",
+    "compile_report",
+    "jit",
+    "regather",
+    "schedule",
+]

@@ -19,9 +19,27 @@ from .deep_copy import TensorPlace
 from .refusals import refuse_flags
 from .stale import Stale
 
-__all__ = ["Place", "Skeleton", "joined"]
+__all__ = ["Place", "RunBy", "Skeleton", "joined"]
 
 Place = tuple[str, str]  # a module's path and an attribute
+
+
+class RunBy(functools.partial[Any]):
+    """The forward of a module that one of ``Skeleton.calls`` runs: ``call.run(path, forward, *args, **kwargs)``."""
+
+    @property
+    def call(self) -> Any:
+        """Who runs the module."""
+        return self.func.__self__  # type: ignore[attr-defined]
+
+    @property
+    def forward(self) -> Any:
+        """What that runs: the module's own forward, or another such."""
+        return self.args[-1]
+
+    def around(self, forward: Any) -> "RunBy":
+        """The same run of another forward."""
+        return RunBy(self.func, self.args[0], forward)
 
 
 @attrs.define(eq=False)
@@ -290,7 +308,7 @@ class Skeleton:
             for path in call.chosen(self.module):
                 module = self.module.get_submodule(path)
                 self._plain.append((module, module.__dict__.get("forward", ABSENT)))
-                module.__dict__["forward"] = functools.partial(call.run, path, module.forward)
+                module.__dict__["forward"] = RunBy(call.run, path, module.forward)
 
 
 def _is_ours(owner: nn.Module | None, key: str) -> bool:

@@ -2,7 +2,8 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
@@ -148,6 +149,7 @@ class OpRecorder(TorchDispatchMode):
         self._index = _CallIndex()
         self._memory: dict[int, _Allocation] = {}  # by address
         self._matmuls: list[tuple[_Operation, _Signature, Any]] = []  # outputs that stay; stored when the function has ended
+        self._known: set[int] | None = None  # within ``unseen``: the addresses of what no operation in there makes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -165,6 +167,20 @@ class OpRecorder(TorchDispatchMode):
             self._keep_matmul(operation, _signature(given), out)
         return out
 
+    @contextmanager
+    def unseen(self, known: Iterable[Tensor]) -> Iterator[None]:
+        """Within the block operations do not come by here: what autograd saves, beside these tensors, they have made.
+
+        What earlier operations made keeps its name.
+        """
+        if self._store is not None:
+            self._store.hold_device()  # whatever is written in there
+        before, self._known = self._known, {t.untyped_storage().data_ptr() for t in known if _is_plain(t)}
+        try:
+            yield
+        finally:
+            self._known = before
+
     def end(self) -> None:
         """Ends the first run. Outputs that were changed in place since they were made are dropped, and computed again."""
         for operation, signature, out in self._matmuls:
@@ -179,7 +195,8 @@ class OpRecorder(TorchDispatchMode):
         """What made a tensor's memory: a name, "matmuls", or "inside" for any other operation; None if nothing here did."""
         memory = self._find(tensor)
         if memory is None:
-            return None
+            made = self._known is not None and _is_plain(tensor) and tensor.untyped_storage().data_ptr() not in self._known
+            return "inside" if made else None
         matmul = memory.operation is not None and memory.operation[0] in MATMULS
         return memory.name or ("matmuls" if matmul else "inside")
 

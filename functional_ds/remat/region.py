@@ -1,7 +1,7 @@
 """A call of a function under a policy: what autograd saves in it is dropped and recomputed, or stored, as the policy says."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.device import in_use, redrawn, rng_state
-from functional_ds.base.torch_private import detect_fake_mode
+from functional_ds.base.torch_private import detect_fake_mode, disable_dispatch_modes
 from functional_ds.comm.record.call_recorder import current_recorder
 
 from .argument_snapshot import snapshot
@@ -24,7 +24,7 @@ from .report import Notes, open_report
 from .rerun import ModuleCalls, TapeNow
 from .saved_tensors import Offloaded, Resident, SavedTensorHooks, TensorStore
 
-__all__ = ["Region", "called", "current_region", "run"]
+__all__ = ["Region", "called", "current_region", "one_operation", "refuse_exceptions", "run"]
 
 _HERE = threading.local()  # the regions that this thread is in
 
@@ -33,6 +33,35 @@ def current_region() -> "Region | None":
     """The innermost region that this thread runs."""
     regions = getattr(_HERE, "regions", None)
     return regions[-1] if regions else None
+
+
+@contextmanager
+def one_operation(known: Iterable[Tensor]) -> Iterator[None]:
+    """Within the block the regions around see no operations: a compiled function is one, and what it saves is "inside".
+
+    Args:
+        known: what it is given and does not make: its inputs, params and buffers.
+    """
+    held = [*known]
+    with ExitStack() as stack:
+        for region in getattr(_HERE, "regions", ()):
+            stack.enter_context(region.unseen(held))
+        stack.enter_context(disable_dispatch_modes())
+        yield
+
+
+def refuse_exceptions() -> None:
+    """Refuses compiled code in a region whose policy has exceptions for single operations, which nobody can find in there.
+
+    Raises:
+        ValueError: there is such a region.
+    """
+    for region in getattr(_HERE, "regions", ()):
+        if region.policy.by_operation:
+            raise ValueError(
+                f"policy='{region.policy}' keeps the results of single operations, and compiled code has none: give remat a "
+                "policy without names and matmuls, such as 'recompute' or 'offload', or compile other blocks"
+            )
 
 
 def called(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -116,6 +145,10 @@ class Region:
         self.names.add(name)
         if self._recorder is not None and not self.replaying:
             self._recorder.name(tensor, name)
+
+    def unseen(self, known: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """Within it no recorder sees operations; ``known`` is what they are given."""
+        return nullcontext() if self._recorder is None or self.replaying else self._recorder.unseen(known)
 
     # -- the two ways --------------------------------------------------------------------------------------------------
 

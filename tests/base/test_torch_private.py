@@ -4,6 +4,7 @@ import ast
 import importlib
 import re
 import weakref
+import zlib
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from functional_ds import comm
 from functional_ds.base import torch_private as private
+from functional_ds.compiling import torch_compiler
 
 CHECKS: dict[str, Callable[[], None]] = {}
 FOLDERS = [Path(importlib.import_module(f"functional_ds{part}").__path__[0]) for part in ("", ".comm", ".transforms")]
@@ -532,7 +534,48 @@ def a_work_can_be_a_function() -> None:
     assert len(found) == 1
 
 
-@pytest.mark.parametrize("name", private.__all__)
+@checks("dispatch_modes")
+def modes_are_listed() -> None:
+    with private.FakeTensorMode() as mode:
+        assert private.dispatch_modes() == [mode]
+    assert private.dispatch_modes() == []
+
+
+@private.constant_when_compiled
+def _length(word: str) -> int:
+    return zlib.crc32(word.encode()) % 7
+
+
+@checks("constant_when_compiled", "compiler_backend", "keep_saved_tensors", "recompile_reasons", "refuse_graph_breaks")
+def the_compiler_does_as_blocks_need() -> None:
+    """A constant is taken while it traces; a graph is counted; it says why it compiled anew; a graph break raises."""
+    graphs: list[Any] = []
+    backend = torch_compiler.compiler_backend("aot_eager", mode=None, options=None, dynamic=False)
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return backend(graph, inputs)
+
+    def function(x: Tensor, breaks: bool = False) -> Tensor:
+        if breaks:
+            print("a word")
+        return x.exp().exp() * _length("four")
+
+    compiled = torch.compile(function, backend=count, dynamic=False, isolate_recompiles=True)
+    x = torch.ones(2, requires_grad=True)
+    with torch_compiler.keep_saved_tensors():
+        y = compiled(x).sum()
+        for _ in range(2):
+            assert torch.autograd.grad(y, x, retain_graph=True)[0].isfinite().all()
+    compiled(torch.ones(3, requires_grad=True))
+    assert len(graphs) == 2
+    assert "size mismatch" in torch_compiler.recompile_reasons(function.__code__)[-1]
+    with torch_compiler.refuse_graph_breaks(True), pytest.raises(Exception, match="print"):
+        compiled(x, breaks=True)
+    assert callable(torch_compiler.compiler_backend("inductor", mode="max-autotune", options=None, dynamic=False))
+
+
+@pytest.mark.parametrize("name", [*private.__all__, *torch_compiler.__all__])
 def test_entry(name: str) -> None:
     """Does what the library needs of it."""
     CHECKS[name]()
@@ -540,7 +583,7 @@ def test_entry(name: str) -> None:
 
 def test_every_check_is_of_an_entry() -> None:
     """None is left over."""
-    assert CHECKS.keys() == set(private.__all__)
+    assert CHECKS.keys() == {*private.__all__, *torch_compiler.__all__}
 
 
 def test_the_store_of_the_default_group() -> None:
@@ -567,7 +610,7 @@ def _sources() -> Iterator[tuple[str, ast.Module]]:
     for folder in FOLDERS:
         for file in sorted(folder.rglob("*.py")):
             name = file.relative_to(folder.parent).as_posix()
-            if not name.endswith("base/torch_private.py"):
+            if not name.endswith(("base/torch_private.py", "compiling/torch_compiler.py")):
                 yield name, ast.parse(file.read_text())
 
 
@@ -605,7 +648,7 @@ def _foreign(tree: ast.Module, own: set[str]) -> Iterator[tuple[int, str]]:
 
 
 def test_nothing_else_private_is_used() -> None:
-    """Private names of other libraries stand in torch_private alone."""
+    """Private names of other libraries stand in torch_private and torch_compiler alone."""
     own = _own_names() - {"_cdata", "_version", "_schema", "_parameters", "_buffers", "_modules", "_execution_engine", "_C"}
     own |= {"_version"}  # saved_tensors has a field of that name; torch's is `version_of`
     found = [

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from functional_ds.base.torch_private import disable_torch_function_subclass, make_wrapper_subclass
 
-__all__ = ["LazyTensor"]
+__all__ = ["LazyTensor", "fetched"]
 
 _PROPERTIES = (
     *("shape", "dtype", "device", "layout", "requires_grad", "ndim", "is_leaf", "is_cuda", "is_cpu", "is_meta", "is_sparse"),
@@ -82,14 +82,14 @@ class LazyTensor(torch.Tensor):
                 return func(*args, **(kwargs or {}))
         if func in _WATCHED and isinstance(args[0], LazyTensor):
             return _watched(func, *args, **(kwargs or {}))
-        return func(*(_fetched(x) for x in args), **{name: _fetched(x) for name, x in (kwargs or {}).items()})
+        return func(*(fetched(x) for x in args), **{name: fetched(x) for name, x in (kwargs or {}).items()})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         with torch.no_grad():  # below autograd, which has taken the placeholder for the param
-            return func(*(_fetched(x) for x in args), **{name: _fetched(x) for name, x in (kwargs or {}).items()})
+            return func(*(fetched(x) for x in args), **{name: fetched(x) for name, x in (kwargs or {}).items()})
 
 
 def _watched(func: Any, leaf: LazyTensor, *others: Any, **named: Any) -> Any:
@@ -103,17 +103,17 @@ def _watched(func: Any, leaf: LazyTensor, *others: Any, **named: Any) -> Any:
         return memo[id(leaf)]
     if leaf._frees and func == _DATA.__get__:
         return leaf._fetch().detach()
-    rest = [_fetched(x) for x in others], {name: _fetched(x) for name, x in named.items()}
+    rest = [fetched(x) for x in others], {name: fetched(x) for name, x in named.items()}
     return func(leaf._fetch(), *rest[0], **rest[1])
 
 
-def _fetched(value: Any) -> Any:
+def fetched(value: Any) -> Any:
     """The value with each lazy tensor in it replaced by what it fetches."""
     if isinstance(value, LazyTensor):
         return value._fetch()
     if isinstance(value, (list, tuple)) and any(isinstance(v, (LazyTensor, list, tuple, dict)) for v in value):
-        fetched = [_fetched(v) for v in value]
-        return type(value)(*fetched) if hasattr(value, "_fields") else type(value)(fetched)
+        values = [fetched(v) for v in value]
+        return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
     if isinstance(value, dict):
-        return {k: _fetched(v) for k, v in value.items()}
+        return {k: fetched(v) for k, v in value.items()}
     return value

@@ -1,0 +1,166 @@
+"""What torch.compile has compiled for a step: how often, and why again."""
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+
+import attrs
+
+from functional_ds.step.step import Step
+
+__all__ = ["BlockClass", "Compilation", "CompileLog", "CompileReport", "KeepsLogs", "compile_report"]
+
+
+@attrs.frozen
+class Compilation:
+    """One time that a class of blocks was compiled.
+
+    Attributes:
+        path: the block whose call met no code that fits.
+        graphs: how many graphs it gave: 1, and one more behind each module in the block that something else runs.
+        why: what was different from the code that was there; empty for the first time.
+    """
+
+    path: str
+    graphs: int
+    why: str = ""
+
+    def __str__(self) -> str:
+        graphs = "" if self.graphs == 1 else f" ({self.graphs} graphs)"
+        return f"{self.path}{graphs}: {self.why or 'the first of its class'}"
+
+
+@attrs.define(eq=False)
+class BlockClass:
+    """The blocks of one class.
+
+    Attributes:
+        name: the class.
+        paths: the blocks that ran.
+        calls: how often they ran as compiled code, compilations included.
+        eager: how often they ran as they are, by the reason.
+        own: how many compilations were for calls of this step, on this rank.
+    """
+
+    name: str
+    paths: tuple[str, ...] = ()
+    calls: int = 0
+    eager: dict[str, int] = attrs.field(factory=dict)
+    own: int = 0
+    _shared: list[list[Compilation]] = attrs.field(factory=list)
+
+    def follow(self, compilations: list[Compilation]) -> None:
+        """The blocks run a function for which these are the compilations, now and later."""
+        if not any(compilations is each for each in self._shared):
+            self._shared.append(compilations)
+
+    @property
+    def compilations(self) -> tuple[Compilation, ...]:
+        """Those of the functions that blocks of this class share in this process."""
+        return tuple(one for each in self._shared for one in each)
+
+    @property
+    def graphs(self) -> int:
+        """The graphs of all compilations."""
+        return sum(each.graphs for each in self.compilations)
+
+    def copy(self) -> "BlockClass":
+        """As it is now."""
+        return attrs.evolve(self, eager=dict(self.eager), shared=[list(self.compilations)])
+
+
+@attrs.define(eq=False)
+class CompileLog:
+    """The log of one ``T.compiled`` in one step.
+
+    Attributes:
+        limit: how often one class may be compiled.
+        classes: by class.
+        changes: in how many compilations a block has set an attribute.
+    """
+
+    limit: int
+    classes: dict[type, BlockClass] = attrs.field(factory=dict)
+    changes: Counter[tuple[type, str]] = attrs.field(factory=Counter)
+
+    def of(self, kind: type, path: str) -> BlockClass:
+        """The row of a block."""
+        row = self.classes.setdefault(kind, BlockClass(kind.__qualname__))
+        if path not in row.paths:
+            row.paths = (*row.paths, path)
+        return row
+
+
+class KeepsLogs(ABC):
+    """What compiles blocks: a ``Step``'s layer whose ``forward`` is a method of such a value."""
+
+    @abstractmethod
+    def log_of(self, step: Step) -> CompileLog:
+        """The log of one step. Ranks that are threads may share a transform; each makes a step of its own."""
+
+
+@attrs.frozen(eq=False, repr=False)
+class CompileReport:
+    """What was compiled for a step since it was made, by class of block.
+
+    Ranks that are threads of one process share compiled code, and so do steps with the same options: the first that meets a
+    class and shape compiles it for all.
+
+    Attributes:
+        rows: one for each class.
+    """
+
+    rows: Sequence[BlockClass]
+
+    @property
+    def compilations(self) -> int:
+        """How often torch.compile was at work."""
+        return sum(len(row.compilations) for row in self.rows)
+
+    @property
+    def graphs(self) -> int:
+        """The graphs that it made."""
+        return sum(row.graphs for row in self.rows)
+
+    @property
+    def calls(self) -> int:
+        """How often a block ran as compiled code."""
+        return sum(row.calls for row in self.rows)
+
+    @property
+    def eager(self) -> int:
+        """How often a block ran as it is."""
+        return sum(sum(row.eager.values()) for row in self.rows)
+
+    def __str__(self) -> str:
+        lines = [f"{'class':<28} {'blocks':>6} {'calls':>8} {'eager':>8} {'compiled':>8} {'graphs':>8}"]
+        for row in self.rows:
+            numbers = (len(row.paths), row.calls, sum(row.eager.values()), len(row.compilations), row.graphs)
+            lines.append(f"{row.name:<28} {numbers[0]:>6,} " + " ".join(f"{number:>8,}" for number in numbers[1:]))
+            lines += [f"  compiled at {each}" for each in row.compilations]
+            lines += [f"  eager {times:,} times: {why}" for why, times in row.eager.items()]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"CompileReport({self.compilations} compilations, {self.graphs} graphs, {self.calls} calls, {self.eager} eager)"
+
+
+def compile_report(step: Step) -> CompileReport:
+    """What ``T.compiled`` has compiled for this step on this rank, how often, and why again.
+
+    Raises:
+        ValueError: no transform of the step compiles anything.
+
+    >>> import torch, functional_ds as fds
+    >>> from functional_ds import transforms as T
+    >>> apply, params = fds.functional(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)))
+    >>> step = T.compiled(backend="eager")(fds.train_step(lambda p, x: apply(p, x).sum(), fds.sgd(0.1)))
+    >>> state, _ = step(step.init(params), torch.ones(3, 2))
+    >>> compile_report(step).calls
+    2
+    """
+    owners = [getattr(layer.phases.get("forward"), "__self__", None) for layer in step.layers]
+    logs = [owner.log_of(step) for owner in owners if isinstance(owner, KeepsLogs)]
+    if not logs:
+        raise ValueError(f"compile_report: no transform of the step compiles anything ({step}); add T.compiled('blocks')")
+    return CompileReport([row.copy() for log in logs for row in log.classes.values()])

@@ -1,0 +1,74 @@
+"""How blocks are compiled: the arguments of torch.compile, checked."""
+
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import torch
+
+from .torch_compiler import compiler_backend
+
+__all__ = ["CompileOptions"]
+
+
+@attrs.frozen
+class CompileOptions:
+    """The arguments of torch.compile.
+
+    Attributes:
+        backend: a name that ``torch.compiler.list_backends`` knows, or a function of a graph and its inputs.
+        mode: of inductor.
+        options: of the back end.
+        dynamic: whether sizes are symbols; None lets the second size of a dim make it one.
+        recompile_limit: how often a class of blocks may be compiled.
+    """
+
+    backend: str | Callable[..., Any]
+    mode: str | None
+    options: tuple[tuple[str, Any], ...]
+    dynamic: bool | None
+    recompile_limit: int
+
+    @staticmethod
+    def checked(
+        backend: Any, mode: str | None, options: Mapping[str, Any] | None, dynamic: bool | None, recompile_limit: int
+    ) -> "CompileOptions":
+        """The options, if torch has such a back end and the back end such a mode.
+
+        Raises:
+            ValueError: it has not.
+            TypeError: a value of another type.
+        """
+        if isinstance(backend, str):
+            known = torch.compiler.list_backends(exclude_tags=())
+            if backend not in known:
+                near = difflib.get_close_matches(backend, known, n=1)
+                meant = f"did you mean {near[0]!r}? " if near else ""
+                raise ValueError(f"compiled: there is no back end {backend!r} here; {meant}torch knows {', '.join(known)}")
+        elif not callable(backend):
+            raise TypeError(f"compiled: backend={backend!r} is neither a name nor a function of a graph and its inputs")
+        if mode is not None and backend != "inductor":
+            raise ValueError(f"compiled: mode={mode!r} is inductor's, and backend={backend!r} has no modes")
+        if mode is not None and options:
+            raise ValueError(f"compiled: mode={mode!r} is a set of options; give the mode or options={dict(options)!r}")
+        if type(recompile_limit) is not int or recompile_limit < 1:
+            raise ValueError(f"compiled: recompile_limit={recompile_limit!r} is no number of compilations, 1 or more")
+        found = CompileOptions(backend, mode, tuple(sorted((options or {}).items())), dynamic, recompile_limit)
+        if mode is not None or options:
+            try:
+                found.made()
+            except RuntimeError as error:  # which lists all that there are, hundreds of options
+                raise ValueError(f"compiled: {str(error)[:300]}") from error
+        return found
+
+    def made(self) -> Any:
+        """The back end."""
+        if not isinstance(self.backend, str):
+            return self.backend
+        return compiler_backend(self.backend, mode=self.mode, options=dict(self.options) or None, dynamic=self.dynamic)
+
+    @property
+    def fixes_addresses(self) -> bool:
+        """Whether the code replays CUDA graphs, which read memory where it was when they were recorded."""
+        return self.mode in ("reduce-overhead", "max-autotune") or bool(dict(self.options).get("triton.cudagraphs"))

@@ -1,0 +1,45 @@
+"""Blocks that cannot be compiled, by name."""
+
+import re
+from typing import Any
+
+__all__ = ["Refusal"]
+
+_COLLECTIVE = re.compile(r'File "[^"]*[/\\\\]comm[/\\\\](?:api|exchange|p2p|megatron|uneven|objects)\.py", line \d+, in (\w+)')
+_OF_COMPILER = ("torch._dynamo.", "torch._inductor.", "torch._functorch.")
+
+
+class Refusal(RuntimeError):
+    """A block that ``T.compiled`` cannot run.
+
+    Args:
+        path: the block's.
+        module: the block, or what of it cannot be compiled.
+        why: the reason, and what would do.
+    """
+
+    def __init__(self, path: str, module: Any, why: str) -> None:
+        super().__init__(f"compiled: the block {path!r} ({type(module).__name__}) cannot be compiled: {why}")
+
+    @staticmethod
+    def of(path: str, module: Any, error: Exception) -> "Refusal | None":
+        """The refusal for an error of the compiler; None for an error of the block itself."""
+        if not type(error).__module__.startswith(_OF_COMPILER):
+            return None
+        words, called = str(error), _COLLECTIVE.search(str(error))
+        if called is not None:
+            return Refusal(
+                path,
+                module,
+                f"it calls comm.{called[1]}, and a collective cannot be a part of compiled code: let the module that calls it, "
+                "inside of the block, stay Python, eager='blocks.*.experts', or compile modules between collectives, by path",
+            )
+        first = " ".join(words.split("\n\n", maxsplit=1)[0].split())
+        code = words.rpartition("from user code:")[2].split("\n\n")[0].split("\n") if "from user code:" in words else []
+        where = " ".join(line.strip() for line in code[-4:] if line.strip() and set(line.strip()) != {"^"})
+        return Refusal(
+            path,
+            module,
+            f"{first} {f'({where})' if where else ''} Name what cannot be traced in eager='...', compile the modules "
+            "inside of it that can be, by path, or leave it out",
+        )

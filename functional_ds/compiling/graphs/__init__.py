@@ -1,0 +1,1 @@
+"""Whole steps as graphs: traced, changed by passes, and run."""

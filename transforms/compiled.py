@@ -1,0 +1,123 @@
+"""Blocks of modules as compiled functions (Ansel et al. 2024), fed with fetched leaves."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import attrs
+
+from functional_ds.compiling.block_calls import BlockCalls, keep_graphs
+from functional_ds.compiling.compile_log import CompileLog, KeepsLogs
+from functional_ds.compiling.compile_options import CompileOptions
+from functional_ds.remat.block_paths import check_blocks, check_pattern
+from functional_ds.step.compose import wrap
+from functional_ds.step.state import State
+from functional_ds.step.step import Step, Transform
+from functional_ds.step.tape import current_tape
+from functional_ds.step.traits import Trait
+from functional_ds.transforms.zero.lazy_tensor import fetched
+
+__all__ = ["compiled"]
+
+
+def compiled(
+    blocks: str | None = None,
+    *,
+    backend: str | Callable[..., Any] = "inductor",
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    dynamic: bool | None = False,
+    recompile_limit: int = 8,
+    eager: str | None = None,
+) -> Transform:
+    """Runs a module's blocks as functions that torch.compile has compiled; nothing else changes.
+
+    Law 58: the step is the same, bit for bit with a back end that generates no code ("eager", "aot_eager"), within rounding
+    with inductor; collectives are the same, and at no moment more units are whole. The transform commutes with those that wrap
+    other phases, and with ``T.remat``. It wraps ``prepare``, to check the blocks' paths, and ``forward``.
+
+    All blocks of a class share one compiled function, on all ranks of a process: one graph for each shape, dtype and mode
+    (training or not, gradients or not). ``fds.compile_report(step)`` says what was compiled and why again. The leaves of a
+    block are fetched before its function runs. Modules inside of a block that another transform runs (``T.remat``,
+    ``T.tensor_parallel``) stay Python, and the graph is in parts around them; a collective in the block's own code is refused.
+
+    Args:
+        blocks: which modules of an ``fds.functional`` module, as in ``T.remat``: a path in which each name may be a pattern;
+            a list of modules stands for its members; None for the repeated blocks.
+        backend: torch.compile's: a name, or a function of a graph and its inputs.
+        mode: inductor's: "max-autotune-no-cudagraphs", say.
+        options: the back end's, by name.
+        dynamic: False compiles for each shape; True for sizes as symbols; None for symbols from the second size of a dim on.
+        recompile_limit: how often a class may be compiled before that is an error.
+        eager: which modules inside of blocks stay Python, a pattern as in ``blocks``: those that run collectives or cannot be
+            traced. The graph is in parts around them.
+
+    Raises:
+        ValueError: there is no such back end; ``init`` finds no params at such a path; CUDA graphs, which need fixed
+            addresses, over params that are gathered anew or offloaded.
+        RuntimeError: a block cannot be compiled: it prints, has hooks inside, runs a collective, counts in Python.
+
+    >>> import torch, functional_ds as fds
+    >>> from torch import nn
+    >>> apply, params = fds.functional(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1)))
+    >>> step = compiled(backend="eager")(fds.train_step(lambda p, x: apply(p, x).sum(), fds.sgd(0.1)))
+    >>> state, metrics = step(step.init(params), torch.ones(3, 2))
+    """
+    check_pattern(blocks)
+    if eager is not None and not isinstance(eager, str):
+        raise TypeError(f"compiled: eager={eager!r} is no path: give a pattern such as 'blocks.*.experts'")
+    if blocks == "":
+        raise ValueError(
+            "compiled: blocks='' would be the whole loss function, which fetches leaves and runs collectives; name its blocks, "
+            "or None for the repeated ones"
+        )
+    found = CompileOptions.checked(backend, mode, options, dynamic, recompile_limit)
+    inside = _Compiled(blocks, found, eager)
+    return wrap(f"compiled({blocks or 'repeated blocks'})", prepare=inside.prepare, forward=inside.forward)
+
+
+@attrs.define(eq=False)
+class _Compiled(KeepsLogs):
+    blocks: str | None
+    options: CompileOptions
+    eager: str | None
+    _calls: "WeakKeyDictionary[Step, BlockCalls]" = attrs.field(factory=WeakKeyDictionary)
+
+    def log_of(self, step: Step) -> CompileLog:
+        """The log of one step."""
+        return self._of(step).log
+
+    def _of(self, step: Step) -> BlockCalls:
+        if step not in self._calls:
+            log = CompileLog(self.options.recompile_limit)
+            self._calls[step] = BlockCalls(self.blocks, self.options, log, fetched, self.eager)
+        return self._calls[step]
+
+    def prepare(self, inner: Any, step: Step, params: Any) -> Any:
+        """Refuses a pattern that matches no module with params, and fixed addresses for params that have none."""
+        check_blocks("compiled", params, self.blocks)
+        if self.eager is not None:
+            check_blocks("compiled", params, self.eager)
+        moves = step.has(Trait.SHARDS_PARAMS) or step.has(Trait.OFFLOADS)
+        if moves and self.options.fixes_addresses:
+            raise ValueError(
+                f"compiled: mode={self.options.mode!r} replays CUDA graphs, which read params where they were, and {moves} has "
+                "them elsewhere in each step; use mode='max-autotune-no-cudagraphs', or zero(2)"
+            )
+        return inner(step, params)
+
+    def forward(self, inner: Any, step: Step, state: State, function: Callable[[Any], Any], batch: Any) -> Any:
+        """The inner forward, with the blocks that it runs compiled."""
+        tape = current_tape()
+        if tape is None:
+            return inner(step, state, function, batch)
+        keep_graphs(tape)
+        calls = self._of(step)
+        before, tape.calls = tape.calls, (calls, *tape.calls)
+        try:
+            found = inner(step, state, function, batch)
+        finally:
+            tape.calls = before
+        if not step.has(Trait.PIPELINES):
+            calls.check()
+        return found
