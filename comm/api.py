@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from functional_ds.base import tree as pytree
+from functional_ds.base.byte_ranges import begin_together
 from functional_ds.comm.record.collective import Call
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.record.pending import Pending
@@ -184,7 +185,7 @@ def _gathered_into(out: Any, x: Any, group: Group, options: dict[str, Any], unev
 
     def written(results: Any) -> Any:
         for room, result in zip(rooms, flatten("all_gather", results)[0], strict=True):
-            if room.data_ptr() != result.data_ptr():
+            if not begin_together(room, result):
                 room.copy_(result)
         return out
 
