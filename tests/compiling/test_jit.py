@@ -117,15 +117,16 @@ def test_buffers_draws_and_weights(make: Callable[[], nn.Module], loss: Any) -> 
         assert_same(found, expected, sent=False)  # the eager step gathers units once more to look what the modules write
 
 
-def on_processes() -> tuple[Run, Run]:
-    return run(True, [T.zero(3), T.clip(1.0)]), run(False, [T.zero(3), T.clip(1.0)])
+def on_processes() -> list[tuple[Run, Run]]:
+    return [(run(True, [T.zero(stage), T.clip(1.0)]), run(False, [T.zero(stage), T.clip(1.0)])) for stage in (1, 3)]
 
 
 @pytest.mark.law(58)
 def test_on_real_processes() -> None:
-    for found, expected in comm.spawn(on_processes, world_size=2):
-        assert found[2] == []
-        assert_same(found, expected)
+    for runs in comm.spawn(on_processes, world_size=2):
+        for found, expected in runs:
+            assert found[2] == []
+            assert_same(found, expected)
 
 
 # -- passes ------------------------------------------------------------------------------------------------------------

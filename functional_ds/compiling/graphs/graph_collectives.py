@@ -90,7 +90,7 @@ class GraphRecorder:
             raise RuntimeError(
                 f"{call.shown(group.rank)} is a message, and ranks must start theirs as one batch, not one by one"
             )
-        self.sites.append(CallSite(call, group, async_op, early, self._label))
+        self.sites.append(CallSite(attrs.evolve(call, out=None), group, async_op, early, self._label))  # memory of the trace
         xs, site = [leaf.detach() for leaf in leaves], len(self.sites) - 1
         with carrying_out(self.sites):
             return _RecordedHandle(torch.ops.functional_ds.start(xs, site), xs, site)
