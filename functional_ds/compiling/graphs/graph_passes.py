@@ -196,8 +196,3 @@ def _is_written(reading: Sequence[fx.Node], start: fx.Node, end: fx.Node) -> boo
             return True
         node = node.next
     return False
-
-
-def _first_level(moved: Sequence[fx.Node]) -> list[fx.Node]:
-    first = next(place for place, node in enumerate(moved) if node.target is START)
-    return list(moved[: first + 1])
