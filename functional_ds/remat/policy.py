@@ -3,6 +3,8 @@
 import difflib
 from collections.abc import Iterable, Mapping
 from enum import Enum
+from types import MappingProxyType
+from typing import Any
 
 import attrs
 
@@ -39,8 +41,8 @@ _DEFAULTS = {"nothing": Keep.RECOMPUTE, "everything": Keep.SAVE, **{keep.value: 
 _INPUTS, _MATMULS = "inputs", "matmuls"
 
 
-def _copied(names: Mapping[str, Keep]) -> Mapping[str, Keep]:
-    return dict(names)
+def _frozen(names: Mapping[str, Keep]) -> Mapping[str, Keep]:
+    return MappingProxyType(dict(names))
 
 
 @attrs.frozen(repr=False)
@@ -63,7 +65,10 @@ class RematPolicy:
     default: Keep = Keep.RECOMPUTE
     inputs: Keep | None = None
     matmuls: Keep | None = None
-    names: Mapping[str, Keep] = attrs.field(factory=dict, converter=_copied, hash=False)
+    names: Mapping[str, Keep] = attrs.field(default=MappingProxyType({}), converter=_frozen, hash=False)
+
+    def __reduce__(self) -> Any:
+        return RematPolicy, (self.default, self.inputs, self.matmuls, dict(self.names))  # views of dicts are not copied
 
     def __attrs_post_init__(self) -> None:
         if self.inputs is Keep.RECOMPUTE:
