@@ -78,6 +78,7 @@ __all__ = [
     "outside_functorch",
     "parameters_of",
     "pytree_node_of",
+    "quick_call_of",
     "refresh_flat_weights",
     "run_backward",
     "saved_tensors_hooks_in_force",
@@ -275,6 +276,11 @@ def hooks_of(tensor: Tensor) -> list[Callable[..., Any]]:
 def schema_of(operator: Any) -> Any:
     """An operator's name, arguments and which of those it writes to (``torch.FunctionSchema``)."""
     return operator._schema
+
+
+def quick_call_of(operator: Any) -> Callable[..., Any]:
+    """What an ``OpOverload`` calls: the operator itself, without a function of Python around it."""
+    return operator._op  # type: ignore[no-any-return]
 
 
 def parameters_of(module: nn.Module) -> dict[str, Any]:

@@ -11,10 +11,11 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from functional_ds.base.torch_private import schema_of
 
-__all__ = ["OPERATOR", "PHASE", "UNIT", "inputs_of", "is_view", "root_of", "tagged", "views_of", "written_by"]
+__all__ = ["OPERATOR", "PHASE", "UNIT", "base_of", "inputs_of", "is_view", "root_of", "tagged", "views_of", "written_by"]
 
 PHASE = "fds_phase"  # in a node's meta: the phase of the step that it belongs to
 OPERATOR = type(torch.ops.aten.add.Tensor)  # the class of an operator with its types of arguments
+_UNDECLARED = {torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.default, torch.ops.aten.lift_fresh.default}
 UNIT = "fds_unit"  # in a node's meta: a number that the nodes of one fetch of a unit have in common
 
 
@@ -32,7 +33,7 @@ def tagged(name: str, value: Any) -> Iterator[None]:
 
 def is_view(node: fx.Node) -> bool:
     """Whether a node gives memory of its input and writes nothing."""
-    if node.target is operator.getitem:
+    if node.target is operator.getitem or node.target in _UNDECLARED:
         return True
     if node.op != "call_function" or not isinstance(node.target, OPERATOR):
         return False
@@ -44,6 +45,16 @@ def root_of(node: fx.Node) -> fx.Node:
     """The node whose memory a node gives."""
     while is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
+    return node
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """The node whose tensor a node gives a view of: unlike its root, one item of several results."""
+    while is_view(node) and node.all_input_nodes:
+        before = node.all_input_nodes[0]
+        if node.target is operator.getitem and not is_view(before):
+            return node
+        node = before
     return node
 
 

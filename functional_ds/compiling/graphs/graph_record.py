@@ -87,7 +87,10 @@ class StepGraph:
     def __call__(self, leaves: Sequence[Any]) -> tuple[State, dict[str, Tensor]]:
         """Runs the graph on the leaves of a state, which it writes into, and of a batch."""
         with torch.no_grad(), carrying_out(self.sites):
-            found = self.module(*leaves)
+            return self.given(self.module(*leaves))
+
+    def given(self, found: Sequence[Any]) -> tuple[State, dict[str, Tensor]]:
+        """A result's leaves as the result, with their marks."""
         marked = [like_marked(x, model) if isinstance(x, Tensor) else x for x, model in zip(found, self.outputs, strict=True)]
         result: tuple[State, dict[str, Tensor]] = tree.unflatten(self.gives, marked)
         return result

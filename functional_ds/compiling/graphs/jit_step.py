@@ -20,6 +20,7 @@ from functional_ds.step.state import State, mark_donated
 from functional_ds.step.step import Metrics, Step
 from functional_ds.step.traits import Trait
 
+from .graph_code import GraphCode
 from .graph_collectives import START, CallSite, site_of
 from .graph_passes import regather, schedule
 from .graph_record import StepGraph
@@ -41,6 +42,7 @@ class _Traced:
 
     graph: StepGraph | None
     reason: str
+    code: GraphCode | None = None
 
 
 @attrs.define(eq=False)
@@ -97,10 +99,10 @@ class JitStep(Step):
         refuse_inference("step")
         check_state(self, state)
         entry = self._entry(state, batch)
-        if entry is None or entry.graph is None:
+        if entry is None or entry.graph is None or entry.code is None:
             return Step.__call__(self, state, batch, donate=donate)
         refuse_open(state)
-        return _run(entry.graph, state, batch, donate)
+        return _run(entry.graph, entry.code, state, batch, donate)
 
     def graph(self, state: State, batch: Any) -> StepGraph:
         """The graph of this step after its passes; nothing is computed or sent.
@@ -190,7 +192,9 @@ class JitStep(Step):
             reason = _disagreement([one for one, _ in told], [digests for _, digests in told])
         if reason:
             _warn(reason)
-        return _Traced(None if reason else graph, reason)
+        if reason or graph is None:
+            return _Traced(None, reason)
+        return _Traced(graph, "", GraphCode(graph.module, graph.sites))
 
     def _traced(self, state: State, batch: Any) -> StepGraph:
         if state.batch is None:
@@ -214,14 +218,14 @@ def _as_zero_does(*, live: int, reshard: bool, ahead: int, **others: Any) -> Seq
     return regather(live=live, reshard=reshard), schedule(ahead=ahead)
 
 
-def _run(graph: StepGraph, state: State, batch: Any, donate: bool) -> tuple[State, Metrics]:
+def _run(graph: StepGraph, code: GraphCode, state: State, batch: Any, donate: bool) -> tuple[State, Metrics]:
     """The graph on the state's own memory, or on a copy of it."""
     before = tree.replace(state) if donate else state.clone()
     leaves = tree.leaves((before, batch))
     versions = [version_of(x) for x in leaves if isinstance(x, Tensor)]
     with comm.world().world.step():
         try:
-            new, metrics = graph(leaves)
+            new, metrics = graph.given(code(leaves))
         except Exception:
             if donate and versions != [version_of(x) for x in leaves if isinstance(x, Tensor)]:
                 state.donate()
