@@ -2,18 +2,19 @@
 
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import attrs
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from functional_ds.base.torch_private import quick_call_of
 
 from .graph_collectives import START, WAIT, CallSite, results_of, site_of, starter_of
 from .graph_nodes import OPERATOR, base_of, is_view
 
-__all__ = ["GraphCode"]
+__all__ = ["GraphCode", "without_autocast"]
 
 _QUICK: dict[Any, Callable[..., Any]] = {  # the same operators by torch's own parser of arguments, which is faster
     torch.ops.aten.add.Tensor: torch.add,
@@ -32,22 +33,27 @@ _WRITTEN_OUT = (int, bool, str, type(None))
 class GraphCode:
     """A graph as a function of its inputs.
 
-    Law: it gives what the graph gives, bit for bit, by the same kernels in the same order, and holds no tensor longer. Views of a
-    tensor are made directly from it by ``as_strided``, equal ones once. For that the tensor must lie in memory as the trace has
-    said, so the first run goes node by node and looks; views of tensors that lie otherwise stay as they are.
+    Law: it gives what the graph gives, bit for bit, by the same kernels in the same order, and holds no tensor longer. Views
+    of a tensor are made directly from it by ``as_strided``, equal ones once. For that the tensor must lie in memory as the
+    trace has said, so the first run goes node by node and looks; views of tensors that lie otherwise stay as they are.
 
     Attributes:
-        module: has the graph.
+        graph: of operators, collectives and calls of other functions.
+        owner: has the attributes and modules that nodes name.
         sites: the collectives that nodes name by number.
+        runs: how often it ran.
     """
 
-    module: fx.GraphModule
+    graph: fx.Graph
+    owner: nn.Module
     sites: Sequence[CallSite]
-    _run: Callable[[list[Any]], list[Any]] | None = None
+    runs: int = attrs.field(default=0, init=False)
+    _run: Callable[[list[Any]], list[Any]] | None = attrs.field(default=None, init=False)
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
         """Runs the graph."""
-        with torch.no_grad():
+        self.runs += 1
+        with torch.no_grad(), without_autocast():
             if self._run is None:
                 found, plain = self._first(leaves)
                 self._run = self._function(plain)
@@ -60,8 +66,8 @@ class GraphCode:
         """What a run node by node gives; the nodes whose views do not lie in memory as in the trace."""
         given, values, plain = iter(leaves), dict[fx.Node, Any](), set[fx.Node]()
         found: list[Any] = []
-        last = _last_uses(self.module.graph)
-        for node in self.module.graph.nodes:
+        last = _last_uses(self.graph)
+        for node in self.graph.nodes:
             if node.op == "output":
                 found = [*fx.map_arg(node.args[0], values.__getitem__)]  # type: ignore[misc]
                 break
@@ -75,7 +81,7 @@ class GraphCode:
 
     def _value(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
         if node.op == "get_attr":
-            return _attribute(self.module, str(node.target))
+            return _attribute(self.owner, str(node.target))
         args: Any = fx.map_arg(node.args, values.__getitem__)
         kwargs: Any = fx.map_arg(node.kwargs, values.__getitem__)
         if node.target is START:
@@ -86,7 +92,7 @@ class GraphCode:
 
     def _called(self, node: fx.Node) -> Callable[..., Any]:
         if node.op == "call_module":
-            return self.module.get_submodule(str(node.target))
+            return self.owner.get_submodule(str(node.target))
         if node.op == "call_method":
             name = str(node.target)
             return lambda this, *args, **kwargs: getattr(this, name)(*args, **kwargs)
@@ -98,7 +104,7 @@ class GraphCode:
     def _function(self, plain: set[fx.Node]) -> Callable[[list[Any]], list[Any]]:
         writer = _Writer(plain)
         inputs: list[str] = []
-        for node in self.module.graph.nodes:
+        for node in self.graph.nodes:
             if node.op == "placeholder":
                 inputs.append(writer.name_of(node))
             elif node.op == "output":
@@ -113,7 +119,7 @@ class GraphCode:
     def _write(self, writer: "_Writer", node: fx.Node) -> None:
         args: list[Any] = [*node.args]
         if node.op == "get_attr":
-            writer.line(writer.constant(_attribute(self.module, str(node.target))), node)
+            writer.line(writer.constant(_attribute(self.owner, str(node.target))), node)
         elif node.target is START:
             writer.line(f"{writer.constant(starter_of(self.sites[site_of(node)]))}({{}})", node, [*args[0]])
         elif node.target is WAIT:
@@ -126,8 +132,19 @@ class GraphCode:
             writer.line(f"{writer.constant(_quick(node) or self._called(node))}({form})", node, *args, *node.kwargs.values())
 
 
-def _attribute(module: fx.GraphModule, path: str) -> Any:
-    found: Any = module
+def without_autocast() -> AbstractContextManager[Any]:
+    """Operators within the block compute in the types of their inputs: casts are nodes."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    if not kinds:
+        return nullcontext()
+    stack = ExitStack()
+    for kind in kinds:
+        stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack
+
+
+def _attribute(owner: nn.Module, path: str) -> Any:
+    found: Any = owner
     for name in path.split("."):
         found = getattr(found, name)
     return found
