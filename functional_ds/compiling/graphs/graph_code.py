@@ -69,7 +69,8 @@ class GraphCode:
         last = _last_uses(self.graph)
         for node in self.graph.nodes:
             if node.op == "output":
-                found = [*fx.map_arg(node.args[0], values.__getitem__)]  # type: ignore[misc]
+                results: Any = fx.map_arg(node.args[0], values.__getitem__)
+                found = [*results]
                 break
             values[node] = next(given) if node.op == "placeholder" else self._value(node, values)
             base = base_of(node)
@@ -236,10 +237,12 @@ class _Writer:
         if base is node or base in self.plain or not is_view(node):
             return False
         value, held = node.meta.get("val"), base.meta.get("val")
-        if isinstance(value, (list, tuple)):
-            return all(user.target is operator.getitem for user in node.users)
-        alike = isinstance(value, Tensor) and isinstance(held, Tensor) and value.dtype == held.dtype
-        return alike and not value.is_complex() and held.layout is torch.strided
+        views = value if isinstance(value, (list, tuple)) else [value]
+        if views is value and any(user.target is not operator.getitem for user in node.users):
+            return False
+        if not isinstance(held, Tensor) or held.layout is not torch.strided or held.is_complex():
+            return False
+        return all(isinstance(view, Tensor) and view.dtype == held.dtype for view in views)
 
     def line(self, form: str, makes: fx.Node | None, *args: Any) -> None:
         """One more line; each ``{}`` in its text stands for an argument."""

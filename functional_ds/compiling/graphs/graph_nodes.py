@@ -16,6 +16,7 @@ __all__ = [
     "OPERATOR",
     "PHASE",
     "UNIT",
+    "JoinedUnits",
     "Writes",
     "base_of",
     "inputs_of",
@@ -30,6 +31,13 @@ PHASE = "fds_phase"  # in a node's meta: the phase of the step that it belongs t
 OPERATOR = type(torch.ops.aten.add.Tensor)  # the class of an operator with its types of arguments
 _UNDECLARED = {torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.default, torch.ops.aten.lift_fresh.default}
 UNIT = "fds_unit"  # in a node's meta: a number that the nodes of one fetch of a unit have in common
+
+
+@attrs.frozen
+class JoinedUnits:
+    """What the nodes of several fetches have in common whose collectives were joined."""
+
+    units: tuple[Any, ...]
 
 
 @contextmanager
