@@ -6,8 +6,8 @@
     python benchmarks/jit.py --stages 3 --backend inductor
 
 Both contenders have states of their own and take turns in the same processes. "tracing" is the time of the step in which a
-graph is traced, passes, compilation and the ranks' agreement included, less an eager step. "host" is the processor time of rank 0
-for a step, all its threads included, as a ratio of the eager step's.
+graph is traced, passes, compilation and the ranks' agreement included, less an eager step. "host" is the processor time of
+rank 0 for a step, all its threads included, as a ratio of the eager step's.
 """
 
 import argparse

@@ -38,6 +38,7 @@ __all__ = [
     "CUDA_ATTENTION",
     "CUDA_ATTENTION_BACKWARD",
     "GROUPED_PRODUCT",
+    "UNDECLARED_VIEWS",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -96,6 +97,11 @@ CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.defau
 CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 CUDA_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention.default
 CUDA_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+UNDECLARED_VIEWS = (  # they give memory of their input, and their schemas do not say so
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten._reshape_alias.default,
+    torch.ops.aten.lift_fresh.default,
+)
 GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
 
 # Re-exported names, and what needs them:

@@ -1,6 +1,7 @@
 """Small collectives on one group joined into one."""
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -72,12 +73,17 @@ def _fits(graph: StepGraph, writes: Writes, bucket: Sequence[fx.Node], node: fx.
 
 
 def _kind(site: CallSite, start: fx.Node) -> Any:
-    given = {(x.meta["val"].dtype, x.meta["val"].device) for x in start.args[0]}  # type: ignore[union-attr]
+    given = {(x.meta["val"].dtype, x.meta["val"].device) for x in _inputs(start)}
     return site.call.collective, site.call.options, site.async_op, site.early, given, len(given)
 
 
+def _inputs(start: fx.Node) -> list[fx.Node]:
+    given: Any = start.args[0]
+    return [*given]
+
+
 def _bytes(start: fx.Node) -> int:
-    return sum(x.meta["val"].nbytes for x in start.args[0])  # type: ignore[union-attr, misc]
+    return sum(int(x.meta["val"].nbytes) for x in _inputs(start))
 
 
 def _wait_of(start: fx.Node) -> fx.Node:
@@ -108,7 +114,7 @@ def _join(graph: StepGraph, order: dict[fx.Node, float], bucket: Sequence[fx.Nod
     waits = [_wait_of(start) for start in bucket]
     sites = [graph.sites[site_of(start)] for start in bucket]
     graph.sites.append(attrs.evolve(sites[0], label="+".join(site.label for site in sites if site.label)))
-    xs = [x for start in bucket for x in start.args[0]]  # type: ignore[union-attr]
+    xs = [x for start in bucket for x in _inputs(start)]
     with nodes.inserting_before(last):
         joined = nodes.call_function(START, (xs, len(graph.sites) - 1))
     place = min((_first_use(order, wait) for wait in waits), key=lambda one: one[0])[1]
@@ -124,7 +130,8 @@ def _join(graph: StepGraph, order: dict[fx.Node, float], bucket: Sequence[fx.Nod
         number = 0
         for each in waits:
             for item in [*each.users]:
-                new = nodes.call_function(item.target, (wait, number + item.args[1]))
+                place_of: Any = item.args[1]
+                new = nodes.call_function(operator.getitem, (wait, number + place_of))
                 new.meta.update(item.meta)
                 order[new] = order[wait]
                 item.replace_all_uses_with(new)

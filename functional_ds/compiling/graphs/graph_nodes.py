@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from functional_ds.base.torch_private import schema_of
+from functional_ds.base.torch_private import UNDECLARED_VIEWS, schema_of
 
 __all__ = [
     "OPERATOR",
@@ -29,7 +29,6 @@ __all__ = [
 
 PHASE = "fds_phase"  # in a node's meta: the phase of the step that it belongs to
 OPERATOR = type(torch.ops.aten.add.Tensor)  # the class of an operator with its types of arguments
-_UNDECLARED = {torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.default, torch.ops.aten.lift_fresh.default}
 UNIT = "fds_unit"  # in a node's meta: a number that the nodes of one fetch of a unit have in common
 
 
@@ -54,7 +53,7 @@ def tagged(name: str, value: Any) -> Iterator[None]:
 
 def is_view(node: fx.Node) -> bool:
     """Whether a node gives memory of its input and writes nothing."""
-    if node.target is operator.getitem or node.target in _UNDECLARED:
+    if node.target is operator.getitem or node.target in UNDECLARED_VIEWS:
         return True
     if node.op != "call_function" or not isinstance(node.target, OPERATOR):
         return False
