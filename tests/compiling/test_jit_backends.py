@@ -198,7 +198,7 @@ def test_autocast_is_in_the_graph_once() -> None:
 def test_results_get_memory_of_their_own() -> None:
     """Whatever a back end does: a state would be written into through another tensor."""
     outputs = [torch.empty(2, 3), torch.empty(2, 3), torch.empty(2, 3)]
-    function = region_compiler._Compiled(lambda x: (x, x + 1, (x + 2).t().contiguous().t()), outputs, [])
+    function = region_compiler._RegionFunction(lambda x: (x, x + 1, (x + 2).t().contiguous().t()), outputs, [])
     x = torch.zeros(2, 3)
     for _ in range(2):
         one, two, three = function(x)

@@ -9,7 +9,7 @@ import attrs
 from torch import fx
 
 from .graph_collectives import START, WAIT, CallSite, site_of
-from .graph_nodes import UNIT, JoinedUnits, Writes, is_view
+from .graph_nodes import UNIT, GraphWrites, JoinedUnits, is_view
 from .graph_passes import copied, finished
 from .graph_record import StepGraph
 
@@ -39,7 +39,7 @@ def bucketing(size: int = 1 << 20) -> Callable[[StepGraph], StepGraph]:
 
     def run(graph: StepGraph) -> StepGraph:
         new = copied(graph)
-        writes = Writes.of(new.module.graph)
+        writes = GraphWrites.of(new.module.graph)
         for bucket in [*_buckets(new, writes, size)]:
             _join(new, writes.order, bucket)
         return finished(new)
@@ -47,7 +47,7 @@ def bucketing(size: int = 1 << 20) -> Callable[[StepGraph], StepGraph]:
     return run
 
 
-def _buckets(graph: StepGraph, writes: Writes, size: int) -> Iterator[list[fx.Node]]:
+def _buckets(graph: StepGraph, writes: GraphWrites, size: int) -> Iterator[list[fx.Node]]:
     """Starts that can be one: the same call on the same group, with no other start on it in between."""
     now: dict[Any, list[fx.Node]] = {}
     for node in graph.module.graph.nodes:
@@ -61,7 +61,7 @@ def _buckets(graph: StepGraph, writes: Writes, size: int) -> Iterator[list[fx.No
     yield from now.values()
 
 
-def _fits(graph: StepGraph, writes: Writes, bucket: Sequence[fx.Node], node: fx.Node, size: int) -> bool:
+def _fits(graph: StepGraph, writes: GraphWrites, bucket: Sequence[fx.Node], node: fx.Node, size: int) -> bool:
     sites = [graph.sites[site_of(each)] for each in (bucket[0], node)]
     if sites[0].name not in _JOINED or _kind(sites[0], bucket[0]) != _kind(sites[1], node):
         return False

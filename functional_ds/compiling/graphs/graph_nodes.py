@@ -16,8 +16,8 @@ __all__ = [
     "OPERATOR",
     "PHASE",
     "UNIT",
+    "GraphWrites",
     "JoinedUnits",
-    "Writes",
     "base_of",
     "inputs_of",
     "is_view",
@@ -113,7 +113,7 @@ def written_by(node: fx.Node) -> list[fx.Node]:
 
 
 @attrs.define(eq=False)
-class Writes:
+class GraphWrites:
     """Which nodes of a graph write into which memory.
 
     Attributes:
@@ -124,9 +124,9 @@ class Writes:
     _by_root: dict[fx.Node, list[tuple[float, fx.Node]]]
 
     @staticmethod
-    def of(graph: fx.Graph) -> "Writes":
+    def of(graph: fx.Graph) -> "GraphWrites":
         """Those of a graph."""
-        found = Writes({}, {})
+        found = GraphWrites({}, {})
         for place, node in enumerate(graph.nodes):
             found.order[node] = place
             for each in written_by(node):

@@ -9,7 +9,7 @@ from torch import fx
 from functional_ds.transforms.zero.prefetch import plan_fetches
 
 from .graph_collectives import START, WAIT, CallSite, site_of
-from .graph_nodes import PHASE, UNIT, Writes, inputs_of, root_of, views_of, written_by
+from .graph_nodes import PHASE, UNIT, GraphWrites, inputs_of, root_of, views_of, written_by
 from .graph_record import StepGraph, UnitGather
 
 __all__ = ["copied", "finished", "regather", "schedule"]
@@ -48,7 +48,7 @@ def regather(*, live: int = 2, reshard: bool = False) -> Callable[[StepGraph], S
 
     def run(graph: StepGraph) -> StepGraph:
         new = copied(graph)
-        gathers, writes = new.gathers(), Writes.of(new.module.graph)
+        gathers, writes = new.gathers(), GraphWrites.of(new.module.graph)
         views = [views_of([node for node in gather.outputs if root_of(node) in gather.nodes]) for gather in gathers]
         unit_of = {view: unit for unit, found in enumerate(views) for view in found}
         now = [0] * len(gathers)  # the newest copy of each
@@ -89,7 +89,7 @@ class _Copy:
     """A unit's gather and its copies; copy 0 is the gather itself."""
 
     graph: StepGraph
-    writes: Writes
+    writes: GraphWrites
     gather: UnitGather
     views: list[fx.Node]
     _made: list[dict[fx.Node, fx.Node]] = attrs.field(factory=list)  # of each copy: the node of the gather -> its copy
@@ -171,7 +171,7 @@ def schedule(*, ahead: int = 1) -> Callable[[StepGraph], StepGraph]:
 
     def run(graph: StepGraph) -> StepGraph:
         new = copied(graph)
-        writes = Writes.of(new.module.graph)
+        writes = GraphWrites.of(new.module.graph)
         for gathers in _by_pass(new):
             for place, gather in enumerate(gathers[1:], 1):
                 _start_before(gather.start, gathers[max(0, place - ahead)].wait if ahead else gather.wait, writes)
@@ -180,7 +180,7 @@ def schedule(*, ahead: int = 1) -> Callable[[StepGraph], StepGraph]:
     return run
 
 
-def _start_before(start: fx.Node, place: fx.Node, writes: Writes) -> None:
+def _start_before(start: fx.Node, place: fx.Node, writes: GraphWrites) -> None:
     """Moves the start of a gather, and what it is computed from, before a node, unless a kernel between writes into that."""
     order = writes.order
     moved = [node for node in inputs_of(start) if order[node] > order[place]]

@@ -13,7 +13,7 @@ from functional_ds.base.torch_private import schema_of
 from .graph_collectives import START, WAIT
 from .graph_nodes import OPERATOR, PHASE, base_of, is_view, root_of, written_by
 
-__all__ = ["Region", "in_regions"]
+__all__ = ["GraphRegion", "in_regions"]
 
 _FEWEST = 2  # kernels that are worth a call of compiled code
 _aten = torch.ops.aten
@@ -21,7 +21,7 @@ _WRITES_UNDECLARED = {_aten.native_batch_norm.default, _aten.cudnn_batch_norm.de
 
 
 @attrs.define(eq=False)
-class Region:
+class GraphRegion:
     """Kernels that write into nothing, as one function of tensors.
 
     Attributes:
@@ -59,7 +59,7 @@ def _shown(value: Tensor) -> str:
     return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.storage_offset()} {value.device}"
 
 
-def in_regions(graph: fx.Graph, function_of: Callable[[Region], Callable[..., Any]]) -> tuple[fx.Graph, list[Region]]:
+def in_regions(graph: fx.Graph, function_of: Callable[[GraphRegion], Callable[..., Any]]) -> tuple[fx.Graph, list[GraphRegion]]:
     """The graph with regions as calls of functions, and the regions in order.
 
     Law: collectives, writes, draws and calls of anything but operators stay, in their order; each kernel runs between the same
@@ -96,9 +96,9 @@ class _Builder:
     """Builds the graph of regions. ``_segment``: the nodes since the last one that must stay where it is."""
 
     old: fx.Graph
-    function_of: Callable[[Region], Callable[..., Any]]
+    function_of: Callable[[GraphRegion], Callable[..., Any]]
     graph: fx.Graph = attrs.field(factory=fx.Graph)
-    regions: list[Region] = attrs.field(factory=list)
+    regions: list[GraphRegion] = attrs.field(factory=list)
     _now: dict[fx.Node, fx.Node] = attrs.field(factory=dict)
     _segment: dict[fx.Node, None] = attrs.field(factory=dict)
     _written: set[fx.Node] = attrs.field(init=False)
@@ -148,7 +148,7 @@ class _Builder:
         part.output([own[node] for node in results])
         module = fx.GraphModule(torch.nn.Module(), part)
         inputs, outputs = ([node.meta["val"] for node in each] for each in (bases, results))
-        self.regions.append(Region(module, inputs, outputs, phase or "step", f"{phase or 'step'} {len(self.regions)}"))
+        self.regions.append(GraphRegion(module, inputs, outputs, phase or "step", f"{phase or 'step'} {len(self.regions)}"))
         function, given = self.function_of(self.regions[-1]), tuple(self._get(base) for base in bases)
         call = self.graph.create_node("call_function", function, given, name=f"region_{len(self.regions)}")
         call.meta.update({PHASE: phase, "val": outputs})

@@ -19,7 +19,7 @@ from functional_ds.compiling.torch_compiler import compiler_backend
 
 from .graph_code import GraphCode, without_autocast
 from .graph_record import StepGraph
-from .graph_regions import Region, in_regions
+from .graph_regions import GraphRegion, in_regions
 
 __all__ = ["RegionCode", "RegionError", "check_backend"]
 
@@ -49,16 +49,16 @@ def check_backend(name: Any) -> None:
 
 
 @attrs.frozen
-class _Key:
+class _RegionKey:
     """Equal for regions that one compilation is for."""
 
     backend: str
     text: str
-    region: Region = attrs.field(eq=False)
+    region: GraphRegion = attrs.field(eq=False)
 
 
 @attrs.define(eq=False)
-class _Compiled:
+class _RegionFunction:
     """A region's function. Its first call looks whether results are laid out as in the trace, in memory of their own.
 
     Attributes:
@@ -100,7 +100,7 @@ class _Compiled:
 
 
 @functools.lru_cache(maxsize=512)
-def _compiled(key: _Key) -> _Compiled:
+def _compiled(key: _RegionKey) -> _RegionFunction:
     region, began = key.region, time.perf_counter()
     with FakeTensorMode():
         inputs = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in region.inputs]
@@ -112,7 +112,7 @@ def _compiled(key: _Key) -> _Compiled:
         lines = str(error).strip().splitlines() or [""]
         raise RegionError(f"{key.backend} cannot compile a region of {region.kernels} kernels: {lines[0][:300]}") from error
     seconds = time.perf_counter() - began
-    return _Compiled(run, region.outputs, [Compilation(region.name, 1, f"{region.kernels} kernels", seconds)])
+    return _RegionFunction(run, region.outputs, [Compilation(region.name, 1, f"{region.kernels} kernels", seconds)])
 
 
 @attrs.define(eq=False, init=False)
@@ -127,14 +127,14 @@ class RegionCode(GraphCode):
         RegionError: the back end cannot compile a region.
     """
 
-    regions: Sequence[Region]
-    functions: Sequence[_Compiled]
+    regions: Sequence[GraphRegion]
+    functions: Sequence[_RegionFunction]
 
     def __init__(self, graph: StepGraph, backend: str) -> None:
-        functions: list[_Compiled] = []
+        functions: list[_RegionFunction] = []
 
-        def function_of(region: Region) -> _Compiled:
-            functions.append(_compiled(_Key(backend, region.key, region)))
+        def function_of(region: GraphRegion) -> _RegionFunction:
+            functions.append(_compiled(_RegionKey(backend, region.key, region)))
             return functions[-1]
 
         with _COMPILING:
