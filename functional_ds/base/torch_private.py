@@ -38,6 +38,7 @@ __all__ = [
     "CUDA_ATTENTION",
     "CUDA_ATTENTION_BACKWARD",
     "GROUPED_PRODUCT",
+    "UNDECLARED_VIEWS",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -78,6 +79,7 @@ __all__ = [
     "outside_functorch",
     "parameters_of",
     "pytree_node_of",
+    "quick_call_of",
     "refresh_flat_weights",
     "run_backward",
     "saved_tensors_hooks_in_force",
@@ -95,6 +97,11 @@ CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.defau
 CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 CUDA_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention.default
 CUDA_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+UNDECLARED_VIEWS = (  # they give memory of their input, and their schemas do not say so
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten._reshape_alias.default,
+    torch.ops.aten.lift_fresh.default,
+)
 GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
 
 # Re-exported names, and what needs them:
@@ -275,6 +282,11 @@ def hooks_of(tensor: Tensor) -> list[Callable[..., Any]]:
 def schema_of(operator: Any) -> Any:
     """An operator's name, arguments and which of those it writes to (``torch.FunctionSchema``)."""
     return operator._schema
+
+
+def quick_call_of(operator: Any) -> Callable[..., Any]:
+    """What an ``OpOverload`` calls: the operator itself, without a function of Python around it."""
+    return operator._op  # type: ignore[no-any-return]
 
 
 def parameters_of(module: nn.Module) -> dict[str, Any]:

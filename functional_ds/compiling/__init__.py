@@ -1,6 +1,7 @@
 """Compilation: blocks by torch.compile, and whole steps as graphs."""
 
 from .compile_log import CompileReport, compile_report
+from .graphs.graph_bucketing import bucketing
 from .graphs.graph_passes import regather, schedule
 from .graphs.graph_record import StepGraph
 from .graphs.graph_trace import UntraceableError
@@ -12,6 +13,7 @@ __all__ = [
     "JitWarning",
     "StepGraph",
     "UntraceableError",
+    "bucketing",
     "compile_report",
     "jit",
     "regather",

@@ -8,7 +8,7 @@ import attrs
 
 from functional_ds.step.step import Step
 
-__all__ = ["BlockClass", "Compilation", "CompileLog", "CompileReport", "KeepsLogs", "compile_report"]
+__all__ = ["BlockClass", "Compilation", "CompileLog", "CompileReport", "CompilesRegions", "KeepsLogs", "compile_report"]
 
 
 @attrs.frozen
@@ -18,16 +18,19 @@ class Compilation:
     Attributes:
         path: the block whose call met no code that fits.
         graphs: how many graphs it gave: 1, and one more behind each module in the block that something else runs.
-        why: what was different from the code that was there; empty for the first time.
+        why: what was different from the code that was there; empty for the first time. Of a region: its size.
+        seconds: how long it took; None for a block, whose backward pass torch.compile compiles later.
     """
 
     path: str
     graphs: int
     why: str = ""
+    seconds: float | None = None
 
     def __str__(self) -> str:
         graphs = "" if self.graphs == 1 else f" ({self.graphs} graphs)"
-        return f"{self.path}{graphs}: {self.why or 'the first of its class'}"
+        took = "" if self.seconds is None else f", {self.seconds:.2f} s"
+        return f"{self.path}{graphs}: {self.why or 'the first of its class'}{took}"
 
 
 @attrs.define(eq=False)
@@ -35,8 +38,8 @@ class BlockClass:
     """The blocks of one class.
 
     Attributes:
-        name: the class.
-        paths: the blocks that ran.
+        name: the class; of a jitted step, the phase that regions begin in.
+        paths: the blocks that ran; of a jitted step, its regions.
         calls: how often they ran as compiled code, compilations included.
         eager: how often they ran as they are, by the reason.
         own: how many compilations were for calls of this step, on this rank.
@@ -99,6 +102,15 @@ class KeepsLogs(ABC):
         """The log of one step. Ranks that are threads may share a transform; each makes a step of its own."""
 
 
+class CompilesRegions(ABC):
+    """A step whose graphs' regions are compiled."""
+
+    @property
+    @abstractmethod
+    def compiled_rows(self) -> Sequence[BlockClass]:
+        """What was compiled, by phase; empty where nothing is."""
+
+
 @attrs.frozen(eq=False, repr=False)
 class CompileReport:
     """What was compiled for a step since it was made, by class of block.
@@ -132,6 +144,11 @@ class CompileReport:
         """How often a block ran as it is."""
         return sum(sum(row.eager.values()) for row in self.rows)
 
+    @property
+    def seconds(self) -> float:
+        """How long regions of a jitted step took to compile."""
+        return sum(each.seconds or 0.0 for row in self.rows for each in row.compilations)
+
     def __str__(self) -> str:
         lines = [f"{'class':<28} {'blocks':>6} {'calls':>8} {'eager':>8} {'compiled':>8} {'graphs':>8}"]
         for row in self.rows:
@@ -146,7 +163,7 @@ class CompileReport:
 
 
 def compile_report(step: Step) -> CompileReport:
-    """What ``T.compiled`` has compiled for this step on this rank, how often, and why again.
+    """What ``T.compiled``, or ``fds.jit`` with a back end, has compiled for this step on this rank, how often, and why again.
 
     Raises:
         ValueError: no transform of the step compiles anything.
@@ -161,6 +178,12 @@ def compile_report(step: Step) -> CompileReport:
     """
     owners = [getattr(layer.phases.get("forward"), "__self__", None) for layer in step.layers]
     logs = [owner.log_of(step) for owner in owners if isinstance(owner, KeepsLogs)]
-    if not logs:
-        raise ValueError(f"compile_report: no transform of the step compiles anything ({step}); add T.compiled('blocks')")
-    return CompileReport([row.copy() for log in logs for row in log.classes.values()])
+    rows = [row.copy() for log in logs for row in log.classes.values()]
+    if isinstance(step, CompilesRegions):
+        rows += step.compiled_rows
+    if not logs and not rows:
+        raise ValueError(
+            f"compile_report: nothing of the step is compiled ({step}); add T.compiled('blocks'), or fds.jit(..., "
+            "backend='inductor'), which compiles in a state's second step"
+        )
+    return CompileReport(rows)

@@ -131,7 +131,7 @@ class _Sees(private.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@checks("TorchDispatchMode", "schema_of", "disable_dispatch_modes")
+@checks("TorchDispatchMode", "schema_of", "disable_dispatch_modes", "quick_call_of", "UNDECLARED_VIEWS")
 def a_dispatch_mode_sees_operators() -> None:
     x = torch.ones(2, requires_grad=True)
     with _Sees() as seen:
@@ -145,6 +145,10 @@ def a_dispatch_mode_sees_operators() -> None:
     assert schema.is_mutable
     assert [argument.name for argument in schema.arguments] == ["self", "other", "alpha"]
     assert [x.alias_info is not None and x.alias_info.is_write for x in schema.arguments] == [True, False, False]
+    given = torch.ones(4)
+    for view, args in zip(private.UNDECLARED_VIEWS, (([2, 2],), ([2, 2], [2, 1]), ()), strict=True):
+        assert view(given, *args).data_ptr() == given.data_ptr()
+    assert private.quick_call_of(torch.ops.aten.add.Tensor)(torch.ones(2), torch.ones(2), alpha=2).tolist() == [3, 3]
 
 
 class _Counts(Tensor):

@@ -6,7 +6,7 @@ takes the inputs once more, which keeps their memory until then.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ from functional_ds.comm.record.group import Group
 
 from .graph_nodes import UNIT, tagged
 
-__all__ = ["START", "WAIT", "CallSite", "GraphRecorder", "carrying_out", "site_of"]
+__all__ = ["START", "WAIT", "CallSite", "GraphRecorder", "carrying_out", "results_of", "site_of", "starter_of"]
 
 
 @attrs.frozen(eq=False)
@@ -119,16 +119,25 @@ def carrying_out(sites: Sequence[CallSite]) -> Iterator[None]:
         _HERE.run = outer
 
 
+def starter_of(site: CallSite) -> Callable[[list[Tensor]], Handle]:
+    """A function that starts a collective on tensors."""
+    call, group, async_op, early = site.call, site.group, site.async_op, site.early
+    return lambda xs: start(call, xs, group, async_op=async_op, early=early).handle
+
+
+def results_of(handle: Handle, xs: list[Tensor]) -> list[Tensor]:
+    """Waits for a collective that was started on tensors."""
+    return [_apart(result.contiguous(), xs) for result in handle.wait()]
+
+
 def _start(xs: list[Tensor], site: int) -> Tensor:
     sites, under_way = _HERE.run
-    found: CallSite = sites[site]
-    under_way[site] = start(found.call, xs, found.group, async_op=found.async_op, early=found.early).handle
+    under_way[site] = starter_of(sites[site])(xs)
     return torch.zeros((), dtype=torch.int64)
 
 
 def _wait(token: Tensor, xs: list[Tensor], site: int) -> list[Tensor]:
-    results = _HERE.run[1].pop(site).wait()
-    return [_apart(result.contiguous(), xs) for result in results]
+    return results_of(_HERE.run[1].pop(site), xs)
 
 
 def _apart(result: Tensor, xs: list[Tensor]) -> Tensor:

@@ -5,17 +5,38 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import attrs
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from functional_ds.base.torch_private import schema_of
+from functional_ds.base.torch_private import UNDECLARED_VIEWS, schema_of
 
-__all__ = ["OPERATOR", "PHASE", "UNIT", "inputs_of", "is_view", "root_of", "tagged", "views_of", "written_by"]
+__all__ = [
+    "OPERATOR",
+    "PHASE",
+    "UNIT",
+    "GraphWrites",
+    "JoinedUnits",
+    "base_of",
+    "inputs_of",
+    "is_view",
+    "root_of",
+    "tagged",
+    "views_of",
+    "written_by",
+]
 
 PHASE = "fds_phase"  # in a node's meta: the phase of the step that it belongs to
 OPERATOR = type(torch.ops.aten.add.Tensor)  # the class of an operator with its types of arguments
 UNIT = "fds_unit"  # in a node's meta: a number that the nodes of one fetch of a unit have in common
+
+
+@attrs.frozen
+class JoinedUnits:
+    """What the nodes of several fetches have in common whose collectives were joined."""
+
+    units: tuple[Any, ...]
 
 
 @contextmanager
@@ -32,7 +53,7 @@ def tagged(name: str, value: Any) -> Iterator[None]:
 
 def is_view(node: fx.Node) -> bool:
     """Whether a node gives memory of its input and writes nothing."""
-    if node.target is operator.getitem:
+    if node.target is operator.getitem or node.target in UNDECLARED_VIEWS:
         return True
     if node.op != "call_function" or not isinstance(node.target, OPERATOR):
         return False
@@ -44,6 +65,16 @@ def root_of(node: fx.Node) -> fx.Node:
     """The node whose memory a node gives."""
     while is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
+    return node
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """The node whose tensor a node gives a view of: unlike its root, one item of several results."""
+    while is_view(node) and node.all_input_nodes:
+        before = node.all_input_nodes[0]
+        if node.target is operator.getitem and not is_view(before):
+            return node
+        node = before
     return node
 
 
@@ -79,3 +110,32 @@ def written_by(node: fx.Node) -> list[fx.Node]:
             value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
             fx.map_arg(value, found.append)
     return found
+
+
+@attrs.define(eq=False)
+class GraphWrites:
+    """Which nodes of a graph write into which memory.
+
+    Attributes:
+        order: the places of all nodes. Who moves a node that writes nothing gives it another place here.
+    """
+
+    order: dict[fx.Node, float]
+    _by_root: dict[fx.Node, list[tuple[float, fx.Node]]]
+
+    @staticmethod
+    def of(graph: fx.Graph) -> "GraphWrites":
+        """Those of a graph."""
+        found = GraphWrites({}, {})
+        for place, node in enumerate(graph.nodes):
+            found.order[node] = place
+            for each in written_by(node):
+                found._by_root.setdefault(root_of(each), []).append((place, node))
+        return found
+
+    def any(self, reading: Sequence[fx.Node], start: fx.Node, end: fx.Node) -> bool:
+        """Whether a kernel from one node on until before another one, not one of these, writes into memory that they read."""
+        own, places = {*reading}, (self.order[start], self.order[end])
+        roots = {root_of(each) for node in reading for each in node.all_input_nodes}
+        found = (one for root in roots & self._by_root.keys() for one in self._by_root[root])
+        return any(places[0] <= place < places[1] and node not in own for place, node in found)

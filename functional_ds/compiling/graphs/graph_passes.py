@@ -1,6 +1,7 @@
 """Passes over a step's graph: pure functions from graph to graph that change no value."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import cached_property
 
 import attrs
 from torch import fx
@@ -8,7 +9,7 @@ from torch import fx
 from functional_ds.transforms.zero.prefetch import plan_fetches
 
 from .graph_collectives import START, WAIT, CallSite, site_of
-from .graph_nodes import PHASE, UNIT, inputs_of, root_of, views_of, written_by
+from .graph_nodes import PHASE, UNIT, GraphWrites, inputs_of, root_of, views_of, written_by
 from .graph_record import StepGraph, UnitGather
 
 __all__ = ["copied", "finished", "regather", "schedule"]
@@ -47,11 +48,11 @@ def regather(*, live: int = 2, reshard: bool = False) -> Callable[[StepGraph], S
 
     def run(graph: StepGraph) -> StepGraph:
         new = copied(graph)
-        gathers = new.gathers()
+        gathers, writes = new.gathers(), GraphWrites.of(new.module.graph)
         views = [views_of([node for node in gather.outputs if root_of(node) in gather.nodes]) for gather in gathers]
         unit_of = {view: unit for unit, found in enumerate(views) for view in found}
         now = [0] * len(gathers)  # the newest copy of each
-        copies = [_Copy(new, gather, own) for gather, own in zip(gathers, views, strict=True)]
+        copies = [_Copy(new, writes, gather, own) for gather, own in zip(gathers, views, strict=True)]
         whole: tuple[int, ...] = ()
         for backward, uses in _uses_by_pass(new, unit_of):
             whole = whole if backward and not reshard else ()
@@ -88,13 +89,14 @@ class _Copy:
     """A unit's gather and its copies; copy 0 is the gather itself."""
 
     graph: StepGraph
+    writes: GraphWrites
     gather: UnitGather
     views: list[fx.Node]
     _made: list[dict[fx.Node, fx.Node]] = attrs.field(factory=list)  # of each copy: the node of the gather -> its copy
 
     def fetched_for(self, user: fx.Node) -> int:
         """The number of the gather that a node will use: the first one, and then a new one each time."""
-        if not self._made or _is_written([*self._anew], self.gather.wait, user):
+        if not self._made or self.writes.any([*self._anew], self.gather.wait, user):
             self._made = self._made or [{}]
             return 0
         self._made.append({})
@@ -108,7 +110,7 @@ class _Copy:
                 for view in [each for each in user.all_input_nodes if each in self.views]:
                     user.replace_input_with(view, self._copied(view, number, sites, user))
 
-    @property
+    @cached_property
     def _anew(self) -> set[fx.Node]:
         """What a copy copies: with hpZ not the first level, whose result stays."""
         found = {*self.gather.nodes, *self.views}
@@ -169,30 +171,21 @@ def schedule(*, ahead: int = 1) -> Callable[[StepGraph], StepGraph]:
 
     def run(graph: StepGraph) -> StepGraph:
         new = copied(graph)
+        writes = GraphWrites.of(new.module.graph)
         for gathers in _by_pass(new):
             for place, gather in enumerate(gathers[1:], 1):
-                _start_before(gather.start, gathers[max(0, place - ahead)].wait if ahead else gather.wait)
+                _start_before(gather.start, gathers[max(0, place - ahead)].wait if ahead else gather.wait, writes)
         return finished(new)
 
     return run
 
 
-def _start_before(start: fx.Node, place: fx.Node) -> None:
+def _start_before(start: fx.Node, place: fx.Node, writes: GraphWrites) -> None:
     """Moves the start of a gather, and what it is computed from, before a node, unless a kernel between writes into that."""
-    order = {node: n for n, node in enumerate(start.graph.nodes)}
+    order = writes.order
     moved = [node for node in inputs_of(start) if order[node] > order[place]]
-    if any(node.target is WAIT or written_by(node) for node in moved) or _is_written(moved, place, start):
+    if any(node.target is WAIT or written_by(node) for node in moved) or writes.any(moved, place, start):
         return
     for node in moved:
         place.prepend(node)
-
-
-def _is_written(reading: Sequence[fx.Node], start: fx.Node, end: fx.Node) -> bool:
-    """Whether a kernel from one node on until before another one writes into memory that nodes read."""
-    read = {root_of(each) for node in reading for each in node.all_input_nodes}
-    node = start
-    while node is not end:
-        if node not in reading and any(root_of(each) in read for each in written_by(node)):
-            return True
-        node = node.next
-    return False
+        order[node] = order[place] - 0.5

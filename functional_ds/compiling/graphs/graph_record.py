@@ -13,7 +13,7 @@ from functional_ds.base.marks import like_marked
 from functional_ds.step.state import State
 
 from .graph_collectives import START, WAIT, CallSite, carrying_out, site_of
-from .graph_nodes import OPERATOR, PHASE, UNIT, root_of
+from .graph_nodes import OPERATOR, PHASE, UNIT, JoinedUnits, root_of
 
 __all__ = ["InMemory", "StepGraph", "UnitGather"]
 
@@ -42,6 +42,12 @@ class UnitGather:
     """
 
     nodes: Sequence[fx.Node]
+
+    @property
+    def units(self) -> int:
+        """How many units they are: several where gathers were joined."""
+        number = self.nodes[0].meta[UNIT]
+        return len(number.units) if isinstance(number, JoinedUnits) else 1
 
     @property
     def start(self) -> fx.Node:
@@ -87,7 +93,10 @@ class StepGraph:
     def __call__(self, leaves: Sequence[Any]) -> tuple[State, dict[str, Tensor]]:
         """Runs the graph on the leaves of a state, which it writes into, and of a batch."""
         with torch.no_grad(), carrying_out(self.sites):
-            found = self.module(*leaves)
+            return self.given(self.module(*leaves))
+
+    def given(self, found: Sequence[Any]) -> tuple[State, dict[str, Tensor]]:
+        """A result's leaves as the result, with their marks."""
         marked = [like_marked(x, model) if isinstance(x, Tensor) else x for x, model in zip(found, self.outputs, strict=True)]
         result: tuple[State, dict[str, Tensor]] = tree.unflatten(self.gives, marked)
         return result
@@ -119,8 +128,8 @@ class StepGraph:
                 changes[places[node]] += _bytes(node)
                 changes[end + 1] -= _bytes(node)
         for gather in self.gathers():
-            counts[places[gather.start]] += 1
-            counts[1 + max(ends[root_of(output)] for output in gather.outputs)] -= 1
+            counts[places[gather.start]] += gather.units
+            counts[1 + max(ends[root_of(output)] for output in gather.outputs)] -= gather.units
         found, size, count = {}, 0, 0
         for place, node in enumerate(nodes):
             size, count = size + changes[place], count + counts[place]

@@ -13,6 +13,7 @@ from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.torch_private import version_of
 from functional_ds.comm.record.collective import Here
+from functional_ds.compiling.compile_log import BlockClass, CompilesRegions
 from functional_ds.step.buffers import BUFFERS, Buffers
 from functional_ds.step.checks import check_state, refuse_inference
 from functional_ds.step.forward_pass import refuse_open
@@ -20,10 +21,12 @@ from functional_ds.step.state import State, mark_donated
 from functional_ds.step.step import Metrics, Step
 from functional_ds.step.traits import Trait
 
+from .graph_code import GraphCode
 from .graph_collectives import START, CallSite, site_of
 from .graph_passes import regather, schedule
 from .graph_record import StepGraph
 from .graph_trace import UntraceableError, trace
+from .region_compiler import RegionCode, RegionError, check_backend
 
 __all__ = ["GraphPass", "JitStep", "JitWarning", "jit"]
 
@@ -41,6 +44,7 @@ class _Traced:
 
     graph: StepGraph | None
     reason: str
+    code: GraphCode | None = None
 
 
 @attrs.define(eq=False)
@@ -78,16 +82,18 @@ class _GraphCache:
 
 
 @attrs.frozen(eq=False, repr=False, kw_only=True)
-class JitStep(Step):
+class JitStep(Step, CompilesRegions):
     """A step that runs as a graph, once a state has made an eager step; else as the step that it was made of.
 
     Attributes:
         passes: over each graph; None for those that the step's transforms ask for.
+        backend: that compiles what lies between collectives; "fx" compiles nothing.
         group: the ranks that run the step; None for the whole world.
         max_graphs: how many kinds of states and batches are traced.
     """
 
     passes: Sequence[GraphPass] | None = None
+    backend: str = "fx"
     group: comm.Group | None = None
     max_graphs: int = 8
     _cache: _GraphCache = attrs.field(factory=_GraphCache, init=False)
@@ -97,10 +103,10 @@ class JitStep(Step):
         refuse_inference("step")
         check_state(self, state)
         entry = self._entry(state, batch)
-        if entry is None or entry.graph is None:
+        if entry is None or entry.graph is None or entry.code is None:
             return Step.__call__(self, state, batch, donate=donate)
         refuse_open(state)
-        return _run(entry.graph, state, batch, donate)
+        return _run(entry.graph, entry.code, state, batch, donate)
 
     def graph(self, state: State, batch: Any) -> StepGraph:
         """The graph of this step after its passes; nothing is computed or sent.
@@ -113,9 +119,15 @@ class JitStep(Step):
 
     @property
     def reasons(self) -> list[str]:
-        """Why some kinds of states and batches run eagerly; empty where none does."""
+        """Why some kinds of states and batches run eagerly, or without the back end; empty where none does."""
         entries = [*self._cache.entries.values(), *filter(None, [self._cache.later])]
         return [entry.reason for entry in entries if entry.reason]
+
+    @property
+    def compiled_rows(self) -> list[BlockClass]:
+        """What the back end has compiled, for ``fds.compile_report``."""
+        codes = [entry.code for entry in self._cache.entries.values()]
+        return [row for code in codes if isinstance(code, RegionCode) for row in code.rows]
 
     def forget(self) -> None:
         """Drops all graphs, after a change that no argument shows: all ranks must call it at the same place."""
@@ -169,7 +181,7 @@ class JitStep(Step):
                 "or numbers again: pad batches to a few shapes, pass what changes as tensors, or raise max_graphs"
             )
             self._cache.later = _Traced(None, reason)
-            _warn(reason)
+            _warn(f"the step runs eagerly: {reason}")
         return self._cache.later
 
     def _group(self) -> comm.Group | None:
@@ -179,18 +191,26 @@ class JitStep(Step):
         return self._cache.control if self._cache.control.size > 1 else None
 
     def _new_entry(self, state: State, batch: Any, group: comm.Group | None, kind: _GraphKind) -> _Traced:
-        graph, reason = None, ""
+        graph, code, reason, failure = None, None, "", ""
         try:
             graph = self._traced(state, batch)
             kind.modes = graph.notes.get("modes", {})
+            code = _plain_code(graph) if self.backend == "fx" else RegionCode(graph, self.backend)
         except UntraceableError as error:
             reason = str(error)
+        except RegionError as error:
+            failure = f"no region is compiled: {error}"
         if group is not None:
-            told = comm.all_gather_object((reason, {} if graph is None else _digests(graph)), group)
-            reason = _disagreement([one for one, _ in told], [digests for _, digests in told])
-        if reason:
-            _warn(reason)
-        return _Traced(None if reason else graph, reason)
+            told = comm.all_gather_object((reason, {} if graph is None else _digests(graph), failure), group)
+            reason = _disagreement([one for one, _, _ in told], [digests for _, digests, _ in told])
+            failure = _first_reason([one for _, _, one in told])
+        if reason or graph is None:
+            _warn(f"the step runs eagerly: {reason}")
+            return _Traced(None, reason)
+        if failure:  # ranks that round otherwise would drift apart
+            _warn(failure)
+            code = _plain_code(graph)
+        return _Traced(graph, failure, code)
 
     def _traced(self, state: State, batch: Any) -> StepGraph:
         if state.batch is None:
@@ -214,14 +234,18 @@ def _as_zero_does(*, live: int, reshard: bool, ahead: int, **others: Any) -> Seq
     return regather(live=live, reshard=reshard), schedule(ahead=ahead)
 
 
-def _run(graph: StepGraph, state: State, batch: Any, donate: bool) -> tuple[State, Metrics]:
+def _plain_code(graph: StepGraph) -> GraphCode:
+    return GraphCode(graph.module.graph, graph.module, graph.sites)
+
+
+def _run(graph: StepGraph, code: GraphCode, state: State, batch: Any, donate: bool) -> tuple[State, Metrics]:
     """The graph on the state's own memory, or on a copy of it."""
     before = tree.replace(state) if donate else state.clone()
     leaves = tree.leaves((before, batch))
     versions = [version_of(x) for x in leaves if isinstance(x, Tensor)]
     with comm.world().world.step():
         try:
-            new, metrics = graph(leaves)
+            new, metrics = graph.given(code(leaves))
         except Exception:
             if donate and versions != [version_of(x) for x in leaves if isinstance(x, Tensor)]:
                 state.donate()
@@ -235,7 +259,7 @@ def _run(graph: StepGraph, state: State, batch: Any, donate: bool) -> tuple[Stat
 
 
 def _warn(reason: str) -> None:
-    warnings.warn(f"fds.jit: the step runs eagerly: {reason}", JitWarning, stacklevel=5)
+    warnings.warn(f"fds.jit: {reason}", JitWarning, stacklevel=5)
 
 
 def _kind(state: State, batch: Any) -> Any:
@@ -279,11 +303,18 @@ def _digests(graph: StepGraph) -> dict[Any, int]:
     return found
 
 
-def _disagreement(reasons: Sequence[str], digests: Sequence[dict[Any, int]]) -> str:
-    """Why the ranks do not run their graphs; empty if they do."""
+def _first_reason(reasons: Sequence[str]) -> str:
+    """The first one, and whose it is where others have another or none."""
     for rank, reason in enumerate(reasons):
         if reason:
             return reason if len({*reasons}) == 1 else f"on rank {rank}, {reason}"
+    return ""
+
+
+def _disagreement(reasons: Sequence[str], digests: Sequence[dict[Any, int]]) -> str:
+    """Why the ranks do not run their graphs; empty if they do."""
+    if any(reasons):
+        return _first_reason(reasons)
     for rank, found in enumerate(digests):
         for group, digest in found.items():
             other = next((r for r, theirs in enumerate(digests) if r in group[1] and theirs.get(group) != digest), None)
@@ -299,14 +330,16 @@ def jit(
     step: Step,
     *,
     passes: Sequence[GraphPass] | None = None,
+    backend: str = "fx",
     group: comm.Group | None = None,
     max_graphs: int = 8,
 ) -> JitStep:
     """The step as a graph of ATen operators and collectives, traced once for each kind of state and batch.
 
-    Law 58: ``jit(step)`` is ``step``, bit for bit: equal states, metrics and payloads between ranks; what it cannot trace it
-    runs eagerly, with a ``JitWarning`` that names the reason. Each state's first step is eager, since ranks agree on their
-    orders there. The graph holds view, loss, backward, reductions, norm and update; a donated state's memory is written into.
+    Law 58: ``jit(step)`` is ``step``, bit for bit (but for inductor): equal states, metrics and payloads between ranks. What it
+    cannot trace it runs eagerly, with a ``JitWarning`` that names the reason. Each state's first step is eager, since ranks
+    agree on their orders there. The graph holds view, loss, backward, reductions, norm and update; a donated state's memory is
+    written into.
 
     As in JAX, Python runs while tracing alone: numbers that the loss reads elsewhere than in the state and the batch are as
     they were then, until ``forget()``. Tensors there are refused. Modes of modules are looked at in every step.
@@ -317,11 +350,14 @@ def jit(
     Args:
         step: any.
         passes: functions from graph to graph, in order; None for ``regather`` and ``schedule`` where params are in shards.
+        backend: what compiles the regions between collectives, writes and draws: "fx" nothing, so the graph runs by the
+            eager step's kernels; "aot_eager" torch's AOT autograd, for tests; "inductor" writes code that fuses kernels, and is
+            equal within rounding. Equal regions are compiled once; ``fds.compile_report`` says what, and how long it took.
         group: the ranks that run the step; None for the whole world.
         max_graphs: how many kinds of states and batches are traced; more run eagerly.
 
     Raises:
-        ValueError: ``max_graphs`` is below 1.
+        ValueError: ``max_graphs`` is below 1; there is no such back end, or no compiler for what it writes.
 
     >>> import functional_ds as fds
     >>> step = jit(fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(0.5)))
@@ -335,5 +371,6 @@ def jit(
         raise ValueError(f"max_graphs={max_graphs} must be at least 1")
     if not isinstance(step, Step):
         raise TypeError(f"step: {type(step).__name__} is no Step; compose the step first, then jit it: fds.jit(step)")
+    check_backend(backend)
     given = {field.name: getattr(step, field.name) for field in attrs.fields(Step) if field.init}
-    return JitStep(**given, passes=passes, group=group, max_graphs=max_graphs)
+    return JitStep(**given, passes=passes, backend=backend, group=group, max_graphs=max_graphs)
