@@ -1,7 +1,8 @@
 """DeepSpeed's engine: ``initialize``, and calls of forward, backward and step over a step in halves."""
 
 from .engine import DeepSpeedEngine
-from .gathered_parameters import (
+from .initialize import initialize
+from .loop.gathered_parameters import (
     GatheredParameters,
     Init,
     ZeroParamStatus,
@@ -13,7 +14,6 @@ from .gathered_parameters import (
     safe_set_full_grad,
     safe_set_full_optimizer_state,
 )
-from .initialize import initialize
 
 __all__ = [
     "DeepSpeedEngine",

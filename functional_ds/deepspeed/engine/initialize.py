@@ -14,6 +14,7 @@ from functional_ds.base.marks import mark_sharers
 from functional_ds.base.optional import optional
 from functional_ds.deepspeed.config.config_reader import source
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan, from_ds_config
+from functional_ds.deepspeed.config.model.leaf_modules import get_z3_leaf_modules, mark_leaf_parameters
 from functional_ds.modules.functional import functional
 from functional_ds.optim.sgd import sgd
 from functional_ds.step.train_step import train_step
@@ -23,9 +24,9 @@ from .data_loader import EngineLoader, data_loader
 from .ds_optimizer import EngineOptimizer
 from .engine import DeepSpeedEngine
 from .engine_counts import EngineCounts
-from .engine_loop import EngineLoop, LossShare
-from .gathered_parameters import own_parameters
-from .live_module import LiveModule
+from .loop.engine_loop import EngineLoop, LossShare
+from .loop.gathered_parameters import own_parameters
+from .loop.live_module import LiveModule
 from .optimizer_groups import LiveGroup, as_groups, groups_of_config, groups_of_optimizer, live_optimizer
 
 __all__ = ["initialize"]
@@ -112,7 +113,7 @@ def initialize(
         if name not in trained and groups:
             parameter.requires_grad_(False)
 
-    share = LossShare()
+    share = LossShare.of(plan)
     base = train_step(_no_loss, live_optimizer(groups) if groups else sgd(0.0))
     step = share.transform()(plan.transform(base))
     own = dict(model.named_parameters())
@@ -123,6 +124,8 @@ def initialize(
     loop = EngineLoop(step, state, live, share, plan.batch.gradient_accumulation_steps)
     live.show(step, state)
     own_parameters(loop, own)
+    if not live.shows:
+        mark_leaf_parameters(get_z3_leaf_modules(model))
 
     counts = EngineCounts(loop.micro_batches, bool(plan.value("managed_gradient_accumulation")))
     facade = None

@@ -12,8 +12,10 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from functional_ds import comm
 from functional_ds.base.files import write_atomically
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan, from_ds_config
+from functional_ds.deepspeed.engine.loop.engine_loop import LossShare, grad_norm_of
 from functional_ds.optim.optimizer import Optimizer, PerParameter
 from functional_ds.step.compose import compose
+from functional_ds.step.step import Metrics
 from functional_ds.step.train_step import train_step
 
 from .pipeline_module import PipelineModule
@@ -44,7 +46,7 @@ class PipelineEngine:
         self.training_dataloader: DataLoader[Any] | None = None
         self._plan, self._parts, self._step = plan, parts, step
         self._state = step.init(parts.params)
-        self._norm: Tensor | None = None
+        self._metrics: Metrics = {}
         self._iterator: Iterator[Any] | None = None
         self._batch_fn: Callable[[Any], Any] | None = None
 
@@ -83,7 +85,7 @@ class PipelineEngine:
         self._state, metrics = self._step(self._state, batch)
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
-        self._norm = metrics.get("grad_norm")
+        self._metrics = metrics
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         loss: Tensor = metrics["loss"]
@@ -185,8 +187,8 @@ class PipelineEngine:
         return [self._plan.value("optimizer.params")["lr"]] if schedule is None else [schedule.rate(int(self._state.step))]
 
     def get_global_grad_norm(self) -> float | None:
-        """The norm of the last update's gradients before clipping; None where nothing was clipped."""
-        return None if self._norm is None else float(self._norm)
+        """The norm of the last update's gradients before clipping; as ``DeepSpeedEngine``'s."""
+        return grad_norm_of(self._metrics)
 
     # -- params
 
@@ -294,7 +296,9 @@ def pipeline_engine(
     rule = optimizer or plain.optimizer
     if rule is None:
         raise ValueError("config: it names no optimizer, and none is given")
-    strategy = compose(plain.transform, parts.transform(plan.batch.gradient_accumulation_steps))
+    strategy = compose(
+        plain.transform, parts.transform(plan.batch.gradient_accumulation_steps), LossShare.of(plain).transform()
+    )
     engine = PipelineEngine(module, plan, parts, strategy(train_step(parts.stages, rule)), lr_scheduler)
     if training_data is not None:
         sampler: DistributedSampler[Any] = DistributedSampler(training_data, parts.data.size, parts.data.rank)

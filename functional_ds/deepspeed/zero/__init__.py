@@ -1,6 +1,6 @@
 """``deepspeed.zero``: blocks in which stage-3 parameters have their values."""
 
-from functional_ds.deepspeed.engine.gathered_parameters import (
+from functional_ds.deepspeed.engine.loop.gathered_parameters import (
     GatheredParameters,
     Init,
     ZeroParamStatus,

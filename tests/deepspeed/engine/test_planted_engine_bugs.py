@@ -25,7 +25,7 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
         [
             Bug(
                 "losses are averaged",
-                f"{ENGINE}.engine_loop",
+                f"{ENGINE}.loop.engine_loop",
                 "self._backwards > 1, self.micro_batches / self._passes",
                 "self._backwards > 1, 1.0",
             ),
@@ -40,7 +40,7 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
         [
             Bug(
                 "nobody collects",
-                f"{ENGINE}.engine_loop",
+                f"{ENGINE}.loop.engine_loop",
                 "if self._direct and self._run is not None:",
                 "if False:",
                 RuntimeError,
@@ -52,13 +52,13 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
         [
             Bug(
                 "what a dropped pass wrote is lost",
-                f"{ENGINE}.engine_loop",
+                f"{ENGINE}.loop.engine_loop",
                 "if not self._begun and self.grads is None:",
                 "if False:",
             ),
             Bug(
                 "another engine's backward counts",
-                f"{ENGINE}.engine_loop",
+                f"{ENGINE}.loop.engine_loop",
                 'not getattr(_HERE, "backward", False)',
                 "True",
                 RuntimeError,
@@ -74,7 +74,7 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
         [
             Bug(
                 "the module is stale",
-                f"{ENGINE}.live_module",
+                f"{ENGINE}.loop.live_module",
                 "if tensor.data_ptr() != self._seen[index]:",
                 "if self._seen[index] is None:",
             )
@@ -82,7 +82,7 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
     ),
     (
         (engines.test_modes_are_the_modules,),
-        [Bug("modes are not followed", f"{ENGINE}.live_module", "if modes != self._modes:", "if False:")],
+        [Bug("modes are not followed", f"{ENGINE}.loop.live_module", "if modes != self._modes:", "if False:")],
     ),
     (
         (optimizers.test_what_is_written_into_groups_holds, 1),
