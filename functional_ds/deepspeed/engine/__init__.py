@@ -4,7 +4,6 @@ from .engine import DeepSpeedEngine
 from .initialize import initialize
 from .loop.gathered_parameters import (
     GatheredParameters,
-    Init,
     ZeroParamStatus,
     register_external_parameter,
     safe_get_full_fp32_param,
@@ -14,6 +13,7 @@ from .loop.gathered_parameters import (
     safe_set_full_grad,
     safe_set_full_optimizer_state,
 )
+from .loop.zero_init import Init
 
 __all__ = [
     "DeepSpeedEngine",

@@ -2,10 +2,10 @@
 
 from functional_ds.deepspeed.engine.loop.gathered_parameters import (
     GatheredParameters,
-    Init,
     ZeroParamStatus,
     register_external_parameter,
 )
+from functional_ds.deepspeed.engine.loop.zero_init import Init
 
 __all__ = ["GatheredParameters", "Init", "ZeroParamStatus", "register_external_parameter"]
 

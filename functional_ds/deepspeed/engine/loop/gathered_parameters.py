@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from functional_ds import comm
 from functional_ds.base import tree
+from functional_ds.base.torch_private import FakeTensor
 
 from .engine_loop import EngineLoop
 from .leaf_values import PARAMS, gathered, written
+from .zero_init import broadcast_deferred
 
 __all__ = [
     "GatheredParameters",
-    "Init",
     "ZeroParamStatus",
     "own_parameters",
     "owner_of",
@@ -75,19 +76,12 @@ def own_parameters(loop: EngineLoop, parameters: Mapping[str, nn.Parameter]) -> 
 
 
 @contextmanager
-def Init(*_: Any, **__: Any) -> Iterator[None]:
-    """Nothing: a model that is built in this block is whole on every rank until ``initialize`` shards it.
-
-    ``fds.deferred`` builds one without memory, for a step of your own.
-    """
-    yield
-
-
-@contextmanager
 def GatheredParameters(
     params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
 ) -> Iterator[None]:
     """Within the block, stage-3 parameters have their values. Collective. In other stages they always have.
+
+    Before ``initialize``, parameters that ``zero.Init`` has made get those of ``modifier_rank``.
 
     Args:
         params: a parameter or several, or a module.
@@ -102,7 +96,8 @@ def GatheredParameters(
     """
     del fwd_module
     given = params.parameters() if isinstance(params, nn.Module) else [params] if isinstance(params, Tensor) else params
-    held: list[Any] = [p for p in given if hasattr(p, "ds_id") and hasattr(p, _OWNER)] if enabled else []
+    given = [*given] if enabled else []
+    held: list[Any] = [p for p in given if hasattr(p, "ds_id") and hasattr(p, _OWNER)]
     held = [p for p in dict.fromkeys(held) if p.ds_status is ZeroParamStatus.NOT_AVAILABLE]
     for parameter in held:
         loop, path = owner_of(parameter, "GatheredParameters")
@@ -115,6 +110,9 @@ def GatheredParameters(
                 loop, path = owner_of(parameter, "GatheredParameters")
                 with writing(loop):
                     written(loop.state, PARAMS, path, _from(parameter.detach(), modifier_rank))
+            for parameter in given:
+                if isinstance(parameter, FakeTensor):
+                    broadcast_deferred(parameter, modifier_rank)
     finally:
         for parameter in held:
             loop, _ = owner_of(parameter, "GatheredParameters")
