@@ -76,6 +76,7 @@ LATE = {
     ("deepspeed.engine.initialize", "deepspeed.moe.utils"): "parallel may be left out",
     ("deepspeed.engine.initialize", "deepspeed.pipe.pipeline_engine"): "pipelining may be left out",
     ("deepspeed.engine.initialize", "deepspeed.pipe.pipeline_module"): "pipelining may be left out",
+    ("deepspeed.engine.config_scheduler", "deepspeed.runtime.lr_schedules"): "it logs by utils, which import engines",
     ("deepspeed.engine.engine_files", "checkpointing.load"): "checkpointing may be left out",
     ("deepspeed.engine.engine_files", "checkpointing.save"): "checkpointing may be left out",
     ("deepspeed.engine.engine_files", "interchange.deepspeed"): "interchange may be left out",

@@ -20,7 +20,7 @@ from functional_ds.modules.functional import functional
 from functional_ds.optim.sgd import sgd
 from functional_ds.step.train_step import train_step
 
-from .config_scheduler import ConfigScheduler
+from .config_scheduler import ConfigScheduler, cycled_on_host
 from .data_loader import EngineLoader, data_loader
 from .ds_optimizer import EngineOptimizer
 from .engine import DeepSpeedEngine
@@ -98,6 +98,8 @@ def initialize(
     _refuse_model_parallel(mpu, mesh_param)
     client = _client_optimizer(optimizer, model_parameters)
     _refuse_foreign(lr_scheduler, client)
+    if lr_scheduler is None and not _is_pipeline(model):
+        lr_scheduler = cycled_on_host(found)
     plan = _plan(found, world.size, model, client, has_scheduler=lr_scheduler is not None)
     if plan.value("log_level"):
         logging.getLogger("DeepSpeed").setLevel(str(plan.value("log_level")).upper())

@@ -123,8 +123,31 @@ def leaves(deepspeed: Any, rank: int, stage: int, ranks: int, folder: str) -> li
     return [float(x) for x in found]
 
 
+def cycle(deepspeed: Any, rank: int, stage: int, ranks: int, folder: str) -> list[float]:
+    """OneCycle with its default: the betas cycle, too."""
+    del folder
+    params = {
+        "cycle_min_lr": 0.01,
+        "cycle_max_lr": 0.1,
+        "cycle_first_step_size": 2,
+        "cycle_min_mom": "0.5",
+        "cycle_max_mom": 0.9,
+    }
+    more = {"decay_step_size": 1, "decay_lr_rate": 1.0, "decay_mom_rate": 0.01}
+    if deepspeed.__name__ == "deepspeed":
+        params["cycle_min_mom"] = 0.5  # numbers in strings are ours alone
+    engine, found = _engine(deepspeed, stage, ranks, scheduler={"type": "OneCycle", "params": {**params, **more}}), []
+    for update in range(7):
+        loss = engine(_rows(rank, update)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        found += [loss.item(), *engine.get_lr(), *engine.get_mom()[0]]
+    return found
+
+
 SURFACE: dict[str, tuple[Script, int]] = {
     **{f"norms, stage {stage}": (norms, stage) for stage in range(4)},
     "parts, stage 3": (parts, 3),
     "leaves, stage 3": (leaves, 3),
+    **{f"cycle, stage {stage}": (cycle, stage) for stage in (0, 2, 3)},
 }

@@ -10,7 +10,7 @@ from torch import nn
 import functional_ds as fds
 from functional_ds import comm
 from tests.deepspeed.engine.surface_scripts import SURFACE, Routed, WithExperts
-from tests.deepspeed.engine.test_ds_engine import config, engine_of, rows, square
+from tests.deepspeed.engine.test_ds_engine import close, config, engine_of, model, rows, square, values
 
 ds = fds.deepspeed
 
@@ -145,3 +145,31 @@ def test_leaf_modules_that_there_are_not() -> None:
     assert utils.set_z3_leaf_modules_by_suffix(model, ["outed", "x"], raise_if_not_found=False) == ([model.routed], ["x"])
     utils.unset_z3_leaf_modules(model, [Routed])
     assert utils.get_z3_leaf_modules(model) == []
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_betas_cycle(stage: int) -> None:
+    params = {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 2, "decay_step_size": 1}
+    params |= {"decay_mom_rate": 0.05}
+    module = model()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.05, weight_decay=0.0)
+    schedule = ds.runtime.lr_schedules.OneCycle(optimizer, **params)  # held against DeepSpeed's beside its module
+    adam = {"type": "AdamW", "params": {"lr": 0.05}}
+    engine = engine_of(stage, optimizer=adam, scheduler={"type": "OneCycle", "params": params})
+    for update in range(7):
+        assert engine.get_mom() == [group["betas"] for group in optimizer.param_groups]
+        optimizer.zero_grad()
+        square(module, rows(update)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        schedule.step()
+        engine.backward(square(engine, rows(update)))
+        engine.step()
+    assert len({pair[0] for pair in (engine.get_mom()[0], (0.8, 0.99))}) == 2
+    close(values(engine), [p.detach() for p in module.parameters()])
+
+
+@pytest.mark.parametrize("params", [{"cycle_min_lr": 0.1}, {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "cycle_mum": 1}])
+def test_a_cycle_that_the_plan_refuses(params: dict[str, Any]) -> None:
+    adam = {"type": "AdamW", "params": {"lr": 0.05}}
+    with pytest.raises(ds.ConfigError, match=r"cycle_max_lr|cycle_mum"):
+        engine_of(1, optimizer=adam, scheduler={"type": "OneCycle", "params": params})
