@@ -106,8 +106,8 @@ def taken(deferral: Deferral, module: nn.Module, device: torch.device) -> tuple[
 
 def _own_names(fake: nn.Parameter) -> set[str]:
     """What torch itself keeps in a fake tensor."""
-    mode: Any = fake.fake_mode
-    with mode:
+    held: Any = fake
+    with held.fake_mode:
         return {*vars(torch.empty(0)), *FakeTensor.__annotations__, "_is_param"}
 
 
