@@ -1,6 +1,7 @@
 """Modules whose parameters have no values yet: built without memory, materialised a leaf at a time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
@@ -15,7 +16,7 @@ from .functional import Apply, functional
 from .init_recorder import Initialisation, Place
 from .shared_memory import SharedMemory
 
-__all__ = ["deferred"]
+__all__ = ["Deferral", "deferred"]
 
 
 @attrs.frozen(eq=False)
@@ -60,6 +61,76 @@ class _Copies(TorchFunctionMode):
         return memo[id(tensor)]
 
 
+class _Mode(FakeTensorMode):
+    """A mode whose tensors are recorded outside of its block, too."""
+
+    def __init__(self, deferral: "Deferral") -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.fake_tensor_converter = _Unremembered()
+        self.deferral, self.depth = deferral, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.depth:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        self.depth += 1
+        try:
+            with self, self.deferral.recording:
+                return func(*args, **(kwargs or {}))
+        finally:
+            self.depth -= 1
+
+    def __deepcopy__(self, memo: Any) -> "_Mode":
+        return self  # copies of its tensors are recorded as well
+
+
+class Deferral:
+    """Blocks in which modules are built without memory, and what becomes of them; ``deferred`` is one block.
+
+    What is done to their parameters and buffers outside of a block is recorded, too.
+    """
+
+    def __init__(self) -> None:
+        self.recording = Initialisation()
+        self._mode = _Mode(self)
+
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        """Within it, this thread's new tensors have no memory."""
+        self._mode.depth += 1
+        try:
+            with self._mode, _Copies(), self.recording:
+                yield
+        finally:
+            self._mode.depth -= 1
+
+    def has(self, value: Any) -> bool:
+        """Whether a tensor was made here."""
+        return isinstance(value, FakeTensor) and value.fake_mode is self._mode
+
+    def compute(self, value: Tensor) -> Tensor:
+        """The values that one of its tensors has by now."""
+        with torch.no_grad():
+            return self.recording.compute(self.recording.place(value)).clone()
+
+    def functional(self, module: nn.Module, device: str | torch.device) -> tuple[Apply, dict[str, Tensor]]:
+        """``functional(module)`` with deferred parameters; the module's own get to the meta device, its buffers get values.
+
+        Args:
+            module: some of its parameters were made in a block.
+            device: where parameters and buffers shall lie.
+        """
+        recording = self.recording
+        SharedMemory.of(module, dict(module.named_parameters()), {})  # refuses what the meta device would part
+        places = _bare(module, recording)
+        for owner in module.modules():
+            for tensors in (buffers_of(owner), owner.__dict__):
+                fake = {name: x for name, x in tensors.items() if isinstance(x, FakeTensor)}
+                tensors.update({name: recording.compute(recording.place(x)).to(device) for name, x in fake.items()})
+        apply, params = functional(module)
+        leaves = from_source({name: params[name] for name in places}, _Built(recording, places), device=device)
+        return apply, {name: leaves.get(name, x) for name, x in params.items()}
+
+
 def deferred(build: Callable[[], nn.Module], *, device: str | torch.device = "cpu") -> tuple[Apply, dict[str, Tensor]]:
     """``functional(build())`` for a module larger than memory: the parameters get their values when ``step.init`` stores them.
 
@@ -87,20 +158,10 @@ def deferred(build: Callable[[], nn.Module], *, device: str | torch.device = "cp
     >>> state.params["weight"].shape
     torch.Size([3, 2])
     """
-    recording = Initialisation()
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    mode.fake_tensor_converter = _Unremembered()
-    with mode, _Copies(), recording:
+    deferral = Deferral()
+    with deferral.block():
         module = build()
-    SharedMemory.of(module, dict(module.named_parameters()), {})  # refuses what the meta device would part
-    places = _bare(module, recording)
-    for owner in module.modules():
-        for tensors in (buffers_of(owner), owner.__dict__):
-            fake = {name: x for name, x in tensors.items() if isinstance(x, FakeTensor)}
-            tensors.update({name: recording.compute(recording.place(x)).to(device) for name, x in fake.items()})
-    apply, params = functional(module)
-    leaves = from_source({name: params[name] for name in places}, _Built(recording, places), device=device)
-    return apply, {name: leaves.get(name, x) for name, x in params.items()}
+    return deferral.functional(module, device)
 
 
 def _bare(module: nn.Module, recording: Initialisation) -> dict[str, Place]:

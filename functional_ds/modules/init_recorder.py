@@ -6,7 +6,7 @@ kept; so it draws the same again, whatever else is computed then.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -129,6 +129,12 @@ class Initialisation(TorchDispatchMode):
             )
         return place.within(storages)
 
+    def operations(self, place: Place) -> Iterator[tuple[Any, Any, Tensor | None]]:
+        """What a tensor is made by: operators, their arguments with places for tensors, the state that a draw begins with."""
+        for index in self._needed(place.storage):
+            entry = self._entries[index]
+            yield entry.function, entry.arguments, entry.state
+
     # -- recording -----------------------------------------------------------------------------------------------------
 
     def _noted(self, value: Any) -> Any:
@@ -145,7 +151,8 @@ class Initialisation(TorchDispatchMode):
             return  # a view, or a question about shapes
         whole = {place.storage for place in makes if place is not None}
         if schema_of(func).name.rpartition("::")[2] in _OVERWRITES:
-            whole |= {p.storage for p in changed if p.offset == 0 and p.fills >= self._kept[p.storage].nbytes()}
+            filled = [p for p in changed if p.offset == 0 and p.fills >= self._kept[p.storage].nbytes()]
+            whole |= {p.storage for p in filled if [x.storage for x in reads].count(p.storage) == 1}  # w.copy_(w) reads w
         writes = frozenset(place.storage for place in changed)
         entry = _RecordedOp(func, arguments, frozenset(p.storage for p in reads), writes, makes, frozenset(whole), state)
         for storage in entry.writes | whole:

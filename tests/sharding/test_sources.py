@@ -67,6 +67,16 @@ class Seeded(nn.Module):
         self.last = nn.Parameter(torch.empty(5).normal_(generator=own) + torch.rand(5, generator=own))
 
 
+class Turned(nn.Module):
+    """Values that are written over themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3))
+        with torch.no_grad():
+            self.weight.copy_(self.weight)
+
+
 def cast() -> nn.Module:
     """Cast and moved after it was built, in part and as a whole, then drawn anew."""
     module = nn.Sequential(nn.Linear(4, 3).half().requires_grad_(False), nn.BatchNorm1d(3).to("cpu"), Tied().double())
@@ -82,6 +92,7 @@ BUILDS: dict[str, Callable[[], nn.Module]] = {
     "tied": Tied,
     "cast": cast,
     "seeded": Seeded,
+    "turned": Turned,
 }
 
 

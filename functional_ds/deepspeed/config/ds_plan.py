@@ -92,7 +92,8 @@ def from_ds_config(
         auto: by path ("optimizer.params.lr"), what takes the place of "auto". Where it says nothing, three sizes follow
             from ``model``, and blocks in which DeepSpeed itself reads "auto" as its default have that.
         group: the data-parallel ranks, where they are not the whole world: ``mesh["dp"]``.
-        model: a module with a Hugging Face ``config``, or such a config, for its hidden size.
+        model: a module with a Hugging Face ``config``, or such a config, for its hidden size. A module's leaf modules
+            (``set_z3_leaf_modules``) are units of stage 3.
         lr: the learning rate of an optimizer that the config does not have, for a scheduler in it.
         warn: whether known names that DeepSpeed accepts and never reads warn, instead of being refused.
 
@@ -115,7 +116,7 @@ def from_ds_config(
     rule, arguments = optimizer_of(settings)
     schedule, arguments = schedule_of(settings, rule, arguments, lr)
     transforms = transforms_of(
-        settings, world_size, group=group, steps=batch.gradient_accumulation_steps if batch else 1, rule=rule
+        settings, world_size, group=group, steps=batch.gradient_accumulation_steps if batch else 1, rule=rule, model=model
     )
     optimizer = None
     if rule is not None and not settings.explanation().refused:

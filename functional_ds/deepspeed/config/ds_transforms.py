@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from functional_ds import comm
+from functional_ds.sharding.grouping import UnitOf
 from functional_ds.step.step import Transform
 from functional_ds.transforms.precision.loss_scale import DynamicScale, LossScale, NoScale, StaticScale
 from functional_ds.transforms.precision.mixed_precision import mixed_precision
@@ -92,7 +93,7 @@ def checks_finite(s: Settings) -> bool:
     return bool(s["bf16.check_grad_overflow"] if bf16 else s[f"{_ZERO}.compute_grad_norm"])
 
 
-def sharding(s: Settings, world_size: int, group: comm.Group | None) -> Transform:
+def sharding(s: Settings, world_size: int, group: comm.Group | None, units: UnitOf | None) -> Transform:
     """ZeRO, with the knobs that this stage has."""
     stage = s[f"{_ZERO}.stage"]
     options: dict[str, Any] = {}
@@ -103,6 +104,8 @@ def sharding(s: Settings, world_size: int, group: comm.Group | None) -> Transfor
         options["aggregate"] = "all_reduce"
     if stage == 3:
         options |= _stage_3(s, world_size)
+        if units is not None:
+            options["unit_of"] = units
     else:
         _only_in_stage_3(s)
     return zero(stage, group, **options)

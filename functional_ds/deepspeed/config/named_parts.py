@@ -82,7 +82,8 @@ def schedule_of(
     if cycles:
         s.refuse(
             "scheduler.params.cycle_momentum",
-            "DeepSpeed would cycle the betas, also by default; here they are fixed: set cycle_momentum to false",
+            "DeepSpeed would cycle the betas, also by default; a step's are fixed: set cycle_momentum to false, or call "
+            "deepspeed.initialize, whose engine cycles them",
         )
     if any(s.rows[each].fate is Fate.REFUSED for each in s.rows if each.startswith("scheduler.")):
         return None, arguments

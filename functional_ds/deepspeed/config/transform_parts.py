@@ -5,6 +5,8 @@ from typing import Any
 import attrs
 
 from functional_ds import comm
+from functional_ds.deepspeed.config.model.leaf_modules import leaf_units
+from functional_ds.sharding.grouping import UnitOf
 from functional_ds.step.compose import compose
 from functional_ds.step.step import Transform
 from functional_ds.transforms.accumulate import accumulate
@@ -55,9 +57,14 @@ class TransformParts:
 
 
 def transforms_of(
-    s: Settings, world_size: int, *, group: comm.Group | None, steps: int, rule: OptimizerRule | None
+    s: Settings, world_size: int, *, group: comm.Group | None, steps: int, rule: OptimizerRule | None, model: Any
 ) -> TransformParts:
     """The transforms; what cannot be made is refused in the settings."""
+    units = None
+    try:
+        units = leaf_units(model, s["zero_optimization.leaf_module"])
+    except ValueError as error:
+        s.refuse("zero_optimization.leaf_module", str(error))
     try:
         casts = precision(s)
     except ValueError as error:
@@ -67,7 +74,7 @@ def transforms_of(
     for path in enabled:
         s.note(path, Fate.BECAME, f"`T.{casts}`.")
     reduces = rule is not None and rule.reduces
-    shards = local_gradients(group) if reduces else _sharding(s, world_size, group)
+    shards = local_gradients(group) if reduces else _sharding(s, world_size, group, units)
     if shards is not None and "zero_optimization.stage" in s:
         checks = "" if enabled or casts is None else f" `T.{casts}` leaves out steps whose gradients are not finite, as there."
         s.note("zero_optimization.stage", Fate.BECAME, f"`T.{shards}`.{checks}")
@@ -76,9 +83,9 @@ def transforms_of(
     return TransformParts(casts, offloading(s), shards, tuple(_others(s, world_size, steps, reduces)), bool(dynamic), last)
 
 
-def _sharding(s: Settings, world_size: int, group: comm.Group | None) -> Transform | None:
+def _sharding(s: Settings, world_size: int, group: comm.Group | None, units: UnitOf | None) -> Transform | None:
     try:
-        return sharding(s, world_size, group)
+        return sharding(s, world_size, group, units)
     except ValueError as error:
         s.refuse("zero_optimization.stage", str(error))
         return None

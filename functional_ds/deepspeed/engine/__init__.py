@@ -1,9 +1,9 @@
 """DeepSpeed's engine: ``initialize``, and calls of forward, backward and step over a step in halves."""
 
 from .engine import DeepSpeedEngine
-from .gathered_parameters import (
+from .initialize import initialize
+from .loop.gathered_parameters import (
     GatheredParameters,
-    Init,
     ZeroParamStatus,
     register_external_parameter,
     safe_get_full_fp32_param,
@@ -13,7 +13,7 @@ from .gathered_parameters import (
     safe_set_full_grad,
     safe_set_full_optimizer_state,
 )
-from .initialize import initialize
+from .loop.zero_init import Init
 
 __all__ = [
     "DeepSpeedEngine",

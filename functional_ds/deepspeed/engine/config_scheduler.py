@@ -5,11 +5,12 @@ from typing import Any
 
 import attrs
 
-from functional_ds.deepspeed.config.ds_schedules import RateSchedule
+from functional_ds.deepspeed.config.ds_optimizers import rule_of
+from functional_ds.deepspeed.config.ds_schedules import SCHEDULERS, RateSchedule
 
 from .optimizer_groups import LiveGroup
 
-__all__ = ["ConfigScheduler"]
+__all__ = ["ConfigScheduler", "cycled_on_host"]
 
 
 @attrs.define(eq=False)
@@ -89,3 +90,31 @@ class ConfigScheduler:
     def _rate(self, group: LiveGroup, updates: int) -> float:
         rate = self.schedule.rate(updates)
         return rate if self.absolute or group.base == self.schedule.reference else group.base * rate / self.schedule.reference
+
+
+def cycled_on_host(config: dict[str, Any]) -> Callable[[Any], Any] | None:
+    """What makes the scheduler of an optimizer where a config's OneCycle cycles betas; else None.
+
+    Betas are numbers of the host here, so this scheduler moves there, after each update.
+    """
+    block = config.get("scheduler")
+    params = block.get("params") if isinstance(block, dict) and block.get("type") == "OneCycle" else None
+    if not isinstance(params, dict) or params.get("cycle_momentum", True) is False or not _has_betas(config):
+        return None
+    rule = SCHEDULERS["OneCycle"]
+    known = {key.name: key for key in rule.keys}
+    try:
+        given = {name: known[name].parse(value) for name, value in params.items()}
+    except (KeyError, ValueError):
+        return None  # the plan refuses it
+    if any(name not in given for name in rule.required) or given.get("last_batch_iteration", -1) != -1:
+        return None
+    from functional_ds.deepspeed.runtime.lr_schedules import OneCycle  # it logs by utils, which import engines
+
+    return lambda optimizer: OneCycle(optimizer, **given)
+
+
+def _has_betas(config: dict[str, Any]) -> bool:
+    block = config.get("optimizer")
+    rule = rule_of(str(block.get("type"))) if isinstance(block, dict) else None
+    return rule is None or rule.betas

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .engine_counts import EngineCounts
-from .engine_loop import EngineLoop
+from .loop.engine_loop import EngineLoop
 from .optimizer_groups import LiveGroup
 
 __all__ = ["EngineOptimizer"]

@@ -17,8 +17,8 @@ from .config_values import ConfigValues
 from .ds_optimizer import EngineOptimizer
 from .engine_counts import EngineCounts
 from .engine_files import load_engine, save_engine, save_weights
-from .engine_loop import EngineLoop
 from .engine_reports import Reports
+from .loop.engine_loop import EngineLoop, grad_norm_of
 
 __all__ = ["DeepSpeedEngine"]
 
@@ -250,9 +250,11 @@ class DeepSpeedEngine(ConfigValues, nn.Module):
         return self._loop.metrics  # type: ignore[no-any-return]
 
     def get_global_grad_norm(self) -> float | None:
-        """The norm of the last update's gradients before they were clipped; None without clipping."""
-        norm = self._loop.metrics.get("grad_norm")
-        return None if norm is None else float(norm)
+        """The norm of the last update's gradients before they were clipped; infinite where these were not finite.
+
+        None before the first update, in stage 0 in fp32 without clipping, and with ``compute_grad_norm: false``.
+        """
+        return grad_norm_of(self._loop.metrics)
 
     def get_lr(self) -> list[float]:
         """The learning rate of each param group in the next update."""

@@ -13,7 +13,7 @@ from functional_ds import comm
 from functional_ds.base.files import write_atomically
 
 from .engine_counts import EngineCounts
-from .engine_loop import EngineLoop
+from .loop.engine_loop import EngineLoop
 
 __all__ = ["load_engine", "save_engine", "save_weights"]
 

@@ -12,20 +12,23 @@ from torch.utils.data import Dataset
 from functional_ds import comm
 from functional_ds.base.marks import mark_sharers
 from functional_ds.base.optional import optional
+from functional_ds.base.torch_private import FakeTensor
 from functional_ds.deepspeed.config.config_reader import source
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan, from_ds_config
+from functional_ds.deepspeed.config.model.leaf_modules import get_z3_leaf_modules, mark_leaf_parameters
 from functional_ds.modules.functional import functional
 from functional_ds.optim.sgd import sgd
 from functional_ds.step.train_step import train_step
 
-from .config_scheduler import ConfigScheduler
+from .config_scheduler import ConfigScheduler, cycled_on_host
 from .data_loader import EngineLoader, data_loader
 from .ds_optimizer import EngineOptimizer
 from .engine import DeepSpeedEngine
 from .engine_counts import EngineCounts
-from .engine_loop import EngineLoop, LossShare
-from .gathered_parameters import own_parameters
-from .live_module import LiveModule
+from .loop.engine_loop import EngineLoop, LossShare
+from .loop.gathered_parameters import own_parameters
+from .loop.live_module import LiveModule
+from .loop.zero_init import deferral_of, taken
 from .optimizer_groups import LiveGroup, as_groups, groups_of_config, groups_of_optimizer, live_optimizer
 
 __all__ = ["initialize"]
@@ -95,6 +98,8 @@ def initialize(
     _refuse_model_parallel(mpu, mesh_param)
     client = _client_optimizer(optimizer, model_parameters)
     _refuse_foreign(lr_scheduler, client)
+    if lr_scheduler is None and not _is_pipeline(model):
+        lr_scheduler = cycled_on_host(found)
     plan = _plan(found, world.size, model, client, has_scheduler=lr_scheduler is not None)
     if plan.value("log_level"):
         logging.getLogger("DeepSpeed").setLevel(str(plan.value("log_level")).upper())
@@ -102,27 +107,31 @@ def initialize(
     if _is_pipeline(model):
         return _pipeline(model, found, client, lr_scheduler, training_data, collate_fn)
 
-    sharers = _sharers(model)
+    sharers, deferral = _sharers(model), deferral_of(model)
     _move(model, sharers)
+    made = None if deferral is None else taken(deferral, model, _device())
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = _groups(plan, client, model, model_parameters, names)
     trained: set[str] = set().union(*(group.paths for group in groups))
-    apply, params = functional(model)
+    own = dict(model.named_parameters())
+    apply, params = functional(model) if made is None else made
     for name, parameter in params.items():
         if name not in trained and groups:
             parameter.requires_grad_(False)
+            own[name].requires_grad_(False)
 
-    share = LossShare()
+    share = LossShare.of(plan)
     base = train_step(_no_loss, live_optimizer(groups) if groups else sgd(0.0))
     step = share.transform()(plan.transform(base))
-    own = dict(model.named_parameters())
     live = LiveModule(model, apply, own, plan.value("zero_optimization.stage") < 3)
     params = {name: mark_sharers(p, sharers[name]) if name in sharers else p for name, p in params.items()}
     state = step.init(params)
-    del params
+    del params, made, deferral
     loop = EngineLoop(step, state, live, share, plan.batch.gradient_accumulation_steps)
     live.show(step, state)
     own_parameters(loop, own)
+    if not live.shows:
+        mark_leaf_parameters(get_z3_leaf_modules(model))
 
     counts = EngineCounts(loop.micro_batches, bool(plan.value("managed_gradient_accumulation")))
     facade = None
@@ -283,19 +292,25 @@ def _sharers(model: nn.Module) -> dict[str, tuple[tuple[int, ...], ...]]:
     return found
 
 
+def _device() -> torch.device:
+    device = comm.world().world.device
+    if device.type == "cpu" and not dist.is_initialized() and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())  # a program of one process, as DeepSpeed runs it
+    return device
+
+
 def _move(model: nn.Module, sharers: Mapping[str, tuple[tuple[int, ...], ...]]) -> None:
     """Params and buffers on the rank's device, with rank 0's values; experts' with those of the first rank that shares them.
 
-    A model that is on a device stays there.
+    A model that is on a device stays there. What has no values yet is left alone.
     """
-    device = comm.world().world.device
-    if device.type == "cpu" and not dist.is_initialized() and torch.cuda.is_available():
-        device = torch.device("cuda", torch.cuda.current_device())  # a program of one process, as DeepSpeed runs it
-    if all(x.device.type == "cpu" for x in model.parameters()):
-        model.to(device)
+    here = [x for x in (*model.parameters(), *model.buffers()) if not isinstance(x, FakeTensor)]
+    if all(x.device.type == "cpu" for x in here):
+        for x in here:
+            x.data = x.data.to(_device())
     if comm.world().size > 1:
-        shared = [p for name, p in model.named_parameters() if name not in sharers]
-        own = [x.data for x in (*shared, *model.buffers())]
+        apart = {id(model.get_parameter(name)) for name in sharers}
+        own = [x.data for x in here if id(x) not in apart]
         for name, blocks in sharers.items():
             block = next(each for each in blocks if comm.world().rank in each)
             held = model.get_parameter(name).data

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,8 +13,12 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from functional_ds import comm
 from functional_ds.base.files import write_atomically
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan, from_ds_config
+from functional_ds.deepspeed.engine.loop.engine_loop import LossShare, grad_norm_of
+from functional_ds.deepspeed.engine.loop.live_module import LiveModule
 from functional_ds.optim.optimizer import Optimizer, PerParameter
 from functional_ds.step.compose import compose
+from functional_ds.step.state import DonatedStateError
+from functional_ds.step.step import Metrics
 from functional_ds.step.train_step import train_step
 
 from .pipeline_module import PipelineModule
@@ -31,7 +36,8 @@ class PipelineEngine:
     Law: its losses and params are those of the module on one device, on the micro-batches of all data-parallel ranks.
 
     Attributes:
-        module: the ``PipelineModule``; ``module_state_dict()`` has the params as they are now.
+        module: the ``PipelineModule``. The params of this rank's stage are those of the state, as they are now; those of other
+            stages are empty. ``module_state_dict()`` has all.
         global_steps: updates so far.
         global_samples: rows so far, on all ranks.
         training_dataloader: the loader of ``training_data``; None without it.
@@ -43,10 +49,17 @@ class PipelineEngine:
         self.global_steps = self.global_samples = 0
         self.training_dataloader: DataLoader[Any] | None = None
         self._plan, self._parts, self._step = plan, parts, step
-        self._state = step.init(parts.params)
-        self._norm: Tensor | None = None
+        self._state = step.init(parts.params, modules=parts.modules)
+        stage = plan.value("zero_optimization.stage")
+        self._live = LiveModule(module, parts.modules["stage 0"], dict(module.named_parameters()), stage < 3)  # modes are ours
+        self._show()
+        self._live.clear_others(self._state)
+        self._metrics: Metrics = {}
         self._iterator: Iterator[Any] | None = None
         self._batch_fn: Callable[[Any], Any] | None = None
+
+    def _show(self) -> None:
+        self._live.show(self._step, self._state)
 
     # -- data
 
@@ -80,10 +93,17 @@ class PipelineEngine:
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         batch = self._next(self.gradient_accumulation_steps())
-        self._state, metrics = self._step(self._state, batch)
+        self._live.release()
+        try:
+            self._state, metrics = self._step(self._state, batch)
+        except BaseException:
+            with suppress(DonatedStateError):  # an error before the update leaves the state whole
+                self._show()
+            raise
+        self._show()
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
-        self._norm = metrics.get("grad_norm")
+        self._metrics = metrics
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         loss: Tensor = metrics["loss"]
@@ -185,16 +205,19 @@ class PipelineEngine:
         return [self._plan.value("optimizer.params")["lr"]] if schedule is None else [schedule.rate(int(self._state.step))]
 
     def get_global_grad_norm(self) -> float | None:
-        """The norm of the last update's gradients before clipping; None where nothing was clipped."""
-        return None if self._norm is None else float(self._norm)
+        """The norm of the last update's gradients before clipping; as ``DeepSpeedEngine``'s."""
+        return grad_norm_of(self._metrics)
 
     # -- params
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> "OrderedDict[str, Tensor]":
-        """All stages' params by name, on every rank. Collective."""
+        """All stages' params and buffers by name, on every rank. Collective."""
         frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
         held = self._step.params(self._state).items()
-        return OrderedDict((name, p) for name, p in held if not (exclude_frozen_parameters and name in frozen))
+        found = OrderedDict((name, p) for name, p in held if not (exclude_frozen_parameters and name in frozen))
+        buffers = self._step.module_buffers(self._state).values()
+        found.update((name, x) for own in buffers for name, x in own.items() if name in self.module.state_dict())
+        return found
 
     def save_checkpoint(
         self, save_dir: str, tag: str | None = None, client_state: Mapping[str, Any] | None = None, save_latest: bool = True
@@ -233,6 +256,7 @@ class PipelineEngine:
         if name is None:
             return None, None
         self._state, extra = load(Path(load_dir) / name, like=self._state, tag=_STATE, with_extra=True)
+        self._show()
         self.global_steps, self.global_samples = (extra["counts"][each] for each in ("global_steps", "global_samples"))
         if self.lr_scheduler is not None and extra["lr_scheduler"] is not None:
             self.lr_scheduler.load_state_dict(extra["lr_scheduler"])
@@ -267,7 +291,7 @@ def pipeline_engine(
 
     Raises:
         ConfigError: a key is refused.
-        ValueError: neither the config nor the call has an optimizer; a layer has buffers.
+        ValueError: neither the config nor the call has an optimizer; a tied layer of several stages has buffers.
 
     >>> from torch import nn
     >>> _ = torch.manual_seed(0)
@@ -281,7 +305,7 @@ def pipeline_engine(
     (True, 2)
     """
     if comm.world().size > 1:
-        held = list(module.parameters())
+        held = [*module.parameters(), *module.buffers()]
         for mine, first in zip(held, comm.broadcast([p.detach() for p in held]), strict=True):
             mine.data.copy_(first)
     parts = pipeline_parts(module)
@@ -294,7 +318,9 @@ def pipeline_engine(
     rule = optimizer or plain.optimizer
     if rule is None:
         raise ValueError("config: it names no optimizer, and none is given")
-    strategy = compose(plain.transform, parts.transform(plan.batch.gradient_accumulation_steps))
+    strategy = compose(
+        plain.transform, parts.transform(plan.batch.gradient_accumulation_steps), LossShare.of(plain).transform()
+    )
     engine = PipelineEngine(module, plan, parts, strategy(train_step(parts.stages, rule)), lr_scheduler)
     if training_data is not None:
         sampler: DistributedSampler[Any] = DistributedSampler(training_data, parts.data.size, parts.data.rank)

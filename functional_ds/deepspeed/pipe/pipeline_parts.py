@@ -43,6 +43,11 @@ class PipelineParts:
     data: comm.Group
     _applies: tuple[Apply, ...] = attrs.field(alias="applies", repr=False)
 
+    @property
+    def modules(self) -> dict[str, Apply]:
+        """For ``step.init(params, modules=...)``: each stage's buffers are a part of the state."""
+        return {f"stage {index}": apply for index, apply in enumerate(self._applies)}
+
     def transform(self, micro_batches: int) -> Transform:
         """The pipeline, with DeepSpeed's schedule, 1F1B."""
         return pipeline(one_f_one_b(len(self.stages), micro_batches), self.stages, self.pipe)
@@ -76,11 +81,9 @@ def pipeline_parts(module: PipelineModule) -> PipelineParts:
     a module that several stages call is stored on each, and its gradients are summed.
 
     Raises:
-        ValueError: a layer has buffers.
+        ValueError: a tied layer that several stages have has buffers.
     """
-    buffers = [name for name, _ in module.named_buffers()]
-    if buffers:
-        raise ValueError(f"buffer {buffers[0]!r}: layers with buffers are not here; cut a whole module with pipelining.cut")
+    _refuse_tied_buffers(module)
     params = functional(module)[1]
     applies, pieces = [], []
     for index in range(module.num_stages):
@@ -97,6 +100,17 @@ def pipeline_parts(module: PipelineModule) -> PipelineParts:
         for name, held in (("pipe", pipe), ("data", data))
     ]
     return PipelineParts(stages, params, groups[0], groups[1], tuple(applies))
+
+
+def _refuse_tied_buffers(module: PipelineModule) -> None:
+    for key, tied in module.tied_modules.items():
+        places = [index for index, layer in enumerate(module.layers) if layer.tied and layer.name == key]
+        buffers = [name for name, _ in tied.named_buffers()]
+        if buffers and len({module.stage_owner(index) for index in places}) > 1:
+            raise ValueError(
+                f"the tied layer {key!r} is in several stages and has the buffer {buffers[0]!r}, which each would have on "
+                "its own; leave the buffer out, or cut the module with pipelining.cut"
+            )
 
 
 def _chosen(names: tuple[str, ...]) -> Callable[[Any], Any]:

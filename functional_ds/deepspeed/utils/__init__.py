@@ -1,12 +1,31 @@
 """``deepspeed.utils``: its logger, groups, loaders that start over."""
 
-from functional_ds.deepspeed.engine.gathered_parameters import (
+from functional_ds.deepspeed.config.model.leaf_modules import (
+    get_z3_leaf_modules,
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
+    z3_leaf_parameter,
+)
+from functional_ds.deepspeed.engine.loop.gathered_parameters import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
     safe_set_full_fp32_param,
     safe_set_full_grad,
     safe_set_full_optimizer_state,
+)
+from functional_ds.deepspeed.engine.loop.local_values import (
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_grad,
+    safe_set_local_optimizer_state,
+    safe_update_full_grad_vectorized,
 )
 
 from . import groups
@@ -17,6 +36,7 @@ from .repeating_loader import RepeatingLoader
 __all__ = [
     "OnDevice",
     "RepeatingLoader",
+    "get_z3_leaf_modules",
     "groups",
     "log_dist",
     "log_dist_once",
@@ -26,8 +46,22 @@ __all__ = [
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
     "safe_set_full_fp32_param",
     "safe_set_full_grad",
     "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
     "set_log_level_from_string",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
+    "z3_leaf_parameter",
 ]

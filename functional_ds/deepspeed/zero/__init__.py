@@ -1,11 +1,11 @@
 """``deepspeed.zero``: blocks in which stage-3 parameters have their values."""
 
-from functional_ds.deepspeed.engine.gathered_parameters import (
+from functional_ds.deepspeed.engine.loop.gathered_parameters import (
     GatheredParameters,
-    Init,
     ZeroParamStatus,
     register_external_parameter,
 )
+from functional_ds.deepspeed.engine.loop.zero_init import Init
 
 __all__ = ["GatheredParameters", "Init", "ZeroParamStatus", "register_external_parameter"]
 

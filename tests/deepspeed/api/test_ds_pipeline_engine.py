@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from functional_ds import comm
 from functional_ds.deepspeed import pipe
@@ -138,3 +139,65 @@ def test_refusals() -> None:
     module = pipe.PipelineModule(layers(pipe), num_stages=1, loss_fn=loss_of)
     with pytest.raises(ValueError, match="it names no optimizer"):
         pipeline_engine(module, {"train_batch_size": 8, "gradient_accumulation_steps": 4})
+
+
+# -- buffers, and the module beside the engine ------------------------------------------------------------------------------
+
+
+def normed(stages: int) -> Any:
+    torch.manual_seed(0)
+    made = [nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)]
+    return pipe.PipelineModule(made, num_stages=stages, loss_fn=nn.functional.mse_loss, partition_method="uniform")
+
+
+def pairs(update: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    draw = torch.Generator().manual_seed(update)
+    return [(torch.randn(4, 3, generator=draw), torch.randn(4, 1, generator=draw)) for _ in range(2)]
+
+
+PLAIN = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0}
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_buffers_are_the_modules(zero: int) -> None:
+    """On one device in plain PyTorch; and the engine's module shows its own stage."""
+    module, expected = normed(1), []
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for update in range(2):
+        optimizer.zero_grad()
+        total = torch.stack([nn.functional.mse_loss(module(x), y) for x, y in pairs(update)]).mean()
+        total.backward()
+        optimizer.step()
+        expected.append(total.item())
+
+    def program() -> None:
+        config = {**PLAIN, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": zero}}
+        engine = pipeline_engine(normed(2), config)
+        found = [engine.train_batch(iter(pairs(update))).item() for update in range(2)]
+        assert found == pytest.approx(expected, rel=1e-5)
+        assert engine.get_global_grad_norm() is None or zero
+        whole = engine.module_state_dict()
+        assert whole.keys() == module.state_dict().keys()
+        for name, value in module.state_dict().items():
+            torch.testing.assert_close(whole[name], value, rtol=1e-5, atol=1e-6)
+        own = range(*engine.module.parts[engine.stage_id : engine.stage_id + 2])
+        for name, p in engine.module.named_parameters():
+            mine = int(name.split(".")[0]) in own
+            if mine and zero < 3:
+                assert torch.equal(p, whole[name])
+            else:
+                assert p.numel() == 0
+        for name, buffer in engine.module.named_buffers():
+            assert torch.equal(buffer, whole[name])
+
+    comm.simulate(program, world_size=2)
+
+
+def test_buffers_of_tied_layers_are_refused() -> None:
+    def program() -> None:
+        tied = [pipe.TiedLayerSpec("norm", nn.BatchNorm1d, 3), nn.Linear(3, 3), pipe.TiedLayerSpec("norm", nn.BatchNorm1d, 3)]
+        module = pipe.PipelineModule(tied, num_stages=2, loss_fn=nn.functional.mse_loss, partition_method="uniform")
+        with pytest.raises(ValueError, match="'norm' is in several stages and has the buffer"):
+            pipeline_engine(module, {**PLAIN, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
+
+    comm.simulate(program, world_size=2)

@@ -1,6 +1,6 @@
 """Scripts in the style of DeepSpeedExamples, which take ``deepspeed`` as an argument: DeepSpeed's own or ours.
 
-python tests/deepspeed/engine/example_scripts.py RANK RANKS FOLDER runs them with DeepSpeed and prints their numbers.
+python tests/deepspeed/engine/example_scripts.py RANK RANKS FOLDER [NAME ...] runs them with DeepSpeed and prints their numbers.
 """
 
 import argparse
@@ -9,11 +9,15 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+from tests.deepspeed.engine.surface_scripts import SURFACE
 
 __all__ = ["SCRIPTS", "Net"]
 
@@ -175,6 +179,7 @@ SCRIPTS: dict[str, tuple[Callable[[Any, int, int, int, str], list[float]], int]]
     **{f"cifar, stage {stage}": (cifar, stage) for stage in range(4)},
     **{f"gan, stage {stage}": (gan, stage) for stage in (1, 2)},
     **{f"trainer, stage {stage}": (trainer, stage) for stage in (0, 1, 2, 3)},
+    **SURFACE,
 }
 
 
@@ -191,6 +196,8 @@ def main() -> None:
     deepspeed.init_distributed(dist_backend="gloo")
     found: dict[str, Any] = {}
     for name, (script, stage) in SCRIPTS.items():
+        if sys.argv[4:] and not name.startswith(tuple(sys.argv[4:])):
+            continue
         try:
             found[name] = script(deepspeed, rank, stage, ranks, folder)
         except Exception as error:  # what DeepSpeed cannot do on this machine is no failure of ours

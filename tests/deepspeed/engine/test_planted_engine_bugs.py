@@ -9,6 +9,8 @@ from tests.deepspeed.engine import test_ds_engine as engines
 from tests.deepspeed.engine import test_ds_engine_files as files
 from tests.deepspeed.engine import test_ds_engine_law as law
 from tests.deepspeed.engine import test_ds_engine_optimizers as optimizers
+from tests.deepspeed.engine import test_ds_engine_parts as parts
+from tests.deepspeed.engine import test_ds_zero_init as zero_init
 from tests.planting import Bug, planted
 
 ENGINE = "deepspeed.engine"
@@ -25,7 +27,7 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
         [
             Bug(
                 "losses are averaged",
-                f"{ENGINE}.engine_loop",
+                f"{ENGINE}.loop.engine_loop",
                 "self._backwards > 1, self.micro_batches / self._passes",
                 "self._backwards > 1, 1.0",
             ),
@@ -40,7 +42,7 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
         [
             Bug(
                 "nobody collects",
-                f"{ENGINE}.engine_loop",
+                f"{ENGINE}.loop.engine_loop",
                 "if self._direct and self._run is not None:",
                 "if False:",
                 RuntimeError,
@@ -52,13 +54,13 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
         [
             Bug(
                 "what a dropped pass wrote is lost",
-                f"{ENGINE}.engine_loop",
+                f"{ENGINE}.loop.engine_loop",
                 "if not self._begun and self.grads is None:",
                 "if False:",
             ),
             Bug(
                 "another engine's backward counts",
-                f"{ENGINE}.engine_loop",
+                f"{ENGINE}.loop.engine_loop",
                 'not getattr(_HERE, "backward", False)',
                 "True",
                 RuntimeError,
@@ -74,15 +76,15 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
         [
             Bug(
                 "the module is stale",
-                f"{ENGINE}.live_module",
-                "if tensor.data_ptr() != self._seen[index]:",
-                "if self._seen[index] is None:",
+                f"{ENGINE}.loop.live_module",
+                "if held[key] is not buffer:",
+                "if False:",
             )
         ],
     ),
     (
         (engines.test_modes_are_the_modules,),
-        [Bug("modes are not followed", f"{ENGINE}.live_module", "if modes != self._modes:", "if False:")],
+        [Bug("modes are not followed", f"{ENGINE}.loop.live_module", "if modes != self._modes:", "if False:")],
     ),
     (
         (optimizers.test_what_is_written_into_groups_holds, 1),
@@ -100,6 +102,43 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
                 "made = len(skipped) - sum(skipped)",
                 "made = len(skipped)",
             )
+        ],
+    ),
+    (
+        (parts.test_norms_without_clipping, 2, 2),
+        [
+            Bug(
+                "the norm is of a rank's sums",
+                f"{ENGINE}.loop.engine_loop",
+                "self.norm_times / grads.weight",
+                "self.norm_times",
+            )
+        ],
+    ),
+    (
+        (parts.test_parts_of_all_ranks_are_the_parameter, 1000, False),
+        [
+            Bug(
+                "other ranks' copies are stale",
+                f"{ENGINE}.loop.local_values",
+                'if role == "params" and self.persists:',
+                "if False:",
+            ),
+        ],
+    ),
+    (
+        (parts.test_leaf_modules_are_units,),
+        [Bug("leaf modules change nothing", "deepspeed.config.ds_transforms", "if units is not None:", "if False:")],
+    ),
+    (
+        (zero_init.test_rank_0s_values_count,),
+        [Bug("ranks draw apart", f"{ENGINE}.loop.zero_init", "if not torch.equal(own, first):", "if False:", ValueError)],
+    ),
+    (
+        (zero_init.test_values_are_set_before_initialize,),
+        [
+            Bug("nobody compares", f"{ENGINE}.loop.zero_init", "if comm.world().size == 1:", "if True:"),
+            Bug("a copy over itself forgets", "modules.init_recorder", ".count(p.storage) == 1}", ".count(p.storage)}"),
         ],
     ),
     (

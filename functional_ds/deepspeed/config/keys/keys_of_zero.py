@@ -33,7 +33,12 @@ def _refused(name: str, kind: Kind, default: Any, text: str, **more: Any) -> Con
 ZERO = (
     _became("stage", "int", 0, "`T.zero(stage)`.", choices=(0, 1, 2, 3)),
     _became("reduce_scatter", "bool", True, '`T.zero(aggregate="all_reduce")` if false.'),
-    _became("compute_grad_norm", "bool", True, "Without it, fp32 in stages 1 and 2 is not checked for overflow."),
+    _became(
+        "compute_grad_norm",
+        "bool",
+        True,
+        "Without it, fp32 in stages 1 and 2 is not checked for overflow, and `get_global_grad_norm()` is None.",
+    ),
     _ignored("reduce_bucket_size", "int", 500_000_000, _UNITS, least=1),
     _ignored("allgather_bucket_size", "int", 500_000_000, _UNITS, least=0),
     _ignored("allgather_partitions", "bool", True, _KERNELS),
@@ -106,7 +111,12 @@ STAGE_3 = (
     _ignored("memory_efficient_linear", "bool", True, "Gathered units are freed after each use."),
     _ignored("override_module_apply", "bool", True, "Modules are not patched."),
     _ignored("save_muon_momentum_buffer_in_memory", "bool", False, "`T.offload` keeps all states of one kind in one place."),
-    _ignored("leaf_module", "dict", None, "Units are gathered where they are touched, so experts need no marks."),
+    _became(
+        "leaf_module",
+        "dict",
+        None,
+        "`T.zero(3, unit_of=)` of the marked modules, where `model=` is a module; DeepSpeed's own default marks are left out.",
+    ),
     _became("zero_hpz_partition_size", "int", 1, "`T.zero(intra_node=, hpz=True)`.", least=0),
     _became(
         "zero_quantized_weights",

@@ -1,5 +1,6 @@
 """What an engine keeps between its calls: a state, the pass that is open, the gradients so far, and counts."""
 
+import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
+from functional_ds.deepspeed.config.ds_optimizers import rule_of
+from functional_ds.deepspeed.config.ds_plan import ConfigPlan
 from functional_ds.step.compose import wrap
 from functional_ds.step.forward_pass import Gradients, Pass
 from functional_ds.step.state import State
@@ -18,7 +21,7 @@ from functional_ds.step.traits import Trait
 
 from .live_module import LiveModule
 
-__all__ = ["EngineLoop", "LossShare"]
+__all__ = ["EngineLoop", "LossShare", "grad_norm_of"]
 
 _HERE = threading.local()  # whether an engine of this thread runs a backward pass
 
@@ -28,19 +31,48 @@ class LossShare:
     """What multiplies the weight of an update's gradients, so that a sum of losses is divided by the number of micro-batches.
 
     Each pass weighs one, and an update has as many passes as micro-batches, unless the loop does otherwise.
+
+    Attributes:
+        factor: what multiplies the weight.
+        norm_times: what multiplies the gradients' norm for the metric "grad_norm"; 0 where nobody is to compute it.
     """
 
     factor: float = 1.0
+    norm_times: float = 0.0
+
+    @staticmethod
+    def of(plan: ConfigPlan) -> "LossShare":
+        """With the norm where DeepSpeed computes it and no clipping does: not in stage 0 in fp32.
+
+        Cost: a pass over the gradients and a sum of one number over ranks; ``zero_optimization.compute_grad_norm: false``
+        saves it.
+        """
+        half = plan.value("fp16.enabled") or plan.value("bf16.enabled")
+        computed = plan.value("zero_optimization.compute_grad_norm") if plan.value("zero_optimization.stage") else half
+        rule = rule_of(plan.value("optimizer.type") or "")
+        if plan.value("gradient_clipping") or not computed or (rule is not None and rule.reduces):
+            return LossShare()
+        return LossShare(norm_times=plan.batch.world_size if plan.value("gradient_allreduce_op") == "sum" else 1.0)
 
     def transform(self) -> Transform:
-        """Multiplies the weight."""
+        """Multiplies the weight, and measures the gradients."""
 
         def update(inner: Any, step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
             if self.factor != 1:
                 grads = tree.replace(grads, weight=grads.weight * self.factor)
-            return inner(step, state, grads)  # type: ignore[no-any-return]
+            if not self.norm_times:
+                return inner(step, state, grads)  # type: ignore[no-any-return]
+            norm = step.norm(state, grads.sum) * (self.norm_times / grads.weight)
+            state, metrics = inner(step, state, grads)
+            return state, {**metrics, "grad_norm": norm}
 
         return wrap("engine", update=update)
+
+
+def grad_norm_of(metrics: Metrics) -> float | None:
+    """An update's norm as DeepSpeed says it; None where it was not computed."""
+    norm = metrics.get("grad_norm")
+    return None if norm is None else math.inf if metrics.get("skipped", 0) > 0 else float(norm)
 
 
 @attrs.define(eq=False)

@@ -11,15 +11,17 @@ from torch import Tensor, nn
 
 from functional_ds import comm
 from functional_ds.base import tree
+from functional_ds.base.torch_private import FakeTensor
 
 from .engine_loop import EngineLoop
 from .leaf_values import PARAMS, gathered, written
+from .zero_init import broadcast_deferred
 
 __all__ = [
     "GatheredParameters",
-    "Init",
     "ZeroParamStatus",
     "own_parameters",
+    "owner_of",
     "register_external_parameter",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
@@ -27,6 +29,8 @@ __all__ = [
     "safe_set_full_fp32_param",
     "safe_set_full_grad",
     "safe_set_full_optimizer_state",
+    "state_roles",
+    "writing",
 ]
 
 _OWNER = "_fds_owner"
@@ -46,13 +50,18 @@ class _Owner:
     loop: "weakref.ref[EngineLoop]"
     path: str
 
-    @staticmethod
-    def of(parameter: Tensor, what: str) -> "tuple[EngineLoop, str]":
-        owner: _Owner | None = getattr(parameter, _OWNER, None)
-        loop = None if owner is None else owner.loop()
-        if owner is None or loop is None:
-            raise ValueError(f"{what}: a parameter of shape {list(parameter.shape)} is of no engine; call initialize first")
-        return loop, owner.path
+
+def owner_of(parameter: Tensor, what: str) -> tuple[EngineLoop, str]:
+    """The engine's loop that has a parameter, and the parameter's name.
+
+    Raises:
+        ValueError: none has it.
+    """
+    owner: _Owner | None = getattr(parameter, _OWNER, None)
+    loop = None if owner is None else owner.loop()
+    if owner is None or loop is None:
+        raise ValueError(f"{what}: a parameter of shape {list(parameter.shape)} is of no engine; call initialize first")
+    return loop, owner.path
 
 
 def own_parameters(loop: EngineLoop, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -67,19 +76,12 @@ def own_parameters(loop: EngineLoop, parameters: Mapping[str, nn.Parameter]) -> 
 
 
 @contextmanager
-def Init(*_: Any, **__: Any) -> Iterator[None]:
-    """Nothing: a model that is built in this block is whole on every rank until ``initialize`` shards it.
-
-    ``fds.deferred`` builds one without memory, for a step of your own.
-    """
-    yield
-
-
-@contextmanager
 def GatheredParameters(
     params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
 ) -> Iterator[None]:
     """Within the block, stage-3 parameters have their values. Collective. In other stages they always have.
+
+    Before ``initialize``, parameters that ``zero.Init`` has made get those of ``modifier_rank``.
 
     Args:
         params: a parameter or several, or a module.
@@ -94,22 +96,26 @@ def GatheredParameters(
     """
     del fwd_module
     given = params.parameters() if isinstance(params, nn.Module) else [params] if isinstance(params, Tensor) else params
-    held: list[Any] = [p for p in given if hasattr(p, "ds_id") and hasattr(p, _OWNER)] if enabled else []
+    given = [*given] if enabled else []
+    held: list[Any] = [p for p in given if hasattr(p, "ds_id") and hasattr(p, _OWNER)]
     held = [p for p in dict.fromkeys(held) if p.ds_status is ZeroParamStatus.NOT_AVAILABLE]
     for parameter in held:
-        loop, path = _Owner.of(parameter, "GatheredParameters")
+        loop, path = owner_of(parameter, "GatheredParameters")
         parameter.data = gathered(loop.state, ("params",), path).to(parameter.dtype)
         parameter.ds_status = ZeroParamStatus.AVAILABLE
     try:
         yield
         if modifier_rank is not None:
             for parameter in held:
-                loop, path = _Owner.of(parameter, "GatheredParameters")
-                with _written(loop):
+                loop, path = owner_of(parameter, "GatheredParameters")
+                with writing(loop):
                     written(loop.state, PARAMS, path, _from(parameter.detach(), modifier_rank))
+            for parameter in given:
+                if isinstance(parameter, FakeTensor):
+                    broadcast_deferred(parameter, modifier_rank)
     finally:
         for parameter in held:
-            loop, _ = _Owner.of(parameter, "GatheredParameters")
+            loop, _ = owner_of(parameter, "GatheredParameters")
             loop.live.clear(parameter)
             parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
 
@@ -119,7 +125,8 @@ def _from(value: Tensor, rank: int) -> Tensor:
 
 
 @contextmanager
-def _written(loop: EngineLoop) -> Iterator[None]:
+def writing(loop: EngineLoop) -> Iterator[None]:
+    """A block that writes into a loop's state; the module shows what it has become."""
     loop.rest()
     yield
     loop.live.show(loop.step, loop.state)
@@ -132,14 +139,14 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
     """The whole master of a parameter in fp32. Collective over the ranks."""
-    loop, path = _Owner.of(param, "safe_get_full_fp32_param")
+    loop, path = owner_of(param, "safe_get_full_fp32_param")
     return gathered(loop.state, PARAMS, path).float()
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Sets the master of a parameter, and what the forward pass sees. All ranks pass the same value."""
-    loop, path = _Owner.of(param, "safe_set_full_fp32_param")
-    with _written(loop):
+    loop, path = owner_of(param, "safe_set_full_fp32_param")
+    with writing(loop):
         written(loop.state, PARAMS, path, value)
 
 
@@ -148,7 +155,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
 
     None where there is none yet: in stages 0 and 1 ranks sum during the last backward pass of an update.
     """
-    loop, path = _Owner.of(param, "safe_get_full_grad")
+    loop, path = owner_of(param, "safe_get_full_grad")
     found = loop.summed()
     if found is None:
         return None
@@ -162,7 +169,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     Raises:
         RuntimeError: there is none yet.
     """
-    loop, path = _Owner.of(param, "safe_set_full_grad")
+    loop, path = owner_of(param, "safe_set_full_grad")
     found = loop.summed()
     if found is None:
         raise RuntimeError("safe_set_full_grad: the ranks have not summed gradients yet; call it before engine.step()")
@@ -172,9 +179,9 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """A whole tensor of the optimizer's state, "exp_avg" for example; None if there is none. Collective."""
-    loop, path = _Owner.of(param, "safe_get_full_optimizer_state")
+    loop, path = owner_of(param, "safe_get_full_optimizer_state")
     try:
-        return gathered(loop.state, _roles(optim_state_key), path)
+        return gathered(loop.state, state_roles(optim_state_key), path)
     except KeyError:
         return None
 
@@ -187,11 +194,12 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
         value: of the parameter's shape.
         optim_state_key: as in ``safe_get_full_optimizer_state``.
     """
-    loop, path = _Owner.of(param, "safe_set_full_optimizer_state")
-    with _written(loop):
-        written(loop.state, _roles(optim_state_key), path, value)
+    loop, path = owner_of(param, "safe_set_full_optimizer_state")
+    with writing(loop):
+        written(loop.state, state_roles(optim_state_key), path, value)
 
 
-def _roles(key: str) -> tuple[str, ...]:
+def state_roles(key: str) -> tuple[str, ...]:
+    """The roles in which a state may have what torch's optimizers call ``key``."""
     name = _STATES.get(key, key)
     return (f"optimizer.{name}", f"optimizer.states.{name}")

@@ -1,7 +1,7 @@
 """The user's own module beside a step's state: its parameters and buffers show what the state has."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -108,7 +108,7 @@ class LiveModule:
                 for member in place.members:
                     self.clear(self.params[frame.leaves[member][0]], tensor.dtype)
         if self._own_buffers:
-            for name, buffer in step.module_buffers(state).items():
+            for name, buffer in _flat(step.module_buffers(state)):
                 if name in self._own_buffers:
                     held, key = self._own_buffers[name]
                     if held[key] is not buffer:
@@ -120,6 +120,14 @@ class LiveModule:
         if dtype not in self._empty:
             self._empty[dtype] = torch.empty(0, dtype=dtype, device=parameter.device)
         parameter.data = self._empty[dtype]
+
+    def clear_others(self, state: State) -> None:
+        """Makes the parameters empty that this rank's state does not have: those of other stages."""
+        frame = StateLayout.of(state).stored
+        own = {frame.leaves[member][0] for place in frame.places for member in place.members}
+        for name, parameter in self.params.items():
+            if name not in own:
+                self.clear(parameter)
 
     def _places(self, state: State) -> list[list[_View]]:
         frame = StateLayout.of(state).stored
@@ -156,3 +164,12 @@ class LiveModule:
             if (frozen or name not in left) and isinstance(value, Tensor):
                 found[name] = values[id(value)] if id(value) in values else value.detach().cpu().clone()
         return found
+
+
+def _flat(buffers: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Buffers by name; of several modules, those of all."""
+    for name, value in buffers.items():
+        if isinstance(value, Mapping):
+            yield from value.items()
+        else:
+            yield name, value

@@ -10,13 +10,14 @@ from functional_ds.base import tree
 from functional_ds.state_dict.describe import TensorShard, as_tensors, describe
 from functional_ds.step.state import State
 
-__all__ = ["PARAMS", "gathered", "written"]
+__all__ = ["PARAMS", "gathered", "own_shards", "refuse_disk", "written"]
 
 PARAMS = ("masters", "params")
 """The roles in which a state may have a leaf, the most exact first."""
 
 
-def _own(state: State, roles: Sequence[str], leaf: str) -> dict[str, list[TensorShard]]:
+def own_shards(state: State, roles: Sequence[str], leaf: str) -> dict[str, list[TensorShard]]:
+    """This rank's shards of a leaf, by role."""
     wanted = {f"{role}/{leaf}": role for role in roles}
     found: dict[str, list[TensorShard]] = {role: [] for role in roles}
     for shard in describe(as_tensors(state)):
@@ -38,7 +39,7 @@ def gathered(state: State, roles: Sequence[str], leaf: str) -> Tensor:
 
     Cost: an all-gather of as much as the rank with the most has.
     """
-    own = _own(state, roles, leaf)
+    own = own_shards(state, roles, leaf)
     mine = {
         role: [(shard.offset, shard.view.numel(), torch.Size(shard.shape), shard.view.dtype) for shard in shards]
         for role, shards in own.items()
@@ -64,17 +65,26 @@ def gathered(state: State, roles: Sequence[str], leaf: str) -> Tensor:
     return whole.view(shape)
 
 
+def refuse_disk(state: State, leaf: str) -> None:
+    """Raises if values cannot be written in place.
+
+    Raises:
+        ValueError: the state is on a disk.
+    """
+    if any(callable(getattr(held, "read", None)) for held in tree.leaves(state)):
+        raise ValueError(f"{leaf!r}: what is offloaded to a disk cannot be set; load a checkpoint instead")
+
+
 def written(state: State, roles: Sequence[str], leaf: str, value: Tensor) -> bool:
     """Writes a whole leaf's values into all of these roles that this rank has; whether there was one. Not collective.
 
     Raises:
         ValueError: another shape; the state is on a disk.
     """
-    if any(callable(getattr(held, "read", None)) for held in tree.leaves(state)):
-        raise ValueError(f"{leaf!r}: what is offloaded to a disk cannot be set; load a checkpoint instead")
+    refuse_disk(state, leaf)
     found = False
     with torch.no_grad():
-        for shards in _own(state, roles, leaf).values():
+        for shards in own_shards(state, roles, leaf).values():
             for shard in shards:
                 if tuple(value.shape) != tuple(shard.shape):
                     raise ValueError(f"{leaf!r} has shape {list(shard.shape)}, and the value {list(value.shape)}")

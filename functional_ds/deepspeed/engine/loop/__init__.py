@@ -1,0 +1,1 @@
+"""What an engine drives: a step in halves, the user's module beside its state, values of single parameters."""

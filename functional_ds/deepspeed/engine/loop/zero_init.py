@@ -1,0 +1,137 @@
+"""``zero.Init``: a block in which a model is built without memory, until ``initialize`` shards it."""
+
+import hashlib
+from contextlib import ExitStack
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from functional_ds import comm
+from functional_ds.base import tree
+from functional_ds.base.torch_private import FakeTensor, parameters_of
+from functional_ds.modules.deferred_init import Deferral
+from functional_ds.modules.functional import Apply
+from functional_ds.modules.init_recorder import Place
+
+__all__ = ["Init", "broadcast_deferred", "deferral_of", "taken"]
+
+
+class Init:
+    """Within the block, new parameters have no memory: each rank draws its shards in ``initialize``, a leaf at a time.
+
+    Law: the values are those of the model built without the block, on rank 0. What is done to them before ``initialize``
+    counts, too (``load_state_dict``, ``half()``, ``nn.init``), and must be the same on all ranks; values that only one rank
+    has go through ``GatheredParameters(..., modifier_rank=0)``. Collective.
+
+    Args:
+        module: of no effect: a module that is there stays whole until ``initialize``.
+        enabled: False does nothing.
+        others: of no effect; the config is ``initialize``'s.
+
+    Raises:
+        RuntimeError: within the block: something is made on another device than the CPU, or by ``.numpy()``.
+    """
+
+    def __init__(self, module: nn.Module | None = None, *others: Any, enabled: bool = True, **named: Any) -> None:
+        del others, named
+        self._enabled = enabled and module is None
+        self._stack = ExitStack()
+        self._own: Tensor | None = None
+
+    def __enter__(self) -> "Init":
+        if self._enabled:
+            if not comm.is_initialized():
+                comm.init_distributed()
+            if comm.world().size > 1:
+                own = torch.default_generator.get_state()
+                first: Tensor = comm.broadcast(own, 0)
+                if not torch.equal(own, first):
+                    self._own = own
+                    torch.default_generator.set_state(first)
+            deferral = Deferral()
+            self._stack.enter_context(deferral.block())
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+        if self._own is not None:
+            torch.default_generator.set_state(self._own)
+            self._own = None
+
+
+def deferral_of(module: nn.Module) -> Deferral | None:
+    """The block in which a module's parameters were made; None of one with values.
+
+    Raises:
+        ValueError: they are of several blocks.
+    """
+    found = {id(p.fake_mode): p.fake_mode for p in module.parameters() if isinstance(p, FakeTensor)}
+    if len(found) > 1:
+        raise ValueError("zero.Init: the model's parameters are from several blocks; build it in one")
+    return next((getattr(mode, "deferral", None) for mode in found.values()), None)
+
+
+def broadcast_deferred(parameter: Tensor, rank: int) -> None:
+    """Gives a parameter without memory one rank's values on all ranks, which keep them until ``initialize``. Collective."""
+    mode: Any = parameter.fake_mode  # type: ignore[attr-defined]
+    held = mode.deferral.compute(parameter)
+    with torch.no_grad():
+        parameter.copy_(comm.broadcast(held, rank) if comm.world().size > 1 else held)
+
+
+def taken(deferral: Deferral, module: nn.Module, device: torch.device) -> tuple[Apply, dict[str, Tensor]]:
+    """``functional(module)`` with leaves that get values as they are stored; the module's parameters stay those objects.
+
+    They are tensors of one element that have their shapes until the engine shows values in them. Collective.
+
+    Raises:
+        ValueError: the ranks have built different values.
+    """
+    _check_agreement(deferral, module)
+    places = [(owner, key, p) for owner in module.modules() for key, p in parameters_of(owner).items() if deferral.has(p)]
+    apply, params = deferral.functional(module, device)
+    fakes: dict[int, nn.Parameter] = {}
+    for owner, key, fake in places:
+        if id(fake) not in fakes:
+            fakes[id(fake)] = fake
+            held = torch.empty((), dtype=fake.dtype, device=device).expand(fake.shape)
+            real = nn.Parameter(held, fake.requires_grad)
+            real.__dict__.update({name: value for name, value in vars(fake).items() if name not in _own_names(fake)})
+            torch.utils.swap_tensors(fake, real)
+        parameters_of(owner)[key] = fake
+    return apply, params
+
+
+def _own_names(fake: nn.Parameter) -> set[str]:
+    """What torch itself keeps in a fake tensor."""
+    held: Any = fake
+    with held.fake_mode:
+        return {*vars(torch.empty(0)), *FakeTensor.__annotations__, "_is_param"}
+
+
+def _check_agreement(deferral: Deferral, module: nn.Module) -> None:
+    if comm.world().size == 1:
+        return
+    mine = {name: _digest(deferral, x) for name, x in module.named_parameters() if deferral.has(x)}
+    everyones = comm.all_gather_object(mine)
+    wrong = [name for name in mine if any(theirs.get(name) != everyones[0].get(name) for theirs in everyones)]
+    if wrong or any(theirs.keys() != mine.keys() for theirs in everyones):
+        raise ValueError(
+            f"zero.Init: the ranks have built different values for {', '.join(wrong[:3]) or 'the model'}; do the same on all, "
+            "and where one rank alone has the values, do it within deepspeed.zero.GatheredParameters(..., modifier_rank=0)"
+        )
+
+
+def _digest(deferral: Deferral, parameter: Tensor) -> str:
+    """Of what a parameter's values are made by."""
+    found = hashlib.blake2b(digest_size=16)
+    for function, arguments, state in deferral.recording.operations(deferral.recording.place(parameter)):
+        found.update(str(function).encode())
+        for value in (state, *tree.leaves(arguments)):
+            if isinstance(value, Tensor):
+                found.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            else:  # the number of a storage may differ
+                found.update(repr(attrs.astuple(value)[1:] if isinstance(value, Place) else value).encode())
+    return found.hexdigest()
