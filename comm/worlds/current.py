@@ -12,7 +12,6 @@ from .process import process_world
 __all__ = ["enter", "exclusive_simulation", "simulated_world", "world"]
 
 
-
 class _Thread(threading.local):
     """What is known of the current thread: the world of the simulated rank that it is; whether it waits for its ranks."""
 
