@@ -31,13 +31,13 @@ class CallRecorder(Protocol):
         ...
 
 
-class _Thread(threading.local):
+class _RecorderOfThread(threading.local):
     """What is known of the current thread; a simulated rank is one."""
 
     recorder: CallRecorder | None = None
 
 
-_HERE = _Thread()
+_HERE = _RecorderOfThread()
 
 
 def current_recorder() -> CallRecorder | None:

@@ -198,13 +198,13 @@ def _is_library(module: str) -> bool:
     return module.partition(".")[0] in _LIBRARIES
 
 
-class _Thread(threading.local):
+class _SiteOfThread(threading.local):
     """What is known of the current thread: the site of the call that it goes on with."""
 
     site: str | None = None
 
 
-_SITES = _Thread()
+_SITES = _SiteOfThread()
 
 
 @contextmanager

@@ -12,14 +12,14 @@ from .process import process_world
 __all__ = ["enter", "exclusive_simulation", "simulated_world", "world"]
 
 
-class _Thread(threading.local):
+class _WorldOfThread(threading.local):
     """What is known of the current thread: the world of the simulated rank that it is; whether it waits for its ranks."""
 
     group: Group | None = None
     simulates: bool = False
 
 
-_THREAD = _Thread()
+_THREAD = _WorldOfThread()
 _RUNNING = threading.Lock()  # random generators and warning filters are the process's, so one simulation runs at a time
 
 
