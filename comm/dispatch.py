@@ -133,13 +133,13 @@ def start(
         raise ValueError(f"{call.shown(group.rank)} on rank {group.rank} of {group.name!r}: {error}") from None
     watch = group.world.watch
     if watch is None:
-        return _StartedCall(call, leaves, _begin(call, leaves, group, async_op, early))
-    handle = watch.start(call, leaves, group, lambda: _begin(call, leaves, group, async_op, early), transposed)
+        return _StartedCall(call, leaves, _begin(call, leaves, group, here, async_op, early))
+    handle = watch.start(call, leaves, group, lambda: _begin(call, leaves, group, here, async_op, early), transposed)
     return _StartedCall(call, leaves, handle, call_site())
 
 
-def _begin(call: Call, leaves: Sequence[Tensor], group: Group, async_op: bool, early: bool | None) -> Handle:
-    row, here = call.collective, Here(call.options, group.rank, group.size)
+def _begin(call: Call, leaves: Sequence[Tensor], group: Group, here: Here, async_op: bool, early: bool | None) -> Handle:
+    row = call.collective
     if row.alone is not None:
         return Ready([row.alone(leaf.detach().contiguous(), here) for leaf in leaves])
     if (recorder := current_recorder()) is not None:

@@ -31,12 +31,18 @@ class CallRecorder(Protocol):
         ...
 
 
-_HERE = threading.local()  # a simulated rank is a thread
+class _RecorderOfThread(threading.local):
+    """What is known of the current thread; a simulated rank is one."""
+
+    recorder: CallRecorder | None = None
+
+
+_HERE = _RecorderOfThread()
 
 
 def current_recorder() -> CallRecorder | None:
     """That of this thread; None where collectives are carried out."""
-    return getattr(_HERE, "recorder", None)
+    return _HERE.recorder
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any, NoReturn, Protocol
 
 import attrs
@@ -192,7 +193,18 @@ class Solo(World):
 _LIBRARIES = ("functional_ds", "torch", "optree", "threading")
 
 
-_SITES = threading.local()  # site: of the call that the thread goes on with
+@cache
+def _is_library(module: str) -> bool:
+    return module.partition(".")[0] in _LIBRARIES
+
+
+class _SiteOfThread(threading.local):
+    """What is known of the current thread: the site of the call that it goes on with."""
+
+    site: str | None = None
+
+
+_SITES = _SiteOfThread()
 
 
 @contextmanager
@@ -207,9 +219,9 @@ def at_site(site: str) -> Iterator[None]:
 
 def call_site() -> str:
     """The file and line of the user's call: the nearest frame outside this library and torch."""
-    if getattr(_SITES, "site", None):
-        return str(_SITES.site)
+    if _SITES.site:
+        return _SITES.site
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+    while frame.f_back is not None and _is_library(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
     return f"{frame.f_code.co_filename.rpartition(os.sep)[2]}:{frame.f_lineno}"

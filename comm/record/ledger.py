@@ -174,7 +174,7 @@ def _synchronize(tensors: Sequence[Tensor]) -> None:
 
 def begin(ledgers: "Sequence[Ledger]", tensors: Sequence[Tensor]) -> float:
     """The start time of a call. A ledger with times first waits for the device's earlier work."""
-    if any(ledger.times for ledger in ledgers):
+    if ledgers and any(ledger.times for ledger in ledgers):
         _synchronize(tensors)
     return perf_counter()
 

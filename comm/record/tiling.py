@@ -45,9 +45,9 @@ def cut(whole: Tensor, n: int, options: Options) -> Sequence[Tensor]:
 
 def pack_cut(leaf: Tensor, here: Here, dim: int | None = None) -> Tensor:
     """The whole as [n, m], a row for each rank."""
-    if not here.options.get("tiled", True):
-        return leaf.reshape(here.n, -1) if leaf.numel() else leaf.new_empty(here.n, 0)
     dim = here["dim"] if dim is None else dim
+    if dim == 0:  # tiled or stacked
+        return leaf.reshape(here.n, -1) if leaf.numel() else leaf.new_empty(here.n, 0)
     shape = leaf.shape
     parts = leaf.reshape(*shape[:dim], here.n, shape[dim] // here.n, *shape[dim + 1 :])
     return parts.movedim(dim, 0).reshape(here.n, leaf.numel() // here.n)
@@ -55,11 +55,12 @@ def pack_cut(leaf: Tensor, here: Here, dim: int | None = None) -> Tensor:
 
 def unpack_joined(rows: Tensor, piece: Sequence[int], here: Here, dim: int | None = None) -> Tensor:
     """The whole from [n, m], where every piece has the shape ``piece``."""
-    stacked = rows.reshape(here.n, *piece)  # [n, m] -> [n, *piece]
     if not here.options.get("tiled", True):
-        return stacked
+        return rows.reshape(here.n, *piece)
     dim = here["dim"] if dim is None else dim
-    return stacked.movedim(0, dim).flatten(dim, dim + 1)  # [.., n, d, ..] -> [.., n*d, ..]; no copy for dim 0
+    if dim == 0:
+        return rows.reshape(here.n * piece[0], *piece[1:])  # no copy
+    return rows.reshape(here.n, *piece).movedim(0, dim).flatten(dim, dim + 1)  # [.., n, d, ..] -> [.., n*d, ..]
 
 
 def piece_shape(leaf: Tensor, here: Here, dim: int | None = None) -> list[int]:

@@ -56,5 +56,7 @@ class GroupCall:
 
 def copied(tensor: Tensor) -> Tensor:
     """The values as a message would carry them: contiguous, and independent of the sender's modes."""
-    with torch.inference_mode(False):
-        return tensor.detach().clone(memory_format=torch.contiguous_format)
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return copied(tensor)
+    return tensor.detach().clone(memory_format=torch.contiguous_format)

@@ -103,6 +103,7 @@ class Simulator:
         for baton in self.batons:
             baton.acquire()
         self.waiting: dict[int, GroupCall | _LaneJob] = {}
+        self.blocked: set[int] = set()  # of those that wait, the ones whose collective is not complete
         self.polling: set[int] = set()
         self.fruitless = 0  # polls in a row that found nothing, since the last call of any rank
         self.unfinished = set(range(world_size))
@@ -127,9 +128,10 @@ class Simulator:
             )
         known.arrivals[rank] = arrival
         self.fruitless = 0
-        if not known.missing():
+        if len(known.arrivals) == len(known.members):
             del self.slots[key]
             known.complete()
+            self.unblock(known)
         return known
 
     def wait(self, rank: int, slot: GroupCall | _LaneJob, *, polls: bool = False) -> bool:
@@ -138,6 +140,7 @@ class Simulator:
         while not slot.done:
             self.check()
             self.waiting[rank] = slot
+            self.blocked.add(rank)
             if not self.pass_on(rank, may_return=polls):
                 return False
         self.check()
@@ -177,6 +180,7 @@ class Simulator:
             raise AbortedError
         self.hand_over(rank, successor)
         self.polling.discard(rank)
+        self.blocked.discard(rank)
         slot = self.waiting.pop(rank)
         return slot.done or self.failure is not None
 
@@ -203,12 +207,12 @@ class Simulator:
 
     def pick(self) -> int | None:
         """A rank that can continue; if there is none, a rank that polls; else None."""
-        able = [r for r in sorted(self.unfinished) if self.able(r)] or sorted(self.polling)
+        able = sorted(self.unfinished if self.failure is not None else self.unfinished - self.blocked) or sorted(self.polling)
         return self.random.choice(able) if able else None
 
-    def able(self, rank: int) -> bool:
-        waiting = self.waiting.get(rank)
-        return waiting is None or waiting.done or self.failure is not None
+    def unblock(self, slot: GroupCall | _LaneJob) -> None:
+        """Lets those go on that wait for what is done now."""
+        self.blocked -= {actor for actor, waited in self.waiting.items() if waited is slot}
 
     def finish(self, rank: int) -> None:
         """Removes a rank that is done; passes the baton on, or ends the run."""
@@ -270,6 +274,7 @@ class Simulator:
             error.add_note(f"raised on simulated rank {job.world.rank} of {self.world_size}, in a chain begun at {job.site}")
             self.failure = self.failure or error
         job.done = True
+        self.unblock(job)
 
     def end_lanes(self) -> None:
         """Ends the lanes' threads; nothing runs any more."""

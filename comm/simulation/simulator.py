@@ -76,7 +76,8 @@ class SimulatedWorld(ScheduledWorld):
         row, here = call.collective, Here(call.options, group.rank, group.size)
         key = (group.ranks, group.name, row.order(call.options))
         turn = self.counts[key] = self.counts.get(key, -1) + 1
-        members = tuple(group.ranks[member] for member in row.members(call.options, group.size))
+        places = row.members(call.options, group.size)
+        members = group.ranks if places == range(group.size) else tuple(group.ranks[place] for place in places)
         arrival = RankCall(call, here, [copied(t) for t in tensors], call_site())
         slot = GroupCall(group, members, call.agreement(tensors, here))
         slot = self.simulator.arrive((*key, turn), self.rank, slot, arrival)

@@ -11,7 +11,15 @@ from .process import process_world
 
 __all__ = ["enter", "exclusive_simulation", "simulated_world", "world"]
 
-_THREAD = threading.local()  # group: the world of the simulated rank that this thread is; simulates: it waits for its ranks
+
+class _WorldOfThread(threading.local):
+    """What is known of the current thread: the world of the simulated rank that it is; whether it waits for its ranks."""
+
+    group: Group | None = None
+    simulates: bool = False
+
+
+_THREAD = _WorldOfThread()
 _RUNNING = threading.Lock()  # random generators and warning filters are the process's, so one simulation runs at a time
 
 
@@ -21,8 +29,8 @@ def simulated_world() -> Group | None:
     Raises:
         CommError: a simulation is running and this thread is not one of its ranks.
     """
-    group: Group | None = getattr(_THREAD, "group", None)
-    if group is None and _RUNNING.locked() and not getattr(_THREAD, "simulates", False):
+    group = _THREAD.group
+    if group is None and _RUNNING.locked() and not _THREAD.simulates:
         raise CommError(
             f"thread {threading.current_thread().name!r} asks for its world while a simulation runs, and is none of its ranks; "
             "a simulated rank is one thread: call collectives from there"
@@ -33,7 +41,7 @@ def simulated_world() -> Group | None:
 @contextmanager
 def enter(world: World, ranks: Sequence[int]) -> Iterator[None]:
     """Makes this thread the world's rank while the block runs; ``ranks`` are all ranks of the world."""
-    outer = getattr(_THREAD, "group", None)
+    outer = _THREAD.group
     _THREAD.group = Group(tuple(ranks), world.rank, "world", world)
     try:
         yield
@@ -44,7 +52,7 @@ def enter(world: World, ranks: Sequence[int]) -> Iterator[None]:
 @contextmanager
 def exclusive_simulation() -> Iterator[None]:
     """Waits until no other thread simulates. A simulated rank may simulate a world of its own."""
-    if getattr(_THREAD, "group", None) is not None or getattr(_THREAD, "simulates", False):
+    if _THREAD.group is not None or _THREAD.simulates:
         yield
         return
     with _RUNNING:

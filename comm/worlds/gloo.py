@@ -60,7 +60,9 @@ class Prepared:
 
     def run(self) -> Tensor:
         """Posts the messages and waits for them."""
-        return self.start().wait()
+        for work in self.post():
+            work.wait()
+        return self.finish()
 
 
 @attrs.frozen(eq=False, slots=False)
@@ -91,11 +93,11 @@ class Communicator:
 
     def send(self, tensor: Tensor, peer: int) -> list[Work]:
         """Starts to send a contiguous tensor's bytes."""
-        return [self.pg.send([tensor.view(torch.uint8)], self.ranks[peer], self.tag)] if tensor.numel() else []
+        return [self.pg.send([tensor], self.ranks[peer], self.tag)] if tensor.numel() else []
 
     def recv(self, tensor: Tensor, peer: int) -> list[Work]:
         """Starts to receive into a contiguous tensor."""
-        return [self.pg.recv([tensor.view(torch.uint8)], self.ranks[peer], self.tag)] if tensor.numel() else []
+        return [self.pg.recv([tensor], self.ranks[peer], self.tag)] if tensor.numel() else []
 
 
 def _all_gather_into(comm: Communicator, own: Tensor, rows: Sequence[Tensor]) -> list[Work]:

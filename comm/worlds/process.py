@@ -44,7 +44,7 @@ class _Coalesced:
 
     Attributes:
         places: their indices among the call's leaves.
-        shares: each leaf's elements along the payload's last dim.
+        shares: each leaf's elements along the payload's last dim; none for a single leaf.
         started: the primitive under way.
         device: where the results belong.
         sent: the payload, where it is on a GPU.
@@ -57,12 +57,14 @@ class _Coalesced:
     sent: PayloadOnGpu | None = None
 
     def pieces(self) -> Sequence[Tensor]:
-        result = self.started.wait().to(self.device)
+        result = self.started.wait()
         if self.sent is not None:
             self.sent.arrived()
             self.sent = None
+        if result.device != self.device:
+            result = result.to(self.device)
         # Copies, because views would share one storage, and each would keep all of it alive.
-        return [result] if len(self.shares) == 1 else [x.clone() for x in result.split(self.shares, dim=-1)]
+        return [x.clone() for x in result.split(self.shares, dim=-1)] if self.shares else [result]
 
 
 @attrs.define(eq=False)
@@ -115,7 +117,8 @@ def _by_kind(tensors: Sequence[Tensor]) -> Iterable[Sequence[int]]:
 
 def _plain(tensor: Tensor) -> Tensor:
     """The tensor without its graph, and with conjugation and negation applied to its bytes."""
-    return (tensor.detach() if tensor.requires_grad else tensor).resolve_conj().resolve_neg()
+    tensor = tensor.detach() if tensor.requires_grad else tensor
+    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 
 
 def _dense(payload: Tensor) -> Tensor:
@@ -197,12 +200,15 @@ class ProcessWorld(World):
         parts = []
         for places in _by_kind(tensors):
             device = tensors[places[0]].device
-            carrier = self._carrier(device, group)
-            payloads = [pack(_plain(tensors[place]), here) for place in places]
-            payload = torch.cat(payloads, dim=-1) if len(payloads) > 1 else _dense(payloads[0])
-            start = self._start_nccl if carrier.type == "cuda" else self._start_gloo
-            shares = [part.shape[-1] for part in payloads]
-            payload = payload.to(carrier)
+            carrier, shares = self._carrier(device, group), list[int]()
+            if len(places) == 1:
+                payload = _dense(pack(_plain(tensors[places[0]]), here))
+            else:
+                payloads = [pack(_plain(tensors[place]), here) for place in places]
+                payload, shares = torch.cat(payloads, dim=-1), [part.shape[-1] for part in payloads]
+            if carrier != device:
+                payload = payload.to(carrier)
+            start = self._start_nccl if payload.is_cuda else self._start_gloo
             started = start(call, group, payload, call.options_for(places, payload), agreed, async_op)
             parts.append(_Coalesced(places, shares, started, device, PayloadOnGpu.of(payload)))
             agreed = None  # the log is waited for once a call
@@ -216,6 +222,8 @@ class ProcessWorld(World):
     ) -> Performed | Posted | Queued:
         comm, worker = self._worker(group, call.collective.order(call.options))
         prepared = GLOO[call.collective.primitive](comm, payload, options)
+        if not async_op and agreed is None and worker.idle:
+            return worker.perform(prepared.run)
         shown = partial(call.shown, group.rank)
         small = payload.numel() * payload.element_size() <= _POSTED
         if async_op and agreed is None and small and call.collective.primitive == "transfer" and worker.idle:

@@ -1,10 +1,8 @@
 """A thread that carries out a group's asynchronous collectives while the caller computes."""
 
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
 from queue import Empty, SimpleQueue
-from threading import RLock, Thread, current_thread
+from threading import Lock, RLock, Thread, current_thread
 from time import perf_counter
 from typing import Any
 from weakref import ReferenceType, ref
@@ -21,27 +19,53 @@ __all__ = ["Performed", "Posted", "Queued", "Worker"]
 _IDLE = 5.0  # seconds: a thread without jobs ends after these; the next job starts a new one
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class Queued:
-    """A job in the worker's queue."""
+    """A job in the worker's queue. It waits by a lock, which takes a fraction of a ``Future``'s time.
+
+    Attributes:
+        worker: carries it out.
+        ended: when it ended, without an error; None before that.
+    """
 
     worker: "Worker"
-    future: "Future[tuple[Any, float]]"
+    _job: Callable[[], Any] | None
+    ended: float | None = None
+    _result: Any = None
+    _error: BaseException | None = None
+    _running: Any = attrs.field(factory=Lock, init=False)  # held until the job has ended
 
-    @property
-    def ended(self) -> float | None:
-        """When it ended; None before that."""
-        return self.future.result()[1] if self.future.done() and not self.future.exception() else None
+    def __attrs_post_init__(self) -> None:
+        self._running.acquire()
 
     def wait(self) -> Any:
         """Returns its result or raises its error."""
         self.worker.check()
-        return self.future.result()[0]
+        with self._running:
+            pass
+        if self._error is not None:
+            raise self._error
+        return self._result
 
     def poll(self, timeout: float) -> bool:
         """Whether it has ended; waits up to ``timeout`` seconds for that."""
         self.worker.check()
-        return bool(wait_for([self.future], timeout).done)
+        ended: bool = self._running.acquire(timeout=max(0.0, timeout))
+        if ended:
+            self._running.release()
+        return ended
+
+    def run(self) -> None:
+        """Carries it out; ``wait`` raises what it raises."""
+        if self._job is not None:
+            try:
+                self._result = self._job()
+                self.ended = perf_counter()
+            except BaseException as error:
+                self._error = error
+        self._job = None  # it holds tensors
+        self.worker.forget(self)
+        self._running.release()
 
 
 @attrs.frozen(eq=False)
@@ -125,8 +149,8 @@ class Worker:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._lock = RLock()  # reentrant: a record that is dropped under it submits a job
-        self._jobs: SimpleQueue[tuple[Callable[[], Any], Future[tuple[Any, float]]] | None] = SimpleQueue()
-        self._under_way: dict[Future[tuple[Any, float]], Callable[[], str]] = {}
+        self._jobs: SimpleQueue[Queued | None] = SimpleQueue()
+        self._under_way: dict[Queued, Callable[[], str]] = {}
         self._thread: Thread | None = None
         self._disowned: CommError | None = None
         self.posted: dict[int, ReferenceType[Posted]] = {}
@@ -144,17 +168,21 @@ class Worker:
 
     def submit(self, job: Callable[[], Any], shown: Callable[[], str]) -> Queued:
         """Queues a job, which is part of the call that ``shown`` gives as text."""
-        future: Future[tuple[Any, float]] = Future()
+        queued = Queued(self, job)
         with self._lock:
-            self._under_way[future] = shown
+            self._under_way[queued] = shown
             if not self.closed:
-                self._jobs.put((job, future))
+                self._jobs.put(queued)
                 if self._thread is None:
                     self._thread = Thread(target=self._run, daemon=True, name=f"worker {self._group.name}")
                     self._thread.start()
-                return Queued(self, future)
-        self._carry_out(job, future)
-        return Queued(self, future)
+                return queued
+        queued.run()
+        return queued
+
+    def forget(self, queued: Queued) -> None:
+        """Takes a job that has ended off the list of those under way."""
+        del self._under_way[queued]
 
     def perform(self, job: Callable[[], Tensor]) -> Performed:
         """Runs a job on the caller's thread; the worker must be idle."""
@@ -203,12 +231,5 @@ class Worker:
                         self._thread = None
                         return
                 continue
-            self._carry_out(*found)
+            found.run()
             del found  # otherwise the last result stays in memory until the next job
-
-    def _carry_out(self, job: Callable[[], Any], future: "Future[tuple[Any, float]]") -> None:
-        try:
-            future.set_result((job(), perf_counter()))
-        except BaseException as error:  # raised again by ``wait``
-            future.set_exception(error)
-        del self._under_way[future]

@@ -16,7 +16,8 @@ import torch.distributed as dist
 import torch.utils._pytree as torch_pytree
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._guards import detect_fake_mode
+from torch._guards import TracingContext
+from torch._guards import detect_fake_mode as detect_any_fake_mode
 from torch._subclasses.fake_tensor import (
     _DISPATCH_META_HANDLERS,
     DataDependentOutputException,
@@ -135,6 +136,13 @@ def _grouped_product(a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Any
     """An empty result: rows, columns or the inner dim are in groups, where one of both has 2 dims or both have."""
     groups = [len(offs)] if a.dim() == b.dim() == 2 and offs is not None else [len(a)] if a.dim() == b.dim() == 3 else []
     return torch.empty(*groups, a.shape[-2], b.shape[-1], dtype=out_dtype or a.dtype, device=a.device)
+
+
+def detect_fake_mode() -> Any:
+    """The fake mode that is active here, or None. torch's own function takes microseconds to find that there is no mode."""
+    if TracingContext.try_get() is None and not torch._C._len_torch_dispatch_stack():
+        return None
+    return detect_any_fake_mode()
 
 
 def is_fake(tensor: Tensor) -> bool:

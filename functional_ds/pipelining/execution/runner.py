@@ -94,8 +94,10 @@ class Runner:
             first = actions[0]
             if first.kind in MESSAGES:
                 self.exchange(actions)
+            elif self.recorder is None:
+                acts[first.kind](first.stage, first.microbatch)
             else:
-                with self._noted(first):
+                with self._noted(self.recorder, first):
                     acts[first.kind](first.stage, first.microbatch)
         self._mail.wait()
 
@@ -205,14 +207,11 @@ class Runner:
 
     # -- notes ---------------------------------------------------------------------------------------------------------
 
-    def _noted(self, action: Action) -> AbstractContextManager[None]:
-        if self.recorder is None:
-            return nullcontext()
-
+    def _noted(self, recorder: Recorder, action: Action) -> AbstractContextManager[None]:
         def apart() -> list[Tensor]:
             """Tensors that are no activations: the batch, the params, the key."""
             micro = self.micros[action.microbatch]
             held = [*self.params(action.stage).values(), *tree.leaves((micro.batch, micro.state.key))]
             return [leaf for leaf in held if isinstance(leaf, Tensor)]
 
-        return self.recorder.action(action, apart)
+        return recorder.action(action, apart)
