@@ -1,6 +1,7 @@
 """Compilation: blocks by torch.compile, and whole steps as graphs."""
 
 from .compile_log import CompileReport, compile_report
+from .graphs.graph_cost import GraphCost
 from .graphs.graph_passes import regather, schedule
 from .graphs.graph_record import StepGraph
 from .graphs.graph_trace import UntraceableError
@@ -8,6 +9,7 @@ from .graphs.jit_step import JitStep, JitWarning, jit
 
 __all__ = [
     "CompileReport",
+    "GraphCost",
     "JitStep",
     "JitWarning",
     "StepGraph",

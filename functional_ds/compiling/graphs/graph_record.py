@@ -1,6 +1,6 @@
 """A step's graph: what it takes and gives, what is in memory at each node, and how it prints."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -10,27 +10,16 @@ from torch import Tensor, fx
 
 from functional_ds.base import tree
 from functional_ds.base.marks import like_marked
+from functional_ds.comm.algorithms.cost import Link
 from functional_ds.step.state import State
 
 from .graph_collectives import START, WAIT, CallSite, carrying_out, site_of
+from .graph_cost import GraphCost, InMemory, Rates, graph_cost
 from .graph_nodes import OPERATOR, PHASE, UNIT, root_of
 
-__all__ = ["InMemory", "StepGraph", "UnitGather"]
+__all__ = ["StepGraph", "UnitGather"]
 
 _GATHERS = ("all_gather", "broadcast")
-
-
-@attrs.frozen
-class InMemory:
-    """What is in memory while a node runs, its own results included; the state and the batch, which the caller holds, are not.
-
-    Attributes:
-        bytes: of all tensors that the graph has made.
-        units: how many gathered units are whole or on their way.
-    """
-
-    bytes: int
-    units: int
 
 
 @attrs.frozen(eq=False)
@@ -106,7 +95,10 @@ class StepGraph:
         return node.target is WAIT and self.sites[site_of(node)].name in _GATHERS
 
     def live(self) -> dict[fx.Node, InMemory]:
-        """For each node what is in memory while it runs. A tensor lives until the last use of it, or of a view of it."""
+        """For each node what is in memory while it runs. A tensor lives until the last use of it, or of a view of it.
+
+        What a collective gives has memory from its start on.
+        """
         nodes = list(self.module.graph.nodes)
         ends: dict[fx.Node, int] = {}  # a node that makes memory -> the place of its last use
         for place, node in enumerate(nodes):
@@ -116,7 +108,8 @@ class StepGraph:
         places = {node: place for place, node in enumerate(nodes)}
         for node, end in ends.items():
             if node.op == "call_function":
-                changes[places[node]] += _bytes(node)
+                begin = node.args[0] if node.target is WAIT else node  # a collective's results have memory from its start on
+                changes[places[begin]] += _bytes(node)
                 changes[end + 1] -= _bytes(node)
         for gather in self.gathers():
             counts[places[gather.start]] += 1
@@ -126,6 +119,32 @@ class StepGraph:
             size, count = size + changes[place], count + counts[place]
             found[node] = InMemory(size, count)
         return found
+
+    def cost(self, machine: Rates, *, links: Mapping[str, Link] | None = None) -> GraphCost:
+        """The predicted time of this rank's step, node by node, if all ranks start together and are equally fast.
+
+        Operators run one after another on the device; an operator takes what the machine takes for its floating-point
+        operations (torch's formulas) and bytes. Each group's channel carries one collective after another, beside the device;
+        a collective begins when its inputs are computed and its channel is free, and its wait holds the device up. Channels do
+        not share links. A pass that starts a collective earlier is cheaper here, too.
+
+        Laws: with infinitely fast links the step takes what it computes; with an infinitely fast device no less than any
+        channel is busy, and no more than all are; names change nothing. The bytes are those that a ledger counts in a run.
+
+        Args:
+            machine: ``fds.scaling.Machine``, or what has its rates.
+            links: of groups, by the name of their axis; others have the machine's.
+
+        >>> import torch, functional_ds as fds
+        >>> step = fds.jit(fds.train_step(lambda w, x: (x @ w).sum(), fds.sgd(0.5)))
+        >>> state, x = step.init(torch.ones(8, 8)), torch.ones(4, 8)
+        >>> state, _ = step(state, x)
+        >>> machine = fds.scaling.Machine("mine", flops=1e12, flops_fp32=1e6, memory_bandwidth=1e12, link_bandwidth=1e9)
+        >>> cost = step.graph(state, x).cost(machine)
+        >>> cost.flops, round(cost.seconds, 3)  # forward, and backward for the params
+        (1024, 0.001)
+        """
+        return graph_cost(list(self.module.graph.nodes), self.sites, self.live(), machine, links)
 
     def __str__(self) -> str:
         """A line a node: its phase where one begins, what is in memory, the operator, and what a collective carries."""
