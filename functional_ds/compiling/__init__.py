@@ -2,7 +2,7 @@
 
 from .compile_log import CompileReport, compile_report
 from .graphs.graph_cost import GraphCost
-from .graphs.graph_passes import regather, schedule
+from .graphs.graph_passes import copied, finished, regather, schedule
 from .graphs.graph_record import StepGraph
 from .graphs.graph_trace import UntraceableError
 from .graphs.jit_step import JitStep, JitWarning, jit
@@ -15,6 +15,8 @@ __all__ = [
     "StepGraph",
     "UntraceableError",
     "compile_report",
+    "copied",
+    "finished",
     "jit",
     "regather",
     "schedule",

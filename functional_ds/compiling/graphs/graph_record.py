@@ -1,6 +1,7 @@
 """A step's graph: what it takes and gives, what is in memory at each node, and how it prints."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from os import PathLike
 from typing import Any
 
 import attrs
@@ -15,6 +16,7 @@ from functional_ds.step.state import State
 
 from .graph_collectives import START, WAIT, CallSite, carrying_out, site_of
 from .graph_cost import GraphCost, InMemory, Rates, graph_cost
+from .graph_draw import draw_cost
 from .graph_nodes import OPERATOR, PHASE, UNIT, root_of
 
 __all__ = ["StepGraph", "UnitGather"]
@@ -145,6 +147,30 @@ class StepGraph:
         (1024, 0.001)
         """
         return graph_cost(list(self.module.graph.nodes), self.sites, self.live(), machine, links)
+
+    def draw(
+        self,
+        machine: Rates,
+        path: str | PathLike[str] | None = None,
+        *,
+        links: Mapping[str, Link] | None = None,
+        title: str = "",
+    ) -> Any:
+        """The predicted step as a picture: what computes, each channel's collectives, and memory over time.
+
+        Args:
+            machine: the rates, as for ``cost``.
+            path: a file to write; the suffix is the format: .svg, .png, .pdf.
+            links: of groups, as for ``cost``.
+            title: the figure's title; by default the step's time and where it goes.
+
+        Returns:
+            The matplotlib figure.
+
+        Raises:
+            ImportError: matplotlib is not installed (the extra ``train``).
+        """
+        return draw_cost(self.cost(machine, links=links), path, title=title)
 
     def __str__(self) -> str:
         """A line a node: its phase where one begins, what is in memory, the operator, and what a collective carries."""
