@@ -1,5 +1,6 @@
 """A step's graph: what it takes and gives, what is in memory at each node, and how it prints."""
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any
@@ -17,7 +18,7 @@ from functional_ds.step.state import State
 from .graph_collectives import START, WAIT, CallSite, carrying_out, site_of
 from .graph_cost import GraphCost, InMemory, Rates, graph_cost
 from .graph_draw import draw_cost
-from .graph_nodes import OPERATOR, PHASE, UNIT, root_of
+from .graph_nodes import PHASE, UNIT, root_of
 
 __all__ = ["StepGraph", "UnitGather"]
 
@@ -102,20 +103,22 @@ class StepGraph:
         What a collective gives has memory from its start on.
         """
         nodes = list(self.module.graph.nodes)
-        ends: dict[fx.Node, int] = {}  # a node that makes memory -> the place of its last use
-        for place, node in enumerate(nodes):
-            for used in (node, *node.all_input_nodes):
-                ends[root_of(used)] = place
-        changes, counts = [0] * (len(nodes) + 1), [0] * (len(nodes) + 1)
         places = {node: place for place, node in enumerate(nodes)}
-        for node, end in ends.items():
-            if node.op == "call_function":
-                begin = node.args[0] if node.target is WAIT else node  # a collective's results have memory from its start on
-                changes[places[begin]] += _bytes(node)
-                changes[end + 1] -= _bytes(node)
+        ends = _last_uses(nodes)
+        changes, counts = [0] * (len(nodes) + 1), [0] * (len(nodes) + 1)
+        for node in nodes:
+            if node.op != "call_function" or _is_item(node) or root_of(node) is not node:
+                continue
+            begin = places[node.args[0] if node.target is WAIT else node]
+            for size, end in _sizes(node, ends):
+                changes[begin] += size
+                changes[end + 1] -= size
         for gather in self.gathers():
             counts[places[gather.start]] += 1
-            counts[1 + max(ends[root_of(output)] for output in gather.outputs)] -= 1
+            whole = [
+                output for output in gather.outputs if places[output] >= places[gather.wait]
+            ]  # an earlier level's may stay
+            counts[1 + max(ends[_root(each)] for each in (gather.wait, *whole))] -= 1
         found, size, count = {}, 0, 0
         for place, node in enumerate(nodes):
             size, count = size + changes[place], count + counts[place]
@@ -181,10 +184,36 @@ class StepGraph:
         return f"StepGraph({nodes} nodes, {len(self.sites)} collectives, at most {peak:,} bytes beside the state)"
 
 
-def _bytes(node: fx.Node) -> int:
+def _root(node: fx.Node) -> fx.Node:
+    """The node whose memory a node gives, where one of several results of a node is a node of its own."""
+    found = node
+    while not _is_item(found) and found is not root_of(found):
+        before = next(each for each in found.all_input_nodes if root_of(each) is root_of(found))
+        found = before
+    return found
+
+
+def _last_uses(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """By node that makes memory, or item of one that makes several: the place of the last use of it, or of a view of it."""
+    found: dict[fx.Node, int] = {}
+    for place, node in enumerate(nodes):
+        for used in (node, *node.all_input_nodes):
+            found[_root(used)] = place
+    return found
+
+
+def _sizes(node: fx.Node, ends: Mapping[fx.Node, int]) -> Iterator[tuple[int, int]]:
+    """The bytes of each of a node's results, and the place of its last use; what nobody reads stays with the others' list."""
     value = node.meta.get("val")
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return sum(x.numel() * x.element_size() for x in values if isinstance(x, Tensor))
+    for place, x in enumerate(value if isinstance(value, (list, tuple)) else [value]):
+        if isinstance(x, Tensor):
+            items = [user for user in node.users if _is_item(user) and user.args[1] == place]
+            yield x.numel() * x.element_size(), max(ends[each] for each in (node, *items))
+
+
+def _is_item(node: fx.Node) -> bool:
+    """Whether it is one of several results of a node."""
+    return node.target is operator.getitem and isinstance(node.all_input_nodes[0].meta.get("val"), (list, tuple))
 
 
 def _lines(graph: StepGraph) -> Iterator[str]:
@@ -198,10 +227,6 @@ def _lines(graph: StepGraph) -> Iterator[str]:
         now = held[node]
         units = f" {now.units} units" if graph.notes.get("zero") is not None else ""
         yield f"  {now.bytes:>12,}{units}  {_shown(graph, node)}"
-
-
-def _is_item(node: fx.Node) -> bool:
-    return any(before.target is WAIT for before in node.all_input_nodes) and not isinstance(node.target, OPERATOR)
 
 
 def _shown(graph: StepGraph, node: fx.Node) -> str:
