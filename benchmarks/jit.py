@@ -7,7 +7,9 @@
 
 Both contenders have states of their own and take turns in the same processes. "tracing" is the time of the step in which a
 graph is traced, passes, compilation and the ranks' agreement included, less an eager step. "host" is the processor time of
-rank 0 for a step, all its threads included, as a ratio of the eager step's.
+rank 0 for a step, all its threads included, as a ratio of the eager step's. "predicted" is what the graph costs on this
+machine, whose rates are measured first, as for `functional-ds plan --machine here`; "fitted" is that times the factor by which
+the first row was slower than predicted.
 """
 
 import argparse
@@ -24,14 +26,18 @@ import torch
 import functional_ds as fds
 from functional_ds import comm
 from functional_ds import transforms as T
+from functional_ds.cli.planning.microbenchmarks import measured_here
+from functional_ds.compiling import GraphCost
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import gpt
 import interleaved
 
 
-def contender(jits: bool, stage: int, args: argparse.Namespace) -> tuple[Callable[[], None], list[float], Callable[[], Any]]:
-    """A step that keeps its own state, the seconds of its first steps, and the params that it has come to."""
+def contender(
+    jits: bool, stage: int, args: argparse.Namespace
+) -> tuple[Callable[[], None], list[float], Callable[[], Any], GraphCost | None]:
+    """A step that keeps its own state, the seconds of its first steps, the params that it has come to, and its graph's cost."""
     torch.manual_seed(0)
     apply, params = fds.functional(gpt.GPT(gpt.Config(args.layers, args.width, args.heads, args.context)))
     ids = torch.randint(0, 64, (args.batch, args.context + 1))
@@ -52,7 +58,8 @@ def contender(jits: bool, stage: int, args: argparse.Namespace) -> tuple[Callabl
         first.append(time.perf_counter() - begin)
     if jits and step.reasons:
         raise SystemExit(f"stage {stage} runs eagerly: {step.reasons}")
-    return once, first, lambda: step.params(state)
+    cost = step.graph(state, ids).cost(args.machine) if jits else None
+    return once, first, lambda: step.params(state), cost
 
 
 def host_seconds(once: Callable[[], None], steps: int = 10) -> float:
@@ -71,11 +78,15 @@ def program(args: argparse.Namespace) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for stage in args.stages:
         made = {"ours": contender(True, stage, args), "eager": contender(False, stage, args)}
-        times = interleaved.seconds({name: once for name, (once, _, _) in made.items()}, args.rounds)
+        times = interleaved.seconds({name: once for name, (once, *_) in made.items()}, args.rounds)
         row = interleaved.compared(times, "eager")
         row["difference"] = interleaved.difference(made["ours"][2](), made["eager"][2]())
         row["host"] = host_seconds(made["ours"][0]) / host_seconds(made["eager"][0])
         row["tracing"] = made["ours"][1][1] - statistics.median(times["eager"])
+        cost = made["ours"][3]
+        if cost is not None:
+            waits = sum(cost.exposed.values())
+            row["predicted"] = {"step": cost.seconds, "compute": cost.compute, "host": cost.host, "exposed": waits}
         rows[f"stage {stage}"] = row
     return rows
 
@@ -89,9 +100,15 @@ def main() -> None:
     parser.add_argument("--backend", default="fx")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    args.machine = measured_here(args.ranks)
     rows = comm.spawn(program, args, world_size=args.ranks)[0]
     for label, row in rows.items():
         print(interleaved.shown(label, row, 1.0), f"  host {row['host']:.2f}  tracing {row['tracing']:.2f} s", flush=True)
+        first = next(iter(rows.values()))
+        factor = statistics.median(first["seconds"]["ours"]) / first["predicted"]["step"]
+        row["fitted"] = factor * row["predicted"]["step"]
+        parts = ", ".join(f"{name} {seconds * 1e3:.1f}" for name, seconds in row["predicted"].items())
+        print(f"    predicted, ms: {parts}; fitted {row['fitted'] * 1e3:.1f}", flush=True)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1))
 

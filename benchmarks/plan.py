@@ -26,12 +26,12 @@ from torch import Tensor, nn
 
 from functional_ds.cli.planning.candidate import Candidate
 from functional_ds.cli.planning.forecast import Forecast, forecast
-from functional_ds.cli.planning.machine import Machine
 from functional_ds.cli.planning.microbenchmarks import measured_here
 from functional_ds.cli.planning.subject import subject_of
 from functional_ds.cli.tuning.calibration import fitted
 from functional_ds.cli.tuning.halving import Measurement
 from functional_ds.cli.tuning.trial import TrialSpec, measure
+from functional_ds.scaling.machine import Machine
 
 RESULTS = Path(__file__).parent / "results"
 

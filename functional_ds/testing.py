@@ -26,11 +26,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from functional_ds.base import tree
+from functional_ds.base.optional import optional
 from functional_ds.simulated_cuda.findings import Finding
 from functional_ds.simulated_cuda.gpu import SimulatedGpu
 from functional_ds.simulated_cuda.stand_ins import simulated_cuda
 
 from . import comm
+
+with optional("functional_ds.compiling"):
+    from functional_ds.compiling.jitted.check_pass import PassReport, check_pass
 
 if TYPE_CHECKING:  # pipelining may be absent; only ``schedules`` needs it
     from functional_ds.pipelining.schedules.schedule import Schedule
@@ -44,9 +48,11 @@ __all__ = [
     "Finding",
     "Inputs",
     "Leaf",
+    "PassReport",
     "SimulatedGpu",
     "assert_like_one_rank",
     "assert_same",
+    "check_pass",
     "inputs",
     "leaves",
     "schedules",

@@ -7,10 +7,12 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from functional_ds.base.torch_private import is_fake
+
 from .collective import Call, Handle
 from .group import Group
 
-__all__ = ["CallRecorder", "current_recorder", "labelled", "recording"]
+__all__ = ["CallRecorder", "current_recorder", "labelled", "recording", "runs_on_shapes"]
 
 
 class CallRecorder(Protocol):
@@ -60,3 +62,11 @@ def labelled(name: str) -> AbstractContextManager[None]:
     """Within the block what this thread's collectives carry has a name, if they are recorded."""
     recorder = current_recorder()
     return nullcontext() if recorder is None else recorder.labelled(name)
+
+
+def runs_on_shapes(tensor: Tensor) -> bool:
+    """Whether a tensor belongs to a trial without values, whose numbers nobody uses.
+
+    Not while a step is traced into a graph, which runs on values later: what depends on them there must be in the graph.
+    """
+    return tensor.is_meta or (is_fake(tensor) and current_recorder() is None)

@@ -396,8 +396,37 @@ def _layer_on_a_mesh() -> comm.Ledger:
     return book
 
 
+# -- the graph of a whole step ---------------------------------------------------------------------------------------------
+
+
+def step_graph() -> Figure:
+    """The predicted step of a small model in ZeRO-3 on devices whose links are slow."""
+
+    class Block(torch.nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.norm = torch.nn.LayerNorm(width)
+            self.up, self.down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+            return found
+
+    def program() -> Any:
+        apply, params = fds.functional(torch.nn.Sequential(*(Block(256) for _ in range(6))))
+        step = fds.train_step(lambda params, x: apply(params, x).square().mean(), fds.adamw(0.1))
+        step = fds.jit(fds.compose(T.mixed_precision("bf16"), T.zero(3), T.clip(1.0))(step))
+        x = torch.ones(2048, 256)
+        state, _ = step(step.init(params), x)
+        return step.graph(state, x)
+
+    machine = fds.scaling.Machine("a GPU", 312e12, 156e12, 2e12, link_bandwidth=25e9, operation_latency=0.0)
+    found: Figure = comm.simulate(program, world_size=2)[0].draw(machine)
+    return found
+
+
 FIGURES = {"zero-path": zero_path, "phases": phases, "zero-life": zero_life, "sequence-length": sequence_length}
-FIGURES |= {"mesh-traffic": mesh_traffic}
+FIGURES |= {"mesh-traffic": mesh_traffic, "step-graph": step_graph}
 
 
 def save(name: str, figure: Figure) -> None:

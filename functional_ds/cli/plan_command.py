@@ -6,11 +6,11 @@ from typing import Annotated
 import typer
 
 from functional_ds.memory.account import KINDS
+from functional_ds.scaling.machine import FACTORS
 
 from .planning.candidate import PRECISIONS, Candidate, base_config
 from .planning.forecast import Forecast, forecast
 from .planning.known_machines import machine_of
-from .planning.machine import FACTORS
 from .planning.subject import Subject, subject_of
 from .words.errors_in_one_line import CommandError
 from .words.options import choices, mesh_sizes, numbers, size

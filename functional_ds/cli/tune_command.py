@@ -10,10 +10,11 @@ import attrs
 import torch
 import typer
 
+from functional_ds.scaling.machine import Machine
+
 from .planning.candidate import PRECISIONS, Candidate, base_config
 from .planning.forecast import Forecast, forecast
 from .planning.known_machines import machine_of
-from .planning.machine import Machine
 from .planning.subject import Subject, subject_of
 from .tuning.calibration import fitted
 from .tuning.halving import Measurement, TrialRun, halve

@@ -2,19 +2,23 @@
 
 from .compile_log import CompileReport, compile_report
 from .graphs.graph_bucketing import bucketing
-from .graphs.graph_passes import regather, schedule
+from .graphs.graph_cost import GraphCost
+from .graphs.graph_passes import copied, finished, regather, schedule
 from .graphs.graph_record import StepGraph
 from .graphs.graph_trace import UntraceableError
-from .graphs.jit_step import JitStep, JitWarning, jit
+from .jitted.jit_step import JitStep, JitWarning, jit
 
 __all__ = [
     "CompileReport",
+    "GraphCost",
     "JitStep",
     "JitWarning",
     "StepGraph",
     "UntraceableError",
     "bucketing",
     "compile_report",
+    "copied",
+    "finished",
     "jit",
     "regather",
     "schedule",

@@ -1,6 +1,6 @@
 """``FlopCounter``: the floating-point operations of matrix products, convolutions and attention."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from functional_ds.base.torch_private import CPU_ATTENTION, CPU_ATTENTION_BACKWARD, GROUPED_PRODUCT, TorchDispatchMode
 
-__all__ = ["FlopCounter"]
+__all__ = ["FlopCounter", "flops_of"]
 
 
 class FlopCounter(TorchDispatchMode):
@@ -32,16 +32,23 @@ class FlopCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        formula = flop_registry.get(func.overloadpacket)
-        if formula is not None:
-            self.add(formula(*args, **kwargs, out_val=result), result)
-        elif func.overloadpacket.__name__ in _MORE:
-            self.add(_MORE[func.overloadpacket.__name__](*[x for x in args if isinstance(x, Tensor)]), result)
+        found = flops_of(func, args, kwargs, result)
+        if found is not None:
+            self.add(found, result)
         return result
 
     def add(self, flops: int, result: Any) -> None:
         """An operation of so many floating-point operations ran and gave this."""
         self.total += flops
+
+
+def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int | None:
+    """The floating-point operations of an operator that gave a result; None where there is no formula."""
+    formula = flop_registry.get(func.overloadpacket)
+    if formula is not None:
+        return int(formula(*args, **kwargs, out_val=result))
+    more = _MORE.get(func.overloadpacket.__name__)
+    return None if more is None else more(*[x for x in args if isinstance(x, Tensor)])
 
 
 def _grouped(a: Tensor, b: Tensor, *rest: Tensor) -> int:

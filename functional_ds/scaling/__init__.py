@@ -1,6 +1,7 @@
 """Training runs on paper: time, memory, traffic and bubble of a transformer on any mesh, by formulas that tests execute."""
 
 from .cluster import CLUSTERS, Cluster
+from .machine import Machine
 from .mesh_plan import RECOMPUTE, MeshPlan
 from .predict_run import PredictedRun, predict_run
 from .rank_share import RankShare, rank_share
@@ -10,6 +11,7 @@ __all__ = [
     "CLUSTERS",
     "RECOMPUTE",
     "Cluster",
+    "Machine",
     "MeshPlan",
     "PredictedRun",
     "RankShare",

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from functional_ds.cli.planning.machine import FACTORS, Machine
 from functional_ds.cli.tuning.calibration import fitted, non_negative_least_squares
+from functional_ds.scaling.machine import FACTORS, Machine
 
 CPU = Machine("m", 1e12, 1e12, 1e12, 1e9, device="cpu")
 TRUE = dict(zip(FACTORS, (1.5, 4.0, 0.7, 1.0, 0.2, 0.5, 3.0, 2.0), strict=True))

@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from functional_ds.cli.hosts_command import HostSlots, filtered
-from functional_ds.cli.planning.operation_cost import SizedOperation
 from functional_ds.cli.words.errors_in_one_line import CommandError
-from tests.cli import test_calibration, test_operation_cost, test_plan, test_tune
+from functional_ds.modules.operation_cost import SizedOperation
+from tests.cli import test_calibration, test_plan, test_tune
 from tests.cli.test_checkpoint_commands import masters_are_converted
-from tests.cli.test_operation_cost import X
+from tests.modules import test_operation_cost
+from tests.modules.test_operation_cost import X
 from tests.planting import Bug, planted
 
-SHAPE, COST = "cli.planning.values_free_step", "cli.planning.operation_cost"
+SHAPE, COST = "cli.planning.values_free_step", "modules.operation_cost"
 FIT, HALVING = "cli.tuning.calibration", "cli.tuning.halving"
 
 

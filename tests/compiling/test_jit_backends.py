@@ -205,7 +205,7 @@ def test_results_get_memory_of_their_own() -> None:
         assert (one.data_ptr() != x.data_ptr(), two[0, 0].item(), three[0, 0].item(), three.stride()) == (True, 1, 2, (3, 1))
 
 
-CODE, REGIONS = "compiling.graphs.graph_code", "compiling.graphs.region_compiler"
+CODE, REGIONS = "compiling.jitted.graph_code", "compiling.jitted.region_compiler"
 BUGS: list[tuple[Callable[[], Any], Bug]] = [
     (
         test_jit.test_gathers_are_those_of_the_eager_step,

@@ -10,7 +10,7 @@ from functional_ds.comm import DeadlockError
 from tests.compiling import test_jit
 from tests.planting import Bug, planted
 
-JIT, PASSES = "compiling.graphs.jit_step", "compiling.graphs.graph_passes"
+JIT, PASSES = "compiling.jitted.jit_step", "compiling.graphs.graph_passes"
 bound = partial(test_jit.test_no_more_whole_units_than_in_the_eager_step, test_jit.Tied, 2)
 BUGS: dict[Callable[[], Any], list[Bug]] = {
     bound: [

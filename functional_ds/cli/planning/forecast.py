@@ -5,9 +5,9 @@ from typing import Any
 import attrs
 
 from functional_ds.memory.account import KINDS
+from functional_ds.scaling.machine import Machine
 
 from .candidate import Candidate
-from .machine import Machine
 from .subject import Subject
 from .values_free_step import StepShape, step_shape
 

@@ -8,8 +8,8 @@ import attrs
 import torch
 
 from functional_ds.cli.words.errors_in_one_line import CommandError
+from functional_ds.scaling.machine import Machine
 
-from .machine import Machine
 from .microbenchmarks import measured_here
 
 __all__ = ["MACHINES", "machine_of"]
@@ -44,6 +44,8 @@ def machine_of(name: str, *, ranks: int = 1) -> Machine:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return Machine(**found)
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
         names = ", ".join(field.name for field in attrs.fields(Machine))
         raise CommandError(f"--machine: {name} should be JSON with {names}: {error}") from error
+    except ValueError as error:
+        raise CommandError(f"--machine: {error}") from error

@@ -15,11 +15,10 @@ from functional_ds import comm
 from functional_ds.base.device import synchronize
 from functional_ds.base.weighted import Weighted
 from functional_ds.modules.functional import functional
+from functional_ds.modules.operation_cost import WORK_KINDS, OperationCounter
 from functional_ds.optim.adam import AdamState, adam_optimizer, adamw
+from functional_ds.scaling.machine import FACTORS, Machine
 from functional_ds.step.train_step import train_step
-
-from .machine import FACTORS, Machine
-from .operation_cost import WORK_KINDS, OperationCounter
 
 __all__ = ["measured_here"]
 

@@ -20,9 +20,9 @@ from functional_ds.comm.record.ledger import Ledger, Row
 from functional_ds.memory.account import Memory
 from functional_ds.memory.counting import Live
 from functional_ds.memory.predict import predicted
+from functional_ds.modules.operation_cost import OperationCounter, SizedOperation
 
 from .candidate import Candidate
-from .operation_cost import OperationCounter, SizedOperation
 from .subject import Subject
 
 __all__ = ["StepAllocations", "StepShape", "sent_by_all", "step_shape"]

@@ -7,8 +7,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from functional_ds.cli.planning.machine import FACTORS, Machine
-from functional_ds.cli.planning.operation_cost import WORK_KINDS
+from functional_ds.modules.operation_cost import WORK_KINDS
+from functional_ds.scaling.machine import FACTORS, Machine
 
 __all__ = ["fitted", "non_negative_least_squares"]
 

@@ -1,1 +1,1 @@
-"""Whole steps as graphs: traced, changed by passes, and run."""
+"""Whole steps as graphs: traced, changed by passes, priced and drawn."""

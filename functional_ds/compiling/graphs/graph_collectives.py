@@ -6,6 +6,7 @@ takes the inputs once more, which keeps their memory until then.
 """
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -33,6 +34,8 @@ class CallSite:
         async_op: whether it runs beside others.
         early: whether the program goes on before it waits; None for as ``async_op`` says.
         label: what it carries, such as the name of a unit; may be empty.
+        turn: which of its group's collectives it is in the program. Copies have the same one, and no pass changes it: so
+            ranks see whether they start the same ones, which may look alike.
     """
 
     call: Call
@@ -40,6 +43,7 @@ class CallSite:
     async_op: bool
     early: bool | None
     label: str = ""
+    turn: int = 0
 
     @property
     def name(self) -> str:
@@ -79,6 +83,7 @@ class GraphRecorder:
     notes: dict[str, Any] = attrs.field(factory=dict)
     _label: str = ""
     _units: int = 0
+    _turns: Counter[tuple[str, tuple[int, ...]]] = attrs.field(factory=Counter)
 
     def start(self, call: Call, leaves: Sequence[Tensor], group: Group, *, async_op: bool, early: bool | None) -> Handle:
         """Two nodes: one here, and one where the handle's results are asked for.
@@ -90,7 +95,10 @@ class GraphRecorder:
             raise RuntimeError(
                 f"{call.shown(group.rank)} is a message, and ranks must start theirs as one batch, not one by one"
             )
-        self.sites.append(CallSite(attrs.evolve(call, out=None), group, async_op, early, self._label))  # memory of the trace
+        turn = self._turns[group.name, group.ranks]
+        self._turns[group.name, group.ranks] += 1
+        plain = attrs.evolve(call, out=None)  # which would be memory of the trace
+        self.sites.append(CallSite(plain, group, async_op, early, self._label, turn))
         xs, site = [leaf.detach() for leaf in leaves], len(self.sites) - 1
         with carrying_out(self.sites):
             return _RecordedHandle(torch.ops.functional_ds.start(xs, site), xs, site)

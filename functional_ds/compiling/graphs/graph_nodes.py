@@ -62,10 +62,22 @@ def is_view(node: fx.Node) -> bool:
 
 
 def root_of(node: fx.Node) -> fx.Node:
-    """The node whose memory a node gives."""
-    while is_view(node) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
+    """The node whose memory a node gives: for views, and for what writes into its input and gives it."""
+    while node.all_input_nodes:
+        if is_view(node):
+            node = node.all_input_nodes[0]
+        elif _gives_what_it_writes(node):
+            node = written_by(node)[0]
+        else:
+            break
     return node
+
+
+def _gives_what_it_writes(node: fx.Node) -> bool:
+    if node.op != "call_function" or not isinstance(node.target, OPERATOR):
+        return False
+    gives = [result.alias_info for result in schema_of(node.target).returns]
+    return len(gives) == 1 and gives[0] is not None and gives[0].is_write
 
 
 def base_of(node: fx.Node) -> fx.Node:

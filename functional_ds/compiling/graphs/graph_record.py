@@ -1,6 +1,8 @@
 """A step's graph: what it takes and gives, what is in memory at each node, and how it prints."""
 
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from os import PathLike
 from typing import Any
 
 import attrs
@@ -10,27 +12,17 @@ from torch import Tensor, fx
 
 from functional_ds.base import tree
 from functional_ds.base.marks import like_marked
+from functional_ds.comm.algorithms.cost import Link
 from functional_ds.step.state import State
 
 from .graph_collectives import START, WAIT, CallSite, carrying_out, site_of
-from .graph_nodes import OPERATOR, PHASE, UNIT, JoinedUnits, root_of
+from .graph_cost import GraphCost, InMemory, Rates, graph_cost
+from .graph_draw import draw_cost
+from .graph_nodes import PHASE, UNIT, JoinedUnits, root_of
 
-__all__ = ["InMemory", "StepGraph", "UnitGather"]
+__all__ = ["StepGraph", "UnitGather"]
 
 _GATHERS = ("all_gather", "broadcast")
-
-
-@attrs.frozen
-class InMemory:
-    """What is in memory while a node runs, its own results included; the state and the batch, which the caller holds, are not.
-
-    Attributes:
-        bytes: of all tensors that the graph has made.
-        units: how many gathered units are whole or on their way.
-    """
-
-    bytes: int
-    units: int
 
 
 @attrs.frozen(eq=False)
@@ -115,26 +107,81 @@ class StepGraph:
         return node.target is WAIT and self.sites[site_of(node)].name in _GATHERS
 
     def live(self) -> dict[fx.Node, InMemory]:
-        """For each node what is in memory while it runs. A tensor lives until the last use of it, or of a view of it."""
+        """For each node what is in memory while it runs. A tensor lives until the last use of it, or of a view of it.
+
+        What a collective gives has memory from its start on.
+        """
         nodes = list(self.module.graph.nodes)
-        ends: dict[fx.Node, int] = {}  # a node that makes memory -> the place of its last use
-        for place, node in enumerate(nodes):
-            for used in (node, *node.all_input_nodes):
-                ends[root_of(used)] = place
-        changes, counts = [0] * (len(nodes) + 1), [0] * (len(nodes) + 1)
         places = {node: place for place, node in enumerate(nodes)}
-        for node, end in ends.items():
-            if node.op == "call_function":
-                changes[places[node]] += _bytes(node)
-                changes[end + 1] -= _bytes(node)
+        ends = _last_uses(nodes)
+        changes, counts = [0] * (len(nodes) + 1), [0] * (len(nodes) + 1)
+        for node in nodes:
+            if node.op != "call_function" or _is_item(node) or root_of(node) is not node:
+                continue
+            begin = places[node.args[0] if node.target is WAIT else node]
+            for size, end in _sizes(node, ends):
+                changes[begin] += size
+                changes[end + 1] -= size
         for gather in self.gathers():
             counts[places[gather.start]] += gather.units
-            counts[1 + max(ends[root_of(output)] for output in gather.outputs)] -= gather.units
+            last = places[gather.wait]
+            whole = [each for each in gather.outputs if places[each] >= last]  # an earlier level's may stay
+            counts[1 + max(ends[_root(each)] for each in (gather.wait, *whole))] -= gather.units
         found, size, count = {}, 0, 0
         for place, node in enumerate(nodes):
             size, count = size + changes[place], count + counts[place]
             found[node] = InMemory(size, count)
         return found
+
+    def cost(self, machine: Rates, *, links: Mapping[str, Link] | None = None) -> GraphCost:
+        """The predicted time of this rank's step, node by node, if all ranks start together and are equally fast.
+
+        Operators run one after another on the device; an operator takes what the machine takes for its floating-point
+        operations (torch's formulas) and bytes. Each group's channel carries one collective after another, beside the device;
+        a collective begins when its inputs are computed and its channel is free, and its wait holds the device up. Channels do
+        not share links. A pass that starts a collective earlier is cheaper here, too.
+
+        Laws: with infinitely fast links the step takes what it computes; with an infinitely fast device no less than any
+        channel is busy, and no more than all are; names change nothing. The bytes are those that a ledger counts in a run.
+
+        Args:
+            machine: ``fds.scaling.Machine``, or what has its rates.
+            links: of groups, by the name of their axis; others have the machine's.
+
+        >>> import torch, functional_ds as fds
+        >>> step = fds.jit(fds.train_step(lambda w, x: (x @ w).sum(), fds.sgd(0.5)))
+        >>> state, x = step.init(torch.ones(8, 8)), torch.ones(4, 8)
+        >>> state, _ = step(state, x)
+        >>> machine = fds.scaling.Machine("mine", flops=1e12, flops_fp32=1e6, memory_bandwidth=1e12, link_bandwidth=1e9)
+        >>> cost = step.graph(state, x).cost(machine)
+        >>> cost.flops, round(cost.seconds, 3)  # forward, and backward for the params
+        (1024, 0.001)
+        """
+        return graph_cost(list(self.module.graph.nodes), self.sites, self.live(), machine, links)
+
+    def draw(
+        self,
+        machine: Rates,
+        path: str | PathLike[str] | None = None,
+        *,
+        links: Mapping[str, Link] | None = None,
+        title: str = "",
+    ) -> Any:
+        """The predicted step as a picture: what computes, each channel's collectives, and memory over time.
+
+        Args:
+            machine: the rates, as for ``cost``.
+            path: a file to write; the suffix is the format: .svg, .png, .pdf.
+            links: of groups, as for ``cost``.
+            title: the figure's title; by default the step's time and where it goes.
+
+        Returns:
+            The matplotlib figure.
+
+        Raises:
+            ImportError: matplotlib is not installed (the extra ``train``).
+        """
+        return draw_cost(self.cost(machine, links=links), path, title=title)
 
     def __str__(self) -> str:
         """A line a node: its phase where one begins, what is in memory, the operator, and what a collective carries."""
@@ -145,10 +192,36 @@ class StepGraph:
         return f"StepGraph({nodes} nodes, {len(self.sites)} collectives, at most {peak:,} bytes beside the state)"
 
 
-def _bytes(node: fx.Node) -> int:
+def _root(node: fx.Node) -> fx.Node:
+    """The node whose memory a node gives, where one of several results of a node is a node of its own."""
+    found = node
+    while not _is_item(found) and found is not root_of(found):
+        before = next(each for each in found.all_input_nodes if root_of(each) is root_of(found))
+        found = before
+    return found
+
+
+def _last_uses(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """By node that makes memory, or item of one that makes several: the place of the last use of it, or of a view of it."""
+    found: dict[fx.Node, int] = {}
+    for place, node in enumerate(nodes):
+        for used in (node, *node.all_input_nodes):
+            found[_root(used)] = place
+    return found
+
+
+def _sizes(node: fx.Node, ends: Mapping[fx.Node, int]) -> Iterator[tuple[int, int]]:
+    """The bytes of each of a node's results, and the place of its last use; what nobody reads stays with the others' list."""
     value = node.meta.get("val")
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return sum(x.numel() * x.element_size() for x in values if isinstance(x, Tensor))
+    for place, x in enumerate(value if isinstance(value, (list, tuple)) else [value]):
+        if isinstance(x, Tensor):
+            items = [user for user in node.users if _is_item(user) and user.args[1] == place]
+            yield x.numel() * x.element_size(), max(ends[each] for each in (node, *items))
+
+
+def _is_item(node: fx.Node) -> bool:
+    """Whether it is one of several results of a node."""
+    return node.target is operator.getitem and isinstance(node.all_input_nodes[0].meta.get("val"), (list, tuple))
 
 
 def _lines(graph: StepGraph) -> Iterator[str]:
@@ -162,10 +235,6 @@ def _lines(graph: StepGraph) -> Iterator[str]:
         now = held[node]
         units = f" {now.units} units" if graph.notes.get("zero") is not None else ""
         yield f"  {now.bytes:>12,}{units}  {_shown(graph, node)}"
-
-
-def _is_item(node: fx.Node) -> bool:
-    return any(before.target is WAIT for before in node.all_input_nodes) and not isinstance(node.target, OPERATOR)
 
 
 def _shown(graph: StepGraph, node: fx.Node) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from functional_ds.base.torch_private import is_fake
+from functional_ds.comm.record.call_recorder import runs_on_shapes
 from functional_ds.sharding.path_patterns import nearest
 from functional_ds.step.axes import axis
 from functional_ds.step.tape import current_tape
@@ -82,7 +82,7 @@ def count_demand(router: str, demand: Tensor) -> None:
         ValueError: the step's balance has no such router, or one of another number of experts.
     """
     found: RouterBiases | None = axis("balance")
-    if found is None or demand.is_meta or is_fake(demand):
+    if found is None or runs_on_shapes(demand):
         return
     bias = found.biases[found.check(router)]
     if demand.shape != bias.shape:

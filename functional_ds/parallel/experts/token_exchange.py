@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from functional_ds import comm
-from functional_ds.base.torch_private import is_fake
+from functional_ds.comm.record.call_recorder import runs_on_shapes
 from functional_ds.step.axes import axis
 from functional_ds.step.tape import current_tape
 
@@ -159,7 +159,7 @@ def _keep(out: Tensor) -> None:
 
 def _known(rows: Tensor) -> bool:
     """Whether there are values; else the routing is taken to be even."""
-    return not (rows.is_meta or is_fake(rows))
+    return not runs_on_shapes(rows)
 
 
 def _even(total: int, parts: int) -> list[int]:

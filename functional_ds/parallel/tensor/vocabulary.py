@@ -124,10 +124,11 @@ def cross_entropy(
     size = logits.shape[-1] * here.size
     counted = labels != ignore_index
     wrong = counted & ((labels < 0) | (labels >= size))
-    if labels.device.type == "cpu" and not is_fake(labels) and bool(wrong.any()):
+    reads = labels.device.type == "cpu" and not is_fake(labels)  # else the host would wait, or there are no values yet
+    if reads and bool(wrong.any()):
         raise ValueError(f"tp.cross_entropy: the label {labels[wrong][0].item()} is none of the vocabulary's {size}")
     losses: Tensor = _TokenLosses.apply(logits, torch.where(counted, labels, -1), here, label_smoothing, z_loss)
-    if labels.device.type != "cpu":
+    if not reads:
         losses = losses.masked_fill(wrong, float("nan"))
     return Weighted(losses.sum(), counted.sum())
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from functional_ds.base.torch_private import quick_call_of
-
-from .graph_collectives import START, WAIT, CallSite, results_of, site_of, starter_of
-from .graph_nodes import OPERATOR, base_of, is_view
+from functional_ds.compiling.graphs.graph_collectives import START, WAIT, CallSite, results_of, site_of, starter_of
+from functional_ds.compiling.graphs.graph_nodes import OPERATOR, base_of, is_view
 
 __all__ = ["GraphCode", "without_autocast"]
 

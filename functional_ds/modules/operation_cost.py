@@ -14,9 +14,10 @@ from torch import Tensor
 
 from functional_ds.base import tree
 from functional_ds.base.torch_private import schema_of
-from functional_ds.modules.flops import FlopCounter
 
-__all__ = ["WORK_KINDS", "OperationCounter", "SizedOperation", "perfect_seconds"]
+from .flops import FlopCounter
+
+__all__ = ["WORK_KINDS", "OperationCounter", "SizedOperation", "operation_of", "perfect_seconds"]
 
 WORK_KINDS = ("products", "attention", "elementwise", "copies", "update", "pages")
 
@@ -84,11 +85,12 @@ class OperationCounter(FlopCounter):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = self.total
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        self.operations[_operation(func, args, kwargs or {}, result, flops=self.total - before)] += 1
+        self.operations[operation_of(func, args, kwargs or {}, result, flops=self.total - before)] += 1
         return result
 
 
-def _operation(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, *, flops: int) -> SizedOperation:
+def operation_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, *, flops: int) -> SizedOperation:
+    """An operator that gave a result, with or without values, as its kind and sizes."""
     name = func.overloadpacket.__name__
     schema = schema_of(func)
     fresh = [] if any(given.alias_info for given in schema.returns) else _tensors(result)

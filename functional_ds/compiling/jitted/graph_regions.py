@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, fx
 
 from functional_ds.base.torch_private import schema_of
-
-from .graph_collectives import START, WAIT
-from .graph_nodes import OPERATOR, PHASE, base_of, is_view, root_of, written_by
+from functional_ds.compiling.graphs.graph_collectives import START, WAIT
+from functional_ds.compiling.graphs.graph_nodes import OPERATOR, PHASE, base_of, is_view, root_of, written_by
 
 __all__ = ["GraphRegion", "in_regions"]
 

@@ -6,11 +6,9 @@ from typing import Any
 
 import attrs
 
-from functional_ds.cli.words.errors_in_one_line import CommandError
 from functional_ds.comm.algorithms.cost import Link, Network, predict
 from functional_ds.comm.record.ledger import Row
-
-from .operation_cost import WORK_KINDS, SizedOperation, perfect_seconds
+from functional_ds.modules.operation_cost import WORK_KINDS, SizedOperation, perfect_seconds
 
 __all__ = ["FACTORS", "Machine"]
 
@@ -22,10 +20,10 @@ _TWICE = ("all_reduce", "reduce_from")
 def _all_factors(given: Any) -> dict[str, float]:
     """Those given, and 1 for the rest."""
     if not isinstance(given, Mapping) or given.keys() - set(FACTORS):
-        raise CommandError(f"--machine: factors={given!r} should have numbers by {', '.join(FACTORS)}")
+        raise ValueError(f"factors={given!r} should have numbers by {', '.join(FACTORS)}")
     wrong = [name for name, value in given.items() if not _is_number(value) or value < 0]
     if wrong:
-        raise CommandError(f"--machine: factors: {wrong[0]}={given[wrong[0]]!r} must be a number, 0 or above")
+        raise ValueError(f"factors: {wrong[0]}={given[wrong[0]]!r} must be a number, 0 or above")
     return {name: float(given.get(name, 1.0)) for name in FACTORS}
 
 
@@ -68,13 +66,13 @@ class Machine:
         for field in ("flops", "flops_fp32", "memory_bandwidth", "link_bandwidth"):
             value = getattr(self, field)
             if not _is_number(value) or value <= 0:
-                raise CommandError(f"--machine: {field}={value!r} must be a number above 0")
+                raise ValueError(f"{field}={value!r} must be a number above 0")
         for field in ("link_latency", "operation_latency", "memory", "page_bandwidth"):
             value = getattr(self, field)
             if not _is_number(value) or value < 0:
-                raise CommandError(f"--machine: {field}={value!r} must be a number, 0 or above")
+                raise ValueError(f"{field}={value!r} must be a number, 0 or above")
         if self.device not in ("cpu", "cuda"):
-            raise CommandError(f"--machine: device={self.device!r} is neither cuda nor cpu")
+            raise ValueError(f"device={self.device!r} is neither cuda nor cpu")
 
     def perfect_seconds(self, work: Mapping[SizedOperation, int], sent: Iterable[Row]) -> dict[str, float]:
         """Seconds of a step by the names of ``FACTORS``, where all factors are 1.
@@ -105,10 +103,29 @@ class Machine:
             found["starts"] = max(0.0, found["starts"] - sum(found[kind] for kind in WORK_KINDS))
         return found
 
-    def sends(self, row: Row) -> float:
+    def operation_seconds(self, operation: SizedOperation) -> float:
+        """Of an operation on the device, without its start."""
+        found = self.perfect_seconds({operation: 1}, ())
+        return sum(self.factors[kind] * found[kind] for kind in WORK_KINDS)
+
+    @property
+    def start_seconds(self) -> float:
+        """Of the host, to start an operation."""
+        return self.factors["starts"] * self.operation_latency
+
+    @property
+    def host_computes(self) -> bool:
+        """Whether the host waits for each operation, since it is the device."""
+        return self.device == "cpu"
+
+    def collective_seconds(self, row: Row, link: Link | None = None) -> float:
+        """Of a ledger's row on a link; None for the machine's own."""
+        return self.factors["communicate"] * self.sends(row, link)
+
+    def sends(self, row: Row, link: Link | None = None) -> float:
         """Seconds of a ledger's row: rings, one call after another; other collectives send their bytes once."""
-        link = Link(latency=self.link_latency, bandwidth=self.link_bandwidth)
+        link = link or Link(latency=self.link_latency, bandwidth=self.link_bandwidth)
         if row.collective in _TWICE and row.calls:
             payload = row.bytes / row.calls * row.size / max(1, 2 * (row.size - 1))
             return row.calls * predict("ring", payload, row.size, Network(link)).seconds
-        return row.calls * max(1, row.size - 1) * self.link_latency + row.bytes / self.link_bandwidth
+        return row.calls * max(1, row.size - 1) * link.latency + row.bytes / link.bandwidth

@@ -1,8 +1,7 @@
 """``jit``: a step that runs as a graph."""
 
 import warnings
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -12,8 +11,10 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.torch_private import version_of
-from functional_ds.comm.record.collective import Here
 from functional_ds.compiling.compile_log import BlockClass, CompilesRegions
+from functional_ds.compiling.graphs.graph_passes import regather, schedule
+from functional_ds.compiling.graphs.graph_record import StepGraph
+from functional_ds.compiling.graphs.graph_trace import UntraceableError, trace
 from functional_ds.step.buffers import BUFFERS, Buffers
 from functional_ds.step.checks import check_state, refuse_inference
 from functional_ds.step.forward_pass import refuse_open
@@ -21,16 +22,13 @@ from functional_ds.step.state import State, mark_donated
 from functional_ds.step.step import Metrics, Step
 from functional_ds.step.traits import Trait
 
+from .apply_passes import GraphPass, apply_passes
+from .graph_agreement import disagreement, rank_collectives
 from .graph_code import GraphCode
-from .graph_collectives import START, CallSite, site_of
-from .graph_passes import regather, schedule
-from .graph_record import StepGraph
-from .graph_trace import UntraceableError, trace
 from .region_compiler import RegionCode, RegionError, check_backend
 
-__all__ = ["GraphPass", "JitStep", "JitWarning", "jit"]
+__all__ = ["JitStep", "JitWarning", "jit"]
 
-GraphPass = Callable[[StepGraph], StepGraph]
 _NOT_TRACED = {Trait.PIPELINES: "runs stages by messages", Trait.OFFLOADS: "moves tensors between devices and files"}
 
 
@@ -191,7 +189,7 @@ class JitStep(Step, CompilesRegions):
         return self._cache.control if self._cache.control.size > 1 else None
 
     def _new_entry(self, state: State, batch: Any, group: comm.Group | None, kind: _GraphKind) -> _Traced:
-        graph, code, reason, failure = None, None, "", ""
+        graph, code, reason, failure, failed = None, None, "", "", None
         try:
             graph = self._traced(state, batch)
             kind.modes = graph.notes.get("modes", {})
@@ -200,10 +198,18 @@ class JitStep(Step, CompilesRegions):
             reason = str(error)
         except RegionError as error:
             failure = f"no region is compiled: {error}"
+        except Exception as error:  # a pass's, of which the other ranks learn before it is raised
+            reason, failed = f"{type(error).__name__}: {error}", error
         if group is not None:
-            told = comm.all_gather_object((reason, {} if graph is None else _digests(graph), failure), group)
-            reason = _disagreement([one for one, _, _ in told], [digests for _, digests, _ in told])
-            failure = _first_reason([one for _, _, one in told])
+            rank = comm.world().rank
+            nodes, sites = ([], []) if graph is None else (list(graph.module.graph.nodes), graph.sites)
+            told = comm.all_gather_object((reason, failed is not None, failure, rank_collectives(nodes, sites, rank)), group)
+            reason = _first_reason([one for one, *_ in told]) or disagreement([own for *_, own in told])
+            failure = _first_reason([one for _, _, one, _ in told])
+            if failed is None and any(fails for _, fails, *_ in told):
+                raise RuntimeError(f"fds.jit: {reason}")
+        if failed is not None:
+            raise failed
         if reason or graph is None:
             _warn(f"the step runs eagerly: {reason}")
             return _Traced(None, reason)
@@ -222,10 +228,10 @@ class JitStep(Step, CompilesRegions):
         if comm.world().world.watch is not None:
             raise UntraceableError("the simulation follows values (variance=True), which graphs do not show it")
         found = trace(self, state, batch)
-        zero, chosen = found.notes.get("zero"), self.passes
-        if chosen is None:
-            chosen = () if zero is None else _as_zero_does(**zero)
-        for each in chosen:
+        if self.passes is not None:
+            return apply_passes(found, self.passes)
+        zero = found.notes.get("zero")
+        for each in () if zero is None else _as_zero_does(**zero):
             found = each(found)
         return found
 
@@ -286,43 +292,11 @@ def _leaf_kind(leaf: Any) -> Any:
     return type(leaf), leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
 
 
-def _digests(graph: StepGraph) -> dict[Any, int]:
-    """For each group the collectives that all its ranks must start in one order, as a number."""
-    found: dict[Any, int] = {}
-    for node in graph.module.graph.nodes:
-        if node.target is not START:
-            continue
-        site: CallSite = graph.sites[site_of(node)]
-        row, group = site.call.collective, site.group
-        if len(row.members(site.call.options, group.size)) < group.size:
-            continue
-        here, xs = Here(site.call.options, group.rank, group.size), [x.meta["val"] for x in node.args[0]]
-        text = repr(site.call.agreement(xs, here))
-        key = (group.name, group.ranks)
-        found[key] = zlib.crc32(text.encode(), found.get(key, 0))
-    return found
-
-
 def _first_reason(reasons: Sequence[str]) -> str:
     """The first one, and whose it is where others have another or none."""
     for rank, reason in enumerate(reasons):
         if reason:
             return reason if len({*reasons}) == 1 else f"on rank {rank}, {reason}"
-    return ""
-
-
-def _disagreement(reasons: Sequence[str], digests: Sequence[dict[Any, int]]) -> str:
-    """Why the ranks do not run their graphs; empty if they do."""
-    if any(reasons):
-        return _first_reason(reasons)
-    for rank, found in enumerate(digests):
-        for group, digest in found.items():
-            other = next((r for r, theirs in enumerate(digests) if r in group[1] and theirs.get(group) != digest), None)
-            if other is not None:
-                return (
-                    f"the graphs of ranks {rank} and {other} start other collectives on the group {group[0]!r}, so each would "
-                    "wait for the other: let the loss touch the same units in the same order on all ranks"
-                )
     return ""
 
 
@@ -357,7 +331,8 @@ def jit(
         max_graphs: how many kinds of states and batches are traced; more run eagerly.
 
     Raises:
-        ValueError: ``max_graphs`` is below 1; there is no such back end, or no compiler for what it writes.
+        ValueError: ``max_graphs`` is below 1; there is no such back end, or no compiler for what it writes. In a step,
+            what ``passes`` raise, and a pass that returns no such graph, on all ranks.
 
     >>> import functional_ds as fds
     >>> step = jit(fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(0.5)))

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from functional_ds.base.torch_private import FakeTensorMode
 from functional_ds.compiling.compile_log import BlockClass, Compilation
+from functional_ds.compiling.graphs.graph_record import StepGraph
 from functional_ds.compiling.torch_compiler import compiler_backend
 
 from .graph_code import GraphCode, without_autocast
-from .graph_record import StepGraph
 from .graph_regions import GraphRegion, in_regions
 
 __all__ = ["RegionCode", "RegionError", "check_backend"]

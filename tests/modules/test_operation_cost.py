@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from functional_ds.cli.planning.candidate import Candidate
-from functional_ds.cli.planning.machine import FACTORS, Machine
 from functional_ds.cli.planning.microbenchmarks import measured_here
-from functional_ds.cli.planning.operation_cost import WORK_KINDS, OperationCounter, SizedOperation, perfect_seconds
 from functional_ds.cli.planning.subject import subject_of
 from functional_ds.cli.planning.values_free_step import step_shape
+from functional_ds.modules.operation_cost import WORK_KINDS, OperationCounter, SizedOperation, perfect_seconds
+from functional_ds.scaling.machine import FACTORS, Machine
 from tests.cli.models_by_name import HERE
 
 X, ROW, HALF = torch.ones(8, 4), torch.ones(4), torch.ones(8, 4, dtype=torch.bfloat16)

@@ -1,0 +1,322 @@
+"""What a graph costs: when each node runs, on a rank that computes beside its collectives, and how long the step takes."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Protocol
+
+import attrs
+from torch import fx
+
+from functional_ds.comm.algorithms.cost import Link
+from functional_ds.comm.record.collective import Here
+from functional_ds.comm.record.group import Ready
+from functional_ds.comm.record.ledger import Ledger, Row
+from functional_ds.modules.flops import flops_of
+from functional_ds.modules.operation_cost import SizedOperation, operation_of
+
+from .graph_collectives import START, WAIT, CallSite, site_of
+from .graph_nodes import OPERATOR, PHASE
+
+__all__ = ["COMPUTE", "ExposedWait", "GraphCost", "InMemory", "NodeSpan", "Rates", "graph_cost"]
+
+COMPUTE = "compute"
+
+
+class Rates(Protocol):
+    """A rank's device and links, as ``fds.scaling.Machine`` has them."""
+
+    @property
+    def start_seconds(self) -> float:
+        """Of the host, to start an operation."""
+
+    @property
+    def host_computes(self) -> bool:
+        """Whether the host waits for each operation, since it is the device."""
+
+    def operation_seconds(self, operation: SizedOperation) -> float:
+        """Of an operation on the device."""
+
+    def collective_seconds(self, row: Row, link: Link | None = None) -> float:
+        """Of one collective, as a ledger's row."""
+
+
+@attrs.frozen
+class InMemory:
+    """What is in memory while a node runs, its own results included; the state and the batch, which the caller holds, are not.
+
+    Attributes:
+        bytes: of all tensors that the graph has made.
+        units: how many gathered units are whole or on their way.
+    """
+
+    bytes: int
+    units: int
+
+
+@attrs.frozen
+class NodeSpan:
+    """When a node runs.
+
+    Attributes:
+        node: its name.
+        does: the operator, or the collective and what it carries.
+        lane: ``"compute"``, or the name of the collective's group.
+        phase: of the step; may be empty.
+        begin: seconds from the step's start.
+        end: the same.
+        flops: of an operator.
+        bytes: that an operator reads and writes, or that this rank sends.
+        before: the place of the span whose end this one's begin is; None where it waits for the host alone.
+    """
+
+    node: str
+    does: str
+    lane: str
+    phase: str
+    begin: float
+    end: float
+    flops: int
+    bytes: int
+    before: int | None
+
+    @property
+    def seconds(self) -> float:
+        """How long it takes."""
+        return self.end - self.begin
+
+
+@attrs.frozen
+class ExposedWait:
+    """A time in which a rank computes nothing, because a collective is under way.
+
+    Attributes:
+        does: the collective and what it carries.
+        phase: of the step.
+        begin: seconds from the step's start.
+        end: the same.
+    """
+
+    does: str
+    phase: str
+    begin: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it is."""
+        return self.end - self.begin
+
+
+@attrs.frozen(eq=False, repr=False, slots=False)
+class GraphCost:
+    """A step's predicted time on one rank, node by node.
+
+    Laws: ``seconds == compute + host + sum(exposed.values())``, and the critical path has no gaps.
+
+    Attributes:
+        spans: of operators and collectives, in the graph's order.
+        waits: for what the rank waits.
+        seconds: of the whole step.
+        compute: in which the device computes.
+        host: in which it waits for the host, which starts operations.
+        sent: the ledger's rows of this rank.
+        memory: seconds from the step's start, and what is in memory from then on.
+    """
+
+    spans: Sequence[NodeSpan]
+    waits: Sequence[ExposedWait]
+    seconds: float
+    compute: float
+    host: float
+    sent: Sequence[Row]
+    memory: Sequence[tuple[float, InMemory]]
+
+    @property
+    def flops(self) -> int:
+        """Of the step, on this rank."""
+        return sum(span.flops for span in self.spans)
+
+    @cached_property
+    def exposed(self) -> Mapping[str, float]:
+        """Seconds in which the rank waits, by collective and what it carries; the longest first."""
+        return _summed((wait.does, wait.seconds) for wait in self.waits)
+
+    @cached_property
+    def channels(self) -> Mapping[str, float]:
+        """Seconds in which a channel is busy, by its group's name."""
+        return _summed((span.lane, span.seconds) for span in self.spans if span.lane != COMPUTE)
+
+    @cached_property
+    def phases(self) -> Mapping[str, float]:
+        """Seconds until the last operator of a phase, since that of the phase before, waits included; by phase, in order."""
+        found, last = dict[str, float](), 0.0
+        for span in self.spans:
+            if span.lane == COMPUTE:
+                found[span.phase] = found.get(span.phase, 0.0) + span.end - last
+                last = span.end
+        return found
+
+    @cached_property
+    def critical_path(self) -> tuple[NodeSpan, ...]:
+        """The chain of spans that takes the whole step: each begins where the one before it ends."""
+        place = max(range(len(self.spans)), key=lambda i: self.spans[i].end, default=None)
+        found: list[NodeSpan] = []
+        while place is not None:
+            found.append(self.spans[place])
+            place = self.spans[place].before
+        return tuple(reversed(found))
+
+    def __str__(self) -> str:
+        """Where the time goes."""
+        rows = [("step", self.seconds), ("  compute", self.compute), ("  host", self.host)]
+        rows += [(f"  waits for {does}", seconds) for does, seconds in self.exposed.items()]
+        rows += [(f"channel {name}", seconds) for name, seconds in self.channels.items()]
+        path = _summed((span.lane, span.seconds) for span in self.critical_path)
+        rows += [(f"critical path: {lane}", seconds) for lane, seconds in path.items()]
+        wide = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{wide}} {seconds * 1e3:>12.3f} ms" for name, seconds in rows)
+
+    def __repr__(self) -> str:
+        waits = sum(self.exposed.values())
+        return f"GraphCost({self.seconds:.3g} s: {self.compute:.3g} compute, {waits:.3g} exposed communication)"
+
+
+def _summed(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name, seconds in pairs:
+        found[name] = found.get(name, 0.0) + seconds
+    return dict(sorted(found.items(), key=lambda pair: -pair[1]))
+
+
+@attrs.define(eq=False)
+class _RankTimeline:
+    """The resources of a rank: a host, a device that computes, and a channel for each group.
+
+    Attributes:
+        machine: the rates.
+        links: of groups, by name.
+        host: seconds at which the host is free.
+        device: seconds at which the device is.
+        busy: seconds in which the device computes.
+        idle: seconds in which it waits for the host.
+        last: the span whose end the device has waited for.
+    """
+
+    machine: Rates
+    links: Mapping[str, Link]
+    host: float = 0.0
+    device: float = 0.0
+    busy: float = 0.0
+    idle: float = 0.0
+    last: int | None = None
+    spans: list[NodeSpan] = attrs.field(factory=list)
+    waits: list[ExposedWait] = attrs.field(factory=list)
+    _channels: dict[Any, int] = attrs.field(factory=dict)  # of each group: its last span
+    _under_way: dict[int, int] = attrs.field(factory=dict)  # of each site: its span
+
+    def compute(self, node: fx.Node) -> None:
+        """An operator: the host starts it, and the device runs it after what it has run before."""
+        operation = _operation(node)
+        seconds = self.machine.operation_seconds(operation)
+        self.host += self.machine.start_seconds
+        begin, before = self.device, self.last
+        if self.host > self.device:
+            self.idle += self.host - self.device
+            self.device = self.host
+            if not self.machine.host_computes:  # else its start is a part of it
+                begin, before = self.device, None
+        self.busy += seconds
+        self.device += seconds
+        self.last = len(self.spans)
+        self.host = self.device if self.machine.host_computes else self.host
+        self._add(node, _name(node), COMPUTE, begin, self.device, operation.flops, operation.bytes, before)
+
+    def start(self, node: fx.Node, site: CallSite, row: Row) -> None:
+        """A collective: it begins when its inputs are computed and its channel is free."""
+        key = (site.group.name, site.group.ranks)
+        begin, before, last = max(self.device, self.host), self.last, self._channels.get(key)
+        if last is not None and self.spans[last].end > begin:
+            begin, before = self.spans[last].end, last
+        elif begin > self.device:
+            before = None
+        seconds = self.machine.collective_seconds(row, self.links.get(site.group.name.partition("/")[0]))
+        self._under_way[site_of(node)] = self._channels[key] = len(self.spans)
+        self._add(node, _carries(site), site.group.name, begin, begin + seconds, 0, row.bytes, before)
+        if self.machine.host_computes and not site.async_op:  # the host carries it out
+            self._until(len(self.spans) - 1, node)
+
+    def wait(self, node: fx.Node) -> None:
+        """The device goes on when the collective is over."""
+        self._until(self._under_way.pop(site_of(node)), node)
+
+    def finish(self, node: fx.Node) -> None:
+        """The step is over when all collectives are."""
+        for place in self._under_way.values():
+            self._until(place, node)
+
+    def _until(self, place: int, node: fx.Node) -> None:
+        span = self.spans[place]
+        if span.end > self.device:
+            self.waits.append(ExposedWait(span.does, node.meta.get(PHASE) or "", self.device, span.end))
+            self.device, self.last = span.end, place
+            self.host = self.device if self.machine.host_computes else self.host
+
+    def _add(self, node: fx.Node, does: str, lane: str, begin: float, end: float, flops: int, size: int, before: Any) -> None:
+        self.spans.append(NodeSpan(node.name, does, lane, node.meta.get(PHASE) or "", begin, end, flops, size, before))
+
+
+def graph_cost(
+    nodes: Sequence[fx.Node],
+    sites: Sequence[CallSite],
+    held: Mapping[fx.Node, InMemory],
+    machine: Rates,
+    links: Mapping[str, Link] | None = None,
+) -> GraphCost:
+    """When each node runs.
+
+    Args:
+        nodes: in order, with values' shapes.
+        sites: the collectives that they name by number.
+        held: what is in memory at each.
+        machine: the rates.
+        links: of groups, by the name of their axis; others have the machine's.
+    """
+    clock, book = _RankTimeline(machine, links or {}), Ledger()
+    memory: list[tuple[float, InMemory]] = []
+    for node in nodes:
+        memory.append((clock.device, held[node]))
+        if node.target is START:
+            site = sites[site_of(node)]
+            _count(node, site, book)
+            clock.start(node, site, _count(node, site, Ledger()))
+        elif node.target is WAIT:
+            clock.wait(node)
+        elif node.op == "call_function" and isinstance(node.target, OPERATOR):
+            clock.compute(node)
+        elif node.op == "output":
+            clock.finish(node)
+    return GraphCost(clock.spans, clock.waits, clock.device, clock.busy, clock.idle, book.rows, memory)
+
+
+def _count(node: fx.Node, site: CallSite, book: Ledger) -> Row:
+    """The ledger with a collective in it, and its row."""
+    here = Here(site.call.options, site.group.rank, site.group.size)
+    xs = [x.meta["val"] for x in node.args[0]]  # type: ignore[union-attr]
+    book.record(site.call, xs, here, site.group.name, site.group.ranks, Ready([]), 0.0, early=False)
+    return book.rows[-1]
+
+
+def _operation(node: fx.Node) -> SizedOperation:
+    args = fx.map_arg(node.args, lambda each: each.meta.get("val"))
+    kwargs = fx.map_arg(node.kwargs, lambda each: each.meta.get("val"))
+    value = node.meta.get("val")
+    flops = flops_of(node.target, args, kwargs, value)
+    return operation_of(node.target, args, kwargs, value, flops=flops or 0)
+
+
+def _name(node: fx.Node) -> str:
+    return str(node.target).removeprefix("aten.").partition(".")[0]
+
+
+def _carries(site: CallSite) -> str:
+    return f"{site.name} of {site.label!r}" if site.label else f"{site.name} on {site.group.name}"

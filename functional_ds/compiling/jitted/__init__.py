@@ -1,0 +1,1 @@
+"""Steps that run as graphs: which graph, agreed on by the ranks, as which code."""

@@ -1,0 +1,123 @@
+"""Passes of a user's own: what they return is checked, and gets its shapes anew."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from functional_ds.base import tree
+from functional_ds.base.torch_private import is_fake
+from functional_ds.compiling.graphs.graph_collectives import START, WAIT, carrying_out, site_of
+from functional_ds.compiling.graphs.graph_nodes import OPERATOR
+from functional_ds.compiling.graphs.graph_record import StepGraph
+
+__all__ = ["GraphPass", "apply_passes", "pass_name"]
+
+GraphPass = Callable[[StepGraph], StepGraph]
+
+
+def pass_name(change: Any) -> str:
+    """A pass's name for messages."""
+    name = getattr(change, "__qualname__", None) or getattr(type(change), "__qualname__", "")
+    return str(name).replace(".<locals>", "")
+
+
+def apply_passes(graph: StepGraph, passes: Sequence[GraphPass]) -> StepGraph:
+    """The graph after passes that somebody else has written, with the shapes and dtypes of all nodes as they are now.
+
+    Raises:
+        TypeError: a pass returns no ``StepGraph``.
+        ValueError: a pass returns the graph of another function, a graph that cannot run, or one that starts a collective
+            twice or waits for none.
+    """
+    for change in passes:
+        found = change(graph)
+        if not isinstance(found, StepGraph):
+            raise TypeError(
+                f"passes: {pass_name(change)} returned {type(found).__name__}, and a pass returns the StepGraph that runs: "
+                "the one that it is given, or compiling.copied(graph) with other nodes"
+            )
+        try:
+            found.module.graph.lint()
+        except RuntimeError as error:
+            raise ValueError(f"passes: {pass_name(change)} returned a graph that cannot run: {error}") from error
+        _refuse_other_function(found, graph, pass_name(change))
+        _refuse_loose_collectives(found, pass_name(change))
+        _revalue(found)
+        _refuse_other_results(found, pass_name(change))
+        found.module.recompile()
+        graph = found
+    return graph
+
+
+def _refuse_other_function(found: StepGraph, graph: StepGraph, name: str) -> None:
+    if found.takes != graph.takes or found.gives != graph.gives:
+        raise ValueError(f"passes: {name} returned the graph of another step: it takes or gives another structure")
+    counts = [sum(node.op == "placeholder" for node in each.module.graph.nodes) for each in (found, graph)]
+    if counts[0] != counts[1]:
+        raise ValueError(f"passes: {name} returned a graph of {counts[0]} inputs, and the step has {counts[1]}")
+
+
+def _refuse_loose_collectives(found: StepGraph, name: str) -> None:
+    """Each collective is started once, and waited for once by the token of its start."""
+    starts, waits = Counter[int](), Counter[int]()
+    for node in found.module.graph.nodes:
+        if node.target is START:
+            starts[site_of(node)] += 1
+        if node.target is WAIT:
+            waits[site_of(node)] += 1
+            token = node.args[0]
+            if not (isinstance(token, fx.Node) and token.target is START and site_of(token) == site_of(node)):
+                raise ValueError(f"passes: {name}: {node} waits with {token}, which is no start of its collective")
+    for site in {*starts, *waits}:
+        if not 0 <= site < len(found.sites):
+            raise ValueError(f"passes: {name}: a node names collective {site}, and graph.sites has {len(found.sites)}")
+        if (starts[site], waits[site]) != (1, 1):
+            does = found.sites[site]
+            raise ValueError(
+                f"passes: {name}: the {does.name} of {does.label or 'no label'!r} (site {site}) is started {starts[site]} "
+                f"times and waited for {waits[site]} times; a copy of its nodes needs a number of its own in graph.sites"
+            )
+
+
+def _revalue(graph: StepGraph) -> None:
+    """The nodes' values without numbers, computed from their inputs': a pass may have put others in their places."""
+    nodes = graph.module.graph.nodes
+    values = [x for node in nodes for x in _tensors(node.meta.get("val")) if is_fake(x)]
+    if not values:
+        return
+    mode: Any = values[0].fake_mode  # type: ignore[attr-defined]
+
+    def value_of(node: fx.Node) -> Any:
+        if "val" in node.meta:
+            return node.meta["val"]
+        return mode.from_tensor(getattr(graph.module, str(node.target)))  # a constant that a pass has added
+
+    with carrying_out(graph.sites), mode, torch.no_grad():
+        for node in nodes:
+            if node.op == "call_function" and (isinstance(node.target, OPERATOR) or node.users):
+                args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
+                node.meta["val"] = node.target(*args, **kwargs)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [x for x in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(x, Tensor)]
+
+
+def _refuse_other_results(found: StepGraph, name: str) -> None:
+    output = next(node for node in reversed(found.module.graph.nodes) if node.op == "output")
+    given = output.args[0]
+    paths = [path for path, _ in tree.named(tree.unflatten(found.gives, found.outputs))]
+    if not isinstance(given, (list, tuple)) or len(given) != len(paths):
+        raise ValueError(f"passes: {name} returned a graph of other results than the step's {len(paths)}")
+    for node, model, path in zip(given, found.outputs, paths, strict=True):
+        value = node.meta.get("val") if isinstance(node, fx.Node) else node
+        if not isinstance(model, Tensor) or not isinstance(value, Tensor):
+            continue
+        if (value.dtype, value.shape) != (model.dtype, model.shape):
+            raise ValueError(
+                f"passes: {name}: the result {path!r} ({node}) is {value.dtype}{list(value.shape)}, and the step's is "
+                f"{model.dtype}{list(model.shape)}"
+            )

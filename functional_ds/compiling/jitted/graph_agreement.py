@@ -1,0 +1,142 @@
+"""Whether ranks can run their graphs together: they start equal collectives, in orders in which none waits forever."""
+
+import zlib
+from collections.abc import Sequence
+
+import attrs
+from torch import fx
+
+from functional_ds.comm.record.collective import Here
+from functional_ds.compiling.graphs.graph_collectives import START, WAIT, CallSite, site_of
+
+__all__ = ["RankCollectives", "disagreement", "rank_collectives"]
+
+GroupKey = tuple[str, tuple[int, ...]]
+
+
+@attrs.frozen
+class CollectiveEvent:
+    """A rank starts a collective, or waits for one.
+
+    Attributes:
+        group: the place of its group in ``RankCollectives.groups``.
+        digest: of what must be equal on all ranks of the group; None where it waits.
+        does: the collective and what it carries.
+        number: which of the group's collectives it is.
+        holds: whether the rank does nothing else until the others are there.
+    """
+
+    group: int
+    digest: int | None
+    does: str
+    number: int
+    holds: bool
+
+
+@attrs.frozen
+class RankCollectives:
+    """What a rank's graph starts and waits for on groups of several ranks, in order.
+
+    Attributes:
+        rank: of the world.
+        groups: by name and ranks.
+        events: in order.
+    """
+
+    rank: int
+    groups: list[GroupKey]
+    events: list[CollectiveEvent]
+
+    def started(self) -> dict[GroupKey, list[CollectiveEvent]]:
+        """The starts, by group."""
+        found: dict[GroupKey, list[CollectiveEvent]] = {group: [] for group in self.groups}
+        for event in self.events:
+            if event.digest is not None:
+                found[self.groups[event.group]].append(event)
+        return found
+
+
+def rank_collectives(nodes: Sequence[fx.Node], sites: Sequence[CallSite], rank: int) -> RankCollectives:
+    """Those that all ranks of a group must start in one order.
+
+    Args:
+        nodes: of the graph, in order.
+        sites: the collectives that they name by number.
+        rank: of the world.
+    """
+    found = RankCollectives(rank, [], [])
+    places: dict[GroupKey, int] = {}
+    counts: list[int] = []
+    under_way: dict[int, CollectiveEvent] = {}
+    for node in nodes:
+        if node.target is WAIT and site_of(node) in under_way:
+            event = under_way[site_of(node)]
+            found.events.append(attrs.evolve(event, digest=None, holds=True))
+        if node.target is not START:
+            continue
+        site, group = sites[site_of(node)], sites[site_of(node)].group
+        if len(site.call.collective.members(site.call.options, group.size)) < group.size:
+            continue
+        key = (group.name, group.ranks)
+        if key not in places:
+            places[key] = len(found.groups)
+            found.groups.append(key)
+            counts.append(0)
+        here = Here(site.call.options, group.rank, group.size)
+        xs = [x.meta["val"] for x in node.args[0]]  # type: ignore[union-attr]
+        digest = zlib.crc32(repr((site.call.agreement(xs, here), site.label, site.turn)).encode())
+        does = f"{site.call.signature(xs, here)}{f' for {site.label!r}' if site.label else ''}"
+        event = CollectiveEvent(places[key], digest, does, counts[places[key]], not site.async_op)
+        counts[places[key]] += 1
+        under_way[site_of(node)] = event
+        found.events.append(event)
+    return found
+
+
+def disagreement(told: Sequence[RankCollectives]) -> str:
+    """Why the ranks cannot run their graphs together; empty if they can."""
+    starts = [own.started() for own in told]
+    for i, mine in enumerate(starts):
+        for group, events in mine.items():
+            for j, theirs in enumerate(starts):
+                if told[j].rank in group[1]:
+                    other = theirs.get(group, [])
+                    if [event.digest for event in events] != [event.digest for event in other]:
+                        return _different(group[0], (told[i].rank, events), (told[j].rank, other))
+    return _deadlock(told)
+
+
+def _different(group: str, mine: tuple[int, Sequence[CollectiveEvent]], theirs: tuple[int, Sequence[CollectiveEvent]]) -> str:
+    (rank, events), (other_rank, other) = mine, theirs
+    most = max(len(events), len(other))
+    place = next((n for n in range(min(len(events), len(other))) if events[n].digest != other[n].digest), most - 1)
+    shown = [each[place].does if place < len(each) else "nothing" for each in (events, other)]
+    return (
+        f"the graphs of ranks {rank} and {other_rank} start other collectives on the group {group!r}, so each would wait for "
+        f"the other: number {place + 1} is {shown[0]} on rank {rank} and {shown[1]} on rank {other_rank}; let the loss touch "
+        "the same units in the same order on all ranks, and passes move them alike"
+    )
+
+
+def _deadlock(told: Sequence[RankCollectives]) -> str:
+    """Runs the events of all ranks, each of which goes on as far as it can."""
+    there = {own.rank for own in told}
+    arrived: dict[tuple[GroupKey, int], set[int]] = {}
+    places, going = [0] * len(told), True
+    while going:
+        going = False
+        for i, own in enumerate(told):
+            while places[i] < len(own.events):
+                event = own.events[places[i]]
+                group = own.groups[event.group]
+                here = arrived.setdefault((group, event.number), set())
+                here.add(own.rank)
+                if event.holds and here < there & {*group[1]}:
+                    break
+                places[i] += 1
+                going = True
+    stuck = [(own, own.events[place]) for own, place in zip(told, places, strict=True) if place < len(own.events)]
+    if not stuck:
+        return ""
+    shown = " and ".join(f"rank {own.rank} in {event.does} on {own.groups[event.group][0]!r}" for own, event in stuck[:2])
+    return f"the graphs would wait for each other forever, {shown}: let passes move collectives alike on all ranks"

@@ -1,0 +1,61 @@
+"""Bugs of prices, of counted memory and of what holds passes to the law, planted one at a time."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tests.compiling import test_check_pass, test_graph_cost, test_graph_live, test_jit_axes
+from tests.planting import Bug, planted
+
+COST, RECORD, NODES = "compiling.graphs.graph_cost", "compiling.graphs.graph_record", "compiling.graphs.graph_nodes"
+AGREE, CHECK = "compiling.jitted.graph_agreement", "compiling.jitted.check_pass"
+
+
+def held() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        test_graph_live.test_a_run_holds_what_is_counted("accumulate", patch)
+
+
+def named(change: Any, stage: int, words: str) -> Callable[[], None]:
+    return partial(test_check_pass.test_what_breaks_the_law_is_named, change, stage, AssertionError, words)
+
+
+BUGS: dict[Callable[[], Any], list[Bug]] = {
+    partial(test_graph_cost.test_times_add_up, "stage 3", test_graph_cost.CPU): [
+        Bug("a wait costs nothing", COST, "self.device, self.last = span.end, place", "self.last = place"),
+        Bug("a channel carries two at once", COST, "if last is not None and self.spans[last].end > begin", "if False"),
+    ],
+    partial(test_graph_cost.test_the_critical_path_takes_the_whole_step, "stage 3", test_graph_cost.FAST): [
+        Bug("the path forgets channels", COST, "begin, before = self.spans[last].end, last", "begin = self.spans[last].end"),
+    ],
+    held: [
+        Bug("what is written and given counts twice", NODES, "elif _gives_what_it_writes(node):", "elif False:"),
+        Bug("memory from the wait on", RECORD, "node.args[0] if node.target is WAIT else node", "node"),
+    ],
+    named(test_check_pass.swapped_on_rank_1, 3, "start other collectives"): [
+        Bug("what looks alike is alike", AGREE, ", site.label, site.turn)", ")"),
+    ],
+    test_check_pass.test_groups_in_another_order_on_one_rank: [
+        Bug("orders of groups do not count", AGREE, "return _deadlock(told)", 'return ""', Exception),
+    ],
+    named(test_check_pass.other_value_on_rank_1, 3, "changes a value on rank"): [
+        Bug("values are not compared", CHECK, "if any(told):", "if False:", pytest.fail.Exception),
+    ],
+    partial(test_jit_axes.test_a_jitted_step_is_the_step, "experts"): [
+        Bug(
+            "a trace takes what it sees for a trial",
+            "comm.record.call_recorder",
+            " and current_recorder() is None",
+            "",
+            Exception,
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize(("law", "bug"), [pytest.param(law, bug, id=bug.name) for law, bugs in BUGS.items() for bug in bugs])
+def test_a_bug_is_seen(law: Callable[[], Any], bug: Bug) -> None:
+    with planted(bug), pytest.raises(bug.shows):
+        law()
