@@ -26,9 +26,10 @@ def named_errors(slices: Mapping[str, LeafSlice], group: comm.Group) -> Iterator
     """
     try:
         yield
-    except (RuntimeError, IndexError) as error:
+    except (RuntimeError, IndexError, ValueError) as error:
         stack = list(_frames(error.__traceback__))
-        if group.size == 1 or not slices or type(error) not in (RuntimeError, IndexError) or not stack:
+        known = type(error) in (RuntimeError, IndexError) or "values to unpack" in str(error)  # of a split by a whole size
+        if group.size == 1 or not slices or not known or not stack:
             raise
         file, _ = stack[-1]
         if any(folder in file.parents for folder in _OURS):  # an error of the library's own
@@ -56,7 +57,11 @@ def _text(modules: list[nn.Module], slices: Mapping[str, LeafSlice], group: comm
             whole = [slices[each].size for each in slices if each.endswith(".".join(filter(None, (here, name, key))))]
             if leaf is not None and whole:
                 cut.append(f"{'.'.join(filter(None, (name, key)))} {list(leaf.shape)} of {whole[0]}")
-    numbers = [name for name, value in vars(failed).items() if isinstance(value, int) and "head" in name and value > 1]
+    numbers = [
+        name
+        for name, value in vars(failed).items()
+        if isinstance(value, int) and ("head" in name or "split" in name) and value > 1
+    ]
     counts = [name for name in numbers if not name.endswith(("_dim", "_size"))]
     local = f"; attributes that count what is cut may be 'local', such as {counts}" if counts else ""
     return (
