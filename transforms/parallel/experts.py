@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.marks import like_marked, mark_sharers, mark_slices, module_of, slices_of
+from functional_ds.base.torch_private import parameters_of
 from functional_ds.parallel.experts.axis import ExpertAxis
 from functional_ds.parallel.experts.stacked import StackedExperts
 from functional_ds.sharding.leaf_slice import LeafSlice
@@ -20,6 +21,8 @@ from functional_ds.step.compose import wrap
 from functional_ds.step.state import State
 from functional_ds.step.step import Step
 from functional_ds.step.traits import Trait
+
+from .slice_errors import traced
 
 __all__ = ["Experts", "experts"]
 
@@ -236,17 +239,29 @@ class Experts:
         run = with_axis("ep", ExpertAxis(self.ep), function)
         if state.batch is not None or not self._of_modules or self.ep.size == 1 or step.has(Trait.PIPELINES):
             return inner(step, state, run, batch)
-        with comm.ledger() as sent:
-            found = inner(step, state, run, batch)
+        alone = ValueError(
+            f"{self}: the loss sends nothing among the ranks of {self.ep.name!r}, so each rank would use its own experts "
+            "alone: let the model's experts go through fds.moe.exchange; a Hugging Face model does if it takes "
+            "experts_implementation=fds.moe.register_experts()"
+        )
+        try:
+            with comm.ledger() as sent:
+                found = inner(step, state, run, batch)
+        except (RuntimeError, IndexError) as error:
+            if type(error) in (RuntimeError, IndexError) and not asked("ep") and _in_experts(error):
+                raise alone from error
+            raise
         zero = step.leaf_map(state).group
         others = () if zero is None or zero.name == self.ep.name else (zero.name,)
         if not asked("ep") and not any(row.ranks == self.ep.ranks and row.group not in others for row in sent.rows):
-            raise ValueError(
-                f"{self}: the loss sends nothing among the ranks of {self.ep.name!r}, so each rank would use its own experts "
-                "alone: let the model's experts go through fds.moe.exchange; a Hugging Face model does if it takes "
-                "experts_implementation=fds.moe.register_experts()"
-            )
+            raise alone
         return found
+
+
+def _in_experts(error: Exception) -> bool:
+    """Whether torch's error comes from a module with a stack of matrices."""
+    modules = [module for _, module in traced(error.__traceback__) if module is not None]
+    return any(leaf is not None and leaf.dim() > 2 for module in modules[-1:] for leaf in parameters_of(module).values())
 
 
 def _owner_of(leaf: Tensor) -> tuple[nn.Module | None, bool]:

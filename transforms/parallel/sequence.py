@@ -317,6 +317,12 @@ class _SequenceParallel:
                 f"{self}: the loss drew from torch's random generator (nn.Dropout in training?): on pieces of a sequence these "
                 "are not a single device's draws. Set its probability to 0, or draw by the step's Key: key.dropout(x, p, name)"
             )
+        if found is None or (isinstance(found, tuple) and found and found[0] is None):
+            raise ValueError(
+                f"{self}: the loss is None: a model of Hugging Face computes one from 'labels', and the batch has "
+                "'shift_labels', which were shifted before the sequence was cut. Sum over this rank's tokens: "
+                "fds.Weighted(F.cross_entropy(logits, shift_labels, reduction='sum'), their number)"
+            )
         if asked(AXIS) or asked(IN_ORDER):
             state.graphs.is_new(IN_ORDER)
         if first and tape is not None and not self.tokenwise and not (asked(AXIS) or asked(IN_DOCUMENTS)):

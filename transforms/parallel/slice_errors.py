@@ -12,7 +12,7 @@ from functional_ds.base import torch_private
 from functional_ds.base.torch_private import parameters_of
 from functional_ds.sharding.leaf_slice import LeafSlice
 
-__all__ = ["named_errors"]
+__all__ = ["named_errors", "traced"]
 
 _OURS = {Path(comm.__file__).parent, Path(torch_private.__file__).parent.parent, Path(__file__).parent.parent}
 
@@ -27,7 +27,7 @@ def named_errors(slices: Mapping[str, LeafSlice], group: comm.Group) -> Iterator
     try:
         yield
     except (RuntimeError, IndexError, ValueError) as error:
-        stack = list(_frames(error.__traceback__))
+        stack = list(traced(error.__traceback__))
         known = type(error) in (RuntimeError, IndexError) or "values to unpack" in str(error)  # of a split by a whole size
         if group.size == 1 or not slices or not known or not stack:
             raise
@@ -40,7 +40,8 @@ def named_errors(slices: Mapping[str, LeafSlice], group: comm.Group) -> Iterator
         raise ValueError(_text(modules, slices, group, error)) from error
 
 
-def _frames(trace: TracebackType | None) -> Iterator[tuple[Path, nn.Module | None]]:
+def traced(trace: TracebackType | None) -> Iterator[tuple[Path, nn.Module | None]]:
+    """The files of an error's calls, outermost first, with the module of which each is a method."""
     while trace is not None:
         owner = trace.tb_frame.f_locals.get("self")
         yield Path(trace.tb_frame.f_code.co_filename), owner if isinstance(owner, nn.Module) else None
