@@ -152,9 +152,9 @@ def _refuse_no_rows(error: RuntimeError, batch: Any) -> None:
     has_rows = [x for x in tree.leaves(batch) if isinstance(x, Tensor) and x.dim()]
     if type(error) is RuntimeError and has_rows and not rows_of(batch):
         raise ValueError(
-            f"batch: this rank has no rows, and the loss fails on none ({str(error).splitlines()[0]}): give the rank a row that "
-            "weighs nothing, with labels of -100, say; or return fds.Weighted(torch.zeros(()), 0), if no function of the loss "
-            "waits for other ranks"
+            f"batch: this rank has no rows, and the loss fails on none ({str(error).splitlines()[0]}): give the rank a row "
+            "that weighs nothing, with labels of -100, say; or return fds.Weighted(torch.zeros(()), 0), if no function of the "
+            "loss waits for other ranks"
         ) from error
 
 

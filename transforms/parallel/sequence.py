@@ -320,8 +320,8 @@ class _SequenceParallel:
         if found is None or (isinstance(found, tuple) and found and found[0] is None):
             raise ValueError(
                 f"{self}: the loss is None: a model of Hugging Face computes one from 'labels', and the batch has "
-                "'shift_labels', which were shifted before the sequence was cut. Sum over this rank's tokens: "
-                "fds.Weighted(F.cross_entropy(logits, shift_labels, reduction='sum'), their number)"
+                "'shift_labels', which were shifted before the sequence was cut. Sum over this rank's tokens: pass labels="
+                "batch['shift_labels'], num_items_in_batch=1 beside these, and return fds.Weighted(loss, number of labels)"
             )
         if asked(AXIS) or asked(IN_ORDER):
             state.graphs.is_new(IN_ORDER)

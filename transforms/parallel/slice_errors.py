@@ -63,7 +63,7 @@ def _text(modules: list[nn.Module], slices: Mapping[str, LeafSlice], group: comm
         for name, value in vars(failed).items()
         if isinstance(value, int) and ("head" in name or "split" in name) and value > 1
     ]
-    counts = [name for name in numbers if not name.endswith(("_dim", "_size"))]
+    counts = [name for name in numbers if name == "split_size" or not name.endswith(("_dim", "_size"))]
     local = f"; attributes that count what is cut may be 'local', such as {counts}" if counts else ""
     return (
         f"tensor_parallel: {path!r} ({type(modules[-1]).__name__}) fails on slices over the {group.size} ranks "
