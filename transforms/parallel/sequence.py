@@ -82,8 +82,8 @@ def sequence(
         TypeError: ``group`` is no group.
         ValueError: an unknown layout; when it runs: a length that does not lie on the ranks, leaves of different lengths or
             without a rule, ranks with other layouts, lengths or batches, gradients that nothing sums over the group, a loss
-            that is a plain mean or no sum over tokens, a model that does not ask for this axis, one that counts positions itself or
-            mixes neighbours.
+            that is a plain mean or no sum over tokens, a model that does not ask for this axis, one that counts positions
+            itself or mixes neighbours.
         RuntimeError: when it runs first: the loss draws from torch's generator.
 
     >>> import functional_ds as fds
@@ -234,9 +234,9 @@ class _SequenceParallel:
         if over > 0 and IN_ORDER not in state.graphs.kinds and others <= {"permute", "all_to_all", "all_gather"}:
             raise ValueError(
                 f"{self}: the loss is no sum over tokens: with half of a rank's tokens twice, and with the other half twice, "
-                f"it adds up to {by:.2g} of {of:.6g} more or less than twice the loss of all. A mean over positions, a preference "
-                "loss, or a balance loss of a rank's own tokens would differ on each number of ranks: sum over the ranks what "
-                "goes into it, by comm.all_reduce over the group of axis('sp')"
+                f"it adds up to {by:.2g} of {of:.6g} more or less than twice the loss of all. A mean over positions, a "
+                "preference loss, or a balance loss of a rank's own tokens would differ on each number of ranks: sum over the "
+                "ranks what goes into it, by comm.all_reduce over the group of axis('sp')"
             )
 
     def cut(self, step: Step, state: State, batch: Any) -> tuple[CutBatch, int, dict[str, int]]:
