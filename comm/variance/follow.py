@@ -22,6 +22,7 @@ __all__ = ["contradictions"]
 _Kind = Literal["constant", "unknown"] | Variance
 _R, _I, _V, _P = Variance.REPLICATED, Variance.INVARIANT, Variance.VARYING, Variance.PARTIAL
 
+_TOKENS = ("randint", "random", "randperm")  # drawn as data, not as masks
 _MANY = 32  # elements of a draw, of which equal bits are no chance
 
 
@@ -148,7 +149,7 @@ class _GroupWalk:
             size = 1
             for side in value.shape:
                 size *= side
-            alike = _ValueState("constant", drawn=self.event.site if size >= _MANY else "")
+            alike = _ValueState("constant", drawn=self.event.site if size >= _MANY and self.event.name not in _TOKENS else "")
             self.states[number] = self._unless_different(number, alike, "draw different numbers", "draw")
 
     def _operator(self) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from functional_ds.base import tree
+from functional_ds.base.batch import rows_of
 from functional_ds.base.marks import is_trainable, like_marked, trainable
 from functional_ds.base.torch_private import unscale_
 from functional_ds.base.weighted import Weighted, weigh
@@ -86,7 +87,11 @@ def train_step(
         if tape is not None and tape.loss is not None:
             found = tape.loss
         else:
-            found = step.forward(state, lambda given: loss_fn(params, given, **further), batch)
+            try:
+                found = step.forward(state, lambda given: loss_fn(params, given, **further), batch)
+            except RuntimeError as error:
+                _refuse_no_rows(error, batch)
+                raise
         value, metrics = _with_metrics(found)
         if "loss" in metrics:
             raise ValueError('the loss function returned a metric named "loss", which is the name of the loss: rename it')
@@ -136,6 +141,21 @@ def train_step(
     }
     name = f"train_step({getattr(loss_fn, '__name__', type(loss_fn).__name__)}, {rule})"
     return Step(base, name, buffers=buffers, draws=with_key and getattr(loss_fn, "draws", True), skips_unused=unused == "skip")
+
+
+def _refuse_no_rows(error: RuntimeError, batch: Any) -> None:
+    """Says what torch's own error about an empty batch means.
+
+    Raises:
+        ValueError: it is such an error.
+    """
+    has_rows = [x for x in tree.leaves(batch) if isinstance(x, Tensor) and x.dim()]
+    if type(error) is RuntimeError and has_rows and not rows_of(batch):
+        raise ValueError(
+            f"batch: this rank has no rows, and the loss fails on none ({str(error).splitlines()[0]}): give the rank a row "
+            "that weighs nothing, with labels of -100, say; or return fds.Weighted(torch.zeros(()), 0), if no function of the "
+            "loss waits for other ranks"
+        ) from error
 
 
 def _with_metrics(found: Any) -> tuple[Any, dict[str, Any]]:

@@ -157,3 +157,19 @@ def test_what_is_refused_is_refused_on_every_rank(stage: int) -> None:
     want = step.params(step(state, torch.ones(4, 3))[0])["w"].flatten()
     for found in comm.simulate(program, world_size=3):
         torch.testing.assert_close(torch.tensor(found), want)
+
+
+def test_a_model_that_fails_on_no_rows() -> None:
+    """Torch's error names a shape, and not that the rank has no rows."""
+
+    def loss(params: Any, x: torch.Tensor) -> fds.Weighted:
+        heads = (x @ params["w"]).view(len(x), -1, 2)  # as attention has it
+        return fds.Weighted(heads.square().sum(), len(x))
+
+    def program(rows: int) -> None:
+        step = T.zero(1)(fds.train_step(loss, fds.sgd(0.1)))
+        step(step.init({"w": torch.ones(3, 4)}), torch.ones(rows, 3).tensor_split(2)[comm.world().rank])
+
+    comm.simulate(program, 2, world_size=2)
+    with pytest.raises(ValueError, match=r"this rank has no rows, and the loss fails on none \(cannot reshape tensor of 0"):
+        comm.simulate(program, 1, world_size=2)

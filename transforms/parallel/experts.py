@@ -1,6 +1,7 @@
 """Expert parallelism: experts in slices over some of the data-parallel ranks (Lepikhin et al., "GShard", 2020)."""
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -9,7 +10,9 @@ from torch import Tensor, nn
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.marks import like_marked, mark_sharers, mark_slices, module_of, slices_of
+from functional_ds.base.torch_private import parameters_of
 from functional_ds.parallel.experts.axis import ExpertAxis
+from functional_ds.parallel.experts.stacked import StackedExperts
 from functional_ds.sharding.leaf_slice import LeafSlice
 from functional_ds.sharding.path_patterns import check_expression, nearest
 from functional_ds.sharding.sources import sliced
@@ -18,6 +21,8 @@ from functional_ds.step.compose import wrap
 from functional_ds.step.state import State
 from functional_ds.step.step import Step
 from functional_ds.step.traits import Trait
+
+from .slice_errors import traced
 
 __all__ = ["Experts", "experts"]
 
@@ -154,24 +159,48 @@ class Experts:
         named = tree.named(params)
         if not any(re.search(self.pattern, path) for path, _ in named):
             raise ValueError(f"pattern={self.pattern!r} matches no path; {nearest(self.pattern, [path for path, _ in named])}")
+        self._check_lists(named)
         leaves = [self._cut(path, leaf) if self._matches(path) else leaf for path, leaf in named]
         return tree.unflatten(tree.structure(params), leaves)
 
     def _matches(self, path: str) -> bool:
         return self.ep.size > 1 and re.search(self.pattern, path) is not None
 
+    def _check_lists(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """Refuses experts that are leaves of their own, in a list: they are not cut, but shared out.
+
+        Raises:
+            ValueError: there is such a list.
+        """
+        lists: dict[str, list[tuple[str, Tensor]]] = {}
+        number = re.compile(r"(?<![^.])\d+(?=\.|$)")
+        for path, leaf in named:
+            hit = re.search(self.pattern, path)
+            found = None if hit is None or _owner_of(leaf)[0] is not None else number.search(path, hit.start())
+            if found is not None:
+                lists.setdefault(path[: found.start()], []).append((path, leaf))
+        for name, leaves in lists.items():
+            if self.ep.size > 1 and max(leaf.dim() for _, leaf in leaves) < 3:
+                path, leaf = leaves[0]
+                raise ValueError(
+                    f"pattern: {path!r} of shape {list(leaf.shape)} is one expert's in the list {name!r}, and no stack of "
+                    "experts along dim 0: put the list into one tree, torch.stack of each leaf, and call the experts by "
+                    "fds.moe.each_expert (modules: fds.moe.StackedExperts)"
+                )
+
     def _cut(self, path: str, leaf: Tensor) -> Tensor:
         shape, n = list(leaf.shape), self.ep.size
-        known = module_of(leaf)
-        owner = None if known is None else known[0].module.get_submodule(known[1].rpartition(".")[0])
-        if isinstance(owner, (nn.Linear, nn.Embedding, nn.LayerNorm)):
+        owner, stacked = _owner_of(leaf)
+        if isinstance(owner, (nn.Linear, nn.Embedding, nn.LayerNorm)) and not stacked:
             raise ValueError(
                 f"pattern: {path!r} belongs to an nn.{type(owner).__name__}, which is no stack of experts along dim 0 (a "
-                r"router, or a shared expert?); begin the pattern with what the experts alone have, such as r'\.experts\.'"
+                r"router, or a shared expert?); begin the pattern with what the experts alone have, such as r'\.experts\.', "
+                "and make experts that are modules of a list one stack by fds.moe.StackedExperts"
             )
         if owner is not None:
             self._of_modules.add(path)
-        if owner is not None and len(shape) < 3 and max(each.dim() for each in owner.parameters(recurse=False)) < 3:
+        matrices = stacked or owner is None or max(each.dim() for each in owner.parameters(recurse=False)) > 2
+        if len(shape) < 3 and not matrices:
             raise ValueError(
                 f"pattern: {path!r} of shape {shape} belongs to a {type(owner).__name__} without a stack of matrices "
                 "[experts, a, b], so it is a router rather than experts, and each rank would choose among its own part of "
@@ -210,17 +239,40 @@ class Experts:
         run = with_axis("ep", ExpertAxis(self.ep), function)
         if state.batch is not None or not self._of_modules or self.ep.size == 1 or step.has(Trait.PIPELINES):
             return inner(step, state, run, batch)
-        with comm.ledger() as sent:
-            found = inner(step, state, run, batch)
+        alone = ValueError(
+            f"{self}: the loss sends nothing among the ranks of {self.ep.name!r}, so each rank would use its own experts "
+            "alone: let the model's experts go through fds.moe.exchange; a Hugging Face model does if it takes "
+            "experts_implementation=fds.moe.register_experts()"
+        )
+        try:
+            with comm.ledger() as sent:
+                found = inner(step, state, run, batch)
+        except (RuntimeError, IndexError) as error:
+            if type(error) in (RuntimeError, IndexError) and not asked("ep") and _in_experts(error):
+                raise alone from error
+            raise
         zero = step.leaf_map(state).group
         others = () if zero is None or zero.name == self.ep.name else (zero.name,)
         if not asked("ep") and not any(row.ranks == self.ep.ranks and row.group not in others for row in sent.rows):
-            raise ValueError(
-                f"{self}: the loss sends nothing among the ranks of {self.ep.name!r}, so each rank would use its own experts "
-                "alone: let the model's experts go through fds.moe.exchange; a Hugging Face model does if it takes "
-                "experts_implementation=fds.moe.register_experts()"
-            )
+            raise alone
         return found
+
+
+def _in_experts(error: Exception) -> bool:
+    """Whether torch's error comes from a module with a stack of matrices."""
+    modules = [module for _, module in traced(error.__traceback__) if module is not None]
+    return any(leaf is not None and leaf.dim() > 2 for module in modules[-1:] for leaf in parameters_of(module).values())
+
+
+def _owner_of(leaf: Tensor) -> tuple[nn.Module | None, bool]:
+    """The module whose parameter a leaf is, and whether that is in a stack of experts."""
+    known = module_of(leaf)
+    if known is None:
+        return None, False
+    module: nn.Module = known[0].module
+    parts = known[1].split(".")[:-1]
+    owners = [module.get_submodule(".".join(parts[:count])) for count in range(len(parts) + 1)]
+    return owners[-1], any(isinstance(each, StackedExperts) for each in owners)
 
 
 experts = Experts

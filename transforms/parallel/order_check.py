@@ -10,7 +10,7 @@ from functional_ds.base import tree
 
 from .batch_cut import CutBatch
 
-__all__ = ["in_other_orders"]
+__all__ = ["in_halves", "in_other_orders"]
 
 
 def in_other_orders(piece: CutBatch, dims: Mapping[str, int]) -> tuple[CutBatch, CutBatch] | None:
@@ -66,3 +66,36 @@ def in_other_orders(piece: CutBatch, dims: Mapping[str, int]) -> tuple[CutBatch,
         CutBatch(piece.batch, whole(numbers, piece.documents), axis),
         CutBatch(batch, whole(numbers[:, order], at(piece.documents)), axis),
     )
+
+
+def in_halves(piece: CutBatch, dims: Mapping[str, int]) -> tuple[CutBatch, CutBatch, CutBatch] | None:
+    """This rank's piece, its first half twice, and its second half twice, where each token attends to itself alone.
+
+    A sum over tokens is in the first the mean of the two others. None where the rank has one token.
+
+    Args:
+        piece: of the batch.
+        dims: of the leaves that were cut, by path.
+    """
+    axis = piece.axis
+    held = axis.layout.order(axis.length, axis.group.size).view(axis.group.size, -1)
+    size, half = held.shape[1], held.shape[1] // 2
+    if not half:
+        return None
+    every = torch.arange(size)
+
+    def of(order: Tensor) -> CutBatch:
+        numbers, places = torch.empty(1, axis.length, dtype=torch.int64), torch.empty(axis.length, dtype=torch.int64)
+        numbers[0, held.flatten()], places[held.flatten()] = held.flatten(), held[:, order].flatten()
+        if piece.documents is not None:
+            given = piece.documents.index_select(1, places.to(piece.documents.device))
+            numbers = numbers.to(given.device).where(given >= 0, -1)
+        leaves = []
+        for path, leaf in tree.named(piece.batch):
+            dim = dims.get(path, 1 if path == "position_ids" else None)
+            leaves.append(leaf if dim is None else leaf.index_select(dim, order.to(leaf.device)))
+        device = next(leaf.device for leaf in leaves if isinstance(leaf, Tensor))
+        return CutBatch(tree.unflatten(tree.structure(piece.batch), leaves), numbers.to(device), axis)
+
+    a, b, rest = every[:half], every[half : 2 * half], every[2 * half :]
+    return of(every), of(torch.cat([a, a, rest])), of(torch.cat([b, b, rest]))

@@ -24,7 +24,7 @@ from functional_ds.step.tape import current_tape
 from functional_ds.step.traits import Trait
 
 from .batch_cut import BatchCut, CutBatch, entered, padded
-from .order_check import in_other_orders
+from .order_check import in_halves, in_other_orders
 
 __all__ = ["sequence"]
 
@@ -57,9 +57,10 @@ def sequence(
     Rows are counted over "dp" alone. It stands after ``pipeline``, and before or after any other transform.
 
     Sends nothing in a step, but for a batch of a new shape or layout a small message, by which ranks compare layouts, lengths
-    and batches (the host waits for that), and with ``whole=False`` the masks. The first step computes the loss twice more
-    without gradients, to see whether anything but attention depends on the order of a rank's tokens; not in pipelines, nor
-    where attention is another than ``fds.seq``'s.
+    and batches (the host waits for that), and with ``whole=False`` the masks. The first step computes the loss five times more
+    without gradients, to see whether anything but attention depends on the order of a rank's tokens, and whether the loss is a
+    sum over tokens; not in pipelines, nor where attention is another than ``fds.seq``'s. A loss that takes a key, or that
+    reduces over the ranks itself, may be any function.
 
     Args:
         group: the ranks among which sequences are cut; None for the whole world.
@@ -81,7 +82,8 @@ def sequence(
         TypeError: ``group`` is no group.
         ValueError: an unknown layout; when it runs: a length that does not lie on the ranks, leaves of different lengths or
             without a rule, ranks with other layouts, lengths or batches, gradients that nothing sums over the group, a loss
-            that is a plain mean, a model that does not ask for this axis, one that counts positions itself or mixes neighbours.
+            that is a plain mean or no sum over tokens, a model that does not ask for this axis, one that counts positions
+            itself or mixes neighbours.
         RuntimeError: when it runs first: the loss draws from torch's generator.
 
     >>> import functional_ds as fds
@@ -163,6 +165,7 @@ class _SequenceParallel:
         piece, length, dims = self.cut(step, state, batch)
         if state.batch is None and carry is None:
             self.check_order(step, state, piece, dims)
+            self.check_sum(step, state, piece, dims)
         key = state.key
         if key is not None:
             positions = piece.axis.positions(_device(piece))
@@ -205,6 +208,35 @@ class _SequenceParallel:
                 "position_ids), labels that are shifted in the loss, a convolution or a recurrence (linear attention, state "
                 "space). Such models cannot be cut along the sequence, unless that layer exchanges its pieces itself and asks "
                 "for the ranks by axis('sp')"
+            )
+
+    def check_sum(self, step: Step, state: State, piece: CutBatch, dims: Mapping[str, int]) -> None:
+        """Refuses a loss that is no sum over a rank's tokens, unless it sums over the ranks itself: three passes more.
+
+        Raises:
+            ValueError: on all ranks.
+        """
+        group = self.ranks()
+        three = None if comm.is_symmetric(group) or step.has(Trait.PIPELINES) or step.draws else in_halves(piece, dims)
+        if three is None or group.size == 1 or state.step.is_meta or not state.graphs.is_new("sum over a sequence"):
+            return
+        before = RngState.now()
+        try:
+            with comm.ledger() as book:
+                whole, first, second = (step.phases["measure"](step, state, each)["loss"].sum for each in three)
+        finally:
+            before.restore()
+        change, size = (first + second - 2 * whole).abs(), first.abs() + second.abs() + 2 * whole.abs()
+        slack = max(1e-5, 4 * torch.finfo(whole.dtype).eps) * size
+        own = torch.stack([(change - slack).clamp(min=0), change, size]).double()
+        over, by, of = step.sum_over_ranks(state, own).tolist()
+        others = {row.collective for row in book.rows if row.ranks == group.ranks and "/" not in row.group}
+        if over > 0 and IN_ORDER not in state.graphs.kinds and others <= {"permute", "all_to_all", "all_gather"}:
+            raise ValueError(
+                f"{self}: the loss is no sum over tokens: with half of a rank's tokens twice, and with the other half twice, "
+                f"it adds up to {by:.2g} of {of:.6g} more or less than twice the loss of all. A mean over positions, a "
+                "preference loss, or a balance loss of a rank's own tokens would differ on each number of ranks: sum over the "
+                "ranks what goes into it, by comm.all_reduce over the group of axis('sp')"
             )
 
     def cut(self, step: Step, state: State, batch: Any) -> tuple[CutBatch, int, dict[str, int]]:
@@ -316,6 +348,12 @@ class _SequenceParallel:
             raise RuntimeError(
                 f"{self}: the loss drew from torch's random generator (nn.Dropout in training?): on pieces of a sequence these "
                 "are not a single device's draws. Set its probability to 0, or draw by the step's Key: key.dropout(x, p, name)"
+            )
+        if found is None or (isinstance(found, tuple) and found and found[0] is None):
+            raise ValueError(
+                f"{self}: the loss is None: a model of Hugging Face computes one from 'labels', and the batch has "
+                "'shift_labels', which were shifted before the sequence was cut. Sum over this rank's tokens: pass labels="
+                "batch['shift_labels'], num_items_in_batch=1 beside these, and return fds.Weighted(loss, number of labels)"
             )
         if asked(AXIS) or asked(IN_ORDER):
             state.graphs.is_new(IN_ORDER)

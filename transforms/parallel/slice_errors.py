@@ -12,7 +12,7 @@ from functional_ds.base import torch_private
 from functional_ds.base.torch_private import parameters_of
 from functional_ds.sharding.leaf_slice import LeafSlice
 
-__all__ = ["named_errors"]
+__all__ = ["named_errors", "traced"]
 
 _OURS = {Path(comm.__file__).parent, Path(torch_private.__file__).parent.parent, Path(__file__).parent.parent}
 
@@ -26,9 +26,10 @@ def named_errors(slices: Mapping[str, LeafSlice], group: comm.Group) -> Iterator
     """
     try:
         yield
-    except (RuntimeError, IndexError) as error:
-        stack = list(_frames(error.__traceback__))
-        if group.size == 1 or not slices or type(error) not in (RuntimeError, IndexError) or not stack:
+    except (RuntimeError, IndexError, ValueError) as error:
+        stack = list(traced(error.__traceback__))
+        known = type(error) in (RuntimeError, IndexError) or "values to unpack" in str(error)  # of a split by a whole size
+        if group.size == 1 or not slices or not known or not stack:
             raise
         file, _ = stack[-1]
         if any(folder in file.parents for folder in _OURS):  # an error of the library's own
@@ -39,7 +40,8 @@ def named_errors(slices: Mapping[str, LeafSlice], group: comm.Group) -> Iterator
         raise ValueError(_text(modules, slices, group, error)) from error
 
 
-def _frames(trace: TracebackType | None) -> Iterator[tuple[Path, nn.Module | None]]:
+def traced(trace: TracebackType | None) -> Iterator[tuple[Path, nn.Module | None]]:
+    """The files of an error's calls, outermost first, with the module of which each is a method."""
     while trace is not None:
         owner = trace.tb_frame.f_locals.get("self")
         yield Path(trace.tb_frame.f_code.co_filename), owner if isinstance(owner, nn.Module) else None
@@ -56,8 +58,12 @@ def _text(modules: list[nn.Module], slices: Mapping[str, LeafSlice], group: comm
             whole = [slices[each].size for each in slices if each.endswith(".".join(filter(None, (here, name, key))))]
             if leaf is not None and whole:
                 cut.append(f"{'.'.join(filter(None, (name, key)))} {list(leaf.shape)} of {whole[0]}")
-    numbers = [name for name, value in vars(failed).items() if isinstance(value, int) and "head" in name and value > 1]
-    counts = [name for name in numbers if not name.endswith(("_dim", "_size"))]
+    numbers = [
+        name
+        for name, value in vars(failed).items()
+        if isinstance(value, int) and ("head" in name or "split" in name) and value > 1
+    ]
+    counts = [name for name in numbers if name == "split_size" or not name.endswith(("_dim", "_size"))]
     local = f"; attributes that count what is cut may be 'local', such as {counts}" if counts else ""
     return (
         f"tensor_parallel: {path!r} ({type(modules[-1]).__name__}) fails on slices over the {group.size} ranks "

@@ -22,7 +22,7 @@ _METADATA: frozenset[Any] = frozenset(
         *(_GRAD.__set__, _GRAD.__delete__),
         *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.ndimension, Tensor.stride, Tensor.is_contiguous),
         *(Tensor.element_size, Tensor.get_device, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_signed),
-        *(Tensor.__len__, Tensor.__hash__, Tensor.type),
+        *(Tensor.__len__, Tensor.__hash__),
         *(torch.is_floating_point, torch.is_complex, torch.numel),
     ]
 )

@@ -8,6 +8,7 @@ from .grouped import RowGroups, grouped_linear
 from .mlp import gated_mlp, mlp
 from .router_bias import count_demand, router_bias
 from .routing import Routing, jitter, route
+from .stacked import StackedExperts, each_expert, unstacked
 from .token_exchange import ExchangeVolume, ExpertFunction, exchange, exchange_volume
 
 __all__ = [
@@ -17,8 +18,10 @@ __all__ = [
     "ExpertFunction",
     "Routing",
     "RowGroups",
+    "StackedExperts",
     "balance_loss",
     "count_demand",
+    "each_expert",
     "exchange",
     "exchange_volume",
     "gated_mlp",
@@ -29,5 +32,6 @@ __all__ = [
     "register_experts",
     "route",
     "router_bias",
+    "unstacked",
     "z_loss",
 ]

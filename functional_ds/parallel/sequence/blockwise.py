@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import attrs
@@ -24,10 +25,11 @@ __all__ = [
     "Total",
     "attention",
     "blockwise",
-    "check_qkv",
+    "checked_qkv",
     "empty_to_infinite",
     "mask_of",
     "resolved_scale",
+    "without_autocast",
 ]
 
 _TILE = 1 << 20
@@ -250,8 +252,8 @@ def resolved_scale(q: Tensor, scale: float | None) -> float:
     return 1 / math.sqrt(q.shape[-1]) if scale is None else scale
 
 
-def check_qkv(what: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuses what is no q [rows, h, S, d], k [rows, g, S, d] and v [rows, g, S, e] of a sequence's attention to itself.
+def checked_qkv(what: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q [rows, h, S, d], k [rows, g, S, d] and v [rows, g, S, e] of attention of a sequence to itself, in autocast's dtype.
 
     Raises:
         ValueError: their shapes or dtypes do not fit.
@@ -268,8 +270,19 @@ def check_qkv(what: str, q: Tensor, k: Tensor, v: Tensor) -> None:
             f"{what}: {q.shape[2]} queries and {k.shape[2]} keys: a sequence attends to itself, so a rank holds the same "
             "positions of both"
         )
+    kind, wide = q.device.type, torch.float64 in (q.dtype, k.dtype, v.dtype)
+    if not wide and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if not (q.dtype == k.dtype == v.dtype):
         raise ValueError(f"{what}: q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; cast them to one dtype")
+    return q, k, v
+
+
+def without_autocast(q: Tensor) -> AbstractContextManager[None]:
+    """Within it products are of the dtypes that they are given, as in the backward pass."""
+    kind = q.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
 def attention(
@@ -303,10 +316,11 @@ def attention(
     >>> attention(q, q[:, :2], q[:, :2], causal=True, documents=[4, 2]).shape
     torch.Size([1, 4, 6, 8])
     """
-    check_qkv("attention", q, k, v)
+    q, k, v = checked_qkv("attention", q, k, v)
     runs = (range(q.shape[2]),)
     mask = mask_of(causal, window, documents, length=q.shape[2], rows=q.shape[0])
-    return blockwise(q, Keys(k, v, runs), rows=runs, mask=mask, scale=resolved_scale(q, scale))
+    with without_autocast(q):
+        return blockwise(q, Keys(k, v, runs), rows=runs, mask=mask, scale=resolved_scale(q, scale))
 
 
 def mask_of(

@@ -8,7 +8,7 @@ from torch import Tensor
 from functional_ds.comm.record.group import Group
 
 from .axis import resolve_axis
-from .blockwise import AttentionMask, check_qkv, mask_of, resolved_scale
+from .blockwise import AttentionMask, checked_qkv, mask_of, resolved_scale, without_autocast
 from .sequence_layout import SequenceLayout
 
 __all__ = ["Attention", "CutSequence", "cut_attention"]
@@ -66,11 +66,12 @@ def cut_attention(
         scale: float | None = None,
     ) -> Tensor:
         ranks, how, numbers = resolve_axis(what, group, layout, documents=documents)
-        check_qkv(what, q, k, v)
+        q, k, v = checked_qkv(what, q, k, v)
         length = q.shape[2] * ranks.size
         how.check(length, ranks.size)
         documents = numbers if documents is None else documents
         mask = mask_of(causal, window, documents, length=length, rows=q.shape[0], layout=how)
-        return compute(CutSequence(ranks, how, length, mask, resolved_scale(q, scale)), q, k, v)
+        with without_autocast(q):
+            return compute(CutSequence(ranks, how, length, mask, resolved_scale(q, scale)), q, k, v)
 
     return attend

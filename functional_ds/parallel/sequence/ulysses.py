@@ -12,7 +12,7 @@ from functional_ds.step.tape import current_tape
 
 from .axis import INSIDE_ULYSSES, resolve_axis
 from .blockwise import attention as on_one_device
-from .blockwise import check_qkv
+from .blockwise import checked_qkv
 from .cut_attention import Attention
 from .head_exchange import HeadExchange, HeadShares, head_shares
 from .sequence_layout import SequenceLayout
@@ -63,7 +63,7 @@ def ulysses(
         ranks, how, numbers = resolve_axis(
             "ulysses", group, layout, documents=kwargs.get("documents"), other=attention is not None
         )
-        check_qkv("ulysses", q, k, v)
+        q, k, v = checked_qkv("ulysses", q, k, v)
         length = q.shape[2] * ranks.size
         runs = tuple(how.runs(length, ranks.size, rank) for rank in range(ranks.size))
         if attention is None:

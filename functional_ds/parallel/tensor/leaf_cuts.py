@@ -170,7 +170,8 @@ def _slice(place: _LeafPlace, leaf: Tensor, dim: int, value: str | Packed, group
         if not shared:
             raise ValueError(
                 f"plan: {place.path!r}: {' + '.join(map(str, counts))} heads of {width} along dim {dim} of shape "
-                f"{list(leaf.shape)} do not divide by the {group.size} ranks of {group.name!r}"
+                f"{list(leaf.shape)} do not divide by the {group.size} ranks of {group.name!r}; take as many "
+                "ranks as divide them (of key-value heads also a multiple), or leave this attention's layers out of the plan"
             )
         return LeafSlice.heads(dim, counts[0], width, group.size, group.rank)
     return LeafSlice.even(dim, sizes, group.size, group.rank)

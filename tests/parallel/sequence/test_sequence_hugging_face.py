@@ -143,3 +143,16 @@ def test_sdpa_is_refused() -> None:
 
     with pytest.raises(ValueError, match="no function of the loss asked for the sequence axis"):
         comm.simulate(program, world_size=2)
+
+
+def test_a_models_own_loss_is_refused() -> None:
+    """It wants labels, which are shifted before the cut: then it has no loss at all."""
+    seq.register_attention()
+
+    def program() -> None:
+        apply, params = fds.functional(llama("fds_ring"))
+        step = fds.compose(T.zero(0), T.sequence())(fds.train_step(lambda p, b: apply(p, **b).loss, fds.sgd(0.1)))
+        step(step.init(params), batch_of(2, 8, 0, None))
+
+    with pytest.raises(ValueError, match=r"the loss is None: .* the batch has 'shift_labels'.*fds\.Weighted"):
+        comm.simulate(program, world_size=2)

@@ -370,6 +370,17 @@ class _Routed(nn.Module):
         return torch.einsum("ti,eij,tj->t", x, self.experts.up, x)
 
 
+class _Chosen(nn.Module):
+    """Experts that fail on a part of the stack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.ones(4, 3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(x.expand(4, -1, -1), self.up).sum(0)
+
+
 @pytest.mark.parametrize(
     ("pattern", "words"),
     [
@@ -387,4 +398,18 @@ def test_modules_that_are_refused(pattern: str, words: str) -> None:
         step(step.init(weights), torch.ones(2, 3))
 
     with pytest.raises(ValueError, match=words):
+        comm.simulate(program, world_size=2)
+
+
+def test_experts_that_fail_on_a_part_of_the_stack() -> None:
+    """Torch's error about shapes is the cause of the one that says what would do."""
+    apply, weights = fds.functional(nn.ModuleDict({"experts": _Chosen()}))
+
+    def program() -> None:
+        mesh = comm.mesh(dp=2).split("dp", edp=1, ep=2)
+        step = fds.train_step(lambda p, x: fds.Weighted(apply.module["experts"](x).sum(), len(x)), fds.sgd(0.1))
+        step = fds.compose(T.zero(1, mesh["edp", "ep"]), T.experts("experts", mesh["ep"]))(step)
+        step(step.init(weights), torch.ones(2, 3))
+
+    with pytest.raises(ValueError, match=r"sends nothing among the ranks of 'ep'.*fds\.moe\.exchange"):
         comm.simulate(program, world_size=2)

@@ -339,3 +339,18 @@ def test_layers_that_would_see_a_part_of_the_sequence_are_refused() -> None:
         ValueError, match=r"'model.layers.0.self_attn.kv_a_proj_with_mqa.weight' lies in a sequence_parallel list"
     ):
         comm.simulate(Run("deepseek", sequence=True), world_size=2)
+
+
+def test_a_split_by_a_whole_size_is_refused_by_name() -> None:
+    """GPT-2 splits its fused projection by a number of its own, which a plan must say."""
+
+    def program() -> None:
+        model = model_of("gpt2")
+        apply, params = fds.functional(model)
+        plan = {key: word for key, word in GPT2.items() if key not in ("attn.split_size", "wte")}
+        step = T.tensor_parallel(plan)(fds.train_step(lambda p, x: apply(p, x).logits.sum(), fds.sgd(0.1)))
+        step(step.init(params), torch.ones(2, 4, dtype=torch.int64))
+
+    words = r"GPT2Attention\) fails on slices .*values to unpack.*attributes .* may be 'local', such as .*'split_size'"
+    with pytest.raises(ValueError, match=words):
+        comm.simulate(program, world_size=2)

@@ -1,0 +1,123 @@
+"""Experts that are modules of their own, one for each expert, as one stack of leaves that ranks can share out."""
+
+from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from functional_ds.base import tree
+from functional_ds.base.torch_private import is_fake
+
+from .grouped import RowGroups
+from .token_exchange import ExpertFunction
+
+__all__ = ["StackedExperts", "each_expert", "unstacked"]
+
+_EACH = "each"  # stands in paths of stacked leaves where the expert's number would
+
+
+def each_expert(f: Callable[[Any, Tensor], Tensor], stacked: Any) -> ExpertFunction:
+    """An expert function that calls ``f`` for each local expert, with the expert's leaves and its rows.
+
+    It is for experts that ``gated_mlp`` and ``mlp`` do not know; these compute all experts in one product. The host reads the
+    numbers of rows, for which ``exchange`` on ranks waits anyway. An expert without rows is called with [0, M].
+
+    Args:
+        f: from an expert's tree and rows [R, M] to [R, M'].
+        stacked: a tree of leaves [experts, ...].
+
+    >>> run = each_expert(lambda p, rows: rows * p["scale"], {"scale": torch.tensor([1.0, 10.0])})
+    >>> run(torch.ones(3, 1), RowGroups.of([1, 2])).tolist()
+    [[1.0], [10.0], [10.0]]
+    """
+
+    def run(rows: Tensor, groups: RowGroups) -> Tensor:
+        for path, leaf in tree.named(stacked):
+            if not leaf.dim() or len(leaf) != groups.size:
+                raise ValueError(
+                    f"stacked: the leaf at {path!r} has shape {list(leaf.shape)}, and the rows come in {groups.size} groups, "
+                    "one for each local expert: [experts, ...] is needed, with the experts of this rank alone"
+                )
+        if rows.is_meta or is_fake(rows):
+            counts = [len(rows) // groups.size + (e < len(rows) % groups.size) for e in range(groups.size)]
+        else:
+            counts = groups.read()
+        leaves, spec = tree.flatten(stacked)
+        experts = zip(*(leaf.unbind() for leaf in leaves), strict=True)
+        pieces = zip(experts, rows.split(counts), strict=True)
+        return torch.cat([f(tree.unflatten(spec, list(own)), piece) for own, piece in pieces])
+
+    return run
+
+
+class StackedExperts(nn.Module):
+    """The modules of a list as an expert function for ``exchange``: each parameter once, with all experts along dim 0.
+
+    Law: with ``x`` and a routing, ``exchange(StackedExperts(experts), x, routing=routing)`` is the sum over the list's modules,
+    and on one device each module gets the same rows in the same order. ``T.experts`` cuts its parameters as it does any stack;
+    checkpoints go from any number of ranks to any other. The parameter ``e.weight`` of each expert is ``each.e.weight``;
+    ``unstacked`` gives the list's names back.
+
+    Args:
+        experts: modules of one class and equal shapes; this object has copies of their values.
+
+    Raises:
+        ValueError: there are none, they differ, or they have buffers.
+    """
+
+    def __init__(self, experts: Iterable[nn.Module]) -> None:
+        super().__init__()
+        modules = list(experts)
+        if not modules:
+            raise ValueError("experts: there is none")
+        first = {name: (x.shape, x.dtype, x.requires_grad) for name, x in modules[0].named_parameters()}
+        for index, module in enumerate(modules):
+            own = {name: (x.shape, x.dtype, x.requires_grad) for name, x in module.named_parameters()}
+            if type(module) is not type(modules[0]) or own != first:
+                raise ValueError(
+                    f"experts: {index} is a {type(module).__name__} with {_listed(own)}, and 0 a {type(modules[0]).__name__} "
+                    f"with {_listed(first)}; all must be alike"
+                )
+            if next(module.buffers(), None) is not None:
+                raise ValueError(f"experts: {index} has buffers, which are no part of a stack; make them parameters or numbers")
+        self.each = deepcopy(modules[0])
+        for name, (_, _, trained) in first.items():
+            path, _, key = name.rpartition(".")
+            values = torch.stack([module.get_parameter(name).detach() for module in modules])
+            setattr(self.each.get_submodule(path), key, nn.Parameter(values, requires_grad=trained))
+
+    def forward(self, rows: Tensor, groups: RowGroups) -> Tensor:
+        """Each local expert's module on its rows."""
+
+        def run(own: dict[str, Tensor], piece: Tensor) -> Tensor:
+            return torch.func.functional_call(self.each, own, (piece,))  # type: ignore[no-any-return]
+
+        return each_expert(run, dict(self.each.named_parameters()))(rows, groups)
+
+
+def _listed(own: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {list(shape)} {dtype}" for name, (shape, dtype, _) in own.items())
+
+
+def unstacked(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The leaves of a model with ``StackedExperts`` under the list's names: views ``experts.0.up.weight``, and so on.
+
+    Args:
+        params: by path, such as ``step.params(state)``.
+
+    >>> found = unstacked({"gate.weight": torch.ones(2, 4), "experts.each.up.weight": torch.ones(2, 3, 4)})
+    >>> [(name, list(leaf.shape)) for name, leaf in found.items()]
+    [('gate.weight', [2, 4]), ('experts.0.up.weight', [3, 4]), ('experts.1.up.weight', [3, 4])]
+    """
+    found: dict[str, Tensor] = {}
+    for path, leaf in params.items():
+        parts = path.split(".")
+        if _EACH not in parts:
+            found[path] = leaf
+            continue
+        at = parts.index(_EACH)
+        for expert, own in enumerate(leaf):
+            found[".".join([*parts[:at], str(expert), *parts[at + 1 :]])] = own
+    return found
