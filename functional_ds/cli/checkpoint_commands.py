@@ -2,7 +2,7 @@
 
 import fnmatch
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +23,7 @@ from .words.pages import OutputTable, bytes_of, count_of, emit
 __all__ = ["convert", "inspect"]
 
 _SHOWN = 8
+_FORMS = ("params/", "masters/", "exact/")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -136,8 +137,7 @@ def convert(
         values |= _counted(values)
     updates = int(values["step"]) if "step" in values else 0
     written_as(kind, values, Path(target), shard_bytes=limit, overwrite=overwrite, step=updates, extra=found.notes.get("extra"))
-    used = set(chosen.values())
-    left_out = [*(name for name in found.tensors if name not in used), *found.left_out, *found.notes.get("beside", ())]
+    left_out = [*_unused(found.tensors, set(chosen.values())), *found.left_out, *found.notes.get("beside", ())]
     data: dict[str, Any] = {
         "source": source,
         "from": found.kind,
@@ -153,6 +153,13 @@ def convert(
         page.append(f"left out: {_roles(left_out)}")
     emit(page, data, as_json=as_json)
     return 0
+
+
+def _unused(names: Iterable[str], used: Set[str]) -> list[str]:
+    """The names that are not used; a param whose more exact form is used is none of them."""
+    forms = {place.partition("/")[2] for place in used if place.startswith(_FORMS)}
+    rest = (name for name in names if name not in used)
+    return [name for name in rest if not (name.startswith(_FORMS) and name.partition("/")[2] in forms)]
 
 
 def _is_like(name: str, pattern: str) -> bool:

@@ -108,6 +108,7 @@ def test_any_kind_to_any_kind(run_of_two_ranks: Any, kind: str, tmp_path: Path, 
     else:
         assert (found["tensors"], found["elements"]) == (2, 29)
         assert "optimizer.exp_avg/b" in found["left_out"]
+        assert "params/b" not in found["left_out"]  # its master was written
     assert answer(capsys, "inspect", first)["kind"] == kind
     answer(capsys, "convert", first, tmp_path / "last.safetensors")
     last = open_checkpoint(str(tmp_path / "last.safetensors"))
