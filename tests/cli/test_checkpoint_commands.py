@@ -165,14 +165,18 @@ def test_a_whole_state_is_converted(run_of_two_ranks: Any, between: str | None, 
         assert open_checkpoint(str(tmp_path / "ours")).notes["extra"] == found.notes["extra"] == {"rows": 4}
 
 
-def test_averages_are_converted(tmp_path: Path) -> None:
+def averages_are_converted(folder: Path) -> None:
     step, like = fresh(T.ema(0.5))
     state, _ = step(like, torch.ones(1))
-    fds.save(state, tmp_path / "run")
-    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "ours"), "--to", "functional-ds"]) == 0
-    loaded = fds.load(tmp_path / "ours", like=fresh(T.ema(0.5))[1])
+    fds.save(state, folder / "run")
+    assert main(["convert", str(folder / "run"), str(folder / "ours"), "--to", "functional-ds"]) == 0
+    loaded = fds.load(folder / "ours", like=fresh(T.ema(0.5))[1])
     for a, b in zip(fds.tree.leaves(state), fds.tree.leaves(loaded), strict=True):
         assert torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+
+
+def test_averages_are_converted(tmp_path: Path) -> None:
+    averages_are_converted(tmp_path)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
