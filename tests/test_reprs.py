@@ -80,7 +80,7 @@ def _records(folder: Path) -> list[Any]:
         (memory.Activations(1, 2, 3), memory.Live(), memory.Tracked()),
         (schedule, timeline, pp.Span(0, action, 0.0, 1.0), action, action.kind, pp.Costs(), pp.Recorder()),
         (pp.WaitSpan(action, 1, 0.0, 1.0), comm.Offsets((0.0, 1.0)), comm.Variance.PARTIAL),
-        (fds.Job(model="models:MLP", steps=1, optimizer={"sgd": 0.1}),),
+        (fds.CompileReport([]), fds.Job(model="models:MLP", steps=1, optimizer={"sgd": 0.1})),
         (piece, stages, stages.stages[0], pp.LossInput(torch.ones(99), torch.ones(99))),
     ]
     return [record for row in live for record in row]

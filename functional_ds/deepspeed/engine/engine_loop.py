@@ -12,7 +12,7 @@ from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
 from functional_ds.step.compose import wrap
 from functional_ds.step.forward_pass import Gradients, Pass
-from functional_ds.step.state import State, UpdateError
+from functional_ds.step.state import State
 from functional_ds.step.step import Metrics, Step, Transform
 from functional_ds.step.traits import Trait
 
@@ -165,12 +165,7 @@ class EngineLoop:
             self._run.close()
         several, self.share.factor = self._backwards > 1, self.micro_batches / self._passes
         self.discard()
-        self.live.release()
-        try:
-            self.state, self.metrics = self.step.finish(self.state, grads)
-        except UpdateError:  # nothing has changed
-            self.live.show(self.step, self.state)
-            raise
+        self.state, self.metrics = self.step.finish(self.state, grads)
         self.live.show(self.step, self.state)
         self._several = several
         return self.metrics

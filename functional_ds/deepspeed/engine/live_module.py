@@ -46,7 +46,6 @@ class LiveModule:
     shows: bool
     _views: list[list[_View]] | None = None
     _seen: list[Any] = attrs.field(factory=list)  # the stored tensors that the parameters are views of
-    _moves: bool = False  # whether an update stores params in other memory
     _owners: list[nn.Module] = attrs.field(init=False)
     _bare: list[nn.Module] = attrs.field(init=False)
     _modes: list[bool] = attrs.field(init=False)
@@ -101,7 +100,6 @@ class LiveModule:
                     begin = flat.storage_offset()
                     for view in views:
                         view.parameter.data = flat.as_strided(view.shape, view.stride, begin + view.start)
-                    self._moves |= self._seen[index] is not None
                     self._seen[index] = tensor.data_ptr()
         elif self._views is None:
             self._views = []
@@ -115,14 +113,6 @@ class LiveModule:
                     held, key = self._own_buffers[name]
                     if held[key] is not buffer:
                         held[key] = buffer
-
-    def release(self) -> None:
-        """Lets go of memory that the next update gives back: the parameters are empty until they are shown again."""
-        if self._moves:
-            for views in self._views or ():
-                for view in views:
-                    self.clear(view.parameter)
-            self._seen = [None] * len(self._seen)
 
     def clear(self, parameter: nn.Parameter, dtype: torch.dtype | None = None) -> None:
         """Makes a parameter empty, in its dtype or another."""

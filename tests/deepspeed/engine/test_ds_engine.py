@@ -1,5 +1,6 @@
 """The engine's surface: losses and boundaries, counts, rates, the user's module, evaluations."""
 
+import tempfile
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -299,6 +300,21 @@ def test_the_module_has_the_states_values(stage: int, half: bool) -> None:
             engine.nothing  # noqa: B018
 
     comm.simulate(program, world_size=2)
+
+
+def test_the_module_has_a_loaded_states_values() -> None:
+    def program(folder: str) -> None:
+        engine = engine_of(2)
+        for i in range(2):
+            engine.backward(square(engine, rows(i)))
+            engine.step()
+        engine.save_checkpoint(folder)
+        other = engine_of(2)
+        other.load_checkpoint(folder)
+        assert all(torch.equal(p, x) for p, x in zip(other.module.parameters(), values(engine), strict=True))
+
+    with tempfile.TemporaryDirectory() as folder:
+        comm.simulate(program, folder, world_size=2)
 
 
 def test_a_stage_3_modules_values_are_gathered() -> None:

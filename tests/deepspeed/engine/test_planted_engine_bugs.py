@@ -70,7 +70,7 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
         [Bug("left-out steps are not counted", f"{ENGINE}.engine_counts", "self.global_steps += 1", "pass")],
     ),
     (
-        (engines.test_the_module_has_the_states_values, 2, False),
+        (engines.test_the_module_has_a_loaded_states_values,),
         [
             Bug(
                 "the module is stale",
