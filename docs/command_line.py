@@ -25,9 +25,15 @@ BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FONTS = re.compile(r"@font-face \{.*?\}", re.DOTALL)
 PICTURES = {
     "report": "report",
+    "plan": "plan train.py:model --mesh dp=8 --micro-batch 64 --zero 1,3 --limit 40MB --machine h100",
     "tune": "tune train.py:model --rows 64 --zero 0,2 --micro-batch 16,64 --best 3 --steps 2 --save-machine here.json",
+    "inspect": "inspect run --verify",
+    "convert": "convert run params.safetensors",
+    "draw": "draw schedule zb-h1 --ranks 4 --microbatches 8",
+    "hosts": "hosts hostfile --exclude worker-1:0 -- train.py --epochs 3",
     "train": "train job.toml",
 }
+WIDTHS = {"plan": 150, "hosts": 144}  # columns; others have 118
 
 
 @contextlib.contextmanager
@@ -85,15 +91,15 @@ def draw(page: str) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    os.environ.update(FORCE_COLOR="1", COLUMNS="118", TERM="xterm-256color")
     with files_of_the_page(page):
         for name, line in PICTURES.items():
-            shown = _Terminal()
+            shown, width = _Terminal(), WIDTHS.get(name, 118)
+            os.environ.update(FORCE_COLOR="1", COLUMNS=str(width), TERM="xterm-256color")
             with contextlib.redirect_stdout(shown):
                 program(shlex.split(line))
-            console = Console(record=True, width=118, file=io.StringIO())
+            console = Console(record=True, width=width, file=io.StringIO())
             console.print(Text.from_ansi(shown.getvalue()))
-            picture = console.export_svg(title=f"functional-ds {line}")
+            picture = console.export_svg(title=f"functional-ds {line}", unique_id=f"cli-{name}")
             (FIGURES / f"cli-{name}.svg").write_text(FONTS.sub("", picture))  # a page loads nothing from elsewhere
 
 

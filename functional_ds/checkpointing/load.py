@@ -1,9 +1,9 @@
 """``load``: reads a checkpoint directly into a state's shards."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -25,6 +25,8 @@ from .directory import candidates, check_pointer, check_tag, checked_path, open_
 from .numbered_slices import with_whole_leaves
 
 __all__ = ["load", "verify"]
+
+T = TypeVar("T")
 
 
 def verify(path: str | Path, tag: str | None = None) -> None:
@@ -100,6 +102,7 @@ def load(
     loading = _Loading(checked_path(path), group, like, choice, donate)
     if tag is not None:
         check_tag(tag)
+        loading.begin(lambda: None)
         try:
             state, extra = loading.attempt(tag)
         except DamagedError as error:
@@ -115,20 +118,24 @@ class _Loading:
     def __init__(self, folder: Path, group: comm.Group, like: State, choice: Choice, donate: bool) -> None:
         self.folder, self.group, self.like, self.choice, self.donate = folder, group, like, choice, donate
         self._describe(like)
-        choice.check(self.known)
 
-    def _describe(self, like: State) -> None:
-        """Finds the shards to fill."""
+    def _describe(self, like: State) -> dict[str, tuple[int, ...]]:
+        """Finds the shards to fill; returns their tensors' shapes by name."""
         self.room, self.tensors = like, as_tensors(like)
         self.shards = describe(self.tensors)
-        self.known: dict[str, tuple[int, ...]] = {}
-        for theirs in comm.all_gather_object({shard.name: shard.shape for shard in self.shards}, self.group):
-            self.known |= theirs
+        return {shard.name: shard.shape for shard in self.shards}
+
+    def begin(self, work: Callable[[], T]) -> T:
+        """Checks what is chosen against the names that all ranks have, and returns rank 0's result of ``work``."""
+        own = {shard.name: shard.shape for shard in self.shards}
+        _, everyone = gather_or_none(self.group, lambda: (own, work()), share=lambda found: found)
+        self.known = _union([names for names, _ in everyone])
+        self.choice.check(self.known)
+        return everyone[0][1]
 
     def newest(self) -> tuple[State, Any]:
         """The state of the newest whole checkpoint."""
-        _, everyone = gather_or_none(self.group, self.candidates, share=lambda found: found)
-        found, warned = everyone[0]
+        found, warned = self.begin(self.candidates)
         for each in warned:
             self.warn(f"{each}; the newest checkpoint that is whole is taken")
         for tag in found:
@@ -151,22 +158,30 @@ class _Loading:
 
     def attempt(self, tag: str) -> tuple[State, Any]:
         """The state of this checkpoint, and its ``extra``."""
-        from .dcp import CheckpointReader
-
-        group = self.group
-        reader = all_or_none(group, lambda: CheckpointReader(self.folder, tag))
-        tensors = with_whole_leaves(reader.manifest.tensors, self.known)
+        group, rank = self.group, self.group.rank
+        (reader, _), everyone = gather_or_none(group, lambda: self.opened(tag), share=lambda found: found[1])
+        known = _union(everyone)
+        tensors = with_whole_leaves(reader.manifest.tensors, known)
         reader.manifest = manifest = attrs.evolve(reader.manifest, tensors=tensors)
-        rank = group.rank if group.size == manifest.summary.ranks else None
-        there = {name: (each.shape, each.dtype) for name, each in manifest.tensors.items() if self.choice.wants(name)}
-        self._describe(with_room(self.like, there))
-        sources, found = match(self.shards, self.known, stored=manifest.tensors, choice=self.choice, rank=rank)
+        saved_by = manifest.summary.ranks
+        sources, found = match(
+            self.shards, known, stored=tensors, choice=self.choice, rank=rank if group.size == saved_by else None
+        )
         total = Differences()
         for each in comm.all_gather_object(found, group):
             total.add(each)
         total.refuse(f"the checkpoint {tag!r} in {self.folder}")
         state = all_or_none(group, lambda: self.filled(reader, sources))
         return tree.map(as_before, self.room, state), manifest.extra
+
+    def opened(self, tag: str) -> tuple[Any, dict[str, tuple[int, ...]]]:
+        """The checkpoint's reader, and the names of this rank's shards, with room for what the checkpoint has."""
+        from .dcp import CheckpointReader
+
+        reader = CheckpointReader(self.folder, tag)
+        stored = with_whole_leaves(reader.manifest.tensors, self.known)
+        there = {name: (each.shape, each.dtype) for name, each in stored.items() if self.choice.wants(name)}
+        return reader, self._describe(with_room(self.like, there))
 
     def filled(self, reader: Any, sources: Sequence[str | None]) -> State:
         """A new state, or one in like's memory, whose shards are read from the tensors of these names."""
@@ -182,6 +197,10 @@ class _Loading:
                 wanted.setdefault(source, []).append(shard)
         reader.fill(wanted)
         return state
+
+
+def _union(ranks: Sequence[dict[str, tuple[int, ...]]]) -> dict[str, tuple[int, ...]]:
+    return {name: shape for each in ranks for name, shape in each.items()}
 
 
 def _empty_like(state: State) -> State:

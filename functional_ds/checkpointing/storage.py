@@ -7,7 +7,7 @@ import os
 import zlib
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -17,16 +17,17 @@ from queue import SimpleQueue
 import attrs
 import numpy as np
 
-from functional_ds.base.direct_io import DirectFile, aligned, padded
+from functional_ds.base.direct_io import DirectFile, aligned
 from functional_ds.state_dict.errors import DamagedError
 
 from .manifest import BLOCK, DataFile
 
 __all__ = ["ReadRequest", "check_file", "read", "write"]
 
-_READ_SIZE = 16 << 20  # bytes of one read; large enough to hide the cost of a system call and of Python
+_READ_SIZE = 2 << 20  # bytes of one read: large enough to hide the cost of a system call, and checked while it is in the cache
 _WRITE_SIZE = 8 << 20  # bytes of one write, in whole pages
-_READERS = 2
+_READERS = 4
+_PIECES = 64  # requests that one read fills in place
 
 
 def write(path: Path, pieces: Iterable[memoryview]) -> DataFile:
@@ -129,9 +130,10 @@ class _BlockRange:
 
 
 def read(folder: Path, file: DataFile, *, requests: Iterable[ReadRequest]) -> None:
-    """Reads and checks the blocks that the requests touch, and no others, and copies the requested bytes.
+    """Reads and checks the blocks that the requests touch, and no others, straight into the requests' memory.
 
-    Peak memory beside the requests' own: 32 MiB.
+    Several threads read, each through the page cache, and check what they read. An error leaves the memory half filled.
+    Peak memory beside the requests' own: 8 MiB.
 
     Args:
         folder: of the checkpoint.
@@ -154,7 +156,7 @@ def check_file(folder: Path, file: DataFile) -> None:
 def _read_ranges(path: Path, file: DataFile, ranges: list[_BlockRange]) -> None:
     readers, buffers = min(_READERS, len(ranges)), SimpleQueue[memoryview]()
     for _ in range(readers):
-        buffers.put(_buffer(_READ_SIZE))
+        buffers.put(memoryview(bytearray(min(_READ_SIZE, file.size))))
     with _opened(path, file) as source, ThreadPoolExecutor(max(1, readers)) as pool:
         for done in [pool.submit(_read_range, source, path, file, each, buffers) for each in ranges]:
             done.result()
@@ -162,7 +164,7 @@ def _read_ranges(path: Path, file: DataFile, ranges: list[_BlockRange]) -> None:
 
 def _opened(path: Path, file: DataFile) -> DirectFile:
     try:
-        source = DirectFile.open(path)
+        source = DirectFile.open(path, direct=False)
     except OSError as error:
         raise DamagedError(f"{path} cannot be read: {error.strerror}") from error
     if source.size != file.size:
@@ -195,26 +197,53 @@ def _ranges(file: DataFile, requests: list[ReadRequest]) -> list[_BlockRange]:
 def _read_range(
     source: DirectFile, path: Path, file: DataFile, blocks: _BlockRange, buffers: "SimpleQueue[memoryview]"
 ) -> None:
-    low, high, data = blocks.low, blocks.high, buffers.get()
+    spare = buffers.get()
     try:
-        _fill(source, path, file, data, low, high)
-        for start in range(low, high, BLOCK):
-            check = zlib.crc32(data[start - low : min(start + BLOCK, high) - low])
-            if check != file.checks[start // BLOCK]:
-                raise DamagedError(f"{path} is damaged in the block of {BLOCK} bytes at {start}")
-        found = np.frombuffer(data, np.uint8)
-        for request in blocks.requests:
-            first, last = max(low, request.position), min(high, request.stop)
-            into = np.frombuffer(request.into, np.uint8)[first - request.position : last - request.position]
-            np.copyto(into, found[first - low : last - low])
+        parts = _in_place(blocks, spare)
+        read = parts or [spare[: blocks.high - blocks.low]]
+        _fill(source, path, file, read, blocks.low)
+        _check(path, file, read, blocks.low)
+        if not parts:
+            for request in blocks.requests:
+                first, last = max(blocks.low, request.position), min(blocks.high, request.stop)
+                request.into[first - request.position : last - request.position] = spare[first - blocks.low : last - blocks.low]
     finally:
-        buffers.put(data)
+        buffers.put(spare)
 
 
-def _fill(source: DirectFile, path: Path, file: DataFile, data: memoryview, low: int, high: int) -> None:
+def _in_place(blocks: _BlockRange, spare: memoryview) -> list[memoryview]:
+    """The blocks' bytes as memory that one call fills: the requests' own, and ``spare`` between them.
+
+    Nothing where two requests want the same bytes, or where there are many, as the system takes some 1,000 parts a call.
+    """
+    if len(blocks.requests) > _PIECES:
+        return []
+    parts, place = list[memoryview](), blocks.low
+    for request in blocks.requests:
+        first, last = max(blocks.low, request.position), min(blocks.high, request.stop)
+        if first < place:
+            return []
+        if first > place:
+            parts.append(spare[place - blocks.low : first - blocks.low])
+        parts.append(request.into[first - request.position : last - request.position])
+        place = last
+    return [*parts, spare[place - blocks.low : blocks.high - blocks.low]] if place < blocks.high else parts
+
+
+def _fill(source: DirectFile, path: Path, file: DataFile, parts: Sequence[memoryview], low: int) -> None:
     try:
-        count = source.read(data[: padded(high - low)], position=low, nbytes=high - low)
+        count = source.read_into(parts, position=low)
     except OSError as error:
         raise DamagedError(f"{path} cannot be read at byte {low}: {error.strerror}") from error
-    if count < high - low:
+    if count < sum(map(len, parts)):
         raise DamagedError(f"{path} ends at byte {low + count}, and was written with {file.size}")
+
+
+def _check(path: Path, file: DataFile, parts: Iterable[memoryview], low: int) -> None:
+    """Compares the checksum of each block with the manifest's; the parts are whole blocks, or the file's end."""
+    found = _BlockChecksums()
+    for part in parts:
+        found.update(part)
+    for start, check in zip(range(low, file.size, BLOCK), found.finish(), strict=False):
+        if check != file.checks[start // BLOCK]:
+            raise DamagedError(f"{path} is damaged in the block of {BLOCK} bytes at {start}")

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import attrs
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -81,7 +82,11 @@ class WriteData:
         start, devices = 0, {view.device for view in self.views}
         for view in self.views:
             data = _bytes(view)
-            buffer[start : start + data.numel()].copy_(data, non_blocking=True)
+            into = buffer[start : start + data.numel()]
+            if data.device.type == "cpu":  # one memcpy, which is quicker than torch's kernel
+                np.copyto(into.numpy(), data.numpy())
+            else:
+                into.copy_(data, non_blocking=True)
             start += data.numel()
         for device in filter(overlaps, devices):
             current_stream(device).synchronize()

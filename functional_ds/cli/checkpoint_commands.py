@@ -1,7 +1,8 @@
 """``functional-ds inspect`` and ``functional-ds convert``: what is in a checkpoint, and the same as another kind."""
 
 import fnmatch
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +14,7 @@ from functional_ds.checkpointing.load import verify as verified
 from functional_ds.state_dict.errors import CheckpointError
 
 from .stored.kinds import NamedTensors, TensorHeader, open_checkpoint
+from .stored.state_names import state_names
 from .stored.writing import WRITTEN, written_as
 from .words.errors_in_one_line import CommandError
 from .words.options import size
@@ -20,6 +22,8 @@ from .words.pages import OutputTable, bytes_of, count_of, emit
 
 __all__ = ["convert", "inspect"]
 
+_SHOWN = 8
+_FORMS = ("params/", "masters/", "exact/")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -95,18 +99,20 @@ def convert(
     tag: Annotated[str | None, typer.Option(help="Which checkpoint of a folder; the newest by default.")] = None,
     dtype: Annotated[str | None, typer.Option(help="fp32, bf16, fp16 for floating tensors; as they are by default.")] = None,
     only: Annotated[str | None, typer.Option(help="A pattern of names, such as 'blocks.*'.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="The optimizer's tensors, too, under their full names.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="The optimizer's tensors, too, under their full names; functional-ds has them always.")
+    ] = False,
     shard_bytes: Annotated[str | None, typer.Option(help="The most of a safetensors file in a folder: 5GB.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Write a checkpoint's params as another kind: the most exact values of each, masters where there are some.
+    """Write a checkpoint as another kind: params, the most exact values of each; into functional-ds the whole state.
 
     \b
     Examples:
       functional-ds convert out/checkpoints model.safetensors --dtype bf16
       functional-ds convert deepspeed_run hf_model --to safetensors --shard-bytes 5GB
-      functional-ds convert model.safetensors dcp_folder --to dcp
+      functional-ds convert deepspeed_run out/checkpoints --to functional-ds
     """
     found = open_checkpoint(source, tag=tag)
     kind = to or {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}.get(Path(target).suffix, "")
@@ -116,17 +122,22 @@ def convert(
         )
     if dtype is not None and dtype not in _DTYPES:
         raise CommandError(f"--dtype: {dtype!r} is none of {', '.join(_DTYPES)}")
-    if everything and kind == "functional-ds":
-        raise CommandError("--all: a state's other tensors belong to its step; write params, or --to dcp")
     limit = size(shard_bytes, option="--shard-bytes") if shard_bytes else None
     if limit is not None and (kind != "safetensors" or Path(target).suffix == ".safetensors"):
         raise CommandError("--shard-bytes: it is for a folder of safetensors files")
-    wanted = {name: name for name in found.tensors} if everything else dict(found.params)
-    wanted = {name: place for name, place in wanted.items() if only is None or fnmatch.fnmatchcase(name, only)}
-    if not wanted:
+    if kind == "functional-ds":
+        wanted = state_names(found)
+    else:
+        wanted = {name: name for name in found.tensors} if everything else dict(found.params)
+    chosen = {name: place for name, place in wanted.items() if only is None or _is_like(name, only)}
+    if not chosen:
         raise CommandError(f"--only: no name of {source} is like {only!r}" if only else f"{source} has no params")
-    values = _values(found, wanted, _DTYPES.get(dtype or ""))
-    written_as(kind, values, Path(target), shard_bytes=limit, overwrite=overwrite)
+    values = _values(found, chosen, _DTYPES.get(dtype or ""))
+    if kind == "functional-ds":
+        values |= _counted(values)
+    updates = int(values["step"]) if "step" in values else 0
+    written_as(kind, values, Path(target), shard_bytes=limit, overwrite=overwrite, step=updates, extra=found.notes.get("extra"))
+    left_out = [*_unused(found.tensors, set(chosen.values())), *found.left_out, *found.notes.get("beside", ())]
     data: dict[str, Any] = {
         "source": source,
         "from": found.kind,
@@ -135,14 +146,38 @@ def convert(
         "tensors": len(values),
         "elements": sum(x.numel() for x in values.values()),
         "bytes": sum(x.nbytes for x in values.values()),
-        "left_out": len(found.tensors) - len(wanted),
+        "left_out": left_out,
     }
-    emit(
-        [f"{source} ({found.kind}) -> {target} ({kind}): {len(values)} tensors, {bytes_of(data['bytes'])}"],
-        data,
-        as_json=as_json,
-    )
+    page = [f"{source} ({found.kind}) -> {target} ({kind}): {len(values)} tensors, {bytes_of(data['bytes'])}"]
+    if left_out:
+        page.append(f"left out: {_roles(left_out)}")
+    emit(page, data, as_json=as_json)
     return 0
+
+
+def _unused(names: Iterable[str], used: Set[str]) -> list[str]:
+    """The names that are not used; a param whose more exact form is used is none of them."""
+    forms = {place.partition("/")[2] for place in used if place.startswith(_FORMS)}
+    rest = (name for name in names if name not in used)
+    return [name for name in rest if not (name.startswith(_FORMS) and name.partition("/")[2] in forms)]
+
+
+def _is_like(name: str, pattern: str) -> bool:
+    """Whether a name, or the leaf after its role, matches."""
+    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name.partition("/")[2], pattern)
+
+
+def _counted(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The number of updates, where a checkpoint has only its optimizer's counts."""
+    counts = [int(x) for name, x in values.items() if name.startswith("optimizer.steps/")]
+    return {"step": torch.tensor(max(counts))} if counts and "step" not in values else {}
+
+
+def _roles(names: Iterable[str]) -> str:
+    """Names by what is before their slash: ``optimizer.exp_avg (2)``."""
+    counts = Counter(name.partition("/")[0] for name in names)
+    shown = [role if count == 1 else f"{role} ({count})" for role, count in counts.items()]
+    return ", ".join(shown[:_SHOWN]) + (f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else "")
 
 
 def _values(found: NamedTensors, wanted: dict[str, str], dtype: torch.dtype | None) -> dict[str, Tensor]:
@@ -150,8 +185,13 @@ def _values(found: NamedTensors, wanted: dict[str, str], dtype: torch.dtype | No
         read = found.read(list(dict.fromkeys(wanted.values())))
     except (CheckpointError, ValueError, OSError, RuntimeError) as error:
         raise CommandError(f"{found.path} cannot be read: {error}") from error
-    cast = {name: x.to(dtype) if dtype is not None and x.is_floating_point() else x for name, x in read.items()}
-    return {name: cast[place] for name, place in wanted.items()}
+    return {name: _cast(name, read[place], dtype) for name, place in wanted.items()}
+
+
+def _cast(name: str, value: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A param in the dtype; of an optimizer everything stays as exact as it was."""
+    floating = value.is_floating_point() and not name.startswith("optimizer.")
+    return value.to(dtype) if dtype is not None and floating else value
 
 
 def _damage(found: NamedTensors) -> str | None:

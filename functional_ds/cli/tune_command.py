@@ -35,6 +35,9 @@ def tune(
     precision: Annotated[str | None, typer.Option(help="fp32, bf16, fp16; bf16 on a GPU and fp32 else.")] = None,
     micro_batch: Annotated[str | None, typer.Option(help="Rows of micro-batches; all that divide by default.")] = None,
     recompute: Annotated[str, typer.Option(help="no, yes, or both.")] = "no",
+    tp: Annotated[
+        str | None, typer.Option(help="Tensor-parallel ranks: 1,2; all that divide by default, if the model says its cuts.")
+    ] = None,
     seq: Annotated[int, typer.Option(help="Tokens of a row, for a Hugging Face model.")] = 1024,
     limit: Annotated[str | None, typer.Option(help="Memory of a rank: 80GB; the GPU's by default.")] = None,
     machine: Annotated[str, typer.Option(help="For predicted times, as for plan.")] = "here",
@@ -54,6 +57,7 @@ def tune(
       functional-ds tune train.py:model --rows 256
       functional-ds tune llama/config.json --rows 32 --seq 2048 --ranks 8 --recompute both --out ds_config.json
       functional-ds tune train.py:model --rows 64 --zero 1,2 --micro-batch 4,8 --best 8 --json
+      functional-ds tune llama/config.json --rows 32 --ranks 8 --tp 1,2,4
       functional-ds tune train.py:model --rows 64 --best 12 --save-machine here.json
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -73,7 +77,9 @@ def tune(
     subject = subject_of(model, seq=seq)
     if subject.loss is None:
         raise CommandError(f"MODEL: {model} has no loss and no batch, so nothing can be measured")
-    made = candidates_of(base_config(config), count, rows, stages=stages, precisions=words, micro=micro, recompute=again)
+    cuts = _tensor_ranks(subject, count, tp)
+    base = base_config(config)
+    made = candidates_of(base, count, rows, stages=stages, precisions=words, micro=micro, recompute=again, tp=cuts)
     most = size(limit, option="--limit") if limit else 0
     place = machine_of(machine, ranks=count)
     found, refused = _predicted(subject, made, place, most)
@@ -82,7 +88,7 @@ def tune(
     def run(each: Forecast, count_of_steps: int) -> Measurement:
         sys.stderr.write(f"{each.candidate.name}: {count_of_steps} steps\n")
         its = each.candidate
-        spec = TrialSpec(model, dict(its.config), count, its.recompute, seq, device, count_of_steps)
+        spec = TrialSpec(model, dict(its.config), count, its.recompute, seq, device, count_of_steps, its.tp)
         return measure(spec, timeout=timeout)
 
     runs = halve(chosen, run, steps=steps)
@@ -117,21 +123,47 @@ def candidates_of(
     precisions: Sequence[str],
     micro: Sequence[int] | None,
     recompute: Sequence[bool] = (False,),
+    tp: Sequence[int] = (1,),
 ) -> list[Candidate]:
     """Every strategy of these words whose micro-batches make up the rows.
 
+    With several ranks of tp, the rows are divided among fewer data-parallel ones. Where a rank of dp is alone, ZeRO's stages
+    differ in nothing that it stores or sends, and the first of them stands for all.
+
     Args:
         base: a config.
-        ranks: data-parallel.
+        ranks: all, data-parallel and tensor-parallel.
         rows: of a step, over all ranks.
         stages: of ZeRO.
         precisions: words of ``PRECISIONS``.
         micro: sizes of micro-batches; None for all divisors of a rank's rows.
         recompute: whether blocks are recomputed.
+        tp: numbers of tensor-parallel ranks, which divide the ranks.
 
     Raises:
         CommandError: the rows do not divide.
     """
+    found, wrong = list[Candidate](), list[CommandError]()
+    for each in tp:
+        try:
+            found += _of_mesh(base, ranks // each, rows, stages, precisions, micro, recompute, each)
+        except CommandError as error:  # of another mesh they may divide
+            wrong.append(error)
+    if not found:
+        raise wrong[0]
+    return found
+
+
+def _of_mesh(
+    base: Mapping[str, Any],
+    ranks: int,
+    rows: int,
+    stages: Sequence[int],
+    precisions: Sequence[str],
+    micro: Sequence[int] | None,
+    recompute: Sequence[bool],
+    tp: int,
+) -> list[Candidate]:
     if rows % ranks:
         raise CommandError(f"--rows {rows} do not divide among {ranks} ranks")
     own = rows // ranks
@@ -139,12 +171,28 @@ def candidates_of(
     if not sizes:
         raise CommandError(f"--micro-batch: none divides the {own} rows of a rank")
     return [
-        Candidate.of(base, ranks, stage=stage, precision=word, micro_batch=each, accumulate=own // each, recompute=again)
-        for stage in stages
+        Candidate.of(base, ranks, stage=stage, precision=word, micro_batch=each, accumulate=own // each, recompute=again, tp=tp)
+        for stage in (stages if tp == 1 or ranks > 1 else stages[:1])
         for word in precisions
         for each in sizes
         for again in recompute
     ]
+
+
+def _tensor_ranks(subject: Subject, ranks: int, words: str | None) -> list[int]:
+    """The numbers of tensor-parallel ranks to try."""
+    divisors = [each for each in range(1, ranks + 1) if ranks % each == 0]
+    if words is None:
+        return divisors if subject.tp_plan is not None else [1]
+    found = numbers(words, option="--tp", low=1)
+    wrong = [each for each in found if each not in divisors]
+    if wrong:
+        raise CommandError(f"--tp {wrong[0]} does not divide {ranks} ranks")
+    if subject.tp_plan is None and max(found) > 1:
+        raise CommandError(
+            "--tp: nobody says how layers are cut: give tp_plan beside the module, or a Hugging Face model with one"
+        )
+    return found
 
 
 def _predicted(
@@ -225,4 +273,5 @@ def _page(
     if winner is None:
         return [*page, "No run ended well."]
     its = winner.candidate.candidate
-    return [*page, f"winner: {its.name}\n{its.line()}\n{json.dumps(_config(its))}"]
+    mesh = f"mesh = comm.mesh(dp={its.ranks}, tp={its.tp})  # the config below knows dp alone\n" if its.tp > 1 else ""
+    return [*page, f"winner: {its.name}\n{mesh}{its.line()}\n{json.dumps(_config(its))}"]

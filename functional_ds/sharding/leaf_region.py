@@ -137,6 +137,10 @@ class LeafRegion:
         >>> [(box.start, box.shape, box.place) for box in region.boxes(1, 12, (1,))]
         [((0, 4), (1, 2), 1), ((1, 3), (3, 3), 3)]
         """
+        if not dims:  # one range
+            if stop > start:
+                yield Box((start,), (stop - start,), start, (1,))
+            return
         ranges = self._grouped_ranges(dims)
         own = [sum(last - first for first, last in each) for each in ranges]
         strides = _strides(own)
@@ -148,6 +152,8 @@ class LeafRegion:
 
     def bounds(self, start: int, stop: int, dims: Sequence[int]) -> list[tuple[int, int]]:
         """Between which positions along each dim these elements lie; quicker than the boxes, and at times too wide."""
+        if not dims:
+            return [(start, stop) if stop > start else (0, 0)]
         ranges = self._grouped_ranges(dims)
         row = math.prod(sum(last - first for first, last in each) for each in ranges[1:])
         rows = list(_pieces(ranges[0], start // row, -(-stop // row))) if row and stop > start else []

@@ -7,6 +7,7 @@ import os
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -75,6 +76,27 @@ def test_large_files_are_what_was_written(
     assert (tmp_path / "a").read_bytes() == data
     assert file.size == len(data)
     storage.check_file(tmp_path, file)
+
+
+def test_bytes_are_read_straight_into_their_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system writes into the requests' own memory, in as many calls as it wants; only what lies between goes elsewhere."""
+    data = random.Random(0).randbytes(BLOCK + 5000)
+    file = storage.write(tmp_path / "a", [memoryview(data)])
+    call, given = os.preadv, list[tuple[int, int]]()
+
+    def short(handle: int, parts: list[memoryview], position: int) -> int:
+        given.extend((np.frombuffer(part, np.uint8).ctypes.data, len(part)) for part in parts)
+        return call(handle, [parts[0][:300_000]], position)
+
+    monkeypatch.setattr(os, "preadv", short)
+    room = np.zeros(len(data), np.uint8)
+    requests = [storage.ReadRequest(low, room[low:high].data) for low, high in ((0, 400_000), (400_010, len(data)))]
+    storage.read(tmp_path, file, requests=requests)
+    room[400_000:400_010] = np.frombuffer(data, np.uint8)[400_000:400_010]
+    assert room.tobytes() == data
+    inside = [count for place, count in given if 0 <= place - room.ctypes.data < len(room)]
+    assert len(inside) > 4
+    assert {count for place, count in given} - set(inside) == {10}
 
 
 def test_a_file_system_that_refuses_a_write_past_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

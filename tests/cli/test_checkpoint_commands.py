@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 import functional_ds as fds
 from functional_ds import comm
 from functional_ds import transforms as T
+from functional_ds.cli.entry import main
 from functional_ds.cli.stored.kinds import open_checkpoint
 from functional_ds.cli.stored.writing import written_as
 from tests.cli.running import answer, refusal, run
@@ -100,7 +102,13 @@ def test_any_kind_to_any_kind(run_of_two_ranks: Any, kind: str, tmp_path: Path, 
     first = tmp_path / ("first.pt" if kind == "torch" else "first")
     found = answer(capsys, "convert", path, first, "--to", kind)
     assert found.keys() == {"source", "from", "target", "to", "tensors", "elements", "bytes", "left_out"}
-    assert (found["from"], found["to"], found["tensors"], found["elements"]) == ("functional-ds", kind, 2, 29)
+    assert (found["from"], found["to"]) == ("functional-ds", kind)
+    if kind == "functional-ds":
+        assert found["left_out"] == []
+    else:
+        assert (found["tensors"], found["elements"]) == (2, 29)
+        assert "optimizer.exp_avg/b" in found["left_out"]
+        assert "params/b" not in found["left_out"]  # its master was written
     assert answer(capsys, "inspect", first)["kind"] == kind
     answer(capsys, "convert", first, tmp_path / "last.safetensors")
     last = open_checkpoint(str(tmp_path / "last.safetensors"))
@@ -110,7 +118,7 @@ def test_any_kind_to_any_kind(run_of_two_ranks: Any, kind: str, tmp_path: Path, 
 
 
 def test_a_converted_checkpoint_starts_a_step(tmp_path: Path) -> None:
-    written_as("functional-ds", params(), tmp_path / "run")
+    written_as("functional-ds", {f"params/{name}": x for name, x in params().items()}, tmp_path / "run")
     step = fds.compose(T.mixed_precision("bf16"), T.zero(2))(fds.train_step(lambda p, x: p["b"].sum(), fds.adamw(1e-2)))
     state = fds.load(
         tmp_path / "run", like=step.init({name: torch.zeros(shape) for name, shape in SHAPES.items()}), only="params"
@@ -125,10 +133,94 @@ def test_deepspeeds_checkpoints(stage: int, tmp_path: Path, capsys: pytest.Captu
     path = Layout(stage, 2, [["a.w", "b"]], values).write(tmp_path / "ds")
     found = answer(capsys, "inspect", path)
     assert (found["kind"], found["stage"], found["ranks"], found["step"]) == ("deepspeed", stage, 2, 3)
-    assert found["groups"].keys() == {"masters", "optimizer.exp_avg", "optimizer.exp_avg_sq"}
+    assert found["groups"].keys() == {"masters", "optimizer.exp_avg", "optimizer.exp_avg_sq", "optimizer.steps", "others"}
     answer(capsys, "convert", path / "global_step3", tmp_path / "m.safetensors")
     for name, x in open_checkpoint(str(tmp_path / "m.safetensors")).read(list(SHAPES)).items():
         assert torch.equal(x, values[name]["master"])
+
+
+def fresh(*strategy: Any) -> tuple[fds.Step, fds.State]:
+    """A step with AdamW, and a state of zeros."""
+    step = fds.compose(*strategy)(fds.train_step(lambda p, x: p["a.w"].sum() + p["b"].sum(), fds.adamw(1e-2)))
+    return step, step.init({name: torch.zeros(shape) for name, shape in SHAPES.items()})
+
+
+@pytest.mark.parametrize("between", [None, "dcp"])
+def test_a_whole_state_is_converted(run_of_two_ranks: Any, between: str | None, tmp_path: Path) -> None:
+    """Law: load ∘ convert = load, on another mesh, optimizer, counts, key, settings and extra included."""
+    path, _ = run_of_two_ranks
+    found = open_checkpoint(str(path))
+    source = path
+    if between:
+        assert main(["convert", str(path), str(tmp_path / "between"), "--to", between, "--all"]) == 0
+        source = tmp_path / "between"
+    assert main(["convert", str(source), str(tmp_path / "ours"), "--to", "functional-ds"]) == 0
+    _, like = fresh(T.ema(0.9), T.mixed_precision("bf16"))
+    one = fds.load(path, like=like, allow_missing="averages")
+    two = fds.load(tmp_path / "ours", like=like, allow_missing="averages")
+    for a, b in zip(fds.tree.leaves(one), fds.tree.leaves(two), strict=True):
+        assert torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+    assert two.step == 2 == open_checkpoint(str(tmp_path / "ours")).notes["step"]
+    if not between:
+        assert open_checkpoint(str(tmp_path / "ours")).notes["extra"] == found.notes["extra"] == {"rows": 4}
+
+
+def averages_are_converted(folder: Path) -> None:
+    step, like = fresh(T.ema(0.5))
+    state, _ = step(like, torch.ones(1))
+    fds.save(state, folder / "run")
+    assert main(["convert", str(folder / "run"), str(folder / "ours"), "--to", "functional-ds"]) == 0
+    loaded = fds.load(folder / "ours", like=fresh(T.ema(0.5))[1])
+    for a, b in zip(fds.tree.leaves(state), fds.tree.leaves(loaded), strict=True):
+        assert torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+
+
+def test_averages_are_converted(tmp_path: Path) -> None:
+    averages_are_converted(tmp_path)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_deepspeed_run_goes_on_here(stage: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Law: the state is that of ``fds.from_deepspeed``; what a state has no place for is named."""
+    path = Layout(stage, 2, [["a.w"], ["b"]], values_of(SHAPES)).write(tmp_path / "ds")
+    found = answer(capsys, "convert", path, tmp_path / "ours", "--to", "functional-ds")
+    assert {"lr_scheduler", "modules' buffers"} <= set(found["left_out"])
+    _, like = fresh(T.zero(1))
+    one = fds.interchange.from_deepspeed(path, like=like)
+    two = fds.load(tmp_path / "ours", like=like, allow_missing="key*")
+    assert two.step == 3
+    for a, b in zip(fds.tree.leaves(one), fds.tree.leaves(two), strict=True):
+        assert torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+
+
+def test_a_dcp_of_torchs_optimizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What ``torch.distributed.checkpoint.state_dict`` names goes to its params, and numbered tensors nowhere."""
+    from torch.distributed.checkpoint import save as dcp_save
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    module = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(module.parameters())
+    for _ in range(2):
+        module(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    model, optim = get_state_dict(module, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp_save(
+            {"model": model, "optim": optim, "epoch": 3, "old": {"state": {0: {"exp_avg": torch.ones(2)}}}},
+            checkpoint_id=tmp_path / "a",
+        )
+    found = answer(capsys, "convert", tmp_path / "a", tmp_path / "ours", "--to", "functional-ds")
+    assert {"epoch", "old.state.0.exp_avg"} <= set(found["left_out"])
+    step = fds.train_step(lambda p, x: p["weight"].sum(), fds.adamw(1e-2))
+    like = step.init({"weight": torch.zeros(3, 4), "bias": torch.zeros(3)})
+    state = fds.load(tmp_path / "ours", like=like, allow_missing="key*")
+    assert state.step == 2
+    assert torch.equal(step.params(state)["weight"], module.weight)
+    moments = dict(zip(("weight", "bias"), zip(state.optimizer.exp_avg, state.optimizer.exp_avg_sq, strict=True), strict=True))
+    for name, param in module.named_parameters():
+        mean, square = optimizer.state[param]["exp_avg"], optimizer.state[param]["exp_avg_sq"]
+        assert any(torch.equal(mean, m) and torch.equal(square, s) for m, s in moments.values()), name
 
 
 def test_options(run_of_two_ranks: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,7 +228,7 @@ def test_options(run_of_two_ranks: Any, tmp_path: Path, capsys: pytest.CaptureFi
     answer(capsys, "convert", path, tmp_path / "x.pt", "--only", "a.*", "--dtype", "bf16")
     found = open_checkpoint(str(tmp_path / "x.pt")).read(["a.w"])["a.w"]
     assert torch.equal(found, masters["a.w"].bfloat16())
-    assert answer(capsys, "convert", path, tmp_path / "all", "--to", "dcp", "--all")["left_out"] == 0
+    assert answer(capsys, "convert", path, tmp_path / "all", "--to", "dcp", "--all")["left_out"] == []
     assert "optimizer.exp_avg/b" in open_checkpoint(str(tmp_path / "all")).tensors
     assert answer(capsys, "convert", path, tmp_path / "hf", "--to", "safetensors", "--shard-bytes", "100B")["tensors"] == 2
     assert (tmp_path / "hf" / "model.safetensors.index.json").is_file()
@@ -148,7 +240,6 @@ def test_options(run_of_two_ranks: Any, tmp_path: Path, capsys: pytest.CaptureFi
         ((tmp_path / "y.pt", "--only", "c.*"), "no name of"),
         ((tmp_path / "y.pt", "--dtype", "int8"), "'int8' is none of"),
         ((tmp_path / "y.pt", "--shard-bytes", "1kB"), "folder of safetensors files"),
-        ((tmp_path / "y", "--to", "functional-ds", "--all"), "belong to its step"),
         ((tmp_path / "y.pt", "--tag", "three"), "no checkpoint 'three'"),
     ]:
         assert says in refusal(capsys, "convert", path, *words)

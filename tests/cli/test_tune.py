@@ -6,6 +6,7 @@ from pathlib import Path
 import attrs
 import pytest
 
+from functional_ds import comm
 from functional_ds.cli import tune_command
 from functional_ds.cli.planning.candidate import Candidate
 from functional_ds.cli.planning.forecast import forecast
@@ -41,6 +42,38 @@ def test_every_candidate_trains_on_the_same_rows() -> None:
     assert len(found) == 2 * 6 * 2
     assert {each.plan.batch.train_batch_size for each in found} == {24}
     assert len({json.dumps(each.as_dict()) for each in found}) == len(found)
+
+
+def test_tensor_parallel_ranks_are_tried_where_the_model_says_its_cuts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every divisor of the ranks; the rows of a step are the same on every mesh."""
+    tried = list[tuple[int, int]]()
+
+    def quick(spec: TrialSpec, *, timeout: float) -> Measurement:
+        tried.append((spec.candidate.ranks, spec.candidate.tp))
+        assert spec.candidate.plan.batch.train_batch_size == 4
+        return Measurement(1.0 / spec.tp, 1, 1)
+
+    monkeypatch.setattr(tune_command, "measure", quick)
+    words = ["--ranks", 2, "--zero", "1,2", "--micro-batch", 1, "--machine", "h100", "--best", 99, "--rows", 4]
+    found = answer(capsys, "tune", f"{HERE}:cut", *words)
+    assert set(tried) == {(2, 1), (1, 2)}
+    assert found["candidates"] == 2 + 1  # a rank of dp that is alone has no stages
+    assert (found["winner"]["tp"], found["winner"]["ranks"]) == (2, 1)
+    shown = run(capsys, "tune", f"{HERE}:cut", "--tp", 2, *words)[1]
+    assert "mesh = comm.mesh(dp=1, tp=2)" in shown
+    assert 'T.tensor_parallel(tp_plan, mesh["tp"])' in shown
+    uneven = candidates_of({}, 2, 3, stages=[1], precisions=["fp32"], micro=None, tp=[1, 2])  # dp=2 cannot divide 3 rows
+    assert {each.tp for each in uneven} == {2}
+
+
+def test_a_trial_of_tensor_parallel_ranks_has_the_predicted_state() -> None:
+    """Law: predicted bytes of a rank's state = measured ones, on the mesh (1, 2)."""
+    candidate = Candidate.of({}, 1, stage=0, micro_batch=2, tp=2)
+    spec = TrialSpec(f"{HERE}:cut", dict(candidate.config), 2, steps=1, tp=2)
+    expected = forecast(subject_of(f"{HERE}:cut"), candidate, machine=MACHINES["h100"], limit=0).shape.memory.state
+    assert [state for _, _, state in comm.simulate(run_rank, spec, world_size=2)] == [expected] * 2
 
 
 def test_a_child_that_dies_is_a_result() -> None:
@@ -127,6 +160,8 @@ def test_nothing_ends_well(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
         ([f"{HERE}:mlp", "--rows", "4", "--micro-batch", "3"], "none divides the 4 rows"),
         ([f"{HERE}:mlp", "--rows", "0"], "at least 1"),
         ([f"{HERE}:mlp", "--rows", "1", "--recompute", "maybe"], "none of no, yes, both"),
+        ([f"{HERE}:cut", "--rows", "4", "--ranks", "2", "--tp", "3"], "--tp 3 does not divide 2 ranks"),
+        ([f"{HERE}:mlp", "--rows", "4", "--ranks", "2", "--tp", "1,2"], "nobody says how layers are cut"),
         ([f"{HERE}:plain", "--rows", "1", "--machine", "h100"], "no loss and no batch"),
         ([f"{HERE}:mlp", "--rows", "1", "--out", "nowhere/ds.json"], "--out nowhere/ds.json: there is no folder nowhere"),
         ([f"{HERE}:mlp", "--rows", "1", "--save-machine", "nowhere/m.json"], "there is no folder nowhere"),

@@ -177,11 +177,19 @@ def _deepspeed(path: Path, tag: str | None) -> NamedTensors:
         for name, param in files.params.items()
         if not param.frozen
     }
+    trained = [name for name, param in files.params.items() if not param.frozen and kinds]
+    tensors |= {f"optimizer.steps/{name}": TensorHeader((), torch.float32) for name in trained}
+    updates = max(files.updates, default=0) or files.steps[0] - files.steps[1]
+    tensors["step"] = TensorHeader((), torch.int64)
 
     def read(names: Sequence[str]) -> dict[str, Tensor]:
         found = {}
         for name in names:
             role, _, leaf = name.partition("/")
+            if role in ("step", "optimizer.steps"):
+                count = updates if role == "step" else files.updates[files.params[leaf].group]
+                found[name] = torch.tensor(count, dtype=tensors[name].dtype)
+                continue
             param, header = files.params[leaf], tensors[name]
             flat = torch.empty(header.numel)
             kind = MASTER if role == "masters" else role.removeprefix("optimizer.")
@@ -191,7 +199,10 @@ def _deepspeed(path: Path, tag: str | None) -> NamedTensors:
         return found
 
     notes = {"tag": files.path.name, "stage": files.stage, "ranks": len(files.flats), "aliases": dict(files.aliases)}
-    notes |= {"step": max(files.updates, default=0)}
+    notes |= {
+        "step": updates,
+        "beside": ("loss_scaler", "lr_scheduler", "client_state", "modules' buffers", "random generators"),
+    }
     params = {name: f"masters/{name}" for name in files.params}
     return NamedTensors("deepspeed", path, tensors, params, notes, read)
 

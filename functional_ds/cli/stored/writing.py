@@ -10,11 +10,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from functional_ds.checkpointing.save import save
+from functional_ds.checkpointing.named_tensors import save_named
 from functional_ds.cli.words.errors_in_one_line import CommandError
 from functional_ds.interchange.export import export
-from functional_ds.optim.sgd import sgd
-from functional_ds.step.train_step import train_step
 
 __all__ = ["WRITTEN", "written_as"]
 
@@ -22,16 +20,25 @@ WRITTEN = ("safetensors", "functional-ds", "dcp", "torch")
 
 
 def written_as(
-    kind: str, tensors: Mapping[str, Tensor], path: Path, *, shard_bytes: int | None = None, overwrite: bool = False
+    kind: str,
+    tensors: Mapping[str, Tensor],
+    path: Path,
+    *,
+    shard_bytes: int | None = None,
+    overwrite: bool = False,
+    step: int = 0,
+    extra: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes tensors by name.
 
     Args:
-        kind: one of ``WRITTEN``. A checkpoint of this library has them as ``params/<name>`` of a state without an optimizer's.
+        kind: one of ``WRITTEN``. A checkpoint of this library takes names of states: ``params/<name>`` and others.
         tensors: by name.
         path: of a file or folder.
         shard_bytes: of a safetensors file in a folder.
         overwrite: whether what is there is replaced.
+        step: the number of updates, for a checkpoint of this library.
+        extra: the JSON values of such a checkpoint.
 
     Raises:
         CommandError: something is there; the path cannot be written.
@@ -51,7 +58,6 @@ def written_as(
                 state: dict[str, Any] = {name: x.clone() for name, x in values.items()}
                 state_dict_saver.save(state, storage_writer=FileSystemWriter(path), no_dist=True)
         else:
-            step = train_step(lambda params, batch: None, sgd(0.1))
-            save(step.init(dict(values)), path, tag="converted")
+            save_named(values, path, tag="converted", step=step, extra=extra)
     except (OSError, ValueError, TypeError, RuntimeError) as error:
         raise CommandError(f"DST: {path} cannot be written: {error}") from error

@@ -31,7 +31,7 @@ _STATUS = Path("/proc/self/status")
 
 @attrs.frozen
 class TrialSpec:
-    """What a trial runs: a model's name, a candidate, and on how many ranks of which device."""
+    """What a trial runs: a model's name, a candidate, and on how many ranks of which device, ``tp`` of them for each of dp."""
 
     model: str
     config: dict[str, Any]
@@ -40,6 +40,12 @@ class TrialSpec:
     seq: int = 1024
     device: str = "cpu"
     steps: int = 4
+    tp: int = 1
+
+    @property
+    def candidate(self) -> Candidate:
+        """The candidate that is tried."""
+        return Candidate(self.config, self.ranks // self.tp, self.recompute, self.tp)
 
 
 def measure(spec: TrialSpec, *, timeout: float) -> Measurement:
@@ -84,10 +90,10 @@ def run_rank(spec: TrialSpec) -> tuple[float, int, int]:
     before = _resident()
     torch.manual_seed(0)
     subject = subject_of(spec.model, seq=spec.seq, device=str(device))
-    candidate = Candidate(spec.config, spec.ranks, spec.recompute)
+    candidate = spec.candidate
     if subject.loss is None or subject.batch is None:
         raise ValueError("the model has no loss and no batch, so nothing can be measured")
-    step = candidate.step(subject.loss)
+    step = candidate.step(subject.loss, tp_plan=subject.tp_plan)
     state = step.init(subject.params)
     batch, held = subject.batch(candidate.plan.batch.rows), measured(state).state
     del subject
@@ -105,8 +111,9 @@ def run_rank(spec: TrialSpec) -> tuple[float, int, int]:
 
 def _warm_up(spec: TrialSpec) -> None:
     """A step of two numbers, so that what libraries take once is no part of the peak."""
-    step = Candidate(spec.config, spec.ranks).step(lambda params, x: (params["w"] * x).sum())
-    step(step.init({"w": torch.ones(2)}), torch.ones(Candidate(spec.config, spec.ranks).plan.batch.rows, 2))
+    candidate = Candidate(spec.config, spec.ranks)
+    step = candidate.step(lambda params, x: (params["w"] * x).sum())
+    step(step.init({"w": torch.ones(2)}), torch.ones(candidate.plan.batch.rows, 2))
 
 
 def _forget_peak(device: torch.device) -> None:
