@@ -15,7 +15,7 @@ import functional_ds as fds
 from functional_ds import comm
 from functional_ds import transforms as T
 from functional_ds.compiling import JitWarning
-from functional_ds.compiling.graphs import region_compiler
+from functional_ds.compiling.jitted import region_compiler
 from tests.compiling import test_jit
 from tests.compiling.test_jit import (
     STRATEGIES,

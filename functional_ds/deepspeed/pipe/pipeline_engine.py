@@ -2,7 +2,6 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,7 +16,6 @@ from functional_ds.deepspeed.engine.loop.engine_loop import LossShare, grad_norm
 from functional_ds.deepspeed.engine.loop.live_module import LiveModule
 from functional_ds.optim.optimizer import Optimizer, PerParameter
 from functional_ds.step.compose import compose
-from functional_ds.step.state import DonatedStateError
 from functional_ds.step.step import Metrics
 from functional_ds.step.train_step import train_step
 
@@ -93,13 +91,7 @@ class PipelineEngine:
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         batch = self._next(self.gradient_accumulation_steps())
-        self._live.release()
-        try:
-            self._state, metrics = self._step(self._state, batch)
-        except BaseException:
-            with suppress(DonatedStateError):  # an error before the update leaves the state whole
-                self._show()
-            raise
+        self._state, metrics = self._step(self._state, batch)
         self._show()
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
