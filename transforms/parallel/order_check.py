@@ -13,8 +13,8 @@ from .batch_cut import CutBatch
 __all__ = ["in_halves", "in_other_orders"]
 
 
-def in_other_orders(piece: CutBatch, dims: Mapping[str, int]) -> tuple[CutBatch, CutBatch] | None:
-    """This rank's piece twice, with other tokens in its places; None where it has one token, so that there is no order.
+def in_other_orders(piece: CutBatch, dims: Mapping[str, int]) -> tuple[CutBatch, CutBatch]:
+    """This rank's piece twice, with other tokens in its places; a single token stays, as other ranks may have more.
 
     What a right model makes of each token is the same in both, to the last bits: tokens go with their labels and their
     ``position_ids``, and attention sees nothing of where they lie. Each attends to itself, and in every four neighbours the
@@ -29,8 +29,6 @@ def in_other_orders(piece: CutBatch, dims: Mapping[str, int]) -> tuple[CutBatch,
     ranks, layout = axis.group.size, axis.layout
     held = layout.order(axis.length, ranks).view(ranks, -1)  # [ranks, positions of each]
     size = held.shape[1]
-    if size == 1:
-        return None
     fours = size // 4 * 4
     order = torch.arange(size)
     order = order[:fours].view(-1, 4)[:, [0, 2, 1, 3]].flatten() if fours else order.flip(0)
@@ -68,10 +66,10 @@ def in_other_orders(piece: CutBatch, dims: Mapping[str, int]) -> tuple[CutBatch,
     )
 
 
-def in_halves(piece: CutBatch, dims: Mapping[str, int]) -> tuple[CutBatch, CutBatch, CutBatch] | None:
+def in_halves(piece: CutBatch, dims: Mapping[str, int]) -> tuple[CutBatch, CutBatch, CutBatch]:
     """This rank's piece, its first half twice, and its second half twice, where each token attends to itself alone.
 
-    A sum over tokens is in the first the mean of the two others. None where the rank has one token.
+    A sum over tokens is in the first the mean of the two others. A single token stays in all three.
 
     Args:
         piece: of the batch.
@@ -80,8 +78,6 @@ def in_halves(piece: CutBatch, dims: Mapping[str, int]) -> tuple[CutBatch, CutBa
     axis = piece.axis
     held = axis.layout.order(axis.length, axis.group.size).view(axis.group.size, -1)
     size, half = held.shape[1], held.shape[1] // 2
-    if not half:
-        return None
     every = torch.arange(size)
 
     def of(order: Tensor) -> CutBatch:

@@ -178,15 +178,21 @@ class _SequenceParallel:
         piece = batch if isinstance(batch, CutBatch) else self.cut(step, state, batch)[0]
         return inner(step, state, piece)  # type: ignore[no-any-return]
 
+    def checks(self, step: Step, state: State) -> bool:
+        """Whether the first step computes more than one loss: the same on all ranks, whatever the lengths of their batches."""
+        return not (
+            comm.is_symmetric(self.ranks()) or self.ranks().size == 1 or step.has(Trait.PIPELINES) or state.step.is_meta
+        )
+
     def check_order(self, step: Step, state: State, piece: CutBatch, dims: Mapping[str, int]) -> None:
         """Refuses a loss to which the order of a rank's positions matters beside attention, by two passes without gradients.
 
         Raises:
             ValueError: on all ranks.
         """
-        two = None if comm.is_symmetric(self.ranks()) or step.has(Trait.PIPELINES) else in_other_orders(piece, dims)
-        if two is None or self.ranks().size == 1 or state.step.is_meta or not state.graphs.is_new("order of a sequence"):
+        if not self.checks(step, state) or not state.graphs.is_new("order of a sequence"):
             return
+        two = in_other_orders(piece, dims)
         before = RngState.now()
         try:
             one, other = (step.phases["measure"](step, state, each)["loss"] for each in two)
@@ -217,9 +223,9 @@ class _SequenceParallel:
             ValueError: on all ranks.
         """
         group = self.ranks()
-        three = None if comm.is_symmetric(group) or step.has(Trait.PIPELINES) or step.draws else in_halves(piece, dims)
-        if three is None or group.size == 1 or state.step.is_meta or not state.graphs.is_new("sum over a sequence"):
+        if step.draws or not self.checks(step, state) or not state.graphs.is_new("sum over a sequence"):
             return
+        three = in_halves(piece, dims)
         before = RngState.now()
         try:
             with comm.ledger() as book:

@@ -62,6 +62,26 @@ def test_sums_are_one_devices(of_tokens: Loss) -> None:
     assert comm.simulate(program, of_tokens, world_size=4) == [pytest.approx(alone)] * 4
 
 
+def test_ranks_with_one_token_take_part() -> None:
+    """In stage 3 they hold parts of what the others compare with."""
+
+    def loss(params: dict[str, Tensor], batch: dict[str, Tensor]) -> fds.Weighted:
+        logits = params["words"][batch["input_ids"]] @ params["words"].T
+        each = F.cross_entropy(logits.mT, batch["shift_labels"], reduction="none")
+        return fds.Weighted(each.sum(), (batch["shift_labels"] != -100).sum())
+
+    def long_and_short() -> float:
+        mesh = comm.mesh(dp=2, sp=2)
+        step = fds.compose(T.zero(3, mesh["dp", "sp"]), T.sequence(mesh["sp"], tokenwise=True))(
+            fds.train_step(loss, fds.sgd(0.01))
+        )
+        params = {"words": torch.randn(WORDS, WIDTH, generator=torch.Generator().manual_seed(0))}
+        own = TOKENS[:, :2] if mesh["dp"].rank else TOKENS
+        return step(step.init(params), {"input_ids": own, "labels": own})[1]["loss"].item()
+
+    assert len(set(comm.simulate(long_and_short, world_size=4))) == 1
+
+
 def test_without_the_check_losses_differ_in_silence() -> None:
     bug = Bug("it is not compared", "transforms.parallel.sequence", "self.check_sum(step, state, piece, dims)", "pass")
     with planted(bug):
