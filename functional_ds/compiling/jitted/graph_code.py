@@ -112,7 +112,7 @@ class GraphCode:
             elif not writer.is_direct(node):
                 self._write(writer, node)
         source = writer.source(inputs)
-        exec(compile(source, "<fds.jit>", "exec"), writer.names)  # noqa: S102 - names, numbers and our own words
+        exec(compile(source, "<fds.jit>", "exec"), writer.names)  # names, numbers and our own words
         run: Callable[[list[Any]], list[Any]] = writer.names["run"]
         return run
 
