@@ -200,8 +200,10 @@ class Apply:
                 unknown[self] = self._fresh({})
             return unknown[self], False
         if not found.complete:
+            recorder = current_recorder()
+            traced = {} if recorder is None else recorder.notes.get("buffers", {})
             for name, buffer in self.module.named_buffers():  # what ``state_dict`` leaves out
-                found.add(name, buffer)
+                found.add(name, traced.get((self, name), buffer))
             found.complete = True
         return found, True
 

@@ -65,7 +65,7 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
         Bug("what is changed in place is not written", COST, "_bytes(changed) + _bytes(fresh)", "_bytes(fresh)"),
     ],
     test_calibration.test_no_factor_is_negative: [
-        Bug("factors are any numbers", FIT, "(x >= 0).all() and error < least", "error < least", CommandError),
+        Bug("factors are any numbers", FIT, "(x >= 0).all() and error < least", "error < least", ValueError),
     ],
     test_calibration.test_on_a_gpu_what_is_hidden_is_not_fitted_to: [
         Bug("what is hidden counts", FIT, "0.0 if name in hidden else perfect[name]", "perfect[name]"),

@@ -73,6 +73,7 @@ class StepGraph:
         gives: the structure of (state, metrics).
         outputs: the results' leaves without values, with their marks.
         notes: what transforms say of the step for passes.
+        buffers: where modules hold those of their buffers that no state has; the graph takes them behind the leaves.
     """
 
     module: fx.GraphModule
@@ -81,11 +82,16 @@ class StepGraph:
     gives: optree.PyTreeSpec
     outputs: Sequence[Any]
     notes: dict[str, Any]
+    buffers: Sequence[tuple[Mapping[str, Any], str]] = ()
 
     def __call__(self, leaves: Sequence[Any]) -> tuple[State, dict[str, Tensor]]:
         """Runs the graph on the leaves of a state, which it writes into, and of a batch."""
         with torch.no_grad(), carrying_out(self.sites):
-            return self.given(self.module(*leaves))
+            return self.given(self.module(*self.taken(leaves)))
+
+    def taken(self, leaves: Sequence[Any]) -> list[Any]:
+        """The graph's inputs: the leaves of a state and of a batch, and the modules' buffers as they are now."""
+        return [*leaves, *(store.get(key) for store, key in self.buffers)]
 
     def given(self, found: Sequence[Any]) -> tuple[State, dict[str, Tensor]]:
         """A result's leaves as the result, with their marks."""

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from functional_ds.base import tree
 from functional_ds.base.marks import like_marked
-from functional_ds.base.torch_private import FakeTensorMode
+from functional_ds.base.torch_private import FakeTensorMode, buffers_of
 from functional_ds.comm.record.call_recorder import recording
 from functional_ds.step.buffers import BUFFERS, Buffers
 from functional_ds.step.state import State
@@ -68,7 +68,11 @@ def trace(step: Step, state: State, batch: Any) -> StepGraph:
     marked = step.wrapped("jit", **marks)
     recorder, gives, outputs = GraphRecorder(), list[optree.PyTreeSpec](), list[list[Any]]()
 
-    def function(*given: Any) -> list[Any]:
+    passing = _passing_buffers(state)
+
+    def function(*inputs: Any) -> list[Any]:
+        given = inputs[: len(leaves)]
+        recorder.notes["buffers"] = dict(zip(passing, inputs[len(leaves) :], strict=True))
         own = [like_marked(x, leaf) if isinstance(leaf, Tensor) else leaf for x, leaf in zip(given, leaves, strict=True)]
         found, spec = tree.flatten(Step.__call__(marked, *tree.unflatten(takes, own)))
         gives.append(spec)
@@ -76,7 +80,8 @@ def trace(step: Step, state: State, batch: Any) -> StepGraph:
         return [x.detach() if isinstance(x, Tensor) else x for x in found]
 
     mode = FakeTensorMode()  # knows no symbols, so a value that is read on the host is an error
-    fakes = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in leaves]
+    held = [store[key] for store, key in passing.values()]
+    fakes = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in (*leaves, *held)]
     try:
         with caches_as_before(state), recording(recorder), carrying_out(recorder.sites), mode, _NoAddresses():
             module = make_fx(function)(*fakes)
@@ -86,7 +91,20 @@ def trace(step: Step, state: State, batch: Any) -> StepGraph:
     _tidy(module.graph)
     _refuse_late_draws(module.graph)
     module.recompile()
-    return StepGraph(module, recorder.sites, takes, gives[0], outputs[0], recorder.notes)
+    del recorder.notes["buffers"]
+    return StepGraph(module, recorder.sites, takes, gives[0], outputs[0], recorder.notes, [*passing.values()])
+
+
+def _passing_buffers(state: State) -> dict[tuple[Any, str], tuple[dict[str, Any], str]]:
+    """Where the modules hold the buffers that ``state_dict`` leaves out and no pass has written, by module and name."""
+    slot = state.slots.get(BUFFERS)
+    found = {}
+    for module, key in slot.known.keys.items() if isinstance(slot, Buffers) else ():
+        for name, _ in module.module.named_buffers():
+            if name not in slot.values[key]:
+                path, _, last = name.rpartition(".")
+                found[module, name] = buffers_of(module.module.get_submodule(path)), last
+    return found
 
 
 def _refuse_attributes(state: State) -> None:

@@ -144,6 +144,9 @@ class _Builder:
         for node in order:
             own[node] = part.node_copy(node, own.__getitem__)
         results = [node for node in _values(inside) if _is_used(node, inside)]
+        for node in results:
+            if node not in own:  # one of several results, which no kernel inside reads
+                own[node] = part.node_copy(node, own.__getitem__)
         part.output([own[node] for node in results])
         module = fx.GraphModule(torch.nn.Module(), part)
         inputs, outputs = ([node.meta["val"] for node in each] for each in (bases, results))

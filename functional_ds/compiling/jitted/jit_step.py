@@ -1,7 +1,7 @@
 """``jit``: a step that runs as a graph."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -52,14 +52,17 @@ class _GraphKind:
     Attributes:
         leaves: their structure, shapes and numbers.
         modes: of the modules that the loss runs, once that is known.
+        buffers: of these modules, those that no state has, with what a graph depends on.
     """
 
     leaves: Any
     modes: dict[Any, tuple[bool, ...]] = attrs.field(factory=dict)
+    buffers: list[tuple[Mapping[str, Any], str, Any]] = attrs.field(factory=list)
 
     def is_now(self) -> bool:
-        """Whether the modules are in these modes."""
-        return all(module.modes == modes for module, modes in self.modes.items())
+        """Whether the modules are in these modes, with such buffers."""
+        like = all(_leaf_kind(store.get(key)) == kind for store, key, kind in self.buffers)
+        return like and all(module.modes == modes for module, modes in self.modes.items())
 
 
 @attrs.define(eq=False)
@@ -193,6 +196,7 @@ class JitStep(Step, CompilesRegions):
         try:
             graph = self._traced(state, batch)
             kind.modes = graph.notes.get("modes", {})
+            kind.buffers = [(store, key, _leaf_kind(store[key])) for store, key in graph.buffers]
             code = _plain_code(graph) if self.backend == "fx" else RegionCode(graph, self.backend)
         except UntraceableError as error:
             reason = str(error)
@@ -251,7 +255,7 @@ def _run(graph: StepGraph, code: GraphCode, state: State, batch: Any, donate: bo
     versions = [version_of(x) for x in leaves if isinstance(x, Tensor)]
     with comm.world().world.step():
         try:
-            new, metrics = graph.given(code(leaves))
+            new, metrics = graph.given(code(graph.taken(leaves)))
         except Exception:
             if donate and versions != [version_of(x) for x in leaves if isinstance(x, Tensor)]:
                 state.donate()

@@ -72,13 +72,17 @@ BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
         [Bug("left-out steps are not counted", f"{ENGINE}.engine_counts", "self.global_steps += 1", "pass")],
     ),
     (
+        (engines.test_the_module_has_the_states_values, 2, False),
+        [Bug("the module's buffers are stale", f"{ENGINE}.loop.live_module", "if held[key] is not buffer:", "if False:")],
+    ),
+    (
         (engines.test_the_module_has_a_loaded_states_values,),
         [
             Bug(
                 "the module is stale",
                 f"{ENGINE}.loop.live_module",
-                "if held[key] is not buffer:",
-                "if False:",
+                "if tensor.data_ptr() != self._seen[index]:",
+                "if self._seen[index] is None:",
             )
         ],
     ),
