@@ -72,6 +72,8 @@ def planted(bug: Bug) -> Iterator[None]:
     """
     module = importlib.import_module(f"functional_ds.{bug.module}")
     changes = _changes(bug, module)
+    if all(f.__module__ != module.__name__ for f in _functions()):  # imported since
+        _functions.cache_clear()
     swaps = {f: f.__code__ for f in _functions() if f.__code__ in changes}
     if not swaps:
         raise LookupError(f"{bug.name}: no function of {module.__name__} has the code to change")

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from functional_ds.cli.hosts_command import HostSlots, filtered
-from functional_ds.cli.words.errors_in_one_line import CommandError
 from functional_ds.modules.operation_cost import SizedOperation
 from functional_ds.state_dict.errors import StructureError
 from tests.cli import test_calibration, test_plan, test_tune

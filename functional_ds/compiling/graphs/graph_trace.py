@@ -97,13 +97,13 @@ def trace(step: Step, state: State, batch: Any) -> StepGraph:
 
 def _passing_buffers(state: State) -> dict[tuple[Any, str], tuple[dict[str, Any], str]]:
     """Where the modules hold the buffers that ``state_dict`` leaves out and no pass has written, by module and name."""
-    slot = state.slots.get(BUFFERS)
-    found = {}
-    for module, key in slot.known.keys.items() if isinstance(slot, Buffers) else ():
-        for name, _ in module.module.named_buffers():
-            if name not in slot.values[key]:
-                path, _, last = name.rpartition(".")
-                found[module, name] = buffers_of(module.module.get_submodule(path)), last
+    slot, found = state.slots.get(BUFFERS), dict[tuple[Any, str], tuple[Any, str]]()
+    if isinstance(slot, Buffers):
+        for module, key in slot.known.keys.items():
+            for name, _ in module.module.named_buffers():
+                if name not in slot.values[key]:
+                    path, _, last = name.rpartition(".")
+                    found[module, name] = buffers_of(module.module.get_submodule(path)), last
     return found
 
 
