@@ -107,6 +107,8 @@ class Tape:
         placeholders: paths of the tensors that only stand for a parameter, by id; what is fetched together is in a row.
         suspects: those that may have gone past the tape, as far as the view can tell.
         inspects: whether a graph of this kind is to be looked through for what would lose gradients.
+        inspectors: functions of the roots that look through such a graph, too.
+        path_of: the path of the leaf that is an output of a node of the graph, where the view makes such nodes.
         repeats: whether the pass runs again after a ``PassAgain``.
         left: what such a pass has left.
         claims: functions that know a param, or a view of one, whose memory comes and goes.
@@ -146,6 +148,8 @@ class Tape:
         self.buffers = buffers
         self.modules: dict[Any, list[Any]] = {}
         self.inspects = inspects
+        self.inspectors: list[Callable[[Sequence[Tensor]], None]] = []
+        self.path_of: Callable[[Any, int], str | None] = lambda node, output: None
         self._leaves: list[Tensor] = []
         self._collect: Callable[[list[Tensor | None]], list[Tensor]] = self._add
         self._unused: Callable[[], list[int]] | None = None
@@ -327,6 +331,8 @@ class Tape:
         self._refuse_hooks()
         if roots and self.inspects(max(map(graph_number, roots)) - self._first_node):
             inspect_graph(roots, self.placeholders)
+            for inspect in self.inspectors:
+                inspect(roots)
         grads: list[Tensor | None] = [None] * len(self._leaves)
         if roots and self._leaves:
             seeds = [None if root is loss else torch.zeros_like(root) for root in roots]

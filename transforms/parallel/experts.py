@@ -20,8 +20,10 @@ from functional_ds.step.axes import asked, with_axis
 from functional_ds.step.compose import wrap
 from functional_ds.step.state import State
 from functional_ds.step.step import Step
+from functional_ds.step.tape import Tape
 from functional_ds.step.traits import Trait
 
+from .expert_reads import read_alone
 from .slice_errors import traced
 
 __all__ = ["Experts", "experts"]
@@ -64,7 +66,8 @@ class Experts:
         TypeError: ``ep`` or ``edp`` is no group.
         ValueError: the expression matches no path; the number of experts does not divide by the ranks; a leaf is cut along dim
             0 already; it is a module's that is no stack of experts; the groups make no grid, or are not that of ``zero``; no
-            transform before this one sums gradients; in the first step: a module that sends nothing among the ranks of ``ep``.
+            transform before this one sums gradients; in the first step: a module that sends nothing among the ranks of
+            ``ep``, a loss that reads experts beside what it sends there, such as a penalty on all params.
 
     >>> import functional_ds as fds
     >>> from functional_ds import transforms as T
@@ -99,6 +102,7 @@ class Experts:
             traits=[Trait.CUTS_EXPERTS],
             check=self.check,
             init=self.init,
+            view=self.view,
             forward=self.forward,
             params=self.params,
         )(step)
@@ -229,6 +233,33 @@ class Experts:
         return tree.unflatten(tree.structure(found), [whole(path, leaf) for path, leaf in tree.named(found)])
 
     # -- what the loss sees --------------------------------------------------------------------------------------------
+
+    def view(self, inner: Any, step: Step, state: State, tape: Tape) -> Any:
+        """The leaves; where the graph of a loss is looked through, one that reads experts alone is refused.
+
+        Raises:
+            ValueError: a gradient reaches experts without a collective over ``ep``.
+        """
+        found = inner(step, state, tape)
+        if self.ep.size == 1 or step.has(Trait.PIPELINES):
+            return found
+        plain = {id(leaf): path for path, leaf in tree.named(found)}
+
+        def path_of(node: Any, output: int) -> str | None:
+            return plain.get(id(getattr(node, "variable", None))) or tape.path_of(node, output)
+
+        def inspect(roots: Sequence[Tensor]) -> None:
+            path = read_alone(roots, self.ep, path_of, self._matches)
+            if path is not None:
+                raise ValueError(
+                    f"{self}: the loss reads the leaf {path!r} beside what it sends among the ranks of {self.ep.name!r}, as a "
+                    f"penalty on all params does: each rank has 1/{self.ep.size} of the experts, so that term would count "
+                    f"{self.ep.size} times too little for them. Decay weights in the optimizer, leave experts out of the term, "
+                    "or sum their part over the ranks: comm.all_reduce(term, axis('ep').group)"
+                )
+
+        tape.inspectors.append(inspect)
+        return found
 
     def forward(self, inner: Any, step: Step, state: State, function: Any, batch: Any) -> Any:
         """The function, inside of which ``axis("ep")`` is the group of the experts.

@@ -190,6 +190,7 @@ class LazyParams:
                 self._handle, self._roots = tape.watch(torch.zeros((), device=self.device)), tape.roots
             tape.collect_with(self._collect, self._without_gradient, self._drop)
             tape.push_with(self._push)
+            tape.path_of = self.path_of
             if self.source.frees and not cache.functional:
                 tape.during_forward(self._hooks)
         if self.source.frees:
@@ -200,6 +201,14 @@ class LazyParams:
         slots = (s for unit in self.layout.units for index in unit.segments for s in self.layout.segments[index].slots)
         tape.placeholders.update({id(leaves[slot.leaf]): self.layout.paths[slot.leaf] for slot in slots})
         return tree.unflatten(self.layout.spec, leaves)
+
+    def path_of(self, node: Any, output: int) -> str | None:
+        """The path of the leaf that is this output of a node of the graph; None where it is none of these params'."""
+        if getattr(node, "params", None) is not self or not output:
+            return None
+        segments = (self.layout.segments[index] for index in self.layout.units[node.unit].segments)
+        trained = [slot.leaf for segment in segments if segment.trainable for slot in segment.slots]
+        return self.layout.paths[trained[output - 1]]
 
     def forget(self, unit: int) -> None:
         """Lets go of the memory of a unit that the source has freed, except of leaves that somebody else holds now."""

@@ -1,0 +1,38 @@
+"""What a loss reads of experts beside what it sends among their ranks."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from functional_ds import comm
+
+__all__ = ["read_alone"]
+
+
+def read_alone(roots: Sequence[Tensor], ep: comm.Group, plain: dict[int, str], matches: Callable[[str], bool]) -> str | None:
+    """The path of a leaf of experts to which a gradient flows without a collective over the ranks of ``ep``; None without one.
+
+    Args:
+        roots: what the backward pass begins at.
+        ep: the ranks that experts are cut over.
+        path_of: the path of the leaf that is an output of a node of the graph; None where it is no leaf.
+        matches: whether a path is that of experts.
+    """
+    todo: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        group = getattr(node, "group", None)
+        if isinstance(group, comm.Group) and set(ep.ranks) <= set(group.ranks):
+            continue
+        for each, output in node.next_functions:
+            if each is None:
+                continue
+            path = path_of(each, output)
+            if path is not None and matches(path):
+                return path
+            if each not in seen:
+                seen.add(each)
+                todo.append(each)
+    return None
