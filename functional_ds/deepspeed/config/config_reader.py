@@ -107,7 +107,10 @@ def source(config: Config) -> dict[str, Any]:
     except OSError:  # longer than a file's name can be
         there = False
     if there:
-        return _loads(path.read_text(encoding="utf-8"), str(path))
+        try:
+            return _loads(path.read_text(encoding="utf-8"), str(path))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read as text in UTF-8: {error}") from None
     try:
         text = base64.urlsafe_b64decode(os.fspath(config)).decode()
     except (binascii.Error, ValueError):

@@ -106,21 +106,23 @@ def _base_rate(
 
 
 def _torch_schedule(s: Settings, name: str, base: float, reference: float) -> RateSchedule | None:
-    reason = why_not(name, s["scheduler.params"])
+    params = s["scheduler.params"] or {}
+    reason = why_not(name, params)
     if reason is None:
         try:
-            rates = TorchRates(name, _numbers(s["scheduler.params"]), base)
-        except (TypeError, ValueError, KeyError) as error:
+            rates = TorchRates(name, _numbers(params), base)
+            rates(torch.tensor(1))  # some refuse their arguments only when they move
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             reason = f"torch.optim.lr_scheduler.{name}: {error}"
     if reason is not None:
         close = difflib.get_close_matches(name, list(SCHEDULERS), 1, 0.0)[0]
-        s.refuse("scheduler.type", reason.format(nearest=close))
+        s.refuse("scheduler.type", reason.replace("{nearest!r}", repr(close)))
         return None
     s.note(
         "scheduler.type", Fate.BECAME, f"torch.optim.lr_scheduler.{name}, run on the host: each update reads the count back."
     )
     s.note("scheduler.params", Fate.BECAME, "The scheduler's arguments.")
-    return RateSchedule(f"{name}({s['scheduler.params']})", rates, reference)
+    return RateSchedule(f"{name}({params})", rates, reference)
 
 
 def _numbers(params: dict[str, Any]) -> dict[str, Any]:
