@@ -118,13 +118,15 @@ def test_any_kind_to_any_kind(run_of_two_ranks: Any, kind: str, tmp_path: Path, 
         assert torch.equal(x, masters[name])
 
 
-def test_a_conversion_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversion_that_fails_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The file may be the one that is converted."""
     path = tmp_path / "model.pt"
     torch.save(params(), path)
     before = path.read_bytes()
     monkeypatch.setattr(torch, "save", full_disk)
-    assert "No space left" in refusal("convert", path, path, "--overwrite", "--dtype", "bf16")
+    assert "No space left" in refusal(capsys, "convert", path, path, "--overwrite", "--dtype", "bf16")
     assert path.read_bytes() == before
 
 

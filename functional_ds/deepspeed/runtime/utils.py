@@ -77,8 +77,8 @@ def set_random_seed(seed: int) -> None:
     import numpy
 
     random.seed(seed)
-    numpy.random.seed(seed)
-    torch.manual_seed(seed)
+    numpy.random.seed(seed % 2**32)  # as DeepSpeed fits a seed to each
+    torch.manual_seed(seed % 2**63)
 
 
 def get_global_norm_of_tensors(
