@@ -580,17 +580,3 @@ def test_bad_compositions() -> None:
 def test_planted_bugs(others: str, bug: Bug) -> None:
     with planted(bug), pytest.raises(Exception):  # noqa: B017, PT011
         same_step(others, 3, 2, first=False)
-
-
-@pytest.mark.parametrize(
-    ("block", "was", "becomes"),
-    [
-        (ScalesOut, 'given.get("out")', "None"),
-        (ScalesInplace, 'given.get("inplace") is True', "False"),
-        (ScalesByMethod, "name in _METHODS", "False"),
-    ],
-)
-def test_planted_bugs_of_writes(block: type[nn.Module], was: str, becomes: str) -> None:
-    bug = Bug("a way to write is not seen", "compiling.buffer_writes", was, becomes)
-    with planted(bug), pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
-        test_blocks_that_cannot_be_compiled(block, "in place")

@@ -9,8 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 import attrs
 
 from functional_ds import comm
-from functional_ds.deepspeed.config.config_reader import read as read_config
-from functional_ds.deepspeed.config.config_reader import source
+from functional_ds.deepspeed.config.config_reader import value_of
 
 __all__ = ["configure", "has_comm_data", "log_summary", "logged", "reset_log"]
 
@@ -66,7 +65,7 @@ def configure(
         ConfigError: the config cannot be read.
     """
     if deepspeed_config is not None and enabled is None:
-        enabled = read_config(source(deepspeed_config), auto={}, warn=True)["comms_logger.enabled"] or None
+        enabled = value_of(deepspeed_config, "comms_logger.enabled") or None
     if enabled is None:
         return
     ledgers = _ledgers()

@@ -50,12 +50,14 @@ def test_a_checkpointed_function_has_the_same_gradients(options: dict[str, bool]
 
 def test_a_configs_block_counts_where_an_argument_is_left_out() -> None:
     def policy(**more: Any) -> str:
-        block = {"activation_checkpointing": {"cpu_checkpointing": True}}
-        checkpointing.configure(None, block, **more)
+        block = {"activation_checkpointing": {"cpu_checkpointing": "true", "partition_activations": "false"}}
+        checkpointing.configure(Megatron(), block, **more)
         return (checkpointing._OPTIONS.get() or checkpointing.ActivationOptions()).policy
 
-    assert comm.simulate(policy, world_size=1) == ["recompute,inputs=offload"]
+    assert comm.simulate(policy, world_size=2) == ["recompute,inputs=offload"] * 2
     assert comm.simulate(lambda: policy(checkpoint_in_cpu=False), world_size=1) == ["recompute,inputs=save"]
+    with pytest.raises(ValueError, match="cpu_checkpointing: 'maybe' is neither true nor false"):
+        checkpointing.configure(None, {"activation_checkpointing": {"cpu_checkpointing": "maybe"}})
 
 
 # -- experts -----------------------------------------------------------------------------------------------------------
