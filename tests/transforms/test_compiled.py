@@ -509,6 +509,20 @@ def test_blocks_that_cannot_be_compiled(block: type[nn.Module], words: str) -> N
         steps(block, compiled("[01]"))
 
 
+class Masks(Bare):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask = nn.Buffer(torch.tensor([True, False, True, False]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        return x.masked_fill(~self.mask, 0.0) + x.masked_fill(self.mask, 1.0)
+
+
+def test_a_buffer_that_is_inverted_is_not_written() -> None:
+    steps(Masks, compiled("[01]", backend="eager"))
+
+
 def test_why_buffers_that_are_written_and_used_are_refused() -> None:
     """torch 2.13 alone: the backward pass writes once more. When this fails, the refusal can go."""
 
