@@ -9,7 +9,7 @@ import socket
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import attrs
 
@@ -24,6 +24,7 @@ __all__ = [
     "write_at",
     "write_atomically",
     "write_synced",
+    "written_atomically",
 ]
 
 
@@ -36,8 +37,16 @@ def write_atomically(path: Path, data: bytes) -> None:
     ...     Path(folder, "a").read_bytes(), len(os.listdir(folder))
     (b'data', 1)
     """
+    with written_atomically(path) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def written_atomically(path: Path) -> Iterator[BinaryIO]:
+    """A file to write, of any size, which takes the path's place at the end of the block; an error leaves what was there."""
     temporary = path.with_name(f".{path.name}.new")
-    write_synced(temporary, data)
+    with _synced(temporary) as file:
+        yield file
     temporary.replace(path)
     sync_folder(path.parent)
 
@@ -47,10 +56,16 @@ def write_synced(path: Path, data: bytes) -> None:
 
     The file is a new one: what had the name, perhaps a link to a file elsewhere, is taken away and not written into.
     """
+    with _synced(path) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def _synced(path: Path) -> Iterator[BinaryIO]:
     path.unlink(missing_ok=True)
     try:
         with path.open("xb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
     except BaseException:

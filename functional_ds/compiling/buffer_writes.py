@@ -4,7 +4,10 @@ Its partitioner saves the buffer for the backward pass, an input that costs noth
 By then the buffer has the new value, so the write is done twice (``aot_eager`` and ``inductor``; no error says so).
 """
 
+import inspect
 import operator
+import types
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -12,7 +15,9 @@ from torch import Tensor, fx
 
 __all__ = ["written_and_used"]
 
-_OPERATORS = {getattr(operator, name) for name in dir(operator) if name.startswith("i") and f"__{name}__" in dir(operator)}
+_NAMES = [name for name in dir(operator) if name.startswith("i") and f"__{name[1:]}__" in dir(operator)]  # iadd, and no invert
+_OPERATORS = {operator.setitem, *(getattr(operator, name) for name in _NAMES)}
+_METHODS = {"__setitem__", *(f"__{name}__" for name in _NAMES)}
 
 
 def written_and_used(graph: fx.Graph) -> str | None:
@@ -42,9 +47,8 @@ def written_and_used(graph: fx.Graph) -> str | None:
             if _differentiated(node):
                 return name
             tainted[node] = name
-        target = node.args[0] if node.args else None
-        if _writes(node) and isinstance(target, fx.Node) and _memory(target) in inputs:
-            written[_memory(target)] = inputs[_memory(target)]
+        for memory in filter(inputs.__contains__, map(_memory, _targets(node))):
+            written[memory] = inputs[memory]
     return None
 
 
@@ -64,9 +68,20 @@ def _differentiated(node: fx.Node) -> bool:
     return any(isinstance(each, Tensor) and each.requires_grad for each in values)
 
 
-def _writes(node: fx.Node) -> bool:
-    """Whether it writes into its first argument."""
-    if node.op == "call_function" and (node.target is operator.setitem or node.target in _OPERATORS):
-        return True
+def _targets(node: fx.Node) -> list[fx.Node]:
+    """What it writes into: its first argument, by its name or with ``inplace=True``, and ``out=``."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return name.endswith("_") and not name.endswith("__")
+    own = node.target in _OPERATORS or name in _METHODS or (name.endswith("_") and not name.endswith("__"))
+    given = _arguments(node)
+    first = next(iter(given.values()), None) if own or given.get("inplace") is True else None
+    found = [each for value in (first, given.get("out")) for each in (value if isinstance(value, (list, tuple)) else [value])]
+    return [each for each in found if isinstance(each, fx.Node)]
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    """All arguments, by name where the function says its names."""
+    unnamed = {str(place): each for place, each in enumerate(node.args)} | node.kwargs
+    if not node.kwargs.keys() & {"inplace", "out"} and isinstance(node.target, types.FunctionType):
+        with suppress(TypeError):
+            return dict(inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments)
+    return unnamed

@@ -12,7 +12,7 @@ import attrs
 
 from functional_ds import comm
 from functional_ds.deepspeed.comm.joining import group_of
-from functional_ds.deepspeed.config.config_reader import source
+from functional_ds.deepspeed.config.config_reader import value_of
 from functional_ds.remat.remat import remat
 
 __all__ = [
@@ -67,14 +67,19 @@ def configure(
         checkpoint_in_cpu: the inputs are kept in the host's memory; not together with ``partition_activations`` over ranks.
         synchronize: has no effect: nothing waits for the device.
         profile: has no effect: ``fds.profile`` measures.
+
+    Raises:
+        ConfigError: the config cannot be read.
     """
-    block: dict[str, Any] = {}
-    if deepspeed_config is not None:
-        block = source(deepspeed_config).get("activation_checkpointing", {})
+
+    def chosen_or(argument: bool | None, key: str) -> bool:
+        found = value_of(deepspeed_config or {}, f"activation_checkpointing.{key}") if argument is None else argument
+        return bool(found)
+
     group = None if mpu_ is None else group_of(mpu_.get_model_parallel_group())
     chosen = ActivationOptions(
-        bool(block.get("cpu_checkpointing", False) if checkpoint_in_cpu is None else checkpoint_in_cpu),
-        bool(block.get("partition_activations", False) if partition_activations is None else partition_activations),
+        chosen_or(checkpoint_in_cpu, "cpu_checkpointing"),
+        chosen_or(partition_activations, "partition_activations"),
         None if group is None or group.size == 1 else group,
     )
     _OPTIONS.set(chosen)

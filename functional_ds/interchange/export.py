@@ -120,10 +120,11 @@ class Transfer:
         try:
             if work is not None:
                 work()
-        except (OSError, ValueError) as error:
+        except Exception as error:  # whatever it is: the other ranks wait for it
             failure = error
         if self.ranks.size > 1:
-            told = comm.broadcast_object(failure, 0, self.ranks)
+            plain = failure is None or isinstance(failure, OSError | ValueError)  # others may not be such as can be sent
+            told = comm.broadcast_object(failure if plain else RuntimeError(str(failure)), 0, self.ranks)
             failure = told if failure is None else failure
         if failure is not None:
             raise failure
@@ -137,7 +138,7 @@ class _Sink:
     named: Mapping[LeafInfo, NamedLeaf]
     cast: Callable[[LeafInfo], torch.dtype]
     joined: Collection[LeafInfo]  # those that are put together, as their slices' neighbours are not the leaf's
-    failure: OSError | None = None
+    failure: Exception | None = None
     room: Tensor | None = None
     filled: int = 0
 
@@ -147,7 +148,7 @@ class _Sink:
                 for offset, found in self._ready(send, values.reshape(-1)):
                     for spec in self.named[send.leaf].specs:
                         self.writer.write(spec.name, found, offset=offset)
-            except OSError as error:
+            except Exception as error:
                 self.failure = error
 
     def _ready(self, send: LeafSend, values: Tensor) -> Iterator[tuple[int, Tensor]]:

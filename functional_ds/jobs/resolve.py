@@ -63,6 +63,8 @@ def user_object(name: str, folder: str) -> Any:
 
 
 def _module(name: str, folder: str) -> ModuleType:
+    if not all(name.split(".")):
+        raise JobError(f"{name!r} is no module's name; write module:function")
     file = Path(folder, *name.split(".")).with_suffix(".py").resolve()
     known = sys.modules.get(name)
     elsewhere = known is not None and getattr(known, "__file__", None) != str(file)
@@ -84,7 +86,11 @@ def _aside(name: str, file: Path) -> ModuleType:
             raise ModuleNotFoundError(name=name)
         module = module_from_spec(spec)
         sys.modules[alias] = module
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:  # as an import does: the next one shall not find half a module
+            del sys.modules[alias]
+            raise
     return sys.modules[alias]
 
 

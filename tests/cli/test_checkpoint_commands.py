@@ -17,6 +17,7 @@ from functional_ds.cli.entry import main
 from functional_ds.cli.stored.kinds import open_checkpoint
 from functional_ds.cli.stored.writing import written_as
 from tests.cli.running import answer, refusal, run
+from tests.interchange.full_disk import full_disk
 from tests.interchange.zero_layout import Layout, values_of
 
 pytest.importorskip("safetensors")
@@ -115,6 +116,18 @@ def test_any_kind_to_any_kind(run_of_two_ranks: Any, kind: str, tmp_path: Path, 
     for name, x in last.read(list(SHAPES)).items():
         assert x.dtype == torch.float32
         assert torch.equal(x, masters[name])
+
+
+def test_a_conversion_that_fails_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file may be the one that is converted."""
+    path = tmp_path / "model.pt"
+    torch.save(params(), path)
+    before = path.read_bytes()
+    monkeypatch.setattr(torch, "save", full_disk)
+    assert "No space left" in refusal(capsys, "convert", path, path, "--overwrite", "--dtype", "bf16")
+    assert path.read_bytes() == before
 
 
 def test_a_converted_checkpoint_starts_a_step(tmp_path: Path) -> None:

@@ -274,6 +274,27 @@ def test_other_optimizers_move_under_zero_or_local_gradients(name: str) -> None:
     assert ("local_gradients" in str(step)) == (name in ("OneBitAdam", "ZeroOneAdam"))
 
 
+@pytest.mark.parametrize("scheduler", [None, {"type": "CosineAnnealingLR", "params": {"T_max": 10}}])
+def test_a_rate_of_zero_is_muons_rate(scheduler: dict[str, Any] | None) -> None:
+    optimizer = {"type": "Muon", "params": {"lr": 0.5, "muon_lr": 0.0}}
+    plan = plan_of(1, optimizer=optimizer, **({} if scheduler is None else {"scheduler": scheduler}))
+    step = plan.transform(fds.train_step(lambda params, x: (x @ params["w"] + params["b"]).square().mean(), plan.optimizer))
+    state, _ = step(step.init({"w": torch.eye(3), "b": torch.ones(3)}), torch.ones(8, 3))
+    assert step.params(state)["w"].equal(torch.eye(3))
+    assert step.params(state)["b"].tolist() == pytest.approx([0.5] * 3)
+
+
+def test_one_schedule_for_two_rates_is_of_their_multiples() -> None:
+    """Where a scheduler's rates are no multiples of a group's own, one factor would be wrong for one of the two."""
+    for name, params in (("CosineAnnealingLR", {"T_max": 4, "eta_min": 0.1}), ("WarmupLR", {})):
+        with pytest.raises(ConfigError, match=r"muon_lr=0.02 and adam_lr=0.5 differ"):
+            plan_of(
+                1,
+                optimizer={"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 0.5}},
+                scheduler={"type": name, "params": params},
+            )
+
+
 def test_the_optimizers_rate_follows_the_scheduler_from_zero() -> None:
     """DeepSpeed's rates are absolute, also over an optimizer whose own rate is 0."""
     params = {"warmup_max_lr": 0.5, "warmup_num_steps": 2, "warmup_type": "linear"}

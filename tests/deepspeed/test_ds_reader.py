@@ -3,12 +3,14 @@
 import base64
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import functional_ds as fds
 from functional_ds.deepspeed import ConfigError, ConfigPlan
+from functional_ds.deepspeed.config.auto_values import auto_values
 from functional_ds.deepspeed.config.keys.config_key import Fate
 
 CONFIG: dict[str, Any] = {"train_batch_size": 8, "zero_optimization": {"stage": 1}}
@@ -154,6 +156,47 @@ def test_auto_sizes_follow_from_the_model() -> None:
     plan = fds.from_ds_config({"train_batch_size": 1, "zero_optimization": zero}, 1, model=Model())
     names = ("reduce_bucket_size", "prefetch_bucket_size", "param_persistence_threshold")
     assert [plan.value(f"zero_optimization.{name}") for name in names] == [100, 90, 100]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"hidden_sizes": [8, 32, 16]}, 32),
+        ({"hidden_sizes": None, "d_model": 4}, 4),
+        ({"hidden_size": 6, "text_config": SimpleNamespace(hidden_size=9)}, 6),
+        ({"text_config": SimpleNamespace(hidden_sizes=[9, 7])}, 9),
+        ({}, None),
+    ],
+)
+def test_the_hidden_size_is_the_one_that_transformers_finds(sizes: dict[str, Any], expected: int | None) -> None:
+    config = SimpleNamespace(**sizes)
+    for model in (config, SimpleNamespace(config=config)):
+        found = auto_values({}, model)
+        assert found.get("zero_optimization.param_persistence_threshold") == (None if expected is None else 10 * expected)
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        {"type": "StepLR", "params": None},
+        {"type": "OneCycleLR", "params": None},
+        {"type": "StepLR", "params": {"step_size": 0}},
+        {"type": "CosineAnnealingLR", "params": {"T_max": 0}},
+        {"type": "ExponentialLR", "params": {"gamma": "x{}"}},
+        {"type": "LRScheduler", "params": {}},
+    ],
+)
+def test_schedulers_of_torchs_that_cannot_move_are_refused(scheduler: dict[str, Any]) -> None:
+    config = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "scheduler": scheduler}
+    with pytest.raises(ConfigError, match=scheduler["type"]):
+        fds.from_ds_config(config, 1)
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_bytes(b"\xff\xfe{}")
+    with pytest.raises(ConfigError, match=r"ds.json cannot be read as text"):
+        fds.from_ds_config(file, 1)
 
 
 def test_old_forms_of_zero() -> None:

@@ -349,7 +349,7 @@ def test_nothing_is_replaced_unless_asked(tmp_path: Path) -> None:
 # -- what goes wrong -----------------------------------------------------------------------------------------------------
 
 
-def failing(folder: Path, after: int) -> str:
+def failing(folder: Path, after: int, error: Exception) -> str:
     params, loss = CASES["blocks"].make()
     state = T.zero(3)(fds.train_step(loss, fds.adamw(1e-2))).init(params)
     calls = 0
@@ -358,21 +358,28 @@ def failing(folder: Path, after: int) -> str:
         nonlocal calls
         calls += 1
         if calls > after:
-            raise OSError(28, "No space left on device")
+            raise error
 
     with pytest.MonkeyPatch.context() as patch:
         if comm.world().rank == 0:
             patch.setattr(SafetensorsWriter, "write", write)
-        with pytest.raises(OSError, match="No space left") as caught:
+        with pytest.raises(type(error), match="No space left") as caught:
             fds.export(state, folder, overwrite=True)
     return str(caught.value)
 
 
-@pytest.mark.parametrize("after", [0, 3])
-def test_a_write_that_fails_is_raised_on_every_rank_and_leaves_nothing(tmp_path: Path, after: int) -> None:
+@pytest.mark.parametrize(
+    ("after", "error"),
+    [
+        (0, OSError(28, "No space left on device")),
+        (3, OSError(28, "No space left on device")),
+        (3, RuntimeError("No space left")),
+    ],
+)
+def test_a_write_that_fails_is_raised_on_every_rank_and_leaves_nothing(tmp_path: Path, after: int, error: Exception) -> None:
     fds.export({"w": torch.ones(1)}, tmp_path)
     before = (tmp_path / "model.safetensors").read_bytes()
-    assert len(set(comm.simulate(failing, tmp_path, after, world_size=3))) == 1
+    assert len(set(comm.simulate(failing, tmp_path, after, error, world_size=3))) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
     assert (tmp_path / "model.safetensors").read_bytes() == before
 

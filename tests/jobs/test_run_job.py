@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import functional_ds as fds
 from functional_ds import comm
 from functional_ds.jobs import Job, JobError, JobResult, TokenText
+from functional_ds.jobs.resolve import user_object
 from functional_ds.jobs.token_text import read_files
 from tests.jobs.tiny_models import plain
 
@@ -312,6 +313,8 @@ def test_logs_and_profiles_are_written(job: Job, tmp_path: Path) -> None:
         ({"model": "tiny_models:Tiny"}, "missing 1 required positional argument: 'config'"),
         ({"model": "tiny_models:plian"}, "tiny_models has no 'plian'; the nearest is 'plain'"),
         ({"model": "tiny_modles:plain"}, "there is no module 'tiny_modles', neither in"),
+        ({"model": ":plain"}, "'' is no module's name; write module:function"),
+        ({"model": ".tiny_models:plain"}, "'.tiny_models' is no module's name"),
         ({"model": "tiny_models:no_model"}, "it made a str, and must make a torch.nn.Module"),
         ({"model.tiny_models:plain.vocab": 32}, "the tokens go up to 116, and the model's largest embedding has 32 rows"),
         ({"model": "torch.nn:Flatten"}, "next_token takes logits of shape [4, 8, 'vocabulary'], and the model returned [4, 8]"),
@@ -353,6 +356,17 @@ def test_errors_come_from_other_processes_as_they_are() -> None:
     for error in (JobError("p"), JobError("p", entry="e", value=3, file="f", line=4), JobError("p", entry="e", value=None)):
         assert repr(pickle.loads(pickle.dumps(error))) == repr(error)
         assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_a_module_that_fails_is_run_anew_once_it_is_mended(tmp_path: Path) -> None:
+    """Also where another module has its name, as tests' helpers and users' ``train`` do."""
+    for name in ("half_module", "json"):
+        place = tmp_path / f"{name}.py"
+        place.write_text("first = 1\nraise OSError('not there yet')\nsecond = 2")
+        with pytest.raises(OSError, match="not there yet"):
+            user_object(f"{name}:second", str(tmp_path))
+        place.write_text("second = 20 + 0")
+        assert user_object(f"{name}:second", str(tmp_path)) == 20
 
 
 def test_errors_within_the_users_module_are_its_own(job: Job, tmp_path: Path) -> None:

@@ -452,6 +452,24 @@ class Scales(Bare):
         return self.linear(x) * (self.scale + 1)
 
 
+class ScalesOut(Scales):
+    def forward(self, x: Tensor) -> Tensor:
+        torch.add(self.scale, self.scale, out=self.scale)
+        return self.linear(x) * self.scale
+
+
+class ScalesInplace(Scales):
+    def forward(self, x: Tensor) -> Tensor:
+        F.leaky_relu(self.scale, 0.5, True)
+        return self.linear(x) * self.scale
+
+
+class ScalesByMethod(Scales):
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale.__imul__(2)
+        return self.linear(x) * self.scale
+
+
 class Bound(Bare):
     def __init__(self) -> None:
         super().__init__()
@@ -479,13 +497,30 @@ def steps(block: type[nn.Module], *transforms: fds.Transform, rows: tuple[int, .
         (Chooses, r"block '0' \(Chooses\) .* data-dependent branching .* if x.sum\(\) > 0"),
         (Counts, r"\(Counts\) cannot be compiled: its forward sets 'calls'"),
         (Hooked, r"block '0' \(Hooked\) .*: a Linear inside of it has hooks"),
-        (Scales, r"writes the buffer '\w*scale_?' in place and computes with it afterwards"),
+        *(
+            (block, r"writes the buffer '\w*scale_?' in place and computes with it afterwards")
+            for block in (Scales, ScalesOut, ScalesInplace, ScalesByMethod)
+        ),
         (Bound, r"its forward is no method of it"),
     ],
 )
 def test_blocks_that_cannot_be_compiled(block: type[nn.Module], words: str) -> None:
     with pytest.raises(RuntimeError, match=words):
         steps(block, compiled("[01]"))
+
+
+class Masks(Bare):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask = nn.Buffer(torch.tensor([True, False, True, False]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        return x.masked_fill(~self.mask, 0.0) + x.masked_fill(self.mask, 1.0)
+
+
+def test_a_buffer_that_is_inverted_is_not_written() -> None:
+    steps(Masks, compiled("[01]", backend="eager"))
 
 
 def test_why_buffers_that_are_written_and_used_are_refused() -> None:

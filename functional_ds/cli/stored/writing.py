@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
+from functional_ds.base.files import written_atomically
 from functional_ds.checkpointing.named_tensors import save_named
 from functional_ds.cli.words.errors_in_one_line import CommandError
 from functional_ds.interchange.export import export
@@ -51,7 +52,8 @@ def written_as(
             export(values, path, shard_bytes=shard_bytes, metadata={"format": "pt"}, overwrite=overwrite)
         elif kind == "torch":
             path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save({name: x.clone() for name, x in values.items()}, path)
+            with written_atomically(path) as file:  # the values may be views of this very file
+                torch.save({name: x.clone() for name, x in values.items()}, file)
         elif kind == "dcp":
             with warnings.catch_warnings():  # that there is one process is what is meant
                 warnings.simplefilter("ignore", UserWarning)

@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 import attrs
 
 from functional_ds import comm
+from functional_ds.deepspeed.config.config_reader import value_of
 
 __all__ = ["configure", "has_comm_data", "log_summary", "logged", "reset_log"]
 
@@ -53,15 +54,18 @@ def configure(
     """Opens or closes the log of this rank's world. On a GPU the host then waits for the device at every collective.
 
     Args:
-        deepspeed_config: a config as a dict, whose ``comms_logger.enabled`` counts.
+        deepspeed_config: a config's path, dict or text, whose ``comms_logger.enabled`` counts.
         enabled: whether the log is open.
         prof_all: has no effect: every collective is in the log.
         prof_ops: has no effect; choose rows of the summary.
         verbose: has no effect: nothing is printed for each call.
         debug: has no effect.
+
+    Raises:
+        ConfigError: the config cannot be read.
     """
-    if isinstance(deepspeed_config, dict) and enabled is None:
-        enabled = bool(deepspeed_config.get("comms_logger", {}).get("enabled", False)) or None
+    if deepspeed_config is not None and enabled is None:
+        enabled = value_of(deepspeed_config, "comms_logger.enabled") or None
     if enabled is None:
         return
     ledgers = _ledgers()

@@ -141,7 +141,11 @@ def all_gather_coalesced(
     output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], group: Any = None, async_op: bool = False
 ) -> Work | None:
     """``all_gather_into_tensor`` of several tensors at once."""
-    found = comm.all_gather([_flat(each) for each in input_tensors], group_of(group), async_op=async_op)
+    known = group_of(group)
+    _need(len(output_tensors), len(input_tensors), "output_tensors")
+    for output, tensor in zip(output_tensors, input_tensors, strict=True):
+        _need(output.numel(), known.size * tensor.numel(), "elements of output_tensors")
+    found = comm.all_gather([_flat(each) for each in input_tensors], known, async_op=async_op)
     return carried_out(found, _into(*output_tensors), async_op)
 
 

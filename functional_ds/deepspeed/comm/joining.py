@@ -165,8 +165,15 @@ def new_group(ranks: Sequence[int]) -> comm.Group:
 
 
 def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
-    """The rank in the world of a place in the group."""
-    return group_of(group).ranks[group_rank]
+    """The rank in the world of a place in the group.
+
+    Raises:
+        ValueError: the group has no such place.
+    """
+    known = group_of(group)
+    if not 0 <= group_rank < known.size:
+        raise ValueError(f"group_rank={group_rank} is no place in a group of {known.size} ranks")
+    return known.ranks[group_rank]
 
 
 def get_all_ranks_from_group(group: Any = None) -> list[int]:

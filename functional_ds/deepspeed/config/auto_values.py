@@ -32,9 +32,11 @@ def auto_values(auto: Mapping[str, Any], model: Any) -> dict[str, Any]:
 
 
 def _hidden_size(model: Any) -> int | None:
+    """As transformers finds it: the largest of several, and a text model's where the whole has none. GPT's ``d_model``, too."""
     config = getattr(model, "config", model)
-    config = getattr(config, "text_config", None) or config
-    sizes = [getattr(config, name, None) for name in ("hidden_size", "d_model")] + list(getattr(config, "hidden_sizes", ()))[
-        -1:
-    ]
-    return next((int(size) for size in sizes if size), None)
+    for each in (config, getattr(config, "text_config", None)):
+        sizes = [getattr(each, "hidden_size", None), *[max(getattr(each, "hidden_sizes", None) or (0,))]]
+        found = next((int(size) for size in (*sizes, getattr(each, "d_model", None)) if size), None)
+        if found is not None:
+            return found
+    return None

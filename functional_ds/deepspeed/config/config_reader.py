@@ -20,7 +20,7 @@ from .keys.config_table import BLOCKS, key_of, nearest
 from .keys.keys_of_loops import DEAD
 from .keys.keys_of_zero import OF_STAGE_3
 
-__all__ = ["Config", "Settings", "read", "source"]
+__all__ = ["Config", "Settings", "read", "source", "value_of"]
 
 Config = str | os.PathLike[str] | Mapping[str, Any]
 
@@ -107,7 +107,10 @@ def source(config: Config) -> dict[str, Any]:
     except OSError:  # longer than a file's name can be
         there = False
     if there:
-        return _loads(path.read_text(encoding="utf-8"), str(path))
+        try:
+            return _loads(path.read_text(encoding="utf-8"), str(path))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read as text in UTF-8: {error}") from None
     try:
         text = base64.urlsafe_b64decode(os.fspath(config)).decode()
     except (binascii.Error, ValueError):
@@ -166,6 +169,22 @@ def read(config: Mapping[str, Any], *, auto: Mapping[str, Any], warn: bool) -> S
         settings.given[canonical] = value
         _put(settings, key, canonical, _closed(canonical, value, auto))
     return settings
+
+
+def value_of(config: Config, path: str) -> Any:
+    """The value of one key, or DeepSpeed's default; other keys are not looked at.
+
+    Raises:
+        ConfigError: the config cannot be read, or the value is refused.
+
+    >>> value_of({"comms_logger": {"enabled": "true"}}, "comms_logger.enabled")
+    True
+    """
+    settings = read(source(config), auto={}, warn=False)
+    row = settings.rows.get(settings.spelled.get(path, path))
+    if row is not None and row.fate is Fate.REFUSED:
+        raise ConfigError(f"{row.key}: {row.reason}")
+    return settings[path]
 
 
 def _closed(path: str, value: Any, auto: Mapping[str, Any]) -> Any:

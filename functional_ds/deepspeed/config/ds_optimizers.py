@@ -17,7 +17,7 @@ from functional_ds.optim.sgd import sgd
 
 from .keys.config_key import ConfigKey, became, ignored, refused
 
-__all__ = ["OPTIMIZERS", "OptimizerRule", "rule_of"]
+__all__ = ["OPTIMIZERS", "OptimizerRule", "muon_rates", "rule_of"]
 
 Built = Optimizer | PerParameter
 _MATRICES = r"(?i)^(?!.*(embed|lm_head))"  # DeepSpeed leaves what has these words in its name to Adam
@@ -115,11 +115,17 @@ _ADAM = (
 )
 
 
+def muon_rates(a: dict[str, Any]) -> tuple[float, float]:
+    """The rates of Muon's matrices and of all else; 0 is a rate."""
+    own = (a["muon_lr"], a["lr"], 0.02), (a["adam_lr"], a["lr"], 3e-4)
+    matrices, rest = (next(rate for rate in each if rate is not None) for each in own)
+    return matrices, rest
+
+
 def _muon(a: dict[str, Any]) -> Built:
-    rate = a["adam_lr"] or a["lr"] or 3e-4
+    lr, rate = muon_rates(a)
     others = adamw if a["adam_w_mode"] else adam
     aside = others(rate, betas=a["betas"], eps=a["eps"], weight_decay=a["weight_decay"])
-    lr = a["muon_lr"] or a["lr"] or 0.02
     return muon(lr, aside, momentum=a["momentum"], weight_decay=a["weight_decay"], matrices=_MATRICES)
 
 

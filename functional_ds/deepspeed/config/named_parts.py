@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .config_reader import Settings
-from .ds_optimizers import OPTIMIZERS, OptimizerRule, rule_of
+from .ds_optimizers import OPTIMIZERS, OptimizerRule, muon_rates, rule_of
 from .ds_schedules import SCHEDULERS, RateSchedule
 from .keys.config_key import ConfigKey, Fate
 from .torch_schedules import TorchRates, why_not
@@ -20,7 +20,9 @@ _NOT_HERE = {
     "muadamw": "mup's optimizers are not here; give `fds.param_groups` the widths' rates",
     "musgd": "mup's optimizers are not here; give `fds.param_groups` the widths' rates",
 }
-_ABSOLUTE = ("WarmupLR", "WarmupDecayLR", "OneCycle", "LRRangeTest")
+# Schedulers whose rates are multiples of each param group's own.
+_MULTIPLES = ("WarmupCosineLR", "StepLR", "MultiStepLR", "ExponentialLR", "ConstantLR", "LinearLR", "PolynomialLR")
+_COSINES = ("CosineAnnealingLR", "CosineAnnealingWarmRestarts")  # without a floor they are, too
 
 
 def optimizer_of(s: Settings) -> tuple[OptimizerRule | None, dict[str, Any]]:
@@ -99,28 +101,33 @@ def _base_rate(
         return lr or 0.0, arguments
     if rule.name != "Muon":
         return arguments["lr"], {**arguments, "lr": arguments["lr"] or 1.0}
-    rates = [arguments["muon_lr"] or arguments["lr"] or 0.02, arguments["adam_lr"] or arguments["lr"] or 3e-4]
-    if rates[0] != rates[1] and name in _ABSOLUTE:
+    rates = muon_rates(arguments)
+    multiples = name in _MULTIPLES or (name in _COSINES and not (s["scheduler.params"] or {}).get("eta_min"))
+    if rates[0] != rates[1] and not multiples:
         s.refuse("scheduler.type", f"{name} sets one rate, and muon_lr={rates[0]} and adam_lr={rates[1]} differ; give one lr")
-    return rates[0], {**arguments, "muon_lr": rates[0], "adam_lr": rates[1]}
+    base = rates[0] or rates[1]
+    given = rates if base else (1.0, 1.0)
+    return base, {**arguments, "muon_lr": given[0], "adam_lr": given[1]}
 
 
 def _torch_schedule(s: Settings, name: str, base: float, reference: float) -> RateSchedule | None:
-    reason = why_not(name, s["scheduler.params"])
+    params = s["scheduler.params"] or {}
+    reason = why_not(name, params)
     if reason is None:
         try:
-            rates = TorchRates(name, _numbers(s["scheduler.params"]), base)
-        except (TypeError, ValueError, KeyError) as error:
+            rates = TorchRates(name, _numbers(params), base)
+            rates(torch.tensor(1))  # some refuse their arguments only when they move
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             reason = f"torch.optim.lr_scheduler.{name}: {error}"
     if reason is not None:
         close = difflib.get_close_matches(name, list(SCHEDULERS), 1, 0.0)[0]
-        s.refuse("scheduler.type", reason.format(nearest=close))
+        s.refuse("scheduler.type", reason.replace("{nearest!r}", repr(close)))
         return None
     s.note(
         "scheduler.type", Fate.BECAME, f"torch.optim.lr_scheduler.{name}, run on the host: each update reads the count back."
     )
     s.note("scheduler.params", Fate.BECAME, "The scheduler's arguments.")
-    return RateSchedule(f"{name}({s['scheduler.params']})", rates, reference)
+    return RateSchedule(f"{name}({params})", rates, reference)
 
 
 def _numbers(params: dict[str, Any]) -> dict[str, Any]:

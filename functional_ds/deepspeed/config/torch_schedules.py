@@ -21,7 +21,8 @@ def why_not(name: str, params: dict[str, Any]) -> str | None:
     if name in _ASK:
         return f"{name}: {_ASK[name]}"
     kind = getattr(torch.optim.lr_scheduler, name, None)
-    if not (isinstance(kind, type) and issubclass(kind, torch.optim.lr_scheduler.LRScheduler)):
+    base = torch.optim.lr_scheduler.LRScheduler
+    if not (isinstance(kind, type) and issubclass(kind, base)) or kind is base:
         return f"neither DeepSpeed nor torch has a scheduler {name!r}; the nearest of DeepSpeed's is {{nearest!r}}"
     if name in ("OneCycleLR", "CyclicLR") and params.get("cycle_momentum", True) not in (False, "false"):
         return f"{name} would cycle momentum, which is fixed here; set cycle_momentum to false"

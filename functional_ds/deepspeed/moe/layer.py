@@ -86,8 +86,10 @@ class MoE(nn.Module):
         top2_2nd_expert_sampling: bool = True,
     ) -> None:
         super().__init__()
-        if num_experts % ep_size:
+        if ep_size < 1 or num_experts % ep_size:
             raise ValueError(f"num_experts={num_experts} does not divide by ep_size={ep_size}")
+        if not 1 <= k <= max(2, num_experts):
+            raise ValueError(f"k={k}: a token goes to at least 1 expert, and to no more than num_experts={num_experts}")
         if noisy_gate_policy not in (None, "None", "Jitter", "RSample"):
             raise ValueError(f"noisy_gate_policy={noisy_gate_policy!r}: 'Jitter', 'RSample' or None")
         if enable_expert_tensor_parallelism:

@@ -1,6 +1,5 @@
 """DeepSpeed's router: top 1 with random selection, top 2 as in GShard, top k; its capacities, and its balance loss."""
 
-import math
 from typing import Literal, NamedTuple
 
 import torch
@@ -59,7 +58,8 @@ class TopKGate(nn.Module):
         logits = F.linear(wide, self.wg.weight.float())
         gates = logits.softmax(1)
         count, factor = gates.shape[1], self.capacity_factor if self.training else self.eval_capacity_factor
-        room = max(math.ceil(len(gates) / count * factor * max(1, self.k)), self.min_capacity)
+        each = torch.tensor(factor * self.k, dtype=torch.float32)  # DeepSpeed rounds the product up in fp32
+        room = max(int((len(gates) / count * each).ceil()), self.min_capacity)
         choose = _top_1 if self.k == 1 else _top_2 if self.k == 2 else _top_k
         return choose(self, logits, gates, min(room, len(gates)), used_token)
 

@@ -77,12 +77,12 @@ def set_random_seed(seed: int) -> None:
     import numpy
 
     random.seed(seed)
-    numpy.random.seed(seed)
-    torch.manual_seed(seed)
+    numpy.random.seed(seed % 2**32)  # as DeepSpeed fits a seed to each
+    torch.manual_seed(seed % 2**63)
 
 
 def get_global_norm_of_tensors(
-    input_tensors: Iterable[Tensor], norm_type: float = 2, mpu: Any = None, moe_ep_group: Any = None
+    input_tensors: Iterable[Tensor], norm_type: float | str = 2, mpu: Any = None, moe_ep_group: Any = None
 ) -> Tensor:
     """The norm of this rank's tensors as one vector, in fp32; -1 where it is not finite, as DeepSpeed says it.
 
@@ -91,27 +91,39 @@ def get_global_norm_of_tensors(
     """
     if mpu is not None or moe_ep_group is not None:
         raise ValueError("mpu= and moe_ep_group=: norms over ranks are the step's; T.clip clips by them")
-    norms = [each.detach().float().norm(norm_type) for each in input_tensors]
-    total = torch.stack(norms).norm(norm_type) if norms else torch.zeros(())
+    total = _norm(input_tensors, norm_type)
     return torch.where(total.isfinite(), total, torch.full_like(total, -1.0))
 
 
-def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2, mpu: Any = None) -> Tensor:
-    """Scales the gradients down where their norm is above ``max_norm``; returns the norm.
+def _norm(tensors: Iterable[Tensor], norm_type: float | str) -> Tensor:
+    norms = [each.detach().float().norm(float(norm_type)) for each in tensors]
+    return torch.stack([each.to(norms[0].device) for each in norms]).norm(float(norm_type)) if norms else torch.zeros(())
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float | str = 2, mpu: Any = None
+) -> Tensor:
+    """Scales the gradients down where their norm is above ``max_norm``; returns the norm, the mean of all ranks' norms.
+
+    All ranks call it, as DeepSpeed's. A norm that is not finite is returned as it is, and the gradients become 0 or NaN.
 
     Args:
         parameters: those with a ``grad``.
         max_norm: the limit.
-        norm_type: of which p-norm.
+        norm_type: of which p-norm; may be "inf".
         mpu: is refused; norms over ranks are the step's.
+
+    Raises:
+        ValueError: ``mpu`` is given.
     """
+    if mpu is not None:
+        raise ValueError("mpu=: norms over ranks are the step's; T.clip clips by them")
     held = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [each.grad for each in held if each.grad is not None]
-    total = get_global_norm_of_tensors(grads, norm_type, mpu)
-    factor = max_norm / (total + 1e-6)
-    if 0 < factor < 1:
-        for grad in grads:
-            grad.mul_(factor.to(grad.device))
+    total = comm.all_reduce(_norm(grads, norm_type) / comm.world().size)
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for grad in grads:
+        grad.mul_(factor.to(grad.device))
     return total
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from functional_ds import comm
+from functional_ds.base.files import written_atomically
 from functional_ds.checkpointing.directory import open_manifest
 from functional_ds.checkpointing.load import load
 from functional_ds.interchange.deepspeed_files import MASTER, ZeroFiles
@@ -102,7 +103,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Writes the params into a folder: ``pytorch_model.bin``, or safetensors files.
+    """Writes the params into a folder: ``pytorch_model.bin``, or safetensors files. A write that fails leaves what was there.
 
     Args:
         checkpoint_dir: the folder that was passed to ``save_checkpoint``.
@@ -121,4 +122,5 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     if safe_serialization:
         export(dict(found), target, overwrite=True)
     else:
-        torch.save(found, target / "pytorch_model.bin")
+        with written_atomically(target / "pytorch_model.bin") as file:
+            torch.save(found, file)

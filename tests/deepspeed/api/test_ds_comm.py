@@ -1,6 +1,7 @@
 """``functional_ds.deepspeed.comm``: a program that is written for torch.distributed gives the same with it."""
 
 import os
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -142,7 +143,12 @@ def test_several_tensors_at_once() -> None:
         (lambda x: dist.all_gather_into_tensor(x, x), "elements of output_tensor: 3 where the group needs 6"),
         (lambda x: dist.all_to_all_single(x, x), "3 rows, no multiple of 2 ranks"),
         (lambda x: dist.broadcast(x, 0, dist.new_group([1])), "src=0 is none of the group's ranks"),
+        (lambda x: dist.all_gather_coalesced([x], [x]), "elements of output_tensors: 3 where the group needs 6"),
+        (lambda x: dist.all_gather_coalesced([x], [x, x]), "output_tensors: 1 where the group needs 2"),
+        (lambda _: dist.get_global_rank(None, 2), "group_rank=2 is no place in a group of 2 ranks"),
+        (lambda _: dist.get_global_rank(None, -1), "group_rank=-1 is no place"),
         (dist.recv, "name the sender"),
+        (lambda _: dist.configure("missing.json"), "neither a file nor base64"),
         (lambda x: dist.all_reduce(x, group="dp"), "is no group"),
     ],
 )
@@ -151,12 +157,15 @@ def test_refusals(call: Any, message: str) -> None:
         comm.simulate(call, torch.ones(3), world_size=2)
 
 
-def test_the_log_says_what_was_called(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_log_says_what_was_called(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = tmp_path / "ds.json"
+    config.write_text('{"train_batch_size": 1, "comms_logger": {"enabled": true}}')
+
     def on_rank() -> tuple[bool, dict[str, Any] | None, bool]:
         assert not dist.has_comm_data()
         dist.configure({"comms_logger": {"enabled": False}})  # DeepSpeed would switch it on
         assert not comm.world().world.ledgers
-        dist.configure(enabled=True)
+        dist.configure(str(config))
         for _ in range(3):
             dist.all_reduce(torch.ones(4))
         had, summary = dist.has_comm_data(), dist.log_summary(show_straggler=True, return_dict=True)

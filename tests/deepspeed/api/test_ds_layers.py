@@ -50,12 +50,14 @@ def test_a_checkpointed_function_has_the_same_gradients(options: dict[str, bool]
 
 def test_a_configs_block_counts_where_an_argument_is_left_out() -> None:
     def policy(**more: Any) -> str:
-        block = {"activation_checkpointing": {"cpu_checkpointing": True}}
-        checkpointing.configure(None, block, **more)
+        block = {"activation_checkpointing": {"cpu_checkpointing": "true", "partition_activations": "false"}}
+        checkpointing.configure(Megatron(), block, **more)
         return (checkpointing._OPTIONS.get() or checkpointing.ActivationOptions()).policy
 
-    assert comm.simulate(policy, world_size=1) == ["recompute,inputs=offload"]
+    assert comm.simulate(policy, world_size=2) == ["recompute,inputs=offload"] * 2
     assert comm.simulate(lambda: policy(checkpoint_in_cpu=False), world_size=1) == ["recompute,inputs=save"]
+    with pytest.raises(ValueError, match="cpu_checkpointing: 'maybe' is neither true nor false"):
+        checkpointing.configure(None, {"activation_checkpointing": {"cpu_checkpointing": "maybe"}})
 
 
 # -- experts -----------------------------------------------------------------------------------------------------------
@@ -100,6 +102,24 @@ def test_experts_are_deepspeeds(k: int) -> None:
             torch.testing.assert_close(
                 ours[name], value, rtol=1e-5, atol=1e-5, msg=lambda text, n=name, m=more: f"{n} {m} {text}"
             )
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_capacities_are_rounded_up_in_fp32_as_deepspeeds(k: int) -> None:
+    """50 · 1.1 is 55 there, and 55.00000000000001 in fp64."""
+    gate = experts.TopKGate(2, 2 * k, k, 1.1, min_capacity=1, top2_2nd_expert_sampling=False)
+    with torch.no_grad():
+        gate.wg.weight.copy_(-torch.arange(4.0 * k).view(2 * k, 2))
+    kept = gate(torch.ones(100, 2)).routing.kept
+    assert kept is not None
+    assert kept.sum(0).tolist() == [55] * k  # all tokens choose alike
+
+
+def test_experts_need_a_number_of_experts_a_token() -> None:
+    with pytest.raises(ValueError, match=r"k=3: a token goes to .* no more than num_experts=2"):
+        experts.MoE(4, nn.Linear(4, 4), num_experts=2, k=3)
+    with pytest.raises(ValueError, match="does not divide by ep_size=0"):
+        experts.MoE(4, nn.Linear(4, 4), num_experts=2, ep_size=0)
 
 
 def test_experts_over_ranks_compute_what_one_rank_does() -> None:

@@ -197,7 +197,24 @@ def test_norms_and_clipping() -> None:
     p.grad = torch.full((4,), 3.0)
     assert clip_grad_norm_([p], 1.0) == 6.0
     assert p.grad.norm() == pytest.approx(1.0)
+    assert clip_grad_norm_(p, 0.25, "inf").item() == pytest.approx(0.5)
     assert get_global_norm_of_tensors([torch.tensor([float("inf")])]) == -1.0
+    p.grad[0] = float("nan")
+    assert clip_grad_norm_([p], 1.0).isnan()
+    assert p.grad.isnan().all()
+
+
+def test_clipping_goes_by_the_mean_of_the_ranks_norms() -> None:
+    """As DeepSpeed's: for experts, whose gradients differ."""
+
+    def on_rank() -> tuple[float, float]:
+        p = nn.Parameter(torch.ones(1))
+        p.grad = torch.tensor([1.0 + 3 * comm.get_rank()])
+        return clip_grad_norm_([p], 1.0).item(), p.grad.item()
+
+    (one, first), (other, second) = comm.simulate(on_rank, world_size=2)
+    assert one == other == 2.5
+    assert (first, second) == pytest.approx((0.4, 1.6), rel=1e-5)
 
 
 def test_a_repeating_loader_starts_over_and_says_when_it_cannot() -> None:

@@ -17,6 +17,7 @@ from functional_ds.deepspeed.utils.zero_to_fp32 import (
 from functional_ds.state_dict.errors import NoCheckpointError
 from tests.deepspeed.api.pipeline_run import micros
 from tests.deepspeed.api.test_ds_pipeline_engine import made
+from tests.interchange.full_disk import full_disk
 from tests.interchange.zero_layout import Layout, values_of
 
 SHAPES = {"0.weight": [3, 2], "0.bias": [3]}
@@ -53,6 +54,18 @@ def test_an_engines_checkpoints(tmp_path: Path, bf16: bool) -> None:
     convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path), tmp_path / "safe", safe_serialization=True, tag="global_step1")
     for written in (torch.load(tmp_path / "out/pytorch_model.bin"), load_file(tmp_path / "safe/model.safetensors")):
         assert all(torch.equal(written[name], value) for name, value in found.items())
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Layout(2, 2, [list(SHAPES)], values_of(SHAPES)).write(tmp_path)
+    target = tmp_path / "out" / "pytorch_model.bin"
+    target.parent.mkdir()
+    target.write_bytes(b"the model before")
+    monkeypatch.setattr(torch, "save", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path), target.parent)
+    assert target.read_bytes() == b"the model before"
+    assert [each.name for each in target.parent.iterdir()] == [target.name]
 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
