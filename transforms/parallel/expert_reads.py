@@ -10,7 +10,9 @@ from functional_ds import comm
 __all__ = ["read_alone"]
 
 
-def read_alone(roots: Sequence[Tensor], ep: comm.Group, plain: dict[int, str], matches: Callable[[str], bool]) -> str | None:
+def read_alone(
+    roots: Sequence[Tensor], ep: comm.Group, path_of: Callable[[Any, int], str | None], matches: Callable[[str], bool]
+) -> str | None:
     """The path of a leaf of experts to which a gradient flows without a collective over the ranks of ``ep``; None without one.
 
     Args:
