@@ -16,6 +16,8 @@ ds = fds.deepspeed
 
 # What DeepSpeed 0.19.8 gives for the gradients of an update, on one rank and on two.
 NORMS = {1: (0.5421714, 0.5431150), 2: (0.4719263, 0.4729411)}
+# In bf16 after an update: in stage 0, where DeepSpeed's Adam has made an update of zeros before it, and in others.
+AFTER: dict[int, tuple[float, float]] = {1: (0.3344594, 0.3124225), 2: (0.2508876, 0.1906242)}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -25,7 +27,7 @@ def test_norms_without_clipping(stage: int, ranks: int) -> None:
     for found in comm.simulate(lambda: script(ds, comm.world().rank, stage, ranks, ""), world_size=ranks):
         single, half = NORMS[ranks]
         expected = [single, math.inf] if stage else [-1.0, -1.0]
-        assert found[:2] + found[3:] == pytest.approx([*expected, half, math.inf], rel=1e-5)
+        assert found[:2] + found[3:] == pytest.approx([*expected, half, math.inf, AFTER[ranks][stage > 0]], rel=1e-5)
 
 
 @pytest.mark.parametrize(
