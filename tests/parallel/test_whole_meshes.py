@@ -51,10 +51,6 @@ class Mesh:
     def ranks(self) -> int:
         return self.dp * self.pp * self.sp * self.tp
 
-    def for_modules(self) -> "Mesh":
-        """Without what is refused: ``pp.cut`` of attention over cut sequences."""
-        return attrs.evolve(self, sp=1) if self.pp > 1 else self
-
     def strategy(self, plan: Any, *more: fds.Transform, stages: Any = None, bf16: bool = False, mixture: bool = True) -> Any:
         """The transforms in their order, and which rows this rank has."""
         whole = comm.mesh(dp=self.dp, pp=self.pp, sp=self.sp, tp=self.tp)
@@ -285,13 +281,13 @@ def agrees_unmodified(how: Unmodified, before: Mesh, after: Mesh) -> None:
 @settings(max_examples=max(3, settings.default.max_examples // 5))
 @given(data=st.data())
 def test_any_mesh_of_unmodified_models(data: st.DataObject) -> None:
-    """Llama, Qwen3 and Mixtral through their plans and registries; pipelines of what pp.cut makes of them, without sp."""
+    """Llama, Qwen3 and Mixtral through their plans and registries; pipelines of what pp.cut makes of them."""
     draw = data.draw
     kind = draw(st.sampled_from(("llama kv1", "llama kv2", "tied llama", "qwen3 kv2", "mixtral")))
     how = Unmodified(
         kind, draw(st.sampled_from(("fds_ring", "fds_ulysses", "fds_gathered"))), draw(st.booleans()), draw(st.booleans())
     )
-    before, after = (meshes(draw, key_heads=4, mixture=kind == "mixtral").for_modules() for _ in range(2))
+    before, after = (meshes(draw, key_heads=4, mixture=kind == "mixtral") for _ in range(2))
     note(f"{how} {before} {after}")
     agrees_unmodified(how, before, after)
 
