@@ -356,13 +356,6 @@ def test_nothing_contradicts_what_is_declared(ways: Ways, mesh: Mesh) -> None:
     comm.simulate(pure_program, ways, mesh, None, False, world_size=mesh.ranks, variance=True)
 
 
-def test_cut_modules_with_attention_over_sequences() -> None:
-    """pp.cut runs the module outside of a step, where there is no sequence to attend over."""
-    seq.register_attention()
-    with pytest.raises(ValueError, match=r"fds_ring: sequences are not cut here; pass a group, or run it in a step"):
-        pp.cut(wm.hugging_face("llama kv2", "fds_ring"), 2, example=wm.batch_of(0), inputs=wm.inputs_of)
-
-
 def test_whole_experts_that_a_plan_would_sum() -> None:
     """A plan without its entries for the experts' weights would count whole experts n times."""
 
