@@ -7,8 +7,11 @@ import attrs
 from torch import Tensor
 
 from functional_ds import comm
+from functional_ds.base import tree
 from functional_ds.base.batch import rows_of
+from functional_ds.base.marks import is_trainable
 from functional_ds.base.weighted import Weighted
+from functional_ds.pipelining.execution.boundary import TensorMeta, on_shapes
 from functional_ds.pipelining.execution.gradients import PipelineSpec, gradients, measure
 from functional_ds.pipelining.execution.placement import Placement
 from functional_ds.pipelining.execution.recorder import Recorder
@@ -159,6 +162,10 @@ class _Pipeline:
         """The inner state of this rank's leaves."""
         group = self.ranks()
         placement = Placement.of(params, self.stages, self.schedule.placement)
+        if on_shapes(group):
+            placement.cache.given.update(
+                {path: attrs.evolve(TensorMeta.of(leaf), grad=is_trainable(leaf)) for path, leaf in tree.named(params)}
+            )
         known = step.wrapped(
             "placement", leaf_map=lambda inner, step, state: placement.elsewhere(inner(step, state), group.rank)
         )

@@ -5,15 +5,29 @@ simulated ranks are threads of one process. They find it through the step that r
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from .tape import current_tape
+import torch
 
-__all__ = ["IN_ORDER", "SUMS_EXPERTS", "asked", "axes", "axis", "note_asked", "with_axes", "with_axis"]
+from .tape import Tape, current_tape
+
+__all__ = [
+    "IN_ORDER",
+    "SUMS_EXPERTS",
+    "asked",
+    "axes",
+    "axis",
+    "for_shapes",
+    "is_for_shapes",
+    "note_asked",
+    "with_axes",
+    "with_axis",
+]
 
 _SLOT, _ASKED = "axes", "axes asked for"
 IN_ORDER = "the order of what a rank holds"  # what functions ask for that are known to depend on it: drops, other attentions
+_FOR_SHAPES = "results of the right shape will do"
 SUMS_EXPERTS = "tp sums experts"  # the slot of a pass that says: what calls an experts function sums its results over tp
 
 
@@ -54,6 +68,23 @@ def with_axes(found: Mapping[str, Any]) -> Iterator[None]:
         yield
     finally:
         tape.slots[_SLOT] = before
+
+
+@contextmanager
+def for_shapes() -> Iterator[None]:
+    """Within the block a model runs for the shapes of its results alone, on whole leaves and outside of any axis."""
+    records = torch.is_grad_enabled()
+    with (
+        nullcontext() if current_tape() else Tape(records=False),
+        torch.set_grad_enabled(records),
+        with_axes({_FOR_SHAPES: True}),
+    ):
+        yield
+
+
+def is_for_shapes() -> bool:
+    """Whether a function that needs an axis has none because it runs ``for_shapes``."""
+    return bool(axes().get(_FOR_SHAPES))
 
 
 def with_axis(name: str, value: Any, function: Callable[[Any], Any]) -> Callable[[Any], Any]:

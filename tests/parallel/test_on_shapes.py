@@ -11,6 +11,7 @@ from torch import Tensor
 
 import functional_ds as fds
 from functional_ds import comm, moe, seq
+from functional_ds import pipelining as pp
 from functional_ds import transforms as T
 from functional_ds.step.axes import axis
 
@@ -121,3 +122,97 @@ def test_ranks_that_disagree_are_found() -> None:
 
     with pytest.raises(comm.MismatchError, match=r"group 'world/control' .*rank 0 called agree\(what='params'\) .*, rank 2 "):
         comm.simulate(differs, world_size=4, shapes_only=True)
+
+
+# -- pipelines ----------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Piped:
+    """The sizes of a mesh with a pipeline, and its schedule; more than one stage lies on a rank where it has more."""
+
+    dp: int
+    sp: int
+    tp: int
+    schedule: pp.Schedule
+    stage: int = 1
+    half: bool = False
+    tied: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.schedule.ranks * self.sp * self.tp
+
+
+def dense(p: Any, x: Tensor) -> Tensor:
+    """A layer with attention; activations between the layers are whole."""
+    qkv = fds.tp.column(x * p["scale"], [p["q"], p["k"], p["v"]])
+    q, k, v = (each.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for each in qkv)
+    return x + fds.tp.row(seq.ring()(q, k, v, causal=True).transpose(1, 2).flatten(2), p["o"])
+
+
+def piped_program(piped: Piped, device: str, steps: int = 1) -> Sent:
+    """What the last step sends."""
+    schedule, stages = piped.schedule, piped.schedule.stages
+    mesh = comm.mesh(dp=piped.dp, pp=schedule.ranks, sp=piped.sp, tp=piped.tp)
+    names = ("q", "k", "v", "o", "scale")
+    tree = {str(i): {name: leaf for name, leaf in params(device).items() if name in names} for i in range(stages)}
+    if piped.tied:
+        tree["table"] = torch.full((8, WIDTH), 0.01, device=device)
+
+    def layer(i: int) -> Any:
+        first, last = piped.tied and i == 0, piped.tied and i == stages - 1
+        given, of = (pp.Piece, (str(i), "table")) if first or last else (pp.Piece, (str(i),))
+
+        def run(p: Any, x: Tensor, batch: Any) -> Any:
+            own, table = p if first or last else (p, None)
+            x = dense(own, x @ table.T @ table if first else x)
+            x = x @ table.T if last else x
+            return fds.Weighted(x.sum(), torch.tensor(float(x.numel()), device=x.device)) if i == stages - 1 else x
+
+        return given(run, uses=of if len(of) > 1 else of[0])
+
+    model = pp.stages([layer(i) for i in range(stages)], tree, inputs=lambda batch: batch["x"])
+    chain = [
+        *([T.mixed_precision("bf16")] if piped.half else []),
+        T.zero(piped.stage, mesh["dp", "sp"]),
+        T.pipeline(schedule, model, mesh["pp"]),
+        T.sequence(mesh["sp"], dims={"x": 1}),
+        T.tensor_parallel({"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise"}, mesh["tp"]),
+        T.clip(1.0),
+    ]
+    step = fds.compose(*chain)(fds.train_step(model, fds.sgd(0.1)))
+    state = step.init(tree)
+    for _ in range(steps):
+        with comm.ledger() as book:
+            state, _ = step(state, {"x": torch.ones(schedule.microbatches, LENGTH, WIDTH, device=device)})
+    sent: Sent = {}
+    for row in book.rows:
+        sent[row.group, row.collective] = sent.get((row.group, row.collective), 0) + row.elements
+    return sent
+
+
+@pytest.mark.law(55)
+@pytest.mark.parametrize(
+    "piped",
+    [
+        Piped(1, 1, 2, pp.one_f_one_b(2, 2), 3, tied=True),
+        Piped(2, 1, 1, pp.interleaved_one_f_one_b(2, 2), 2, half=True),
+        Piped(1, 2, 1, pp.zbv(2, 3), tied=True),
+    ],
+    ids=["ZeRO-3 and a tied head", "interleaved in bf16", "a vee"],
+)
+def test_pipelines_send_on_shapes_what_they_do_with_values(piped: Piped) -> None:
+    with_values = comm.simulate(piped_program, piped, "cpu", 2, world_size=piped.ranks)
+    assert comm.simulate(piped_program, piped, "meta", 2, world_size=piped.ranks, shapes_only=True) == with_values
+
+
+@pytest.mark.law(55)
+def test_a_pipeline_sends_its_formula() -> None:
+    """2 N at each boundary for each micro-batch, on dp x pp x sp x tp: 8 ranks, and 256 under the profile laws."""
+    piped = Piped(RANKS // 32, 2, 2, pp.one_f_one_b(2, 3))
+    sent = sums(comm.simulate(piped_program, piped, "meta", world_size=piped.ranks, shapes_only=True))
+    lines, activation = piped.ranks // 2, LENGTH // piped.sp * WIDTH  # pipelines; of a micro-batch of one row
+    assert sent["pp", "send"] == lines * 1 * 3 * 2 * activation
+    assert sent["sp", "permute"] == piped.ranks * 3 * 3 * (piped.sp - 1) * 2 * activation // piped.tp
+    assert sent["tp", "all_reduce"] >= piped.ranks * 3 * 2 * 2 * activation * (piped.tp - 1) // piped.tp

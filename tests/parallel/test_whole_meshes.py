@@ -51,10 +51,6 @@ class Mesh:
     def ranks(self) -> int:
         return self.dp * self.pp * self.sp * self.tp
 
-    def for_modules(self) -> "Mesh":
-        """Without what is refused: ``pp.cut`` of attention over cut sequences."""
-        return attrs.evolve(self, sp=1) if self.pp > 1 else self
-
     def strategy(self, plan: Any, *more: fds.Transform, stages: Any = None, bf16: bool = False, mixture: bool = True) -> Any:
         """The transforms in their order, and which rows this rank has."""
         whole = comm.mesh(dp=self.dp, pp=self.pp, sp=self.sp, tp=self.tp)
@@ -285,13 +281,13 @@ def agrees_unmodified(how: Unmodified, before: Mesh, after: Mesh) -> None:
 @settings(max_examples=max(3, settings.default.max_examples // 5))
 @given(data=st.data())
 def test_any_mesh_of_unmodified_models(data: st.DataObject) -> None:
-    """Llama, Qwen3 and Mixtral through their plans and registries; pipelines of what pp.cut makes of them, without sp."""
+    """Llama, Qwen3 and Mixtral through their plans and registries; pipelines of what pp.cut makes of them."""
     draw = data.draw
     kind = draw(st.sampled_from(("llama kv1", "llama kv2", "tied llama", "qwen3 kv2", "mixtral")))
     how = Unmodified(
         kind, draw(st.sampled_from(("fds_ring", "fds_ulysses", "fds_gathered"))), draw(st.booleans()), draw(st.booleans())
     )
-    before, after = (meshes(draw, key_heads=4, mixture=kind == "mixtral").for_modules() for _ in range(2))
+    before, after = (meshes(draw, key_heads=4, mixture=kind == "mixtral") for _ in range(2))
     note(f"{how} {before} {after}")
     agrees_unmodified(how, before, after)
 
@@ -358,13 +354,6 @@ def test_nothing_contradicts_what_is_declared(ways: Ways, mesh: Mesh) -> None:
     """The check of values along axes finds nothing in such runs; batches and params are drawn outside of them."""
     plainly(ways)
     comm.simulate(pure_program, ways, mesh, None, False, world_size=mesh.ranks, variance=True)
-
-
-def test_cut_modules_with_attention_over_sequences() -> None:
-    """pp.cut runs the module outside of a step, where there is no sequence to attend over."""
-    seq.register_attention()
-    with pytest.raises(ValueError, match=r"fds_ring: sequences are not cut here; pass a group, or run it in a step"):
-        pp.cut(wm.hugging_face("llama kv2", "fds_ring"), 2, example=wm.batch_of(0), inputs=wm.inputs_of)
 
 
 def test_whole_experts_that_a_plan_would_sum() -> None:

@@ -75,8 +75,7 @@ def sequence(
             loss leaves it out by its label, -100. Otherwise such lengths are refused.
         whole: whether ranks get whole batches. If not, each gets its positions, in the layout, with labels that are shifted.
         tokenwise: whether the loss has no attention. Otherwise a first step in which no function asks for this axis is refused,
-            as a model that attends to a rank's own positions alone would train, but wrongly. Not in pipelines, some of whose
-            stages may have none.
+            as a model that attends to a rank's own positions alone would train, but wrongly. In a pipeline one stage must ask.
 
     Raises:
         TypeError: ``group`` is no group.
@@ -171,6 +170,8 @@ class _SequenceParallel:
             positions = piece.axis.positions(_device(piece))
             key = key.at(places={1: (positions, length)})
         after, grads, metrics = inner(step, tree.replace(state, key=key), piece, carry, last)
+        if state.batch is None and carry is None:
+            self.check_stages(step, state, _device(piece))
         return tree.replace(after, key=state.key), grads, metrics
 
     def measure(self, inner: Any, step: Step, state: State, batch: Any) -> dict[str, Weighted]:
@@ -244,6 +245,25 @@ class _SequenceParallel:
                 "preference loss, or a balance loss of a rank's own tokens would differ on each number of ranks: sum over the "
                 "ranks what goes into it, by comm.all_reduce over the group of axis('sp')"
             )
+
+    def check_stages(self, step: Step, state: State, device: torch.device) -> None:
+        """Refuses a pipeline none of whose stages asks for this axis, after its first pass.
+
+        Raises:
+            ValueError: on all ranks.
+        """
+        known = step.has(Trait.PIPELINES) and self.ranks().size > 1 and not (self.tokenwise or state.step.is_meta)
+        if known and not comm.is_symmetric(self.ranks()) and state.graphs.is_new("stages of a sequence"):
+            asks = torch.tensor([float(AXIS in state.graphs.kinds)], device=device)
+            if not step.sum_over_ranks(state, asks).item():
+                raise ValueError(self._unasked())
+
+    def _unasked(self) -> str:
+        return (
+            f"{self}: no function of the loss asked for the sequence axis, so its attention would see the positions of one "
+            "rank alone: use fds.seq.ring(), fds.seq.ulysses(...) or their names in a Hugging Face config, without a "
+            "group; for a loss without attention pass tokenwise=True"
+        )
 
     def cut(self, step: Step, state: State, batch: Any) -> tuple[CutBatch, int, dict[str, int]]:
         """This rank's piece of the batch, the length of the whole sequence without padding, and which leaves are cut."""
@@ -363,12 +383,10 @@ class _SequenceParallel:
             )
         if asked(AXIS) or asked(IN_ORDER):
             state.graphs.is_new(IN_ORDER)
-        if first and tape is not None and not self.tokenwise and not (asked(AXIS) or asked(IN_DOCUMENTS)):
-            raise ValueError(
-                f"{self}: no function of the loss asked for the sequence axis, so its attention would see the positions of one "
-                "rank alone: use fds.seq.ring(), fds.seq.ulysses(...) or their names in a Hugging Face config, without a "
-                "group; for a loss without attention pass tokenwise=True"
-            )
+        if asked(AXIS) or asked(IN_DOCUMENTS):
+            state.graphs.is_new(AXIS)
+        elif first and tape is not None and not self.tokenwise:
+            raise ValueError(self._unasked())
         return found
 
     def loss(self, inner: Any, step: Step, state: State, params: Any, batch: Any) -> tuple[Weighted, dict[str, Weighted]]:

@@ -3,15 +3,18 @@
 from collections.abc import Callable, Sequence
 
 import attrs
+import torch.nn.functional as F
 from torch import Tensor
 
+from functional_ds.base.torch_private import disable_torch_function
 from functional_ds.comm.record.group import Group
+from functional_ds.step.axes import is_for_shapes
 
 from .axis import resolve_axis
 from .blockwise import AttentionMask, checked_qkv, mask_of, resolved_scale, without_autocast
 from .sequence_layout import SequenceLayout
 
-__all__ = ["Attention", "CutSequence", "cut_attention"]
+__all__ = ["Attention", "CutSequence", "cut_attention", "shape_of_attention"]
 
 Attention = Callable[..., Tensor]
 
@@ -65,6 +68,8 @@ def cut_attention(
         documents: Tensor | Sequence[int] | None = None,
         scale: float | None = None,
     ) -> Tensor:
+        if is_for_shapes():
+            return shape_of_attention(q, k, v)
         ranks, how, numbers = resolve_axis(what, group, layout, documents=documents)
         q, k, v = checked_qkv(what, q, k, v)
         length = q.shape[2] * ranks.size
@@ -75,3 +80,12 @@ def cut_attention(
             return compute(CutSequence(ranks, how, length, mask, resolved_scale(q, scale)), q, k, v)
 
     return attend
+
+
+def shape_of_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A result with the right shape, where a module is traced: unseen, so that it cannot stand for attention in the trace.
+
+    A call inside of a module that runs as a whole is not looked into. One between such modules is refused by the trace.
+    """
+    with disable_torch_function():
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)

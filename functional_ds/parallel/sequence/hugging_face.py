@@ -12,8 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from functional_ds.base import tree
+from functional_ds.base.torch_private import is_fake
+from functional_ds.step.axes import is_for_shapes
 
 from .axis import SequenceAxis, sequence_axis
+from .cut_attention import shape_of_attention
 from .gathered_keys import gathered
 from .ring import ring
 from .ulysses import ulysses
@@ -31,12 +34,13 @@ class SequenceMask:
     Attributes:
         causal: whether positions attend to themselves and earlier ones alone.
         window: to how many positions at most, itself included.
-        documents: as in ``SequenceAxis``.
+        padding, position_ids: the model's, where they are not compared with the step's yet: of a mask that was made in a trace.
     """
 
     causal: bool
     window: int | None
-    documents: Tensor | None = attrs.field(repr=tree.summary)
+    padding: Tensor | None = attrs.field(default=None, repr=tree.summary)
+    position_ids: Tensor | None = attrs.field(default=None, repr=tree.summary)
 
 
 def _ulysses_ring(axis: SequenceAxis) -> Callable[..., Tensor]:
@@ -96,7 +100,7 @@ def _attention(name: str, way: Callable[[SequenceAxis], Callable[..., Tensor]]) 
         **others: Any,
     ) -> tuple[Tensor, None]:
         """[rows, heads, N/P, d] to [rows, N/P, heads, d]."""
-        axis = sequence_axis(name)
+        axis = None if is_for_shapes() else sequence_axis(name)
         if dropout:
             raise ValueError(f"{name}: dropout={dropout} in attention: set the model's attention_dropout to 0")
         for other in _REFUSED:
@@ -104,7 +108,7 @@ def _attention(name: str, way: Callable[[SequenceAxis], Callable[..., Tensor]]) 
                 raise ValueError(f"{name}: the model passes {other}, which attention over a cut sequence does not have")
         if attention_mask is None:
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-            mask = SequenceMask(causal, sliding_window if causal else None, axis.documents)
+            mask = SequenceMask(causal, sliding_window if causal else None)
         elif isinstance(attention_mask, SequenceMask):
             mask = attention_mask
         else:
@@ -113,8 +117,15 @@ def _attention(name: str, way: Callable[[SequenceAxis], Callable[..., Tensor]]) 
                 f"{name}: an attention mask {type(attention_mask).__name__} of shape {shape}: the ranks know padding masks "
                 "[rows, positions] and documents of the batch that T.sequence cuts, no others"
             )
-        if position_ids is not None and getattr(module, "layer_idx", 0) == 0:
-            _check_positions(name, position_ids, axis)
+        first = getattr(module, "layer_idx", 0) == 0
+        given = mask.position_ids if position_ids is None else position_ids
+        if axis is None:
+            for each in (given, mask.padding) if first else ():
+                _ = None if each is None else each.clone()  # a trace leaves out the values of what nothing reads
+            return shape_of_attention(query, key, value).transpose(1, 2), None
+        if first:
+            _check_positions(name, given, axis)
+            _check_padding(name, mask.padding, axis)
         o = way(axis)(query, key, value, scale=scaling, **_arguments(mask, axis))
         return o.transpose(1, 2), None
 
@@ -125,12 +136,14 @@ def _arguments(mask: SequenceMask, axis: SequenceAxis) -> dict[str, Any]:
     found: dict[str, Any] = {"causal": mask.causal}
     if mask.window is not None and mask.window < axis.length:
         found["window"] = mask.window
-    documents = axis.layout.documents if mask.documents is None else mask.documents
+    documents = axis.layout.documents if axis.documents is None else axis.documents
     return found if documents is None else {**found, "documents": documents}
 
 
-def _check_positions(name: str, given: Tensor, axis: SequenceAxis) -> None:
+def _check_positions(name: str, given: Tensor | None, axis: SequenceAxis) -> None:
     """Without documents positions count through the whole sequence; a model left alone would count each piece from 0."""
+    if given is None or given.is_meta or is_fake(given):
+        return
     positions = axis.positions(given.device)
     if axis.documents is None and axis.layout.documents is None and not torch.equal(given, positions.expand_as(given)):
         raise ValueError(
@@ -150,30 +163,35 @@ def _mask(name: str) -> Callable[..., SequenceMask]:
         attention_mask: Tensor | None = None,
         **others: Any,
     ) -> SequenceMask:
-        axis = sequence_axis(name)
-        own = axis.length // axis.group.size
+        axis = None if is_for_shapes() else sequence_axis(name)
+        own = q_length if axis is None else axis.length // axis.group.size
         if (q_length, kv_length, q_offset, kv_offset) != (own, own, 0, 0):
             raise ValueError(
                 f"{name}: {q_length} queries from {q_offset} and {kv_length} keys from {kv_offset}: a rank has {own} of both; "
                 "it takes the batch that T.sequence cut, and no cache"
             )
-        if attention_mask is not None:
-            _check_padding(name, attention_mask, axis)
-        causal, windows = False, []
+        causal, windows, position_ids = False, [], None
         for function in _parts(name, mask_function):
             code, free = function.__code__, inspect.getclosurevars(function).nonlocals
             causal = causal or code is _known().causal
             windows += [free["sliding_window"]] if code is _known().window else []
             if code is _known().remap:
-                _check_positions(name, free["position_ids"], axis)
+                position_ids = free["position_ids"]
         if windows and not causal:
             raise ValueError(f"{name}: a window of {min(windows)} without causal attention")
-        return SequenceMask(causal, min(windows, default=None), axis.documents)
+        window = min(windows, default=None)
+        if axis is None:
+            return SequenceMask(causal, window, attention_mask, position_ids)
+        _check_padding(name, attention_mask, axis)
+        _check_positions(name, position_ids, axis)
+        return SequenceMask(causal, window)
 
     return make
 
 
-def _check_padding(name: str, given: Tensor, axis: SequenceAxis) -> None:
+def _check_padding(name: str, given: Tensor | None, axis: SequenceAxis) -> None:
+    if given is None or given.is_meta or is_fake(given):
+        return
     documents = axis.documents
     expected = torch.ones_like(given, dtype=torch.bool) if documents is None else (axis.cut(documents) >= 0).expand_as(given)
     if not torch.equal(given.to(torch.bool), expected):

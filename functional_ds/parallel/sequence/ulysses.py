@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from functional_ds.comm.record.group import Group
+from functional_ds.step.axes import is_for_shapes
 from functional_ds.step.tape import current_tape
 
 from .axis import INSIDE_ULYSSES, resolve_axis
 from .blockwise import attention as on_one_device
 from .blockwise import checked_qkv
-from .cut_attention import Attention
+from .cut_attention import Attention, shape_of_attention
 from .head_exchange import HeadExchange, HeadShares, head_shares
 from .sequence_layout import SequenceLayout
 
@@ -60,6 +61,8 @@ def ulysses(
     """
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if is_for_shapes():
+            return shape_of_attention(q, k, v)
         ranks, how, numbers = resolve_axis(
             "ulysses", group, layout, documents=kwargs.get("documents"), other=attention is not None
         )

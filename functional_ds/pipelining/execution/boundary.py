@@ -17,7 +17,7 @@ from functional_ds.step.state import State
 from functional_ds.step.step import Step
 from functional_ds.step.tape import Tape
 
-__all__ = ["Boundary", "Crossing", "TensorMeta", "boundaries", "signature", "view_metas"]
+__all__ = ["Boundary", "Crossing", "TensorMeta", "boundaries", "on_shapes", "signature", "view_metas"]
 
 
 @attrs.frozen
@@ -121,6 +121,11 @@ class Crossing:
     sums: Mapping[str, torch.dtype]
 
 
+def on_shapes(group: comm.Group) -> bool:
+    """Whether each rank runs by itself, without values."""
+    return group.world.device.type == "meta"
+
+
 def signature(batch: Any, *, trains: bool) -> tuple[Any, ...]:
     """All of a batch that the shapes in a pipeline depend on."""
     leaves, spec = tree.flatten(batch)
@@ -142,14 +147,15 @@ def boundaries(
     """What crosses between the stages for a micro-batch like this one.
 
     Collective, a few small messages for each stage: stage after stage, its rank runs it on fake tensors and broadcasts the
-    result's shapes, or the error. So all ranks know, or raise the same error, before any of them computes.
+    result's shapes, or the error. So all ranks know, or raise the same error, before any of them computes. In a world on
+    shapes only each rank runs all stages, and what ranks have found is compared after the run.
 
     Args:
         step: the finished step; its phases ``forward`` and ``loss`` run the stages.
         state: the step's state.
         stages: the model's.
         placement: the rank that holds each stage.
-        leaves: the leaves that the step's view gives to each stage of this rank, by path.
+        leaves: the leaves that the step's view gives to each stage of this rank, by path; on shapes only, of all ranks.
         batch: the micro-batch.
         weight: what a plain mean of it weighs; None for one.
         trains: whether gradients are wanted.
@@ -159,12 +165,16 @@ def boundaries(
         ValueError: a stage cannot take what the one before gives, or cannot be run on shapes alone.
     """
     found: list[Boundary] = []
+    alone = on_shapes(group)
     for index, holder in enumerate(placement):
         told: Any = None
-        if group.rank == holder:
+        if alone or group.rank == holder:
             before = found[-1] if found else None
-            told = _outgoing(step, state, stages, index, before, leaves[index], LossInput(batch, None, weight), trains)
-        told = comm.broadcast_object(told, holder, group)
+            told = _outgoing(step, state, stages, index, before, leaves[index], LossInput(batch, None, weight), trains, group)
+        if alone:
+            group.world.agreed(f"stage {index} gives {told!r}", group)
+        else:
+            told = comm.broadcast_object(told, holder, group)
         if isinstance(told, str):
             raise ValueError(told)
         if isinstance(told, dict):
@@ -182,6 +192,7 @@ def _outgoing(
     leaves: Mapping[str, TensorMeta],
     visit: LossInput,
     trains: bool,
+    group: comm.Group,
 ) -> "Boundary | dict[str, torch.dtype] | str":
     """What a stage sends to the next; of the last one, the dtypes of its sums; or what is wrong, as text."""
     try:
@@ -189,11 +200,14 @@ def _outgoing(
         with quiet, FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.set_grad_enabled(trains):
             params = {path: _fake(meta, trains) for path, meta in leaves.items()}
             x = None if before is None else before.value([_fake(meta, False) for meta in before.leaves])[0]
-            micro = tree.map(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, visit.batch)
+            micro = tree.map(lambda leaf: _standing_for(leaf, mode) if isinstance(leaf, Tensor) else leaf, visit.batch)
             if index == len(stages) - 1:
                 loss, metrics = step.loss(state, params, LossInput(micro, x, visit.weight))
                 return {name: value.sum.dtype for name, value in {"loss": loss, **metrics}.items()}
-            return Boundary.of(step.forward(state, lambda given: stages.run(index, params, x, given, state.key), micro))
+            y = Boundary.of(step.forward(state, lambda given: stages.run(index, params, x, given, state.key), micro))
+            return (
+                attrs.evolve(y, leaves=tuple(attrs.evolve(leaf, device="meta") for leaf in y.leaves)) if on_shapes(group) else y
+            )
     except Exception as error:  # of the user's function; all ranks must raise it
         taken = "a micro-batch" if before is None else str(before)
         return f"stage {index} ({stages.stages[index].name}) cannot be run on {taken}: {type(error).__name__}: {error}"
@@ -206,5 +220,16 @@ def view_metas(step: Step, part: State) -> dict[str, TensorMeta]:
 
 
 def _fake(meta: TensorMeta, trains: bool) -> Tensor:
-    made = torch.empty(meta.shape, dtype=meta.dtype, device=meta.device)
+    made = torch.empty(meta.shape, dtype=meta.dtype, device=_device(meta.device))
     return made.requires_grad_(meta.grad and trains)
+
+
+def _standing_for(leaf: Tensor, mode: FakeTensorMode) -> Tensor:
+    """A tensor without values; in place of a meta tensor one on a device, for a forward may ask where it computes."""
+    if not leaf.is_meta:
+        return mode.from_tensor(leaf)
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=_device("meta"))
+
+
+def _device(kind: str) -> str:
+    return "cpu" if kind == "meta" else kind

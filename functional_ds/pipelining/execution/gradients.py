@@ -22,7 +22,7 @@ from functional_ds.step.step import Step
 from functional_ds.step.tape import Tape, wide
 from functional_ds.step.unused import without
 
-from .boundary import Crossing, TensorMeta, boundaries, signature, view_metas
+from .boundary import Crossing, TensorMeta, boundaries, on_shapes, signature, view_metas
 from .gathered import GatheredParams
 from .placement import Placement, StageParams
 from .recorder import Recorder
@@ -131,7 +131,7 @@ def _runner(
     sizes = micro_rows(batch, spec.schedule.microbatches)
     shares = {rows: rows * spec.weight / sum(sizes) for rows in sizes}
     weights = {rows: None if share == 1 else share for rows, share in shares.items()}
-    leaves = _leaves(step, state, gathered, parts)
+    leaves = _leaves(spec, step, state, gathered, parts)
     crossing = {
         rows: _crossing(spec, step, state, micro, weights[rows], leaves, records=records)
         for rows, micro in dict(zip(sizes, batches, strict=True)).items()
@@ -145,9 +145,9 @@ def _runner(
 
 
 def _leaves(
-    step: Step, state: State, gathered: dict[str, GatheredParams], parts: dict[int, list[str]]
+    spec: PipelineSpec, step: Step, state: State, gathered: dict[str, GatheredParams], parts: dict[int, list[str]]
 ) -> dict[int, dict[str, TensorMeta]]:
-    """The leaves that the step's view gives to each stage of this rank.
+    """The leaves that the step's view gives to each stage of this rank; on shapes only, of all ranks.
 
     Each part of the params is viewed once for all sizes of micro-batches. So ranks that shard it, whose micro-batches may have
     other sizes, view it together.
@@ -157,7 +157,8 @@ def _leaves(
     for name, held in gathered.items():
         if name not in known:
             known[name] = view_metas(step, held.state)
-    return {stage: {path: leaf for name in names for path, leaf in known[name].items()} for stage, names in parts.items()}
+    found = {stage: {path: leaf for name in names for path, leaf in known[name].items()} for stage, names in parts.items()}
+    return placement.all_leaves(found, len(spec.stages)) if on_shapes(spec.group) else found
 
 
 def _crossing(

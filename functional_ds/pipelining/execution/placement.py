@@ -1,5 +1,6 @@
 """``Placement``: which rank of a pipeline holds which leaves."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -49,11 +50,13 @@ class PipelineCache:
         crossing: what crosses between the stages, by step and by what else it depends on.
         leaves: the leaves of each part of the params, without values, by step and the part's name.
         rows: this rank's steps, by schedule and lead.
+        given: all ranks' leaves without values, as the params have them; noted on shapes only.
     """
 
     crossing: "WeakKeyDictionary[Step, dict[Any, Crossing]]" = attrs.field(factory=WeakKeyDictionary)
     leaves: "WeakKeyDictionary[Step, dict[str, dict[str, TensorMeta]]]" = attrs.field(factory=WeakKeyDictionary)
     rows: dict[tuple[Schedule, int], list[tuple[Action, ...]]] = attrs.field(factory=dict)
+    given: dict[str, TensorMeta] = attrs.field(factory=dict)
 
     def row(self, schedule: Schedule, rank: int, *, lead: int) -> list[tuple[Action, ...]]:
         """This rank's steps in a schedule, with receives posted ``lead`` compute actions early."""
@@ -127,6 +130,19 @@ class Placement:
         leaves = dict(tree.named(params))
         own = {path: (leaves[path], part.name) for part in self.here(rank) for path in part.paths}
         return {path: mark_part(leaf, name) for path, (leaf, name) in own.items()}
+
+    def all_leaves(self, own: Mapping[int, Mapping[str, TensorMeta]], stages: int) -> dict[int, dict[str, TensorMeta]]:
+        """All stages' leaves from this rank's, those of other ranks with the dtype that most of its own of theirs come in."""
+        known = {path: leaf for held in own.values() for path, leaf in held.items()}
+        casts = Counter((self.cache.given[path].dtype, leaf.dtype) for path, leaf in known.items())
+        most = {before: after for (before, after), _ in reversed(casts.most_common())}
+
+        def elsewhere(path: str) -> TensorMeta:
+            leaf = self.cache.given[path]
+            return attrs.evolve(leaf, dtype=most.get(leaf.dtype, leaf.dtype))
+
+        paths = {stage: [path for part in self.parts_of(stage) for path in part.paths] for stage in range(stages)}
+        return {stage: {path: known.get(path) or elsewhere(path) for path in each} for stage, each in paths.items()}
 
     def elsewhere(self, leaf_map: LeafMap, rank: int) -> LeafMap:
         """A rank's leaf map, with the paths of trained leaves that only other ranks hold."""

@@ -14,7 +14,7 @@ from functional_ds.base.torch_private import FakeTensorMode, disable_dispatch_mo
 from functional_ds.modules.functional import Apply
 from functional_ds.pipelining.stages.from_functions import call_with, first_input
 from functional_ds.pipelining.stages.stages import Params
-from functional_ds.step.axes import with_axes
+from functional_ds.step.axes import for_shapes
 
 from .arguments import Arguments
 from .program import ModuleCall, Program, StageProgram, torch_modes
@@ -81,7 +81,7 @@ class ProgramCache:
 
         Its leaves are whole, so the trace sees no axes of the running step.
         """
-        with disable_dispatch_modes(), forked_rng(), with_axes({}):
+        with disable_dispatch_modes(), forked_rng(), for_shapes():
             try:
                 return self._trace(params, arguments, constants=True)
             except Exception:  # an error that has nothing to do with constants comes again

@@ -33,7 +33,8 @@ class TorchModes:
 
 def torch_modes(device: str) -> TorchModes:
     """The modes that are set here, for tensors of this type of device."""
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    autocast = device != "meta" and torch.is_autocast_enabled(device)  # torch knows none there
+    dtype = torch.get_autocast_dtype(device) if autocast else None
     return TorchModes(torch.is_grad_enabled(), dtype)
 
 

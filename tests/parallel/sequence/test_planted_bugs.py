@@ -122,8 +122,8 @@ BUGS: dict[tuple[Callable[..., None], *tuple[Any, ...]], list[Bug]] = {
             "wide = self.q.dtype", shows=Exception),
     ],
     (hugging_face, "padded"): [
-        Bug("a model's padding is ignored", MODELS, "SequenceMask(causal, min(windows, default=None), axis.documents)",
-            "SequenceMask(causal, min(windows, default=None), None)"),
+        Bug("a model's padding is ignored", MODELS, "axis.layout.documents if axis.documents is None else axis.documents",
+            "None"),
     ],
     (hugging_face, "plain"): [
         Bug("a model's window is ignored", MODELS, "windows += [free", "windows += [] and [free"),
@@ -131,7 +131,7 @@ BUGS: dict[tuple[Callable[..., None], *tuple[Any, ...]], list[Bug]] = {
     ],
     (refusals,): [
         Bug("another mask is ignored", MODELS, "_check_padding(name, attention_mask, axis)", "pass", shows=BaseException),
-        Bug("positions are not looked at", MODELS, "if position_ids is not None and getattr", "if False and getattr",
+        Bug("positions are not looked at", MODELS, "if getattr(module, \"layer_idx\", 0) == 0:", "if False:",
             shows=BaseException),
     ],
 }  # fmt: skip
