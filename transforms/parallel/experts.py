@@ -241,7 +241,7 @@ class Experts:
             ValueError: a gradient reaches experts without a collective over ``ep``.
         """
         found = inner(step, state, tape)
-        if self.ep.size == 1 or step.has(Trait.PIPELINES):
+        if self.ep.size == 1 or step.has(Trait.PIPELINES) or comm.is_symmetric(self.ep):
             return found
         plain = {id(leaf): path for path, leaf in tree.named(found)}
 

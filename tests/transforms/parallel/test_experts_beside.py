@@ -13,7 +13,7 @@ from functional_ds import pipelining as pp
 from functional_ds import transforms as T
 from functional_ds.step.axes import axis
 from tests.transforms.parallel.mixture import PATTERN, batch, layer, loss, params
-from tests.transforms.parallel.test_experts import TOLERANCE, assert_same, on_ranks, trained
+from tests.transforms.parallel.test_experts import TOLERANCE, assert_same, exchanged, on_ranks, trained
 
 STAGES = (0, 1, 2, 3)
 
@@ -133,7 +133,8 @@ def test_stochastic_rounding_draws_for_the_whole_leaf(stage: int) -> None:
     def of_ranks(p: Any, x: Tensor) -> fds.Weighted:
         ep = 1 if axis("ep") is None else axis("ep").group.size  # no rank has other ranks' tokens here
         parts = (leaf.float().sum() * (ep if path[2:] in ("up", "bias", "down") else 1) for path, leaf in p.items())
-        return fds.Weighted(sum(parts, torch.zeros(())) * x.sum(), x.sum())
+        total = sum(parts, torch.zeros(()))
+        return fds.Weighted((total if ep == 1 else exchanged(total)) * x.sum(), x.sum())
 
     def run(*strategy: fds.Transform) -> Any:
         step = fds.compose(precision, *strategy)(fds.train_step(of_ranks, fds.sgd(2.0**-9)))

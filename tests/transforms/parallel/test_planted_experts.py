@@ -15,7 +15,7 @@ from functional_ds import transforms as T
 from tests.planting import Bug, planted
 from tests.transforms.parallel import test_balance, test_experts_beside
 from tests.transforms.parallel.mixture import PATTERN, loss, params
-from tests.transforms.parallel.test_experts import assert_same, local, on_ranks, trained
+from tests.transforms.parallel.test_experts import assert_same, exchanged, local, on_ranks, trained
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -40,7 +40,7 @@ def an_overflow_is_everybodys(stage: int) -> None:
         here = comm.world().rank
 
         def bad(p: Any, x: Tensor) -> Tensor:
-            return local(p, x) + (p["0.up"].sum() * torch.inf if here == 1 else 0.0)
+            return local(p, x) + (exchanged(p["0.up"].sum()) * torch.inf if here == 1 else 0.0)
 
         chain = [T.mixed_precision("fp16", 2.0), T.zero(stage, mesh["edp", "ep"]), T.experts(PATTERN, mesh["ep"])]
         step = fds.compose(*chain)(fds.train_step(bad, fds.adamw(0.1)))
