@@ -19,12 +19,12 @@ def test_it_is_the_reduction(case: Inputs) -> None:
 
     def program(x: Any) -> None:
         with comm.ledger() as plain:
-            wanted = comm.all_reduce(x, op="max")
+            wanted = comm.all_reduce(x)
         with comm.ledger() as donated:
-            found = comm.all_reduce(tree.map(torch.clone, x), op="max", donate=True)
+            found = comm.all_reduce(tree.map(torch.clone, x), donate=True)
         assert donated.rows == plain.rows
         assert_same(found, wanted)
-        assert_same(comm.all_reduce(tree.map(torch.clone, x), op="max", donate=True, async_op=True).wait(), wanted)
+        assert_same(comm.all_reduce(tree.map(torch.clone, x), donate=True, async_op=True).wait(), wanted)
 
     case.simulate(program)
 
