@@ -1,5 +1,5 @@
-"""Hypothesis profiles: ``default`` for every run, ``laws`` (HYPOTHESIS_PROFILE=laws) with many more examples; and
-what keeps the tests short.
+"""Hypothesis profiles: ``default`` for every run, ``laws`` (HYPOTHESIS_PROFILE=laws) with many more examples, 200 or as many as
+FUNCTIONAL_DS_EXAMPLES says; and what keeps the tests short.
 """
 
 import gc
@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 _COMMON = {"deadline": None, "derandomize": "CI" in os.environ, "suppress_health_check": [HealthCheck.too_slow]}
 
 settings.register_profile("default", max_examples=10, **_COMMON)
-settings.register_profile("laws", max_examples=500, **_COMMON)
+settings.register_profile("laws", max_examples=int(os.environ.get("FUNCTIONAL_DS_EXAMPLES", "200")), **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 

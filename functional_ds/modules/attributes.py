@@ -50,8 +50,12 @@ def is_mutable(value: Any) -> bool:
     >>> is_mutable((3, (1, 1))), is_mutable([3, 3]), is_mutable((3, [1, 1]))
     (False, True, True)
     """
-    return not _is_fixed(value) and isinstance(value, (Tensor, list, tuple, dict, deque)) and all(
-        not (x.requires_grad or x.is_meta) if isinstance(x, Tensor) else type(x) in _NUMBERS for x in tree.leaves(value)
+    return (
+        not _is_fixed(value)
+        and isinstance(value, (Tensor, list, tuple, dict, deque))
+        and all(
+            not (x.requires_grad or x.is_meta) if isinstance(x, Tensor) else type(x) in _NUMBERS for x in tree.leaves(value)
+        )
     )
 
 
