@@ -5,8 +5,8 @@ in an order of their own. Direct messages read from and write into the caller's 
 the bits are those of the denotation.
 
 Every rank posts all its messages at once. A message is the raw bytes of a contiguous tensor, so every dtype is supported. A
-rank copies its own part while the messages are under way. Only an all-reduce has two rounds; that of two ranks has one, in
-which they swap their values, as many bytes, and both reduce all of it.
+rank copies its own part while the messages are under way. Only an all-reduce has two rounds; that of two ranks has
+one up to some size, in which they swap their values, as many bytes, and both reduce all of it.
 
 A primitive takes its memory where it is called, on the caller's thread, and another may post its messages. For an allocator
 keeps what a thread has freed for that thread: memory that workers took would not serve the caller.
@@ -26,6 +26,8 @@ from functional_ds.comm.record.collective import Options
 from functional_ds.comm.record.reduction import chunk_bounds, fold
 
 __all__ = ["GLOO", "Communicator", "Prepared", "Started"]
+
+_SWAPPED = 2**22  # bytes: above, two rounds take half the memory where the value is donated; all ranks must choose alike
 
 
 @attrs.define(eq=False)
@@ -160,7 +162,7 @@ def reduce_scatter(comm: Communicator, rows: Tensor, options: Options) -> Prepar
 def all_reduce(comm: Communicator, piece: Tensor, options: Options) -> Prepared:
     """[m] -> [m]; a reduce-scatter and a gather of pieces, written where they belong: donated, in place."""
     in_place = "out" in options and begin_together(options["out"], piece)
-    if comm.size == 2:
+    if comm.size == 2 and piece.numel() * piece.element_size() <= _SWAPPED:
         return _reduce_rows(comm, [piece, piece], options["op"], out=piece if in_place else None)
     total = piece if in_place else torch.empty_like(piece)
     bounds = list(pairwise(chunk_bounds(piece.numel(), comm.size)))

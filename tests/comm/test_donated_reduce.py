@@ -54,7 +54,7 @@ def same_gradients() -> list[float]:
 
 
 def on_ranks() -> Any:
-    sums = [reduced(numel, dtype) for numel in (3, 30_001) for dtype in (torch.float32, torch.bfloat16)]
+    sums = [reduced(numel, dtype) for numel in (3, 700_001) for dtype in (torch.float32, torch.bfloat16)]
     return sums, copies(), same_gradients()
 
 
