@@ -7,6 +7,7 @@ four. With ``async_op=True`` a collective returns a ``Pending`` at once; its ``w
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, TypeVar, overload
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -52,17 +53,19 @@ def _reducing(call: Call, tree: T, group: Group | None, async_op: bool) -> Any:
         mean: T = pytree.map(lambda leaf: leaf / group.size, total)
         return mean
 
-    total = apply(Call(call.collective, {**call.options, "op": "sum"}), tree, group, async_op)
+    total = apply(attrs.evolve(call, options={**call.options, "op": "sum"}), tree, group, async_op)
     return total.then(divided) if async_op else divided(total)
 
 
 @overload
-def all_reduce(x: T, group: Group | None = None, *, op: str = "sum", async_op: _Blocking = False) -> T: ...
+def all_reduce(
+    x: T, group: Group | None = None, *, op: str = "sum", donate: bool = False, async_op: _Blocking = False
+) -> T: ...
 @overload
-def all_reduce(x: T, group: Group | None = None, *, op: str = "sum", async_op: _Async) -> Pending[T]: ...
+def all_reduce(x: T, group: Group | None = None, *, op: str = "sum", donate: bool = False, async_op: _Async) -> Pending[T]: ...
 @overload
-def all_reduce(x: T, group: Group | None = None, *, op: str = "sum", async_op: bool) -> Any: ...
-def all_reduce(x: T, group: Group | None = None, *, op: str = "sum", async_op: bool = False) -> Any:
+def all_reduce(x: T, group: Group | None = None, *, op: str = "sum", donate: bool = False, async_op: bool) -> Any: ...
+def all_reduce(x: T, group: Group | None = None, *, op: str = "sum", donate: bool = False, async_op: bool = False) -> Any:
     """The ranks' values combined elementwise, on every rank.
 
     Law: ``AR = AG ∘ RS``; for sums it is its own transpose. The values combine in rank order, so Gloo and the simulator agree
@@ -72,18 +75,22 @@ def all_reduce(x: T, group: Group | None = None, *, op: str = "sum", async_op: b
         x: a pytree of tensors, with the same shapes and dtypes on all ranks.
         group: the ranks that take part; None for the whole world.
         op: "sum", "avg", "min", "max" or "product".
+        donate: the results may take the memory of the values, which nobody may read any more. For values without a graph.
         async_op: return a ``Pending`` at once.
 
     Cost: each rank sends 2 (n - 1) / n of the value.
 
     Raises:
-        ValueError: ``op`` is unknown, or not defined for the dtype.
+        ValueError: ``op`` is unknown, or not defined for the dtype; a donated value requires grad.
 
     >>> from functional_ds import comm
     >>> comm.simulate(lambda: comm.all_reduce(torch.tensor([1.0, comm.world().rank])).tolist(), world_size=3)
     [[3.0, 3.0], [3.0, 3.0], [3.0, 3.0]]
     """
-    return _reducing(Call(ALL_REDUCE, {"op": op}), x, group, async_op)
+    rooms = flatten("all_reduce", x)[0] if donate else None
+    if rooms is not None and torch.is_grad_enabled() and any(room.requires_grad for room in rooms):
+        raise ValueError("all_reduce: donate=True would cut the graph of its values; leave it out, or detach them")
+    return _reducing(Call(ALL_REDUCE, {"op": op}, rooms), x, group, async_op)
 
 
 @overload

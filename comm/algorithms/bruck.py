@@ -1,32 +1,52 @@
 """An all-gather in ⌈log2 n⌉ messages a rank (Bruck, Ho, Kipnis, Upfal, Weathersby 1997), for small values."""
 
 from functools import lru_cache
+from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from functional_ds.comm.exchange import permute
-from functional_ds.comm.record.group import Group
+from functional_ds.comm.record.collective import Call, Here
+from functional_ds.comm.record.group import Group, Ready
 from functional_ds.comm.record.permutation import Permutation
+from functional_ds.comm.record.table import ALL_GATHER, PERMUTE
 
 __all__ = ["bruck"]
 
 
 def bruck(x: Tensor, group: Group) -> Tensor:
-    """``comm.all_gather(x, group)``: [m, ...] -> [n m, ...], rank r's piece at place r.
+    """``comm.all_gather(x, group)``: [m, ...] -> [n m, ...], rank r's piece at place r, without a gradient.
 
     In round k each rank sends what it has to the rank 2ᵏ places before it. Cost: n - 1 times the elements of ``x``, as in
-    ``comm.all_gather``, in ⌈log2 n⌉ messages instead of n - 1.
+    ``comm.all_gather``, in ⌈log2 n⌉ messages instead of n - 1. Where messages take no time (``World.at_once``) one call stands
+    for the rounds, and ledgers count these.
 
     >>> from functional_ds import comm
     >>> comm.simulate(lambda: bruck(torch.tensor([comm.world().rank]), comm.world()).tolist(), world_size=3)
     [[0, 1, 2], [0, 1, 2], [0, 1, 2]]
     """
+    x = x.detach()
+    if group.world.at_once and group.size > 1:
+        return _in_one_call(x, group)
     known = x.unsqueeze(0)  # [k, m, ...], place i from rank + i
     while (have := len(known)) < group.size:
         received = permute(known[: group.size - have], _back(group.size, have), group)
         known = torch.cat([known, received])
     return known.roll(group.rank, 0).flatten(0, 1)
+
+
+def _in_one_call(x: Tensor, group: Group) -> Tensor:
+    began, have = perf_counter(), 1
+    (found,) = group.world.start(Call(ALL_GATHER, {"dim": 0, "tiled": True}), [x], group, async_op=False).wait()
+    while group.world.ledgers and have < group.size:
+        count = min(have, group.size - have)
+        call, sent = Call(PERMUTE, {"perm": _back(group.size, have)}), found[: count * len(x)]
+        here = Here(call.options, group.rank, group.size)
+        for ledger in group.world.ledgers:
+            ledger.record(call, [sent], here, group.name, group.ranks, Ready([sent]), began, early=False).wait()
+        began, have = perf_counter(), have + count
+    return found
 
 
 @lru_cache

@@ -148,7 +148,7 @@ class Call:
     Attributes:
         collective: its row of the table.
         options: by name.
-        out: memory for the results, a tensor a leaf, which a world may use; see ``options_for``.
+        out: memory for the results, a tensor a leaf, which a world may use; see ``options_for``. It may be the leaf itself.
     """
 
     collective: Collective

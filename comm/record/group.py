@@ -68,6 +68,11 @@ class World(ABC):
         """Where the library's own small tensors are, such as sizes and pickled objects."""
         return torch.device("cpu")
 
+    @property
+    def at_once(self) -> bool:
+        """Whether messages take no time, so that one call may stand for the rounds of an algorithm; the same on all ranks."""
+        return False
+
     @abstractmethod
     def start(self, call: Call, tensors: Sequence[Tensor], group: "Group", *, async_op: bool) -> Handle:
         """Starts a collective of this rank's tensors; without ``async_op`` the caller waits for it at once."""

@@ -86,6 +86,10 @@ class SimulatedWorld(ScheduledWorld):
         handle = _SimulatedHandle(self, slot)
         return WatchedInputs.of(handle, call, tensors, group) if async_op else handle
 
+    @property
+    def at_once(self) -> bool:
+        return self.rules is None and self.watch is None  # which follow the calls of other worlds one by one
+
     def in_launch_order(self, device: torch.device) -> bool:
         return self.rules is not None
 

@@ -5,8 +5,8 @@ in an order of their own. Direct messages read from and write into the caller's 
 the bits are those of the denotation.
 
 Every rank posts all its messages at once. A message is the raw bytes of a contiguous tensor, so every dtype is supported. A
-rank copies its own part while the messages are under way. Only an all-reduce has two rounds; that of two ranks has one, in
-which they swap their values, as many bytes, and both reduce all of it.
+rank copies its own part while the messages are under way. Only an all-reduce has two rounds; that of two ranks has
+one up to some size, in which they swap their values, as many bytes, and both reduce all of it.
 
 A primitive takes its memory where it is called, on the caller's thread, and another may post its messages. For an allocator
 keeps what a thread has freed for that thread: memory that workers took would not serve the caller.
@@ -21,10 +21,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
+from functional_ds.base.byte_ranges import begin_together
 from functional_ds.comm.record.collective import Options
 from functional_ds.comm.record.reduction import chunk_bounds, fold
 
 __all__ = ["GLOO", "Communicator", "Prepared", "Started"]
+
+_SWAPPED = 2**22  # bytes: above, two rounds take half the memory where the value is donated; all ranks must choose alike
 
 
 @attrs.define(eq=False)
@@ -106,18 +109,22 @@ def _all_gather_into(comm: Communicator, own: Tensor, rows: Sequence[Tensor]) ->
 
 
 def _reduce_rows(comm: Communicator, rows: Sequence[Tensor], op: str, *, out: Tensor | None = None) -> Prepared:
-    """Reduces all ranks' row ``rank``. The rows must not change before the wait is over."""
+    """Reduces all ranks' row ``rank``. The rows must not change before the wait is over; ``out`` may be that row itself."""
     rank = comm.rank
     own = rows[rank]
     pieces = [own if peer == rank else torch.empty_like(own) for peer in range(comm.size)]
-    if out is None and len(pieces) > 1:
-        out = pieces[1 if rank == 0 else 0]  # a received piece may be overwritten
+    spare = None if comm.size == 1 else pieces[1 if rank == 0 else 0]  # a received piece may be overwritten
 
     def post() -> list[Work]:
         works = [work for peer in comm.peers for work in comm.recv(pieces[peer], peer)]
         return works + [work for peer in comm.peers for work in comm.send(rows[peer], peer)]
 
-    return Prepared(post, lambda: fold(pieces, op, out=out))
+    def finish() -> Tensor:
+        if out is own and rank > 1:  # the pieces before are added up first
+            return out.copy_(fold(pieces, op, out=spare))
+        return fold(pieces, op, out=spare if out is None else out)
+
+    return Prepared(post, finish)
 
 
 def _swap(comm: Communicator, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[Work]:
@@ -153,13 +160,15 @@ def reduce_scatter(comm: Communicator, rows: Tensor, options: Options) -> Prepar
 
 
 def all_reduce(comm: Communicator, piece: Tensor, options: Options) -> Prepared:
-    """[m] -> [m]; a reduce-scatter and a gather of pieces, written where they belong."""
-    if comm.size == 2:
-        return _reduce_rows(comm, [piece, piece], options["op"])
-    total = torch.empty_like(piece)
+    """[m] -> [m]; a reduce-scatter and a gather of pieces, written where they belong: donated, in place."""
+    in_place = "out" in options and begin_together(options["out"], piece)
+    if comm.size == 2 and piece.numel() * piece.element_size() <= _SWAPPED:
+        return _reduce_rows(comm, [piece, piece], options["op"], out=piece if in_place else None)
+    total = piece if in_place else torch.empty_like(piece)
     bounds = list(pairwise(chunk_bounds(piece.numel(), comm.size)))
     rows = [total[a:b] for a, b in bounds]
-    scattered = _reduce_rows(comm, [piece[a:b] for a, b in bounds], options["op"], out=rows[comm.rank])
+    sent = rows if in_place else [piece[a:b] for a, b in bounds]
+    scattered = _reduce_rows(comm, sent, options["op"], out=rows[comm.rank])
 
     def gather() -> Tensor:
         scattered.finish()

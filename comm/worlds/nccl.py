@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
+from functional_ds.base.byte_ranges import begin_together
 from functional_ds.comm.record.collective import Call, Options
 from functional_ds.comm.record.group import Group
 
@@ -131,7 +132,7 @@ def reduce_scatter(pg: ProcessGroup, rows: Tensor, options: Options) -> Started:
 
 def all_reduce(pg: ProcessGroup, piece: Tensor, options: Options) -> Started:
     _refuse_complex_product(piece, options)
-    result = piece.clone()
+    result = piece if "out" in options and begin_together(options["out"], piece) else piece.clone()
     return _started(dist.all_reduce(_numbers(result), _OPS[options["op"]], group=pg, async_op=True), result)
 
 

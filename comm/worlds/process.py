@@ -209,7 +209,8 @@ class ProcessWorld(World):
             if carrier != device:
                 payload = payload.to(carrier)
             start = self._start_nccl if payload.is_cuda else self._start_gloo
-            started = start(call, group, payload, call.options_for(places, payload), agreed, async_op)
+            options = call.options if self.call_log else call.options_for(places, payload)  # it watches for writes into inputs
+            started = start(call, group, payload, options, agreed, async_op)
             parts.append(_Coalesced(places, shares, started, device, PayloadOnGpu.of(payload)))
             agreed = None  # the log is waited for once a call
         if agreed is not None:  # a tree without leaves sends nothing, but must be compared, too

@@ -45,10 +45,23 @@ def is_state(value: Any) -> bool:
 
 
 def is_mutable(value: Any) -> bool:
-    """Whether an attribute is a tensor, or a structure of tensors and numbers, that a call may write into."""
-    return isinstance(value, (Tensor, list, tuple, dict, deque)) and all(
-        not (x.requires_grad or x.is_meta) if isinstance(x, Tensor) else type(x) in _NUMBERS for x in tree.leaves(value)
+    """Whether an attribute is a tensor, or a structure of tensors and numbers, that a call may write into.
+
+    >>> is_mutable((3, (1, 1))), is_mutable([3, 3]), is_mutable((3, [1, 1]))
+    (False, True, True)
+    """
+    return (
+        not _is_fixed(value)
+        and isinstance(value, (Tensor, list, tuple, dict, deque))
+        and all(
+            not (x.requires_grad or x.is_meta) if isinstance(x, Tensor) else type(x) in _NUMBERS for x in tree.leaves(value)
+        )
     )
+
+
+def _is_fixed(value: Any) -> bool:
+    """Whether it is a tuple of numbers, as a layer's shape or stride: a call may set another, and cannot write into it."""
+    return type(value) in (tuple, torch.Size) and all(type(x) in _NUMBERS or _is_fixed(x) for x in value)
 
 
 def has_graph(value: Any) -> bool:

@@ -193,12 +193,12 @@ class Collectives:
             return shards.then(added)
         if segments[0].owner not in (None, segments[0].place(self.groups.shards.rank)):
             return shards.then(added)
-        later = lambda found: comm.all_reduce(added(found), _channel(replicas), async_op=True)  # noqa: E731
+        later = lambda found: comm.all_reduce(added(found), _channel(replicas), donate=True, async_op=True)  # noqa: E731
         return self._chain(shards, later, device=device)
 
     def _reduce_whole(self, flats: Flats, groups: ProcessGroups) -> PendingFlats:
         """Stage 0. Each rank of a group sends only its shard of the sum to the other replicas."""
-        group, replicas, all_reduce = groups.group, groups.replicas, self.config.all_reduce
+        group, replicas, all_reduce = groups.group, groups.replicas, self._in_place
         if replicas is None or replicas.size == 1 or group.size == 1:
             level = group if replicas is None or replicas.size == 1 else replicas
             return _done(flats) if level.size == 1 else all_reduce(flats, _channel(level), async_op=True)
@@ -221,10 +221,15 @@ class Collectives:
         return pending.then(lambda sums: [total if group.rank == owner else total.new_empty(0) for total in sums])
 
     def _all_reduce_and_shard(self, segments: Sequence[Segment], flats: Flats, group: comm.Group) -> PendingFlats:
-        pending = self.config.all_reduce(flats, _channel(group), async_op=True)
-        return pending.then(  # type: ignore[no-any-return]
+        pending = self._in_place(flats, _channel(group), async_op=True)
+        return pending.then(
             lambda sums: [total[slice(*s.bounds(group.rank))].clone() for total, s in zip(sums, segments, strict=True)]
         )
+
+    def _in_place(self, flats: Flats, group: comm.Group, *, async_op: bool) -> PendingFlats:
+        """The sums over a group, in the memory of the gradients where the collective is plain."""
+        room = {"donate": True} if self.config.all_reduce is comm.all_reduce else {}
+        return self.config.all_reduce(flats, group, async_op=async_op, **room)  # type: ignore[no-any-return]
 
     def _scatter(self, flats: Sequence[Tensor], level: comm.Group) -> PendingFlats:
         rows = [flat.view(level.size, -1) for flat in flats]  # [k * m] -> [k, m]
