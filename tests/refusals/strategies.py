@@ -86,6 +86,48 @@ def experts(before: Any, *, edp: bool = True, router: bool = False) -> None:
     comm.simulate(program, world_size=4)
 
 
+def penalised_experts() -> None:
+    """Two experts on two ranks, which exchange rows, and a penalty on each rank's own."""
+
+    def program() -> None:
+        mesh = comm.mesh(dp=2).split("dp", edp=1, ep=2)
+
+        def loss(params: Any, x: Tensor) -> Tensor:
+            mine = comm.all_to_all(x, mesh["ep"]) * params["experts"]
+            return comm.all_to_all(mine, mesh["ep"]).sum() + params["experts"].square().sum()
+
+        step = made(T.zero(1, mesh["edp", "ep"]), T.experts("experts", mesh["ep"]), loss=loss)
+        step(step.init({"experts": torch.ones(2, 1)}), torch.ones(2, 1))
+
+    comm.simulate(program, world_size=2)
+
+
+def listed_experts() -> None:
+    """Experts that are leaves of their own."""
+    leaves = {"experts": [{"up": torch.ones(3, 3)} for _ in range(2)]}
+
+    def program() -> None:
+        mesh = comm.mesh(dp=2).split("dp", edp=1, ep=2)
+        made(T.zero(1, mesh["edp", "ep"]), T.experts("experts", mesh["ep"])).init(leaves)
+
+    comm.simulate(program, world_size=2)
+
+
+def mean_of_positions() -> None:
+    """A loss of each sequence's mean, over two ranks that have half of its positions each."""
+
+    def loss(params: Any, batch: Any) -> fds.Weighted:
+        tokens = batch["input_ids"]
+        means = (params["w"][tokens] * tokens[..., None]).mean(1)
+        return fds.Weighted(means.square().sum(), len(means))
+
+    def program() -> None:
+        step = made(T.zero(0), T.sequence(tokenwise=True), loss=loss)
+        step(step.init(weights()), torch.arange(8)[None] % 3)
+
+    comm.simulate(program, world_size=2)
+
+
 def clipped_by_rank() -> None:
     step = made(T.local_gradients(), T.clip(1.0), rule=fds.one_bit_adam(0.1, 1))
     step(step.init(weights()), rows())
@@ -271,6 +313,15 @@ REFUSALS = [
         program=counted_positions,
     ),
     Refusal(
+        what="a loss over cut sequences that is no sum over tokens: a mean of positions, a preference loss",
+        error=ValueError,
+        says="the loss is no sum over tokens",
+        advises="sum over the ranks what goes into it",
+        why="It would be another loss on each number of ranks.",
+        instead='Return `fds.Weighted(sum, tokens)`, or `comm.all_reduce` over the group of `axis("sp")` what goes into it.',
+        program=mean_of_positions,
+    ),
+    Refusal(
         what="a module's router among the leaves of `T.experts`, or experts that send nothing among their ranks",
         error=ValueError,
         says="belongs to a Module without a stack of matrices",
@@ -278,6 +329,24 @@ REFUSALS = [
         why="Each rank would choose among its own experts.",
         instead="Begin the pattern with `experts`, and let the model's experts use `fds.moe.exchange`.",
         program=lambda: experts(lambda mesh: [T.zero(1, mesh["edp", "ep"])], router=True),
+    ),
+    Refusal(
+        what="experts that are leaves of a list, under `T.experts`",
+        error=ValueError,
+        says=r"'experts\.0\.up' of shape \[3, 3\] is one expert's in the list 'experts'",
+        advises="put the list into one tree",
+        why="Experts are cut along dim 0 of a stack; each of these leaves would be cut itself.",
+        instead="Stack them (`torch.stack`, for modules `fds.moe.StackedExperts`), and call them by `fds.moe.each_expert`.",
+        program=listed_experts,
+    ),
+    Refusal(
+        what="a loss that reads experts beside their exchange, such as a penalty on all params",
+        error=ValueError,
+        says="the loss reads the leaf 'experts' beside what it sends among the ranks of 'ep'",
+        advises=r"comm.all_reduce\(term, axis\('ep'\).group\)",
+        why="Each rank has a part of the experts, so the term would count too little for them.",
+        instead="Decay weights in the optimizer, or sum the experts' part of the term over `ep`.",
+        program=penalised_experts,
     ),
     Refusal(
         what="experts without a transform that sums gradients",

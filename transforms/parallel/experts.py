@@ -182,7 +182,7 @@ class Experts:
             hit = re.search(self.pattern, path)
             found = None if hit is None or _owner_of(leaf)[0] is not None else number.search(path, hit.start())
             if found is not None:
-                lists.setdefault(path[: found.start()], []).append((path, leaf))
+                lists.setdefault(path[: found.start()].removesuffix("."), []).append((path, leaf))
         for name, leaves in lists.items():
             if self.ep.size > 1 and max(leaf.dim() for _, leaf in leaves) < 3:
                 path, leaf = leaves[0]

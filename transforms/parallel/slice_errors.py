@@ -21,6 +21,8 @@ _OURS = {Path(comm.__file__).parent, Path(torch_private.__file__).parent.parent,
 def named_errors(slices: Mapping[str, LeafSlice], group: comm.Group) -> Iterator[None]:
     """Within it torch's errors about shapes name the module that failed, its slices and what would do.
 
+    An error outside of any module gets a note that names the leaves of which the loss has slices.
+
     Raises:
         ValueError: in the place of a ``RuntimeError`` of torch, which is its cause.
     """
@@ -36,6 +38,13 @@ def named_errors(slices: Mapping[str, LeafSlice], group: comm.Group) -> Iterator
             raise
         modules = [module for _, module in stack if module is not None]
         if not modules:
+            names = ", ".join(repr(name) for name in [*slices][:4]) + (
+                "" if len(slices) <= 4 else f" and {len(slices) - 4} more"
+            )
+            error.add_note(
+                f"tensor_parallel: the loss has slices over the {group.size} ranks of {group.name!r} of the leaves {names}; "
+                "where it uses one outside of the plan's modules, use fds.tp's functions, or leave the leaf out of the plan"
+            )
             raise
         raise ValueError(_text(modules, slices, group, error)) from error
 

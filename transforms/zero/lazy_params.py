@@ -208,7 +208,8 @@ class LazyParams:
             return None
         segments = (self.layout.segments[index] for index in self.layout.units[node.unit].segments)
         trained = [slot.leaf for segment in segments if segment.trainable for slot in segment.slots]
-        return self.layout.paths[trained[output - 1]]
+        path: str = self.layout.paths[trained[output - 1]]
+        return path
 
     def forget(self, unit: int) -> None:
         """Lets go of the memory of a unit that the source has freed, except of leaves that somebody else holds now."""

@@ -150,6 +150,22 @@ def test_shapes_that_do_not_fit_are_named() -> None:
     _run(_Reshaped, {**PLAN, "num_heads": "local"}, None, _square)
 
 
+def test_an_error_outside_of_modules_names_what_is_cut() -> None:
+    """A head of the loss's own, on an embedding of which each rank has some words."""
+    apply, params = fds.functional(nn.Sequential(nn.Embedding(8, 4)))
+
+    def loss(p: Any, tokens: Tensor) -> Tensor:
+        return F.cross_entropy(apply(p, tokens) @ p["0.weight"].T, tokens)
+
+    def program() -> None:
+        step = T.tensor_parallel({"0": "vocab"})(fds.train_step(loss, fds.sgd(0.1)))
+        step(step.init(params), torch.arange(8))
+
+    with pytest.raises(IndexError, match="out of bounds") as caught:
+        comm.simulate(program, world_size=2)
+    assert "slices over the 2 ranks of 'world' of the leaves '0.weight'" in "".join(caught.value.__notes__)
+
+
 class _Grouped(nn.Module):
     """Queries of four heads, and two heads of keys, in wrappers as LoRA's; a norm of the whole keys."""
 

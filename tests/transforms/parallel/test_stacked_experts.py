@@ -163,7 +163,7 @@ def test_lists_are_refused_by_name() -> None:
 
     with pytest.raises(ValueError, match=r"'experts\.0.* belongs to an nn\..*make experts .* by fds\.moe\.StackedExp"):
         comm.simulate(modules, world_size=2)
-    with pytest.raises(ValueError, match=r"'experts\.0\.bias' of shape \[4, 4\] is one expert's in the list 'experts\.'"):
+    with pytest.raises(ValueError, match=r"'experts\.0\.bias' of shape \[4, 4\] is one expert's in the list 'experts'"):
         comm.simulate(functions, (4, 4), world_size=2)
     assert comm.simulate(functions, (4, 2, 2), world_size=2) == [[2] * 4] * 2  # layers, with a stack in each
 
