@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import functional_ds as fds
 from functional_ds import comm, memory
 from functional_ds import transforms as T
+from functional_ds.step.axes import axis
 from tests.memory.test_predict import same
 from tests.parallel import whole_models as wm
 from tests.parallel.test_whole_meshes import Mesh, meshes
@@ -74,7 +75,7 @@ def test_what_experts_gather_is_predicted(ep: int) -> None:
 
     def loss(p: Any, x: Any) -> Any:
         for i in range(3):
-            x = torch.tanh(x @ p[f"{i}.w"] + p[f"{i}.experts"].sum())
+            x = torch.tanh(x @ p[f"{i}.w"] + comm.all_reduce(p[f"{i}.experts"].sum(), axis("ep").group))
         return x.square().mean()
 
     def make(gather: Any = comm.all_gather) -> fds.Step:

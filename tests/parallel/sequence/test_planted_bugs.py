@@ -131,7 +131,7 @@ BUGS: dict[tuple[Callable[..., None], *tuple[Any, ...]], list[Bug]] = {
     ],
     (refusals,): [
         Bug("another mask is ignored", MODELS, "_check_padding(name, attention_mask, axis)", "pass", shows=BaseException),
-        Bug("positions are not looked at", MODELS, "if getattr(module, \"layer_idx\", 0) == 0:", "if False:",
+        Bug("positions are not looked at", MODELS, "if first:", "if False:",
             shows=BaseException),
     ],
 }  # fmt: skip

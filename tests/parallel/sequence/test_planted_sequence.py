@@ -194,7 +194,12 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
         ),
     ],
     functools.partial(refused, {"tokenwise": False}, test_sequence.alike, "asked for the sequence axis"): [
-        Bug("attention within a rank goes unnoticed", STEP, "and not (asked(AXIS) or asked(IN_DOCUMENTS))", "and False"),
+        Bug(
+            "attention within a rank goes unnoticed",
+            STEP,
+            "elif first and tape is not None and not self.tokenwise:",
+            "elif False:",
+        ),
     ],
     functools.partial(
         refused, {"loss": lambda params, batch: params["w"].sum()}, test_sequence.alike, "a mean over this rank's tokens"
