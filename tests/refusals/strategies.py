@@ -128,6 +128,24 @@ def mean_of_positions() -> None:
     comm.simulate(program, world_size=2)
 
 
+def stages_of_a_sequence() -> None:
+    """Two stages over two ranks of a sequence each, of which the second means over positions that one rank has."""
+
+    def mixed(params: Any, x: Tensor) -> Tensor:
+        return x + x.mean(1, keepdim=True) * params["w"]
+
+    def program() -> None:
+        mesh, params = comm.mesh(pp=2, sp=2), [{"w": torch.ones(3)} for _ in range(2)]
+        two = pp.stages(
+            [lambda p, batch: batch["x"] * p["w"], mixed], params, loss=lambda y, batch: fds.Weighted(y.sum(), y.numel())
+        )
+        strategy = T.zero(1, mesh["sp"]), T.pipeline(pp.one_f_one_b(2, 2), two, mesh["pp"]), T.sequence(mesh["sp"], dims={"x": 1})
+        step = fds.compose(*strategy)(fds.train_step(two, fds.sgd(0.1)))
+        step(step.init(params), {"x": torch.ones(2, 4, 3)})
+
+    comm.simulate(program, world_size=4)
+
+
 def clipped_by_rank() -> None:
     step = made(T.local_gradients(), T.clip(1.0), rule=fds.one_bit_adam(0.1, 1))
     step(step.init(weights()), rows())
@@ -320,6 +338,15 @@ REFUSALS = [
         why="It would be another loss on each number of ranks.",
         instead='Return `fds.Weighted(sum, tokens)`, or `comm.all_reduce` over the group of `axis("sp")` what goes into it.',
         program=mean_of_positions,
+    ),
+    Refusal(
+        what="a pipeline over cut sequences whose stages have plain attention, or none",
+        error=ValueError,
+        says="no function of the loss asked for the sequence axis",
+        advises="for a loss without attention pass tokenwise=True",
+        why="Attention would see the positions of one rank alone.",
+        instead="Use `fds.seq.ring()` or `fds.seq.ulysses(...)`; for stages without attention `T.sequence(tokenwise=True)`.",
+        program=stages_of_a_sequence,
     ),
     Refusal(
         what="a module's router among the leaves of `T.experts`, or experts that send nothing among their ranks",
