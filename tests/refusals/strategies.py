@@ -139,7 +139,8 @@ def stages_of_a_sequence() -> None:
         two = pp.stages(
             [lambda p, batch: batch["x"] * p["w"], mixed], params, loss=lambda y, batch: fds.Weighted(y.sum(), y.numel())
         )
-        strategy = T.zero(1, mesh["sp"]), T.pipeline(pp.one_f_one_b(2, 2), two, mesh["pp"]), T.sequence(mesh["sp"], dims={"x": 1})
+        schedule, cut = pp.one_f_one_b(2, 2), T.sequence(mesh["sp"], dims={"x": 1})
+        strategy = T.zero(1, mesh["sp"]), T.pipeline(schedule, two, mesh["pp"]), cut
         step = fds.compose(*strategy)(fds.train_step(two, fds.sgd(0.1)))
         step(step.init(params), {"x": torch.ones(2, 4, 3)})
 
