@@ -1,6 +1,7 @@
 """``load_params``: params from safetensors files, of which each rank reads its own part."""
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from functional_ds.base import tree
-from functional_ds.base.files import read_regular
+from functional_ds.base.files import open_regular
 from functional_ds.base.marks import ModuleRef, mark_module, slices_of
 from functional_ds.modules.functional import Apply
 from functional_ds.sharding.leaf_slice import whole_shape
@@ -111,8 +112,16 @@ def _library() -> tuple[Any, type[Exception]]:
 
 
 def _indexed(folder: Path, index: str = INDEX) -> SafetensorsFiles:
-    where = _weight_map(folder / index)
-    files = {name: _file(folder / name) for name in sorted(set(where.values()))}
+    path = folder / index
+    try:
+        opened = os.fdopen(open_regular(path), "rb")
+    except OSError as error:
+        raise ValueError(f"path: {path} is damaged, or no index: {error!r}") from error
+    with opened:
+        where = _weight_map(path, opened.read())
+        files = {name: _file(folder / name) for name in sorted(set(where.values()))}
+        if not _is_still(path, opened.fileno()):  # an export removes the index before it replaces a file
+            raise ValueError(f"path: {path} was replaced while the files that it names were opened; load it again")
     absent = [name for name, file in where.items() if name not in files[file].tensors]
     if absent:
         found = [name for file in files.values() for name in file.tensors]
@@ -122,11 +131,19 @@ def _indexed(folder: Path, index: str = INDEX) -> SafetensorsFiles:
     return SafetensorsFiles(tensors, aliases)
 
 
-def _weight_map(index: Path) -> dict[str, str]:
+def _is_still(path: Path, descriptor: int) -> bool:
+    """Whether the path is this open file."""
     try:
-        where = json.loads(read_regular(index))["weight_map"]
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except OSError:
+        return False
+
+
+def _weight_map(index: Path, data: bytes) -> dict[str, str]:
+    try:
+        where = json.loads(data)["weight_map"]
         wrong = not all(isinstance(name, str) and isinstance(file, str) for name, file in where.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"path: {index} is damaged, or no index: {error!r}") from error
     if wrong:
         raise ValueError(f"path: {index} is damaged, or no index: its weight_map does not go from names to files")
@@ -182,7 +199,7 @@ def load_params(
     Raises:
         FileNotFoundError: a file is missing, perhaps one that the index names.
         ValueError: names are missing or extra; shapes, or dtypes that are not floating, differ; a file is damaged; an index
-            names files outside of its folder.
+            names files outside of its folder, or was replaced while its files were opened.
         TypeError: a leaf of ``like`` is not a tensor.
 
     >>> import tempfile

@@ -11,7 +11,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from functional_ds.base.files import reserve, sync_folder, write_at, write_synced
+from functional_ds.base.files import lock_folder, reserve, sync_folder, write_at, write_synced
 
 from .format import INDEX, SINGLE, HeaderEntry, SafetensorsFile, index_of
 
@@ -89,7 +89,11 @@ class SafetensorsWriter:
     def commit(self) -> None:
         """Publishes the files, the index last: a folder without an index or ``model.safetensors`` is not a model.
 
-        Those of a former model in the folder are removed first, so no reader sees a mixture.
+        The index of a former model in the folder is removed first, so the files belong to an index for as long as it is there.
+        Exports of a model lock the folder for this, so of two programs one replaces the other's model, or finds it there.
+
+        Raises:
+            FileExistsError: another program has published a model meanwhile, and ``overwrite`` is False; nothing is published.
         """
         for file in self._open:
             os.fsync(file.descriptor)
@@ -98,14 +102,17 @@ class SafetensorsWriter:
         if len(self.files) == 1 and self.files[0].name not in (SINGLE, INDEX):
             self._publish(self._open[0].temporary, self.files[0].name)
         else:
-            self._commit_model()
+            with lock_folder(self.folder):
+                self._commit_model()
         sync_folder(self.folder)
         self._open.clear()
 
     def _commit_model(self) -> None:
         before = _shards(self.folder)
         several = len(self.files) > 1
-        if self.overwrite:
+        if not self.overwrite:
+            refuse_existing([self.folder / name for name in (SINGLE, INDEX, *(file.name for file in self.files))])
+        else:
             for name in (INDEX, SINGLE) if several else (INDEX,):
                 (self.folder / name).unlink(missing_ok=True)
             sync_folder(self.folder)

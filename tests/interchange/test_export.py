@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import functional_ds as fds
 from functional_ds import comm
 from functional_ds import pipelining as pp
 from functional_ds import transforms as T
+from functional_ds.base import tree
 from functional_ds.interchange.format import CODES, SafetensorsFile, TensorSpec, split_files
 from functional_ds.interchange.safetensors_writer import SafetensorsWriter
 from functional_ds.testing import assert_same, seeds, shapes
@@ -409,6 +411,66 @@ def test_a_killed_export_leaves_no_model(tmp_path: Path) -> None:
     left = [path.name for path in tmp_path.iterdir()]
     assert left
     assert all(name.startswith(".") and name.endswith(".tmp") for name in left)
+
+
+# -- two programs ---------------------------------------------------------------------------------------------------------
+
+
+def racing(folder: Path, rounds: int) -> list[str]:
+    """Ranks 0 and 1 are two programs that export to one folder, and rank 2 reads it meanwhile."""
+    rank, names = comm.world().rank, [f"{i}" for i in range(4)]
+    publish, seen = SafetensorsWriter._publish, []
+
+    def slowly(self: SafetensorsWriter, temporary: Path, name: str) -> None:
+        time.sleep(0.003)
+        publish(self, temporary, name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SafetensorsWriter, "_publish", slowly)
+        for count in range(rounds):
+            place, overwrite = folder / str(count // 2), count % 2 == 1
+            place.mkdir(exist_ok=True)
+            comm.barrier()
+            if rank < 2:
+                params = {name: torch.full((4,), float(2 * count + rank)) for name in names}
+                try:
+                    fds.export(params, place, shard_bytes=16 * (1 + rank * (count // 2 % 2)), overwrite=overwrite)
+                    seen.append(f"{count} written")
+                except FileExistsError:
+                    seen.append(f"{count} there")
+            else:
+                end = time.monotonic() + 0.05
+                while time.monotonic() < end:
+                    _model(place)
+            comm.barrier()
+            if rank == 2:
+                assert _model(place) is not None
+                files = {path.name for path in place.iterdir()} - {"model.safetensors.index.json"}
+                index = json.loads((place / "model.safetensors.index.json").read_text())
+                assert files == set(index["weight_map"].values())
+    return seen
+
+
+def _model(folder: Path) -> float | None:
+    """The one value that all the model's leaves have; None if there is no whole model."""
+    try:
+        params = fds.load_params(folder, like={f"{i}": torch.zeros(4) for i in range(4)})
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        if "was replaced" not in str(error):
+            raise
+        return None
+    state = fds.train_step(lambda params, x: x, fds.sgd(0.1)).init(params)
+    (value,) = {value for leaf in tree.leaves(state.params) for value in leaf.tolist()}
+    return float(value)
+
+
+def test_of_two_programs_one_exports_the_model(tmp_path: Path) -> None:
+    first, second, _ = comm.spawn(racing, tmp_path, 12, world_size=3, backend="gloo")
+    for count in range(12):
+        found = sorted(seen[count].partition(" ")[2] for seen in (first, second))
+        assert found == (["written", "written"] if count % 2 else ["there", "written"])
 
 
 # -- on processes --------------------------------------------------------------------------------------------------------

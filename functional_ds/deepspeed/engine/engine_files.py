@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from functional_ds import comm
-from functional_ds.base.files import write_atomically
+from functional_ds.base.files import write_atomically, written_atomically
 
 from .engine_counts import EngineCounts
 from .loop.engine_loop import EngineLoop
@@ -135,9 +135,8 @@ def save_weights(weights: Mapping[str, Tensor], folder: Any, name: str) -> bool:
 
             export(dict(weights), path, overwrite=True)
         else:
-            held = io.BytesIO()
-            torch.save(dict(weights), held)
-            write_atomically(path, held.getvalue())
+            with written_atomically(path) as file:
+                torch.save(dict(weights), file)
     comm.barrier()
     return True
 
