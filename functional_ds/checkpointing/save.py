@@ -15,7 +15,7 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base.files import FileLock
 from functional_ds.state_dict.all_or_none import all_or_none, gather_or_none
-from functional_ds.state_dict.describe import TensorShard, as_tensors, describe
+from functional_ds.state_dict.describe import TensorShard, describe_in_place
 from functional_ds.state_dict.errors import CheckpointError
 from functional_ds.state_dict.fingerprint import fingerprints
 from functional_ds.step.buffers import BUFFERS, Buffers
@@ -190,7 +190,7 @@ class Saver:
             raise TypeError(f"state={type(state).__name__}: save takes the state that a step made")
         step, values = int(state.step), _json(extra)
         tag = check_tag(str(step) if tag is None else tag)
-        shards = describe(as_tensors(state))
+        shards = describe_in_place(state)
         request = SaveRequest(tag, step, tuple(metadata_of(shards)))
         if self._group.rank == 0:
             if self._lock is not None and self._lock.lost:
@@ -249,7 +249,8 @@ def save(
     Laws 37 and 50: ``load_M ∘ save_N = id``, bitwise, for any numbers of ranks N and M, stages, units, meshes and slices.
 
     Collective over ``group``. One of the ranks that have an element writes it, straight from the state's memory; beside that a
-    rank needs a few MB. A checkpoint of the same tag is replaced. Whatever fails meanwhile, earlier checkpoints can be loaded.
+    rank needs a few MB, and for offloaded tensors two pieces of a file. A checkpoint of the same tag is replaced. Whatever
+    fails meanwhile, earlier checkpoints can be loaded.
 
     Args:
         state: any state that a step made; it is not changed.

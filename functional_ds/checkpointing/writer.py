@@ -22,6 +22,7 @@ from functional_ds.base.device import current_stream, overlaps
 from functional_ds.base.files import FileLock, write_atomically
 from functional_ds.state_dict.describe import TensorShard
 from functional_ds.state_dict.errors import CheckpointError
+from functional_ds.state_dict.stored_view import StoredView
 
 from . import storage
 from .directory import Retention, publish, retain, summaries
@@ -59,7 +60,7 @@ def _stored(pieces: Sequence[tuple[ShardMetadata, Chunk]]) -> StoredTensor:
 class WriteData:
     """What this rank writes, in the order of its file: views of the state's memory, or one buffer with a copy of them."""
 
-    views: tuple[Tensor, ...] = attrs.field(repr=False)
+    views: tuple[Tensor | StoredView, ...] = attrs.field(repr=False)
     buffer: Tensor | None = attrs.field(default=None, repr=False)
 
     @staticmethod
@@ -80,8 +81,7 @@ class WriteData:
             pinned = any(overlaps(view.device) for view in self.views)
             buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
         start, devices = 0, {view.device for view in self.views}
-        for view in self.views:
-            data = _bytes(view)
+        for data in self._parts():
             into = buffer[start : start + data.numel()]
             if data.device.type == "cpu":  # one memcpy, which is quicker than torch's kernel
                 np.copyto(into.numpy(), data.numpy())
@@ -96,13 +96,17 @@ class WriteData:
         """The bytes; tensors on a device are copied in chunks."""
         if self.buffer is not None:
             yield self.buffer.numpy().data
-        for view in self.views:
-            data = _bytes(view)
+        for data in self._parts():
             if data.device.type == "cpu":
                 yield data.numpy().data
             else:
                 for part in data.split(_CHUNK):
                     yield part.cpu().numpy().data
+
+    def _parts(self) -> Iterator[Tensor]:
+        """The views' bytes; offloaded ones come piece by piece, and a piece is gone with the next."""
+        for view in self.views:
+            yield from map(_bytes, [view] if isinstance(view, Tensor) else view.pieces())
 
 
 def _bytes(view: Tensor) -> Tensor:

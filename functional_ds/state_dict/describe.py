@@ -21,8 +21,9 @@ from functional_ds.step.slots import Role
 from functional_ds.step.state import State
 
 from .leaf_places import Frame, StateLayout, of_extents
+from .stored_view import PieceReader, StoredView
 
-__all__ = ["TensorShard", "as_before", "as_tensors", "dense", "describe"]
+__all__ = ["TensorShard", "as_before", "as_tensors", "dense", "describe", "describe_in_place"]
 
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
@@ -35,7 +36,7 @@ class TensorShard:
         name: ``role/leaf`` where the tensor belongs to a leaf of the model, else a path in the state.
         region: which of the global tensor's elements this rank's slice has; all where no dim is cut.
         offset: the first element's place in the flattened slice.
-        view: the elements, flat, in the state's own memory.
+        view: the elements, flat, in the state's own memory, or on the disk.
         shared: whether one scalar stands for several names, as Adam's counts do.
         per_rank: whether each rank has a value of its own.
     """
@@ -43,7 +44,7 @@ class TensorShard:
     name: str
     region: LeafRegion
     offset: int
-    view: Tensor = attrs.field(repr=False)
+    view: Any = attrs.field(repr=False)  # a Tensor, but for describe_in_place
     shared: bool = False
     per_rank: bool = False
 
@@ -84,18 +85,53 @@ def describe(state: State) -> list[TensorShard]:
     return walk.found
 
 
+def describe_in_place(state: State) -> list[TensorShard]:
+    """All shards of a state, of which offloaded tensors stay on the disk.
+
+    Law: the names and values of ``describe(as_tensors(state))``; a view of an offloaded tensor is a ``StoredView``.
+
+    Raises:
+        TypeError: a leaf is neither a number, a tensor nor an offloaded tensor.
+    """
+    held, reader = list[tuple[torch.UntypedStorage, Any]](), PieceReader()
+
+    def without_values(leaf: Any) -> Tensor:
+        if not _is_elsewhere(leaf):
+            return _as_tensor(leaf)
+        empty = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+        held.append((empty.untyped_storage(), leaf))
+        return empty
+
+    _check_leaves(state)
+    shards = describe(tree.map(without_values, state))
+    sources = {id(storage): leaf for storage, leaf in held}
+
+    def with_source(shard: TensorShard) -> TensorShard:
+        view = shard.view
+        if not view.is_meta:
+            return shard
+        source, start = sources[id(view.untyped_storage())], int(view.storage_offset())
+        return attrs.evolve(shard, view=StoredView(source, start, start + view.numel(), reader))
+
+    return [with_source(shard) for shard in shards]
+
+
 def as_tensors(state: State) -> State:
     """The state with its Python numbers as scalar tensors, and offloaded tensors in memory.
 
     Raises:
         TypeError: a leaf is neither a number, a tensor nor an offloaded tensor.
     """
+    _check_leaves(state)
+    return tree.map(_as_tensor, state)  # type: ignore[no-any-return]
+
+
+def _check_leaves(state: State) -> None:
     for path, leaf in tree.named(state):
         if not isinstance(leaf, Tensor) and type(leaf) not in _NUMBERS and not _is_elsewhere(leaf):
             raise TypeError(
                 f"state: the leaf at {path!r} is {type(leaf).__name__} {leaf!r}; only tensors and numbers are saved"
             )
-    return tree.map(_as_tensor, state)  # type: ignore[no-any-return]
 
 
 def dense(state: State) -> State:

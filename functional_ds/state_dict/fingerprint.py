@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .stored_view import StoredView
+
 __all__ = ["SHORT", "fingerprints"]
 
 SHORT = 4096  # elements; longer tensors on a device are summed there before they are copied to the host
@@ -13,8 +15,20 @@ _COLUMNS, _ROWS = 512, 16384  # elements of a row; rows that are widened to int6
 _BITS = {1: torch.uint8, 2: torch.int16}  # the integers that an element of this size is read as; larger ones as several int32
 
 
-def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
+def fingerprints(tensors: Sequence[Tensor | StoredView]) -> list[int]:
     """A CRC-32 for each flat tensor: of all its bytes on the host, else of weighted sums that its device computes."""
+    memory = iter(_of_tensors([x for x in tensors if isinstance(x, Tensor)]))
+    return [next(memory) if isinstance(x, Tensor) else _of_pieces(x) for x in tensors]
+
+
+def _of_pieces(view: StoredView) -> int:
+    found = 0
+    for piece in view.pieces():
+        found = zlib.crc32(piece.view(torch.uint8).numpy().data, found)
+    return found
+
+
+def _of_tensors(tensors: Sequence[Tensor]) -> list[int]:
     packed = [(x if x.device.type == "cpu" else _row_sums(x)).contiguous().view(torch.uint8) for x in tensors]
     remote = [i for i, x in enumerate(packed) if x.device.type != "cpu"]
     if remote:  # one copy from the device for all of them

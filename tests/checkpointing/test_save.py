@@ -1,5 +1,6 @@
 """Saves in the background: nothing is lost, nothing is held twice, and whatever goes wrong is heard of."""
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 import functional_ds as fds
 from functional_ds import checkpointing, comm, transforms
 from functional_ds.checkpointing import storage
+from functional_ds.transforms.offloading import fetched
 
 STEP = transforms.zero(1)(fds.train_step(lambda p, x: (p["w"] * x).sum(), fds.adamw(0.1)))
 
@@ -173,3 +175,52 @@ def test_a_rank_that_dies_leaves_the_checkpoint_from_before(tmp_path: Path, monk
     assert checkpointing.tags(tmp_path) == ["whole"]
     fds.save(STEP.init(fresh()), tmp_path, tag="next")
     assert not list(tmp_path.glob(".saving*"))
+
+
+# -- offloaded states ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("background", [False, True])
+def test_an_offloaded_state_is_saved_as_the_same_files(tmp_path: Path, stage: int, background: bool) -> None:
+    """Law: ``save(state)`` writes the files of ``save(fetched(state))``, whatever the pieces and the leaves' places in them."""
+    (tmp_path / "files").mkdir()
+    away = transforms.offload("disk", "disk", path=tmp_path / "files", buffer_bytes=2**13, direct=False)
+
+    def program() -> None:
+        params = {"a": torch.randn(5000), "b": torch.randn(3), "c": torch.randn(70, 90)}
+        step = away(transforms.zero(stage)(fds.train_step(lambda p, x: sum((w * x).sum() for w in p.values()), fds.adamw(0.1))))
+        state, _ = step(step.init(params), torch.ones(1))
+        with checkpointing.Saver(tmp_path / "pieces") as saver:
+            saver._start(state, tag="1", extra=None, snapshot=background)
+        fds.save(fetched(state), tmp_path / "whole", tag="1")
+
+    torch.manual_seed(0)
+    comm.simulate(program, world_size=2)
+    names = sorted(path.name for path in (tmp_path / "whole" / "1").iterdir())
+    assert names == ["00000.bin", "00001.bin", "manifest.json"]
+    for name in names:
+        assert (tmp_path / "pieces" / "1" / name).read_bytes() == (tmp_path / "whole" / "1" / name).read_bytes()
+
+
+def resident(key: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    return int(line.split()[1]) * 1024
+
+
+def growth(folder: Path) -> int:
+    """By how many bytes this process grew at most while it saved 96 MiB from a disk."""
+    away = transforms.offload("disk", "disk", path=folder, buffer_bytes=2**21)
+    step = away(transforms.zero(1)(fds.train_step(lambda p, x: p["0"].sum(), fds.adamw(0.1))))
+    fds.save(step.init({"0": torch.ones(9)}), folder / "warm")
+    state = step.init({f"{i}": torch.full((2**20,), float(i)) for i in range(8)})
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    fds.save(state, folder / "run")
+    return resident("VmHWM") - before
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's account of a process's memory")
+def test_an_offloaded_state_is_never_whole_in_memory(tmp_path: Path) -> None:
+    (grown,) = comm.spawn(growth, tmp_path, world_size=1)
+    assert grown < 16 * 2**20 + 3 * 2**21 + 8 * 2**20, grown / 2**20  # the writer's buffers, pieces, and the interpreter's own

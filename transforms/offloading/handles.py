@@ -100,6 +100,16 @@ class OnDisk(_TensorInfo):
             found[low - start : high - start] = piece[low - first : high - first]
         return found
 
+    def piece(self, index: int) -> Tensor:
+        """The elements of a piece, in memory of their own.
+
+        Raises:
+            OffloadError: the file is not as it was written; the message names it.
+        """
+        room = aligned(self._count(index) * self.dtype.itemsize)
+        self.read_piece(index, into=room).result()
+        return typed(room, self.dtype, [self._count(index)])
+
     def read_piece(self, index: int, *, into: Tensor, after: "Sequence[Future[int]]" = ()) -> "Future[int]":
         """Starts to read a piece into the first whole pages of ``into``, once ``after`` is done."""
         nbytes = self._count(index) * self.dtype.itemsize
