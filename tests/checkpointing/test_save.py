@@ -210,11 +210,11 @@ def resident(key: str) -> int:
 
 
 def growth(folder: Path) -> int:
-    """By how many bytes this process grew at most while it saved 96 MiB from a disk."""
-    away = transforms.offload("disk", "disk", path=folder, buffer_bytes=2**21)
+    """By how many bytes this process grew at most while it saved 60 MiB from a disk."""
+    away = transforms.offload("disk", "disk", path=folder, buffer_bytes=2**20)
     step = transforms.zero(3)(away(fds.train_step(lambda p, x: p["0"].sum(), fds.adamw(0.1))))
     fds.save(step.init({"0": torch.ones(9)}), folder / "warm")
-    state = step.init({f"{i}": torch.full((2**20,), float(i)) for i in range(8)})
+    state = step.init({f"{i}": torch.full((2**20,), float(i)) for i in range(5)})
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")
     fds.save(state, folder / "run")
@@ -224,4 +224,4 @@ def growth(folder: Path) -> int:
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's account of a process's memory")
 def test_an_offloaded_state_is_never_whole_in_memory(tmp_path: Path) -> None:
     (grown,) = comm.spawn(growth, tmp_path, world_size=1)
-    assert grown < 16 * 2**20 + 3 * 2**21 + 8 * 2**20, grown / 2**20  # the writer's buffers, pieces, and the interpreter's own
+    assert grown < 28 * 2**20, grown / 2**20  # the writer's buffers, pieces, and the interpreter's own
