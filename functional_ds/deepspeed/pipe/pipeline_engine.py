@@ -49,6 +49,7 @@ class PipelineEngine:
         self._plan, self._parts, self._step = plan, parts, step
         self._state = step.init(parts.params, modules=parts.modules)
         stage = plan.value("zero_optimization.stage")
+        module.empty_bare()
         self._live = LiveModule(module, parts.modules["stage 0"], dict(module.named_parameters()), stage < 3)  # modes are ours
         self._show()
         self._live.clear_others(self._state)

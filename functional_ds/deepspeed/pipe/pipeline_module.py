@@ -143,11 +143,10 @@ class PipelineModule(StageLayers):
             if layer.name is not None and layer.name not in held._modules:
                 module = spec.build() if isinstance(spec, LayerSpec) else spec
                 held.add_module(layer.name, module.to(get_accelerator().current_device_name()))
-                if self.stage_id not in self.stages_of(layer) and isinstance(spec, LayerSpec):
+                stages = self.stages_of(layer)
+                freed.note(index, module, stages)
+                if self.stage_id not in stages and isinstance(spec, LayerSpec):
                     freed.free(module)
-        for layer in self.layers[self.parts[self.stage_id] : self.parts[self.stage_id + 1]]:
-            if layer.name is not None:
-                freed.check(layer.name, self.child(layer))
         self._everywhere = frozenset(name for name, p in self.named_parameters() if id(p) in freed.kept)
 
     def _partition(self, method: str, specs: Sequence[Any]) -> list[int]:
@@ -192,6 +191,23 @@ class PipelineModule(StageLayers):
         tied, (first, *rest) = name.startswith("tied_modules."), name.split(".")
         stages = self.stages_of(PlacedLayer("", rest[0] if tied else first, tied))
         return tuple(sorted(rank for stage in stages for rank in self._topo.filter_match(pipe=stage)))
+
+    def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> "PipelineModule":
+        """What ``to``, ``cuda`` and ``half`` call: params without values follow in their dtype alone."""
+
+        def applied(x: Any) -> Any:
+            return x.to(fn(torch.empty(0, dtype=x.dtype)).dtype) if x.is_meta else fn(x)
+
+        return super()._apply(applied, recurse)  # type: ignore[no-any-return]
+
+    def empty_bare(self) -> None:
+        """Gives params without values no elements, on this rank's device, so that all params are on one device."""
+        for p in self.parameters():
+            if p.is_meta:
+                here = get_accelerator().current_device_name()
+                empty = nn.Parameter(torch.empty(0, dtype=p.dtype, device=here), requires_grad=p.requires_grad)
+                empty.__dict__.update(p.__dict__)
+                torch.utils.swap_tensors(p, empty)
 
     @property
     def stage_id(self) -> int:
@@ -238,7 +254,8 @@ def _placed(index: int, spec: Any) -> PlacedLayer:
 def _sizes(specs: Sequence[Any]) -> list[float]:
     """The numbers of trained params. Layers are built for it one at a time, and generators are then as before."""
     tied, found = dict[str, float](), []
-    with torch.random.fork_rng(), kept_rng():
+    here = torch.device(get_accelerator().current_device_name())
+    with torch.random.fork_rng([here] if here.type == "cuda" else []), kept_rng():
         for spec in specs:
             if isinstance(spec, TiedLayerSpec) and spec.key in tied:
                 found.append(tied[spec.key])
@@ -262,7 +279,21 @@ class _Freed:
         given = [x for spec in specs if isinstance(spec, LayerSpec) for x in (*spec.module_args, *spec.module_kwargs.values())]
         self.kept = {id(x) for x in given} | {id(p) for x in given if isinstance(x, nn.Module) for p in x.parameters()}
         self.kept |= {id(p) for spec in specs if isinstance(spec, nn.Module) for p in spec.parameters()}
-        self._bare: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._seen: dict[int, tuple[nn.Parameter, list[int]]] = {}  # by id, with their stages
+        self._bare: dict[int, nn.Parameter] = {}
+
+    def note(self, index: int, module: nn.Module, stages: list[int]) -> None:
+        """Refuses a layer whose params a layer of other stages has, too, on every rank.
+
+        Raises:
+            ValueError: it does.
+        """
+        for path, p in module.named_parameters():
+            if id(p) not in self.kept and self._seen.setdefault(id(p), (p, stages))[1] != stages:
+                raise ValueError(
+                    f"layers: the parameter {path!r} of layer {index} belongs to a layer of another stage, too, which would "
+                    "train another copy of it: make both TiedLayerSpecs with one key"
+                )
 
     def free(self, module: nn.Module) -> None:
         """Frees a layer's params."""
@@ -274,23 +305,9 @@ class _Freed:
         if id(p) not in self._bare and not p.is_meta:
             bare = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
             bare.__dict__.update(p.__dict__)
-            self._bare[id(p)] = p, bare
+            self._bare[id(p)], self._seen[id(bare)] = bare, (bare, self._seen[id(p)][1])
             p.data = p.data.new_empty(0)
-        return self._bare[id(p)][1] if id(p) in self._bare else p
-
-    def check(self, name: str, module: nn.Module) -> None:
-        """Refuses a layer of this stage whose params another stage's layer has, too.
-
-        Raises:
-            ValueError: it does.
-        """
-        lost = {id(each) for pair in self._bare.values() for each in pair}
-        for path, p in module.named_parameters():
-            if id(p) in lost:
-                raise ValueError(
-                    f"layers: the parameter {path!r} of layer {name} belongs to a layer of another stage, too, which would "
-                    "train another copy of it: make both TiedLayerSpecs with one key"
-                )
+        return self._bare.get(id(p), p)
 
 
 def _grid(num_stages: int | None, topology: ProcessTopology | None) -> ProcessTopology:
