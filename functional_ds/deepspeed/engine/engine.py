@@ -329,7 +329,8 @@ class DeepSpeedEngine(ConfigValues, nn.Module):
         Args:
             data_iter: gives the micro-batches; None for the loader of ``training_data``.
         """
-        batches, before = self._batches(data_iter), self._counts.micro_steps
+        batches, counts = self._batches(data_iter), self._counts
+        before = counts.global_steps, counts.micro_steps
         self.train()
         try:
             for index in range(self._loop.micro_batches):
@@ -337,8 +338,9 @@ class DeepSpeedEngine(ConfigValues, nn.Module):
                 self.backward(self._loss(next(batches)))
                 self.step()
         except BaseException:
-            self._loop.discard()  # or the next update would sum them, too
-            self._counts.micro_steps = before
+            if counts.global_steps == before[0]:
+                self._loop.discard()  # or the next update would sum them, too
+                counts.micro_steps = before[1]
             raise
         finally:
             self.__dict__["_boundary"] = None
