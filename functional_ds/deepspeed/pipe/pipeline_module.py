@@ -142,9 +142,9 @@ class PipelineModule(StageLayers):
             held = self.tied_modules if layer.tied else self
             if layer.name is not None and layer.name not in held._modules:
                 module = spec.build() if isinstance(spec, LayerSpec) else spec
-                held.add_module(layer.name, module.to(get_accelerator().current_device_name()))
                 stages = self.stages_of(layer)
                 freed.note(index, module, stages)
+                held.add_module(layer.name, module.to(get_accelerator().current_device_name()))
                 if self.stage_id not in stages and isinstance(spec, LayerSpec):
                     freed.free(module)
         self._everywhere = frozenset(name for name, p in self.named_parameters() if id(p) in freed.kept)
