@@ -321,19 +321,29 @@ class DeepSpeedEngine(ConfigValues, nn.Module):
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """One update of micro-batches ``(inputs, labels)``, for modules with a ``loss_fn``, as a ``PipelineModule`` has.
 
+        An error, in the data as in the module, drops the gradients of the micro-batches before.
+
         Returns:
             the mean loss over micro-batches and ranks.
 
         Args:
             data_iter: gives the micro-batches; None for the loader of ``training_data``.
         """
-        batches = self._batches(data_iter)
+        batches, counts = self._batches(data_iter), self._counts
+        before = counts.global_steps, counts.micro_steps
         self.train()
-        for index in range(self._loop.micro_batches):
-            self.set_gradient_accumulation_boundary(index == self._loop.micro_batches - 1)
-            self.backward(self._loss(next(batches)))
-            self.step()
-        self.set_gradient_accumulation_boundary(None)
+        try:
+            for index in range(self._loop.micro_batches):
+                self.set_gradient_accumulation_boundary(index == self._loop.micro_batches - 1)
+                self.backward(self._loss(next(batches)))
+                self.step()
+        except BaseException:
+            if counts.global_steps == before[0]:
+                self._loop.discard()  # or the next update would sum them, too
+                counts.micro_steps = before[1]
+            raise
+        finally:
+            self.__dict__["_boundary"] = None
         return self.metrics["loss"]
 
     def eval_batch(self, data_iter: Iterator[Any], return_logits: bool = False) -> Any:
@@ -345,12 +355,14 @@ class DeepSpeedEngine(ConfigValues, nn.Module):
         """
         training, values, losses = self.module.training, [], []
         self.eval()
-        with torch.no_grad():
-            for _ in range(self._loop.micro_batches):
-                inputs, labels = next(data_iter)
-                values.append(self(*inputs) if isinstance(inputs, tuple | list) else self(inputs))
-                losses.append(self._loss_fn(values[-1], labels))
-        self.train(training)
+        try:
+            with torch.no_grad():
+                for _ in range(self._loop.micro_batches):
+                    inputs, labels = next(data_iter)
+                    values.append(self(*inputs) if isinstance(inputs, tuple | list) else self(inputs))
+                    losses.append(self._loss_fn(values[-1], labels))
+        finally:
+            self.train(training)
         loss = comm.all_reduce(torch.stack(losses).mean(), op="avg")
         return (loss, values) if return_logits else loss
 

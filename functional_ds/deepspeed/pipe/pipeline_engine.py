@@ -49,6 +49,7 @@ class PipelineEngine:
         self._plan, self._parts, self._step = plan, parts, step
         self._state = step.init(parts.params, modules=parts.modules)
         stage = plan.value("zero_optimization.stage")
+        module.empty_bare()
         self._live = LiveModule(module, parts.modules["stage 0"], dict(module.named_parameters()), stage < 3)  # modes are ours
         self._show()
         self._live.clear_others(self._state)
@@ -260,6 +261,19 @@ def _repeated(loader: Iterable[Any]) -> Iterator[Any]:
         yield from loader
 
 
+def _share(module: PipelineModule) -> None:
+    """Gives params and buffers to all ranks that have them, from the first of these."""
+    here = comm.world()
+    held: dict[tuple[int, ...], list[Tensor]] = {tuple(range(here.size)): [*module.buffers()]}
+    for name, p in module.named_parameters():
+        held.setdefault(module.holders(name), []).append(p)
+    for ranks, tensors in sorted(held.items()):  # in one order on all ranks, or they would wait for each other
+        if here.rank in ranks and len(ranks) > 1 and tensors:
+            group = here if len(ranks) == here.size else comm.new_group([here.ranks[rank] for rank in ranks], "holders")
+            for mine, first in zip(tensors, comm.broadcast([x.detach() for x in tensors], group=group), strict=True):
+                mine.data.copy_(first)
+
+
 def pipeline_engine(
     module: PipelineModule,
     config: Any,
@@ -273,7 +287,7 @@ def pipeline_engine(
     """What ``initialize`` makes of a ``PipelineModule``. Collective.
 
     Args:
-        module: the layers; rank 0's params count on all ranks.
+        module: the layers; of each parameter the first rank's count that has its stage, of those given whole rank 0's.
         config: as ``from_ds_config`` takes it. Its batch's sizes are per data-parallel rank, as there.
         optimizer: instead of the config's.
         lr: its rate, for a scheduler of the config.
@@ -297,9 +311,7 @@ def pipeline_engine(
     (True, 2)
     """
     if comm.world().size > 1:
-        held = [*module.parameters(), *module.buffers()]
-        for mine, first in zip(held, comm.broadcast([p.detach() for p in held]), strict=True):
-            mine.data.copy_(first)
+        _share(module)
     parts = pipeline_parts(module)
     plan = from_ds_config(config, parts.data.size, group=parts.data, lr=lr, warn=True)
     whole = plan.to_ds_config()  # the pipeline cuts the batch into micro-batches, so nothing else accumulates

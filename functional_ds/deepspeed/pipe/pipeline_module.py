@@ -5,9 +5,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import attrs
+import torch
 from torch import nn
 
 from functional_ds import comm
+from functional_ds.base.torch_private import parameters_of
+from functional_ds.comm.worlds.rng_state import kept_rng
 from functional_ds.deepspeed.accelerator.accelerators import get_accelerator
 from functional_ds.deepspeed.checkpointing import checkpoint
 from functional_ds.deepspeed.runtime.utils import partition_balanced, partition_uniform, set_random_seed
@@ -89,15 +92,21 @@ class StageLayers(nn.Module):
 
 
 class PipelineModule(StageLayers):
-    """Layers in a row, cut into ``num_stages`` stages. It is a module of all layers, which runs by itself, too.
+    """Layers in a row, cut into ``num_stages`` stages. With one stage it is a module of all layers, which runs by itself, too.
 
-    ``deepspeed.initialize`` turns it into stages of a pipeline by ``pipeline_parts``; each rank then stores its stages' params
-    alone. Parameters have the names that DeepSpeed gives them: the layer's number, or ``tied_modules.key``.
+    Each layer is built in its turn, so random draws are those of the whole row on each rank, and the params of a ``LayerSpec``
+    of another stage are freed at once: they are on the device "meta". ``deepspeed.initialize`` turns the row into stages of a
+    pipeline by ``pipeline_parts``. Parameters have the names that DeepSpeed gives them: the layer's number, or
+    ``tied_modules.key``.
 
     Attributes:
         parts: the first layer of each stage, and the number of layers.
         num_stages: the number of stages.
         loss_fn: ``loss_fn(outputs, labels)``; None where the last layer gives the loss.
+
+    Raises:
+        ValueError: a layer shares params with one of another stage, and none of them is a ``TiedLayerSpec``; there is no such
+            ``partition_method``; the stages do not fit the world.
 
     >>> model = PipelineModule([LayerSpec(nn.Linear, 4, 4), nn.ReLU(), nn.Linear(4, 1)], num_stages=1)
     >>> [name for name, _ in model.named_parameters()], model.parts
@@ -124,38 +133,28 @@ class PipelineModule(StageLayers):
         self._topo = _grid(num_stages, topology)
         self.num_stages = self._topo.get_dim("pipe")
         specs = list(layers)
-        for index, layer in enumerate(specs):
+        self.layers = [_placed(index, spec) for index, spec in enumerate(specs)]
+        self.parts = self._partition(partition_method, specs)
+        freed = _Freed(specs)
+        for index, (spec, layer) in enumerate(zip(specs, self.layers, strict=True)):
             if seed_layers:
                 (seed_fn or set_random_seed)(base_seed + index)
-            self.layers.append(self._built(index, layer))
-        self.to(get_accelerator().current_device_name())
-        self.parts = self._partition(partition_method)
+            held = self.tied_modules if layer.tied else self
+            if layer.name is not None and layer.name not in held._modules:
+                module = spec.build() if isinstance(spec, LayerSpec) else spec
+                stages = self.stages_of(layer)
+                freed.note(index, module, stages)
+                held.add_module(layer.name, module.to(get_accelerator().current_device_name()))
+                if self.stage_id not in stages and isinstance(spec, LayerSpec):
+                    freed.free(module)
+        self._everywhere = frozenset(name for name, p in self.named_parameters() if id(p) in freed.kept)
 
-    def _built(self, index: int, layer: Any) -> PlacedLayer:
-        if isinstance(layer, PipelineModule):
-            raise ValueError(f"layer {index} is a PipelineModule; pass its layers")
-        if isinstance(layer, TiedLayerSpec):
-            if layer.key not in self.tied_modules:
-                self.tied_modules[layer.key] = layer.build()
-            return PlacedLayer(layer.typename.__name__, layer.key, True, layer.forward_fn)
-        if isinstance(layer, LayerSpec | nn.Module):
-            module = layer.build() if isinstance(layer, LayerSpec) else layer
-            self.add_module(str(index), module)
-            return PlacedLayer(type(module).__name__, str(index))
-        if not callable(layer):
-            raise TypeError(f"layer {index} is {layer!r}: a module, a LayerSpec or a function is needed")
-        return PlacedLayer(getattr(layer, "__name__", type(layer).__name__), None, False, layer)
-
-    def _partition(self, method: str) -> list[int]:
+    def _partition(self, method: str, specs: Sequence[Any]) -> list[int]:
         word = method.lower()
         if word == "uniform":
             return partition_uniform(len(self.layers), self.num_stages)
         if word == "parameters":
-            sizes = [
-                0.0 if layer.name is None else sum(p.numel() for p in self.child(layer).parameters() if p.requires_grad)
-                for layer in self.layers
-            ]
-            return partition_balanced(sizes, self.num_stages)
+            return partition_balanced(_sizes(specs) if self.num_stages > 1 else [0.0] * len(specs), self.num_stages)
         if word.startswith("type:"):
             wanted = re.compile(word.split(":")[1], re.IGNORECASE)
             hits = [1.0 if wanted.search(layer.kind) else 0.0 for layer in self.layers]
@@ -179,6 +178,36 @@ class PipelineModule(StageLayers):
             if self.parts[stage] <= layer_idx < self.parts[stage + 1]:
                 return stage
         raise ValueError(f"layer_idx={layer_idx}: there are {len(self.layers)} layers, from 0 on")
+
+    def stages_of(self, layer: PlacedLayer) -> list[int]:
+        """The stages that run a layer's module; a tied one has several."""
+        same = [index for index, other in enumerate(self.layers) if (other.name, other.tied) == (layer.name, layer.tied)]
+        return sorted({self.stage_owner(index) for index in same})
+
+    def holders(self, name: str) -> tuple[int, ...]:
+        """The ranks that have the values of a parameter: those whose stages run it, or all where it was made by the caller."""
+        if name in self._everywhere:
+            return tuple(range(self._topo.world_size()))
+        tied, (first, *rest) = name.startswith("tied_modules."), name.split(".")
+        stages = self.stages_of(PlacedLayer("", rest[0] if tied else first, tied))
+        return tuple(sorted(rank for stage in stages for rank in self._topo.filter_match(pipe=stage)))
+
+    def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> "PipelineModule":
+        """What ``to``, ``cuda`` and ``half`` call: params without values follow in their dtype alone."""
+
+        def applied(x: Any) -> Any:
+            return x.to(fn(torch.empty(0, dtype=x.dtype)).dtype) if x.is_meta else fn(x)
+
+        return super()._apply(applied, recurse)  # type: ignore[no-any-return]
+
+    def empty_bare(self) -> None:
+        """Gives params without values no elements, on this rank's device, so that all params are on one device."""
+        for p in self.parameters():
+            if p.is_meta:
+                here = get_accelerator().current_device_name()
+                empty = nn.Parameter(torch.empty(0, dtype=p.dtype, device=here), requires_grad=p.requires_grad)
+                empty.__dict__.update(p.__dict__)
+                torch.utils.swap_tensors(p, empty)
 
     @property
     def stage_id(self) -> int:
@@ -207,6 +236,78 @@ class PipelineModule(StageLayers):
         """The layers of one stage; it shares the modules."""
         own = self.layers[self.parts[index] : self.parts[index + 1]]
         return StageLayers(own, self, interval=self.activation_checkpoint_interval, again=self.activation_checkpoint_func)
+
+
+def _placed(index: int, spec: Any) -> PlacedLayer:
+    if isinstance(spec, PipelineModule):
+        raise ValueError(f"layer {index} is a PipelineModule; pass its layers")
+    if isinstance(spec, TiedLayerSpec):
+        return PlacedLayer(spec.typename.__name__, spec.key, True, spec.forward_fn)
+    if isinstance(spec, LayerSpec | nn.Module):
+        kind = spec.typename if isinstance(spec, LayerSpec) else type(spec)
+        return PlacedLayer(kind.__name__, str(index))
+    if not callable(spec):
+        raise TypeError(f"layer {index} is {spec!r}: a module, a LayerSpec or a function is needed")
+    return PlacedLayer(getattr(spec, "__name__", type(spec).__name__), None, False, spec)
+
+
+def _sizes(specs: Sequence[Any]) -> list[float]:
+    """The numbers of trained params. Layers are built for it one at a time, and generators are then as before."""
+    tied, found = dict[str, float](), []
+    here = torch.device(get_accelerator().current_device_name())
+    with torch.random.fork_rng([here] if here.type == "cuda" else []), kept_rng():
+        for spec in specs:
+            if isinstance(spec, TiedLayerSpec) and spec.key in tied:
+                found.append(tied[spec.key])
+                continue
+            module = spec.build() if isinstance(spec, LayerSpec) else spec
+            held = module.parameters() if isinstance(module, nn.Module) else ()
+            found.append(float(sum(p.numel() for p in held if p.requires_grad)))
+            if isinstance(spec, TiedLayerSpec):
+                tied[spec.key] = found[-1]
+    return found
+
+
+class _Freed:
+    """The params of layers that other ranks have: each is a tensor without values instead, and its memory is given back.
+
+    Attributes:
+        kept: the ids of those that stay, since the specs' layers do not make them: given layers', and other layers' weights.
+    """
+
+    def __init__(self, specs: Sequence[Any]) -> None:
+        given = [x for spec in specs if isinstance(spec, LayerSpec) for x in (*spec.module_args, *spec.module_kwargs.values())]
+        self.kept = {id(x) for x in given} | {id(p) for x in given if isinstance(x, nn.Module) for p in x.parameters()}
+        self.kept |= {id(p) for spec in specs if isinstance(spec, nn.Module) for p in spec.parameters()}
+        self._seen: dict[int, tuple[nn.Parameter, list[int]]] = {}  # by id, with their stages
+        self._bare: dict[int, nn.Parameter] = {}
+
+    def note(self, index: int, module: nn.Module, stages: list[int]) -> None:
+        """Refuses a layer whose params a layer of other stages has, too, on every rank.
+
+        Raises:
+            ValueError: it does.
+        """
+        for path, p in module.named_parameters():
+            if id(p) not in self.kept and self._seen.setdefault(id(p), (p, stages))[1] != stages:
+                raise ValueError(
+                    f"layers: the parameter {path!r} of layer {index} belongs to a layer of another stage, too, which would "
+                    "train another copy of it: make both TiedLayerSpecs with one key"
+                )
+
+    def free(self, module: nn.Module) -> None:
+        """Frees a layer's params."""
+        for owner in module.modules():
+            held = parameters_of(owner)
+            held.update({name: self._without(p) for name, p in held.items() if p is not None and id(p) not in self.kept})
+
+    def _without(self, p: nn.Parameter) -> nn.Parameter:
+        if id(p) not in self._bare and not p.is_meta:
+            bare = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+            bare.__dict__.update(p.__dict__)
+            self._bare[id(p)], self._seen[id(bare)] = bare, (bare, self._seen[id(p)][1])
+            p.data = p.data.new_empty(0)
+        return self._bare.get(id(p), p)
 
 
 def _grid(num_stages: int | None, topology: ProcessTopology | None) -> ProcessTopology:

@@ -9,11 +9,13 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base import tree
+from functional_ds.deepspeed.accelerator.accelerators import get_accelerator
 from functional_ds.modules.functional import Apply, functional
 from functional_ds.pipelining.schedules.generators import one_f_one_b
 from functional_ds.pipelining.stages.from_functions import Piece
 from functional_ds.pipelining.stages.from_functions import stages as stages_of
 from functional_ds.pipelining.stages.stages import Stages
+from functional_ds.sharding.sources import from_source
 from functional_ds.step.step import Transform
 from functional_ds.transforms.pipeline import pipeline
 
@@ -32,7 +34,7 @@ class PipelineParts:
 
     Attributes:
         stages: the model; ``stages(params, batch)`` is its loss on one device.
-        params: of all stages, by the names of ``PipelineModule.named_parameters``.
+        params: of all stages, by the names of ``PipelineModule.named_parameters``; those of other stages' specs have no values.
         pipe: the ranks of this rank's pipeline, in the order of stages.
         data: the ranks with this rank's stage.
     """
@@ -84,7 +86,10 @@ def pipeline_parts(module: PipelineModule) -> PipelineParts:
         ValueError: a tied layer that several stages have has buffers.
     """
     _refuse_tied_buffers(module)
+    here = comm.world()
     params = functional(module)[1]
+    elsewhere = {name: p for name, p in params.items() if here.rank not in module.holders(name)}
+    params.update(from_source(elsewhere, _elsewhere, device=get_accelerator().current_device_name()))
     applies, pieces = [], []
     for index in range(module.num_stages):
         apply, own = functional(module.stage(index))
@@ -93,7 +98,7 @@ def pipeline_parts(module: PipelineModule) -> PipelineParts:
     loss = module.loss_fn
     stages = stages_of(pieces, params, loss=None if loss is None else lambda y, batch: loss(y, batch[1]))
     mesh = module.topology()
-    here, place = comm.world(), dict(zip(mesh.axes, mesh.get_coord(comm.world().rank), strict=True))
+    place = dict(zip(mesh.axes, mesh.get_coord(here.rank), strict=True))
     pipe, data = ([axis for axis in mesh.axes if axis != name] for name in ("pipe", "data"))
     groups = [
         comm.new_group([here.ranks[rank] for rank in mesh.filter_match(**{axis: place[axis] for axis in held})], name)
@@ -111,6 +116,10 @@ def _refuse_tied_buffers(module: PipelineModule) -> None:
                 f"the tied layer {key!r} is in several stages and has the buffer {buffers[0]!r}, which each would have on "
                 "its own; leave the buffer out, or cut the module with pipelining.cut"
             )
+
+
+def _elsewhere(path: str) -> Tensor:
+    raise RuntimeError(f"the parameter {path!r} is another stage's: its values are on that stage's ranks alone")
 
 
 def _chosen(names: tuple[str, ...]) -> Callable[[Any], Any]:

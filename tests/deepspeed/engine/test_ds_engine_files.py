@@ -173,6 +173,37 @@ def test_whole_batches() -> None:
         engine_of(1).train_batch(iter([]))
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_batch_that_fails_leaves_an_engine_as_it_was(stage: int) -> None:
+    class Piped(nn.Sequential):
+        loss_fn = staticmethod(nn.functional.mse_loss)
+
+    rows = [(torch.full((4, 3), 1.0 + each), torch.ones(4, 1)) for each in range(3)]
+
+    def program(fails: bool) -> list[float]:
+        torch.manual_seed(0)
+        sizes = config(gradient_accumulation_steps=3, scheduler={}, zero_optimization={"stage": stage})
+        engine, *_ = ds.initialize(model=Piped(nn.Linear(3, 1)), config=sizes)
+        if fails:
+            with pytest.raises(StopIteration):
+                engine.train_batch(iter(rows[:2]))
+            with pytest.raises(RuntimeError, match="shape"):
+                engine.train_batch(iter([rows[0], (torch.ones(4, 5), torch.ones(4, 1))]))
+            with pytest.raises(StopIteration):
+                engine.eval_batch(iter(rows[:1]))
+            assert engine.module.training
+            assert (engine.global_steps, engine.micro_steps) == (0, 0)
+        found, boundaries = [engine.train_batch(iter(rows)).item()], []
+        for x, y in rows:  # the count of micro-batches is the engine's own again
+            engine.backward(engine.module.loss_fn(engine(x), y))
+            boundaries.append(engine.is_gradient_accumulation_boundary())
+            engine.step()
+        assert boundaries == [False, False, True]
+        return [*found, engine.train_batch(iter(rows)).item(), engine.eval_batch(iter(rows)).item()]
+
+    assert comm.simulate(lambda: program(True), world_size=2) == comm.simulate(lambda: program(False), world_size=2)
+
+
 def test_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
     logs = {
         "wall_clock_breakdown": True,

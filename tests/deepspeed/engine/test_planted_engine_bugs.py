@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.deepspeed.api import test_ds_stage_params as stage_params
 from tests.deepspeed.engine import test_ds_engine as engines
 from tests.deepspeed.engine import test_ds_engine_files as files
 from tests.deepspeed.engine import test_ds_engine_law as law
@@ -16,6 +17,49 @@ from tests.planting import Bug, planted
 ENGINE = "deepspeed.engine"
 
 BUGS: list[tuple[tuple[Any, ...], list[Bug]]] = [
+    (
+        (stage_params.test_own_params_are_the_whole_rows,),
+        [
+            Bug(
+                "counting params draws",
+                "deepspeed.pipe.pipeline_module",
+                'with torch.random.fork_rng([here] if here.type == "cuda" else []), kept_rng():',
+                "if True:",
+            ),
+        ],
+    ),
+    (
+        (stage_params.test_beside_its_own_a_rank_has_one_layer_that_is_built, "uniform"),
+        [Bug("others' layers stay", "deepspeed.pipe.pipeline_module", "p.data = p.data.new_empty(0)", "pass")],
+    ),
+    (
+        (stage_params.test_of_ranks_with_one_stage_the_first_ones_params_count,),
+        [
+            Bug(
+                "each rank trains the params that it drew",
+                "deepspeed.pipe.pipeline_engine",
+                "if here.rank in ranks and len(ranks) > 1 and tensors:",
+                "if False:",
+            ),
+        ],
+    ),
+    (
+        (files.test_a_batch_that_fails_leaves_an_engine_as_it_was, 0),
+        [
+            Bug(
+                "a failed batch's gradients are summed",
+                f"{ENGINE}.engine",
+                "self._loop.discard()  # or the next",
+                "pass  # or the next",
+            ),
+            Bug(
+                "a set boundary stays",
+                f"{ENGINE}.engine",
+                'finally:\n            self.__dict__["_boundary"] = None',
+                "finally:\n            pass",
+            ),
+        ],
+    ),
     (
         (law.test_an_engine_is_the_step, "stage 1", 2),
         [
