@@ -62,8 +62,9 @@ def in_regions(graph: fx.Graph, function_of: Callable[[GraphRegion], Callable[..
     """The graph with regions as calls of functions, and the regions in order.
 
     Law: collectives, writes, draws and calls of anything but operators stay, in their order; each kernel runs between the same
-    two of them. Each recomputation begins a region: no compiler merges it with what it computes again. Results of a region have memory of their own, and what is written somewhere is never computed in one. So what
-    is in place stays in place, and no more gathered units are whole at a collective than in the graph.
+    two of them. Each recomputation begins a region, so that no compiler merges it with what it computes again. Results of a
+    region have memory of their own, and what is written somewhere is never computed in one. So what is in place stays in place,
+    and no more gathered units are whole at a collective than in the graph.
 
     Args:
         graph: stays as it is.
