@@ -12,7 +12,7 @@ from functional_ds.base.torch_private import is_fake
 from .collective import Call, Handle
 from .group import Group
 
-__all__ = ["CallRecorder", "current_recorder", "labelled", "recording", "runs_on_shapes"]
+__all__ = ["CallRecorder", "current_recorder", "labelled", "recomputing", "recording", "runs_on_shapes"]
 
 
 class CallRecorder(Protocol):
@@ -26,6 +26,10 @@ class CallRecorder(Protocol):
 
     def labelled(self, name: str) -> AbstractContextManager[None]:
         """Within the block collectives, and what is computed around them, carry something of this name."""
+        ...
+
+    def recomputing(self) -> AbstractContextManager[None]:
+        """Within the block a function runs again, and what it computes is no copy of what was computed before."""
         ...
 
     def start(self, call: Call, leaves: Sequence[Tensor], group: Group, *, async_op: bool, early: bool | None) -> Handle:
@@ -62,6 +66,12 @@ def labelled(name: str) -> AbstractContextManager[None]:
     """Within the block what this thread's collectives carry has a name, if they are recorded."""
     recorder = current_recorder()
     return nullcontext() if recorder is None else recorder.labelled(name)
+
+
+def recomputing() -> AbstractContextManager[None]:
+    """Within the block this thread computes again what a backward pass needs, which its graph shows, if there is one."""
+    recorder = current_recorder()
+    return nullcontext() if recorder is None else recorder.recomputing()
 
 
 def runs_on_shapes(tensor: Tensor) -> bool:

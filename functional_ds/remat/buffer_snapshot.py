@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import attrs
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from functional_ds.base import tree
-from functional_ds.base.torch_private import buffers_of, disable_dispatch_modes, parameters_of, version_of
+from functional_ds.base.torch_private import buffers_of, disable_dispatch_modes, is_fake, parameters_of, version_of
+from functional_ds.comm.record.call_recorder import current_recorder
 
 __all__ = ["Rewind"]
 
@@ -54,7 +55,8 @@ class Rewind:
         try:
             yield
         finally:
-            written = {key for key, b in every.items() if _is_small(b) or version_of(b) != versions[key]}
+            traced = current_recorder() is not None  # into a graph, which leaves copies out that nobody reads
+            written = {key for key, b in every.items() if traced or _is_small(b) or version_of(b) != versions[key]}
             written |= _other_bits([(b, copies[key]) for key, b in every.items() if key not in written])
             self._copies = [copies[key] for key in written]
             for path, owner, params, buffers, names, plain in owners:
@@ -105,9 +107,9 @@ def _is_plain(value: Any) -> bool:
 
 def _copied(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """With structures and small tensors of its own: a call may write into them."""
-    with disable_dispatch_modes():
+    with _unseen():
         return {
-            name: tree.map(lambda x: x.detach().clone() if isinstance(x, Tensor) and _is_small(x) else x, value)
+            name: tree.map(lambda x: _copy(x) if isinstance(x, Tensor) and _is_small(x) else x, value)
             for name, value in attributes.items()
         }
 
@@ -120,8 +122,18 @@ def _is_small(buffer: Tensor) -> bool:
 
 def _copies(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
     """By id; no recorder takes them for what the function computes."""
-    with disable_dispatch_modes():
-        return {id(tensor): tensor.detach().clone() for tensor in tensors}
+    with _unseen():
+        return {id(tensor): _copy(tensor) for tensor in tensors}
+
+
+def _unseen() -> AbstractContextManager[Any]:
+    """Within it no mode sees operations; but where a step is traced into a graph, copies are nodes."""
+    return nullcontext() if current_recorder() is not None else disable_dispatch_modes()
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy; where a step is traced, what has values belongs to no graph and stays."""
+    return tensor if current_recorder() is not None and not is_fake(tensor) else tensor.detach().clone()
 
 
 def _other_bits(pairs: Iterable[tuple[Tensor, Tensor]]) -> set[int]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from functional_ds.base.torch_private import TorchDispatchMode, backward_pass, schema_of, version_of
 
 from .policy import Keep, RematPolicy
-from .saved_tensors import Offloaded, Resident, TensorStore
+from .saved_tensors import Offloaded, Resident, TensorStore, address_of, is_own
 
 __all__ = ["MATMULS", "OpRecorder", "Replayer"]
 
@@ -42,7 +42,7 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
 
 def _is_plain(tensor: Tensor) -> bool:
     """Whether it has one storage, and is no subclass: fake tensors, on which a function may try something, are not its own."""
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+    return (is_own(tensor) or type(tensor) is nn.Parameter) and tensor.layout == torch.strided
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -175,7 +175,7 @@ class OpRecorder(TorchDispatchMode):
         """
         if self._store is not None:
             self._store.hold_device()  # whatever is written in there
-        before, self._known = self._known, {t.untyped_storage().data_ptr() for t in known if _is_plain(t)}
+        before, self._known = self._known, {address_of(t) for t in known if _is_plain(t)}
         try:
             yield
         finally:
@@ -195,7 +195,7 @@ class OpRecorder(TorchDispatchMode):
         """What made a tensor's memory: a name, "matmuls", or "inside" for any other operation; None if nothing here did."""
         memory = self._find(tensor)
         if memory is None:
-            made = self._known is not None and _is_plain(tensor) and tensor.untyped_storage().data_ptr() not in self._known
+            made = self._known is not None and _is_plain(tensor) and address_of(tensor) not in self._known
             return "inside" if made else None
         matmul = memory.operation is not None and memory.operation[0] in MATMULS
         return memory.name or ("matmuls" if matmul else "inside")
@@ -226,7 +226,7 @@ class OpRecorder(TorchDispatchMode):
         if not _is_plain(tensor):
             return None
         storage = tensor.untyped_storage()
-        memory = self._memory.get(storage.data_ptr())
+        memory = self._memory.get(address_of(tensor))
         return memory if memory is not None and memory.storage() is storage else None
 
     def _is_changed(self, output: Any) -> bool:
@@ -237,13 +237,13 @@ class OpRecorder(TorchDispatchMode):
 
     def _note(self, operation: _Operation | None, given: Sequence[Tensor], out: Any) -> None:
         """Notes the memory that an operation allocated."""
-        known = {t.untyped_storage().data_ptr() for t in given if _is_plain(t)}
+        known = {address_of(t) for t in given if _is_plain(t)}
         values = _outputs(out)
         for place, value in enumerate(values):
             if not isinstance(value, Tensor) or not _is_plain(value):
                 continue
             storage = value.untyped_storage()
-            if (address := storage.data_ptr()) and address not in known:
+            if (address := address_of(value)) and address not in known:
                 view = (tuple(value.shape), value.stride(), int(value.storage_offset()))
                 maker, others = (None, None) if place else (operation, None if out is value else values[1:])
                 self._memory[address] = _Allocation(weakref.ref(storage), maker, _signature(given), view, others)

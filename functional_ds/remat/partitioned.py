@@ -87,6 +87,10 @@ class PartitionLog:
             odd = [rank for rank in range(group.size) if not torch.equal(sums[rank], sums[0])]
             if odd:
                 raise _differ(group, odd, "as many, as large, but with other values")
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets what was partitioned."""
         self.values.clear()
         self.sums.clear()
 

@@ -15,14 +15,14 @@ from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.device import in_use, redrawn, rng_state
 from functional_ds.base.torch_private import detect_fake_mode, disable_dispatch_modes
-from functional_ds.comm.record.call_recorder import current_recorder
+from functional_ds.comm.record.call_recorder import current_recorder, recomputing
 
 from .argument_snapshot import snapshot
 from .op_cache import OpRecorder, Replayer
 from .policy import Keep, RematPolicy
 from .report import Notes, open_report
 from .rerun import ModuleCalls, TapeNow
-from .saved_tensors import Offloaded, Resident, SavedTensorHooks, TensorStore
+from .saved_tensors import Offloaded, Resident, SavedTensorHooks, TensorStore, address_of, is_own
 
 __all__ = ["Region", "called", "current_region", "one_operation", "refuse_exceptions", "run"]
 
@@ -90,11 +90,11 @@ def run(
 
     ``part`` names the call in reports; ``seen`` is called with the names that ``checkpoint_name`` gave inside.
     """
-    parent, report = current_region(), open_report()
+    recorder = current_recorder()
+    parent, report = current_region(), open_report() if recorder is None else None
     plain = policy.saves_everything and (report is None or parent is not None)
-    if not plain and current_recorder() is not None:
-        raise RuntimeError(f"remat recomputes {part} in the backward pass, and a graph of the step would keep all activations")
-    if plain or not torch.is_grad_enabled() or detect_fake_mode() is not None:  # fake tensors ask for shapes alone
+    asks_for_shapes = recorder is None and detect_fake_mode() is not None
+    if plain or not torch.is_grad_enabled() or asks_for_shapes:
         return function(*args, **kwargs)
     replaying = parent is not None and parent.replaying
     notes = Notes(None if replaying else report, part, parent is not None and parent.recomputed)
@@ -175,7 +175,8 @@ class Region:
         else:  # while the checkpoint takes its inputs; inside of it its own hooks are in force
             inputs_hooks = self._store_hooks(values, lambda tensor: None)
         with _named(), inputs_hooks:
-            return checkpoint(body, *values, use_reentrant=False, context_fn=self._dispatch_modes)
+            modes = {} if self._recorder is None else {"context_fn": self._dispatch_modes}
+            return checkpoint(body, *values, use_reentrant=False, **modes)
 
     def store_saved(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs the function under hooks that store what its operations save."""
@@ -188,10 +189,11 @@ class Region:
     # -- runs ----------------------------------------------------------------------------------------------------------
 
     def _dispatch_modes(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """For the first run and for further ones."""
+        """For the first run and for further ones; torch wants two modes where a step is traced."""
         if self._recorder is None:
             return nullcontext(), nullcontext()
-        return self._recorder, Replayer(self._recorder) if self.policy.by_operation else nullcontext()
+        replays = self.policy.by_operation or current_recorder() is not None
+        return self._recorder, Replayer(self._recorder) if replays else nullcontext()
 
     @contextmanager
     def _first_run(self) -> Iterator[None]:
@@ -206,7 +208,7 @@ class Region:
     @contextmanager
     def _second_run(self) -> Iterator[None]:
         draws = nullcontext() if self._drawn is None else redrawn(*self._drawn)
-        with self.modules.rewound(), draws, self._tape.restored(), self._entered(again=True):
+        with recomputing(), self.modules.rewound(), draws, self._tape.restored(), self._entered(again=True):
             yield
 
     @contextmanager
@@ -241,14 +243,14 @@ class Region:
     def _store_hooks(self, inputs: Sequence[Any], origin: Callable[[Tensor], str | None]) -> AbstractContextManager[Any]:
         """Stores what autograd saves: the inputs, and tensors that ``origin`` knows. Any other is left to the outer hooks."""
         own = [value for value in inputs if _is_value(value) and value.layout == torch.strided]
-        addresses = set(map(_address, own))
-        movable = {_address(value) for value in own if value.requires_grad}  # the caller keeps any other anyway
+        addresses = set(map(address_of, own))
+        movable = {address_of(value) for value in own if value.requires_grad}  # the caller keeps any other anyway
 
         def pack(tensor: Tensor) -> Resident | Offloaded | _Outer:
             what = None
-            if type(tensor) is Tensor and tensor.layout == torch.strided and not self._tape.claims(tensor):
-                what = origin(tensor) or ("inputs" if _address(tensor) in addresses else None)
-            stays = what is None or (what == "inputs" and _address(tensor) not in movable)
+            if is_own(tensor) and tensor.layout == torch.strided and not self._tape.claims(tensor):
+                what = origin(tensor) or ("inputs" if address_of(tensor) in addresses else None)
+            stays = what is None or (what == "inputs" and address_of(tensor) not in movable)
             how = Keep.SAVE if what is None or stays else self.policy.of(what)
             if what is None or how is Keep.SAVE:
                 if what is not None:
@@ -316,8 +318,4 @@ def _separated(args: Any, kwargs: Any) -> tuple[list[Tensor], Callable[[Sequence
 
 def _is_value(leaf: Any) -> bool:
     """Whether it is a computed tensor: no parameter, which stays anyway, and nothing that stands for one."""
-    return type(leaf) is Tensor and not (leaf.is_leaf and leaf.requires_grad)
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return isinstance(leaf, Tensor) and is_own(leaf) and not (leaf.is_leaf and leaf.requires_grad)

@@ -10,14 +10,25 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base.copy_stream import CopyStream
-from functional_ds.base.torch_private import saved_tensors_hooks_in_force, version_of
+from functional_ds.base.torch_private import is_fake, saved_tensors_hooks_in_force, storage_id, version_of
+from functional_ds.comm.record.call_recorder import current_recorder
 from functional_ds.step.tape import current_tape
 
 from .cpu_offload import HostTensor
 from .partitioned import PartitionedTensor, PartitionLog, partition
 from .policy import Keep
 
-__all__ = ["Offloaded", "Resident", "SavedTensorHooks", "TensorStore", "compact"]
+__all__ = ["Offloaded", "Resident", "SavedTensorHooks", "TensorStore", "address_of", "compact", "is_own"]
+
+
+def is_own(tensor: Tensor) -> bool:
+    """Whether it is a plain tensor; one without values is, where a step is traced into a graph."""
+    return type(tensor) is Tensor or (is_fake(tensor) and current_recorder() is not None)
+
+
+def address_of(tensor: Tensor) -> int:
+    """Where its memory is; a number that stands for that, where it has no values."""
+    return storage_id(tensor) if is_fake(tensor) else tensor.untyped_storage().data_ptr()
 
 
 # -- flat and back -------------------------------------------------------------------------------------------------------
@@ -200,7 +211,7 @@ class TensorStore:
             return Resident(tensor)
         storage = tensor.untyped_storage()
         view = (int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        key = (storage.data_ptr(), view, version_of(tensor), how)
+        key = (address_of(tensor), view, version_of(tensor), how)
         known = self._known.get(key)
         kept = known[1]() if known is not None and known[0]() is storage else None
         if kept is None:
@@ -222,8 +233,12 @@ class TensorStore:
         Raises:
             RuntimeError: on all ranks, if they did not.
         """
-        if self.group is not None and self.group.size > 1:
+        if self.group is None or self.group.size == 1:
+            return
+        if current_recorder() is None:
             self.log.compare(self.group)
+        else:  # the eager step before has compared, and ranks compare what their graphs gather
+            self.log.clear()
 
     def _to_host(self, flat: Tensor) -> HostTensor:
         stream = self._streams.setdefault(flat.device, CopyStream(flat.device, "activations"))

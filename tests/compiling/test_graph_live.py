@@ -90,6 +90,7 @@ CASES = {
     "resharded in bf16": Case(lambda: [T.mixed_precision("bf16"), T.zero(3, reshard_last_units=True), T.accumulate(2)]),
     "hpZ": Case(lambda: [hpz()], 4),
     "HSDP": Case(lambda: [hsdp(max_live_units=1), T.accumulate(2)], 4, 2),
+    "recomputed": Case(lambda: [T.zero(3), T.remat("blocks")]),
     "by owners": Case(lambda: [T.zero(3, aggregate="owner", max_live_units=1)], 2, 2),
 }
 

@@ -285,7 +285,6 @@ def test_attributes_that_a_forward_pass_sets(kind: str) -> None:
         ([], by_address, "data_ptr"),
         ([], redrawing, "draws random numbers anew"),
         ([], on_one_rank_alone, "on rank 1, the step reads a value on the host"),
-        ([lambda: T.remat("*")], squared, "remat recomputes 0"),
     ],
 )
 def test_what_cannot_be_traced_runs_eagerly(transforms: Any, loss: Any, reason: str) -> None:

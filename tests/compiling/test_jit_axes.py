@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import functional_ds as fds
 from functional_ds import comm, moe, seq
@@ -79,6 +79,14 @@ def offload() -> Made:
     return step, {"w": torch.ones(4, 4)}, torch.ones(2, 4)
 
 
+def partitioned() -> Made:
+    apply, params = fds.functional(nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))))
+    step = T.remat("*", policy="recompute,inputs=partition", group=comm.mesh(tp=2)["tp"])(
+        fds.train_step(lambda p, x: apply(p, x).square().mean(), fds.adamw(0.1))
+    )
+    return step, {name: torch.full_like(leaf, 0.5) for name, leaf in params.items()}, torch.ones(2, 4)
+
+
 def run(make: Callable[[], Made], jits: bool) -> tuple[list[str], list[Tensor], list[str]]:
     step, params, batch = make()
     step = fds.jit(step) if jits else step
@@ -98,7 +106,8 @@ CASES: dict[str, tuple[Callable[[], Made], str]] = {
     "vocabulary": (vocabulary, ""),
     "experts": (lambda: layer({"dp": 2}), "reads a value on the host"),
     "pipeline": (pipeline, "runs stages by messages, which no graph holds"),
-    "offload": (offload, "moves tensors between devices and files, which no graph holds"),
+    "offload": (offload, ""),
+    "partitioned activations": (partitioned, ""),
 }
 
 

@@ -7,6 +7,7 @@ import attrs
 from torch import Tensor
 
 from functional_ds.base.copy_stream import CopyStream
+from functional_ds.comm.record.call_recorder import current_recorder
 
 __all__ = ["Prefetcher"]
 
@@ -32,11 +33,15 @@ class Prefetcher:
 
     def know(self, handle: Any) -> None:
         """Makes the handle the newest one of its name, and drops what was prefetched."""
-        self._handles[handle.name] = handle
-        self._begun = None
+        if current_recorder() is None:  # what is traced has no values to fetch later
+            self._handles[handle.name] = handle
+            self._begun = None
 
     def fetch(self, handle: Any) -> Tensor:
         """The handle's tensor, on the device."""
+        if current_recorder() is not None:
+            alone: Tensor = handle.end(handle.begin())
+            return alone
         begun, self._begun = self._begun, None
         started = begun[1] if begun is not None and begun[0]() is handle else handle.begin()
         self._guess(handle.name)

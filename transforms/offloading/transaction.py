@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from functional_ds.base.marks import like_marked
+from functional_ds.base.torch_private import storage_id
 from functional_ds.step.state import State
 
 from .buffers import PARAM, Buffer
@@ -48,7 +49,7 @@ class Transaction:
 
     def __attrs_post_init__(self) -> None:
         self.new = [[*leaves] for leaves in self.old]
-        self._holders = Counter(grad.untyped_storage().data_ptr() for grad in self.grads.values())
+        self._holders = Counter(storage_id(grad) for grad in self.grads.values())
 
     @staticmethod
     def of(storage: Storage, state: State, grads: list[Tensor]) -> "Transaction":
@@ -89,7 +90,7 @@ class Transaction:
                         buffer.writes = (*buffer.writes, write)
             elif i in regions:
                 buffer.copy_out(regions[i], value, piece.of(tensor, self._param(unit)))
-            elif (own := self.in_memory(piece, i, tensor)).data_ptr() != value.data_ptr():
+            elif not _begins_with(own := self.in_memory(piece, i, tensor), value):
                 own.copy_(value)
 
     def _version(self, unit: OffloadedLeaf, i: int, tensor: StateTensor) -> Version:
@@ -106,7 +107,7 @@ class Transaction:
 
     def _spare(self, unit: OffloadedLeaf, param: Tensor) -> Tensor:
         grad = self.grads[unit.leaf]
-        alone = self._holders[grad.untyped_storage().data_ptr()] == 1
+        alone = self._holders[storage_id(grad)] == 1
         if alone and grad.device == param.device and grad.nbytes >= param.nbytes and grad.numel():
             return typed(grad.view(-1).view(torch.uint8), param.dtype, param.shape)
         return torch.empty_like(param, pin_memory=param.is_pinned())
@@ -135,3 +136,9 @@ class Transaction:
 def _values(leaf: Any) -> Tensor:
     found: Tensor = leaf.host if isinstance(leaf, OnHost) else leaf
     return found
+
+
+def _begins_with(own: Tensor, value: Tensor) -> bool:
+    """Whether both begin at one place of one memory; tensors without values have no addresses."""
+    places = [(storage_id(x), x.storage_offset() * x.element_size()) for x in (own, value)]
+    return places[0] == places[1]

@@ -8,7 +8,7 @@ takes the inputs once more, which keeps their memory until then.
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import attrs
@@ -19,7 +19,7 @@ from functional_ds.comm.dispatch import outline, start
 from functional_ds.comm.record.collective import Call, Handle, Here
 from functional_ds.comm.record.group import Group
 
-from .graph_nodes import UNIT, tagged
+from .graph_nodes import RECOMPUTED, UNIT, tagged
 
 __all__ = ["START", "WAIT", "CallSite", "GraphRecorder", "carrying_out", "results_of", "site_of", "starter_of"]
 
@@ -83,6 +83,7 @@ class GraphRecorder:
     notes: dict[str, Any] = attrs.field(factory=dict)
     _label: str = ""
     _units: int = 0
+    _recomputed: int = 0
     _turns: Counter[tuple[str, tuple[int, ...]]] = attrs.field(factory=Counter)
 
     def start(self, call: Call, leaves: Sequence[Tensor], group: Group, *, async_op: bool, early: bool | None) -> Handle:
@@ -111,6 +112,11 @@ class GraphRecorder:
         with tagged(UNIT, self._units):
             yield
         self._label = outer
+
+    def recomputing(self) -> AbstractContextManager[None]:
+        """Nodes within the block get one number in common."""
+        self._recomputed += 1
+        return tagged(RECOMPUTED, self._recomputed)
 
 
 _HERE = threading.local()  # what the graph that this thread runs, or traces, refers to by numbers

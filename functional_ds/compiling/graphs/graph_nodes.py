@@ -15,6 +15,7 @@ from functional_ds.base.torch_private import UNDECLARED_VIEWS, schema_of
 __all__ = [
     "OPERATOR",
     "PHASE",
+    "RECOMPUTED",
     "UNIT",
     "GraphWrites",
     "JoinedUnits",
@@ -29,6 +30,7 @@ __all__ = [
 
 PHASE = "fds_phase"  # in a node's meta: the phase of the step that it belongs to
 OPERATOR = type(torch.ops.aten.add.Tensor)  # the class of an operator with its types of arguments
+RECOMPUTED = "fds_recomputed"  # in a node's meta: a number that the nodes of one run of a function run again have in common
 UNIT = "fds_unit"  # in a node's meta: a number that the nodes of one fetch of a unit have in common
 
 
@@ -44,11 +46,13 @@ def tagged(name: str, value: Any) -> Iterator[None]:
     """Nodes that are traced within the block have a value in their meta, unless they have one of that name already."""
     mode = get_proxy_mode()
     before = None if mode is None else next(iter(reversed(mode.tracer.graph.nodes)))
-    yield
-    node = None if before is None else before.next
-    while node is not None and node.op != "root":
-        node.meta.setdefault(name, value)
-        node = node.next
+    try:
+        yield
+    finally:  # recomputation ends by an exception, once it has all that is needed
+        node = None if before is None else before.next
+        while node is not None and node.op != "root":
+            node.meta.setdefault(name, value)
+            node = node.next
 
 
 def is_view(node: fx.Node) -> bool:

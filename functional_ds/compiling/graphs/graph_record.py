@@ -18,7 +18,7 @@ from functional_ds.step.state import State
 from .graph_collectives import START, WAIT, CallSite, carrying_out, site_of
 from .graph_cost import GraphCost, InMemory, Rates, graph_cost
 from .graph_draw import draw_cost
-from .graph_nodes import PHASE, UNIT, JoinedUnits, root_of
+from .graph_nodes import PHASE, RECOMPUTED, UNIT, JoinedUnits, root_of
 
 __all__ = ["StepGraph", "UnitGather"]
 
@@ -248,7 +248,8 @@ def _shown(graph: StepGraph, node: fx.Node) -> str:
     if node.target not in (START, WAIT):
         value = node.meta.get("val")
         shape = f": {str(value.dtype).removeprefix('torch.')}{list(value.shape)}" if isinstance(value, Tensor) else ""
-        return f"{node.name} = {str(node.target).removeprefix('aten.')}({inputs}){shape}"
+        again = ", again" if RECOMPUTED in node.meta else ""
+        return f"{node.name} = {str(node.target).removeprefix('aten.')}({inputs}){shape}{again}"
     site = graph.sites[site_of(node)]
     verb, label = "start" if node.target is START else "wait", f" of {site.label!r}" if site.label else ""
     return f"{verb} {site.name}{label} on {site.group.name} ({inputs})"

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from functional_ds.base.torch_private import schema_of
 from functional_ds.compiling.graphs.graph_collectives import START, WAIT
-from functional_ds.compiling.graphs.graph_nodes import OPERATOR, PHASE, base_of, is_view, root_of, written_by
+from functional_ds.compiling.graphs.graph_nodes import OPERATOR, PHASE, RECOMPUTED, base_of, is_view, root_of, written_by
 
 __all__ = ["GraphRegion", "in_regions"]
 
@@ -62,8 +62,9 @@ def in_regions(graph: fx.Graph, function_of: Callable[[GraphRegion], Callable[..
     """The graph with regions as calls of functions, and the regions in order.
 
     Law: collectives, writes, draws and calls of anything but operators stay, in their order; each kernel runs between the same
-    two of them. Results of a region have memory of their own, and what is written somewhere is never computed in one. So what
-    is in place stays in place, and no more gathered units are whole at a collective than in the graph.
+    two of them. Each recomputation begins a region, so that no compiler merges it with what it computes again. Results of a
+    region have memory of their own, and what is written somewhere is never computed in one. So what is in place stays in place,
+    and no more gathered units are whole at a collective than in the graph.
 
     Args:
         graph: stays as it is.
@@ -100,6 +101,7 @@ class _Builder:
     regions: list[GraphRegion] = attrs.field(factory=list)
     _now: dict[fx.Node, fx.Node] = attrs.field(factory=dict)
     _segment: dict[fx.Node, None] = attrs.field(factory=dict)
+    _again: int = 0  # which recomputation it has come to
     _written: set[fx.Node] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -107,6 +109,10 @@ class _Builder:
 
     def add(self, node: fx.Node) -> None:
         """The next node of the old graph."""
+        again = node.meta.get(RECOMPUTED, self._again)
+        if again != self._again:
+            self._end_segment()
+            self._again = again
         if is_view(node) or _is_constant(node) or (_is_kernel(node) and node not in self._written):
             self._segment[node] = None
             return

@@ -21,6 +21,8 @@ from functional_ds.step.forward_pass import refuse_open
 from functional_ds.step.state import State, mark_donated
 from functional_ds.step.step import Metrics, Step
 from functional_ds.step.traits import Trait
+from functional_ds.transforms.offloading.handles import OnDisk
+from functional_ds.transforms.offloading.storage import OffloadSlot
 
 from .apply_passes import GraphPass, apply_passes
 from .graph_agreement import disagreement, rank_collectives
@@ -29,7 +31,7 @@ from .region_compiler import RegionCode, RegionError, check_backend
 
 __all__ = ["JitStep", "JitWarning", "jit"]
 
-_NOT_TRACED = {Trait.PIPELINES: "runs stages by messages", Trait.OFFLOADS: "moves tensors between devices and files"}
+_NOT_TRACED = {Trait.PIPELINES: "runs stages by messages"}
 
 
 class JitWarning(UserWarning):
@@ -229,6 +231,7 @@ class JitStep(Step, CompilesRegions):
             name = self.has(trait)
             if name is not None:
                 raise UntraceableError(f"{name} {words}, which no graph holds")
+        _refuse_files(state)
         if comm.world().world.watch is not None:
             raise UntraceableError("the simulation follows values (variance=True), which graphs do not show it")
         found = trace(self, state, batch)
@@ -238,6 +241,20 @@ class JitStep(Step, CompilesRegions):
         for each in () if zero is None else _as_zero_does(**zero):
             found = each(found)
         return found
+
+
+def _refuse_files(state: State) -> None:
+    """A graph's results are tensors: no files, and none that arrives beside what the device computes."""
+    name = next((leaf.name for leaf in tree.leaves(state) if isinstance(leaf, OnDisk)), None)
+    if name is not None:
+        raise UntraceableError(
+            f"offload reads and writes files ({name}) while the step runs, which no graph does: offload to 'cpu'"
+        )
+    slot = state.slots.get("offload")
+    if isinstance(slot, OffloadSlot) and slot.storage.cuda:
+        raise UntraceableError(
+            f"offload moves tensors between the host and {slot.storage.device} on streams, which no graph holds"
+        )
 
 
 def _as_zero_does(*, live: int, reshard: bool, ahead: int, **others: Any) -> Sequence[GraphPass]:
@@ -291,6 +308,8 @@ def _is_settled(state: State) -> bool:
 
 
 def _leaf_kind(leaf: Any) -> Any:
+    if isinstance(leaf, OnDisk):
+        return type(leaf), leaf.shape, leaf.dtype
     if not isinstance(leaf, Tensor):
         return type(leaf), leaf
     return type(leaf), leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
