@@ -15,7 +15,7 @@ bound = partial(test_jit.test_no_more_whole_units_than_in_the_eager_step, test_j
 BUGS: dict[Callable[[], Any], list[Bug]] = {
     bound: [
         Bug("more units are whole", PASSES, "for _, unit in uses), live, whole)", "for _, unit in uses), live + 5, whole)"),
-        Bug("all gathers start at once", PASSES, "gathers[max(0, place - ahead)]", "gathers[0]"),
+        Bug("all gathers start at once", PASSES, "gathers[max(0, number - ahead)]", "gathers[0]"),
     ],
     test_jit.test_gathers_are_those_of_the_eager_step: [
         Bug("a backward pass finds nothing whole", PASSES, "whole if backward and not reshard else ()", "()"),

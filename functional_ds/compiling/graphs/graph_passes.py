@@ -141,24 +141,12 @@ def _renumber(sites: list[CallSite], node: fx.Node, number: dict[int, int]) -> N
     node.args = (*node.args[:-1], number[old])
 
 
-def _by_pass(graph: StepGraph) -> list[list[UnitGather]]:
-    """The gathers of units, of each forward and each backward pass alone."""
-    found, phase = list[list[UnitGather]]([[]]), None
-    gathers = {gather.wait: gather for gather in graph.gathers()}
-    for node in graph.module.graph.nodes:
-        now = node.meta.get(PHASE)
-        if now in ("forward", "backward") and now != phase:
-            phase = now
-            found.append([])
-        if node in gathers:
-            found[-1].append(gathers[node])
-    return found
-
-
 def schedule(*, ahead: int = 1) -> Callable[[StepGraph], StepGraph]:
-    """Starts each gather of a unit before the wait for the one ``ahead`` gathers earlier, in forward and backward alike.
+    """Starts each gather of a unit before the wait for the one ``ahead`` gathers earlier, also across the ends of passes.
 
-    Law: no value changes, nor what is sent; the ranks start gathers in the order in which they did.
+    So the first gathers of a backward pass, or of the next micro-batch, run beside the end of the pass before.
+    Law: no value changes, nor what is sent; the ranks start gathers in the order in which they did, and at most ``ahead``
+    more units are whole at once.
 
     Args:
         ahead: how many gathers may be under way beside the one that is waited for.
@@ -172,9 +160,11 @@ def schedule(*, ahead: int = 1) -> Callable[[StepGraph], StepGraph]:
     def run(graph: StepGraph) -> StepGraph:
         new = copied(graph)
         writes = GraphWrites.of(new.module.graph)
-        for gathers in _by_pass(new):
-            for place, gather in enumerate(gathers[1:], 1):
-                _start_before(gather.start, gathers[max(0, place - ahead)].wait if ahead else gather.wait, writes)
+        gathers = new.gathers()
+        for number, gather in enumerate(gathers[1:], 1):
+            place = gathers[max(0, number - ahead)].wait
+            if writes.order[gathers[number - 1].start] < writes.order[place]:  # else it would overtake that one
+                _start_before(gather.start, place, writes)
         return finished(new)
 
     return run
@@ -189,3 +179,4 @@ def _start_before(start: fx.Node, place: fx.Node, writes: GraphWrites) -> None:
     for node in moved:
         place.prepend(node)
         order[node] = order[place] - 0.5
+        node.meta[PHASE] = place.meta.get(PHASE)
