@@ -15,14 +15,13 @@ from functional_ds.compiling.compile_log import BlockClass, CompilesRegions
 from functional_ds.compiling.graphs.graph_passes import regather, schedule
 from functional_ds.compiling.graphs.graph_record import StepGraph
 from functional_ds.compiling.graphs.graph_trace import UntraceableError, trace
+from functional_ds.state_dict.describe import is_offloaded
 from functional_ds.step.buffers import BUFFERS, Buffers
 from functional_ds.step.checks import check_state, refuse_inference
 from functional_ds.step.forward_pass import refuse_open
 from functional_ds.step.state import State, mark_donated
 from functional_ds.step.step import Metrics, Step
 from functional_ds.step.traits import Trait
-from functional_ds.transforms.offloading.handles import OnDisk
-from functional_ds.transforms.offloading.storage import OffloadSlot
 
 from .apply_passes import GraphPass, apply_passes
 from .graph_agreement import disagreement, rank_collectives
@@ -245,13 +244,13 @@ class JitStep(Step, CompilesRegions):
 
 def _refuse_files(state: State) -> None:
     """A graph's results are tensors: no files, and none that arrives beside what the device computes."""
-    name = next((leaf.name for leaf in tree.leaves(state) if isinstance(leaf, OnDisk)), None)
+    name = next((leaf.name for leaf in tree.leaves(state) if is_offloaded(leaf)), None)
     if name is not None:
         raise UntraceableError(
             f"offload reads and writes files ({name}) while the step runs, which no graph does: offload to 'cpu'"
         )
-    slot = state.slots.get("offload")
-    if isinstance(slot, OffloadSlot) and slot.storage.cuda:
+    slot: Any = state.slots.get("offload")
+    if slot is not None and slot.storage.cuda:
         raise UntraceableError(
             f"offload moves tensors between the host and {slot.storage.device} on streams, which no graph holds"
         )
@@ -308,7 +307,7 @@ def _is_settled(state: State) -> bool:
 
 
 def _leaf_kind(leaf: Any) -> Any:
-    if isinstance(leaf, OnDisk):
+    if is_offloaded(leaf):
         return type(leaf), leaf.shape, leaf.dtype
     if not isinstance(leaf, Tensor):
         return type(leaf), leaf
