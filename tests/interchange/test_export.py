@@ -467,8 +467,8 @@ def _model(folder: Path) -> float | None:
 
 
 def test_of_two_programs_one_exports_the_model(tmp_path: Path) -> None:
-    first, second, _ = comm.spawn(racing, tmp_path, 12, world_size=3, backend="gloo")
-    for count in range(12):
+    first, second, _ = comm.spawn(racing, tmp_path, 8, world_size=3, backend="gloo")
+    for count in range(8):
         found = sorted(seen[count].partition(" ")[2] for seen in (first, second))
         assert found == (["written", "written"] if count % 2 else ["there", "written"])
 
