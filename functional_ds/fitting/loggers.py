@@ -17,7 +17,18 @@ from functional_ds.step.step import Metrics, Step
 
 from .checks import check_steps
 
-__all__ = ["Comet", "CsvLog", "Logger", "Logging", "MeasuredStep", "MetricLogger", "StepMeasure", "TensorBoard", "WandB", "checked"]
+__all__ = [
+    "Comet",
+    "CsvLog",
+    "Logger",
+    "Logging",
+    "MeasuredStep",
+    "MetricLogger",
+    "StepMeasure",
+    "TensorBoard",
+    "WandB",
+    "checked",
+]
 
 
 class Logger(Protocol):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .cycled_betas import BetaCycle
-from .keys.config_key import ConfigKey, became, ignored, refused
+from .keys.config_key import ConfigKey, became, refused
 
 __all__ = ["SCHEDULERS", "RateSchedule", "SchedulerRule", "beta_cycle"]
 

@@ -470,7 +470,7 @@ class DeepSpeedEngine(ConfigValues, nn.Module):
 
     @property
     def monitor(self) -> Monitors:
-        """The config's monitors, for events of your own: ``engine.monitor.write_events([(name, value, engine.global_samples)])``."""
+        """The config's monitors: ``write_events([(name, value, engine.global_samples)])`` logs numbers of your own."""
         return self._reports.monitor
 
     def get_wall_clock_timers(self) -> dict[str, float]:
