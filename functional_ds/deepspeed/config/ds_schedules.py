@@ -160,7 +160,8 @@ def _one_cycle(a: dict[str, Any], lr: float) -> Rates:
 
 
 def beta_cycle(a: dict[str, Any]) -> BetaCycle:
-    """The betas that go with OneCycle's rates, of its arguments."""
+    """The betas that go with OneCycle's rates, of its arguments; DeepSpeed's defaults for those left out."""
+    a = {key.name: key.default for key in SCHEDULERS["OneCycle"].keys} | a
     first, second = a["cycle_first_step_size"], a["cycle_second_step_size"]
     total = float(first + (first if second is None else second))
     height = _one_cycle({**a, "cycle_min_lr": 0.0, "cycle_max_lr": 1.0}, 1.0)

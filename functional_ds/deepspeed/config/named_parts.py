@@ -88,8 +88,7 @@ def schedule_of(
             what = "an optimizer that is no part of the config" if rule is None else rule.name
             s.refuse("scheduler.params.cycle_momentum", f"the betas of {what} cannot cycle here; set it to false")
             return None, arguments
-        every = {key.name: key.default for key in found.keys} | given
-        arguments = {**arguments, "betas": beta_cycle(every)}
+        arguments = {**arguments, "betas": beta_cycle(given)}
     return found.build(given, base, reference), arguments
 
 
