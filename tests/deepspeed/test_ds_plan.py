@@ -411,7 +411,7 @@ def test_betas_of_a_plan_cycle_as_the_engines(kind: str, stage: int) -> None:
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "optimizer": {"type": kind, "params": {"lr": 0.05}},
-        "scheduler": {"type": "OneCycle", "params": {**cycle, "decay_mom_rate": 0.05}},
+        "scheduler": {"type": "OneCycle", "params": {**cycle, "decay_mom_rate": 0.01}},
         "zero_optimization": {"stage": stage},
     }
 
