@@ -39,6 +39,8 @@ HERE = (
 ALIASES: Mapping[str, str] = MappingProxyType(
     {
         "accelerator.real_accelerator": "accelerator",
+        "checkpoint": "",
+        "checkpoint.utils": "utils",
         "comm.comm": "comm",
         "comm.reduce_op": "comm",
         "compression.helper": "utils",

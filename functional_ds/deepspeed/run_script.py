@@ -2,16 +2,17 @@
 
 import importlib.abc
 import importlib.machinery
+import importlib.metadata
 import os
 import runpy
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .api_names import found, why_missing
+from .api_names import VERSION, found, why_missing
 
 __all__ = ["DeepSpeedFinder", "main"]
 
@@ -24,6 +25,22 @@ Runs a DeepSpeed script as it is, with functional_ds.deepspeed in place of deeps
        torchrun --nproc-per-node 2 -m functional_ds.deepspeed script.py [arguments]
 
 --local_rank appends --local_rank=N to the script's arguments, as DeepSpeed's launcher does."""
+
+
+class DeepSpeedMetadata(importlib.metadata.Distribution):
+    """The metadata of a package ``deepspeed`` of the version whose names are here."""
+
+    def read_text(self, filename: str) -> str | None:
+        """Its name and version."""
+        return f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {VERSION}\n" if filename == "METADATA" else None
+
+    def locate_file(self, path: Any) -> Any:
+        """Refused: there are no files.
+
+        Raises:
+            FileNotFoundError: always.
+        """
+        raise FileNotFoundError(f"{path}: {_US} stands for deepspeed, and has none of its files")
 
 
 class DeepSpeedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -44,6 +61,10 @@ class DeepSpeedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if found(inner) is None:
             raise _missing(fullname, inner)
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def find_distributions(self, context: importlib.metadata.DistributionFinder.Context) -> Iterable["DeepSpeedMetadata"]:
+        """What ``importlib.metadata`` is told of ``deepspeed``: libraries ask for its version before they import it."""
+        return [DeepSpeedMetadata()] if (context.name or "deepspeed").lower() == "deepspeed" else []
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         """The module itself; it stays what it is under its own name."""

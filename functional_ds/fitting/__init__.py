@@ -8,7 +8,7 @@ from .checkpoints import Checkpoints
 from .data import BatchReader, BatchSource, Indexed, Replayed, Stateful
 from .epochs import Epochs
 from .fit import fit
-from .loggers import CsvLog, Logger, Logging, MeasuredStep, StepMeasure, TensorBoard, WandB
+from .loggers import Comet, CsvLog, Logger, Logging, MeasuredStep, StepMeasure, TensorBoard, WandB
 from .non_finite import NonFiniteLossError, RollBack, Stop
 from .run import Evaluation, Interrupted
 from .signals import Flag, stop_on_signals, stop_ranks_on_signals
@@ -19,6 +19,7 @@ __all__ = [
     "BatchReader",
     "BatchSource",
     "Checkpoints",
+    "Comet",
     "CsvLog",
     "Epochs",
     "Evaluation",

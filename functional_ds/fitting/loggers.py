@@ -17,7 +17,18 @@ from functional_ds.step.step import Metrics, Step
 
 from .checks import check_steps
 
-__all__ = ["CsvLog", "Logger", "Logging", "MeasuredStep", "MetricLogger", "StepMeasure", "TensorBoard", "WandB", "checked"]
+__all__ = [
+    "Comet",
+    "CsvLog",
+    "Logger",
+    "Logging",
+    "MeasuredStep",
+    "MetricLogger",
+    "StepMeasure",
+    "TensorBoard",
+    "WandB",
+    "checked",
+]
 
 
 class Logger(Protocol):
@@ -140,6 +151,47 @@ class WandB:
         if self._run is not None:
             self._run.finish()
             self._run = None
+
+
+@attrs.define(eq=False)
+class Comet:
+    """An experiment of Comet; needs the package ``comet_ml``, whose own configuration holds where the arguments say nothing.
+
+    Attributes:
+        name: of the experiment; None for one of Comet's.
+        options: further arguments of ``comet_ml.start``.
+        every: how many steps lie between two points of one name; 0 for all points.
+    """
+
+    name: str | None = None
+    options: Mapping[str, Any] = attrs.field(factory=dict, kw_only=True)
+    every: int = attrs.field(default=0, kw_only=True)
+    _experiment: Any = None
+    _last: dict[str, int] = attrs.field(factory=dict)
+
+    def begin(self, done: int) -> None:
+        """Opens the experiment, once."""
+        self._last = {name: at for name, at in self._last.items() if at <= done}
+        if self._experiment is not None:
+            return
+        import comet_ml  # type: ignore[import-not-found, unused-ignore]
+
+        self._experiment = comet_ml.start(**self.options)
+        if self.name is not None:
+            self._experiment.set_name(self.name)
+
+    def log(self, done: int, numbers: Mapping[str, float]) -> None:
+        """Adds a point to each number's curve, where its last one is ``every`` steps ago."""
+        for name, value in numbers.items():
+            if name not in self._last or done - self._last[name] >= self.every:
+                self._last[name] = done
+                self._experiment.log_metric(name, value, step=done)
+
+    def close(self) -> None:
+        """Ends the experiment."""
+        if self._experiment is not None:
+            self._experiment.end()
+            self._experiment = None
 
 
 class MeasuredStep(Protocol):

@@ -324,8 +324,6 @@ EXAMPLES: dict[str, Example] = {
             "scheduler": {"type": "OneCycle", "params": _CYCLE},
         },
         4,
-        {},
-        ("scheduler.params.cycle_momentum",),
     ),
     "QANet, one cycle of the rate": Example(
         {

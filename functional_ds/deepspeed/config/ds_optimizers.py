@@ -15,6 +15,7 @@ from functional_ds.optim.one_bit import one_bit_adam, zero_one_adam
 from functional_ds.optim.optimizer import Optimizer, PerParameter
 from functional_ds.optim.sgd import sgd
 
+from .cycled_betas import cycled
 from .keys.config_key import ConfigKey, became, ignored, refused
 
 __all__ = ["OPTIMIZERS", "OptimizerRule", "muon_rates", "rule_of"]
@@ -48,6 +49,13 @@ class OptimizerRule:
     def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
         """All arguments, DeepSpeed's defaults among them."""
         return {key.name: given.get(key.name, key.default) for key in self.keys}
+
+    def built(self, arguments: dict[str, Any]) -> Built:
+        """The optimizer of all arguments, whose betas may be a function of the updates."""
+        betas = arguments.get("betas")
+        if not callable(betas):
+            return self.build(arguments)
+        return cycled(lambda pair: self.build({**arguments, "betas": pair}), betas)
 
 
 def rule_of(name: str) -> OptimizerRule | None:

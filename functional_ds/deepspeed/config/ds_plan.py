@@ -121,7 +121,7 @@ def from_ds_config(
     optimizer = None
     if rule is not None and not settings.explanation().refused:
         try:
-            optimizer = rule.build(arguments)
+            optimizer = rule.built(arguments)
         except ValueError as error:
             settings.refuse("optimizer.params", str(error))
     found = settings.explanation()

@@ -13,9 +13,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from .keys.config_key import ConfigKey, became, ignored, refused
+from .cycled_betas import BetaCycle
+from .keys.config_key import ConfigKey, became, refused
 
-__all__ = ["SCHEDULERS", "RateSchedule", "SchedulerRule"]
+__all__ = ["SCHEDULERS", "RateSchedule", "SchedulerRule", "beta_cycle"]
 
 Rates = Callable[[Tensor], Tensor]  # from k, fp64, to the rate of update k
 
@@ -158,6 +159,15 @@ def _one_cycle(a: dict[str, Any], lr: float) -> Rates:
     return rates
 
 
+def beta_cycle(a: dict[str, Any]) -> BetaCycle:
+    """The betas that go with OneCycle's rates, of its arguments; DeepSpeed's defaults for those left out."""
+    a = {key.name: key.default for key in SCHEDULERS["OneCycle"].keys} | a
+    first, second = a["cycle_first_step_size"], a["cycle_second_step_size"]
+    total = float(first + (first if second is None else second))
+    height = _one_cycle({**a, "cycle_min_lr": 0.0, "cycle_max_lr": 1.0}, 1.0)
+    return BetaCycle(height, total, a["cycle_min_mom"], a["cycle_max_mom"], a["decay_mom_rate"], a["decay_step_size"])
+
+
 def _range_test(a: dict[str, Any], lr: float) -> Rates:
     low, steps = a["lr_range_test_min_lr"], a["lr_range_test_step_size"]
 
@@ -240,11 +250,11 @@ SCHEDULERS = {
                     "cycle_momentum",
                     "bool",
                     True,
-                    "It must be false for optimizers with betas: Adam's kernel takes them as they are.",
+                    "The betas cycle against the rate; it has no effect on optimizers without betas.",
                 ),
-                ignored("scheduler.params.cycle_min_mom", "float", 0.8, "It is read only with `cycle_momentum`."),
-                ignored("scheduler.params.cycle_max_mom", "float", 0.9, "It is read only with `cycle_momentum`."),
-                ignored("scheduler.params.decay_mom_rate", "float", 0.0, "It is read only with `cycle_momentum`."),
+                _key("cycle_min_mom", "float", 0.8, "The first beta where the rate is highest."),
+                _key("cycle_max_mom", "float", 0.9, "The first beta where the rate is lowest."),
+                _key("decay_mom_rate", "float", 0.0, "How fast the first beta moves after the cycle."),
                 _RESUMED,
             ),
             _one_cycle,

@@ -8,7 +8,7 @@ import torch
 
 from .config_reader import Settings
 from .ds_optimizers import OPTIMIZERS, OptimizerRule, muon_rates, rule_of
-from .ds_schedules import SCHEDULERS, RateSchedule
+from .ds_schedules import SCHEDULERS, RateSchedule, beta_cycle
 from .keys.config_key import ConfigKey, Fate
 from .torch_schedules import TorchRates, why_not
 
@@ -80,16 +80,15 @@ def schedule_of(
     missing = [each for each in found.required if given.get(each) is None and f"scheduler.params.{each}" not in s.rows]
     if missing:
         s.refuse("scheduler.type", f"{name} needs {' and '.join(missing)} in scheduler.params")
-    cycles = name == "OneCycle" and given.get("cycle_momentum", True) and (rule is None or rule.betas)
-    if cycles:
-        s.refuse(
-            "scheduler.params.cycle_momentum",
-            "DeepSpeed would cycle the betas, also by default; a step's are fixed: set cycle_momentum to false, or call "
-            "deepspeed.initialize, whose engine cycles them",
-        )
     if any(s.rows[each].fate is Fate.REFUSED for each in s.rows if each.startswith("scheduler.")):
         return None, arguments
     s.note("scheduler.type", Fate.BECAME, "`plan.schedule`: update k has the rate of DeepSpeed's iteration k - 1.")
+    if name == "OneCycle" and given.get("cycle_momentum", True) and (rule is None or rule.betas):
+        if rule is None or rule.reduces:
+            what = "an optimizer that is no part of the config" if rule is None else rule.name
+            s.refuse("scheduler.params.cycle_momentum", f"the betas of {what} cannot cycle here; set it to false")
+            return None, arguments
+        arguments = {**arguments, "betas": beta_cycle(given)}
     return found.build(given, base, reference), arguments
 
 

@@ -19,6 +19,7 @@ from .engine_counts import EngineCounts
 from .engine_files import load_engine, save_engine, save_weights
 from .engine_reports import Reports
 from .loop.engine_loop import EngineLoop, grad_norm_of
+from .monitors import Monitors
 
 __all__ = ["DeepSpeedEngine"]
 
@@ -478,6 +479,11 @@ class DeepSpeedEngine(ConfigValues, nn.Module):
     def state(self) -> State:
         """Its state. An update takes the state's memory, so keep none of them."""
         return self._loop.settled()  # type: ignore[no-any-return]
+
+    @property
+    def monitor(self) -> Monitors:
+        """The config's monitors: ``write_events([(name, value, engine.global_samples)])`` logs numbers of your own."""
+        return self._reports.monitor
 
     def get_wall_clock_timers(self) -> dict[str, float]:
         """Milliseconds of the last update's "fwd", "bwd" and "step", with ``wall_clock_breakdown``."""

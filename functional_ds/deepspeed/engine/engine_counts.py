@@ -75,10 +75,11 @@ class EngineCounts:
                 self._move(scheduler, lr_kwargs or {})
 
     def restart(self, numbers: Mapping[str, int]) -> None:
-        """Goes on from the counts of a checkpoint."""
+        """Goes on from the counts of a checkpoint. As in DeepSpeed, ``micro_steps`` stay: gradients are not saved."""
         self._open, self.overflow = [], False
         for name, value in numbers.items():
-            setattr(self, name, value)
+            if name != "micro_steps":
+                setattr(self, name, value)
         if isinstance(self.scheduler, ConfigScheduler):
             self.scheduler.count(self.updates)
 

@@ -16,9 +16,12 @@ from torch import nn
 from functional_ds import comm
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan
 
+from .monitors import Monitors
+
 __all__ = ["Reports"]
 
 _OFF = nullcontext()
+_TIMES = {"fwd": "forward", "bwd": "backward", "step": "step"}  # in monitors
 
 
 @attrs.define(eq=False)
@@ -26,14 +29,15 @@ class Reports:
     """The logs of one engine.
 
     Attributes:
+        monitor: what logs numbers.
         times: milliseconds of the last update's calls, by "fwd", "bwd" and "step", with ``wall_clock_breakdown``.
     """
 
+    monitor: Monitors
     times: dict[str, float] = attrs.field(factory=dict)
     _plan: ConfigPlan = attrs.field(alias="plan", kw_only=True)
     _rows: int = attrs.field(alias="rows", kw_only=True)
     _clock: bool = attrs.field(alias="clock", kw_only=True)
-    _loggers: list[Any] = attrs.field(factory=list)
     _profiling: bool = False  # whether steps are measured
     _profiled: Any = None
     _window: ExitStack | None = None
@@ -44,9 +48,8 @@ class Reports:
         """What the config asks for."""
         del module
         asks = [plan.value(name) for name in ("wall_clock_breakdown", "flops_profiler.enabled", "comms_logger.enabled")]
-        found = Reports(plan=plan, rows=plan.batch.rows, clock=bool(asks[0]))
+        found = Reports(Monitors.of(plan), plan=plan, rows=plan.batch.rows, clock=bool(asks[0]))
         found._profiling = any(asks)
-        found._open_loggers()
         return found
 
     def timed(self, name: str) -> AbstractContextManager[None]:
@@ -98,9 +101,7 @@ class Reports:
 
     def close(self) -> None:
         """Closes the logs."""
-        for logger in self._loggers:
-            logger.close()
-        self._loggers = []
+        self.monitor.close()
 
     def _every(self) -> int:
         found = self._plan.value("steps_per_print") or 10
@@ -124,36 +125,16 @@ class Reports:
 
     # -- monitors ----------------------------------------------------------------------------------------------------------
 
-    def _open_loggers(self) -> None:
-        if comm.world().rank:
-            return
-        for block in ("tensorboard", "csv_monitor", "wandb"):
-            if self._plan.value(f"{block}.enabled"):
-                self._loggers.append(self._logger(block))
-                self._loggers[-1].begin(0)
-        if self._plan.value("comet.enabled"):
-            raise ValueError("comet: there is no logger for Comet here; use tensorboard, csv_monitor or wandb")
-
-    def _logger(self, block: str) -> Any:
-        from functional_ds.fitting.loggers import CsvLog, TensorBoard, WandB  # may be left out of an installation
-
-        value = self._plan.value
-        if block == "wandb":
-            return WandB(value("wandb.project"), options={"group": value("wandb.group"), "entity": value("wandb.team")})
-        top = value(f"{block}.output_path") or ("runs" if block == "tensorboard" else "csv_logs")
-        folder = Path(top, value(f"{block}.job_name"))
-        return TensorBoard(folder) if block == "tensorboard" else CsvLog(folder / "monitor.csv")
-
     def _log(self, engine: Any) -> None:
-        if self._loggers:
+        if self.monitor.enabled:
             loss = engine.metrics.get("loss")  # none where programs have called loss.backward() themselves
-            numbers = {} if loss is None else {"Train/Samples/train_loss": float(loss)}
-            numbers["Train/Samples/lr"] = engine.get_lr()[0]
+            numbers = {} if loss is None else {"train_loss": loss}
+            numbers["lr"] = engine.get_lr()[0]
             if engine.fp16_enabled():
-                numbers["Train/Samples/loss_scale"] = engine.loss_scale()
-            numbers |= {f"Train/Samples/elapsed_time_ms_{name}": ms for name, ms in self.times.items()}
-            for logger in self._loggers:
-                logger.log(engine.global_samples, numbers)
+                numbers["loss_scale"] = engine.loss_scale()
+            numbers |= {f"elapsed_time_ms_{_TIMES[name]}": ms for name, ms in self.times.items()}
+            done = engine.global_samples
+            self.monitor.write_events((f"Train/Samples/{name}", value, done) for name, value in numbers.items())
 
 
 def _now() -> float:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_ds.deepspeed.config.ds_schedules import SCHEDULERS
+from functional_ds.deepspeed.config.ds_schedules import SCHEDULERS, beta_cycle
 from functional_ds.deepspeed.utils.logs import logger
 
 __all__ = ["VALID_LR_SCHEDULES", "LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"]
@@ -253,30 +253,20 @@ class OneCycle(LRScheduler):
         self.cycle_momentum = cycle_momentum and "betas" in groups[0]
         if cycle_momentum and not self.cycle_momentum:
             logger.warning(f"cycle_momentum has no effect: {type(optimizer).__name__} has no betas")
-        self._lowest, self._highest = (
-            _each(value, groups, name) for name, value in (("cycle_min_mom", cycle_min_mom), ("cycle_max_mom", cycle_max_mom))
-        )
-        rule = SCHEDULERS["OneCycle"]
-        own = {key.name: key.default for key in rule.keys}
-        self._height = rule.make({**own, **shape, "cycle_min_lr": 0.0, "cycle_max_lr": 1.0}, 1.0)
-        self._total = float(cycle_first_step_size + second)
-        self._decay = (decay_mom_rate, decay_step_size)
+        columns = zip(_each(cycle_min_mom, groups, "cycle_min_mom"), _each(cycle_max_mom, groups, "cycle_max_mom"), strict=True)
+        decay = {"decay_mom_rate": decay_mom_rate, "decay_step_size": decay_step_size}
+        self._betas = [beta_cycle({**shape, **decay, "cycle_min_mom": low, "cycle_max_mom": high}) for low, high in columns]
         rest = {"decay_lr_rate": decay_lr_rate, "decay_step_size": decay_step_size}
         given = {"cycle_min_lr": cycle_min_lr, "cycle_max_lr": cycle_max_lr, **rest, **shape}
         super().__init__(optimizer, last_batch_iteration, given, lists=("cycle_min_lr", "cycle_max_lr"))
         if self.cycle_momentum and last_batch_iteration == -1:
-            self._set_betas([(low, 0.99) for low in self._lowest])
+            self._set_betas([betas(0) for betas in self._betas])
 
     def get_mom(self) -> list[tuple[float, float]] | None:
         """The betas of each param group at this iteration; None where they stay."""
         if not self.cycle_momentum:
             return None
-        b, (rate, every) = self.last_batch_iteration, self._decay
-        if b < self._total:
-            height = self._height(torch.tensor(float(b + 1), dtype=torch.float64)).item()
-            return [(high - (high - low) * height, 0.99) for low, high in zip(self._lowest, self._highest, strict=True)]
-        factor = 1 + rate * ((b - self._total + 1) / every) if rate and every else 1.0
-        return [(high * factor, 0.99) for high in self._highest]
+        return [betas(self.last_batch_iteration + 1) for betas in self._betas]
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Moves to the next iteration, or to the one given, and sets the rates and the betas."""

@@ -4,6 +4,8 @@ import argparse
 import json
 import logging
 import random
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -230,10 +232,47 @@ def test_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest
     assert "time (ms) | fwd:" in shown
     assert {"fwd", "step"} == engine.get_wall_clock_timers().keys()  # of an update whose backward is torch's
     assert len({text for record in caplog.records if (text := record.getMessage()).startswith("step=")}) == 2
-    lines = (tmp_path / "job" / "monitor.csv").read_text().splitlines()
-    assert [line.split(",")[1] for line in lines[1:3]] == ["Train/Samples/train_loss", "Train/Samples/lr"]
-    assert [line.split(",")[0] for line in lines if "train_loss" in line] == ["4", "8", "12", "16"]
-    assert lines[-1].split(",")[:2] == ["20", "Train/Samples/elapsed_time_ms_step"]
+    files = {path.stem: path.read_text().splitlines() for path in (tmp_path / "job").iterdir()}
+    assert files["Train_Samples_lr"][:2] == ["step,lr", "4,0.0"]
+    assert [line.split(",")[0] for line in files["Train_Samples_train_loss"]] == ["step", "4", "8", "12", "16"]
+    assert files["Train_Samples_elapsed_time_ms_step"][-1].startswith("20,")
+    assert "Train_Samples_elapsed_time_ms_backward" in files
+
+
+def test_comet_is_told_every_so_many_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 alone; events of the program's, too."""
+    calls: list[Any] = []
+
+    class Experiment:
+        def set_name(self, name: str) -> None:
+            calls.append(name)
+
+        def log_metric(self, name: str, value: float, *, step: int) -> None:
+            calls.append((name, round(value, 4), step))
+
+        def end(self) -> None:
+            calls.append("end")
+
+    module = types.ModuleType("comet_ml")
+    module.start = lambda **options: calls.append(options) or Experiment()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "comet_ml", module)
+    comet = {"enabled": True, "project": "p", "experiment_name": "e", "samples_log_interval": 8, "mode": "create"}
+
+    def program() -> None:
+        engine = engine_of(1, comet=comet)
+        assert engine.monitor.enabled
+        drive(engine, 2, 6)
+        engine.monitor.write_events([("own", torch.tensor(2.0), engine.global_samples)])
+        engine.destroy()
+
+    comm.simulate(program, world_size=2)
+    keys = ("api_key", "project", "workspace", "experiment_key", "mode", "online")
+    assert calls[:2] == [{**dict.fromkeys(keys), "project": "p", "mode": "create"}, "e"]
+    rates = [step for name, _, step in calls[2:-1] if name.endswith("lr")]
+    assert rates == [rates[0] + 8 * k for k in range(len(rates))]
+    assert len(rates) > 1
+    assert calls[-2][:2] == ("own", 2.0)
+    assert calls[-1] == "end"
 
 
 def test_measured_steps_are_the_steps() -> None:

@@ -1,0 +1,95 @@
+"""OneCycle's momentum: betas that move against the rate, as a function of the updates, and optimizers that have them."""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from functional_ds.base import tree
+from functional_ds.base.weighted import Weighted
+from functional_ds.optim.optimizer import Optimizer, PerParameter, Rate
+from functional_ds.sharding.leaf_map import LeafMap
+
+__all__ = ["BetaCycle", "CycledState", "cycled"]
+
+Betas = tuple[float, float]
+Built = Optimizer | PerParameter
+
+
+@attrs.frozen
+class BetaCycle:
+    """The betas of each update, DeepSpeed's. The first update has the lowest first beta; the second beta is 0.99.
+
+    Attributes:
+        height: of the cycle, 0 to 1: from the updates so far, as the rate's.
+        total: updates of the cycle.
+        low: the first beta where the rate is highest.
+        high: where it is lowest.
+        decay: how fast the first beta moves after the cycle.
+        every: over how many updates ``decay`` counts once; 0 for no decay.
+    """
+
+    height: Callable[[Tensor], Tensor] = attrs.field(repr=False)
+    total: float
+    low: float
+    high: float
+    decay: float
+    every: int
+
+    def __call__(self, updates: int) -> Betas:
+        """The betas of the update after this many."""
+        if updates < 1:
+            return self.low, 0.99
+        if updates - 1 < self.total:
+            height = self.height(torch.tensor(float(updates), dtype=torch.float64)).item()
+            return self.high - (self.high - self.low) * height, 0.99
+        moved = self.decay * ((updates - self.total) / self.every) if self.decay and self.every else 0.0
+        return self.high * (1 + moved), 0.99
+
+
+@tree.record
+class CycledState:
+    """How many updates there were, and the optimizer's own state."""
+
+    updates: Tensor
+    inner: Any
+
+
+def cycled(build: Callable[[Betas], Built], betas: Callable[[int], Betas]) -> Built:
+    """The optimizer ``build(betas(k))`` in update k, whose state counts the updates that were made.
+
+    Betas are numbers of the host, so on a GPU each update waits for the count.
+
+    Args:
+        build: from betas to an optimizer; its state is of one kind for all betas.
+        betas: from the number of updates so far.
+    """
+    of = lru_cache(maxsize=8)(build)
+    first = of(betas(0))
+    if isinstance(first, Optimizer):
+        return _cycled(of, betas)  # type: ignore[arg-type]
+
+    def make(leaf_map: LeafMap) -> Optimizer:
+        made = lru_cache(maxsize=8)(lambda pair: of(pair).make(leaf_map))  # type: ignore[union-attr]
+        return _cycled(made, betas)
+
+    return PerParameter(make, f"cycled({first.name})")
+
+
+def _cycled(of: Callable[[Betas], Optimizer], betas: Callable[[int], Betas]) -> Optimizer:
+    first = of(betas(0))
+
+    def init(params: list[Tensor]) -> CycledState:
+        device = params[0].device if params else torch.device("cpu")
+        return CycledState(torch.zeros((), dtype=torch.float32, device=device), first.init(params))
+
+    def update(params: list[Tensor], grads: Weighted, state: CycledState, rate: Rate) -> tuple[list[Tensor], CycledState]:
+        now = of(betas(int(state.updates.item())))
+        params, inner = now.update(params, grads, state.inner, rate)
+        updates = state.updates.add_(1 if grads.skip is None else 1 - grads.skip.float())
+        return params, CycledState(updates, inner)
+
+    return attrs.evolve(first, init=init, update=update, name=f"cycled({first.name})")
