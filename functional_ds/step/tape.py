@@ -335,7 +335,9 @@ class Tape:
                 inspect(roots)
         grads: list[Tensor | None] = [None] * len(self._leaves)
         if roots and self._leaves:
-            seeds = [None if root is loss else torch.zeros_like(root) for root in roots]
+            zeros = {(root.shape, root.dtype, root.device): root for root in roots}  # units' tokens are alike, and have one
+            zeros = {kind: torch.zeros_like(root) for kind, root in zeros.items()}
+            seeds = [None if root is loss else zeros[root.shape, root.dtype, root.device] for root in roots]
             self._seeds_roots = True
             with in_this_thread():
                 grads = self._differentiate(roots, seeds, retain_graph)
