@@ -109,6 +109,10 @@ class _UnitNode(torch.autograd.Function):
         return None, None, None, None
 
 
+# Without what ``Function.apply`` does for torch.func: units are entered outside of its transforms.
+_apply_node: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _UnitNode).apply
+
+
 @attrs.frozen(eq=False)
 class _LeafVersion:
     """What a write into a leaf changes: its version, and in the first pass sums of its bits."""
@@ -352,7 +356,7 @@ class LazyParams:
     def _node(self, unit: int, views: Sequence[Tensor]) -> list[Tensor]:
         with torch.enable_grad():
             outputs: list[Tensor]
-            token, *outputs = _UnitNode.apply(self, unit, tuple(views), self._handle)
+            token, *outputs = _apply_node(self, unit, tuple(views), self._handle)
         self._roots.append(token)
         self._in_graph.add(unit)
         return outputs

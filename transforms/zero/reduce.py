@@ -275,10 +275,12 @@ class Reducer:
 
 def _packed(segment: Segment, leaves: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor | None:
     """The leaves' gradients as a new flat tensor, by one operation; None where they are not as this would need them."""
-    if not all(leaf.dtype == dtype and leaf.device == device and leaf.is_contiguous() for leaf in map(dense, leaves)):
-        return None
-    parts = [leaf.view(-1) for leaf in leaves]
-    if any(segment.gaps):
-        nothing = torch.zeros(max(segment.gaps), dtype=dtype, device=device)
-        parts = [part for leaf, gap in zip(parts, segment.gaps, strict=True) for part in (leaf, nothing[:gap])]
+    parts: list[Tensor] = []
+    nothing = torch.zeros(gap, dtype=dtype, device=device) if (gap := max(segment.gaps)) else None
+    for leaf, gap in zip(leaves, segment.gaps, strict=True):
+        if dense(leaf).dtype != dtype or leaf.device != device or not leaf.is_contiguous():
+            return None
+        parts.append(leaf.view(-1))
+        if gap and nothing is not None:
+            parts.append(nothing[:gap])
     return torch.cat(parts)
