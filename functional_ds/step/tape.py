@@ -464,9 +464,12 @@ def _apart(grads: list[Tensor]) -> list[Tensor]:
     known: set[int] = set()
     found = []
     for grad in grads:
-        shared = storage_id(grad) in known or 0 in grad.stride()
-        found.append(grad.clone(memory_format=torch.contiguous_format) if shared else grad)
-        known.add(storage_id(found[-1]))
+        place = storage_id(grad)
+        if place in known or 0 in grad.stride():
+            grad = grad.clone(memory_format=torch.contiguous_format)
+            place = storage_id(grad)
+        found.append(grad)
+        known.add(place)
     return found
 
 
