@@ -122,6 +122,23 @@ class Segment:
         start = flat.storage_offset()  # one operation a leaf, where a slice and a view take two
         return [torch.as_strided(flat, shape, strides, start + offset) for shape, strides, offset in self._strided]
 
+    def packed(self, leaves: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """The inverse of ``views``: leaves in a new flat tensor, zero between them, by one operation.
+
+        None unless these are all of the segment's leaves, contiguous, of the dtype and on the device.
+        """
+        if len(leaves) < len(self.slots):
+            return None
+        parts: list[Tensor] = []
+        nothing = torch.zeros(max(self.gaps), dtype=dtype, device=device) if any(self.gaps) else None
+        for leaf, gap in zip(leaves, self.gaps, strict=True):
+            if leaf.dtype != dtype or leaf.device != device or not leaf.is_contiguous():
+                return None
+            parts.append(leaf.view(-1))
+            if gap and nothing is not None:
+                parts.append(nothing[:gap])
+        return torch.cat(parts)
+
     @cached_property
     def _strided(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]:
         """Each leaf's shape, strides and offset."""

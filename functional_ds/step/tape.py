@@ -464,11 +464,11 @@ def _apart(grads: list[Tensor]) -> list[Tensor]:
     known: set[int] = set()
     found = []
     for grad in grads:
-        place = storage_id(grad)
+        apart, place = grad, storage_id(grad)
         if place in known or 0 in grad.stride():
-            grad = grad.clone(memory_format=torch.contiguous_format)
-            place = storage_id(grad)
-        found.append(grad)
+            apart = grad.clone(memory_format=torch.contiguous_format)
+            place = storage_id(apart)
+        found.append(apart)
         known.add(place)
     return found
 

@@ -4,7 +4,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain
 from operator import or_
-from typing import Any
 
 import attrs
 import torch
@@ -170,7 +169,7 @@ class Reducer:
         fresh = index not in self.local
         if fresh:
             dtype = self._dtype(segment, leaves)
-            packed = _packed(segment, leaves, dtype, device) if all(used) else None
+            packed = segment.packed([dense(leaf) for leaf in leaves if leaf is not None], dtype, device)
             if packed is not None:
                 self.local[index] = packed
                 return
@@ -271,16 +270,3 @@ class Reducer:
 
     def _paths(self, unit: int) -> list[str]:
         return [self.layout.paths[slot.leaf] for index in self.trained(unit) for slot in self.layout.segments[index].slots]
-
-
-def _packed(segment: Segment, leaves: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """The leaves' gradients as a new flat tensor, by one operation; None where they are not as this would need them."""
-    parts: list[Tensor] = []
-    nothing = torch.zeros(gap, dtype=dtype, device=device) if (gap := max(segment.gaps)) else None
-    for leaf, gap in zip(leaves, segment.gaps, strict=True):
-        if dense(leaf).dtype != dtype or leaf.device != device or not leaf.is_contiguous():
-            return None
-        parts.append(leaf.view(-1))
-        if gap and nothing is not None:
-            parts.append(nothing[:gap])
-    return torch.cat(parts)
