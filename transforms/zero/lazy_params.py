@@ -110,7 +110,8 @@ class _UnitNode(torch.autograd.Function):
 
 
 # Without what ``Function.apply`` does for torch.func: units are entered outside of its transforms.
-_apply_node: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _UnitNode).apply
+_plain_function: Any = super(torch.autograd.Function, _UnitNode)
+_apply_node: Callable[..., tuple[Tensor, ...]] = _plain_function.apply
 
 
 @attrs.frozen(eq=False)
