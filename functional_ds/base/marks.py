@@ -55,6 +55,8 @@ def like_marked(value: Tensor, model: Tensor) -> Tensor:
     """``value``, marked as ``model`` is."""
     frozen = isinstance(model, nn.Parameter) and not model.requires_grad
     marked = nn.Parameter(value, requires_grad=False) if frozen else value
+    if not frozen and not vars(model):  # the usual case: no marks
+        return value
     names = (_STORED_IN, _PART, _SLICES, _SHARERS, _MODULE, *((ORIGIN,) if value.is_meta else ()))  # values need no origin
     marks = {name: getattr(model, name) for name in names if getattr(model, name, None) is not None}
     return _marked(marked, marks) if marks else marked

@@ -115,7 +115,7 @@ class Apply:
     @property
     def modes(self) -> tuple[bool, ...]:
         """Which of its modules are in training mode."""
-        return tuple([each.training for each in self.module.modules()])
+        return self._changes.modes
 
     def container(self, name: str) -> tuple[str, Any] | None:
         """The name and the value of the list, tuple or dict in which the attribute of this name lies; None if it is in none."""

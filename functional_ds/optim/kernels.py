@@ -32,7 +32,8 @@ def reals(tensors: list[Tensor]) -> list[Tensor]:
 
 def gradients(grads: Weighted, params: list[Tensor]) -> list[Tensor]:
     """The sums of gradients, laid out like the parameters and in their dtype, as the fused kernels need them."""
-    return reals([grad.to(p.dtype).contiguous() for grad, p in zip(grads.sum, params, strict=True)])
+    pairs = zip(grads.sum, params, strict=True)
+    return reals([g if g.dtype == p.dtype and g.is_contiguous() else g.to(p.dtype).contiguous() for g, p in pairs])
 
 
 def divided(grads: Weighted, params: list[Tensor]) -> list[Tensor]:

@@ -9,6 +9,8 @@ many shards as ranks hold the same leaf.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
+from itertools import chain, pairwise
 from typing import Any
 
 import attrs
@@ -115,7 +117,38 @@ class Segment:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The leaves, as views of the flat tensor."""
-        return [flat[s.offset : s.offset + s.numel].view(s.shape) for s in self.slots]
+        if type(flat) is not Tensor or not flat.is_contiguous():
+            return [flat[s.offset : s.offset + s.numel].view(s.shape) for s in self.slots]
+        start = flat.storage_offset()  # one operation a leaf, where a slice and a view take two
+        return [torch.as_strided(flat, shape, strides, start + offset) for shape, strides, offset in self._strided]
+
+    def packed(self, leaves: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """The inverse of ``views``: leaves in a new flat tensor, zero between them, by one operation.
+
+        None unless these are all of the segment's leaves, contiguous, of the dtype and on the device.
+        """
+        if len(leaves) < len(self.slots):
+            return None
+        parts: list[Tensor] = []
+        nothing = torch.zeros(max(self.gaps), dtype=dtype, device=device) if any(self.gaps) else None
+        for leaf, gap in zip(leaves, self.gaps, strict=True):
+            if leaf.dtype != dtype or leaf.device != device or not leaf.is_contiguous():
+                return None
+            parts.append(leaf.view(-1))
+            if gap and nothing is not None:
+                parts.append(nothing[:gap])
+        return torch.cat(parts)
+
+    @cached_property
+    def _strided(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]:
+        """Each leaf's shape, strides and offset."""
+        return tuple((s.shape, torch.empty(s.shape, device="meta").stride(), s.offset) for s in self.slots)
+
+    @cached_property
+    def gaps(self) -> tuple[int, ...]:
+        """How many elements of the flat tensor after each leaf are none's."""
+        starts = chain((slot.offset for slot in self.slots), (self.size,))
+        return tuple(stop - start - slot.numel for slot, (start, stop) in zip(self.slots, pairwise(starts), strict=True))
 
 
 @attrs.frozen
@@ -210,6 +243,16 @@ class Layout:
                 segments.append(Segment(len(units), dtype, trainable, slots, shard, size, owned_by, whole, sharers))
             units.append(Unit(name if part is None else f"{part}: {name}", tuple(range(first, len(segments)))))
         return Layout(n, tuple(units), tuple(segments), paths, tree.structure(params))
+
+    @cached_property
+    def trained_segments(self) -> tuple[tuple[int, ...], ...]:
+        """By unit: which of its segments get gradients."""
+        return tuple(tuple(i for i in unit.segments if self.segments[i].trainable) for unit in self.units)
+
+    @cached_property
+    def trained_leaves(self) -> tuple[tuple[int, ...], ...]:
+        """By unit: the leaves of these segments."""
+        return tuple(tuple(slot.leaf for i in found for slot in self.segments[i].slots) for found in self.trained_segments)
 
     def restrict(self, paths: Collection[str]) -> tuple["Layout", tuple[int, ...]]:
         """The layout of some of the leaves, as a dict by path, and the indices of their segments.

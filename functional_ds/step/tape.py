@@ -335,7 +335,9 @@ class Tape:
                 inspect(roots)
         grads: list[Tensor | None] = [None] * len(self._leaves)
         if roots and self._leaves:
-            seeds = [None if root is loss else torch.zeros_like(root) for root in roots]
+            zeros = {(root.shape, root.dtype, root.device): root for root in roots}  # units' tokens are alike, and have one
+            zeros = {kind: torch.zeros_like(root) for kind, root in zeros.items()}
+            seeds = [None if root is loss else zeros[root.shape, root.dtype, root.device] for root in roots]
             self._seeds_roots = True
             with in_this_thread():
                 grads = self._differentiate(roots, seeds, retain_graph)
@@ -462,9 +464,12 @@ def _apart(grads: list[Tensor]) -> list[Tensor]:
     known: set[int] = set()
     found = []
     for grad in grads:
-        shared = storage_id(grad) in known or 0 in grad.stride()
-        found.append(grad.clone(memory_format=torch.contiguous_format) if shared else grad)
-        known.add(storage_id(found[-1]))
+        apart, place = grad, storage_id(grad)
+        if place in known or 0 in grad.stride():
+            apart = grad.clone(memory_format=torch.contiguous_format)
+            place = storage_id(apart)
+        found.append(apart)
+        known.add(place)
     return found
 
 

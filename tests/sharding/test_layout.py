@@ -104,3 +104,25 @@ def test_refuses_a_rank_or_shards_that_do_not_fit() -> None:
         shard(tree, layout, 2)
     with pytest.raises(ValueError, match="1 ranks' shards for a layout of 2"):
         unshard([shard(tree, layout, 0)], layout)
+
+
+@given(tree=params(), n=st.integers(1, 5), start=st.integers(0, 3))
+def test_leaves_are_views_of_the_flat_tensor_wherever_it_lies(tree: dict[str, Tensor], n: int, start: int) -> None:
+    """packed(views(flat)) = flat up to what lies between the leaves, which is zero; a write into a view is one into flat."""
+    layout = Layout.of(tree, n)
+    for segment in layout.segments:
+        leaves = [tree[layout.paths[slot.leaf]].detach() for slot in segment.slots]
+        flat = torch.ones(start + segment.size, dtype=segment.dtype)[start:]
+        for view, leaf in zip(segment.views(flat), leaves, strict=True):
+            view.copy_(leaf)
+        assert all(
+            torch.equal(flat[s.offset :][: s.numel].view(s.shape), x) for s, x in zip(segment.slots, leaves, strict=True)
+        )
+        packed = segment.packed([x.contiguous() for x in leaves], segment.dtype, flat.device)
+        assert packed is not None
+        assert packed.shape == flat.shape
+        assert all(map(torch.equal, segment.views(packed), leaves))
+        assert packed.count_nonzero() == sum(int(leaf.count_nonzero()) for leaf in leaves)
+        assert segment.packed(leaves[1:], segment.dtype, flat.device) is None
+        if not all(leaf.is_contiguous() for leaf in leaves):
+            assert segment.packed(leaves, segment.dtype, flat.device) is None

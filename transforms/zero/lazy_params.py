@@ -109,6 +109,11 @@ class _UnitNode(torch.autograd.Function):
         return None, None, None, None
 
 
+# Without what ``Function.apply`` does for torch.func: units are entered outside of its transforms.
+_plain_function: Any = super(torch.autograd.Function, _UnitNode)
+_apply_node: Callable[..., tuple[Tensor, ...]] = _plain_function.apply
+
+
 @attrs.frozen(eq=False)
 class _LeafVersion:
     """What a write into a leaf changes: its version, and in the first pass sums of its bits."""
@@ -206,9 +211,7 @@ class LazyParams:
         """The path of the leaf that is this output of a node of the graph; None where it is none of these params'."""
         if getattr(node, "params", None) is not self or not output:
             return None
-        segments = (self.layout.segments[index] for index in self.layout.units[node.unit].segments)
-        trained = [slot.leaf for segment in segments if segment.trainable for slot in segment.slots]
-        path: str = self.layout.paths[trained[output - 1]]
+        path: str = self.layout.paths[self._trained_leaves(node.unit)[output - 1]]
         return path
 
     def forget(self, unit: int) -> None:
@@ -313,13 +316,12 @@ class LazyParams:
                 raise self._again()
             flats = self.source.fetch(unit)
             leaves: dict[int, Tensor] = {}
-            trained: list[int] = []
+            trained = self._trained_leaves(unit)
             for place, (index, flat) in enumerate(zip(self.layout.units[unit].segments, flats, strict=True)):
                 segment = self.layout.segments[index]
                 if self.source.frees:
                     self._saved.add(unit, place, flat)
                 leaves.update(zip((slot.leaf for slot in segment.slots), segment.views(flat), strict=True))
-                trained += [slot.leaf for slot in segment.slots] if segment.trainable else []
             if trained and self._handle is not None:
                 # ``data`` knows of no base, which would keep the memory of a leaf that lets go of its own.
                 leaves.update(zip(trained, self._same(unit, [leaves[i].data for i in trained]), strict=True))
@@ -355,7 +357,7 @@ class LazyParams:
     def _node(self, unit: int, views: Sequence[Tensor]) -> list[Tensor]:
         with torch.enable_grad():
             outputs: list[Tensor]
-            token, *outputs = _UnitNode.apply(self, unit, tuple(views), self._handle)
+            token, *outputs = _apply_node(self, unit, tuple(views), self._handle)
         self._roots.append(token)
         self._in_graph.add(unit)
         return outputs
@@ -426,9 +428,8 @@ class LazyParams:
             if trained:
                 self.completed(unit, [grads.get(self.layout.paths[leaf]) for leaf in trained])
 
-    def _trained_leaves(self, unit: int) -> list[int]:
-        segments = (self.layout.segments[index] for index in self.layout.units[unit].segments)
-        return [slot.leaf for segment in segments if segment.trainable for slot in segment.slots]
+    def _trained_leaves(self, unit: int) -> tuple[int, ...]:
+        return self.layout.trained_leaves[unit]
 
     def _found(self, leaf: int, grad: Tensor) -> None:
         if self._in_backward:

@@ -82,7 +82,8 @@ class LazyTensor(torch.Tensor):
                 return func(*args, **(kwargs or {}))
         if func in _WATCHED and isinstance(args[0], LazyTensor):
             return _watched(func, *args, **(kwargs or {}))
-        return func(*(fetched(x) for x in args), **{name: fetched(x) for name, x in (kwargs or {}).items()})
+        values = [x._fetch() if type(x) is LazyTensor else fetched(x) for x in args]
+        return func(*values, **{name: fetched(x) for name, x in kwargs.items()}) if kwargs else func(*values)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -1,5 +1,6 @@
 """Which ranks share what: shards over one group, perhaps in two levels, and replicas of the shards over another."""
 
+from functools import cached_property
 from typing import Any
 
 import attrs
@@ -81,7 +82,7 @@ class ProcessGroups:
         own = self.group.world.group(ranks, f"{self.group.name}:sharers")
         return ProcessGroups(own, None, None, own, self.replicas)
 
-    @property
+    @cached_property
     def levels(self) -> tuple[comm.Group, ...]:
         """The groups of a hierarchical gather, in order; a reduction takes them in reverse order."""
         levels = (self.shards,) if self.intra_node is None or self.inter_node is None else (self.inter_node, self.intra_node)

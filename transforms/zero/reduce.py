@@ -12,7 +12,7 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base.torch_private import foreach_add_, foreach_copy_
 from functional_ds.comm.record.call_recorder import labelled
-from functional_ds.sharding.layout import Layout
+from functional_ds.sharding.layout import Layout, Segment
 from functional_ds.step.tape import dense, wide
 
 from .collectives import Collectives
@@ -83,9 +83,9 @@ class Reducer:
     _completed_after: dict[int, int] = attrs.field(factory=dict)  # unit -> fetches made
     _own: "deque[tuple[int, comm.Pending[list[Tensor]]]]" = attrs.field(factory=deque)  # reductions in flight
 
-    def trained(self, unit: int) -> list[int]:
+    def trained(self, unit: int) -> tuple[int, ...]:
         """The unit's segments that get gradients."""
-        return [index for index in self.layout.units[unit].segments if self.layout.segments[index].trainable]
+        return self.layout.trained_segments[unit]
 
     def has(self, unit: int) -> bool:
         """Whether the unit is complete."""
@@ -163,27 +163,29 @@ class Reducer:
 
     def _accumulate(self, index: int, leaves: Sequence[Tensor | None], device: torch.device) -> None:
         segment = self.layout.segments[index]
-        fresh = index not in self.local
-        if fresh:
-            self.local[index] = self._buffer(index, leaves, device)
         used = [leaf is not None for leaf in leaves]
         before = self._used.get(index)
         self._used[index] = used if before is None else list(map(or_, before, used))
+        fresh = index not in self.local
+        if fresh:
+            dtype = self._dtype(segment, leaves)
+            packed = segment.packed([dense(leaf) for leaf in leaves if leaf is not None], dtype, device)
+            if packed is not None:
+                self.local[index] = packed
+                return
+            covered = all(used) and not any(segment.gaps)
+            self.local[index] = (torch.empty if covered else torch.zeros)(segment.size, dtype=dtype, device=device)
         pairs = zip(segment.views(self.local[index]), leaves, strict=True)
         found = [(view, dense(grad)) for view, grad in pairs if grad is not None and grad.numel()]
         if found:
             move = foreach_copy_ if fresh else foreach_add_
             move([view for view, _ in found], [grad for _, grad in found])
 
-    def _buffer(self, index: int, leaves: Sequence[Tensor | None], device: torch.device) -> Tensor:
-        """A flat tensor for a segment, zero where no gradient comes; fp32 for half-precision sums over micro-batches."""
-        segment = self.layout.segments[index]
+    def _dtype(self, segment: Segment, leaves: Sequence[Tensor | None]) -> torch.dtype:
+        """That of a segment's gradients: fp32 for half-precision sums over micro-batches."""
         half = segment.dtype in (torch.float16, torch.bfloat16)
         grown = not self.now or any(leaf is not None and leaf.dtype == torch.float32 for leaf in leaves)
-        dtype = torch.float32 if half and grown else segment.dtype
-        size = segment.size
-        covered = sum(slot.numel for slot, leaf in zip(segment.slots, leaves, strict=True) if leaf is not None)
-        return (torch.empty if covered == size else torch.zeros)(size, dtype=dtype, device=device)
+        return torch.float32 if half and grown else segment.dtype
 
     # -- over the ranks ------------------------------------------------------------------------------------------------
 
