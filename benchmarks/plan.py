@@ -38,17 +38,26 @@ from functional_ds.scaling.machine import Machine
 RESULTS = Path(__file__).parent / "results"
 
 
+class Attention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads, self.qkv, self.out = max(1, width // 64), nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        found: Tensor = self.out(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return found
+
+
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.heads = max(1, width // 64)
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.attention = Attention(width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norms[0](x)).chunk(3, -1))
-        x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        x = x + self.attention(self.norms[0](x))
         found: Tensor = x + self.mlp(self.norms[1](x))
         return found
 
@@ -93,7 +102,7 @@ def wide_perceptron() -> dict[str, Any]:
 
 
 def many_layers() -> dict[str, Any]:
-    return _perceptron(64, 24, 32)
+    return _perceptron(64, 16, 32)
 
 
 def gpt() -> dict[str, Any]:
@@ -138,7 +147,7 @@ def cases(ranks: int) -> Iterator[Case]:
     """Small and large batches of each model, stages in turn; some accumulate, some recompute."""
     stages = (0,) if ranks == 1 else (0, 1, 2, 3)
     for number, model in enumerate(MODELS):
-        sizes = (1, 4) if model == "long_gpt" else (4, 16)
+        sizes = (1, 2) if model == "long_gpt" else (2, 8)
         for place, rows in enumerate(sizes):
             for more in range(1 if ranks == 1 else 2):
                 yield Case(model, rows, stages[(number + place + 2 * more) % len(stages)])

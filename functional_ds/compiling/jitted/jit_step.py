@@ -152,7 +152,7 @@ class JitStep(Step, CompilesRegions):
         """
         if steps < 0:
             raise ValueError(f"steps={steps} must be at least 0")
-        cost, ranks = self.graph(state, batch).cost(machine, links), (self.group or comm.world()).size
+        cost, ranks = self.graph(state, batch).cost(machine, links=links), (self.group or comm.world()).size
         agreement = 0.0
         if ranks > 1:
             told = Row("all_gather", "jit", ranks, calls=1, bytes=8 * (ranks - 1))
