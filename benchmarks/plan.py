@@ -7,7 +7,7 @@ Run it on a machine that does nothing else. Each configuration trains on every r
 configuration after the other, so that a slow minute is slow for all, and a time is the median of its rounds. Then
 each is predicted by a machine that was fitted to the others, as `tune --save-machine` fits one: to all but the configuration
 itself, and to all but the configurations of its model. Columns are ratios predicted / measured; the last lines count
-those within 10 %. "process" is how much the process grew, beside the allocator's peak that `plan` predicts.
+those within 10 %. "process" is the peak that `plan` predicts, by how much the process grew.
 """
 
 import argparse
@@ -147,19 +147,21 @@ def cases(ranks: int) -> Iterator[Case]:
     """Small and large batches of each model, stages in turn; some accumulate, some recompute."""
     stages = (0,) if ranks == 1 else (0, 1, 2, 3)
     for number, model in enumerate(MODELS):
-        sizes = (1, 2) if model == "long_gpt" else (2, 8)
-        for place, rows in enumerate(sizes):
-            for more in range(1 if ranks == 1 else 2):
-                yield Case(model, rows, stages[(number + place + 2 * more) % len(stages)])
-        yield Case(model, sizes[0], stages[(number + 3) % len(stages)], accumulate=2)
-        if model in ("small_gpt", "gpt", "many_layers"):
-            yield Case(model, sizes[1], stages[number % len(stages)], recompute=True)
+        few, more = (1, 2) if model == "long_gpt" else (2, 8)
+        yield Case(model, few, stages[number % len(stages)])
+        yield Case(model, more, stages[(number + 1) % len(stages)])
+        if ranks > 1:
+            yield Case(model, few, stages[(number + 2) % len(stages)])
+        if number % 2 == 0:
+            yield Case(model, few, stages[(number + 3) % len(stages)], accumulate=2)
+        if model in ("many_layers", "gpt", "small_gpt"):
+            yield Case(model, more, stages[(number + 2) % len(stages)], recompute=True)
 
 
 def trained(chosen: Sequence[Case], rounds: int) -> list[tuple[list[float], int, int]]:
     """On this rank, for each configuration: seconds of its steps, how much the process grew at most, bytes of the state."""
     process, runs, found = ProcessMemory(torch.device("cpu")), [], []
-    for case in chosen:
+    for case in (chosen[0], *chosen):  # the first once more, for what libraries take once
         torch.manual_seed(0)
         subject, candidate = subject_of(f"{__file__}:{case.model}", device="cpu"), case.candidate(comm.world().size)
         before = process.now()
@@ -174,10 +176,85 @@ def trained(chosen: Sequence[Case], rounds: int) -> list[tuple[list[float], int,
         found.append(([], max(0, process.peak() - before), held))
         runs.append([step, state, batch])
     for _ in range(rounds):
-        for run, (times, _, _) in zip(runs, found, strict=True):
+        for run, (times, _, _) in zip(runs[1:], found[1:], strict=True):
             step, state, batch = run
             comm.barrier()
             start = perf_counter()
             run[1], _ = step(state, batch)
             times.append(perf_counter() - start)
-    return found
+    return found[1:]
+
+
+def compared(ranks: int, rounds: int) -> dict[str, Any]:
+    """All configurations of so many ranks, measured and predicted."""
+    chosen = list(cases(ranks))
+    machine = measured_here(ranks, seconds=0.03)
+    every = [trained(chosen, rounds)] if ranks == 1 else comm.spawn(trained, chosen, rounds, world_size=ranks, backend="gloo")
+    found: list[tuple[Case, Forecast, float, int, int]] = []
+    for place, case in enumerate(chosen):
+        predicted = forecast(subject_of(f"{__file__}:{case.model}"), case.candidate(ranks), machine=machine, limit=0)
+        times, grown, held = zip(*(rank[place] for rank in every), strict=True)
+        slowest = [max(each) for each in zip(*times, strict=True)]
+        found.append((case, predicted, statistics.median(slowest), max(grown), max(held)))
+
+    def seconds(predicted: Forecast, others: Sequence[tuple[Case, Forecast, float, int, int]]) -> float:
+        runs = [(other.perfect_seconds or {}, spent) for _, other, spent, _, _ in others]
+        return attrs.evolve(predicted, machine=fitted(machine, runs)).step_seconds or math.nan
+
+    rows = []
+    for run in found:
+        case, predicted, spent, grown, held = run
+        apart = [other for other in found if other is not run]
+        rows.append(
+            {
+                **attrs.asdict(case),
+                "name": f"{case.model}, {predicted.candidate.name}",
+                "seconds": spent,
+                "microbenchmarks": (predicted.step_seconds or math.nan) / spent,
+                "held out": seconds(predicted, apart) / spent,
+                "model held out": seconds(predicted, [other for other in apart if other[0].model != case.model]) / spent,
+                "state": predicted.shape.memory.state == held,
+                "grown": grown,
+                "process": predicted.peak / grown if grown else math.nan,
+            }
+        )
+    all_runs = [(predicted.perfect_seconds or {}, spent) for _, predicted, spent, _, _ in found]
+    return {
+        "ranks": ranks,
+        "rounds": rounds,
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "machine": attrs.asdict(fitted(machine, all_runs)),
+        "rows": rows,
+    }
+
+
+RATIOS = ("microbenchmarks", "held out", "model held out", "process")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--write", action="store_true", help="put the figures into benchmarks/results/plan-N-ranks.json")
+    args = parser.parse_args()
+    start = perf_counter()
+    found = compared(args.ranks, args.rounds)
+    sys.stdout.write(f"{'':48} {'ms':>8} {'  '.join(RATIOS)}  state\n")
+    for row in found["rows"]:
+        ratios = "  ".join(f"{row[name]:{len(name)}.2f}" for name in RATIOS)
+        sys.stdout.write(f"{row['name']:48} {row['seconds'] * 1e3:8.1f} {ratios}  {'equal' if row['state'] else 'DIFFERENT'}\n")
+    for name in RATIOS:
+        ratios = [row[name] for row in found["rows"]]
+        near = sum(abs(ratio - 1) <= 0.1 for ratio in ratios)
+        sys.stdout.write(
+            f"{name}: {near} of {len(ratios)} within 10 %, median {statistics.median(ratios):.2f}, "
+            f"from {min(ratios):.2f} to {max(ratios):.2f}\n"
+        )
+    sys.stdout.write(f"{perf_counter() - start:.0f} s\n")
+    if args.write:
+        (RESULTS / f"plan-{args.ranks}-ranks.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -14,6 +14,7 @@ __all__ = ["FACTORS", "Machine"]
 
 FACTORS = (*WORK_KINDS, "starts", "communicate")
 
+_AGAIN = 2.5  # starts that a recomputed operation takes: its hooks on saved tensors are Python, in both passes
 _TWICE = ("all_reduce", "reduce_from")
 
 
@@ -96,7 +97,7 @@ class Machine:
                 memory_bandwidth=self.memory_bandwidth,
                 page_bandwidth=self.page_bandwidth,
             ),
-            "starts": sum(work.values()) * self.operation_latency,
+            "starts": sum(n * (_AGAIN if each.again else 1) for each, n in work.items()) * self.operation_latency,
             "communicate": sum(self.sends(row) for row in sent if row.size > 1),
         }
 

@@ -137,7 +137,9 @@ def test_what_cannot_be_predicted() -> None:
         eager(state, x)
 
 
-@pytest.mark.parametrize(("field", "value"), [("node_latency", -1.0), ("node_latency", "no"), ("overlaps", 1.5), ("overlaps", True)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("node_latency", -1.0), ("node_latency", "no"), ("overlaps", 1.5), ("overlaps", True)]
+)
 def test_wrong_machines(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{field}={value!r} must be a number"):
         attrs.evolve(CPU, **{field: value})

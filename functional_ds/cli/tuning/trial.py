@@ -111,10 +111,10 @@ def run_rank(spec: TrialSpec) -> tuple[float, int, int]:
 
 
 def _warm_up(spec: TrialSpec) -> None:
-    """A step of two numbers, so that what libraries take once is no part of the peak."""
-    candidate = Candidate(spec.config, spec.ranks)
-    step = candidate.step(lambda params, x: (params["w"] * x).sum())
-    step(step.init({"w": torch.ones(2)}), torch.ones(candidate.plan.batch.rows, 2))
+    """A step of a small product, so that what libraries take once is no part of the peak."""
+    candidate, side = Candidate(spec.config, spec.ranks), 256
+    step = candidate.step(lambda params, x: (x @ params["w"]).square().mean())
+    step(step.init({"w": torch.ones(side, side)}), torch.ones(candidate.plan.batch.rows, side))
 
 
 @attrs.frozen
