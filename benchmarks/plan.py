@@ -33,7 +33,6 @@ from functional_ds.cli.planning.subject import subject_of
 from functional_ds.cli.tuning.calibration import fitted
 from functional_ds.cli.tuning.trial import ProcessMemory
 from functional_ds.memory.account import measured
-from functional_ds.scaling.machine import Machine
 
 RESULTS = Path(__file__).parent / "results"
 

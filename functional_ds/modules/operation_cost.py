@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from functional_ds.base import tree
-from functional_ds.base.torch_private import node_number, schema_of
+from functional_ds.base.torch_private import backward_pass, schema_of
 
 from .flops import FlopCounter
 
@@ -89,7 +89,7 @@ class OperationCounter(FlopCounter):
         before = self.total
         result = super().__torch_dispatch__(func, types, args, kwargs)
         found = operation_of(func, args, kwargs or {}, result, flops=self.total - before)
-        again = torch.is_grad_enabled() and node_number() is not None  # a backward pass that records a graph
+        again = torch.is_grad_enabled() and backward_pass() != -1  # a backward pass that records a graph recomputes
         self.operations[attrs.evolve(found, again=again) if again else found] += 1
         return result
 

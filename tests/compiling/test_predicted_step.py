@@ -106,7 +106,8 @@ def test_measured_steps_leave_the_state_as_it_is() -> None:
     step, state, x = made(0)
     before = [leaf.clone() for leaf in tree.leaves(state.params)]
     found = step.predicted(state, x, CPU, steps=2)
-    assert found.measured is not None and found.measured > 0
+    assert found.measured is not None
+    assert found.measured > 0
     assert found.ratio == found.seconds / found.measured
     assert "predicted / measured" in str(found)
     assert all(torch.equal(a, b) for a, b in zip(before, tree.leaves(state.params), strict=True))
@@ -122,7 +123,8 @@ def on_a_process() -> tuple[float, float | None]:
 def test_processes_measure() -> None:
     for agreement, measured in comm.spawn(on_a_process, world_size=2):
         assert agreement > 0
-        assert measured is not None and measured > 0
+        assert measured is not None
+        assert measured > 0
 
 
 def test_what_cannot_be_predicted() -> None:

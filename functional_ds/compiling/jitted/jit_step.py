@@ -11,9 +11,9 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.torch_private import version_of
-from functional_ds.compiling.compile_log import BlockClass, CompilesRegions
 from functional_ds.comm.algorithms.cost import Link
 from functional_ds.comm.record.ledger import Row
+from functional_ds.compiling.compile_log import BlockClass, CompilesRegions
 from functional_ds.compiling.graphs.graph_cost import Rates
 from functional_ds.compiling.graphs.graph_passes import regather, schedule
 from functional_ds.compiling.graphs.graph_record import StepGraph
@@ -127,7 +127,8 @@ class JitStep(Step, CompilesRegions):
     ) -> PredictedStep:
         """What a step takes on a machine, and beside it what it takes here.
 
-        Law: it is ``graph(state, batch).cost(machine, links)`` and, on several ranks, the 8 bytes by which they agree on a graph.
+        Law: it is ``graph(state, batch).cost(machine, links=links)``, and on several ranks the 8 bytes by which they agree on a
+        graph.
 
         Args:
             state: that has made a step; it stays as it is.
