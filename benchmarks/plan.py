@@ -33,6 +33,7 @@ from functional_ds.cli.planning.subject import subject_of
 from functional_ds.cli.tuning.calibration import fitted
 from functional_ds.cli.tuning.trial import ProcessMemory
 from functional_ds.memory.account import measured
+from functional_ds.scaling.machine import Machine
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -157,7 +158,7 @@ def cases(ranks: int) -> Iterator[Case]:
             yield Case(model, more, stages[(number + 2) % len(stages)], recompute=True)
 
 
-def trained(chosen: Sequence[Case], rounds: int) -> list[tuple[list[float], int, int]]:
+def trained(chosen: Sequence[Case], rounds: int) -> "list[Timed]":
     """On this rank, for each configuration: seconds of its steps, how much the process grew at most, bytes of the state."""
     process, runs, found = ProcessMemory(torch.device("cpu")), [], []
     for case in (chosen[0], *chosen):  # the first once more, for what libraries take once
@@ -184,12 +185,20 @@ def trained(chosen: Sequence[Case], rounds: int) -> list[tuple[list[float], int,
     return found[1:]
 
 
+Timed = tuple[list[float], int, int]
+
+
 def compared(ranks: int, rounds: int) -> dict[str, Any]:
     """All configurations of so many ranks, measured and predicted."""
-    chosen = list(cases(ranks))
-    machine = measured_here(ranks, seconds=0.03)
-    every = [trained(chosen, rounds)] if ranks == 1 else comm.spawn(trained, chosen, rounds, world_size=ranks, backend="gloo")
-    found: list[tuple[Case, Forecast, float, int, int]] = []
+    chosen, machine = list(cases(ranks)), measured_here(ranks, seconds=0.03)
+    if ranks == 1:
+        return beside(chosen, [trained(chosen, rounds)], machine)
+    return beside(chosen, comm.spawn(trained, chosen, rounds, world_size=ranks, backend="gloo"), machine)
+
+
+def beside(chosen: Sequence[Case], every: Sequence[Sequence[Timed]], machine: Machine) -> dict[str, Any]:
+    """What each rank has measured, and the predictions of fitted machines beside it."""
+    ranks, found = len(every), list[tuple[Case, Forecast, float, int, int]]()
     for place, case in enumerate(chosen):
         predicted = forecast(subject_of(f"{__file__}:{case.model}"), case.candidate(ranks), machine=machine, limit=0)
         times, grown, held = zip(*(rank[place] for rank in every), strict=True)
@@ -220,7 +229,7 @@ def compared(ranks: int, rounds: int) -> dict[str, Any]:
     all_runs = [(predicted.perfect_seconds or {}, spent) for _, predicted, spent, _, _ in found]
     return {
         "ranks": ranks,
-        "rounds": rounds,
+        "rounds": len(every[0][0][0]),
         "torch": torch.__version__,
         "platform": platform.platform(),
         "machine": attrs.asdict(fitted(machine, all_runs)),
