@@ -46,7 +46,9 @@ def fitted(machine: Machine, runs: Sequence[tuple[Mapping[str, float], float]]) 
         errors = (rows @ factors - 1).abs()
         factors = own * factors
         found = attrs.evolve(found, factors=dict(zip(FACTORS, factors.tolist(), strict=True)))
-        weights = (_USUAL / errors.clamp(min=_USUAL)).sqrt()
+        before, weights = weights, (_USUAL / errors.clamp(min=_USUAL)).sqrt()
+        if machine.device == "cpu" and torch.allclose(before, weights, rtol=1e-4):
+            break
     return found
 
 
