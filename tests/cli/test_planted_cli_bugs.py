@@ -70,7 +70,7 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
         Bug("what is hidden counts", FIT, "0.0 if name in hidden else perfect[name]", "perfect[name]"),
     ],
     partial(test_calibration.test_a_few_wrong_times_move_the_fit_little, 0): [
-        Bug("every run counts in full", FIT, "weights = (_USUAL / errors", "weights = 0 * errors + 1  # (_USUAL / errors"),
+        Bug("every run counts in full", FIT, "(_USUAL / errors.clamp(min=_USUAL)).sqrt()", "torch.ones_like(errors)"),
     ],
     test_operation_cost.test_recomputed_operations_are_known: [
         Bug("backward passes are recomputation", COST, "torch.is_grad_enabled() and backward_pass", "backward_pass"),
