@@ -1,52 +1,63 @@
-"""How near `functional-ds plan` is to the time of a step.
+"""How near `functional-ds plan` is to a step's time and memory on the machine that it was fitted to.
 
-    python benchmarks/plan.py
-    python benchmarks/plan.py --ranks 2 --stages 0,1,2,3 --micro 2,8 --write
-    python benchmarks/plan.py --tiny --ranks 1 --stages 0,3 --micro 2,64
+    python benchmarks/plan.py --ranks 1
+    python benchmarks/plan.py --ranks 2 --write
 
-Run it on a machine that does nothing else. Every model trains in each stage with each size of micro-batch, in processes of
-its own. Columns are seconds of a step and ratios predicted / measured: "microbenchmarks" predicts with `--machine here`,
-"fitted" with factors that were fitted to all other runs, as `tune --save-machine` fits them to its own. The last
-lines are the median and the worst ratio of each.
+Run it on a machine that does nothing else. Each configuration trains on every rank; their steps run in rounds, a step of each
+configuration after the other, so that a slow minute is slow for all, and a time is the median of its rounds. Then
+each is predicted by a machine that was fitted to the others, as `tune --save-machine` fits one: to all but the configuration
+itself, and to all but the configurations of its model. Columns are ratios predicted / measured; the last lines count
+those within 10 %. "process" is the peak that `plan` predicts, by how much the process grew.
 """
 
 import argparse
 import json
 import math
-import os
 import platform
 import statistics
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor, nn
 
+from functional_ds import comm
 from functional_ds.cli.planning.candidate import Candidate
 from functional_ds.cli.planning.forecast import Forecast, forecast
 from functional_ds.cli.planning.microbenchmarks import measured_here
 from functional_ds.cli.planning.subject import subject_of
 from functional_ds.cli.tuning.calibration import fitted
-from functional_ds.cli.tuning.halving import Measurement
-from functional_ds.cli.tuning.trial import TrialSpec, measure
+from functional_ds.cli.tuning.trial import ProcessMemory
+from functional_ds.memory.account import measured
 from functional_ds.scaling.machine import Machine
 
 RESULTS = Path(__file__).parent / "results"
 
 
+class Attention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads, self.qkv, self.out = max(1, width // 64), nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        found: Tensor = self.out(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return found
+
+
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.heads = max(1, width // 64)
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.attention = Attention(width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norms[0](x)).chunk(3, -1))
-        x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        x = x + self.attention(self.norms[0](x))
         found: Tensor = x + self.mlp(self.norms[1](x))
         return found
 
@@ -83,114 +94,174 @@ def _gpt(width: int, depth: int, tokens: int, vocab: int = 1024) -> dict[str, An
 
 
 def perceptron() -> dict[str, Any]:
-    return _perceptron(512, 6, 128)
+    return _perceptron(256, 4, 64)
+
+
+def wide_perceptron() -> dict[str, Any]:
+    return _perceptron(512, 3, 32)
 
 
 def many_layers() -> dict[str, Any]:
-    return _perceptron(64, 48, 32)
+    return _perceptron(64, 16, 32)
 
 
 def gpt() -> dict[str, Any]:
-    return _gpt(384, 6, 256)
+    return _gpt(256, 3, 64)
+
+
+def small_gpt() -> dict[str, Any]:
+    return _gpt(128, 4, 64)
 
 
 def long_gpt() -> dict[str, Any]:
-    return _gpt(128, 4, 1024)
+    return _gpt(128, 2, 512)
 
 
-def tiny_perceptron() -> dict[str, Any]:
-    return _perceptron(32, 2, 8)
+MODELS = ("perceptron", "wide_perceptron", "many_layers", "gpt", "small_gpt", "long_gpt")
 
 
-def tiny_gpt() -> dict[str, Any]:
-    return _gpt(64, 1, 16, vocab=64)
+@attrs.frozen
+class Case:
+    """A configuration: a model's name, rows of a micro-batch, and a strategy."""
+
+    model: str
+    rows: int
+    stage: int = 0
+    precision: str = "fp32"
+    accumulate: int = 1
+    recompute: bool = False
+
+    def candidate(self, ranks: int) -> Candidate:
+        return Candidate.of(
+            {},
+            ranks,
+            stage=self.stage,
+            precision=self.precision,
+            micro_batch=self.rows,
+            accumulate=self.accumulate,
+            recompute=self.recompute,
+        )
 
 
-MODELS, TINY = ("perceptron", "many_layers", "gpt", "long_gpt"), ("tiny_perceptron", "tiny_gpt")
-Run = tuple[str, Forecast, Measurement]
+def cases(ranks: int) -> Iterator[Case]:
+    """Small and large batches of each model, stages in turn; some accumulate, some recompute."""
+    stages = (0,) if ranks == 1 else (0, 1, 2, 3)
+    for number, model in enumerate(MODELS):
+        few, more = (1, 2) if model == "long_gpt" else (2, 8)
+        yield Case(model, few, stages[number % len(stages)])
+        yield Case(model, more, stages[(number + 1) % len(stages)])
+        if ranks > 1:
+            yield Case(model, few, stages[(number + 2) % len(stages)])
+        if number % 2 == 0:
+            yield Case(model, few, stages[(number + 3) % len(stages)], accumulate=2)
+        if model in ("many_layers", "gpt", "small_gpt"):
+            yield Case(model, more, stages[(number + 2) % len(stages)], recompute=True)
 
 
-def trials(args: argparse.Namespace, machine: Machine, device: str) -> list[Run]:
-    found = []
-    for name in TINY if args.tiny else MODELS:
-        model = f"{__file__}:{name}"
-        for stage in args.stages:
-            for rows in args.micro:
-                candidate = Candidate.of({}, args.ranks, stage=stage, precision=args.precision, micro_batch=rows)
-                predicted = forecast(subject_of(model), candidate, machine=machine, limit=0)
-                spec = TrialSpec(model, dict(candidate.config), args.ranks, device=device, steps=args.steps)
-                sys.stderr.write(f"{name}, {candidate.name}\n")
-                found.append((name, predicted, measure(spec, timeout=args.timeout)))
-    return found
+def trained(chosen: Sequence[Case], rounds: int) -> "list[Timed]":
+    """On this rank, for each configuration: seconds of its steps, how much the process grew at most, bytes of the state."""
+    process, runs, found = ProcessMemory(torch.device("cpu")), [], []
+    for case in (chosen[0], *chosen):  # the first once more, for what libraries take once
+        torch.manual_seed(0)
+        subject, candidate = subject_of(f"{__file__}:{case.model}", device="cpu"), case.candidate(comm.world().size)
+        before = process.now()
+        step = candidate.step(subject.loss)
+        state, batch = step.init(subject.params), subject.batch(candidate.plan.batch.rows)
+        del subject
+        held = measured(state).state
+        state, _ = step(state, batch)
+        process.forget_peak()
+        for _ in range(2):
+            state, _ = step(state, batch)
+        found.append(([], max(0, process.peak() - before), held))
+        runs.append([step, state, batch])
+    for _ in range(rounds):
+        for run, (times, _, _) in zip(runs[1:], found[1:], strict=True):
+            step, state, batch = run
+            comm.barrier()
+            start = perf_counter()
+            run[1], _ = step(state, batch)
+            times.append(perf_counter() - start)
+    return found[1:]
 
 
-def compared(machine: Machine, runs: list[Run]) -> list[dict[str, Any]]:
-    """The runs that ended well, with both predictions."""
-    well = [run for run in runs if run[2].seconds is not None]
+Timed = tuple[list[float], int, int]
+
+
+def compared(ranks: int, rounds: int) -> dict[str, Any]:
+    """All configurations of so many ranks, measured and predicted."""
+    chosen, machine = list(cases(ranks)), measured_here(ranks, seconds=0.03)
+    if ranks == 1:
+        return beside(chosen, [trained(chosen, rounds)], machine)
+    return beside(chosen, comm.spawn(trained, chosen, rounds, world_size=ranks, backend="gloo"), machine)
+
+
+def beside(chosen: Sequence[Case], every: Sequence[Sequence[Timed]], machine: Machine) -> dict[str, Any]:
+    """What each rank has measured, and the predictions of fitted machines beside it."""
+    ranks, found = len(every), list[tuple[Case, Forecast, float, int, int]]()
+    for place, case in enumerate(chosen):
+        predicted = forecast(subject_of(f"{__file__}:{case.model}"), case.candidate(ranks), machine=machine, limit=0)
+        times, grown, held = zip(*(rank[place] for rank in every), strict=True)
+        slowest = [max(each) for each in zip(*times, strict=True)]
+        found.append((case, predicted, statistics.median(slowest), max(grown), max(held)))
+
+    def seconds(predicted: Forecast, others: Sequence[tuple[Case, Forecast, float, int, int]]) -> float:
+        runs = [(other.perfect_seconds or {}, spent) for _, other, spent, _, _ in others]
+        return attrs.evolve(predicted, machine=fitted(machine, runs)).step_seconds or math.nan
+
     rows = []
-    for index, (name, predicted, found) in enumerate(well):
-        others = [
-            (each.perfect_seconds, m.seconds)
-            for other, (_, each, m) in enumerate(well)
-            if other != index and each.perfect_seconds is not None and m.seconds is not None
-        ]
-        by_fit = attrs.evolve(predicted, machine=fitted(machine, others))
-        seconds, peak = found.seconds or math.nan, found.peak or math.nan
+    for run in found:
+        case, predicted, spent, grown, held = run
+        apart = [other for other in found if other is not run]
         rows.append(
             {
-                "model": name,
-                "candidate": predicted.candidate.name,
-                "seconds": seconds,
-                "microbenchmarks": (predicted.step_seconds or math.nan) / seconds,
-                "fitted": (by_fit.step_seconds or math.nan) / seconds,
-                "peak": predicted.peak / peak,
-                "state": predicted.shape.memory.state == found.state,
-                "spent": predicted.seconds,
+                **attrs.asdict(case),
+                "name": f"{case.model}, {predicted.candidate.name}",
+                "seconds": spent,
+                "microbenchmarks": (predicted.step_seconds or math.nan) / spent,
+                "held out": seconds(predicted, apart) / spent,
+                "model held out": seconds(predicted, [other for other in apart if other[0].model != case.model]) / spent,
+                "state": predicted.shape.memory.state == held,
+                "grown": grown,
+                "process": predicted.peak / grown if grown else math.nan,
             }
         )
-    return rows
+    all_runs = [(predicted.perfect_seconds or {}, spent) for _, predicted, spent, _, _ in found]
+    return {
+        "ranks": ranks,
+        "rounds": len(every[0][0][0]),
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "machine": attrs.asdict(fitted(machine, all_runs)),
+        "rows": rows,
+    }
 
 
-def numbers(text: str) -> list[int]:
-    return [int(each) for each in text.split(",")]
+RATIOS = ("microbenchmarks", "held out", "model held out", "process")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=min(2, os.cpu_count() or 1))
-    parser.add_argument("--stages", type=numbers, default=[0, 1, 2, 3])
-    parser.add_argument("--micro", type=numbers, default=[1, 4, 16], help="rows of a micro-batch on a rank")
-    parser.add_argument("--precision", default="fp32")
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--timeout", type=float, default=300.0)
-    parser.add_argument("--tiny", action="store_true", help="small models, to try the script")
-    parser.add_argument("--write", action="store_true", help="put the figures into benchmarks/results/plan.json")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--write", action="store_true", help="put the figures into benchmarks/results/plan-N-ranks.json")
     args = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    machine = measured_here(args.ranks)
-    runs = trials(args, machine, device)
-    rows = compared(machine, runs)
-    for name, predicted, found in runs:
-        if found.why:
-            sys.stdout.write(f"{name}, {predicted.candidate.name}: {found.why}\n")
-    for row in rows:
+    start = perf_counter()
+    found = compared(args.ranks, args.rounds)
+    sys.stdout.write(f"{'':48} {'ms':>8} {'  '.join(RATIOS)}  state\n")
+    for row in found["rows"]:
+        ratios = "  ".join(f"{row[name]:{len(name)}.2f}" for name in RATIOS)
+        sys.stdout.write(f"{row['name']:48} {row['seconds'] * 1e3:8.1f} {ratios}  {'equal' if row['state'] else 'DIFFERENT'}\n")
+    for name in RATIOS:
+        ratios = [row[name] for row in found["rows"]]
+        near = sum(abs(ratio - 1) <= 0.1 for ratio in ratios)
         sys.stdout.write(
-            f"{row['model']:>16} {row['candidate']:28} {row['seconds']:9.4f} s  microbenchmarks {row['microbenchmarks']:5.2f}  "
-            f"fitted {row['fitted']:5.2f}  peak {row['peak']:5.2f}  state {'equal' if row['state'] else 'DIFFERENT'}\n"
+            f"{name}: {near} of {len(ratios)} within 10 %, median {statistics.median(ratios):.2f}, "
+            f"from {min(ratios):.2f} to {max(ratios):.2f}\n"
         )
-    for column in ("microbenchmarks", "fitted"):
-        ratios = [row[column] for row in rows]
-        if ratios:
-            worst = max(ratios, key=lambda ratio: abs(math.log(ratio)))
-            sys.stdout.write(f"{column}: median {statistics.median(ratios):.2f}, worst {worst:.2f}\n")
+    sys.stdout.write(f"{perf_counter() - start:.0f} s\n")
     if args.write:
-        found_all = {
-            "machine": attrs.asdict(machine),
-            "runs": rows,
-            "torch": torch.__version__,
-            "platform": platform.platform(),
-        }
-        (RESULTS / "plan.json").write_text(json.dumps(found_all, indent=1) + "\n")
+        (RESULTS / f"plan-{args.ranks}-ranks.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

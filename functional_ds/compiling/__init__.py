@@ -7,12 +7,14 @@ from .graphs.graph_passes import copied, finished, regather, schedule
 from .graphs.graph_record import StepGraph
 from .graphs.graph_trace import UntraceableError
 from .jitted.jit_step import JitStep, JitWarning, jit
+from .jitted.predicted_step import PredictedStep
 
 __all__ = [
     "CompileReport",
     "GraphCost",
     "JitStep",
     "JitWarning",
+    "PredictedStep",
     "StepGraph",
     "UntraceableError",
     "bucketing",

@@ -10,10 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor
 
 from functional_ds.base import tree
-from functional_ds.base.torch_private import schema_of
+from functional_ds.base.torch_private import backward_pass, schema_of
 
 from .flops import FlopCounter
 
@@ -54,6 +55,7 @@ class SizedOperation:
         flops: by torch's formulas, of products and attention; 0 for others.
         bytes: read and written, each tensor once.
         pages: bytes of new storages of more than 32 MiB.
+        again: whether a backward pass recomputes it.
     """
 
     kind: str
@@ -61,6 +63,7 @@ class SizedOperation:
     flops: int = 0
     bytes: int = 0
     pages: int = 0
+    again: bool = False
 
 
 class OperationCounter(FlopCounter):
@@ -85,7 +88,9 @@ class OperationCounter(FlopCounter):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = self.total
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        self.operations[operation_of(func, args, kwargs or {}, result, flops=self.total - before)] += 1
+        found = operation_of(func, args, kwargs or {}, result, flops=self.total - before)
+        again = torch.is_grad_enabled() and backward_pass() != -1  # a backward pass that records a graph recomputes
+        self.operations[attrs.evolve(found, again=again) if again else found] += 1
         return result
 
 

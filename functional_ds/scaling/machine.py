@@ -14,6 +14,7 @@ __all__ = ["FACTORS", "Machine"]
 
 FACTORS = (*WORK_KINDS, "starts", "communicate")
 
+_AGAIN = 2.5  # starts that a recomputed operation takes: its hooks on saved tensors are Python, in both passes
 _TWICE = ("all_reduce", "reduce_from")
 
 
@@ -42,7 +43,10 @@ class Machine:
         memory_bandwidth: bytes a second of the device's memory, read and written.
         link_bandwidth: bytes a second that a rank sends.
         link_latency: seconds of an empty message.
-        operation_latency: seconds that the host takes to start an operation.
+        operation_latency: seconds that the host takes to start an operation of an eager step: Python, autograd and modules.
+        node_latency: the same for a node of a graph; None where nobody measured, for ``start_seconds``.
+        overlaps: the part of a collective's time in which the rank can compute; 1 where links move bytes by themselves, 0 where
+            the cores that compute do. Graphs' timelines have it; a planner's sum hides nothing.
         memory: bytes; 0 where nobody said.
         device: the kind, "cuda" or "cpu".
         page_bandwidth: bytes a second of pages that are new from the operating system; 0 where an allocator keeps its memory.
@@ -60,6 +64,8 @@ class Machine:
     memory: int = 0
     device: str = "cuda"
     page_bandwidth: float = 0.0
+    node_latency: float | None = None
+    overlaps: float = 1.0
     factors: Mapping[str, float] = attrs.field(factory=dict, converter=_all_factors, hash=False)
 
     def __attrs_post_init__(self) -> None:
@@ -67,10 +73,12 @@ class Machine:
             value = getattr(self, field)
             if not _is_number(value) or value <= 0:
                 raise ValueError(f"{field}={value!r} must be a number above 0")
-        for field in ("link_latency", "operation_latency", "memory", "page_bandwidth"):
+        for field in ("link_latency", "operation_latency", "memory", "page_bandwidth", "node_latency"):
             value = getattr(self, field)
-            if not _is_number(value) or value < 0:
+            if (not _is_number(value) or value < 0) and not (field == "node_latency" and value is None):
                 raise ValueError(f"{field}={value!r} must be a number, 0 or above")
+        if not _is_number(self.overlaps) or not 0 <= self.overlaps <= 1:
+            raise ValueError(f"overlaps={self.overlaps!r} must be a number from 0 to 1")
         if self.device not in ("cpu", "cuda"):
             raise ValueError(f"device={self.device!r} is neither cuda nor cpu")
 
@@ -89,7 +97,7 @@ class Machine:
                 memory_bandwidth=self.memory_bandwidth,
                 page_bandwidth=self.page_bandwidth,
             ),
-            "starts": sum(work.values()) * self.operation_latency,
+            "starts": sum(n * (_AGAIN if each.again else 1) for each, n in work.items()) * self.operation_latency,
             "communicate": sum(self.sends(row) for row in sent if row.size > 1),
         }
 
@@ -112,6 +120,11 @@ class Machine:
     def start_seconds(self) -> float:
         """Of the host, to start an operation."""
         return self.factors["starts"] * self.operation_latency
+
+    @property
+    def node_seconds(self) -> float:
+        """Of the host, to start a node of a graph."""
+        return self.start_seconds if self.node_latency is None else self.node_latency
 
     @property
     def host_computes(self) -> bool:

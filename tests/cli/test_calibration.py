@@ -32,6 +32,26 @@ def test_the_fit_finds_the_factors(seed: int) -> None:
     assert attrs.evolve(found, factors=CPU.factors) == CPU
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_run_that_is_held_out_is_predicted(seed: int) -> None:
+    """Whichever it is, as long as the others have its kinds of work."""
+    real = attrs.evolve(CPU, factors=TRUE)
+    made = runs(real, 20, seed=seed)
+    for place, (perfect, seconds) in enumerate(made):
+        found = fitted(CPU, made[:place] + made[place + 1 :])
+        assert sum(found.scaled(perfect).values()) == pytest.approx(seconds, rel=0.02)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_few_wrong_times_move_the_fit_little(seed: int) -> None:
+    """Every tenth run took three times as long, since another program ran beside it."""
+    real = attrs.evolve(CPU, factors=TRUE)
+    made = runs(real, 40, seed=seed)
+    found = fitted(CPU, [(perfect, seconds * (3 if place % 10 == 0 else 1)) for place, (perfect, seconds) in enumerate(made)])
+    for perfect, seconds in made:
+        assert sum(found.scaled(perfect).values()) == pytest.approx(seconds, rel=0.05)
+
+
 def test_on_a_gpu_what_is_hidden_is_not_fitted_to() -> None:
     """In half of the runs the host counts, in half the device."""
     sheet = attrs.evolve(CPU, device="cuda")

@@ -8,6 +8,7 @@ import attrs
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from functional_ds.cli.planning.candidate import Candidate
 from functional_ds.cli.planning.microbenchmarks import measured_here
@@ -80,6 +81,22 @@ def test_the_step_without_values_has_a_runs_operations() -> None:
     assert computing(shape.work) == computing(counter.operations)
     assert sum(each.flops * count for each, count in shape.work.items()) == shape.flops
     assert {each.kind for each in shape.work} == set(WORK_KINDS) - {"pages"}
+
+
+def test_recomputed_operations_are_known() -> None:
+    """Those of the forward pass, once more. The host takes longer to start them."""
+    block = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4), torch.nn.Tanh())
+    with OperationCounter() as forward:
+        found = checkpoint(block, X, use_reentrant=False)
+    with OperationCounter() as backward:
+        found.sum().backward()
+    again = {attrs.evolve(each, again=False): count for each, count in backward.operations.items() if each.again}
+    assert again.items() <= forward.operations.items()
+    assert {"products", "elementwise"} <= {each.kind for each in again}
+    assert not any(each.again for each in forward.operations)
+    machine = Machine("m", 1e12, 1e12, 1e12, 1e9, operation_latency=1e-3)
+    once, twice = (machine.perfect_seconds({SizedOperation("copies", again=each): 2}, ())["starts"] for each in (False, True))
+    assert once == 2e-3 < twice
 
 
 def test_large_results_need_new_pages() -> None:

@@ -14,16 +14,23 @@ from torch import Tensor, nn
 from functional_ds import comm
 from functional_ds.base.device import synchronize
 from functional_ds.base.weighted import Weighted
+from functional_ds.compiling.graphs.graph_nodes import OPERATOR
+from functional_ds.compiling.jitted.jit_step import jit
 from functional_ds.modules.functional import functional
 from functional_ds.modules.operation_cost import WORK_KINDS, OperationCounter
 from functional_ds.optim.adam import AdamState, adam_optimizer, adamw
 from functional_ds.scaling.machine import FACTORS, Machine
+from functional_ds.step.state import State
+from functional_ds.step.step import Step
 from functional_ds.step.train_step import train_step
 
 __all__ = ["measured_here"]
 
-_RATES = ("flops", "flops_fp32", "memory_bandwidth", "page_bandwidth", "link_bandwidth", "link_latency", "operation_latency")
-_TINY, _CALLS = 8, 10  # a model's width and layers; calls of a collective
+_RATES = (
+    *("flops", "flops_fp32", "memory_bandwidth", "page_bandwidth", "link_bandwidth", "link_latency"),
+    *("operation_latency", "node_latency", "overlaps"),
+)
+_TINY, _CALLS = 8, 10  # a model's width and layers; calls of a collective, or of a step with some
 
 
 def measured_here(ranks: int = 1, *, seconds: float = 0.2) -> Machine:
@@ -69,7 +76,8 @@ def _on_a_rank(device: str, seconds: float) -> Machine:
         "memory_bandwidth": 8 * count / timed(lambda: next(fresh).clone()),
         "operation_latency": _start(place, timed),
     }
-    rates |= _links(next(fresh), rates["memory_bandwidth"])
+    rates |= {"node_latency": _node(place), **_links(next(fresh), rates["memory_bandwidth"])}
+    rates["overlaps"] = _overlaps(next(fresh), lambda: full @ next(fresh).view(side, -1))
     if device == "cpu":
         large = torch.ones((1 << 23) + 1)
         longer = timed(large.clone) - 2 * large.nbytes / rates["memory_bandwidth"]
@@ -127,10 +135,7 @@ def _kinds(fresh: Iterator[Tensor], device: str) -> Mapping[str, list[Callable[[
 
 def _start(place: torch.device, timed: Callable[[Callable[[], Any]], float]) -> float:
     """A step of many tiny operations, divided by their number."""
-    layers = [layer for _ in range(_TINY) for layer in (nn.Linear(_TINY, _TINY), nn.GELU())]
-    apply, params = functional(nn.Sequential(*layers).to(place))
-    step = train_step(lambda params, x: apply(params, x).square().mean(), adamw(0.0))
-    state, x = step.init(params), torch.ones(_TINY, _TINY, device=place)
+    step, state, x = _tiny_step(place, _TINY)
 
     def run() -> None:
         nonlocal state
@@ -141,6 +146,57 @@ def _start(place: torch.device, timed: Callable[[Callable[[], Any]], float]) -> 
         run()
     seconds: float = timed(run) / counter.operations.total()
     return seconds
+
+
+def _node(place: torch.device) -> float:
+    """How much longer a graph with more tiny nodes takes, divided by their number: what a step costs once cancels out."""
+    found = []
+    for layers in (_TINY, 4 * _TINY):
+        step, state, x = _tiny_step(place, layers)
+        jitted = jit(step)
+        state, _ = jitted(state, x)
+        graph = jitted.graph(state, x)
+        state, _ = jitted(state, x)
+        nodes = sum(isinstance(node.target, OPERATOR) for node in graph.module.graph.nodes)
+        times = []
+        for _ in range(_CALLS):  # as often on every rank, since they agree on the graph
+            start = perf_counter()
+            state, _ = jitted(state, x)
+            synchronize([place])
+            times.append(perf_counter() - start)
+        found.append((median(times), nodes))
+    (less, few), (more, many) = found
+    return max(more - less, 0.0) / (many - few)
+
+
+def _tiny_step(place: torch.device, count: int) -> tuple[Step, State, Tensor]:
+    layers = [layer for _ in range(count) for layer in (nn.Linear(_TINY, _TINY), nn.GELU())]
+    apply, params = functional(nn.Sequential(*layers).to(place))
+    step = train_step(lambda params, x: apply(params, x).square().mean(), adamw(0.0))
+    return step, step.init(params), torch.ones(_TINY, _TINY, device=place)
+
+
+def _overlaps(x: Tensor, compute: Callable[[], Any]) -> float:
+    """The part of an all-reduce's time that a product beside it does not get longer by. 1 for one rank."""
+    if comm.world().size == 1:
+        return 1.0
+
+    def seconds(sends: bool, computes: bool) -> float:
+        times = []
+        for _ in range(_CALLS):
+            comm.barrier()
+            start = perf_counter()
+            handle = comm.all_reduce(x, async_op=True) if sends else None
+            if computes:
+                compute()
+            if handle is not None:
+                handle.wait()
+            synchronize([x.device])
+            times.append(perf_counter() - start)
+        return median(times)
+
+    sent, computed, both = (seconds(*which) for which in ((True, False), (False, True), (True, True)))
+    return min(1.0, max(0.0, (sent + computed - both) / min(sent, computed)))
 
 
 def _links(x: Tensor, bandwidth: float) -> dict[str, Any]:

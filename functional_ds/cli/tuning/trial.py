@@ -1,6 +1,7 @@
 """A short run of one candidate, in processes of its own, so that a run that dies is a result."""
 
 import contextlib
+import ctypes
 import gc
 import json
 import os
@@ -24,7 +25,7 @@ from functional_ds.memory.account import measured
 
 from .halving import Measurement
 
-__all__ = ["TrialSpec", "measure", "run_rank"]
+__all__ = ["ProcessMemory", "TrialSpec", "measure", "run_rank"]
 
 _STATUS = Path("/proc/self/status")
 
@@ -87,7 +88,8 @@ def run_rank(spec: TrialSpec) -> tuple[float, int, int]:
     device = torch.device(spec.device, comm.get_local_rank()) if spec.device == "cuda" else torch.device("cpu")
     if device.type == "cpu":
         _warm_up(spec)
-    before = _resident()
+    process = ProcessMemory(device)
+    before = process.now()
     torch.manual_seed(0)
     subject = subject_of(spec.model, seq=spec.seq, device=str(device))
     candidate = spec.candidate
@@ -98,36 +100,58 @@ def run_rank(spec: TrialSpec) -> tuple[float, int, int]:
     batch, held = subject.batch(candidate.plan.batch.rows), measured(state).state
     del subject
     state, _ = step(state, batch)  # kernels are chosen and caches filled
-    _forget_peak(device)
+    process.forget_peak()
     times = []
     for _ in range(spec.steps):
         start = perf_counter()
         state, _ = step(state, batch)
         synchronize([device])
         times.append(perf_counter() - start)
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else max(0, _resident("VmHWM") - before)
-    return statistics.median(times), int(peak), held
+    return statistics.median(times), max(0, process.peak() - before), held
 
 
 def _warm_up(spec: TrialSpec) -> None:
-    """A step of two numbers, so that what libraries take once is no part of the peak."""
-    candidate = Candidate(spec.config, spec.ranks)
-    step = candidate.step(lambda params, x: (params["w"] * x).sum())
-    step(step.init({"w": torch.ones(2)}), torch.ones(candidate.plan.batch.rows, 2))
+    """A step of a small product, so that what libraries take once is no part of the peak."""
+    candidate, side = Candidate(spec.config, spec.ranks), 256
+    step = candidate.step(lambda params, x: (x @ params["w"]).square().mean())
+    step(step.init({"w": torch.ones(side, side)}), torch.ones(candidate.plan.batch.rows, side))
 
 
-def _forget_peak(device: torch.device) -> None:
-    """From now on another peak counts, where the system lets it."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
+@attrs.frozen
+class ProcessMemory:
+    """What this process has in memory: of a GPU by torch's allocator, of a CPU by the system.
+
+    Attributes:
+        device: which memory.
+    """
+
+    device: torch.device
+
+    def now(self) -> int:
+        """Bytes; on a CPU after what its allocator keeps but does not use was given back. On a GPU only the peak counts: 0."""
+        if self.device.type == "cuda":
+            return 0
         gc.collect()
-        with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")
+        with contextlib.suppress(OSError, AttributeError):  # a C library without it keeps what it has
+            ctypes.CDLL(None).malloc_trim(0)
+        return _resident("VmRSS")
+
+    def peak(self) -> int:
+        """The most bytes since ``forget_peak``."""
+        return int(torch.cuda.max_memory_allocated(self.device)) if self.device.type == "cuda" else _resident("VmHWM")
+
+    def forget_peak(self) -> None:
+        """From now on another peak counts, where the system lets it; on a CPU what is kept unused is given back first."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            self.now()
+            with contextlib.suppress(OSError):
+                Path("/proc/self/clear_refs").write_text("5")
 
 
-def _resident(word: str = "VmRSS") -> int:
-    """What this process has in memory, now (VmRSS) or at most (VmHWM)."""
+def _resident(word: str) -> int:
+    """VmRSS is what this process has in memory now, VmHWM the most that it had."""
     lines = _STATUS.read_text().splitlines() if _STATUS.is_file() else []
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith(word)), resident_peak_bytes())
 

@@ -26,8 +26,12 @@ class Rates(Protocol):
     """A rank's device and links, as ``fds.scaling.Machine`` has them."""
 
     @property
-    def start_seconds(self) -> float:
-        """Of the host, to start an operation."""
+    def node_seconds(self) -> float:
+        """Of the host, to start a node."""
+
+    @property
+    def overlaps(self) -> float:
+        """The part of a collective's time in which the rank can compute."""
 
     @property
     def host_computes(self) -> bool:
@@ -143,7 +147,7 @@ class GraphCost:
 
     @cached_property
     def channels(self) -> Mapping[str, float]:
-        """Seconds in which a channel is busy, by its group's name."""
+        """Seconds in which a channel is busy beside the device, by its group's name."""
         return _summed((span.lane, span.seconds) for span in self.spans if span.lane != COMPUTE)
 
     @cached_property
@@ -218,7 +222,7 @@ class _RankTimeline:
         """An operator: the host starts it, and the device runs it after what it has run before."""
         operation = _operation(node)
         seconds = self.machine.operation_seconds(operation)
-        self.host += self.machine.start_seconds
+        self.host += self.machine.node_seconds
         begin, before = self.device, self.last
         if self.host > self.device:
             self.idle += self.host - self.device
@@ -240,10 +244,22 @@ class _RankTimeline:
         elif begin > self.device:
             before = None
         seconds = self.machine.collective_seconds(row, self.links.get(site.group.name.partition("/")[0]))
-        self._under_way[site_of(node)] = self._channels[key] = len(self.spans)
+        place = self._under_way[site_of(node)] = self._channels[key] = len(self.spans)
         self._add(node, _carries(site), site.group.name, begin, begin + seconds, 0, row.bytes, before)
+        if self.machine.overlaps < 1:
+            self._hold(node, site, seconds * (1 - self.machine.overlaps))
         if self.machine.host_computes and not site.async_op:  # the host carries it out
-            self._until(len(self.spans) - 1, node)
+            self._until(place, node)
+
+    def _hold(self, node: fx.Node, site: CallSite, seconds: float) -> None:
+        """The device does nothing but a part of a collective."""
+        begin = max(self.device, self.host)
+        self.idle += begin - self.device
+        before = self.last if begin == self.device else None
+        self.device, self.last = begin + seconds, len(self.spans)
+        self.host = self.device if self.machine.host_computes else self.host
+        self.waits.append(ExposedWait(_carries(site), node.meta.get(PHASE) or "", begin, self.device))
+        self._add(node, _carries(site), COMPUTE, begin, self.device, 0, 0, before)
 
     def wait(self, node: fx.Node) -> None:
         """The device goes on when the collective is over."""

@@ -11,7 +11,10 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.torch_private import version_of
+from functional_ds.comm.algorithms.cost import Link
+from functional_ds.comm.record.ledger import Row
 from functional_ds.compiling.compile_log import BlockClass, CompilesRegions
+from functional_ds.compiling.graphs.graph_cost import Rates
 from functional_ds.compiling.graphs.graph_passes import regather, schedule
 from functional_ds.compiling.graphs.graph_record import StepGraph
 from functional_ds.compiling.graphs.graph_trace import UntraceableError, trace
@@ -26,6 +29,7 @@ from functional_ds.step.traits import Trait
 from .apply_passes import GraphPass, apply_passes
 from .graph_agreement import disagreement, rank_collectives
 from .graph_code import GraphCode
+from .predicted_step import PredictedStep, seconds_of_steps
 from .region_compiler import RegionCode, RegionError, check_backend
 
 __all__ = ["JitStep", "JitWarning", "jit"]
@@ -118,6 +122,48 @@ class JitStep(Step, CompilesRegions):
         """
         check_state(self, state)
         return self._traced(state, batch)
+
+    def predicted(
+        self, state: State, batch: Any, machine: Rates, *, links: Mapping[str, Link] | None = None, steps: int = 0
+    ) -> PredictedStep:
+        """What a step takes on a machine, and beside it what it takes here.
+
+        Law: it is ``graph(state, batch).cost(machine, links=links)``, and on several ranks the 8 bytes by which they agree on a
+        graph.
+
+        Args:
+            state: that has made a step; it stays as it is.
+            batch: of a step.
+            machine: ``fds.scaling.Machine``; ``functional-ds tune --save-machine`` fits one to runs.
+            links: of groups, by the name of their axis; others have the machine's.
+            steps: how many to time, on a copy of the state, after one that is not timed; all ranks must call it alike. 0 times
+                none, and sends nothing.
+
+        Raises:
+            UntraceableError: the step runs eagerly, with the reason.
+            ValueError: ``steps`` is below 0; or above it on simulated ranks, of which only one runs at a time.
+
+        >>> import functional_ds as fds
+        >>> step = jit(fds.train_step(lambda params, x: (params["w"] * x).sum(), fds.sgd(0.5)))
+        >>> state, x = step.init({"w": torch.ones(2)}), torch.tensor([1.0, 2.0])
+        >>> state, metrics = step(state, x)
+        >>> machine = fds.scaling.Machine("m", 1e9, 1e9, 1e9, link_bandwidth=1e9, node_latency=1e-6, device="cpu")
+        >>> found = step.predicted(state, x, machine, steps=2)
+        >>> found.seconds == found.compute + found.host, found.measured > 0
+        (True, True)
+        """
+        if steps < 0:
+            raise ValueError(f"steps={steps} must be at least 0")
+        cost, ranks = self.graph(state, batch).cost(machine, links=links), (self.group or comm.world()).size
+        agreement = 0.0
+        if ranks > 1:
+            told = Row("all_gather", "jit", ranks, calls=1, bytes=8 * (ranks - 1))
+            agreement = machine.collective_seconds(told)
+        measured = seconds_of_steps(self, state, batch, steps=steps) if steps else None
+        entry = self._entry(state, batch) if steps else None
+        if entry is not None and entry.graph is None:  # its ranks differ, or there are too many kinds
+            raise UntraceableError(entry.reason)
+        return PredictedStep(cost, agreement, measured)
 
     @property
     def reasons(self) -> list[str]:
