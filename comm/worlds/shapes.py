@@ -200,6 +200,11 @@ def rank_on_shapes(program: Callable[[*Ts], T], *args: *Ts, world_size: int, ran
     >>> rank_on_shapes(program, world_size=1000, rank=7)
     (7, 3000)
     """
-    with exclusive_simulation(), kept_rng(), torch.inference_mode(False), torch.enable_grad():
-        with enter(ShapesWorld(rank, _SharedLog()), range(world_size)):
-            return program(*args)
+    with (
+        exclusive_simulation(),
+        kept_rng(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        enter(ShapesWorld(rank, _SharedLog()), range(world_size)),
+    ):
+        return program(*args)

@@ -26,12 +26,16 @@ _SHORT = {"params": "params", "masters": "masters", "optimizer": "optimizer", "g
 def plan(
     model: Annotated[str, typer.Argument(help="file.py:function, module:function, a Hugging Face config.json, or shapes.")],
     config: Annotated[str | None, typer.Option(help="A DeepSpeed config; what is given beside it takes its place.")] = None,
-    mesh: Annotated[str, typer.Option(help="The ranks by axis: dp=8, or dp=8,tp=2; dp, pp, sp, tp, and ep within dp.")] = "dp=1",
+    mesh: Annotated[
+        str, typer.Option(help="The ranks by axis: dp=8, or dp=8,tp=2; dp, pp, sp, tp, and ep within dp.")
+    ] = "dp=1",
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks, for each of dp.")] = None,
     sp: Annotated[int | None, typer.Option(help="Ranks that share sequences, for each of dp.")] = None,
     pp: Annotated[int | None, typer.Option(help="Ranks of a pipeline, for each of dp.")] = None,
     ep: Annotated[int | None, typer.Option(help="Ranks over which experts lie, among those of dp.")] = None,
-    schedule: Annotated[str, typer.Option(help="Of the pipeline: gpipe, zb_h1, zbv, interleaved_one_f_one_b, ...")] = "one_f_one_b",
+    schedule: Annotated[
+        str, typer.Option(help="Of the pipeline: gpipe, zb_h1, zbv, interleaved_one_f_one_b, ...")
+    ] = "one_f_one_b",
     zero: Annotated[str | None, typer.Option(help="Stages to compare; 0,1,2,3 without a config.")] = None,
     precision: Annotated[str | None, typer.Option(help="fp32, bf16, fp16, or several of them; bf16 without a config.")] = None,
     micro_batch: Annotated[int | None, typer.Option(help="Rows of a micro-batch on a rank.")] = None,

@@ -80,7 +80,7 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
         Bug("params alone", "cli.stored.state_names", "list(found.tensors)", "list(found.params.values())", StructureError),
     ],
     test_tune.test_a_trial_of_tensor_parallel_ranks_has_the_predicted_state: [
-        Bug("a trial has dp alone", "cli.tuning.trial", "self.ranks // self.tp, self.recompute, self.tp)", "self.ranks)"),
+        Bug("a trial has dp alone", "cli.tuning.trial", "self.ranks // (self.tp * self.sp * self.pp)", "self.ranks"),
     ],
     conversion: [
         Bug("rounded values are converted", "cli.stored.kinds", "in _EXACT_FIRST:", "in _EXACT_FIRST[::-1]:"),

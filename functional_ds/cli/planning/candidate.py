@@ -169,12 +169,7 @@ class Candidate:
         if self.ep > 1:
             found.append(experts(pattern or "", mesh["ep"], edp=mesh[axes.sharers]))
         if self.tp > 1:
-            if tp_plan is None:
-                raise CommandError(
-                    "--mesh: tp cuts layers, and nobody says how: give tp_plan beside the module, or a Hugging Face model with "
-                    "one"
-                )
-            found.append(tensor_parallel(tp_plan, mesh["tp"]))
+            found.append(tensor_parallel(tp_plan or {}, mesh["tp"]))
         return compose(*found)(train_step(loss, plan.optimizer))
 
     @property
@@ -225,7 +220,15 @@ class Candidate:
         mesh = dict.fromkeys([axes.data if len(axes.data) > 1 else axes.data[0]])
         try:
             alone = f"fds.compose({', '.join(words)})"
-            eval(alone, {"fds": _Names(compose=compose), "T": import_module("functional_ds.transforms"), "plan": self.plan, "mesh": mesh})
+            eval(
+                alone,
+                {
+                    "fds": _Names(compose=compose),
+                    "T": import_module("functional_ds.transforms"),
+                    "plan": self.plan,
+                    "mesh": mesh,
+                },
+            )
         except Exception:
             group = group and f", group={group[2:]}"
             line = f"fds.from_ds_config(config, {self.ranks * self.sp}{group}).transform"
@@ -239,7 +242,9 @@ class Candidate:
             schedule = f"pp.{self.schedule}({self.pp}, {self.micro_batches})"
             found.append(f'T.pipeline({schedule}, stages, mesh["pp"])')
         if self.sp > 1:
-            found.append(f"T.sequence({', '.join(['mesh[' + _listed(('sp',)) + ']', *(f'{k}={v!r}' for k, v in cut.items())])})")
+            found.append(
+                f"T.sequence({', '.join(['mesh[' + _listed(('sp',)) + ']', *(f'{k}={v!r}' for k, v in cut.items())])})"
+            )
         if self.ep > 1:
             found.append(f'T.experts({pattern!r}, mesh["ep"], edp=mesh[{_listed(axes.sharers)}])')
         if self.tp > 1:
@@ -254,6 +259,7 @@ class Candidate:
             "ranks": self.ranks,
             **{name: getattr(self, name) for name in ("tp", "sp", "pp", "ep")},
             "schedule": self.schedule if self.pp > 1 else None,
+            "mesh": self.axes.mesh_line() or None,
             "stage": self.stage,
             "precision": self.precision,
             "micro_batch": batch.train_micro_batch_size_per_gpu,

@@ -97,7 +97,7 @@ class Forecast:
 
     @property
     def seconds(self) -> dict[str, float] | None:
-        """Of a step, by what the busiest rank spends it on; communication overlaps nothing. None without a machine or a loss."""
+        """Of a step, by what the busiest rank spends it on; communication overlaps nothing. None without machine or loss."""
         perfect = self.perfect_seconds
         return None if self.machine is None or perfect is None else self.machine.scaled(perfect)
 

@@ -1,6 +1,6 @@
 """``bubble_seconds``: what a pipeline's ranks wait for each other, from what each of them computes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from functional_ds.comm.algorithms.cost import Link
 from functional_ds.comm.record.ledger import Row
@@ -30,7 +30,8 @@ def bubble_seconds(
 ) -> float:
     """Seconds that the busiest rank does not compute in a step.
 
-    The schedule is timed by ``pipelining.timeline``: a rank's stages share what it computes equally, and a stage's micro-batches, too.
+    The schedule is timed by ``pipelining.timeline``. A rank's stages share what it computes equally, and so do a stage's
+    micro-batches.
 
     Law: where ranks are equally busy and messages take no time, one rank's ``busy`` times (p - 1) / m under 1F1B on p ranks.
 

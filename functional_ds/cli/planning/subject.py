@@ -65,22 +65,25 @@ class Subject:
         """How many parameters."""
         return sum(leaf.numel() for leaf in self.params.values())
 
-    def piped(self, count: int) -> "Subject":
-        """The same, with the stages of a pipeline as its loss.
+    def piped_for(self, candidate: Candidate) -> "Subject":
+        """The same, with a pipeline's stages as its loss where the candidate has one.
 
         Raises:
             CommandError: the model cannot be cut into so many.
         """
+        if candidate.pp == 1:
+            return self
+        count = candidate.axes.pipeline(candidate.micro_batches).stages
         if self.stages is None:
-            raise CommandError(f"--pp: {self.name} has no loss and no batch, so nothing can be cut into stages")
+            raise CommandError(f"--pp {candidate.pp}: {self.name} has no loss and no batch, so nothing can be cut into stages")
         try:
             found, params = self.stages(count)
         except (ValueError, TypeError) as error:
-            raise CommandError(f"--pp: {self.name} cannot be cut into {count} stages: {error}") from error
+            raise CommandError(f"--pp {candidate.pp}: {self.name} cannot be cut into {count} stages: {error}") from error
         return attrs.evolve(self, loss=found, params=params)
 
     def step(self, candidate: Candidate) -> Step:
-        """A candidate's step of it, on a rank of the mesh; of a pipeline's, where it is ``piped``."""
+        """A candidate's step of it, on a rank of the mesh; of a pipeline's, as ``piped_for`` gives it."""
         return candidate.step(self.loss, tp_plan=self.tp_plan, cut=self.sequence, pattern=self.experts)
 
     def line(self, candidate: Candidate) -> str:
@@ -93,8 +96,8 @@ def subject_of(name: str, *, seq: int = 1024, device: str = "meta", axes: Collec
 
     ``package.module:function`` and ``file.py:function`` name a function without arguments, a class, or a module. It gives an
     ``nn.Module``, or a mapping with ``module``, ``loss(model, batch)`` and ``batch(rows)``, perhaps ``tokens`` of a row,
-    ``tp_plan``, ``sequence`` and ``experts``, as above. A folder or file with a Hugging Face config gives a model for causal language modelling. A JSON file ``{"name": [sizes]}`` or a safetensors file gives
-    shapes alone.
+    ``tp_plan``, ``sequence`` and ``experts``, as above. A folder or file with a Hugging Face config gives a
+    model for causal language modelling. A JSON file ``{"name": [sizes]}`` or a safetensors file gives shapes alone.
 
     Args:
         name: which.
@@ -160,15 +163,15 @@ def _of_code(name: str, target: Any, device: str) -> Subject:
     unknown = sorted(parts.keys() - _KEYS)
     if unknown or not isinstance(parts.get("module"), nn.Module):
         what = f"the unknown key {unknown[0]!r}" if unknown else f"a {type(parts.get('module', made)).__name__}"
-        raise CommandError(
-            f"MODEL: {name} gives {what}; it should give an nn.Module, or a dict of {', '.join(sorted(_KEYS))}"
-        )
+        raise CommandError(f"MODEL: {name} gives {what}; it should give an nn.Module, or a dict of {', '.join(sorted(_KEYS))}")
     if ("loss" in parts) != ("batch" in parts):
         raise CommandError(f"MODEL: {name} gives one of loss and batch; a step needs both: loss(model, batch), batch(rows)")
     if not isinstance(parts.get("tp_plan", {}), Mapping):
         raise CommandError(f"MODEL: {name}: tp_plan should be a dict from paths to words, such as {{'0': 'colwise'}}")
     if not isinstance(parts.get("sequence", {}), Mapping):
-        raise CommandError(f"MODEL: {name}: sequence should be a dict of arguments of T.sequence, such as {{'layout': 'zigzag'}}")
+        raise CommandError(
+            f"MODEL: {name}: sequence should be a dict of arguments of T.sequence, such as {{'layout': 'zigzag'}}"
+        )
     if not isinstance(parts.get("experts", ""), str):
         raise CommandError(f"MODEL: {name}: experts should be a regular expression for their paths, such as 'experts'")
     found = _of_module(name, parts["module"], parts.get("loss"), parts.get("batch"), parts.get("tokens"), device=device)

@@ -200,8 +200,7 @@ def sent_by_all(subject: Subject, candidate: Candidate) -> list[Ledger]:
 def _with_batch(subject: Subject, candidate: Candidate) -> tuple[Subject, Any, bool]:
     """The model with what it minimises, a rank's batch, and whether that is the model's own loss."""
     rows = candidate.plan.batch.rows
-    if candidate.pp > 1:
-        subject = subject.piped(candidate.axes.pipeline(candidate.micro_batches).stages)
+    subject = subject.piped_for(candidate)
     if subject.loss is None or subject.batch is None:
         return attrs.evolve(subject, loss=_uses_all), torch.empty(rows, device="meta"), False
     try:

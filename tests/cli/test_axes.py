@@ -1,0 +1,285 @@
+"""Meshes of all axes: ``plan`` says what a run on simulated ranks holds and sends, ``tune`` finds a strategy that is built."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import functional_ds as fds
+from functional_ds import comm, pipelining
+from functional_ds import transforms as T
+from functional_ds.cli import tune_command
+from functional_ds.cli.planning.candidate import Candidate
+from functional_ds.cli.planning.forecast import Forecast, forecast
+from functional_ds.cli.planning.known_machines import MACHINES
+from functional_ds.cli.planning.mesh_axes import MeshAxes
+from functional_ds.cli.planning.subject import subject_of
+from functional_ds.cli.tune_command import candidates_of
+from functional_ds.cli.tuning.halving import Measurement
+from functional_ds.cli.tuning.trial import TrialSpec, measure, run_rank
+from functional_ds.cli.words.errors_in_one_line import CommandError
+from tests.cli.models_by_name import HERE
+from tests.cli.running import answer, refusal, run
+
+CUT = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}  # else small leaves stay whole
+
+
+def causal_model(folder: Path, kind: str = "llama", **more: Any) -> str:
+    """A folder with a small model's config."""
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 32}
+    sizes |= {"num_key_value_heads": 2, "max_position_embeddings": 32} | ({"num_local_experts": 4} if kind == "mixtral" else {})
+    (folder / "config.json").write_text(json.dumps({"model_type": kind, **sizes, **more}))
+    return str(folder)
+
+
+def predicted(name: str, candidate: Candidate) -> Forecast:
+    subject = subject_of(name, seq=8, axes=candidate.axes.several)
+    return forecast(subject, candidate, machine=MACHINES["h100"], limit=0)
+
+
+def held_and_sent(name: str, candidate: Candidate) -> tuple[int, dict[tuple[str, str], tuple[int, int]]]:
+    """A rank's bytes of state, and calls and bytes by collective and group in a step after the first two."""
+    subject = subject_of(name, seq=8, device="cpu", axes=candidate.axes.several)
+    make, subject = subject.batch, subject.piped_for(candidate)
+    assert make is not None
+    step, batch = subject.step(candidate), make(candidate.plan.batch.rows)
+    batch = comm.broadcast_object(batch) if comm.world().size > 1 else batch
+    state = step.init(subject.params)
+    for _ in range(2):
+        state, _ = step(state, batch)
+    with comm.ledger() as book:
+        state, _ = step(state, batch)
+    return fds.memory.measured(state).state, by_kind(book.rows)
+
+
+def by_kind(rows: Any) -> dict[tuple[str, str], tuple[int, int]]:
+    return {(row.collective, row.group): (row.calls, row.bytes) for row in rows if row.size > 1}
+
+
+def mesh(kind: str, dp: int, stage: int, **axes: Any) -> tuple[str, Candidate]:
+    """A model, and a candidate with two micro-batches of two rows."""
+    config = CUT if stage == 3 else {}
+    return kind, Candidate.of(config, dp, stage=stage, precision="fp32", micro_batch=2, accumulate=2, **axes)
+
+
+MESHES = {
+    "sequences": mesh("llama", 2, 3, sp=2),
+    "a pipeline": mesh("llama", 2, 1, pp=2),
+    "a pipeline of sequences": mesh("llama", 1, 1, pp=2, sp=2, tp=2),
+    "experts": mesh("mixtral", 2, 1, ep=2, tp=2),
+    "experts in a pipeline": mesh("mixtral", 2, 2, ep=2, pp=2),
+    "a pipeline of functions": mesh("cut", 2, 2, pp=2, schedule="zb_h1"),
+}
+
+
+@pytest.mark.law(20)
+@pytest.mark.law(21)
+@pytest.mark.parametrize("case", MESHES)
+def test_bytes_by_axis_are_those_of_a_run(case: str, tmp_path: Path) -> None:
+    """State to the byte, calls and bytes by collective and group, for each rank of a pipeline. Tokens choose their experts."""
+    kind, candidate = MESHES[case]
+    name = f"{HERE}:{kind}" if kind == "cut" else causal_model(tmp_path, kind)
+    mine = predicted(name, candidate)
+    shapes = mine.stages or (mine.shape,)
+    ranks = comm.simulate(held_and_sent, name, candidate, world_size=candidate.world_size)
+    for shape, rank in zip(shapes, candidate.axes.first_ranks(), strict=True):
+        state, sent = ranks[rank]
+        assert shape.memory.state == state
+        found = by_kind(shape.sent)
+        if candidate.ep > 1:
+            assert found.keys() == sent.keys()
+            found, sent = ({key: value for key, value in each.items() if key[1] != "ep"} for each in (found, sent))
+        assert found == sent
+    assert any(group in candidate.axes.several for _, group in by_kind(mine.shape.sent))
+
+
+def test_a_pipelines_time_has_its_bubble(tmp_path: Path) -> None:
+    """Law: equal ranks and no latency: (p - 1) / m of what a rank computes; more micro-batches make it smaller."""
+    name = causal_model(tmp_path)
+    few, many = (
+        predicted(name, Candidate.of({}, 1, stage=0, precision="fp32", micro_batch=1, accumulate=m, pp=2)) for m in (2, 8)
+    )
+    assert few.seconds is not None
+    assert few.step_seconds == pytest.approx(sum(few.seconds.values()) + few.bubble_seconds)
+    part = [each.bubble_seconds / each.step_seconds for each in (few, many) if each.step_seconds]
+    assert 0.2 < part[0] < 1 / 3 + 0.05
+    assert part[1] < part[0] / 2
+    assert predicted(name, Candidate.of({}, 2, stage=0, micro_batch=1)).bubble_seconds == 0
+
+
+# -- the commands -------------------------------------------------------------------------------------------------------
+
+
+def test_plan_says_each_rank_of_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", causal_model(tmp_path), "--seq", 8, "--pp", 2, "--zero", 1, "--machine", "h100", "--limit", "60kB"]
+    (each,) = answer(capsys, *words, code=1)["candidates"]
+    assert (each["pp"], each["accumulate"], each["schedule"], each["mesh"]) == (
+        2,
+        4,
+        "one_f_one_b",
+        "mesh = comm.mesh(dp=1, pp=2)",
+    )
+    peaks = [stage["memory"]["peak"] for stage in each["stages"]]
+    assert each["memory"]["peak"] == max(peaks)
+    assert each["bubble_seconds"] > 0
+    out = run(capsys, *words)[1]
+    assert all(word in out for word in ("rank 0 of pp", "rank 1 of pp", "bubble", "send", "what does not fit"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "says"),
+    [
+        ("llama", ["--tp", "3"], "--tp 3: the model has 4 attention heads, which do not divide by 3; use 1, 2, 4"),
+        ("llama", ["--sp", "3"], "--sp 3: 8 tokens of a row do not divide by 3; use 1, 2, 4, 8, or another --seq"),
+        ("llama", ["--pp", "3"], "--pp 3: one_f_one_b has 3 stages, and the model 2 layers"),
+        ("llama", ["--mesh", "2", "--ep", "2"], "--ep 2: the model has no experts"),
+        ("mixtral", ["--mesh", "8", "--ep", "8"], "has 4 experts, which do not divide by 8; use 1, 2, 4"),
+        ("mixtral", ["--ep", "2"], "--ep 2 does not divide the 1 ranks of dp, among which experts lie; use 1"),
+        ("llama", ["--pp", "2", "--schedule", "zb_h9"], "there is no schedule 'zb_h9'"),
+        ("llama", ["--pp", "2", "--recompute"], "--pp 2: --recompute"),
+        ("llama", ["--mesh", "dp=2,tp=2", "--tp", "2"], "--tp 2: --mesh gives this axis 2 ranks already"),
+        ("llama", ["--mesh", "dp=2,dp=2"], "--mesh: the axis 'dp' has two sizes"),
+        ("llama", ["--mesh", "cp=2"], "--mesh: the axis 'cp' is none of dp, pp, sp, tp, ep"),
+        ("llama", ["--sp", "0"], "--sp 0 should be at least 1"),
+        (f"{HERE}:mlp", ["--sp", "2"], "--sp 2: nobody says how sequences are cut: give sequence beside the module"),
+        (f"{HERE}:mlp", ["--mesh", "2", "--ep", "2"], "--ep 2: the model has no experts"),
+        (f"{HERE}:mlp", ["--pp", "8"], "--pp 8: "),
+        ("shapes", ["--pp", "2"], "--pp 2: only shapes are known"),
+    ],
+)
+def test_meshes_that_cannot_be(
+    kind: str, words: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = kind if ":" in kind else causal_model(tmp_path, kind) if kind != "shapes" else str(tmp_path / "shapes.json")
+    (tmp_path / "shapes.json").write_text('{"w": [4, 4]}')
+    assert says in refusal(capsys, "plan", name, "--seq", 8, "--zero", 1, *words)
+
+
+def test_every_mesh_is_enumerated() -> None:
+    """Law: each candidate has all ranks and trains on all rows; no two are the same."""
+    sizes = {"tp": [1, 2], "sp": [1, 2], "pp": [1, 2], "ep": [1, 2]}
+    found = candidates_of({}, 4, 8, stages=[0, 1], precisions=["fp32"], micro=[1], schedules=["gpipe", "zb_h1"], **sizes)
+    assert {each.world_size for each in found} == {4}
+    assert {each.plan.batch.train_batch_size for each in found} == {8}
+    assert len({json.dumps(each.as_dict()) for each in found}) == len(found)
+    meshes = {(each.ranks, each.tp, each.sp, each.pp, each.ep) for each in found}
+    assert len(meshes) == 4 + 3 + 3  # dp = 4, 2 and 1, of which those with two ranks or four have ep = 2, too
+    assert {each.schedule for each in found if each.pp > 1} == {"gpipe", "zb_h1"}
+    with pytest.raises(CommandError, match="no mesh"):
+        candidates_of({}, 3, 3, stages=[0], precisions=["fp32"], micro=None, tp=[2])
+
+
+def test_tune_tries_all_axes_and_its_line_is_built(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mesh that is fastest here is each one's once; what a model does not admit is said with its reason."""
+    fastest = ""
+
+    def quick(spec: TrialSpec, *, timeout: float) -> Measurement:
+        only = ",".join(sorted(spec.candidate.axes.several)) or "dp"
+        return Measurement(0.5 if only == fastest else 1.0, 1, 1)
+
+    monkeypatch.setattr(tune_command, "measure", quick)
+    name = causal_model(tmp_path)
+    words = [
+        "tune",
+        name,
+        "--rows",
+        2,
+        "--ranks",
+        2,
+        "--seq",
+        8,
+        "--zero",
+        1,
+        "--micro-batch",
+        1,
+        "--best",
+        9,
+        "--machine",
+        "h100",
+    ]
+    for fastest in ("pp", "sp", "tp"):
+        found = answer(capsys, *words, "--precision", "fp32")
+        assert "no experts" in next(row["why"] for row in found["refused"] if row["name"].startswith("ep"))
+        winner = found["winner"]
+        assert winner[fastest] == 2
+        assert {"pp", "sp", "tp"} <= {axis for each in found["runs"] for axis in ("pp", "sp", "tp") if each[axis] == 2}
+        built = comm.simulate(built_from, name, winner, world_size=2)
+        spec = Candidate.of(
+            {}, winner["ranks"], stage=1, precision="fp32", micro_batch=1, accumulate=winner["accumulate"], **{fastest: 2}
+        )
+        ours = [state for state, _ in comm.simulate(held_and_sent, name, spec, world_size=2)]
+        assert built == ours
+
+
+def built_from(name: str, winner: dict[str, Any]) -> int:
+    """The bytes of state of the step that the winner's lines make."""
+    subject = subject_of(name, seq=8, device="cpu", axes={axis for axis in ("pp", "sp") if winner[axis] > 1})
+    names: dict[str, Any] = {
+        "fds": fds,
+        "comm": comm,
+        "T": T,
+        "pp": pipelining,
+        "tp_plan": subject.tp_plan,
+        "config": winner["config"],
+    }
+    exec(winner["mesh"], names)
+    params, loss = subject.params, subject.loss
+    if winner["pp"] > 1:
+        assert subject.stages is not None
+        loss, params = subject.stages(winner["pp"])
+    names["stages"] = loss
+    step = eval(winner["line"], names)(fds.train_step(loss, fds.adam(1e-3)))
+    state = step.init(params)
+    assert subject.batch is not None
+    state, metrics = step(state, comm.broadcast_object(subject.batch(winner["accumulate"])))
+    assert metrics["loss"].isfinite()
+    return fds.memory.measured(state).state
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--pp", "3"], "--pp 3 does not divide 2 ranks; use 1, 2"),
+        (["--sp", "1,2"], "--sp 2: nobody says how sequences are cut"),
+        (["--schedule", "none"], "--schedule none: "),
+        (["--ep", "2"], "--ep 2: the model has no experts"),
+    ],
+)
+def test_tune_refuses(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert says in refusal(capsys, "tune", f"{HERE}:mlp", "--rows", 2, "--ranks", 2, "--machine", "h100", *words)
+
+
+# -- processes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_two_processes_hold_what_was_predicted(axis: str) -> None:
+    """A trial over Gloo: its largest state is that of the rank for which most is predicted."""
+    candidate = Candidate.of({}, 1, stage=0, precision="fp32", micro_batch=1, accumulate=2, **{axis: 2})
+    spec = TrialSpec.of(candidate, f"{HERE}:cut", seq=8, device="cpu", steps=1)
+    assert spec.candidate == candidate
+    found = measure(spec, timeout=100)
+    assert found.why == ""
+    mine = predicted(spec.model, candidate)
+    assert found.state == max(shape.memory.state for shape in mine.stages or (mine.shape,))
+
+
+@pytest.mark.parametrize("axis", ["sp", "ep"])
+def test_a_trial_of_an_axis_has_the_predicted_state(axis: str, tmp_path: Path) -> None:
+    """On simulated ranks, of models of Hugging Face."""
+    candidate = Candidate.of({}, 2 if axis == "ep" else 1, stage=1, precision="fp32", micro_batch=2, **{axis: 2})
+    name = causal_model(tmp_path, "mixtral" if axis == "ep" else "llama")
+    spec = TrialSpec.of(candidate, name, seq=8, device="cpu", steps=1)
+    expected = predicted(name, candidate).shape.memory.state
+    assert {state for _, _, state in comm.simulate(run_rank, spec, world_size=2)} == {expected}
+
+
+def test_a_mesh_is_a_line() -> None:
+    axes = MeshAxes(dp=4, pp=2, sp=2, ep=2)
+    assert axes.mesh_line() == 'mesh = comm.mesh(dp=4, pp=2, sp=2).split("dp", edp=2, ep=2)'
+    assert axes.first_ranks() == (0, 2)
+    assert MeshAxes(dp=2).mesh_line() == ""
