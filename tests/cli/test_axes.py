@@ -17,7 +17,7 @@ from functional_ds.cli.planning.mesh_axes import MeshAxes
 from functional_ds.cli.planning.subject import subject_of
 from functional_ds.cli.tune_command import candidates_of
 from functional_ds.cli.tuning.halving import Measurement
-from functional_ds.cli.tuning.trial import TrialSpec, measure, run_rank
+from functional_ds.cli.tuning.trial import TrialSpec, run_rank
 from functional_ds.cli.words.errors_in_one_line import CommandError
 from tests.cli.models_by_name import HERE
 from tests.cli.running import answer, refusal, run
@@ -65,12 +65,10 @@ def mesh(kind: str, dp: int, stage: int, **axes: Any) -> tuple[str, Candidate]:
 
 
 MESHES = {
-    "sequences": mesh("llama", 2, 3, sp=2),
-    "a pipeline": mesh("llama", 2, 1, pp=2),
-    "a pipeline of sequences": mesh("llama", 1, 1, pp=2, sp=2, tp=2),
-    "experts": mesh("mixtral", 2, 1, ep=2, tp=2),
+    "sequences": mesh("llama", 1, 3, sp=2),
+    "a pipeline of sequences": mesh("llama", 1, 1, pp=2, sp=2),
     "experts in a pipeline": mesh("mixtral", 2, 2, ep=2, pp=2),
-    "a pipeline of functions": mesh("cut", 2, 2, pp=2, schedule="zb_h1"),
+    "a pipeline of functions": mesh("tokens", 2, 2, pp=2, tp=2, schedule="zb_h1"),
 }
 
 
@@ -80,7 +78,7 @@ MESHES = {
 def test_bytes_by_axis_are_those_of_a_run(case: str, tmp_path: Path) -> None:
     """State to the byte, calls and bytes by collective and group, for each rank of a pipeline. Tokens choose their experts."""
     kind, candidate = MESHES[case]
-    name = f"{HERE}:{kind}" if kind == "cut" else causal_model(tmp_path, kind)
+    name = f"{HERE}:{kind}" if kind == "tokens" else causal_model(tmp_path, kind)
     mine = predicted(name, candidate)
     shapes = mine.stages or (mine.shape,)
     ranks = comm.simulate(held_and_sent, name, candidate, world_size=candidate.world_size)
@@ -95,9 +93,9 @@ def test_bytes_by_axis_are_those_of_a_run(case: str, tmp_path: Path) -> None:
     assert any(group in candidate.axes.several for _, group in by_kind(mine.shape.sent))
 
 
-def test_a_pipelines_time_has_its_bubble(tmp_path: Path) -> None:
+def test_a_pipelines_time_has_its_bubble() -> None:
     """Law: equal ranks and no latency: (p - 1) / m of what a rank computes; more micro-batches make it smaller."""
-    name = causal_model(tmp_path)
+    name = f"{HERE}:blocks"
     few, many = (
         predicted(name, Candidate.of({}, 1, stage=0, precision="fp32", micro_batch=1, accumulate=m, pp=2)) for m in (2, 8)
     )
@@ -112,8 +110,8 @@ def test_a_pipelines_time_has_its_bubble(tmp_path: Path) -> None:
 # -- the commands -------------------------------------------------------------------------------------------------------
 
 
-def test_plan_says_each_rank_of_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", causal_model(tmp_path), "--seq", 8, "--pp", 2, "--zero", 1, "--machine", "h100", "--limit", "60kB"]
+def test_plan_says_each_rank_of_a_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", f"{HERE}:blocks", "--pp", 2, "--zero", 1, "--machine", "h100", "--limit", "60kB"]
     (each,) = answer(capsys, *words, code=1)["candidates"]
     assert (each["pp"], each["accumulate"], each["schedule"], each["mesh"]) == (
         2,
@@ -165,33 +163,25 @@ def test_every_mesh_is_enumerated() -> None:
     assert {each.plan.batch.train_batch_size for each in found} == {8}
     assert len({json.dumps(each.as_dict()) for each in found}) == len(found)
     meshes = {(each.ranks, each.tp, each.sp, each.pp, each.ep) for each in found}
-    assert len(meshes) == 4 + 3 + 3  # dp = 4, 2 and 1, of which those with two ranks or four have ep = 2, too
+    assert len(meshes) == 2 + 3 * 2 + 3  # dp = 4, 2 and 1; with ep = 2, too, where that divides dp
     assert {each.schedule for each in found if each.pp > 1} == {"gpipe", "zb_h1"}
     with pytest.raises(CommandError, match="no mesh"):
         candidates_of({}, 3, 3, stages=[0], precisions=["fp32"], micro=None, tp=[2])
 
 
-def test_tune_tries_all_axes_and_its_line_is_built(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_tune_tries_all_axes_and_its_lines_are_built(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The mesh that is fastest here is each one's once; what a model does not admit is said with its reason."""
-    fastest = ""
-
-    def quick(spec: TrialSpec, *, timeout: float) -> Measurement:
-        only = ",".join(sorted(spec.candidate.axes.several)) or "dp"
-        return Measurement(0.5 if only == fastest else 1.0, 1, 1)
-
-    monkeypatch.setattr(tune_command, "measure", quick)
-    name = causal_model(tmp_path)
+    """Every line that was measured makes a step with the predicted bytes; what a model does not admit has its reason."""
+    monkeypatch.setattr(
+        tune_command, "measure", lambda spec, *, timeout: Measurement(0.5 if spec.candidate.pp > 1 else 1.0, 1, 1)
+    )
+    name = f"{HERE}:tokens"
     words = [
-        "tune",
-        name,
         "--rows",
         2,
         "--ranks",
         2,
-        "--seq",
-        8,
         "--zero",
         1,
         "--micro-batch",
@@ -200,42 +190,34 @@ def test_tune_tries_all_axes_and_its_line_is_built(
         9,
         "--machine",
         "h100",
+        "--precision",
+        "fp32",
     ]
-    for fastest in ("pp", "sp", "tp"):
-        found = answer(capsys, *words, "--precision", "fp32")
-        assert "no experts" in next(row["why"] for row in found["refused"] if row["name"].startswith("ep"))
-        winner = found["winner"]
-        assert winner[fastest] == 2
-        assert {"pp", "sp", "tp"} <= {axis for each in found["runs"] for axis in ("pp", "sp", "tp") if each[axis] == 2}
-        built = comm.simulate(built_from, name, winner, world_size=2)
-        spec = Candidate.of(
-            {}, winner["ranks"], stage=1, precision="fp32", micro_batch=1, accumulate=winner["accumulate"], **{fastest: 2}
-        )
-        ours = [state for state, _ in comm.simulate(held_and_sent, name, spec, world_size=2)]
-        assert built == ours
+    found = answer(capsys, "tune", name, *words)
+    assert "no experts" in next(row["why"] for row in found["refused"] if row["name"].startswith("ep"))
+    assert (found["winner"]["pp"], found["winner"]["accumulate"]) == (2, 2)
+    assert {axis for each in found["runs"] for axis in ("pp", "sp", "tp") if each[axis] == 2} == {"pp", "sp", "tp"}
+    for each in found["runs"]:
+        states = comm.simulate(built_from, name, each, found["winner"]["config"], world_size=2)
+        assert max(states) == each["predicted"]["state"]
+    shown = run(capsys, "tune", name, *words)[1]
+    assert "mesh = comm.mesh(dp=1, pp=2)" in shown
+    assert "stages, params = pp.cut(model, 2" in shown
 
 
-def built_from(name: str, winner: dict[str, Any]) -> int:
-    """The bytes of state of the step that the winner's lines make."""
-    subject = subject_of(name, seq=8, device="cpu", axes={axis for axis in ("pp", "sp") if winner[axis] > 1})
-    names: dict[str, Any] = {
-        "fds": fds,
-        "comm": comm,
-        "T": T,
-        "pp": pipelining,
-        "tp_plan": subject.tp_plan,
-        "config": winner["config"],
-    }
-    exec(winner["mesh"], names)
+def built_from(name: str, row: dict[str, Any], config: Any) -> int:
+    """The bytes of state of the step that a row's lines make."""
+    subject = subject_of(name, device="cpu")
+    names: dict[str, Any] = {"fds": fds, "comm": comm, "T": T, "pp": pipelining, "tp_plan": subject.tp_plan, "config": config}
+    exec(row["mesh"] or "", names)
     params, loss = subject.params, subject.loss
-    if winner["pp"] > 1:
+    if row["pp"] > 1:
         assert subject.stages is not None
-        loss, params = subject.stages(winner["pp"])
+        loss, params = subject.stages(row["pp"])
     names["stages"] = loss
-    step = eval(winner["line"], names)(fds.train_step(loss, fds.adam(1e-3)))
-    state = step.init(params)
+    step = eval(row["line"], names)(fds.train_step(loss, fds.adam(1e-3)))
     assert subject.batch is not None
-    state, metrics = step(state, comm.broadcast_object(subject.batch(winner["accumulate"])))
+    state, metrics = step(step.init(params), subject.batch(row["accumulate"]))
     assert metrics["loss"].isfinite()
     return fds.memory.measured(state).state
 
@@ -256,26 +238,31 @@ def test_tune_refuses(words: list[str], says: str, capsys: pytest.CaptureFixture
 # -- processes ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("axis", ["tp", "pp"])
-def test_two_processes_hold_what_was_predicted(axis: str) -> None:
-    """A trial over Gloo: its largest state is that of the rank for which most is predicted."""
-    candidate = Candidate.of({}, 1, stage=0, precision="fp32", micro_batch=1, accumulate=2, **{axis: 2})
-    spec = TrialSpec.of(candidate, f"{HERE}:cut", seq=8, device="cpu", steps=1)
-    assert spec.candidate == candidate
-    found = measure(spec, timeout=100)
-    assert found.why == ""
-    mine = predicted(spec.model, candidate)
-    assert found.state == max(shape.memory.state for shape in mine.stages or (mine.shape,))
+def test_tune_on_tensor_parallel_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    """The whole command, with a child and two ranks over Gloo."""
+    words = ["--rows", 1, "--ranks", 2, "--tp", 2, "--steps", 1, "--precision", "fp32", "--machine", "h100"]
+    winner = answer(capsys, "tune", f"{HERE}:cut", *words)["winner"]
+    assert (winner["tp"], winner["why"]) == (2, None)
+    assert winner["measured"]["state"] == winner["predicted"]["state"]
+    assert winner["measured"]["step_seconds"] > 0
 
 
-@pytest.mark.parametrize("axis", ["sp", "ep"])
-def test_a_trial_of_an_axis_has_the_predicted_state(axis: str, tmp_path: Path) -> None:
-    """On simulated ranks, of models of Hugging Face."""
-    candidate = Candidate.of({}, 2 if axis == "ep" else 1, stage=1, precision="fp32", micro_batch=2, **{axis: 2})
-    name = causal_model(tmp_path, "mixtral" if axis == "ep" else "llama")
-    spec = TrialSpec.of(candidate, name, seq=8, device="cpu", steps=1)
-    expected = predicted(name, candidate).shape.memory.state
-    assert {state for _, _, state in comm.simulate(run_rank, spec, world_size=2)} == {expected}
+def test_trials_of_two_processes() -> None:
+    """A pipeline and a cut sequence over Gloo: their states are those that are predicted for each rank."""
+    name = f"{HERE}:tokens"
+    made = [Candidate.of({}, 1, stage=0, precision="fp32", micro_batch=1, accumulate=2, **{axis: 2}) for axis in ("pp", "sp")]
+    specs = [TrialSpec.of(each, name, seq=8, device="cpu", steps=1) for each in made]
+    assert [spec.candidate for spec in specs] == made
+    ranks = comm.spawn(trials, specs, world_size=2, backend="gloo")
+    for place, candidate in enumerate(made):
+        mine = predicted(name, candidate)
+        shapes = mine.stages or (mine.shape, mine.shape)
+        assert [rank[place] for rank in ranks] == [shape.memory.state for shape in shapes]
+
+
+def trials(specs: list[TrialSpec]) -> list[int]:
+    """The bytes of state in each."""
+    return [run_rank(spec)[2] for spec in specs]
 
 
 def test_a_mesh_is_a_line() -> None:

@@ -162,8 +162,8 @@ def forecast(subject: Subject, candidate: Candidate, *, machine: Machine | None,
     why = why_refused(subject, candidate)
     if why is not None:
         raise CommandError(why)
-    ranks = candidate.axes.first_ranks()
+    line, subject, ranks = subject.line(candidate), subject.piped_for(candidate), candidate.axes.first_ranks()
     stages = tuple(step_shape(subject, candidate, rank=rank, device=kind) for rank in ranks)
     worst = max(stages, key=lambda each: each.peak)
     most = limit or (machine.memory if machine is not None else 0)
-    return Forecast(candidate, worst, machine, most, stages if len(ranks) > 1 else (), subject.line(candidate))
+    return Forecast(candidate, worst, machine, most, stages if len(ranks) > 1 else (), line)

@@ -21,6 +21,7 @@ from functional_ds.modules.functional import functional
 from functional_ds.parallel.experts.experts_registry import register_experts
 from functional_ds.parallel.sequence.hugging_face import register_attention
 from functional_ds.parallel.tensor.words import plan_of
+from functional_ds.pipelining.stages.stages import Stages
 from functional_ds.pipelining.tracing.cut import cut
 from functional_ds.step.step import Step
 
@@ -71,7 +72,7 @@ class Subject:
         Raises:
             CommandError: the model cannot be cut into so many.
         """
-        if candidate.pp == 1:
+        if candidate.pp == 1 or isinstance(self.loss, Stages):
             return self
         count = candidate.axes.pipeline(candidate.micro_batches).stages
         if self.stages is None:
