@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 
 import functional_ds as fds
@@ -14,6 +15,7 @@ from functional_ds.cli.planning.candidate import Candidate
 from functional_ds.cli.planning.forecast import Forecast, forecast
 from functional_ds.cli.planning.known_machines import MACHINES
 from functional_ds.cli.planning.mesh_axes import MeshAxes
+from functional_ds.cli.planning.pipeline_times import bubble_seconds
 from functional_ds.cli.planning.subject import subject_of
 from functional_ds.cli.tune_command import candidates_of
 from functional_ds.cli.tuning.halving import Measurement
@@ -93,8 +95,17 @@ def test_bytes_by_axis_are_those_of_a_run(case: str, tmp_path: Path) -> None:
     assert any(group in candidate.axes.several for _, group in by_kind(mine.shape.sent))
 
 
+@pytest.mark.parametrize(("ranks", "micro"), [(2, 4), (4, 8)])
+def test_a_bubble_of_equal_ranks(ranks: int, micro: int) -> None:
+    """Law: (p - 1) / m of what a rank computes; ranks that wait for a slower one add nothing to its time but their own part."""
+    schedule, link = pipelining.one_f_one_b(ranks, micro), attrs.evolve(MACHINES["h100"], link_latency=0.0)
+    assert bubble_seconds(schedule, link, [8.0] * ranks, [1.0] * ranks, []) == pytest.approx(8.0 * (ranks - 1) / micro)
+    slow = bubble_seconds(schedule, link, [8.0] * (ranks - 1) + [80.0], [0.0] * ranks, [])
+    assert 0 < slow < 8.0 * (ranks - 1) / micro
+
+
 def test_a_pipelines_time_has_its_bubble() -> None:
-    """Law: equal ranks and no latency: (p - 1) / m of what a rank computes; more micro-batches make it smaller."""
+    """More micro-batches make it a smaller part of the step; there is none without a pipeline."""
     name = f"{HERE}:blocks"
     few, many = (
         predicted(name, Candidate.of({}, 1, stage=0, precision="fp32", micro_batch=1, accumulate=m, pp=2)) for m in (2, 8)
