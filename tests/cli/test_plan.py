@@ -25,10 +25,9 @@ from functional_ds.scaling.machine import FACTORS, Machine
 from tests.cli.models_by_name import HERE
 from tests.cli.running import answer, refusal, run
 
-KEYS = set(
-    "name ranks tp sp pp ep schedule mesh stage precision micro_batch accumulate recompute memory peak_has_activations limit fits "
-    "why_not sent flops seconds bubble_seconds step_seconds samples_per_second stages line".split()
-)
+KEYS = {"name", "ranks", "tp", "sp", "pp", "ep", "schedule", "mesh", "stage", "precision", "micro_batch", "accumulate"}
+KEYS |= {"recompute", "memory", "peak_has_activations", "limit", "fits", "why_not", "sent", "flops", "seconds", "line"}
+KEYS |= {"bubble_seconds", "step_seconds", "samples_per_second", "stages"}
 CUT = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}  # else small leaves stay whole
 
 
