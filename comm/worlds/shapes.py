@@ -24,7 +24,7 @@ from .current import enter, exclusive_simulation
 from .rng_state import kept_rng
 from .symmetric import SymmetricWorld
 
-__all__ = ["run_on_shapes"]
+__all__ = ["rank_on_shapes", "run_on_shapes"]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -183,3 +183,28 @@ def run_on_shapes(program: Callable[[*Ts], T], args: tuple[*Ts], world_size: int
                 raise
     shared.compare()
     return results
+
+
+def rank_on_shapes(program: Callable[[*Ts], T], *args: *Ts, world_size: int, rank: int) -> T:
+    """Runs one rank alone, where others would do something else: what they call is not compared.
+
+    Args:
+        program: what the rank runs.
+        args: its arguments.
+        world_size: the number of ranks that the program sees.
+        rank: the rank that it runs as.
+
+    >>> from functional_ds import comm
+    >>> def program():
+    ...     return comm.world().rank, comm.all_gather(torch.empty(3, device="meta")).shape[0]
+    >>> rank_on_shapes(program, world_size=1000, rank=7)
+    (7, 3000)
+    """
+    with (
+        exclusive_simulation(),
+        kept_rng(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        enter(ShapesWorld(rank, _SharedLog()), range(world_size)),
+    ):
+        return program(*args)

@@ -28,6 +28,7 @@ from functional_ds.pipelining.schedules.schedule import Schedule
 from functional_ds.pipelining.schedules.v_shaped import dualpipe_v, zbv
 
 from .planning.candidate import Candidate, base_config
+from .planning.mesh_axes import MeshAxes
 from .planning.subject import subject_of
 from .planning.values_free_step import sent_by_all
 from .words.errors_in_one_line import CommandError
@@ -147,12 +148,13 @@ def _memory(params: float, ranks: int, convention: str) -> Drawn:
 def _traffic(model: str | None, config: str | None, mesh: str, zero: int | None) -> Drawn:
     if model is None:
         raise CommandError("OF: name a model, as for functional-ds plan")
-    dp, tp = mesh_sizes(mesh)
-    count = dp * tp
+    axes = MeshAxes(**mesh_sizes(mesh))
+    count = axes.ranks
     if count > _MOST:
         raise CommandError(f"--mesh: a picture has room for {_MOST} ranks; functional-ds plan takes any number")
-    candidate = Candidate.of(base_config(config), dp, stage=zero, tp=tp)
-    books: list[Ledger] = sent_by_all(subject_of(model), candidate)
+    times = {"accumulate": 2 * axes.pp} if axes.pp > 1 and not config else {}
+    candidate = Candidate.of(base_config(config), axes.dp, stage=zero, tp=axes.tp, sp=axes.sp, pp=axes.pp, ep=axes.ep, **times)
+    books: list[Ledger] = sent_by_all(subject_of(model, axes=axes.several), candidate)
     found = traffic(books)
     total = {axis: float(sent.sum()) for axis, sent in found.items()}
     data = {

@@ -1,6 +1,6 @@
 """``functional-ds plan``: what fits and what it sends, before anything is rented."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import typer
@@ -11,7 +11,9 @@ from functional_ds.scaling.machine import FACTORS
 from .planning.candidate import PRECISIONS, Candidate, base_config
 from .planning.forecast import Forecast, forecast
 from .planning.known_machines import machine_of
+from .planning.mesh_axes import MeshAxes
 from .planning.subject import Subject, subject_of
+from .planning.values_free_step import StepShape
 from .words.errors_in_one_line import CommandError
 from .words.options import choices, mesh_sizes, numbers, size
 from .words.pages import OutputTable, bytes_of, count_of, emit, seconds_of
@@ -24,11 +26,20 @@ _SHORT = {"params": "params", "masters": "masters", "optimizer": "optimizer", "g
 def plan(
     model: Annotated[str, typer.Argument(help="file.py:function, module:function, a Hugging Face config.json, or shapes.")],
     config: Annotated[str | None, typer.Option(help="A DeepSpeed config; what is given beside it takes its place.")] = None,
-    mesh: Annotated[str, typer.Option(help="The ranks: dp=8, or dp=8,tp=2.")] = "dp=1",
+    mesh: Annotated[
+        str, typer.Option(help="The ranks by axis: dp=8, or dp=8,tp=2; dp, pp, sp, tp, and ep within dp.")
+    ] = "dp=1",
+    tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks, for each of dp.")] = None,
+    sp: Annotated[int | None, typer.Option(help="Ranks that share sequences, for each of dp.")] = None,
+    pp: Annotated[int | None, typer.Option(help="Ranks of a pipeline, for each of dp.")] = None,
+    ep: Annotated[int | None, typer.Option(help="Ranks over which experts lie, among those of dp.")] = None,
+    schedule: Annotated[
+        str, typer.Option(help="Of the pipeline: gpipe, zb_h1, zbv, interleaved_one_f_one_b, ...")
+    ] = "one_f_one_b",
     zero: Annotated[str | None, typer.Option(help="Stages to compare; 0,1,2,3 without a config.")] = None,
     precision: Annotated[str | None, typer.Option(help="fp32, bf16, fp16, or several of them; bf16 without a config.")] = None,
     micro_batch: Annotated[int | None, typer.Option(help="Rows of a micro-batch on a rank.")] = None,
-    accumulate: Annotated[int | None, typer.Option(help="Micro-batches of a step.")] = None,
+    accumulate: Annotated[int | None, typer.Option(help="Micro-batches of a step; 2 for each rank of a pipeline.")] = None,
     recompute: Annotated[bool, typer.Option("--recompute", help="Recompute the repeated blocks.")] = False,
     seq: Annotated[int, typer.Option(help="Tokens of a row, for a Hugging Face model.")] = 1024,
     limit: Annotated[str | None, typer.Option(help="Memory of a rank: 80GB; the machine's by default.")] = None,
@@ -44,9 +55,15 @@ def plan(
       functional-ds plan meta-llama/config.json --mesh dp=64 --machine h100 --seq 4096
       functional-ds plan train.py:model --config ds_config.json --mesh dp=8 --limit 24GB
       functional-ds plan llama/config.json --mesh dp=8,tp=4 --zero 1 --recompute
+      functional-ds plan llama/config.json --mesh dp=8 --pp 4 --accumulate 16 --schedule zb_h1 --machine h100
+      functional-ds plan mixtral/config.json --mesh dp=8,ep=4,sp=2 --seq 32768
       functional-ds plan shapes.json --mesh dp=8 --zero 1,3 --json
     """
-    base, (ranks, tp) = base_config(config), mesh_sizes(mesh)
+    base, sizes = base_config(config), mesh_sizes(mesh, tp=tp, sp=sp, pp=pp, ep=ep)
+    axes = MeshAxes(**sizes, schedule=schedule)
+    axes.pipeline(accumulate or 2 * axes.pp)  # an unknown schedule, also without a pipeline
+    if axes.pp > 1 and accumulate is None and not config:
+        accumulate = 2 * axes.pp
     for name, value in (("--micro-batch", micro_batch), ("--accumulate", accumulate), ("--seq", seq)):
         if value is not None and value < 1:
             raise CommandError(f"{name} {value} should be at least 1")
@@ -56,7 +73,15 @@ def plan(
     words = [None] if precision is None and config else choices(precision or "bf16", PRECISIONS, option="--precision")
     candidates = [
         Candidate.of(
-            base, ranks, stage=s, precision=w, micro_batch=micro_batch, accumulate=accumulate, recompute=recompute, tp=tp
+            base,
+            axes.dp,
+            stage=s,
+            precision=w,
+            micro_batch=micro_batch,
+            accumulate=accumulate,
+            recompute=recompute,
+            **{name: sizes[name] for name in ("tp", "sp", "pp", "ep")},
+            schedule=schedule,
         )
         for w in words
         for s in stages
@@ -64,12 +89,12 @@ def plan(
     for each in candidates:
         _ = each.plan  # a refused key before anything is computed
     most = size(limit, option="--limit") if limit else 0
-    place = machine_of(machine, ranks=ranks * tp) if machine else None
-    subject = subject_of(model, seq=seq)
+    place = machine_of(machine, ranks=axes.ranks) if machine else None
+    subject = subject_of(model, seq=seq, axes=axes.several)
     found = [forecast(subject, each, machine=place, limit=most, device=device) for each in candidates]
     data = {
         "model": {"name": model, "parameters": subject.numel, "complete": subject.loss is not None},
-        "ranks": ranks * tp,
+        "ranks": axes.ranks,
         "machine": place.name if place else None,
         "candidates": [each.as_dict() for each in found],
         "fits": [each.candidate.name for each in found if each.fits],
@@ -94,39 +119,50 @@ def plan_page(subject: Subject, found: Sequence[Forecast]) -> list[OutputTable |
     kinds = [kind for kind in KINDS if kind in _SHORT and any(getattr(each.shape.memory, kind) for each in found)]
     columns = ("candidate", *kinds, "others", "activations", "peak", "fits")
     rows = []
-    for each in found:
-        memory = each.shape.memory
+    for each, name, shape in _ranks_of(found):
+        memory = shape.memory
         cells = [bytes_of(getattr(memory, kind)) for kind in kinds]
-        held = bytes_of(each.shape.activations) if each.shape.complete else "-"
-        fits = "-" if not each.limit else "yes" if each.fits else "no"
-        rows.append((each.candidate.name, *cells, bytes_of(memory.buffers), held, bytes_of(each.peak), fits))
+        held = bytes_of(shape.activations) if shape.complete else "-"
+        fits = "-" if not each.limit else "yes" if shape.peak <= each.limit else "no"
+        rows.append((name, *cells, bytes_of(memory.buffers), held, bytes_of(shape.peak), fits))
     limit = f", limit {bytes_of(first.limit)}" if first.limit else ""
     page.append(OutputTable(f"memory of a rank{limit}", columns, rows))
     wide = [each for each in found if each.why_not]
     if wide:
         page.append(OutputTable("what does not fit", ("candidate", "why"), [(e.candidate.name, e.why_not) for e in wide]))
     sent = [
-        (each.candidate.name, row.collective, row.group, str(row.size), str(row.calls), f"{row.bytes:,}")
-        for each in found
-        for row in each.shape.sent
+        (name, row.collective, row.group, str(row.size), str(row.calls), f"{row.bytes:,}")
+        for _, name, shape in _ranks_of(found)
+        for row in shape.sent
         if row.bytes
     ]
     columns = ("candidate", "collective", "group", "ranks", "calls", "bytes")
     page.append(OutputTable("sent by a rank in a step", columns, sent) if sent else "A rank sends nothing.")
     timed = [(each, each.seconds) for each in found if each.seconds is not None]
     if timed:
+        bubble = any(each.stages for each in found)
         times = [
             (
                 each.candidate.name,
                 *(seconds_of(time) for time in s.values()),
+                *([seconds_of(each.bubble_seconds)] if bubble else []),
                 seconds_of(each.step_seconds),
                 f"{each.samples_per_second or 0:.4g}",
             )
             for each, s in timed
         ]
-        columns = ("candidate", *FACTORS, "together", "rows/s")
+        columns = ("candidate", *FACTORS, *["bubble"] * bubble, "together", "rows/s")
         page.append(OutputTable("time of a step at the machine's rates, if communication overlaps nothing", columns, times))
     if subject.loss is None:
         page.append("Only shapes are known: activations and times are not predicted. A function or a config has them.")
-    page.append("\n".join(f"{each.candidate.name}\n  {each.candidate.line()}" for each in found if each.fits))
+    page.append("\n".join(f"{each.candidate.name}\n  {each.line}" for each in found if each.fits))
     return [part for part in page if part]
+
+
+def _ranks_of(found: Sequence[Forecast]) -> Iterator[tuple[Forecast, str, StepShape]]:
+    """Each candidate with its name and its step; a pipeline's once for each of its ranks."""
+    for each in found:
+        if not each.stages:
+            yield each, each.candidate.name, each.shape
+        for place, shape in enumerate(each.stages):
+            yield each, f"{each.candidate.name}: rank {place} of pp", shape

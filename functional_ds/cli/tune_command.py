@@ -2,7 +2,9 @@
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,9 +14,11 @@ import typer
 
 from functional_ds.scaling.machine import Machine
 
+from .planning.admission import not_admitted
 from .planning.candidate import PRECISIONS, Candidate, base_config
 from .planning.forecast import Forecast, forecast
 from .planning.known_machines import machine_of
+from .planning.mesh_axes import MeshAxes
 from .planning.subject import Subject, subject_of
 from .tuning.calibration import fitted
 from .tuning.halving import Measurement, TrialRun, halve
@@ -38,6 +42,10 @@ def tune(
     tp: Annotated[
         str | None, typer.Option(help="Tensor-parallel ranks: 1,2; all that divide by default, if the model says its cuts.")
     ] = None,
+    sp: Annotated[str | None, typer.Option(help="Ranks that share sequences, likewise.")] = None,
+    pp: Annotated[str | None, typer.Option(help="Ranks of a pipeline, likewise.")] = None,
+    ep: Annotated[str | None, typer.Option(help="Ranks over which experts lie, among those of dp, likewise.")] = None,
+    schedule: Annotated[str, typer.Option(help="Of pipelines: gpipe, zb_h1, ... or several of them.")] = "one_f_one_b",
     seq: Annotated[int, typer.Option(help="Tokens of a row, for a Hugging Face model.")] = 1024,
     limit: Annotated[str | None, typer.Option(help="Memory of a rank: 80GB; the GPU's by default.")] = None,
     machine: Annotated[str, typer.Option(help="For predicted times, as for plan.")] = "here",
@@ -57,7 +65,8 @@ def tune(
       functional-ds tune train.py:model --rows 256
       functional-ds tune llama/config.json --rows 32 --seq 2048 --ranks 8 --recompute both --out ds_config.json
       functional-ds tune train.py:model --rows 64 --zero 1,2 --micro-batch 4,8 --best 8 --json
-      functional-ds tune llama/config.json --rows 32 --ranks 8 --tp 1,2,4
+      functional-ds tune llama/config.json --rows 32 --ranks 8 --tp 1,2,4 --sp 1 --pp 1
+      functional-ds tune llama/config.json --rows 32 --ranks 8 --pp 2,4 --schedule one_f_one_b,zb_h1
       functional-ds tune train.py:model --rows 64 --best 12 --save-machine here.json
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -77,18 +86,24 @@ def tune(
     subject = subject_of(model, seq=seq)
     if subject.loss is None:
         raise CommandError(f"MODEL: {model} has no loss and no batch, so nothing can be measured")
-    cuts = _tensor_ranks(subject, count, tp)
+    schedules = schedule.split(",")
+    for name in schedules:
+        MeshAxes(schedule=name).pipeline(1)  # its name is known
+    several, refused = _axes_of(subject, count, {"tp": tp, "sp": sp, "pp": pp, "ep": ep})
     base = base_config(config)
-    made = candidates_of(base, count, rows, stages=stages, precisions=words, micro=micro, recompute=again, tp=cuts)
+    made = candidates_of(
+        base, count, rows, stages=stages, precisions=words, micro=micro, recompute=again, schedules=schedules, **several
+    )
     most = size(limit, option="--limit") if limit else 0
     place = machine_of(machine, ranks=count)
-    found, refused = _predicted(subject, made, place, most)
+    models = cache(lambda axes: subject_of(model, seq=seq, axes=axes) if axes else subject)
+    found, wrong = _predicted(models, made, place, most)
+    refused += wrong
     chosen = sorted((each for each in found if each.fits), key=lambda each: each.step_seconds or 0.0)[:best]
 
     def run(each: Forecast, count_of_steps: int) -> Measurement:
         sys.stderr.write(f"{each.candidate.name}: {count_of_steps} steps\n")
-        its = each.candidate
-        spec = TrialSpec(model, dict(its.config), count, its.recompute, seq, device, count_of_steps, its.tp)
+        spec = TrialSpec.of(each.candidate, model, seq=seq, device=device, steps=count_of_steps)
         return measure(spec, timeout=timeout)
 
     runs = halve(chosen, run, steps=steps)
@@ -124,99 +139,123 @@ def candidates_of(
     micro: Sequence[int] | None,
     recompute: Sequence[bool] = (False,),
     tp: Sequence[int] = (1,),
+    sp: Sequence[int] = (1,),
+    pp: Sequence[int] = (1,),
+    ep: Sequence[int] = (1,),
+    schedules: Sequence[str] = ("one_f_one_b",),
 ) -> list[Candidate]:
-    """Every strategy of these words whose micro-batches make up the rows.
+    """Every strategy of these words, on every mesh of the ranks, whose micro-batches make up the rows.
 
-    With several ranks of tp, the rows are divided among fewer data-parallel ones. Where a rank of dp is alone, ZeRO's stages
-    differ in nothing that it stores or sends, and the first of them stands for all.
+    The rows are divided among the data-parallel ranks, which are those that the other axes leave. Where no two ranks sum
+    gradients, ZeRO's stages differ in nothing that a rank stores or sends, and the first of them stands for all.
 
     Args:
         base: a config.
-        ranks: all, data-parallel and tensor-parallel.
+        ranks: of all axes together.
         rows: of a step, over all ranks.
         stages: of ZeRO.
         precisions: words of ``PRECISIONS``.
         micro: sizes of micro-batches; None for all divisors of a rank's rows.
         recompute: whether blocks are recomputed.
-        tp: numbers of tensor-parallel ranks, which divide the ranks.
+        tp, sp, pp, ep: numbers of ranks of these axes; what does not divide the ranks, or those of dp, is left out.
+        schedules: of pipelines, by name.
 
     Raises:
-        CommandError: the rows do not divide.
+        CommandError: the rows do not divide on any mesh.
     """
     found, wrong = list[Candidate](), list[CommandError]()
-    for each in tp:
-        try:
-            found += _of_mesh(base, ranks // each, rows, stages, precisions, micro, recompute, each)
-        except CommandError as error:  # of another mesh they may divide
-            wrong.append(error)
+    for t, s, p, e in product(tp, sp, pp, ep):
+        dp = ranks // (t * s * p)
+        if dp * t * s * p != ranks or dp % e:
+            continue
+        for schedule in schedules if p > 1 else schedules[:1]:
+            axes = MeshAxes(dp, p, s, t, e, schedule)
+            try:
+                found += _of_mesh(base, axes, rows, stages, precisions, micro, recompute)
+            except CommandError as error:  # of another mesh they may divide
+                wrong.append(error)
     if not found:
-        raise wrong[0]
+        raise wrong[0] if wrong else CommandError(f"--ranks {ranks}: no mesh of {tp=}, {sp=}, {pp=}, {ep=} has so many")
     return found
 
 
 def _of_mesh(
     base: Mapping[str, Any],
-    ranks: int,
+    axes: MeshAxes,
     rows: int,
     stages: Sequence[int],
     precisions: Sequence[str],
     micro: Sequence[int] | None,
     recompute: Sequence[bool],
-    tp: int,
 ) -> list[Candidate]:
-    if rows % ranks:
-        raise CommandError(f"--rows {rows} do not divide among {ranks} ranks")
-    own = rows // ranks
+    if rows % axes.dp:
+        raise CommandError(f"--rows {rows} do not divide among {axes.dp} ranks")
+    own = rows // axes.dp
     sizes = [each for each in range(1, own + 1) if own % each == 0] if micro is None else [m for m in micro if own % m == 0]
     if not sizes:
         raise CommandError(f"--micro-batch: none divides the {own} rows of a rank")
+    beside = {name: getattr(axes, name) for name in ("tp", "sp", "pp", "ep", "schedule")}
     return [
-        Candidate.of(base, ranks, stage=stage, precision=word, micro_batch=each, accumulate=own // each, recompute=again, tp=tp)
-        for stage in (stages if tp == 1 or ranks > 1 else stages[:1])
+        Candidate.of(
+            base, axes.dp, stage=stage, precision=word, micro_batch=each, accumulate=own // each, recompute=again, **beside
+        )
+        for stage in (stages if axes.ranks == 1 or axes.dp * axes.sp > 1 else stages[:1])
         for word in precisions
         for each in sizes
         for again in recompute
     ]
 
 
-def _tensor_ranks(subject: Subject, ranks: int, words: str | None) -> list[int]:
-    """The numbers of tensor-parallel ranks to try."""
+def _axes_of(
+    subject: Subject, ranks: int, words: Mapping[str, str | None]
+) -> tuple[dict[str, list[int]], list[dict[str, str]]]:
+    """The numbers of ranks to try by axis, and which axes the model does not admit, with its reason.
+
+    Raises:
+        CommandError: a number was given that does not divide the ranks, or for an axis that the model does not admit.
+    """
     divisors = [each for each in range(1, ranks + 1) if ranks % each == 0]
-    if words is None:
-        return divisors if subject.tp_plan is not None else [1]
-    found = numbers(words, option="--tp", low=1)
-    wrong = [each for each in found if each not in divisors]
-    if wrong:
-        raise CommandError(f"--tp {wrong[0]} does not divide {ranks} ranks")
-    if subject.tp_plan is None and max(found) > 1:
-        raise CommandError(
-            "--tp: nobody says how layers are cut: give tp_plan beside the module, or a Hugging Face model with one"
-        )
-    return found
+    found, refused = dict[str, list[int]](), list[dict[str, str]]()
+    for name, text in words.items():
+        given = divisors if text is None else numbers(text, option=f"--{name}", low=1)
+        wrong = [each for each in given if each not in divisors]
+        if wrong:
+            raise CommandError(f"--{name} {wrong[0]} does not divide {ranks} ranks; use {', '.join(map(str, divisors))}")
+        reason = next((why for each in given if each > 1 and (why := not_admitted(subject, name, each))), None)
+        if reason is not None and text is not None:
+            raise CommandError(reason)
+        if reason is not None:
+            refused.append({"name": f"{name} of several ranks", "why": reason})
+        found[name] = given if reason is None else [1]
+    return found, refused
 
 
 def _predicted(
-    subject: Subject, made: Sequence[Candidate], place: Machine, limit: int
+    models: Callable[[frozenset[str]], Subject], made: Sequence[Candidate], place: Machine, limit: int
 ) -> tuple[list[Forecast], list[dict[str, str]]]:
     """The forecasts, and the candidates that this model or config refuses."""
     found, refused = [], []
     for each in made:
         try:
+            subject = models(each.axes.several - {"tp"})
             found.append(forecast(subject, each, machine=place, limit=limit))
         except CommandError as error:
-            refused.append({"config": json.dumps(each.config), "why": str(error)})
+            refused.append({"name": each.name, "config": json.dumps(each.config), "why": str(error)})
     if not found:
         raise CommandError(refused[0]["why"])
     return found, refused
 
 
 def _config(candidate: Candidate) -> dict[str, Any]:
-    return candidate.plan.to_ds_config()
+    """The config of the transforms beside the axes; its rows are counted over dp and sp."""
+    return candidate.shared_plan().to_ds_config()
 
 
 def _timed(runs: Sequence[TrialRun[Forecast]]) -> list[tuple[Mapping[str, float], float]]:
     """What a fit takes, of the runs that ended well."""
-    pairs = [(run.candidate.perfect_seconds, run.found.seconds) for run in runs]
+    pairs = [
+        (run.candidate.perfect_seconds, run.found.seconds) for run in runs if not run.candidate.stages
+    ]  # a bubble is none's
     return [(perfect, seconds) for perfect, seconds in pairs if perfect is not None and seconds is not None]
 
 
@@ -228,7 +267,7 @@ def _as_dict(run: TrialRun[Forecast], fit: Machine | None) -> dict[str, Any]:
     predicted = run.candidate
     return {
         **predicted.candidate.as_dict(),
-        "line": predicted.candidate.line(),
+        "line": predicted.line,
         "round": run.round,
         "steps": run.steps,
         "why": run.found.why or None,
@@ -272,6 +311,21 @@ def _page(
     page.append(OutputTable("time of a step and memory of a rank", columns, [tuple(cells(run)) for run in runs]))
     if winner is None:
         return [*page, "No run ended well."]
-    its = winner.candidate.candidate
-    mesh = f"mesh = comm.mesh(dp={its.ranks}, tp={its.tp})  # the config below knows dp alone\n" if its.tp > 1 else ""
-    return [*page, f"winner: {its.name}\n{mesh}{its.line()}\n{json.dumps(_config(its))}"]
+    its, line = winner.candidate.candidate, winner.candidate.line
+    return [*page, "\n".join([f"winner: {its.name}", *_set_up(its), line, json.dumps(_config(its))])]
+
+
+def _set_up(candidate: Candidate) -> list[str]:
+    """Lines before the strategy's, for the axes beside dp."""
+    lines, axes = (
+        [f"{candidate.axes.mesh_line()}  # the config below knows none of it"] * bool(candidate.axes.mesh_line()),
+        candidate.axes,
+    )
+    if candidate.sp > 1:
+        lines.append('# sp: fds.seq.register_attention(), and a Hugging Face model with attn_implementation="fds_ring"')
+    if candidate.ep > 1:
+        lines.append("# ep: a Hugging Face model after model.set_experts_implementation(fds.moe.register_experts())")
+    if candidate.pp > 1:
+        count = axes.pipeline(candidate.micro_batches).stages
+        lines.append(f"# pp: stages, params = pp.cut(model, {count}, example=batch, ...), for functional_ds.pipelining as pp")
+    return lines

@@ -81,9 +81,10 @@ def watched(kind: str, params: Mapping[str, Tensor], tape: Tape) -> Iterator[Non
 
 
 def _values(param: Tensor) -> tuple[int, tuple[Tensor, ...]] | None:
-    """The storage and sums of its values; None where there are none to compare, as of a tensor of a torch.func transform."""
+    """The storage and sums of its values; None where there are none to compare, as on the meta device or in torch.func."""
     try:
-        return (storage_id(param), bit_sums(param)) if param.layout == torch.strided else None
+        there = param.layout == torch.strided and not param.is_meta
+        return (storage_id(param), bit_sums(param)) if there else None
     except NotImplementedError:
         return None
 

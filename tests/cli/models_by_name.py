@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from functional_ds import Weighted
+
 HERE = __file__
 
 
@@ -82,3 +84,13 @@ def cut() -> dict[str, Any]:
 
 def cut_wrongly() -> dict[str, Any]:
     return {**mlp(), "tp_plan": {"0": "colwize"}}
+
+
+def tokens() -> dict[str, Any]:
+    """A model whose layers, blocks and sequences can be cut."""
+
+    def loss(model: Any, batch: dict[str, Tensor]) -> Weighted:
+        return Weighted((model(batch["x"]) - 0.5).square().sum(), torch.tensor(float(batch["x"].numel())))
+
+    rules = {"dims": {"x": 1}, "tokenwise": True}
+    return {**cut(), "loss": loss, "batch": lambda rows: {"x": torch.ones(rows, 8, 32)}, "sequence": rules}

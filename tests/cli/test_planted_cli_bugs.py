@@ -11,7 +11,7 @@ import torch
 from functional_ds.cli.hosts_command import HostSlots, filtered
 from functional_ds.modules.operation_cost import SizedOperation
 from functional_ds.state_dict.errors import StructureError
-from tests.cli import test_calibration, test_plan, test_tune
+from tests.cli import test_axes, test_calibration, test_plan, test_tune
 from tests.cli.test_checkpoint_commands import averages_are_converted, masters_are_converted
 from tests.modules import test_operation_cost
 from tests.modules.test_operation_cost import X
@@ -86,7 +86,18 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
         Bug("params alone", "cli.stored.state_names", "list(found.tensors)", "list(found.params.values())", StructureError),
     ],
     test_tune.test_a_trial_of_tensor_parallel_ranks_has_the_predicted_state: [
-        Bug("a trial has dp alone", "cli.tuning.trial", "self.ranks // self.tp, self.recompute, self.tp)", "self.ranks)"),
+        Bug("a trial has dp alone", "cli.tuning.trial", "self.ranks // (self.tp * self.sp * self.pp)", "self.ranks"),
+    ],
+    test_axes.test_every_mesh_is_enumerated: [
+        Bug("a pipeline's ranks are of dp, too", "cli.tune_command", "dp = ranks // (t * s * p)", "dp = ranks // (t * s)"),
+    ],
+    test_axes.test_a_mesh_is_a_line: [
+        Bug("neighbours are a pipeline's", "cli.planning.mesh_axes", "place * self.sp * self.tp", "place * self.tp"),
+    ],
+    partial(test_axes.test_a_bubble_of_equal_ranks, 2, 4): [
+        Bug(
+            "once a step is once a micro-batch", "cli.planning.pipeline_times", "found.makespan + max(beside)", "found.makespan"
+        ),
     ],
     conversion: [
         Bug("rounded values are converted", "cli.stored.kinds", "in _EXACT_FIRST:", "in _EXACT_FIRST[::-1]:"),

@@ -56,7 +56,7 @@ def test_tensor_parallel_ranks_are_tried_where_the_model_says_its_cuts(
         return Measurement(1.0 / spec.tp, 1, 1)
 
     monkeypatch.setattr(tune_command, "measure", quick)
-    words = ["--ranks", 2, "--zero", "1,2", "--micro-batch", 1, "--machine", "h100", "--best", 99, "--rows", 4]
+    words = ["--ranks", 2, "--pp", 1, "--zero", "1,2", "--micro-batch", 1, "--machine", "h100", "--best", 99, "--rows", 4]
     found = answer(capsys, "tune", f"{HERE}:cut", *words)
     assert set(tried) == {(2, 1), (1, 2)}
     assert found["candidates"] == 2 + 1  # a rank of dp that is alone has no stages

@@ -17,8 +17,13 @@ from functional_ds.deepspeed.config.ds_plan import ConfigPlan, from_ds_config
 from functional_ds.step.compose import compose
 from functional_ds.step.step import Step, Transform
 from functional_ds.step.train_step import train_step
+from functional_ds.transforms.parallel.experts import experts
+from functional_ds.transforms.parallel.sequence import sequence
 from functional_ds.transforms.parallel.tensor_parallel import tensor_parallel
+from functional_ds.transforms.pipeline import pipeline
 from functional_ds.transforms.remat import remat
+
+from .mesh_axes import MeshAxes
 
 __all__ = ["PRECISIONS", "Candidate", "base_config"]
 
@@ -30,16 +35,24 @@ class Candidate:
     """One way to train: what it is, and what it makes.
 
     Attributes:
-        config: of DeepSpeed's keys; the sizes of the batch are its micro-batch and its micro-batches.
+        config: of DeepSpeed's keys; the sizes of the batch are its micro-batch and its micro-batches, which are a pipeline's
+            where there is one.
         ranks: data-parallel.
         recompute: whether the repeated blocks are recomputed.
         tp: tensor-parallel ranks, for each data-parallel one.
+        sp, pp: the same of sequences and of pipelines.
+        ep: the ranks over which experts lie, within the data-parallel ones.
+        schedule: of the pipeline.
     """
 
     config: Mapping[str, Any]
     ranks: int
     recompute: bool = False
     tp: int = 1
+    sp: int = 1
+    pp: int = 1
+    ep: int = 1
+    schedule: str = "one_f_one_b"
 
     @staticmethod
     def of(
@@ -52,6 +65,10 @@ class Candidate:
         accumulate: int | None = None,
         recompute: bool = False,
         tp: int = 1,
+        sp: int = 1,
+        pp: int = 1,
+        ep: int = 1,
+        schedule: str = "one_f_one_b",
     ) -> "Candidate":
         """A config with some keys replaced; None leaves a key as it is.
 
@@ -63,7 +80,7 @@ class Candidate:
             micro_batch: rows of a micro-batch on a rank.
             accumulate: micro-batches.
             recompute: whether blocks are recomputed.
-            tp: tensor-parallel ranks.
+            tp, sp, pp, ep, schedule: as above.
         """
         config = copy.deepcopy(dict(base))
         if stage is not None:
@@ -79,7 +96,7 @@ class Candidate:
             times = accumulate or (plan.batch.gradient_accumulation_steps if plan and micro_batch is None else 1)
             config.pop("train_batch_size", None)
             config |= {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": times}
-        return Candidate(config, ranks, recompute, tp)
+        return Candidate(config, ranks, recompute, tp, sp, pp, ep, schedule)
 
     @property
     def plan(self) -> ConfigPlan:
@@ -90,6 +107,29 @@ class Candidate:
         """
         return _plan(self.config, self.ranks)
 
+    @property
+    def axes(self) -> MeshAxes:
+        """Of the mesh."""
+        return MeshAxes(self.ranks, self.pp, self.sp, self.tp, self.ep, self.schedule)
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a step on a rank."""
+        return self.plan.batch.gradient_accumulation_steps
+
+    def shared_plan(self, group: comm.Group | None = None) -> ConfigPlan:
+        """The config as the transforms beside the axes take it: for all ranks that sum gradients.
+
+        A pipeline has the micro-batches in the place of ``T.accumulate``.
+        """
+        if self.sp == self.pp == 1:
+            return _plan(self.config, self.ranks, group=group)
+        batch = self.plan.batch
+        config = {name: value for name, value in self.config.items() if name != "train_batch_size"}
+        config["gradient_accumulation_steps"] = 1 if self.pp > 1 else batch.gradient_accumulation_steps
+        config["train_micro_batch_size_per_gpu"] = batch.rows // config["gradient_accumulation_steps"]
+        return _plan(config, self.ranks * self.sp, group=group)
+
     def transform(self, plan: ConfigPlan) -> Transform:
         """All transforms, composed."""
         return compose(remat(), plan.transform) if self.recompute else plan.transform
@@ -97,27 +137,40 @@ class Candidate:
     @property
     def world_size(self) -> int:
         """All ranks."""
-        return self.ranks * self.tp
+        return self.axes.ranks
 
-    def step(self, loss: Any, *, tp_plan: Mapping[str, Any] | None = None) -> Step:
-        """The step that minimises a loss, on a rank of the mesh (dp, tp).
+    def step(
+        self,
+        loss: Any,
+        *,
+        tp_plan: Mapping[str, Any] | None = None,
+        cut: Mapping[str, Any] | None = None,
+        pattern: str | None = None,
+    ) -> Step:
+        """The step that minimises a loss, on a rank of the mesh.
 
         Args:
-            loss: ``loss(params, batch)``.
+            loss: ``loss(params, batch)``; the stages, where there are several ranks of pp.
             tp_plan: how layers are cut, where there are several ranks of tp.
+            cut: arguments of ``T.sequence``, where there are several of sp.
+            pattern: the paths of experts, where there are several of ep.
         """
-        mesh = comm.mesh(dp=self.ranks, tp=self.tp) if self.tp > 1 else None
-        plan = self.plan if mesh is None else _plan(self.config, self.ranks, group=mesh["dp"])
+        axes, mesh = self.axes, self.axes.mesh()
+        plan = self.plan if mesh is None else self.shared_plan(mesh[axes.data])
         if plan.optimizer is None:
             raise CommandError("CONFIG: optimizer: the config names none; a step needs one")
-        step = self.transform(plan)(train_step(loss, plan.optimizer))
+        found = [self.transform(plan)]
         if mesh is None:
-            return step
-        if tp_plan is None:
-            raise CommandError(
-                "--mesh: tp cuts layers, and nobody says how: give tp_plan beside the module, or a Hugging Face model with one"
-            )
-        return tensor_parallel(tp_plan, mesh["tp"])(step)
+            return found[0](train_step(loss, plan.optimizer))
+        if self.pp > 1:
+            found.append(pipeline(axes.pipeline(self.micro_batches), loss, mesh["pp"]))
+        if self.sp > 1:
+            found.append(sequence(mesh["sp"], **(cut or {})))
+        if self.ep > 1:
+            found.append(experts(pattern or "", mesh["ep"], edp=mesh[axes.sharers]))
+        if self.tp > 1:
+            found.append(tensor_parallel(tp_plan or {}, mesh["tp"]))
+        return compose(*found)(train_step(loss, plan.optimizer))
 
     @property
     def name(self) -> str:
@@ -129,7 +182,7 @@ class Candidate:
         batch = self.plan.batch
         words = [f"zero {self.stage}", self.precision]
         words.append(f"{batch.gradient_accumulation_steps} x {batch.train_micro_batch_size_per_gpu} rows")
-        return ", ".join(words + ["recompute"] * self.recompute + [f"tp {self.tp}"] * (self.tp > 1))
+        return ", ".join(words + ["recompute"] * self.recompute + self.axes.words())
 
     @property
     def stage(self) -> int:
@@ -142,29 +195,61 @@ class Candidate:
         plan = self.plan
         return "bf16" if plan.value("bf16.enabled") else "fp16" if plan.value("fp16.enabled") else "fp32"
 
-    def line(self) -> str:
+    def line(self, *, cut: Mapping[str, Any] | None = None, pattern: str | None = None) -> str:
         """The transform as one line of Python, where its parts can be written so; else the config's.
+
+        The names that it uses beside ``fds`` and ``T``: ``pp`` (``functional_ds.pipelining``), ``plan`` of a config with a
+        schedule, and of the model ``mesh``, ``stages`` and ``tp_plan``.
+
+        Args:
+            cut, pattern: as for ``step``.
 
         >>> Candidate.of({}, 2, stage=0, accumulate=2, recompute=True).line()
         'fds.compose(T.remat(), T.zero(0), T.accumulate(2), T.clip(1.0))'
         """
-        group, last = ("", []) if self.tp == 1 else (', mesh["dp"]', ['T.tensor_parallel(tp_plan, mesh["tp"])'])
+        axes = self.axes
+        group, last = "" if not axes.mesh_line() else f", mesh[{_listed(axes.data)}]", self._lines_of_axes(cut or {}, pattern)
         words = ["T.remat()"] * self.recompute
-        for part in repr(self.plan.transform).split(" -> "):
+        for part in repr(self.shared_plan().transform).split(" -> "):
             name = part.partition("(")[0]
             if name == "schedule":
                 words.append("T.schedule(plan.schedule)")
             elif name not in _CHECKS:
                 words.append("T." + _SCALE.sub(r"T.\1(", part.replace(", world", group)))
         line = f"fds.compose({', '.join(words + last)})"
-        names = {"plan": self.plan, "mesh": {"dp": None, "tp": None}, "tp_plan": {}}
+        mesh = dict.fromkeys([axes.data if len(axes.data) > 1 else axes.data[0]])
         try:
-            eval(line, {"fds": _Names(compose=compose), "T": import_module("functional_ds.transforms"), **names})
+            alone = f"fds.compose({', '.join(words)})"
+            eval(
+                alone,
+                {
+                    "fds": _Names(compose=compose),
+                    "T": import_module("functional_ds.transforms"),
+                    "plan": self.plan,
+                    "mesh": mesh,
+                },
+            )
         except Exception:
             group = group and f", group={group[2:]}"
-            line = f"fds.from_ds_config(config, {self.ranks}{group}).transform"
+            line = f"fds.from_ds_config(config, {self.ranks * self.sp}{group}).transform"
             return f"fds.compose({', '.join([line, *last])})" if last else line
         return line
+
+    def _lines_of_axes(self, cut: Mapping[str, Any], pattern: str | None) -> list[str]:
+        """The transforms of the axes beside dp, in their order."""
+        axes, found = self.axes, list[str]()
+        if self.pp > 1:
+            schedule = f"pp.{self.schedule}({self.pp}, {self.micro_batches})"
+            found.append(f'T.pipeline({schedule}, stages, mesh["pp"])')
+        if self.sp > 1:
+            found.append(
+                f"T.sequence({', '.join(['mesh[' + _listed(('sp',)) + ']', *(f'{k}={v!r}' for k, v in cut.items())])})"
+            )
+        if self.ep > 1:
+            found.append(f'T.experts({pattern!r}, mesh["ep"], edp=mesh[{_listed(axes.sharers)}])')
+        if self.tp > 1:
+            found.append('T.tensor_parallel(tp_plan, mesh["tp"])')
+        return found
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -172,7 +257,9 @@ class Candidate:
         return {
             "name": self.name,
             "ranks": self.ranks,
-            "tp": self.tp,
+            **{name: getattr(self, name) for name in ("tp", "sp", "pp", "ep")},
+            "schedule": self.schedule if self.pp > 1 else None,
+            "mesh": self.axes.mesh_line() or None,
             "stage": self.stage,
             "precision": self.precision,
             "micro_batch": batch.train_micro_batch_size_per_gpu,
@@ -183,6 +270,10 @@ class Candidate:
 
 _CHECKS = ("for_ranks", "stop_at_minimum")  # which plans add, and other strategies do without
 _SCALE = re.compile(r"\b(DynamicScale|NoScale|StaticScale)\(")
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return ", ".join(f'"{name}"' for name in names)
 
 
 class _Names(SimpleNamespace):

@@ -4,10 +4,14 @@ from typing import Any
 
 import attrs
 
+from functional_ds.cli.words.errors_in_one_line import CommandError
+from functional_ds.comm.record.ledger import Row
 from functional_ds.memory.account import KINDS
 from functional_ds.scaling.machine import Machine
 
+from .admission import why_refused
 from .candidate import Candidate
+from .pipeline_times import bubble_seconds, crosses, once
 from .subject import Subject
 from .values_free_step import StepShape, step_shape
 
@@ -20,15 +24,19 @@ class Forecast:
 
     Attributes:
         candidate: the strategy.
-        shape: what its step is like.
+        shape: what its step is like, on the rank that needs the most memory.
         machine: where it would run; None where nobody said.
         limit: bytes of a rank; 0 for none.
+        stages: of a pipeline, what its ranks' steps are like, by their places.
+        line: the transforms as Python.
     """
 
     candidate: Candidate
     shape: StepShape
     machine: Machine | None = None
     limit: int = 0
+    stages: tuple[StepShape, ...] = ()
+    line: str = ""
 
     @property
     def peak(self) -> int:
@@ -58,18 +66,45 @@ class Forecast:
         """What a fit of the machine's factors starts from. None without a machine or a loss."""
         if self.machine is None or not self.shape.work:
             return None
-        return self.machine.perfect_seconds(self.shape.work, self.shape.sent)
+        return self.machine.perfect_seconds(self.busiest.work, self._own_rows(self.busiest))
+
+    @property
+    def busiest(self) -> StepShape:
+        """The step of the rank that takes longest."""
+        return max(self.stages, key=lambda each: sum(self._seconds_of(each).values()), default=self.shape)
+
+    def _own_rows(self, shape: StepShape) -> list[Row]:
+        """What a rank sends beside messages between stages, which go on while it computes."""
+        return [row for row in shape.sent if not self.stages or not crosses(row)]
+
+    def _seconds_of(self, shape: StepShape) -> dict[str, float]:
+        machine = self.machine
+        return {} if machine is None else machine.scaled(machine.perfect_seconds(shape.work, self._own_rows(shape)))
+
+    @property
+    def bubble_seconds(self) -> float:
+        """Of a step, in which the busiest rank of a pipeline waits for others; 0 without a pipeline or a machine."""
+        if self.machine is None or not self.stages or not self.shape.work:
+            return 0.0
+        axes, busy, beside = self.candidate.axes, [], []
+        for shape in self.stages:
+            found = self._seconds_of(shape)
+            sends = sum(self.machine.collective_seconds(row) for row in shape.sent if row.size > 1 and once(row, axes.data))
+            beside.append(found["update"] + sends)
+            busy.append(sum(found.values()) - beside[-1])
+        messages = [row for shape in self.stages for row in shape.sent if crosses(row)]
+        return bubble_seconds(axes.pipeline(self.candidate.micro_batches), self.machine, busy, beside, messages)
 
     @property
     def seconds(self) -> dict[str, float] | None:
-        """Of a step, by what it is spent on; communication overlaps nothing. None without a machine or a loss."""
+        """Of a step, by what the busiest rank spends it on; communication overlaps nothing. None without machine or loss."""
         perfect = self.perfect_seconds
         return None if self.machine is None or perfect is None else self.machine.scaled(perfect)
 
     @property
     def step_seconds(self) -> float | None:
-        """Of a whole step."""
-        return None if self.seconds is None else sum(self.seconds.values())
+        """Of a whole step, a pipeline's bubble included."""
+        return None if self.seconds is None else sum(self.seconds.values()) + self.bubble_seconds
 
     @property
     def samples_per_second(self) -> float | None:
@@ -78,28 +113,35 @@ class Forecast:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: sizes in bytes, times in seconds."""
-        memory = self.shape.memory
         return {
             **self.candidate.as_dict(),
-            "memory": {
-                **{kind: getattr(memory, kind) for kind in KINDS if kind != "activations"},
-                "activations": self.shape.activations if self.shape.complete else None,
-                "state": memory.state,
-                "peak": self.peak,
-            },
+            **self._of_rank(self.shape),
             "peak_has_activations": self.shape.complete,
             "limit": self.limit or None,
             "fits": self.fits,
             "why_not": self.why_not or None,
-            "sent": [
-                {"collective": row.collective, "group": row.group, "ranks": row.size, "calls": row.calls, "bytes": row.bytes}
-                for row in self.shape.sent
-            ],
             "flops": self.shape.flops or None,
             "seconds": self.seconds,
+            "bubble_seconds": self.bubble_seconds if self.stages and self.seconds else None,
             "step_seconds": self.step_seconds,
             "samples_per_second": self.samples_per_second,
-            "line": self.candidate.line(),
+            "stages": [self._of_rank(each) for each in self.stages] or None,
+            "line": self.line,
+        }
+
+    def _of_rank(self, shape: StepShape) -> dict[str, Any]:
+        memory = shape.memory
+        return {
+            "memory": {
+                **{kind: getattr(memory, kind) for kind in KINDS if kind != "activations"},
+                "activations": shape.activations if shape.complete else None,
+                "state": memory.state,
+                "peak": shape.peak,
+            },
+            "sent": [
+                {"collective": row.collective, "group": row.group, "ranks": row.size, "calls": row.calls, "bytes": row.bytes}
+                for row in shape.sent
+            ],
         }
 
 
@@ -117,5 +159,11 @@ def forecast(subject: Subject, candidate: Candidate, *, machine: Machine | None,
         CommandError: the strategy is refused, or the model's loss needs values.
     """
     kind = machine.device if machine is not None else device
-    shape = step_shape(subject, candidate, device=kind)
-    return Forecast(candidate, shape, machine, limit or (machine.memory if machine is not None else 0))
+    why = why_refused(subject, candidate)
+    if why is not None:
+        raise CommandError(why)
+    line, subject, ranks = subject.line(candidate), subject.piped_for(candidate), candidate.axes.first_ranks()
+    stages = tuple(step_shape(subject, candidate, rank=rank, device=kind) for rank in ranks)
+    worst = max(stages, key=lambda each: each.peak)
+    most = limit or (machine.memory if machine is not None else 0)
+    return Forecast(candidate, worst, machine, most, stages if len(ranks) > 1 else (), line)

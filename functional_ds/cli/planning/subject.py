@@ -4,23 +4,33 @@ import importlib
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from functional_ds.base import tree
+from functional_ds.base.weighted import Weighted
 from functional_ds.cli.words.errors_in_one_line import CommandError
 from functional_ds.memory.predict import without_values
 from functional_ds.modules.functional import functional
+from functional_ds.parallel.experts.experts_registry import register_experts
+from functional_ds.parallel.sequence.hugging_face import register_attention
 from functional_ds.parallel.tensor.words import plan_of
+from functional_ds.pipelining.stages.stages import Stages
+from functional_ds.pipelining.tracing.cut import cut
+from functional_ds.step.step import Step
 
-__all__ = ["Subject", "subject_of"]
+from .candidate import Candidate
+
+__all__ = ["LossOfBatch", "Subject", "subject_of"]
 
 LossFn = Callable[[Any, Any], Any]
+_KEYS = {"module", "loss", "batch", "tokens", "tp_plan", "sequence", "experts"}
 
 
 @attrs.frozen(eq=False)
@@ -35,6 +45,9 @@ class Subject:
         tokens: of a row; None where rows have none.
         config: Hugging Face's config of the model, or None.
         tp_plan: how layers are cut over the axis tp, as ``T.tensor_parallel`` takes it; None where nobody said.
+        sequence: how sequences are cut over sp: arguments of ``T.sequence``; None where nobody said.
+        experts: a pattern for the paths of experts, as ``T.experts`` takes it; None where there are none.
+        stages: ``stages(count)``: the stages and params of a pipeline; None where only shapes are known.
     """
 
     name: str
@@ -44,33 +57,61 @@ class Subject:
     tokens: int | None = None
     config: Any = None
     tp_plan: Mapping[str, Any] | None = None
+    sequence: Mapping[str, Any] | None = None
+    experts: str | None = None
+    stages: Callable[[int], tuple[Any, dict[str, Tensor]]] | None = None
 
     @property
     def numel(self) -> int:
         """How many parameters."""
         return sum(leaf.numel() for leaf in self.params.values())
 
+    def piped_for(self, candidate: Candidate) -> "Subject":
+        """The same, with a pipeline's stages as its loss where the candidate has one.
 
-def subject_of(name: str, *, seq: int = 1024, device: str = "meta") -> Subject:
+        Raises:
+            CommandError: the model cannot be cut into so many.
+        """
+        if candidate.pp == 1 or isinstance(self.loss, Stages):
+            return self
+        count = candidate.axes.pipeline(candidate.micro_batches).stages
+        if self.stages is None:
+            raise CommandError(f"--pp {candidate.pp}: {self.name} has no loss and no batch, so nothing can be cut into stages")
+        try:
+            found, params = self.stages(count)
+        except (ValueError, TypeError) as error:
+            raise CommandError(f"--pp {candidate.pp}: {self.name} cannot be cut into {count} stages: {error}") from error
+        return attrs.evolve(self, loss=found, params=params)
+
+    def step(self, candidate: Candidate) -> Step:
+        """A candidate's step of it, on a rank of the mesh; of a pipeline's, as ``piped_for`` gives it."""
+        return candidate.step(self.loss, tp_plan=self.tp_plan, cut=self.sequence, pattern=self.experts)
+
+    def line(self, candidate: Candidate) -> str:
+        """The candidate's transforms of it, as Python."""
+        return candidate.line(cut=self.sequence, pattern=self.experts)
+
+
+def subject_of(name: str, *, seq: int = 1024, device: str = "meta", axes: Collection[str] = ()) -> Subject:
     """The model of a name.
 
     ``package.module:function`` and ``file.py:function`` name a function without arguments, a class, or a module. It gives an
-    ``nn.Module``, or a mapping with ``module``, ``loss(model, batch)`` and ``batch(rows)``, perhaps ``tokens`` of a row and
-    ``tp_plan``. A folder or file with a Hugging
-    Face config gives a model for causal language modelling. A JSON file ``{"name": [sizes]}`` or a safetensors file gives
-    shapes alone.
+    ``nn.Module``, or a mapping with ``module``, ``loss(model, batch)`` and ``batch(rows)``, perhaps ``tokens`` of a row,
+    ``tp_plan``, ``sequence`` and ``experts``, as above. A folder or file with a Hugging Face config gives a
+    model for causal language modelling. A JSON file ``{"name": [sizes]}`` or a safetensors file gives shapes alone.
 
     Args:
         name: which.
         seq: tokens of a row, for Hugging Face's models.
         device: ``"meta"`` for shapes alone.
+        axes: those of several ranks, for which Hugging Face's models get attention, experts and a loss that know them.
 
     Raises:
         CommandError: there is no such thing, or it is of another kind.
     """
     path = Path(name)
     if (path.is_dir() and (path / "config.json").is_file()) or path.name == "config.json":
-        return _hugging_face(name, path / "config.json" if path.is_dir() else path, seq, device)
+        return _hugging_face(name, path / "config.json" if path.is_dir() else path, seq, device, axes)
     if path.suffix in (".json", ".safetensors") or path.is_dir():
         if not path.exists():
             raise CommandError(f"MODEL: there is no file {name}")
@@ -120,18 +161,22 @@ def _of_code(name: str, target: Any, device: str) -> Subject:
     except Exception as error:
         raise CommandError(f"MODEL: {name} raised {type(error).__name__}: {error}") from error
     parts: Mapping[str, Any] = made if isinstance(made, Mapping) else {"module": made}
-    unknown = sorted(parts.keys() - {"module", "loss", "batch", "tokens", "tp_plan"})
+    unknown = sorted(parts.keys() - _KEYS)
     if unknown or not isinstance(parts.get("module"), nn.Module):
         what = f"the unknown key {unknown[0]!r}" if unknown else f"a {type(parts.get('module', made)).__name__}"
-        raise CommandError(
-            f"MODEL: {name} gives {what}; it should give an nn.Module, or a dict of module, loss, batch, tokens, tp_plan"
-        )
+        raise CommandError(f"MODEL: {name} gives {what}; it should give an nn.Module, or a dict of {', '.join(sorted(_KEYS))}")
     if ("loss" in parts) != ("batch" in parts):
         raise CommandError(f"MODEL: {name} gives one of loss and batch; a step needs both: loss(model, batch), batch(rows)")
     if not isinstance(parts.get("tp_plan", {}), Mapping):
         raise CommandError(f"MODEL: {name}: tp_plan should be a dict from paths to words, such as {{'0': 'colwise'}}")
+    if not isinstance(parts.get("sequence", {}), Mapping):
+        raise CommandError(
+            f"MODEL: {name}: sequence should be a dict of arguments of T.sequence, such as {{'layout': 'zigzag'}}"
+        )
+    if not isinstance(parts.get("experts", ""), str):
+        raise CommandError(f"MODEL: {name}: experts should be a regular expression for their paths, such as 'experts'")
     found = _of_module(name, parts["module"], parts.get("loss"), parts.get("batch"), parts.get("tokens"), device=device)
-    return attrs.evolve(found, tp_plan=parts.get("tp_plan"))
+    return attrs.evolve(found, **{key: parts.get(key) for key in ("tp_plan", "sequence", "experts")})
 
 
 def _of_module(
@@ -159,23 +204,49 @@ def _of_module(
             made = make(count)
         return tree.map(lambda x: x.to(device) if isinstance(x, Tensor) else x, made)
 
-    return Subject(name, params, loss_of, rows_of, tokens, config)
+    def stages(count: int) -> tuple[Any, dict[str, Tensor]]:
+        found, params = cut(LossOfBatch(module, value), count, example=rows_of(2), inputs=lambda given: {"batch": given})
+        return found, without_values(params) if device == "meta" else params
+
+    return Subject(name, params, loss_of, rows_of, tokens, config, stages=stages)
+
+
+class LossOfBatch(nn.Module):
+    """A module that returns the loss of a batch, for a pipeline's last stage.
+
+    Args:
+        module: the model.
+        loss: ``loss(model, batch)``.
+    """
+
+    def __init__(self, module: nn.Module, loss: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module, self._loss = module, loss
+
+    def forward(self, batch: Any) -> Any:
+        """The loss."""
+        return self._loss(self.module, batch)
 
 
 # -- Hugging Face's models ---------------------------------------------------------------------------------------------
 
 
-def _hugging_face(name: str, path: Path, seq: int, device: str) -> Subject:
+def _hugging_face(name: str, path: Path, seq: int, device: str, axes: Collection[str]) -> Subject:
     if not path.is_file():
         raise CommandError(f"MODEL: there is no file {path}")
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
         raise CommandError("MODEL: a Hugging Face config needs transformers: pip install transformers") from error
+    if "sp" in axes:
+        register_attention()
     try:
         config = AutoConfig.from_pretrained(str(path.parent))
         with torch.device(device):
-            module = AutoModelForCausalLM.from_config(config)
+            module = AutoModelForCausalLM.from_config(config, **({"attn_implementation": "fds_ring"} if "sp" in axes else {}))
+        pattern = _experts_of(module)
+        if "ep" in axes and pattern is not None:
+            module.set_experts_implementation(register_experts())
     except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
         raise CommandError(f"MODEL: {path} gives no model for causal language modelling: {error}") from error
     config.use_cache = False
@@ -184,14 +255,44 @@ def _hugging_face(name: str, path: Path, seq: int, device: str) -> Subject:
         found: Tensor = model(input_ids=batch["input_ids"], labels=batch["input_ids"], use_cache=False).loss
         return found
 
+    def summed(model: Callable[..., Any], batch: Mapping[str, Tensor]) -> Weighted:
+        return _of_tokens(model(**_inputs(batch)), batch)
+
     def batch(rows: int) -> dict[str, Tensor]:
-        return {"input_ids": torch.randint(0, config.get_text_config().vocab_size, (rows, seq))}
+        tokens = torch.randint(0, config.get_text_config().vocab_size, (rows, seq))
+        return {"input_ids": tokens, "labels": tokens} if cuts else {"input_ids": tokens}
+
+    def stages(count: int) -> tuple[Any, dict[str, Tensor]]:
+        tokens = torch.zeros(2, seq, dtype=torch.int64, device=device)
+        example = dict.fromkeys(("input_ids", "shift_labels", *["position_ids"] * ("sp" in axes)), tokens)
+        return cut(module, count, example=example, inputs=_inputs, loss=_of_tokens)
 
     try:
         plan: dict[str, str] | None = plan_of(module)
     except ValueError:
         plan = None
-    return attrs.evolve(_of_module(name, module, loss, batch, seq, device=device, config=config), tp_plan=plan)
+    cuts = "sp" in axes or "pp" in axes
+    found = _of_module(name, module, summed if cuts else loss, batch, seq, device=device, config=config)
+    return attrs.evolve(found, tp_plan=plan, sequence={}, experts=pattern, stages=stages)
+
+
+def _experts_of(module: nn.Module) -> str | None:
+    """A pattern for the experts' paths, where a model has stacks of them."""
+    stacks = [path for path, leaf in module.named_parameters() if ".experts." in path and leaf.dim() == 3]
+    return r"\.experts\." if stacks else None
+
+
+def _inputs(batch: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What a model gets of a batch; positions where the sequence is cut."""
+    return {name: leaf for name, leaf in batch.items() if name in ("input_ids", "position_ids")} | {"use_cache": False}
+
+
+def _of_tokens(output: Any, batch: Mapping[str, Tensor]) -> Weighted:
+    """The sum over the next tokens, and their number."""
+    logits = output.logits
+    labels = batch["shift_labels"] if "shift_labels" in batch else F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    total = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum", ignore_index=-100)
+    return Weighted(total, (labels != -100).sum())
 
 
 # -- files of shapes ---------------------------------------------------------------------------------------------------

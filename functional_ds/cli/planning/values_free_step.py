@@ -17,6 +17,7 @@ from functional_ds.base.torch_private import CPU_ATTENTION, CUDA_ATTENTION, Torc
 from functional_ds.base.weighted import weigh
 from functional_ds.cli.words.errors_in_one_line import CommandError
 from functional_ds.comm.record.ledger import Ledger, Row
+from functional_ds.comm.worlds.shapes import rank_on_shapes
 from functional_ds.memory.account import Memory
 from functional_ds.memory.counting import Live
 from functional_ds.memory.predict import predicted
@@ -149,10 +150,10 @@ def step_shape(subject: Subject, candidate: Candidate, *, rank: int = 0, device:
     Raises:
         CommandError: the strategy is refused, or the model's loss reads values.
     """
-    batch, loss, complete = _batch_and_loss(subject, candidate)
+    subject, batch, complete = _with_batch(subject, candidate)
 
     def make() -> Any:
-        return candidate.step(loss, tp_plan=subject.tp_plan)
+        return subject.step(candidate)
 
     def program() -> tuple[int, tuple[Row, ...], OperationCounter]:
         step = make()
@@ -166,7 +167,8 @@ def step_shape(subject: Subject, candidate: Candidate, *, rank: int = 0, device:
 
     with _named(candidate), _in_modules(device, whole=subject.config is not None):
         memory = predicted(make, subject.params, world_size=candidate.world_size, rank=rank)
-        peak, sent, counter = comm.symmetric(program, world_size=candidate.world_size, rank=rank)
+        alone = comm.symmetric if candidate.pp == 1 else rank_on_shapes  # a pipeline's ranks send each other different things
+        peak, sent, counter = alone(program, world_size=candidate.world_size, rank=rank)
     if not complete:
         return StepShape(memory, memory.total, sent, 0, {}, complete)
     return StepShape(memory, peak, sent, counter.total, dict(counter.operations), complete)
@@ -182,10 +184,10 @@ def sent_by_all(subject: Subject, candidate: Candidate) -> list[Ledger]:
     Raises:
         CommandError: as ``step_shape``.
     """
-    batch, loss, _ = _batch_and_loss(subject, candidate)
+    subject, batch, _ = _with_batch(subject, candidate)
 
     def program() -> Ledger:
-        step = candidate.step(loss, tp_plan=subject.tp_plan)
+        step = subject.step(candidate)
         state, _ = step(step.init(subject.params), batch)
         with comm.ledger() as book:
             step(state, batch)
@@ -195,10 +197,12 @@ def sent_by_all(subject: Subject, candidate: Candidate) -> list[Ledger]:
         return comm.simulate(program, world_size=candidate.world_size, shapes_only=True)
 
 
-def _batch_and_loss(subject: Subject, candidate: Candidate) -> tuple[Any, Any, bool]:
+def _with_batch(subject: Subject, candidate: Candidate) -> tuple[Subject, Any, bool]:
+    """The model with what it minimises, a rank's batch, and whether that is the model's own loss."""
     rows = candidate.plan.batch.rows
+    subject = subject.piped_for(candidate)
     if subject.loss is None or subject.batch is None:
-        return torch.empty(rows, device="meta"), _uses_all, False
+        return attrs.evolve(subject, loss=_uses_all), torch.empty(rows, device="meta"), False
     try:
         batch = subject.batch(rows)
     except Exception as error:
@@ -207,7 +211,7 @@ def _batch_and_loss(subject: Subject, candidate: Candidate) -> tuple[Any, Any, b
     if found != {rows}:
         there = ", ".join(sorted(map(str, found)))
         raise CommandError(f"MODEL: {subject.name}: batch({rows}) should have {rows} rows in each tensor, and has {there}")
-    return batch, subject.loss, True
+    return subject, batch, True
 
 
 def _uses_all(params: Any, batch: Any) -> Any:

@@ -32,7 +32,7 @@ _STATUS = Path("/proc/self/status")
 
 @attrs.frozen
 class TrialSpec:
-    """What a trial runs: a model's name, a candidate, and on how many ranks of which device, ``tp`` of them for each of dp."""
+    """What a trial runs: a model's name, a candidate, and on how many ranks of which device, those of all axes together."""
 
     model: str
     config: dict[str, Any]
@@ -42,11 +42,22 @@ class TrialSpec:
     device: str = "cpu"
     steps: int = 4
     tp: int = 1
+    sp: int = 1
+    pp: int = 1
+    ep: int = 1
+    schedule: str = "one_f_one_b"
+
+    @staticmethod
+    def of(candidate: Candidate, model: str, *, seq: int, device: str, steps: int) -> "TrialSpec":
+        """A trial of a candidate."""
+        beside = {name: getattr(candidate, name) for name in ("recompute", "tp", "sp", "pp", "ep", "schedule")}
+        return TrialSpec(model, dict(candidate.config), candidate.world_size, seq=seq, device=device, steps=steps, **beside)
 
     @property
     def candidate(self) -> Candidate:
         """The candidate that is tried."""
-        return Candidate(self.config, self.ranks // self.tp, self.recompute, self.tp)
+        dp = self.ranks // (self.tp * self.sp * self.pp)
+        return Candidate(self.config, dp, self.recompute, self.tp, self.sp, self.pp, self.ep, self.schedule)
 
 
 def measure(spec: TrialSpec, *, timeout: float) -> Measurement:
@@ -91,14 +102,15 @@ def run_rank(spec: TrialSpec) -> tuple[float, int, int]:
     process = ProcessMemory(device)
     before = process.now()
     torch.manual_seed(0)
-    subject = subject_of(spec.model, seq=spec.seq, device=str(device))
     candidate = spec.candidate
+    subject = subject_of(spec.model, seq=spec.seq, device=str(device), axes=candidate.axes.several)
     if subject.loss is None or subject.batch is None:
         raise ValueError("the model has no loss and no batch, so nothing can be measured")
-    step = candidate.step(subject.loss, tp_plan=subject.tp_plan)
+    subject, make_batch = subject.piped_for(candidate), subject.batch
+    step = subject.step(candidate)
     state = step.init(subject.params)
-    batch, held = subject.batch(candidate.plan.batch.rows), measured(state).state
-    del subject
+    batch, held = make_batch(candidate.plan.batch.rows), measured(state).state
+    del subject, make_batch
     state, _ = step(state, batch)  # kernels are chosen and caches filled
     process.forget_peak()
     times = []

@@ -9,6 +9,7 @@ __all__ = ["choices", "mesh_sizes", "numbers", "size"]
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_AXES = ("dp", "pp", "sp", "tp", "ep")
 _SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([A-Za-z]*)$")
 
 
@@ -52,23 +53,36 @@ def choices(text: str, known: tuple[str, ...], *, option: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def mesh_sizes(text: str) -> tuple[int, int]:
-    """The ranks of dp and of tp in a mesh ``dp=8,tp=2``; a plain number is dp's.
+def mesh_sizes(text: str, **given: int | None) -> dict[str, int]:
+    """The ranks of each axis in a mesh ``dp=8,tp=2``; a plain number is dp's.
+
+    Args:
+        text: the axes and their sizes.
+        given: sizes from options of their own; None where there is none.
 
     Raises:
-        CommandError: another axis, whose cuts depend on the model's layers.
+        CommandError: another axis, a size that is no number from 1 on, or an axis with two sizes.
 
-    >>> mesh_sizes("dp=8,tp=2"), mesh_sizes("4")
-    ((8, 2), (4, 1))
+    >>> mesh_sizes("dp=8,tp=2", pp=2), mesh_sizes("4")["dp"]
+    ({'dp': 8, 'pp': 2, 'sp': 1, 'tp': 2, 'ep': 1}, 4)
     """
-    found = {"dp": 1, "tp": 1}
+    found: dict[str, int] = {}
     for part in text.split(","):
         name, equals, count = part.partition("=")
         name, count = (name, count) if equals else ("dp", part)
         if not count.isdigit() or not int(count):
             raise CommandError(f"--mesh: {part!r} should be an axis and its size, such as dp=8")
-        if name not in found and int(count) > 1:
-            raise CommandError(f"--mesh: the axis {name!r} is not planned here; fds.memory.predicted takes any mesh")
+        if name not in _AXES:
+            raise CommandError(f"--mesh: the axis {name!r} is none of {', '.join(_AXES)}")
         if name in found:
-            found[name] *= int(count)
-    return found["dp"], found["tp"]
+            raise CommandError(f"--mesh: the axis {name!r} has two sizes, {found[name]} and {count}; give one")
+        found[name] = int(count)
+    for name, size in given.items():
+        if size is None:
+            continue
+        if size < 1:
+            raise CommandError(f"--{name} {size} should be at least 1")
+        if name in found:
+            raise CommandError(f"--{name} {size}: --mesh gives this axis {found[name]} ranks already; leave out one of the two")
+        found[name] = size
+    return {name: found.get(name, 1) for name in _AXES}
