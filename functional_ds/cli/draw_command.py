@@ -148,11 +148,12 @@ def _memory(params: float, ranks: int, convention: str) -> Drawn:
 def _traffic(model: str | None, config: str | None, mesh: str, zero: int | None) -> Drawn:
     if model is None:
         raise CommandError("OF: name a model, as for functional-ds plan")
-    axes = MeshAxes(**mesh_sizes(mesh))
+    sizes: dict[str, Any] = mesh_sizes(mesh)
+    axes = MeshAxes(**sizes)
     count = axes.ranks
     if count > _MOST:
         raise CommandError(f"--mesh: a picture has room for {_MOST} ranks; functional-ds plan takes any number")
-    times = {"accumulate": 2 * axes.pp} if axes.pp > 1 and not config else {}
+    times: dict[str, Any] = {"accumulate": 2 * axes.pp} if axes.pp > 1 and not config else {}
     candidate = Candidate.of(base_config(config), axes.dp, stage=zero, tp=axes.tp, sp=axes.sp, pp=axes.pp, ep=axes.ep, **times)
     books: list[Ledger] = sent_by_all(subject_of(model, axes=axes.several), candidate)
     found = traffic(books)

@@ -175,7 +175,7 @@ class Region:
         else:  # while the checkpoint takes its inputs; inside of it its own hooks are in force
             inputs_hooks = self._store_hooks(values, lambda tensor: None)
         with _named(), inputs_hooks:
-            modes = {} if self._recorder is None else {"context_fn": self._dispatch_modes}
+            modes: dict[str, Any] = {} if self._recorder is None else {"context_fn": self._dispatch_modes}
             return checkpoint(body, *values, use_reentrant=False, **modes)
 
     def store_saved(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

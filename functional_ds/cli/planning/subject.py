@@ -176,7 +176,7 @@ def _of_code(name: str, target: Any, device: str) -> Subject:
     if not isinstance(parts.get("experts", ""), str):
         raise CommandError(f"MODEL: {name}: experts should be a regular expression for their paths, such as 'experts'")
     found = _of_module(name, parts["module"], parts.get("loss"), parts.get("batch"), parts.get("tokens"), device=device)
-    return attrs.evolve(found, **{key: parts.get(key) for key in ("tp_plan", "sequence", "experts")})
+    return attrs.evolve(found, tp_plan=parts.get("tp_plan"), sequence=parts.get("sequence"), experts=parts.get("experts"))
 
 
 def _of_module(

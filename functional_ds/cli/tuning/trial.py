@@ -104,9 +104,10 @@ def run_rank(spec: TrialSpec) -> tuple[float, int, int]:
     torch.manual_seed(0)
     candidate = spec.candidate
     subject = subject_of(spec.model, seq=spec.seq, device=str(device), axes=candidate.axes.several)
-    if subject.loss is None or subject.batch is None:
+    make_batch = subject.batch
+    if subject.loss is None or make_batch is None:
         raise ValueError("the model has no loss and no batch, so nothing can be measured")
-    subject, make_batch = subject.piped_for(candidate), subject.batch
+    subject = subject.piped_for(candidate)
     step = subject.step(candidate)
     state = step.init(subject.params)
     batch, held = make_batch(candidate.plan.batch.rows), measured(state).state
