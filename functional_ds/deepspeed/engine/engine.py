@@ -1,6 +1,7 @@
 """DeepSpeed's engine: ``forward``, ``backward`` and ``step`` as calls, over a step in halves."""
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -320,9 +321,7 @@ class DeepSpeedEngine(ConfigValues, nn.Module):
     # -- whole batches -------------------------------------------------------------------------------------------------
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """One update of micro-batches ``(inputs, labels)``, for modules with a ``loss_fn``, as a ``PipelineModule`` has.
-
-        An error, in the data as in the module, drops the gradients of the micro-batches before.
+        """One update of micro-batches ``(inputs, labels)``, of modules with a ``loss_fn``; errors drop the gradients so far.
 
         Returns:
             the mean loss over micro-batches and ranks.
@@ -407,10 +406,10 @@ class DeepSpeedEngine(ConfigValues, nn.Module):
             tag: its name; by default ``global_step{N}``.
             client_state: what ``load_checkpoint`` is to return; anything that pickles. Rank 0's counts.
             save_latest: whether the file ``latest`` names it from now on.
-            exclude_frozen_parameters: refused, as a state is saved whole.
+            exclude_frozen_parameters: saves no space here, which a warning says: a state is saved whole.
         """
         if exclude_frozen_parameters:
-            raise ValueError("exclude_frozen_parameters=True: states are saved whole; save_16bit_model can leave them out")
+            warnings.warn("exclude_frozen_parameters=True: a state is saved whole; see save_16bit_model", stacklevel=2)
         return save_engine(self, save_dir, tag, client_state or {}, save_latest=save_latest)
 
     def load_checkpoint(

@@ -173,6 +173,11 @@ class PipelineEngine:
         return self.gradient_accumulation_steps()
 
     @property
+    def micro_steps(self) -> int:
+        """Micro-batches of the updates so far."""
+        return self.global_steps * self.gradient_accumulation_steps()
+
+    @property
     def num_stages(self) -> int:
         """Stages of the pipeline."""
         return self.module.num_stages
