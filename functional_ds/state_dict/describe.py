@@ -23,7 +23,7 @@ from functional_ds.step.state import State
 from .leaf_places import Frame, StateLayout, of_extents
 from .stored_view import PieceReader, StoredView
 
-__all__ = ["TensorShard", "as_before", "as_tensors", "dense", "describe", "describe_in_place", "is_offloaded"]
+__all__ = ["TensorShard", "as_before", "as_tensors", "dense", "describe", "describe_in_place"]
 
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
@@ -96,7 +96,7 @@ def describe_in_place(state: State) -> list[TensorShard]:
     held, reader = list[tuple[torch.UntypedStorage, Any]](), PieceReader()
 
     def without_values(leaf: Any) -> Tensor:
-        if not is_offloaded(leaf):
+        if not _is_elsewhere(leaf):
             return _as_tensor(leaf)
         empty = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
         held.append((empty.untyped_storage(), leaf))
@@ -128,7 +128,7 @@ def as_tensors(state: State) -> State:
 
 def _check_leaves(state: State) -> None:
     for path, leaf in tree.named(state):
-        if not isinstance(leaf, Tensor) and type(leaf) not in _NUMBERS and not is_offloaded(leaf):
+        if not isinstance(leaf, Tensor) and type(leaf) not in _NUMBERS and not _is_elsewhere(leaf):
             raise TypeError(
                 f"state: the leaf at {path!r} is {type(leaf).__name__} {leaf!r}; only tensors and numbers are saved"
             )
@@ -143,19 +143,19 @@ def as_before(leaf: Any, value: Tensor) -> Any:
     """A tensor as the kind of leaf that ``leaf`` is: a tensor, a number, or values on the same disk."""
     if isinstance(leaf, Tensor):
         return value
-    return leaf.written([value.reshape(-1)]) if is_offloaded(leaf) else type(leaf)(value.item())
+    return leaf.written([value.reshape(-1)]) if _is_elsewhere(leaf) else type(leaf)(value.item())
 
 
 def _as_tensor(leaf: Any) -> Tensor:
     if isinstance(leaf, Tensor):
         return leaf
-    if is_offloaded(leaf):
+    if _is_elsewhere(leaf):
         found: Tensor = leaf.read()
         return found.view(leaf.shape)
     return torch.tensor(leaf, dtype=_NUMBERS[type(leaf)])
 
 
-def is_offloaded(leaf: Any) -> bool:
+def _is_elsewhere(leaf: Any) -> bool:
     """Whether it stands for an offloaded tensor: it can read values from its file, and write others."""
     return callable(getattr(leaf, "read", None)) and callable(getattr(leaf, "written", None))
 

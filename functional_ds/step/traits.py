@@ -20,6 +20,7 @@ class Trait(Enum):
     COPIES_PARAMS = auto()  # keeps a copy of the params in its slot: masters, averages
     OFFLOADS = auto()  # moves params, slots or the optimizer's state off the device
     RESIDENT_SLOT = auto()  # its slot must stay on the device
+    USES_FILES = auto()  # reads and writes files in each step
     PIPELINES = auto()  # runs stages on several ranks, each with its own leaves
     CUTS_SEQUENCES = auto()  # gives ranks other positions of the same sequences
     CASTS = auto()  # stores params in another dtype than the optimizer updates

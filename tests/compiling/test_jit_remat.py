@@ -147,7 +147,7 @@ def test_files_stay_eager(tmp_path: Path) -> None:
             other, expected = plain(other, own_batch(i))
             assert torch.equal(metrics["loss"], expected["loss"])
     assert len(told) == len(step.reasons) == 1
-    assert "offload reads and writes files" in step.reasons[0]
+    assert "reads and writes files while the step runs" in step.reasons[0]
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

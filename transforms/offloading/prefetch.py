@@ -9,7 +9,17 @@ from torch import Tensor
 from functional_ds.base.copy_stream import CopyStream
 from functional_ds.comm.record.call_recorder import current_recorder
 
-__all__ = ["Prefetcher"]
+__all__ = ["Prefetcher", "refuse_streams"]
+
+
+def refuse_streams(overlaps: bool) -> None:
+    """Refuses to trace copies beside a device.
+
+    Raises:
+        RuntimeError: a graph would have to hold them.
+    """
+    if overlaps and current_recorder() is not None:
+        raise RuntimeError("offload copies between a device and the host on streams, which no graph holds")
 
 
 @attrs.define(eq=False)
@@ -40,6 +50,7 @@ class Prefetcher:
     def fetch(self, handle: Any) -> Tensor:
         """The handle's tensor, on the device."""
         if current_recorder() is not None:
+            refuse_streams(self.copies.overlaps)
             alone: Tensor = handle.end(handle.begin())
             return alone
         begun, self._begun = self._begun, None

@@ -21,6 +21,7 @@ from .buffers import GRAD, PARAM, Buffer
 from .files import OffloadError
 from .piece_update import PieceUpdate
 from .plan import LeafPiece, OffloadedLeaf
+from .prefetch import refuse_streams
 from .storage import Storage
 from .transaction import Transaction
 
@@ -54,6 +55,7 @@ class Update:
     @staticmethod
     def of(storage: Storage, inner: Any, step: Step, state: State, grads: Weighted) -> "Update":
         """The update of a state by an inner update, with the gradients."""
+        refuse_streams(storage.cuda)
         grads = tree.replace(grads, sum=[grad.detach().contiguous() for grad in grads.sum])
         pieces = PieceUpdate(inner, step, state, grads, storage.plan, storage.device)
         return Update(storage, pieces, Transaction.of(storage, state, grads.sum))

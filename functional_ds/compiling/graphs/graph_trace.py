@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from functional_ds.base import tree
 from functional_ds.base.marks import like_marked
-from functional_ds.base.torch_private import FakeTensorMode, buffers_of
+from functional_ds.base.torch_private import FakeTensorMode, buffers_of, schema_of
 from functional_ds.comm.record.call_recorder import recording
 from functional_ds.step.buffers import BUFFERS, Buffers
 from functional_ds.step.state import State
@@ -128,12 +128,20 @@ def _tidy(graph: fx.Graph) -> None:
 def _refuse_late_draws(graph: fx.Graph) -> None:
     """A backward pass that draws recomputes a forward pass, for which it sets generators back, and no node does that."""
     for node in graph.nodes:
-        tags = getattr(node.target, "tags", ())
-        if node.meta.get(PHASE) == "backward" and torch.Tag.nondeterministic_seeded in tags:
+        if node.meta.get(PHASE) == "backward" and _draws(node):
             raise UntraceableError(
                 f"the backward pass draws random numbers anew ({node.target}), as recomputation does, and a graph does not set "
                 "generators back: draw by a key, fds.Key, or leave rematerialisation out"
             )
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether a node draws by torch's generator; attention without dropout may, and does not."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    names = [argument.name for argument in schema_of(node.target).arguments]
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
 
 
 def _reason(error: BaseException) -> str:

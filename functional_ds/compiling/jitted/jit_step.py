@@ -18,7 +18,6 @@ from functional_ds.compiling.graphs.graph_cost import Rates
 from functional_ds.compiling.graphs.graph_passes import regather, schedule
 from functional_ds.compiling.graphs.graph_record import StepGraph
 from functional_ds.compiling.graphs.graph_trace import UntraceableError, trace
-from functional_ds.state_dict.describe import is_offloaded
 from functional_ds.step.buffers import BUFFERS, Buffers
 from functional_ds.step.checks import check_state, refuse_inference
 from functional_ds.step.forward_pass import refuse_open
@@ -34,7 +33,7 @@ from .region_compiler import RegionCode, RegionError, check_backend
 
 __all__ = ["JitStep", "JitWarning", "jit"]
 
-_NOT_TRACED = {Trait.PIPELINES: "runs stages by messages"}
+_NOT_TRACED = {Trait.PIPELINES: "runs stages by messages", Trait.USES_FILES: "reads and writes files while the step runs"}
 
 
 class JitWarning(UserWarning):
@@ -191,6 +190,11 @@ class JitStep(Step, CompilesRegions):
     def _entry(self, state: State, batch: Any) -> _Traced | None:
         """The one for this kind of state and batch on this rank, and those of the other ranks; None for a first step."""
         cache, group = self._cache, self._group()
+        if refused := self._refused:  # on all ranks, whatever the state
+            if cache.later is None and state.batch is not None:
+                cache.later = _Traced(None, refused)
+                _warn(f"the step runs eagerly: {refused}")
+            return cache.later
         mine = 0 if state.batch is None else self._number(state, batch)
         found = (mine,)
         if group is not None:
@@ -202,6 +206,12 @@ class JitStep(Step, CompilesRegions):
                 return self._one_too_many()
             cache.entries[found] = self._new_entry(state, batch, group, cache.kinds[mine - 1])
         return cache.entries[found]
+
+    @property
+    def _refused(self) -> str:
+        """Why no state of this step is traced; empty where that depends on more."""
+        found = ((self.has(trait), words) for trait, words in _NOT_TRACED.items())
+        return next((f"{name} {words}, which no graph holds" for name, words in found if name is not None), "")
 
     def _number(self, state: State, batch: Any) -> int:
         """That of a kind on this rank, from 1 on; ``max_graphs + 1`` for all that come later.
@@ -272,11 +282,8 @@ class JitStep(Step, CompilesRegions):
     def _traced(self, state: State, batch: Any) -> StepGraph:
         if state.batch is None:
             raise UntraceableError("the state has made no step yet, and the first one is eager: ranks agree on orders there")
-        for trait, words in _NOT_TRACED.items():
-            name = self.has(trait)
-            if name is not None:
-                raise UntraceableError(f"{name} {words}, which no graph holds")
-        _refuse_files(state)
+        if refused := self._refused:
+            raise UntraceableError(refused)
         if comm.world().world.watch is not None:
             raise UntraceableError("the simulation follows values (variance=True), which graphs do not show it")
         found = trace(self, state, batch)
@@ -286,20 +293,6 @@ class JitStep(Step, CompilesRegions):
         for each in () if zero is None else _as_zero_does(**zero):
             found = each(found)
         return found
-
-
-def _refuse_files(state: State) -> None:
-    """A graph's results are tensors: no files, and none that arrives beside what the device computes."""
-    name = next((leaf.name for leaf in tree.leaves(state) if is_offloaded(leaf)), None)
-    if name is not None:
-        raise UntraceableError(
-            f"offload reads and writes files ({name}) while the step runs, which no graph does: offload to 'cpu'"
-        )
-    slot: Any = state.slots.get("offload")
-    if slot is not None and slot.storage.cuda:
-        raise UntraceableError(
-            f"offload moves tensors between the host and {slot.storage.device} on streams, which no graph holds"
-        )
 
 
 def _as_zero_does(*, live: int, reshard: bool, ahead: int, **others: Any) -> Sequence[GraphPass]:
@@ -353,8 +346,6 @@ def _is_settled(state: State) -> bool:
 
 
 def _leaf_kind(leaf: Any) -> Any:
-    if is_offloaded(leaf):
-        return type(leaf), leaf.shape, leaf.dtype
     if not isinstance(leaf, Tensor):
         return type(leaf), leaf
     return type(leaf), leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
