@@ -21,8 +21,8 @@ class AttributeChanges:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._modules = [*module.modules()]
-        self._watched = [vars(each) for each in self._modules]
+        self._owners = [*module.modules()]
+        self._watched = [vars(each) for each in self._owners]
         self.seen = [dict(each) for each in self._watched]
         self._values = [*itertools.chain.from_iterable(map(dict.values, self._watched))]
         self._made: list[tuple[int, str, Any]] = []  # the module's place, attribute, value
@@ -30,7 +30,7 @@ class AttributeChanges:
     @property
     def modes(self) -> tuple[bool, ...]:
         """Which of the modules are in training mode."""
-        return tuple([each.training for each in self._modules])
+        return tuple([each.training for each in self._owners])
 
     def __len__(self) -> int:
         """How many there are so far."""

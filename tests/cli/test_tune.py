@@ -156,7 +156,7 @@ def test_nothing_ends_well(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     ("words", "says"),
     [
         ([f"{HERE}:mlp"], "--rows"),
-        ([f"{HERE}:mlp", "--rows", "3", "--ranks", "2"], "do not divide among 2 ranks"),
+        ([f"{HERE}:mlp", "--rows", "3", "--ranks", "2", "--pp", "1"], "do not divide among 2 ranks"),
         ([f"{HERE}:mlp", "--rows", "4", "--micro-batch", "3"], "none divides the 4 rows"),
         ([f"{HERE}:mlp", "--rows", "0"], "at least 1"),
         ([f"{HERE}:mlp", "--rows", "1", "--recompute", "maybe"], "none of no, yes, both"),

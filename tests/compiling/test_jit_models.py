@@ -22,9 +22,11 @@ def gpt2() -> Any:
 
 
 def llama() -> Any:
+    """With attention of plain operators: torch's kernel rounds otherwise with the mask that transformers builds in a trace."""
     torch.manual_seed(0)
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
     config = transformers.LlamaConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=2, **heads, **SHAPE)
+    config._attn_implementation = "eager"
     return transformers.LlamaForCausalLM(config)
 
 

@@ -20,8 +20,8 @@ def fitted(machine: Machine, runs: Sequence[tuple[Mapping[str, float], float]]) 
     """The machine with the factors, none negative, for which predictions are nearest to runs.
 
     It minimises Huber's loss (1964) of relative errors: squares up to 5 %, from there on absolute values, so a run that another
-    program slowed down counts little. What the runs say little about stays near the machine's own factors, and exactly there
-    where no run has it. Law: where times are a machine's, and runs differ enough, the fit finds it, also if a few of the times
+    program slowed down counts little. What the runs say little about stays near the machine's own factors, and there where no
+    run has it. Law: where times are a machine's, and runs differ enough, the fit finds it, also if a few of the times
     are wrong.
 
     Args:
@@ -30,7 +30,7 @@ def fitted(machine: Machine, runs: Sequence[tuple[Mapping[str, float], float]]) 
 
     >>> here = Machine("m", flops=1e12, flops_fp32=1e12, memory_bandwidth=1e12, link_bandwidth=1e9, device="cpu")
     >>> found = fitted(here, [({**dict.fromkeys(FACTORS, 0.0), "products": 1.0}, 3.0)])
-    >>> round(found.factors["products"], 2), found.factors["copies"]
+    >>> round(found.factors["products"], 2), round(found.factors["copies"], 2)
     (3.0, 1.0)
     """
     if not runs:

@@ -148,8 +148,8 @@ class JitStep(Step, CompilesRegions):
         >>> state, metrics = step(state, x)
         >>> machine = fds.scaling.Machine("m", 1e9, 1e9, 1e9, link_bandwidth=1e9, node_latency=1e-6, device="cpu")
         >>> found = step.predicted(state, x, machine, steps=2)
-        >>> found.seconds == found.compute + found.host, found.measured > 0
-        (True, True)
+        >>> round(found.seconds - found.compute - found.host, 9), found.measured > 0
+        (0.0, True)
         """
         if steps < 0:
             raise ValueError(f"steps={steps} must be at least 0")

@@ -140,7 +140,7 @@ class PipelineModule(StageLayers):
             if seed_layers:
                 (seed_fn or set_random_seed)(base_seed + index)
             held = self.tied_modules if layer.tied else self
-            if layer.name is not None and layer.name not in held._modules:
+            if layer.name is not None and layer.name not in dict(held.named_children()):
                 module = spec.build() if isinstance(spec, LayerSpec) else spec
                 stages = self.stages_of(layer)
                 freed.note(index, module, stages)
