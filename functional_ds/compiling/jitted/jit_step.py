@@ -370,8 +370,8 @@ def jit(
     """The step as a graph of ATen operators and collectives, traced once for each kind of state and batch.
 
     Law 58: ``jit(step)`` is ``step``, bit for bit (but for inductor): equal states, metrics and payloads between ranks; where
-    stage 3 recomputes, a unit may be gathered less often. What it cannot trace it runs eagerly, with a ``JitWarning`` that names
-    the reason. Each state's first step is eager, since ranks agree on their orders there. The graph holds view, loss, backward,
+    stage 3 recomputes, a unit may be gathered less often. What it cannot trace it runs eagerly, and a ``JitWarning`` names the
+    reason. Each state's first step is eager, since ranks agree on their orders there. The graph holds view, loss, backward,
     reductions, norm and update; a donated state's memory is written into.
 
     As in JAX, Python runs while tracing alone: numbers that the loss reads elsewhere than in the state and the batch are as
