@@ -66,14 +66,14 @@ class MeshAxes:
 
     def mesh(self) -> comm.Mesh | None:
         """The mesh; None where all ranks are of dp."""
-        if self.ranks == self.dp and self.ep == 1:
+        if not self.several:
             return None
         found = comm.mesh(**self.sizes)
         return found.split("dp", edp=self.dp // self.ep, ep=self.ep) if self.ep > 1 else found
 
     def mesh_line(self) -> str:
         """The same as a line of Python; empty where there is none."""
-        if self.ranks == self.dp and self.ep == 1:
+        if not self.several:
             return ""
         within = f'.split("dp", edp={self.dp // self.ep}, ep={self.ep})' if self.ep > 1 else ""
         return f"mesh = comm.mesh({', '.join(f'{name}={size}' for name, size in self.sizes.items())}){within}"
