@@ -30,7 +30,7 @@ from .leaving import GRACE, ending_error, finish, follows_another_rank
 from .nccl import NCCL, CommunicatorKey
 from .worker import Performed, Posted, Queued, Worker
 
-__all__ = ["DEFAULT_TIMEOUT", "ProcessWorld", "leave_process_world", "process_world"]
+__all__ = ["DEFAULT_TIMEOUT", "ProcessHandle", "ProcessWorld", "leave_process_world", "process_world"]
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 _POSTED = 2**20  # bytes: smaller messages are posted by the caller's thread, which is faster than waking another
@@ -68,12 +68,49 @@ class _Coalesced:
 
 
 @attrs.define(eq=False)
-class _ProcessHandle:
+class ProcessHandle:
+    """A call under way, in parts of one dtype and device each.
+
+    Attributes:
+        call, tensors, group, here: the call.
+        parts: its primitives.
+    """
+
     call: Call
     tensors: Sequence[Tensor]
     group: Group
     here: Here
     parts: list[_Coalesced]
+
+    @staticmethod
+    def begin(
+        call: Call,
+        tensors: Sequence[Tensor],
+        group: Group,
+        start: Callable[[Tensor, Options], Any],
+        carrier: Callable[[torch.device], torch.device] = lambda device: device,
+    ) -> "ProcessHandle":
+        """Packs the tensors of each dtype and device into one payload and starts its primitive.
+
+        Args:
+            call, tensors, group: the call.
+            start: starts a payload's primitive with its options.
+            carrier: from a tensor's device to that of its payload.
+        """
+        here, pack, parts = Here(call.options, group.rank, group.size), call.collective.pack, list[_Coalesced]()
+        for places in _by_kind(tensors):
+            device = tensors[places[0]].device
+            carried, shares = carrier(device), list[int]()
+            if len(places) == 1:
+                payload = _dense(pack(_plain(tensors[places[0]]), here))
+            else:
+                payloads = [pack(_plain(tensors[place]), here) for place in places]
+                payload, shares = torch.cat(payloads, dim=-1), [part.shape[-1] for part in payloads]
+            if carried != device:
+                payload = payload.to(carried)
+            started = start(payload, call.options_for(places, payload))
+            parts.append(_Coalesced(places, shares, started, device, PayloadOnGpu.of(payload)))
+        return ProcessHandle(call, tensors, group, here, parts)
 
     @property
     def ended(self) -> float | None:
@@ -197,25 +234,18 @@ class ProcessWorld(World):
         self.failed_steps.before(call, group)
         here, pack = Here(call.options, group.rank, group.size), call.collective.pack
         agreed = self.call_log.announce(call, tensors, group, here) if self.call_log else None
-        parts = []
-        for places in _by_kind(tensors):
-            device = tensors[places[0]].device
-            carrier, shares = self._carrier(device, group), list[int]()
-            if len(places) == 1:
-                payload = _dense(pack(_plain(tensors[places[0]]), here))
-            else:
-                payloads = [pack(_plain(tensors[place]), here) for place in places]
-                payload, shares = torch.cat(payloads, dim=-1), [part.shape[-1] for part in payloads]
-            if carrier != device:
-                payload = payload.to(carrier)
+
+        def begin(payload: Tensor, options: Options) -> Performed | Posted | Queued | Started:
+            nonlocal agreed
             start = self._start_nccl if payload.is_cuda else self._start_gloo
-            options = call.options if self.call_log else call.options_for(places, payload)  # it watches for writes into inputs
+            options = call.options if self.call_log else options  # it watches for writes into inputs
             started = start(call, group, payload, options, agreed, async_op)
-            parts.append(_Coalesced(places, shares, started, device, PayloadOnGpu.of(payload)))
             agreed = None  # the log is waited for once a call
+            return started
+
+        handle = ProcessHandle.begin(call, tensors, group, begin, lambda device: self._carrier(device, group))
         if agreed is not None:  # a tree without leaves sends nothing, but must be compared, too
             agreed()
-        handle = _ProcessHandle(call, tensors, group, here, parts)
         return WatchedInputs.of(handle, call, tensors, group) if async_op and self.call_log else handle
 
     def _start_gloo(

@@ -15,7 +15,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from functional_ds.comm.record.collective import Call, Here
+from functional_ds.comm.record.collective import Call, Handle, Here
 from functional_ds.comm.record.errors import MismatchError
 from functional_ds.comm.record.group import Group, Ready, World
 from functional_ds.comm.record.result_shapes import result_on_shapes
@@ -24,7 +24,7 @@ from .current import enter, exclusive_simulation
 from .rng_state import kept_rng
 from .symmetric import SymmetricWorld
 
-__all__ = ["rank_on_shapes", "run_on_shapes"]
+__all__ = ["ShapesWorld", "rank_on_shapes", "run_on_shapes"]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -116,7 +116,7 @@ class ShapesWorld(World):
     def _logs(self) -> "list[array[int]]":
         return list(self.logs.values())
 
-    def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, async_op: bool) -> Ready:
+    def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, async_op: bool) -> Handle:
         for tensor in tensors:
             if not tensor.is_meta:
                 raise ValueError(
@@ -124,6 +124,10 @@ class ShapesWorld(World):
                     "with shapes_only=True tensors have no values, so make them on device='meta'"
                 )
         self.log(call, tensors, group)
+        return self.carried(call, tensors, group)
+
+    def carried(self, call: Call, tensors: Sequence[Tensor], group: Group) -> Handle:
+        """A call's results; no rank waits for another."""
         here = Here(call.options, group.rank, group.size)
         return Ready([result_on_shapes(call.collective, tensor.detach(), here) for tensor in tensors])
 
@@ -185,7 +189,9 @@ def run_on_shapes(program: Callable[[*Ts], T], args: tuple[*Ts], world_size: int
     return results
 
 
-def rank_on_shapes(program: Callable[[*Ts], T], *args: *Ts, world_size: int, rank: int) -> T:
+def rank_on_shapes(
+    program: Callable[[*Ts], T], *args: *Ts, world_size: int, rank: int, kind: type[ShapesWorld] = ShapesWorld
+) -> T:
     """Runs one rank alone, where others would do something else: what they call is not compared.
 
     Args:
@@ -193,6 +199,7 @@ def rank_on_shapes(program: Callable[[*Ts], T], *args: *Ts, world_size: int, ran
         args: its arguments.
         world_size: the number of ranks that the program sees.
         rank: the rank that it runs as.
+        kind: of its world.
 
     >>> from functional_ds import comm
     >>> def program():
@@ -205,6 +212,6 @@ def rank_on_shapes(program: Callable[[*Ts], T], *args: *Ts, world_size: int, ran
         kept_rng(),
         torch.inference_mode(False),
         torch.enable_grad(),
-        enter(ShapesWorld(rank, _SharedLog()), range(world_size)),
+        enter(kind(rank, _SharedLog()), range(world_size)),
     ):
         return program(*args)

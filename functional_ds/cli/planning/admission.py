@@ -51,8 +51,6 @@ def _reasons(subject: Subject, candidate: Candidate) -> Iterator[str]:
             yield reason
     if ep > 1 and subject.experts is not None:
         yield from _of_experts(subject, subject.experts, ep)
-    if pp > 1 and candidate.recompute:
-        yield f"--pp {pp}: --recompute: blocks of a pipeline's stages are not recomputed here; leave out one of the two"
     if subject.config is None:
         return
     text = subject.config.get_text_config()

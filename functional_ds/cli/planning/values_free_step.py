@@ -7,17 +7,17 @@ from typing import Any
 import attrs
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from functional_ds import comm
 from functional_ds.base import tree
-from functional_ds.base.torch_private import CPU_ATTENTION, CUDA_ATTENTION, TorchDispatchMode
+from functional_ds.base.torch_private import CPU_ATTENTION, CUDA_ATTENTION, TorchDispatchMode, instead_of_engine
 from functional_ds.base.weighted import weigh
 from functional_ds.cli.words.errors_in_one_line import CommandError
 from functional_ds.comm.record.ledger import Ledger, Row
-from functional_ds.comm.worlds.shapes import rank_on_shapes
+from functional_ds.comm.worlds.gloo_shapes import GlooShapesWorld
+from functional_ds.comm.worlds.shapes import ShapesWorld, rank_on_shapes
 from functional_ds.memory.account import Memory
 from functional_ds.memory.counting import Live
 from functional_ds.memory.predict import predicted
@@ -68,6 +68,15 @@ class StepAllocations(TorchDispatchMode):
         return found
 
 
+class _OwnOperations(OperationCounter):
+    """Counts the step's operations; those inside of collectives are communication."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(comm.world().world, "communicating", False):
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 class _KernelsOf(TorchFunctionMode):
     """On the meta device attention runs by the kernel that a device would choose, not by products of whole matrices.
 
@@ -115,25 +124,16 @@ class _KernelsOf(TorchFunctionMode):
 
 
 @contextmanager
-def _in_modules(device: str, *, whole: bool) -> Iterator[None]:
-    """``_KernelsOf`` in the forward of every module, also where a backward pass runs it again."""
-    entered: list[_KernelsOf | None] = []
+def _kernels_of(device: str, *, whole: bool) -> Iterator[None]:
+    """``_KernelsOf``, also within backward passes, which recompute: torch leaves function modes before them."""
+    mode = _KernelsOf(device, whole)
 
-    def before(module: nn.Module, inputs: Any) -> None:
-        entered.append(None if any(entered) else _KernelsOf(device, whole))
-        if (mode := entered[-1]) is not None:
-            mode.__enter__()
+    def within(run_backward: Any, *args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return run_backward(*args, **kwargs)
 
-    def after(module: nn.Module, inputs: Any, output: Any) -> None:
-        if (mode := entered.pop()) is not None:
-            mode.__exit__(None, None, None)
-
-    hooks = [register_module_forward_pre_hook(before), register_module_forward_hook(after, always_call=True)]
-    try:
+    with mode, instead_of_engine(within):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def step_shape(subject: Subject, candidate: Candidate, *, rank: int = 0, device: str = "cpu") -> StepShape:
@@ -160,15 +160,15 @@ def step_shape(subject: Subject, candidate: Candidate, *, rank: int = 0, device:
         state = step.init(subject.params)
         for _ in range(2):  # the first step learns in which order units are used, and the second agrees on it
             state, _ = step(state, batch)
-        with StepAllocations() as noted, OperationCounter() as counter, comm.ledger() as book:
+        with StepAllocations() as noted, _OwnOperations() as counter, comm.ledger() as book:
             noted.live.note(x for x in tree.leaves((state, batch)) if isinstance(x, Tensor))
             step(state, batch)
         return noted.live.peak, tuple(book.rows), counter
 
-    with _named(candidate), _in_modules(device, whole=subject.config is not None):
+    with _named(candidate), _kernels_of(device, whole=subject.config is not None):
         memory = predicted(make, subject.params, world_size=candidate.world_size, rank=rank)
-        alone = comm.symmetric if candidate.pp == 1 else rank_on_shapes  # a pipeline's ranks send each other different things
-        peak, sent, counter = alone(program, world_size=candidate.world_size, rank=rank)
+        kind = GlooShapesWorld if device == "cpu" else ShapesWorld
+        peak, sent, counter = rank_on_shapes(program, world_size=candidate.world_size, rank=rank, kind=kind)
     if not complete:
         return StepShape(memory, memory.total, sent, 0, {}, complete)
     return StepShape(memory, peak, sent, counter.total, dict(counter.operations), complete)
@@ -193,7 +193,7 @@ def sent_by_all(subject: Subject, candidate: Candidate) -> list[Ledger]:
             step(state, batch)
         return book
 
-    with _named(candidate), _in_modules("cpu", whole=subject.config is not None):
+    with _named(candidate), _kernels_of("cpu", whole=subject.config is not None):
         return comm.simulate(program, world_size=candidate.world_size, shapes_only=True)
 
 
