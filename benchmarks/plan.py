@@ -7,10 +7,13 @@ Run it on a machine that does nothing else. Each configuration trains on every r
 configuration after the other, so that a slow minute is slow for all, and a time is the median of its rounds. Then
 each is predicted by a machine that was fitted to the others, as `tune --save-machine` fits one: to all but the configuration
 itself, and to all but the configurations of its model. Columns are ratios predicted / measured; the last lines count
-those within 10 %. "process" is the peak that `plan` predicts, by how much the process grew.
+those within 10 %. "tensors" is the peak that `plan` predicts by the most bytes of tensors that were alive; "process" is the
+same by how much the process grew, and "given back" by how much it grew where the C library gives freed memory back at once,
+in processes of their own. On two ranks each model is a pipeline, too, whose predicted time has its bubble.
 """
 
 import argparse
+import ctypes
 import json
 import math
 import platform
@@ -25,17 +28,19 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from functional_ds import comm
+from functional_ds import comm, tree
 from functional_ds.cli.planning.candidate import Candidate
 from functional_ds.cli.planning.forecast import Forecast, forecast
 from functional_ds.cli.planning.microbenchmarks import measured_here
 from functional_ds.cli.planning.subject import subject_of
+from functional_ds.cli.planning.values_free_step import StepAllocations
 from functional_ds.cli.tuning.calibration import fitted
 from functional_ds.cli.tuning.trial import ProcessMemory
 from functional_ds.memory.account import measured
 from functional_ds.scaling.machine import Machine
 
 RESULTS = Path(__file__).parent / "results"
+_TRIM, _MMAP = -1, -3  # glibc's names for mallopt
 
 
 class Attention(nn.Module):
@@ -130,16 +135,18 @@ class Case:
     precision: str = "fp32"
     accumulate: int = 1
     recompute: bool = False
+    pp: int = 1
 
     def candidate(self, ranks: int) -> Candidate:
         return Candidate.of(
             {},
-            ranks,
+            ranks // self.pp,
             stage=self.stage,
             precision=self.precision,
             micro_batch=self.rows,
             accumulate=self.accumulate,
             recompute=self.recompute,
+            pp=self.pp,
         )
 
 
@@ -152,31 +159,42 @@ def cases(ranks: int) -> Iterator[Case]:
         yield Case(model, more, stages[(number + 1) % len(stages)])
         if ranks > 1:
             yield Case(model, few, stages[(number + 2) % len(stages)])
+            yield Case(model, few, accumulate=4, pp=2)
         if number % 2 == 0:
             yield Case(model, few, stages[(number + 3) % len(stages)], accumulate=2)
         if model in ("many_layers", "gpt", "small_gpt"):
             yield Case(model, more, stages[(number + 2) % len(stages)], recompute=True)
 
 
-def trained(chosen: Sequence[Case], rounds: int) -> "list[Timed]":
-    """On this rank, for each configuration: seconds of its steps, how much the process grew at most, bytes of the state."""
+def trained(chosen: Sequence[Case], rounds: int, at_once: bool = False) -> "list[Timed]":
+    """On this rank, for each configuration: seconds of its steps, how much the process grew, its tensors' peak, its state."""
+    if at_once:
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_MMAP, 1 << 16)
+        libc.mallopt(_TRIM, 1 << 16)
     process, runs, found = ProcessMemory(torch.device("cpu")), [], []
     for case in (chosen[0], *chosen):  # the first once more, for what libraries take once
+        before = process.now()
         torch.manual_seed(0)
         subject, candidate = subject_of(f"{__file__}:{case.model}", device="cpu"), case.candidate(comm.world().size)
-        before = process.now()
-        step = candidate.step(subject.loss)
-        state, batch = step.init(subject.params), subject.batch(candidate.plan.batch.rows)
+        batch = subject.batch(candidate.plan.batch.rows)
+        subject = subject.piped_for(candidate)
+        step = subject.step(candidate)
+        state = step.init(subject.params)
         del subject
         held = measured(state).state
         state, _ = step(state, batch)
         process.forget_peak()
         for _ in range(2):
             state, _ = step(state, batch)
-        found.append(([], max(0, process.peak() - before), held))
+        grown = max(0, process.peak() - before)
+        with StepAllocations() as noted:
+            noted.live.note(leaf for leaf in tree.leaves((state, batch)) if isinstance(leaf, Tensor))
+            state, _ = step(state, batch)
+        found.append(([], grown, noted.live.peak, held))
         runs.append([step, state, batch])
     for _ in range(rounds):
-        for run, (times, _, _) in zip(runs[1:], found[1:], strict=True):
+        for run, (times, *_) in zip(runs[1:], found[1:], strict=True):
             step, state, batch = run
             comm.barrier()
             start = perf_counter()
@@ -185,48 +203,69 @@ def trained(chosen: Sequence[Case], rounds: int) -> "list[Timed]":
     return found[1:]
 
 
-Timed = tuple[list[float], int, int]
+Timed = tuple[list[float], int, int, int]
 
 
 def compared(ranks: int, rounds: int) -> dict[str, Any]:
     """All configurations of so many ranks, measured and predicted."""
     chosen, machine = list(cases(ranks)), measured_here(ranks, seconds=0.03)
-    if ranks == 1:
-        return beside(chosen, [trained(chosen, rounds)], machine)
-    return beside(chosen, comm.spawn(trained, chosen, rounds, world_size=ranks, backend="gloo"), machine)
+    every, live = (
+        comm.spawn(trained, chosen, times, at_once, world_size=ranks, backend="gloo")
+        for times, at_once in ((rounds, False), (0, True))
+    )
+    return beside(chosen, every, [max(rank[place][1] for rank in live) for place in range(len(chosen))], machine)
 
 
-def beside(chosen: Sequence[Case], every: Sequence[Sequence[Timed]], machine: Machine) -> dict[str, Any]:
+@attrs.frozen
+class Compared:
+    """A configuration as predicted, its seconds, and of its ranks: growth, the largest ratio of tensors, equal states."""
+
+    case: Case
+    predicted: Forecast
+    spent: float
+    grown: int
+    tensors: float
+    state: bool
+
+
+def beside(chosen: Sequence[Case], every: Sequence[Sequence[Timed]], live: Sequence[int], machine: Machine) -> dict[str, Any]:
     """What each rank has measured, and the predictions of fitted machines beside it."""
-    ranks, found = len(every), list[tuple[Case, Forecast, float, int, int]]()
+    ranks, found = len(every), list[Compared]()
     for place, case in enumerate(chosen):
         predicted = forecast(subject_of(f"{__file__}:{case.model}"), case.candidate(ranks), machine=machine, limit=0)
-        times, grown, held = zip(*(rank[place] for rank in every), strict=True)
+        times, grown, peaks, held = zip(*(rank[place] for rank in every), strict=True)
         slowest = [max(each) for each in zip(*times, strict=True)]
-        found.append((case, predicted, statistics.median(slowest), max(grown), max(held)))
+        shapes = predicted.stages or (predicted.shape,) * ranks
+        ratios = [shape.peak / peak for shape, peak in zip(shapes, peaks, strict=True)]
+        state = [shape.memory.state for shape in shapes] == list(held)
+        farthest = max(ratios, key=lambda ratio: abs(ratio - 1))
+        found.append(Compared(case, predicted, statistics.median(slowest), max(grown), farthest, state))
 
-    def seconds(predicted: Forecast, others: Sequence[tuple[Case, Forecast, float, int, int]]) -> float:
-        runs = [(other.perfect_seconds or {}, spent) for _, other, spent, _, _ in others]
+    def seconds(predicted: Forecast, others: Sequence[Compared]) -> float:
+        runs = [(other.predicted.perfect_seconds or {}, other.spent) for other in others if other.case.pp == 1]
         return attrs.evolve(predicted, machine=fitted(machine, runs)).step_seconds or math.nan
 
     rows = []
-    for run in found:
-        case, predicted, spent, grown, held = run
+    for run, given_back in zip(found, live, strict=True):
+        case, predicted, spent = run.case, run.predicted, run.spent
         apart = [other for other in found if other is not run]
         rows.append(
             {
                 **attrs.asdict(case),
                 "name": f"{case.model}, {predicted.candidate.name}",
                 "seconds": spent,
+                "bubble": predicted.bubble_seconds,
                 "microbenchmarks": (predicted.step_seconds or math.nan) / spent,
                 "held out": seconds(predicted, apart) / spent,
-                "model held out": seconds(predicted, [other for other in apart if other[0].model != case.model]) / spent,
-                "state": predicted.shape.memory.state == held,
-                "grown": grown,
-                "process": predicted.peak / grown if grown else math.nan,
+                "model held out": seconds(predicted, [other for other in apart if other.case.model != case.model]) / spent,
+                "state": run.state,
+                "grown": run.grown,
+                "tensors": run.tensors,
+                "given back": predicted.peak / given_back,
+                "process": predicted.peak / run.grown,
             }
         )
-    all_runs = [(predicted.perfect_seconds or {}, spent) for _, predicted, spent, _, _ in found]
+    all_runs = [(run.predicted.perfect_seconds or {}, run.spent) for run in found if run.case.pp == 1]
     return {
         "ranks": ranks,
         "rounds": len(every[0][0][0]),
@@ -237,7 +276,7 @@ def beside(chosen: Sequence[Case], every: Sequence[Sequence[Timed]], machine: Ma
     }
 
 
-RATIOS = ("microbenchmarks", "held out", "model held out", "process")
+RATIOS = ("microbenchmarks", "held out", "model held out", "tensors", "given back", "process")
 
 
 def main() -> None:

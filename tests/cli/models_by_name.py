@@ -50,6 +50,32 @@ def attention() -> dict[str, Any]:
     return {"module": Model(), "loss": _loss, "batch": lambda rows: torch.ones(rows, 128, 32)}
 
 
+def attending() -> dict[str, Any]:
+    """Blocks that call attention in their own forward."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (part.unflatten(-1, (4, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+            attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return x + self.out(attended.transpose(1, 2).flatten(2))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    return {"module": Model(), "loss": _loss, "batch": lambda rows: torch.ones(rows, 128, 32)}
+
+
 def plain() -> nn.Module:
     return nn.Linear(3, 2)
 

@@ -147,7 +147,6 @@ def test_plan_says_each_rank_of_a_pipeline(capsys: pytest.CaptureFixture[str]) -
         ("mixtral", ["--mesh", "8", "--ep", "8"], "has 4 experts, which do not divide by 8; use 1, 2, 4"),
         ("mixtral", ["--ep", "2"], "--ep 2 does not divide the 1 ranks of dp, among which experts lie; use 1"),
         ("llama", ["--pp", "2", "--schedule", "zb_h9"], "there is no schedule 'zb_h9'"),
-        ("llama", ["--pp", "2", "--recompute"], "--pp 2: --recompute"),
         ("llama", ["--mesh", "dp=2,tp=2", "--tp", "2"], "--tp 2: --mesh gives this axis 2 ranks already"),
         ("llama", ["--mesh", "dp=2,dp=2"], "--mesh: the axis 'dp' has two sizes"),
         ("llama", ["--mesh", "cp=2"], "--mesh: the axis 'cp' is none of dp, pp, sp, tp, ep"),

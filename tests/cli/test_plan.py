@@ -8,7 +8,6 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import functional_ds as fds
@@ -17,7 +16,7 @@ from functional_ds import transforms as T
 from functional_ds.cli.planning.candidate import Candidate
 from functional_ds.cli.planning.known_machines import MACHINES
 from functional_ds.cli.planning.subject import subject_of
-from functional_ds.cli.planning.values_free_step import StepAllocations, step_shape
+from functional_ds.cli.planning.values_free_step import step_shape
 from functional_ds.comm.record.ledger import Row
 from functional_ds.modules.flops import FlopCounter
 from functional_ds.modules.operation_cost import SizedOperation
@@ -87,7 +86,7 @@ def test_state_bytes_and_operations_are_those_of_a_run(stage: int, precision: st
     [("cut", 0, "fp32", 1), ("cut", 2, "bf16", 2), ("cut", 3, "fp32", 1), ("llama", 3, "bf16", 1)],
 )
 def test_a_mesh_with_tp_is_that_of_a_run(model: str, stage: int, precision: str, accumulate: int, tmp_path: Path) -> None:
-    """State, traffic by collective and group, operations: equal; the peak within 10 %."""
+    """State, traffic by collective and group, operations: equal."""
     name = llama(tmp_path) if model == "llama" else f"{HERE}:{model}"
     candidate = Candidate.of(
         CUT if stage == 3 else {},
@@ -100,19 +99,17 @@ def test_a_mesh_with_tp_is_that_of_a_run(model: str, stage: int, precision: str,
     )
     mine = step_shape(subject_of(name, seq=8), candidate, rank=3)
 
-    def program() -> tuple[int, dict[tuple[str, str], int], int, int]:
+    def program() -> tuple[int, dict[tuple[str, str], int], int]:
         step, state, batch = trained(name, candidate)
-        with StepAllocations() as noted, comm.ledger() as book, FlopCounter() as counter:
-            noted.live.note(leaf for leaf in fds.tree.leaves((state, batch)) if isinstance(leaf, Tensor))
+        with comm.ledger() as book, FlopCounter() as counter:
             state, _ = step(state, batch)
         rows = {(row.collective, row.group): row.bytes for row in book.rows}
-        return fds.memory.measured(state).state, rows, counter.total, noted.live.peak
+        return fds.memory.measured(state).state, rows, counter.total
 
-    held, sent, flops, peak = comm.simulate(program, world_size=4)[3]
+    held, sent, flops = comm.simulate(program, world_size=4)[3]
     assert (mine.memory.state, mine.flops) == (held, flops)
     assert {(row.collective, row.group): row.bytes for row in mine.sent} == sent
     assert any(group == "tp" and count for (_, group), count in sent.items())
-    assert mine.peak == pytest.approx(peak, rel=0.1)
 
 
 def _allocated(model: str, candidate: Candidate) -> int:
@@ -130,7 +127,8 @@ def _allocated(model: str, candidate: Candidate) -> int:
 
 
 @pytest.mark.parametrize(
-    ("model", "stage", "recompute"), [("blocks", 0, False), ("blocks", 3, False), ("blocks", 2, True), ("attention", 1, False)]
+    ("model", "stage", "recompute"),
+    [("blocks", 0, False), ("blocks", 3, False), ("blocks", 2, True), ("attention", 1, False), ("attending", 0, True)],
 )
 def test_the_peak_is_within_ten_percent_of_the_allocators(model: str, stage: int, recompute: bool) -> None:
     candidate = Candidate.of(CUT if stage == 3 else {}, 1, stage=stage, precision="fp32", micro_batch=64, recompute=recompute)
@@ -143,24 +141,6 @@ def test_activations_are_kept_beside_gathered_units() -> None:
     candidates = [Candidate.of({}, 2, stage=2, micro_batch=256), Candidate.of(CUT, 2, stage=3, micro_batch=256)]
     stage_2, stage_3 = (step_shape(subject_of(f"{HERE}:blocks"), each).activations for each in candidates)
     assert stage_3 == pytest.approx(stage_2, rel=0.2)
-
-
-def test_two_processes_hold_what_was_predicted() -> None:
-    candidate = Candidate.of(CUT, 2, stage=3, precision="fp32", micro_batch=64)
-    found = comm.spawn(_on_a_rank, f"{HERE}:blocks", candidate, world_size=2, backend="gloo")
-    shape = step_shape(subject_of(f"{HERE}:blocks"), candidate)
-    for state, peak in found:
-        assert state == shape.memory.state
-        assert shape.peak == pytest.approx(peak, rel=0.1)
-
-
-def _on_a_rank(model: str, candidate: Candidate) -> tuple[int, int]:
-    """Its state, and the tensors that are alive at most: the allocator's profile does not see the threads that gather."""
-    step, state, batch = trained(model, candidate)
-    with StepAllocations() as noted:
-        noted.live.note([*(leaf for leaf in fds.tree.leaves(state) if isinstance(leaf, Tensor)), batch])
-        state, _ = step(state, batch)
-    return fds.memory.measured(state).state, noted.live.peak
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

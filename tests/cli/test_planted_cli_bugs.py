@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from functional_ds.cli.hosts_command import HostSlots, filtered
+from functional_ds.cli.words.errors_in_one_line import CommandError
 from functional_ds.modules.operation_cost import SizedOperation
 from functional_ds.state_dict.errors import StructureError
-from tests.cli import test_axes, test_calibration, test_plan, test_tune
+from tests.cli import test_axes, test_calibration, test_peaks, test_plan, test_tune
 from tests.cli.test_checkpoint_commands import averages_are_converted, masters_are_converted
 from tests.modules import test_operation_cost
 from tests.modules.test_operation_cost import X
@@ -48,6 +49,17 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
     peak("attention", 1): [Bug("attention by whole matrices", SHAPE, "if q.dim() != 4 or", "if q.dim() == 4 or")],
     peak("blocks", 3): [
         Bug("results are not seen", SHAPE, "self.live.note(x for x in tree.leaves(found)", "(x for x in tree.leaves(found)"),
+    ],
+    partial(test_plan.test_the_peak_is_within_ten_percent_of_the_allocators, "attending", 0, True): [
+        Bug("what is recomputed has other kernels", SHAPE, "with mode, instead_of_engine(within):", "with mode:", CommandError),
+    ],
+    partial(test_peaks.test_a_collective_takes_memory_as_over_gloo, 3): [
+        Bug(
+            "collectives take no memory but results",
+            "comm.worlds.gloo_shapes",
+            "ProcessHandle.begin(call, tensors, group, begin)",
+            "ShapesWorld.carried(self, call, tensors, group)",
+        ),
     ],
     test_plan.test_activations_are_kept_beside_gathered_units: [
         Bug(
