@@ -232,7 +232,7 @@ class ProcessWorld(World):
         if self.is_over:
             self.refuse(call, group)
         self.failed_steps.before(call, group)
-        here, pack = Here(call.options, group.rank, group.size), call.collective.pack
+        here = Here(call.options, group.rank, group.size)
         agreed = self.call_log.announce(call, tensors, group, here) if self.call_log else None
 
         def begin(payload: Tensor, options: Options) -> Performed | Posted | Queued | Started:
