@@ -17,8 +17,9 @@ from functional_ds.step.buffers import BUFFERS, Buffers
 from functional_ds.step.state import State
 from functional_ds.step.step import Step
 
+from .eager_calls import StepRecorder
 from .graph_caches import caches_as_before
-from .graph_collectives import GraphRecorder, carrying_out
+from .graph_collectives import carrying_out
 from .graph_nodes import PHASE, tagged
 from .graph_record import StepGraph
 
@@ -66,7 +67,7 @@ def trace(step: Step, state: State, batch: Any) -> StepGraph:
     leaves, takes = tree.flatten((state, batch))
     marks: dict[str, Any] = {phase: _marking(phase) for phase in _PHASES}
     marked = step.wrapped("jit", **marks)
-    recorder, gives, outputs = GraphRecorder(), list[optree.PyTreeSpec](), list[list[Any]]()
+    recorder, gives, outputs = StepRecorder(), list[optree.PyTreeSpec](), list[list[Any]]()
 
     passing = _passing_buffers(state)
 
