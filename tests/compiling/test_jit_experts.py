@@ -118,10 +118,47 @@ class Holding:
         return self.own(rows, groups)
 
 
-def test_functions_whose_tensors_are_hidden_stay_eager() -> None:
-    step, state = traced(Holding)
-    with pytest.warns(JitWarning, match="uses tensors that are no variables of it"):
+def drawing(p: Any) -> Callable[..., Tensor]:
+    return moe.mlp(p["up"], p["down"], activation=torch.nn.functional.dropout)
+
+
+@pytest.mark.parametrize(("f", "reason"), [(Holding, "are no variables of it"), (drawing, "draws by torch's generator")])
+def test_what_a_call_cannot_do_stays_eager(f: Callable[..., Any], reason: str) -> None:
+    step, state = traced(f)
+    with pytest.warns(JitWarning, match=reason):
         step(state, torch.randn(6, WIDE))
+
+
+class Block(torch.nn.Module):
+    """Experts in a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.router = torch.nn.Linear(WIDE, 4)
+        self.up, self.down = (torch.nn.Parameter(torch.randn(4, WIDE, WIDE) / 2) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + moe.exchange(moe.mlp(self.up, self.down), x, routing=moe.route(self.router(x), 2))
+
+
+@pytest.mark.law(58)
+@pytest.mark.parametrize("policy", ["recompute", "offload"])
+def test_recomputed(policy: str) -> None:
+    def program(jits: bool) -> Found:
+        mesh = comm.mesh(dp=2).split("dp", edp=1, ep=2)
+        apply, params = fds.functional(torch.nn.Sequential(Block(), Block()))
+        chain = fds.compose(T.zero(3, mesh["edp", "ep"]), T.experts("up|down", mesh["ep"]), T.remat("*", policy=policy))
+        step: Any = chain(fds.train_step(lambda p, x: apply(p, x).square().mean(), fds.adamw(0.05)))
+        step = fds.jit(step) if jits else step
+        state, told = step.init(params), []
+        for i in range(3):
+            state, metrics = step(state, torch.full((4, WIDE), 1.0 + i).cumsum(1).sin() + comm.world().rank)
+            told.append(repr(metrics["loss"].item()))
+        return told, [x for x in fds.tree.leaves(state) if isinstance(x, Tensor)], [], step.reasons if jits else []
+
+    for found, expected in zip(*(comm.simulate(program, jits, world_size=2) for jits in (True, False)), strict=True):
+        assert_same(found, expected)
 
 
 CALLS = "compiling.graphs.eager_calls"

@@ -1,8 +1,8 @@
 """Functions that a graph calls as they are, since sizes within them depend on values: a node forward, a node backward.
 
 ``run(Tensor[] xs, int site) -> Tensor[]`` gives the result and a token, which has what autograd keeps for the backward pass.
-``run_backward(Tensor token, Tensor[] xs, Tensor grad, int site) -> Tensor[]`` gives the gradients. What autograd keeps of ``xs``
-is a place among them, so a graph may drop and regather them in between.
+``run_backward(Tensor token, Tensor[] xs, Tensor grad, int site) -> Tensor[]`` gives the gradients. What autograd keeps of
+``xs`` is a place among them, so a graph may drop and regather them in between.
 """
 
 from collections.abc import Callable, Sequence
@@ -158,7 +158,7 @@ class _Given(torch.autograd.Function):
 
 
 @attrs.define(eq=False)
-class _Trial:
+class _InnerCalls:
     """Takes collectives of a trial on tensors without values."""
 
     trial: bool = True
@@ -171,14 +171,15 @@ class _Trial:
 
 
 class _Others(TorchDispatchMode):
-    """Whether a function uses tensors of the trace that it was not given: a graph could not hand them to it."""
+    """What a function does that a call in a graph cannot: it uses tensors of the trace that it was not given, or draws."""
 
     def __init__(self, tracer: Any) -> None:
         super().__init__()
-        self.tracer, self.found = tracer, False
+        self.tracer, self.found, self.draws = tracer, False, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = (x for x in tree.leaves((args, kwargs)) if isinstance(x, Tensor))
+        self.draws = self.draws or torch.Tag.nondeterministic_seeded in func.tags
         self.found = self.found or any(get_proxy_slot(x, self.tracer, None) is not None for x in given)
         return func(*args, **(kwargs or {}))
 
@@ -190,12 +191,12 @@ class StepRecorder(GraphRecorder):
         """Two nodes: a call of the function here, and another in the backward pass.
 
         Raises:
-            RuntimeError: it uses tensors of the trace that it is not given.
+            RuntimeError: it uses tensors of the trace that it is not given, or draws by torch's generator.
         """
         xs = [x.view_as(x) for x in xs]  # fetches params that are in shards
         asks = tuple(x.requires_grad and torch.is_grad_enabled() for x in xs)
         mode = get_proxy_mode()
-        trial, kept = _Trial(), _Kept({})
+        trial, kept = _InnerCalls(), _Kept({})
         with disable_proxy_modes_tracing():
             fresh = [x.detach() for x in xs]
             with recording(trial), _Others(mode and mode.tracer) as others:
@@ -208,6 +209,8 @@ class StepRecorder(GraphRecorder):
                     "a function of experts' rows uses tensors that are no variables of it, such as a module's parameters: "
                     "pass fds.moe.gated_mlp(...), or a function that names its tensors"
                 )
+            if others.draws:
+                raise RuntimeError("a function of experts' rows draws by torch's generator: draw outside of it, or by fds.Key")
             output = torch.empty_like(out.detach(), memory_format=torch.contiguous_format)
         self.sites.append(EagerSite(function, asks, output, (forward, trial.calls), _autocasts()))  # type: ignore[arg-type]
         found: Tensor = _EagerCall.apply(len(self.sites) - 1, asks, forward[0].group if forward else None, *xs)

@@ -168,9 +168,7 @@ class StepGraph:
         (1024, 0.001)
         """
         if any(node.target is RUN for node in self.module.graph.nodes):
-            raise ValueError(
-                "the graph exchanges rows of experts, whose numbers are values, so their cost is not known from it"
-            )
+            raise ValueError("the graph exchanges rows of experts, whose numbers are values, so nobody knows its cost")
         return graph_cost(list(self.module.graph.nodes), self.sites, self.live(), machine, links)
 
     def draw(
