@@ -144,7 +144,7 @@ class Block(torch.nn.Module):
 
 @pytest.mark.law(58)
 @pytest.mark.parametrize("policy", ["recompute", "offload"])
-def test_recomputed(policy: str) -> None:
+def test_recomputed_exchanges_stay_eager(policy: str) -> None:
     def program(jits: bool) -> Found:
         mesh = comm.mesh(dp=2).split("dp", edp=1, ep=2)
         apply, params = fds.functional(torch.nn.Sequential(Block(), Block()))
@@ -152,13 +152,15 @@ def test_recomputed(policy: str) -> None:
         step: Any = chain(fds.train_step(lambda p, x: apply(p, x).square().mean(), fds.adamw(0.05)))
         step = fds.jit(step) if jits else step
         state, told = step.init(params), []
+        warnings.simplefilter("ignore", JitWarning)
         for i in range(3):
             state, metrics = step(state, torch.full((4, WIDE), 1.0 + i).cumsum(1).sin() + comm.world().rank)
             told.append(repr(metrics["loss"].item()))
         return told, [x for x in fds.tree.leaves(state) if isinstance(x, Tensor)], [], step.reasons if jits else []
 
     for found, expected in zip(*(comm.simulate(program, jits, world_size=2) for jits in (True, False)), strict=True):
-        assert_same(found, expected)
+        assert "recomputed or offloaded" in found[3][0]
+        assert_same((*found[:3], []), expected)
 
 
 CALLS = "compiling.graphs.eager_calls"
