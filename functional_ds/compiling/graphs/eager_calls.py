@@ -169,6 +169,9 @@ class _InnerCalls:
         self.calls.append(InnerCall(call, group, [leaf.detach() for leaf in leaves]))
         return Ready([outline(call, leaf, Here(call.options, group.rank, group.size)) for leaf in leaves])
 
+    def recomputing(self) -> Any:
+        raise RuntimeError("an exchange of experts' rows is recomputed or offloaded, which no graph holds")
+
 
 class _Others(TorchDispatchMode):
     """What a function does that a call in a graph cannot: it uses tensors of the trace that it was not given, or draws."""
