@@ -202,7 +202,7 @@ class StepRecorder(GraphRecorder):
         trial, kept = _InnerCalls(), _Kept({})
         with disable_proxy_modes_tracing():
             fresh = [x.detach() for x in xs]
-            with recording(trial), _Others(mode and mode.tracer) as others:
+            with recording(trial), _Others(mode and mode.tracer) as others:  # type: ignore[arg-type]
                 out = kept.called(function, fresh, asks)
                 forward, trial.calls = trial.calls, []
                 if out.requires_grad:
