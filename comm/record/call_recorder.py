@@ -1,7 +1,7 @@
 """Who writes the collectives of this thread down instead of carrying them out, where a step is traced into a graph."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -20,9 +20,15 @@ class CallRecorder(Protocol):
 
     Attributes:
         notes: what transforms say of the step for passes over its graph, by name.
+        trial: whether nobody uses the results.
     """
 
     notes: dict[str, Any]
+    trial: bool
+
+    def eager(self, function: Callable[..., Tensor], xs: Sequence[Tensor]) -> Tensor:
+        """What a function gives whose inner sizes depend on values, as a call of it in the graph."""
+        ...
 
     def labelled(self, name: str) -> AbstractContextManager[None]:
         """Within the block collectives, and what is computed around them, carry something of this name."""
@@ -79,4 +85,5 @@ def runs_on_shapes(tensor: Tensor) -> bool:
 
     Not while a step is traced into a graph, which runs on values later: what depends on them there must be in the graph.
     """
-    return tensor.is_meta or (is_fake(tensor) and current_recorder() is None)
+    recorder = current_recorder()
+    return tensor.is_meta or (is_fake(tensor) and (recorder is None or recorder.trial))

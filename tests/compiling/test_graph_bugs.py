@@ -47,8 +47,8 @@ BUGS: dict[Callable[[], Any], list[Bug]] = {
         Bug(
             "a trace takes what it sees for a trial",
             "comm.record.call_recorder",
-            " and current_recorder() is None",
-            "",
+            "recorder is None or recorder.trial",
+            "True",
             Exception,
         ),
     ],

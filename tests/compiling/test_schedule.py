@@ -26,9 +26,9 @@ def traced(count: int, strategy: list[Any], **options: Any) -> StepGraph:
 
 
 @pytest.mark.law(58)
-@settings(max_examples=4)
+@settings(max_examples=settings.default.max_examples // 5)
 @given(
-    count=st.integers(3, 6),
+    count=st.integers(3, 5),
     live=st.integers(1, 3),
     ahead=st.integers(0, 3),
     reshard=st.booleans(),

@@ -21,7 +21,7 @@ from functional_ds.comm.record.group import Group
 
 from .graph_nodes import RECOMPUTED, UNIT, tagged
 
-__all__ = ["START", "WAIT", "CallSite", "GraphRecorder", "carrying_out", "results_of", "site_of", "starter_of"]
+__all__ = ["START", "WAIT", "CallSite", "GraphRecorder", "carrying_out", "results_of", "site_here", "site_of", "starter_of"]
 
 
 @attrs.frozen(eq=False)
@@ -77,8 +77,10 @@ class GraphRecorder:
     Attributes:
         sites: the collectives so far; a node names one by its place.
         notes: what transforms say of the step for passes.
+        trial: never.
     """
 
+    trial = False
     sites: list[CallSite] = attrs.field(factory=list)
     notes: dict[str, Any] = attrs.field(factory=dict)
     _label: str = ""
@@ -131,6 +133,11 @@ def carrying_out(sites: Sequence[CallSite]) -> Iterator[None]:
         yield
     finally:
         _HERE.run = outer
+
+
+def site_here(number: int) -> Any:
+    """What an operator of this thread means by a number."""
+    return _HERE.run[0][number]
 
 
 def starter_of(site: CallSite) -> Callable[[list[Tensor]], Handle]:

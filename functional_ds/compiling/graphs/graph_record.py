@@ -15,6 +15,7 @@ from functional_ds.base.marks import like_marked
 from functional_ds.comm.algorithms.cost import Link
 from functional_ds.step.state import State
 
+from .eager_calls import RUN
 from .graph_collectives import START, WAIT, CallSite, carrying_out, site_of
 from .graph_cost import GraphCost, InMemory, Rates, graph_cost
 from .graph_draw import draw_cost
@@ -154,6 +155,9 @@ class StepGraph:
             machine: ``fds.scaling.Machine``, or what has its rates.
             links: of groups, by the name of their axis; others have the machine's.
 
+        Raises:
+            ValueError: the graph exchanges rows of experts, whose numbers are values.
+
         >>> import torch, functional_ds as fds
         >>> step = fds.jit(fds.train_step(lambda w, x: (x @ w).sum(), fds.sgd(0.5)))
         >>> state, x = step.init(torch.ones(8, 8)), torch.ones(4, 8)
@@ -163,6 +167,8 @@ class StepGraph:
         >>> cost.flops, round(cost.seconds, 3)  # forward, and backward for the params
         (1024, 0.001)
         """
+        if any(node.target is RUN for node in self.module.graph.nodes):
+            raise ValueError("the graph exchanges rows of experts, whose numbers are values, so nobody knows its cost")
         return graph_cost(list(self.module.graph.nodes), self.sites, self.live(), machine, links)
 
     def draw(

@@ -1,5 +1,6 @@
 """Traces all of ``step(state, batch)`` into one graph: view, loss, backward, reductions, norm and update."""
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -17,9 +18,10 @@ from functional_ds.step.buffers import BUFFERS, Buffers
 from functional_ds.step.state import State
 from functional_ds.step.step import Step
 
+from .eager_calls import RUN, RUN_BACKWARD, StepRecorder
 from .graph_caches import caches_as_before
-from .graph_collectives import GraphRecorder, carrying_out
-from .graph_nodes import PHASE, tagged
+from .graph_collectives import carrying_out
+from .graph_nodes import PHASE, RECOMPUTED, tagged
 from .graph_record import StepGraph
 
 __all__ = ["UntraceableError", "trace"]
@@ -66,7 +68,7 @@ def trace(step: Step, state: State, batch: Any) -> StepGraph:
     leaves, takes = tree.flatten((state, batch))
     marks: dict[str, Any] = {phase: _marking(phase) for phase in _PHASES}
     marked = step.wrapped("jit", **marks)
-    recorder, gives, outputs = GraphRecorder(), list[optree.PyTreeSpec](), list[list[Any]]()
+    recorder, gives, outputs = StepRecorder(), list[optree.PyTreeSpec](), list[list[Any]]()
 
     passing = _passing_buffers(state)
 
@@ -90,6 +92,7 @@ def trace(step: Step, state: State, batch: Any) -> StepGraph:
     _refuse_attributes(tree.unflatten(gives[0], outputs[0])[0])
     _tidy(module.graph)
     _refuse_late_draws(module.graph)
+    _refuse_recomputed_calls(module.graph)
     module.recompile()
     del recorder.notes["buffers"]
     return StepGraph(module, recorder.sites, takes, gives[0], outputs[0], recorder.notes, [*passing.values()])
@@ -133,6 +136,15 @@ def _refuse_late_draws(graph: fx.Graph) -> None:
                 f"the backward pass draws random numbers anew ({node.target}), as recomputation does, and a graph does not set "
                 "generators back: draw by a key, fds.Key, or leave rematerialisation out"
             )
+
+
+def _refuse_recomputed_calls(graph: fx.Graph) -> None:
+    """A call's backward pass needs what its own forward pass has kept, not a copy of the token or another run."""
+    for node in graph.nodes:
+        token = node.args[0] if node.target is RUN_BACKWARD else None
+        kept = token is None or (token.target is operator.getitem and token.args[0].target is RUN)
+        if not kept or (node.target is RUN and RECOMPUTED in node.meta):
+            raise UntraceableError("an exchange of experts' rows is recomputed or offloaded, which no graph holds")
 
 
 def _draws(node: fx.Node) -> bool:

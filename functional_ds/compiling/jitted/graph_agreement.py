@@ -2,11 +2,13 @@
 
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 from torch import fx
 
 from functional_ds.comm.record.collective import Here
+from functional_ds.compiling.graphs.eager_calls import RUN, RUN_BACKWARD, InnerCall
 from functional_ds.compiling.graphs.graph_collectives import START, WAIT, CallSite, site_of
 
 __all__ = ["RankCollectives", "disagreement", "rank_collectives"]
@@ -72,6 +74,17 @@ def rank_collectives(nodes: Sequence[fx.Node], sites: Sequence[CallSite], rank: 
         if node.target is WAIT and site_of(node) in under_way:
             event = under_way[site_of(node)]
             found.events.append(attrs.evolve(event, digest=None, holds=True))
+        for inner in _inner_calls(node, sites):
+            key = (inner.group.name, inner.group.ranks)
+            if inner.group.size > 1:
+                if key not in places:
+                    places[key] = len(found.groups)
+                    found.groups.append(key)
+                    counts.append(0)
+                digest = zlib.crc32(repr(inner.agreement).encode())
+                does = f"{inner.call.collective.name} in an exchange of rows"
+                found.events.append(CollectiveEvent(places[key], digest, does, counts[places[key]], True))
+                counts[places[key]] += 1
         if node.target is not START:
             continue
         site, group = sites[site_of(node)], sites[site_of(node)].group
@@ -90,6 +103,14 @@ def rank_collectives(nodes: Sequence[fx.Node], sites: Sequence[CallSite], rank: 
         counts[places[key]] += 1
         under_way[site_of(node)] = event
         found.events.append(event)
+    return found
+
+
+def _inner_calls(node: fx.Node, sites: Sequence[Any]) -> Sequence[InnerCall]:
+    """Those of a function that a node calls."""
+    if node.target not in (RUN, RUN_BACKWARD):
+        return ()
+    found: Sequence[InnerCall] = sites[int(str(node.args[-1]))].inner[node.target is RUN_BACKWARD]
     return found
 
 

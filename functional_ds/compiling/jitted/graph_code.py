@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from functional_ds.base.torch_private import quick_call_of
+from functional_ds.compiling.graphs.eager_calls import RUN, RUN_BACKWARD
 from functional_ds.compiling.graphs.graph_collectives import START, WAIT, CallSite, results_of, site_of, starter_of
 from functional_ds.compiling.graphs.graph_nodes import OPERATOR, base_of, is_view
 
@@ -88,7 +89,13 @@ class GraphCode:
             return starter_of(self.sites[site_of(node)])([*args[0]])
         if node.target is WAIT:
             return results_of(args[0], [*args[1]])
+        if node.target in (RUN, RUN_BACKWARD):
+            return self._inner(node)(*args[:-1])
         return self._called(node)(*args, **kwargs)
+
+    def _inner(self, node: fx.Node) -> Callable[..., Any]:
+        site: Any = self.sites[int(str(node.args[-1]))]
+        return site.run if node.target is RUN else site.run_backward  # type: ignore[no-any-return]
 
     def _called(self, node: fx.Node) -> Callable[..., Any]:
         if node.op == "call_module":
@@ -124,6 +131,9 @@ class GraphCode:
             writer.line(f"{writer.constant(starter_of(self.sites[site_of(node)]))}({{}})", node, [*args[0]])
         elif node.target is WAIT:
             writer.line(f"{writer.constant(results_of)}({{}}, {{}})", node, args[0], [*args[1]])
+        elif node.target in (RUN, RUN_BACKWARD):
+            *args, _ = args
+            writer.line(f"{writer.constant(self._inner(node))}({', '.join('{}' for _ in args)})", node, *args)
         elif node.target is operator.getitem:
             writer.line("{}[{}]", node, *args)
         else:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from functional_ds.base.torch_private import schema_of
+from functional_ds.compiling.graphs.eager_calls import RUN, RUN_BACKWARD
 from functional_ds.compiling.graphs.graph_collectives import START, WAIT
 from functional_ds.compiling.graphs.graph_nodes import OPERATOR, PHASE, RECOMPUTED, base_of, is_view, root_of, written_by
 
@@ -80,7 +81,7 @@ def in_regions(graph: fx.Graph, function_of: Callable[[GraphRegion], Callable[..
 
 def _is_kernel(node: fx.Node) -> bool:
     """Whether a node computes, and does nothing else."""
-    if node.op != "call_function" or not isinstance(node.target, OPERATOR) or node.target in (START, WAIT):
+    if node.op != "call_function" or not isinstance(node.target, OPERATOR) or node.target in (START, WAIT, RUN, RUN_BACKWARD):
         return False
     seeded = torch.Tag.nondeterministic_seeded in node.target.tags
     return not (seeded or schema_of(node.target).is_mutable or node.target in _WRITES_UNDECLARED or is_view(node))

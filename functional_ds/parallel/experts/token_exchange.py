@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from functional_ds import comm
-from functional_ds.comm.record.call_recorder import runs_on_shapes
+from functional_ds.base import tree
+from functional_ds.comm.record.call_recorder import CallRecorder, current_recorder, runs_on_shapes
 from functional_ds.step.axes import axis
 from functional_ds.step.tape import current_tape
 
 from .axis import ExpertAxis
+from .closures import closed_over
 from .grouped import RowGroups
 from .routing import Routing, check_shapes, overflow_error
 from .token_order import TokenOrder, combine, spread
@@ -117,6 +119,10 @@ def exchange(
     size = 1 if group is None else group.size
     rows = x.reshape(-1, x.shape[-1])
     _check(rows, x, routing, size)
+    recorder = current_recorder()
+    if recorder is not None and not recorder.trial:
+        out = _as_one_call(recorder, f, rows, routing, group, way).view(*x.shape[:-1], -1)
+        return out if shared is None else out + shared(x)
     if group is None or size == 1:
         out = _alone(f, rows, routing)
         out = out.view(*x.shape[:-1], out.shape[-1])
@@ -138,6 +144,27 @@ def _ranks(group: comm.Group | None) -> comm.Group | None:
         return group
     found = axis("ep")
     return found.group if isinstance(found, ExpertAxis) else None
+
+
+def _as_one_call(
+    recorder: CallRecorder, f: ExpertFunction, rows: Tensor, routing: Routing, group: comm.Group | None, way: Way
+) -> Tensor:
+    """The exchange in a step that is traced: its sizes depend on values, so the graph calls it as it is."""
+    own, rebuilt = closed_over(f)
+    leaves, spec = tree.flatten((rows, attrs.evolve(routing, probabilities=None), own))
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+    def run(*given: Tensor) -> Tensor:
+        now = [*leaves]
+        for place, x in zip(places, given, strict=True):
+            now[place] = x
+        rows, routing, own = tree.unflatten(spec, now)
+        return exchange(rebuilt(own), rows, routing=routing, group=group, way=way)
+
+    found = [leaves[place] for place in places]
+    for place in places:  # tensors of the trace would stay as long as the graph
+        leaves[place] = None
+    return recorder.eager(run, found)
 
 
 def _check(rows: Tensor, x: Tensor, routing: Routing, ranks: int) -> None:

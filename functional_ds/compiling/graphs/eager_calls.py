@@ -1,0 +1,264 @@
+"""Functions that a graph calls as they are, since sizes within them depend on values: a node forward, a node backward.
+
+``run(Tensor[] xs, int site) -> Tensor[]`` gives the result and a token, which has what autograd keeps for the backward pass.
+``run_backward(Tensor token, Tensor[] xs, Tensor grad, int site) -> Tensor[]`` gives the gradients. What autograd keeps of
+``xs`` is a place among them, so a graph may drop and regather them in between.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, fx
+from torch.autograd.graph import GradientEdge, saved_tensors_hooks
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, get_proxy_slot
+
+from functional_ds.base import tree
+from functional_ds.base.torch_private import TorchDispatchMode
+from functional_ds.comm.dispatch import outline
+from functional_ds.comm.record.call_recorder import recording
+from functional_ds.comm.record.collective import Call, Handle, Here
+from functional_ds.comm.record.group import Group, Ready
+
+from .graph_collectives import GraphRecorder, site_here
+
+__all__ = ["RUN", "RUN_BACKWARD", "EagerSite", "InnerCall", "StepRecorder"]
+
+
+@attrs.frozen(eq=False)
+class InnerCall:
+    """A collective within a function that a graph calls; its tensors have as many rows as a trial says."""
+
+    call: Call
+    group: Group
+    xs: Sequence[Tensor]
+
+    @property
+    def agreement(self) -> Any:
+        """What all ranks must have in common: all but numbers of rows."""
+        row, private = self.call.collective, self.call.collective.private
+        options = [(name, value) for name, value in self.call.options.items() if name not in private]
+        return row.name, options, [(x.dtype, tuple(x.shape[1:])) for x in self.xs]
+
+
+@attrs.frozen(eq=False)
+class EagerSite:
+    """One call of a function.
+
+    Attributes:
+        function: of tensors; its result has a shape that values do not change.
+        asks: which of its tensors have gradients.
+        output: the result without values.
+        inner: its collectives, forward and backward, in order.
+        autocasts: for each kind of device whether autocast is on, and its dtype.
+    """
+
+    function: Callable[..., Tensor]
+    asks: tuple[bool, ...]
+    output: Tensor
+    inner: tuple[Sequence[InnerCall], Sequence[InnerCall]]
+    autocasts: Sequence[tuple[str, bool, torch.dtype]]
+
+    @property
+    def name(self) -> str:
+        """For those who list sites."""
+        return "eager"
+
+    def run(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        """The result, and a token with what the backward pass needs."""
+        kept = _Kept({x.untyped_storage().data_ptr(): (place, x.dtype) for place, x in enumerate(xs) if x.numel()})
+        outer = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind, *_ in self.autocasts]
+        _set_autocasts(self.autocasts)
+        try:
+            with saved_tensors_hooks(kept.pack, kept.unpack):
+                out = kept.called(self.function, xs, self.asks)
+        finally:
+            _set_autocasts(outer)
+        token = torch.zeros((), dtype=torch.int64)
+        token.kept = kept  # type: ignore[attr-defined]
+        return [out.detach().contiguous(), token]
+
+    def run_backward(self, token: Tensor, xs: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
+        """The gradients by the tensors that have some."""
+        kept: _Kept = token.kept  # type: ignore[attr-defined]
+        found = kept.gradients(xs, grad)
+        of = [x for x, asks in zip(xs, self.asks, strict=True) if asks]
+        memory = grad.untyped_storage().data_ptr()
+        return [
+            x.new_zeros(x.shape)
+            if g is None
+            else (g.clone() if g.untyped_storage().data_ptr() == memory else g).reshape(x.shape).contiguous()
+            for x, g in zip(of, found, strict=True)
+        ]
+
+
+def _autocasts() -> list[tuple[str, bool, torch.dtype]]:
+    return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+
+
+def _set_autocasts(found: Sequence[tuple[str, bool, torch.dtype]]) -> None:
+    for kind, enabled, dtype in found:
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+
+
+@attrs.define(eq=False)
+class _Kept:
+    """What autograd keeps of a call: the given tensors by their places, so that their memory may go."""
+
+    memory: dict[int, tuple[int, torch.dtype]]
+    out: Tensor | None = None
+    edges: list[GradientEdge] = attrs.field(factory=list)
+    now: Sequence[Tensor] = ()
+
+    def called(self, function: Callable[..., Tensor], xs: Sequence[Tensor], asks: Sequence[bool]) -> Tensor:
+        """The result; keeps its graph."""
+        anchor, given = torch.empty(0, requires_grad=True), [*xs]
+        with torch.set_grad_enabled(any(asks)):
+            for place, ask in enumerate(asks):
+                if ask:
+                    given[place] = _Given.apply(anchor, xs[place])
+                    self.edges.append(GradientEdge(given[place].grad_fn, 0))
+            out = function(*given)
+        self.out = out if self.edges else None
+        return out
+
+    def gradients(self, xs: Sequence[Tensor], grad: Tensor) -> Sequence[Tensor | None]:
+        """By the given tensors that ask, which have their memory here; once."""
+        out, self.out, self.now = self.out, None, xs
+        if out is None:
+            raise RuntimeError("the backward pass of a call in a graph runs once, behind its forward pass")
+        if not out.requires_grad:
+            return [None] * len(self.edges)
+        found = torch.autograd.grad([out], self.edges, [grad], allow_unused=True)
+        self.now = ()
+        return found
+
+    def pack(self, x: Tensor) -> Any:
+        place, dtype = self.memory.get(x.untyped_storage().data_ptr(), (None, None))
+        return x if place is None or x.dtype != dtype else (place, x.shape, x.stride(), x.storage_offset())
+
+    def unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        place, *layout = packed
+        return self.now[place].as_strided(*layout)
+
+
+class _Given(torch.autograd.Function):
+    """A tensor as a node's result, so that the graph of what is computed from it ends there."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:
+        return x.detach()
+
+
+# -- tracing -----------------------------------------------------------------------------------------------------------
+
+
+@attrs.define(eq=False)
+class _InnerCalls:
+    """Takes collectives of a trial on tensors without values."""
+
+    trial: bool = True
+    notes: dict[str, Any] = attrs.field(factory=dict)
+    calls: list[InnerCall] = attrs.field(factory=list)
+
+    def start(self, call: Call, leaves: Sequence[Tensor], group: Group, *, async_op: bool, early: bool | None) -> Handle:
+        self.calls.append(InnerCall(call, group, [leaf.detach() for leaf in leaves]))
+        return Ready([outline(call, leaf, Here(call.options, group.rank, group.size)) for leaf in leaves])
+
+    def recomputing(self) -> Any:
+        raise RuntimeError("an exchange of experts' rows is recomputed or offloaded, which no graph holds")
+
+
+class _Others(TorchDispatchMode):
+    """What a function does that a call in a graph cannot: it uses tensors of the trace that it was not given, or draws."""
+
+    def __init__(self, tracer: Any) -> None:
+        super().__init__()
+        self.tracer, self.found, self.draws = tracer, False, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = (x for x in tree.leaves((args, kwargs)) if isinstance(x, Tensor))
+        self.draws = self.draws or torch.Tag.nondeterministic_seeded in func.tags
+        self.found = self.found or any(get_proxy_slot(x, self.tracer, None) is not None for x in given)
+        return func(*args, **(kwargs or {}))
+
+
+class StepRecorder(GraphRecorder):
+    """Puts collectives into a graph, and functions whose inner sizes depend on values."""
+
+    def eager(self, function: Callable[..., Tensor], xs: Sequence[Tensor]) -> Tensor:
+        """Two nodes: a call of the function here, and another in the backward pass.
+
+        Raises:
+            RuntimeError: it uses tensors of the trace that it is not given, or draws by torch's generator.
+        """
+        xs = [x.view_as(x) for x in xs]  # fetches params that are in shards
+        asks = tuple(x.requires_grad and torch.is_grad_enabled() for x in xs)
+        mode = get_proxy_mode()
+        trial, kept = _InnerCalls(), _Kept({})
+        with disable_proxy_modes_tracing():
+            fresh = [x.detach() for x in xs]
+            with recording(trial), _Others(mode and mode.tracer) as others:  # type: ignore[arg-type]
+                out = kept.called(function, fresh, asks)
+                forward, trial.calls = trial.calls, []
+                if out.requires_grad:
+                    kept.gradients(fresh, torch.ones_like(out))
+            if others.found:
+                raise RuntimeError(
+                    "a function of experts' rows uses tensors that are no variables of it, such as a module's parameters: "
+                    "pass fds.moe.gated_mlp(...), or a function that names its tensors"
+                )
+            if others.draws:
+                raise RuntimeError("a function of experts' rows draws by torch's generator: draw outside of it, or by fds.Key")
+            output = torch.empty_like(out.detach(), memory_format=torch.contiguous_format)
+        self.sites.append(EagerSite(function, asks, output, (forward, trial.calls), _autocasts()))  # type: ignore[arg-type]
+        found: Tensor = _EagerCall.apply(len(self.sites) - 1, asks, forward[0].group if forward else None, *xs)
+        return found
+
+
+class _EagerCall(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, site: int, asks: tuple[bool, ...], group: Group | None, *xs: Tensor) -> Tensor:
+        out, token = torch.ops.functional_ds.run([x.detach() for x in xs], site)
+        ctx.site, ctx.asks, ctx.group = site, asks, group  # the group, as nodes of collectives have it
+        ctx.save_for_backward(token, *xs)
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        token, *xs = ctx.saved_tensors
+        found = iter(torch.ops.functional_ds.run_backward(token, [x.detach() for x in xs], grad, ctx.site))
+        return (None, None, None, *(next(found) if ask else None for ask in ctx.asks))
+
+
+def _run(xs: list[Tensor], site: int) -> list[Tensor]:
+    return site_here(site).run(xs)  # type: ignore[no-any-return]
+
+
+def _run_backward(token: Tensor, xs: list[Tensor], grad: Tensor, site: int) -> list[Tensor]:
+    return site_here(site).run_backward(token, xs, grad)  # type: ignore[no-any-return]
+
+
+def _run_fake(xs: list[Tensor], site: int) -> list[Tensor]:
+    output = site_here(site).output
+    return [xs[0].new_empty(output.shape, dtype=output.dtype), torch.empty((), dtype=torch.int64)]
+
+
+def _run_backward_fake(token: Tensor, xs: list[Tensor], grad: Tensor, site: int) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x, asks in zip(xs, site_here(site).asks, strict=True) if asks]
+
+
+torch.library.define("functional_ds::run", "(Tensor[] xs, int site) -> Tensor[]")
+torch.library.define("functional_ds::run_backward", "(Tensor token, Tensor[] xs, Tensor grad, int site) -> Tensor[]")
+torch.library.impl("functional_ds::run", "CompositeExplicitAutograd", _run)
+torch.library.impl("functional_ds::run_backward", "CompositeExplicitAutograd", _run_backward)
+torch.library.register_fake("functional_ds::run", _run_fake)
+torch.library.register_fake("functional_ds::run_backward", _run_backward_fake)
+RUN = torch.ops.functional_ds.run.default
+RUN_BACKWARD = torch.ops.functional_ds.run_backward.default
+fx.has_side_effect(RUN)  # other ranks take part
+fx.has_side_effect(RUN_BACKWARD)

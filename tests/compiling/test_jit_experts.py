@@ -1,0 +1,179 @@
+"""Law 58 for experts: their exchange is a call in the graph, forward and backward, with equal bits and bytes."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import functional_ds as fds
+from functional_ds import comm, moe
+from functional_ds import transforms as T
+from functional_ds.compiling import JitWarning
+from functional_ds.compiling.graphs.eager_calls import RUN, RUN_BACKWARD
+from tests.planting import Bug, planted
+
+WIDE = 8
+Found = tuple[list[str], list[Tensor], list[Any], list[str]]
+
+
+def stepped(jits: bool, stage: int, more: Any, way: Any, capacity: Any, backend: str) -> Found:
+    mesh = comm.mesh(dp=comm.world().size).split("dp", edp=1, ep=comm.world().size)
+
+    def block(p: Any, x: Tensor) -> Tensor:
+        routing = moe.route(x @ p["router"].T, 2, capacity=capacity)
+        own = moe.gated_mlp(p["up"], p["down"])
+        return x + moe.exchange(own, x, routing=routing, way=way, shared=lambda x: torch.tanh(x * p["scale"]))
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        return block(p["b"], block(p["a"], x)).square().mean()
+
+    draws = torch.Generator().manual_seed(0)
+    shapes = {"router": (4, WIDE), "up": (4, 8, WIDE), "down": (4, WIDE, 4), "scale": (WIDE,)}
+    params = {layer: {name: torch.randn(shape, generator=draws) / 2 for name, shape in shapes.items()} for layer in "ab"}
+    chain = fds.compose(*(each() for each in more), T.zero(stage, mesh["edp", "ep"]), T.experts("up|down", mesh["ep"]))
+    step: Any = chain(fds.train_step(loss, fds.adamw(0.01)))
+    step = fds.jit(step, backend=backend) if jits else step
+    state, told = step.init(params), []
+    with comm.ledger() as book, warnings.catch_warnings():
+        warnings.simplefilter("ignore", JitWarning)
+        for i in range(3):
+            state, metrics = step(state, torch.randn(8, WIDE, generator=draws) * (1 + comm.world().rank) + i)
+            told.append(repr(metrics["loss"].item()))
+    rows = [row for row in book.rows if not row.group.endswith(("/control", "/jit"))]
+    return told, [x for x in fds.tree.leaves(state) if isinstance(x, Tensor)], rows, step.reasons if jits else []
+
+
+def both(*given: Any) -> tuple[Found, Found]:
+    return stepped(True, *given), stepped(False, *given)
+
+
+def assert_same(found: Found, expected: Found) -> None:
+    assert found[3] == []
+    assert found[0] == expected[0]
+    assert all(map(torch.equal, found[1], expected[1]))
+    assert found[2] == expected[2]
+
+
+@pytest.mark.law(58)
+@settings(max_examples=settings.default.max_examples // 3, deadline=None)
+@given(
+    stage=st.integers(0, 3),
+    more=st.sampled_from([[], [lambda: T.mixed_precision("bf16")]]),
+    way=st.sampled_from(["auto", "all_to_all", "gather", "by_rank"]),
+    capacity=st.sampled_from([None, moe.Capacity(1.0, rows=8), moe.Capacity(4.0, rows=8, drop="error")]),
+    backend=st.sampled_from(["fx", "aot_eager"]),
+    ranks=st.integers(1, 2),
+)
+def test_a_step_with_experts(stage: int, more: Any, way: Any, capacity: Any, backend: str, ranks: int) -> None:
+    for found, expected in comm.simulate(both, stage, more, way, capacity, backend, world_size=ranks):
+        assert_same(found, expected)
+
+
+def exchanged() -> tuple[Found, Found]:
+    return both(3, [], "auto", None, "fx")
+
+
+@pytest.mark.law(58)
+def test_on_real_processes() -> None:
+    for found, expected in comm.spawn(exchanged, world_size=2):
+        assert_same(found, expected)
+
+
+def on_two() -> None:
+    for found, expected in comm.simulate(exchanged, world_size=2):
+        assert_same(found, expected)
+
+
+def traced(f: Callable[..., Any]) -> tuple[fds.compiling.JitStep, Any]:
+    params = {"router": torch.randn(4, WIDE), "up": torch.randn(4, WIDE, WIDE), "down": torch.randn(4, WIDE, WIDE)}
+    step = fds.jit(
+        fds.train_step(
+            lambda p, x: moe.exchange(f(p), x, routing=moe.route(x @ p["router"].T, 2)).square().mean(), fds.sgd(0.1)
+        )
+    )
+    return step, step(step.init(params), torch.randn(6, WIDE))[0]
+
+
+def test_the_graph_has_a_node_each_way() -> None:
+    step, state = traced(lambda p: moe.mlp(p["up"], p["down"]))
+    graph = step.graph(state, torch.randn(6, WIDE))
+    targets = [node.target for node in graph.module.graph.nodes]
+    assert (targets.count(RUN), targets.count(RUN_BACKWARD)) == (1, 1)
+    with pytest.raises(ValueError, match="exchanges rows of experts"):
+        graph.cost(fds.scaling.Machine("mine", 1e9, 1e9, 1e9, link_bandwidth=1e9))
+
+
+class Holding:
+    """An expert function whose tensors are attributes."""
+
+    def __init__(self, p: Any) -> None:
+        self.own = moe.mlp(p["up"], p["down"])
+
+    def __call__(self, rows: Tensor, groups: Any) -> Tensor:
+        return self.own(rows, groups)
+
+
+def drawing(p: Any) -> Callable[..., Tensor]:
+    return moe.mlp(p["up"], p["down"], activation=torch.nn.functional.dropout)
+
+
+@pytest.mark.parametrize(("f", "reason"), [(Holding, "are no variables of it"), (drawing, "draws by torch's generator")])
+def test_what_a_call_cannot_do_stays_eager(f: Callable[..., Any], reason: str) -> None:
+    step, state = traced(f)
+    with pytest.warns(JitWarning, match=reason):
+        step(state, torch.randn(6, WIDE))
+
+
+class Block(torch.nn.Module):
+    """Experts in a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.router = torch.nn.Linear(WIDE, 4)
+        self.up, self.down = (torch.nn.Parameter(torch.randn(4, WIDE, WIDE) / 2) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + moe.exchange(moe.mlp(self.up, self.down), x, routing=moe.route(self.router(x), 2))
+
+
+@pytest.mark.law(58)
+@pytest.mark.parametrize("policy", ["recompute", "offload"])
+def test_recomputed_exchanges_stay_eager(policy: str) -> None:
+    def program(jits: bool) -> Found:
+        mesh = comm.mesh(dp=2).split("dp", edp=1, ep=2)
+        apply, params = fds.functional(torch.nn.Sequential(Block(), Block()))
+        chain = fds.compose(T.zero(3, mesh["edp", "ep"]), T.experts("up|down", mesh["ep"]), T.remat("*", policy=policy))
+        step: Any = chain(fds.train_step(lambda p, x: apply(p, x).square().mean(), fds.adamw(0.05)))
+        step = fds.jit(step) if jits else step
+        state, told = step.init(params), []
+        warnings.simplefilter("ignore", JitWarning)
+        for i in range(3):
+            state, metrics = step(state, torch.full((4, WIDE), 1.0 + i).cumsum(1).sin() + comm.world().rank)
+            told.append(repr(metrics["loss"].item()))
+        return told, [x for x in fds.tree.leaves(state) if isinstance(x, Tensor)], [], step.reasons if jits else []
+
+    for found, expected in zip(*(comm.simulate(program, jits, world_size=2) for jits in (True, False)), strict=True):
+        assert "recomputed or offloaded" in found[3][0]
+        assert_same((*found[:3], []), expected)
+
+
+CALLS = "compiling.graphs.eager_calls"
+BUGS: list[tuple[Callable[[], Any], Bug]] = [
+    (
+        on_two,
+        Bug("gradients are mixed up", CALLS, "[out], self.edges, [grad]", "[out], self.edges[::-1], [grad]", Exception),
+    ),
+    (on_two, Bug("what was given is kept at another place", CALLS, "(place, x.dtype) for", "(0, x.dtype) for", Exception)),
+]
+
+
+@pytest.mark.parametrize(("law", "bug"), BUGS, ids=[bug.name for _, bug in BUGS])
+def test_a_bug_is_seen(law: Callable[[], Any], bug: Bug) -> None:
+    with planted(bug), pytest.raises(bug.shows):
+        law()
