@@ -5,6 +5,7 @@ import fcntl
 import itertools
 import os
 import random
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifest, "BLOCK", 8)
     monkeypatch.setattr(storage, "_READ_SIZE", 32)
     monkeypatch.setattr(storage, "_WRITE_SIZE", 16)
+
+
+@given(data=st.binary(max_size=20_000), more=st.binary(max_size=100))
+def test_the_checksum_is_zlibs(data: bytes, more: bytes) -> None:
+    """Whichever package computes it: what one installation wrote another reads."""
+    assert storage.crc32(more, storage.crc32(memoryview(data))) == zlib.crc32(data + more)
 
 
 @pytest.mark.usefixtures("small")
