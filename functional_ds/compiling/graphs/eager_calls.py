@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor, fx
-from torch.autograd.graph import GradientEdge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, get_proxy_slot
 
 from functional_ds.base import tree
@@ -119,7 +119,7 @@ class _Kept:
             for place, ask in enumerate(asks):
                 if ask:
                     given[place] = _Given.apply(anchor, xs[place])
-                    self.edges.append(GradientEdge(given[place].grad_fn, 0))
+                    self.edges.append(get_gradient_edge(given[place]))
             out = function(*given)
         self.out = out if self.edges else None
         return out
@@ -143,7 +143,7 @@ class _Kept:
         if isinstance(packed, Tensor):
             return packed
         place, *layout = packed
-        return self.now[place].as_strided(*layout)
+        return torch.as_strided(self.now[place], *layout)
 
 
 class _Given(torch.autograd.Function):

@@ -151,7 +151,7 @@ def _as_one_call(
 ) -> Tensor:
     """The exchange in a step that is traced: its sizes depend on values, so the graph calls it as it is."""
     own, rebuilt = closed_over(f)
-    leaves, spec = tree.flatten((rows, attrs.evolve(routing, probabilities=None), own))
+    leaves, spec = tree.flatten((rows, tree.replace(routing, probabilities=None), own))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
     def run(*given: Tensor) -> Tensor:
