@@ -6,8 +6,9 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-# A process for each core and one more (tests/conftest.py), each with one thread: ranks are many already.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+# A process for each core and one more (tests/conftest.py), each with one thread: ranks are many already. Tests start many
+# interpreters, which find compiled files.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt
 
 .DEFAULT_GOAL := help
@@ -43,8 +44,8 @@ test: $(VENV)/.extra-test  ## run the tests
 	@$(PYTEST) $(ARGS)
 
 .PHONY: laws
-laws: $(VENV)/.extra-test  ## run the laws alone, with many more examples each
-	@HYPOTHESIS_PROFILE=laws $(PYTEST) -m law --timeout=3600 $(ARGS)
+laws: $(VENV)/.extra-test  ## run the laws alone, with many more examples each, and all cases of sampled tests
+	@HYPOTHESIS_PROFILE=laws $(PYTEST) -m "law or sample" --timeout=3600 $(ARGS)
 
 .PHONY: faults
 faults: $(VENV)/.extra-test  ## kill ranks fifty times under torchrun; cut off a host; end processes two hundred times

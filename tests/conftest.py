@@ -1,11 +1,11 @@
 """Hypothesis profiles: ``default`` for every run, ``laws`` (HYPOTHESIS_PROFILE=laws) with many more examples, 200 or as many as
-FUNCTIONAL_DS_EXAMPLES says; and what keeps the tests short.
+FUNCTIONAL_DS_EXAMPLES says; and what keeps the tests short: ``sample(n)`` lets n cases of a test run in the default profile.
 """
 
 import gc
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 # Drawing trees of tensors is slow at first, when torch warms up; that says nothing about the strategies.
 _COMMON = {"deadline": None, "derandomize": "CI" in os.environ, "suppress_health_check": [HealthCheck.too_slow]}
 
-settings.register_profile("default", max_examples=10, **_COMMON)
+settings.register_profile("default", max_examples=6, **_COMMON)
 settings.register_profile("laws", max_examples=int(os.environ.get("FUNCTIONAL_DS_EXAMPLES", "200")), **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
@@ -21,6 +21,33 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 def pytest_xdist_auto_num_workers() -> int:
     """One more than cores, since workers often wait for processes that they have started."""
     return (os.cpu_count() or 1) + 1
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of the cases of a test with the mark ``sample(n)``, n in the default profile; all in the profile ``laws``."""
+    if os.environ.get("HYPOTHESIS_PROFILE", "default") != "default":
+        return
+    cases: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("sample"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left = {case for found in cases.values() for case in found} - {case for found in cases.values() for case in _sample(found)}
+    config.hook.pytest_deselected(items=[item for item in items if item in left])
+    items[:] = [item for item in items if item not in left]
+
+
+def _sample(cases: Sequence[pytest.Function]) -> list[pytest.Function]:
+    """As many as the mark says, the same in every run: next is always the case with most values of parameters that are new."""
+    chosen, rest, seen = [], [*cases], set()
+    marker = cases[0].get_closest_marker("sample")
+    assert marker is not None
+    for _ in range(min(marker.args[0], len(rest))):
+        best = max(rest, key=lambda case: len(case.callspec.indices.items() - seen))
+        seen |= best.callspec.indices.items()
+        rest.remove(best)
+        chosen.append(best)
+    return chosen
 
 
 def pytest_configure() -> None:

@@ -228,6 +228,7 @@ for owner, names in ((fds, ["remat", "units"]), (fds.comm, ["mesh", "spawn"]), (
 """
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("first", ["transforms.pipeline", "transforms.offload", "transforms.zero.gather", "remat.report"])
 def test_imports_of_sub_modules_leave_functions_in_place(first: str, server: "subprocess.Popen[str]", tmp_path: Path) -> None:
     """``fds.remat`` and ``T.zero`` are functions, and folders of the same name; whichever is imported first."""
@@ -309,6 +310,10 @@ assert len(comm.simulate(program, world_size=2)) == 2
 """
 
 
+# Compiled files are copied too, else every child compiles the whole library; but not those that another process is writing.
+_UNFINISHED = shutil.ignore_patterns("*.pyc.*")
+
+
 @pytest.mark.parametrize("satellite", SATELLITES)
 def test_a_satellite_can_be_left_out(satellite: str, server: "subprocess.Popen[str]", tmp_path: Path) -> None:
     """Without its files the library is imported, all names but its own are there, and a step runs on two ranks."""
@@ -316,7 +321,7 @@ def test_a_satellite_can_be_left_out(satellite: str, server: "subprocess.Popen[s
     place = tmp_path / "functional_ds"
     for top in TOPS:
         target = place if top == "functional_ds" else place / top
-        shutil.copytree(ROOT / top, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / top, target, dirs_exist_ok=True, ignore=_UNFINISHED)
     shutil.rmtree(place / satellite)
     for name in files:
         shutil.rmtree(place / name) if (place / name).is_dir() else (place / name).unlink()
@@ -327,7 +332,7 @@ def test_an_error_inside_of_a_satellite_is_no_absence(server: "subprocess.Popen[
     place = tmp_path / "functional_ds"
     for top in TOPS:
         target = place if top == "functional_ds" else place / top
-        shutil.copytree(ROOT / top, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / top, target, dirs_exist_ok=True, ignore=_UNFINISHED)
     (place / "memory/counting.py").unlink()
     with pytest.raises(AssertionError, match=r"No module named 'functional_ds\.memory\.counting'"):
         _run(server, _SMALL.format(place=str(tmp_path), gone={}), tmp_path, tmp_path)

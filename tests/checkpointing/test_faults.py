@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 import functional_ds as fds
 from functional_ds import checkpointing, comm, transforms
@@ -70,19 +71,22 @@ def run(pristine: Path, tmp_path: Path) -> Path:
 # -- damage --------------------------------------------------------------------------------------------------------------
 
 
+FLIPS = 50 if settings.default.max_examples > 100 else 10
+
+
 def spoilt(data: bytes, chooser: random.Random) -> Iterator[bytes]:
     """A file cut short, emptied, made longer, and with single bits flipped all over."""
     yield data[: chooser.randrange(len(data))]
     yield data[:-1]
     yield b""
     yield data + b"\0"
-    for _ in range(50):
+    for _ in range(FLIPS):
         place = chooser.randrange(len(data))
         yield data[:place] + bytes([data[place] ^ 1 << chooser.randrange(8)]) + data[place + 1 :]
 
 
 def test_any_damage_to_any_file_is_detected(run: Path) -> None:
-    """Every file truncated, emptied, and bit-flipped at 200 places: a load of the tag raises; without one it falls back."""
+    """Every file truncated, emptied, and with a bit flipped: a load of the tag raises; without one it falls back."""
     chooser = random.Random(0)
     files = sorted(file for file in (run / "2").iterdir())
     assert [file.name for file in files] == ["00000.bin", "00001.bin", MANIFEST]
@@ -104,7 +108,7 @@ def test_any_damage_to_any_file_is_detected(run: Path) -> None:
                     assert int(fds.load(run, like=STEP.init(fresh())).step) == 2
         file.write_bytes(data)
         checkpointing.verify(run)
-    assert count == 4 * 54
+    assert count == 4 * (FLIPS + 4)
     assert load(run)[0] == 2
 
 

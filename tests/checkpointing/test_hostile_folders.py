@@ -56,6 +56,7 @@ def ended(tmp_path: Path, how: str, first: str = "") -> "subprocess.CompletedPro
     return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["return", "raise", "spawn"])
 def test_a_program_that_ends_during_a_background_save_finishes_it(tmp_path: Path, how: str) -> None:
     found = ended(tmp_path, how)

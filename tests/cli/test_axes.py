@@ -74,6 +74,7 @@ MESHES = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.law(20)
 @pytest.mark.law(21)
 @pytest.mark.parametrize("case", MESHES)

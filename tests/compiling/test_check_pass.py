@@ -187,6 +187,7 @@ def other_dtype(graph: StepGraph) -> StepGraph:
     return finished(graph)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.law(58)
 @pytest.mark.parametrize(
     ("change", "stage", "error", "words"),

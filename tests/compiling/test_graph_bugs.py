@@ -55,6 +55,7 @@ BUGS: dict[Callable[[], Any], list[Bug]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("law", "bug"), [pytest.param(law, bug, id=bug.name) for law, bugs in BUGS.items() for bug in bugs])
 def test_a_bug_is_seen(law: Callable[[], Any], bug: Bug) -> None:
     with planted(bug), pytest.raises(bug.shows):

@@ -79,6 +79,7 @@ def run(name: str, passes: Any = None, blocks: int = 4) -> Run:
     return comm.simulate(program, world_size=4 if name in ("hpZ", "HSDP") else 2)[0]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.law(21)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_what_is_counted_is_what_a_run_sends_and_computes(name: str) -> None:

@@ -95,6 +95,7 @@ CASES = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.law(58)
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_holds_what_is_counted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

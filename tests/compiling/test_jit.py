@@ -73,6 +73,7 @@ STRATEGIES: dict[str, Sequence[Callable[[], Any]]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.law(58)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_jitted_step_is_the_step(name: str) -> None:
@@ -97,6 +98,7 @@ def drawing(apply: Any) -> Callable[..., Any]:
     return loss
 
 
+@pytest.mark.sample(2)
 @pytest.mark.law(58)
 @pytest.mark.parametrize(
     ("make", "loss"),

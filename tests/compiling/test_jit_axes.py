@@ -111,6 +111,7 @@ CASES: dict[str, tuple[Callable[[], Made], str]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.law(58)
 @pytest.mark.parametrize("name", CASES)
 def test_a_jitted_step_is_the_step(name: str) -> None:

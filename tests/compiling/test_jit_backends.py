@@ -34,6 +34,7 @@ aot = pytest.mark.parametrize("backend", ["fx", "aot_eager"])
 needs_compiler = pytest.mark.skipif(shutil.which(os.environ.get("CXX") or "g++") is None, reason="no C++ compiler")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.law(58)
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if "resharded" not in name])
 def test_regions_change_no_bit(name: str) -> None:

@@ -27,6 +27,7 @@ def three() -> nn.Module:
     return blocks(count=3)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.law(58)
 @pytest.mark.parametrize(
     ("stage", "options", "make", "ranks"),

@@ -46,6 +46,7 @@ def trained(model: Any, stage: int, backend: str = "", halve: bool = False) -> R
     return losses, {path: x.clone() for path, x in step.params(state).items()}, getattr(jitted, "reasons", [])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.law(58)
 @pytest.mark.parametrize(("make", "stage", "backend"), [(gpt2, 3, "aot_eager"), (llama, 1, "aot_eager"), (llama, 3, "fx")])
 def test_models_as_they_are(make: Any, stage: int, backend: str) -> None:

@@ -26,7 +26,7 @@ def traced(count: int, strategy: list[Any], **options: Any) -> StepGraph:
 
 
 @pytest.mark.law(58)
-@settings(max_examples=settings.default.max_examples // 5)
+@settings(max_examples=max(1, settings.default.max_examples // 5))
 @given(
     count=st.integers(3, 5),
     live=st.integers(1, 3),

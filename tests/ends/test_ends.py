@@ -38,6 +38,7 @@ def ended(*names: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ENDS if TOTAL else FEW)
 def test_processes_end(name: str) -> None:
     """Rank by rank: its exit code, and what it says."""

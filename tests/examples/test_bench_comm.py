@@ -27,6 +27,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+@pytest.mark.sample(0)
 def test_quick_run_is_complete(tmp_path: Path, bench: ModuleType) -> None:
     flags = ["--quick", "--sizes", "4", "1kB", "--rounds", "1", "--out", str(tmp_path)]
     command = [sys.executable, str(BENCHMARKS / "comm.py"), *flags]

@@ -20,6 +20,7 @@ def flags(tmp_path: Path) -> list[str]:
     return [*TINY.split(), "--data", str(data)]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("first", "then"), [("dp=2,sp=2,tp=2", "pp=2,tp=2"), ("pp=2,tp=2", "dp=4,tp=2"), ("sp=4", "")], ids=str
 )

@@ -47,6 +47,7 @@ def test_ranks_that_finish_are_let_go(found: dict[str, Ranks]) -> None:
     assert [found["none"].said(rank) for rank in (0, 1)] == ["", ""]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("fault", "says"),
     [

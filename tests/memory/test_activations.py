@@ -15,6 +15,7 @@ from tests.transforms.models import CASES
 WITHOUT_VALUES = sorted(set(CASES) - {"branching", "recurrent"})  # reads values; takes other kernels on the CPU
 
 
+@pytest.mark.sample(4)
 @pytest.mark.law(20)
 @pytest.mark.parametrize("name", WITHOUT_VALUES)
 def test_predicted_is_measured(name: str) -> None:

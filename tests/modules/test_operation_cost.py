@@ -111,7 +111,8 @@ def test_large_results_need_new_pages() -> None:
     assert perfect_seconds(counter.operations, **cost)["pages"] == 0.0
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("ranks", [2, 1])
 def test_rates_are_measured_by_all_ranks_at_once(ranks: int) -> None:
     found = measured_here(ranks, seconds=0.0)
     assert found.device == ("cuda" if torch.cuda.is_available() else "cpu")

@@ -135,6 +135,7 @@ def test_in_param_groups_and_slices() -> None:
 TORCHOPT = ("adadelta", "adagrad", "adam", "adamax", "adamw", "radam", "rmsprop", "sgd")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("lr", [1e-6, 0.1])
 @pytest.mark.parametrize("name", TORCHOPT)
 def test_torchopts_optimizers_are_taken(name: str, lr: float) -> None:

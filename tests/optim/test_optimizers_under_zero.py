@@ -51,6 +51,7 @@ def test_any_optimizer_in_any_stage(rule: str, stage: int, n: int, half: bool, u
         assert_close(found, alone(rule, half), 1e-6)
 
 
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("rule", sorted(RULES))
 def test_every_optimizer_in_every_stage(rule: str, stage: int) -> None:

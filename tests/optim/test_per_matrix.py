@@ -28,6 +28,7 @@ def alone(rule: str, steps: int = 3) -> Any:
     return trained(rule, steps=steps)
 
 
+@pytest.mark.sample(11)
 @pytest.mark.law(19)
 @pytest.mark.parametrize("rule", WHOLE)
 @pytest.mark.parametrize("stage", STAGES)

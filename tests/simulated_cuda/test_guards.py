@@ -147,6 +147,7 @@ GUARDS = [
 ]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("guard", [pytest.param(guard, id=guard.name) for guard in GUARDS])
 def test_a_guard_is_needed(guard: Guard) -> None:
     before = guard.program()

@@ -18,6 +18,7 @@ WAITS = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("name", "ranks"), [*((name, 2) for name in CHAINS if name != "replicated"), ("stage 3", 1), ("replicated", 4)]
 )

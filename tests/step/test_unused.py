@@ -133,6 +133,7 @@ def _by_decay(named: list[tuple[str, Tensor]]) -> list[dict[str, Any]]:
     return [{"params": decays, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("stage", [None, 0, 1, 2, 3])
 def test_a_step_is_torchs_where_heads_take_turns(rule: str, stage: int | None) -> None:
@@ -264,6 +265,7 @@ def alone(optimizer: Any) -> dict[str, Tensor]:
     return leaves
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", PER_LEAF)
 @pytest.mark.parametrize("stage", [None, 0, 1, 3])
 def test_optimizers_that_see_leaves(name: str, stage: int | None) -> None:

@@ -221,6 +221,7 @@ def overflows(gain: float, stage: int | None, weighted: bool, initial: float = 2
     return found, fds.tree.leaves(step.params(state))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.law(25)
 @pytest.mark.parametrize("gain", [3.0, 10.0, 40.0])
 @pytest.mark.parametrize("weighted", [False, True])

@@ -76,6 +76,7 @@ def trained(sizes: dict[str, int], strategy: str, steps: int = 2) -> Any:
 EXACT = ("zero 0", "zero 1", "zero 2", "zero 3", "owner")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.law(51)
 @pytest.mark.parametrize("strategy", EXACT)
 def test_data_and_tensor_parallel_is_clean_and_one_rank(strategy: str) -> None:

@@ -175,6 +175,7 @@ def check(program: Program, rule: Rule, strategy: Strategy, seed: int = 0) -> No
                 )
 
 
+@pytest.mark.sample(16)
 @WARNED
 @pytest.mark.parametrize("name", sorted(ZOO))
 def test_every_module_trains_as_in_torch(name: str) -> None:

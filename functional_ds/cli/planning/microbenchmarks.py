@@ -65,13 +65,14 @@ def _on_a_rank(device: str, seconds: float) -> Machine:
     fresh = cycle(torch.ones(blocks, count, device=place).unbind())  # no cache has what is read next, as in a step
     full = torch.ones(side, side, device=place)
     half, weight = full.bfloat16(), next(fresh).view(side, -1).bfloat16()
+    half = half if device == "cuda" else half[:64]  # a CPU without instructions for bf16 takes a second a GFLOP
     flops = 2 * side * count
 
     def timed(run: Callable[[], Any]) -> float:
         return _seconds(run, place, seconds)
 
     rates: dict[str, Any] = {
-        "flops": flops / timed(lambda: half @ weight),
+        "flops": flops * len(half) / side / timed(lambda: half @ weight),
         "flops_fp32": flops / timed(lambda: full @ next(fresh).view(side, -1)),
         "memory_bandwidth": 8 * count / timed(lambda: next(fresh).clone()),
         "operation_latency": _start(place, timed),

@@ -85,6 +85,7 @@ def test_each_is_all_reduce(case: tuple[Inputs, Run]) -> None:
             assert_same(result, other, bits=False)
 
 
+@pytest.mark.sample(20)
 @pytest.mark.law(39)
 @pytest.mark.parametrize("n", [*range(1, 10), 16])
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -77,6 +77,7 @@ def by_engine(extra: dict[str, Any], bad: int | None) -> list[Tensor]:
 ALONE = ("stage 0", "stage 3", "stage 1, bf16", "stage 1, schedule")  # on one rank, too
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("name", "ranks"), [*((name, 2) for name in CONFIGS), *((name, 1) for name in ALONE)])
 def test_an_engine_is_the_step(name: str, ranks: int) -> None:
     bad = 1 if "stage" in name and "stage 0" not in name else None

@@ -204,6 +204,7 @@ def holds(number: int) -> bool:
     return True
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(("number", "bug"), [pytest.param(n, b, id=b.name) for n, (_, bugs) in enumerate(BUGS) for b in bugs])
 def test_a_bug_breaks_its_test(number: int, bug: Bug) -> None:
     """The test passes, and does not with the bug."""

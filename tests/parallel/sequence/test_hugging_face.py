@@ -99,6 +99,7 @@ def _in_a_step(axis: seq.SequenceAxis, function: Any) -> Any:
         return with_axis("sp", axis, lambda _: function())(None)
 
 
+@pytest.mark.sample(15)
 @pytest.mark.law(42)
 @pytest.mark.law(43)
 @pytest.mark.parametrize(("way", "layout"), WAYS, ids=lambda value: value if isinstance(value, str) else value.kind)

@@ -53,6 +53,7 @@ def run(attention: str, batches: list[dict[str, Tensor]], *strategy: Any) -> tup
     return losses, step.evaluate(state, batches[0]).item(), fds.tree.leaves(step.params(state))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("attention", "layout", "stage", "padding", "length", "more"),
     [

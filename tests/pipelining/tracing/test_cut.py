@@ -98,6 +98,7 @@ def _steps(loss: Any, params: Params, batch: Any, *transforms: fds.Transform) ->
     return [*losses, step.evaluate(state, batch).item()], step.params(state)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["gpt", "masked", "skips"])
 @pytest.mark.parametrize(
     "transforms",
@@ -118,6 +119,7 @@ def test_steps_of_stages_are_steps_of_the_module(name: str, transforms: Any) -> 
     comm.simulate(program, world_size=2)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.law(36)
 @pytest.mark.parametrize(("name", "policy"), [("gpt", "f32"), ("skips", "f32"), ("records", "f32"), ("masked", "bf16")])
 def test_a_cut_model_in_a_pipeline(name: str, policy: str) -> None:

@@ -58,6 +58,7 @@ def alone(model: Any, steps: int) -> list[float]:
     return losses
 
 
+@pytest.mark.sample(1)
 @pytest.mark.law(36)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_pipeline_of_experts_is_plain_torch(name: str) -> None:

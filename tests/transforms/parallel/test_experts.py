@@ -155,6 +155,7 @@ def local(p: Any, x: Tensor) -> Tensor:
     return exchanged(sum((leaf.square().sum() * x.mean() for leaf in p.values()), torch.zeros(())))
 
 
+@pytest.mark.sample(11)
 @pytest.mark.law(21)
 @pytest.mark.parametrize("kind", ["plain", "owner", "all_reduce", "intra_node"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -191,6 +192,7 @@ def test_bytes_are_those_of_the_report(sizes: tuple[int, int], stage: int, kind:
             assert of_experts == pytest.approx((3 if stage == 3 else 2) * 4 * psi * (sizes[0] - 1) / sizes[0], rel=0.02)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.law(20)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("precision", ["bf16", None])
@@ -234,6 +236,7 @@ def test_replicas_of_the_shards(stage: int) -> None:
         assert_same(found, expected)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.law(47)
 @pytest.mark.parametrize("order", ["experts first", "slices first"])
 @pytest.mark.parametrize("stage", [0, 2, 3])

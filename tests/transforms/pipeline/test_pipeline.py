@@ -217,7 +217,7 @@ def test_two_processes() -> None:
 
 
 @given(schedule=SMALL, rows=st.sampled_from((12, 24)))
-@settings(max_examples=10)
+@settings(max_examples=6)
 def test_the_peak_of_live_activations_is_as_predicted(schedule: pp.Schedule, rows: int) -> None:
     """To the byte, on each rank: from shapes alone, and as a recorder counts it in a run."""
     case = Staged.of(schedule.stages, rows * schedule.microbatches)

@@ -328,6 +328,7 @@ def test_an_overflow_anywhere_changes_nothing_anywhere(data: st.DataObject) -> N
         assert torch.equal(last["loss"], same["loss"])
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("kept", [*KEPT])
 def test_one_rank_overflows_in_every_stage(stage: int, kept: str) -> None:
@@ -378,7 +379,8 @@ def test_the_scale_finds_its_level(stage: int) -> None:
 
 def everything_on_processes() -> list[Any]:
     return [dynamic_run(stage) for stage in STAGES] + [
-        with_overflows(kept, stage, "adamw", 2, (1, 1), 0, float("inf")) for kept in KEPT.values() for stage in STAGES
+        with_overflows(kept, stage, "adamw", 2, (1, 1), 0, float("inf"))
+        for kept, stage in zip(KEPT.values(), (0, 1, 2, 3, 3), strict=True)
     ]
 
 

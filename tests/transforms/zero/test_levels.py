@@ -14,6 +14,7 @@ from tests.transforms.test_compositions import FP32, Composition, alone, staged,
 from tests.transforms.zero.test_config import Grid, agrees_with_one_device
 
 
+@pytest.mark.sample(3)
 @pytest.mark.law(19)
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
 @pytest.mark.parametrize("reshard", [True, False])
@@ -27,6 +28,7 @@ def test_units_that_are_fetched_again(prefetch: int, reshard: bool) -> None:
         agrees_with_one_device("branching", Grid(replicas=1, inter=2, intra=2), chosen, 1, seed)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.law(19)
 @pytest.mark.parametrize("hpz", [False, True])
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
@@ -58,6 +60,7 @@ def test_the_loss_may_communicate_inside_nodes(prefetch: int, hpz: bool) -> None
             assert_close(after, params, 1e-5)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.law(36)
 @pytest.mark.parametrize(
     ("stage", "between"), [(0, "replicate"), (1, "intra_node"), (2, "replicate"), (3, "intra_node"), (3, "hpz")]

@@ -144,6 +144,7 @@ def by_leaf(path: str) -> str:
     return path
 
 
+@pytest.mark.sample(27)
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stage", [None, *STAGES])
@@ -159,6 +160,7 @@ def test_losses_that_differentiate(loss: Loss, stage: int | None, world_size: in
         assert_same(found, wanted)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("stage", [None, 1, 3])
 @pytest.mark.parametrize("loss", [sam, maml, penalty, heat, sharpness], ids=lambda loss: loss.__name__)
 def test_with_other_transforms(loss: Loss, stage: int | None) -> None:
@@ -332,6 +334,7 @@ def reversible(function: type[Function], *strategy: fds.Transform) -> dict[str, 
     return step.params(state)
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stage", [None, *STAGES])
 @pytest.mark.parametrize("function", [Recomputing, Kept])
@@ -477,6 +480,7 @@ def duals(call: Call, params: dict[str, Tensor], x: Tensor) -> Tensor:
 FUNCTIONAL = (laplace, hessians, along, along_views, duals, rows_alone, per_sample, per_sample_weights)
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("stage", [None, *STAGES])
 @pytest.mark.parametrize("loss", FUNCTIONAL, ids=lambda loss: loss.__name__)
 def test_torch_func_in_a_loss(loss: Loss, stage: int | None) -> None:

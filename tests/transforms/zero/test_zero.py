@@ -62,6 +62,7 @@ def test_any_stage_is_the_single_device_step(
         assert_same(found, expected)
 
 
+@pytest.mark.sample(19)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_every_model_in_every_stage(name: str, stage: int) -> None:
@@ -72,7 +73,8 @@ def test_every_model_in_every_stage(name: str, stage: int) -> None:
 
 def everything_on_processes() -> dict[tuple[str, int], Any]:
     names = ("checkpoint", "tied", "lora", "odd leaves", "branching", "weighted")
-    return {(name, stage): run(CASES[name], (transforms.zero(stage),)) for name in names for stage in STAGES}
+    pairs = [(name, stage) for place, name in enumerate(names) for stage in STAGES if (place + stage) % 2]
+    return {(name, stage): run(CASES[name], (transforms.zero(stage),)) for name, stage in pairs}
 
 
 def test_processes_give_the_bits_of_the_simulator() -> None:
@@ -159,6 +161,7 @@ def blocks_program(stage: int, policy: str, reshard: bool, k: int = 1) -> dict[s
     return held
 
 
+@pytest.mark.sample(2)
 @pytest.mark.law(20)
 @pytest.mark.parametrize("stage", STAGES)
 @given(n=st.integers(1, 5))
@@ -178,6 +181,7 @@ def test_bytes_on_each_rank(stage: int, n: int) -> None:
         assert total == formula - (2 * psi - 2 * part if stage == 1 else 0)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.law(21)
 @pytest.mark.parametrize("stage", STAGES)
 @given(n=st.integers(1, 5), k=st.sampled_from((1, 2)))
