@@ -115,13 +115,17 @@ def _indexed(folder: Path, index: str = INDEX) -> SafetensorsFiles:
     path = folder / index
     try:
         opened = os.fdopen(open_regular(path), "rb")
+    except FileNotFoundError:
+        raise FileNotFoundError(f"path: there is no {path} any more; an export may be replacing it") from None
     except OSError as error:
         raise ValueError(f"path: {path} is damaged, or no index: {error!r}") from error
     with opened:
         where = _weight_map(path, opened.read())
-        files = {name: _file(folder / name) for name in sorted(set(where.values()))}
-        if not _is_still(path, opened.fileno()):  # an export removes the index before it replaces a file
-            raise ValueError(f"path: {path} was replaced while the files that it names were opened; load it again")
+        try:
+            files = {name: _file(folder / name) for name in sorted(set(where.values()))}
+        finally:
+            if not _is_still(path, opened.fileno()):  # an export removes the index before it replaces a file
+                raise ValueError(f"path: {path} was replaced while the files that it names were opened; load it again")
     absent = [name for name, file in where.items() if name not in files[file].tensors]
     if absent:
         found = [name for file in files.values() for name in file.tensors]

@@ -473,6 +473,27 @@ def test_of_two_programs_one_exports_the_model(tmp_path: Path) -> None:
         assert found == (["written", "written"] if count % 2 else ["there", "written"])
 
 
+@pytest.mark.parametrize("when", ["before it is opened", "while its files are opened"])
+def test_an_index_that_an_export_removes_meanwhile(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No word of damage: the model is being replaced."""
+    fds.export({"w": torch.ones(4), "v": torch.ones(4)}, tmp_path, shard_bytes=16)
+    index = tmp_path / "model.safetensors.index.json"
+    module = sys.modules["functional_ds.interchange.load_params"]
+    name = "open_regular" if when == "before it is opened" else "_file"
+    opens = getattr(module, name)
+
+    def late(path: Path) -> Any:
+        index.unlink(missing_ok=True)
+        if name == "_file":
+            path.unlink(missing_ok=True)
+        return opens(path)
+
+    monkeypatch.setattr(module, name, late)
+    error, text = (FileNotFoundError, "any more") if name == "open_regular" else (ValueError, "was replaced")
+    with pytest.raises(error, match=text):
+        fds.load_params(tmp_path, like={"w": torch.zeros(4), "v": torch.zeros(4)})
+
+
 # -- on processes --------------------------------------------------------------------------------------------------------
 
 LEAF, LEAVES = 1024, 12  # 4 MiB each
