@@ -181,6 +181,7 @@ def test_a_rank_that_dies_leaves_the_checkpoint_from_before(tmp_path: Path, monk
 # -- offloaded states ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("background", [False, True])
 def test_an_offloaded_state_is_saved_as_the_same_files(tmp_path: Path, stage: int, background: bool) -> None:

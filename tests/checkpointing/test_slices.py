@@ -110,6 +110,7 @@ def second_half(folder: Path, axes: dict[str, int], stage: int) -> Any:
     return loaded, step.params(moved(step, state, mesh, 2))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.law(50)
 @pytest.mark.parametrize(
     ("before", "after"),

@@ -249,6 +249,7 @@ def test_tune_refuses(words: list[str], says: str, capsys: pytest.CaptureFixture
 # -- processes ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(0)
 def test_tune_on_tensor_parallel_processes(capsys: pytest.CaptureFixture[str]) -> None:
     """The whole command, with a child and two ranks over Gloo."""
     words = ["--rows", 1, "--ranks", 2, "--tp", 2, "--steps", 1, "--precision", "fp32", "--machine", "h100"]

@@ -51,6 +51,7 @@ def trained(model: str, candidate: Candidate) -> tuple[Any, ...]:
     return step, state, batch
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("stage", "precision", "accumulate", "recompute"),
     [(0, "fp32", 1, False), (1, "bf16", 2, False), (2, "fp32", 2, True), (3, "bf16", 1, False), (3, "fp32", 1, True)],
@@ -81,6 +82,7 @@ def test_state_bytes_and_operations_are_those_of_a_run(stage: int, precision: st
     assert mine.flops == flops
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("model", "stage", "precision", "accumulate"),
     [("cut", 0, "fp32", 1), ("cut", 2, "bf16", 2), ("cut", 3, "fp32", 1), ("llama", 3, "bf16", 1)],
@@ -126,6 +128,7 @@ def _allocated(model: str, candidate: Candidate) -> int:
     return standing + most
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("model", "stage", "recompute"),
     [("blocks", 0, False), ("blocks", 3, False), ("blocks", 2, True), ("attention", 1, False), ("attending", 0, True)],

@@ -124,6 +124,7 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
 CASES = [pytest.param(law, bug, id=bug.name) for law, bugs in BUGS.items() for bug in bugs]
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(("law", "bug"), CASES)
 def test_a_law_breaks(law: Callable[[], None], bug: Bug) -> None:
     with planted(bug), pytest.raises(bug.shows):

@@ -89,6 +89,7 @@ def test_what_is_counted_is_what_a_run_sends_and_computes(name: str) -> None:
     assert cost.flops == found.flops > 0
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("machine", MACHINES, ids=["cpu", "cuda"])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_times_add_up(name: str, machine: Machine) -> None:

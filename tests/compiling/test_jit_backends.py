@@ -65,6 +65,7 @@ class Counting(nn.Module):
         return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.law(58)
 @pytest.mark.parametrize(
     ("make", "loss"),

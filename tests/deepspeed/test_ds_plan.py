@@ -397,6 +397,7 @@ def test_an_overflow_at_the_lowest_scale_raises_on_all_ranks_and_changes_nothing
     assert comm.simulate(program, world_size=2) == [[1.0, 1.0]] * 2
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", ["AdamW", "Adam", "Lamb", "Lion"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_betas_of_a_plan_cycle_as_the_engines(kind: str, stage: int) -> None:

@@ -85,6 +85,7 @@ USED = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("error", [1.0, float("nan")])
 @pytest.mark.parametrize("name", USED)
 def test_a_wrong_result_on_one_rank_is_found(

@@ -81,6 +81,7 @@ def test_what_is_owed_is_predicted(n: int, which: str, half: bool) -> None:
         same(memory.predicted(make, fresh(), world_size=n, rank=rank), found)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.law(20)
 @pytest.mark.parametrize("stage", [None, 1, 3])
 @pytest.mark.parametrize("place", ["cpu", "disk"])
@@ -200,6 +201,7 @@ def test_a_pipelines_ranks_are_predicted(stage: int | None, half: bool) -> None:
         same(memory.predicted(make, params, world_size=n, rank=rank), found)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.law(20)
 @pytest.mark.parametrize(("stage", "resident"), [(2, None), (3, None), (3, 1), (3, 2)])
 @pytest.mark.parametrize("shared", [False, True])

@@ -127,6 +127,7 @@ def test_whose_buffers_are_kept(policy: str) -> None:
     assert comm.simulate(program, world_size=3) == want[policy]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.law(59)
 @pytest.mark.parametrize("schedule", [pp.gpipe(2, 2), pp.one_f_one_b(2, 4), pp.interleaved_one_f_one_b(2, 2)])
 @pytest.mark.parametrize("stage", [None, 1, 3])

@@ -130,6 +130,7 @@ def update_sends(rule: str, stage: int) -> dict[str, int]:
     return sent
 
 
+@pytest.mark.sample(2)
 @pytest.mark.law(21)
 @pytest.mark.parametrize("rule", ["muon", "lamb", "adamw", "lion", "adamw, matrices decay"])
 @given(stage=st.sampled_from(STAGES), n=st.integers(1, 4))

@@ -145,6 +145,7 @@ def test_names_in_checkpoints() -> None:
     }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.law(20)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("n", [1, 2, 3])

@@ -65,6 +65,7 @@ def step_of(model: Transformer, plan: MeshPlan) -> tuple[Mapping[str, int], memo
     return sent, memory.measured(state, gradients=sizes[-1]), int(counter.total)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.law(55)
 @pytest.mark.parametrize(
     ("model", "plan"),
@@ -188,6 +189,7 @@ def kept_by(layers: int, model: Transformer, tp: int, head: bool = False) -> int
     return memory.activations(loss, params, batch).kept
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("model", [attrs.evolve(GPT, dropout=True), attrs.evolve(LLAMA, key_heads=None)])
 def test_a_layer_keeps_what_is_counted(model: Transformer, tp: int) -> None:

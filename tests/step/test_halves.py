@@ -163,6 +163,7 @@ REDUCING: dict[str, tuple[int, Callable[[], tuple[fds.Transform, ...]]]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.law(57)
 @pytest.mark.parametrize("name", REDUCING)
 def test_halves_with_whatever_reduces(name: str) -> None:
@@ -661,6 +662,7 @@ BUGS: list[tuple[Callable[[], None], Bug]] = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("check", "bug"), BUGS, ids=[bug.name for _, bug in BUGS])
 def test_planted_bugs_are_found(check: Callable[[], None], bug: Bug) -> None:
     check()

@@ -25,6 +25,7 @@ def clipped_by_torch(params: list[Tensor], grads: list[Tensor], limit: float) ->
     return [p.detach() for p in own], norm
 
 
+@pytest.mark.sample(11)
 @pytest.mark.law(27)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("limit", [1e-6, 1e-3, 0.5, 1e3])

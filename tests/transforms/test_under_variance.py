@@ -121,6 +121,7 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_other_strategies_are_clean(name: str) -> None:
     rule = fds.one_bit_adam(0.01, warmup=1) if name == "one bit" else fds.adamw(0.01)

@@ -60,6 +60,7 @@ def test_a_norm_costs_one_number() -> None:
     assert comm.simulate(sent, True, world_size=2)[0] == comm.simulate(sent, False, world_size=2)[0] + 4
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("threshold", [0, 10, 1000])
 @pytest.mark.parametrize("half", [False, True])
 def test_parts_of_all_ranks_are_the_parameter(threshold: int, half: bool) -> None:

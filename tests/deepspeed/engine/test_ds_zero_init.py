@@ -34,6 +34,7 @@ def trained(engine: Any) -> list[Tensor]:
     return list(engine.functional_step.params(engine.state).values())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_run_is_that_of_the_whole_model(stage: int, ranks: int) -> None:

@@ -119,6 +119,7 @@ def expert_axis(mesh: comm.Mesh) -> fds.Transform:
     return fds.wrap("axes", forward=forward)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.law(46, 47)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("ep", "tp"), [(1, 1), (2, 1), (2, 2)])

@@ -144,6 +144,7 @@ def holds(law: Callable[..., None], *case: Any) -> bool:
     return True
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(("case", "bug"), [pytest.param(c, b, id=b.name) for c, bugs in BUGS.items() for b in bugs])
 def test_a_bug_breaks_its_law(case: tuple[Any, ...], bug: Bug) -> None:
     law, *rest = case

@@ -213,12 +213,14 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
 CASES = [pytest.param(law, bug, id=bug.name) for law, bugs in BUGS.items() for bug in bugs]
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("law", BUGS)
 def test_the_laws_hold(law: Callable[[], None]) -> None:
     """Without a bug."""
     law()
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(("law", "bug"), CASES)
 def test_each_bug_breaks_its_law(law: Callable[[], None], bug: Bug) -> None:
     """A law that no bug breaks is no law."""

@@ -145,6 +145,7 @@ def test_in_half_precision(policy: str) -> None:
         assert found[2] == pytest.approx(expected[2], rel=0.05)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("padding", [None, "right", "packed"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_lengths_that_do_not_divide_are_padded(padding: str | None, causal: bool) -> None:

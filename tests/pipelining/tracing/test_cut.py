@@ -75,6 +75,7 @@ def test_stages_together_are_the_module(name: str, data: st.DataObject) -> None:
     assert_same(_of(lambda leaves: stages(leaves, batch), params), _whole(case, params, batch))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.law(36)
 def test_stages_apart_are_the_module(name: str) -> None:
@@ -365,6 +366,7 @@ def _gpt2() -> nn.Module:
     return transformers.GPT2LMHeadModel(config)  # type: ignore[no-any-return]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.law(36)
 @pytest.mark.parametrize(
     ("make", "at"), [(_llama, ["model.layers.1", "model.layers.2"]), (_gpt2, ["transformer.h.1", "transformer.h.2"])]

@@ -91,6 +91,7 @@ def content(step: fds.Step, state: fds.State) -> Any:
     return step.params(state), fetched(fds.tree.replace(state, slots={}, batch=None))
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", ["exp_avg_sq", "masters"])
 @pytest.mark.parametrize("which", [0, -1])

@@ -18,6 +18,7 @@ from tests.transforms.parallel.test_experts import TOLERANCE, assert_same, excha
 STAGES = (0, 1, 2, 3)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.law(47)
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("places", ["cpu", "disk"])
@@ -59,6 +60,7 @@ def test_experts_that_are_read_later(stage: int) -> None:
     assert total == (4 if stage == 0 else 2) * half  # a block's ranks share what is read where states lie in shards
 
 
+@pytest.mark.sample(2)
 @pytest.mark.law(47)
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("rule", ["groups", "muon"])
@@ -168,6 +170,7 @@ def test_whole_params_are_those_of_any_step() -> None:
     assert comm.simulate(program, world_size=2) == [[True, True]] * 2
 
 
+@pytest.mark.sample(2)
 @pytest.mark.law(50)
 @pytest.mark.parametrize(
     ("before", "after"), [((2, 2, 2), (2, 2, 2)), ((1, 2, 2), (3, 1, 4)), ((3, 1, 4), (0, 2, 2)), ((0, 1, 2), (1, 1, 1))]
@@ -337,6 +340,7 @@ def test_each_expert_is_a_matrix_that_one_rank_owns(stage: int, tmp_path: Path) 
         assert {name for names in own for name in names} == {n for n in state.optimizer.states[0].whole if "[" in n}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 2)])
 def test_compressed_gathers_and_reductions(stage: int, sizes: tuple[int, int]) -> None:

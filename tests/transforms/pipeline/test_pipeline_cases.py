@@ -99,6 +99,7 @@ def test_params_on_the_host_or_a_disk(tmp_path: Path, stored: str | None) -> Non
     check(model, params, rows(8), pp.breadth_first(2, 2), offload, zero(3), dp=2, rule=fds.adamw(0.1, eps=1e-3))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.law(28)
 @pytest.mark.parametrize("schedule", [pp.gpipe(2, 2), pp.zb_h1(2, 2)], ids=["whole", "split"])
 @pytest.mark.parametrize("blocks", ["*", ""])
@@ -353,6 +354,7 @@ def squashed(mesh: Any) -> Any:
     return fds.wrap("squash", view=view)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.law(36)
 @pytest.mark.parametrize("stage", [None, 0, 1, 3])
 def test_a_view_of_ones_own(stage: int | None) -> None:

@@ -14,7 +14,7 @@ from tests.transforms.test_compositions import FP32, Composition, alone, staged,
 from tests.transforms.zero.test_config import Grid, agrees_with_one_device
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.law(19)
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
 @pytest.mark.parametrize("reshard", [True, False])
@@ -60,7 +60,7 @@ def test_the_loss_may_communicate_inside_nodes(prefetch: int, hpz: bool) -> None
             assert_close(after, params, 1e-5)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.law(36)
 @pytest.mark.parametrize(
     ("stage", "between"), [(0, "replicate"), (1, "intra_node"), (2, "replicate"), (3, "intra_node"), (3, "hpz")]
