@@ -124,8 +124,8 @@ class ConfigValues:
         return self.fp16_enabled() and not self.plan.value("fp16.loss_scale")
 
     def loss_scale(self) -> float:
-        """What the next loss is multiplied by."""
-        return float(self._loop.loss_scale())
+        """``fp16.loss_scale``: 0 where the scale moves; ``optimizer.cur_scale`` is what the next loss is multiplied by."""
+        return float(self.plan.value("fp16.loss_scale"))
 
     def gradient_clipping(self) -> float:
         """The limit of the gradients' norm; 0 for none."""

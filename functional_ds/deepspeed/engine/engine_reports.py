@@ -131,7 +131,7 @@ class Reports:
             numbers = {} if loss is None else {"train_loss": loss}
             numbers["lr"] = engine.get_lr()[0]
             if engine.fp16_enabled():
-                numbers["loss_scale"] = engine.loss_scale()
+                numbers["loss_scale"] = engine.optimizer.cur_scale
             numbers |= {f"elapsed_time_ms_{_TIMES[name]}": ms for name, ms in self.times.items()}
             done = engine.global_samples
             self.monitor.write_events((f"Train/Samples/{name}", value, done) for name, value in numbers.items())

@@ -142,6 +142,8 @@ def test_loss_backward_wants_its_scale() -> None:
     engine.step()
     assert engine.was_step_applied()
     assert engine.optimizer.cur_scale == 8.0
+    assert (engine.loss_scale(), engine.dynamic_loss_scale()) == (0.0, True)  # of the config, as there
+    assert engine_of(1, fp16={"enabled": True, "loss_scale": 64}).loss_scale() == 64.0
 
 
 def test_a_loss_that_is_none_of_the_engines_is_refused() -> None:
