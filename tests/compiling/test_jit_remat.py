@@ -66,7 +66,7 @@ def two(*more: nn.Module) -> nn.Module:
 def test_a_step_that_recomputes_and_offloads(chain: Chain, ranks: int, loss: Any, backend: str) -> None:
     for found, expected in comm.simulate(both, chain, two, loss, backend, world_size=ranks):
         assert found[2] == []
-        assert_same(found, expected, sent=False)  # eager steps gather some units more often
+        assert_same(found, expected)
 
 
 def offloaded_and_recomputed() -> tuple[Run, Run]:
