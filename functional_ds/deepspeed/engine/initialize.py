@@ -33,8 +33,6 @@ from .optimizer_groups import LiveGroup, as_groups, groups_of_config, groups_of_
 
 __all__ = ["initialize"]
 
-_ABSOLUTE = ("WarmupLR", "WarmupDecayLR", "OneCycle", "LRRangeTest")
-
 
 def initialize(
     args: Any = None,
@@ -279,7 +277,8 @@ def _scheduler(plan: ConfigPlan, given: Any, optimizer: Any, groups: list[LiveGr
         return given if hasattr(given, "step") or not callable(given) else given(optimizer)
     if plan.schedule is None or not groups:
         return None
-    return ConfigScheduler(plan.schedule, plan.value("scheduler.type") in _ABSOLUTE, groups=groups, settle=counts.settle)
+    multiples = plan.value("scheduler.type") == "WarmupCosineLR"
+    return ConfigScheduler(plan.schedule, multiples, groups=groups, settle=counts.settle)
 
 
 def _sharers(model: nn.Module) -> dict[str, tuple[tuple[int, ...], ...]]:
