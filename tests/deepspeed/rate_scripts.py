@@ -88,7 +88,9 @@ def resumed(deepspeed: Any, rank: int, stage: int, ranks: int, folder: str) -> l
             model = network(seed)
             optimizer = torch.optim.AdamW(groups_of(model)[1:], lr=0.02)
             model[0].requires_grad_(False)
-            return deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=kind(optimizer), config=_config(stage))[0]
+            return deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=kind(optimizer), config=_config(stage))[
+                0
+            ]
 
         place = f"{folder}/rates-{deepspeed.__name__}-{stage}-{ranks}-{number}"
         engine = fresh(0)

@@ -23,10 +23,12 @@ class ConfigScheduler:
     Attributes:
         schedule: of the plan.
         multiples: whether a group's rates are always the same multiples of its own.
+        on_host: whether the step has no schedule, and all rates come from here.
     """
 
     schedule: RateSchedule
     multiples: bool
+    on_host: bool
     _groups: Sequence[LiveGroup] = attrs.field(alias="groups", repr=False)
     _settle: Callable[[], None] = attrs.field(alias="settle", repr=False)
     _updates: int = 0  # of the step
@@ -38,7 +40,8 @@ class ConfigScheduler:
         for group in self._groups:
             lr = float(group.given["lr"])
             self._own.append(self.schedule if group.base == self.schedule.reference == lr else self.schedule.for_group(lr))
-            self._host.append(group.base != lr or (not self.multiples and lr != self.schedule.reference))
+            differs = group.base != lr or (not self.multiples and lr != self.schedule.reference)
+            self._host.append(self.on_host or differs)
         self._show()
 
     @property
