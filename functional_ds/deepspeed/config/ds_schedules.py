@@ -29,11 +29,13 @@ class RateSchedule:
         name: the scheduler and its numbers.
         rates: from a tensor, how many updates there were, to the next update's rate.
         reference: the optimizer's rate, which the factors are multiples of.
+        of: the rates of a param group, from the group's own rate.
     """
 
     name: str
     rates: Rates = attrs.field(repr=False, eq=False)
     reference: float
+    of: Callable[[float], Rates] = attrs.field(repr=False, eq=False)
 
     def rate(self, updates: int) -> float:
         """The rate of the update after this many.
@@ -44,6 +46,15 @@ class RateSchedule:
         [0.0, 0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
         """
         return self.rates(torch.tensor(float(updates), dtype=torch.float64)).item()
+
+    def for_group(self, lr: float) -> "RateSchedule":
+        """The schedule of a param group whose own rate is ``lr``.
+
+        >>> schedule = SCHEDULERS["WarmupLR"].build({"warmup_num_steps": 2}, 1.0, 1.0)
+        >>> schedule.for_group(0.5).rate(9), schedule.for_group(0.0).rate(9)
+        (0.5, 0.0)
+        """
+        return attrs.evolve(self, rates=self.of(lr))
 
     def __call__(self, updates: int | Tensor) -> Tensor:
         """The rate as a factor of ``reference``, for ``T.schedule``."""
@@ -74,7 +85,7 @@ class SchedulerRule:
         """The schedule for an optimizer with the rate ``lr``, whose factors are multiples of ``reference``."""
         arguments = {key.name: given.get(key.name, key.default) for key in self.keys}
         shown = ", ".join(f"{name}={value!r}" for name, value in arguments.items() if name in given)
-        return RateSchedule(f"{self.name}({shown})", self.make(arguments, lr), reference)
+        return RateSchedule(f"{self.name}({shown})", self.make(arguments, lr), reference, lambda own: self.make(arguments, own))
 
 
 def _at(tensor: Tensor, value: float) -> Tensor:

@@ -113,8 +113,9 @@ def _torch_schedule(s: Settings, name: str, base: float, reference: float) -> Ra
     params = s["scheduler.params"] or {}
     reason = why_not(name, params)
     if reason is None:
+        numbers = _numbers(params)
         try:
-            rates = TorchRates(name, _numbers(params), base)
+            rates = TorchRates(name, numbers, base)
             rates(torch.tensor(1))  # some refuse their arguments only when they move
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             reason = f"torch.optim.lr_scheduler.{name}: {error}"
@@ -126,7 +127,7 @@ def _torch_schedule(s: Settings, name: str, base: float, reference: float) -> Ra
         "scheduler.type", Fate.BECAME, f"torch.optim.lr_scheduler.{name}, run on the host: each update reads the count back."
     )
     s.note("scheduler.params", Fate.BECAME, "The scheduler's arguments.")
-    return RateSchedule(f"{name}({params})", rates, reference)
+    return RateSchedule(f"{name}({params})", rates, reference, lambda own: TorchRates(name, numbers, own))
 
 
 def _numbers(params: dict[str, Any]) -> dict[str, Any]:

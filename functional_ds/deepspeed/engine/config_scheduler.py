@@ -22,23 +22,32 @@ class ConfigScheduler:
 
     Attributes:
         schedule: of the plan.
-        absolute: whether its rates are those of all groups, not multiples of each group's own.
+        multiples: whether a group's rates are always the same multiples of its own.
+        on_host: whether the step has no schedule, and all rates come from here.
     """
 
     schedule: RateSchedule
-    absolute: bool
+    multiples: bool
+    on_host: bool
     _groups: Sequence[LiveGroup] = attrs.field(alias="groups", repr=False)
     _settle: Callable[[], None] = attrs.field(alias="settle", repr=False)
     _updates: int = 0  # of the step
     _moved: int = 0  # how often somebody else called ``step``
+    _own: list[RateSchedule] = attrs.field(factory=list, repr=False)  # of each group
+    _host: list[bool] = attrs.field(factory=list, repr=False)  # whether the step's own rates are not the right ones for it
 
     def __attrs_post_init__(self) -> None:
+        for group in self._groups:
+            lr = float(group.given["lr"])
+            self._own.append(self.schedule if group.base == self.schedule.reference == lr else self.schedule.for_group(lr))
+            differs = group.base != lr or (not self.multiples and lr != self.schedule.reference)
+            self._host.append(self.on_host or differs)
         self._show()
 
     @property
     def differs(self) -> bool:
         """Whether the step's own rates are not the right ones for all groups."""
-        return self.absolute and any(group.base != self.schedule.reference for group in self._groups)
+        return any(self._host)
 
     @property
     def last_batch_iteration(self) -> int:
@@ -54,7 +63,7 @@ class ConfigScheduler:
     def get_lr(self) -> list[float]:
         """The rate of each param group in the next update."""
         self._settle()
-        return [self._rate(group, self._updates + self._moved) for group in self._groups]
+        return [own.rate(self._updates + self._moved) for own in self._own]
 
     def get_last_lr(self) -> list[float]:
         """The same."""
@@ -82,14 +91,10 @@ class ConfigScheduler:
         self._show()
 
     def _show(self) -> None:
-        for group in self._groups:
-            group.show(self._rate(group, self._updates + self._moved))
-            if self._moved or self.differs:
+        for group, own, host in zip(self._groups, self._own, self._host, strict=True):
+            group.show(own.rate(self._updates + self._moved))
+            if self._moved or host:
                 group.shown = None
-
-    def _rate(self, group: LiveGroup, updates: int) -> float:
-        rate = self.schedule.rate(updates)
-        return rate if self.absolute or group.base == self.schedule.reference else group.base * rate / self.schedule.reference
 
 
 def cycled_on_host(config: dict[str, Any]) -> Callable[[Any], Any] | None:

@@ -34,7 +34,8 @@ class EngineOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._counts, self._loop, self._drops = counts, loop, drops
         self._groups: list[dict[str, Any]] = []
-        defaults = {} if client is None else client.defaults
+        first = {name: value for name, value in groups[0].given.items() if name != "params"}  # torch's schedulers read these
+        defaults = first if client is None else client.defaults
         super().__init__([group.given for group in groups], defaults)
         self.optimizer = client
         if client is not None:

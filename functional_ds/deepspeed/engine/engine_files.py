@@ -12,6 +12,7 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base.files import write_atomically, written_atomically
 
+from .config_scheduler import ConfigScheduler
 from .engine_counts import EngineCounts
 from .loop.engine_loop import EngineLoop
 
@@ -24,6 +25,7 @@ class Saved(Protocol):
     """What is saved of an engine."""
 
     lr_scheduler: Any
+    optimizer: Any
     _loop: EngineLoop
     _counts: EngineCounts
 
@@ -55,6 +57,7 @@ def save_engine(engine: Saved, folder: Any, tag: Any, client_state: Mapping[str,
     held = {
         "client_state": dict(client_state),
         "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
+        "groups": [{name: value for name, value in group.items() if name != "params"} for group in _param_groups(engine)],
     }
     numbers = {
         each: getattr(counts, each) for each in ("global_steps", "global_samples", "skipped_steps", "updates", "micro_steps")
@@ -76,8 +79,8 @@ def load_engine(
         folder: that of ``save_engine``, or of DeepSpeed's ``save_checkpoint``.
         tag: which; None for the one that ``latest`` names.
         strict: whether params must have the same names.
-        optimizer: whether to read more than params.
-        scheduler: whether to read the scheduler's state.
+        optimizer: whether to read more than params; with it the param groups' numbers, rates among them.
+        scheduler: whether to read the scheduler's state. A config's goes on from where it is, otherwise.
         counts: whether to read the counts of steps.
 
     Returns:
@@ -86,6 +89,7 @@ def load_engine(
     Raises:
         NoCheckpointError: there is no such tag.
         StructureError: names or shapes differ.
+        ValueError: the checkpoint has another number of param groups.
     """
     latest = Path(folder) / "latest"
     if tag is None:
@@ -109,14 +113,28 @@ def load_engine(
     from functional_ds.checkpointing.load import load  # may be left out of an installation
 
     state, extra = load(place, like=loop.state, tag=_STATE, with_extra=True, **options)
-    loop.replace(state)
     held = _unpickled(extra["pickled"])
+    own, saved = _param_groups(engine), held.get("groups") if optimizer else None
+    if saved is not None and len(saved) != len(own):
+        raise ValueError(
+            f"load_checkpoint: {place} has {len(saved)} param groups, and the engine {len(own)}; make as many, or pass "
+            "load_optimizer_states=False"
+        )
+    position = engine.lr_scheduler.state_dict() if isinstance(engine.lr_scheduler, ConfigScheduler) else None
+    loop.replace(state)
     if counts:
         numbers = extra["engine"] if optimizer else {**extra["engine"], "updates": int(loop.state.step)}
         engine._counts.restart(numbers)
-    if scheduler and held["lr_scheduler"] is not None and hasattr(engine.lr_scheduler, "load_state_dict"):
-        engine.lr_scheduler.load_state_dict(held["lr_scheduler"])
+    moved = held["lr_scheduler"] if scheduler else position
+    if moved is not None and hasattr(engine.lr_scheduler, "load_state_dict"):
+        engine.lr_scheduler.load_state_dict(moved)
+    for group, numbers in zip(own, saved or (), strict=False):
+        group.update(numbers)
     return str(place), held["client_state"]
+
+
+def _param_groups(engine: Saved) -> list[dict[str, Any]]:
+    return [] if engine.optimizer is None else engine.optimizer.param_groups  # type: ignore[no-any-return]
 
 
 def save_weights(weights: Mapping[str, Tensor], folder: Any, name: str) -> bool:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,8 +33,6 @@ from .loop.zero_init import deferral_of, taken
 from .optimizer_groups import LiveGroup, as_groups, groups_of_config, groups_of_optimizer, live_optimizer
 
 __all__ = ["initialize"]
-
-_ABSOLUTE = ("WarmupLR", "WarmupDecayLR", "OneCycle", "LRRangeTest")
 
 
 def initialize(
@@ -98,14 +97,12 @@ def initialize(
     _refuse_model_parallel(mpu, mesh_param)
     client = _client_optimizer(optimizer, model_parameters)
     _refuse_foreign(lr_scheduler, client)
-    if lr_scheduler is None and not _is_pipeline(model):
+    if _is_pipeline(model):
+        return _pipeline(model, found, client, model_parameters, lr_scheduler, training_data, collate_fn)
+    if lr_scheduler is None:
         lr_scheduler = cycled_on_host(found)
     plan = _plan(found, world.size, model, client, has_scheduler=lr_scheduler is not None)
-    if plan.value("log_level"):
-        logging.getLogger("DeepSpeed").setLevel(str(plan.value("log_level")).upper())
-
-    if _is_pipeline(model):
-        return _pipeline(model, found, client, lr_scheduler, training_data, collate_fn)
+    _set_log_level(plan)
 
     sharers, deferral = _sharers(model), deferral_of(model)
     _move(model, sharers)
@@ -159,8 +156,13 @@ def _is_pipeline(model: nn.Module) -> bool:
     return found
 
 
+def _set_log_level(plan: ConfigPlan) -> None:
+    if plan.value("log_level"):
+        logging.getLogger("DeepSpeed").setLevel(str(plan.value("log_level")).upper())
+
+
 def _pipeline(
-    model: nn.Module, config: dict[str, Any], client: Any, lr_scheduler: Any, data: Any, collate_fn: Any
+    model: nn.Module, config: dict[str, Any], client: Any, given: Any, lr_scheduler: Any, data: Any, collate_fn: Any
 ) -> tuple[Any, Any, Any, Any]:
     from functional_ds.deepspeed.pipe.pipeline_engine import pipeline_engine  # pipelining may be left out
 
@@ -169,16 +171,34 @@ def _pipeline(
             "lr_scheduler: with a PipelineModule also pass the optimizer whose rates it moves, or name both in the config"
         )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    groups = [] if client is None else groups_of_optimizer(client, names)
+    dicts = client.param_groups if client is not None else None if given is None else as_groups(given)
+    if dicts is not None:
+        trained = {id(p) for group in dicts for p in group["params"]}
+        for parameter in model.parameters():
+            if id(parameter) not in trained:
+                parameter.requires_grad_(False)
+    numbered = dicts is not None and any(group.keys() - {"params", "name", "moe"} for group in dicts)
+    if client is not None:
+        config = {name: block for name, block in config.items() if name != "optimizer"}
+    if lr_scheduler is None and numbered:
+        lr_scheduler = cycled_on_host(config)
+    if lr_scheduler is not None:
+        config = {name: block for name, block in config.items() if name != "scheduler"}
+
+    def make(plan: ConfigPlan) -> tuple[list[LiveGroup], Any]:
+        groups = _groups(plan, client, model, dicts, names)
+        holder = client or SimpleNamespace(param_groups=[group.given for group in groups])
+        return groups, _scheduler(plan, lr_scheduler, holder, groups, EngineCounts(1), on_host=True)
+
     engine = pipeline_engine(
         model,  # type: ignore[arg-type]
         config,
-        optimizer=live_optimizer(groups) if groups else None,
+        make=make if numbered else None,
         lr=None if client is None else float(client.param_groups[0]["lr"]),
-        lr_scheduler=lr_scheduler(client) if callable(lr_scheduler) and not hasattr(lr_scheduler, "step") else lr_scheduler,
         training_data=data,
         collate_fn=collate_fn,
     )
+    _set_log_level(engine.plan)
     return engine, client, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -274,12 +294,15 @@ def _groups(
     return groups_of_config(plan, as_groups(model.parameters() if given is None else given), names)
 
 
-def _scheduler(plan: ConfigPlan, given: Any, optimizer: Any, groups: list[LiveGroup], counts: EngineCounts) -> Any:
+def _scheduler(
+    plan: ConfigPlan, given: Any, optimizer: Any, groups: list[LiveGroup], counts: EngineCounts, *, on_host: bool = False
+) -> Any:
     if given is not None:
         return given if hasattr(given, "step") or not callable(given) else given(optimizer)
     if plan.schedule is None or not groups:
         return None
-    return ConfigScheduler(plan.schedule, plan.value("scheduler.type") in _ABSOLUTE, groups=groups, settle=counts.settle)
+    multiples = plan.value("scheduler.type") == "WarmupCosineLR"
+    return ConfigScheduler(plan.schedule, multiples, on_host, groups=groups, settle=counts.settle)
 
 
 def _sharers(model: nn.Module) -> dict[str, tuple[tuple[int, ...], ...]]:

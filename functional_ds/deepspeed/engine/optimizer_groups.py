@@ -165,7 +165,7 @@ def groups_of_config(plan: ConfigPlan, groups: Sequence[Numbers], names: Mapping
         reference = rate or 1.0
         given = {**group, **{name: value for name, value in numbers.items() if value is not None}, "lr": rate}
         paths = _paths(group["params"], names)
-        found.append(LiveGroup(given, paths, _of_rule(rule, numbers, rate), reference, rate))
+        found.append(LiveGroup(given, paths, _of_rule(rule, numbers, rate), reference, rate or None))
     _check_disjoint(found)
     return found
 

@@ -12,9 +12,10 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from functional_ds import comm
 from functional_ds.base.files import write_atomically
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan, from_ds_config
+from functional_ds.deepspeed.engine.engine_counts import EngineCounts
 from functional_ds.deepspeed.engine.loop.engine_loop import LossShare, grad_norm_of
 from functional_ds.deepspeed.engine.loop.live_module import LiveModule
-from functional_ds.optim.optimizer import Optimizer, PerParameter
+from functional_ds.deepspeed.engine.optimizer_groups import LiveGroup, live_optimizer
 from functional_ds.step.compose import compose
 from functional_ds.step.step import Metrics
 from functional_ds.step.train_step import train_step
@@ -39,14 +40,26 @@ class PipelineEngine:
         global_steps: updates so far.
         global_samples: rows so far, on all ranks.
         training_dataloader: the loader of ``training_data``; None without it.
-        lr_scheduler: is moved after each update, where one was given.
+        lr_scheduler: is moved after each update that was made, where one was given.
+        plan: of the config.
+        param_groups: of an optimizer that was given, or of ``model_parameters`` with numbers of their own; else none.
     """
 
-    def __init__(self, module: PipelineModule, plan: ConfigPlan, parts: PipelineParts, step: Any, lr_scheduler: Any) -> None:
-        self.module, self.lr_scheduler = module, lr_scheduler
+    def __init__(
+        self,
+        module: PipelineModule,
+        plan: ConfigPlan,
+        parts: PipelineParts,
+        step: Any,
+        lr_scheduler: Any,
+        param_groups: list[dict[str, Any]],
+    ) -> None:
+        self.module, self.lr_scheduler, self.param_groups = module, lr_scheduler, param_groups
         self.global_steps = self.global_samples = 0
+        self._skipped: Any = 0
+        self._counts = EngineCounts(1)
         self.training_dataloader: DataLoader[Any] | None = None
-        self._plan, self._parts, self._step = plan, parts, step
+        self.plan, self._parts, self._step = plan, parts, step
         self._state = step.init(parts.params, modules=parts.modules)
         stage = plan.value("zero_optimization.stage")
         module.empty_bare()
@@ -97,8 +110,9 @@ class PipelineEngine:
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
         self._metrics = metrics
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step()
+        self._skipped = self._skipped + metrics.get("skipped", 0)
+        if self.lr_scheduler is not None and self.was_step_applied():
+            self._counts.move(self.lr_scheduler, {})
         loss: Tensor = metrics["loss"]
         return loss
 
@@ -157,15 +171,15 @@ class PipelineEngine:
 
     def train_batch_size(self) -> int:
         """Rows of an update, on all ranks."""
-        return self._plan.batch.train_batch_size
+        return self.plan.batch.train_batch_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Rows of a micro-batch."""
-        return self._plan.batch.train_micro_batch_size_per_gpu
+        return self.plan.batch.train_micro_batch_size_per_gpu
 
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches of an update."""
-        return self._plan.batch.gradient_accumulation_steps
+        return self.plan.batch.gradient_accumulation_steps
 
     @property
     def micro_batches(self) -> int:
@@ -176,6 +190,15 @@ class PipelineEngine:
     def micro_steps(self) -> int:
         """Micro-batches of the updates so far."""
         return self.global_steps * self.gradient_accumulation_steps()
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many updates were left out, as gradients were not finite. Reading it waits for the device."""
+        return int(self._skipped)
+
+    def was_step_applied(self) -> bool:
+        """Whether the last ``train_batch`` has changed params."""
+        return bool(self._metrics) and not self._metrics.get("skipped", 0) > 0
 
     @property
     def num_stages(self) -> int:
@@ -197,10 +220,10 @@ class PipelineEngine:
 
     def get_lr(self) -> list[float]:
         """The rate of the next update, for each param group."""
-        if self.lr_scheduler is not None:
-            return [float(rate) for rate in self.lr_scheduler.get_last_lr()]
-        schedule = self._plan.schedule
-        return [self._plan.value("optimizer.params")["lr"]] if schedule is None else [schedule.rate(int(self._state.step))]
+        if self.param_groups:
+            return [float(group["lr"]) for group in self.param_groups]
+        schedule = self.plan.schedule
+        return [self.plan.value("optimizer.params")["lr"]] if schedule is None else [schedule.rate(int(self._state.step))]
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last update's gradients before clipping; as ``DeepSpeedEngine``'s."""
@@ -232,12 +255,13 @@ class PipelineEngine:
 
         name = tag or f"global_step{self.global_steps}"
         scheduler = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
-        counts = {"global_steps": self.global_steps, "global_samples": self.global_samples}
+        counts = {"global_steps": self.global_steps, "global_samples": self.global_samples, "skipped_steps": self.skipped_steps}
+        groups = [{name: value for name, value in group.items() if name != "params"} for group in self.param_groups]
         save(
             self._state,
             Path(save_dir) / name,
             tag=_STATE,
-            extra={"counts": counts, "client_state": dict(client_state or {}), "lr_scheduler": scheduler},
+            extra={"counts": counts, "client_state": dict(client_state or {}), "lr_scheduler": scheduler, "groups": groups},
         )
         if save_latest and comm.world().rank == 0:
             write_atomically(Path(save_dir) / "latest", name.encode())
@@ -256,8 +280,11 @@ class PipelineEngine:
         self._state, extra = load(Path(load_dir) / name, like=self._state, tag=_STATE, with_extra=True)
         self._show()
         self.global_steps, self.global_samples = (extra["counts"][each] for each in ("global_steps", "global_samples"))
+        self._skipped = extra["counts"].get("skipped_steps", 0)
         if self.lr_scheduler is not None and extra["lr_scheduler"] is not None:
             self.lr_scheduler.load_state_dict(extra["lr_scheduler"])
+        for group, numbers in zip(self.param_groups, extra.get("groups", ()), strict=False):
+            group.update(numbers)
         return str(Path(load_dir) / name), extra["client_state"]
 
 
@@ -283,9 +310,8 @@ def pipeline_engine(
     module: PipelineModule,
     config: Any,
     *,
-    optimizer: Optimizer | PerParameter | None = None,
+    make: Callable[[ConfigPlan], tuple[list[LiveGroup], Any]] | None = None,
     lr: float | None = None,
-    lr_scheduler: Any = None,
     training_data: Dataset[Any] | None = None,
     collate_fn: Callable[..., Any] | None = None,
 ) -> PipelineEngine:
@@ -294,9 +320,9 @@ def pipeline_engine(
     Args:
         module: the layers; of each parameter the first rank's count that has its stage, of those given whole rank 0's.
         config: as ``from_ds_config`` takes it. Its batch's sizes are per data-parallel rank, as there.
-        optimizer: instead of the config's.
-        lr: its rate, for a scheduler of the config.
-        lr_scheduler: an object that is moved after each update, instead of the config's.
+        make: from the config's plan to param groups, instead of its optimizer, and what moves their rates after each update,
+            instead of its scheduler.
+        lr: the rate of an optimizer that the config does not have, for a scheduler in it.
         training_data: each data-parallel rank reads its part, shuffled as torch's DistributedSampler does.
         collate_fn: makes a micro-batch of rows.
 
@@ -321,16 +347,19 @@ def pipeline_engine(
     plan = from_ds_config(config, parts.data.size, group=parts.data, lr=lr, warn=True)
     whole = plan.to_ds_config()  # the pipeline cuts the batch into micro-batches, so nothing else accumulates
     whole.update(gradient_accumulation_steps=1, train_micro_batch_size_per_gpu=plan.batch.rows)
-    if lr_scheduler is not None:
+    groups, scheduler = ([], None) if make is None else make(plan)
+    if scheduler is not None:
         whole.pop("scheduler", None)
     plain = from_ds_config(whole, parts.data.size, group=parts.data, lr=lr, warn=True)
-    rule = optimizer or plain.optimizer
+    rule = live_optimizer(groups) if groups else plain.optimizer
     if rule is None:
         raise ValueError("config: it names no optimizer, and none is given")
     strategy = compose(
         plain.transform, parts.transform(plan.batch.gradient_accumulation_steps), LossShare.of(plain).transform()
     )
-    engine = PipelineEngine(module, plan, parts, strategy(train_step(parts.stages, rule)), lr_scheduler)
+    engine = PipelineEngine(
+        module, plan, parts, strategy(train_step(parts.stages, rule)), scheduler, [group.given for group in groups]
+    )
     if training_data is not None:
         sampler: DistributedSampler[Any] = DistributedSampler(training_data, parts.data.size, parts.data.rank)
         engine.training_dataloader = DataLoader(

@@ -13,6 +13,7 @@ from torch import nn
 from functional_ds import comm
 from functional_ds.deepspeed import pipe
 from functional_ds.deepspeed.config.explain import ConfigError
+from functional_ds.deepspeed.engine.initialize import initialize
 from functional_ds.deepspeed.ops.adam import FusedAdam
 from functional_ds.deepspeed.pipe.pipeline_engine import PipelineEngine, pipeline_engine
 from functional_ds.deepspeed.runtime.lr_schedules import WarmupLR
@@ -91,17 +92,89 @@ def test_a_checkpoint_goes_on_with_other_stages(tmp_path: Path) -> None:
     assert (name, client, counts) == ("global_step1", {"epoch": 1}, (1, 8))
 
 
+def groups_of(module: Any) -> list[dict[str, Any]]:
+    params = [*module.parameters()]
+    weights = {"params": [p for p in params if p.ndim == 2], "lr": 0.005, "weight_decay": 0.3}
+    return [weights, {"params": [p for p in params if p.ndim == 1], "weight_decay": 0.0}]
+
+
+@pytest.mark.parametrize("kind", ["config", "optimizer", "both"])
+def test_groups_have_their_own_rates(kind: str, tmp_path: Path) -> None:
+    """Of a config's optimizer or one that is passed, with a scheduler of the config or torch's; also after a checkpoint."""
+
+    def build(kinds: Any) -> Any:
+        torch.manual_seed(0)
+        return [kinds(nn.Linear, 4, 4), kinds(nn.LayerNorm, 4), torch.tanh, kinds(nn.Linear, 4, 2)]
+
+    warmup = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear"}}
+    sizes = {
+        "train_batch_size": 6,
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.0,
+    }
+    inputs, labels = torch.randn(6, 4), torch.randn(6, 2)
+    pairs = [(inputs[:3], labels[:3]), (inputs[3:], labels[3:])]
+
+    def engine_of(own: nn.Module) -> Any:
+        module = pipe.PipelineModule(build(pipe.LayerSpec), num_stages=2, loss_fn=nn.functional.mse_loss)
+        for name, value in own.state_dict().items():
+            if name in (held := dict(module.named_parameters())) and held[name].numel():
+                held[name].data.copy_(value)
+        adamw = {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.01}}
+        if kind == "config":
+            config = {**sizes, "optimizer": adamw, "scheduler": warmup}
+            return initialize(model=module, model_parameters=groups_of(module), config=config)[0]
+        optimizer = torch.optim.AdamW(groups_of(module), lr=0.02)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) if kind == "both" else None
+        config = {**sizes, **({"scheduler": warmup} if kind == "optimizer" else {})}
+        return initialize(model=module, optimizer=optimizer, lr_scheduler=scheduler, config=config)[0]
+
+    plain = nn.Sequential(*(nn.Tanh() if layer is torch.tanh else layer for layer in build(lambda kind, *sizes: kind(*sizes))))
+    start = {name: value.clone() for name, value in plain.state_dict().items()}
+    optimizer = torch.optim.AdamW(groups_of(plain), lr=0.02)
+    scheduler: Any = WarmupLR(optimizer, warmup_num_steps=4, warmup_type="linear")
+    if kind == "both":
+        optimizer = torch.optim.AdamW(groups_of(plain), lr=0.02)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    expected = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(plain(inputs), labels)
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        expected += [loss.item(), *(group["lr"] for group in optimizer.param_groups)]
+
+    def on_rank() -> list[float]:
+        torch.manual_seed(0)
+        twin = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 2))
+        twin.load_state_dict(start)
+        engine, found = engine_of(twin), []
+        for update in range(5):
+            if update == 3:
+                engine.save_checkpoint(str(tmp_path))
+                engine = engine_of(twin)
+                engine.load_checkpoint(str(tmp_path))
+            found += [engine.train_batch(iter(pairs)).item(), *engine.get_lr()]
+        return [*found, engine.skipped_steps]
+
+    for found in comm.simulate(on_rank, world_size=2):
+        assert found == pytest.approx([*expected, 0], rel=1e-5)
+
+
 def test_data_schedulers_and_evaluation() -> None:
     def on_rank() -> tuple[Any, ...]:
         module = values(pipe.PipelineModule(layers(pipe), num_stages=2, loss_fn=loss_of, partition_method="uniform"))
         held = FusedAdam(module.parameters(), lr=0.05)
         rows = [row for pair in micros(0) for row in zip(*pair, strict=True)]
         config = {name: block for name, block in CONFIG.items() if name not in ("optimizer", "scheduler")}
-        engine = pipeline_engine(
-            module,  # type: ignore[arg-type]
-            config,
-            optimizer=held.rule_for(held.param_groups[0]),
-            lr_scheduler=WarmupLR(held, warmup_num_steps=4),
+        scheduler = WarmupLR(held, warmup_num_steps=4)
+        engine, *_ = initialize(
+            model=module,  # type: ignore[arg-type]
+            optimizer=held,
+            lr_scheduler=scheduler,
+            config=config,
             training_data=rows,  # type: ignore[arg-type]
         )
         engine.set_batch_fn(tuple)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from tests.deepspeed.engine.surface_scripts import SURFACE
+from tests.deepspeed.rate_scripts import RATES
 
 __all__ = ["SCRIPTS", "Net"]
 
@@ -180,6 +181,7 @@ SCRIPTS: dict[str, tuple[Callable[[Any, int, int, int, str], list[float]], int]]
     **{f"gan, stage {stage}": (gan, stage) for stage in (1, 2)},
     **{f"trainer, stage {stage}": (trainer, stage) for stage in (0, 1, 2, 3)},
     **SURFACE,
+    **RATES,
 }
 
 

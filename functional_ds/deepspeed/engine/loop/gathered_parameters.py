@@ -153,14 +153,18 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     """The gradient that the next update has of a parameter, in fp32 and before clipping. Collective.
 
-    None where there is none yet: in stages 0 and 1 ranks sum during the last backward pass of an update.
+    None where there is none yet: in stages 0 and 1 ranks sum during the last backward pass of an update. None for a frozen
+    parameter, too.
     """
     loop, path = owner_of(param, "safe_get_full_grad")
     found = loop.summed()
     if found is None:
         return None
     sums, weight = found
-    return gathered(tree.replace(loop.state, optimizer=sums), ("optimizer",), path).float() / weight
+    try:
+        return gathered(tree.replace(loop.state, optimizer=sums), ("optimizer",), path).float() / weight
+    except KeyError:
+        return None
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
